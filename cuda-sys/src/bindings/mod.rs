@@ -1,0 +1,14 @@
+//! Generated declarations: one `types` module that both APIs share, and a function table for each.
+
+#[allow(missing_docs, non_camel_case_types, non_snake_case, non_upper_case_globals, clippy::all)]
+#[allow(clippy::undocumented_unsafe_blocks)]
+#[rustfmt::skip]
+pub mod types;
+
+#[allow(non_snake_case)]
+#[rustfmt::skip]
+pub(crate) mod driver;
+
+#[allow(non_snake_case)]
+#[rustfmt::skip]
+pub(crate) mod runtime;

@@ -1,0 +1,1 @@
+//! Owns the cross-crate tests and benchmarks of the workspace; exports nothing.
