@@ -1,1 +1,2 @@
+//! The `vpmm` command.
 fn main() {}

@@ -1,0 +1,90 @@
+//! From a path or a pipe to numbered lines, through gzip where there is gzip.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+
+use flate2::bufread::MultiGzDecoder;
+
+use super::error::{Column, Problem, TraceError};
+
+/// Longer lines are refused: a file with no line ends would otherwise be read
+/// into memory whole before the first complaint.
+const LONGEST_LINE_BYTES: usize = 64 << 10;
+
+const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+
+/// Opens `path`, or standard input where it is `-`.
+pub(super) fn open(path: &str) -> io::Result<Box<dyn Read>> {
+    if path == "-" {
+        return Ok(Box::new(io::stdin().lock()));
+    }
+    let file = File::open(path)?;
+    // Opening a folder succeeds on Linux; only reading it fails, less clearly.
+    if file.metadata()?.is_dir() {
+        return Err(io::Error::from(io::ErrorKind::IsADirectory));
+    }
+    Ok(Box::new(file))
+}
+
+/// The lines of a plain or gzip source, numbered from 1, without their ends.
+pub(super) struct Lines<'a> {
+    name: &'a str,
+    source: Box<dyn BufRead + 'a>,
+    line: Vec<u8>,
+    number: u64,
+}
+
+impl<'a> Lines<'a> {
+    /// Looks at the first two bytes and decompresses if they say gzip.
+    pub(super) fn new(name: &'a str, mut bytes: impl Read + 'a) -> Result<Self, TraceError> {
+        let mut head = Vec::with_capacity(GZIP_MAGIC.len());
+        bytes
+            .by_ref()
+            .take(GZIP_MAGIC.len() as u64)
+            .read_to_end(&mut head)
+            .map_err(|source| TraceError::Read { file: name.to_owned(), line: 1, source })?;
+        let is_gzip = head == GZIP_MAGIC;
+        let whole = BufReader::with_capacity(64 << 10, io::Cursor::new(head).chain(bytes));
+        let source: Box<dyn BufRead + 'a> = if is_gzip {
+            Box::new(BufReader::with_capacity(64 << 10, MultiGzDecoder::new(whole)))
+        } else {
+            Box::new(whole)
+        };
+        Ok(Self { name, source, line: Vec::new(), number: 0 })
+    }
+
+    /// The next line and its number, or `None` at the end.
+    pub(super) fn next_line(&mut self) -> Result<Option<(u64, &[u8])>, TraceError> {
+        self.line.clear();
+        self.number += 1;
+        let read = self
+            .source
+            .by_ref()
+            .take(LONGEST_LINE_BYTES as u64 + 1)
+            .read_until(b'\n', &mut self.line)
+            .map_err(|source| TraceError::Read {
+                file: self.name.to_owned(),
+                line: self.number,
+                source,
+            })?;
+        if read == 0 {
+            return Ok(None);
+        }
+        if read > LONGEST_LINE_BYTES {
+            return Err(TraceError::Row {
+                file: self.name.to_owned(),
+                line: self.number,
+                column: Column { number: 1, name: "the whole row" },
+                problem: Problem::LongLine(LONGEST_LINE_BYTES),
+            });
+        }
+        let mut line = self.line.as_slice();
+        line = line.strip_suffix(b"\n").unwrap_or(line);
+        line = line.strip_suffix(b"\r").unwrap_or(line);
+        if self.number == 1 {
+            line = line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line);
+        }
+        Ok(Some((self.number, line)))
+    }
+}
