@@ -1,1 +1,58 @@
-//! placeholder
+//! A GPU memory manager on CUDA's virtual memory management: it removes fragmentation by mapping
+//! pages elsewhere, not by copying them.
+//!
+//! ```
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let sim = cuda_sim::Simulator::builder().build()?;
+//! # let driver = vpmm::Driver::new(sim.driver())?;
+//! # if false {
+//! let driver = vpmm::Driver::load()?;
+//! # }
+//! let device = driver.device(0)?;
+//! let pool = vpmm::Pool::paged(&device, &vpmm::PagedConfig::from_env()?)?;
+//! let stream = device.stream()?;
+//!
+//! let ptr = pool.malloc(64 << 20, &stream)?;
+//! // … kernels on `stream` that use `ptr.address()` …
+//! pool.free(ptr, &stream)?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Rooms
+//! A module imports only from those above it.
+//!
+//! | room | what it is |
+//! |---|---|
+//! | `units`, `error` | numbers and failures |
+//! | `driver` | the driver's functions; the only foreign calls |
+//! | `device` | devices, contexts, streams |
+//! | `physical`, `reservation`, `mapping`, `event` | one kind of driver object each |
+//! | `fence` | what streams still have to finish (no driver) |
+//! | `region` | the map of addresses and its trees (no driver) |
+//! | `paged` | the paged profile |
+//! | `pool` | the public face |
+
+mod device;
+mod driver;
+mod error;
+mod event;
+mod fence;
+mod mapping;
+mod paged;
+mod physical;
+mod pool;
+mod region;
+mod reservation;
+mod stats;
+mod units;
+mod validate;
+
+pub use device::{Device, Stream, StreamHandle};
+pub use driver::{Driver, DriverCalls};
+pub use error::{Error, Result};
+pub use paged::{Layout, PagedConfig, PendingPolicy};
+pub use pool::Pool;
+pub use stats::Stats;
+pub use units::DevicePtr;
+pub use validate::Violation;

@@ -1,0 +1,329 @@
+//! Devices, their primary contexts, and streams.
+
+use std::ffi::c_int;
+use std::fmt;
+use std::marker::PhantomData;
+use std::ptr;
+use std::sync::Arc;
+
+use cuda_sys::types::*;
+
+use crate::driver::{Driver, Failure};
+use crate::error::{Error, Result};
+
+struct Inner {
+    driver: Driver,
+    ordinal: u32,
+    device: CUdevice,
+    context: CUcontext,
+}
+
+// SAFETY: a context handle is a process-wide token that any thread may push; the
+// driver synchronises its own state.
+unsafe impl Send for Inner {}
+// SAFETY: as above; nothing in it changes after construction.
+unsafe impl Sync for Inner {}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: retained once in `Device::open`, released once here. A driver that is
+        // already shutting down answers with an error, which leaves nothing to do.
+        let _ = unsafe { self.driver.cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
+}
+
+/// A device with its primary context retained. Cheap to clone.
+#[derive(Clone)]
+pub struct Device(Arc<Inner>);
+
+impl Device {
+    pub(crate) fn open(driver: &Driver, ordinal: u32) -> Result<Self> {
+        let mut device: CUdevice = 0;
+        // An ordinal past c_int's range cannot exist; -1 lets the driver say so.
+        let number = c_int::try_from(ordinal).unwrap_or(-1);
+        // SAFETY: the pointer is to a live CUdevice.
+        unsafe { driver.cuDeviceGet(&mut device, number) }?;
+        let mut context: CUcontext = ptr::null_mut();
+        // SAFETY: the pointer is to a live CUcontext; the device came from the driver.
+        unsafe { driver.cuDevicePrimaryCtxRetain(&mut context, device) }?;
+        Ok(Self(Arc::new(Inner { driver: driver.clone(), ordinal, device, context })))
+    }
+
+    /// The driver that the device belongs to.
+    pub fn driver(&self) -> &Driver {
+        &self.0.driver
+    }
+
+    /// The device's number.
+    pub fn ordinal(&self) -> u32 {
+        self.0.ordinal
+    }
+
+    /// The primary context, for calls that this crate does not make itself.
+    /// It stays retained while this device or a clone lives.
+    pub fn context(&self) -> CUcontext {
+        self.0.context
+    }
+
+    /// What the maker calls the device.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn name(&self) -> Result<String> {
+        let mut name = [0_u8; 256];
+        // SAFETY: the buffer has the length given, one byte less than all so that the last stays NUL.
+        unsafe { self.0.driver.cuDeviceGetName(name.as_mut_ptr().cast(), 255, self.0.device) }?;
+        let text = name.split(|byte| *byte == 0).next().unwrap_or_default();
+        Ok(String::from_utf8_lossy(text).into_owned())
+    }
+
+    /// One of the driver's device attributes.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]: `CUDA_ERROR_INVALID_VALUE` for one that the driver does not know.
+    pub fn attribute(&self, attribute: CUdevice_attribute) -> Result<i32> {
+        let mut value = 0;
+        // SAFETY: the pointer is to a live c_int.
+        unsafe { self.0.driver.cuDeviceGetAttribute(&mut value, attribute, self.0.device) }?;
+        Ok(value)
+    }
+
+    /// The device's memory in bytes, in use or not.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn total_memory(&self) -> Result<u64> {
+        let mut bytes = 0;
+        // SAFETY: the pointer is to a live usize.
+        unsafe { self.0.driver.cuDeviceTotalMem_v2(&mut bytes, self.0.device) }?;
+        Ok(bytes as u64)
+    }
+
+    /// The device's memory that nobody uses, in bytes, as the driver counts it.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], [`Error::ContextLost`].
+    pub fn free_memory(&self) -> Result<u64> {
+        let _context = self.enter()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both pointers are to live usizes.
+        unsafe { self.0.driver.cuMemGetInfo_v2(&mut free, &mut total) }?;
+        Ok(free as u64)
+    }
+
+    /// Whether the device has the virtual memory management that pools are built on.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn supports_vmm(&self) -> Result<bool> {
+        let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
+        Ok(self.attribute(attribute)? != 0)
+    }
+
+    /// The granule: the least bytes of one physical handle, and what addresses and sizes of
+    /// mappings are multiples of. 2 MiB on every discrete GPU so far.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn granularity(&self) -> Result<u64> {
+        let option = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
+        let properties = self.allocation_properties();
+        let mut bytes = 0;
+        // SAFETY: both pointers are to live values of the right types.
+        unsafe { self.0.driver.cuMemGetAllocationGranularity(&mut bytes, &properties, option) }?;
+        Ok(bytes as u64)
+    }
+
+    /// Makes a stream that does not wait for the legacy default stream (`CU_STREAM_NON_BLOCKING`).
+    ///
+    /// # Errors
+    /// [`Error::Driver`], [`Error::ContextLost`].
+    pub fn stream(&self) -> Result<Stream> {
+        let _context = self.enter()?;
+        let flags = CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0;
+        let mut stream: CUstream = ptr::null_mut();
+        // SAFETY: the pointer is to a live CUstream, and the context is current.
+        unsafe { self.0.driver.cuStreamCreate(&mut stream, flags) }?;
+        Ok(Stream { device: self.clone(), handle: StreamHandle(stream) })
+    }
+
+    /// Waits until all work on the device's primary context has finished.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], [`Error::ContextLost`].
+    pub fn synchronize(&self) -> Result<()> {
+        let _context = self.enter()?;
+        // SAFETY: no arguments.
+        unsafe { self.0.driver.cuCtxSynchronize() }?;
+        Ok(())
+    }
+
+    /// Pinned device memory on this device: what every handle of a pool is.
+    pub(crate) fn allocation_properties(&self) -> CUmemAllocationProp {
+        CUmemAllocationProp {
+            type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+            location: self.location(),
+            ..Default::default()
+        }
+    }
+
+    /// This device as a place where memory is, or is reached from.
+    pub(crate) fn location(&self) -> CUmemLocation {
+        CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: self.0.device }
+    }
+
+    /// Makes the primary context current on this thread until the guard is dropped.
+    /// One cheap query where it is current already.
+    pub(crate) fn enter(&self) -> Result<ContextGuard<'_>> {
+        let driver = &self.0.driver;
+        let mut current: CUcontext = ptr::null_mut();
+        // SAFETY: the pointer is to a live CUcontext.
+        unsafe { driver.cuCtxGetCurrent(&mut current) }?;
+        let pushed = current != self.0.context;
+        if pushed {
+            // SAFETY: the primary context is retained, so it can be made current.
+            unsafe { driver.cuCtxPushCurrent_v2(self.0.context) }?;
+        }
+        Ok(ContextGuard { driver, pushed, _thread: PhantomData })
+    }
+
+    /// Fails unless the stream belongs to this device's primary context, which must be current.
+    pub(crate) fn check_stream(&self, stream: StreamHandle) -> Result<()> {
+        let driver = &self.0.driver;
+        let mut context: CUcontext = ptr::null_mut();
+        // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is to a
+        // live CUcontext.
+        unsafe { driver.cuStreamGetCtx(stream.0, &mut context) }?;
+        if context == self.0.context {
+            return Ok(());
+        }
+        // SAFETY: the context of a live stream is alive.
+        unsafe { driver.cuCtxPushCurrent_v2(context) }?;
+        let guard = ContextGuard { driver, pushed: true, _thread: PhantomData };
+        let mut device: CUdevice = 0;
+        // SAFETY: the pointer is to a live CUdevice, and a context is current.
+        let answer = unsafe { driver.cuCtxGetDevice(&mut device) };
+        drop(guard);
+        answer?;
+        if device == self.0.device {
+            return Err(Error::WrongContext { device: self.0.ordinal });
+        }
+        // CUdevice is the ordinal in every driver so far; the type only says it is an int.
+        let stream_device = u32::try_from(device).unwrap_or(u32::MAX);
+        Err(Error::WrongDevice { stream_device, pool_device: self.0.ordinal })
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device").field("ordinal", &self.0.ordinal).finish()
+    }
+}
+
+/// Gives the thread its former context back at drop.
+pub(crate) struct ContextGuard<'a> {
+    driver: &'a Driver,
+    pushed: bool,
+    /// The current context is a thread's: the guard must not leave the thread.
+    _thread: PhantomData<*const ()>,
+}
+
+impl Drop for ContextGuard<'_> {
+    fn drop(&mut self) {
+        if self.pushed {
+            let mut context: CUcontext = ptr::null_mut();
+            // SAFETY: pops what `enter` pushed on this thread; a context destroyed meanwhile makes
+            // the driver answer with an error, after which nothing is left to restore.
+            let _ = unsafe { self.driver.cuCtxPopCurrent_v2(&mut context) };
+        }
+    }
+}
+
+/// A stream by its handle, owned by somebody else.
+///
+/// [`StreamHandle::LEGACY`] and [`StreamHandle::PER_THREAD`] name the default streams; they are
+/// resolved at each call, in the pool's context and on the calling thread.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct StreamHandle(pub(crate) CUstream);
+
+// SAFETY: a stream handle is a token that any thread may pass to the driver.
+unsafe impl Send for StreamHandle {}
+// SAFETY: as above.
+unsafe impl Sync for StreamHandle {}
+
+impl StreamHandle {
+    /// The legacy default stream, which waits for every blocking stream of its context.
+    pub const LEGACY: Self = Self(ptr::without_provenance_mut(1));
+
+    /// The calling thread's own default stream.
+    pub const PER_THREAD: Self = Self(ptr::without_provenance_mut(2));
+
+    /// A stream made elsewhere (`CUstream`, `cudaStream_t`: one type). Null is the legacy stream.
+    ///
+    /// # Safety
+    /// The stream must be alive in every call that this handle is passed to: a driver may crash
+    /// on the handle of a destroyed stream. The pool keeps no handle after a call returns.
+    pub const unsafe fn from_raw(stream: CUstream) -> Self {
+        if stream.is_null() { Self::LEGACY } else { Self(stream) }
+    }
+
+    /// The raw handle.
+    pub const fn raw(self) -> CUstream {
+        self.0
+    }
+}
+
+impl fmt::Debug for StreamHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "StreamHandle({:p})", self.0)
+    }
+}
+
+/// A stream that this value owns: destroyed at drop, after which its work still runs to its end.
+pub struct Stream {
+    device: Device,
+    handle: StreamHandle,
+}
+
+impl Stream {
+    /// The handle, valid while this stream lives.
+    pub fn handle(&self) -> StreamHandle {
+        self.handle
+    }
+
+    /// The device that the stream belongs to.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Waits until everything enqueued so far has finished.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], [`Error::ContextLost`].
+    pub fn synchronize(&self) -> Result<()> {
+        // SAFETY: the stream is alive while `self` is.
+        unsafe { self.device.driver().cuStreamSynchronize(self.handle.0) }?;
+        Ok(())
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // SAFETY: made in `Device::stream`, destroyed once here. An error means that the context
+        // went first and took the stream along.
+        let _: Result<(), Failure> =
+            unsafe { self.device.driver().cuStreamDestroy_v2(self.handle.0) };
+    }
+}
+
+impl From<&Stream> for StreamHandle {
+    fn from(stream: &Stream) -> Self {
+        stream.handle
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.handle, f)
+    }
+}

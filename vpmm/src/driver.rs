@@ -1,0 +1,274 @@
+//! The driver functions that this crate calls, and nothing else that is foreign.
+//!
+//! At start the functions are copied out of `cuda_sys`'s table of optional slots
+//! into a private table without options, so that a call is one indirect jump, and
+//! what an old driver lacks is one named error at start. Every call is counted
+//! and its answer checked in one place.
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use cuda_sys::types::*;
+
+use crate::device::Device;
+use crate::error::{Error, Result};
+
+/// A driver call that did not succeed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Failure {
+    pub(crate) call: &'static str,
+    pub(crate) code: CUresult,
+}
+
+impl Failure {
+    /// The failure of a call about `bytes` of memory or address space.
+    pub(crate) fn about(self, bytes: u64) -> Error {
+        Error::from_driver(self.call, self.code, bytes)
+    }
+
+    pub(crate) fn is_out_of_memory(self) -> bool {
+        self.code == CUresult::CUDA_ERROR_OUT_OF_MEMORY
+    }
+}
+
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Self {
+        failure.about(0)
+    }
+}
+
+macro_rules! driver_calls {
+    ($( $name:ident ( $( $arg:ident : $ty:ty ),* ) ; )*) => {
+        #[allow(non_snake_case)]
+        struct Table {
+            $( $name: unsafe extern "C" fn($( $ty ),*) -> CUresult, )*
+        }
+
+        impl Table {
+            /// Takes every function that is called here, or names the first that is missing.
+            fn resolve(api: &cuda_sys::DriverApi) -> Result<Self, &'static str> {
+                Ok(Self { $( $name: api.$name.ok_or(stringify!($name))?, )* })
+            }
+        }
+
+        #[allow(non_camel_case_types)]
+        #[derive(Clone, Copy)]
+        enum Call { $( $name, )* }
+
+        const NAMES: &[&str] = &[$( stringify!($name), )*];
+
+        #[allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
+        impl Driver {
+            $(
+                /// Calls the driver function of this name.
+                ///
+                /// # Safety
+                /// Its contract in the CUDA driver API reference: pointers valid for what it
+                /// reads and writes, handles alive.
+                pub(crate) unsafe fn $name(&self, $( $arg: $ty ),*) -> Result<(), Failure> {
+                    self.0.counts[Call::$name as usize].fetch_add(1, Ordering::Relaxed);
+                    // SAFETY: the pointer has this signature (cuda_sys declares it from the header),
+                    // the library stays loaded while `self.0.library` lives, and the caller keeps
+                    // the function's own contract.
+                    let code = unsafe { (self.0.table.$name)($( $arg ),*) };
+                    if code == CUresult::CUDA_SUCCESS {
+                        Ok(())
+                    } else {
+                        Err(Failure { call: stringify!($name), code })
+                    }
+                }
+            )*
+        }
+    };
+}
+
+driver_calls! {
+    cuInit(flags: c_uint);
+    cuDriverGetVersion(version: *mut c_int);
+    cuDeviceGetCount(count: *mut c_int);
+    cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
+    cuDeviceGetName(name: *mut c_char, len: c_int, device: CUdevice);
+    cuDeviceGetAttribute(value: *mut c_int, attribute: CUdevice_attribute, device: CUdevice);
+    cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice);
+    cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
+    cuDevicePrimaryCtxRelease_v2(device: CUdevice);
+    cuCtxGetCurrent(context: *mut CUcontext);
+    cuCtxPushCurrent_v2(context: CUcontext);
+    cuCtxPopCurrent_v2(context: *mut CUcontext);
+    cuCtxGetDevice(device: *mut CUdevice);
+    cuCtxSynchronize();
+    cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
+    cuStreamCreate(stream: *mut CUstream, flags: c_uint);
+    cuStreamDestroy_v2(stream: CUstream);
+    cuStreamSynchronize(stream: CUstream);
+    cuStreamGetId(stream: CUstream, id: *mut u64);
+    cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
+    cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus);
+    cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
+    cuThreadExchangeStreamCaptureMode(mode: *mut CUstreamCaptureMode);
+    cuEventCreate(event: *mut CUevent, flags: c_uint);
+    cuEventDestroy_v2(event: CUevent);
+    cuEventRecord(event: CUevent, stream: CUstream);
+    cuEventQuery(event: CUevent);
+    cuMemGetAllocationGranularity(
+        granularity: *mut usize,
+        properties: *const CUmemAllocationProp,
+        option: CUmemAllocationGranularity_flags
+    );
+    cuMemAddressReserve(
+        address: *mut CUdeviceptr,
+        bytes: usize,
+        alignment: usize,
+        hint: CUdeviceptr,
+        flags: u64
+    );
+    cuMemAddressFree(address: CUdeviceptr, bytes: usize);
+    cuMemCreate(
+        handle: *mut CUmemGenericAllocationHandle,
+        bytes: usize,
+        properties: *const CUmemAllocationProp,
+        flags: u64
+    );
+    cuMemRelease(handle: CUmemGenericAllocationHandle);
+    cuMemMap(
+        address: CUdeviceptr,
+        bytes: usize,
+        offset: usize,
+        handle: CUmemGenericAllocationHandle,
+        flags: u64
+    );
+    cuMemUnmap(address: CUdeviceptr, bytes: usize);
+    cuMemSetAccess(address: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize);
+    cuMemPoolCreate(pool: *mut CUmemoryPool, properties: *const CUmemPoolProps);
+    cuMemPoolDestroy(pool: CUmemoryPool);
+    cuMemPoolTrimTo(pool: CUmemoryPool, keep_bytes: usize);
+    cuMemPoolSetAttribute(pool: CUmemoryPool, attribute: CUmemPool_attribute, value: *mut c_void);
+    cuMemPoolGetAttribute(pool: CUmemoryPool, attribute: CUmemPool_attribute, value: *mut c_void);
+    cuMemAllocFromPoolAsync(
+        address: *mut CUdeviceptr,
+        bytes: usize,
+        pool: CUmemoryPool,
+        stream: CUstream
+    );
+    cuMemFreeAsync(address: CUdeviceptr, stream: CUstream);
+}
+
+struct Inner {
+    table: Table,
+    counts: [AtomicU64; NAMES.len()],
+    library: cuda_sys::Driver,
+}
+
+/// A loaded and initialised CUDA driver. Cheap to clone; all clones share one call count.
+#[derive(Clone)]
+pub struct Driver(Arc<Inner>);
+
+impl Driver {
+    /// Loads the system's driver (`libcuda.so.1`) and initialises it.
+    ///
+    /// Costs about 230 ms the first time in a process: that is `cuInit`.
+    ///
+    /// # Errors
+    /// [`Error::NoDriver`] where no library is found, [`Error::MissingSymbol`] where it is too old,
+    /// [`Error::Driver`] where initialisation fails (no device, for example).
+    pub fn load() -> Result<Self> {
+        let library = cuda_sys::Driver::load().map_err(|error| Error::NoDriver(Arc::new(error)))?;
+        Self::new(library)
+    }
+
+    /// Takes a driver that the caller loaded, or a simulated one, and initialises it.
+    ///
+    /// # Errors
+    /// As [`Driver::load`], without [`Error::NoDriver`].
+    pub fn new(library: cuda_sys::Driver) -> Result<Self> {
+        let table = Table::resolve(&library)
+            .map_err(|name| Error::MissingSymbol { name, origin: library.origin().to_owned() })?;
+        let counts = [const { AtomicU64::new(0) }; NAMES.len()];
+        let driver = Self(Arc::new(Inner { table, counts, library }));
+        // SAFETY: cuInit takes no pointer; flags must be 0.
+        unsafe { driver.cuInit(0) }?;
+        Ok(driver)
+    }
+
+    /// The raw functions, for calls that this crate does not make itself.
+    pub fn raw(&self) -> &cuda_sys::Driver {
+        &self.0.library
+    }
+
+    /// The CUDA version that the driver supports, as the driver counts: 13000 is 13.0.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn version(&self) -> Result<i32> {
+        let mut version = 0;
+        // SAFETY: the pointer is to a live c_int.
+        unsafe { self.cuDriverGetVersion(&mut version) }?;
+        Ok(version)
+    }
+
+    /// How many devices the driver shows.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn device_count(&self) -> Result<u32> {
+        let mut count = 0;
+        // SAFETY: the pointer is to a live c_int.
+        unsafe { self.cuDeviceGetCount(&mut count) }?;
+        Ok(u32::try_from(count).unwrap_or(0))
+    }
+
+    /// Opens a device and retains its primary context, the one that the CUDA runtime uses.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]: `CUDA_ERROR_INVALID_DEVICE` for an ordinal that is not there.
+    pub fn device(&self, ordinal: u32) -> Result<Device> {
+        Device::open(self, ordinal)
+    }
+
+    /// The calls made so far through this driver and its clones.
+    pub fn calls(&self) -> DriverCalls {
+        let count = |index: usize| self.0.counts[index].load(Ordering::Relaxed);
+        DriverCalls { counts: std::array::from_fn(count) }
+    }
+}
+
+impl std::fmt::Debug for Driver {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Driver").field("origin", &self.0.library.origin()).finish()
+    }
+}
+
+/// How often each driver function was called: a snapshot.
+#[derive(Clone, PartialEq, Eq)]
+pub struct DriverCalls {
+    counts: [u64; NAMES.len()],
+}
+
+impl DriverCalls {
+    /// The functions that were called at least once, with their counts.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
+        NAMES.iter().copied().zip(self.counts).filter(|(_, count)| *count > 0)
+    }
+
+    /// How often one function was called; 0 for a name that is not called here.
+    pub fn count(&self, name: &str) -> u64 {
+        NAMES.iter().position(|known| *known == name).map_or(0, |index| self.counts[index])
+    }
+
+    /// All calls together.
+    pub fn total(&self) -> u64 {
+        self.counts.iter().sum()
+    }
+
+    /// What was called after `earlier` was taken.
+    pub fn since(&self, earlier: &Self) -> Self {
+        Self { counts: std::array::from_fn(|i| self.counts[i].saturating_sub(earlier.counts[i])) }
+    }
+}
+
+impl std::fmt::Debug for DriverCalls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_map().entries(self.iter()).finish()
+    }
+}

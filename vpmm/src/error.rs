@@ -1,0 +1,248 @@
+//! Every way a call can fail, by name.
+
+#![forbid(unsafe_code)]
+
+use cuda_sys::types::CUresult;
+
+use crate::units::Bytes;
+
+/// The result of this crate's calls.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a call failed. A call that fails has changed nothing.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// No usable CUDA driver was found.
+    #[error("no CUDA driver: {0}")]
+    NoDriver(#[source] std::sync::Arc<cuda_sys::LoadError>),
+
+    /// The driver is older than what the pool needs: it lacks a function.
+    #[error(
+        "the CUDA driver ({origin}) has no function {name}; a driver for CUDA 12.0 or newer is needed"
+    )]
+    MissingSymbol {
+        /// The function that is not there.
+        name: &'static str,
+        /// The library that was asked.
+        origin: String,
+    },
+
+    /// A driver call failed.
+    #[error("{call} failed with {code}{}", amount(*bytes))]
+    Driver {
+        /// The driver function.
+        call: &'static str,
+        /// What it answered.
+        code: CUresult,
+        /// The bytes that the call was about, or 0 where it is not about memory.
+        bytes: u64,
+    },
+
+    /// The context is destroyed or the device has failed for good: no call on it can succeed.
+    #[error("the CUDA context is lost: {call} failed with {code}")]
+    ContextLost {
+        /// The driver function that told.
+        call: &'static str,
+        /// What it answered.
+        code: CUresult,
+    },
+
+    /// The device has no virtual memory management.
+    #[error("device {ordinal} does not support virtual memory management")]
+    VmmUnsupported {
+        /// The device.
+        ordinal: u32,
+    },
+
+    /// Neither free memory nor new memory covers the request.
+    #[error(
+        "out of memory: {} requested, {} free (largest piece {}), {} mapped{}, {} live",
+        Bytes(*requested_bytes), Bytes(*free_bytes), Bytes(*largest_free_bytes), Bytes(*mapped_bytes),
+        limit(*limit_bytes), Bytes(*live_bytes)
+    )]
+    OutOfMemory {
+        /// What was asked for, rounded up as the pool rounds.
+        requested_bytes: u64,
+        /// What the pool holds free, whether or not its fences have passed.
+        free_bytes: u64,
+        /// The largest contiguous free range.
+        largest_free_bytes: u64,
+        /// Physical memory that the pool holds.
+        mapped_bytes: u64,
+        /// Bytes in the hands of callers.
+        live_bytes: u64,
+        /// The pool's limit, where it has one.
+        limit_bytes: Option<u64>,
+    },
+
+    /// The driver gave no further range of addresses.
+    #[error("out of address space: no room for a reservation of {}", Bytes(*bytes))]
+    AddressSpaceExhausted {
+        /// The size of the reservation that was refused.
+        bytes: u64,
+    },
+
+    /// A request for no bytes.
+    #[error("an allocation of 0 bytes was requested")]
+    ZeroSize,
+
+    /// A request that overflows when it is rounded up.
+    #[error("a request of {bytes} bytes overflows when rounded up to {unit_bytes}")]
+    SizeOverflow {
+        /// What was asked for.
+        bytes: u64,
+        /// The unit it had to be rounded to.
+        unit_bytes: u64,
+    },
+
+    /// The pointer's memory was freed before.
+    #[error("double free: {address:#x} was freed already")]
+    DoubleFree {
+        /// The pointer.
+        address: u64,
+    },
+
+    /// The pointer's memory was freed before, and its address means something else now.
+    #[error(
+        "stale pointer: the allocation at {address:#x} was freed, and the address has been used for something else since"
+    )]
+    StalePointer {
+        /// The pointer.
+        address: u64,
+    },
+
+    /// The pointer is inside an allocation, not at its start.
+    #[error("{address:#x} is inside the allocation at {start:#x}, not its start")]
+    InteriorPointer {
+        /// The pointer.
+        address: u64,
+        /// The start of the allocation that it is in.
+        start: u64,
+    },
+
+    /// The pointer never came from this pool.
+    #[error("{address:#x} does not come from this pool")]
+    ForeignPointer {
+        /// The pointer.
+        address: u64,
+    },
+
+    /// The stream belongs to another device than the pool.
+    #[error("a stream of device {stream_device} was used with a pool of device {pool_device}")]
+    WrongDevice {
+        /// The stream's device.
+        stream_device: u32,
+        /// The pool's device.
+        pool_device: u32,
+    },
+
+    /// The stream belongs to another context of the pool's device.
+    #[error("the stream belongs to another context of device {device} than the pool")]
+    WrongContext {
+        /// The device of both.
+        device: u32,
+    },
+
+    /// The stream is capturing a graph, which memory of this profile cannot be part of.
+    #[error(
+        "the stream is capturing a graph: the paged profile neither allocates nor frees in a capture"
+    )]
+    StreamCapturing,
+
+    /// A setting does not hold a value that can be used.
+    #[error("{name}={value}: {reason}")]
+    Config {
+        /// The environment variable, or the field of the configuration.
+        name: &'static str,
+        /// What it was set to.
+        value: String,
+        /// Why that will not do.
+        reason: String,
+    },
+}
+
+impl Error {
+    /// Whether more memory, or less of it in use, would let the call succeed.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, Self::OutOfMemory { .. })
+            || matches!(self, Self::Driver { code, .. } if *code == CUresult::CUDA_ERROR_OUT_OF_MEMORY)
+    }
+
+    /// Whether the device or its context is gone for good.
+    pub fn is_context_lost(&self) -> bool {
+        matches!(self, Self::ContextLost { .. })
+    }
+
+    /// Sorts a driver's answer: those that no later call can recover from are [`Error::ContextLost`].
+    pub(crate) fn from_driver(call: &'static str, code: CUresult, bytes: u64) -> Self {
+        if is_sticky(code) {
+            Self::ContextLost { call, code }
+        } else {
+            Self::Driver { call, code, bytes }
+        }
+    }
+}
+
+/// The answers after which every call on the context fails the same way.
+fn is_sticky(code: CUresult) -> bool {
+    matches!(
+        code,
+        CUresult::CUDA_ERROR_DEINITIALIZED
+            | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED
+            | CUresult::CUDA_ERROR_ECC_UNCORRECTABLE
+            | CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+            | CUresult::CUDA_ERROR_LAUNCH_TIMEOUT
+            | CUresult::CUDA_ERROR_ASSERT
+            | CUresult::CUDA_ERROR_HARDWARE_STACK_ERROR
+            | CUresult::CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | CUresult::CUDA_ERROR_MISALIGNED_ADDRESS
+            | CUresult::CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | CUresult::CUDA_ERROR_INVALID_PC
+            | CUresult::CUDA_ERROR_LAUNCH_FAILED
+    )
+}
+
+fn amount(bytes: u64) -> String {
+    if bytes == 0 { String::new() } else { format!(" for {}", Bytes(bytes)) }
+}
+
+fn limit(limit_bytes: Option<u64>) -> String {
+    limit_bytes.map_or_else(String::new, |bytes| format!(" of at most {}", Bytes(bytes)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn out_of_memory_says_every_number() {
+        let error = Error::OutOfMemory {
+            requested_bytes: 4 << 20,
+            free_bytes: 2 << 20,
+            largest_free_bytes: 1 << 20,
+            mapped_bytes: 8 << 20,
+            live_bytes: 6 << 20,
+            limit_bytes: Some(9 << 20),
+        };
+        assert!(error.is_out_of_memory());
+        let text = error.to_string();
+        for number in
+            ["4 MiB requested", "2 MiB free", "1 MiB)", "8 MiB mapped", "9 MiB", "6 MiB live"]
+        {
+            assert!(text.contains(number), "{number} is missing in: {text}");
+        }
+    }
+
+    #[test]
+    fn a_lost_context_is_told_apart() {
+        let lost = Error::from_driver("cuEventQuery", CUresult::CUDA_ERROR_ILLEGAL_ADDRESS, 0);
+        assert!(lost.is_context_lost());
+        let failed = Error::from_driver("cuMemMap", CUresult::CUDA_ERROR_INVALID_VALUE, 2 << 20);
+        assert!(!failed.is_context_lost() && !failed.is_out_of_memory());
+        assert!(
+            failed.to_string().contains("cuMemMap") && failed.to_string().contains("2 MiB"),
+            "{failed}"
+        );
+    }
+}

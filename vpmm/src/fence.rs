@@ -1,0 +1,351 @@
+//! Fences: the proof that work on a stream up to a point has finished, or the means to wait for it.
+//!
+//! ```text
+//! timeline of stream 7:   passed ≤ 41 │ 44 ── 45 ── 52     sequence numbers grow with time
+//!                                     │ ev    –     ev     an event each, or none once unused
+//! ```
+//!
+//! A stream runs its work in order, so its events complete in the order in which they were
+//! recorded: one event found complete proves every earlier fence of the same timeline, and one
+//! query answers for any number of regions. A fence is counted by the regions that carry it;
+//! when the last one goes, its event is handed back for the next free, complete or not, so the
+//! fences alive never outnumber the regions alive (I7).
+//!
+//! This room is plain bookkeeping: it is generic over the event and calls nobody.
+
+#![forbid(unsafe_code)]
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex};
+
+/// A timeline's place in [`Timelines`].
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub(crate) struct TimelineId(pub(crate) u32);
+
+/// A point on a timeline.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Fence {
+    pub(crate) timeline: TimelineId,
+    pub(crate) sequence: u64,
+}
+
+impl Fence {
+    /// The fence that has always passed: memory that no stream has a claim on.
+    pub(crate) const PASSED: Self = Self { timeline: TimelineId(u32::MAX), sequence: 0 };
+}
+
+struct Entry<E> {
+    sequence: u64,
+    holders: u32,
+    /// `None` once nobody holds the fence: the entry waits to be swept.
+    event: Option<E>,
+}
+
+struct Timeline<E> {
+    stream: u64,
+    passed: u64,
+    entries: VecDeque<Entry<E>>,
+    unheld: usize,
+    /// Held while an event is recorded and entered, so that sequence numbers follow the order of
+    /// the records on the stream, without holding the pool's lock during the record.
+    recording: Arc<Mutex<()>>,
+}
+
+impl<E> Timeline<E> {
+    fn position(&self, sequence: u64) -> Option<usize> {
+        self.entries.binary_search_by_key(&sequence, |entry| entry.sequence).ok()
+    }
+
+    /// Drops entries that nobody holds, once they outnumber the others.
+    fn sweep(&mut self) {
+        while self.entries.back().is_some_and(|entry| entry.event.is_none()) {
+            self.entries.pop_back();
+            self.unheld -= 1;
+        }
+        if self.unheld * 2 > self.entries.len() + 32 {
+            self.entries.retain(|entry| entry.event.is_some());
+            self.unheld = 0;
+        }
+    }
+}
+
+/// All timelines of a pool, one per stream that has freed memory, keyed by the stream's id.
+///
+/// Ids and not handles: a destroyed stream's handle is given to the next stream while its work
+/// may still run.
+pub(crate) struct Timelines<E> {
+    by_stream: HashMap<u64, TimelineId>,
+    slots: Vec<Timeline<E>>,
+    vacant: Vec<TimelineId>,
+    /// One counter for all timelines, so that a slot reused for another stream cannot confuse
+    /// the old stream's fences with the new one's.
+    last_sequence: u64,
+}
+
+impl<E: Copy> Timelines<E> {
+    pub(crate) fn new() -> Self {
+        Self { by_stream: HashMap::new(), slots: Vec::new(), vacant: Vec::new(), last_sequence: 0 }
+    }
+
+    pub(crate) fn find(&self, stream: u64) -> Option<TimelineId> {
+        self.by_stream.get(&stream).copied()
+    }
+
+    /// The stream's timeline, made if there is none.
+    pub(crate) fn open(&mut self, stream: u64) -> TimelineId {
+        if let Some(known) = self.find(stream) {
+            return known;
+        }
+        let id = match self.vacant.pop() {
+            Some(id) => {
+                self.slots[id.0 as usize].stream = stream;
+                id
+            }
+            None => {
+                let id = TimelineId(self.slots.len() as u32);
+                self.slots.push(Timeline {
+                    stream,
+                    passed: 0,
+                    entries: VecDeque::new(),
+                    unheld: 0,
+                    recording: Arc::new(Mutex::new(())),
+                });
+                id
+            }
+        };
+        self.by_stream.insert(stream, id);
+        id
+    }
+
+    /// Forgets a timeline that holds no fence; `unused` tells whether anything else refers to it.
+    pub(crate) fn close_unused(&mut self, unused: impl Fn(TimelineId) -> bool) {
+        let (slots, vacant) = (&self.slots, &mut self.vacant);
+        self.by_stream.retain(|_, id| {
+            let slot = &slots[id.0 as usize];
+            let idle =
+                slot.entries.is_empty() && Arc::strong_count(&slot.recording) == 1 && unused(*id);
+            if idle {
+                vacant.push(*id);
+            }
+            !idle
+        });
+    }
+
+    /// How many streams have a timeline.
+    pub(crate) fn len(&self) -> usize {
+        self.by_stream.len()
+    }
+
+    pub(crate) fn ids(&self) -> impl Iterator<Item = TimelineId> + '_ {
+        self.by_stream.values().copied()
+    }
+
+    /// How many slots there are, vacant ones included: an upper bound of the ids given out.
+    pub(crate) fn slots(&self) -> usize {
+        self.slots.len()
+    }
+
+    pub(crate) fn stream(&self, id: TimelineId) -> u64 {
+        self.slots[id.0 as usize].stream
+    }
+
+    pub(crate) fn recording(&self, id: TimelineId) -> Arc<Mutex<()>> {
+        Arc::clone(&self.slots[id.0 as usize].recording)
+    }
+
+    /// Enters an event just recorded on the timeline's stream, held once.
+    pub(crate) fn push(&mut self, id: TimelineId, event: E) -> Fence {
+        self.last_sequence += 1;
+        let sequence = self.last_sequence;
+        self.slots[id.0 as usize].entries.push_back(Entry {
+            sequence,
+            holders: 1,
+            event: Some(event),
+        });
+        Fence { timeline: id, sequence }
+    }
+
+    pub(crate) fn has_passed(&self, fence: Fence) -> bool {
+        fence == Fence::PASSED || fence.sequence <= self.slots[fence.timeline.0 as usize].passed
+    }
+
+    /// One more region carries the fence.
+    pub(crate) fn hold(&mut self, fence: Fence) {
+        if self.has_passed(fence) {
+            return;
+        }
+        let slot = &mut self.slots[fence.timeline.0 as usize];
+        if let Some(at) = slot.position(fence.sequence) {
+            slot.entries[at].holders += 1;
+        }
+    }
+
+    /// One region fewer carries the fence; gives the event back with the last.
+    pub(crate) fn release(&mut self, fence: Fence) -> Option<E> {
+        if self.has_passed(fence) {
+            return None;
+        }
+        let slot = &mut self.slots[fence.timeline.0 as usize];
+        let entry = slot.position(fence.sequence).map(|at| &mut slot.entries[at])?;
+        entry.holders -= 1;
+        if entry.holders > 0 {
+            return None;
+        }
+        let event = entry.event.take();
+        slot.unheld += 1;
+        slot.sweep();
+        event
+    }
+
+    /// The event of a fence that has not passed.
+    pub(crate) fn event(&self, fence: Fence) -> Option<E> {
+        if self.has_passed(fence) {
+            return None;
+        }
+        let slot = &self.slots[fence.timeline.0 as usize];
+        slot.position(fence.sequence).and_then(|at| slot.entries[at].event)
+    }
+
+    /// The oldest fence of a timeline that has not passed, with its event.
+    pub(crate) fn oldest(&self, id: TimelineId) -> Option<(Fence, E)> {
+        Self::first_held(id, self.slots[id.0 as usize].entries.iter())
+    }
+
+    /// The newest fence of a timeline, with its event: if it has passed, all have.
+    pub(crate) fn newest(&self, id: TimelineId) -> Option<(Fence, E)> {
+        Self::first_held(id, self.slots[id.0 as usize].entries.iter().rev())
+    }
+
+    fn first_held<'a>(
+        timeline: TimelineId,
+        mut entries: impl Iterator<Item = &'a Entry<E>>,
+    ) -> Option<(Fence, E)>
+    where
+        E: 'a,
+    {
+        entries.find_map(|entry| {
+            entry.event.map(|event| (Fence { timeline, sequence: entry.sequence }, event))
+        })
+    }
+
+    /// Notes that a fence was seen complete, and with it all earlier ones of its timeline.
+    /// Their events go to `recycle`.
+    ///
+    /// Does nothing where the fence is no longer held: its event may have been recorded anew
+    /// between the query and now, so that the answer says nothing about this fence.
+    pub(crate) fn pass(&mut self, fence: Fence, mut recycle: impl FnMut(E)) -> bool {
+        let slot = &mut self.slots[fence.timeline.0 as usize];
+        if !slot.position(fence.sequence).is_some_and(|at| slot.entries[at].event.is_some()) {
+            return false;
+        }
+        while slot.entries.front().is_some_and(|entry| entry.sequence <= fence.sequence) {
+            match slot.entries.pop_front().and_then(|entry| entry.event) {
+                Some(event) => recycle(event),
+                None => slot.unheld -= 1,
+            }
+        }
+        slot.passed = fence.sequence;
+        true
+    }
+
+    /// Takes every event out, for the end of the pool.
+    pub(crate) fn drain(&mut self) -> impl Iterator<Item = E> + '_ {
+        self.slots
+            .iter_mut()
+            .flat_map(|slot| slot.entries.drain(..).filter_map(|entry| entry.event))
+    }
+
+    /// Entries kept, held or not: what I7 bounds.
+    pub(crate) fn entries(&self) -> usize {
+        self.slots.iter().map(|slot| slot.entries.len()).sum()
+    }
+
+    /// How many regions hold the fence, for [`validate`](crate::Pool::validate).
+    pub(crate) fn holders(&self, fence: Fence) -> u32 {
+        let Some(slot) = self.slots.get(fence.timeline.0 as usize) else { return 0 };
+        slot.position(fence.sequence).map_or(0, |at| slot.entries[at].holders)
+    }
+
+    /// The sum of holders over all fences that have not passed.
+    pub(crate) fn total_holders(&self) -> u64 {
+        let entries = self.slots.iter().flat_map(|slot| &slot.entries);
+        entries.map(|entry| u64::from(entry.holders)).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_complete_event_passes_all_earlier_fences_of_its_stream_only() {
+        let mut timelines = Timelines::new();
+        let (a, b) = (timelines.open(7), timelines.open(8));
+        let first = timelines.push(a, 'x');
+        let other = timelines.push(b, 'o');
+        let second = timelines.push(a, 'y');
+        let third = timelines.push(a, 'z');
+        let mut recycled = Vec::new();
+        assert!(timelines.pass(second, |event| recycled.push(event)));
+        assert_eq!(recycled, ['x', 'y']);
+        assert!(timelines.has_passed(first) && timelines.has_passed(second));
+        assert!(!timelines.has_passed(third) && !timelines.has_passed(other));
+        assert_eq!(timelines.oldest(a), Some((third, 'z')));
+    }
+
+    #[test]
+    fn an_event_comes_back_with_the_last_holder() {
+        let mut timelines = Timelines::new();
+        let a = timelines.open(1);
+        let fence = timelines.push(a, 'x');
+        timelines.hold(fence);
+        assert_eq!(timelines.release(fence), None);
+        assert_eq!(timelines.release(fence), Some('x'));
+        assert_eq!(timelines.entries(), 0);
+    }
+
+    #[test]
+    fn an_answer_about_a_fence_given_up_meanwhile_is_ignored() {
+        let mut timelines = Timelines::new();
+        let a = timelines.open(1);
+        let stuck = timelines.push(a, 's');
+        let fence = timelines.push(a, 'x');
+        assert_eq!(timelines.release(fence), Some('x'));
+        assert!(!timelines.pass(fence, |_| panic!("nothing passed")));
+        assert!(!timelines.has_passed(stuck));
+    }
+
+    #[test]
+    fn entries_stay_bounded_behind_a_fence_that_never_passes() {
+        let mut timelines = Timelines::new();
+        let a = timelines.open(1);
+        let stuck = timelines.push(a, 0);
+        let mut held = timelines.push(a, 1);
+        for event in 2..100_000 {
+            let next = timelines.push(a, event);
+            assert!(timelines.release(held).is_some());
+            held = next;
+        }
+        assert!(timelines.entries() < 64, "{} entries", timelines.entries());
+        assert!(!timelines.has_passed(stuck));
+    }
+
+    #[test]
+    fn a_closed_timeline_leaves_no_claim_behind() {
+        let mut timelines = Timelines::new();
+        let a = timelines.open(1);
+        let fence = timelines.push(a, 'x');
+        timelines.close_unused(|_| true);
+        assert_eq!(timelines.find(1), Some(a), "it still holds a fence");
+        timelines.pass(fence, |_| ());
+        timelines.close_unused(|_| true);
+        assert_eq!(timelines.find(1), None);
+        let again = timelines.open(2);
+        assert_eq!(again, a, "the slot is used again");
+        assert!(timelines.has_passed(fence), "the old stream's fence stays passed");
+        assert!(!{
+            let new = timelines.push(again, 'y');
+            timelines.has_passed(new)
+        });
+    }
+}

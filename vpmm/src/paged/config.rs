@@ -1,0 +1,232 @@
+//! Settings of the paged profile, from code or from the environment.
+
+#![forbid(unsafe_code)]
+
+use std::ffi::OsString;
+
+use crate::error::{Error, Result};
+
+const PAGE_SIZE: &str = "VPMM_PAGE_SIZE";
+const PAGES: &str = "VPMM_PAGES";
+const VA_SIZE: &str = "VPMM_VA_SIZE";
+
+/// No device has this many bytes of addresses: a page of this size or more means no pages at all.
+const ADDRESS_SPACE_BYTES: u64 = 1 << 47;
+
+/// What to do when free memory exists that another stream may still be using.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum PendingPolicy {
+    /// Map new pages while the limit and the device allow it, and wait on the GPU for another
+    /// stream's memory only after that: no dependency is added that the program did not ask for.
+    #[default]
+    GrowFirst,
+    /// Take the other streams' memory first, with a wait on the GPU, and map new pages only for
+    /// what is missing then: the least memory, at the price of false dependencies between streams.
+    WaitFirst,
+}
+
+/// Settings of [`Pool::paged`](crate::Pool::paged).
+///
+/// ```
+/// let mut config = vpmm::PagedConfig::default();
+/// config.initial_pages = 16;
+/// config.limit_bytes = Some(1 << 30);
+/// ```
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct PagedConfig {
+    /// Bytes of a page, the unit of everything: a multiple of the device's granularity, which is
+    /// also the default (`VPMM_PAGE_SIZE`). Smaller requests go to the driver's stream-ordered
+    /// allocator; so does every request when the page is larger than any (`u64::MAX`).
+    pub page_size_bytes: Option<u64>,
+    /// Pages mapped when the pool is made; none by default (`VPMM_PAGES`).
+    pub initial_pages: u64,
+    /// Bytes of addresses reserved at a time; 8 TiB by default (`VPMM_VA_SIZE`).
+    /// Addresses cost no memory.
+    pub va_size_bytes: u64,
+    /// The most physical memory that the pool may hold; what the device has by default.
+    pub limit_bytes: Option<u64>,
+    /// Whether to grow or to wait when only other streams' memory is free.
+    pub pending_policy: PendingPolicy,
+}
+
+impl Default for PagedConfig {
+    fn default() -> Self {
+        Self {
+            page_size_bytes: None,
+            initial_pages: 0,
+            va_size_bytes: 8 << 40,
+            limit_bytes: None,
+            pending_policy: PendingPolicy::default(),
+        }
+    }
+}
+
+/// The settings with the device's granularity applied: every number is usable.
+#[derive(Clone, Debug)]
+pub(super) struct Checked {
+    /// `u64::MAX` where there are no pages.
+    pub(super) page: u64,
+    pub(super) initial_bytes: u64,
+    /// A multiple of `page`.
+    pub(super) va_bytes: u64,
+    pub(super) limit_bytes: Option<u64>,
+    pub(super) pending_policy: PendingPolicy,
+}
+
+impl PagedConfig {
+    /// Defaults, changed by `VPMM_PAGE_SIZE`, `VPMM_PAGES` and `VPMM_VA_SIZE` where they are set:
+    /// plain decimal numbers, sizes in bytes.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a variable that is no such number.
+    pub fn from_env() -> Result<Self> {
+        Self::from_vars(|name| std::env::var_os(name))
+    }
+
+    /// As [`from_env`](Self::from_env), with the variables from a function.
+    ///
+    /// # Errors
+    /// As [`from_env`](Self::from_env).
+    pub fn from_vars(get: impl Fn(&str) -> Option<OsString>) -> Result<Self> {
+        let mut config = Self::default();
+        if let Some(bytes) = number(PAGE_SIZE, &get)? {
+            config.page_size_bytes = Some(bytes);
+        }
+        if let Some(pages) = number(PAGES, &get)? {
+            config.initial_pages = pages;
+        }
+        if let Some(bytes) = number(VA_SIZE, &get)? {
+            config.va_size_bytes = bytes;
+        }
+        Ok(config)
+    }
+
+    pub(super) fn check(&self, granularity: u64) -> Result<Checked> {
+        let page = self.page_size_bytes.unwrap_or(granularity);
+        if page >= ADDRESS_SPACE_BYTES {
+            if self.initial_pages > 0 {
+                return Err(bad(
+                    PAGES,
+                    self.initial_pages,
+                    format!("{PAGE_SIZE}={page} leaves no room for a page"),
+                ));
+            }
+            return Ok(self.checked(u64::MAX, 0, 0));
+        }
+        if page == 0 || !page.is_multiple_of(granularity) {
+            return Err(bad(
+                PAGE_SIZE,
+                page,
+                format!("not a multiple of the granularity, {granularity} bytes"),
+            ));
+        }
+        let va_bytes = self.va_size_bytes / page * page;
+        if va_bytes == 0 {
+            return Err(bad(
+                VA_SIZE,
+                self.va_size_bytes,
+                format!("less than one page of {page} bytes"),
+            ));
+        }
+        if va_bytes > ADDRESS_SPACE_BYTES {
+            return Err(bad(VA_SIZE, self.va_size_bytes, "more than the address space".to_owned()));
+        }
+        let initial_bytes =
+            self.initial_pages.checked_mul(page).filter(|bytes| *bytes <= ADDRESS_SPACE_BYTES);
+        let Some(initial_bytes) = initial_bytes else {
+            return Err(bad(
+                PAGES,
+                self.initial_pages,
+                format!("more than the address space in pages of {page} bytes"),
+            ));
+        };
+        if let Some(limit) = self.limit_bytes.filter(|limit| initial_bytes > *limit) {
+            return Err(bad(
+                PAGES,
+                self.initial_pages,
+                format!("{initial_bytes} bytes, more than the limit of {limit}"),
+            ));
+        }
+        Ok(self.checked(page, initial_bytes, va_bytes))
+    }
+
+    fn checked(&self, page: u64, initial_bytes: u64, va_bytes: u64) -> Checked {
+        let (limit_bytes, pending_policy) = (self.limit_bytes, self.pending_policy);
+        Checked { page, initial_bytes, va_bytes, limit_bytes, pending_policy }
+    }
+}
+
+fn number(name: &'static str, get: &impl Fn(&str) -> Option<OsString>) -> Result<Option<u64>> {
+    let Some(value) = get(name) else { return Ok(None) };
+    let text = value.to_string_lossy();
+    match text.trim().parse() {
+        Ok(number) => Ok(Some(number)),
+        Err(error) => Err(Error::Config {
+            name,
+            value: text.into_owned(),
+            reason: format!("a decimal number is needed ({error})"),
+        }),
+    }
+}
+
+fn bad(name: &'static str, value: u64, reason: String) -> Error {
+    Error::Config { name, value: value.to_string(), reason }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GRANULE: u64 = 2 << 20;
+
+    fn from(vars: &[(&str, &str)]) -> Result<Checked> {
+        let get = |name: &str| {
+            vars.iter().find(|(known, _)| *known == name).map(|(_, value)| OsString::from(value))
+        };
+        PagedConfig::from_vars(get)?.check(GRANULE)
+    }
+
+    #[test]
+    fn nothing_set_gives_the_defaults() {
+        let checked = from(&[]).unwrap();
+        assert_eq!((checked.page, checked.initial_bytes, checked.va_bytes), (GRANULE, 0, 8 << 40));
+    }
+
+    #[test]
+    fn variables_are_taken() {
+        let vars = [(PAGE_SIZE, "4194304"), (PAGES, " 16 "), (VA_SIZE, "10000000")];
+        let checked = from(&vars).unwrap();
+        assert_eq!(checked.page, 4 << 20);
+        assert_eq!(checked.initial_bytes, 64 << 20);
+        assert_eq!(checked.va_bytes, 8 << 20, "whole pages");
+    }
+
+    #[test]
+    fn a_bad_value_is_named_with_its_variable() {
+        for (name, value) in [
+            (PAGE_SIZE, "2MB"),
+            (PAGE_SIZE, ""),
+            (PAGE_SIZE, "0"),
+            (PAGE_SIZE, "2097153"),
+            (PAGES, "-1"),
+            (PAGES, "18446744073709551615"),
+            (VA_SIZE, "1048576"),
+            (VA_SIZE, "18446744073709551616"),
+            (VA_SIZE, "18446744073709551615"),
+        ] {
+            let error = from(&[(name, value)]).unwrap_err();
+            assert!(matches!(error, Error::Config { name: named, .. } if named == name), "{error}");
+            assert!(error.to_string().contains(&format!("{name}={value}:")), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_page_larger_than_any_request_turns_pages_off() {
+        let checked = from(&[(PAGE_SIZE, "18446744073709551615")]).unwrap();
+        assert_eq!(checked.page, u64::MAX);
+        assert!(from(&[(PAGE_SIZE, "18446744073709551615"), (PAGES, "1")]).is_err());
+        assert_eq!(from(&[(PAGE_SIZE, "34359738368")]).unwrap().page, 32 << 30);
+    }
+}

@@ -1,0 +1,286 @@
+//! Phase 2, done: pages mapped at fresh addresses, new pages made, nothing copied.
+//!
+//! The driver's calls run without the pool's lock, so that other threads go on allocating from
+//! what is mapped. One thread at a time is in here (the `growing` lock), so that two requests
+//! cannot each starve on what the other holds in transit.
+
+use std::sync::MutexGuard;
+
+use super::plan::{Plan, Planned};
+use super::space::Space;
+use super::{Caller, PagedPool};
+use crate::driver::Failure;
+use crate::error::{Error, Result};
+use crate::event::Event;
+use crate::fence::Fence;
+use crate::mapping::NewMappings;
+use crate::physical::{Extent, NewExtents};
+use crate::region::{Region, State};
+use crate::reservation::Reservation;
+use crate::units::DevicePtr;
+
+impl PagedPool {
+    /// Makes `bytes` contiguous for the caller's stream, by moving free pages and adding new ones.
+    pub(super) fn remap(&self, caller: Caller, bytes: u64) -> Result<DevicePtr> {
+        let growing = self.lock_growing();
+        let mut plan = loop {
+            let room = self.room()?;
+            let mut space = self.lock_space();
+            let timeline = space.timeline(caller.stream_id);
+            // Another thread may have freed something while this one waited for the lock.
+            let placed =
+                space.place(timeline, bytes).or_else(|| space.place_in_run(timeline, bytes));
+            if let Some(ptr) = placed {
+                return Ok(ptr);
+            }
+            match space.plan(timeline, bytes, room, self.config.pending_policy) {
+                Planned::Ready(plan) => break plan,
+                Planned::NoMemory => return Err(self.out_of_memory(&space, bytes)),
+                Planned::NeedsAddresses => {
+                    drop(space);
+                    self.reserve(bytes)?;
+                }
+            }
+        };
+        let result = self.carry_out(&mut plan, caller);
+        let mut space = self.lock_space();
+        let ptr = match result {
+            Ok(extents) => self.commit(&mut space, plan, extents),
+            Err(unfinished) => return Err(self.give_up(&mut space, plan, unfinished, bytes)),
+        };
+        drop(space);
+        drop(growing);
+        self.reap_ready();
+        Ok(ptr)
+    }
+
+    /// Makes the pages that a new pool starts with, as idle memory.
+    pub(super) fn preallocate(&self, bytes: u64) -> Result<()> {
+        let _growing = self.lock_growing();
+        let mut plan = {
+            let mut space = self.lock_space();
+            let hole = space.map.holes().find(|hole| hole.bytes() >= bytes).map(Region::id);
+            let Some(hole) = hole else {
+                return Err(Error::AddressSpaceExhausted { bytes });
+            };
+            let target = space.take_head(hole, bytes, State::Transit, Fence::PASSED);
+            Plan {
+                below: Vec::new(),
+                above: Vec::new(),
+                target,
+                sources: Vec::new(),
+                new_bytes: bytes,
+            }
+        };
+        let mut made = NewExtents::new(self.device.driver());
+        let result = self.create(&mut made, bytes).map_err(Unfinished::from);
+        let result = result.and_then(|()| self.map(&plan, made.as_slice()).map(NewMappings::keep));
+        let mut space = self.lock_space();
+        match result {
+            Ok(()) => {
+                self.enter_target(&mut space, &mut plan, &made.take());
+                space.set_free(plan.target, Fence::PASSED);
+                Ok(())
+            }
+            Err(unfinished) => Err(self.give_up(&mut space, plan, unfinished, bytes)),
+        }
+    }
+
+    /// Reserves a further chunk that holds at least `bytes`.
+    pub(super) fn reserve(&self, bytes: u64) -> Result<()> {
+        let bytes = bytes.max(self.config.va_bytes);
+        let reservation = Reservation::new(self.device.driver(), bytes).map_err(|failure| {
+            if failure.is_out_of_memory() {
+                Error::AddressSpaceExhausted { bytes }
+            } else {
+                failure.about(bytes)
+            }
+        })?;
+        self.lock_space().add_chunk(reservation);
+        Ok(())
+    }
+
+    /// How many bytes of new memory the limit allows.
+    fn room(&self) -> Result<u64> {
+        let Some(limit) = self.config.limit_bytes else { return Ok(u64::MAX) };
+        let small =
+            self.small.as_ref().map_or(Ok(0), |small| small.reserved(self.device.driver()))?;
+        Ok(limit.saturating_sub(self.lock_space().mapped).saturating_sub(small))
+    }
+
+    /// Everything that the driver has to do for a plan. On failure what it did is undone.
+    fn carry_out(&self, plan: &mut Plan, caller: Caller) -> Result<Vec<Extent>, Unfinished> {
+        let driver = self.device.driver();
+        let mut new = NewExtents::new(driver);
+        if let Err(failure) = self.create(&mut new, plan.new_bytes) {
+            if !failure.is_out_of_memory() {
+                return Err(failure.into());
+            }
+            // The device has no more. What other streams have freed may make up for it.
+            let made = new.as_slice().len() as u64 * self.config.page;
+            let missing = plan.new_bytes - made;
+            let mut space = self.lock_space();
+            let timeline = space.timeline(caller.stream_id);
+            let found = space.harvest_others(timeline, missing, &mut plan.sources);
+            plan.new_bytes = made;
+            if found < missing {
+                return Err(Unfinished { error: None, target_is_mapped: false });
+            }
+        }
+        let extents: Vec<Extent> = {
+            let space = self.lock_space();
+            let sources = plan.sources.iter().map(|source| space.map.region(source.region));
+            let moved = sources.flat_map(|region| {
+                let chunk = &space.chunks[region.reservation() as usize];
+                chunk.extents(region.start(), region.bytes()).flatten()
+            });
+            moved.chain(new.as_slice().iter().copied()).collect()
+        };
+        let mappings = self.map(plan, &extents)?;
+        if let Err(failure) = self.hold_back(plan, caller) {
+            let undone = mappings.undo();
+            return Err(Unfinished { error: Some(failure), target_is_mapped: undone.is_err() });
+        }
+        mappings.keep();
+        new.take();
+        Ok(extents)
+    }
+
+    /// Makes pages. Where the device has none left, what the small requests' pool keeps unused is
+    /// given back and the page tried once more.
+    fn create(&self, new: &mut NewExtents<'_>, bytes: u64) -> Result<(), Failure> {
+        let properties = self.device.allocation_properties();
+        let mut trimmed = false;
+        for _ in 0..bytes / self.config.page {
+            let Err(failure) = new.create(self.config.page, &properties) else { continue };
+            if trimmed || !failure.is_out_of_memory() {
+                return Err(failure);
+            }
+            trimmed = true;
+            if let Some(small) = &self.small {
+                small.trim(self.device.driver())?;
+            }
+            new.create(self.config.page, &properties)?;
+        }
+        Ok(())
+    }
+
+    /// Maps extents side by side into the plan's target and opens them to the device.
+    fn map(&self, plan: &Plan, extents: &[Extent]) -> Result<NewMappings<'_>, Unfinished> {
+        let start = self.lock_space().map.region(plan.target).start();
+        let mut mappings = NewMappings::at(self.device.driver(), start);
+        let mapped = extents.iter().try_for_each(|extent| {
+            // SAFETY: the target was a hole and is in transit: reserved, unmapped, this thread's
+            // alone, and as long as the extents together. The extents are pages of the pool, or
+            // made just now; none is released before the pool's drop.
+            unsafe { mappings.push(*extent, self.config.page) }
+        });
+        match mapped.and_then(|()| mappings.open_to(self.device.location())) {
+            Ok(()) => Ok(mappings),
+            Err(failure) => {
+                let undone = mappings.undo();
+                Err(Unfinished { error: Some(failure), target_is_mapped: undone.is_err() })
+            }
+        }
+    }
+
+    /// Orders the caller's stream after the last uses of memory that other streams freed: one wait
+    /// on the GPU for each of those streams, on the newest fence, which covers the older ones.
+    fn hold_back(&self, plan: &Plan, caller: Caller) -> Result<(), Failure> {
+        let waits: Vec<Event> = {
+            let mut space = self.lock_space();
+            let own = space.timeline(caller.stream_id);
+            let mut newest: Vec<Fence> = Vec::new();
+            let foreign = plan.sources.iter().map(|source| source.fence);
+            for fence in foreign.filter(|f| *f != Fence::PASSED && f.timeline != own) {
+                match newest.iter_mut().find(|known| known.timeline == fence.timeline) {
+                    Some(known) if known.sequence < fence.sequence => *known = fence,
+                    Some(_) => {}
+                    None => newest.push(fence),
+                }
+            }
+            // A fence that has passed meanwhile has no event, and needs none. The regions in
+            // transit hold the others, so that their events are not recorded anew before the wait.
+            newest.into_iter().filter_map(|fence| space.timelines.event(fence)).collect()
+        };
+        waits.into_iter().try_for_each(|event| event.hold_back(self.device.driver(), caller.stream))
+    }
+
+    /// Makes the plan's outcome the state of the pool: pages belong to their new addresses, their
+    /// old ones are zombies, and the whole goes to the caller.
+    fn commit(&self, space: &mut Space, mut plan: Plan, extents: Vec<Extent>) -> DevicePtr {
+        let page = self.config.page;
+        for source in &plan.sources {
+            let region = space.map.region(source.region);
+            let (start, bytes) = (region.start(), region.bytes());
+            let chunk = space.chunk_of(source.region);
+            for address in (start..start + bytes).step_by(page as usize) {
+                chunk.set_extent(address, None);
+            }
+            space.pages_moved += bytes / page;
+        }
+        self.enter_target(space, &mut plan, &extents);
+        for source in &plan.sources {
+            let fence = space.map.region(source.region).fence();
+            space.set_zombie(source.region, fence);
+        }
+        let target = plan.target;
+        let mut parts = plan.below;
+        parts.push(target);
+        parts.extend(plan.above);
+        let whole = space.join_transit(&parts).unwrap_or(target);
+        space.hand_out(whole)
+    }
+
+    /// Enters the extents mapped at the target into the page table, and counts the new ones.
+    fn enter_target(&self, space: &mut Space, plan: &mut Plan, extents: &[Extent]) {
+        let page = self.config.page;
+        let start = space.map.region(plan.target).start();
+        let chunk = space.chunk_of(plan.target);
+        for (address, extent) in (start..).step_by(page as usize).zip(extents) {
+            chunk.set_extent(address, Some(*extent));
+        }
+        space.pages_created += plan.new_bytes / page;
+        space.mapped += plan.new_bytes;
+        space.peak_mapped = space.peak_mapped.max(space.mapped);
+    }
+
+    /// Puts everything back as it was before the plan, and says what went wrong.
+    fn give_up(&self, space: &mut Space, plan: Plan, unfinished: Unfinished, bytes: u64) -> Error {
+        space.abandon(plan, unfinished.target_is_mapped);
+        match unfinished.error {
+            Some(failure) if !failure.is_out_of_memory() => failure.about(bytes),
+            _ => self.out_of_memory(space, bytes),
+        }
+    }
+
+    pub(super) fn out_of_memory(&self, space: &Space, requested_bytes: u64) -> Error {
+        let small = self.small.as_ref().map_or(0, |small| small.live_bytes());
+        Error::OutOfMemory {
+            requested_bytes,
+            free_bytes: space.free_bytes(),
+            largest_free_bytes: space.map.largest_free(),
+            mapped_bytes: space.mapped,
+            live_bytes: space.map.totals().bytes(State::Live) + small,
+            limit_bytes: self.config.limit_bytes,
+        }
+    }
+
+    fn lock_growing(&self) -> MutexGuard<'_, ()> {
+        super::lock(&self.growing)
+    }
+}
+
+/// A plan that the driver did not let through.
+struct Unfinished {
+    /// `None` where memory ran out.
+    error: Option<Failure>,
+    /// The driver would not undo mappings at the target: it has to be unmapped later.
+    target_is_mapped: bool,
+}
+
+impl From<Failure> for Unfinished {
+    fn from(failure: Failure) -> Self {
+        Self { error: Some(failure), target_is_mapped: false }
+    }
+}

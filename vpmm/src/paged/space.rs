@@ -1,0 +1,290 @@
+//! What the pool's lock guards: the map of regions, the timelines of streams, the page tables.
+//!
+//! Nothing here calls the driver. The functions keep three things in step:
+//! a region that carries a fence holds it; an event that no region needs is kept for the next
+//! record; a region whose fence has passed belongs to no stream.
+
+use std::collections::VecDeque;
+
+use smallvec::SmallVec;
+
+use super::chunk::Chunk;
+use crate::error::Error;
+use crate::event::Event;
+use crate::fence::{Fence, TimelineId, Timelines};
+use crate::region::{NodeId, Region, RegionMap, State};
+use crate::reservation::Reservation;
+use crate::units::DevicePtr;
+
+/// Timelines are swept for streams that are gone when their number has doubled, from here on.
+const FEW_TIMELINES: usize = 64;
+
+pub(super) struct Space {
+    pub(super) map: RegionMap,
+    pub(super) timelines: Timelines<Event>,
+    pub(super) chunks: SmallVec<[Chunk; 1]>,
+    /// Events for the next frees.
+    pub(super) events: Vec<Event>,
+    /// Streams that zombies wait for, in the order in which they will be asked.
+    pub(super) zombie_streams: VecDeque<TimelineId>,
+    pub(super) page: u64,
+    /// Bytes of extents: what is live, free or in transit.
+    pub(super) mapped: u64,
+    pub(super) peak_mapped: u64,
+    /// The start of the allocation made last, for the drawing of the layout.
+    pub(super) latest: u64,
+    /// Zombies that the driver would not unmap; they stay zombies.
+    pub(super) failed_unmaps: u64,
+    pub(super) pages_created: u64,
+    pub(super) pages_moved: u64,
+    last_tag: u32,
+    sweep_timelines_at: usize,
+}
+
+impl Space {
+    pub(super) fn new(page: u64) -> Self {
+        Self {
+            map: RegionMap::new(),
+            timelines: Timelines::new(),
+            chunks: SmallVec::new(),
+            events: Vec::new(),
+            zombie_streams: VecDeque::new(),
+            page,
+            mapped: 0,
+            peak_mapped: 0,
+            latest: 0,
+            failed_unmaps: 0,
+            pages_created: 0,
+            pages_moved: 0,
+            last_tag: 0,
+            sweep_timelines_at: FEW_TIMELINES,
+        }
+    }
+
+    /// The stream's timeline, made if there is none; forgets streams that have no claim left.
+    pub(super) fn timeline(&mut self, stream: u64) -> TimelineId {
+        if self.timelines.find(stream).is_none() && self.timelines.len() >= self.sweep_timelines_at
+        {
+            let map = &self.map;
+            self.timelines.close_unused(|id| map.is_clear_of(id));
+            self.sweep_timelines_at = (self.timelines.len() * 2).max(FEW_TIMELINES);
+        }
+        self.timelines.open(stream)
+    }
+
+    /// Takes a reservation in; all of it is one hole.
+    pub(super) fn add_chunk(&mut self, reservation: Reservation) -> NodeId {
+        let number = self.chunks.len() as u32;
+        let hole = self.map.add(reservation.base(), reservation.bytes(), number, State::Hole);
+        self.chunks.push(Chunk::new(reservation, self.page));
+        hole
+    }
+
+    pub(super) fn chunk_of(&mut self, region: NodeId) -> &mut Chunk {
+        let number = self.map.region(region).reservation() as usize;
+        &mut self.chunks[number]
+    }
+
+    // Moving regions between states.
+
+    /// Moves a region to another state, its hold on a fence included.
+    pub(super) fn set(&mut self, id: NodeId, state: State, fence: Fence) {
+        let former = self.map.region(id).fence();
+        self.timelines.hold(fence);
+        self.map.set(id, state, fence);
+        self.release(former);
+    }
+
+    /// Moves the first `bytes` of a region to another state.
+    pub(super) fn take_head(
+        &mut self,
+        id: NodeId,
+        bytes: u64,
+        state: State,
+        fence: Fence,
+    ) -> NodeId {
+        if self.map.region(id).bytes() == bytes {
+            self.set(id, state, fence);
+            return id;
+        }
+        self.timelines.hold(fence);
+        self.map.take_head(id, bytes, state, fence)
+    }
+
+    /// Moves the last `bytes` of a region to another state.
+    pub(super) fn take_tail(
+        &mut self,
+        id: NodeId,
+        bytes: u64,
+        state: State,
+        fence: Fence,
+    ) -> NodeId {
+        if self.map.region(id).bytes() == bytes {
+            self.set(id, state, fence);
+            return id;
+        }
+        self.timelines.hold(fence);
+        self.map.take_tail(id, bytes, state, fence)
+    }
+
+    pub(super) fn coalesce(&mut self, id: NodeId) -> NodeId {
+        let fence = self.map.region(id).fence();
+        let (kept, absorbed) = self.map.coalesce(id);
+        for _ in 0..absorbed {
+            self.release(fence);
+        }
+        kept
+    }
+
+    /// Joins neighbours in transit into the first of them, which then carries no fence.
+    pub(super) fn join_transit(&mut self, parts: &[NodeId]) -> Option<NodeId> {
+        for part in parts {
+            self.set(*part, State::Transit, Fence::PASSED);
+        }
+        let (first, rest) = parts.split_first()?;
+        for part in rest {
+            self.map.absorb_next(*first, *part);
+        }
+        Some(*first)
+    }
+
+    fn release(&mut self, fence: Fence) {
+        let event = self.timelines.release(fence);
+        self.events.extend(event);
+    }
+
+    /// Puts memory back among the free: pending where its fence has not passed, else idle.
+    pub(super) fn set_free(&mut self, id: NodeId, fence: Fence) -> NodeId {
+        if self.timelines.has_passed(fence) {
+            self.set(id, State::Idle, Fence::PASSED);
+        } else {
+            self.set(id, State::Pending, fence);
+        }
+        self.coalesce(id)
+    }
+
+    /// Leaves addresses to be unmapped when their fence has passed.
+    pub(super) fn set_zombie(&mut self, id: NodeId, fence: Fence) {
+        if self.timelines.has_passed(fence) {
+            self.set(id, State::Zombie, Fence::PASSED);
+        } else {
+            self.set(id, State::Zombie, fence);
+            if !self.zombie_streams.contains(&fence.timeline) {
+                self.zombie_streams.push_back(fence.timeline);
+            }
+        }
+        self.coalesce(id);
+    }
+
+    pub(super) fn set_hole(&mut self, id: NodeId) {
+        self.set(id, State::Hole, Fence::PASSED);
+        self.coalesce(id);
+    }
+
+    /// Notes that a fence was seen complete: everything freed on its stream up to then is idle now.
+    pub(super) fn pass(&mut self, fence: Fence) {
+        let events = &mut self.events;
+        if !self.timelines.pass(fence, |event| events.push(event)) {
+            return;
+        }
+        let timeline = fence.timeline;
+        while let Some(region) = self.map.oldest_pending(timeline) {
+            if !self.timelines.has_passed(region.fence()) {
+                break;
+            }
+            let id = region.id();
+            self.set_free(id, Fence::PASSED);
+        }
+        while let Some(region) = self.map.oldest_zombie(timeline) {
+            if !self.timelines.has_passed(region.fence()) {
+                break;
+            }
+            let id = region.id();
+            self.set_zombie(id, Fence::PASSED);
+        }
+    }
+
+    /// The fence that the oldest zombie of some stream waits for: each time another stream's, and
+    /// streams without zombies are forgotten on the way.
+    pub(super) fn next_zombie_fence(&mut self) -> Option<Fence> {
+        while let Some(timeline) = self.zombie_streams.pop_front() {
+            if let Some(zombie) = self.map.oldest_zombie(timeline) {
+                self.zombie_streams.push_back(timeline);
+                return Some(zombie.fence());
+            }
+        }
+        None
+    }
+
+    // Handing memory out.
+
+    /// Hands a region out to a caller.
+    pub(super) fn hand_out(&mut self, id: NodeId) -> DevicePtr {
+        self.set(id, State::Live, Fence::PASSED);
+        let tag = self.next_tag();
+        let start = self.map.region(id).start();
+        self.chunk_of(id).set_owner(start, Some((id, tag)));
+        self.latest = start;
+        DevicePtr::tagged(start, tag)
+    }
+
+    /// Tags of pages lie below [`Small`](super::small::Small)'s and are never 0.
+    fn next_tag(&mut self) -> u32 {
+        self.last_tag =
+            if self.last_tag >= super::small::SMALL_TAG - 1 { 1 } else { self.last_tag + 1 };
+        self.last_tag
+    }
+
+    /// Takes an allocation back into the pool's hands, in transit until its fence is recorded.
+    pub(super) fn take_back(&mut self, ptr: DevicePtr) -> Result<(NodeId, u32), Error> {
+        let address = ptr.address();
+        let Some(number) = self.chunks.iter().position(|chunk| chunk.contains(address)) else {
+            return Err(Error::ForeignPointer { address });
+        };
+        let Some((id, tag)) = self.chunks[number].owner(address) else {
+            return Err(self.why_not_live(address));
+        };
+        if ptr.tag() != 0 && ptr.tag() != tag {
+            return Err(Error::StalePointer { address });
+        }
+        self.chunks[number].set_owner(address, None);
+        self.set(id, State::Transit, Fence::PASSED);
+        Ok((id, tag))
+    }
+
+    /// Undoes [`take_back`](Self::take_back).
+    pub(super) fn leave_live(&mut self, id: NodeId, tag: u32) {
+        self.set(id, State::Live, Fence::PASSED);
+        let start = self.map.region(id).start();
+        self.chunk_of(id).set_owner(start, Some((id, tag)));
+    }
+
+    fn why_not_live(&self, address: u64) -> Error {
+        match self.map.containing(address) {
+            Some(region) if region.state() == State::Live => {
+                Error::InteriorPointer { address, start: region.start() }
+            }
+            Some(region) if matches!(region.state(), State::Zombie | State::Hole) => {
+                Error::StalePointer { address }
+            }
+            Some(_) => Error::DoubleFree { address },
+            None => Error::ForeignPointer { address },
+        }
+    }
+
+    // Measures.
+
+    pub(super) fn free_bytes(&self) -> u64 {
+        let totals = self.map.totals();
+        totals.bytes(State::Idle) + totals.bytes(State::Pending)
+    }
+
+    /// Whether a stream may use the region's memory with no further ordering.
+    pub(super) fn usable_by(region: &Region, timeline: TimelineId) -> bool {
+        match region.state() {
+            State::Idle => true,
+            State::Pending => region.fence().timeline == timeline,
+            State::Live | State::Zombie | State::Hole | State::Transit => false,
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! The invariants, checked from scratch.
+
+use std::collections::HashMap;
+
+use super::PagedPool;
+use super::space::Space;
+use crate::fence::Fence;
+use crate::region::{State, Totals, joinable};
+use crate::validate::Violation;
+
+impl PagedPool {
+    /// Checks I1, I2, I3 and I7 over the whole pool. O(pages + regions), under the pool's lock.
+    pub(crate) fn validate(&self) -> Result<(), Violation> {
+        let space = self.lock_space();
+        space.check_partition()?;
+        space.check_residence()?;
+        space.check_order()?;
+        space.check_metadata()
+    }
+}
+
+impl Space {
+    fn check_partition(&self) -> Result<(), Violation> {
+        let broken = |detail: String| Err(Violation { invariant: "I1 Partition", detail });
+        for (number, chunk) in self.chunks.iter().enumerate() {
+            let mut at = chunk.base();
+            let of_chunk = self.map.iter().filter(|region| region.reservation() == number as u32);
+            let mut before: Option<&crate::region::Region> = None;
+            for region in of_chunk {
+                if region.start() != at || region.bytes() == 0 {
+                    return broken(format!(
+                        "{:#x} is followed by a region at {:#x}",
+                        at,
+                        region.start()
+                    ));
+                }
+                if before.is_some_and(|before| joinable(before, region)) {
+                    return broken(format!("the neighbours at {:#x} could be one", region.start()));
+                }
+                if !(region.start() - chunk.base()).is_multiple_of(self.page)
+                    || !region.bytes().is_multiple_of(self.page)
+                {
+                    return broken(format!(
+                        "the region at {:#x} is not whole pages",
+                        region.start()
+                    ));
+                }
+                at = region.end();
+                before = Some(region);
+            }
+            if at != chunk.base() + chunk.bytes() {
+                return broken(format!("reservation {number} is covered up to {at:#x} only"));
+            }
+        }
+        let mut totals = HashMap::new();
+        for region in self.map.iter() {
+            let (bytes, count) = totals.entry(region.state() as usize).or_insert((0, 0));
+            *bytes += region.bytes();
+            *count += 1;
+        }
+        let kept: Totals = self.map.totals();
+        for state in State::ALL {
+            let counted: (u64, u64) = totals.get(&(state as usize)).copied().unwrap_or_default();
+            if counted != (kept.bytes(state), kept.regions(state)) {
+                return broken(format!("{state:?} is {counted:?}, the totals say {kept:?}"));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_residence(&self) -> Result<(), Violation> {
+        let broken = |detail: String| Err(Violation { invariant: "I2 Residence", detail });
+        let mut seen = std::collections::HashSet::new();
+        for extent in self.chunks.iter().flat_map(|chunk| chunk.used().0) {
+            if !seen.insert(extent) {
+                return broken(format!("{extent:?} has two current mappings"));
+            }
+        }
+        if seen.len() as u64 * self.page != self.mapped {
+            return broken(format!("{} extents, but {} bytes mapped", seen.len(), self.mapped));
+        }
+        for region in self.map.iter() {
+            let chunk = &self.chunks[region.reservation() as usize];
+            let resident = chunk.extents(region.start(), region.bytes()).flatten().count() as u64;
+            let pages = region.bytes() / self.page;
+            let right = match region.state() {
+                State::Live | State::Idle | State::Pending => resident == pages,
+                State::Zombie | State::Hole => resident == 0,
+                State::Transit => true,
+            };
+            if !right {
+                return broken(format!(
+                    "{resident} of {pages} pages of the {:?} region at {:#x} have memory",
+                    region.state(),
+                    region.start()
+                ));
+            }
+        }
+        let mut owners = 0;
+        for region in self.map.iter().filter(|region| region.state() == State::Live) {
+            owners += 1;
+            let chunk = &self.chunks[region.reservation() as usize];
+            if chunk.owner(region.start()).map(|(id, _)| id) != Some(region.id()) {
+                return broken(format!(
+                    "the allocation at {:#x} is not found by its address",
+                    region.start()
+                ));
+            }
+        }
+        let entered: usize = self.chunks.iter().map(|chunk| chunk.used().1).sum();
+        if entered != owners {
+            return broken(format!("{entered} owners entered, {owners} allocations"));
+        }
+        Ok(())
+    }
+
+    fn check_order(&self) -> Result<(), Violation> {
+        let broken = |detail: String| Err(Violation { invariant: "I3 Order", detail });
+        let mut holders: HashMap<u64, (Fence, u32)> = HashMap::new();
+        for region in self.map.iter().filter(|region| region.fence() != Fence::PASSED) {
+            let fence = region.fence();
+            let waits = matches!(region.state(), State::Pending | State::Zombie);
+            if !waits && region.state() != State::Transit {
+                return broken(format!(
+                    "the {:?} region at {:#x} carries a fence",
+                    region.state(),
+                    region.start()
+                ));
+            }
+            if self.timelines.has_passed(fence) {
+                if waits {
+                    return broken(format!(
+                        "the region at {:#x} waits for a fence that has passed",
+                        region.start()
+                    ));
+                }
+                continue;
+            }
+            if self.timelines.event(fence).is_none() {
+                return broken(format!(
+                    "the fence of the region at {:#x} has no event",
+                    region.start()
+                ));
+            }
+            holders.entry(fence.sequence).or_insert((fence, 0)).1 += 1;
+        }
+        for (fence, counted) in holders.values() {
+            if self.timelines.holders(*fence) != *counted {
+                return broken(format!(
+                    "{fence:?} has {counted} holders, {} entered",
+                    self.timelines.holders(*fence)
+                ));
+            }
+        }
+        let all: u64 = holders.values().map(|(_, counted)| u64::from(*counted)).sum();
+        if all != self.timelines.total_holders() {
+            return broken(format!(
+                "{all} holders of fences, {} entered",
+                self.timelines.total_holders()
+            ));
+        }
+        Ok(())
+    }
+
+    fn check_metadata(&self) -> Result<(), Violation> {
+        let broken = |detail: String| Err(Violation { invariant: "I7 Bounded metadata", detail });
+        let regions = self.map.iter().count();
+        if self.map.nodes() != regions {
+            return broken(format!("{} nodes for {regions} regions", self.map.nodes()));
+        }
+        let allowed = 2 * regions + 34 * self.timelines.slots();
+        if self.timelines.entries() > allowed {
+            return broken(format!("{} fences for {regions} regions", self.timelines.entries()));
+        }
+        Ok(())
+    }
+}

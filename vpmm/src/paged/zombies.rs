@@ -1,0 +1,96 @@
+//! Phase 0: addresses whose memory lives elsewhere are unmapped once nothing uses them.
+//! And the questions to the driver about fences, which are asked without the pool's lock.
+
+use super::PagedPool;
+use crate::error::Result;
+use crate::event::{BesideCaptures, Event};
+use crate::fence::{Fence, TimelineId};
+use crate::region::State;
+
+/// Pages unmapped within one call, at most one region more: unmapping is 14 µs a page.
+const PAGES_PER_CALL: u64 = 64;
+
+impl PagedPool {
+    /// Asks about the zombies of one stream (each call the next stream's), and unmaps what may be.
+    /// At most one query, however many zombies there are; no call at all where there is none.
+    pub(super) fn reap(&self) -> Result<()> {
+        let question = {
+            let mut space = self.lock_space();
+            if space.map.totals().regions(State::Zombie) == 0 {
+                return Ok(());
+            }
+            let waited_for = space.next_zombie_fence();
+            waited_for.and_then(|fence| space.timelines.event(fence).map(|event| (fence, event)))
+        };
+        if let Some((fence, event)) = question {
+            self.ask(fence, event)?;
+        }
+        self.reap_ready();
+        Ok(())
+    }
+
+    /// Unmaps zombies whose fence has passed. What the driver refuses to unmap stays a zombie.
+    pub(super) fn reap_ready(&self) {
+        let mut pages = 0;
+        while pages < PAGES_PER_CALL {
+            let (id, start, bytes) = {
+                let mut space = self.lock_space();
+                let Some(zombie) = space.map.ready_zombies().next() else { return };
+                let found = (zombie.id(), zombie.start(), zombie.bytes());
+                space.set(found.0, State::Transit, Fence::PASSED);
+                found
+            };
+            // SAFETY: a zombie is whole pages that the pool mapped and has not unmapped; its fence
+            // was seen complete by the host, and that fence covers every use of these addresses:
+            // the caller freed the memory before its pages moved.
+            let unmapped = unsafe { crate::mapping::unmap(self.device.driver(), start, bytes) };
+            let mut space = self.lock_space();
+            if unmapped.is_err() {
+                space.set_zombie(id, Fence::PASSED);
+                space.failed_unmaps += 1;
+                return;
+            }
+            space.set_hole(id);
+            pages += bytes / self.config.page;
+        }
+    }
+
+    /// Asks about every stream that has freed memory pending: the newest fence first, because it
+    /// answers for all, and else the older ones up to the first that has not passed.
+    pub(super) fn ask_all(&self) -> Result<()> {
+        let timelines: Vec<TimelineId> = {
+            let space = self.lock_space();
+            space.timelines.ids().filter(|id| !space.map.is_clear_of(*id)).collect()
+        };
+        for timeline in timelines {
+            let newest = self.lock_space().timelines.newest(timeline);
+            let Some((fence, event)) = newest else { continue };
+            if self.ask(fence, event)? {
+                continue;
+            }
+            loop {
+                let oldest = self.lock_space().timelines.oldest(timeline);
+                let Some((fence, event)) = oldest else { break };
+                if !self.ask(fence, event)? {
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks the driver about one fence, and notes it when it has passed.
+    fn ask(&self, fence: Fence, event: Event) -> Result<bool> {
+        let driver = self.device.driver();
+        let complete = {
+            let _beside = BesideCaptures::enter(driver)?;
+            event.is_complete(driver)?
+        };
+        if complete {
+            // Where the fence was given up while the question was out, the answer is about another
+            // record of the event; `pass` then does nothing.
+            self.lock_space().pass(fence);
+        }
+        Ok(complete)
+    }
+}

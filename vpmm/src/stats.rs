@@ -1,0 +1,67 @@
+//! What a pool holds, in numbers.
+
+#![forbid(unsafe_code)]
+
+/// A snapshot of a pool's numbers. Bytes are of device memory or device addresses.
+///
+/// `live + idle + pending + transit` is at most `mapped` plus what an operation of another thread
+/// is mapping at this moment; `live + idle + pending + zombie + hole + transit` is `reserved`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Stats {
+    /// In the hands of callers, in whole pages.
+    pub live_bytes: u64,
+    /// Free, and no stream can still be using it.
+    pub idle_bytes: u64,
+    /// Free, but the stream that freed it may still be using it.
+    pub pending_bytes: u64,
+    /// Addresses without memory.
+    pub hole_bytes: u64,
+    /// Addresses whose memory has moved, to be unmapped.
+    pub zombie_bytes: u64,
+    /// In the middle of an operation of another thread.
+    pub transit_bytes: u64,
+    /// Physical memory of the pages.
+    pub mapped_bytes: u64,
+    /// The most that `mapped_bytes` has been.
+    pub peak_mapped_bytes: u64,
+    /// Addresses reserved.
+    pub reserved_bytes: u64,
+    /// Requests smaller than a page, in the hands of callers.
+    pub small_live_bytes: u64,
+    /// Physical memory that the driver's pool holds for them.
+    pub small_mapped_bytes: u64,
+    /// The most that it has held.
+    pub peak_small_mapped_bytes: u64,
+    /// Allocations of pages.
+    pub live_count: u64,
+    /// Idle regions.
+    pub idle_count: u64,
+    /// Pending regions.
+    pub pending_count: u64,
+    /// Holes.
+    pub hole_count: u64,
+    /// Zombies.
+    pub zombie_count: u64,
+    /// Reservations.
+    pub reservation_count: u64,
+    /// Allocations smaller than a page.
+    pub small_live_count: u64,
+    /// Streams that the pool remembers.
+    pub stream_count: u64,
+    /// The page; `u64::MAX` where pages are turned off.
+    pub page_size_bytes: u64,
+    /// Pages made since the pool was.
+    pub pages_created: u64,
+    /// Pages mapped elsewhere to close gaps.
+    pub pages_moved: u64,
+    /// Times that the driver would not unmap a zombie.
+    pub failed_unmaps: u64,
+}
+
+impl Stats {
+    /// Free bytes, whether or not their fences have passed.
+    pub fn free_bytes(&self) -> u64 {
+        self.idle_bytes + self.pending_bytes
+    }
+}
