@@ -168,7 +168,9 @@ mod tests {
             static NEXT: AtomicU32 = AtomicU32::new(0);
             let unique =
                 format!("cuda-sys-{}-{}", process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-            let tree = Self(env::temp_dir().join(unique));
+            // Resolved, so that paths found through links in it begin the same.
+            let temp = fs::canonicalize(env::temp_dir()).expect("there is a temporary folder");
+            let tree = Self(temp.join(unique));
             for file in files {
                 let path = tree.path(file);
                 fs::create_dir_all(path.parent().expect("has a folder")).expect("create folder");
@@ -235,8 +237,6 @@ mod tests {
         ]);
         fs::create_dir_all(tree.path("env/bin")).expect("create folder");
         symlink(tree.path("real/bin/python3.12"), tree.path("env/bin/python3")).expect("link");
-        let tree =
-            Tree(fs::canonicalize(&tree.0).inspect(|_| std::mem::forget(tree)).expect("exists"));
         assert_eq!(
             found(&tree, &[("PATH", "nowhere:env/bin")]),
             ["env/lib/python3.12/site-packages", "real/lib/python3.12/site-packages"]
