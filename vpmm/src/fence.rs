@@ -206,26 +206,18 @@ impl<E: Copy> Timelines<E> {
         slot.position(fence.sequence).and_then(|at| slot.entries[at].event)
     }
 
-    /// The oldest fence of a timeline that has not passed, with its event.
-    pub(crate) fn oldest(&self, id: TimelineId) -> Option<(Fence, E)> {
-        Self::first_held(id, self.slots[id.0 as usize].entries.iter())
+    /// The oldest fence of a timeline that has not passed.
+    pub(crate) fn oldest(&self, id: TimelineId) -> Option<Fence> {
+        let held = |entry: &&Entry<E>| entry.event.is_some();
+        let entry = self.slots[id.0 as usize].entries.iter().find(held)?;
+        Some(Fence { timeline: id, sequence: entry.sequence })
     }
 
-    /// The newest fence of a timeline, with its event: if it has passed, all have.
-    pub(crate) fn newest(&self, id: TimelineId) -> Option<(Fence, E)> {
-        Self::first_held(id, self.slots[id.0 as usize].entries.iter().rev())
-    }
-
-    fn first_held<'a>(
-        timeline: TimelineId,
-        mut entries: impl Iterator<Item = &'a Entry<E>>,
-    ) -> Option<(Fence, E)>
-    where
-        E: 'a,
-    {
-        entries.find_map(|entry| {
-            entry.event.map(|event| (Fence { timeline, sequence: entry.sequence }, event))
-        })
+    /// The newest fence of a timeline: if it has passed, all have.
+    pub(crate) fn newest(&self, id: TimelineId) -> Option<Fence> {
+        let held = |entry: &&Entry<E>| entry.event.is_some();
+        let entry = self.slots[id.0 as usize].entries.iter().rfind(held)?;
+        Some(Fence { timeline: id, sequence: entry.sequence })
     }
 
     /// Notes that a fence was seen complete, and with it all earlier ones of its timeline.
@@ -290,7 +282,7 @@ mod tests {
         assert_eq!(recycled, ['x', 'y']);
         assert!(timelines.has_passed(first) && timelines.has_passed(second));
         assert!(!timelines.has_passed(third) && !timelines.has_passed(other));
-        assert_eq!(timelines.oldest(a), Some((third, 'z')));
+        assert_eq!((timelines.oldest(a), timelines.newest(a)), (Some(third), Some(third)));
     }
 
     #[test]

@@ -32,7 +32,7 @@ use cuda_sys::types::CUstreamCaptureStatus;
 
 use crate::device::{Device, StreamHandle};
 use crate::error::{Error, Result};
-use crate::event::Event;
+use crate::event::{BesideCaptures, Event};
 use crate::fence::Fence;
 use crate::region::{NodeId, State};
 use crate::stats::Stats;
@@ -175,6 +175,7 @@ impl PagedPool {
     /// Finds out which stream a handle means now, and whether this pool can serve it.
     fn admit(&self, stream: StreamHandle) -> Result<Caller> {
         let driver = self.device.driver();
+        // First of all: on a capturing stream even the question for its id ends the capture.
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is live.
         unsafe { driver.cuStreamIsCapturing(stream.0, &mut status) }?;
@@ -283,8 +284,11 @@ impl Drop for PagedPool {
     fn drop(&mut self) {
         let driver = self.device.driver();
         let Ok(_context) = self.device.enter() else { return };
-        // SAFETY: no arguments.
-        if unsafe { driver.cuCtxSynchronize() }.is_err() {
+        let finished = BesideCaptures::enter(driver).and_then(|_beside| {
+            // SAFETY: no arguments.
+            unsafe { driver.cuCtxSynchronize() }
+        });
+        if finished.is_err() {
             return;
         }
         if let Some(small) = &self.small {

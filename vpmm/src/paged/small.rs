@@ -2,6 +2,9 @@
 //!
 //! Of its own, because the device's default pool gives its memory back at every synchronisation,
 //! and to change that would change it for everybody in the process.
+//!
+//! Every call on a memory pool invalidates a capture that runs on the same thread, whatever stream
+//! the call is about, unless the thread is in relaxed mode: hence [`BesideCaptures`] around each.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -13,6 +16,7 @@ use cuda_sys::types::*;
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Driver, Failure};
 use crate::error::{Error, Result};
+use crate::event::BesideCaptures;
 use crate::units::DevicePtr;
 
 /// The bit of a tag that marks a small allocation.
@@ -53,6 +57,7 @@ impl Small {
             location: device.location(),
             ..Default::default()
         };
+        let _beside = BesideCaptures::enter(device.driver())?;
         let mut pool: CUmemoryPool = ptr::null_mut();
         // SAFETY: both pointers are to live values of the right types.
         unsafe { device.driver().cuMemPoolCreate(&mut pool, &properties) }?;
@@ -76,6 +81,7 @@ impl Small {
         bytes: u64,
         stream: StreamHandle,
     ) -> Result<DevicePtr, Failure> {
+        let _beside = BesideCaptures::enter(driver)?;
         let mut address = 0;
         // SAFETY: the pointer is to a live CUdeviceptr, the pool is alive, and whoever made the
         // stream handle vouches for its stream.
@@ -110,8 +116,11 @@ impl Small {
             }
         };
         // The book forgets the address first: once the driver has it, it may hand it out again.
-        // SAFETY: the address is a live allocation of this pool, taken out of the book just now.
-        match unsafe { driver.cuMemFreeAsync(address, stream.0) } {
+        let freed = BesideCaptures::enter(driver).and_then(|_beside| {
+            // SAFETY: the address is a live allocation of this pool, taken out of the book just now.
+            unsafe { driver.cuMemFreeAsync(address, stream.0) }
+        });
+        match freed {
             Ok(()) => Some(Ok(())),
             Err(failure) => {
                 let mut book = super::lock(&self.book);
@@ -141,6 +150,7 @@ impl Small {
     }
 
     fn read(&self, driver: &Driver, attribute: CUmemPool_attribute) -> Result<u64, Failure> {
+        let _beside = BesideCaptures::enter(driver)?;
         let mut value = 0_u64;
         // SAFETY: the pool is alive; these attributes are cuuint64_t.
         unsafe {
@@ -151,12 +161,14 @@ impl Small {
 
     /// Gives back to the device what no allocation uses.
     pub(super) fn trim(&self, driver: &Driver) -> Result<(), Failure> {
+        let _beside = BesideCaptures::enter(driver)?;
         // SAFETY: the pool is alive.
         unsafe { driver.cuMemPoolTrimTo(self.pool, 0) }
     }
 
     /// Ends the pool; the driver frees it when the last allocation is freed.
     pub(super) fn destroy(&self, driver: &Driver) {
+        let Ok(_beside) = BesideCaptures::enter(driver) else { return };
         for address in std::mem::take(&mut super::lock(&self.book).live).into_keys() {
             // SAFETY: live allocations of this pool, whose uses the caller of `destroy` has seen end.
             let _ = unsafe { driver.cuMemFreeAsync(address, StreamHandle::LEGACY.0) };

@@ -3,27 +3,31 @@
 
 use super::PagedPool;
 use crate::error::Result;
-use crate::event::{BesideCaptures, Event};
+use crate::event::BesideCaptures;
 use crate::fence::{Fence, TimelineId};
-use crate::region::State;
+use crate::region::{Region, State};
 
 /// Pages unmapped within one call, at most one region more: unmapping is 14 µs a page.
 const PAGES_PER_CALL: u64 = 64;
 
 impl PagedPool {
     /// Asks about the zombies of one stream (each call the next stream's), and unmaps what may be.
-    /// At most one query, however many zombies there are; no call at all where there is none.
+    /// One query, and a second where the first says yes; no call at all where there is no zombie.
     pub(super) fn reap(&self) -> Result<()> {
-        let question = {
+        let oldest = {
             let mut space = self.lock_space();
             if space.map.totals().regions(State::Zombie) == 0 {
                 return Ok(());
             }
-            let waited_for = space.next_zombie_fence();
-            waited_for.and_then(|fence| space.timelines.event(fence).map(|event| (fence, event)))
+            space.next_zombie_fence()
         };
-        if let Some((fence, event)) = question {
-            self.ask(fence, event)?;
+        if let Some(oldest) = oldest {
+            // The newest answers for all the others, but may be long in coming.
+            if self.ask(oldest)? {
+                let newest =
+                    self.lock_space().map.newest_zombie(oldest.timeline).map(Region::fence);
+                newest.map_or(Ok(true), |newest| self.ask(newest))?;
+            }
         }
         self.reap_ready();
         Ok(())
@@ -64,14 +68,14 @@ impl PagedPool {
         };
         for timeline in timelines {
             let newest = self.lock_space().timelines.newest(timeline);
-            let Some((fence, event)) = newest else { continue };
-            if self.ask(fence, event)? {
+            let Some(newest) = newest else { continue };
+            if self.ask(newest)? {
                 continue;
             }
             loop {
                 let oldest = self.lock_space().timelines.oldest(timeline);
-                let Some((fence, event)) = oldest else { break };
-                if !self.ask(fence, event)? {
+                let Some(oldest) = oldest else { break };
+                if !self.ask(oldest)? {
                     break;
                 }
             }
@@ -80,8 +84,15 @@ impl PagedPool {
     }
 
     /// Asks the driver about one fence, and notes it when it has passed.
-    fn ask(&self, fence: Fence, event: Event) -> Result<bool> {
+    fn ask(&self, fence: Fence) -> Result<bool> {
         let driver = self.device.driver();
+        let event = {
+            let space = self.lock_space();
+            match space.timelines.event(fence) {
+                Some(event) => event,
+                None => return Ok(space.timelines.has_passed(fence)),
+            }
+        };
         let complete = {
             let _beside = BesideCaptures::enter(driver)?;
             event.is_complete(driver)?

@@ -162,6 +162,10 @@ impl Queue {
         self.0.front().get()
     }
 
+    pub(super) fn back(&self) -> Option<&Region> {
+        self.0.back().get()
+    }
+
     pub(super) fn iter(&self) -> impl Iterator<Item = &Region> {
         self.0.iter()
     }

@@ -355,6 +355,11 @@ impl RegionMap {
         self.streams.get(timeline.0 as usize)?.zombies.front()
     }
 
+    /// The newest zombie that waits for a fence of one stream.
+    pub(crate) fn newest_zombie(&self, timeline: TimelineId) -> Option<&Region> {
+        self.streams.get(timeline.0 as usize)?.zombies.back()
+    }
+
     /// The zombies whose fence has passed.
     pub(crate) fn ready_zombies(&self) -> impl Iterator<Item = &Region> {
         self.ready.iter()

@@ -1,0 +1,201 @@
+//! Every driver call fails in turn: the pool is as it was before the request (I5), nothing is
+//! lost, and the same request succeeds when the driver does its part again.
+
+use cuda_sim::{Schedule, Simulator};
+use cuda_sys::types::CUresult;
+use vpmm::{Device, DevicePtr, Driver, Error, PagedConfig, PendingPolicy, Pool, Stats, Stream};
+
+use crate::rig::{PAGE, config};
+
+/// What must not change when a request fails. Idle and pending together, because time may pass.
+fn held(stats: &Stats) -> (u64, u64, u64, u64, u64) {
+    let live = (stats.live_bytes, stats.live_count);
+    (live.0, live.1, stats.free_bytes(), stats.mapped_bytes, stats.small_live_bytes)
+}
+
+#[derive(Clone, Copy)]
+enum Fault {
+    /// The n-th call from now fails, once.
+    Once(u64, CUresult),
+    /// The n-th call from now and all after it fail.
+    FromThen(u64, CUresult),
+}
+
+impl Fault {
+    fn arm(self, sim: &Simulator) {
+        match self {
+            Self::Once(n, code) => sim.fail_call(n, code),
+            Self::FromThen(n, code) => sim.fail_all_calls_after(n - 1, code),
+        }
+    }
+}
+
+/// Two streams, memory that has to move, grow and be waited for; small requests too.
+struct Program<'a> {
+    pool: &'a Pool,
+    streams: [Stream; 2],
+    held: Vec<Option<DevicePtr>>,
+}
+
+const STEPS: usize = 12;
+
+impl<'a> Program<'a> {
+    fn new(device: &Device, pool: &'a Pool) -> Self {
+        let streams = [(); 2].map(|()| device.stream().unwrap());
+        Self { pool, streams, held: Vec::new() }
+    }
+
+    /// One request; on failure the program is as before.
+    fn step(&mut self, step: usize) -> Result<(), Error> {
+        let page = PAGE as usize;
+        match step {
+            0..4 => self.malloc(2 * page, 0),
+            4 => self.malloc(1000, 1),
+            5 => self.free(0, 0),
+            6 => self.free(2, 1),
+            7 => self.malloc(3 * page, 1), // grows, or waits
+            8 => self.free(4, 0),
+            9 => self.malloc(4 * page, 0), // moves
+            10 => self.free(1, 0),
+            _ => self.malloc(2 * page, 1),
+        }
+    }
+
+    fn malloc(&mut self, bytes: usize, stream: usize) -> Result<(), Error> {
+        let ptr = self.pool.malloc(bytes, &self.streams[stream])?;
+        self.held.push(Some(ptr));
+        Ok(())
+    }
+
+    fn free(&mut self, index: usize, stream: usize) -> Result<(), Error> {
+        let ptr = self.held[index].expect("not freed before");
+        self.pool.free(ptr, &self.streams[stream])?;
+        self.held[index] = None;
+        Ok(())
+    }
+}
+
+fn settings(policy: PendingPolicy) -> PagedConfig {
+    let mut config = config(PAGE, 1);
+    config.va_size_bytes = 12 * PAGE; // so that further reservations are part of the program
+    config.limit_bytes = Some(13 * PAGE + 40 * (1 << 20));
+    config.pending_policy = policy;
+    config
+}
+
+/// Runs the program with one fault armed before one step. Returns whether the fault was met.
+fn run(schedule: Schedule, policy: PendingPolicy, at: usize, fault: Fault) -> bool {
+    let sim = Simulator::builder().schedule(schedule).seed(5).build().unwrap();
+    let driver = Driver::new(sim.driver()).unwrap();
+    let device = driver.device(0).unwrap();
+    let mut met = false;
+    {
+        let pool = Pool::paged(&device, &settings(policy)).unwrap();
+        let mut program = Program::new(&device, &pool);
+        for step in 0..STEPS {
+            if step == at {
+                let before = held(&pool.stats());
+                fault.arm(&sim);
+                let result = program.step(step);
+                sim.clear_faults();
+                pool.validate().unwrap_or_else(|violation| panic!("step {step}: {violation}"));
+                if result.is_ok() {
+                    continue;
+                }
+                met = true;
+                assert_eq!(held(&pool.stats()), before, "step {step} failed and changed something");
+            }
+            program.step(step).unwrap_or_else(|error| panic!("step {step} after a fault: {error}"));
+            pool.validate().unwrap_or_else(|violation| panic!("step {step}: {violation}"));
+        }
+    }
+    drop(device);
+    sim.assert_clean();
+    let leaks = sim.leaks();
+    assert!(leaks.is_empty(), "{leaks:?}");
+    met
+}
+
+fn every_call_of_every_step(schedule: Schedule, policy: PendingPolicy, fault: impl Fn(u64) -> Fault) {
+    let mut failures = 0;
+    for step in 0..STEPS {
+        // Steps make up to a few dozen calls; past the last one the fault is never met. A fault in
+        // a call that may fail without harm (the undoing of a failed step) is met and not seen.
+        let mut unseen = 0;
+        for n in 1.. {
+            if run(schedule, policy, step, fault(n)) {
+                failures += 1;
+                unseen = 0;
+            } else {
+                unseen += 1;
+            }
+            if unseen > 3 {
+                break;
+            }
+        }
+    }
+    assert!(failures > 2 * STEPS, "only {failures} faults were met");
+}
+
+#[test]
+fn one_call_fails() {
+    for code in [CUresult::CUDA_ERROR_UNKNOWN, CUresult::CUDA_ERROR_OUT_OF_MEMORY] {
+        every_call_of_every_step(Schedule::Eager, PendingPolicy::GrowFirst, |n| Fault::Once(n, code));
+    }
+}
+
+#[test]
+fn one_call_fails_while_nothing_finishes() {
+    let schedule = Schedule::Manual;
+    every_call_of_every_step(schedule, PendingPolicy::WaitFirst, |n| Fault::Once(n, CUresult::CUDA_ERROR_UNKNOWN));
+}
+
+#[test]
+fn all_calls_fail_from_one_on() {
+    for policy in [PendingPolicy::GrowFirst, PendingPolicy::WaitFirst] {
+        let code = CUresult::CUDA_ERROR_UNKNOWN;
+        every_call_of_every_step(Schedule::Eager, policy, |n| Fault::FromThen(n, code));
+    }
+}
+
+#[test]
+fn a_pool_that_cannot_be_made_leaves_nothing_behind() {
+    let sim = Simulator::builder().build().unwrap();
+    let driver = Driver::new(sim.driver()).unwrap();
+    let device = driver.device(0).unwrap();
+    let before = sim.leaks();
+    let mut failures = 0;
+    loop {
+        sim.fail_call(failures + 1, CUresult::CUDA_ERROR_UNKNOWN);
+        let result = Pool::paged(&device, &settings(PendingPolicy::GrowFirst));
+        sim.clear_faults();
+        if result.is_ok() {
+            break;
+        }
+        assert_eq!(sim.leaks(), before, "call {}", failures + 1);
+        failures += 1;
+    }
+    assert!(failures > 5, "{failures}");
+    sim.assert_clean();
+}
+
+#[test]
+fn a_zombie_that_cannot_be_unmapped_stays_one_and_is_tried_again() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = Driver::new(sim.driver()).unwrap();
+    let device = driver.device(0).unwrap();
+    let pool = Pool::paged(&device, &config(PAGE, 0)).unwrap();
+    let stream = device.stream().unwrap();
+    let held = [(); 4].map(|()| pool.malloc(PAGE as usize, &stream).unwrap());
+    pool.free(held[0], &stream).unwrap();
+    pool.free(held[2], &stream).unwrap();
+    pool.malloc(2 * PAGE as usize, &stream).unwrap();
+    stream.synchronize().unwrap();
+    sim.fail_nth("cuMemUnmap", 1, CUresult::CUDA_ERROR_UNKNOWN);
+    pool.malloc(PAGE as usize, &stream).unwrap();
+    assert_eq!((pool.stats().failed_unmaps, pool.stats().zombie_count), (1, 2), "{}", pool.layout());
+    pool.validate().unwrap();
+    pool.malloc(PAGE as usize, &stream).unwrap();
+    assert_eq!(pool.stats().zombie_count, 0, "{}", pool.layout());
+    sim.assert_clean();
+}

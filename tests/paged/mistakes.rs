@@ -1,0 +1,438 @@
+//! The mistakes of the design's known implementation, none of which is made here.
+
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use cuda_sim::{Schedule, Simulator};
+use cuda_sys::types::*;
+use vpmm::{Error, PendingPolicy, StreamHandle};
+
+use crate::rig::{MIB, PAGE, Rig, call, config};
+
+#[test]
+fn a_free_is_ordered_on_the_stream_that_frees_not_on_the_one_that_allocated() {
+    Rig::everywhere(|rig| {
+        let watched = rig.small_pool(0);
+        let (a, b) = (rig.stream(), rig.stream());
+        let held = watched.pages(2, &a);
+        a.synchronize().unwrap();
+        let stall = rig.stall(b.handle());
+        watched.free(held, &b); // B is busy with a check of the contents
+        let other = watched.pages(2, &a);
+        assert_ne!(other.address(), held.address(), "B may still read it");
+        drop(stall);
+        watched.free(other, &a);
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn a_pair_costs_one_record_and_no_event_is_made_or_destroyed() {
+    Rig::everywhere(|rig| {
+        let watched = rig.small_pool(8);
+        let stream = rig.stream();
+        let warm = watched.pool.malloc(PAGE as usize, &stream).unwrap();
+        watched.pool.free(warm, &stream).unwrap();
+        let before = rig.driver.calls();
+        for _ in 0..1000 {
+            let ptr = watched.pool.malloc(PAGE as usize, &stream).unwrap();
+            watched.pool.free(ptr, &stream).unwrap();
+        }
+        let calls = rig.driver.calls().since(&before);
+        assert_eq!(calls.count("cuEventRecord"), 1000);
+        for never in ["cuEventCreate", "cuEventDestroy_v2", "cuEventQuery", "cuMemMap", "cuMemCreate"] {
+            // The first free of a new high mark of pending regions may need one more event.
+            assert!(calls.count(never) <= 1, "{never}: {calls:?}");
+        }
+    });
+}
+
+#[test]
+fn a_thousand_zombies_cost_one_question() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let watched = rig.small_pool(0);
+    let stream = rig.stream();
+    let held: Vec<_> = (0..2000).map(|_| watched.pool.malloc(PAGE as usize, &stream).unwrap()).collect();
+    held.iter().step_by(2).for_each(|ptr| watched.pool.free(*ptr, &stream).unwrap());
+    let large = watched.pool.malloc((1000 * PAGE) as usize, &stream).unwrap();
+    assert_eq!(watched.pool.stats().zombie_bytes, 1000 * PAGE);
+    watched.pool.free(large, &stream).unwrap();
+    let before = rig.driver.calls();
+    let hit = watched.pool.malloc(PAGE as usize, &stream).unwrap();
+    let calls = rig.driver.calls().since(&before);
+    assert_eq!((calls.count("cuEventQuery"), calls.count("cuMemUnmap")), (1, 0), "{calls:?}");
+    watched.pool.free(hit, &stream).unwrap();
+    watched.pool.validate().unwrap();
+    watched.assert_intact();
+}
+
+#[test]
+fn a_thousand_regions_of_another_stream_cost_a_few_questions() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let watched = rig.small_pool(0);
+    let (a, b) = (rig.stream(), rig.stream());
+    let held: Vec<_> = (0..2000).map(|_| watched.pool.malloc(PAGE as usize, &a).unwrap()).collect();
+    held.iter().step_by(2).for_each(|ptr| watched.pool.free(*ptr, &a).unwrap());
+    let before = rig.driver.calls();
+    watched.pool.malloc(PAGE as usize, &b).unwrap();
+    let calls = rig.driver.calls().since(&before);
+    assert_eq!(calls.count("cuEventQuery"), 2, "the newest, then the oldest: {calls:?}");
+    rig.device.synchronize().unwrap();
+    let before = rig.driver.calls();
+    watched.pool.malloc(PAGE as usize, &b).unwrap();
+    let calls = rig.driver.calls().since(&before);
+    assert_eq!(calls.count("cuEventQuery"), 1, "the newest answers for all: {calls:?}");
+    assert_eq!((calls.count("cuMemCreate"), watched.pool.stats().idle_count), (0, 999));
+    watched.assert_intact();
+}
+
+#[test]
+fn one_call_opens_all_pages_of_a_request() {
+    Rig::everywhere(|rig| {
+        let watched = rig.small_pool(0);
+        let stream = rig.stream();
+        let before = rig.driver.calls();
+        let held = watched.pages(64, &stream);
+        let calls = rig.driver.calls().since(&before);
+        assert_eq!((calls.count("cuMemCreate"), calls.count("cuMemMap"), calls.count("cuMemSetAccess")), (64, 64, 1));
+        watched.free(held, &stream);
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn neighbours_of_streams_that_are_gone_become_one() {
+    Rig::everywhere(|rig| {
+        let watched = rig.small_pool(0);
+        let mut first = None;
+        let held: Vec<_> = (0..8)
+            .map(|_| {
+                let stream = rig.stream();
+                let held = watched.pages(2, &stream);
+                first.get_or_insert(held.address());
+                (held, stream)
+            })
+            .collect();
+        for (held, stream) in held {
+            watched.free(held, &stream);
+            stream.synchronize().unwrap();
+        } // each stream is destroyed here
+        let stream = rig.stream();
+        let whole = watched.pages(16, &stream);
+        assert_eq!((Some(whole.address()), watched.moved(), watched.usage()), (first, 0, 16));
+        watched.free(whole, &stream);
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn idle_memory_next_to_busy_memory_stays_idle() {
+    Rig::everywhere(|rig| {
+        let watched = rig.small_pool(100);
+        let (a, b) = (rig.stream(), rig.stream());
+        let held = watched.pages(1, &a);
+        let stall = rig.stall(a.handle());
+        watched.free(held, &a);
+        let before = rig.driver.calls();
+        let one = watched.pages(1, &b);
+        let calls = rig.driver.calls().since(&before);
+        assert_eq!((calls.count("cuStreamWaitEvent"), watched.moved(), watched.usage()), (0, 0, 100));
+        // And A has both at once, in place: its own and the idle beside it.
+        let rest = watched.pages(98, &a);
+        assert_eq!((watched.moved(), watched.usage()), (0, 100));
+        drop(stall);
+        watched.free(one, &b);
+        watched.free(rest, &a);
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn growing_comes_before_waiting_for_another_stream_unless_asked_otherwise() {
+    Rig::everywhere(|rig| {
+        for (policy, waits, usage) in [(PendingPolicy::GrowFirst, 0, 4), (PendingPolicy::WaitFirst, 1, 2)] {
+            let mut config = config(PAGE, 0);
+            config.pending_policy = policy;
+            let watched = rig.pool(&config);
+            let (a, b) = (rig.stream(), rig.stream());
+            let held = watched.pages(2, &a);
+            let stall = rig.stall(a.handle());
+            watched.free(held, &a);
+            let before = rig.driver.calls();
+            let other = watched.pages(2, &b);
+            let calls = rig.driver.calls().since(&before);
+            assert_eq!((calls.count("cuStreamWaitEvent"), watched.usage()), (waits, usage), "{policy:?}");
+            drop(stall);
+            watched.free(other, &b);
+            watched.assert_intact();
+        }
+    });
+}
+
+#[test]
+fn two_streams_that_wait_for_each_other_are_not_deadlocked_by_the_pool() {
+    // B must not be made to wait for A's event while A waits for something that B has yet to do.
+    Rig::everywhere(|rig| {
+        let watched = rig.small_pool(0);
+        let (a, b) = (rig.stream(), rig.stream());
+        let held = watched.pages(2, &a);
+        let until_b_has_run = rig.stall(a.handle());
+        watched.free(held, &a);
+        let other = watched.pages(2, &b);
+        b.synchronize().unwrap(); // returns although A is stuck
+        drop(until_b_has_run);
+        watched.free(other, &b);
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn sizes_that_overflow_are_refused() {
+    Rig::everywhere(|rig| {
+        let watched = rig.small_pool(2);
+        let stream = rig.stream();
+        for bytes in [usize::MAX, usize::MAX - 5, usize::MAX - PAGE as usize + 2] {
+            let error = watched.pool.malloc(bytes, &stream).unwrap_err();
+            assert!(matches!(error, Error::SizeOverflow { .. }), "{error}");
+        }
+        let error = watched.pool.malloc(1 << 62, &stream).unwrap_err();
+        assert!(matches!(error, Error::AddressSpaceExhausted { .. } | Error::Driver { .. } | Error::OutOfMemory { .. }), "{error}");
+        let (one, two) = (watched.pages(1, &stream), watched.pages(1, &stream));
+        assert_ne!(one.address(), two.address());
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn a_stale_free_does_not_reach_the_new_owner() {
+    Rig::everywhere(|rig| {
+        let watched = rig.small_pool(0);
+        let stream = rig.stream();
+        for bytes in [PAGE, 1000] {
+            let old = watched.malloc(bytes, &stream);
+            watched.free(old, &stream);
+            let new = watched.malloc(bytes, &stream);
+            assert_eq!(new.address(), old.address(), "the address is used again");
+            let error = watched.pool.free(old.ptr, &stream).unwrap_err();
+            assert!(matches!(error, Error::StalePointer { .. }), "{error}");
+            watched.free(new, &stream);
+        }
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn memory_of_small_requests_is_kept_across_a_synchronisation() {
+    Rig::everywhere(|rig| {
+        let watched = rig.small_pool(0);
+        let stream = rig.stream();
+        let held = watched.malloc(MIB, &stream);
+        watched.free(held, &stream);
+        rig.device.synchronize().unwrap();
+        assert!(watched.pool.stats().small_mapped_bytes >= MIB, "given back, to be made again by the next request");
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn each_device_gives_its_own_memory() {
+    let sim = Simulator::builder().devices(2).build().unwrap();
+    let driver = vpmm::Driver::new(sim.driver()).unwrap();
+    let device = driver.device(1).unwrap();
+    let pool = vpmm::Pool::paged(&device, &config(PAGE, 4)).unwrap();
+    assert_eq!((sim.memory_used(0), sim.memory_used(1)), (0, 4 * PAGE));
+    let stream = device.stream().unwrap();
+    let ptr = pool.malloc(8 * PAGE as usize, &stream).unwrap();
+    assert_eq!((sim.memory_used(0), sim.memory_used(1)), (0, 8 * PAGE));
+    pool.free(ptr, &stream).unwrap();
+    sim.assert_clean();
+}
+
+#[test]
+fn a_capture_is_left_alone_and_leaves_the_pool_alone() {
+    Rig::everywhere(|rig| {
+        let watched = rig.small_pool(0);
+        let (capturing, other) = (rig.stream(), rig.stream());
+        let held = watched.pages(2, &capturing);
+        let of_other = watched.pages(1, &other);
+        watched.free(of_other, &other);
+        call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+        call!(rig.driver, cuStreamBeginCapture_v2(capturing.handle().raw(), mode));
+        for error in [
+            watched.pool.malloc(PAGE as usize, &capturing).unwrap_err(),
+            watched.pool.free(held.ptr, &capturing).unwrap_err(),
+        ] {
+            assert!(matches!(error, Error::StreamCapturing), "{error}");
+        }
+        // Another stream goes on, questions about events included, and the capture stays valid.
+        let grown = watched.pages(8, &other);
+        watched.pool.free(grown.ptr, &other).unwrap();
+        let moved = watched.pages(16, &other);
+        watched.pool.free(moved.ptr, &other).unwrap();
+        let mut graph = std::ptr::null_mut();
+        call!(rig.driver, cuStreamEndCapture(capturing.handle().raw(), &mut graph));
+        assert!(!graph.is_null(), "the capture was invalidated");
+        call!(rig.driver, cuGraphDestroy(graph));
+        watched.free(held, &capturing);
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn debug_lists_every_region_zombies_too() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let watched = rig.small_pool(0);
+    let stream = rig.stream();
+    let held = [(); 4].map(|()| watched.pages(1, &stream));
+    watched.free(held[0], &stream);
+    watched.free(held[2], &stream);
+    let _two = watched.pages(2, &stream);
+    let text = format!("{:?}", watched.pool);
+    let regions = text.split("regions: [").nth(1).expect("a list of regions");
+    let addresses: Vec<u64> = regions
+        .split("0x")
+        .skip(1)
+        .step_by(2)
+        .map(|part| u64::from_str_radix(part.split(' ').next().unwrap(), 16).unwrap())
+        .collect();
+    assert_eq!(addresses.len(), 6, "{regions}");
+    assert!(addresses.is_sorted(), "{regions}");
+    for (state, count) in [("Live", 3), ("Zombie stream", 2), ("Hole", 1)] {
+        assert_eq!(regions.matches(state).count(), count, "{state} in {regions}");
+    }
+    watched.assert_intact();
+}
+
+#[test]
+fn a_lost_device_is_an_error_and_not_memory_that_is_never_ready() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let sim = rig.sim.clone().expect("a simulated rig");
+    let pool = vpmm::Pool::paged(&rig.device, &config(PAGE, 0)).unwrap();
+    let stream = rig.stream();
+    let held = [(); 3].map(|()| pool.malloc(PAGE as usize, &stream).unwrap());
+    pool.free(held[0], &stream).unwrap();
+    sim.lose_device(0, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
+    for error in [pool.malloc(4 * PAGE as usize, &stream).unwrap_err(), pool.free(held[1], &stream).unwrap_err()] {
+        assert!(error.is_context_lost(), "{error}");
+    }
+    pool.validate().unwrap();
+    std::mem::forget(rig); // its kernels and streams went with the device
+}
+
+#[test]
+fn the_default_streams_are_those_of_the_pools_context_and_the_calling_thread() {
+    Rig::everywhere(|rig| {
+        let watched = rig.small_pool(0);
+        let pool = &watched.pool;
+        let legacy = pool.malloc(PAGE as usize, StreamHandle::LEGACY).unwrap();
+        pool.free(legacy, StreamHandle::LEGACY).unwrap();
+        // A thread's own stream ends with the thread; what it freed is still found by others.
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let ptr = pool.malloc(PAGE as usize, StreamHandle::PER_THREAD).unwrap();
+                pool.free(ptr, StreamHandle::PER_THREAD).unwrap();
+            });
+        });
+        rig.device.synchronize().unwrap();
+        let usage = watched.usage();
+        let ptr = pool.malloc(usage as usize * PAGE as usize, StreamHandle::PER_THREAD).unwrap();
+        assert_eq!(watched.usage(), usage);
+        pool.free(ptr, StreamHandle::PER_THREAD).unwrap();
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn nothing_is_found_without_a_driver_and_nothing_happens_at_load() {
+    // SAFETY: no symbol is answered, so no pointer has to be right.
+    let empty = unsafe { cuda_sys::Driver::from_symbols("nothing", |_| std::ptr::null(), std::sync::Arc::new(())) };
+    let error = vpmm::Driver::new(empty).unwrap_err();
+    assert!(matches!(error, Error::MissingSymbol { name: "cuInit", .. }), "{error}");
+}
+
+// A driver whose cuMemCreate blocks on demand.
+
+type Create = unsafe extern "C" fn(*mut u64, usize, *const CUmemAllocationProp, u64) -> CUresult;
+static REAL_CREATE: AtomicPtr<()> = AtomicPtr::new(std::ptr::null_mut());
+static BLOCK: AtomicBool = AtomicBool::new(false);
+static BLOCKED: AtomicUsize = AtomicUsize::new(0);
+
+unsafe extern "C" fn blocking_create(handle: *mut u64, bytes: usize, properties: *const CUmemAllocationProp, flags: u64) -> CUresult {
+    while BLOCK.load(Ordering::Acquire) {
+        BLOCKED.store(1, Ordering::Release);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // SAFETY: stored below, from the simulator's table, before any call.
+    let real = unsafe { std::mem::transmute::<*mut (), Create>(REAL_CREATE.load(Ordering::Acquire)) };
+    // SAFETY: the arguments are passed on as they came.
+    unsafe { real(handle, bytes, properties, flags) }
+}
+
+#[test]
+fn a_slow_driver_call_does_not_stop_other_threads() {
+    // Nothing finishes by itself, so that what B frees stays B's.
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let inner = sim.driver();
+    REAL_CREATE.store(inner.cuMemCreate.map_or(std::ptr::null_mut(), |f| f as *mut ()), Ordering::Release);
+    let mut api = *inner;
+    api.cuMemCreate = Some(blocking_create);
+    let table = std::sync::Arc::new((api, inner));
+    let symbols = table_symbols(&table.0);
+    // SAFETY: the pointers are the simulator's, and one of the same signature; the table and the
+    // simulator are kept alive.
+    let driver = unsafe { cuda_sys::Driver::from_symbols("blocking", |name| symbols(name), table.clone()) };
+    let driver = vpmm::Driver::new(driver).unwrap();
+    let device = driver.device(0).unwrap();
+    let pool = vpmm::Pool::paged(&device, &config(PAGE, 0)).unwrap();
+    let (a, b) = (device.stream().unwrap(), device.stream().unwrap());
+    let of_b = pool.malloc(PAGE as usize, &b).unwrap();
+    pool.free(of_b, &b).unwrap();
+    BLOCK.store(true, Ordering::Release);
+    std::thread::scope(|scope| {
+        let growing = scope.spawn(|| pool.malloc(64 * PAGE as usize, &a).unwrap());
+        let start = Instant::now();
+        while BLOCKED.load(Ordering::Acquire) == 0 {
+            assert!(start.elapsed() < Duration::from_secs(60), "the growing thread never got there");
+            std::thread::yield_now();
+        }
+        // The other thread is inside the driver now, and stays there until these are done.
+        for _ in 0..100 {
+            let page = pool.malloc(PAGE as usize, &b).unwrap();
+            let small = pool.malloc(4096, &b).unwrap();
+            pool.free(page, &b).unwrap();
+            pool.free(small, &b).unwrap();
+        }
+        pool.validate().unwrap();
+        assert!(!growing.is_finished());
+        BLOCK.store(false, Ordering::Release);
+        let ptr = growing.join().unwrap();
+        pool.free(ptr, &a).unwrap();
+    });
+    pool.validate().unwrap();
+    sim.assert_clean();
+}
+
+/// Answers a table's functions by name, as a library would.
+fn table_symbols(api: &cuda_sys::DriverApi) -> impl Fn(&std::ffi::CStr) -> *const std::ffi::c_void + '_ {
+    // The table is a C struct of nothing but pointers, in the order of its names.
+    let base = std::ptr::from_ref(api).cast::<*const std::ffi::c_void>();
+    move |name| {
+        let at = cuda_sys::DriverApi::SYMBOLS.iter().position(|symbol| *symbol == name);
+        // SAFETY: `at` is below the number of slots, and every slot is one pointer or null.
+        at.map_or(std::ptr::null(), |at| unsafe { base.add(at).read() })
+    }
+}
+
+#[test]
+fn device_numbers_that_do_not_exist_are_errors() {
+    Rig::everywhere(|rig| {
+        for ordinal in [99, u32::MAX] {
+            let error = rig.driver.device(ordinal).unwrap_err();
+            let invalid = matches!(error, Error::Driver { code, .. } if code == CUresult::CUDA_ERROR_INVALID_DEVICE);
+            assert!(invalid, "{error}");
+        }
+        assert!(c_int::try_from(rig.driver.device_count().unwrap()).unwrap() >= 1);
+    });
+}

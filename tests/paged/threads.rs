@@ -1,0 +1,104 @@
+//! Several threads on one pool.
+
+use cuda_sim::Schedule;
+use vpmm::StreamHandle;
+
+use crate::rig::{Held, MIB, PAGE, Rig, config};
+
+/// A small generator, so that a run can be repeated.
+struct Lcg(u64);
+
+impl Lcg {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (self.0 >> 33) % bound
+    }
+}
+
+#[test]
+fn four_threads_with_sizes_small_and_large() {
+    for schedule in [Schedule::Eager, Schedule::Late { patience: 2 }, Schedule::Random] {
+        four_threads(&Rig::simulated(schedule));
+    }
+    if let Some(rig) = Rig::gpu() {
+        four_threads(&rig);
+    }
+}
+
+fn four_threads(rig: &Rig) {
+    let mut config = config(PAGE, 0);
+    config.va_size_bytes = 64 << 30;
+    let watched = rig.pool(&config);
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let watched = &watched;
+            scope.spawn(move || {
+                let stream = watched.rig.stream();
+                let mut random = Lcg(thread);
+                let mut held = std::collections::VecDeque::<Held>::new();
+                for op in 0..30 {
+                    let bytes = if op % 3 == 0 {
+                        1 + random.below(100 * 1024)
+                    } else {
+                        100 * MIB + random.below(300 * MIB)
+                    };
+                    held.push_back(watched.malloc(bytes, &stream));
+                    if op % 2 == 0 {
+                        watched.free(held.pop_front().expect("just pushed"), &stream);
+                    }
+                }
+                held.drain(..).for_each(|held| watched.free(held, &stream));
+            });
+        }
+    });
+    let stream = rig.stream();
+    let large = watched.malloc(1 << 30, &stream);
+    watched.free(large, &stream);
+    watched.assert_intact();
+}
+
+#[test]
+fn threads_on_their_own_default_streams_hand_memory_round() {
+    let rig = Rig::simulated(Schedule::Random);
+    let pool = vpmm::Pool::paged(&rig.device, &config(PAGE, 0)).unwrap();
+    for round in 0..8 {
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let (pool, rig) = (&pool, &rig);
+                scope.spawn(move || {
+                    for step in 0..8 {
+                        let bytes = (1 + (round + thread + step) % 5) * PAGE;
+                        let ptr = pool.malloc(bytes as usize, StreamHandle::PER_THREAD).unwrap();
+                        let seed = round * 1000 + thread * 100 + step;
+                        rig.fill(ptr.address(), bytes, seed, StreamHandle::PER_THREAD);
+                        rig.check(ptr.address(), bytes, seed, StreamHandle::PER_THREAD);
+                        pool.free(ptr, StreamHandle::PER_THREAD).unwrap();
+                        pool.validate().unwrap();
+                    }
+                });
+            }
+        });
+    }
+    assert_eq!(rig.mismatches(), 0);
+    rig.assert_clean();
+}
+
+#[test]
+fn one_pointer_freed_by_many_threads_is_freed_once() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let pool = vpmm::Pool::paged(&rig.device, &config(PAGE, 4)).unwrap();
+    for bytes in [PAGE, 1000] {
+        for _ in 0..50 {
+            let stream = rig.stream();
+            let ptr = pool.malloc(bytes as usize, &stream).unwrap();
+            let freed: usize = std::thread::scope(|scope| {
+                let free = || usize::from(pool.free(ptr, stream.handle()).is_ok());
+                let threads = [(); 4].map(|()| scope.spawn(free));
+                threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+            });
+            assert_eq!(freed, 1);
+            pool.validate().unwrap();
+        }
+    }
+    rig.assert_clean();
+}
