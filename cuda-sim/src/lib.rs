@@ -1,290 +1,375 @@
-//! A simulated CUDA driver in plain Rust. The signatures come first; the model follows.
+//! A simulated CUDA driver in plain Rust, for machines without a GPU.
+//!
+//! A [`Simulator`] is a machine with devices. Its [`driver`](Simulator::driver) is a
+//! [`cuda_sys::Driver`], so that a caller runs the code that it runs on a GPU:
+//!
+//! ```
+//! use cuda_sim::{Schedule, Simulator};
+//! use cuda_sys::types::CUresult;
+//!
+//! let sim = Simulator::builder().schedule(Schedule::Late { patience: 2 }).build()?;
+//! let driver = sim.driver();
+//! let init = driver.cuInit.expect("the simulator has cuInit");
+//! // SAFETY: cuInit takes no pointers.
+//! assert_eq!(unsafe { init(0) }, CUresult::CUDA_SUCCESS);
+//! sim.assert_clean();
+//! # Ok::<(), cuda_sim::SimError>(())
+//! ```
+//!
+//! It is a model, not a mock:
+//!
+//! - Physical memory is real (sparse) memory, so that two mappings of one handle are the same
+//!   bytes, and exported handles are descriptors that other processes can import.
+//! - Streams complete asynchronously, as late as the contract allows if asked to
+//!   ([`Schedule`]); one seed and one sequence of calls are one run.
+//! - Work finds memory when it executes, not when it is enqueued, and a race detector ([`race`])
+//!   watches the physical bytes, through whatever address they are used.
+//! - The driver's contract is enforced. What would crash a real driver or corrupt memory is
+//!   reported as misuse ([`Simulator::assert_clean`]) and answered with an error.
+//! - Calls fail on demand, memory ends at a limit, devices are lost.
+//! - Every call adds its measured cost to a modelled time ([`costs`]).
+//!
+//! Not modelled: managed and host-located memory, arrays, multicast, allocation nodes of graphs,
+//! exported memory pools, CUDA IPC, and time spent by the device itself.
 
+mod address;
+mod allocate;
+mod arguments;
+mod builder;
+mod call;
+mod capture;
+mod context;
+mod copy;
+pub mod costs;
+mod device;
+mod event;
+mod faults;
+mod handles;
+mod heap;
+pub mod kernels;
+mod memory;
+mod module;
+mod names;
+mod physical;
+mod pool;
 pub mod race;
+mod random;
+mod ranges;
+mod report;
+mod schedule;
+mod segment;
+mod slots;
+mod stream;
+mod stream_calls;
+mod vmm;
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 
 use cuda_sys::types::{CUresult, CUstream};
 
-/// When enqueued work runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Schedule {
-    /// As soon as its dependencies allow, at the latest when it is enqueued.
-    #[default]
-    Eager,
-    /// Adversarially late: only when the host waits for it, or after `patience` polls.
-    Late {
-        /// How many polls in a row answer "not ready" before the polled work runs.
-        patience: u32,
-    },
-    /// At each driver call a seeded choice of streams advances by a seeded number of items.
-    Random,
-    /// Only the `advance` methods and synchronising calls run work.
-    Manual,
-}
+pub use builder::{Builder, Schedule, SimError};
+pub use costs::Costs;
+pub use memory::DeviceMemory;
+pub use module::KernelParams;
+pub use race::Race;
+pub use report::{Leaks, Report};
 
-/// Why a simulator could not be built.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum SimError {
-    /// Every slot of this process has a live simulator.
-    #[error("all {0} simulator slots of this process are taken")]
-    NoSlot(usize),
-    /// The host could not provide the memory that stands for the device's.
-    #[error("the host refused the memory behind a simulated device: {0}")]
-    Host(#[from] std::io::Error),
-}
-
-/// Settings of a simulator to be.
-#[derive(Clone, Debug, Default)]
-pub struct Builder {}
-
-impl Builder {
-    /// The number of simulated devices; default 1.
-    pub fn devices(self, _count: u32) -> Self {
-        self
-    }
-    /// Physical memory of each device in bytes; default that of an H200.
-    pub fn memory_bytes(self, _bytes: u64) -> Self {
-        self
-    }
-    /// Seeds the scheduler: the same seed and the same calls give the same run.
-    pub fn seed(self, _seed: u64) -> Self {
-        self
-    }
-    /// When enqueued work runs; default [`Schedule::Eager`].
-    pub fn schedule(self, _schedule: Schedule) -> Self {
-        self
-    }
-    /// Whether the race detector is on; default true.
-    pub fn detect_races(self, _on: bool) -> Self {
-        self
-    }
-    /// Builds it.
-    pub fn build(self) -> Result<Simulator, SimError> {
-        Err(SimError::NoSlot(0))
-    }
-}
+use crate::call::{Call, InsideWork, Shared, State};
+use crate::stream::{Kernel, Work};
 
 /// A simulated machine with its driver. Clones are the same machine.
 #[derive(Clone, Debug)]
-pub struct Simulator {}
+pub struct Simulator {
+    shared: Arc<Shared>,
+}
 
-/// Device memory as the work of one stream sees it while it executes.
+/// A kernel that spins on its stream until this is released or dropped.
 #[derive(Debug)]
-pub struct DeviceMemory<'a> {
-    _state: std::marker::PhantomData<&'a mut ()>,
+#[must_use = "dropping it lets the kernel end"]
+pub struct SpinHandle {
+    released: Arc<AtomicBool>,
+    shared: Weak<Shared>,
 }
-
-type Access = Result<(), CUresult>;
-
-impl DeviceMemory<'_> {
-    /// Reads `buf.len()` bytes at `addr`.
-    pub fn read(&mut self, _addr: u64, _buf: &mut [u8]) -> Access {
-        Err(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS)
-    }
-    /// Writes bytes at `addr`.
-    pub fn write(&mut self, _addr: u64, _bytes: &[u8]) -> Access {
-        Err(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS)
-    }
-    /// Fills `bytes` bytes at `addr`.
-    pub fn fill_u8(&mut self, _addr: u64, _value: u8, _bytes: u64) -> Access {
-        Err(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS)
-    }
-    /// Fills `words` 32-bit words at `addr`.
-    pub fn fill_u32(&mut self, _addr: u64, _value: u32, _words: u64) -> Access {
-        Err(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS)
-    }
-    /// Reads one 32-bit word.
-    pub fn read_u32(&mut self, _addr: u64) -> Result<u32, CUresult> {
-        Err(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS)
-    }
-    /// Reads one 64-bit word.
-    pub fn read_u64(&mut self, _addr: u64) -> Result<u64, CUresult> {
-        Err(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS)
-    }
-    /// Writes one 32-bit word.
-    pub fn write_u32(&mut self, _addr: u64, _value: u32) -> Access {
-        Err(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS)
-    }
-    /// Writes one 64-bit word.
-    pub fn write_u64(&mut self, _addr: u64, _value: u64) -> Access {
-        Err(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS)
-    }
-    /// Copies `bytes` bytes from `from` to `to`; the ranges must not overlap.
-    pub fn copy(&mut self, _to: u64, _from: u64, _bytes: u64) -> Access {
-        Err(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS)
-    }
-}
-
-/// A launch's arguments as a registered kernel sees them.
-#[derive(Clone, Debug, Default)]
-pub struct KernelParams {
-    /// Blocks in x, y, z.
-    pub grid: [u32; 3],
-    /// Threads of a block in x, y, z.
-    pub block: [u32; 3],
-}
-
-impl KernelParams {
-    /// The bytes of parameter `index`.
-    pub fn bytes(&self, _index: usize) -> Result<&[u8], CUresult> {
-        Err(CUresult::CUDA_ERROR_INVALID_VALUE)
-    }
-    /// Parameter `index` as a 32-bit word; `CUDA_ERROR_INVALID_VALUE` if it is not of 4 bytes.
-    pub fn u32(&self, _index: usize) -> Result<u32, CUresult> {
-        Err(CUresult::CUDA_ERROR_INVALID_VALUE)
-    }
-    /// Parameter `index` as a 64-bit word; `CUDA_ERROR_INVALID_VALUE` if it is not of 8 bytes.
-    pub fn u64(&self, _index: usize) -> Result<u64, CUresult> {
-        Err(CUresult::CUDA_ERROR_INVALID_VALUE)
-    }
-}
-
-/// A running kernel that ends when this is released or dropped.
-#[derive(Debug)]
-pub struct SpinHandle {}
 
 impl SpinHandle {
-    /// Lets the kernel end.
+    /// Lets the kernel end; what waits behind it may run from now on.
     pub fn release(self) {}
 }
 
-/// What still exists.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Leaks {
-    /// References to physical memory handles that were not released.
-    pub handles: usize,
-    /// Mappings that were not unmapped.
-    pub mappings: usize,
-    /// Address reservations that were not freed.
-    pub reservations: usize,
-    /// Streams that were not destroyed.
-    pub streams: usize,
-    /// Events that were not destroyed.
-    pub events: usize,
-    /// Allocations (cuMemAlloc, cuMemAllocAsync) that were not freed.
-    pub allocations: usize,
-    /// Page-locked host allocations that were not freed.
-    pub host_allocations: usize,
-    /// Memory pools made by cuMemPoolCreate that were not destroyed.
-    pub pools: usize,
-    /// Contexts (created, or primary with references) that were not given back.
-    pub contexts: usize,
-    /// Modules that were not unloaded.
-    pub modules: usize,
-    /// Graphs and executable graphs that were not destroyed.
-    pub graphs: usize,
-}
-
-impl Leaks {
-    /// Whether nothing is left.
-    pub fn is_empty(&self) -> bool {
-        *self == Self::default()
+impl Drop for SpinHandle {
+    fn drop(&mut self) {
+        self.released.store(true, Ordering::Release);
+        if let Some(shared) = self.shared.upgrade()
+            && !InsideWork::is(shared.slot)
+        {
+            shared.call("SpinHandle::release").settle();
+            shared.changed.notify_all();
+        }
     }
 }
 
-/// What the simulator has found so far.
-#[derive(Clone, Debug, Default)]
-#[non_exhaustive]
-pub struct Report {
-    /// Unordered uses of the same physical bytes.
-    pub races: Vec<race::Race>,
-    /// What would crash or corrupt on a real driver, in order.
-    pub misuse: Vec<String>,
-    /// What still exists.
-    pub leaks: Leaks,
-}
+/// What control of a simulator from inside its own work gets, where the lock is held.
+const INSIDE: &str = "a simulator cannot be controlled from inside its own device work";
 
 impl Simulator {
-    /// Default settings.
+    /// Default settings: one device like an H200, eager scheduling, races detected.
     pub fn builder() -> Builder {
         Builder::default()
     }
-    /// The driver's function table; it keeps the simulator alive.
-    pub fn driver(&self) -> cuda_sys::Driver {
-        // SAFETY: no symbol is answered.
-        unsafe { cuda_sys::Driver::from_symbols("simulator", |_| std::ptr::null(), Arc::new(())) }
+
+    fn new(settings: Builder) -> Result<Self, SimError> {
+        let devices = settings.devices;
+        if devices > address::MAX_DEVICES {
+            return Err(SimError::TooManyDevices { asked: devices, most: address::MAX_DEVICES });
+        }
+        let mut state = State {
+            schedule: settings.schedule,
+            patience_used: 0,
+            deadlock_after: settings.deadlock_after,
+            random: random::Random(settings.seed),
+            initialized: false,
+            lost: vec![None; devices],
+            contexts: context::Contexts::new(devices),
+            threads: HashMap::new(),
+            streams: stream::Streams::new(),
+            events: event::Events::new(),
+            space: memory::Space {
+                physical: physical::Physical::new(devices, settings.memory_bytes),
+                addresses: address::AddressSpace::new(),
+                host: memory::HostMemory::default(),
+                detector: settings.detect_races.then(race::Detector::new),
+            },
+            memory_handles: vmm::MemoryHandles::new(),
+            heaps: (0..devices).map(|device| heap::Heap::new(device, physical::GRANULE)).collect(),
+            pools: pool::Pools::new(devices),
+            modules: module::Modules::new(),
+            captures: capture::Captures::new(),
+            faults: faults::Faults::default(),
+            calls: 0,
+            counts: vec![0; slots::NAMES.len()],
+            costs: settings.costs,
+            modelled_us: 0.0,
+            findings: report::Findings::default(),
+            host: race::Clock::new(),
+        };
+        for kernel in kernels::KERNELS {
+            state.modules.register(kernel.name, kernel.param_sizes, Arc::new(kernel.run));
+        }
+        let build = |slot, me| Shared {
+            slot,
+            me,
+            state: parking_lot::Mutex::new(state),
+            changed: parking_lot::Condvar::new(),
+        };
+        let shared = slots::claim(build).ok_or(SimError::NoSlot { slots: slots::SLOTS })?;
+        Ok(Self { shared })
     }
-    /// Enqueues a Rust closure as device work.
+
+    /// The driver's function table, with every function that the simulator has. It keeps the
+    /// simulator alive.
+    pub fn driver(&self) -> cuda_sys::Driver {
+        let keep_alive = Arc::clone(&self.shared);
+        let slot = self.shared.slot;
+        // SAFETY: `symbol` answers the function declared for that name, checked at compile time
+        // against the bindings; it is code of this program and always callable.
+        unsafe {
+            cuda_sys::Driver::from_symbols(
+                "simulator",
+                |name| slots::symbol(slot, name),
+                keep_alive,
+            )
+        }
+    }
+
+    /// # Panics
+    /// From inside the simulator's own device work, whose lock is held.
+    fn call(&self) -> Call<'_> {
+        assert!(!InsideWork::is(self.shared.slot), "{INSIDE}");
+        self.shared.call("simulator")
+    }
+
+    /// Enqueues a Rust closure as device work: a kernel stand-in. It runs in stream order when
+    /// the schedule lets it, under the simulator's lock, so it must not make driver calls.
+    ///
+    /// A closure that answers `CUDA_ERROR_NOT_READY` is taken to be still running and runs again
+    /// later; any other error makes the stream's context answer it from then on, as a failed
+    /// kernel does. On a capturing stream the closure becomes a node and runs at each launch.
+    ///
+    /// # Errors
+    /// As a kernel launch: an unknown stream, a lost device, an invalid capture.
     pub fn enqueue(
         &self,
-        _stream: CUstream,
-        _name: &str,
-        _work: impl FnMut(&mut DeviceMemory<'_>) -> Result<(), CUresult> + Send + 'static,
+        stream: CUstream,
+        name: &str,
+        work: impl FnMut(&mut DeviceMemory<'_>) -> Result<(), CUresult> + Send + 'static,
     ) -> Result<(), CUresult> {
-        Err(CUresult::CUDA_ERROR_NOT_INITIALIZED)
+        if InsideWork::is(self.shared.slot) {
+            return Err(CUresult::CUDA_ERROR_NOT_PERMITTED);
+        }
+        let mut call = self.call();
+        let key = call.stream(stream)?;
+        let kernel: Kernel = Arc::new(Mutex::new(work));
+        call.submit(key, Work::Kernel(kernel), &name.into()).map(|_| ())
     }
-    /// Enqueues a kernel that spins until the handle is released or dropped.
-    pub fn spin(&self, _stream: CUstream) -> Result<SpinHandle, CUresult> {
-        Err(CUresult::CUDA_ERROR_NOT_INITIALIZED)
+
+    /// Enqueues a kernel that runs until the handle is released or dropped.
+    ///
+    /// # Errors
+    /// As [`Self::enqueue`].
+    pub fn spin(&self, stream: CUstream) -> Result<SpinHandle, CUresult> {
+        let released = Arc::new(AtomicBool::new(false));
+        let seen = Arc::clone(&released);
+        self.enqueue(stream, "spin", move |_| {
+            if seen.load(Ordering::Acquire) { Ok(()) } else { Err(CUresult::CUDA_ERROR_NOT_READY) }
+        })?;
+        Ok(SpinHandle { released, shared: Arc::downgrade(&self.shared) })
     }
-    /// Registers what cuModuleGetFunction(`name`) finds and cuLaunchKernel runs.
-    /// A kernel that returns `CUDA_ERROR_NOT_READY` is run again later, as if it were spinning.
+
+    /// Registers the meaning of a kernel: what cuModuleGetFunction finds in a module whose PTX
+    /// has an entry of that `name`, and cuLaunchKernel runs once for the whole grid.
+    /// `param_sizes` are the bytes of each parameter. Answers are as for [`Self::enqueue`].
     pub fn register_kernel(
         &self,
-        _name: &str,
-        _param_sizes: &[usize],
-        _kernel: impl Fn(&KernelParams, &mut DeviceMemory<'_>) -> Result<(), CUresult>
+        name: &str,
+        param_sizes: &[usize],
+        kernel: impl Fn(&KernelParams, &mut DeviceMemory<'_>) -> Result<(), CUresult>
         + Send
         + Sync
         + 'static,
     ) {
+        self.call().modules.register(name, param_sizes, Arc::new(kernel));
     }
+
     /// Runs the next item of a stream if nothing holds it back; whether one ran.
-    pub fn advance(&self, _stream: CUstream) -> bool {
-        false
+    pub fn advance(&self, stream: CUstream) -> bool {
+        let mut call = self.call();
+        call.stream(stream).is_ok_and(|key| call.advance(key))
     }
-    /// Runs the next item of every stream that nothing holds back; how many ran.
+
+    /// Runs the next item of every stream whose next item nothing holds back; how many ran.
     pub fn advance_all(&self) -> usize {
-        0
+        let mut call = self.call();
+        let active: Vec<_> = call.streams.active.iter().copied().collect();
+        active.into_iter().filter(|key| call.advance(*key)).count()
     }
-    /// Runs items until none can run; how many ran.
+
+    /// Runs items until none can run; how many ran. The host does not learn of it.
     pub fn run_until_idle(&self) -> usize {
-        0
+        self.call().run_ready()
     }
-    /// Fails the `n`-th call (1: the next) of the function `name` with `code`.
-    pub fn fail_nth(&self, _name: &str, _n: u64, _code: CUresult) {}
-    /// Fails the `n`-th call (1: the next) of any function.
-    pub fn fail_call(&self, _n: u64, _code: CUresult) {}
+
+    /// Fails the `n`-th call (1 is the next) of the function `name`, which must be its full
+    /// name with version, with `code`. The call has no other effect.
+    pub fn fail_nth(&self, name: &str, n: u64, code: CUresult) {
+        self.call().faults.fail_nth(name, n, code);
+    }
+
+    /// Fails the `n`-th call (1 is the next) of any function.
+    pub fn fail_call(&self, n: u64, code: CUresult) {
+        let mut call = self.call();
+        let number = call.calls.saturating_add(n.max(1));
+        call.faults.fail_number(number, code);
+    }
+
     /// Fails every call after the next `n`.
-    pub fn fail_all_calls_after(&self, _n: u64, _code: CUresult) {}
-    /// Forgets every fault that was asked for, not a lost device.
-    pub fn clear_faults(&self) {}
-    /// Driver calls so far.
+    pub fn fail_all_calls_after(&self, n: u64, code: CUresult) {
+        let mut call = self.call();
+        let number = call.calls.saturating_add(n);
+        call.faults.fail_after(number, code);
+    }
+
+    /// Forgets every failure that was asked for; a lost device stays lost.
+    pub fn clear_faults(&self) {
+        self.call().faults.clear();
+    }
+
+    /// Driver calls so far, failed ones too.
     pub fn calls(&self) -> u64 {
-        0
+        self.call().calls
     }
-    /// Driver calls so far by name.
+
+    /// Driver calls so far by function, those that were called.
     pub fn call_counts(&self) -> BTreeMap<&'static str, u64> {
-        BTreeMap::new()
+        let call = self.call();
+        let counts = slots::NAMES.iter().copied().zip(call.counts.iter().copied());
+        counts.filter(|(_, count)| *count > 0).collect()
     }
-    /// The time that the calls would have taken on the modelled machine, in microseconds.
+
+    /// The time that the calls so far would have taken on the modelled machine, in µs.
     pub fn modelled_us(&self) -> f64 {
-        0.0
+        self.call().modelled_us
     }
-    /// From now on every call on that device's contexts answers `code`.
-    pub fn lose_device(&self, _device: i32, _code: CUresult) {}
-    /// Sets the physical memory of a device.
-    pub fn set_memory_limit(&self, _device: i32, _bytes: u64) {}
-    /// Physical memory in use on a device.
-    pub fn memory_used(&self, _device: i32) -> u64 {
-        0
+
+    /// Loses a device: from now on every call that uses it or its contexts answers `code`, and
+    /// none of its work runs. Does nothing for a device that does not exist.
+    pub fn lose_device(&self, device: i32, code: CUresult) {
+        let mut call = self.call();
+        if let Ok(index) = call.device(device) {
+            call.lost[index] = Some(code);
+        }
     }
-    /// Reads device memory from the test, outside of all order.
-    pub fn peek(&self, _addr: u64, _buf: &mut [u8]) -> Result<(), CUresult> {
-        Err(CUresult::CUDA_ERROR_INVALID_VALUE)
+
+    /// Sets the physical memory of a device in bytes; what is in use beyond it stays. Does
+    /// nothing for a device that does not exist.
+    pub fn set_memory_limit(&self, device: i32, bytes: u64) {
+        let mut call = self.call();
+        if let Ok(index) = call.device(device) {
+            call.space.physical.set_limit(index, bytes);
+        }
     }
+
+    /// Physical memory in use on a device in bytes; 0 for a device that does not exist. Memory
+    /// imported from another simulator is the exporter's.
+    pub fn memory_used(&self, device: i32) -> u64 {
+        let call = self.call();
+        call.device(device).map_or(0, |index| call.space.physical.used(index))
+    }
+
+    /// Reads device memory from the test, outside of all order and unseen by the race detector.
+    ///
+    /// # Errors
+    /// `CUDA_ERROR_INVALID_VALUE` if some of it is not mapped.
+    pub fn peek(&self, address: u64, to: &mut [u8]) -> Result<(), CUresult> {
+        self.call().space.peek(address, to)
+    }
+
     /// Everything found so far.
     pub fn report(&self) -> Report {
-        Report::default()
+        let leaks = self.leaks();
+        let call = self.call();
+        Report { races: call.findings.races.clone(), misuse: call.findings.misuse.clone(), leaks }
     }
-    /// Panics with a readable list if there is any race or misuse.
-    pub fn assert_clean(&self) {}
-    /// What still exists.
+
+    /// For the end of a test.
+    ///
+    /// # Panics
+    /// If there is any race or misuse, with a list.
+    pub fn assert_clean(&self) {
+        let report = self.report();
+        let misuse = report.misuse.iter().map(|what| format!("\n  misuse: {what}"));
+        let races = report.races.iter().map(|race| format!("\n  {race}"));
+        let findings: String = misuse.chain(races).collect();
+        assert!(findings.is_empty(), "the simulator found:{findings}");
+    }
+
+    /// What the caller made and has not given back.
     pub fn leaks(&self) -> Leaks {
-        Leaks::default()
+        let call = self.call();
+        let of_heaps: usize = call.heaps.iter().map(|heap| heap.live).sum();
+        Leaks {
+            handles: call.memory_handles.references(),
+            mappings: call.space.addresses.caller_mappings(),
+            reservations: call.space.addresses.caller_reservations(),
+            streams: call.streams.handles.len(),
+            events: call.events.handles.len(),
+            allocations: of_heaps + call.pools.allocations(),
+            host_allocations: call.space.host.allocations(),
+            pools: call.pools.created(),
+            contexts: call.contexts.references(),
+            modules: call.modules.loaded(),
+            graphs: call.captures.graphs(),
+        }
     }
 }

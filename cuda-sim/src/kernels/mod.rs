@@ -83,8 +83,7 @@ impl Words {
 
     /// Indices in runs that lie side by side in memory, as `(first, length)`.
     fn runs(&self) -> impl Iterator<Item = (u64, usize)> + use<> {
-        let (count, longest) =
-            (self.count, if self.stride_bytes == 8 { BATCH as u64 } else { 1 });
+        let (count, longest) = (self.count, if self.stride_bytes == 8 { BATCH as u64 } else { 1 });
         (0..count.div_ceil(longest)).map(move |run| {
             let first = run * longest;
             (first, longest.min(count - first) as usize)

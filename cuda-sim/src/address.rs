@@ -1,0 +1,317 @@
+//! Virtual addresses: reservations and what is mapped where.
+//!
+//! The mapping table is the truth, and device work goes through it to the physical side of the
+//! simulator's files; no mapping has pages of its own in the host's address space. So two
+//! mappings of one extent are the same bytes by construction, tens of thousands of mappings
+//! cost a table entry each and not one of the host's `vm.max_map_count`, and address space is
+//! handed out in a fixed order, which makes a run repeatable. The addresses lie where the host
+//! can have no memory: reading one on the host faults, as with a real device address.
+
+use std::collections::BTreeMap;
+
+use cuda_sys::types::CUresult;
+use smallvec::SmallVec;
+
+use crate::race::{Clock, PhysicalId, StreamKey};
+use crate::ranges::Ranges;
+
+/// Where device addresses begin: above all addresses that the host can use.
+#[cfg(target_arch = "x86_64")]
+pub(crate) const BASE: u64 = 1 << 47;
+/// Where device addresses begin: above all addresses that the host can use.
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) const BASE: u64 = 1 << 48;
+/// A reservation of 64 TiB fits and one of 100 TiB does not, as on an H200.
+const SIZE: u64 = 96 << 40;
+/// Reservations are multiples of this and aligned to it.
+pub(crate) const RESERVATION_UNIT: u64 = 2 << 20;
+
+/// Who may edit a range of addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Owner {
+    /// The caller, by cuMemAddressReserve and cuMemMap.
+    Caller,
+    /// The driver: memory of cuMemAlloc and of the memory pools.
+    Driver,
+}
+
+#[derive(Debug)]
+struct Reservation {
+    size: u64,
+    owner: Owner,
+    mappings: u64,
+}
+
+/// An extent at an address.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    pub(crate) size: u64,
+    pub(crate) physical: PhysicalId,
+    /// The handle that was mapped; 0 for the driver's own memory.
+    pub(crate) handle: u64,
+    access: AccessRights,
+    /// The last work of each stream that went through this address.
+    users: SmallVec<[(StreamKey, u64); 2]>,
+}
+
+/// Two bits for each device: read, and write.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct AccessRights(u64);
+
+/// The most devices that [`AccessRights`] can tell apart.
+pub(crate) const MAX_DEVICES: usize = 32;
+
+impl AccessRights {
+    const READ: u64 = 1;
+    const WRITE: u64 = 2;
+
+    /// The rights with those of one device replaced; `flags` as the driver counts them: 0 none,
+    /// 1 read, 3 read and write.
+    pub(crate) fn with(self, device: usize, flags: u64) -> Self {
+        Self((self.0 & !(3 << (2 * device))) | (flags << (2 * device)))
+    }
+
+    /// The rights of a device as the driver counts them.
+    pub(crate) fn of(self, device: usize) -> u64 {
+        (self.0 >> (2 * device)) & 3
+    }
+
+    pub(crate) fn allows(self, device: usize, write: bool) -> bool {
+        let needed = if write { Self::READ | Self::WRITE } else { Self::READ };
+        self.of(device) & needed == needed
+    }
+
+    /// Whether every right in `self` is in `new` too.
+    fn kept_by(self, new: Self) -> bool {
+        self.0 & !new.0 == 0
+    }
+}
+
+impl Mapping {
+    pub(crate) fn access(&self) -> AccessRights {
+        self.access
+    }
+
+    pub(crate) fn used_by(&mut self, stream: StreamKey, tick: u64) {
+        match self.users.iter_mut().find(|user| user.0 == stream) {
+            Some(user) => user.1 = tick,
+            None => self.users.push((stream, tick)),
+        }
+    }
+
+    /// A stream whose work through this address the host has not seen complete.
+    fn unfinished(&self, host: &Clock) -> Option<StreamKey> {
+        self.users.iter().find(|&&(stream, tick)| host.get(stream) < tick).map(|user| user.0)
+    }
+}
+
+/// What an edit of mappings did that a real driver would not have survived.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct InUse {
+    pub(crate) address: u64,
+    pub(crate) stream: StreamKey,
+}
+
+/// Why an edit did not happen.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Refused {
+    Code(CUresult),
+    InUse(InUse),
+}
+
+impl From<CUresult> for Refused {
+    fn from(code: CUresult) -> Self {
+        Self::Code(code)
+    }
+}
+
+const INVALID: Refused = Refused::Code(CUresult::CUDA_ERROR_INVALID_VALUE);
+
+/// One machine's device address space.
+#[derive(Debug)]
+pub(crate) struct AddressSpace {
+    free: Ranges,
+    reservations: BTreeMap<u64, Reservation>,
+    mappings: BTreeMap<u64, Mapping>,
+    caller_reservations: usize,
+    caller_mappings: usize,
+}
+
+impl AddressSpace {
+    pub(crate) fn new() -> Self {
+        Self {
+            free: Ranges::new(BASE, SIZE),
+            reservations: BTreeMap::new(),
+            mappings: BTreeMap::new(),
+            caller_reservations: 0,
+            caller_mappings: 0,
+        }
+    }
+
+    /// Reservations that the caller made and did not free.
+    pub(crate) fn caller_reservations(&self) -> usize {
+        self.caller_reservations
+    }
+
+    /// Mappings that the caller made and did not undo.
+    pub(crate) fn caller_mappings(&self) -> usize {
+        self.caller_mappings
+    }
+
+    /// Reserves `size` bytes, at `hint` if that is free and aligned.
+    pub(crate) fn reserve(
+        &mut self,
+        size: u64,
+        align: u64,
+        hint: u64,
+        owner: Owner,
+    ) -> Result<u64, CUresult> {
+        let hinted = hint != 0 && hint.is_multiple_of(align) && self.free.take_at(hint, size);
+        let start = if hinted {
+            hint
+        } else {
+            self.free.take(size, align).ok_or(CUresult::CUDA_ERROR_OUT_OF_MEMORY)?
+        };
+        self.reservations.insert(start, Reservation { size, owner, mappings: 0 });
+        self.caller_reservations += usize::from(owner == Owner::Caller);
+        Ok(start)
+    }
+
+    /// Frees a whole reservation in which nothing is mapped.
+    pub(crate) fn free(&mut self, start: u64, size: u64, owner: Owner) -> Result<(), CUresult> {
+        match self.reservations.get(&start) {
+            Some(r) if r.size == size && r.owner == owner && r.mappings == 0 => {}
+            _ => return Err(CUresult::CUDA_ERROR_INVALID_VALUE),
+        }
+        self.reservations.remove(&start);
+        self.caller_reservations -= usize::from(owner == Owner::Caller);
+        self.free.give_back(start, size);
+        Ok(())
+    }
+
+    /// The reservation that holds all of `start..start + size`: its start and size.
+    pub(crate) fn reservation(&self, start: u64, size: u64) -> Option<(u64, u64, Owner)> {
+        let (&at, r) = self.reservations.range(..=start).next_back()?;
+        (start.checked_add(size)? <= at + r.size).then_some((at, r.size, r.owner))
+    }
+
+    /// Whether anything is mapped in `start..start + size`.
+    pub(crate) fn any_mapped(&self, start: u64, size: u64) -> bool {
+        let before = self.mappings.range(..start + size).next_back();
+        before.is_some_and(|(&at, mapping)| at + mapping.size > start)
+    }
+
+    /// Maps an extent over a free range of a reservation, with no rights for anyone.
+    pub(crate) fn map(
+        &mut self,
+        start: u64,
+        size: u64,
+        physical: PhysicalId,
+        handle: u64,
+    ) -> Result<(), CUresult> {
+        let (at, _, owner) =
+            self.reservation(start, size).ok_or(CUresult::CUDA_ERROR_INVALID_VALUE)?;
+        let mapping = Mapping {
+            size,
+            physical,
+            handle,
+            access: AccessRights::default(),
+            users: SmallVec::new(),
+        };
+        self.mappings.insert(start, mapping);
+        if let Some(reservation) = self.reservations.get_mut(&at) {
+            reservation.mappings += 1;
+        }
+        self.caller_mappings += usize::from(owner == Owner::Caller);
+        Ok(())
+    }
+
+    /// Takes away every mapping in the range, which must not cut one in two. Holes are fine.
+    ///
+    /// With a host clock, mappings whose use the host has not seen complete are refused.
+    pub(crate) fn unmap(
+        &mut self,
+        start: u64,
+        size: u64,
+        owner: Owner,
+        host: Option<&Clock>,
+    ) -> Result<Vec<(u64, Mapping)>, Refused> {
+        let (at, _, holder) = self.reservation(start, size).ok_or(INVALID)?;
+        if holder != owner {
+            return Err(INVALID);
+        }
+        let end = start + size;
+        let before = self.mappings.range(..start).next_back();
+        if before.is_some_and(|(&at, mapping)| at + mapping.size > start) {
+            return Err(INVALID);
+        }
+        for (&address, mapping) in self.mappings.range(start..end) {
+            if address + mapping.size > end {
+                return Err(INVALID);
+            }
+            if let Some(stream) = host.and_then(|host| mapping.unfinished(host)) {
+                return Err(Refused::InUse(InUse { address, stream }));
+            }
+        }
+        let mut gone = Vec::new();
+        while let Some((&address, _)) = self.mappings.range(start..end).next() {
+            if let Some(mapping) = self.mappings.remove(&address) {
+                gone.push((address, mapping));
+            }
+        }
+        if let Some(reservation) = self.reservations.get_mut(&at) {
+            reservation.mappings -= gone.len() as u64;
+        }
+        if owner == Owner::Caller {
+            self.caller_mappings -= gone.len();
+        }
+        Ok(gone)
+    }
+
+    /// Changes the rights of whole mappings that cover the range without holes; the sizes of
+    /// those whose rights changed.
+    pub(crate) fn set_access(
+        &mut self,
+        start: u64,
+        size: u64,
+        change: impl Fn(AccessRights) -> AccessRights,
+        host: Option<&Clock>,
+    ) -> Result<Vec<u64>, Refused> {
+        let end = start.checked_add(size).ok_or(INVALID)?;
+        let mut at = start;
+        for (&address, mapping) in self.mappings.range(start..end) {
+            if address != at || address + mapping.size > end {
+                return Err(INVALID);
+            }
+            at += mapping.size;
+            let narrower = !mapping.access.kept_by(change(mapping.access));
+            if let Some(stream) = host.filter(|_| narrower).and_then(|h| mapping.unfinished(h)) {
+                return Err(Refused::InUse(InUse { address, stream }));
+            }
+        }
+        if at != end || size == 0 {
+            return Err(INVALID);
+        }
+        let mut changed = Vec::new();
+        for (_, mapping) in self.mappings.range_mut(start..end) {
+            let access = change(mapping.access);
+            if access != mapping.access {
+                changed.push(mapping.size);
+                mapping.access = access;
+            }
+        }
+        Ok(changed)
+    }
+
+    /// The mapping that holds an address, with its start.
+    pub(crate) fn mapping(&self, address: u64) -> Option<(u64, &Mapping)> {
+        let (&start, mapping) = self.mappings.range(..=address).next_back()?;
+        (address < start + mapping.size).then_some((start, mapping))
+    }
+
+    /// As [`Self::mapping`], to note a use.
+    pub(crate) fn mapping_mut(&mut self, address: u64) -> Option<(u64, &mut Mapping)> {
+        let (&start, mapping) = self.mappings.range_mut(..=address).next_back()?;
+        (address < start + mapping.size).then_some((start, mapping))
+    }
+}

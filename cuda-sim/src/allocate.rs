@@ -1,0 +1,344 @@
+//! cuMemAlloc, page-locked host memory, and questions about pointers.
+
+use std::sync::Arc;
+
+use cuda_sys::types::{CUcontext, CUmemorytype, CUpointer_attribute, CUresult};
+
+use crate::address::Owner;
+use crate::arguments::{In, Out, Untyped};
+use crate::call::Call;
+use crate::context::ContextKey;
+use crate::heap::{Heap, Wish};
+use crate::pool::PoolKey;
+
+const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
+
+/// What a device address belongs to.
+#[derive(Clone, Copy, Debug)]
+struct Region {
+    start: u64,
+    size: u64,
+    device: usize,
+    pool: Option<PoolKey>,
+}
+
+impl Call<'_> {
+    /// The live allocation or the mapping that holds a device address.
+    fn region(&self, address: u64) -> Option<Region> {
+        let (start, mapping) = self.space.addresses.mapping(address)?;
+        let device = self.space.physical.get(mapping.physical)?.device;
+        if mapping.handle != 0 {
+            return Some(Region { start, size: mapping.size, device, pool: None });
+        }
+        if let Some((start, size)) = self.heaps[device].find(address) {
+            return Some(Region { start, size, device, pool: None });
+        }
+        let (key, (start, size)) = self.pools.find(start, address)?;
+        Some(Region { start, size, device, pool: Some(key) })
+    }
+
+    /// Frees memory of cuMemAlloc; false if none begins there.
+    fn free_allocation(&mut self, address: u64) -> Option<u64> {
+        let state = &mut *self.state;
+        for heap in &mut state.heaps {
+            if let Some(bytes) = heap.free(address, None) {
+                heap.trim(&mut state.space, 0);
+                return Some(bytes);
+            }
+        }
+        None
+    }
+
+    /// The turn of a cuMemFreeAsync of cuMemAlloc memory has come.
+    pub(crate) fn free_in_order(&mut self, address: u64) {
+        if self.free_allocation(address).is_none() {
+            self.findings.misuse(format!("cuMemFreeAsync: nothing is allocated at {address:#x}"));
+        }
+    }
+
+    /// The device whose cuMemAlloc memory begins at an address.
+    pub(crate) fn allocation_at(&self, address: u64) -> Option<usize> {
+        let holds = |heap: &Heap| heap.find(address).is_some_and(|(start, _)| start == address);
+        self.heaps.iter().position(holds)
+    }
+
+    /// Lets a device use what another one's cuMemAlloc gave out, or no longer.
+    pub(crate) fn open_to_peer(&mut self, owner: usize, user: usize, open: bool) {
+        let state = &mut *self.state;
+        let heap = &mut state.heaps[owner];
+        let rights = heap.rights.with(user, if open { 3 } else { 0 });
+        heap.set_rights(&mut state.space, rights);
+    }
+}
+
+pub(crate) fn allocate(call: &mut Call<'_>, out: Out<u64>, bytes: usize) -> Result<(), CUresult> {
+    let device = call.current_device()?;
+    call.forbid_in_capture()?;
+    out.required()?;
+    let bytes = bytes as u64;
+    if bytes == 0 {
+        return Err(INVALID);
+    }
+    let state = &mut *call.state;
+    let heap = &mut state.heaps[device];
+    let wish = Wish { bytes, stream: None, knows: None, common: true };
+    let taken = match heap.take(wish) {
+        Some(taken) => taken,
+        None => {
+            heap.grow(&mut state.space, bytes)?;
+            heap.take(wish).ok_or(CUresult::CUDA_ERROR_OUT_OF_MEMORY)?
+        }
+    };
+    call.cost = Some(call.costs.malloc(bytes));
+    out.set(taken.address)
+}
+
+pub(crate) fn free(call: &mut Call<'_>, address: u64) -> Result<(), CUresult> {
+    if address == 0 {
+        return Ok(());
+    }
+    let context = call.current()?;
+    call.forbid_in_capture()?;
+    if let Some(device) = call.allocation_at(address) {
+        call.wait_device(device)?;
+        let bytes = call.free_allocation(address).ok_or(INVALID)?;
+        call.cost = Some(call.costs.free_memory(bytes));
+        return call.healthy(context);
+    }
+    // Memory of a pool is freed as if on the legacy stream, and nothing is waited for.
+    let stream = call.contexts.by_key[&context].legacy;
+    call.free_to_pool(address, stream)
+}
+
+pub(crate) fn info(
+    call: &mut Call<'_>,
+    free: Out<usize>,
+    total: Out<usize>,
+) -> Result<(), CUresult> {
+    let device = call.current_device()?;
+    let physical = &call.space.physical;
+    let (limit, used) = (physical.limit(device), physical.used(device));
+    free.set(limit.saturating_sub(used) as usize)?;
+    total.set(limit as usize)
+}
+
+pub(crate) fn address_range(
+    call: &mut Call<'_>,
+    start: Out<u64>,
+    size: Out<usize>,
+    address: u64,
+) -> Result<(), CUresult> {
+    call.current()?;
+    let region = match call.region(address) {
+        Some(region) => (region.start, region.size),
+        None => {
+            let (start, allocation) = call.space.host.find(address).ok_or(INVALID)?;
+            (start, allocation.size)
+        }
+    };
+    start.set_optional(region.0);
+    size.set_optional(region.1 as usize);
+    Ok(())
+}
+
+pub(crate) fn host_allocate(
+    call: &mut Call<'_>,
+    out: Out<*mut std::ffi::c_void>,
+    bytes: usize,
+) -> Result<(), CUresult> {
+    host_allocate_with_flags(call, out, bytes, 0)
+}
+
+pub(crate) fn host_allocate_with_flags(
+    call: &mut Call<'_>,
+    out: Out<*mut std::ffi::c_void>,
+    bytes: usize,
+    flags: u32,
+) -> Result<(), CUresult> {
+    call.current()?;
+    out.required()?;
+    if bytes == 0 || flags > 7 {
+        return Err(INVALID);
+    }
+    let id = call.space.physical.foreign_id();
+    let start = call.space.host.allocate(bytes as u64, flags, id)?;
+    out.set(start as *mut _)
+}
+
+pub(crate) fn host_free(call: &mut Call<'_>, address: Untyped) -> Result<(), CUresult> {
+    let context = call.current()?;
+    let begins = call.space.host.find(address.0).is_some_and(|(start, _)| start == address.0);
+    if !begins {
+        return Err(INVALID);
+    }
+    call.wait_device(call.contexts.by_key[&context].device)?;
+    let id = call.space.host.remove(address.0, true).ok_or(INVALID)?;
+    call.space.forget(id);
+    Ok(())
+}
+
+pub(crate) fn host_register(
+    call: &mut Call<'_>,
+    address: Untyped,
+    bytes: usize,
+    flags: u32,
+) -> Result<(), CUresult> {
+    call.current()?;
+    if address.0 == 0 || bytes == 0 || flags > 15 {
+        return Err(INVALID);
+    }
+    let id = call.space.physical.foreign_id();
+    if call.space.host.register(address.0, bytes as u64, flags, id) {
+        Ok(())
+    } else {
+        Err(CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
+    }
+}
+
+pub(crate) fn host_unregister(call: &mut Call<'_>, address: Untyped) -> Result<(), CUresult> {
+    let context = call.current()?;
+    call.wait_device(call.contexts.by_key[&context].device)?;
+    let id = call.space.host.remove(address.0, false);
+    let id = id.ok_or(CUresult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)?;
+    call.space.forget(id);
+    Ok(())
+}
+
+pub(crate) fn host_device_pointer(
+    call: &mut Call<'_>,
+    out: Out<u64>,
+    address: Untyped,
+    flags: u32,
+) -> Result<(), CUresult> {
+    call.current()?;
+    if flags != 0 || call.space.host.find(address.0).is_none() {
+        return Err(INVALID);
+    }
+    out.set(address.0)
+}
+
+pub(crate) fn host_flags(
+    call: &mut Call<'_>,
+    out: Out<u32>,
+    address: Untyped,
+) -> Result<(), CUresult> {
+    call.current()?;
+    let (_, allocation) = call.space.host.find(address.0).ok_or(INVALID)?;
+    out.set(allocation.flags)
+}
+
+pub(crate) fn pointer_attribute(
+    call: &mut Call<'_>,
+    out: Untyped,
+    attribute: CUpointer_attribute,
+    address: u64,
+) -> Result<(), CUresult> {
+    let known = call.answer_attribute(out, attribute, address)?;
+    if known { Ok(()) } else { Err(INVALID) }
+}
+
+/// Unlike the single question, this answers zeros for a pointer that is not the driver's.
+pub(crate) fn pointer_attributes(
+    call: &mut Call<'_>,
+    count: u32,
+    attributes: In<CUpointer_attribute>,
+    out: In<*mut std::ffi::c_void>,
+    address: u64,
+) -> Result<(), CUresult> {
+    use CUpointer_attribute as A;
+    for index in 0..count as usize {
+        let (attribute, out) = (attributes.at(index)?, Untyped(out.at(index)? as u64));
+        if call.answer_attribute(out, attribute, address)? {
+            continue;
+        }
+        match attribute {
+            A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+            | A::CU_POINTER_ATTRIBUTE_MAPPED
+            | A::CU_POINTER_ATTRIBUTE_IS_MANAGED => out.set(0_u32)?,
+            A::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL => out.set(-2_i32)?,
+            _ => out.set(0_u64)?,
+        }
+    }
+    Ok(())
+}
+
+impl Call<'_> {
+    /// The handle of a device's context for a pointer's attribute; null for VMM memory.
+    fn context_handle(&self, region: Region) -> usize {
+        let primary = self.contexts.primaries.get(region.device).and_then(|p| p.context);
+        let key: Option<&ContextKey> = primary.as_ref();
+        key.and_then(|key| self.contexts.by_key.get(key)).map_or(0, |context| context.handle)
+    }
+
+    /// Answers one attribute; false if the pointer is none that the driver knows.
+    fn answer_attribute(
+        &mut self,
+        out: Untyped,
+        attribute: CUpointer_attribute,
+        address: u64,
+    ) -> Result<bool, CUresult> {
+        use CUpointer_attribute as A;
+        let host = self.space.host.find(address).map(|(start, host)| (start, host.size));
+        let reserved = self.space.addresses.reservation(address, 1);
+        let region = self.region(address);
+        let reserved = reserved.filter(|(_, _, owner)| *owner == Owner::Caller || region.is_some());
+        if host.is_none() && reserved.is_none() {
+            return Ok(false);
+        }
+        let whole = match (host, region, reserved) {
+            (Some(range), _, _) => range,
+            // A mapping answers with the reservation around it, an allocation with itself.
+            (_, Some(region), Some((_, _, Owner::Driver))) => (region.start, region.size),
+            (_, _, Some((start, size, _))) => (start, size),
+            (None, _, None) => return Ok(false),
+        };
+        let mapped = host.is_some() || region.is_some();
+        match attribute {
+            A::CU_POINTER_ATTRIBUTE_MAPPED => out.set(u32::from(mapped))?,
+            A::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR => out.set(whole.0)?,
+            A::CU_POINTER_ATTRIBUTE_RANGE_SIZE => out.set(whole.1 as usize)?,
+            _ if !mapped => return Ok(false),
+            A::CU_POINTER_ATTRIBUTE_CONTEXT => {
+                let handle = region.map_or(0, |region| self.context_handle(region));
+                out.set(handle as CUcontext)?;
+            }
+            A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE => out.set(if host.is_some() {
+                CUmemorytype::CU_MEMORYTYPE_HOST
+            } else {
+                CUmemorytype::CU_MEMORYTYPE_DEVICE
+            })?,
+            A::CU_POINTER_ATTRIBUTE_DEVICE_POINTER => out.set(address)?,
+            A::CU_POINTER_ATTRIBUTE_HOST_POINTER if host.is_some() => out.set(address)?,
+            A::CU_POINTER_ATTRIBUTE_IS_MANAGED
+            | A::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+            | A::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE => out.set(0_u32)?,
+            A::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL => {
+                out.set(region.map_or(0, |region| region.device as i32))?;
+            }
+            A::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR => {
+                let base = self.space.addresses.mapping(address).map(|(start, _)| start);
+                out.set(base.or(host.map(|host| host.0)).unwrap_or(0))?;
+            }
+            A::CU_POINTER_ATTRIBUTE_MAPPING_SIZE => {
+                let size = self.space.addresses.mapping(address).map(|(_, m)| m.size);
+                out.set(size.or(host.map(|host| host.1)).unwrap_or(0) as usize)?;
+            }
+            A::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE => {
+                let pool = region.and_then(|region| region.pool);
+                let handle = pool.map_or(0, |pool| self.pools.handle_of(pool));
+                out.set(handle)?;
+            }
+            A::CU_POINTER_ATTRIBUTE_BUFFER_ID => {
+                let id = self.space.addresses.mapping(address).map(|(_, m)| m.physical.0);
+                out.set(id.unwrap_or(0))?;
+            }
+            _ => return Err(CUresult::CUDA_ERROR_NOT_SUPPORTED),
+        }
+        Ok(true)
+    }
+}
+
+/// The name of work that frees, for messages.
+pub(crate) fn free_name() -> Arc<str> {
+    "cuMemFreeAsync".into()
+}

@@ -1,0 +1,427 @@
+//! Stream capture and the graphs it makes.
+//!
+//! Work given to a capturing stream becomes a node instead of running. A launched graph runs
+//! its nodes one after another in the order in which they were captured: a legal order, though
+//! a GPU may run independent nodes side by side.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use cuda_sys::types::{
+    CUgraph, CUgraphExec, CUgraphNode, CUresult, CUstream, CUstreamCaptureMode,
+    CUstreamCaptureStatus,
+};
+
+use crate::arguments::Out;
+use crate::call::Call;
+use crate::handles::Handles;
+use crate::race::StreamKey;
+use crate::stream::{Kind, Recorded, Work};
+
+/// A capture for the life of the simulator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct CaptureId(u64);
+
+/// A node by its place in its graph.
+pub(crate) type NodeId = usize;
+
+#[derive(Clone, Debug)]
+struct Node {
+    work: Work,
+    what: Arc<str>,
+    after: Vec<NodeId>,
+}
+
+#[derive(Debug)]
+struct Capture {
+    mode: CUstreamCaptureMode,
+    origin: StreamKey,
+    thread: u64,
+    invalid: bool,
+    nodes: Vec<Node>,
+    /// What the next node of each stream that takes part comes after.
+    frontiers: HashMap<StreamKey, Vec<NodeId>>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Captures {
+    running: HashMap<CaptureId, Capture>,
+    graphs: Handles<Arc<[Node]>>,
+    executables: Handles<Arc<[Node]>>,
+    next: u64,
+}
+
+impl Captures {
+    pub(crate) fn new() -> Self {
+        Self {
+            running: HashMap::new(),
+            graphs: Handles::new(4),
+            executables: Handles::new(5),
+            next: 1,
+        }
+    }
+
+    pub(crate) fn is_running(&self, id: CaptureId) -> bool {
+        self.running.contains_key(&id)
+    }
+
+    /// Graphs and executable graphs that were not destroyed.
+    pub(crate) fn graphs(&self) -> usize {
+        self.graphs.len() + self.executables.len()
+    }
+
+    /// What work that comes after a stream's captured work depends on.
+    pub(crate) fn frontier(&self, id: CaptureId, stream: StreamKey) -> Vec<NodeId> {
+        let capture = self.running.get(&id);
+        capture.and_then(|capture| capture.frontiers.get(&stream)).cloned().unwrap_or_default()
+    }
+}
+
+const GLOBAL: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+const RELAXED: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+
+impl Call<'_> {
+    /// Gives work to a stream: to its queue, or to the graph that it is captured into.
+    pub(crate) fn submit(
+        &mut self,
+        stream: StreamKey,
+        work: Work,
+        what: &Arc<str>,
+    ) -> Result<Option<Recorded>, CUresult> {
+        let Some(id) = self.capture_of(stream)? else {
+            return self.enqueue(stream, &[], work, what).map(Some);
+        };
+        if let Some(capture) = self.captures.running.get_mut(&id) {
+            let frontier = capture.frontiers.entry(stream).or_default();
+            let after = std::mem::replace(frontier, vec![capture.nodes.len()]);
+            capture.nodes.push(Node { work, what: Arc::clone(what), after });
+        }
+        Ok(None)
+    }
+
+    /// The capture that work on a stream belongs to.
+    ///
+    /// # Errors
+    /// If that capture is invalid, or if the stream is the legacy one and a stream that it
+    /// orders with is capturing, which makes that capture invalid.
+    pub(crate) fn capture_of(&mut self, stream: StreamKey) -> Result<Option<CaptureId>, CUresult> {
+        if self.captures.running.is_empty() {
+            return Ok(None);
+        }
+        let gone = CUresult::CUDA_ERROR_INVALID_HANDLE;
+        let (kind, context, capture) = {
+            let stream = self.streams.by_key.get(&stream).ok_or(gone)?;
+            (stream.kind, stream.context, stream.capture)
+        };
+        if let Some(id) = capture {
+            let invalid = self.captures.running.get(&id).is_none_or(|capture| capture.invalid);
+            return if invalid {
+                Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
+            } else {
+                Ok(Some(id))
+            };
+        }
+        if kind == Kind::Legacy {
+            let blocking = self.contexts.by_key.get(&context).ok_or(gone)?.blocking.iter();
+            let capture = |key| self.streams.by_key.get(key).and_then(|stream| stream.capture);
+            let captures: Vec<_> = blocking.filter_map(capture).collect();
+            if !captures.is_empty() {
+                captures.into_iter().for_each(|id| self.invalidate(id));
+                return Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+            }
+        }
+        Ok(None)
+    }
+
+    /// For calls that could break a capture: refuses while one is under way that this thread
+    /// has not been told to ignore, and makes that capture invalid.
+    pub(crate) fn forbid_in_capture(&mut self) -> Result<(), CUresult> {
+        if self.captures.running.is_empty() {
+            return Ok(());
+        }
+        let mode = *self.capture_mode();
+        if mode == RELAXED {
+            return Ok(());
+        }
+        let thread = self.thread;
+        let harmed = |capture: &&mut Capture| {
+            if capture.thread == thread {
+                capture.mode != RELAXED
+            } else {
+                mode == GLOBAL && capture.mode == GLOBAL
+            }
+        };
+        let mut any = false;
+        for capture in self.captures.running.values_mut().filter(harmed) {
+            capture.invalid = true;
+            any = true;
+        }
+        if any { Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
+    }
+
+    /// For calls that cannot be captured: refuses if the stream is capturing.
+    pub(crate) fn forbid_on_capturing(&mut self, stream: StreamKey) -> Result<(), CUresult> {
+        if let Some(id) = self.capture_of(stream)? {
+            self.invalidate(id);
+            return Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn invalidate(&mut self, id: CaptureId) {
+        if let Some(capture) = self.captures.running.get_mut(&id) {
+            capture.invalid = true;
+        }
+    }
+
+    /// A stream waits for an event that was recorded in a capture, and so takes part in it.
+    pub(crate) fn join_capture(
+        &mut self,
+        stream: StreamKey,
+        own: Option<CaptureId>,
+        id: CaptureId,
+        nodes: Vec<NodeId>,
+    ) -> Result<(), CUresult> {
+        if own.is_some_and(|own| own != id) {
+            own.into_iter().for_each(|own| self.invalidate(own));
+            self.invalidate(id);
+            return Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_MERGE);
+        }
+        let entry = self.streams.by_key.get(&stream).ok_or(CUresult::CUDA_ERROR_INVALID_HANDLE)?;
+        if entry.kind == Kind::Legacy {
+            self.invalidate(id);
+            return Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+        }
+        let Some(capture) = self.captures.running.get_mut(&id) else {
+            return Err(CUresult::CUDA_ERROR_CAPTURED_EVENT);
+        };
+        if capture.invalid {
+            return Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+        }
+        let frontier = capture.frontiers.entry(stream).or_default();
+        frontier.extend(nodes);
+        frontier.sort_unstable();
+        frontier.dedup();
+        if let Some(entry) = self.streams.by_key.get_mut(&stream) {
+            entry.capture = Some(id);
+        }
+        Ok(())
+    }
+
+    /// A stream that takes part in a capture is destroyed.
+    pub(crate) fn abandon_capture(&mut self, stream: StreamKey) {
+        let Some(id) = self.streams.by_key.get(&stream).and_then(|stream| stream.capture) else {
+            return;
+        };
+        self.invalidate(id);
+        if self.captures.running.get(&id).is_some_and(|capture| capture.origin == stream) {
+            self.finish(id);
+        }
+    }
+
+    /// Ends a capture, valid or not; the streams that took part are free again.
+    fn finish(&mut self, id: CaptureId) -> Option<Capture> {
+        let capture = self.captures.running.remove(&id)?;
+        for stream in self.streams.by_key.values_mut() {
+            if stream.capture == Some(id) {
+                stream.capture = None;
+            }
+        }
+        Some(capture)
+    }
+}
+
+impl Capture {
+    /// Whether everything captured on other streams comes before the origin's last work.
+    fn is_joined(&self) -> bool {
+        let mut before = HashSet::new();
+        let mut wanted = self.frontiers.get(&self.origin).cloned().unwrap_or_default();
+        while let Some(node) = wanted.pop() {
+            if before.insert(node) {
+                wanted.extend(&self.nodes[node].after);
+            }
+        }
+        self.frontiers.values().flatten().all(|node| before.contains(node))
+    }
+}
+
+pub(crate) fn begin(
+    call: &mut Call<'_>,
+    stream: CUstream,
+    mode: CUstreamCaptureMode,
+) -> Result<(), CUresult> {
+    if mode.0 > RELAXED.0 {
+        return Err(CUresult::CUDA_ERROR_INVALID_VALUE);
+    }
+    let key = call.stream(stream)?;
+    let thread = call.thread;
+    let entry = call.streams.by_key.get_mut(&key).ok_or(CUresult::CUDA_ERROR_INVALID_HANDLE)?;
+    if entry.kind == Kind::Legacy {
+        return Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    }
+    if entry.capture.is_some() {
+        return Err(CUresult::CUDA_ERROR_ILLEGAL_STATE);
+    }
+    let id = CaptureId(call.captures.next);
+    call.captures.next += 1;
+    if let Some(entry) = call.streams.by_key.get_mut(&key) {
+        entry.capture = Some(id);
+    }
+    let frontiers = HashMap::from([(key, Vec::new())]);
+    let capture =
+        Capture { mode, origin: key, thread, invalid: false, nodes: Vec::new(), frontiers };
+    call.captures.running.insert(id, capture);
+    Ok(())
+}
+
+pub(crate) fn end(
+    call: &mut Call<'_>,
+    stream: CUstream,
+    out: Out<CUgraph>,
+) -> Result<(), CUresult> {
+    out.set(std::ptr::null_mut())?;
+    let key = call.stream(stream)?;
+    let id = call.streams.by_key.get(&key).and_then(|stream| stream.capture);
+    let id = id.ok_or(CUresult::CUDA_ERROR_ILLEGAL_STATE)?;
+    let thread = call.thread;
+    let capture = call.captures.running.get(&id).ok_or(CUresult::CUDA_ERROR_ILLEGAL_STATE)?;
+    if capture.origin != key {
+        call.invalidate(id);
+        return Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
+    }
+    if capture.thread != thread && capture.mode != RELAXED {
+        return Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
+    }
+    let capture = call.finish(id).ok_or(CUresult::CUDA_ERROR_ILLEGAL_STATE)?;
+    if capture.invalid {
+        return Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+    }
+    if !capture.is_joined() {
+        return Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_UNJOINED);
+    }
+    let graph = call.captures.graphs.insert(capture.nodes.into());
+    out.set(graph as CUgraph)
+}
+
+fn status(call: &mut Call<'_>, stream: CUstream) -> Result<(CUstreamCaptureStatus, u64), CUresult> {
+    let key = call.stream(stream)?;
+    let capture = call.streams.by_key.get(&key).and_then(|stream| stream.capture);
+    let Some(id) = capture else {
+        // Refuses the legacy stream beside a capture of a blocking one; harms nothing else.
+        call.capture_of(key)?;
+        return Ok((CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE, 0));
+    };
+    let valid = call.captures.running.get(&id).is_some_and(|capture| !capture.invalid);
+    let status = if valid {
+        CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE
+    } else {
+        CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED
+    };
+    Ok((status, id.0))
+}
+
+pub(crate) fn is_capturing(
+    call: &mut Call<'_>,
+    stream: CUstream,
+    out: Out<CUstreamCaptureStatus>,
+) -> Result<(), CUresult> {
+    let status = status(call, stream)?.0;
+    out.set(status)
+}
+
+pub(crate) fn info(
+    call: &mut Call<'_>,
+    stream: CUstream,
+    status_out: Out<CUstreamCaptureStatus>,
+    id_out: Out<u64>,
+) -> Result<(), CUresult> {
+    let (status, id) = status(call, stream)?;
+    status_out.set(status)?;
+    id_out.set_optional(id);
+    Ok(())
+}
+
+/// Answers status and id; the graph under construction is not shown.
+pub(crate) fn info_v2(
+    call: &mut Call<'_>,
+    stream: CUstream,
+    status_out: Out<CUstreamCaptureStatus>,
+    id_out: Out<u64>,
+    graph: Out<CUgraph>,
+    nodes: Out<*const CUgraphNode>,
+    count: Out<usize>,
+) -> Result<(), CUresult> {
+    if !graph.is_null() || !nodes.is_null() || !count.is_null() {
+        return Err(CUresult::CUDA_ERROR_NOT_SUPPORTED);
+    }
+    info(call, stream, status_out, id_out)
+}
+
+pub(crate) fn exchange_mode(
+    call: &mut Call<'_>,
+    mode: Out<CUstreamCaptureMode>,
+) -> Result<(), CUresult> {
+    let new = mode.get()?;
+    if new.0 > RELAXED.0 {
+        return Err(CUresult::CUDA_ERROR_INVALID_VALUE);
+    }
+    let old = std::mem::replace(call.capture_mode(), new);
+    mode.set(old)
+}
+
+pub(crate) fn destroy_graph(call: &mut Call<'_>, graph: CUgraph) -> Result<(), CUresult> {
+    let gone = call.captures.graphs.remove(graph as usize);
+    gone.map(|_| ()).ok_or(CUresult::CUDA_ERROR_INVALID_VALUE)
+}
+
+/// Answers the number of nodes; the nodes themselves have no handles.
+pub(crate) fn graph_nodes(
+    call: &mut Call<'_>,
+    graph: CUgraph,
+    nodes: Out<CUgraphNode>,
+    count: Out<usize>,
+) -> Result<(), CUresult> {
+    let graph = call.captures.graphs.get(graph as usize);
+    let length = graph.ok_or(CUresult::CUDA_ERROR_INVALID_VALUE)?.len();
+    if !nodes.is_null() {
+        return Err(CUresult::CUDA_ERROR_NOT_SUPPORTED);
+    }
+    count.set(length)
+}
+
+pub(crate) fn instantiate(
+    call: &mut Call<'_>,
+    out: Out<CUgraphExec>,
+    graph: CUgraph,
+    flags: u64,
+) -> Result<(), CUresult> {
+    const ALL_FLAGS: u64 = 15;
+    let nodes = call.captures.graphs.get(graph as usize).cloned();
+    let nodes = nodes.filter(|_| flags & !ALL_FLAGS == 0);
+    let nodes = nodes.ok_or(CUresult::CUDA_ERROR_INVALID_VALUE)?;
+    out.required()?;
+    let executable = call.captures.executables.insert(nodes);
+    out.set(executable as CUgraphExec)
+}
+
+pub(crate) fn destroy_executable(
+    call: &mut Call<'_>,
+    executable: CUgraphExec,
+) -> Result<(), CUresult> {
+    let gone = call.captures.executables.remove(executable as usize);
+    gone.map(|_| ()).ok_or(CUresult::CUDA_ERROR_INVALID_VALUE)
+}
+
+pub(crate) fn launch(
+    call: &mut Call<'_>,
+    executable: CUgraphExec,
+    stream: CUstream,
+) -> Result<(), CUresult> {
+    let nodes = call.captures.executables.get(executable as usize).cloned();
+    let nodes = nodes.ok_or(CUresult::CUDA_ERROR_INVALID_VALUE)?;
+    let stream = call.stream(stream)?;
+    for node in nodes.iter() {
+        call.submit(stream, node.work.clone(), &node.what)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,274 @@
+//! Streams: queues of work, and what orders it.
+//!
+//! Each stream runs its items one after another. An item also waits for its dependencies,
+//! points on other streams: the events that its stream was told to wait for, and the implicit
+//! order between a context's legacy stream and its blocking streams. Each item carries the
+//! vector clock of everything it comes after; ticks and positions are the same numbers.
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+use cuda_sys::types::CUresult;
+use smallvec::SmallVec;
+
+use crate::capture::CaptureId;
+use crate::context::ContextKey;
+use crate::event::EventKey;
+use crate::handles::Handles;
+use crate::memory::DeviceMemory;
+use crate::race::{Clock, StreamKey};
+
+/// What a kernel stand-in is; it may run more than once in a replayed graph.
+pub(crate) type Kernel =
+    Arc<Mutex<dyn FnMut(&mut DeviceMemory<'_>) -> Result<(), CUresult> + Send>>;
+
+/// What an item does when its turn comes.
+#[derive(Clone)]
+pub(crate) enum Work {
+    /// Nothing: it only carries dependencies.
+    Order,
+    /// Stamps an event's time; `record` tells this record from later ones.
+    Record { event: EventKey, record: u64 },
+    /// Device work; the answer `CUDA_ERROR_NOT_READY` means that it is still running.
+    Kernel(Kernel),
+    /// A function on the host.
+    Host(Arc<dyn Fn() + Send + Sync>),
+    /// Frees memory of cuMemAlloc.
+    Free { address: u64 },
+}
+
+impl fmt::Debug for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Order => "Order",
+            Self::Record { .. } => "Record",
+            Self::Kernel(_) => "Kernel",
+            Self::Host(_) => "Host",
+            Self::Free { .. } => "Free",
+        })
+    }
+}
+
+/// A place in a stream: everything up to and including item `seq`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Point {
+    pub(crate) stream: StreamKey,
+    pub(crate) seq: u64,
+}
+
+/// A point and everything that is before it.
+#[derive(Clone, Debug)]
+pub(crate) struct Recorded {
+    pub(crate) point: Point,
+    pub(crate) clock: Arc<Clock>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Item {
+    pub(crate) seq: u64,
+    pub(crate) after: SmallVec<[Point; 2]>,
+    pub(crate) clock: Arc<Clock>,
+    pub(crate) work: Work,
+    pub(crate) what: Arc<str>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Orders with every blocking stream of its context.
+    Legacy,
+    /// One per thread and context; blocking.
+    PerThread,
+    Blocking,
+    NonBlocking,
+}
+
+#[derive(Debug)]
+pub(crate) struct Stream {
+    pub(crate) key: StreamKey,
+    pub(crate) context: ContextKey,
+    pub(crate) device: usize,
+    pub(crate) kind: Kind,
+    pub(crate) priority: i32,
+    pub(crate) capture: Option<CaptureId>,
+    /// Items given out so far, and the last that has run.
+    pub(crate) enqueued: u64,
+    pub(crate) completed: u64,
+    /// The clock of the last item.
+    pub(crate) clock: Arc<Clock>,
+    pub(crate) queue: VecDeque<Item>,
+    /// A host function of this stream runs outside the lock.
+    pub(crate) running: bool,
+    pub(crate) destroyed: bool,
+}
+
+impl Stream {
+    pub(crate) fn is_idle(&self) -> bool {
+        self.completed == self.enqueued
+    }
+
+    /// The end of what was enqueued so far.
+    pub(crate) fn end(&self) -> Recorded {
+        let point = Point { stream: self.key, seq: self.enqueued };
+        Recorded { point, clock: Arc::clone(&self.clock) }
+    }
+
+    /// Whether the legacy stream orders with it.
+    pub(crate) fn is_blocking(&self) -> bool {
+        matches!(self.kind, Kind::Blocking | Kind::PerThread)
+    }
+}
+
+/// Every stream of a simulator, also destroyed ones whose work goes on.
+#[derive(Debug)]
+pub(crate) struct Streams {
+    pub(crate) by_key: HashMap<StreamKey, Stream>,
+    /// What cuStreamCreate gave out: never the special streams.
+    pub(crate) handles: Handles<StreamKey>,
+    /// Streams with unfinished items.
+    pub(crate) active: BTreeSet<StreamKey>,
+    /// What the work of streams that are gone came after, by context: the legacy stream still
+    /// orders with it.
+    residue: HashMap<ContextKey, Clock>,
+    /// Work of destroyed blocking streams that a legacy stream's next item comes after.
+    left_behind: HashMap<StreamKey, Vec<Recorded>>,
+    next: u64,
+}
+
+impl Streams {
+    pub(crate) fn new() -> Self {
+        Self {
+            by_key: HashMap::new(),
+            handles: Handles::new(1),
+            active: BTreeSet::new(),
+            residue: HashMap::new(),
+            left_behind: HashMap::new(),
+            next: 1,
+        }
+    }
+
+    /// A new stream without a handle.
+    pub(crate) fn create(
+        &mut self,
+        context: ContextKey,
+        device: usize,
+        kind: Kind,
+        priority: i32,
+    ) -> StreamKey {
+        let key = StreamKey(self.next);
+        self.next += 1;
+        self.by_key.insert(
+            key,
+            Stream {
+                key,
+                context,
+                device,
+                kind,
+                priority,
+                capture: None,
+                enqueued: 0,
+                completed: 0,
+                clock: Arc::new(Clock::new()),
+                queue: VecDeque::new(),
+                running: false,
+                destroyed: false,
+            },
+        );
+        key
+    }
+
+    /// Whether everything up to a point has run. Streams that are gone had nothing left to run.
+    pub(crate) fn is_done(&self, point: Point) -> bool {
+        self.by_key.get(&point.stream).is_none_or(|stream| stream.completed >= point.seq)
+    }
+
+    /// Appends an item that comes after the stream's own work, after `after`, and after
+    /// everything that the host has seen complete.
+    pub(crate) fn push(
+        &mut self,
+        key: StreamKey,
+        siblings: &[StreamKey],
+        host: &Clock,
+        after: &[Recorded],
+        work: Work,
+        what: Arc<str>,
+    ) -> Option<Recorded> {
+        let mut points = SmallVec::new();
+        let mut clock = Clock::clone(&self.by_key.get(&key)?.clock);
+        if !clock.covers(host) {
+            clock.join(host);
+        }
+        let left_behind = self.left_behind.remove(&key).unwrap_or_default();
+        for other in after.iter().chain(&left_behind) {
+            if !self.is_done(other.point) {
+                points.push(other.point);
+            }
+            clock.join(&other.clock);
+        }
+        for sibling in siblings {
+            let Some(other) = self.by_key.get(sibling).filter(|other| other.key != key) else {
+                continue;
+            };
+            if !other.is_idle() {
+                points.push(other.end().point);
+            }
+            if clock.get(other.key) < other.enqueued {
+                clock.join(&other.clock);
+            }
+        }
+        let stream = self.by_key.get_mut(&key)?;
+        if stream.kind == Kind::Legacy
+            && let Some(residue) = self.residue.get(&stream.context)
+            && !clock.covers(residue)
+        {
+            clock.join(residue);
+        }
+        let seq = clock.tick(key);
+        let clock = Arc::new(clock);
+        stream.enqueued = seq;
+        stream.clock = Arc::clone(&clock);
+        stream.queue.push_back(Item { seq, after: points, clock: Arc::clone(&clock), work, what });
+        self.active.insert(key);
+        Some(Recorded { point: Point { stream: key, seq }, clock })
+    }
+
+    /// Notes that the item at the head, already taken off the queue, has run.
+    pub(crate) fn complete(&mut self, key: StreamKey, seq: u64) {
+        let Some(stream) = self.by_key.get_mut(&key) else { return };
+        stream.completed = seq;
+        stream.running = false;
+        if stream.is_idle() {
+            self.active.remove(&key);
+            if stream.destroyed {
+                self.forget(key);
+            }
+        }
+    }
+
+    /// The next item of `legacy` comes after a stream that is about to be destroyed.
+    pub(crate) fn leave_behind(&mut self, legacy: StreamKey, end: Recorded) {
+        self.left_behind.entry(legacy).or_default().push(end);
+    }
+
+    /// The stream takes no more work and is gone once what it has has run.
+    pub(crate) fn destroy(&mut self, key: StreamKey) {
+        let Some(stream) = self.by_key.get_mut(&key) else { return };
+        stream.destroyed = true;
+        if stream.is_idle() {
+            self.forget(key);
+        }
+    }
+
+    fn forget(&mut self, key: StreamKey) {
+        if let Some(stream) = self.by_key.remove(&key)
+            && stream.is_blocking()
+        {
+            self.residue.entry(stream.context).or_default().join(&stream.clock);
+        }
+    }
+
+    /// Forgets what is kept for a context that is gone.
+    pub(crate) fn forget_context(&mut self, context: ContextKey) {
+        self.residue.remove(&context);
+    }
+}
