@@ -1,4 +1,21 @@
-//! The `vpmm` command as a library: reading traces, replaying them, reporting.
+//! The `vpmm` command as a library: reading traces, replaying them through
+//! allocators, reporting.
+//!
+//! | room | what it is |
+//! |---|---|
+//! | [`trace`] | from a log to operations on numbered allocations |
+//! | [`device`] | the GPU or the simulated one; nearly all unsafe code |
+//! | [`backend`] | allocators by name, behind one interface |
+//! | [`replay`] | order, threads, time, device work that checks contents |
+//! | [`report`] | the table and the JSON |
+//! | [`args`], [`command`], [`exit`] | the command line, what it does, how it ends |
 
+pub mod args;
+pub mod backend;
 pub mod bytes;
+pub mod command;
+pub mod device;
+pub mod exit;
+pub mod replay;
+pub mod report;
 pub mod trace;

@@ -26,7 +26,9 @@ pub enum TraceError {
         source: io::Error,
     },
     /// There is not one row in it.
-    #[error("{file}: no rows: a trace begins with a header such as Thread,Time,Action,Pointer,Size,Stream")]
+    #[error(
+        "{file}: no rows: a trace begins with a header such as Thread,Time,Action,Pointer,Size,Stream"
+    )]
     Empty {
         /// The path as given.
         file: String,

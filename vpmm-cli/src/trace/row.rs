@@ -71,9 +71,7 @@ impl Columns {
     pub(super) fn of_first_row(fields: &Fields) -> Result<(Self, bool), Fault> {
         let find = |name: &'static str| {
             (0..fields.count())
-                .find(|&i| {
-                    fields.get(i).is_some_and(|f| f.eq_ignore_ascii_case(name.as_bytes()))
-                })
+                .find(|&i| fields.get(i).is_some_and(|f| f.eq_ignore_ascii_case(name.as_bytes())))
                 .map(|i| Column { number: i + 1, name })
         };
         // A misspelt header is told from a first row by any one name it got right.
@@ -105,9 +103,8 @@ impl Columns {
 
     /// Reads one row.
     pub(super) fn row(&self, fields: &Fields) -> Result<Row, Fault> {
-        let field = |column: Column| {
-            fields.get(column.number - 1).ok_or((column, Problem::Missing))
-        };
+        let field =
+            |column: Column| fields.get(column.number - 1).ok_or((column, Problem::Missing));
         let recorded = match field(self.action)? {
             b"allocate" => Recorded::Allocate,
             b"free" => Recorded::Free,

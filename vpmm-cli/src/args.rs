@@ -1,0 +1,118 @@
+//! The command line.
+
+use std::num::NonZeroU32;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::backend::AllocatorList;
+use crate::bytes::ByteCount;
+use crate::device::DeviceChoice;
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0  done
+  1  something failed: a check, an allocator, the device, the output
+  2  bad input or usage: a malformed trace, an unknown option, a bad VPMM_… variable
+  3  out of memory: the allocator could not serve the trace";
+
+/// Replay allocation traces through GPU memory pools, and look at devices.
+#[derive(Debug, Parser)]
+#[command(name = "vpmm", version, after_help = EXIT_CODES)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What the command can do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Replay allocation traces and compare allocators.
+    Replay(ReplayArgs),
+    /// Show the driver, the devices and what they support.
+    Info(InfoArgs),
+}
+
+/// Replay allocation traces and compare allocators.
+///
+/// Reads RMM's CSV logs, plain or gzip: Thread, Time, Action, Pointer, Size and
+/// Stream, found by name in any order; Thread, Time and Stream may be missing, and
+/// other columns are not read. Each stream of the trace becomes a stream of the device.
+/// Allocations that the trace never frees are freed at its end, untimed.
+#[derive(Args, Debug)]
+#[command(after_help = EXIT_CODES)]
+pub struct ReplayArgs {
+    /// Traces to replay, each by itself; `-` is standard input.
+    #[arg(value_name = "TRACE", required = true)]
+    pub traces: Vec<String>,
+
+    /// Where to run: auto (the first GPU, else the simulator), sim, or cuda:N.
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: DeviceChoice,
+
+    /// Allocators to compare, separated by commas: paged, cuda-async, cuda-malloc.
+    #[arg(long, value_name = "NAMES", default_value = "paged")]
+    pub allocator: AllocatorList,
+
+    /// The most device memory that an allocator may hold: 4096, 1.5GiB, 20GB.
+    #[arg(long, value_name = "BYTES")]
+    pub limit: Option<ByteCount>,
+
+    /// Run each trace N times on one allocator. The first pass is cold; ns per
+    /// operation is the fastest later one's, or the only one's.
+    #[arg(long, value_name = "N", default_value = "1")]
+    pub repeat: NonZeroU32,
+
+    /// Give each thread of the trace a thread of its own. Each keeps its order;
+    /// a free waits for its allocation, and none runs more than 1024 rows ahead.
+    #[arg(long)]
+    pub threads: bool,
+
+    /// Write a pattern into every allocation as device work, and check it before
+    /// the free. Timings then hold no device work, but no overlap with it either.
+    #[arg(long)]
+    pub verify: bool,
+
+    /// With --verify, write one word of 8 bytes in each BYTES, and the last one.
+    /// Every word on a GPU, one in 64 KiB on the simulator, if not given.
+    #[arg(long, value_name = "BYTES", requires = "verify")]
+    pub verify_stride: Option<ByteCount>,
+
+    /// Print one JSON object per trace and allocator, one per line.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Show the driver, the devices and what they support.
+#[derive(Args, Debug)]
+#[command(after_help = EXIT_CODES)]
+pub struct InfoArgs {
+    /// auto: this machine's driver; sim: the simulator; cuda:N: one device.
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: DeviceChoice,
+
+    /// Print one JSON object.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_definition_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn defaults_are_one_cold_pass_of_the_paged_pool() {
+        let cli = Cli::parse_from(["vpmm", "replay", "a.csv"]);
+        let Command::Replay(args) = cli.command else { panic!("a replay") };
+        assert_eq!(args.allocator.0, [crate::backend::AllocatorSpec::Paged]);
+        assert_eq!((args.repeat.get(), args.device), (1, DeviceChoice::Auto));
+        assert!(!args.threads && !args.verify && !args.json);
+    }
+}

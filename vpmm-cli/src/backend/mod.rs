@@ -1,0 +1,45 @@
+//! Allocators that a replay can run through, behind one small interface.
+
+mod cuda_async;
+mod cuda_malloc;
+mod paged;
+mod spec;
+
+pub use spec::{AllocatorList, AllocatorSpec, SpecError};
+
+use vpmm::StreamHandle;
+
+/// An allocator under test: what it hands out, and what it cost.
+///
+/// All methods may be called from several threads at once, each of which has
+/// made the device's context current.
+pub trait Backend: Sync {
+    /// Allocates at least `bytes` bytes (not 0) for use in work enqueued on
+    /// `stream` from now on; returns the address.
+    ///
+    /// # Errors
+    /// Out of memory, told by [`vpmm::Error::is_out_of_memory`], or a failure.
+    fn allocate(&self, bytes: u64, stream: StreamHandle) -> vpmm::Result<u64>;
+
+    /// Frees an allocation; uses of it enqueued on `stream` before are finished first.
+    ///
+    /// # Safety
+    /// `address` must come from [`Backend::allocate`] of this very allocator and
+    /// must not have been freed since: some allocators cannot tell.
+    ///
+    /// # Errors
+    /// What the allocator or the driver answers.
+    unsafe fn free(&self, address: u64, stream: StreamHandle) -> vpmm::Result<()>;
+
+    /// The most bytes of device memory held at one time so far, in use or not.
+    ///
+    /// # Errors
+    /// What the driver answers where it has to be asked.
+    fn peak_mapped_bytes(&self) -> vpmm::Result<u64>;
+
+    /// How many driver calls the allocator has made so far.
+    fn driver_calls(&self) -> u64;
+
+    /// Where the bytes are, for people: printed when memory has run out.
+    fn map(&self) -> String;
+}

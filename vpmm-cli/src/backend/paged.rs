@@ -1,0 +1,52 @@
+//! The pool of `vpmm`, paged profile.
+
+use vpmm::{DevicePtr, PagedConfig, Pool, StreamHandle};
+
+use super::Backend;
+use crate::device::Machine;
+
+/// A pool, and the driver calls that were made before there was one.
+pub(super) struct Paged<'a> {
+    machine: &'a Machine,
+    pool: Pool,
+    calls_before: vpmm::DriverCalls,
+}
+
+impl<'a> Paged<'a> {
+    pub(super) fn new(machine: &'a Machine, limit_bytes: Option<u64>) -> vpmm::Result<Self> {
+        let calls_before = machine.driver().calls();
+        let mut config = PagedConfig::from_env()?;
+        if limit_bytes.is_some() {
+            config.limit_bytes = limit_bytes;
+        }
+        let pool = Pool::paged(machine.device(), &config)?;
+        Ok(Self { machine, pool, calls_before })
+    }
+}
+
+impl Backend for Paged<'_> {
+    fn allocate(&self, bytes: u64, stream: StreamHandle) -> vpmm::Result<u64> {
+        // A size that does not fit is more than any device has, and refused as that.
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        self.pool.malloc(bytes, stream).map(DevicePtr::address)
+    }
+
+    unsafe fn free(&self, address: u64, stream: StreamHandle) -> vpmm::Result<()> {
+        self.pool.free(DevicePtr::from_address(address), stream)
+    }
+
+    fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {
+        let stats = self.pool.stats();
+        // Requests smaller than a page are held in the driver's pool; neither gives memory back
+        // while it can be used again, so the two peaks stand at the same time.
+        Ok(stats.peak_mapped_bytes + stats.peak_small_mapped_bytes)
+    }
+
+    fn driver_calls(&self) -> u64 {
+        self.machine.driver().calls().since(&self.calls_before).total()
+    }
+
+    fn map(&self) -> String {
+        self.pool.layout().to_string()
+    }
+}

@@ -1,0 +1,135 @@
+//! Allocators by name.
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::Backend;
+use super::cuda_async::CudaAsync;
+use super::cuda_malloc::CudaMalloc;
+use super::paged::Paged;
+use crate::device::Machine;
+
+/// An allocator as the command line names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AllocatorSpec {
+    /// `vpmm`'s pool in the paged profile, set by `VPMM_PAGE_SIZE`, `VPMM_PAGES` and `VPMM_VA_SIZE`.
+    Paged,
+    /// `cuMemAllocFromPoolAsync` from a pool of its own that keeps what it has.
+    CudaAsync,
+    /// `cuMemAlloc` and `cuMemFree`.
+    CudaMalloc,
+}
+
+impl AllocatorSpec {
+    /// Every allocator, in the order of the help.
+    pub const ALL: [Self; 3] = [Self::Paged, Self::CudaAsync, Self::CudaMalloc];
+
+    /// The name on the command line and in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Paged => "paged",
+            Self::CudaAsync => "cuda-async",
+            Self::CudaMalloc => "cuda-malloc",
+        }
+    }
+
+    /// Makes the allocator on a machine, holding at most `limit_bytes` of device memory.
+    ///
+    /// # Errors
+    /// What the allocator or the driver answers; a bad environment variable.
+    pub fn open<'a>(
+        self,
+        machine: &'a Machine,
+        limit_bytes: Option<u64>,
+    ) -> vpmm::Result<Box<dyn Backend + 'a>> {
+        Ok(match self {
+            Self::Paged => Box::new(Paged::new(machine, limit_bytes)?),
+            Self::CudaAsync => Box::new(CudaAsync::new(machine, limit_bytes)?),
+            Self::CudaMalloc => Box::new(CudaMalloc::new(machine, limit_bytes)),
+        })
+    }
+}
+
+impl fmt::Display for AllocatorSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// A text that names no allocator.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SpecError {
+    /// There is no such allocator.
+    #[error("there is no allocator {name:?}; known: {}", known())]
+    Unknown {
+        /// What was asked for.
+        name: Box<str>,
+    },
+    /// One allocator twice: two rows that nothing tells apart.
+    #[error("{0} is named twice")]
+    Twice(AllocatorSpec),
+}
+
+fn known() -> String {
+    AllocatorSpec::ALL.map(AllocatorSpec::name).join(", ")
+}
+
+impl FromStr for AllocatorSpec {
+    type Err = SpecError;
+
+    fn from_str(text: &str) -> Result<Self, SpecError> {
+        let text = text.trim();
+        Self::ALL
+            .into_iter()
+            .find(|spec| spec.name() == text)
+            .ok_or_else(|| SpecError::Unknown { name: text.into() })
+    }
+}
+
+/// Allocators to compare, separated by commas.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AllocatorList(pub Vec<AllocatorSpec>);
+
+impl FromStr for AllocatorList {
+    type Err = SpecError;
+
+    fn from_str(text: &str) -> Result<Self, SpecError> {
+        let mut list = Vec::new();
+        for name in text.split(',') {
+            let spec = name.parse()?;
+            if list.contains(&spec) {
+                return Err(SpecError::Twice(spec));
+            }
+            list.push(spec);
+        }
+        Ok(Self(list))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_name_is_read_back() {
+        for spec in AllocatorSpec::ALL {
+            assert_eq!(spec.name().parse(), Ok(spec));
+        }
+    }
+
+    #[test]
+    fn lists_keep_their_order() {
+        let list: AllocatorList = "cuda-malloc, paged".parse().unwrap();
+        assert_eq!(list.0, [AllocatorSpec::CudaMalloc, AllocatorSpec::Paged]);
+    }
+
+    #[test]
+    fn unknown_and_repeated_names_are_refused() {
+        for (text, part) in [("page", "\"page\""), ("", "\"\""), ("paged,paged", "twice")] {
+            let error = text.parse::<AllocatorList>().unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+        }
+        assert!("x".parse::<AllocatorSpec>().unwrap_err().to_string().contains("cuda-async"));
+    }
+}

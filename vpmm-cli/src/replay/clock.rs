@@ -1,0 +1,90 @@
+//! How the time inside the allocator is told from the time around it.
+//!
+//! A clock reading costs as much as a fast allocation, so calls are not timed
+//! one by one: a [`Stopwatch`] runs over a stretch of the replay loop and is
+//! stopped only while something else happens (device work of `--verify`, waits
+//! for another thread, the progress bar). What the stopwatch itself costs is
+//! measured and taken off per stretch; what the loop costs is measured on an
+//! allocator that does nothing and taken off per operation.
+
+use std::time::{Duration, Instant};
+
+/// Sums up stretches of time.
+#[derive(Debug, Default)]
+pub(super) struct Stopwatch {
+    total: Duration,
+    stretches: u64,
+    started: Option<Instant>,
+}
+
+impl Stopwatch {
+    pub(super) fn start(&mut self) {
+        self.started = Some(Instant::now());
+    }
+
+    pub(super) fn stop(&mut self) {
+        if let Some(started) = self.started.take() {
+            self.total += started.elapsed();
+            self.stretches += 1;
+        }
+    }
+
+    /// Nanoseconds of all stretches, the stopwatch's own cost taken off.
+    pub(super) fn nanoseconds(&self, costs: &Costs) -> f64 {
+        let own = costs.stretch_ns * self.stretches as f64;
+        (self.total.as_nanos() as f64 - own).max(0.0)
+    }
+}
+
+/// What the measuring itself costs on this machine.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Costs {
+    /// One empty stretch, in nanoseconds.
+    pub(super) stretch_ns: f64,
+    /// The replay loop around one operation, in nanoseconds.
+    pub(super) operation_ns: f64,
+}
+
+impl Costs {
+    /// Measures an empty stretch; the loop's cost is left at 0.
+    pub(super) fn of_clock() -> Self {
+        const STRETCHES: usize = 1001;
+        let mut seen: Vec<Duration> = (0..STRETCHES)
+            .map(|_| {
+                let started = Instant::now();
+                started.elapsed()
+            })
+            .collect();
+        // The median: interruptions only ever lengthen a stretch.
+        seen.sort_unstable();
+        Self { stretch_ns: seen[STRETCHES / 2].as_nanos() as f64, operation_ns: 0.0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_lies_between_start_and_stop_counts() {
+        let mut watch = Stopwatch::default();
+        watch.stop();
+        assert_eq!((watch.total, watch.stretches), (Duration::ZERO, 0));
+        watch.start();
+        std::thread::sleep(Duration::from_millis(3));
+        watch.stop();
+        let seen = watch.total;
+        std::thread::sleep(Duration::from_millis(3));
+        watch.stop();
+        assert_eq!((watch.total, watch.stretches), (seen, 1));
+        assert!(watch.nanoseconds(&Costs::default()) >= 3e6);
+    }
+
+    #[test]
+    fn costs_are_taken_off_and_never_give_less_than_nothing() {
+        let watch = Stopwatch { total: Duration::from_nanos(100), stretches: 3, started: None };
+        let costs = |stretch_ns| Costs { stretch_ns, operation_ns: 0.0 };
+        assert_eq!(watch.nanoseconds(&costs(20.0)), 40.0);
+        assert_eq!(watch.nanoseconds(&costs(50.0)), 0.0);
+    }
+}

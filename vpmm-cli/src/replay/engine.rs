@@ -1,0 +1,366 @@
+//! One pass of a trace through an allocator.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Barrier, Mutex, PoisonError};
+
+use vpmm::StreamHandle;
+
+use super::clock::{Costs, Stopwatch};
+use super::lanes::{self, Progress, Step};
+use super::nothing::Nothing;
+use crate::backend::Backend;
+use crate::trace::{Action, Trace};
+
+/// Steps between two reports of progress.
+const STRIDE: usize = 4096;
+
+/// Device work around allocations: writes a pattern and looks whether it is still there.
+pub trait Checker: Sync {
+    /// Enqueues the write of the slot's pattern.
+    ///
+    /// # Errors
+    /// What the driver answers.
+    fn write(&self, piece: &Piece) -> vpmm::Result<()>;
+
+    /// Enqueues the check, ordered after the write, on the stream of the free.
+    ///
+    /// # Errors
+    /// What the driver answers.
+    fn check(&self, piece: &Piece, free_stream: StreamHandle) -> vpmm::Result<()>;
+}
+
+/// A live allocation as a [`Checker`] sees it.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece {
+    /// Which allocation of the trace.
+    pub slot: u32,
+    /// Where it is.
+    pub address: u64,
+    /// The bytes that were asked for.
+    pub bytes: u64,
+    /// The stream that it was allocated on.
+    pub stream: StreamHandle,
+}
+
+/// What a pass runs on.
+#[derive(Clone, Copy)]
+pub struct Target<'a> {
+    /// The allocator.
+    pub backend: &'a dyn Backend,
+    /// The device's stream for each stream of the trace.
+    pub streams: &'a [StreamHandle],
+    /// The device work, if any.
+    pub checker: Option<&'a dyn Checker>,
+    /// Called first on every thread of the pass: makes the context current.
+    pub enter: &'a (dyn Fn() -> vpmm::Result<()> + Sync),
+    /// Told how many operations have been done since it was told last.
+    pub progress: &'a (dyn Fn(u64) + Sync),
+}
+
+/// What a pass came to.
+#[derive(Debug)]
+pub struct Pass {
+    /// Calls of the allocator that were made, those for leaks not counted.
+    pub operations: u64,
+    /// The time inside the allocator, summed over threads, in nanoseconds.
+    pub nanoseconds: f64,
+    /// The largest sum of bytes that the trace had live among the operations done.
+    pub peak_live_bytes: u64,
+    /// Why the pass ended early, if it did.
+    pub stop: Option<Stop>,
+}
+
+/// What stopped a pass.
+#[derive(Debug)]
+pub struct Stop {
+    /// What could not be done.
+    pub action: Action,
+    /// The slot that it was about.
+    pub slot: u32,
+    /// The operation's index in the trace: the earliest where several threads failed.
+    pub row: u32,
+    /// Why.
+    pub error: vpmm::Error,
+    /// The allocator's map at that moment, where memory had run out.
+    pub map: Option<String>,
+}
+
+/// A trace, ready to be run again and again.
+#[derive(Debug)]
+pub struct Replay<'a> {
+    trace: &'a Trace,
+    lanes: Vec<Vec<Step>>,
+    /// The address of each live allocation, 0 where there is none.
+    slots: Vec<AtomicU64>,
+    costs: Costs,
+}
+
+/// What one lane did.
+struct LaneResult {
+    steps: usize,
+    nanoseconds: f64,
+}
+
+impl<'a> Replay<'a> {
+    /// Lays the trace out, on one thread or on as many as it has, and measures
+    /// what the replay loop itself costs.
+    pub fn new(trace: &'a Trace, threads: bool) -> Self {
+        let mut replay = Self {
+            trace,
+            lanes: lanes::lanes(trace, false),
+            slots: trace.allocations.iter().map(|_| AtomicU64::new(0)).collect(),
+            costs: Costs::of_clock(),
+        };
+        replay.costs.operation_ns = replay.loop_cost();
+        if threads {
+            replay.lanes = lanes::lanes(trace, true);
+        }
+        replay
+    }
+
+    /// How many threads a pass runs on.
+    pub fn threads(&self) -> usize {
+        self.lanes.len()
+    }
+
+    /// Nanoseconds per operation of a pass through an allocator that does nothing.
+    fn loop_cost(&self) -> f64 {
+        let streams = vec![StreamHandle::LEGACY; self.trace.streams as usize];
+        let target = Target {
+            backend: &Nothing,
+            streams: &streams,
+            checker: None,
+            enter: &|| Ok(()),
+            progress: &|_| {},
+        };
+        let passes = (0..3).map(|_| {
+            let pass = self.pass(&target);
+            pass.nanoseconds / pass.operations.max(1) as f64
+        });
+        passes.fold(f64::INFINITY, f64::min)
+    }
+
+    /// Runs every operation, then frees what the trace leaves allocated.
+    ///
+    /// The device may still be working when it returns.
+    pub fn pass(&self, target: &Target<'_>) -> Pass {
+        let progress = Progress::new(self.lanes.len());
+        let stop = Mutex::new(None);
+        let results: Vec<LaneResult> = match self.lanes.as_slice() {
+            [lane] => {
+                let result = match (target.enter)() {
+                    Ok(()) => self.run_lane(target, 0, lane, &progress, &stop),
+                    Err(error) => self.not_entered(lane, error, &progress, &stop),
+                };
+                vec![result]
+            }
+            lanes => self.run_threads(target, lanes, &progress, &stop),
+        };
+        let mut stop = stop.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if let Some(stop) = stop.as_mut().filter(|stop| stop.error.is_out_of_memory()) {
+            stop.map = Some(target.backend.map());
+        }
+        self.free_rest(target, &mut stop);
+        let operations: usize = results.iter().map(|result| result.steps).sum();
+        let measured: f64 = results.iter().map(|result| result.nanoseconds).sum();
+        let loops = self.costs.operation_ns * operations as f64;
+        Pass {
+            operations: operations as u64,
+            nanoseconds: (measured - loops).max(0.0),
+            peak_live_bytes: self.peak_live_bytes(&results, stop.is_some()),
+            stop,
+        }
+    }
+
+    fn run_threads(
+        &self,
+        target: &Target<'_>,
+        lanes: &[Vec<Step>],
+        progress: &Progress,
+        stop: &Mutex<Option<Stop>>,
+    ) -> Vec<LaneResult> {
+        let start = Barrier::new(lanes.len());
+        let start = &start;
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = lanes
+                .iter()
+                .enumerate()
+                .map(|(index, lane)| {
+                    scope.spawn(move || {
+                        let entered = (target.enter)();
+                        start.wait();
+                        match entered {
+                            Ok(()) => self.run_lane(target, index, lane, progress, stop),
+                            Err(error) => self.not_entered(lane, error, progress, stop),
+                        }
+                    })
+                })
+                .collect();
+            threads
+                .into_iter()
+                .map(|thread| match thread.join() {
+                    Ok(result) => result,
+                    Err(panic) => std::panic::resume_unwind(panic),
+                })
+                .collect()
+        })
+    }
+
+    /// A thread on which the context could not be made current.
+    fn not_entered(
+        &self,
+        lane: &[Step],
+        error: vpmm::Error,
+        progress: &Progress,
+        stop: &Mutex<Option<Stop>>,
+    ) -> LaneResult {
+        if let Some(step) = lane.first() {
+            self.fail(*step, error, progress, stop);
+        }
+        LaneResult { steps: 0, nanoseconds: 0.0 }
+    }
+
+    fn run_lane(
+        &self,
+        target: &Target<'_>,
+        index: usize,
+        lane: &[Step],
+        progress: &Progress,
+        stop: &Mutex<Option<Stop>>,
+    ) -> LaneResult {
+        let alone = self.lanes.len() == 1;
+        let mut horizon = 0;
+        let mut watch = Stopwatch::default();
+        let mut steps = 0;
+        'lane: for stride in lane.chunks(STRIDE) {
+            watch.start();
+            for step in stride {
+                if !alone {
+                    if progress.is_stopped() {
+                        break 'lane;
+                    }
+                    progress.at(index, step.row);
+                    if !self.may_run(step, horizon) {
+                        watch.stop();
+                        let ready = || self.may_run(step, progress.horizon());
+                        if !progress.wait(ready) {
+                            break 'lane;
+                        }
+                        horizon = progress.horizon();
+                        watch.start();
+                    }
+                }
+                if let Err(error) = self.run_step(target, step, &mut watch) {
+                    watch.stop();
+                    self.fail(*step, error, progress, stop);
+                    break 'lane;
+                }
+                steps += 1;
+            }
+            watch.stop();
+            (target.progress)(stride.len() as u64);
+        }
+        watch.stop();
+        progress.done(index);
+        LaneResult { steps, nanoseconds: watch.nanoseconds(&self.costs) }
+    }
+
+    /// Whether no other lane has to do something first.
+    fn may_run(&self, step: &Step, horizon: u64) -> bool {
+        let made = || self.slots[step.slot as usize].load(Ordering::Acquire) != 0;
+        u64::from(step.row) < horizon && (step.bytes > 0 || made())
+    }
+
+    /// One call of the allocator, with the device work around it. The watch
+    /// runs when it is called and when it returns.
+    fn run_step(
+        &self,
+        target: &Target<'_>,
+        step: &Step,
+        watch: &mut Stopwatch,
+    ) -> vpmm::Result<()> {
+        let slot = &self.slots[step.slot as usize];
+        let stream = target.streams[step.stream as usize];
+        if step.bytes > 0 {
+            let address = target.backend.allocate(step.bytes, stream)?;
+            if let Some(checker) = target.checker {
+                watch.stop();
+                let Step { slot, bytes, .. } = *step;
+                checker.write(&Piece { slot, address, bytes, stream })?;
+                watch.start();
+            }
+            // Only now may another lane see it: after its pattern has been enqueued.
+            slot.store(address, Ordering::Release);
+        } else {
+            let address = slot.load(Ordering::Acquire);
+            slot.store(0, Ordering::Relaxed);
+            if let Some(checker) = target.checker {
+                watch.stop();
+                checker.check(&self.piece(target, step.slot, address), stream)?;
+                watch.start();
+            }
+            // SAFETY: the address came from this allocator, and the slot, which the trace frees
+            // once, was emptied above: nobody frees it a second time.
+            unsafe { target.backend.free(address, stream) }?;
+        }
+        Ok(())
+    }
+
+    fn piece(&self, target: &Target<'_>, slot: u32, address: u64) -> Piece {
+        let allocation = self.trace.allocations[slot as usize];
+        let stream = target.streams[allocation.stream as usize];
+        Piece { slot, address, bytes: allocation.bytes, stream }
+    }
+
+    /// Frees whatever is still allocated, each on the stream that allocated it.
+    /// After a failure it frees what can be freed.
+    fn free_rest(&self, target: &Target<'_>, stop: &mut Option<Stop>) {
+        for (slot, held) in self.slots.iter().enumerate() {
+            let address = held.swap(0, Ordering::Acquire);
+            if address == 0 {
+                continue;
+            }
+            let piece = self.piece(target, slot as u32, address);
+            let checked = target.checker.map_or(Ok(()), |c| c.check(&piece, piece.stream));
+            // SAFETY: the address came from this allocator, and the slot was emptied above.
+            let freed = unsafe { target.backend.free(address, piece.stream) };
+            if let Err(error) = checked.and(freed)
+                && stop.is_none()
+            {
+                let row = self.trace.operations.len() as u32;
+                *stop =
+                    Some(Stop { action: Action::Free, slot: slot as u32, row, error, map: None });
+            }
+        }
+    }
+
+    /// Notes the failure that is earliest in the trace, and stops the other lanes.
+    fn fail(
+        &self,
+        step: Step,
+        error: vpmm::Error,
+        progress: &Progress,
+        stop: &Mutex<Option<Stop>>,
+    ) {
+        progress.stop();
+        let mut stop = stop.lock().unwrap_or_else(PoisonError::into_inner);
+        if stop.as_ref().is_none_or(|known| step.row < known.row) {
+            let action = if step.bytes > 0 { Action::Allocate } else { Action::Free };
+            *stop = Some(Stop { action, slot: step.slot, row: step.row, error, map: None });
+        }
+    }
+
+    fn peak_live_bytes(&self, results: &[LaneResult], stopped: bool) -> u64 {
+        if !stopped {
+            return self.trace.peak_live_bytes;
+        }
+        let mut left: Vec<usize> = results.iter().map(|result| result.steps).collect();
+        let alone = left.len() == 1;
+        self.trace.peak_live_bytes_of(|operation| {
+            let lane = if alone { 0 } else { operation.thread as usize };
+            let done = left[lane] > 0;
+            left[lane] -= usize::from(done);
+            done
+        })
+    }
+}

@@ -1,0 +1,172 @@
+//! The order of a replay: one lane for one thread.
+//!
+//! With one lane the rows run in the order of the trace. With a lane per trace
+//! thread each lane keeps its own order, and lanes wait for each other in two
+//! cases only, so that the allocator sees real concurrency:
+//!
+//! 1. A free waits until the allocation, made by another lane, is there.
+//! 2. No lane runs further ahead of the slowest than [`WINDOW_ROWS`] rows of
+//!    the trace, so that what is live at one time stays near the trace's own.
+//!
+//! No lane waits for ever: the lane with the lowest row is never held by 2, and
+//! what 1 waits for is a row before it.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::trace::{Action, Trace};
+
+/// How many rows a lane may be ahead of the slowest.
+pub(super) const WINDOW_ROWS: u64 = 1024;
+
+/// One call of the allocator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Step {
+    /// The bytes to allocate, 0 for a free.
+    pub(super) bytes: u64,
+    /// The operation's index in the trace.
+    pub(super) row: u32,
+    pub(super) slot: u32,
+    pub(super) stream: u32,
+}
+
+/// The steps of each lane, in order.
+pub(super) fn lanes(trace: &Trace, one_per_thread: bool) -> Vec<Vec<Step>> {
+    let count = if one_per_thread { trace.threads.max(1) as usize } else { 1 };
+    let mut lanes = vec![Vec::new(); count];
+    for (row, operation) in trace.operations.iter().enumerate() {
+        let bytes = match operation.action {
+            Action::Allocate => trace.allocations[operation.slot as usize].bytes,
+            Action::Free => 0,
+        };
+        let lane = if one_per_thread { operation.thread as usize } else { 0 };
+        // At most two operations per slot, and slots are numbered in u32.
+        let row = row as u32;
+        lanes[lane].push(Step { bytes, row, slot: operation.slot, stream: operation.stream });
+    }
+    lanes
+}
+
+/// A counter on a cache line of its own: every lane writes its own all the time.
+#[repr(align(128))]
+#[derive(Debug, Default)]
+struct Position(AtomicU64);
+
+/// Where the lanes are, and whether one has failed.
+#[derive(Debug)]
+pub(super) struct Progress {
+    positions: Vec<Position>,
+    stopped: AtomicBool,
+}
+
+impl Progress {
+    pub(super) fn new(lanes: usize) -> Self {
+        Self {
+            positions: (0..lanes).map(|_| Position::default()).collect(),
+            stopped: AtomicBool::new(false),
+        }
+    }
+
+    /// Says that `lane` is at `row`.
+    pub(super) fn at(&self, lane: usize, row: u32) {
+        self.positions[lane].0.store(u64::from(row), Ordering::Relaxed);
+    }
+
+    /// Says that `lane` is done and holds nobody up any more.
+    pub(super) fn done(&self, lane: usize) {
+        self.positions[lane].0.store(u64::MAX, Ordering::Relaxed);
+    }
+
+    /// The first row that is too far ahead just now.
+    pub(super) fn horizon(&self) -> u64 {
+        let slowest = self.positions.iter().map(|p| p.0.load(Ordering::Relaxed)).min();
+        slowest.unwrap_or(u64::MAX).saturating_add(WINDOW_ROWS)
+    }
+
+    /// Makes every lane stop at its next step.
+    pub(super) fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
+    }
+
+    /// Waits until `ready`; `false` if the replay was stopped first.
+    pub(super) fn wait(&self, ready: impl Fn() -> bool) -> bool {
+        for turn in 0_u32.. {
+            if ready() {
+                return true;
+            }
+            if self.is_stopped() {
+                return false;
+            }
+            match turn {
+                0..64 => std::hint::spin_loop(),
+                64..256 => std::thread::yield_now(),
+                // There may be more lanes than processors.
+                _ => std::thread::sleep(Duration::from_micros(20)),
+            }
+        }
+        ready()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn trace(rows: &str) -> Trace {
+        Trace::read("t", format!("Thread,Action,Pointer,Size,Stream\n{rows}").as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn one_lane_keeps_the_order_of_the_trace() {
+        let trace = trace("7,allocate,0x1,64,0\n9,allocate,0x2,32,3\n7,free,0x2,32,0\n");
+        let lanes = lanes(&trace, false);
+        assert_eq!(
+            lanes,
+            [[
+                Step { bytes: 64, row: 0, slot: 0, stream: 0 },
+                Step { bytes: 32, row: 1, slot: 1, stream: 1 },
+                Step { bytes: 0, row: 2, slot: 1, stream: 0 },
+            ]]
+        );
+    }
+
+    #[test]
+    fn a_lane_per_thread_keeps_the_order_of_each() {
+        let trace = trace("7,allocate,0x1,64,0\n9,allocate,0x2,32,3\n7,free,0x2,32,0\n");
+        let rows: Vec<Vec<u32>> = lanes(&trace, true)
+            .iter()
+            .map(|lane| lane.iter().map(|step| step.row).collect())
+            .collect();
+        assert_eq!(rows, [vec![0, 2], vec![1]]);
+    }
+
+    #[test]
+    fn an_empty_trace_has_an_empty_lane() {
+        assert_eq!(lanes(&trace(""), true), [[]]);
+    }
+
+    #[test]
+    fn the_slowest_lane_sets_the_horizon() {
+        let progress = Progress::new(2);
+        progress.at(0, 500);
+        assert_eq!(progress.horizon(), WINDOW_ROWS);
+        progress.at(1, 700);
+        assert_eq!(progress.horizon(), 500 + WINDOW_ROWS);
+        progress.done(0);
+        assert_eq!(progress.horizon(), 700 + WINDOW_ROWS);
+        progress.done(1);
+        assert_eq!(progress.horizon(), u64::MAX);
+    }
+
+    #[test]
+    fn a_wait_ends_when_the_replay_stops() {
+        let progress = Progress::new(1);
+        assert!(progress.wait(|| true));
+        progress.stop();
+        assert!(!progress.wait(|| false));
+    }
+}

@@ -1,0 +1,27 @@
+//! Replaying a trace through an allocator: order, time, checks.
+//!
+//! ```text
+//! Trace ─ lanes ─▶ engine ─▶ Backend (the allocator, timed)
+//!                    └─────▶ Checker (device work of --verify, not timed)
+//! ```
+//!
+//! **Streams.** Each stream of the trace is a stream that the replay makes,
+//! non-blocking, the default streams too: nothing else runs on the device, and a
+//! per-thread default stream is then the same stream with and without threads.
+//!
+//! **Time.** Only the host's time inside the allocator counts; how it is told
+//! from the rest is said in [`clock`].
+
+mod clock;
+mod engine;
+mod lanes;
+mod nothing;
+mod run;
+mod verify;
+
+pub use engine::{Checker, Pass, Piece, Replay, Stop, Target};
+pub use run::{Outcome, RunError, Settings, run};
+pub use verify::{Mismatch, Verifier};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,199 @@
+//! One trace through one allocator, from an empty device to a result.
+
+use indicatif::ProgressBar;
+use vpmm::{Stream, StreamHandle};
+
+use super::engine::{Checker, Replay, Stop, Target};
+use super::verify::{Mismatch, Verifier};
+use crate::backend::AllocatorSpec;
+use crate::device::Machine;
+use crate::trace::Trace;
+
+/// How to replay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// The most device memory that the allocator may hold.
+    pub limit_bytes: Option<u64>,
+    /// How often the trace is run, one pass after the other on one allocator; at least 1.
+    pub passes: u32,
+    /// Whether each thread of the trace gets a thread of the replay.
+    pub threads: bool,
+    /// One word in how many bytes is written and checked; `None` for no device work.
+    pub verify_stride_bytes: Option<u64>,
+}
+
+/// What a replay came to.
+#[derive(Debug)]
+pub struct Outcome {
+    /// Operations of one pass; of the pass that stopped, if one did.
+    pub operations: u64,
+    /// Threads that called the allocator.
+    pub threads: usize,
+    /// Nanoseconds per operation of each pass that ran to its end, in order. Of
+    /// the pass that stopped, if that was the first.
+    pub ns_per_op: Vec<f64>,
+    /// The most that the trace had live at one time.
+    pub peak_live_bytes: u64,
+    /// The most that the allocator held at one time.
+    pub peak_mapped_bytes: u64,
+    /// Driver calls of the allocator, from its making to the last pass's end.
+    pub driver_calls: u64,
+    /// Modelled time of these calls; none on a GPU, and none where device work
+    /// of several threads cannot be told from them.
+    pub driver_time_us: Option<f64>,
+    /// Why it ended early, if it did.
+    pub stop: Option<Stop>,
+    /// Allocations whose contents were lost, by `--verify`.
+    pub mismatches: Vec<Mismatch>,
+    /// What the simulator found wrong: races, and misuse that a GPU punishes.
+    pub findings: Vec<String>,
+}
+
+impl Outcome {
+    /// The figure to compare: the fastest warm pass, or the only pass.
+    pub fn best_ns_per_op(&self) -> Option<f64> {
+        match self.ns_per_op.as_slice() {
+            [] => None,
+            [only] => Some(*only),
+            [_, warm @ ..] => warm.iter().copied().reduce(f64::min),
+        }
+    }
+
+    /// Peak live by peak mapped.
+    pub fn utilisation(&self) -> Option<f64> {
+        (self.peak_mapped_bytes > 0)
+            .then(|| self.peak_live_bytes as f64 / self.peak_mapped_bytes as f64)
+    }
+
+    /// Whether memory ran out.
+    pub fn is_out_of_memory(&self) -> bool {
+        self.stop.as_ref().is_some_and(|stop| stop.error.is_out_of_memory())
+    }
+
+    /// Whether something is wrong that more memory would not mend.
+    pub fn is_failure(&self) -> bool {
+        let broke = self.stop.is_some() && !self.is_out_of_memory();
+        broke || !self.mismatches.is_empty() || !self.findings.is_empty()
+    }
+}
+
+/// A replay that came to nothing.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RunError {
+    /// The allocator could not be made.
+    #[error("{allocator} cannot be set up: {source}")]
+    Allocator {
+        /// Which.
+        allocator: AllocatorSpec,
+        /// Why.
+        source: vpmm::Error,
+    },
+    /// The device failed outside of the allocator.
+    #[error("the device failed: {0}")]
+    Device(#[from] vpmm::Error),
+}
+
+/// Replays `trace` through the allocator on the machine. The machine should be
+/// fresh where it is simulated: its modelled time and findings are all this run's.
+///
+/// # Errors
+/// [`RunError`]. Running out of memory, an allocator's failure and lost contents
+/// are no errors but outcomes.
+pub fn run(
+    trace: &Trace,
+    allocator: AllocatorSpec,
+    machine: &Machine,
+    settings: Settings,
+    progress: &ProgressBar,
+) -> Result<Outcome, RunError> {
+    let replay = Replay::new(trace, settings.threads);
+    let calls = machine.calls();
+    calls.enter()?;
+    let streams = machine.streams(trace.streams)?;
+    let handles: Vec<StreamHandle> = streams.iter().map(Stream::handle).collect();
+    let mut verifier = match settings.verify_stride_bytes {
+        Some(stride) => Some(Verifier::new(machine, trace, stride)?),
+        None => None,
+    };
+
+    let mut driver_time = DriverTime { machine, spent_us: 0.0 };
+    let backend = driver_time
+        .of(|| allocator.open(machine, settings.limit_bytes))
+        .map_err(|source| RunError::Allocator { allocator, source })?;
+    let mut outcome = Outcome {
+        operations: 0,
+        threads: replay.threads(),
+        ns_per_op: Vec::new(),
+        peak_live_bytes: 0,
+        peak_mapped_bytes: 0,
+        driver_calls: 0,
+        driver_time_us: None,
+        stop: None,
+        mismatches: Vec::new(),
+        findings: Vec::new(),
+    };
+    for _ in 0..settings.passes.max(1) {
+        let pass = driver_time.of(|| {
+            replay.pass(&Target {
+                backend: &*backend,
+                streams: &handles,
+                checker: verifier.as_ref().map(|verifier| verifier as &dyn Checker),
+                enter: &|| calls.enter(),
+                progress: &|operations| progress.inc(operations),
+            })
+        });
+        outcome.operations = pass.operations;
+        outcome.peak_live_bytes = outcome.peak_live_bytes.max(pass.peak_live_bytes);
+        let complete = pass.stop.is_none();
+        if pass.operations > 0 && (complete || outcome.ns_per_op.is_empty()) {
+            outcome.ns_per_op.push(pass.nanoseconds / pass.operations as f64);
+        }
+        outcome.stop = pass.stop;
+        // The next pass begins on an idle device.
+        let finished = match &mut verifier {
+            Some(verifier) => verifier.finish_pass(),
+            None => calls.synchronize().map(|()| Vec::new()),
+        };
+        match finished {
+            Ok(mismatches) => outcome.mismatches = mismatches,
+            // What stopped the pass says more than the device's echo of it.
+            Err(_) if outcome.stop.is_some() => {}
+            Err(error) => return Err(error.into()),
+        }
+        if outcome.stop.is_some() || !outcome.mismatches.is_empty() {
+            break;
+        }
+    }
+    outcome.driver_calls = backend.driver_calls();
+    outcome.peak_mapped_bytes = backend.peak_mapped_bytes().unwrap_or(0);
+    let verify_us = verifier.as_ref().map_or(0.0, Verifier::modelled_us);
+    if machine.simulator().is_some() && (verifier.is_none() || outcome.threads == 1) {
+        outcome.driver_time_us = Some((driver_time.spent_us - verify_us).max(0.0));
+    }
+    drop(backend);
+    drop(verifier);
+    if let Some(simulator) = machine.simulator() {
+        let report = simulator.report();
+        outcome.findings = report.races.iter().map(|race| format!("race: {race}")).collect();
+        outcome.findings.extend(report.misuse);
+    }
+    Ok(outcome)
+}
+
+/// Modelled time of a simulated machine's driver calls.
+struct DriverTime<'a> {
+    machine: &'a Machine,
+    spent_us: f64,
+}
+
+impl DriverTime<'_> {
+    /// Runs `work` and counts the calls that it makes.
+    fn of<T>(&mut self, work: impl FnOnce() -> T) -> T {
+        let now = || self.machine.simulator().map_or(0.0, cuda_sim::Simulator::modelled_us);
+        let before = now();
+        let done = work();
+        self.spent_us += now() - before;
+        done
+    }
+}

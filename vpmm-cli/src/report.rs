@@ -1,0 +1,243 @@
+//! What a replay came to, for people and for programs.
+
+use comfy_table::presets::UTF8_HORIZONTAL_ONLY;
+use comfy_table::{CellAlignment, Table};
+use serde::Serialize;
+
+use crate::backend::AllocatorSpec;
+use crate::bytes::ByteCount;
+use crate::replay::Outcome;
+
+/// One result, as `--json` prints it. The keys up to `oom` are fixed, in this
+/// order; what follows may grow.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report {
+    /// The trace as it was named on the command line.
+    pub trace: String,
+    /// The allocator.
+    pub allocator: String,
+    /// The device: `sim`, or `cuda:N` and the GPU's name.
+    pub device: String,
+    /// Operations of one pass; how many were done where the pass stopped.
+    pub ops: u64,
+    /// Host nanoseconds inside the allocator per operation: of the fastest pass
+    /// after the first, or of the only one.
+    pub ns_per_op: Option<f64>,
+    /// The most bytes that the trace had live at one time.
+    pub peak_live_bytes: u64,
+    /// The most bytes of device memory that the allocator held at one time.
+    pub peak_mapped_bytes: u64,
+    /// The one by the other.
+    pub utilisation: Option<f64>,
+    /// The allocator's driver calls over all passes, its making included.
+    pub driver_calls: u64,
+    /// Their modelled time on the simulator; null on a GPU, whose driver does not tell.
+    pub driver_time_us: Option<f64>,
+    /// Whether memory ran out.
+    pub oom: bool,
+    /// Nanoseconds per operation of every pass in order; the first is cold.
+    pub pass_ns_per_op: Vec<f64>,
+    /// Threads that called the allocator.
+    pub threads: usize,
+    /// Streams of the trace.
+    pub streams: u32,
+    /// The limit that was set.
+    pub limit_bytes: Option<u64>,
+    /// Whether contents were checked.
+    pub verified: bool,
+    /// Allocations whose contents were lost.
+    pub mismatches: usize,
+    /// What ended the replay early.
+    pub error: Option<String>,
+    /// The line of the trace that could not be served.
+    pub error_line: Option<u64>,
+}
+
+impl Report {
+    /// Puts an outcome into figures.
+    pub fn new(
+        trace: &crate::trace::Trace,
+        allocator: AllocatorSpec,
+        device: &str,
+        settings: &crate::replay::Settings,
+        outcome: &Outcome,
+    ) -> Self {
+        let stop = outcome.stop.as_ref();
+        Self {
+            trace: trace.name.clone(),
+            allocator: allocator.name().to_owned(),
+            device: device.to_owned(),
+            ops: outcome.operations,
+            ns_per_op: outcome.best_ns_per_op().map(|ns| round(ns, 2)),
+            peak_live_bytes: outcome.peak_live_bytes,
+            peak_mapped_bytes: outcome.peak_mapped_bytes,
+            utilisation: outcome.utilisation().map(|u| round(u, 5)),
+            driver_calls: outcome.driver_calls,
+            driver_time_us: outcome.driver_time_us.map(|us| round(us, 2)),
+            oom: outcome.is_out_of_memory(),
+            pass_ns_per_op: outcome.ns_per_op.iter().map(|ns| round(*ns, 2)).collect(),
+            threads: outcome.threads,
+            streams: trace.streams,
+            limit_bytes: settings.limit_bytes,
+            verified: settings.verify_stride_bytes.is_some(),
+            mismatches: outcome.mismatches.len(),
+            error: stop.map(|stop| stop.error.to_string()),
+            error_line: stop.map(|stop| trace.allocations[stop.slot as usize].line),
+        }
+    }
+}
+
+/// Digits beyond these are noise, and make lines hard to read.
+fn round(value: f64, places: i32) -> f64 {
+    let scale = 10_f64.powi(places);
+    (value * scale).round() / scale
+}
+
+const HEADER: [&str; 11] = [
+    "trace",
+    "allocator",
+    "device",
+    "operations",
+    "ns/op",
+    "cold ns/op",
+    "peak live",
+    "peak mapped",
+    "utilisation",
+    "driver calls",
+    "driver time",
+];
+
+/// The results as a table, without a line end.
+pub fn table(reports: &[Report]) -> String {
+    let mut table = Table::new();
+    table.load_style(UTF8_HORIZONTAL_ONLY).set_header(HEADER);
+    for report in reports {
+        table.add_row(row(report));
+    }
+    for column in table.column_iter_mut().skip(3) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table.trim_fmt()
+}
+
+fn row(report: &Report) -> [String; HEADER.len()] {
+    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "–".to_owned());
+    let figure = |ns: f64| if ns < 100.0 { format!("{ns:.1}") } else { format!("{ns:.0}") };
+    let device = report.device.split(' ').next().unwrap_or_default();
+    let operations = match (report.oom, report.error.is_some()) {
+        (true, _) => format!("{} (out of memory)", report.ops),
+        (false, true) => format!("{} (failed)", report.ops),
+        _ => report.ops.to_string(),
+    };
+    [
+        short_name(&report.trace).to_owned(),
+        report.allocator.clone(),
+        device.to_owned(),
+        operations,
+        or_dash(report.ns_per_op.map(figure)),
+        or_dash(report.pass_ns_per_op.first().copied().map(figure)),
+        ByteCount(report.peak_live_bytes).to_string(),
+        ByteCount(report.peak_mapped_bytes).to_string(),
+        or_dash(report.utilisation.map(|u| format!("{u:.4}"))),
+        report.driver_calls.to_string(),
+        or_dash(report.driver_time_us.map(|us| format!("{:.2} ms", us / 1000.0))),
+    ]
+}
+
+/// `gpt_train` for `traces/gpt_train.csv.gz`.
+fn short_name(path: &str) -> &str {
+    let file = path.rsplit('/').next().unwrap_or(path);
+    let file = file.strip_suffix(".gz").unwrap_or(file);
+    file.strip_suffix(".csv").unwrap_or(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report() -> Report {
+        Report {
+            trace: "traces/gpt_train.csv.gz".into(),
+            allocator: "paged".into(),
+            device: "cuda:0 NVIDIA H200".into(),
+            ops: 145_973,
+            ns_per_op: Some(35.25),
+            peak_live_bytes: 17_240_000_000,
+            peak_mapped_bytes: 18_000_000_000,
+            utilisation: Some(0.9577),
+            driver_calls: 12,
+            driver_time_us: None,
+            oom: false,
+            pass_ns_per_op: vec![1234.5, 35.25],
+            threads: 1,
+            streams: 1,
+            limit_bytes: None,
+            verified: false,
+            mismatches: 0,
+            error: None,
+            error_line: None,
+        }
+    }
+
+    #[test]
+    fn fixed_keys_come_first_and_in_order() {
+        let json = serde_json::to_string(&report()).unwrap();
+        let keys = [
+            "trace",
+            "allocator",
+            "device",
+            "ops",
+            "ns_per_op",
+            "peak_live_bytes",
+            "peak_mapped_bytes",
+            "utilisation",
+            "driver_calls",
+            "driver_time_us",
+            "oom",
+        ];
+        let mut from = 0;
+        for (i, key) in keys.into_iter().enumerate() {
+            let quoted = format!("{}\"{key}\":", if i == 0 { '{' } else { ',' });
+            let at = json[from..].find(&quoted);
+            assert!(at.is_some(), "{key} is missing or out of order in {json}");
+            from += at.unwrap_or_default();
+        }
+        assert!(json.contains("\"driver_time_us\":null"));
+    }
+
+    #[test]
+    fn a_row_is_short_and_readable() {
+        assert_eq!(
+            row(&report()),
+            [
+                "gpt_train",
+                "paged",
+                "cuda:0",
+                "145973",
+                "35.2",
+                "1234",
+                "17.2 GB",
+                "18.0 GB",
+                "0.9577",
+                "12",
+                "–"
+            ]
+        );
+        assert!(table(&[report()]).lines().count() >= 3);
+    }
+
+    #[test]
+    fn a_row_says_why_it_stopped() {
+        let oom = Report { oom: true, error: Some("x".into()), ..report() };
+        assert_eq!(row(&oom)[3], "145973 (out of memory)");
+        let failed = Report { error: Some("x".into()), ..report() };
+        assert_eq!(row(&failed)[3], "145973 (failed)");
+    }
+
+    #[test]
+    fn names_are_shortened() {
+        assert_eq!(short_name("a/b/x.csv.gz"), "x");
+        assert_eq!(short_name("x.csv"), "x");
+        assert_eq!(short_name("-"), "-");
+    }
+}
