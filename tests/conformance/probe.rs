@@ -1,0 +1,705 @@
+//! What a row of the list works with: thin wrappers over the driver's calls that remember what
+//! they made, so that a row leaves nothing behind however it ends.
+
+use std::cell::RefCell;
+use std::ffi::{c_int, c_uint, c_void};
+use std::fmt;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::ptr;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use cuda_sys::Driver;
+use cuda_sys::types::*;
+
+/// Calls a function of the table and turns what is not success into [`Refused`].
+macro_rules! ask {
+    ($driver:expr, $name:ident($($argument:expr),* $(,)?)) => {{
+        let driver: &Driver = $driver;
+        match driver.$name {
+            // SAFETY: every pointer argument is made from a live local or a live object of the
+            // wrapper that asks; numbers and handles are the driver's to judge.
+            Some(function) => match unsafe { function($($argument),*) } {
+                CUresult::CUDA_SUCCESS => Ok(()),
+                code => Err(Refused { call: stringify!($name), code: Some(code) }),
+            },
+            None => Err(Refused { call: stringify!($name), code: None }),
+        }
+    }};
+}
+
+/// A call that did not succeed.
+#[derive(Clone, Copy, Debug)]
+pub struct Refused {
+    pub call: &'static str,
+    /// What it answered; `None` if the driver has no such call.
+    pub code: Option<CUresult>,
+}
+
+pub type Asked<T> = Result<T, Refused>;
+
+/// Why a row has no answer.
+#[derive(Debug)]
+pub enum Trouble {
+    /// A call that only prepares the one in question failed.
+    Setup(Refused),
+    /// The answer's code is right or wrong, but what it should mean does not hold.
+    Fact(String),
+}
+
+impl From<Refused> for Trouble {
+    fn from(refused: Refused) -> Self {
+        Self::Setup(refused)
+    }
+}
+
+impl fmt::Display for Trouble {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Setup(Refused { call, code: Some(code) }) => write!(f, "setup: {call}: {code}"),
+            Self::Setup(Refused { call, code: None }) => write!(f, "no {call} in this driver"),
+            Self::Fact(text) => f.write_str(text),
+        }
+    }
+}
+
+/// The code that the call in question answered.
+pub fn answer<T>(asked: Asked<T>) -> Result<CUresult, Trouble> {
+    match asked {
+        Ok(_) => Ok(CUresult::CUDA_SUCCESS),
+        Err(Refused { code: Some(code), .. }) => Ok(code),
+        Err(refused) => Err(refused.into()),
+    }
+}
+
+/// Says in words what should have held.
+pub fn ensure(holds: bool, what: &str) -> Result<(), Trouble> {
+    if holds { Ok(()) } else { Err(Trouble::Fact(format!("not so: {what}"))) }
+}
+
+pub const LEGACY: CUstream = CU_STREAM_LEGACY;
+pub const PER_THREAD: CUstream = CU_STREAM_PER_THREAD;
+pub const BLOCKING: u32 = CUstream_flags::CU_STREAM_DEFAULT.0;
+pub const NON_BLOCKING: u32 = CUstream_flags::CU_STREAM_NON_BLOCKING.0;
+pub const GLOBAL: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+pub const THREAD_LOCAL: CUstreamCaptureMode =
+    CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+pub const RELAXED: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+const POSIX_FD: CUmemAllocationHandleType =
+    CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+
+/// A device with its primary context current and the tests' kernels loaded.
+pub struct Target<'a> {
+    pub driver: &'a Driver,
+    pub device: CUdevice,
+    pub context: CUcontext,
+    /// The granule: 2 MiB on every GPU so far.
+    pub granule: u64,
+    module: CUmodule,
+    spin: CUfunction,
+    fill: CUfunction,
+    check: CUfunction,
+}
+
+impl<'a> Target<'a> {
+    /// The first device of a driver.
+    pub fn open(driver: &'a Driver) -> Asked<Self> {
+        ask!(driver, cuInit(0))?;
+        let mut device = 0;
+        ask!(driver, cuDeviceGet(&mut device, 0))?;
+        let mut context = ptr::null_mut();
+        ask!(driver, cuDevicePrimaryCtxRetain(&mut context, device))?;
+        ask!(driver, cuCtxSetCurrent(context))?;
+        let mut module = ptr::null_mut();
+        ask!(driver, cuModuleLoadData(&mut module, cuda_sim::kernels::PTX.as_ptr().cast()))?;
+        let function = |name: &std::ffi::CStr| {
+            let mut function = ptr::null_mut();
+            ask!(driver, cuModuleGetFunction(&mut function, module, name.as_ptr()))?;
+            Ok(function)
+        };
+        let (spin, fill, check) =
+            (function(c"vpmm_spin")?, function(c"vpmm_fill")?, function(c"vpmm_check")?);
+        let mut granule = 0;
+        let minimum = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
+        let prop = properties(device);
+        ask!(driver, cuMemGetAllocationGranularity(&mut granule, &prop, minimum))?;
+        let granule = granule as u64;
+        let target = Self { driver, device, context, granule, module, spin, fill, check };
+        target.warm()?;
+        Ok(target)
+    }
+
+    /// Uses every kind of work once. A driver that loads code lazily may wait for the device
+    /// to be idle at the first use, which would never end behind a kernel that spins.
+    fn warm(&self) -> Asked<()> {
+        let probe = Probe::new(self);
+        let stream = probe.stream(NON_BLOCKING)?;
+        let memory = probe.alloc(4096)?;
+        probe.hold(stream)?.release();
+        probe.fill(memory, 1, 7, stream)?;
+        probe.check(memory, 1, 7, memory + 64, stream)?;
+        probe.set32(memory, 1, 4, stream)?;
+        probe.copy(memory + 1024, memory, 64, stream)?;
+        probe.read32(memory, stream)?;
+        probe.sync()
+    }
+
+    /// Gives the context back.
+    pub fn close(self) -> Asked<()> {
+        ask!(self.driver, cuModuleUnload(self.module))?;
+        ask!(self.driver, cuCtxSetCurrent(ptr::null_mut()))?;
+        ask!(self.driver, cuDevicePrimaryCtxRelease_v2(self.device))
+    }
+}
+
+/// Memory on a device, not exportable.
+pub fn properties(device: c_int) -> CUmemAllocationProp {
+    CUmemAllocationProp {
+        type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+        location: on(device),
+        ..Default::default()
+    }
+}
+
+fn on(device: c_int) -> CUmemLocation {
+    CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device }
+}
+
+/// What a row made and must not leave behind.
+#[derive(Default)]
+struct Made {
+    flags: Vec<u64>,
+    streams: Vec<CUstream>,
+    events: Vec<CUevent>,
+    allocations: Vec<u64>,
+    pools: Vec<CUmemoryPool>,
+    mappings: Vec<(u64, u64)>,
+    handles: Vec<u64>,
+    reservations: Vec<(u64, u64)>,
+}
+
+/// One row's use of a [`Target`].
+pub struct Probe<'t> {
+    pub target: &'t Target<'t>,
+    /// The granule in bytes.
+    pub g: u64,
+    made: RefCell<Made>,
+}
+
+/// A kernel that spins until it is let go, at the latest when the row ends.
+pub struct Hold {
+    flag: u64,
+}
+
+impl Hold {
+    pub fn release(self) {
+        let_go(self.flag);
+    }
+}
+
+fn let_go(flag: u64) {
+    // SAFETY: the flag is an aligned word of page-locked memory that the probe frees only
+    // after all flags were set; the device only reads it.
+    unsafe { AtomicU32::from_ptr(flag as *mut u32) }.store(1, Ordering::Release);
+}
+
+fn forget<T: PartialEq>(list: &mut Vec<T>, item: &T) {
+    if let Some(at) = list.iter().rposition(|other| other == item) {
+        list.swap_remove(at);
+    }
+}
+
+impl<'t> Probe<'t> {
+    pub fn new(target: &'t Target<'t>) -> Self {
+        Self { target, g: target.granule, made: RefCell::default() }
+    }
+
+    pub fn driver(&self) -> &'t Driver {
+        self.target.driver
+    }
+
+    // Addresses
+
+    pub fn reserve(&self, bytes: u64) -> Asked<u64> {
+        self.reserve_with(bytes, 0, 0, 0)
+    }
+
+    pub fn reserve_with(&self, bytes: u64, align: u64, hint: u64, flags: u64) -> Asked<u64> {
+        let (mut at, bytes_) = (0, bytes as usize);
+        ask!(self.driver(), cuMemAddressReserve(&mut at, bytes_, align as usize, hint, flags))?;
+        self.made.borrow_mut().reservations.push((at, bytes));
+        Ok(at)
+    }
+
+    pub fn unreserve(&self, at: u64, bytes: u64) -> Asked<()> {
+        ask!(self.driver(), cuMemAddressFree(at, bytes as usize))?;
+        forget(&mut self.made.borrow_mut().reservations, &(at, bytes));
+        Ok(())
+    }
+
+    // Physical memory
+
+    pub fn create(&self, bytes: u64) -> Asked<u64> {
+        self.create_with(bytes, &properties(self.target.device), 0)
+    }
+
+    pub fn create_exportable(&self, bytes: u64) -> Asked<u64> {
+        let mut prop = properties(self.target.device);
+        prop.requestedHandleTypes = POSIX_FD;
+        self.create_with(bytes, &prop, 0)
+    }
+
+    pub fn create_with(&self, bytes: u64, prop: &CUmemAllocationProp, flags: u64) -> Asked<u64> {
+        let mut handle = 0;
+        ask!(self.driver(), cuMemCreate(&mut handle, bytes as usize, prop, flags))?;
+        self.made.borrow_mut().handles.push(handle);
+        Ok(handle)
+    }
+
+    pub fn release(&self, handle: u64) -> Asked<()> {
+        ask!(self.driver(), cuMemRelease(handle))?;
+        forget(&mut self.made.borrow_mut().handles, &handle);
+        Ok(())
+    }
+
+    pub fn retain(&self, at: u64) -> Asked<u64> {
+        let mut handle = 0;
+        ask!(self.driver(), cuMemRetainAllocationHandle(&mut handle, at as *mut c_void))?;
+        self.made.borrow_mut().handles.push(handle);
+        Ok(handle)
+    }
+
+    pub fn export(&self, handle: u64) -> Asked<OwnedFd> {
+        let mut fd: c_int = -1;
+        let to = ptr::from_mut(&mut fd).cast();
+        ask!(self.driver(), cuMemExportToShareableHandle(to, handle, POSIX_FD, 0))?;
+        // SAFETY: the driver made a new descriptor for us, which nothing else owns.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+
+    pub fn import(&self, fd: &OwnedFd) -> Asked<u64> {
+        self.import_raw(fd.as_raw_fd())
+    }
+
+    pub fn import_raw(&self, fd: c_int) -> Asked<u64> {
+        let (mut handle, fd) = (0, fd as usize as *mut c_void);
+        ask!(self.driver(), cuMemImportFromShareableHandle(&mut handle, fd, POSIX_FD))?;
+        self.made.borrow_mut().handles.push(handle);
+        Ok(handle)
+    }
+
+    pub fn handle_properties(&self, handle: u64) -> Asked<CUmemAllocationProp> {
+        let mut prop = CUmemAllocationProp::default();
+        ask!(self.driver(), cuMemGetAllocationPropertiesFromHandle(&mut prop, handle))?;
+        Ok(prop)
+    }
+
+    // Mappings
+
+    pub fn map(&self, at: u64, bytes: u64, offset: u64, handle: u64) -> Asked<()> {
+        self.map_with(at, bytes, offset, handle, 0)
+    }
+
+    pub fn map_with(&self, at: u64, bytes: u64, offset: u64, handle: u64, flags: u64) -> Asked<()> {
+        ask!(self.driver(), cuMemMap(at, bytes as usize, offset as usize, handle, flags))?;
+        self.made.borrow_mut().mappings.push((at, bytes));
+        Ok(())
+    }
+
+    pub fn set_access(&self, at: u64, bytes: u64) -> Asked<()> {
+        let read_write = CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        self.set_access_of(at, bytes, self.target.device, read_write)
+    }
+
+    pub fn set_access_of(
+        &self,
+        at: u64,
+        bytes: u64,
+        device: c_int,
+        flags: CUmemAccess_flags,
+    ) -> Asked<()> {
+        let desc = CUmemAccessDesc { location: on(device), flags };
+        ask!(self.driver(), cuMemSetAccess(at, bytes as usize, &desc, 1))
+    }
+
+    /// The access of the target's device to the mapping at an address.
+    pub fn access(&self, at: u64) -> Asked<u64> {
+        let (mut flags, location) = (0, on(self.target.device));
+        ask!(self.driver(), cuMemGetAccess(&mut flags, &location, at))?;
+        Ok(flags)
+    }
+
+    pub fn unmap(&self, at: u64, bytes: u64) -> Asked<()> {
+        ask!(self.driver(), cuMemUnmap(at, bytes as usize))?;
+        let end = at + bytes;
+        self.made.borrow_mut().mappings.retain(|&(start, size)| start < at || start + size > end);
+        Ok(())
+    }
+
+    /// Reserves room and maps one new handle of each size there, side by side, with access.
+    pub fn open(&self, sizes: &[u64]) -> Asked<u64> {
+        let total = sizes.iter().sum();
+        let start = self.reserve(total)?;
+        let mut at = start;
+        for &bytes in sizes {
+            self.map(at, bytes, 0, self.create(bytes)?)?;
+            at += bytes;
+        }
+        self.set_access(start, total)?;
+        Ok(start)
+    }
+
+    /// Maps a handle at a fresh address, with access.
+    pub fn map_anew(&self, handle: u64, bytes: u64) -> Asked<u64> {
+        let at = self.reserve(bytes)?;
+        self.map(at, bytes, 0, handle)?;
+        self.set_access(at, bytes)?;
+        Ok(at)
+    }
+
+    pub fn address_range(&self, at: u64) -> Asked<(u64, u64)> {
+        let (mut base, mut size) = (0, 0);
+        ask!(self.driver(), cuMemGetAddressRange_v2(&mut base, &mut size, at))?;
+        Ok((base, size as u64))
+    }
+
+    pub fn pointer_u64(&self, at: u64, attribute: CUpointer_attribute) -> Asked<u64> {
+        let mut value = 0u64;
+        let to = ptr::from_mut(&mut value).cast();
+        ask!(self.driver(), cuPointerGetAttribute(to, attribute, at))?;
+        Ok(value)
+    }
+
+    // Allocation
+
+    pub fn alloc(&self, bytes: u64) -> Asked<u64> {
+        let mut at = 0;
+        ask!(self.driver(), cuMemAlloc_v2(&mut at, bytes as usize))?;
+        self.made.borrow_mut().allocations.push(at);
+        Ok(at)
+    }
+
+    pub fn free(&self, at: u64) -> Asked<()> {
+        ask!(self.driver(), cuMemFree_v2(at))?;
+        forget(&mut self.made.borrow_mut().allocations, &at);
+        Ok(())
+    }
+
+    pub fn alloc_async(&self, bytes: u64, stream: CUstream) -> Asked<u64> {
+        let mut at = 0;
+        ask!(self.driver(), cuMemAllocAsync(&mut at, bytes as usize, stream))?;
+        self.made.borrow_mut().allocations.push(at);
+        Ok(at)
+    }
+
+    pub fn free_async(&self, at: u64, stream: CUstream) -> Asked<()> {
+        ask!(self.driver(), cuMemFreeAsync(at, stream))?;
+        forget(&mut self.made.borrow_mut().allocations, &at);
+        Ok(())
+    }
+
+    pub fn pool(&self) -> Asked<CUmemoryPool> {
+        let props = CUmemPoolProps {
+            allocType: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+            location: on(self.target.device),
+            ..Default::default()
+        };
+        let mut pool = ptr::null_mut();
+        ask!(self.driver(), cuMemPoolCreate(&mut pool, &props))?;
+        self.made.borrow_mut().pools.push(pool);
+        Ok(pool)
+    }
+
+    pub fn pool_destroy(&self, pool: CUmemoryPool) -> Asked<()> {
+        ask!(self.driver(), cuMemPoolDestroy(pool))?;
+        forget(&mut self.made.borrow_mut().pools, &pool);
+        Ok(())
+    }
+
+    pub fn default_pool(&self) -> Asked<CUmemoryPool> {
+        let mut pool = ptr::null_mut();
+        ask!(self.driver(), cuDeviceGetDefaultMemPool(&mut pool, self.target.device))?;
+        Ok(pool)
+    }
+
+    pub fn alloc_from(&self, pool: CUmemoryPool, bytes: u64, stream: CUstream) -> Asked<u64> {
+        let mut at = 0;
+        ask!(self.driver(), cuMemAllocFromPoolAsync(&mut at, bytes as usize, pool, stream))?;
+        self.made.borrow_mut().allocations.push(at);
+        Ok(at)
+    }
+
+    pub fn pool_u64(&self, pool: CUmemoryPool, attribute: CUmemPool_attribute) -> Asked<u64> {
+        let mut value = 0u64;
+        let to = ptr::from_mut(&mut value).cast();
+        ask!(self.driver(), cuMemPoolGetAttribute(pool, attribute, to))?;
+        Ok(value)
+    }
+
+    pub fn pool_trim(&self, pool: CUmemoryPool, keep_bytes: u64) -> Asked<()> {
+        ask!(self.driver(), cuMemPoolTrimTo(pool, keep_bytes as usize))
+    }
+
+    pub fn pool_export(&self, pool: CUmemoryPool) -> Asked<OwnedFd> {
+        let mut fd: c_int = -1;
+        let to = ptr::from_mut(&mut fd).cast();
+        ask!(self.driver(), cuMemPoolExportToShareableHandle(to, pool, POSIX_FD, 0))?;
+        // SAFETY: the driver made a new descriptor for us, which nothing else owns.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+
+    // Streams and events
+
+    pub fn stream(&self, flags: u32) -> Asked<CUstream> {
+        let mut stream = ptr::null_mut();
+        ask!(self.driver(), cuStreamCreate(&mut stream, flags))?;
+        self.made.borrow_mut().streams.push(stream);
+        Ok(stream)
+    }
+
+    pub fn stream_destroy(&self, stream: CUstream) -> Asked<()> {
+        ask!(self.driver(), cuStreamDestroy_v2(stream))?;
+        forget(&mut self.made.borrow_mut().streams, &stream);
+        Ok(())
+    }
+
+    pub fn stream_query(&self, stream: CUstream) -> Asked<()> {
+        ask!(self.driver(), cuStreamQuery(stream))
+    }
+
+    pub fn stream_sync(&self, stream: CUstream) -> Asked<()> {
+        ask!(self.driver(), cuStreamSynchronize(stream))
+    }
+
+    pub fn stream_id(&self, stream: CUstream) -> Asked<u64> {
+        let mut id = 0;
+        ask!(self.driver(), cuStreamGetId(stream, &mut id))?;
+        Ok(id)
+    }
+
+    pub fn stream_flags(&self, stream: CUstream) -> Asked<u32> {
+        let mut flags: c_uint = 0;
+        ask!(self.driver(), cuStreamGetFlags(stream, &mut flags))?;
+        Ok(flags)
+    }
+
+    pub fn stream_context(&self, stream: CUstream) -> Asked<CUcontext> {
+        let mut context = ptr::null_mut();
+        ask!(self.driver(), cuStreamGetCtx(stream, &mut context))?;
+        Ok(context)
+    }
+
+    pub fn write_value(&self, stream: CUstream, at: u64, value: u64) -> Asked<()> {
+        ask!(self.driver(), cuStreamWriteValue64_v2(stream, at, value, 0))
+    }
+
+    pub fn sync(&self) -> Asked<()> {
+        ask!(self.driver(), cuCtxSynchronize())
+    }
+
+    pub fn set_context(&self, context: CUcontext) -> Asked<()> {
+        ask!(self.driver(), cuCtxSetCurrent(context))
+    }
+
+    pub fn event(&self) -> Asked<CUevent> {
+        self.event_with(CUevent_flags::CU_EVENT_DISABLE_TIMING.0)
+    }
+
+    pub fn event_with(&self, flags: u32) -> Asked<CUevent> {
+        let mut event = ptr::null_mut();
+        ask!(self.driver(), cuEventCreate(&mut event, flags))?;
+        self.made.borrow_mut().events.push(event);
+        Ok(event)
+    }
+
+    pub fn event_destroy(&self, event: CUevent) -> Asked<()> {
+        ask!(self.driver(), cuEventDestroy_v2(event))?;
+        forget(&mut self.made.borrow_mut().events, &event);
+        Ok(())
+    }
+
+    pub fn record(&self, event: CUevent, stream: CUstream) -> Asked<()> {
+        ask!(self.driver(), cuEventRecord(event, stream))
+    }
+
+    pub fn query(&self, event: CUevent) -> Asked<()> {
+        ask!(self.driver(), cuEventQuery(event))
+    }
+
+    pub fn event_sync(&self, event: CUevent) -> Asked<()> {
+        ask!(self.driver(), cuEventSynchronize(event))
+    }
+
+    pub fn wait(&self, stream: CUstream, event: CUevent) -> Asked<()> {
+        ask!(self.driver(), cuStreamWaitEvent(stream, event, 0))
+    }
+
+    pub fn elapsed(&self, start: CUevent, end: CUevent) -> Asked<f32> {
+        let mut milliseconds = 0.0;
+        ask!(self.driver(), cuEventElapsedTime(&mut milliseconds, start, end))?;
+        Ok(milliseconds)
+    }
+
+    // Capture
+
+    pub fn begin_capture(&self, stream: CUstream, mode: CUstreamCaptureMode) -> Asked<()> {
+        ask!(self.driver(), cuStreamBeginCapture_v2(stream, mode))
+    }
+
+    pub fn end_capture(&self, stream: CUstream) -> Asked<()> {
+        let mut graph = ptr::null_mut();
+        let ended = ask!(self.driver(), cuStreamEndCapture(stream, &mut graph));
+        if !graph.is_null() {
+            ask!(self.driver(), cuGraphDestroy(graph))?;
+        }
+        ended
+    }
+
+    pub fn capture_status(&self, stream: CUstream) -> Asked<CUstreamCaptureStatus> {
+        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        ask!(self.driver(), cuStreamIsCapturing(stream, &mut status))?;
+        Ok(status)
+    }
+
+    /// Sets this thread's capture mode and returns the one before.
+    pub fn exchange_mode(&self, mut mode: CUstreamCaptureMode) -> Asked<CUstreamCaptureMode> {
+        ask!(self.driver(), cuThreadExchangeStreamCaptureMode(&mut mode))?;
+        Ok(mode)
+    }
+
+    // Device work
+
+    /// `words` 32-bit words of one value.
+    pub fn set32(&self, at: u64, value: u32, words: u64, stream: CUstream) -> Asked<()> {
+        ask!(self.driver(), cuMemsetD32Async(at, value, words as usize, stream))
+    }
+
+    pub fn copy(&self, to: u64, from: u64, bytes: u64, stream: CUstream) -> Asked<()> {
+        ask!(self.driver(), cuMemcpyDtoDAsync_v2(to, from, bytes as usize, stream))
+    }
+
+    /// One 32-bit word, once the stream's work so far is done.
+    pub fn read32(&self, at: u64, stream: CUstream) -> Asked<u32> {
+        let mut word = 0u32;
+        let to = ptr::from_mut(&mut word).cast();
+        let copied = ask!(self.driver(), cuMemcpyDtoHAsync_v2(to, at, 4, stream));
+        self.stream_sync(stream)?;
+        copied.map(|()| word)
+    }
+
+    fn launch(
+        &self,
+        function: CUfunction,
+        blocks: u32,
+        threads: u32,
+        words: &mut [u64],
+        stream: CUstream,
+    ) -> Asked<()> {
+        let mut params: Vec<*mut c_void> =
+            words.iter_mut().map(|word| ptr::from_mut(word).cast()).collect();
+        ask!(
+            self.driver(),
+            cuLaunchKernel(
+                function,
+                blocks,
+                1,
+                1,
+                threads,
+                1,
+                1,
+                0,
+                stream,
+                params.as_mut_ptr(),
+                ptr::null_mut()
+            )
+        )
+    }
+
+    /// Writes the tests' pattern to 8-byte words.
+    pub fn fill(&self, at: u64, words: u64, seed: u64, stream: CUstream) -> Asked<()> {
+        self.launch(self.target.fill, 8, 128, &mut [at, words, 1, seed], stream)
+    }
+
+    /// Adds the number of words that are not the tests' pattern to the word at `errors`.
+    pub fn check(
+        &self,
+        at: u64,
+        words: u64,
+        seed: u64,
+        errors: u64,
+        stream: CUstream,
+    ) -> Asked<()> {
+        self.launch(self.target.check, 8, 128, &mut [at, words, 1, seed, errors], stream)
+    }
+
+    /// Page-locked host memory that the device sees at the same address, all 0.
+    pub fn host_words(&self, words: usize) -> Asked<u64> {
+        let mut at = ptr::null_mut();
+        let flags = CU_MEMHOSTALLOC_DEVICEMAP | CU_MEMHOSTALLOC_PORTABLE;
+        ask!(self.driver(), cuMemHostAlloc(&mut at, words * 8, flags))?;
+        // SAFETY: the memory is new, of that many bytes, and nobody else uses it yet.
+        unsafe { at.cast::<u8>().write_bytes(0, words * 8) };
+        self.made.borrow_mut().flags.push(at as u64);
+        Ok(at as u64)
+    }
+
+    /// Makes the stream busy until the hold is released.
+    pub fn hold(&self, stream: CUstream) -> Asked<Hold> {
+        let flag = self.host_words(1)?;
+        self.launch(self.target.spin, 1, 1, &mut [flag], stream)?;
+        Ok(Hold { flag })
+    }
+
+    /// Enqueues a host function; `data` must live until it has run.
+    ///
+    /// # Safety
+    /// `function` must be safe to call once with `data` from another thread.
+    pub unsafe fn host_function(
+        &self,
+        stream: CUstream,
+        function: unsafe extern "C" fn(*mut c_void),
+        data: *mut c_void,
+    ) -> Asked<()> {
+        ask!(self.driver(), cuLaunchHostFunc(stream, Some(function), data))
+    }
+
+    /// Gives back everything that was made and still exists. The first call that fails.
+    pub fn clean_up(&self) -> Asked<()> {
+        let made = self.made.take();
+        let driver = self.driver();
+        let mut first = Ok(());
+        let mut note = |asked: Asked<()>| {
+            if first.is_ok() {
+                first = asked;
+            }
+        };
+        made.flags.iter().for_each(|&flag| let_go(flag));
+        note(self.set_context(self.target.context));
+        for &stream in &made.streams {
+            let none = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+            if self.capture_status(stream).is_ok_and(|status| status != none) {
+                // What an invalidated capture answers is no trouble of the clean-up.
+                let _ = self.end_capture(stream);
+            }
+        }
+        note(self.sync());
+        made.events.iter().for_each(|&event| note(ask!(driver, cuEventDestroy_v2(event))));
+        made.streams.iter().for_each(|&stream| note(ask!(driver, cuStreamDestroy_v2(stream))));
+        made.allocations.iter().for_each(|&at| note(ask!(driver, cuMemFree_v2(at))));
+        made.pools.iter().for_each(|&pool| note(ask!(driver, cuMemPoolDestroy(pool))));
+        made.flags.iter().for_each(|&at| note(ask!(driver, cuMemFreeHost(at as *mut c_void))));
+        for &(at, bytes) in &made.mappings {
+            note(ask!(driver, cuMemUnmap(at, bytes as usize)));
+        }
+        made.handles.iter().for_each(|&handle| note(ask!(driver, cuMemRelease(handle))));
+        for &(at, bytes) in &made.reservations {
+            note(ask!(driver, cuMemAddressFree(at, bytes as usize)));
+        }
+        first
+    }
+}
+
+impl Drop for Probe<'_> {
+    fn drop(&mut self) {
+        let _ = self.clean_up();
+    }
+}
