@@ -10,7 +10,7 @@ fn main() {
     stub::build();
 }
 
-/// wrapper.h → `$OUT_DIR/bindings/{types,driver,runtime,status,casts}.rs`.
+/// wrapper.h → `$OUT_DIR/bindings/{types,driver,runtime,status}.rs`, and lists for the drift test.
 ///
 /// A build never touches the source tree by itself: `tests/bindings.rs` compares
 /// what came out with what is committed, and would prove nothing if the build had
@@ -26,7 +26,7 @@ fn main() {
 /// table of optional function pointers instead of symbols to link.
 #[cfg(feature = "bindgen")]
 mod bindings {
-    use std::collections::BTreeMap;
+    use std::collections::{BTreeMap, BTreeSet};
     use std::env;
     use std::fmt::Write as _;
     use std::fs;
@@ -51,6 +51,7 @@ mod bindings {
         let types = text(
             builder(&include)
                 .allowlist_type("^(CU|cu).*")
+                .blocklist_type(ABI_OF_3_1)
                 .allowlist_var("^(CU|CUDA|CUDART)_.*|^cuda[A-Z].*")
                 .ignore_functions()
                 .derive_default(true)
@@ -71,6 +72,7 @@ mod bindings {
             PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("bindings");
         fs::create_dir_all(&out).unwrap_or_else(|e| panic!("cannot create {}: {e}", out.display()));
         write(&out.join("casts.rs"), &casts(&include));
+        write(&out.join("functions.rs"), &declared(&include));
         for (name, text) in &generated {
             write(&out.join(name), text);
         }
@@ -121,27 +123,63 @@ mod bindings {
         }
     }
 
-    /// Turns the one `extern "C"` block into a `dynamic_api!` table and leaves
-    /// out the functions of the 32-bit v1 memory ABI: under this header mode
-    /// plain `cuMemAlloc` is that ABI, a trap for callers of a 64-bit driver.
+    /// Types of the interface of CUDA 3.1, whose device addresses and array sizes have
+    /// 32 bits. Under this header mode plain `cuMemAlloc` is of that interface, a trap
+    /// for callers of a 64-bit driver, so neither these nor what takes them is bound.
+    const ABI_OF_3_1: &str =
+        "CUdeviceptr_v1|CUDA_(MEMCPY2D|MEMCPY3D|ARRAY_DESCRIPTOR|ARRAY3D_DESCRIPTOR)_v1(_st)?";
+
+    /// The stems of the names that `ABI_OF_3_1` matches.
+    const TYPES_OF_3_1: [&str; 5] = [
+        "CUdeviceptr_v1",
+        "CUDA_MEMCPY2D_v1",
+        "CUDA_MEMCPY3D_v1",
+        "CUDA_ARRAY_DESCRIPTOR_v1",
+        "CUDA_ARRAY3D_DESCRIPTOR_v1",
+    ];
+
+    /// Turns the one `extern "C"` block into a `dynamic_api!` table without the
+    /// interface of CUDA 3.1.
     fn table(name: &str, api: &str, source: &str) -> String {
         let open = "unsafe extern \"C\" {";
         assert_eq!(source.matches(open).count(), 1, "expected one extern block for {name}");
         let (_, body) = source.split_once(open).expect("counted above");
         let body = body.trim_end().strip_suffix('}').expect("the extern block ends the text");
-        let mut kept = String::new();
-        for item in body.split_inclusive(';') {
-            if !item.contains("CUdeviceptr_v1") && !item.trim().is_empty() {
-                kept.push_str(item);
-            }
-        }
+        let items: Vec<_> =
+            body.split_inclusive(';').filter(|item| !item.trim().is_empty()).collect();
+        let arguments: BTreeMap<_, _> = items.iter().map(|item| declaration(item)).collect();
         let mut out = format!("{HEADER}\nuse super::types::*;\n\ndynamic_api! {{\n");
         let _ = writeln!(
             out,
             "    /// Every function of the CUDA {api} API, by symbol name; `None` where the library has no such symbol."
         );
-        let _ = write!(out, "    pub struct {name};{kept}\n}}\n");
+        let _ = write!(out, "    pub struct {name};");
+        for item in items {
+            let (symbol, old) = declaration(item);
+            let second = arguments.get(format!("{symbol}_v2").as_str());
+            let sizes_grew = second.is_some_and(|new| differ_in_size(old, new));
+            if !sizes_grew && !TYPES_OF_3_1.iter().any(|name| item.contains(name)) {
+                out.push_str(item);
+            }
+        }
+        out.push_str("\n}\n");
         out
+    }
+
+    /// A declared function's name, and the text of its arguments.
+    fn declaration(item: &str) -> (&str, &str) {
+        let item =
+            item.trim().strip_prefix("pub fn ").unwrap_or_else(|| panic!("no function: {item}"));
+        item.split_once('(').unwrap_or_else(|| panic!("no arguments: {item}"))
+    }
+
+    /// Whether the same arguments differ in that an `unsigned int` became a `size_t`.
+    fn differ_in_size(old: &str, new: &str) -> bool {
+        // The return type has no colon; it is a part of its own after a trailing comma.
+        let split = |text| str::split(text, ',').filter(|part| part.contains(':'));
+        let (old, new): (Vec<_>, Vec<_>) = (split(old).collect(), split(new).collect());
+        let grew = |(old, new): (&&str, &&str)| old.contains("c_uint") && new.contains("usize");
+        old.len() == new.len() && old.iter().zip(&new).any(grew)
     }
 
     /// The names of both APIs' result codes, read off the constants in `types`:
@@ -185,15 +223,30 @@ mod bindings {
         Some((name, value.parse().ok()?))
     }
 
+    /// Every function that the headers' text declares, read without clang, so that the
+    /// drift test can see that none fell through the allowlists.
+    fn declared(include: &Path) -> String {
+        let mut found = BTreeSet::new();
+        for (header, mark) in [("cuda.h", "CUDAAPI"), ("cuda_runtime_api.h", "CUDARTAPI")] {
+            let text = read(&include.join(header));
+            for rest in text.split(mark).skip(1) {
+                let rest = rest.trim_start();
+                let end =
+                    rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len());
+                if rest[..end].starts_with("cu") && rest[end..].trim_start().starts_with('(') {
+                    found.insert(rest[..end].to_owned());
+                }
+            }
+        }
+        format!("&{:?}\n", found.into_iter().collect::<Vec<_>>())
+    }
+
     /// The macros whose value is a cast, which bindgen leaves out and
     /// `cuda-sys/src/constants.rs` writes by hand: `("NAME", "value")` pairs for the drift test.
     fn casts(include: &Path) -> String {
         let mut found = BTreeMap::new();
         for header in ["cuda.h", "cuda_runtime_api.h", "driver_types.h"] {
-            let path = include.join(header);
-            let bytes =
-                fs::read(&path).unwrap_or_else(|e| panic!("cannot read {}: {e}", path.display()));
-            for line in String::from_utf8_lossy(&bytes).lines() {
+            for line in read(&include.join(header)).lines() {
                 let Some(define) = line.trim_start().strip_prefix("#define ") else { continue };
                 let Some((name, value)) = define.trim().split_once(char::is_whitespace) else {
                     continue;
@@ -207,6 +260,13 @@ mod bindings {
             }
         }
         format!("&{:?}\n", found.into_iter().collect::<Vec<_>>())
+    }
+
+    /// A header's text. Its comments are not all UTF-8, its declarations are ASCII.
+    fn read(path: &Path) -> String {
+        let bytes =
+            fs::read(path).unwrap_or_else(|e| panic!("cannot read {}: {e}", path.display()));
+        String::from_utf8_lossy(&bytes).into_owned()
     }
 
     fn write(path: &Path, text: &str) {
@@ -252,8 +312,7 @@ mod bindings {
                 return Err(format!("no {name}"));
             }
         }
-        let bytes = fs::read(dir.join("cuda.h")).map_err(|e| e.to_string())?;
-        let version = String::from_utf8_lossy(&bytes).lines().find_map(|line| {
+        let version = read(&dir.join("cuda.h")).lines().find_map(|line| {
             line.trim().strip_prefix("#define CUDA_VERSION ")?.trim().parse::<u32>().ok()
         });
         match version {
@@ -276,8 +335,50 @@ mod bindings {
     }
 }
 
-/// A shared library that looks like a driver with symbols missing.
+/// tests/stub/*.c → shared libraries under `$OUT_DIR/stub`, whose place the tests
+/// learn from `VPMM_STUBS`. Each stands where a search would meet it: a folder for
+/// `LD_LIBRARY_PATH`, a virtual environment with a wheel unpacked.
 #[cfg(feature = "stub")]
 mod stub {
-    pub(crate) fn build() {}
+    use std::env;
+    use std::fs;
+    use std::path::PathBuf;
+
+    /// Source, macro definition, and the library's place.
+    const LIBRARIES: [(&str, Option<&str>, &str); 6] = [
+        ("driver.c", None, "driver/libcuda.so.1"),
+        ("runtime.c", Some("VERSION=12040"), "runtime12/libcudart.so.12"),
+        (
+            "runtime.c",
+            Some("VERSION=13000"),
+            "venv/lib/python3.12/site-packages/nvidia/cu13/lib/libcudart.so.13",
+        ),
+        ("runtime.c", Some("FAILURE=999"), "failing/libcudart.so.13"),
+        ("runtime.c", None, "mute/libcudart.so.13"),
+        ("other.c", None, "other/libother.so"),
+    ];
+
+    pub(crate) fn build() {
+        println!("cargo::rerun-if-changed=tests/stub");
+        let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("stub");
+        for (source, define, library) in LIBRARIES {
+            let library = out.join(library);
+            let folder = library.parent().expect("every library has a folder");
+            fs::create_dir_all(folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
+            // cc finds the compiler and its flags; it makes archives only, so it does not run it.
+            let mut command = cc::Build::new()
+                .cargo_metadata(false)
+                .cargo_warnings(false)
+                .pic(true)
+                .warnings(true)
+                .warnings_into_errors(true)
+                .get_compiler()
+                .to_command();
+            command.arg("-shared").arg("-o").arg(&library).arg(format!("tests/stub/{source}"));
+            command.args(define.map(|define| format!("-D{define}")));
+            let status = command.status().unwrap_or_else(|e| panic!("cannot run {command:?}: {e}"));
+            assert!(status.success(), "{command:?}: {status}");
+        }
+        println!("cargo::rustc-env=VPMM_STUBS={}", out.display());
+    }
 }

@@ -73,9 +73,9 @@
 //! exported name is a field of its own, and the caller picks the oldest that does the
 //! work, so that old drivers still serve.
 //!
-//! - **Plain names may be the oldest version.** `cuMemAlloc` without a suffix is the
-//!   interface of CUDA 3.1 with 32-bit device addresses. Functions of that interface are
-//!   left out on purpose: where a `_v2` exists, call it.
+//! - **A plain name may be the oldest version.** `cuMemAlloc` without a suffix is the
+//!   interface of CUDA 3.1, with 32-bit device addresses and sizes. That interface is
+//!   left out on purpose, so that nobody calls it by mistake: call `cuMemAlloc_v2`.
 //! - **`_ptsz` and `_ptds`** are the variants for which the default stream is the
 //!   per-thread one. They are present, but naming the stream does the same without them:
 //!   [`types::CU_STREAM_PER_THREAD`].

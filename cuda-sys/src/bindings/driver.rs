@@ -1980,7 +1980,6 @@ dynamic_api! {
         dptr: CUdeviceptr,
         Pitch: usize,
     ) -> CUresult;
-    pub fn cuDeviceTotalMem(bytes: *mut ::core::ffi::c_uint, dev: CUdevice) -> CUresult;
     pub fn cuCtxCreate(
         pctx: *mut CUcontext,
         flags: ::core::ffi::c_uint,
@@ -1997,74 +1996,6 @@ dynamic_api! {
         numParams: ::core::ffi::c_int,
         flags: ::core::ffi::c_uint,
         dev: CUdevice,
-    ) -> CUresult;
-    pub fn cuMemGetInfo(
-        free: *mut ::core::ffi::c_uint,
-        total: *mut ::core::ffi::c_uint,
-    ) -> CUresult;
-    pub fn cuMemAllocHost(
-        pp: *mut *mut ::core::ffi::c_void,
-        bytesize: ::core::ffi::c_uint,
-    ) -> CUresult;
-    pub fn cuMemcpyHtoA(
-        dstArray: CUarray,
-        dstOffset: ::core::ffi::c_uint,
-        srcHost: *const ::core::ffi::c_void,
-        ByteCount: ::core::ffi::c_uint,
-    ) -> CUresult;
-    pub fn cuMemcpyAtoH(
-        dstHost: *mut ::core::ffi::c_void,
-        srcArray: CUarray,
-        srcOffset: ::core::ffi::c_uint,
-        ByteCount: ::core::ffi::c_uint,
-    ) -> CUresult;
-    pub fn cuMemcpyAtoA(
-        dstArray: CUarray,
-        dstOffset: ::core::ffi::c_uint,
-        srcArray: CUarray,
-        srcOffset: ::core::ffi::c_uint,
-        ByteCount: ::core::ffi::c_uint,
-    ) -> CUresult;
-    pub fn cuMemcpyHtoAAsync(
-        dstArray: CUarray,
-        dstOffset: ::core::ffi::c_uint,
-        srcHost: *const ::core::ffi::c_void,
-        ByteCount: ::core::ffi::c_uint,
-        hStream: CUstream,
-    ) -> CUresult;
-    pub fn cuMemcpyAtoHAsync(
-        dstHost: *mut ::core::ffi::c_void,
-        srcArray: CUarray,
-        srcOffset: ::core::ffi::c_uint,
-        ByteCount: ::core::ffi::c_uint,
-        hStream: CUstream,
-    ) -> CUresult;
-    pub fn cuMemcpy2D(pCopy: *const CUDA_MEMCPY2D_v1) -> CUresult;
-    pub fn cuMemcpy2DUnaligned(pCopy: *const CUDA_MEMCPY2D_v1) -> CUresult;
-    pub fn cuMemcpy3D(pCopy: *const CUDA_MEMCPY3D_v1) -> CUresult;
-    pub fn cuMemcpy2DAsync(
-        pCopy: *const CUDA_MEMCPY2D_v1,
-        hStream: CUstream,
-    ) -> CUresult;
-    pub fn cuMemcpy3DAsync(
-        pCopy: *const CUDA_MEMCPY3D_v1,
-        hStream: CUstream,
-    ) -> CUresult;
-    pub fn cuArrayCreate(
-        pHandle: *mut CUarray,
-        pAllocateArray: *const CUDA_ARRAY_DESCRIPTOR_v1,
-    ) -> CUresult;
-    pub fn cuArrayGetDescriptor(
-        pArrayDescriptor: *mut CUDA_ARRAY_DESCRIPTOR_v1,
-        hArray: CUarray,
-    ) -> CUresult;
-    pub fn cuArray3DCreate(
-        pHandle: *mut CUarray,
-        pAllocateArray: *const CUDA_ARRAY3D_DESCRIPTOR_v1,
-    ) -> CUresult;
-    pub fn cuArray3DGetDescriptor(
-        pArrayDescriptor: *mut CUDA_ARRAY3D_DESCRIPTOR_v1,
-        hArray: CUarray,
     ) -> CUresult;
     pub fn cuCtxDestroy(ctx: CUcontext) -> CUresult;
     pub fn cuCtxPopCurrent(pctx: *mut CUcontext) -> CUresult;
