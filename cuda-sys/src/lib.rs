@@ -130,3 +130,8 @@ pub mod types {
     pub use crate::bindings::types::*;
     pub use crate::constants::*;
 }
+
+/// Compiles the README's example.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
