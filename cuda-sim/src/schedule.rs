@@ -314,7 +314,11 @@ impl Call<'_> {
         let of_context = |stream: &&crate::stream::Stream| stream.context == context;
         let ends: Vec<_> =
             self.streams.by_key.values().filter(of_context).map(|stream| stream.end()).collect();
-        self.wait_all(ends)
+        self.wait_all(ends)?;
+        if let Some(departed) = self.streams.departed_from_context(context) {
+            self.observe(&departed);
+        }
+        Ok(())
     }
 
     /// Waits for everything enqueued so far on a device.
@@ -322,7 +326,11 @@ impl Call<'_> {
         let on_device = |stream: &&crate::stream::Stream| stream.device == device;
         let ends: Vec<_> =
             self.streams.by_key.values().filter(on_device).map(|stream| stream.end()).collect();
-        self.wait_all(ends)
+        self.wait_all(ends)?;
+        for departed in self.streams.departed_from_device(device) {
+            self.observe(&departed);
+        }
+        Ok(())
     }
 
     fn wait_all(&mut self, mut ends: Vec<Recorded>) -> Result<(), CUresult> {

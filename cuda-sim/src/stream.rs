@@ -130,6 +130,9 @@ pub(crate) struct Streams {
     /// What the work of streams that are gone came after, by context: the legacy stream still
     /// orders with it.
     residue: HashMap<ContextKey, Clock>,
+    /// The work of all streams that are gone, by context and its device: who waits for a context
+    /// or a device has seen it complete too.
+    departed: HashMap<ContextKey, (usize, Clock)>,
     /// Work of destroyed blocking streams that a legacy stream's next item comes after.
     left_behind: HashMap<StreamKey, Vec<Recorded>>,
     next: u64,
@@ -142,6 +145,7 @@ impl Streams {
             handles: Handles::new(1),
             active: BTreeSet::new(),
             residue: HashMap::new(),
+            departed: HashMap::new(),
             left_behind: HashMap::new(),
             next: 1,
         }
@@ -260,15 +264,29 @@ impl Streams {
     }
 
     fn forget(&mut self, key: StreamKey) {
-        if let Some(stream) = self.by_key.remove(&key)
-            && stream.is_blocking()
-        {
+        let Some(stream) = self.by_key.remove(&key) else { return };
+        let (device, departed) = self.departed.entry(stream.context).or_default();
+        *device = stream.device;
+        departed.join(&stream.clock);
+        if stream.is_blocking() {
             self.residue.entry(stream.context).or_default().join(&stream.clock);
         }
+    }
+
+    /// What the finished work of streams that are gone came after, of one context.
+    pub(crate) fn departed_from_context(&self, context: ContextKey) -> Option<Clock> {
+        self.departed.get(&context).map(|(_, clock)| clock.clone())
+    }
+
+    /// The same, of all contexts of one device.
+    pub(crate) fn departed_from_device(&self, device: usize) -> Vec<Clock> {
+        let there = self.departed.values().filter(|(of, _)| *of == device);
+        there.map(|(_, clock)| clock.clone()).collect()
     }
 
     /// Forgets what is kept for a context that is gone.
     pub(crate) fn forget_context(&mut self, context: ContextKey) {
         self.residue.remove(&context);
+        self.departed.remove(&context);
     }
 }

@@ -19,10 +19,16 @@ fn every_bad_pointer_is_named() {
         }
         for offset in [1, 8, 512, PAGE, 2 * PAGE - 1] {
             let error = free(two.address() + offset).unwrap_err();
-            assert!(matches!(error, Error::InteriorPointer { start, .. } if start == two.address()), "{error}");
+            assert!(
+                matches!(error, Error::InteriorPointer { start, .. } if start == two.address()),
+                "{error}"
+            );
         }
         let error = free(small.address() + 256).unwrap_err();
-        assert!(matches!(error, Error::InteriorPointer { start, .. } if start == small.address()), "{error}");
+        assert!(
+            matches!(error, Error::InteriorPointer { start, .. } if start == small.address()),
+            "{error}"
+        );
         // Mapped and never handed out.
         assert!(matches!(free(two.address() + 2 * PAGE), Err(Error::DoubleFree { .. })));
         // Reserved and never mapped.
@@ -77,8 +83,13 @@ fn streams_of_other_devices_and_contexts_are_refused() {
     let pool = vpmm::Pool::paged(&zero, &config(PAGE, 0)).unwrap();
     let (right, wrong) = (zero.stream().unwrap(), one.stream().unwrap());
     let ptr = pool.malloc(PAGE as usize, &right).unwrap();
-    for error in [pool.malloc(PAGE as usize, &wrong).unwrap_err(), pool.free(ptr, &wrong).unwrap_err()] {
-        assert!(matches!(error, Error::WrongDevice { stream_device: 1, pool_device: 0 }), "{error}");
+    for error in
+        [pool.malloc(PAGE as usize, &wrong).unwrap_err(), pool.free(ptr, &wrong).unwrap_err()]
+    {
+        assert!(
+            matches!(error, Error::WrongDevice { stream_device: 1, pool_device: 0 }),
+            "{error}"
+        );
     }
     assert!(matches!(pool.malloc(1, &wrong), Err(Error::WrongDevice { .. })), "small requests too");
     // The device current on the thread does not matter, the stream's does.
@@ -120,13 +131,17 @@ fn settings_that_do_not_fit_the_device_are_named() {
             (None, u64::MAX, 8 << 40, "VPMM_PAGES"),
         ] {
             let mut config = vpmm::PagedConfig::default();
-            (config.page_size_bytes, config.initial_pages, config.va_size_bytes) = (page, pages, va);
+            (config.page_size_bytes, config.initial_pages, config.va_size_bytes) =
+                (page, pages, va);
             let error = vpmm::Pool::paged(&rig.device, &config).unwrap_err();
             assert!(matches!(error, Error::Config { name: named, .. } if named == name), "{error}");
         }
         let mut config = config(PAGE, 8);
         config.limit_bytes = Some(7 * PAGE);
-        assert!(matches!(vpmm::Pool::paged(&rig.device, &config), Err(Error::Config { name: "VPMM_PAGES", .. })));
+        assert!(matches!(
+            vpmm::Pool::paged(&rig.device, &config),
+            Err(Error::Config { name: "VPMM_PAGES", .. })
+        ));
     });
 }
 
@@ -140,7 +155,9 @@ fn a_context_that_is_gone_is_an_error_and_no_crash() {
     let held = [(); 2].map(|()| pool.malloc(PAGE as usize, &stream).unwrap());
     pool.free(held[0], &stream).unwrap();
     sim.lose_device(0, CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED);
-    for error in [pool.malloc(PAGE as usize, &stream).unwrap_err(), pool.free(held[1], &stream).unwrap_err()] {
+    for error in
+        [pool.malloc(PAGE as usize, &stream).unwrap_err(), pool.free(held[1], &stream).unwrap_err()]
+    {
         assert!(error.is_context_lost(), "{error}");
     }
     pool.validate().unwrap();

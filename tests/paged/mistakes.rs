@@ -41,7 +41,9 @@ fn a_pair_costs_one_record_and_no_event_is_made_or_destroyed() {
         }
         let calls = rig.driver.calls().since(&before);
         assert_eq!(calls.count("cuEventRecord"), 1000);
-        for never in ["cuEventCreate", "cuEventDestroy_v2", "cuEventQuery", "cuMemMap", "cuMemCreate"] {
+        for never in
+            ["cuEventCreate", "cuEventDestroy_v2", "cuEventQuery", "cuMemMap", "cuMemCreate"]
+        {
             // The first free of a new high mark of pending regions may need one more event.
             assert!(calls.count(never) <= 1, "{never}: {calls:?}");
         }
@@ -53,7 +55,8 @@ fn a_thousand_zombies_cost_one_question() {
     let rig = Rig::simulated(Schedule::Manual);
     let watched = rig.small_pool(0);
     let stream = rig.stream();
-    let held: Vec<_> = (0..2000).map(|_| watched.pool.malloc(PAGE as usize, &stream).unwrap()).collect();
+    let held: Vec<_> =
+        (0..2000).map(|_| watched.pool.malloc(PAGE as usize, &stream).unwrap()).collect();
     held.iter().step_by(2).for_each(|ptr| watched.pool.free(*ptr, &stream).unwrap());
     let large = watched.pool.malloc((1000 * PAGE) as usize, &stream).unwrap();
     assert_eq!(watched.pool.stats().zombie_bytes, 1000 * PAGE);
@@ -95,7 +98,10 @@ fn one_call_opens_all_pages_of_a_request() {
         let before = rig.driver.calls();
         let held = watched.pages(64, &stream);
         let calls = rig.driver.calls().since(&before);
-        assert_eq!((calls.count("cuMemCreate"), calls.count("cuMemMap"), calls.count("cuMemSetAccess")), (64, 64, 1));
+        assert_eq!(
+            (calls.count("cuMemCreate"), calls.count("cuMemMap"), calls.count("cuMemSetAccess")),
+            (64, 64, 1)
+        );
         watched.free(held, &stream);
         watched.assert_intact();
     });
@@ -137,7 +143,10 @@ fn idle_memory_next_to_busy_memory_stays_idle() {
         let before = rig.driver.calls();
         let one = watched.pages(1, &b);
         let calls = rig.driver.calls().since(&before);
-        assert_eq!((calls.count("cuStreamWaitEvent"), watched.moved(), watched.usage()), (0, 0, 100));
+        assert_eq!(
+            (calls.count("cuStreamWaitEvent"), watched.moved(), watched.usage()),
+            (0, 0, 100)
+        );
         // And A has both at once, in place: its own and the idle beside it.
         let rest = watched.pages(98, &a);
         assert_eq!((watched.moved(), watched.usage()), (0, 100));
@@ -151,7 +160,9 @@ fn idle_memory_next_to_busy_memory_stays_idle() {
 #[test]
 fn growing_comes_before_waiting_for_another_stream_unless_asked_otherwise() {
     Rig::everywhere(|rig| {
-        for (policy, waits, usage) in [(PendingPolicy::GrowFirst, 0, 4), (PendingPolicy::WaitFirst, 1, 2)] {
+        for (policy, waits, usage) in
+            [(PendingPolicy::GrowFirst, 0, 4), (PendingPolicy::WaitFirst, 1, 2)]
+        {
             let mut config = config(PAGE, 0);
             config.pending_policy = policy;
             let watched = rig.pool(&config);
@@ -162,7 +173,11 @@ fn growing_comes_before_waiting_for_another_stream_unless_asked_otherwise() {
             let before = rig.driver.calls();
             let other = watched.pages(2, &b);
             let calls = rig.driver.calls().since(&before);
-            assert_eq!((calls.count("cuStreamWaitEvent"), watched.usage()), (waits, usage), "{policy:?}");
+            assert_eq!(
+                (calls.count("cuStreamWaitEvent"), watched.usage()),
+                (waits, usage),
+                "{policy:?}"
+            );
             drop(stall);
             watched.free(other, &b);
             watched.assert_intact();
@@ -197,7 +212,15 @@ fn sizes_that_overflow_are_refused() {
             assert!(matches!(error, Error::SizeOverflow { .. }), "{error}");
         }
         let error = watched.pool.malloc(1 << 62, &stream).unwrap_err();
-        assert!(matches!(error, Error::AddressSpaceExhausted { .. } | Error::Driver { .. } | Error::OutOfMemory { .. }), "{error}");
+        assert!(
+            matches!(
+                error,
+                Error::AddressSpaceExhausted { .. }
+                    | Error::Driver { .. }
+                    | Error::OutOfMemory { .. }
+            ),
+            "{error}"
+        );
         let (one, two) = (watched.pages(1, &stream), watched.pages(1, &stream));
         assert_ne!(one.address(), two.address());
         watched.assert_intact();
@@ -230,7 +253,10 @@ fn memory_of_small_requests_is_kept_across_a_synchronisation() {
         let held = watched.malloc(MIB, &stream);
         watched.free(held, &stream);
         rig.device.synchronize().unwrap();
-        assert!(watched.pool.stats().small_mapped_bytes >= MIB, "given back, to be made again by the next request");
+        assert!(
+            watched.pool.stats().small_mapped_bytes >= MIB,
+            "given back, to be made again by the next request"
+        );
         watched.assert_intact();
     });
 }
@@ -314,7 +340,10 @@ fn a_lost_device_is_an_error_and_not_memory_that_is_never_ready() {
     let held = [(); 3].map(|()| pool.malloc(PAGE as usize, &stream).unwrap());
     pool.free(held[0], &stream).unwrap();
     sim.lose_device(0, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
-    for error in [pool.malloc(4 * PAGE as usize, &stream).unwrap_err(), pool.free(held[1], &stream).unwrap_err()] {
+    for error in [
+        pool.malloc(4 * PAGE as usize, &stream).unwrap_err(),
+        pool.free(held[1], &stream).unwrap_err(),
+    ] {
         assert!(error.is_context_lost(), "{error}");
     }
     pool.validate().unwrap();
@@ -347,7 +376,9 @@ fn the_default_streams_are_those_of_the_pools_context_and_the_calling_thread() {
 #[test]
 fn nothing_is_found_without_a_driver_and_nothing_happens_at_load() {
     // SAFETY: no symbol is answered, so no pointer has to be right.
-    let empty = unsafe { cuda_sys::Driver::from_symbols("nothing", |_| std::ptr::null(), std::sync::Arc::new(())) };
+    let empty = unsafe {
+        cuda_sys::Driver::from_symbols("nothing", |_| std::ptr::null(), std::sync::Arc::new(()))
+    };
     let error = vpmm::Driver::new(empty).unwrap_err();
     assert!(matches!(error, Error::MissingSymbol { name: "cuInit", .. }), "{error}");
 }
@@ -359,13 +390,19 @@ static REAL_CREATE: AtomicPtr<()> = AtomicPtr::new(std::ptr::null_mut());
 static BLOCK: AtomicBool = AtomicBool::new(false);
 static BLOCKED: AtomicUsize = AtomicUsize::new(0);
 
-unsafe extern "C" fn blocking_create(handle: *mut u64, bytes: usize, properties: *const CUmemAllocationProp, flags: u64) -> CUresult {
+unsafe extern "C" fn blocking_create(
+    handle: *mut u64,
+    bytes: usize,
+    properties: *const CUmemAllocationProp,
+    flags: u64,
+) -> CUresult {
     while BLOCK.load(Ordering::Acquire) {
         BLOCKED.store(1, Ordering::Release);
         std::thread::sleep(Duration::from_millis(1));
     }
     // SAFETY: stored below, from the simulator's table, before any call.
-    let real = unsafe { std::mem::transmute::<*mut (), Create>(REAL_CREATE.load(Ordering::Acquire)) };
+    let real =
+        unsafe { std::mem::transmute::<*mut (), Create>(REAL_CREATE.load(Ordering::Acquire)) };
     // SAFETY: the arguments are passed on as they came.
     unsafe { real(handle, bytes, properties, flags) }
 }
@@ -375,14 +412,16 @@ fn a_slow_driver_call_does_not_stop_other_threads() {
     // Nothing finishes by itself, so that what B frees stays B's.
     let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
     let inner = sim.driver();
-    REAL_CREATE.store(inner.cuMemCreate.map_or(std::ptr::null_mut(), |f| f as *mut ()), Ordering::Release);
+    REAL_CREATE
+        .store(inner.cuMemCreate.map_or(std::ptr::null_mut(), |f| f as *mut ()), Ordering::Release);
     let mut api = *inner;
     api.cuMemCreate = Some(blocking_create);
     let table = std::sync::Arc::new((api, inner));
     let symbols = table_symbols(&table.0);
     // SAFETY: the pointers are the simulator's, and one of the same signature; the table and the
     // simulator are kept alive.
-    let driver = unsafe { cuda_sys::Driver::from_symbols("blocking", |name| symbols(name), table.clone()) };
+    let driver =
+        unsafe { cuda_sys::Driver::from_symbols("blocking", |name| symbols(name), table.clone()) };
     let driver = vpmm::Driver::new(driver).unwrap();
     let device = driver.device(0).unwrap();
     let pool = vpmm::Pool::paged(&device, &config(PAGE, 0)).unwrap();
@@ -394,7 +433,10 @@ fn a_slow_driver_call_does_not_stop_other_threads() {
         let growing = scope.spawn(|| pool.malloc(64 * PAGE as usize, &a).unwrap());
         let start = Instant::now();
         while BLOCKED.load(Ordering::Acquire) == 0 {
-            assert!(start.elapsed() < Duration::from_secs(60), "the growing thread never got there");
+            assert!(
+                start.elapsed() < Duration::from_secs(60),
+                "the growing thread never got there"
+            );
             std::thread::yield_now();
         }
         // The other thread is inside the driver now, and stays there until these are done.
@@ -415,7 +457,9 @@ fn a_slow_driver_call_does_not_stop_other_threads() {
 }
 
 /// Answers a table's functions by name, as a library would.
-fn table_symbols(api: &cuda_sys::DriverApi) -> impl Fn(&std::ffi::CStr) -> *const std::ffi::c_void + '_ {
+fn table_symbols(
+    api: &cuda_sys::DriverApi,
+) -> impl Fn(&std::ffi::CStr) -> *const std::ffi::c_void + '_ {
     // The table is a C struct of nothing but pointers, in the order of its names.
     let base = std::ptr::from_ref(api).cast::<*const std::ffi::c_void>();
     move |name| {

@@ -10,15 +10,30 @@ use crate::rig::{Held, PAGE, Rig, Stall, config};
 
 #[derive(Clone, Debug)]
 enum Action {
-    Malloc { pages: u64, stream: usize },
-    Small { bytes: u64, stream: usize },
-    Free { which: prop::sample::Index, stream: usize },
+    Malloc {
+        pages: u64,
+        stream: usize,
+    },
+    Small {
+        bytes: u64,
+        stream: usize,
+    },
+    Free {
+        which: prop::sample::Index,
+        stream: usize,
+    },
     /// The host waits for a stream, unless one is stalled.
-    Synchronize { stream: usize },
-    Stall { stream: usize },
+    Synchronize {
+        stream: usize,
+    },
+    Stall {
+        stream: usize,
+    },
     Release,
     /// A stream is destroyed with work and frees pending, and another takes its place.
-    Replace { stream: usize },
+    Replace {
+        stream: usize,
+    },
 }
 
 const STREAMS: usize = 3;
@@ -144,7 +159,7 @@ proptest! {
         let sim = rig.sim.clone().expect("a simulated rig");
         drop(rig);
         let leaks = sim.leaks();
-        prop_assert!(leaks.is_empty(), "{leaks:?}");
+        prop_assert!(leaks.is_empty(), "{leaks:?} {:?}", sim.report().misuse);
     }
 }
 

@@ -96,7 +96,8 @@ impl Rig {
             call!(driver, cuModuleGetFunction(&mut function, module, name.as_ptr()));
             function
         };
-        let (fill, check, spin) = (function(c"vpmm_fill"), function(c"vpmm_check"), function(c"vpmm_spin"));
+        let (fill, check, spin) =
+            (function(c"vpmm_fill"), function(c"vpmm_check"), function(c"vpmm_spin"));
         let mut errors = 0;
         call!(driver, cuMemAlloc_v2(&mut errors, 8));
         call!(driver, cuMemsetD32_v2(errors, 0, 2));
@@ -117,7 +118,11 @@ impl Rig {
     pub(crate) fn fill(&self, address: u64, bytes: u64, seed: u64, stream: StreamHandle) {
         let (mut address, mut stride, mut seed) = (address, self.stride(), seed);
         let mut words = (bytes / 8).div_ceil(stride);
-        self.launch(self.fill, stream_args([&mut address, &mut words, &mut stride, &mut seed]), stream);
+        self.launch(
+            self.fill,
+            stream_args([&mut address, &mut words, &mut stride, &mut seed]),
+            stream,
+        );
     }
 
     /// Enqueues a check of that pattern; see [`mismatches`](Self::mismatches).
@@ -125,14 +130,23 @@ impl Rig {
         let (mut address, mut stride, mut seed) = (address, self.stride(), seed);
         let mut words = (bytes / 8).div_ceil(stride);
         let mut errors = self.errors;
-        let arguments = stream_args([&mut address, &mut words, &mut stride, &mut seed, &mut errors]);
+        let arguments =
+            stream_args([&mut address, &mut words, &mut stride, &mut seed, &mut errors]);
         self.launch(self.check, arguments, stream);
     }
 
-    fn launch<const N: usize>(&self, kernel: CUfunction, mut arguments: [*mut c_void; N], stream: StreamHandle) {
+    fn launch<const N: usize>(
+        &self,
+        kernel: CUfunction,
+        mut arguments: [*mut c_void; N],
+        stream: StreamHandle,
+    ) {
         call!(self.driver, cuCtxSetCurrent(self.device.context()));
         let (none, arguments) = (ptr::null_mut(), arguments.as_mut_ptr());
-        call!(self.driver, cuLaunchKernel(kernel, 64, 1, 1, 256, 1, 1, 0, stream.raw(), arguments, none));
+        call!(
+            self.driver,
+            cuLaunchKernel(kernel, 64, 1, 1, 256, 1, 1, 0, stream.raw(), arguments, none)
+        );
     }
 
     /// Keeps a stream busy until the stall is dropped.
@@ -147,7 +161,10 @@ impl Rig {
         call!(self.driver, cuMemHostGetDevicePointer_v2(&mut address, host, 0));
         let mut arguments = stream_args([&mut address]);
         let (none, arguments) = (ptr::null_mut(), arguments.as_mut_ptr());
-        call!(self.driver, cuLaunchKernel(self.spin, 1, 1, 1, 1, 1, 1, 0, stream.raw(), arguments, none));
+        call!(
+            self.driver,
+            cuLaunchKernel(self.spin, 1, 1, 1, 1, 1, 1, 0, stream.raw(), arguments, none)
+        );
         self.flags.lock().unwrap().push(flag);
         Stall { flag, _rig: std::marker::PhantomData }
     }
@@ -156,7 +173,10 @@ impl Rig {
     pub(crate) fn order(&self, before: &Stream, after: &Stream) {
         call!(self.driver, cuCtxSetCurrent(self.device.context()));
         let mut event = ptr::null_mut();
-        call!(self.driver, cuEventCreate(&mut event, CUevent_flags_enum::CU_EVENT_DISABLE_TIMING.0));
+        call!(
+            self.driver,
+            cuEventCreate(&mut event, CUevent_flags_enum::CU_EVENT_DISABLE_TIMING.0)
+        );
         call!(self.driver, cuEventRecord(event, before.handle().raw()));
         call!(self.driver, cuStreamWaitEvent(after.handle().raw(), event, 0));
         call!(self.driver, cuEventDestroy_v2(event));

@@ -41,7 +41,11 @@ const CASES: [(u64, &str, &str, u64, u64); 4] = [
 fn the_designs_scenario_in_its_four_cases() {
     Rig::everywhere(|rig| {
         for (pages, drawn, _, moved, used) in CASES {
-            assert_eq!(seed_scenario(rig, pages, true), (drawn.to_owned(), moved, used), "{pages} pages");
+            assert_eq!(
+                seed_scenario(rig, pages, true),
+                (drawn.to_owned(), moved, used),
+                "{pages} pages"
+            );
         }
     });
 }
@@ -50,7 +54,11 @@ fn the_designs_scenario_in_its_four_cases() {
 fn the_designs_scenario_while_the_stream_is_still_busy() {
     Rig::everywhere(|rig| {
         for (pages, _, drawn, moved, used) in CASES {
-            assert_eq!(seed_scenario(rig, pages, false), (drawn.to_owned(), moved, used), "{pages} pages");
+            assert_eq!(
+                seed_scenario(rig, pages, false),
+                (drawn.to_owned(), moved, used),
+                "{pages} pages"
+            );
         }
     });
 }
@@ -101,8 +109,11 @@ fn memory_is_found_again_after_running_out() {
         let stream = rig.stream();
         let mut held: Vec<_> = (0..8).map(|_| watched.pages(8, &stream)).collect();
         let error = watched.try_malloc(8 * PAGE, &stream).unwrap_err();
-        assert!(matches!(error, vpmm::Error::OutOfMemory { requested_bytes, free_bytes: 0, live_bytes, mapped_bytes, limit_bytes: Some(limit), .. }
-            if requested_bytes == 8 * PAGE && live_bytes == 64 * PAGE && mapped_bytes == 64 * PAGE && limit == 64 * PAGE), "{error}");
+        assert!(
+            matches!(error, vpmm::Error::OutOfMemory { requested_bytes, free_bytes: 0, live_bytes, mapped_bytes, limit_bytes: Some(limit), .. }
+            if requested_bytes == 8 * PAGE && live_bytes == 64 * PAGE && mapped_bytes == 64 * PAGE && limit == 64 * PAGE),
+            "{error}"
+        );
         watched.free(held.remove(3), &stream);
         held.push(watched.pages(4, &stream));
         held.push(watched.pages(4, &stream));
@@ -295,7 +306,8 @@ fn what_is_left_of_a_taken_region_keeps_its_claim() {
         // stream B's next work waits for A on the GPU.
         let one = watched.pages(1, &b);
         assert_eq!((watched.usage(), watched.moved()), (3, 1));
-        let left: Vec<_> = watched.pool.layout().to_string().matches("[-1]").map(str::len).collect();
+        let left: Vec<_> =
+            watched.pool.layout().to_string().matches("[-1]").map(str::len).collect();
         assert_eq!(left.len(), 1, "{}", watched.layout());
         let stats = watched.pool.stats();
         assert_eq!((stats.pending_bytes, stats.zombie_bytes, stats.idle_bytes), (PAGE, PAGE, 0));
@@ -331,7 +343,9 @@ fn zombies_are_unmapped_when_their_stream_has_finished_and_not_before() {
         watched.free(one, &other);
         let again = watched.pages(1, &other);
         assert_eq!(watched.pool.stats().zombie_bytes, 0, "{}", watched.layout());
-        for (held, stream) in [(held[1], &stream), (held[3], &stream), (two, &stream), (again, &other)] {
+        for (held, stream) in
+            [(held[1], &stream), (held[3], &stream), (two, &stream), (again, &other)]
+        {
             watched.free(held, stream);
         }
         watched.assert_intact();

@@ -20,51 +20,20 @@ pub(crate) fn create(
     Ok(Extent(handle))
 }
 
-/// Gives a handle up. The memory goes back to the device when no mapping is left.
+/// Gives handles up: the memory of each goes back to the device when no mapping is left. A handle
+/// that the driver will not take back goes to `orphans`, to be given up again later.
 ///
 /// # Safety
-/// The handle came from [`create`] and is given up once; nobody maps it after.
-pub(crate) unsafe fn release(driver: &Driver, extent: Extent) -> Result<(), Failure> {
-    // SAFETY: passed on to the caller.
-    unsafe { driver.cuMemRelease(extent.0) }
-}
-
-/// Extents on their way into a pool: released at drop unless they are taken.
-pub(crate) struct NewExtents<'a> {
-    driver: &'a Driver,
-    extents: Vec<Extent>,
-}
-
-impl<'a> NewExtents<'a> {
-    pub(crate) fn new(driver: &'a Driver) -> Self {
-        Self { driver, extents: Vec::new() }
-    }
-
-    pub(crate) fn create(
-        &mut self,
-        bytes: u64,
-        properties: &CUmemAllocationProp,
-    ) -> Result<(), Failure> {
-        self.extents.push(create(self.driver, bytes, properties)?);
-        Ok(())
-    }
-
-    pub(crate) fn as_slice(&self) -> &[Extent] {
-        &self.extents
-    }
-
-    /// Hands the extents over: from now on the taker releases them.
-    pub(crate) fn take(&mut self) -> Vec<Extent> {
-        std::mem::take(&mut self.extents)
-    }
-}
-
-impl Drop for NewExtents<'_> {
-    fn drop(&mut self) {
-        for extent in self.extents.drain(..) {
-            // SAFETY: created here, not taken, given up once. What cannot be released is lost to
-            // the driver; there is nobody to tell in a drop.
-            let _ = unsafe { release(self.driver, extent) };
+/// The handles came from [`create`], and nobody else maps or gives up any of them.
+pub(crate) unsafe fn release_all(
+    driver: &Driver,
+    extents: impl IntoIterator<Item = Extent>,
+    orphans: &mut Vec<Extent>,
+) {
+    for extent in extents {
+        // SAFETY: a live handle, by the caller's word; one that was released is forgotten here.
+        if unsafe { driver.cuMemRelease(extent.0) }.is_err() {
+            orphans.push(extent);
         }
     }
 }

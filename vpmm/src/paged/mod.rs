@@ -301,15 +301,15 @@ impl Drop for PagedPool {
             .filter(|region| region.state() != State::Hole)
             .map(|region| (region.id(), region.start(), region.bytes()))
             .collect();
+        let mut extents = std::mem::take(&mut space.orphans);
         for (id, start, bytes) in mapped {
             // SAFETY: every region but holes is whole pages that the pool mapped; all work on the
             // device has finished.
             let _ = unsafe { crate::mapping::unmap(driver, start, bytes) };
-            space.chunk_of(id).drain_extents(start, bytes, |extent| {
-                // SAFETY: the pool's own handle, taken out of its table, not used after.
-                let _ = unsafe { crate::physical::release(driver, extent) };
-            });
+            space.chunk_of(id).drain_extents(start, bytes, |extent| extents.push(extent));
         }
+        // SAFETY: the pool's own handles, taken out of its tables; the pool ends here.
+        unsafe { crate::physical::release_all(driver, extents, &mut Vec::new()) };
         let events: Vec<Event> = space.timelines.drain().chain(space.events.drain(..)).collect();
         for event in events {
             // SAFETY: the pool ends here; nobody else has its events.

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::fence::Fence;
 use crate::mapping::NewMappings;
-use crate::physical::{Extent, NewExtents};
+use crate::physical::{self, Extent};
 use crate::region::{Region, State};
 use crate::reservation::Reservation;
 use crate::units::DevicePtr;
@@ -23,6 +23,11 @@ impl PagedPool {
     /// Makes `bytes` contiguous for the caller's stream, by moving free pages and adding new ones.
     pub(super) fn remap(&self, caller: Caller, bytes: u64) -> Result<DevicePtr> {
         let growing = self.lock_growing();
+        let refused = std::mem::take(&mut self.lock_space().orphans);
+        if !refused.is_empty() {
+            let orphans = self.give_back(refused);
+            self.lock_space().orphans.extend(orphans);
+        }
         let mut plan = loop {
             let room = self.room()?;
             let mut space = self.lock_space();
@@ -42,13 +47,12 @@ impl PagedPool {
                 }
             }
         };
-        let result = self.carry_out(&mut plan, caller);
-        let mut space = self.lock_space();
+        let mut new = Vec::new();
+        let result = self.carry_out(&mut plan, caller, &mut new);
         let ptr = match result {
-            Ok(extents) => self.commit(&mut space, plan, extents),
-            Err(unfinished) => return Err(self.give_up(&mut space, plan, unfinished, bytes)),
+            Ok(extents) => self.commit(&mut self.lock_space(), plan, extents),
+            Err(unfinished) => return Err(self.give_up(plan, new, unfinished, bytes)),
         };
-        drop(space);
         drop(growing);
         self.reap_ready();
         Ok(ptr)
@@ -72,17 +76,17 @@ impl PagedPool {
                 new_bytes: bytes,
             }
         };
-        let mut made = NewExtents::new(self.device.driver());
-        let result = self.create(&mut made, bytes).map_err(Unfinished::from);
-        let result = result.and_then(|()| self.map(&plan, made.as_slice()).map(NewMappings::keep));
-        let mut space = self.lock_space();
+        let mut new = Vec::new();
+        let result = self.create(&mut new, bytes).map_err(Unfinished::from);
+        let result = result.and_then(|()| self.map(&plan, &new).map(NewMappings::keep));
         match result {
             Ok(()) => {
-                self.enter_target(&mut space, &mut plan, &made.take());
+                let mut space = self.lock_space();
+                self.enter_target(&mut space, &mut plan, &new);
                 space.set_free(plan.target, Fence::PASSED);
                 Ok(())
             }
-            Err(unfinished) => Err(self.give_up(&mut space, plan, unfinished, bytes)),
+            Err(unfinished) => Err(self.give_up(plan, new, unfinished, bytes)),
         }
     }
 
@@ -109,15 +113,19 @@ impl PagedPool {
     }
 
     /// Everything that the driver has to do for a plan. On failure what it did is undone.
-    fn carry_out(&self, plan: &mut Plan, caller: Caller) -> Result<Vec<Extent>, Unfinished> {
-        let driver = self.device.driver();
-        let mut new = NewExtents::new(driver);
-        if let Err(failure) = self.create(&mut new, plan.new_bytes) {
+    /// Pages that were made are in `new`, whatever the outcome.
+    fn carry_out(
+        &self,
+        plan: &mut Plan,
+        caller: Caller,
+        new: &mut Vec<Extent>,
+    ) -> Result<Vec<Extent>, Unfinished> {
+        if let Err(failure) = self.create(new, plan.new_bytes) {
             if !failure.is_out_of_memory() {
                 return Err(failure.into());
             }
             // The device has no more. What other streams have freed may make up for it.
-            let made = new.as_slice().len() as u64 * self.config.page;
+            let made = new.len() as u64 * self.config.page;
             let missing = plan.new_bytes - made;
             let mut space = self.lock_space();
             let timeline = space.timeline(caller.stream_id);
@@ -134,7 +142,7 @@ impl PagedPool {
                 let chunk = &space.chunks[region.reservation() as usize];
                 chunk.extents(region.start(), region.bytes()).flatten()
             });
-            moved.chain(new.as_slice().iter().copied()).collect()
+            moved.chain(new.iter().copied()).collect()
         };
         let mappings = self.map(plan, &extents)?;
         if let Err(failure) = self.hold_back(plan, caller) {
@@ -142,25 +150,27 @@ impl PagedPool {
             return Err(Unfinished { error: Some(failure), target_is_mapped: undone.is_err() });
         }
         mappings.keep();
-        new.take();
         Ok(extents)
     }
 
     /// Makes pages. Where the device has none left, what the small requests' pool keeps unused is
     /// given back and the page tried once more.
-    fn create(&self, new: &mut NewExtents<'_>, bytes: u64) -> Result<(), Failure> {
+    fn create(&self, new: &mut Vec<Extent>, bytes: u64) -> Result<(), Failure> {
         let properties = self.device.allocation_properties();
         let mut trimmed = false;
         for _ in 0..bytes / self.config.page {
-            let Err(failure) = new.create(self.config.page, &properties) else { continue };
-            if trimmed || !failure.is_out_of_memory() {
-                return Err(failure);
-            }
-            trimmed = true;
-            if let Some(small) = &self.small {
-                small.trim(self.device.driver())?;
-            }
-            new.create(self.config.page, &properties)?;
+            let make = || physical::create(self.device.driver(), self.config.page, &properties);
+            let extent = match make() {
+                Err(failure) if failure.is_out_of_memory() && !trimmed => {
+                    trimmed = true;
+                    if let Some(small) = &self.small {
+                        small.trim(self.device.driver())?;
+                    }
+                    make()?
+                }
+                result => result?,
+            };
+            new.push(extent);
         }
         Ok(())
     }
@@ -246,12 +256,24 @@ impl PagedPool {
     }
 
     /// Puts everything back as it was before the plan, and says what went wrong.
-    fn give_up(&self, space: &mut Space, plan: Plan, unfinished: Unfinished, bytes: u64) -> Error {
+    fn give_up(&self, plan: Plan, new: Vec<Extent>, unfinished: Unfinished, bytes: u64) -> Error {
+        let orphans = self.give_back(new);
+        let mut space = self.lock_space();
+        space.orphans.extend(orphans);
         space.abandon(plan, unfinished.target_is_mapped);
         match unfinished.error {
             Some(failure) if !failure.is_out_of_memory() => failure.about(bytes),
-            _ => self.out_of_memory(space, bytes),
+            _ => self.out_of_memory(&space, bytes),
         }
+    }
+
+    /// Gives pages back to the device that never came into use; returns those that it refused.
+    fn give_back(&self, extents: Vec<Extent>) -> Vec<Extent> {
+        let mut orphans = Vec::new();
+        // SAFETY: pages made for a plan that was given up, or refused before: in no page table,
+        // and this thread's alone.
+        unsafe { physical::release_all(self.device.driver(), extents, &mut orphans) };
+        orphans
     }
 
     pub(super) fn out_of_memory(&self, space: &Space, requested_bytes: u64) -> Error {

@@ -12,6 +12,7 @@ use super::chunk::Chunk;
 use crate::error::Error;
 use crate::event::Event;
 use crate::fence::{Fence, TimelineId, Timelines};
+use crate::physical::Extent;
 use crate::region::{NodeId, Region, RegionMap, State};
 use crate::reservation::Reservation;
 use crate::units::DevicePtr;
@@ -27,6 +28,8 @@ pub(super) struct Space {
     pub(super) events: Vec<Event>,
     /// Streams that zombies wait for, in the order in which they will be asked.
     pub(super) zombie_streams: VecDeque<TimelineId>,
+    /// Pages that the driver would not take back when their plan was given up.
+    pub(super) orphans: Vec<Extent>,
     pub(super) page: u64,
     /// Bytes of extents: what is live, free or in transit.
     pub(super) mapped: u64,
@@ -49,6 +52,7 @@ impl Space {
             chunks: SmallVec::new(),
             events: Vec::new(),
             zombie_streams: VecDeque::new(),
+            orphans: Vec::new(),
             page,
             mapped: 0,
             peak_mapped: 0,
