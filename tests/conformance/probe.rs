@@ -29,17 +29,17 @@ macro_rules! ask {
 
 /// A call that did not succeed.
 #[derive(Clone, Copy, Debug)]
-pub struct Refused {
-    pub call: &'static str,
+pub(crate) struct Refused {
+    pub(crate) call: &'static str,
     /// What it answered; `None` if the driver has no such call.
-    pub code: Option<CUresult>,
+    pub(crate) code: Option<CUresult>,
 }
 
-pub type Asked<T> = Result<T, Refused>;
+pub(crate) type Asked<T> = Result<T, Refused>;
 
 /// Why a row has no answer.
 #[derive(Debug)]
-pub enum Trouble {
+pub(crate) enum Trouble {
     /// A call that only prepares the one in question failed.
     Setup(Refused),
     /// The answer's code is right or wrong, but what it should mean does not hold.
@@ -63,7 +63,7 @@ impl fmt::Display for Trouble {
 }
 
 /// The code that the call in question answered.
-pub fn answer<T>(asked: Asked<T>) -> Result<CUresult, Trouble> {
+pub(crate) fn answer<T>(asked: Asked<T>) -> Result<CUresult, Trouble> {
     match asked {
         Ok(_) => Ok(CUresult::CUDA_SUCCESS),
         Err(Refused { code: Some(code), .. }) => Ok(code),
@@ -72,28 +72,28 @@ pub fn answer<T>(asked: Asked<T>) -> Result<CUresult, Trouble> {
 }
 
 /// Says in words what should have held.
-pub fn ensure(holds: bool, what: &str) -> Result<(), Trouble> {
+pub(crate) fn ensure(holds: bool, what: &str) -> Result<(), Trouble> {
     if holds { Ok(()) } else { Err(Trouble::Fact(format!("not so: {what}"))) }
 }
 
-pub const LEGACY: CUstream = CU_STREAM_LEGACY;
-pub const PER_THREAD: CUstream = CU_STREAM_PER_THREAD;
-pub const BLOCKING: u32 = CUstream_flags::CU_STREAM_DEFAULT.0;
-pub const NON_BLOCKING: u32 = CUstream_flags::CU_STREAM_NON_BLOCKING.0;
-pub const GLOBAL: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
-pub const THREAD_LOCAL: CUstreamCaptureMode =
+pub(crate) const LEGACY: CUstream = CU_STREAM_LEGACY;
+pub(crate) const PER_THREAD: CUstream = CU_STREAM_PER_THREAD;
+pub(crate) const BLOCKING: u32 = CUstream_flags::CU_STREAM_DEFAULT.0;
+pub(crate) const NON_BLOCKING: u32 = CUstream_flags::CU_STREAM_NON_BLOCKING.0;
+pub(crate) const GLOBAL: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+pub(crate) const THREAD_LOCAL: CUstreamCaptureMode =
     CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-pub const RELAXED: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+pub(crate) const RELAXED: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
 const POSIX_FD: CUmemAllocationHandleType =
     CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
 /// A device with its primary context current and the tests' kernels loaded.
-pub struct Target<'a> {
-    pub driver: &'a Driver,
-    pub device: CUdevice,
-    pub context: CUcontext,
+pub(crate) struct Target<'a> {
+    pub(crate) driver: &'a Driver,
+    pub(crate) device: CUdevice,
+    pub(crate) context: CUcontext,
     /// The granule: 2 MiB on every GPU so far.
-    pub granule: u64,
+    pub(crate) granule: u64,
     module: CUmodule,
     spin: CUfunction,
     fill: CUfunction,
@@ -102,7 +102,7 @@ pub struct Target<'a> {
 
 impl<'a> Target<'a> {
     /// The first device of a driver.
-    pub fn open(driver: &'a Driver) -> Asked<Self> {
+    pub(crate) fn open(driver: &'a Driver) -> Asked<Self> {
         ask!(driver, cuInit(0))?;
         let mut device = 0;
         ask!(driver, cuDeviceGet(&mut device, 0))?;
@@ -143,8 +143,19 @@ impl<'a> Target<'a> {
         probe.sync()
     }
 
+    fn visitor(&self) -> Visitor<'a> {
+        let handles = [
+            self.context as usize,
+            self.module as usize,
+            self.spin as usize,
+            self.fill as usize,
+            self.check as usize,
+        ];
+        Visitor { driver: self.driver, device: self.device, granule: self.granule, handles }
+    }
+
     /// Gives the context back.
-    pub fn close(self) -> Asked<()> {
+    pub(crate) fn close(self) -> Asked<()> {
         ask!(self.driver, cuModuleUnload(self.module))?;
         ask!(self.driver, cuCtxSetCurrent(ptr::null_mut()))?;
         ask!(self.driver, cuDevicePrimaryCtxRelease_v2(self.device))
@@ -152,7 +163,7 @@ impl<'a> Target<'a> {
 }
 
 /// Memory on a device, not exportable.
-pub fn properties(device: c_int) -> CUmemAllocationProp {
+pub(crate) fn properties(device: c_int) -> CUmemAllocationProp {
     CUmemAllocationProp {
         type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
         location: on(device),
@@ -162,6 +173,50 @@ pub fn properties(device: c_int) -> CUmemAllocationProp {
 
 fn on(device: c_int) -> CUmemLocation {
     CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device }
+}
+
+/// Asks a question from a new thread on which the target's context is current.
+///
+/// Handles are the driver's, which may be used from any thread; raw pointers only keep the
+/// compiler from knowing it, so the context travels as a number.
+pub(crate) fn on_another_thread<T: Send>(
+    target: &Target<'_>,
+    question: impl FnOnce(&Probe<'_>) -> Asked<T> + Send,
+) -> Asked<T> {
+    let visitor = target.visitor();
+    std::thread::scope(|scope| {
+        let asked = scope.spawn(move || {
+            let target = visitor.arrive();
+            let probe = Probe::new(&target);
+            probe.set_context(target.context)?;
+            question(&probe)
+        });
+        asked.join().expect("the question does not panic")
+    })
+}
+
+/// A [`Target`] on its way to another thread: handles as numbers.
+struct Visitor<'a> {
+    driver: &'a Driver,
+    device: CUdevice,
+    granule: u64,
+    handles: [usize; 5],
+}
+
+impl<'a> Visitor<'a> {
+    fn arrive(self) -> Target<'a> {
+        let [context, module, spin, fill, check] = self.handles;
+        Target {
+            driver: self.driver,
+            device: self.device,
+            context: context as CUcontext,
+            granule: self.granule,
+            module: module as CUmodule,
+            spin: spin as CUfunction,
+            fill: fill as CUfunction,
+            check: check as CUfunction,
+        }
+    }
 }
 
 /// What a row made and must not leave behind.
@@ -178,20 +233,20 @@ struct Made {
 }
 
 /// One row's use of a [`Target`].
-pub struct Probe<'t> {
-    pub target: &'t Target<'t>,
+pub(crate) struct Probe<'t> {
+    pub(crate) target: &'t Target<'t>,
     /// The granule in bytes.
-    pub g: u64,
+    pub(crate) g: u64,
     made: RefCell<Made>,
 }
 
 /// A kernel that spins until it is let go, at the latest when the row ends.
-pub struct Hold {
+pub(crate) struct Hold {
     flag: u64,
 }
 
 impl Hold {
-    pub fn release(self) {
+    pub(crate) fn release(self) {
         let_go(self.flag);
     }
 }
@@ -209,28 +264,28 @@ fn forget<T: PartialEq>(list: &mut Vec<T>, item: &T) {
 }
 
 impl<'t> Probe<'t> {
-    pub fn new(target: &'t Target<'t>) -> Self {
+    pub(crate) fn new(target: &'t Target<'t>) -> Self {
         Self { target, g: target.granule, made: RefCell::default() }
     }
 
-    pub fn driver(&self) -> &'t Driver {
+    pub(crate) fn driver(&self) -> &'t Driver {
         self.target.driver
     }
 
     // Addresses
 
-    pub fn reserve(&self, bytes: u64) -> Asked<u64> {
+    pub(crate) fn reserve(&self, bytes: u64) -> Asked<u64> {
         self.reserve_with(bytes, 0, 0, 0)
     }
 
-    pub fn reserve_with(&self, bytes: u64, align: u64, hint: u64, flags: u64) -> Asked<u64> {
+    pub(crate) fn reserve_with(&self, bytes: u64, align: u64, hint: u64, flags: u64) -> Asked<u64> {
         let (mut at, bytes_) = (0, bytes as usize);
         ask!(self.driver(), cuMemAddressReserve(&mut at, bytes_, align as usize, hint, flags))?;
         self.made.borrow_mut().reservations.push((at, bytes));
         Ok(at)
     }
 
-    pub fn unreserve(&self, at: u64, bytes: u64) -> Asked<()> {
+    pub(crate) fn unreserve(&self, at: u64, bytes: u64) -> Asked<()> {
         ask!(self.driver(), cuMemAddressFree(at, bytes as usize))?;
         forget(&mut self.made.borrow_mut().reservations, &(at, bytes));
         Ok(())
@@ -238,37 +293,42 @@ impl<'t> Probe<'t> {
 
     // Physical memory
 
-    pub fn create(&self, bytes: u64) -> Asked<u64> {
+    pub(crate) fn create(&self, bytes: u64) -> Asked<u64> {
         self.create_with(bytes, &properties(self.target.device), 0)
     }
 
-    pub fn create_exportable(&self, bytes: u64) -> Asked<u64> {
+    pub(crate) fn create_exportable(&self, bytes: u64) -> Asked<u64> {
         let mut prop = properties(self.target.device);
         prop.requestedHandleTypes = POSIX_FD;
         self.create_with(bytes, &prop, 0)
     }
 
-    pub fn create_with(&self, bytes: u64, prop: &CUmemAllocationProp, flags: u64) -> Asked<u64> {
+    pub(crate) fn create_with(
+        &self,
+        bytes: u64,
+        prop: &CUmemAllocationProp,
+        flags: u64,
+    ) -> Asked<u64> {
         let mut handle = 0;
         ask!(self.driver(), cuMemCreate(&mut handle, bytes as usize, prop, flags))?;
         self.made.borrow_mut().handles.push(handle);
         Ok(handle)
     }
 
-    pub fn release(&self, handle: u64) -> Asked<()> {
+    pub(crate) fn release(&self, handle: u64) -> Asked<()> {
         ask!(self.driver(), cuMemRelease(handle))?;
         forget(&mut self.made.borrow_mut().handles, &handle);
         Ok(())
     }
 
-    pub fn retain(&self, at: u64) -> Asked<u64> {
+    pub(crate) fn retain(&self, at: u64) -> Asked<u64> {
         let mut handle = 0;
         ask!(self.driver(), cuMemRetainAllocationHandle(&mut handle, at as *mut c_void))?;
         self.made.borrow_mut().handles.push(handle);
         Ok(handle)
     }
 
-    pub fn export(&self, handle: u64) -> Asked<OwnedFd> {
+    pub(crate) fn export(&self, handle: u64) -> Asked<OwnedFd> {
         let mut fd: c_int = -1;
         let to = ptr::from_mut(&mut fd).cast();
         ask!(self.driver(), cuMemExportToShareableHandle(to, handle, POSIX_FD, 0))?;
@@ -276,18 +336,18 @@ impl<'t> Probe<'t> {
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
-    pub fn import(&self, fd: &OwnedFd) -> Asked<u64> {
+    pub(crate) fn import(&self, fd: &OwnedFd) -> Asked<u64> {
         self.import_raw(fd.as_raw_fd())
     }
 
-    pub fn import_raw(&self, fd: c_int) -> Asked<u64> {
+    pub(crate) fn import_raw(&self, fd: c_int) -> Asked<u64> {
         let (mut handle, fd) = (0, fd as usize as *mut c_void);
         ask!(self.driver(), cuMemImportFromShareableHandle(&mut handle, fd, POSIX_FD))?;
         self.made.borrow_mut().handles.push(handle);
         Ok(handle)
     }
 
-    pub fn handle_properties(&self, handle: u64) -> Asked<CUmemAllocationProp> {
+    pub(crate) fn handle_properties(&self, handle: u64) -> Asked<CUmemAllocationProp> {
         let mut prop = CUmemAllocationProp::default();
         ask!(self.driver(), cuMemGetAllocationPropertiesFromHandle(&mut prop, handle))?;
         Ok(prop)
@@ -295,22 +355,29 @@ impl<'t> Probe<'t> {
 
     // Mappings
 
-    pub fn map(&self, at: u64, bytes: u64, offset: u64, handle: u64) -> Asked<()> {
+    pub(crate) fn map(&self, at: u64, bytes: u64, offset: u64, handle: u64) -> Asked<()> {
         self.map_with(at, bytes, offset, handle, 0)
     }
 
-    pub fn map_with(&self, at: u64, bytes: u64, offset: u64, handle: u64, flags: u64) -> Asked<()> {
+    pub(crate) fn map_with(
+        &self,
+        at: u64,
+        bytes: u64,
+        offset: u64,
+        handle: u64,
+        flags: u64,
+    ) -> Asked<()> {
         ask!(self.driver(), cuMemMap(at, bytes as usize, offset as usize, handle, flags))?;
         self.made.borrow_mut().mappings.push((at, bytes));
         Ok(())
     }
 
-    pub fn set_access(&self, at: u64, bytes: u64) -> Asked<()> {
+    pub(crate) fn set_access(&self, at: u64, bytes: u64) -> Asked<()> {
         let read_write = CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
         self.set_access_of(at, bytes, self.target.device, read_write)
     }
 
-    pub fn set_access_of(
+    pub(crate) fn set_access_of(
         &self,
         at: u64,
         bytes: u64,
@@ -322,13 +389,13 @@ impl<'t> Probe<'t> {
     }
 
     /// The access of the target's device to the mapping at an address.
-    pub fn access(&self, at: u64) -> Asked<u64> {
+    pub(crate) fn access(&self, at: u64) -> Asked<u64> {
         let (mut flags, location) = (0, on(self.target.device));
         ask!(self.driver(), cuMemGetAccess(&mut flags, &location, at))?;
         Ok(flags)
     }
 
-    pub fn unmap(&self, at: u64, bytes: u64) -> Asked<()> {
+    pub(crate) fn unmap(&self, at: u64, bytes: u64) -> Asked<()> {
         ask!(self.driver(), cuMemUnmap(at, bytes as usize))?;
         let end = at + bytes;
         self.made.borrow_mut().mappings.retain(|&(start, size)| start < at || start + size > end);
@@ -336,7 +403,7 @@ impl<'t> Probe<'t> {
     }
 
     /// Reserves room and maps one new handle of each size there, side by side, with access.
-    pub fn open(&self, sizes: &[u64]) -> Asked<u64> {
+    pub(crate) fn open(&self, sizes: &[u64]) -> Asked<u64> {
         let total = sizes.iter().sum();
         let start = self.reserve(total)?;
         let mut at = start;
@@ -349,20 +416,20 @@ impl<'t> Probe<'t> {
     }
 
     /// Maps a handle at a fresh address, with access.
-    pub fn map_anew(&self, handle: u64, bytes: u64) -> Asked<u64> {
+    pub(crate) fn map_anew(&self, handle: u64, bytes: u64) -> Asked<u64> {
         let at = self.reserve(bytes)?;
         self.map(at, bytes, 0, handle)?;
         self.set_access(at, bytes)?;
         Ok(at)
     }
 
-    pub fn address_range(&self, at: u64) -> Asked<(u64, u64)> {
+    pub(crate) fn address_range(&self, at: u64) -> Asked<(u64, u64)> {
         let (mut base, mut size) = (0, 0);
         ask!(self.driver(), cuMemGetAddressRange_v2(&mut base, &mut size, at))?;
         Ok((base, size as u64))
     }
 
-    pub fn pointer_u64(&self, at: u64, attribute: CUpointer_attribute) -> Asked<u64> {
+    pub(crate) fn pointer_u64(&self, at: u64, attribute: CUpointer_attribute) -> Asked<u64> {
         let mut value = 0u64;
         let to = ptr::from_mut(&mut value).cast();
         ask!(self.driver(), cuPointerGetAttribute(to, attribute, at))?;
@@ -371,33 +438,33 @@ impl<'t> Probe<'t> {
 
     // Allocation
 
-    pub fn alloc(&self, bytes: u64) -> Asked<u64> {
+    pub(crate) fn alloc(&self, bytes: u64) -> Asked<u64> {
         let mut at = 0;
         ask!(self.driver(), cuMemAlloc_v2(&mut at, bytes as usize))?;
         self.made.borrow_mut().allocations.push(at);
         Ok(at)
     }
 
-    pub fn free(&self, at: u64) -> Asked<()> {
+    pub(crate) fn free(&self, at: u64) -> Asked<()> {
         ask!(self.driver(), cuMemFree_v2(at))?;
         forget(&mut self.made.borrow_mut().allocations, &at);
         Ok(())
     }
 
-    pub fn alloc_async(&self, bytes: u64, stream: CUstream) -> Asked<u64> {
+    pub(crate) fn alloc_async(&self, bytes: u64, stream: CUstream) -> Asked<u64> {
         let mut at = 0;
         ask!(self.driver(), cuMemAllocAsync(&mut at, bytes as usize, stream))?;
         self.made.borrow_mut().allocations.push(at);
         Ok(at)
     }
 
-    pub fn free_async(&self, at: u64, stream: CUstream) -> Asked<()> {
+    pub(crate) fn free_async(&self, at: u64, stream: CUstream) -> Asked<()> {
         ask!(self.driver(), cuMemFreeAsync(at, stream))?;
         forget(&mut self.made.borrow_mut().allocations, &at);
         Ok(())
     }
 
-    pub fn pool(&self) -> Asked<CUmemoryPool> {
+    pub(crate) fn pool(&self) -> Asked<CUmemoryPool> {
         let props = CUmemPoolProps {
             allocType: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
             location: on(self.target.device),
@@ -409,131 +476,132 @@ impl<'t> Probe<'t> {
         Ok(pool)
     }
 
-    pub fn pool_destroy(&self, pool: CUmemoryPool) -> Asked<()> {
+    pub(crate) fn pool_destroy(&self, pool: CUmemoryPool) -> Asked<()> {
         ask!(self.driver(), cuMemPoolDestroy(pool))?;
         forget(&mut self.made.borrow_mut().pools, &pool);
         Ok(())
     }
 
-    pub fn default_pool(&self) -> Asked<CUmemoryPool> {
+    pub(crate) fn default_pool(&self) -> Asked<CUmemoryPool> {
         let mut pool = ptr::null_mut();
         ask!(self.driver(), cuDeviceGetDefaultMemPool(&mut pool, self.target.device))?;
         Ok(pool)
     }
 
-    pub fn alloc_from(&self, pool: CUmemoryPool, bytes: u64, stream: CUstream) -> Asked<u64> {
+    pub(crate) fn alloc_from(
+        &self,
+        pool: CUmemoryPool,
+        bytes: u64,
+        stream: CUstream,
+    ) -> Asked<u64> {
         let mut at = 0;
         ask!(self.driver(), cuMemAllocFromPoolAsync(&mut at, bytes as usize, pool, stream))?;
         self.made.borrow_mut().allocations.push(at);
         Ok(at)
     }
 
-    pub fn pool_u64(&self, pool: CUmemoryPool, attribute: CUmemPool_attribute) -> Asked<u64> {
+    pub(crate) fn pool_u64(
+        &self,
+        pool: CUmemoryPool,
+        attribute: CUmemPool_attribute,
+    ) -> Asked<u64> {
         let mut value = 0u64;
         let to = ptr::from_mut(&mut value).cast();
         ask!(self.driver(), cuMemPoolGetAttribute(pool, attribute, to))?;
         Ok(value)
     }
 
-    pub fn pool_trim(&self, pool: CUmemoryPool, keep_bytes: u64) -> Asked<()> {
+    pub(crate) fn pool_trim(&self, pool: CUmemoryPool, keep_bytes: u64) -> Asked<()> {
         ask!(self.driver(), cuMemPoolTrimTo(pool, keep_bytes as usize))
-    }
-
-    pub fn pool_export(&self, pool: CUmemoryPool) -> Asked<OwnedFd> {
-        let mut fd: c_int = -1;
-        let to = ptr::from_mut(&mut fd).cast();
-        ask!(self.driver(), cuMemPoolExportToShareableHandle(to, pool, POSIX_FD, 0))?;
-        // SAFETY: the driver made a new descriptor for us, which nothing else owns.
-        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
     // Streams and events
 
-    pub fn stream(&self, flags: u32) -> Asked<CUstream> {
+    pub(crate) fn stream(&self, flags: u32) -> Asked<CUstream> {
         let mut stream = ptr::null_mut();
         ask!(self.driver(), cuStreamCreate(&mut stream, flags))?;
         self.made.borrow_mut().streams.push(stream);
         Ok(stream)
     }
 
-    pub fn stream_destroy(&self, stream: CUstream) -> Asked<()> {
+    pub(crate) fn stream_destroy(&self, stream: CUstream) -> Asked<()> {
         ask!(self.driver(), cuStreamDestroy_v2(stream))?;
         forget(&mut self.made.borrow_mut().streams, &stream);
         Ok(())
     }
 
-    pub fn stream_query(&self, stream: CUstream) -> Asked<()> {
+    pub(crate) fn stream_query(&self, stream: CUstream) -> Asked<()> {
         ask!(self.driver(), cuStreamQuery(stream))
     }
 
-    pub fn stream_sync(&self, stream: CUstream) -> Asked<()> {
+    pub(crate) fn stream_sync(&self, stream: CUstream) -> Asked<()> {
         ask!(self.driver(), cuStreamSynchronize(stream))
     }
 
-    pub fn stream_id(&self, stream: CUstream) -> Asked<u64> {
+    pub(crate) fn stream_id(&self, stream: CUstream) -> Asked<u64> {
         let mut id = 0;
         ask!(self.driver(), cuStreamGetId(stream, &mut id))?;
         Ok(id)
     }
 
-    pub fn stream_flags(&self, stream: CUstream) -> Asked<u32> {
+    pub(crate) fn stream_flags(&self, stream: CUstream) -> Asked<u32> {
         let mut flags: c_uint = 0;
         ask!(self.driver(), cuStreamGetFlags(stream, &mut flags))?;
         Ok(flags)
     }
 
-    pub fn stream_context(&self, stream: CUstream) -> Asked<CUcontext> {
+    pub(crate) fn stream_context(&self, stream: CUstream) -> Asked<CUcontext> {
         let mut context = ptr::null_mut();
         ask!(self.driver(), cuStreamGetCtx(stream, &mut context))?;
         Ok(context)
     }
 
-    pub fn write_value(&self, stream: CUstream, at: u64, value: u64) -> Asked<()> {
+    pub(crate) fn write_value(&self, stream: CUstream, at: u64, value: u64) -> Asked<()> {
         ask!(self.driver(), cuStreamWriteValue64_v2(stream, at, value, 0))
     }
 
-    pub fn sync(&self) -> Asked<()> {
+    pub(crate) fn sync(&self) -> Asked<()> {
         ask!(self.driver(), cuCtxSynchronize())
     }
 
-    pub fn set_context(&self, context: CUcontext) -> Asked<()> {
+    pub(crate) fn set_context(&self, context: CUcontext) -> Asked<()> {
         ask!(self.driver(), cuCtxSetCurrent(context))
     }
 
-    pub fn event(&self) -> Asked<CUevent> {
+    pub(crate) fn event(&self) -> Asked<CUevent> {
         self.event_with(CUevent_flags::CU_EVENT_DISABLE_TIMING.0)
     }
 
-    pub fn event_with(&self, flags: u32) -> Asked<CUevent> {
+    pub(crate) fn event_with(&self, flags: u32) -> Asked<CUevent> {
         let mut event = ptr::null_mut();
         ask!(self.driver(), cuEventCreate(&mut event, flags))?;
         self.made.borrow_mut().events.push(event);
         Ok(event)
     }
 
-    pub fn event_destroy(&self, event: CUevent) -> Asked<()> {
+    pub(crate) fn event_destroy(&self, event: CUevent) -> Asked<()> {
         ask!(self.driver(), cuEventDestroy_v2(event))?;
         forget(&mut self.made.borrow_mut().events, &event);
         Ok(())
     }
 
-    pub fn record(&self, event: CUevent, stream: CUstream) -> Asked<()> {
+    pub(crate) fn record(&self, event: CUevent, stream: CUstream) -> Asked<()> {
         ask!(self.driver(), cuEventRecord(event, stream))
     }
 
-    pub fn query(&self, event: CUevent) -> Asked<()> {
+    pub(crate) fn query(&self, event: CUevent) -> Asked<()> {
         ask!(self.driver(), cuEventQuery(event))
     }
 
-    pub fn event_sync(&self, event: CUevent) -> Asked<()> {
+    pub(crate) fn event_sync(&self, event: CUevent) -> Asked<()> {
         ask!(self.driver(), cuEventSynchronize(event))
     }
 
-    pub fn wait(&self, stream: CUstream, event: CUevent) -> Asked<()> {
+    pub(crate) fn wait(&self, stream: CUstream, event: CUevent) -> Asked<()> {
         ask!(self.driver(), cuStreamWaitEvent(stream, event, 0))
     }
 
-    pub fn elapsed(&self, start: CUevent, end: CUevent) -> Asked<f32> {
+    pub(crate) fn elapsed(&self, start: CUevent, end: CUevent) -> Asked<f32> {
         let mut milliseconds = 0.0;
         ask!(self.driver(), cuEventElapsedTime(&mut milliseconds, start, end))?;
         Ok(milliseconds)
@@ -541,11 +609,11 @@ impl<'t> Probe<'t> {
 
     // Capture
 
-    pub fn begin_capture(&self, stream: CUstream, mode: CUstreamCaptureMode) -> Asked<()> {
+    pub(crate) fn begin_capture(&self, stream: CUstream, mode: CUstreamCaptureMode) -> Asked<()> {
         ask!(self.driver(), cuStreamBeginCapture_v2(stream, mode))
     }
 
-    pub fn end_capture(&self, stream: CUstream) -> Asked<()> {
+    pub(crate) fn end_capture(&self, stream: CUstream) -> Asked<()> {
         let mut graph = ptr::null_mut();
         let ended = ask!(self.driver(), cuStreamEndCapture(stream, &mut graph));
         if !graph.is_null() {
@@ -554,14 +622,17 @@ impl<'t> Probe<'t> {
         ended
     }
 
-    pub fn capture_status(&self, stream: CUstream) -> Asked<CUstreamCaptureStatus> {
+    pub(crate) fn capture_status(&self, stream: CUstream) -> Asked<CUstreamCaptureStatus> {
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         ask!(self.driver(), cuStreamIsCapturing(stream, &mut status))?;
         Ok(status)
     }
 
     /// Sets this thread's capture mode and returns the one before.
-    pub fn exchange_mode(&self, mut mode: CUstreamCaptureMode) -> Asked<CUstreamCaptureMode> {
+    pub(crate) fn exchange_mode(
+        &self,
+        mut mode: CUstreamCaptureMode,
+    ) -> Asked<CUstreamCaptureMode> {
         ask!(self.driver(), cuThreadExchangeStreamCaptureMode(&mut mode))?;
         Ok(mode)
     }
@@ -569,16 +640,16 @@ impl<'t> Probe<'t> {
     // Device work
 
     /// `words` 32-bit words of one value.
-    pub fn set32(&self, at: u64, value: u32, words: u64, stream: CUstream) -> Asked<()> {
+    pub(crate) fn set32(&self, at: u64, value: u32, words: u64, stream: CUstream) -> Asked<()> {
         ask!(self.driver(), cuMemsetD32Async(at, value, words as usize, stream))
     }
 
-    pub fn copy(&self, to: u64, from: u64, bytes: u64, stream: CUstream) -> Asked<()> {
+    pub(crate) fn copy(&self, to: u64, from: u64, bytes: u64, stream: CUstream) -> Asked<()> {
         ask!(self.driver(), cuMemcpyDtoDAsync_v2(to, from, bytes as usize, stream))
     }
 
     /// One 32-bit word, once the stream's work so far is done.
-    pub fn read32(&self, at: u64, stream: CUstream) -> Asked<u32> {
+    pub(crate) fn read32(&self, at: u64, stream: CUstream) -> Asked<u32> {
         let mut word = 0u32;
         let to = ptr::from_mut(&mut word).cast();
         let copied = ask!(self.driver(), cuMemcpyDtoHAsync_v2(to, at, 4, stream));
@@ -615,12 +686,12 @@ impl<'t> Probe<'t> {
     }
 
     /// Writes the tests' pattern to 8-byte words.
-    pub fn fill(&self, at: u64, words: u64, seed: u64, stream: CUstream) -> Asked<()> {
+    pub(crate) fn fill(&self, at: u64, words: u64, seed: u64, stream: CUstream) -> Asked<()> {
         self.launch(self.target.fill, 8, 128, &mut [at, words, 1, seed], stream)
     }
 
     /// Adds the number of words that are not the tests' pattern to the word at `errors`.
-    pub fn check(
+    pub(crate) fn check(
         &self,
         at: u64,
         words: u64,
@@ -632,7 +703,7 @@ impl<'t> Probe<'t> {
     }
 
     /// Page-locked host memory that the device sees at the same address, all 0.
-    pub fn host_words(&self, words: usize) -> Asked<u64> {
+    pub(crate) fn host_words(&self, words: usize) -> Asked<u64> {
         let mut at = ptr::null_mut();
         let flags = CU_MEMHOSTALLOC_DEVICEMAP | CU_MEMHOSTALLOC_PORTABLE;
         ask!(self.driver(), cuMemHostAlloc(&mut at, words * 8, flags))?;
@@ -643,7 +714,7 @@ impl<'t> Probe<'t> {
     }
 
     /// Makes the stream busy until the hold is released.
-    pub fn hold(&self, stream: CUstream) -> Asked<Hold> {
+    pub(crate) fn hold(&self, stream: CUstream) -> Asked<Hold> {
         let flag = self.host_words(1)?;
         self.launch(self.target.spin, 1, 1, &mut [flag], stream)?;
         Ok(Hold { flag })
@@ -653,7 +724,7 @@ impl<'t> Probe<'t> {
     ///
     /// # Safety
     /// `function` must be safe to call once with `data` from another thread.
-    pub unsafe fn host_function(
+    pub(crate) unsafe fn host_function(
         &self,
         stream: CUstream,
         function: unsafe extern "C" fn(*mut c_void),
@@ -663,7 +734,7 @@ impl<'t> Probe<'t> {
     }
 
     /// Gives back everything that was made and still exists. The first call that fails.
-    pub fn clean_up(&self) -> Asked<()> {
+    pub(crate) fn clean_up(&self) -> Asked<()> {
         let made = self.made.take();
         let driver = self.driver();
         let mut first = Ok(());

@@ -2,7 +2,7 @@
 
 use super::*;
 
-pub fn rows() -> Vec<Row> {
+pub(crate) fn rows() -> Vec<Row> {
     vec![
         row("reserve: one granule", SUCCESS, |p| answer(p.reserve(p.g))),
         row("reserve: 1 TiB", SUCCESS, |p| answer(p.reserve(TIB))),

@@ -8,29 +8,29 @@ mod physical;
 mod pools;
 mod streams;
 
-pub use cuda_sys::types::*;
+pub(crate) use cuda_sys::types::*;
 
-pub use crate::probe::*;
+pub(crate) use crate::probe::*;
 
 /// Where a row may be asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Where {
+pub(crate) enum Where {
     Everywhere,
     /// A real driver crashes or is undefined here; the simulator must report misuse.
     SimulatorOnly,
 }
 
 /// One call with the answers that are right.
-pub struct Row {
-    pub name: &'static str,
+pub(crate) struct Row {
+    pub(crate) name: &'static str,
     /// One code, or several where the driver's documentation leaves it open.
-    pub expect: &'static [CUresult],
-    pub asked: Where,
+    pub(crate) expect: &'static [CUresult],
+    pub(crate) asked: Where,
     /// Prepares the call, makes it and returns its code.
-    pub run: fn(&Probe<'_>) -> Answer,
+    pub(crate) run: fn(&Probe<'_>) -> Answer,
 }
 
-pub type Answer = Result<CUresult, Trouble>;
+pub(crate) type Answer = Result<CUresult, Trouble>;
 
 const fn row(
     name: &'static str,
@@ -62,7 +62,7 @@ const GIB: u64 = 1 << 30;
 const TIB: u64 = 1 << 40;
 
 /// Every row.
-pub fn all() -> Vec<Row> {
+pub(crate) fn all() -> Vec<Row> {
     [
         addresses::rows(),
         physical::rows(),

@@ -2,7 +2,7 @@
 
 use super::*;
 
-pub fn rows() -> Vec<Row> {
+pub(crate) fn rows() -> Vec<Row> {
     vec![
         row("create: one granule", SUCCESS, |p| answer(p.create(p.g))),
         row("create: size 0", INVALID_VALUE, |p| answer(p.create(0))),

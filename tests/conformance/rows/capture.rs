@@ -1,0 +1,172 @@
+//! Calls while a stream captures.
+
+use super::*;
+
+const UNSUPPORTED: &[CUresult] = &[CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED];
+const INVALIDATED: &[CUresult] = &[CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED];
+const ACTIVE: CUstreamCaptureStatus = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE;
+
+pub(crate) fn rows() -> Vec<Row> {
+    vec![
+        row("capture: begin, work, end", SUCCESS, |p| {
+            let at = p.open(&[p.g])?;
+            let stream = capturing(p, GLOBAL)?;
+            ensure(p.capture_status(stream)? == ACTIVE, "the stream is capturing")?;
+            p.set32(at, 1, 4, stream)?;
+            answer(p.end_capture(stream))
+        }),
+        row("capture: captured work does not run", SUCCESS, |p| {
+            let reader = p.stream(NON_BLOCKING)?;
+            let at = p.open(&[p.g])?;
+            p.set32(at, 3, 4, reader)?;
+            p.stream_sync(reader)?;
+            let stream = capturing(p, RELAXED)?;
+            p.set32(at, 4, 4, stream)?;
+            let code = answer(p.end_capture(stream))?;
+            ensure(p.read32(at, reader)? == 3, "the bytes are the old ones")?;
+            Ok(code)
+        }),
+        row("capture, global: create", SUCCESS, |p| {
+            let stream = capturing(p, GLOBAL)?;
+            unharmed(p, stream, answer(p.create(p.g)))
+        }),
+        row("capture, global: map, set access, unmap", SUCCESS, |p| {
+            let stream = capturing(p, GLOBAL)?;
+            let at = p.open(&[p.g])?;
+            unharmed(p, stream, answer(p.unmap(at, p.g)))
+        }),
+        row("capture, global: record an event on another stream", SUCCESS, |p| {
+            let (event, other) = (p.event()?, p.stream(NON_BLOCKING)?);
+            let stream = capturing(p, GLOBAL)?;
+            unharmed(p, stream, answer(p.record(event, other)))
+        }),
+        row("capture, global: query an event", UNSUPPORTED, |p| {
+            let event = p.event()?;
+            let _stream = capturing(p, GLOBAL)?;
+            answer(p.query(event))
+        }),
+        row("capture, global: querying an event invalidates the capture", INVALIDATED, |p| {
+            let event = p.event()?;
+            let stream = capturing(p, GLOBAL)?;
+            answer(p.query(event))?;
+            answer(p.end_capture(stream))
+        }),
+        row("capture, global: query an event in relaxed thread mode", SUCCESS, |p| {
+            let event = p.event()?;
+            let stream = capturing(p, GLOBAL)?;
+            let before = p.exchange_mode(RELAXED)?;
+            let code = answer(p.query(event));
+            p.exchange_mode(before)?;
+            unharmed(p, stream, code)
+        }),
+        row("capture, global: query an event from another thread", UNSUPPORTED, |p| {
+            let _stream = capturing(p, GLOBAL)?;
+            answer(on_another_thread(p.target, |p| p.query(p.event()?)))
+        }),
+        row("capture, thread-local: query an event", UNSUPPORTED, |p| {
+            let event = p.event()?;
+            let _stream = capturing(p, THREAD_LOCAL)?;
+            answer(p.query(event))
+        }),
+        row("capture, thread-local: query an event from another thread", SUCCESS, |p| {
+            let stream = capturing(p, THREAD_LOCAL)?;
+            let code = answer(on_another_thread(p.target, |p| {
+                let before = p.exchange_mode(RELAXED)?;
+                let event = p.event();
+                p.exchange_mode(before)?;
+                p.query(event?)
+            }));
+            unharmed(p, stream, code)
+        }),
+        row("capture, relaxed: query an event", SUCCESS, |p| {
+            let event = p.event()?;
+            let stream = capturing(p, RELAXED)?;
+            unharmed(p, stream, answer(p.query(event)))
+        }),
+        row(
+            "capture: query an event recorded in it",
+            &[CUresult::CUDA_ERROR_CAPTURED_EVENT],
+            |p| {
+                let event = p.event()?;
+                let stream = capturing(p, RELAXED)?;
+                p.record(event, stream)?;
+                answer(p.query(event))
+            },
+        ),
+        row("capture: query the capturing stream", UNSUPPORTED, |p| {
+            let stream = capturing(p, RELAXED)?;
+            answer(p.stream_query(stream))
+        }),
+        row("capture: synchronize the capturing stream", UNSUPPORTED, |p| {
+            let stream = capturing(p, RELAXED)?;
+            answer(p.stream_sync(stream))
+        }),
+        row(
+            "capture: use the legacy stream while a blocking stream captures",
+            &[CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT],
+            |p| {
+                let at = p.open(&[p.g])?;
+                let stream = p.stream(BLOCKING)?;
+                p.begin_capture(stream, RELAXED)?;
+                answer(p.set32(at, 1, 4, LEGACY))
+            },
+        ),
+        row("capture: of the legacy stream", UNSUPPORTED, |p| {
+            answer(p.begin_capture(LEGACY, RELAXED))
+        }),
+        row(
+            "capture: begin twice",
+            &[CUresult::CUDA_ERROR_ILLEGAL_STATE, CUresult::CUDA_ERROR_INVALID_VALUE],
+            |p| {
+                let stream = capturing(p, RELAXED)?;
+                answer(p.begin_capture(stream, RELAXED))
+            },
+        ),
+        row(
+            "capture: end what did not begin",
+            &[CUresult::CUDA_ERROR_ILLEGAL_STATE, CUresult::CUDA_ERROR_INVALID_VALUE],
+            |p| answer(p.end_capture(p.stream(NON_BLOCKING)?)),
+        ),
+        row("capture: another stream joins by an event and comes back", SUCCESS, |p| {
+            let (out, back) = (p.event()?, p.event()?);
+            let other = p.stream(NON_BLOCKING)?;
+            let at = p.open(&[p.g])?;
+            let stream = capturing(p, RELAXED)?;
+            p.record(out, stream)?;
+            p.wait(other, out)?;
+            ensure(p.capture_status(other)? == ACTIVE, "the other stream captures, too")?;
+            p.set32(at, 1, 4, other)?;
+            p.record(back, other)?;
+            p.wait(stream, back)?;
+            answer(p.end_capture(stream))
+        }),
+        row(
+            "capture: another stream joins and does not come back",
+            &[CUresult::CUDA_ERROR_STREAM_CAPTURE_UNJOINED],
+            |p| {
+                let out = p.event()?;
+                let other = p.stream(NON_BLOCKING)?;
+                let at = p.open(&[p.g])?;
+                let stream = capturing(p, RELAXED)?;
+                p.record(out, stream)?;
+                p.wait(other, out)?;
+                p.set32(at, 1, 4, other)?;
+                answer(p.end_capture(stream))
+            },
+        ),
+    ]
+}
+
+/// A new stream that captures in this mode.
+fn capturing(p: &Probe<'_>, mode: CUstreamCaptureMode) -> Result<CUstream, Trouble> {
+    let stream = p.stream(NON_BLOCKING)?;
+    p.begin_capture(stream, mode)?;
+    Ok(stream)
+}
+
+/// The code, once it is sure that the call did not invalidate the capture.
+fn unharmed(p: &Probe<'_>, stream: CUstream, code: Answer) -> Answer {
+    ensure(p.capture_status(stream)? == ACTIVE, "the capture is still valid")?;
+    ensure(answer(p.end_capture(stream))? == CUresult::CUDA_SUCCESS, "it ends well")?;
+    code
+}
