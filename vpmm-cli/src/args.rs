@@ -73,8 +73,8 @@ pub struct ReplayArgs {
     #[arg(long)]
     pub verify: bool,
 
-    /// With --verify, write one word of 8 bytes in each BYTES, and the last one.
-    /// Every word on a GPU, one in 64 KiB on the simulator, if not given.
+    /// With --verify, write the words at multiples of BYTES, the first and the last
+    /// one. Every word on a GPU, one in 1 MiB on the simulator, if not given.
     #[arg(long, value_name = "BYTES", requires = "verify")]
     pub verify_stride: Option<ByteCount>,
 

@@ -47,6 +47,16 @@ impl Backend for Paged<'_> {
     }
 
     fn map(&self) -> String {
-        self.pool.layout().to_string()
+        let stats = self.pool.stats();
+        let pages = match stats.page_size_bytes {
+            u64::MAX => "no pages".to_owned(),
+            bytes => format!("pages of {bytes} bytes, live [n], free [-n], holes [*n]"),
+        };
+        let layout = self.pool.layout().to_string();
+        let layout = if layout.is_empty() { "none mapped" } else { &layout };
+        format!(
+            "{pages}: {layout}; beside them {} bytes for requests smaller than a page",
+            stats.small_mapped_bytes
+        )
     }
 }

@@ -15,7 +15,7 @@ use crate::report::{Report, table};
 use crate::trace::{Action, Trace};
 
 /// On the simulator the host pays for every page that is written.
-const SIM_STRIDE_BYTES: u64 = 64 << 10;
+const SIM_STRIDE_BYTES: u64 = 1 << 20;
 
 /// Mismatches and findings beyond these are only counted.
 const SHOWN: usize = 10;

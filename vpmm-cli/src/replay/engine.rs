@@ -2,11 +2,13 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex, PoisonError};
+use std::time::Instant;
 
 use vpmm::StreamHandle;
 
 use super::clock::{Costs, Stopwatch};
 use super::lanes::{self, Progress, Step};
+use super::live::{self, Times};
 use super::nothing::Nothing;
 use crate::backend::Backend;
 use crate::trace::{Action, Trace};
@@ -64,7 +66,7 @@ pub struct Pass {
     pub operations: u64,
     /// The time inside the allocator, summed over threads, in nanoseconds.
     pub nanoseconds: f64,
-    /// The largest sum of bytes that the trace had live among the operations done.
+    /// The largest sum of bytes live at one time, by the order in which the operations were done.
     pub peak_live_bytes: u64,
     /// Why the pass ended early, if it did.
     pub stop: Option<Stop>,
@@ -99,6 +101,8 @@ pub struct Replay<'a> {
 struct LaneResult {
     steps: usize,
     nanoseconds: f64,
+    /// When each step happened, where other lanes ran beside this one.
+    times: Option<Times>,
 }
 
 impl<'a> Replay<'a> {
@@ -167,7 +171,7 @@ impl<'a> Replay<'a> {
         Pass {
             operations: operations as u64,
             nanoseconds: (measured - loops).max(0.0),
-            peak_live_bytes: self.peak_live_bytes(&results, stop.is_some()),
+            peak_live_bytes: self.peak_live_bytes(results, stop.is_some()),
             stop,
         }
     }
@@ -217,7 +221,7 @@ impl<'a> Replay<'a> {
         if let Some(step) = lane.first() {
             self.fail(*step, error, progress, stop);
         }
-        LaneResult { steps: 0, nanoseconds: 0.0 }
+        LaneResult { steps: 0, nanoseconds: 0.0, times: None }
     }
 
     fn run_lane(
@@ -230,6 +234,7 @@ impl<'a> Replay<'a> {
     ) -> LaneResult {
         let alone = self.lanes.len() == 1;
         let mut horizon = 0;
+        let mut times = (!alone).then(|| Times::new(progress.start(), lane.len()));
         let mut watch = Stopwatch::default();
         let mut steps = 0;
         'lane: for stride in lane.chunks(STRIDE) {
@@ -250,7 +255,7 @@ impl<'a> Replay<'a> {
                         watch.start();
                     }
                 }
-                if let Err(error) = self.run_step(target, step, &mut watch) {
+                if let Err(error) = self.run_step(target, step, &mut watch, times.as_mut()) {
                     watch.stop();
                     self.fail(*step, error, progress, stop);
                     break 'lane;
@@ -262,7 +267,10 @@ impl<'a> Replay<'a> {
         }
         watch.stop();
         progress.done(index);
-        LaneResult { steps, nanoseconds: watch.nanoseconds(&self.costs) }
+        // A note of the time is one reading of the clock, as an empty stretch is.
+        let notes = times.as_ref().map_or(0.0, |_| self.costs.stretch_ns * steps as f64);
+        let nanoseconds = (watch.nanoseconds(&self.costs) - notes).max(0.0);
+        LaneResult { steps, nanoseconds, times }
     }
 
     /// Whether no other lane has to do something first.
@@ -278,11 +286,13 @@ impl<'a> Replay<'a> {
         target: &Target<'_>,
         step: &Step,
         watch: &mut Stopwatch,
+        times: Option<&mut Times>,
     ) -> vpmm::Result<()> {
         let slot = &self.slots[step.slot as usize];
         let stream = target.streams[step.stream as usize];
         if step.bytes > 0 {
             let address = target.backend.allocate(step.bytes, stream)?;
+            times.map(Times::note);
             if let Some(checker) = target.checker {
                 watch.stop();
                 let Step { slot, bytes, .. } = *step;
@@ -299,6 +309,7 @@ impl<'a> Replay<'a> {
                 checker.check(&self.piece(target, step.slot, address), stream)?;
                 watch.start();
             }
+            times.map(Times::note);
             // SAFETY: the address came from this allocator, and the slot, which the trace frees
             // once, was emptied above: nobody frees it a second time.
             unsafe { target.backend.free(address, stream) }?;
@@ -350,17 +361,20 @@ impl<'a> Replay<'a> {
         }
     }
 
-    fn peak_live_bytes(&self, results: &[LaneResult], stopped: bool) -> u64 {
-        if !stopped {
-            return self.trace.peak_live_bytes;
+    fn peak_live_bytes(&self, results: Vec<LaneResult>, stopped: bool) -> u64 {
+        if let [alone] = results.as_slice() {
+            let mut left = if stopped { alone.steps } else { return self.trace.peak_live_bytes };
+            return self.trace.peak_live_bytes_of(|_| {
+                let done = left > 0;
+                left -= usize::from(done);
+                done
+            });
         }
-        let mut left: Vec<usize> = results.iter().map(|result| result.steps).collect();
-        let alone = left.len() == 1;
-        self.trace.peak_live_bytes_of(|operation| {
-            let lane = if alone { 0 } else { operation.thread as usize };
-            let done = left[lane] > 0;
-            left[lane] -= usize::from(done);
-            done
-        })
+        // A lane without times has done nothing.
+        let times: Vec<Times> = results
+            .into_iter()
+            .map(|result| result.times.unwrap_or_else(|| Times::new(Instant::now(), 0)))
+            .collect();
+        live::peak_bytes(self.trace, &self.lanes, &times)
     }
 }

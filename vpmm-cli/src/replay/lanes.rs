@@ -12,7 +12,7 @@
 //! what 1 waits for is a row before it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::trace::{Action, Trace};
 
@@ -55,6 +55,7 @@ struct Position(AtomicU64);
 /// Where the lanes are, and whether one has failed.
 #[derive(Debug)]
 pub(super) struct Progress {
+    start: Instant,
     positions: Vec<Position>,
     stopped: AtomicBool,
 }
@@ -62,9 +63,15 @@ pub(super) struct Progress {
 impl Progress {
     pub(super) fn new(lanes: usize) -> Self {
         Self {
+            start: Instant::now(),
             positions: (0..lanes).map(|_| Position::default()).collect(),
             stopped: AtomicBool::new(false),
         }
+    }
+
+    /// When the pass began.
+    pub(super) fn start(&self) -> Instant {
+        self.start
     }
 
     /// Says that `lane` is at `row`.

@@ -15,6 +15,7 @@
 mod clock;
 mod engine;
 mod lanes;
+mod live;
 mod nothing;
 mod run;
 mod verify;

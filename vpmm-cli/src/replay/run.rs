@@ -32,7 +32,7 @@ pub struct Outcome {
     /// Nanoseconds per operation of each pass that ran to its end, in order. Of
     /// the pass that stopped, if that was the first.
     pub ns_per_op: Vec<f64>,
-    /// The most that the trace had live at one time.
+    /// The most bytes live at one time.
     pub peak_live_bytes: u64,
     /// The most that the allocator held at one time.
     pub peak_mapped_bytes: u64,

@@ -1,1 +1,325 @@
+//! The engine with allocators made for the test: order, failures, and that a
+//! broken allocator is found out.
 
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use indicatif::ProgressBar;
+use vpmm::{Stream, StreamHandle};
+
+use super::engine::Checker;
+use super::*;
+use crate::backend::{AllocatorSpec, Backend};
+use crate::device::{Calls, Machine};
+use crate::trace::{Action, Trace};
+
+const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream\n";
+
+fn trace(rows: &str) -> Trace {
+    Trace::read("test.csv", format!("{HEADER}{rows}").as_bytes()).unwrap()
+}
+
+/// Notes every call; refuses what would pass its limit.
+struct Noting {
+    next: AtomicU64,
+    live: Mutex<HashMap<u64, u64>>,
+    log: Mutex<Vec<(Action, u64)>>,
+    limit_bytes: u64,
+}
+
+impl Noting {
+    fn new(limit_bytes: u64) -> Self {
+        let next = AtomicU64::new(0x1000);
+        Self { next, live: Mutex::default(), log: Mutex::default(), limit_bytes }
+    }
+}
+
+impl Backend for Noting {
+    fn allocate(&self, bytes: u64, _stream: StreamHandle) -> vpmm::Result<u64> {
+        let mut live = self.live.lock().unwrap();
+        let mapped_bytes: u64 = live.values().sum();
+        if mapped_bytes + bytes > self.limit_bytes {
+            return Err(vpmm::Error::OutOfMemory {
+                requested_bytes: bytes,
+                free_bytes: 0,
+                largest_free_bytes: 0,
+                mapped_bytes,
+                live_bytes: mapped_bytes,
+                limit_bytes: Some(self.limit_bytes),
+            });
+        }
+        let address = self.next.fetch_add(0x1000, Ordering::Relaxed);
+        live.insert(address, bytes);
+        self.log.lock().unwrap().push((Action::Allocate, bytes));
+        Ok(address)
+    }
+
+    unsafe fn free(&self, address: u64, _stream: StreamHandle) -> vpmm::Result<()> {
+        let bytes = self.live.lock().unwrap().remove(&address);
+        let bytes = bytes.ok_or(vpmm::Error::ForeignPointer { address })?;
+        self.log.lock().unwrap().push((Action::Free, bytes));
+        Ok(())
+    }
+
+    fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {
+        Ok(0)
+    }
+
+    fn driver_calls(&self) -> u64 {
+        0
+    }
+
+    fn map(&self) -> String {
+        format!("{} live", self.live.lock().unwrap().len())
+    }
+}
+
+fn pass(trace: &Trace, threads: bool, backend: &dyn Backend) -> Pass {
+    let streams = vec![StreamHandle::LEGACY; trace.streams as usize];
+    Replay::new(trace, threads).pass(&Target {
+        backend,
+        streams: &streams,
+        checker: None,
+        enter: &|| Ok(()),
+        progress: &|_| {},
+    })
+}
+
+#[test]
+fn one_thread_keeps_the_order_and_frees_what_is_left() {
+    let trace = trace(
+        "1,x,allocate,0x1,10,0\n2,x,allocate,0x2,20,0\n1,x,free,0x2,0,0\n2,x,allocate,0x2,30,0\n",
+    );
+    let backend = Noting::new(u64::MAX);
+    let pass = pass(&trace, false, &backend);
+    use Action::{Allocate, Free};
+    assert_eq!(
+        *backend.log.lock().unwrap(),
+        [(Allocate, 10), (Allocate, 20), (Free, 20), (Allocate, 30), (Free, 10), (Free, 30)]
+    );
+    assert_eq!((pass.operations, pass.peak_live_bytes), (4, 40));
+    assert!(pass.stop.is_none());
+}
+
+#[test]
+fn threads_wait_for_the_allocations_that_they_free() {
+    // Each thread frees what the other has allocated, over more rows than the window.
+    let mut rows = String::new();
+    for i in 0..4000_u64 {
+        let (a, b) = (2 * i + 1, 2 * i + 2);
+        rows += &format!("1,x,allocate,{a:#x},8,0\n2,x,allocate,{b:#x},8,0\n");
+        rows += &format!("1,x,free,{b:#x},8,0\n2,x,free,{a:#x},8,0\n");
+    }
+    let trace = trace(&rows);
+    let backend = Noting::new(u64::MAX);
+    let pass = pass(&trace, true, &backend);
+    assert!(pass.stop.is_none(), "{:?}", pass.stop);
+    assert_eq!(pass.operations, 16_000);
+    assert!(backend.live.lock().unwrap().is_empty());
+}
+
+#[test]
+fn more_threads_than_rows_in_the_window_do_not_block_each_other() {
+    let rows: String = (1..50_u64)
+        .map(|i| format!("{i},x,allocate,{i:#x},8,0\n"))
+        .chain((1..50_u64).map(|i| format!("{},x,free,{:#x},8,0\n", 50 - i, i)))
+        .collect();
+    let trace = trace(&rows);
+    let backend = Noting::new(u64::MAX);
+    let pass = pass(&trace, true, &backend);
+    assert_eq!((pass.operations, pass.stop.is_none()), (98, true));
+}
+
+#[test]
+fn out_of_memory_tells_the_row_the_peak_and_the_map() {
+    let trace = trace(
+        "1,x,allocate,0x1,10,0\n1,x,allocate,0x2,20,0\n1,x,allocate,0x3,30,0\n\
+         1,x,allocate,0x4,1,0\n",
+    );
+    let backend = Noting::new(40);
+    let pass = pass(&trace, false, &backend);
+    let stop = pass.stop.expect("it stops");
+    assert_eq!((stop.action, stop.slot, stop.row), (Action::Allocate, 2, 2));
+    assert_eq!((pass.operations, pass.peak_live_bytes), (2, 30));
+    assert_eq!(stop.map.as_deref(), Some("2 live"), "taken before the rest was freed");
+    assert!(backend.live.lock().unwrap().is_empty());
+}
+
+#[test]
+fn out_of_memory_on_one_thread_stops_the_others() {
+    // Thread 2 would wait for an allocation that thread 1 never makes.
+    let trace = trace("1,x,allocate,0x1,10,0\n1,x,allocate,0x2,50,0\n2,x,free,0x2,50,0\n");
+    let pass = pass(&trace, true, &Noting::new(40));
+    assert_eq!(pass.stop.expect("it stops").row, 1);
+}
+
+#[test]
+fn a_context_that_cannot_be_entered_is_a_stop() {
+    let trace = trace("1,x,allocate,0x1,10,0\n2,x,allocate,0x2,10,0\n");
+    for threads in [false, true] {
+        let pass = Replay::new(&trace, threads).pass(&Target {
+            backend: &Noting::new(u64::MAX),
+            streams: &[StreamHandle::LEGACY],
+            checker: None,
+            enter: &|| Err(vpmm::Error::ZeroSize),
+            progress: &|_| {},
+        });
+        assert_eq!((pass.operations, pass.stop.is_some()), (0, true));
+    }
+}
+
+/// Device memory from `cuMemAlloc`, handed out wrongly: every allocation after
+/// the first is given the address of the first again.
+struct Aliasing<'a> {
+    calls: Calls<'a>,
+    only: Mutex<Option<u64>>,
+}
+
+impl Backend for Aliasing<'_> {
+    fn allocate(&self, _bytes: u64, _stream: StreamHandle) -> vpmm::Result<u64> {
+        let mut only = self.only.lock().unwrap();
+        match *only {
+            Some(address) => Ok(address),
+            None => {
+                let address = self.calls.allocate(8 << 20)?;
+                *only = Some(address);
+                Ok(address)
+            }
+        }
+    }
+
+    unsafe fn free(&self, _address: u64, _stream: StreamHandle) -> vpmm::Result<()> {
+        Ok(())
+    }
+
+    fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {
+        Ok(8 << 20)
+    }
+
+    fn driver_calls(&self) -> u64 {
+        self.calls.count()
+    }
+
+    fn map(&self) -> String {
+        String::new()
+    }
+}
+
+/// Slots that were found overwritten when the trace runs through `backend`.
+fn mismatches(
+    trace: &Trace,
+    stride_bytes: u64,
+    backend: for<'a> fn(&'a Machine) -> Box<dyn Backend + 'a>,
+) -> Vec<u32> {
+    // Without the race detector, which would find the same by other means.
+    let machine = Machine::simulated(false).unwrap();
+    let calls = machine.calls();
+    calls.enter().unwrap();
+    let streams = machine.streams(trace.streams).unwrap();
+    let handles: Vec<StreamHandle> = streams.iter().map(Stream::handle).collect();
+    let mut verifier = Verifier::new(&machine, trace, stride_bytes).unwrap();
+    let backend = backend(&machine);
+    let pass = Replay::new(trace, false).pass(&Target {
+        backend: &*backend,
+        streams: &handles,
+        checker: Some(&verifier as &dyn Checker),
+        enter: &|| calls.enter(),
+        progress: &|_| {},
+    });
+    assert!(pass.stop.is_none(), "{:?}", pass.stop);
+    let slots = verifier.finish_pass().unwrap().iter().map(|found| found.slot).collect();
+    assert_eq!(verifier.finish_pass().unwrap(), [], "counters start afresh");
+    slots
+}
+
+fn aliasing(machine: &Machine) -> Box<dyn Backend + '_> {
+    Box::new(Aliasing { calls: machine.calls(), only: Mutex::new(None) })
+}
+
+fn sound(machine: &Machine) -> Box<dyn Backend + '_> {
+    AllocatorSpec::CudaMalloc.open(machine, None).unwrap()
+}
+
+#[test]
+fn an_address_handed_out_twice_is_found() {
+    // Two at once on one stream; the second's pattern is over the first's.
+    let overlapping = trace(
+        "1,x,allocate,0x1,5000000,0\n1,x,allocate,0x2,3000001,0\n\
+         1,x,free,0x1,1,0\n1,x,free,0x2,1,0\n",
+    );
+    for stride_bytes in [0, 64 << 10, 1 << 20] {
+        assert_eq!(mismatches(&overlapping, stride_bytes, aliasing), [0], "{stride_bytes}");
+        assert!(mismatches(&overlapping, stride_bytes, sound).is_empty());
+    }
+    // One after the other is no harm, and no false alarm.
+    let in_turn = trace(
+        "1,x,allocate,0x1,5000000,0\n1,x,free,0x1,1,7\n\
+         1,x,allocate,0x2,64,7\n1,x,free,0x2,1,7\n",
+    );
+    assert!(mismatches(&in_turn, 1 << 20, aliasing).is_empty());
+}
+
+#[test]
+fn what_is_left_at_the_end_is_checked_too() {
+    let leaking = trace("1,x,allocate,0x1,4096,0\n1,x,allocate,0x2,4096,3\n");
+    assert_eq!(mismatches(&leaking, 0, aliasing), [0]);
+}
+
+#[test]
+fn pieces_smaller_than_a_word_are_left_alone() {
+    let tiny = trace("1,x,allocate,0x1,7,0\n1,x,allocate,0x2,1,0\n");
+    assert!(mismatches(&tiny, 0, aliasing).is_empty());
+}
+
+#[test]
+fn every_allocator_serves_threads_streams_and_passes() {
+    let mut rows = String::new();
+    for i in 1..200_u64 {
+        let (thread, bytes) = (i % 3, 1000 + i * 77_777 % 9_000_000);
+        rows += &format!("{thread},x,allocate,{i:#x},{bytes},{}\n", i % 4);
+        if i > 20 {
+            let old = i - 20;
+            rows += &format!("{},x,free,{old:#x},1,{}\n", (i + 1) % 3, i % 5);
+        }
+    }
+    let trace = trace(&rows);
+    for allocator in AllocatorSpec::ALL {
+        for threads in [false, true] {
+            let machine = Machine::simulated(true).unwrap();
+            let settings = Settings {
+                limit_bytes: Some(1 << 30),
+                passes: 2,
+                threads,
+                verify_stride_bytes: Some(1 << 20),
+            };
+            let bar = ProgressBar::hidden();
+            let outcome = run(&trace, allocator, &machine, settings, &bar).unwrap();
+            assert!(!outcome.is_failure(), "{allocator}: {outcome:?}");
+            assert_eq!(outcome.ns_per_op.len(), 2);
+            assert_eq!(outcome.operations, 378);
+            assert!(outcome.driver_calls > 0);
+            assert_eq!(outcome.driver_time_us.is_some(), !threads);
+            let utilisation = outcome.utilisation().unwrap();
+            assert!(utilisation > 0.2 && utilisation <= 1.0, "{allocator}: {utilisation}");
+        }
+    }
+}
+
+#[test]
+fn verifying_does_not_change_what_the_driver_is_said_to_cost() {
+    let trace = trace("1,x,allocate,0x1,5000000,0\n1,x,free,0x1,1,3\n1,x,allocate,0x2,900,0\n");
+    for allocator in AllocatorSpec::ALL {
+        let time = |verify_stride_bytes| {
+            let machine = Machine::simulated(false).unwrap();
+            let settings =
+                Settings { limit_bytes: None, passes: 1, threads: false, verify_stride_bytes };
+            let outcome =
+                run(&trace, allocator, &machine, settings, &ProgressBar::hidden()).unwrap();
+            (outcome.driver_calls, outcome.driver_time_us.unwrap())
+        };
+        let (plain, verified) = (time(None), time(Some(0)));
+        assert_eq!(plain.0, verified.0);
+        assert!((plain.1 - verified.1).abs() < 1e-6, "{allocator}: {plain:?} {verified:?}");
+    }
+}

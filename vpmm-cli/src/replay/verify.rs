@@ -3,7 +3,8 @@
 //!
 //! Whatever two allocations share, or lose, or are given before earlier work on
 //! it has finished, shows as words that differ. The pattern follows from the
-//! allocation and the pass, so that what an earlier pass left behind is no match.
+//! allocation and the pass, so that what an earlier pass left behind is no match. On a GPU every word is looked at; on the simulator a sample,
+//! because its memory is the host's.
 //!
 //! The write is enqueued on the stream of the allocation and the check on that of
 //! the free; where these differ, an event orders them, as the program that was
@@ -42,7 +43,8 @@ pub struct Mismatch {
 
 impl<'a> Verifier<'a> {
     /// Loads the kernels, and makes a counter per allocation of the trace.
-    /// One word in each `stride_bytes` is written, and the last one.
+    /// Of each, the first and the last word are looked at, and those at multiples
+    /// of `stride_bytes`; every word if that is less than two words.
     ///
     /// # Errors
     /// What the driver answers.
@@ -90,13 +92,35 @@ impl<'a> Verifier<'a> {
     }
 }
 
-/// Every `stride`-th of `total` words from `address` on, and the last word.
+/// The words of an allocation of `total` words at `address` that are looked at:
+/// the first, the last, and those at addresses that are multiples of the stride.
+///
+/// The addresses count, not the place in the allocation: where two allocations
+/// share memory, both look at the same words of it. Seeds differ between the
+/// parts, so that no part's pattern is right for another.
 fn words(address: u64, total: u64, stride: u64, seed: u64) -> impl Iterator<Item = Words> + use<> {
-    let last = total.saturating_sub(1);
-    let sampled = Words { address, count: total.div_ceil(stride), stride, seed };
-    let tail = Words { address: address + last * WORD_BYTES, count: 1, stride: 1, seed: !seed };
-    let has_tail = total > 0 && !last.is_multiple_of(stride);
-    (total > 0).then_some(sampled).into_iter().chain(has_tail.then_some(tail))
+    let one = |index: u64, seed: u64| Words {
+        address: address + index * WORD_BYTES,
+        count: 1,
+        stride: 1,
+        seed,
+    };
+    let parts = if total == 0 {
+        [None; 3]
+    } else if stride == 1 {
+        [Some(Words { address, count: total, stride, seed }), None, None]
+    } else {
+        // Indices of the first and the last word; the grid is what lies between.
+        let last = total - 1;
+        let start = (address / WORD_BYTES + 1).next_multiple_of(stride) - address / WORD_BYTES;
+        let grid = (start < last).then(|| Words {
+            count: (last - start).div_ceil(stride),
+            stride,
+            ..one(start, seed)
+        });
+        [Some(one(0, !seed)), grid, (last > 0).then(|| one(last, !seed ^ 1 << 40))]
+    };
+    parts.into_iter().flatten()
 }
 
 impl Checker for Verifier<'_> {
@@ -129,20 +153,32 @@ impl Checker for Verifier<'_> {
 mod tests {
     use super::*;
 
-    fn offsets(total: u64, stride: u64) -> Vec<u64> {
-        let mut offsets: Vec<u64> = words(0, total, stride, 5)
-            .flat_map(|w| (0..w.count).map(move |i| w.address / WORD_BYTES + i * w.stride))
+    /// Indices of the words that are looked at, in the order of their addresses.
+    fn indices(address: u64, total: u64, stride: u64) -> Vec<u64> {
+        let mut indices: Vec<u64> = words(address, total, stride, 5)
+            .flat_map(|w| {
+                let first = (w.address - address) / WORD_BYTES;
+                (0..w.count).map(move |i| first + i * w.stride)
+            })
             .collect();
-        offsets.sort_unstable();
-        offsets
+        indices.sort_unstable();
+        indices
     }
 
     #[test]
-    fn first_last_and_every_stride_are_covered_once() {
-        assert_eq!(offsets(0, 4), []);
-        assert_eq!(offsets(1, 4), [0]);
-        assert_eq!(offsets(5, 4), [0, 4]);
-        assert_eq!(offsets(7, 4), [0, 4, 6]);
-        assert_eq!(offsets(3, 1), [0, 1, 2]);
+    fn first_last_and_the_grid_are_covered_once() {
+        assert!(indices(0, 0, 4).is_empty());
+        assert_eq!(indices(0, 1, 4), [0]);
+        assert_eq!(indices(0, 2, 4), [0, 1]);
+        assert_eq!(indices(0, 5, 4), [0, 4]);
+        assert_eq!(indices(0, 9, 4), [0, 4, 8]);
+        assert_eq!(indices(0, 11, 4), [0, 4, 8, 10]);
+        assert_eq!(indices(0, 3, 1), [0, 1, 2]);
+    }
+
+    #[test]
+    fn the_grid_is_of_addresses() {
+        // It starts at word 2 of the device: its words 2 and 6 are the device's 4 and 8.
+        assert_eq!(indices(2 * WORD_BYTES, 9, 4), [0, 2, 6, 8]);
     }
 }

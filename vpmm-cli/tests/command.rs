@@ -1,0 +1,341 @@
+//! The `vpmm` command as a user meets it, on the simulator.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use serde_json::Value;
+
+const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream\n";
+
+/// Keys that scripts may rely on, in their order.
+const KEYS: [&str; 11] = [
+    "trace",
+    "allocator",
+    "device",
+    "ops",
+    "ns_per_op",
+    "peak_live_bytes",
+    "peak_mapped_bytes",
+    "utilisation",
+    "driver_calls",
+    "driver_time_us",
+    "oom",
+];
+
+/// A file that goes with the test.
+struct File(PathBuf);
+
+impl File {
+    fn new(bytes: &[u8]) -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("vpmm-cli-{}-{number}.csv", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        Self(path)
+    }
+
+    fn rows(rows: &str) -> Self {
+        Self::new(format!("{HEADER}{rows}").as_bytes())
+    }
+
+    fn path(&self) -> &str {
+        self.0.to_str().unwrap()
+    }
+}
+
+impl Drop for File {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+fn vpmm(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vpmm"));
+    for name in ["VPMM_PAGE_SIZE", "VPMM_PAGES", "VPMM_VA_SIZE"] {
+        command.env_remove(name);
+    }
+    command.args(args).stdin(Stdio::null());
+    command
+}
+
+fn run(args: &[&str]) -> Output {
+    vpmm(args).output().unwrap()
+}
+
+fn stdout(output: &Output) -> &str {
+    str::from_utf8(&output.stdout).unwrap()
+}
+
+fn stderr(output: &Output) -> &str {
+    str::from_utf8(&output.stderr).unwrap()
+}
+
+/// The objects printed by a run that must end with `code`.
+fn json(output: &Output, code: i32) -> Vec<Value> {
+    assert_eq!(output.status.code(), Some(code), "{}", stderr(output));
+    stdout(output).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Two threads on two streams, sizes under and over a page, a leak.
+fn mixed_rows() -> String {
+    let mut rows = String::new();
+    for i in 1..60_u64 {
+        let (thread, bytes) = (1 + i % 2, 512 + i * 333_333 % 7_000_000);
+        rows += &format!("{thread},x,allocate,{i:#x},{bytes},{}\n", i % 2);
+        if i > 8 {
+            rows += &format!("{thread},x,free,{:#x},1,{}\n", i - 8, i % 2);
+        }
+    }
+    rows
+}
+
+#[test]
+fn json_is_one_object_per_trace_and_allocator() {
+    let (one, two) = (File::rows(&mixed_rows()), File::rows("1,x,allocate,0x1,2097152,0\n"));
+    let allocators = "cuda-malloc,paged,cuda-async";
+    let args =
+        ["replay", one.path(), two.path(), "--device=sim", "--allocator", allocators, "--json"];
+    let output = run(&args);
+    let objects = json(&output, 0);
+    let of = |o: &Value, key: &str| o[key].as_str().unwrap().to_owned();
+    let pairs: Vec<_> = objects.iter().map(|o| (of(o, "trace"), of(o, "allocator"))).collect();
+    let expected: Vec<_> = [&one, &two]
+        .iter()
+        .flat_map(|file| allocators.split(',').map(|a| (file.path().to_owned(), a.to_owned())))
+        .collect();
+    assert_eq!(pairs, expected);
+    for (line, object) in stdout(&output).lines().zip(&objects) {
+        let places: Vec<_> =
+            KEYS.iter().map(|key| line.find(&format!("\"{key}\":")).expect(key)).collect();
+        assert!(places.is_sorted(), "{line}");
+        assert_eq!((&object["device"], &object["oom"]), (&Value::from("sim"), &Value::from(false)));
+        assert!(object["ns_per_op"].as_f64().unwrap() > 0.0);
+        assert!(object["driver_calls"].as_u64().unwrap() > 0);
+        assert!(object["driver_time_us"].as_f64().unwrap() > 0.0);
+        let live = object["peak_live_bytes"].as_u64().unwrap();
+        let mapped = object["peak_mapped_bytes"].as_u64().unwrap();
+        assert!(0 < live && live <= mapped, "{line}");
+        let utilisation = object["utilisation"].as_f64().unwrap();
+        assert!((utilisation - live as f64 / mapped as f64).abs() < 1e-4);
+    }
+    assert_eq!(objects[0]["ops"], 110);
+    assert_eq!(objects[3]["ops"], 1);
+    assert_eq!(objects[3]["peak_live_bytes"], 2 << 20);
+    assert_eq!(objects[4]["peak_mapped_bytes"], 2 << 20);
+}
+
+#[test]
+fn without_json_a_table_is_printed() {
+    let file = File::rows(&mixed_rows());
+    let output = run(&["replay", file.path(), "--device=sim", "--allocator=paged,cuda-async"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    for part in
+        ["ns/op", "utilisation", "peak mapped", "driver calls", "paged", "cuda-async", "110"]
+    {
+        assert!(stdout(&output).contains(part), "{part} is missing in\n{}", stdout(&output));
+    }
+    assert_eq!(stderr(&output), "", "no progress bar where there is no terminal");
+}
+
+#[test]
+fn passes_threads_and_checks_are_reported() {
+    let file = File::rows(&mixed_rows());
+    let args =
+        ["replay", file.path(), "--device=sim", "--repeat=3", "--threads", "--verify", "--json"];
+    let objects = json(&run(&args), 0);
+    assert_eq!(objects[0]["pass_ns_per_op"].as_array().unwrap().len(), 3);
+    assert_eq!((&objects[0]["threads"], &objects[0]["streams"]), (&2.into(), &2.into()));
+    assert_eq!((&objects[0]["verified"], &objects[0]["mismatches"]), (&true.into(), &0.into()));
+    let warm: Vec<f64> = objects[0]["pass_ns_per_op"].as_array().unwrap()[1..]
+        .iter()
+        .map(|ns| ns.as_f64().unwrap())
+        .collect();
+    assert_eq!(objects[0]["ns_per_op"].as_f64().unwrap(), warm[0].min(warm[1]));
+}
+
+#[test]
+fn gzip_and_standard_input_are_read() {
+    let mut gz = GzEncoder::new(Vec::new(), Compression::fast());
+    write!(gz, "{HEADER}1,x,allocate,0x1,64,0\n").unwrap();
+    let bytes = gz.finish().unwrap();
+    let file = File::new(&bytes);
+    assert_eq!(json(&run(&["replay", file.path(), "--device=sim", "--json"]), 0)[0]["ops"], 1);
+
+    let mut child = vpmm(&["replay", "-", "--device=sim", "--json"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(&bytes).unwrap();
+    let objects = json(&child.wait_with_output().unwrap(), 0);
+    assert_eq!((&objects[0]["trace"], &objects[0]["ops"]), (&"-".into(), &1.into()));
+}
+
+#[test]
+fn a_malformed_row_is_named_and_nothing_is_replayed() {
+    let good = File::rows("1,x,allocate,0x1,64,0\n");
+    let bad = File::rows("1,x,allocate,0x1,64,0\n1,x,free,oops,64,0\n");
+    let output = run(&["replay", good.path(), bad.path(), "--device=sim", "--json"]);
+    assert_eq!(output.status.code(), Some(2));
+    let expected = format!("{}: line 3, column 4 (Pointer): \"oops\"", bad.path());
+    assert!(stderr(&output).contains(&expected), "{}", stderr(&output));
+    assert_eq!(stdout(&output), "");
+}
+
+#[test]
+fn bad_input_and_usage_end_with_2() {
+    let file = File::rows("1,x,allocate,0x1,64,0\n");
+    let path = file.path();
+    let cases: [(&[&str], &str); 9] = [
+        (&["replay"], "TRACE"),
+        (&["replay", "/nonexistent.csv"], "/nonexistent.csv: cannot open"),
+        (&["replay", "/"], "/: cannot open"),
+        (&["replay", path, "--allocator=malloc"], "there is no allocator"),
+        (&["replay", path, "--device=gpu"], "expected auto, sim or cuda:N"),
+        (&["replay", path, "--limit=lots"], "expected a number"),
+        (&["replay", path, "--repeat=0"], "--repeat"),
+        (&["replay", path, "--verify-stride=4096"], "--verify"),
+        (&["replay", "-", "-", "--device=sim"], "only once"),
+    ];
+    for (args, message) in cases {
+        let output = run(args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {}", stderr(&output));
+        assert!(stderr(&output).contains(message), "{args:?}: {}", stderr(&output));
+    }
+}
+
+#[test]
+fn a_bad_variable_is_named_and_ends_with_2() {
+    let file = File::rows("1,x,allocate,0x1,64,0\n");
+    let output = vpmm(&["replay", file.path(), "--device=sim"])
+        .env("VPMM_PAGE_SIZE", "two")
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let said = stderr(&output);
+    assert!(said.contains("VPMM_PAGE_SIZE") && said.contains("two"), "{said}");
+}
+
+#[test]
+fn the_environment_sets_the_paged_pool() {
+    let file = File::rows("1,x,allocate,0x1,2097152,0\n");
+    let output = vpmm(&["replay", file.path(), "--device=sim", "--json"])
+        .envs([("VPMM_PAGE_SIZE", "4194304"), ("VPMM_PAGES", "5")])
+        .output()
+        .unwrap();
+    let object = &json(&output, 0)[0];
+    assert!(object["peak_mapped_bytes"].as_u64().unwrap() >= 20 << 20, "{object}");
+}
+
+#[test]
+fn out_of_memory_ends_with_3_and_shows_the_map() {
+    let rows: String = (1..9).map(|i| format!("1,x,allocate,{i:#x},2097152,0\n")).collect();
+    let file = File::rows(&rows);
+    let args = ["replay", file.path(), "--device=sim", "--limit=10MiB", "--json", "--allocator"];
+    for allocator in ["paged", "cuda-async", "cuda-malloc"] {
+        let output = run(&[&args[..], &[allocator]].concat());
+        let objects = json(&output, 3);
+        assert_eq!((&objects[0]["oom"], &objects[0]["ops"]), (&true.into(), &5.into()));
+        assert_eq!(objects[0]["peak_live_bytes"], 10 << 20);
+        assert_eq!(objects[0]["error_line"], 7);
+        assert!(objects[0]["peak_mapped_bytes"].as_u64().unwrap() <= 10 << 20);
+        let said = stderr(&output);
+        assert!(said.contains("line 7"), "{said}");
+        assert!(said.contains("at that moment"), "{said}");
+        if allocator == "paged" {
+            assert!(said.contains("[1][1][1][1][+1]"), "{said}");
+        }
+    }
+    // A second trace that fits is still replayed, and the gravest end is told.
+    let small = File::rows("1,x,allocate,0x1,64,0\n");
+    let output = run(&[&args[..5], &[small.path()]].concat());
+    assert_eq!(json(&output, 3).len(), 2);
+}
+
+#[test]
+fn odd_rows_are_remarked_on_and_do_no_harm() {
+    let file = File::rows(
+        "1,x,free,0x9,64,0\n1,x,allocate failure,(nil),5000000,0\n1,x,allocate,(nil),0,0\n\
+         1,x,allocate,0x1,64,0\n1,x,allocate,0x1,64,0\n",
+    );
+    let output = run(&["replay", file.path(), "--device=sim", "--json"]);
+    assert_eq!(json(&output, 0)[0]["ops"], 3);
+    let said = stderr(&output);
+    assert!(said.contains("1 frees of pointers"), "{said}");
+    assert!(said.contains("1 allocations at addresses still allocated"), "{said}");
+    assert!(said.contains("1 allocations that had failed"), "{said}");
+}
+
+#[test]
+fn a_trace_without_operations_is_no_error() {
+    let file = File::rows("");
+    let objects = json(&run(&["replay", file.path(), "--device=sim", "--json"]), 0);
+    assert_eq!((&objects[0]["ops"], &objects[0]["ns_per_op"]), (&0.into(), &Value::Null));
+}
+
+#[test]
+fn a_device_that_is_not_there_is_a_failure() {
+    let file = File::rows("1,x,allocate,0x1,64,0\n");
+    let output = run(&["replay", file.path(), "--device=cuda:9999"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("cuda:9999 cannot be used"), "{}", stderr(&output));
+}
+
+#[test]
+fn auto_says_where_it_runs() {
+    let file = File::rows("1,x,allocate,0x1,64,0\n");
+    let output = run(&["replay", file.path(), "--json"]);
+    let device = json(&output, 0)[0]["device"].as_str().unwrap().to_owned();
+    let said = stderr(&output);
+    let expected = if device == "sim" { "device: the simulator" } else { &device };
+    assert!(said.contains(expected), "{said}");
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_failure() {
+    let file = File::rows("1,x,allocate,0x1,64,0\n");
+    let mut child = vpmm(&["replay", file.path(), "--device=sim", "--json"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), stderr(&output)), (Some(0), ""));
+}
+
+#[test]
+fn help_tells_the_exit_codes() {
+    for args in [&["--help"][..], &["replay", "--help"]] {
+        let output = run(args);
+        assert_eq!(output.status.code(), Some(0));
+        assert!(stdout(&output).contains("3  out of memory"), "{}", stdout(&output));
+    }
+}
+
+#[test]
+fn info_shows_devices_or_says_that_there_is_no_driver() {
+    let output = run(&["info"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = stdout(&output);
+    let none = text.contains("There is no CUDA driver") && text.contains("libcuda.so.1");
+    assert!(none || text.contains("driver: CUDA"), "{text}");
+
+    let object = &json(&run(&["info", "--json"]), 0)[0];
+    assert_eq!(object["driver"].is_null(), object["no_driver"].is_string(), "{object}");
+}
+
+#[test]
+fn info_shows_the_simulated_device() {
+    let object = &json(&run(&["info", "--device=sim", "--json"]), 0)[0];
+    assert_eq!(object["devices"][0]["granularity_bytes"], 2 << 20);
+    assert_eq!(object["devices"][0]["attributes"][0]["value"], 1, "{object}");
+    let output = run(&["info", "--device=sim"]);
+    assert!(stdout(&output).contains("virtual memory management   yes"), "{}", stdout(&output));
+}
