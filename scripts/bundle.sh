@@ -12,12 +12,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-bundle}
 limit_mib=64
 
-if [[ -e $out && ! -e $out/run-tests.sh ]]; then
+if [[ -e $out && ! -e $out/.vpmm-bundle ]]; then
     echo "$out exists and is no bundle: not touching it" >&2
     exit 1
 fi
 rm -rf "$out"
 mkdir -p "$out/bin" "$out/tests" "$out/traces"
+touch "$out/.vpmm-bundle" # so that the next run knows that it may replace the folder
 
 echo "Building the command"
 cargo build --release --locked -p vpmm-cli --bin vpmm --message-format=json |
@@ -37,7 +38,6 @@ cargo test --workspace --locked --features vpmm-harness/stub --no-run --message-
         package=${package#"$root"}
         package=${package#/}
         cp "$executable" "$out/tests/${package:-harness}--$(basename "$executable")"
-        mkdir -p "$out/${package:-.}"
     done
 
 strip --strip-all "$out"/bin/* "$out"/tests/*
@@ -82,8 +82,11 @@ for executable in "$here"/tests/*"$filter"*; do
     name=$(basename "$executable")
     package=${name%%--*}
     [[ $package == harness ]] && package=.
+    mkdir -p "$here/$package" # empty folders may not have come along
     printf '\n=== %s\n' "$name"
-    (cd "$here/$package" && CARGO_MANIFEST_DIR=$PWD timeout "$seconds" "$executable") 2>&1 | tee "$log"
+    # What tests print is shown even when they pass: a skipped test says why.
+    (cd "$here/$package" && CARGO_MANIFEST_DIR=$PWD timeout "$seconds" "$executable" --show-output) 2>&1 |
+        tee "$log"
     status=${PIPESTATUS[0]}
     executables=$((executables + 1))
     ((status == 0)) || broken+=("$name (exit $status)")
