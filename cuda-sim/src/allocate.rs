@@ -132,7 +132,8 @@ pub(crate) fn address_range(
     let region = match call.region(address) {
         Some(region) => (region.start, region.size),
         None => {
-            let (start, allocation) = call.space.host.find(address).ok_or(INVALID)?;
+            let found = call.space.host.find(address);
+            let (start, allocation) = found.ok_or(CUresult::CUDA_ERROR_NOT_FOUND)?;
             (start, allocation.size)
         }
     };
@@ -156,6 +157,7 @@ pub(crate) fn host_allocate_with_flags(
     flags: u32,
 ) -> Result<(), CUresult> {
     call.current()?;
+    call.forbid_in_capture()?;
     out.required()?;
     if bytes == 0 || flags > 7 {
         return Err(INVALID);
@@ -281,8 +283,8 @@ impl Call<'_> {
         let host = self.space.host.find(address).map(|(start, host)| (start, host.size));
         let reserved = self.space.addresses.reservation(address, 1);
         let region = self.region(address);
-        let reserved = reserved.filter(|(_, _, owner)| *owner == Owner::Caller || region.is_some());
-        if host.is_none() && reserved.is_none() {
+        // Reserved space without a mapping is no pointer yet.
+        if host.is_none() && region.is_none() {
             return Ok(false);
         }
         let whole = match (host, region, reserved) {
@@ -292,12 +294,10 @@ impl Call<'_> {
             (_, _, Some((start, size, _))) => (start, size),
             (None, _, None) => return Ok(false),
         };
-        let mapped = host.is_some() || region.is_some();
         match attribute {
-            A::CU_POINTER_ATTRIBUTE_MAPPED => out.set(u32::from(mapped))?,
+            A::CU_POINTER_ATTRIBUTE_MAPPED => out.set(1_u32)?,
             A::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR => out.set(whole.0)?,
             A::CU_POINTER_ATTRIBUTE_RANGE_SIZE => out.set(whole.1 as usize)?,
-            _ if !mapped => return Ok(false),
             A::CU_POINTER_ATTRIBUTE_CONTEXT => {
                 let handle = region.map_or(0, |region| self.context_handle(region));
                 out.set(handle as CUcontext)?;

@@ -14,6 +14,7 @@ use cuda_sys::types::{
 
 use crate::arguments::Out;
 use crate::call::Call;
+use crate::context::ContextKey;
 use crate::handles::Handles;
 use crate::race::StreamKey;
 use crate::stream::{Kind, Recorded, Work};
@@ -155,6 +156,21 @@ impl Call<'_> {
         for capture in self.captures.running.values_mut().filter(harmed) {
             capture.invalid = true;
             any = true;
+        }
+        if any { Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
+    }
+
+    /// For calls that wait for a whole context: refuses while any of its streams is capturing,
+    /// whatever the modes and threads, and makes those captures invalid.
+    pub(crate) fn forbid_beside_capture(&mut self, context: ContextKey) -> Result<(), CUresult> {
+        let mut any = false;
+        let state = &mut *self.state;
+        for capture in state.captures.running.values_mut() {
+            let origin = state.streams.by_key.get(&capture.origin);
+            if origin.is_some_and(|stream| stream.context == context) {
+                capture.invalid = true;
+                any = true;
+            }
         }
         if any { Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
     }

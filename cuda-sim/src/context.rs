@@ -390,7 +390,7 @@ pub(crate) fn get_api_version(
 
 pub(crate) fn synchronize(call: &mut Call<'_>) -> Result<(), CUresult> {
     let key = call.current()?;
-    call.forbid_in_capture()?;
+    call.forbid_beside_capture(key)?;
     call.wait_context(key)?;
     call.healthy(key)?;
     call.trim_pools_at_sync(key);
@@ -400,7 +400,7 @@ pub(crate) fn synchronize(call: &mut Call<'_>) -> Result<(), CUresult> {
 pub(crate) fn synchronize_of(call: &mut Call<'_>, handle: CUcontext) -> Result<(), CUresult> {
     let key = call.context_or_current(handle)?;
     call.healthy(key)?;
-    call.forbid_in_capture()?;
+    call.forbid_beside_capture(key)?;
     call.wait_context(key)?;
     call.healthy(key)?;
     call.trim_pools_at_sync(key);

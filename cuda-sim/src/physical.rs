@@ -190,13 +190,13 @@ impl Physical {
 
     /// The extent behind a descriptor, with one reference more.
     pub(crate) fn import(&mut self, file: OwnedFd) -> Result<PhysicalId, CUresult> {
-        let bad = |_| CUresult::CUDA_ERROR_INVALID_DEVICE;
+        let bad = |_| CUresult::CUDA_ERROR_UNKNOWN;
         let identity = file_identity(&file).map_err(bad)?;
         if let Some(&id) = self.files.get(&identity) {
             self.retain(id);
             return Ok(id);
         }
-        let device = exported_device(&file).ok_or(CUresult::CUDA_ERROR_INVALID_DEVICE)?;
+        let device = exported_device(&file).ok_or(CUresult::CUDA_ERROR_UNKNOWN)?;
         if device >= self.devices.len() {
             return Err(CUresult::CUDA_ERROR_INVALID_DEVICE);
         }

@@ -240,6 +240,7 @@ fn allocate(
 ) -> Result<(), CUresult> {
     // Allocation nodes of graphs are not modelled.
     call.forbid_on_capturing(stream)?;
+    call.forbid_in_capture()?;
     out.required()?;
     if bytes == 0 {
         return Err(INVALID);
@@ -255,6 +256,7 @@ pub(crate) fn free_async(
 ) -> Result<(), CUresult> {
     let stream = call.stream(stream)?;
     call.forbid_on_capturing(stream)?;
+    call.forbid_in_capture()?;
     if address == 0 {
         return Ok(());
     }
@@ -311,6 +313,7 @@ pub(crate) fn trim_to(
     handle: CUmemoryPool,
     keep: usize,
 ) -> Result<(), CUresult> {
+    call.forbid_in_capture()?;
     let key = call.pool(handle)?;
     let state = &mut *call.state;
     let pool = state.pools.by_key.get_mut(&key).ok_or(INVALID)?;
@@ -328,6 +331,7 @@ pub(crate) fn get_attribute(
     out: Untyped,
 ) -> Result<(), CUresult> {
     use CUmemPool_attribute as A;
+    call.forbid_in_capture()?;
     let key = call.pool(handle)?;
     let pool = &call.pools.by_key[&key];
     let heap = &pool.heap;
@@ -355,6 +359,7 @@ pub(crate) fn set_attribute(
     value: Untyped,
 ) -> Result<(), CUresult> {
     use CUmemPool_attribute as A;
+    call.forbid_in_capture()?;
     let key = call.pool(handle)?;
     let pool = call.pools.by_key.get_mut(&key).ok_or(INVALID)?;
     let switch = || value.get::<i32>().map(|value| value != 0);

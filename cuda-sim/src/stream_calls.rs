@@ -166,6 +166,7 @@ impl Call<'_> {
 
 pub(crate) fn get_id(call: &mut Call<'_>, handle: CUstream, out: Out<u64>) -> Result<(), CUresult> {
     let stream = call.stream(handle)?;
+    call.forbid_on_capturing(stream)?;
     out.set(stream.0)
 }
 

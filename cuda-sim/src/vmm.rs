@@ -268,8 +268,11 @@ pub(crate) fn map(
     if flags != 0 || size == 0 || !address.is_multiple_of(GRANULE) || !callers {
         return Err(INVALID);
     }
-    if offset != 0 || size != handle.size || call.space.addresses.any_mapped(address, size) {
+    if offset != 0 || size != handle.size {
         return Err(CUresult::CUDA_ERROR_NOT_SUPPORTED);
+    }
+    if call.space.addresses.any_mapped(address, size) {
+        return Err(INVALID);
     }
     call.space.addresses.map(address, size, handle.physical, value)?;
     call.space.physical.retain(handle.physical);
@@ -313,7 +316,11 @@ pub(crate) fn set_access(
     count: usize,
 ) -> Result<(), CUresult> {
     let size = size as u64;
-    let wanted = call.access_rights(&descriptors, count)?;
+    let wanted = call.access_rights(&descriptors, count).map_err(|code| match code {
+        // Unlike cuMemCreate.
+        CUresult::CUDA_ERROR_INVALID_DEVICE => INVALID,
+        code => code,
+    })?;
     for &(device, _) in &wanted {
         call.usable(device)?;
     }
@@ -400,7 +407,7 @@ pub(crate) fn import(
         return Err(CUresult::CUDA_ERROR_NOT_SUPPORTED);
     }
     // The descriptor travels in the pointer's own bits.
-    let bad = CUresult::CUDA_ERROR_INVALID_DEVICE;
+    let bad = CUresult::CUDA_ERROR_UNKNOWN;
     let number = i32::try_from(shared.0).map_err(|_| bad)?;
     // SAFETY: not -1, as it is not negative. Whoever imports vouches that the descriptor is
     // theirs and open; a closed one makes the duplication fail, with no further harm.

@@ -232,6 +232,21 @@ struct Made {
     reservations: Vec<(u64, u64)>,
 }
 
+impl Made {
+    fn is_empty(&self) -> bool {
+        let Self { flags, streams, events, allocations, pools, mappings, handles, reservations } =
+            self;
+        flags.is_empty()
+            && streams.is_empty()
+            && events.is_empty()
+            && allocations.is_empty()
+            && pools.is_empty()
+            && mappings.is_empty()
+            && handles.is_empty()
+            && reservations.is_empty()
+    }
+}
+
 /// One row's use of a [`Target`].
 pub(crate) struct Probe<'t> {
     pub(crate) target: &'t Target<'t>,
@@ -743,8 +758,12 @@ impl<'t> Probe<'t> {
                 first = asked;
             }
         };
-        made.flags.iter().for_each(|&flag| let_go(flag));
         note(self.set_context(self.target.context));
+        if made.is_empty() {
+            // Nothing to synchronise for, which would end other threads' captures.
+            return first;
+        }
+        made.flags.iter().for_each(|&flag| let_go(flag));
         for &stream in &made.streams {
             let none = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
             if self.capture_status(stream).is_ok_and(|status| status != none) {

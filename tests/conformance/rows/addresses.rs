@@ -17,6 +17,13 @@ pub(crate) fn rows() -> Vec<Row> {
             ensure(at != taken, "the second reservation is elsewhere")?;
             Ok(CUresult::CUDA_SUCCESS)
         }),
+        row("reserve: a free address as hint: that address", SUCCESS, |p| {
+            let free = p.reserve(4 * p.g)?;
+            p.unreserve(free, 4 * p.g)?;
+            ensure(p.reserve_with(p.g, 0, free, 0)? == free, "the hint is taken")?;
+            Ok(CUresult::CUDA_SUCCESS)
+        }),
+        row("reserve: a granule and a half", INVALID_VALUE, |p| answer(p.reserve(p.g * 3 / 2))),
         row("reserve: alignment 512 MiB is honoured", SUCCESS, |p| {
             let at = p.reserve_with(p.g, 512 * MIB, 0, 0)?;
             ensure(at.is_multiple_of(512 * MIB), "the address is a multiple of 512 MiB")?;

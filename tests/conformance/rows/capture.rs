@@ -42,8 +42,8 @@ pub(crate) fn rows() -> Vec<Row> {
         }),
         row("capture, global: query an event", UNSUPPORTED, |p| {
             let event = p.event()?;
-            let _stream = capturing(p, GLOBAL)?;
-            answer(p.query(event))
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.query(event)))
         }),
         row("capture, global: querying an event invalidates the capture", INVALIDATED, |p| {
             let event = p.event()?;
@@ -60,22 +60,136 @@ pub(crate) fn rows() -> Vec<Row> {
             unharmed(p, stream, code)
         }),
         row("capture, global: query an event from another thread", UNSUPPORTED, |p| {
-            let _stream = capturing(p, GLOBAL)?;
-            answer(on_another_thread(p.target, |p| p.query(p.event()?)))
+            let event = p.event()? as usize;
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(on_another_thread(p.target, |p| p.query(event as CUevent))))
+        }),
+        row("capture, global: reserve and unreserve", SUCCESS, |p| {
+            let stream = capturing(p, GLOBAL)?;
+            let at = p.reserve(p.g)?;
+            unharmed(p, stream, answer(p.unreserve(at, p.g)))
+        }),
+        row("capture, global: release", SUCCESS, |p| {
+            let handle = p.create(p.g)?;
+            let stream = capturing(p, GLOBAL)?;
+            unharmed(p, stream, answer(p.release(handle)))
+        }),
+        row("capture, global: alloc", UNSUPPORTED, |p| {
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.alloc(MIB)))
+        }),
+        row("capture, relaxed: alloc", SUCCESS, |p| {
+            let stream = capturing(p, RELAXED)?;
+            unharmed(p, stream, answer(p.alloc(MIB)))
+        }),
+        row("capture, global: free", UNSUPPORTED, |p| {
+            let at = p.alloc(MIB)?;
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.free(at)))
+        }),
+        row("capture, global: create a stream", SUCCESS, |p| {
+            let stream = capturing(p, GLOBAL)?;
+            unharmed(p, stream, answer(p.stream(NON_BLOCKING)))
+        }),
+        row("capture, global: create an event", SUCCESS, |p| {
+            let stream = capturing(p, GLOBAL)?;
+            unharmed(p, stream, answer(p.event()))
+        }),
+        row("capture, global: work on another stream", SUCCESS, |p| {
+            let (at, other) = (p.open(&[p.g])?, p.stream(NON_BLOCKING)?);
+            let stream = capturing(p, GLOBAL)?;
+            unharmed(p, stream, answer(p.set32(at, 1, 4, other)))
+        }),
+        row("capture, global: another stream waits for an event", SUCCESS, |p| {
+            let (event, other) = (p.event()?, p.stream(NON_BLOCKING)?);
+            p.record(event, p.stream(NON_BLOCKING)?)?;
+            let stream = capturing(p, GLOBAL)?;
+            unharmed(p, stream, answer(p.wait(other, event)))
+        }),
+        row("capture, global: query another stream", UNSUPPORTED, |p| {
+            let other = p.stream(NON_BLOCKING)?;
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.stream_query(other)))
+        }),
+        row("capture, global: synchronize another stream", UNSUPPORTED, |p| {
+            let other = p.stream(NON_BLOCKING)?;
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.stream_sync(other)))
+        }),
+        row("capture, global: synchronize with an event", UNSUPPORTED, |p| {
+            let event = p.event()?;
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.event_sync(event)))
+        }),
+        row("capture, global: synchronize the context", UNSUPPORTED, |p| {
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.sync()))
+        }),
+        row("capture, relaxed: synchronize the context", UNSUPPORTED, |p| {
+            let stream = capturing(p, RELAXED)?;
+            harmed(p, stream, answer(p.sync()))
+        }),
+        row("capture, relaxed: synchronize the context from another thread", UNSUPPORTED, |p| {
+            let stream = capturing(p, RELAXED)?;
+            harmed(p, stream, answer(on_another_thread(p.target, |p| p.sync())))
+        }),
+        row("capture, global: the id of the capturing stream", UNSUPPORTED, |p| {
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.stream_id(stream)))
+        }),
+        row("capture, relaxed: the id of the capturing stream", UNSUPPORTED, |p| {
+            let stream = capturing(p, RELAXED)?;
+            harmed(p, stream, answer(p.stream_id(stream)))
+        }),
+        row("capture, global: the id of another stream", SUCCESS, |p| {
+            let other = p.stream(NON_BLOCKING)?;
+            let stream = capturing(p, GLOBAL)?;
+            unharmed(p, stream, answer(p.stream_id(other)))
+        }),
+        row("capture, global: alloc async on another stream", UNSUPPORTED, |p| {
+            let other = p.stream(NON_BLOCKING)?;
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.alloc_async(MIB, other)))
+        }),
+        row("capture, relaxed: alloc async on another stream", SUCCESS, |p| {
+            let other = p.stream(NON_BLOCKING)?;
+            let stream = capturing(p, RELAXED)?;
+            unharmed(p, stream, answer(p.alloc_async(MIB, other)))
+        }),
+        row("capture, global: free async on another stream", UNSUPPORTED, |p| {
+            let other = p.stream(NON_BLOCKING)?;
+            let at = p.alloc_async(MIB, other)?;
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.free_async(at, other)))
+        }),
+        row("capture, global: find the default pool", SUCCESS, |p| {
+            let stream = capturing(p, GLOBAL)?;
+            unharmed(p, stream, answer(p.default_pool()))
+        }),
+        row("capture, global: a pool's attribute", UNSUPPORTED, |p| {
+            let pool = p.default_pool()?;
+            let attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.pool_u64(pool, attribute)))
+        }),
+        row("capture, global: trim a pool", UNSUPPORTED, |p| {
+            let pool = p.default_pool()?;
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.pool_trim(pool, 0)))
+        }),
+        row("capture, global: page-locked host memory", UNSUPPORTED, |p| {
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.host_words(1)))
         }),
         row("capture, thread-local: query an event", UNSUPPORTED, |p| {
             let event = p.event()?;
-            let _stream = capturing(p, THREAD_LOCAL)?;
-            answer(p.query(event))
+            let stream = capturing(p, THREAD_LOCAL)?;
+            harmed(p, stream, answer(p.query(event)))
         }),
         row("capture, thread-local: query an event from another thread", SUCCESS, |p| {
+            let event = p.event()? as usize;
             let stream = capturing(p, THREAD_LOCAL)?;
-            let code = answer(on_another_thread(p.target, |p| {
-                let before = p.exchange_mode(RELAXED)?;
-                let event = p.event();
-                p.exchange_mode(before)?;
-                p.query(event?)
-            }));
+            let code = answer(on_another_thread(p.target, |p| p.query(event as CUevent)));
             unharmed(p, stream, code)
         }),
         row("capture, relaxed: query an event", SUCCESS, |p| {
@@ -166,7 +280,19 @@ fn capturing(p: &Probe<'_>, mode: CUstreamCaptureMode) -> Result<CUstream, Troub
 
 /// The code, once it is sure that the call did not invalidate the capture.
 fn unharmed(p: &Probe<'_>, stream: CUstream, code: Answer) -> Answer {
-    ensure(p.capture_status(stream)? == ACTIVE, "the capture is still valid")?;
-    ensure(answer(p.end_capture(stream))? == CUresult::CUDA_SUCCESS, "it ends well")?;
-    code
+    let code = code?;
+    if p.capture_status(stream)? != ACTIVE {
+        return Err(Trouble::Fact(format!("{code}, and the capture is invalidated")));
+    }
+    ensure(answer(p.end_capture(stream))? == CUresult::CUDA_SUCCESS, "the capture ends well")?;
+    Ok(code)
+}
+
+/// The code, once it is sure that the call invalidated the capture.
+fn harmed(p: &Probe<'_>, stream: CUstream, code: Answer) -> Answer {
+    let code = code?;
+    if p.capture_status(stream)? == ACTIVE {
+        return Err(Trouble::Fact(format!("{code}, and the capture is still valid")));
+    }
+    Ok(code)
 }

@@ -111,10 +111,31 @@ pub(crate) fn rows() -> Vec<Row> {
             ensure(p.read32(elsewhere, stream)? == 42, "the bytes are there")?;
             Ok(CUresult::CUDA_SUCCESS)
         }),
-        row(
-            "import: of a number that is no descriptor",
-            &[CUresult::CUDA_ERROR_INVALID_DEVICE, CUresult::CUDA_ERROR_INVALID_VALUE],
-            |p| answer(p.import_raw(1 << 20)),
-        ),
+        row("import: each import is a reference of its own", SUCCESS, |p| {
+            let handle = p.create_exportable(p.g)?;
+            let fd = p.export(handle)?;
+            let (first, second) = (p.import(&fd)?, p.import(&fd)?);
+            p.release(handle)?;
+            p.release(first)?;
+            p.map_anew(second, p.g)?;
+            answer(p.release(second))
+        }),
+        row("import: in the exporting process: another handle value", SUCCESS, |p| {
+            let handle = p.create_exportable(p.g)?;
+            let imported = p.import(&p.export(handle)?)?;
+            ensure(imported != handle, "the values differ")?;
+            Ok(CUresult::CUDA_SUCCESS)
+        }),
+        row("import: of a number that is no descriptor", UNKNOWN, |p| {
+            answer(p.import_raw(1 << 20))
+        }),
+        row("import: of a descriptor of something else", UNKNOWN, |p| {
+            let other = std::fs::File::open("/dev/null")
+                .map_err(|error| Trouble::Fact(error.to_string()))?;
+            answer(p.import(&other.into()))
+        }),
     ]
 }
+
+/// What a bad descriptor gets: the driver does not say more.
+const UNKNOWN: &[CUresult] = &[CUresult::CUDA_ERROR_UNKNOWN];

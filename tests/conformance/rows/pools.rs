@@ -31,6 +31,21 @@ pub(crate) fn rows() -> Vec<Row> {
             let at = p.alloc(MIB)?;
             answer(p.free(at + 512))
         }),
+        row("free: twice", INVALID_VALUE, |p| {
+            let at = p.alloc(MIB)?;
+            p.free(at)?;
+            answer(p.free(at))
+        }),
+        row("free async: inside an allocation", INVALID_VALUE, |p| {
+            let stream = p.stream(NON_BLOCKING)?;
+            let at = p.alloc_async(MIB, stream)?;
+            answer(p.free_async(at + 512, stream))
+        }),
+        row("free async: a mapped address that no allocator gave", INVALID_VALUE, |p| {
+            let stream = p.stream(NON_BLOCKING)?;
+            let at = p.open(&[p.g])?;
+            answer(p.free_async(at, stream))
+        }),
         row("alloc async: usable in stream order", SUCCESS, |p| {
             let stream = p.stream(NON_BLOCKING)?;
             let at = p.alloc_async(MIB, stream)?;

@@ -250,7 +250,41 @@ pub(crate) fn rows() -> Vec<Row> {
             ensure(calls.load(Ordering::Acquire) == 1, "once, before the stream is idle")?;
             Ok(code)
         }),
+        row("host function: may not call the driver", NOT_PERMITTED, |p| {
+            let stream = p.stream(NON_BLOCKING)?;
+            let question = Question {
+                query: p.driver().cuEventQuery.ok_or(Trouble::Fact("no cuEventQuery".into()))?,
+                event: p.event()?,
+                code: AtomicU32::new(u32::MAX),
+            };
+            let data = std::ptr::from_ref(&question).cast_mut().cast();
+            // SAFETY: the question outlives the stream's work, which is waited for below.
+            let launched = unsafe { p.host_function(stream, Question::ask, data) };
+            p.stream_sync(stream)?;
+            launched?;
+            Ok(CUresult(question.code.load(Ordering::Acquire)))
+        }),
     ]
+}
+
+/// The documentation forbids every call; an H200's driver answers this one nevertheless.
+const NOT_PERMITTED: &[CUresult] = &[CUresult::CUDA_ERROR_NOT_PERMITTED, CUresult::CUDA_SUCCESS];
+
+/// A driver call that a host function makes.
+struct Question {
+    query: unsafe extern "C" fn(CUevent) -> CUresult,
+    event: CUevent,
+    code: AtomicU32,
+}
+
+impl Question {
+    unsafe extern "C" fn ask(this: *mut c_void) {
+        // SAFETY: the row passes a live question and waits for the call.
+        let this = unsafe { &*this.cast::<Self>() };
+        // SAFETY: the event exists until the row ends.
+        let code = unsafe { (this.query)(this.event) };
+        this.code.store(code.0, Ordering::Release);
+    }
 }
 
 /// An event behind a stream's next work, while something else is held; then lets that go and
