@@ -195,17 +195,23 @@ impl Heap {
         Ok(())
     }
 
-    /// Gives chunks that are wholly free back to the device, until no more than `keep` bytes
-    /// are reserved or no chunk is left to give; whether any was.
+    /// Gives chunks that are wholly free back to the device, the lowest first, as far as `keep`
+    /// bytes stay reserved.
     pub(crate) fn trim(&mut self, space: &mut Space, keep: u64) {
-        while self.reserved > keep
-            && let Some(address) = self.empty.first().copied()
-        {
+        if self.reserved <= keep {
+            return;
+        }
+        for address in self.empty.clone() {
+            let size = self.chunks.get(&address).map_or(0, |chunk| chunk.size);
+            if self.reserved.saturating_sub(size) < keep {
+                continue;
+            }
             self.remove_free(address);
-            let Some(chunk) = self.chunks.remove(&address) else { return };
-            self.reserved -= chunk.size;
-            let _ = space.addresses.unmap(address, chunk.size, Owner::Driver, None);
-            let _ = space.addresses.free(address, chunk.size, Owner::Driver);
+            let Some(chunk) = self.chunks.remove(&address) else { continue };
+            self.reserved -= size;
+            // A whole chunk is one mapping in one reservation of the driver's: neither fails.
+            let _ = space.addresses.unmap(address, size, Owner::Driver, None);
+            let _ = space.addresses.free(address, size, Owner::Driver);
             if space.physical.release(chunk.physical) {
                 space.forget(chunk.physical);
             }
@@ -216,6 +222,7 @@ impl Heap {
     pub(crate) fn free(&mut self, address: u64, after: Option<Recorded>) -> Option<u64> {
         let Some(Block::Live { size, requested }) = self.blocks.get(&address) else { return None };
         let (size, requested) = (*size, *requested);
+        self.blocks.remove(&address);
         self.live -= 1;
         self.used -= size;
         let (point, clock) = match after {

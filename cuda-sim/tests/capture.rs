@@ -1,0 +1,224 @@
+//! Stream capture: what is allowed, what invalidates, and what a graph replays.
+
+mod support;
+
+use std::ptr::null_mut;
+
+use cuda_sim::{Schedule, Simulator};
+use cuda_sys::types::*;
+use support::{GRANULE, Gpu, call, ok};
+
+const GLOBAL: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+const THREAD_LOCAL: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+const RELAXED: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+const UNSUPPORTED: CUresult = CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+const INVALIDATED: CUresult = CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+const NONE: CUstreamCaptureStatus = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+const ACTIVE: CUstreamCaptureStatus = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE;
+const BROKEN: CUstreamCaptureStatus = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED;
+
+impl Gpu {
+    fn begin(&self, stream: CUstream, mode: CUstreamCaptureMode) {
+        ok!(self, cuStreamBeginCapture_v2(stream, mode));
+    }
+
+    fn end(&self, stream: CUstream) -> Result<CUgraph, CUresult> {
+        let mut graph = null_mut();
+        match call!(self, cuStreamEndCapture(stream, &mut graph)) {
+            CUresult::CUDA_SUCCESS => Ok(graph),
+            code => {
+                assert!(graph.is_null());
+                Err(code)
+            }
+        }
+    }
+
+    fn status(&self, stream: CUstream) -> CUstreamCaptureStatus {
+        let mut status = NONE;
+        ok!(self, cuStreamIsCapturing(stream, &mut status));
+        status
+    }
+
+    fn instantiate(&self, graph: CUgraph) -> CUgraphExec {
+        let mut executable = null_mut();
+        ok!(self, cuGraphInstantiateWithFlags(&mut executable, graph, 0));
+        executable
+    }
+}
+
+#[test]
+fn captured_work_runs_at_each_launch() {
+    let gpu = Gpu::new(Simulator::builder().schedule(Schedule::Late { patience: 9 }));
+    let (stream, side) = (gpu.stream(), gpu.stream());
+    let memory = gpu.alloc(8);
+    gpu.begin(stream, GLOBAL);
+    assert_eq!(gpu.status(stream), ACTIVE);
+    let add = |at: u64| {
+        move |memory: &mut cuda_sim::DeviceMemory<'_>| {
+            let value = memory.read_u32(at)?;
+            memory.write_u32(at, value + 1)
+        }
+    };
+    gpu.sim.enqueue(stream, "add", add(memory)).unwrap();
+    // A fork and a join through events take the other stream along.
+    let fork = gpu.record(stream);
+    ok!(gpu, cuStreamWaitEvent(side, fork, 0));
+    assert_eq!(gpu.status(side), ACTIVE);
+    gpu.sim.enqueue(side, "add", add(memory + 4)).unwrap();
+    let join = gpu.record(side);
+    ok!(gpu, cuStreamWaitEvent(stream, join, 0));
+    let graph = gpu.end(stream).unwrap();
+    assert_eq!((gpu.status(stream), gpu.status(side)), (NONE, NONE));
+    let mut nodes = 0;
+    ok!(gpu, cuGraphGetNodes(graph, null_mut(), &mut nodes));
+    assert_eq!(nodes, 2);
+    let executable = gpu.instantiate(graph);
+    ok!(gpu, cuGraphDestroy(graph));
+    ok!(gpu, cuStreamSynchronize(stream));
+    assert_eq!(gpu.word(memory), 0, "capturing runs nothing");
+    for _ in 0..3 {
+        ok!(gpu, cuGraphLaunch(executable, side));
+    }
+    ok!(gpu, cuStreamSynchronize(side));
+    assert_eq!((gpu.word(memory), gpu.word(memory + 4)), (3, 3));
+    ok!(gpu, cuGraphExecDestroy(executable));
+    assert_eq!(gpu.sim.leaks().graphs, 0);
+    gpu.sim.assert_clean();
+}
+
+#[test]
+fn vmm_calls_and_other_streams_events_do_not_harm() {
+    let gpu = Gpu::new(Simulator::builder());
+    let (stream, other) = (gpu.stream(), gpu.stream());
+    let range = gpu.reserve(GRANULE);
+    gpu.begin(stream, GLOBAL);
+    let handle = gpu.create(GRANULE);
+    gpu.map(range, GRANULE, handle);
+    ok!(gpu, cuMemUnmap(range, GRANULE));
+    let event = gpu.record(other);
+    assert_eq!(gpu.status(stream), ACTIVE);
+    let graph = gpu.end(stream).unwrap();
+    ok!(gpu, cuGraphDestroy(graph));
+    ok!(gpu, cuEventQuery(event));
+    gpu.sim.assert_clean();
+}
+
+#[test]
+fn a_query_invalidates_a_global_capture() {
+    let gpu = Gpu::new(Simulator::builder());
+    let (stream, other) = (gpu.stream(), gpu.stream());
+    let event = gpu.record(other);
+    gpu.begin(stream, GLOBAL);
+    assert_eq!(gpu.query(event), UNSUPPORTED);
+    assert_eq!(gpu.status(stream), BROKEN);
+    let memory = gpu.alloc_relaxed(4);
+    assert_eq!(call!(gpu, cuMemsetD32Async(memory, 1, 1, stream)), INVALIDATED);
+    assert_eq!(gpu.end(stream), Err(INVALIDATED));
+    assert_eq!(gpu.status(stream), NONE);
+    ok!(gpu, cuEventQuery(event));
+}
+
+impl Gpu {
+    /// Allocates under a relaxed mode, which harms no capture.
+    fn alloc_relaxed(&self, bytes: usize) -> u64 {
+        let mut mode = RELAXED;
+        ok!(self, cuThreadExchangeStreamCaptureMode(&mut mode));
+        let address = self.alloc(bytes);
+        ok!(self, cuThreadExchangeStreamCaptureMode(&mut mode));
+        assert_eq!(mode, RELAXED);
+        address
+    }
+}
+
+#[test]
+fn who_may_query_during_whose_capture() {
+    // (capture's mode, whether by this thread, the querying thread's mode, allowed)
+    let cases = [
+        (GLOBAL, true, GLOBAL, false),
+        (GLOBAL, false, GLOBAL, false),
+        (GLOBAL, false, THREAD_LOCAL, true),
+        (GLOBAL, true, THREAD_LOCAL, false),
+        (GLOBAL, true, RELAXED, true),
+        (GLOBAL, false, RELAXED, true),
+        (THREAD_LOCAL, true, GLOBAL, false),
+        (THREAD_LOCAL, false, GLOBAL, true),
+        (RELAXED, true, GLOBAL, true),
+        (RELAXED, false, GLOBAL, true),
+    ];
+    for (mode, own, mut thread_mode, allowed) in cases {
+        let gpu = Gpu::new(Simulator::builder());
+        let (stream, other) = (gpu.stream() as usize, gpu.stream());
+        let event = gpu.record(other);
+        if own {
+            gpu.begin(stream as _, mode);
+        } else {
+            let context = gpu.retain(0) as usize;
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    ok!(gpu, cuCtxSetCurrent(context as _));
+                    gpu.begin(stream as _, mode);
+                });
+            });
+        }
+        let expected = if allowed { CUresult::CUDA_SUCCESS } else { UNSUPPORTED };
+        let asked = thread_mode;
+        ok!(gpu, cuThreadExchangeStreamCaptureMode(&mut thread_mode));
+        assert_eq!(gpu.query(event), expected, "{mode:?} {own} {asked:?}");
+        let status = gpu.status(stream as _);
+        assert_eq!(status, if allowed { ACTIVE } else { BROKEN }, "{mode:?} {own} {asked:?}");
+    }
+}
+
+#[test]
+fn captured_events_cannot_be_asked() {
+    let gpu = Gpu::new(Simulator::builder());
+    let stream = gpu.stream();
+    gpu.begin(stream, RELAXED);
+    let event = gpu.record(stream);
+    assert_eq!(gpu.query(event), CUresult::CUDA_ERROR_CAPTURED_EVENT);
+    assert_eq!(gpu.end(stream), Err(INVALIDATED));
+    // It stays so until it is recorded in the open.
+    let captured = CUresult::CUDA_ERROR_CAPTURED_EVENT;
+    assert_eq!(call!(gpu, cuEventSynchronize(event)), captured);
+    ok!(gpu, cuEventRecord(event, stream));
+    ok!(gpu, cuEventSynchronize(event));
+}
+
+#[test]
+fn the_legacy_stream_breaks_captures_of_blocking_streams() {
+    for (flags, expected) in
+        [(0, CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT), (1, CUresult::CUDA_SUCCESS)]
+    {
+        let gpu = Gpu::new(Simulator::builder());
+        let stream = gpu.stream_with(flags);
+        let memory = gpu.alloc(4);
+        gpu.begin(stream, RELAXED);
+        assert_eq!(call!(gpu, cuMemsetD32Async(memory, 1, 1, null_mut())), expected);
+        assert_eq!(gpu.end(stream).is_ok(), expected == CUresult::CUDA_SUCCESS);
+    }
+}
+
+#[test]
+fn captures_end_where_they_began() {
+    let gpu = Gpu::new(Simulator::builder());
+    let (stream, side) = (gpu.stream(), gpu.stream());
+    assert_eq!(gpu.end(stream), Err(CUresult::CUDA_ERROR_ILLEGAL_STATE));
+    gpu.begin(stream, GLOBAL);
+    let again = call!(gpu, cuStreamBeginCapture_v2(stream, GLOBAL));
+    assert_eq!(again, CUresult::CUDA_ERROR_ILLEGAL_STATE);
+    let fork = gpu.record(stream);
+    ok!(gpu, cuStreamWaitEvent(side, fork, 0));
+    gpu.sim.enqueue(side, "work", |_| Ok(())).unwrap();
+    assert_eq!(gpu.end(stream), Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_UNJOINED));
+    assert_eq!(gpu.status(side), NONE);
+    // An event from outside of the capture cannot be waited for in it.
+    let outside = gpu.record(side);
+    gpu.begin(stream, GLOBAL);
+    let isolated = call!(gpu, cuStreamWaitEvent(stream, outside, 0));
+    assert_eq!(isolated, CUresult::CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
+    assert_eq!(gpu.end(stream), Err(INVALIDATED));
+    // Nor may a stream be waited for while it is captured.
+    gpu.begin(stream, RELAXED);
+    assert_eq!(call!(gpu, cuStreamSynchronize(stream)), UNSUPPORTED);
+    assert_eq!(gpu.end(stream), Err(INVALIDATED));
+}

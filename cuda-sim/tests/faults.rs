@@ -1,0 +1,168 @@
+//! Faults on demand, lost devices, and many simulators side by side.
+
+mod support;
+
+use std::ptr::null_mut;
+
+use cuda_sim::Simulator;
+use cuda_sys::types::*;
+use support::{GRANULE, Gpu, call, ok, prop};
+
+const OOM: CUresult = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+const LOST: CUresult = CUresult::CUDA_ERROR_ECC_UNCORRECTABLE;
+
+#[test]
+fn the_nth_call_of_a_name_fails_and_has_no_effect() {
+    let gpu = Gpu::new(Simulator::builder());
+    gpu.sim.fail_nth("cuMemCreate", 2, OOM);
+    let mut handle = 0;
+    let mut codes = Vec::new();
+    for _ in 0..3 {
+        codes.push(call!(gpu, cuMemCreate(&mut handle, GRANULE, &prop(0), 0)));
+        gpu.event();
+    }
+    let good = CUresult::CUDA_SUCCESS;
+    assert_eq!(codes, [good, OOM, good]);
+    assert_eq!(gpu.sim.leaks().handles, 2);
+    assert_eq!(gpu.sim.call_counts()["cuMemCreate"], 3);
+}
+
+#[test]
+fn calls_fail_by_number_and_from_a_number_on() {
+    let gpu = Gpu::new(Simulator::builder());
+    let before = gpu.sim.calls();
+    gpu.sim.fail_call(2, LOST);
+    let query = || call!(gpu, cuStreamQuery(null_mut()));
+    let good = CUresult::CUDA_SUCCESS;
+    assert_eq!([query(), query(), query()], [good, LOST, good]);
+    assert_eq!(gpu.sim.calls(), before + 3);
+    gpu.sim.fail_all_calls_after(1, OOM);
+    assert_eq!([query(), query(), query()], [good, OOM, OOM]);
+    gpu.sim.clear_faults();
+    assert_eq!(query(), good);
+}
+
+#[test]
+fn a_lost_device_stays_lost() {
+    let gpu = Gpu::new(Simulator::builder().devices(2));
+    let stream = gpu.stream();
+    let event = gpu.record(stream);
+    let spin = gpu.sim.spin(stream).unwrap();
+    gpu.sim.lose_device(0, LOST);
+    assert_eq!(call!(gpu, cuStreamSynchronize(stream)), LOST);
+    assert_eq!(gpu.query(event), LOST);
+    assert_eq!(call!(gpu, cuCtxSynchronize()), LOST);
+    let mut handle = 0;
+    assert_eq!(call!(gpu, cuMemCreate(&mut handle, GRANULE, &prop(0), 0)), LOST);
+    gpu.retain(1);
+    ok!(gpu, cuMemCreate(&mut handle, GRANULE, &prop(1), 0));
+    ok!(gpu, cuCtxSynchronize());
+    drop(spin);
+}
+
+#[test]
+fn memory_ends_at_the_limit() {
+    let gpu = Gpu::new(Simulator::builder());
+    gpu.sim.set_memory_limit(0, 4 * GRANULE as u64);
+    let handle = gpu.create(3 * GRANULE);
+    let mut other = 0;
+    assert_eq!(call!(gpu, cuMemCreate(&mut other, 2 * GRANULE, &prop(0), 0)), OOM);
+    ok!(gpu, cuMemRelease(handle));
+    ok!(gpu, cuMemCreate(&mut other, 2 * GRANULE, &prop(0), 0));
+}
+
+#[test]
+fn nothing_works_before_init_or_without_a_context() {
+    let sim = Simulator::builder().build().unwrap();
+    let gpu = Gpu { driver: sim.driver(), sim };
+    let mut version = 0;
+    ok!(gpu, cuDriverGetVersion(&mut version));
+    assert_eq!(version, 13_000);
+    let mut count = 0;
+    let code = call!(gpu, cuDeviceGetCount(&mut count));
+    assert_eq!(code, CUresult::CUDA_ERROR_NOT_INITIALIZED);
+    ok!(gpu, cuInit(0));
+    ok!(gpu, cuDeviceGetCount(&mut count));
+    assert_eq!(count, 1);
+    let code = call!(gpu, cuStreamCreate(&mut null_mut(), 0));
+    assert_eq!(code, CUresult::CUDA_ERROR_INVALID_CONTEXT);
+    // Handles of physical memory need no context.
+    gpu.create(GRANULE);
+}
+
+#[test]
+fn contexts_end() {
+    let gpu = Gpu::new(Simulator::builder());
+    let mut context = null_mut();
+    ok!(gpu, cuCtxCreate_v2(&mut context, 0, 0));
+    let (stream, event) = (gpu.stream(), gpu.event());
+    ok!(gpu, cuCtxDestroy_v2(context));
+    let code = call!(gpu, cuCtxPushCurrent_v2(context));
+    assert_eq!(code, CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED);
+    assert_eq!(call!(gpu, cuStreamQuery(stream)), CUresult::CUDA_ERROR_INVALID_HANDLE);
+    assert_eq!(gpu.query(event), CUresult::CUDA_ERROR_INVALID_HANDLE);
+    // The primary one is current again, until it is released.
+    gpu.stream();
+    ok!(gpu, cuDevicePrimaryCtxRelease_v2(0));
+    let code = call!(gpu, cuCtxSynchronize());
+    assert_eq!(code, CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED);
+    assert!(gpu.sim.leaks().is_empty(), "{:?}", gpu.sim.leaks());
+}
+
+#[test]
+fn names_and_addresses() {
+    let gpu = Gpu::new(Simulator::builder());
+    let mut text = std::ptr::null();
+    ok!(gpu, cuGetErrorName(OOM, &mut text));
+    // SAFETY: the driver answered with a string that lives for ever.
+    let name = unsafe { std::ffi::CStr::from_ptr(text) };
+    assert_eq!(name, c"CUDA_ERROR_OUT_OF_MEMORY");
+    let mut address = null_mut();
+    let symbol = c"cuMemAlloc".as_ptr();
+    ok!(gpu, cuGetProcAddress_v2(symbol, &mut address, 13_000, 0, null_mut()));
+    assert_eq!(address as usize, gpu.driver.cuMemAlloc_v2.unwrap() as usize);
+}
+
+#[test]
+fn simulators_share_nothing() {
+    let machines: Vec<_> = (0..20).map(|_| Gpu::new(Simulator::builder())).collect();
+    std::thread::scope(|scope| {
+        for (index, gpu) in machines.iter().enumerate() {
+            scope.spawn(move || {
+                gpu.retain(0);
+                let stream = gpu.stream();
+                for _ in 0..200 {
+                    let memory = gpu.alloc(64);
+                    gpu.fill(memory, index as u32, 16, stream);
+                    ok!(gpu, cuStreamSynchronize(stream));
+                    assert_eq!(gpu.word(memory + 60), index as u32);
+                    ok!(gpu, cuMemFree_v2(memory));
+                }
+            });
+        }
+    });
+    for gpu in &machines {
+        gpu.sim.assert_clean();
+    }
+}
+
+#[test]
+fn a_driver_keeps_its_simulator() {
+    let driver = {
+        let sim = Simulator::builder().build().unwrap();
+        sim.driver()
+    };
+    // SAFETY: cuInit takes no pointers.
+    assert_eq!(unsafe { driver.cuInit.unwrap()(0) }, CUresult::CUDA_SUCCESS);
+}
+
+#[test]
+fn null_pointers_are_errors() {
+    let gpu = Gpu::new(Simulator::builder());
+    let invalid = CUresult::CUDA_ERROR_INVALID_VALUE;
+    assert_eq!(call!(gpu, cuMemAlloc_v2(null_mut(), 8)), invalid);
+    assert_eq!(call!(gpu, cuMemCreate(null_mut(), GRANULE, &prop(0), 0)), invalid);
+    assert_eq!(call!(gpu, cuMemCreate(&mut 0, GRANULE, std::ptr::null(), 0)), invalid);
+    assert_eq!(call!(gpu, cuStreamCreate(null_mut(), 0)), invalid);
+    assert!(gpu.sim.leaks().handles == 0 && gpu.sim.leaks().streams == 0);
+}

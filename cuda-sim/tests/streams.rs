@@ -1,0 +1,385 @@
+//! Streams, events, schedules, and what the race detector makes of them.
+
+mod support;
+
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use cuda_sim::{Schedule, Simulator};
+use cuda_sys::types::CUresult;
+use support::{Gpu, call, ok};
+
+const READY: CUresult = CUresult::CUDA_SUCCESS;
+const NOT_READY: CUresult = CUresult::CUDA_ERROR_NOT_READY;
+const LATE: Schedule = Schedule::Late { patience: 3 };
+
+#[test]
+fn late_work_runs_only_when_waited_for() {
+    let gpu = Gpu::new(Simulator::builder().schedule(LATE));
+    let (a, b) = (gpu.stream(), gpu.stream());
+    let memory = gpu.alloc(8);
+    gpu.fill(memory, 7, 1, a);
+    gpu.fill(memory + 4, 8, 1, b);
+    assert_eq!((gpu.word(memory), gpu.word(memory + 4)), (0, 0));
+    ok!(gpu, cuStreamSynchronize(a));
+    assert_eq!((gpu.word(memory), gpu.word(memory + 4)), (7, 0));
+    // A wait pulls in what it depends on, and nothing else.
+    let event = gpu.record(b);
+    ok!(gpu, cuStreamWaitEvent(a, event, 0));
+    assert_eq!(gpu.word(memory + 4), 0);
+    ok!(gpu, cuStreamSynchronize(a));
+    assert_eq!(gpu.word(memory + 4), 8);
+    gpu.sim.assert_clean();
+}
+
+#[test]
+fn a_patient_poller_makes_progress() {
+    let gpu = Gpu::new(Simulator::builder().schedule(LATE));
+    let stream = gpu.stream();
+    let memory = gpu.alloc(4);
+    gpu.fill(memory, 1, 1, stream);
+    let event = gpu.record(stream);
+    let answers: Vec<_> = (0..5).map(|_| gpu.query(event)).collect();
+    assert_eq!(answers, [NOT_READY, NOT_READY, NOT_READY, READY, READY]);
+}
+
+#[test]
+fn one_seed_is_one_run() {
+    let run = |seed| {
+        let gpu = Gpu::new(Simulator::builder().schedule(Schedule::Random).seed(seed));
+        let order = Arc::new(Mutex::new(Vec::new()));
+        let streams: Vec<_> = (0..4).map(|_| gpu.stream()).collect();
+        for step in 0..40 {
+            let order = Arc::clone(&order);
+            let work = move |_: &mut cuda_sim::DeviceMemory<'_>| {
+                order.lock().unwrap().push(step);
+                Ok(())
+            };
+            gpu.sim.enqueue(streams[step % 4], "step", work).unwrap();
+            call!(gpu, cuStreamQuery(streams[(step * 7) % 4]));
+        }
+        ok!(gpu, cuCtxSynchronize());
+        let order = order.lock().unwrap().clone();
+        assert_eq!(order.len(), 40);
+        order
+    };
+    assert_eq!(run(5), run(5));
+    assert_ne!(run(5), run(6));
+    assert_ne!(run(5), (0..40).collect::<Vec<_>>());
+}
+
+#[test]
+fn manual_schedules_stand_still() {
+    let gpu = Gpu::new(Simulator::builder().schedule(Schedule::Manual));
+    let stream = gpu.stream();
+    let memory = gpu.alloc(8);
+    gpu.fill(memory, 1, 1, stream);
+    gpu.fill(memory, 2, 1, stream);
+    for _ in 0..10 {
+        assert_eq!(call!(gpu, cuStreamQuery(stream)), NOT_READY);
+    }
+    assert!(gpu.sim.advance(stream));
+    assert_eq!(gpu.word(memory), 1);
+    assert_eq!(gpu.sim.advance_all(), 1);
+    assert_eq!(gpu.word(memory), 2);
+    assert!(!gpu.sim.advance(stream));
+    assert_eq!(gpu.sim.run_until_idle(), 0);
+}
+
+#[test]
+fn a_spin_holds_its_stream_and_what_waits_for_it() {
+    let gpu = Gpu::new(Simulator::builder());
+    let (a, b, free) = (gpu.stream(), gpu.stream(), gpu.stream());
+    let memory = gpu.alloc(12);
+    let spin = gpu.sim.spin(a).unwrap();
+    gpu.fill(memory, 1, 1, a);
+    let event = gpu.record(a);
+    ok!(gpu, cuStreamWaitEvent(b, event, 0));
+    gpu.fill(memory + 4, 2, 1, b);
+    gpu.fill(memory + 8, 3, 1, free);
+    assert_eq!(gpu.query(event), NOT_READY);
+    assert_eq!([0, 4, 8].map(|at| gpu.word(memory + at)), [0, 0, 3]);
+    spin.release();
+    assert_eq!([0, 4, 8].map(|at| gpu.word(memory + at)), [1, 2, 3]);
+    assert_eq!(gpu.query(event), READY);
+    gpu.sim.assert_clean();
+}
+
+#[test]
+fn another_thread_may_release_a_spin() {
+    let gpu = Gpu::new(Simulator::builder().schedule(LATE));
+    let stream = gpu.stream();
+    let spin = gpu.sim.spin(stream).unwrap();
+    let helper = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(20));
+        spin.release();
+    });
+    ok!(gpu, cuStreamSynchronize(stream));
+    helper.join().unwrap();
+    gpu.sim.assert_clean();
+}
+
+#[test]
+fn a_wait_that_cannot_end_is_an_error() {
+    let gpu = Gpu::new(Simulator::builder().deadlock_after(Duration::from_millis(30)));
+    let stream = gpu.stream();
+    let _spin = gpu.sim.spin(stream).unwrap();
+    let code = call!(gpu, cuStreamSynchronize(stream));
+    assert_eq!(code, CUresult::CUDA_ERROR_LAUNCH_TIMEOUT);
+    assert!(gpu.sim.report().misuse[0].contains("deadlock"));
+}
+
+/// Which of two streams' fills were done when the second one was waited for.
+fn first_done_with(first: u32, second: Option<u32>) -> bool {
+    let gpu = Gpu::new(Simulator::builder().schedule(LATE));
+    let (first, second) = match second {
+        Some(flags) => (gpu.stream_with(first), gpu.stream_with(flags)),
+        None => (gpu.stream_with(first), null_mut()),
+    };
+    let memory = gpu.alloc(8);
+    gpu.fill(memory, 1, 1, first);
+    gpu.fill(memory + 4, 1, 1, second);
+    ok!(gpu, cuStreamSynchronize(second));
+    assert_eq!(gpu.word(memory + 4), 1);
+    gpu.word(memory) == 1
+}
+
+#[test]
+fn the_legacy_stream_orders_with_blocking_streams_only() {
+    assert!(first_done_with(0, None), "legacy after blocking");
+    assert!(!first_done_with(1, None), "legacy after non-blocking");
+    assert!(!first_done_with(0, Some(0)), "blocking after blocking");
+}
+
+#[test]
+fn blocking_streams_wait_for_the_legacy_stream() {
+    for (stream, waits) in [(0_u32, true), (1, false)] {
+        let gpu = Gpu::new(Simulator::builder().schedule(LATE));
+        let stream = gpu.stream_with(stream);
+        let memory = gpu.alloc(8);
+        ok!(gpu, cuMemsetD32_v2(memory, 1, 1));
+        gpu.fill(memory + 4, 1, 1, stream);
+        ok!(gpu, cuStreamSynchronize(stream));
+        assert_eq!(gpu.word(memory) == 1, waits);
+    }
+    // The per-thread stream is a blocking one.
+    let gpu = Gpu::new(Simulator::builder().schedule(LATE));
+    let memory = gpu.alloc(8);
+    ok!(gpu, cuMemsetD32_v2(memory, 1, 1));
+    gpu.fill(memory + 4, 1, 1, 2 as _);
+    ok!(gpu, cuStreamSynchronize(2 as _));
+    assert_eq!(gpu.word(memory), 1);
+}
+
+#[test]
+fn the_legacy_stream_orders_with_destroyed_blocking_streams() {
+    let gpu = Gpu::new(Simulator::builder().schedule(LATE));
+    let stream = gpu.stream_with(0);
+    let memory = gpu.alloc(4);
+    gpu.fill(memory, 1, 1, stream);
+    ok!(gpu, cuStreamDestroy_v2(stream));
+    gpu.fill(memory, 2, 1, null_mut());
+    ok!(gpu, cuStreamSynchronize(null_mut()));
+    assert_eq!(gpu.word(memory), 2);
+    gpu.sim.assert_clean();
+}
+
+#[test]
+fn the_per_thread_handle_is_another_stream_on_each_thread() {
+    let gpu = Gpu::new(Simulator::builder());
+    let id_here = || {
+        let mut id = 0;
+        ok!(gpu, cuStreamGetId(2 as _, &mut id));
+        id
+    };
+    let mine = id_here();
+    assert_eq!(mine, id_here());
+    let context = gpu.retain(0) as usize;
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            ok!(gpu, cuCtxSetCurrent(context as _));
+            id_here()
+        });
+        assert_ne!(mine, other.join().unwrap());
+    });
+}
+
+#[test]
+fn handles_come_back_and_ids_do_not() {
+    let gpu = Gpu::new(Simulator::builder().schedule(LATE));
+    let id = |stream| {
+        let mut id = 0;
+        ok!(gpu, cuStreamGetId(stream, &mut id));
+        id
+    };
+    let memory = gpu.alloc(4);
+    let first = gpu.stream();
+    let first_id = id(first);
+    gpu.fill(memory, 1, 1, first);
+    let event = gpu.record(first);
+    ok!(gpu, cuStreamDestroy_v2(first));
+    let second = gpu.stream();
+    assert_eq!(first, second);
+    assert_ne!(first_id, id(second));
+    // The old stream's work goes on behind the new stream's back.
+    assert_eq!(gpu.query(event), NOT_READY);
+    ok!(gpu, cuStreamSynchronize(second));
+    assert_eq!(gpu.query(event), NOT_READY);
+    ok!(gpu, cuEventSynchronize(event));
+    assert_eq!(gpu.word(memory), 1);
+    gpu.sim.assert_clean();
+}
+
+#[test]
+fn stale_handles_are_misuse() {
+    let gpu = Gpu::new(Simulator::builder());
+    let stream = gpu.stream();
+    let event = gpu.event();
+    ok!(gpu, cuStreamDestroy_v2(stream));
+    ok!(gpu, cuEventDestroy_v2(event));
+    assert_eq!(call!(gpu, cuStreamQuery(stream)), CUresult::CUDA_ERROR_INVALID_HANDLE);
+    assert_eq!(gpu.query(event), CUresult::CUDA_ERROR_INVALID_HANDLE);
+    let misuse = gpu.sim.report().misuse;
+    assert!(misuse[0].starts_with("cuStreamQuery: stream 0x"), "{misuse:?}");
+    assert!(misuse[1].starts_with("cuEventQuery: event 0x"), "{misuse:?}");
+}
+
+#[test]
+fn events_are_snapshots() {
+    let gpu = Gpu::new(Simulator::builder().schedule(LATE));
+    let (a, b) = (gpu.stream(), gpu.stream());
+    let event = gpu.event();
+    assert_eq!(gpu.query(event), READY, "never recorded");
+    let memory = gpu.alloc(12);
+    gpu.fill(memory, 1, 1, a);
+    ok!(gpu, cuEventRecord(event, a));
+    ok!(gpu, cuStreamWaitEvent(b, event, 0));
+    // Recording again does not move the wait that was enqueued before.
+    gpu.fill(memory + 4, 1, 1, a);
+    ok!(gpu, cuEventRecord(event, a));
+    ok!(gpu, cuStreamSynchronize(b));
+    assert_eq!((gpu.word(memory), gpu.word(memory + 4)), (1, 0));
+    // A pending event may be destroyed.
+    ok!(gpu, cuEventDestroy_v2(event));
+    ok!(gpu, cuStreamSynchronize(a));
+    gpu.sim.assert_clean();
+}
+
+#[test]
+fn events_belong_to_a_context() {
+    let gpu = Gpu::new(Simulator::builder().devices(2));
+    let event = gpu.event();
+    gpu.retain(1);
+    let stream = gpu.stream();
+    let code = call!(gpu, cuEventRecord(event, stream));
+    assert_eq!(code, CUresult::CUDA_ERROR_INVALID_HANDLE);
+}
+
+#[test]
+fn unordered_writes_are_a_race() {
+    let gpu = Gpu::new(Simulator::builder());
+    let (a, b) = (gpu.stream(), gpu.stream());
+    let memory = gpu.alloc(8);
+    gpu.fill(memory, 1, 2, a);
+    gpu.fill(memory + 4, 2, 1, b);
+    let races = gpu.sim.report().races;
+    assert_eq!(races.len(), 1, "{races:?}");
+    assert_eq!(&*races[0].first.what, "cuMemsetD32Async");
+}
+
+#[test]
+fn events_waits_and_the_host_order() {
+    let gpu = Gpu::new(Simulator::builder());
+    let (a, b) = (gpu.stream(), gpu.stream());
+    let memory = gpu.alloc(8);
+    gpu.fill(memory, 1, 2, a);
+    let event = gpu.record(a);
+    ok!(gpu, cuStreamWaitEvent(b, event, 0));
+    gpu.fill(memory, 2, 2, b);
+    ok!(gpu, cuStreamSynchronize(b));
+    gpu.fill(memory, 3, 2, a);
+    let event = gpu.record(a);
+    assert_eq!(gpu.query(event), READY);
+    gpu.fill(memory, 4, 2, b);
+    gpu.sim.assert_clean();
+}
+
+#[test]
+fn written_values_order_nothing_but_can_be_waited_for() {
+    let gpu = Gpu::new(Simulator::builder().schedule(LATE));
+    let (a, b) = (gpu.stream(), gpu.stream());
+    let mut host = null_mut();
+    ok!(gpu, cuMemAllocHost_v2(&mut host, 8));
+    let memory = gpu.alloc(4);
+    ok!(gpu, cuStreamWaitValue64_v2(b, host as u64, 5, 0));
+    gpu.fill(memory, 2, 1, b);
+    gpu.fill(memory, 1, 1, a);
+    ok!(gpu, cuStreamWriteValue64_v2(a, host as u64, 5, 0));
+    // b can end only if a runs, though no edge says so.
+    ok!(gpu, cuStreamSynchronize(b));
+    assert_eq!(gpu.word(memory), 2);
+    assert_eq!(gpu.sim.report().races.len(), 1);
+    ok!(gpu, cuMemFreeHost(host));
+}
+
+static HOST_CALLS: AtomicU32 = AtomicU32::new(0);
+
+unsafe extern "C" fn count_and_call(driver: *mut core::ffi::c_void) {
+    // SAFETY: the test passes a pointer to a driver that outlives the stream's work.
+    let driver = unsafe { &*driver.cast::<cuda_sys::Driver>() };
+    let mut count = 0;
+    let get_count = driver.cuDeviceGetCount.unwrap();
+    // SAFETY: a pointer to a live local.
+    let code = unsafe { get_count(&mut count) };
+    assert_eq!(code, CUresult::CUDA_ERROR_NOT_PERMITTED);
+    HOST_CALLS.fetch_add(1, Ordering::SeqCst);
+}
+
+#[test]
+fn host_functions_run_in_order_and_may_not_call() {
+    let gpu = Gpu::new(Simulator::builder().schedule(LATE));
+    let stream = gpu.stream();
+    let driver = &raw const gpu.driver;
+    ok!(gpu, cuLaunchHostFunc(stream, Some(count_and_call), driver as *mut _));
+    assert_eq!(HOST_CALLS.load(Ordering::SeqCst), 0);
+    ok!(gpu, cuStreamSynchronize(stream));
+    assert_eq!(HOST_CALLS.load(Ordering::SeqCst), 1);
+    gpu.sim.assert_clean();
+}
+
+#[test]
+fn a_failed_kernel_spoils_its_context() {
+    let gpu = Gpu::new(Simulator::builder());
+    let stream = gpu.stream();
+    gpu.sim.enqueue(stream, "stray", |memory| memory.write(0x1000, &[1])).unwrap();
+    let illegal = CUresult::CUDA_ERROR_ILLEGAL_ADDRESS;
+    assert_eq!(call!(gpu, cuStreamSynchronize(stream)), illegal);
+    assert_eq!(call!(gpu, cuCtxSynchronize()), illegal);
+    assert!(gpu.sim.report().misuse[0].contains("`stray`"));
+}
+
+#[test]
+fn kernels_by_name() {
+    let gpu = Gpu::new(Simulator::builder());
+    let (mut module, mut function) = (null_mut(), null_mut());
+    ok!(gpu, cuModuleLoadData(&mut module, cuda_sim::kernels::PTX.as_ptr().cast()));
+    ok!(gpu, cuModuleGetFunction(&mut function, module, c"vpmm_fill".as_ptr()));
+    let code = call!(gpu, cuModuleGetFunction(&mut function.clone(), module, c"none".as_ptr()));
+    assert_eq!(code, CUresult::CUDA_ERROR_NOT_FOUND);
+    let stream = gpu.stream();
+    let (mut address, mut words, mut stride, mut seed) = (gpu.alloc(80), 10_u64, 1_u64, 3_u64);
+    let mut parameters =
+        [&mut address, &mut words, &mut stride, &mut seed].map(|p| (p as *mut u64).cast());
+    ok!(
+        gpu,
+        cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, parameters.as_mut_ptr(), null_mut())
+    );
+    ok!(gpu, cuStreamSynchronize(stream));
+    let mut word = [0; 8];
+    gpu.sim.peek(address + 72, &mut word).unwrap();
+    assert_eq!(u64::from_le_bytes(word), cuda_sim::kernels::mix(3, 9));
+    ok!(gpu, cuModuleUnload(module));
+    gpu.sim.assert_clean();
+}
