@@ -9,8 +9,11 @@
 //! non-blocking, the default streams too: nothing else runs on the device, and a
 //! per-thread default stream is then the same stream with and without threads.
 //!
-//! **Time.** Only the host's time inside the allocator counts; how it is told
-//! from the rest is said in [`clock`].
+//! **Time.** Only the host's time inside the allocator counts. The clock runs
+//! over stretches of the replay loop, not over single calls, which it would
+//! cost as much as; it is stopped for device work, for waits between threads and
+//! for the progress bar. What the clock and the loop themselves cost is measured
+//! and taken off. With threads the time is the sum over them.
 
 mod clock;
 mod engine;

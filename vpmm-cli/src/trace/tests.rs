@@ -66,7 +66,7 @@ fn a_file_without_header_is_in_rmm_order() {
 #[test]
 fn gzip_is_told_by_its_bytes() {
     let mut gz = GzEncoder::new(Vec::new(), Compression::fast());
-    write!(gz, "{HEADER}1,x,allocate,0x10,64,0\n").unwrap();
+    writeln!(gz, "{HEADER}1,x,allocate,0x10,64,0").unwrap();
     let trace = Trace::read("no-suffix", &gz.finish().unwrap()[..]).unwrap();
     assert_eq!(trace.allocations.len(), 1);
 }
@@ -74,7 +74,7 @@ fn gzip_is_told_by_its_bytes() {
 #[test]
 fn broken_gzip_is_an_error_that_names_the_line() {
     let mut gz = GzEncoder::new(Vec::new(), Compression::fast());
-    write!(gz, "{HEADER}1,x,allocate,0x10,64,0\n").unwrap();
+    writeln!(gz, "{HEADER}1,x,allocate,0x10,64,0").unwrap();
     let mut bytes = gz.finish().unwrap();
     bytes.truncate(bytes.len() - 6);
     let error = Trace::read("t.gz", &bytes[..]).expect_err("truncated").to_string();
