@@ -420,8 +420,7 @@ fn a_slow_driver_call_does_not_stop_other_threads() {
     let symbols = table_symbols(&table.0);
     // SAFETY: the pointers are the simulator's, and one of the same signature; the table and the
     // simulator are kept alive.
-    let driver =
-        unsafe { cuda_sys::Driver::from_symbols("blocking", |name| symbols(name), table.clone()) };
+    let driver = unsafe { cuda_sys::Driver::from_symbols("blocking", symbols, table.clone()) };
     let driver = vpmm::Driver::new(driver).unwrap();
     let device = driver.device(0).unwrap();
     let pool = vpmm::Pool::paged(&device, &config(PAGE, 0)).unwrap();

@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use cuda_sim::{Schedule, Simulator, kernels};
@@ -36,7 +36,12 @@ pub(crate) struct Rig {
     errors: CUdeviceptr,
     /// Flags of stalls, freed at the end: a kernel may still have to see that it was released.
     flags: Mutex<Vec<*mut u32>>,
+    /// One test at a time on a GPU: some calls wait for the whole device, and would wait for
+    /// another test's stall while that test waits for the driver's lock.
+    _alone: Option<MutexGuard<'static, ()>>,
 }
+
+static GPU: Mutex<()> = Mutex::new(());
 
 // SAFETY: the handles are tokens that any thread may pass to the driver; the flags are locked.
 unsafe impl Sync for Rig {}
@@ -55,13 +60,17 @@ impl Rig {
 
     pub(crate) fn on(sim: Simulator) -> Self {
         let driver = Driver::new(sim.driver()).expect("the simulated driver starts");
-        Self::new(driver, Some(sim))
+        Self::new(driver, Some(sim), None)
     }
 
     /// The first GPU, or nothing (with a word on the way) where there is none.
     pub(crate) fn gpu() -> Option<Self> {
         match Driver::load() {
-            Ok(driver) => Some(Self::new(driver, None)),
+            Ok(driver) => {
+                let alone = GPU.lock().unwrap_or_else(PoisonError::into_inner);
+                println!("{} runs on the GPU", std::thread::current().name().unwrap_or("a test"));
+                Some(Self::new(driver, None, Some(alone)))
+            }
             Err(error) => {
                 println!("the GPU part is skipped: {error}");
                 None
@@ -86,7 +95,11 @@ impl Rig {
         }
     }
 
-    fn new(driver: Driver, sim: Option<Simulator>) -> Self {
+    fn new(
+        driver: Driver,
+        sim: Option<Simulator>,
+        alone: Option<MutexGuard<'static, ()>>,
+    ) -> Self {
         let device = driver.device(0).expect("device 0");
         call!(driver, cuCtxSetCurrent(device.context()));
         let mut module = ptr::null_mut();
@@ -101,7 +114,7 @@ impl Rig {
         let mut errors = 0;
         call!(driver, cuMemAlloc_v2(&mut errors, 8));
         call!(driver, cuMemsetD32_v2(errors, 0, 2));
-        Self { driver, device, sim, module, fill, check, spin, errors, flags: Mutex::default() }
+        Self { driver, device, sim, module, fill, check, spin, errors, flags: Mutex::default(), _alone: alone }
     }
 
     pub(crate) fn stream(&self) -> Stream {
