@@ -12,7 +12,8 @@ pub enum Schedule {
     #[default]
     Eager,
     /// Adversarially late: only when the host waits for it, or when the host has been told
-    /// more than `patience` times that something is not ready.
+    /// more than `patience` times that something is not ready. A host that polls memory which
+    /// device work is to write, and calls nothing, waits for ever.
     Late {
         /// How many polls answer "not ready" before the work that is polled for runs.
         patience: u32,

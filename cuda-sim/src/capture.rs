@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use cuda_sys::types::{
-    CUgraph, CUgraphExec, CUgraphNode, CUresult, CUstream, CUstreamCaptureMode,
+    CUgraph, CUgraphEdgeData, CUgraphExec, CUgraphNode, CUresult, CUstream, CUstreamCaptureMode,
     CUstreamCaptureStatus,
 };
 
@@ -371,6 +371,24 @@ pub(crate) fn info_v2(
         return Err(CUresult::CUDA_ERROR_NOT_SUPPORTED);
     }
     info(call, stream, status_out, id_out)
+}
+
+/// As [`info_v2`], which asks for the data of edges too.
+#[expect(clippy::too_many_arguments, reason = "the driver's signature")]
+pub(crate) fn info_v3(
+    call: &mut Call<'_>,
+    stream: CUstream,
+    status_out: Out<CUstreamCaptureStatus>,
+    id_out: Out<u64>,
+    graph: Out<CUgraph>,
+    nodes: Out<*const CUgraphNode>,
+    edges: Out<*const CUgraphEdgeData>,
+    count: Out<usize>,
+) -> Result<(), CUresult> {
+    if !edges.is_null() {
+        return Err(CUresult::CUDA_ERROR_NOT_SUPPORTED);
+    }
+    info_v2(call, stream, status_out, id_out, graph, nodes, count)
 }
 
 pub(crate) fn exchange_mode(

@@ -198,7 +198,7 @@ pub(crate) fn proc_address(
     use CUdriverProcAddressQueryResult as Status;
     let name = symbol.get()?.to_str().map_err(|_| CUresult::CUDA_ERROR_INVALID_VALUE)?;
     let slot = call.shared.slot;
-    // Names here are without a version: the newest one is meant.
+    // Names here are without a version: the newest one is meant, whatever version is asked for.
     let versions = ["_v4", "_v3", "_v2", ""].map(|version| format!("{name}{version}"));
     match versions.iter().find_map(|name| slots::address(slot, name)) {
         Some(address) => {

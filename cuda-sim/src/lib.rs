@@ -338,8 +338,7 @@ impl Simulator {
     /// Everything found so far.
     pub fn report(&self) -> Report {
         let leaks = self.leaks();
-        let call = self.call();
-        Report { races: call.findings.races.clone(), misuse: call.findings.misuse.clone(), leaks }
+        self.call().findings.report(leaks)
     }
 
     /// For the end of a test.

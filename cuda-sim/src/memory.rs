@@ -450,7 +450,7 @@ impl DeviceMemory<'_> {
         let mut check = |physical, range| {
             let (stream, clock, what) = (self.stream, self.clock, &**self.what);
             let access = Access { physical, range, kind, stream, clock, what };
-            self.findings.races.extend(detector.access(access));
+            self.findings.races(detector.access(access));
         };
         let end = address + bytes;
         if let Some((start, allocation)) = host.find(address) {

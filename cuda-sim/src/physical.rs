@@ -18,6 +18,9 @@ use crate::segment::Segment;
 /// The driver's granule: physical handles are multiples of it.
 pub(crate) const GRANULE: u64 = 2 << 20;
 
+/// The most bytes that a file is made for before it is known that more are needed.
+const MAX_FILE: u64 = 1 << 40;
+
 /// What the name of an exported file begins with; the device's ordinal follows.
 const EXPORT_NAME: &str = "cuda-sim:device=";
 
@@ -226,7 +229,7 @@ impl Device {
             }
         }
         // Files are sparse, so a generous one costs no more than a small one.
-        let length = self.limit.max(size).next_multiple_of(GRANULE);
+        let length = self.limit.clamp(GRANULE, MAX_FILE).max(size) / GRANULE * GRANULE;
         let segment = Segment::create("cuda-sim", length)?;
         let mut free = Ranges::new(0, length);
         let offset = free.take(size, GRANULE).ok_or(io::ErrorKind::OutOfMemory)?;

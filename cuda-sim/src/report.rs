@@ -2,17 +2,33 @@
 
 use crate::race::Race;
 
+/// More findings than these are not kept: a program that has so many has one mistake many times.
+const MOST: usize = 10_000;
+
 /// Findings as they come in.
 #[derive(Debug, Default)]
 pub(crate) struct Findings {
-    pub(crate) races: Vec<Race>,
-    pub(crate) misuse: Vec<String>,
+    races: Vec<Race>,
+    misuse: Vec<String>,
 }
 
 impl Findings {
     /// Notes what would crash or corrupt on a real driver.
     pub(crate) fn misuse(&mut self, what: String) {
-        self.misuse.push(what);
+        if self.misuse.len() < MOST {
+            self.misuse.push(what);
+        }
+    }
+
+    /// Notes unordered uses of the same bytes.
+    pub(crate) fn races(&mut self, races: Vec<Race>) {
+        let room = MOST - self.races.len();
+        self.races.extend(races.into_iter().take(room));
+    }
+
+    /// What was noted so far, with what still exists.
+    pub(crate) fn report(&self, leaks: Leaks) -> Report {
+        Report { races: self.races.clone(), misuse: self.misuse.clone(), leaks }
     }
 }
 
@@ -55,10 +71,10 @@ impl Leaks {
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Report {
-    /// Unordered uses of the same physical bytes, in the order found.
+    /// Unordered uses of the same physical bytes, in the order found; the first 10,000.
     pub races: Vec<Race>,
     /// What would crash or corrupt on a real driver: each names the call and its arguments, or
-    /// the work and its stream. In the order found.
+    /// the work and its stream. In the order found; the first 10,000.
     pub misuse: Vec<String>,
     /// What still exists.
     pub leaks: Leaks,

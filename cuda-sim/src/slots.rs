@@ -229,6 +229,11 @@ functions! {
         stream: CUstream, status: *mut CUstreamCaptureStatus, id: *mut cuuint64_t,
         graph: *mut CUgraph, nodes: *mut *const CUgraphNode, count: *mut usize
     ) = capture::info_v2;
+    cuStreamGetCaptureInfo_v3(
+        stream: CUstream, status: *mut CUstreamCaptureStatus, id: *mut cuuint64_t,
+        graph: *mut CUgraph, nodes: *mut *const CUgraphNode, edges: *mut *const CUgraphEdgeData,
+        count: *mut usize
+    ) = capture::info_v3;
     cuThreadExchangeStreamCaptureMode(mode: *mut CUstreamCaptureMode) = capture::exchange_mode;
     cuGraphDestroy(graph: CUgraph) = capture::destroy_graph;
     cuGraphGetNodes(graph: CUgraph, nodes: *mut CUgraphNode, count: *mut usize) =

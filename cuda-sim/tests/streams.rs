@@ -4,7 +4,7 @@ mod support;
 
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use cuda_sim::{Schedule, Simulator};
@@ -347,6 +347,33 @@ fn host_functions_run_in_order_and_may_not_call() {
     ok!(gpu, cuStreamSynchronize(stream));
     assert_eq!(HOST_CALLS.load(Ordering::SeqCst), 1);
     gpu.sim.assert_clean();
+}
+
+static GATE: (Mutex<bool>, Condvar) = (Mutex::new(false), Condvar::new());
+
+unsafe extern "C" fn wait_at_gate(_: *mut core::ffi::c_void) {
+    let open = GATE.0.lock().unwrap();
+    drop(GATE.1.wait_while(open, |open| !*open).unwrap());
+}
+
+#[test]
+fn a_host_function_may_wait_for_the_enqueuing_thread() {
+    for schedule in [Schedule::Eager, LATE] {
+        *GATE.0.lock().unwrap() = false;
+        let gpu = Gpu::new(Simulator::builder().schedule(schedule));
+        let stream = gpu.stream();
+        let memory = gpu.alloc(4);
+        ok!(gpu, cuLaunchHostFunc(stream, Some(wait_at_gate), null_mut()));
+        gpu.fill(memory, 1, 1, stream);
+        let event = gpu.record(stream);
+        assert_eq!(gpu.query(event), NOT_READY);
+        assert_eq!(gpu.word(memory), 0);
+        *GATE.0.lock().unwrap() = true;
+        GATE.1.notify_all();
+        ok!(gpu, cuEventSynchronize(event));
+        assert_eq!(gpu.word(memory), 1);
+        gpu.sim.assert_clean();
+    }
 }
 
 #[test]
