@@ -1,7 +1,9 @@
 //! One pass of a trace through an allocator.
 
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Barrier, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
 use std::time::Instant;
 
 use vpmm::StreamHandle;
@@ -91,6 +93,7 @@ pub struct Stop {
 #[derive(Debug)]
 pub struct Replay<'a> {
     trace: &'a Trace,
+    /// One lane runs on the calling thread, more on threads of their own.
     lanes: Vec<Vec<Step>>,
     /// The address of each live allocation, 0 where there is none.
     slots: Vec<AtomicU64>,
@@ -137,27 +140,28 @@ impl<'a> Replay<'a> {
             enter: &|| Ok(()),
             progress: &|_| {},
         };
-        let passes = (0..3).map(|_| {
-            let pass = self.pass(&target);
-            pass.nanoseconds / pass.operations.max(1) as f64
+        // One lane runs on this thread, so that no pass can fail.
+        let passes = (0..3).filter_map(|_| {
+            let pass = self.pass(&target).ok()?;
+            Some(pass.nanoseconds / pass.operations.max(1) as f64)
         });
-        passes.fold(f64::INFINITY, f64::min)
+        passes.reduce(f64::min).unwrap_or(0.0)
     }
 
     /// Runs every operation, then frees what the trace leaves allocated.
     ///
     /// The device may still be working when it returns.
-    pub fn pass(&self, target: &Target<'_>) -> Pass {
+    ///
+    /// # Errors
+    /// The system has no thread for a lane.
+    pub fn pass(&self, target: &Target<'_>) -> io::Result<Pass> {
         let progress = Progress::new(self.lanes.len());
         let stop = Mutex::new(None);
-        let results: Vec<LaneResult> = match self.lanes.as_slice() {
-            [lane] => {
-                let result = match (target.enter)() {
-                    Ok(()) => self.run_lane(target, 0, lane, &progress, &stop),
-                    Err(error) => self.not_entered(lane, error, &progress, &stop),
-                };
-                vec![result]
-            }
+        let results = match self.lanes.as_slice() {
+            [lane] => Ok(vec![match (target.enter)() {
+                Ok(()) => self.run_lane(target, 0, lane, &progress, &stop),
+                Err(error) => self.not_entered(lane, error, &progress, &stop),
+            }]),
             lanes => self.run_threads(target, lanes, &progress, &stop),
         };
         let mut stop = stop.into_inner().unwrap_or_else(PoisonError::into_inner);
@@ -165,15 +169,16 @@ impl<'a> Replay<'a> {
             stop.map = Some(target.backend.map());
         }
         self.free_rest(target, &mut stop);
+        let results = results?;
         let operations: usize = results.iter().map(|result| result.steps).sum();
         let measured: f64 = results.iter().map(|result| result.nanoseconds).sum();
         let loops = self.costs.operation_ns * operations as f64;
-        Pass {
+        Ok(Pass {
             operations: operations as u64,
             nanoseconds: (measured - loops).max(0.0),
             peak_live_bytes: self.peak_live_bytes(results, stop.is_some()),
             stop,
-        }
+        })
     }
 
     fn run_threads(
@@ -182,28 +187,27 @@ impl<'a> Replay<'a> {
         lanes: &[Vec<Step>],
         progress: &Progress,
         stop: &Mutex<Option<Stop>>,
-    ) -> Vec<LaneResult> {
-        let start = Barrier::new(lanes.len());
-        let start = &start;
-        std::thread::scope(|scope| {
+    ) -> io::Result<Vec<LaneResult>> {
+        let run = |index: usize, lane| match (target.enter)() {
+            Ok(()) => self.run_lane(target, index, lane, progress, stop),
+            Err(error) => self.not_entered(lane, error, progress, stop),
+        };
+        let run = &run;
+        thread::scope(|scope| {
             let threads: Vec<_> = lanes
                 .iter()
                 .enumerate()
                 .map(|(index, lane)| {
-                    scope.spawn(move || {
-                        let entered = (target.enter)();
-                        start.wait();
-                        match entered {
-                            Ok(()) => self.run_lane(target, index, lane, progress, stop),
-                            Err(error) => self.not_entered(lane, error, progress, stop),
-                        }
-                    })
+                    let spawned =
+                        thread::Builder::new().spawn_scoped(scope, move || run(index, lane));
+                    // The others would wait for this lane's allocations for ever.
+                    spawned.inspect_err(|_| progress.stop())
                 })
                 .collect();
             threads
                 .into_iter()
-                .map(|thread| match thread.join() {
-                    Ok(result) => result,
+                .map(|thread| match thread?.join() {
+                    Ok(result) => Ok(result),
                     Err(panic) => std::panic::resume_unwind(panic),
                 })
                 .collect()

@@ -111,8 +111,8 @@ impl Progress {
             match turn {
                 0..64 => std::hint::spin_loop(),
                 64..256 => std::thread::yield_now(),
-                // There may be more lanes than processors.
-                _ => std::thread::sleep(Duration::from_micros(20)),
+                // There may be far more lanes than processors: those that wait long look seldom.
+                _ => std::thread::sleep(Duration::from_micros(20 << ((turn - 256) / 16).min(6))),
             }
         }
         ready()

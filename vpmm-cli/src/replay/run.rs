@@ -92,6 +92,9 @@ pub enum RunError {
     /// The device failed outside of the allocator.
     #[error("the device failed: {0}")]
     Device(#[from] vpmm::Error),
+    /// The system has no thread for each of the trace's.
+    #[error("no thread for each thread of the trace: {0}")]
+    Threads(#[from] std::io::Error),
 }
 
 /// Replays `trace` through the allocator on the machine. The machine should be
@@ -142,7 +145,7 @@ pub fn run(
                 enter: &|| calls.enter(),
                 progress: &|operations| progress.inc(operations),
             })
-        });
+        })?;
         outcome.operations = pass.operations;
         outcome.peak_live_bytes = outcome.peak_live_bytes.max(pass.peak_live_bytes);
         let complete = pass.stop.is_none();
@@ -195,5 +198,60 @@ impl DriverTime<'_> {
         let done = work();
         self.spent_us += now() - before;
         done
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cuda_sys::types::CUresult;
+
+    use super::*;
+    use crate::trace::Action;
+
+    fn outcome() -> Outcome {
+        Outcome {
+            operations: 2,
+            threads: 1,
+            ns_per_op: vec![90.0, 20.0, 10.0, 30.0],
+            peak_live_bytes: 3,
+            peak_mapped_bytes: 4,
+            driver_calls: 0,
+            driver_time_us: None,
+            stop: None,
+            mismatches: Vec::new(),
+            findings: Vec::new(),
+        }
+    }
+
+    fn stopped_by(code: CUresult) -> Outcome {
+        let error = vpmm::Error::Driver { call: "cuMemCreate", code, bytes: 0 };
+        let stop = Stop { action: Action::Allocate, slot: 0, row: 0, error, map: None };
+        Outcome { stop: Some(stop), ..outcome() }
+    }
+
+    #[test]
+    fn the_best_warm_pass_counts() {
+        assert_eq!(outcome().best_ns_per_op(), Some(10.0));
+        let only = Outcome { ns_per_op: vec![90.0], ..outcome() };
+        assert_eq!(only.best_ns_per_op(), Some(90.0));
+        assert_eq!(Outcome { ns_per_op: vec![], ..outcome() }.best_ns_per_op(), None);
+    }
+
+    #[test]
+    fn nothing_held_has_no_utilisation() {
+        assert_eq!(outcome().utilisation(), Some(0.75));
+        assert_eq!(Outcome { peak_mapped_bytes: 0, ..outcome() }.utilisation(), None);
+    }
+
+    #[test]
+    fn failures_are_told_from_want_of_memory() {
+        let kinds = |outcome: Outcome| (outcome.is_failure(), outcome.is_out_of_memory());
+        assert_eq!(kinds(outcome()), (false, false));
+        assert_eq!(kinds(stopped_by(CUresult::CUDA_ERROR_OUT_OF_MEMORY)), (false, true));
+        assert_eq!(kinds(stopped_by(CUresult::CUDA_ERROR_UNKNOWN)), (true, false));
+        let mismatches = vec![Mismatch { slot: 0, words: 1 }];
+        assert_eq!(kinds(Outcome { mismatches, ..outcome() }), (true, false));
+        let findings = vec!["race".to_owned()];
+        assert_eq!(kinds(Outcome { findings, ..outcome() }), (true, false));
     }
 }

@@ -77,13 +77,14 @@ impl Backend for Noting {
 
 fn pass(trace: &Trace, threads: bool, backend: &dyn Backend) -> Pass {
     let streams = vec![StreamHandle::LEGACY; trace.streams as usize];
-    Replay::new(trace, threads).pass(&Target {
+    let pass = Replay::new(trace, threads).pass(&Target {
         backend,
         streams: &streams,
         checker: None,
         enter: &|| Ok(()),
         progress: &|_| {},
-    })
+    });
+    pass.unwrap()
 }
 
 #[test]
@@ -165,6 +166,7 @@ fn a_context_that_cannot_be_entered_is_a_stop() {
             enter: &|| Err(vpmm::Error::ZeroSize),
             progress: &|_| {},
         });
+        let pass = pass.unwrap();
         assert_eq!((pass.operations, pass.stop.is_some()), (0, true));
     }
 }
@@ -227,7 +229,8 @@ fn mismatches(
         enter: &|| calls.enter(),
         progress: &|_| {},
     });
-    assert!(pass.stop.is_none(), "{:?}", pass.stop);
+    let stop = pass.unwrap().stop;
+    assert!(stop.is_none(), "{stop:?}");
     let slots = verifier.finish_pass().unwrap().iter().map(|found| found.slot).collect();
     assert_eq!(verifier.finish_pass().unwrap(), [], "counters start afresh");
     slots
