@@ -1,7 +1,6 @@
 //! `vpmm replay`.
 
 use std::io::Write;
-use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -99,10 +98,9 @@ fn progress_bar(trace: &Trace, allocator: AllocatorSpec, passes: u32) -> Progres
         bar.set_style(style);
     }
     bar.set_message(format!("{} {allocator}", trace.name));
+    // Drawn when the replay reports; a ticker's thread would run beside what is timed.
     bar.tick();
-    // Drawn when the replay reports, never by a thread that would run beside it.
-    bar.disable_steady_tick();
-    bar.with_elapsed(Duration::ZERO)
+    bar
 }
 
 fn remark_on_oddities(trace: &Trace) {

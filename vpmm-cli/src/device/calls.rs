@@ -1,6 +1,8 @@
-//! The driver calls that the command makes itself, and all of its unsafe code
-//! but one line: allocators that are nothing but driver calls, and the device
-//! work of `--verify`.
+//! The driver calls that the command makes itself: allocators that are nothing
+//! but driver calls, and the device work of `--verify`.
+//!
+//! All of the command's foreign calls are here. What is unsafe elsewhere passes
+//! on a promise about an address: that it is allocated, and freed once.
 
 use std::ffi::{CStr, c_void};
 use std::ptr;
