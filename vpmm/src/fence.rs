@@ -227,7 +227,7 @@ impl<E: Copy> Timelines<E> {
     /// between the query and now, so that the answer says nothing about this fence.
     pub(crate) fn pass(&mut self, fence: Fence, mut recycle: impl FnMut(E)) -> bool {
         let slot = &mut self.slots[fence.timeline.0 as usize];
-        if !slot.position(fence.sequence).is_some_and(|at| slot.entries[at].event.is_some()) {
+        if slot.position(fence.sequence).is_none_or(|at| slot.entries[at].event.is_none()) {
             return false;
         }
         while slot.entries.front().is_some_and(|entry| entry.sequence <= fence.sequence) {
