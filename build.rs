@@ -326,7 +326,7 @@ mod bindings {
 
     fn pip_include() -> Option<PathBuf> {
         println!("cargo::rerun-if-env-changed=PATH");
-        println!("cargo::rerun-if-env-changed=VIRTUAL_ENV");
+        println!("cargo::rerun-if-env-changed=PYTHONPATH");
         let python =
             "import nvidia, os; print(os.path.join(list(nvidia.__path__)[0], 'cu13', 'include'))";
         let output = Command::new("python3").args(["-c", python]).output().ok()?;
