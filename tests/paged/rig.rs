@@ -2,8 +2,8 @@
 
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cuda_sim::{Schedule, Simulator, kernels};
 use cuda_sys::types::*;
@@ -95,11 +95,7 @@ impl Rig {
         }
     }
 
-    fn new(
-        driver: Driver,
-        sim: Option<Simulator>,
-        alone: Option<MutexGuard<'static, ()>>,
-    ) -> Self {
+    fn new(driver: Driver, sim: Option<Simulator>, alone: Option<MutexGuard<'static, ()>>) -> Self {
         let device = driver.device(0).expect("device 0");
         call!(driver, cuCtxSetCurrent(device.context()));
         let mut module = ptr::null_mut();
@@ -114,7 +110,18 @@ impl Rig {
         let mut errors = 0;
         call!(driver, cuMemAlloc_v2(&mut errors, 8));
         call!(driver, cuMemsetD32_v2(errors, 0, 2));
-        Self { driver, device, sim, module, fill, check, spin, errors, flags: Mutex::default(), _alone: alone }
+        Self {
+            driver,
+            device,
+            sim,
+            module,
+            fill,
+            check,
+            spin,
+            errors,
+            flags: Mutex::default(),
+            _alone: alone,
+        }
     }
 
     pub(crate) fn stream(&self) -> Stream {

@@ -68,9 +68,9 @@ pub enum Error {
         free_bytes: u64,
         /// The largest contiguous free range.
         largest_free_bytes: u64,
-        /// Physical memory that the pool holds.
+        /// Physical memory that the pool holds, that for small requests included.
         mapped_bytes: u64,
-        /// Bytes in the hands of callers.
+        /// Bytes in the hands of callers, small requests included.
         live_bytes: u64,
         /// The pool's limit, where it has one.
         limit_bytes: Option<u64>,

@@ -118,14 +118,14 @@ impl PagedPool {
 
     fn malloc_small(&self, small: &Small, bytes: u64, caller: Caller) -> Result<DevicePtr> {
         if let Some(limit) = self.config.limit_bytes {
-            let space = self.lock_space();
-            if space.mapped.saturating_add(small.live_bytes()).saturating_add(bytes) > limit {
-                return Err(self.out_of_memory(&space, bytes));
+            let held = self.lock_space().mapped.saturating_add(small.live_bytes());
+            if held.saturating_add(bytes) > limit {
+                return Err(self.out_of_memory(bytes));
             }
         }
         small.malloc(self.device.driver(), bytes, caller.stream).map_err(|failure| {
             if failure.is_out_of_memory() {
-                self.out_of_memory(&self.lock_space(), bytes)
+                self.out_of_memory(bytes)
             } else {
                 failure.about(bytes)
             }

@@ -7,6 +7,7 @@
 use std::sync::MutexGuard;
 
 use super::plan::{Plan, Planned};
+use super::small::Small;
 use super::space::Space;
 use super::{Caller, PagedPool};
 use crate::driver::Failure;
@@ -40,7 +41,10 @@ impl PagedPool {
             }
             match space.plan(timeline, bytes, room, self.config.pending_policy) {
                 Planned::Ready(plan) => break plan,
-                Planned::NoMemory => return Err(self.out_of_memory(&space, bytes)),
+                Planned::NoMemory => {
+                    drop(space);
+                    return Err(self.out_of_memory(bytes));
+                }
                 Planned::NeedsAddresses => {
                     drop(space);
                     self.reserve(bytes)?;
@@ -258,12 +262,14 @@ impl PagedPool {
     /// Puts everything back as it was before the plan, and says what went wrong.
     fn give_up(&self, plan: Plan, new: Vec<Extent>, unfinished: Unfinished, bytes: u64) -> Error {
         let orphans = self.give_back(new);
-        let mut space = self.lock_space();
-        space.orphans.extend(orphans);
-        space.abandon(plan, unfinished.target_is_mapped);
+        {
+            let mut space = self.lock_space();
+            space.orphans.extend(orphans);
+            space.abandon(plan, unfinished.target_is_mapped);
+        }
         match unfinished.error {
             Some(failure) if !failure.is_out_of_memory() => failure.about(bytes),
-            _ => self.out_of_memory(&space, bytes),
+            _ => self.out_of_memory(bytes),
         }
     }
 
@@ -276,14 +282,21 @@ impl PagedPool {
         orphans
     }
 
-    pub(super) fn out_of_memory(&self, space: &Space, requested_bytes: u64) -> Error {
-        let small = self.small.as_ref().map_or(0, |small| small.live_bytes());
+    /// Says where the memory is, small requests' included.
+    pub(super) fn out_of_memory(&self, requested_bytes: u64) -> Error {
+        let small = self.small.as_ref();
+        let small_live = small.map_or(0, Small::live_bytes);
+        let driver = self.device.driver();
+        // The error to report is that memory ran out, whatever this question comes to.
+        let small_mapped =
+            small.and_then(|small| small.reserved(driver).ok()).unwrap_or(small_live);
+        let space = self.lock_space();
         Error::OutOfMemory {
             requested_bytes,
             free_bytes: space.free_bytes(),
             largest_free_bytes: space.map.largest_free(),
-            mapped_bytes: space.mapped,
-            live_bytes: space.map.totals().bytes(State::Live) + small,
+            mapped_bytes: space.mapped + small_mapped,
+            live_bytes: space.map.totals().bytes(State::Live) + small_live,
             limit_bytes: self.config.limit_bytes,
         }
     }
