@@ -176,6 +176,7 @@ pub(crate) fn get_flags(
     out: Out<u32>,
 ) -> Result<(), CUresult> {
     let stream = call.stream(handle)?;
+    call.forbid_on_capturing(stream)?;
     let kind = call.streams.by_key[&stream].kind;
     out.set(if kind == Kind::NonBlocking { NON_BLOCKING } else { 0 })
 }

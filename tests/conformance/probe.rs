@@ -702,7 +702,19 @@ impl<'t> Probe<'t> {
 
     /// Writes the tests' pattern to 8-byte words.
     pub(crate) fn fill(&self, at: u64, words: u64, seed: u64, stream: CUstream) -> Asked<()> {
-        self.launch(self.target.fill, 8, 128, &mut [at, words, 1, seed], stream)
+        self.fill_strided(at, words, 1, seed, stream)
+    }
+
+    /// As [`Self::fill`], to every `stride`-th word.
+    pub(crate) fn fill_strided(
+        &self,
+        at: u64,
+        words: u64,
+        stride: u64,
+        seed: u64,
+        stream: CUstream,
+    ) -> Asked<()> {
+        self.launch(self.target.fill, 8, 128, &mut [at, words, stride, seed], stream)
     }
 
     /// Adds the number of words that are not the tests' pattern to the word at `errors`.

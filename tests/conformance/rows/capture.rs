@@ -181,6 +181,69 @@ pub(crate) fn rows() -> Vec<Row> {
             let stream = capturing(p, GLOBAL)?;
             harmed(p, stream, answer(p.host_words(1)))
         }),
+        row("capture, global: a pool's attribute in relaxed thread mode", SUCCESS, |p| {
+            let pool = p.default_pool()?;
+            let attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+            let stream = capturing(p, GLOBAL)?;
+            let before = p.exchange_mode(RELAXED)?;
+            let code = answer(p.pool_u64(pool, attribute));
+            p.exchange_mode(before)?;
+            unharmed(p, stream, code)
+        }),
+        row(
+            "capture, global: alloc async on another stream in relaxed thread mode",
+            SUCCESS,
+            |p| {
+                let other = p.stream(NON_BLOCKING)?;
+                let stream = capturing(p, GLOBAL)?;
+                let before = p.exchange_mode(RELAXED)?;
+                let code = answer(p.alloc_async(MIB, other));
+                p.exchange_mode(before)?;
+                unharmed(p, stream, code)
+            },
+        ),
+        row("capture, global: alloc async from another thread", UNSUPPORTED, |p| {
+            let other = p.stream(NON_BLOCKING)? as usize;
+            let stream = capturing(p, GLOBAL)?;
+            let code = on_another_thread(p.target, |p| p.alloc_async(MIB, other as CUstream));
+            harmed(p, stream, answer(code))
+        }),
+        row("capture, thread-local: a pool's attribute from another thread", SUCCESS, |p| {
+            let pool = p.default_pool()? as usize;
+            let attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+            let stream = capturing(p, THREAD_LOCAL)?;
+            let code = on_another_thread(p.target, |p| p.pool_u64(pool as CUmemoryPool, attribute));
+            unharmed(p, stream, answer(code))
+        }),
+        row("capture, global: synchronize another stream from another thread", UNSUPPORTED, |p| {
+            let other = p.stream(NON_BLOCKING)? as usize;
+            let stream = capturing(p, GLOBAL)?;
+            let code = on_another_thread(p.target, |p| p.stream_sync(other as CUstream));
+            harmed(p, stream, answer(code))
+        }),
+        row("capture, relaxed: the flags of the capturing stream", UNSUPPORTED, |p| {
+            let stream = capturing(p, RELAXED)?;
+            harmed(p, stream, answer(p.stream_flags(stream)))
+        }),
+        row("capture, relaxed: the context of the capturing stream", SUCCESS, |p| {
+            let stream = capturing(p, RELAXED)?;
+            unharmed(p, stream, answer(p.stream_context(stream)))
+        }),
+        row("capture, relaxed: destroy the capturing stream", SUCCESS, |p| {
+            let stream = capturing(p, RELAXED)?;
+            answer(p.stream_destroy(stream))
+        }),
+        row("capture, relaxed: another stream's work and its end", SUCCESS, |p| {
+            let (at, other) = (p.open(&[p.g])?, p.stream(NON_BLOCKING)?);
+            let stream = capturing(p, RELAXED)?;
+            p.set32(at, 1, 4, other)?;
+            unharmed(p, stream, answer(p.stream_sync(other)))
+        }),
+        row("capture, relaxed: copy to pageable memory on another stream", SUCCESS, |p| {
+            let (at, other) = (p.open(&[p.g])?, p.stream(NON_BLOCKING)?);
+            let stream = capturing(p, RELAXED)?;
+            unharmed(p, stream, answer(p.read32(at, other)))
+        }),
         row("capture, thread-local: query an event", UNSUPPORTED, |p| {
             let event = p.event()?;
             let stream = capturing(p, THREAD_LOCAL)?;

@@ -100,6 +100,28 @@ pub(crate) fn rows() -> Vec<Row> {
             ensure(read_host(errors) == 3, "three words differ after three were overwritten")?;
             Ok(CUresult::CUDA_SUCCESS)
         }),
+        row(
+            "kernels: the pattern is the one that the host computes, at every stride",
+            SUCCESS,
+            |p| {
+                let stream = p.stream(NON_BLOCKING)?;
+                let at = p.open(&[p.g])?;
+                for (stride, words, seed) in [(1, 5000, 0), (64, 1000, u64::MAX - 10)] {
+                    p.set32(at, 0, p.g / 4, stream)?;
+                    p.fill_strided(at, words, stride, seed, stream)?;
+                    for index in [0, 1, 17, words - 1] {
+                        let word = at + index * stride * 8;
+                        let low = u64::from(p.read32(word, stream)?);
+                        let high = u64::from(p.read32(word + 4, stream)?);
+                        let mix = cuda_sim::kernels::mix(seed, index);
+                        ensure(low | high << 32 == mix, "the word is the host's")?;
+                    }
+                    let behind = at + ((words - 1) * stride + 1) * 8;
+                    ensure(p.read32(behind, stream)? == 0, "nothing is written behind the last")?;
+                }
+                Ok(CUresult::CUDA_SUCCESS)
+            },
+        ),
         row("order: work on one stream sees what came before on it", SUCCESS, |p| {
             let stream = p.stream(NON_BLOCKING)?;
             let at = p.open(&[p.g])?;
