@@ -49,6 +49,8 @@ pub(crate) struct Mapping {
     pub(crate) physical: PhysicalId,
     /// The handle that was mapped; 0 for the driver's own memory.
     pub(crate) handle: u64,
+    /// Its place among all mappings ever made.
+    pub(crate) generation: u64,
     access: AccessRights,
     /// The last work of each stream that went through this address.
     users: SmallVec<[(StreamKey, u64); 2]>,
@@ -135,6 +137,7 @@ pub(crate) struct AddressSpace {
     mappings: BTreeMap<u64, Mapping>,
     caller_reservations: usize,
     caller_mappings: usize,
+    generation: u64,
 }
 
 impl AddressSpace {
@@ -145,7 +148,13 @@ impl AddressSpace {
             mappings: BTreeMap::new(),
             caller_reservations: 0,
             caller_mappings: 0,
+            generation: 0,
         }
+    }
+
+    /// How many mappings were ever made: work that is enqueued now knows no later ones.
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation
     }
 
     /// Reservations that the caller made and did not free.
@@ -211,10 +220,12 @@ impl AddressSpace {
     ) -> Result<(), CUresult> {
         let (at, _, owner) =
             self.reservation(start, size).ok_or(CUresult::CUDA_ERROR_INVALID_VALUE)?;
+        self.generation += 1;
         let mapping = Mapping {
             size,
             physical,
             handle,
+            generation: self.generation,
             access: AccessRights::default(),
             users: SmallVec::new(),
         };

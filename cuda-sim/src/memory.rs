@@ -168,7 +168,8 @@ impl Space {
 /// Memory as one piece of device work sees it while it executes.
 ///
 /// Addresses are those of the device (and of page-locked host memory). A range that is not
-/// mapped, or that the work's device has no right to, gives `CUDA_ERROR_ILLEGAL_ADDRESS`, is
+/// mapped, that was mapped only after the work was enqueued, or that the work's device has no
+/// right to, gives `CUDA_ERROR_ILLEGAL_ADDRESS`, is
 /// reported as misuse, and leaves all bytes unchanged.
 #[derive(Debug)]
 pub struct DeviceMemory<'a> {
@@ -179,6 +180,8 @@ pub struct DeviceMemory<'a> {
     pub(crate) tick: u64,
     pub(crate) clock: &'a Clock,
     pub(crate) what: &'a Arc<str>,
+    /// The last mapping that existed when the work was enqueued.
+    pub(crate) generation: u64,
 }
 
 /// Contiguous bytes in the host's address space.
@@ -433,6 +436,13 @@ impl DeviceMemory<'_> {
         while at < end {
             let illegal = CUresult::CUDA_ERROR_ILLEGAL_ADDRESS;
             let (start, mapping) = self.space.addresses.mapping_mut(at).ok_or(illegal)?;
+            if mapping.generation > self.generation {
+                self.findings.misuse(format!(
+                    "`{}` on {}: uses {at:#x}, where the mapping is newer than the work",
+                    self.what, self.stream
+                ));
+                return Err(illegal);
+            }
             mapping.used_by(self.stream, self.tick);
             let length = (start + mapping.size).min(end) - at;
             let pointer = self.space.physical.pointer(mapping.physical, at - start, length);

@@ -16,7 +16,7 @@ use crate::call::{Call, InsideWork};
 use crate::context::ContextKey;
 use crate::memory::DeviceMemory;
 use crate::race::{Clock, StreamKey};
-use crate::stream::{Item, Kernel, Kind, Point, Recorded, Work};
+use crate::stream::{Item, Kernel, Kind, Point, Recorded, Task, Work};
 
 /// How long work that may be released from outside is left before it is looked at again.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
@@ -64,8 +64,9 @@ impl Call<'_> {
             Kind::PerThread | Kind::Blocking => std::slice::from_ref(&context.legacy),
             Kind::NonBlocking => &[],
         };
-        let what = Arc::clone(what);
-        state.streams.push(stream, siblings, &state.host, after, work, what).ok_or(gone)
+        let generation = state.space.addresses.generation();
+        let task = Task { work, what: Arc::clone(what), generation };
+        state.streams.push(stream, siblings, &state.host, after, task).ok_or(gone)
     }
 
     /// Gives the schedule its turn at the start of a driver call.
@@ -128,7 +129,7 @@ impl Call<'_> {
         let Some(stream) = self.streams.by_key.get_mut(&key) else { return Step::Idle };
         let Some(item) = stream.queue.pop_front() else { return Step::Idle };
         let seq = item.seq;
-        match &item.work {
+        match &item.task.work {
             // On a context with an error nothing runs any more; whoever waits learns of it.
             _ if dead => {}
             Work::Order => {}
@@ -172,7 +173,8 @@ impl Call<'_> {
             stream: key,
             tick: item.seq,
             clock: &item.clock,
-            what: &item.what,
+            what: &item.task.what,
+            generation: item.task.generation,
         };
         let _inside = InsideWork::enter(self.shared.slot);
         let mut kernel = kernel.lock().unwrap_or_else(PoisonError::into_inner);
@@ -183,7 +185,7 @@ impl Call<'_> {
     /// A kernel failed: its context is of no use from now on.
     fn fail_context(&mut self, context: ContextKey, code: CUresult, item: &Item) {
         if code != CUresult::CUDA_ERROR_ILLEGAL_ADDRESS {
-            self.findings.misuse(format!("`{}` failed with error {}", item.what, code.0));
+            self.findings.misuse(format!("`{}` failed with error {}", item.task.what, code.0));
         }
         if let Some(context) = self.contexts.by_key.get_mut(&context) {
             context.sticky.get_or_insert(code);

@@ -64,13 +64,22 @@ pub(crate) struct Recorded {
     pub(crate) clock: Arc<Clock>,
 }
 
+/// What an item is to do.
+#[derive(Debug)]
+pub(crate) struct Task {
+    pub(crate) work: Work,
+    /// Its name, for messages.
+    pub(crate) what: Arc<str>,
+    /// The last mapping that existed when it was enqueued.
+    pub(crate) generation: u64,
+}
+
 #[derive(Debug)]
 pub(crate) struct Item {
     pub(crate) seq: u64,
     pub(crate) after: SmallVec<[Point; 2]>,
     pub(crate) clock: Arc<Clock>,
-    pub(crate) work: Work,
-    pub(crate) what: Arc<str>,
+    pub(crate) task: Task,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -194,8 +203,7 @@ impl Streams {
         siblings: &[StreamKey],
         host: &Clock,
         after: &[Recorded],
-        work: Work,
-        what: Arc<str>,
+        task: Task,
     ) -> Option<Recorded> {
         let mut points = SmallVec::new();
         let mut clock = Clock::clone(&self.by_key.get(&key)?.clock);
@@ -231,7 +239,7 @@ impl Streams {
         let clock = Arc::new(clock);
         stream.enqueued = seq;
         stream.clock = Arc::clone(&clock);
-        stream.queue.push_back(Item { seq, after: points, clock: Arc::clone(&clock), work, what });
+        stream.queue.push_back(Item { seq, after: points, clock: Arc::clone(&clock), task });
         self.active.insert(key);
         Some(Recorded { point: Point { stream: key, seq }, clock })
     }

@@ -215,6 +215,22 @@ fn unmapping_what_work_still_uses_is_misuse() {
 }
 
 #[test]
+fn late_work_does_not_find_a_newer_mapping() {
+    let gpu = Gpu::new(Simulator::builder().schedule(Schedule::Late { patience: 9 }));
+    let stream = gpu.stream();
+    let range = gpu.reserve(GRANULE);
+    let [old, new] = [gpu.create(GRANULE), gpu.create(GRANULE)];
+    gpu.map(range, GRANULE, old);
+    gpu.fill(range, 1, 1, stream);
+    ok!(gpu, cuMemUnmap(range, GRANULE));
+    gpu.map(range, GRANULE, new);
+    let code = call!(gpu, cuStreamSynchronize(stream));
+    assert_eq!(code, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
+    assert_eq!(gpu.word(range), 0);
+    assert!(gpu.sim.report().misuse[0].contains("newer than the work"));
+}
+
+#[test]
 fn an_alias_may_go_while_the_memory_is_used_elsewhere() {
     let gpu = Gpu::new(Simulator::builder());
     let stream = gpu.stream();
