@@ -297,6 +297,11 @@ fn a_capture_is_left_alone_and_leaves_the_pool_alone() {
         watched.pool.free(grown.ptr, &other).unwrap();
         let moved = watched.pages(16, &other);
         watched.pool.free(moved.ptr, &other).unwrap();
+        // A pool that comes and goes meanwhile does not end the capture either.
+        let short = rig.small_pool(1);
+        let one = short.pages(1, &other);
+        short.pool.free(one.ptr, &other).unwrap();
+        drop(short);
         let mut graph = std::ptr::null_mut();
         call!(rig.driver, cuStreamEndCapture(capturing.handle().raw(), &mut graph));
         assert!(!graph.is_null(), "the capture was invalidated");

@@ -111,6 +111,7 @@ driver_calls! {
     cuEventDestroy_v2(event: CUevent);
     cuEventRecord(event: CUevent, stream: CUstream);
     cuEventQuery(event: CUevent);
+    cuEventSynchronize(event: CUevent);
     cuMemGetAllocationGranularity(
         granularity: *mut usize,
         properties: *const CUmemAllocationProp,

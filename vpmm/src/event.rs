@@ -47,6 +47,12 @@ impl Event {
         }
     }
 
+    /// Waits on the host until the work before the mark has finished.
+    pub(crate) fn wait(self, driver: &Driver) -> Result<(), Failure> {
+        // SAFETY: the event is alive.
+        unsafe { driver.cuEventSynchronize(self.0) }
+    }
+
     /// # Safety
     /// Nobody uses the event after.
     pub(crate) unsafe fn destroy(self, driver: &Driver) -> Result<(), Failure> {

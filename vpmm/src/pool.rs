@@ -15,8 +15,8 @@ use crate::validate::Violation;
 /// call, and [`free`](Self::free) may be called while work that uses the memory is still queued on
 /// the stream given to it. Both return without waiting for the GPU.
 ///
-/// Any thread may use it. Dropping it waits for the device and gives everything back, allocations
-/// that were never freed included.
+/// Any thread may use it. Dropping it waits for the work before its frees (for the whole context,
+/// where allocations were never freed) and gives everything back, such allocations included.
 pub struct Pool {
     paged: PagedPool,
 }

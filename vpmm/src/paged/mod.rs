@@ -31,6 +31,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use cuda_sys::types::CUstreamCaptureStatus;
 
 use crate::device::{Device, StreamHandle};
+use crate::driver::Failure;
 use crate::error::{Error, Result};
 use crate::event::{BesideCaptures, Event};
 use crate::fence::Fence;
@@ -73,6 +74,13 @@ impl PagedPool {
         let config = config.check(device.granularity()?)?;
         let _context = device.enter()?;
         let small = Small::new(device)?;
+        if small.is_none() && config.page == u64::MAX {
+            return Err(Error::Config {
+                name: "VPMM_PAGE_SIZE",
+                value: config.page.to_string(),
+                reason: "the device has no memory pools to serve requests without pages".to_owned(),
+            });
+        }
         let space = Mutex::new(Space::new(config.page));
         let pool = Self { device: device.clone(), config, growing: Mutex::new(()), space, small };
         if pool.config.page < u64::MAX {
@@ -197,7 +205,7 @@ impl PagedPool {
         let driver = self.device.driver();
         let small = self.small.as_ref();
         // A driver that no longer answers has no numbers to give; the pool's own still stand.
-        let read = |read: fn(&Small, &crate::Driver) -> Result<u64, crate::driver::Failure>| {
+        let read = |read: fn(&Small, &crate::Driver) -> Result<u64, Failure>| {
             small.and_then(|small| read(small, driver).ok()).unwrap_or(0)
         };
         let (small_mapped_bytes, peak_small_mapped_bytes) =
@@ -277,18 +285,35 @@ impl PagedPool {
     }
 }
 
+impl PagedPool {
+    /// Waits until no work uses the pool's memory: for the last fence of every stream, and for the
+    /// whole context only where callers never freed something, since that ends every capture in it.
+    fn wait_for_all(&self) -> Result<(), Failure> {
+        let driver = self.device.driver();
+        let _beside = BesideCaptures::enter(driver)?;
+        let small = self.small.as_ref().map_or(0, Small::count);
+        let last: Vec<Event> = {
+            let space = self.lock_space();
+            if small > 0 || space.map.totals().regions(State::Live) > 0 {
+                drop(space);
+                // SAFETY: no arguments.
+                return unsafe { driver.cuCtxSynchronize() };
+            }
+            let newest = space.timelines.ids().filter_map(|id| space.timelines.newest(id));
+            newest.filter_map(|fence| space.timelines.event(fence)).collect()
+        };
+        last.into_iter().try_for_each(|event| event.wait(driver))
+    }
+}
+
 impl Drop for PagedPool {
-    /// Waits for the device, because work may still use what callers never freed, then gives
-    /// everything back. An error on the way (a context that went first) leaves the rest to the
-    /// driver, which reclaims it with the process.
+    /// Waits for the work that uses the pool's memory, then gives everything back. An error on the
+    /// way (a context that went first) leaves the rest to the driver, which reclaims it with the
+    /// process.
     fn drop(&mut self) {
         let driver = self.device.driver();
         let Ok(_context) = self.device.enter() else { return };
-        let finished = BesideCaptures::enter(driver).and_then(|_beside| {
-            // SAFETY: no arguments.
-            unsafe { driver.cuCtxSynchronize() }
-        });
-        if finished.is_err() {
+        if self.wait_for_all().is_err() {
             return;
         }
         if let Some(small) = &self.small {
