@@ -30,7 +30,7 @@ cargo build --release --locked -p vpmm-cli --bin vpmm --message-format=json |
 echo "Building the tests"
 root=$PWD
 cargo test --workspace --locked --features vpmm-harness/stub --no-run --message-format=json |
-    grep '"reason":"compiler-artifact"' | grep '"test":true' | grep '"executable":"' |
+    grep '"reason":"compiler-artifact"' | grep '"profile":{[^}]*"test":true' | grep '"executable":"' |
     while read -r artifact; do
         executable=$(sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' <<<"$artifact")
         manifest=$(sed -n 's/.*"manifest_path":"\([^"]*\)".*/\1/p' <<<"$artifact")
