@@ -61,8 +61,14 @@ fn schedule() -> impl Strategy<Value = Schedule> {
     ]
 }
 
+/// How many programs: few by default, `PROPTEST_CASES` where it is set.
+fn cases() -> u32 {
+    let set = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
+    set.unwrap_or(512)
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
 
     /// Allocations never overlap, keep what was written into them, and fail only when what is
     /// live and the request together pass the limit: no memory is ever lost to fragmentation.
