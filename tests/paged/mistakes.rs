@@ -1,7 +1,7 @@
 //! The mistakes of the design's known implementation, none of which is made here.
 
 use std::ffi::c_int;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
@@ -416,17 +416,11 @@ unsafe extern "C" fn blocking_create(
 fn a_slow_driver_call_does_not_stop_other_threads() {
     // Nothing finishes by itself, so that what B frees stays B's.
     let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
-    let inner = sim.driver();
-    REAL_CREATE
-        .store(inner.cuMemCreate.map_or(std::ptr::null_mut(), |f| f as *mut ()), Ordering::Release);
-    let mut api = *inner;
-    api.cuMemCreate = Some(blocking_create);
-    let table = std::sync::Arc::new((api, inner));
-    let symbols = table_symbols(&table.0);
-    // SAFETY: the pointers are the simulator's, and one of the same signature; the table and the
-    // simulator are kept alive.
-    let driver = unsafe { cuda_sys::Driver::from_symbols("blocking", symbols, table.clone()) };
-    let driver = vpmm::Driver::new(driver).unwrap();
+    let driver = changed(&sim, |api| {
+        let real = api.cuMemCreate.map_or(std::ptr::null_mut(), |real| real as *mut ());
+        REAL_CREATE.store(real, Ordering::Release);
+        api.cuMemCreate = Some(blocking_create);
+    });
     let device = driver.device(0).unwrap();
     let pool = vpmm::Pool::paged(&device, &config(PAGE, 0)).unwrap();
     let (a, b) = (device.stream().unwrap(), device.stream().unwrap());
@@ -460,17 +454,79 @@ fn a_slow_driver_call_does_not_stop_other_threads() {
     sim.assert_clean();
 }
 
-/// Answers a table's functions by name, as a library would.
-fn table_symbols(
-    api: &cuda_sys::DriverApi,
-) -> impl Fn(&std::ffi::CStr) -> *const std::ffi::c_void + '_ {
-    // The table is a C struct of nothing but pointers, in the order of its names.
-    let base = std::ptr::from_ref(api).cast::<*const std::ffi::c_void>();
-    move |name| {
-        let at = cuda_sys::DriverApi::SYMBOLS.iter().position(|symbol| *symbol == name);
-        // SAFETY: `at` is below the number of slots, and every slot is one pointer or null.
-        at.map_or(std::ptr::null(), |at| unsafe { base.add(at).read() })
-    }
+/// The simulator's driver with some of its functions replaced.
+fn changed(sim: &Simulator, change: impl FnOnce(&mut cuda_sys::DriverApi)) -> vpmm::Driver {
+    let inner = sim.driver();
+    let mut api = *inner;
+    change(&mut api);
+    // SAFETY: the functions are the simulator's, which is kept alive, and replacements of the same
+    // signatures.
+    let driver = unsafe {
+        cuda_sys::Driver::from_symbols(
+            "changed",
+            |name| api.symbol(name),
+            std::sync::Arc::new(inner),
+        )
+    };
+    vpmm::Driver::new(driver).unwrap()
+}
+
+static EVENT_FLAGS: AtomicU32 = AtomicU32::new(0);
+
+unsafe extern "C" fn noting_event_create(event: *mut CUevent, flags: u32) -> CUresult {
+    EVENT_FLAGS.store(flags, Ordering::Release);
+    // SAFETY: the pool passes a pointer to a live handle. The event is none, but never reaches the
+    // simulator: what would be done with it is replaced too.
+    unsafe { event.write(std::ptr::without_provenance_mut(0x1000)) };
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe extern "C" fn no_record(_event: CUevent, _stream: CUstream) -> CUresult {
+    CUresult::CUDA_ERROR_UNKNOWN
+}
+
+unsafe extern "C" fn no_destroy(_event: CUevent) -> CUresult {
+    CUresult::CUDA_SUCCESS
+}
+
+#[test]
+fn events_have_no_timing() {
+    let sim = Simulator::builder().build().unwrap();
+    let driver = changed(&sim, |api| {
+        api.cuEventCreate = Some(noting_event_create);
+        api.cuEventRecord = Some(no_record);
+        api.cuEventDestroy_v2 = Some(no_destroy);
+    });
+    let device = driver.device(0).unwrap();
+    let pool = vpmm::Pool::paged(&device, &config(PAGE, 0)).unwrap();
+    let stream = device.stream().unwrap();
+    let ptr = pool.malloc(PAGE as usize, &stream).unwrap();
+    assert!(pool.free(ptr, &stream).is_err(), "it cannot be recorded");
+    let flags = EVENT_FLAGS.load(Ordering::Acquire);
+    assert_eq!(flags, CUevent_flags_enum::CU_EVENT_DISABLE_TIMING.0, "eight times as dear with");
+    pool.validate().unwrap();
+}
+
+unsafe extern "C" fn no_attribute(
+    value: *mut c_int,
+    _: CUdevice_attribute,
+    _: CUdevice,
+) -> CUresult {
+    // SAFETY: the pool passes a pointer to a live number.
+    unsafe { value.write(0) };
+    CUresult::CUDA_SUCCESS
+}
+
+#[test]
+fn a_device_without_virtual_memory_management_is_refused_and_nothing_is_left() {
+    let sim = Simulator::builder().build().unwrap();
+    let driver = changed(&sim, |api| api.cuDeviceGetAttribute = Some(no_attribute));
+    let device = driver.device(0).unwrap();
+    let before = sim.leaks();
+    let error = vpmm::Pool::paged(&device, &config(PAGE, 4)).unwrap_err();
+    assert!(matches!(error, Error::VmmUnsupported { ordinal: 0 }), "{error}");
+    assert_eq!(sim.leaks(), before);
+    sim.assert_clean();
 }
 
 #[test]
