@@ -540,3 +540,42 @@ fn device_numbers_that_do_not_exist_are_errors() {
         assert!(c_int::try_from(rig.driver.device_count().unwrap()).unwrap() >= 1);
     });
 }
+
+/// A write through a freed address cannot be kept from the memory's new owner before the zombie
+/// is unmapped; the simulator, at least, names it.
+#[test]
+fn a_write_through_a_freed_address_is_reported_as_a_race() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let sim = rig.sim.clone().expect("a simulated rig");
+    let watched = rig.small_pool(0);
+    let (stream, stale) = (rig.stream(), rig.stream());
+    let held = [(); 4].map(|()| watched.pages(1, &stream));
+    watched.free(held[0], &stream);
+    watched.free(held[2], &stream);
+    let two = watched.pages(2, &stream);
+    assert_eq!(watched.moved(), 2);
+    rig.fill(held[0].address(), PAGE, 99, stale.handle());
+    rig.device.synchronize().unwrap();
+    assert!(
+        !sim.report().races.is_empty(),
+        "the new owner at {:#x} was overwritten",
+        two.address()
+    );
+}
+
+/// Statics are never dropped: the process ends with the pool alive, and ends well.
+#[test]
+fn a_pool_in_a_static_lives_to_the_end_of_the_process() {
+    static POOL: std::sync::OnceLock<(Simulator, vpmm::Pool)> = std::sync::OnceLock::new();
+    let (sim, pool) = POOL.get_or_init(|| {
+        let sim = Simulator::builder().build().unwrap();
+        let device = vpmm::Driver::new(sim.driver()).unwrap().device(0).unwrap();
+        (sim, vpmm::Pool::paged(&device, &config(PAGE, 2)).unwrap())
+    });
+    let stream = pool.device().stream().unwrap();
+    let freed = pool.malloc(PAGE as usize, &stream).unwrap();
+    pool.malloc(PAGE as usize, &stream).unwrap();
+    pool.free(freed, &stream).unwrap();
+    pool.validate().unwrap();
+    sim.assert_clean();
+}

@@ -168,7 +168,7 @@ pub struct Driver(Arc<Inner>);
 impl Driver {
     /// Loads the system's driver (`libcuda.so.1`) and initialises it.
     ///
-    /// Costs about 230 ms the first time in a process: that is `cuInit`.
+    /// Slow the first time in a process: `cuInit` finds the devices then.
     ///
     /// # Errors
     /// [`Error::NoDriver`] where no library is found, [`Error::MissingSymbol`] where it is too old,

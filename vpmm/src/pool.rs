@@ -27,7 +27,7 @@ impl Pool {
     /// stream-ordered allocator. Fragmented free pages are made contiguous by mapping them
     /// elsewhere, without a copy and without waiting for the GPU.
     ///
-    /// Reserves `va_size_bytes` of addresses and maps `initial_pages` (about 30 µs for each 2 MiB).
+    /// Reserves `va_size_bytes` of addresses and maps `initial_pages`, one by one.
     ///
     /// # Errors
     /// [`Error::Config`] for a setting that the device cannot have, [`Error::VmmUnsupported`],
@@ -47,7 +47,8 @@ impl Pool {
     /// of a page or more, of 256 for smaller ones.
     ///
     /// Free memory of this stream, and memory that no stream can still be using, is handed out
-    /// at once; else pages are moved and made, some 30 µs each.
+    /// at once; else pages are moved and made, some 30 µs for
+    /// each on an H200 (`benches/results/h200-2026-11-21`, `gather`).
     ///
     /// # Errors
     /// [`Error::ZeroSize`], [`Error::SizeOverflow`], [`Error::OutOfMemory`],

@@ -10,8 +10,8 @@ pub(crate) struct Reservation {
 }
 
 impl Reservation {
-    /// Reserves addresses, anywhere, aligned to the driver's granularity. About 2 µs on an H200,
-    /// however many.
+    /// Reserves addresses, anywhere, aligned to the driver's granularity. Its cost does not follow
+    /// the bytes.
     pub(crate) fn new(driver: &Driver, bytes: u64) -> Result<Self, Failure> {
         let mut base = 0;
         // SAFETY: the pointer is to a live CUdeviceptr; no hint, no alignment beyond the driver's.

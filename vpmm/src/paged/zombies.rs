@@ -7,7 +7,8 @@ use crate::event::BesideCaptures;
 use crate::fence::{Fence, TimelineId};
 use crate::region::{Region, State};
 
-/// Pages unmapped within one call, at most one region more: unmapping is 14 µs a page.
+/// Pages unmapped within one call, at most one region more: the cost of unmapping follows the pages,
+/// and one request should not pay for all.
 const PAGES_PER_CALL: u64 = 64;
 
 impl PagedPool {
