@@ -144,7 +144,12 @@ impl Device {
         let mut stream: CUstream = ptr::null_mut();
         // SAFETY: the pointer is to a live CUstream, and the context is current.
         unsafe { self.0.driver.cuStreamCreate(&mut stream, flags) }?;
-        Ok(Stream { device: self.clone(), handle: StreamHandle(stream) })
+        // From here on the stream is destroyed at drop, whatever comes next.
+        let mut owned = Stream { device: self.clone(), handle: StreamHandle::foreign(stream) };
+        // SAFETY: the stream is alive; the pointer is to a live u64.
+        unsafe { self.0.driver.cuStreamGetId(stream, &mut owned.handle.id) }?;
+        owned.handle.realm = self.0.driver.realm();
+        Ok(owned)
     }
 
     /// Waits until all work on the device's primary context has finished.
@@ -193,7 +198,7 @@ impl Device {
         let mut context: CUcontext = ptr::null_mut();
         // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is to a
         // live CUcontext.
-        unsafe { driver.cuStreamGetCtx(stream.0, &mut context) }?;
+        unsafe { driver.cuStreamGetCtx(stream.raw, &mut context) }?;
         if context == self.0.context {
             return Ok(());
         }
@@ -239,12 +244,22 @@ impl Drop for ContextGuard<'_> {
     }
 }
 
-/// A stream by its handle, owned by somebody else.
+/// A stream by its handle.
+///
+/// Made from a [`Stream`] it also knows which stream that is and that the library sees its end,
+/// which is what lets a pool serve it without a driver call. Made [from a raw
+/// handle](Self::from_raw) it knows neither, and each call asks the driver.
 ///
 /// [`StreamHandle::LEGACY`] and [`StreamHandle::PER_THREAD`] name the default streams; they are
 /// resolved at each call, in the pool's context and on the calling thread.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct StreamHandle(pub(crate) CUstream);
+#[derive(Clone, Copy)]
+pub struct StreamHandle {
+    raw: CUstream,
+    /// The driver's number for the stream, which it never uses again; 0 where it was not asked.
+    id: u64,
+    /// Which [`Driver`] will tell its pools when the stream ends; 0 for none.
+    realm: usize,
+}
 
 // SAFETY: a stream handle is a token that any thread may pass to the driver.
 unsafe impl Send for StreamHandle {}
@@ -253,10 +268,10 @@ unsafe impl Sync for StreamHandle {}
 
 impl StreamHandle {
     /// The legacy default stream, which waits for every blocking stream of its context.
-    pub const LEGACY: Self = Self(ptr::without_provenance_mut(1));
+    pub const LEGACY: Self = Self::foreign(ptr::without_provenance_mut(1));
 
     /// The calling thread's own default stream.
-    pub const PER_THREAD: Self = Self(ptr::without_provenance_mut(2));
+    pub const PER_THREAD: Self = Self::foreign(ptr::without_provenance_mut(2));
 
     /// A stream made elsewhere (`CUstream`, `cudaStream_t`: one type). Null is the legacy stream.
     ///
@@ -264,18 +279,43 @@ impl StreamHandle {
     /// The stream must be alive in every call that this handle is passed to: a driver may crash
     /// on the handle of a destroyed stream. The pool keeps no handle after a call returns.
     pub const unsafe fn from_raw(stream: CUstream) -> Self {
-        if stream.is_null() { Self::LEGACY } else { Self(stream) }
+        if stream.is_null() { Self::LEGACY } else { Self::foreign(stream) }
+    }
+
+    const fn foreign(raw: CUstream) -> Self {
+        Self { raw, id: 0, realm: 0 }
     }
 
     /// The raw handle.
     pub const fn raw(self) -> CUstream {
-        self.0
+        self.raw
+    }
+
+    /// The stream's number, where its end will be told to the pools of this driver.
+    #[inline]
+    pub(crate) fn known_to(self, realm: usize) -> Option<u64> {
+        (self.realm == realm).then_some(self.id)
+    }
+}
+
+/// Two handles are equal that the driver takes for one.
+impl PartialEq for StreamHandle {
+    fn eq(&self, other: &Self) -> bool {
+        self.raw == other.raw
+    }
+}
+
+impl Eq for StreamHandle {}
+
+impl std::hash::Hash for StreamHandle {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        self.raw.hash(state);
     }
 }
 
 impl fmt::Debug for StreamHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "StreamHandle({:p})", self.0)
+        write!(f, "StreamHandle({:p})", self.raw)
     }
 }
 
@@ -302,17 +342,18 @@ impl Stream {
     /// [`Error::Driver`], [`Error::ContextLost`].
     pub fn synchronize(&self) -> Result<()> {
         // SAFETY: the stream is alive while `self` is.
-        unsafe { self.device.driver().cuStreamSynchronize(self.handle.0) }?;
+        unsafe { self.device.driver().cuStreamSynchronize(self.handle.raw) }?;
         Ok(())
     }
 }
 
 impl Drop for Stream {
     fn drop(&mut self) {
+        self.device.driver().tell_end_of(self.handle);
         // SAFETY: made in `Device::stream`, destroyed once here. An error means that the context
         // went first and took the stream along.
         let _: Result<(), Failure> =
-            unsafe { self.device.driver().cuStreamDestroy_v2(self.handle.0) };
+            unsafe { self.device.driver().cuStreamDestroy_v2(self.handle.raw) };
     }
 }
 

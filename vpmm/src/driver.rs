@@ -6,12 +6,13 @@
 //! and its answer checked in one place.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 use cuda_sys::types::*;
 
-use crate::device::Device;
+use crate::device::{Device, StreamHandle};
 use crate::error::{Error, Result};
 
 /// A driver call that did not succeed.
@@ -71,7 +72,8 @@ macro_rules! driver_calls {
                     // SAFETY: the pointer has this signature (cuda_sys declares it from the header),
                     // the library stays loaded while `self.0.library` lives, and the caller keeps
                     // the function's own contract.
-                    let code = unsafe { (self.0.table.$name)($( $arg ),*) };
+                    let call = || unsafe { (self.0.table.$name)($( $arg ),*) };
+                    let code = if self.0.clock.is_on() { self.0.clock.time(call) } else { call() };
                     if code == CUresult::CUDA_SUCCESS {
                         Ok(())
                     } else {
@@ -155,10 +157,40 @@ driver_calls! {
     cuMemFreeAsync(address: CUdeviceptr, stream: CUstream);
 }
 
+/// The time spent in driver calls, where somebody asked for it.
+#[derive(Default)]
+struct Clock {
+    on: AtomicBool,
+    nanoseconds: AtomicU64,
+}
+
+impl Clock {
+    fn is_on(&self) -> bool {
+        self.on.load(Ordering::Relaxed)
+    }
+
+    #[cold]
+    fn time(&self, call: impl FnOnce() -> CUresult) -> CUresult {
+        let start = Instant::now();
+        let code = call();
+        self.nanoseconds.fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        code
+    }
+}
+
 struct Inner {
     table: Table,
+    clock: Clock,
     counts: [AtomicU64; NAMES.len()],
+    /// Who is told when a stream made through this driver ends.
+    watchers: Mutex<Vec<Weak<dyn StreamWatcher>>>,
     library: cuda_sys::Driver,
+}
+
+/// Somebody with a stake in streams that the library owns.
+pub(crate) trait StreamWatcher: Send + Sync {
+    /// The stream is about to be destroyed: the last chance to record on it.
+    fn stream_ends(&self, stream: StreamHandle);
 }
 
 /// A loaded and initialised CUDA driver. Cheap to clone; all clones share one call count.
@@ -186,7 +218,13 @@ impl Driver {
         let table = Table::resolve(&library)
             .map_err(|name| Error::MissingSymbol { name, origin: library.origin().to_owned() })?;
         let counts = [const { AtomicU64::new(0) }; NAMES.len()];
-        let driver = Self(Arc::new(Inner { table, counts, library }));
+        let driver = Self(Arc::new(Inner {
+            table,
+            clock: Clock::default(),
+            counts,
+            watchers: Mutex::default(),
+            library,
+        }));
         // SAFETY: cuInit takes no pointer; flags must be 0.
         unsafe { driver.cuInit(0) }?;
         Ok(driver)
@@ -225,6 +263,37 @@ impl Driver {
     /// [`Error::Driver`]: `CUDA_ERROR_INVALID_DEVICE` for an ordinal that is not there.
     pub fn device(&self, ordinal: u32) -> Result<Device> {
         Device::open(self, ordinal)
+    }
+
+    /// Starts or stops measuring the time in calls made through this driver and its clones. Off at
+    /// first; on, it costs two clock readings a call.
+    pub fn measure_calls(&self, on: bool) {
+        self.0.clock.on.store(on, Ordering::Relaxed);
+    }
+
+    /// The time in calls while [`measure_calls`](Self::measure_calls) was on, summed over threads.
+    pub fn time_in_calls(&self) -> Duration {
+        Duration::from_nanos(self.0.clock.nanoseconds.load(Ordering::Relaxed))
+    }
+
+    /// What tells this driver and its clones from others in the process. Never 0.
+    pub(crate) fn realm(&self) -> usize {
+        Arc::as_ptr(&self.0) as usize
+    }
+
+    /// Adds somebody to be told of the end of streams.
+    pub(crate) fn watch_streams(&self, watcher: Weak<dyn StreamWatcher>) {
+        let mut watchers = self.0.watchers.lock().unwrap_or_else(PoisonError::into_inner);
+        watchers.retain(|watcher| watcher.strong_count() > 0);
+        watchers.push(watcher);
+    }
+
+    /// Tells every watcher, outside the lock: they call the driver and take locks of their own.
+    pub(crate) fn tell_end_of(&self, stream: StreamHandle) {
+        let watchers = self.0.watchers.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        for watcher in watchers.iter().filter_map(Weak::upgrade) {
+            watcher.stream_ends(stream);
+        }
     }
 
     /// The calls made so far through this driver and its clones.

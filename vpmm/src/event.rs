@@ -28,13 +28,13 @@ impl Event {
     pub(crate) fn record(self, driver: &Driver, stream: StreamHandle) -> Result<(), Failure> {
         // SAFETY: the event is alive (events die with their pool); whoever made the stream handle
         // vouches that its stream is.
-        unsafe { driver.cuEventRecord(self.0, stream.0) }
+        unsafe { driver.cuEventRecord(self.0, stream.raw()) }
     }
 
     /// Makes later work of the stream wait for the event on the GPU; the host goes on.
     pub(crate) fn hold_back(self, driver: &Driver, stream: StreamHandle) -> Result<(), Failure> {
         // SAFETY: as in `record`; no flags.
-        unsafe { driver.cuStreamWaitEvent(stream.0, self.0, 0) }
+        unsafe { driver.cuStreamWaitEvent(stream.raw(), self.0, 0) }
     }
 
     /// Whether the work before the mark has finished.

@@ -186,13 +186,13 @@ impl PagedPool {
         // First of all: on a capturing stream even the question for its id ends the capture.
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is live.
-        unsafe { driver.cuStreamIsCapturing(stream.0, &mut status) }?;
+        unsafe { driver.cuStreamIsCapturing(stream.raw(), &mut status) }?;
         if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
             return Err(Error::StreamCapturing);
         }
         let mut stream_id = 0;
         // SAFETY: as above.
-        unsafe { driver.cuStreamGetId(stream.0, &mut stream_id) }?;
+        unsafe { driver.cuStreamGetId(stream.raw(), &mut stream_id) }?;
         // Ids are never used twice, so a stream with a timeline was found fit before.
         if self.lock_space().timelines.find(stream_id).is_none() {
             self.device.check_stream(stream)?;

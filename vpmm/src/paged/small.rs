@@ -86,7 +86,7 @@ impl Small {
         // SAFETY: the pointer is to a live CUdeviceptr, the pool is alive, and whoever made the
         // stream handle vouches for its stream.
         unsafe {
-            driver.cuMemAllocFromPoolAsync(&mut address, bytes as usize, self.pool, stream.0)
+            driver.cuMemAllocFromPoolAsync(&mut address, bytes as usize, self.pool, stream.raw())
         }?;
         let mut book = super::lock(&self.book);
         book.last_tag = (book.last_tag + 1) % SMALL_TAG;
@@ -118,7 +118,7 @@ impl Small {
         // The book forgets the address first: once the driver has it, it may hand it out again.
         let freed = BesideCaptures::enter(driver).and_then(|_beside| {
             // SAFETY: the address is a live allocation of this pool, taken out of the book just now.
-            unsafe { driver.cuMemFreeAsync(address, stream.0) }
+            unsafe { driver.cuMemFreeAsync(address, stream.raw()) }
         });
         match freed {
             Ok(()) => Some(Ok(())),
@@ -171,7 +171,7 @@ impl Small {
         let Ok(_beside) = BesideCaptures::enter(driver) else { return };
         for address in std::mem::take(&mut super::lock(&self.book).live).into_keys() {
             // SAFETY: live allocations of this pool, whose uses the caller of `destroy` has seen end.
-            let _ = unsafe { driver.cuMemFreeAsync(address, StreamHandle::LEGACY.0) };
+            let _ = unsafe { driver.cuMemFreeAsync(address, StreamHandle::LEGACY.raw()) };
         }
         // SAFETY: the pool is alive, and not used after.
         let _ = unsafe { driver.cuMemPoolDestroy(self.pool) };
