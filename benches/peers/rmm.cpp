@@ -109,14 +109,12 @@ void run(const peers::Options &options, const std::string &name, Make make, Make
                          [&](const std::string &wanted) { return options.wants_case(wanted); });
         return;
     }
+    auto make_for_replay = [&] {
+        auto empty = make_empty();
+        return empty ? std::move(empty) : make();
+    };
     for (const auto &path : options.traces) {
-        auto trace = peers::TraceReader::read(path);
-        // Where nothing can start empty, the careful user's set-up is what there is.
-        if (make_empty()) {
-            peers::replay(name, make_empty, trace);
-        } else {
-            peers::replay(name, make, trace);
-        }
+        peers::replay(name, make_for_replay, peers::TraceReader::read(path));
     }
 }
 

@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -286,7 +287,7 @@ inline void report_failure(const std::string &name, const std::string &allocator
         .text("allocator", allocator)
         .text("device", device_name())
         .null("ns_per_op")
-        .text("error", reason)
+        .text("error", first_line(reason))
         .print();
 }
 

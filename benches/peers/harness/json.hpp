@@ -10,6 +10,11 @@
 
 namespace peers {
 
+// Some libraries' errors go on with a stack trace.
+inline std::string first_line(std::string_view text) {
+    return std::string(text.substr(0, text.find('\n')));
+}
+
 class JsonLine {
   public:
     JsonLine &text(const char *key, std::string_view value) {

@@ -86,7 +86,7 @@ void replay(const std::string &allocator_name, Make make, const Trace &trace) {
         }
         mapped = allocator->peak_mapped_bytes();
     } catch (const std::exception &failure) {
-        error = failure.what();
+        error = first_line(failure.what());
     }
     JsonLine line;
     line.text("trace", trace.name)
