@@ -32,7 +32,7 @@ pub struct Report {
     pub utilisation: Option<f64>,
     /// The allocator's driver calls over all passes, its making included.
     pub driver_calls: u64,
-    /// Their modelled time on the simulator; null on a GPU, whose driver does not tell.
+    /// Their time: modelled on the simulator, measured on a GPU.
     pub driver_time_us: Option<f64>,
     /// Whether memory ran out.
     pub oom: bool,
@@ -52,6 +52,8 @@ pub struct Report {
     pub error: Option<String>,
     /// The line of the trace that could not be served.
     pub error_line: Option<u64>,
+    /// `ns_per_op` without the time in driver calls.
+    pub host_ns_per_op: Option<f64>,
 }
 
 impl Report {
@@ -84,6 +86,7 @@ impl Report {
             mismatches: outcome.mismatches.len(),
             error: stop.map(|stop| stop.error.to_string()),
             error_line: stop.map(|stop| trace.allocations[stop.slot as usize].line),
+            host_ns_per_op: outcome.best_host_ns_per_op().map(|ns| round(ns, 2)),
         }
     }
 }
@@ -94,12 +97,13 @@ fn round(value: f64, places: i32) -> f64 {
     (value * scale).round() / scale
 }
 
-const HEADER: [&str; 11] = [
+const HEADER: [&str; 12] = [
     "trace",
     "allocator",
     "device",
     "operations",
     "ns/op",
+    "host ns/op",
     "cold ns/op",
     "peak live",
     "peak mapped",
@@ -136,6 +140,7 @@ fn row(report: &Report) -> [String; HEADER.len()] {
         device.to_owned(),
         operations,
         or_dash(report.ns_per_op.map(figure)),
+        or_dash(report.host_ns_per_op.map(figure)),
         or_dash(report.pass_ns_per_op.first().copied().map(figure)),
         ByteCount(report.peak_live_bytes).to_string(),
         ByteCount(report.peak_mapped_bytes).to_string(),
@@ -177,6 +182,7 @@ mod tests {
             mismatches: 0,
             error: None,
             error_line: None,
+            host_ns_per_op: Some(12.5),
         }
     }
 
@@ -216,6 +222,7 @@ mod tests {
                 "cuda:0",
                 "145973",
                 "35.2",
+                "12.5",
                 "1234",
                 "17.2 GB",
                 "18.0 GB",

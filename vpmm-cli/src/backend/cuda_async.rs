@@ -18,7 +18,7 @@ pub(super) struct CudaAsync<'a> {
 
 impl<'a> CudaAsync<'a> {
     pub(super) fn new(machine: &'a Machine, limit_bytes: Option<u64>) -> vpmm::Result<Self> {
-        Ok(Self { pool: machine.calls().memory_pool(limit_bytes)?, limit_bytes })
+        Ok(Self { pool: machine.allocator_calls().memory_pool(limit_bytes)?, limit_bytes })
     }
 }
 

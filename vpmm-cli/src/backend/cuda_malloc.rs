@@ -31,7 +31,7 @@ struct Held {
 
 impl<'a> CudaMalloc<'a> {
     pub(super) fn new(machine: &'a Machine, limit_bytes: Option<u64>) -> Self {
-        Self { calls: machine.calls(), limit_bytes, held: Mutex::default() }
+        Self { calls: machine.allocator_calls(), limit_bytes, held: Mutex::default() }
     }
 
     fn held(&self) -> MutexGuard<'_, Held> {

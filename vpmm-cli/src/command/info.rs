@@ -10,7 +10,7 @@ use vpmm::{Device, Driver};
 
 use crate::args::InfoArgs;
 use crate::bytes::ByteCount;
-use crate::device::{DeviceChoice, Machine};
+use crate::device::{DeviceChoice, Machine, Setup};
 use crate::exit::{Abort, Exit};
 
 /// Everything that is shown.
@@ -111,11 +111,11 @@ fn collect(choice: DeviceChoice) -> Result<Info, Abort> {
             }
         },
         DeviceChoice::Sim => {
-            machine = Machine::simulated(false).map_err(Abort::failure)?;
+            machine = Machine::simulated(Setup::default()).map_err(Abort::failure)?;
             (machine.driver().clone(), 0..1)
         }
         DeviceChoice::Cuda(ordinal) => {
-            machine = Machine::cuda(ordinal).map_err(Abort::failure)?;
+            machine = Machine::cuda(ordinal, Setup::default()).map_err(Abort::failure)?;
             (machine.driver().clone(), ordinal..ordinal + 1)
         }
     };

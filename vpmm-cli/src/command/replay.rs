@@ -7,7 +7,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use super::remark;
 use crate::args::ReplayArgs;
 use crate::backend::AllocatorSpec;
-use crate::device::{DeviceChoice, Machine};
+use crate::device::{DeviceChoice, Machine, Setup};
 use crate::exit::{Abort, Exit};
 use crate::replay::{Outcome, RunError, Settings, run};
 use crate::report::{Report, table};
@@ -65,7 +65,8 @@ fn replay_one(
     device: DeviceChoice,
     args: &ReplayArgs,
 ) -> Result<(Report, Outcome), Abort> {
-    let machine = device.open(args.verify).map_err(Abort::failure)?;
+    let setup = Setup { detect_races: args.verify, time_driver: true };
+    let machine = device.open(setup).map_err(Abort::failure)?;
     let settings = Settings {
         limit_bytes: args.limit.map(|limit| limit.0),
         passes: args.repeat.get(),

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::{Machine, MachineError};
+use super::{Machine, MachineError, Setup};
 
 /// The value of `--device`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -74,17 +74,17 @@ impl DeviceChoice {
     ///
     /// # Errors
     /// [`MachineError`].
-    pub fn open(self, detect_races: bool) -> Result<Machine, MachineError> {
+    pub fn open(self, setup: Setup) -> Result<Machine, MachineError> {
         match self {
-            Self::Cuda(ordinal) => Machine::cuda(ordinal),
-            Self::Sim => Machine::simulated(detect_races),
-            Self::Auto => self.settle(|_| {}).open(detect_races),
+            Self::Cuda(ordinal) => Machine::cuda(ordinal, setup),
+            Self::Sim => Machine::simulated(setup),
+            Self::Auto => self.settle(|_| {}).open(setup),
         }
     }
 }
 
 fn usable_gpu() -> Result<String, String> {
-    let machine = Machine::cuda(0).map_err(|error| match error {
+    let machine = Machine::cuda(0, Setup::default()).map_err(|error| match error {
         MachineError::Cuda { source, .. } => source.to_string(),
         other => other.to_string(),
     })?;

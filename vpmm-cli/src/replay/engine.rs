@@ -13,6 +13,7 @@ use super::lanes::{self, Progress, Step};
 use super::live::{self, Times};
 use super::nothing::Nothing;
 use crate::backend::Backend;
+use crate::device::DriverTimer;
 use crate::trace::{Action, Trace};
 
 /// Steps between two reports of progress.
@@ -55,6 +56,8 @@ pub struct Target<'a> {
     pub streams: &'a [StreamHandle],
     /// The device work, if any.
     pub checker: Option<&'a dyn Checker>,
+    /// The clock around the allocator's driver calls, if they are timed.
+    pub timer: Option<DriverTimer>,
     /// Called first on every thread of the pass: makes the context current.
     pub enter: &'a (dyn Fn() -> vpmm::Result<()> + Sync),
     /// Told how many operations have been done since it was told last.
@@ -68,6 +71,8 @@ pub struct Pass {
     pub operations: u64,
     /// The time inside the allocator, summed over threads, in nanoseconds.
     pub nanoseconds: f64,
+    /// What of it was spent in the driver, where driver calls are timed.
+    pub driver_nanoseconds: Option<f64>,
     /// The largest sum of bytes live at one time, by the order in which the operations were done.
     pub peak_live_bytes: u64,
     /// Why the pass ended early, if it did.
@@ -137,6 +142,7 @@ impl<'a> Replay<'a> {
             backend: &Nothing,
             streams: &streams,
             checker: None,
+            timer: None,
             enter: &|| Ok(()),
             progress: &|_| {},
         };
@@ -157,6 +163,7 @@ impl<'a> Replay<'a> {
     pub fn pass(&self, target: &Target<'_>) -> io::Result<Pass> {
         let progress = Progress::new(self.lanes.len());
         let stop = Mutex::new(None);
+        let driver = target.timer.map(|timer| (timer, timer.read()));
         let results = match self.lanes.as_slice() {
             [lane] => Ok(vec![match (target.enter)() {
                 Ok(()) => self.run_lane(target, 0, lane, &progress, &stop),
@@ -164,6 +171,8 @@ impl<'a> Replay<'a> {
             }]),
             lanes => self.run_threads(target, lanes, &progress, &stop),
         };
+        // Before the map and the leaks, which are not the trace's own operations.
+        let driver = driver.map(|(timer, before)| timer.since(before));
         let mut stop = stop.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Some(stop) = stop.as_mut().filter(|stop| stop.error.is_out_of_memory()) {
             stop.map = Some(target.backend.map());
@@ -173,9 +182,11 @@ impl<'a> Replay<'a> {
         let operations: usize = results.iter().map(|result| result.steps).sum();
         let measured: f64 = results.iter().map(|result| result.nanoseconds).sum();
         let loops = self.costs.operation_ns * operations as f64;
+        let clock = driver.map_or(0.0, |spent| spent.clock_ns);
         Ok(Pass {
             operations: operations as u64,
-            nanoseconds: (measured - loops).max(0.0),
+            nanoseconds: (measured - loops - clock).max(0.0),
+            driver_nanoseconds: driver.map(|spent| spent.driver_ns),
             peak_live_bytes: self.peak_live_bytes(results, stop.is_some()),
             stop,
         })

@@ -24,7 +24,7 @@ mod run;
 mod verify;
 
 pub use engine::{Checker, Pass, Piece, Replay, Stop, Target};
-pub use run::{Outcome, RunError, Settings, run};
+pub use run::{Outcome, RunError, Session, Settings, run};
 pub use verify::{Mismatch, Verifier};
 
 #[cfg(test)]

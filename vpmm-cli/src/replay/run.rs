@@ -6,7 +6,7 @@ use vpmm::{Stream, StreamHandle};
 use super::engine::{Checker, Replay, Stop, Target};
 use super::verify::{Mismatch, Verifier};
 use crate::backend::AllocatorSpec;
-use crate::device::Machine;
+use crate::device::{Calls, Machine, Reading};
 use crate::trace::Trace;
 
 /// How to replay.
@@ -32,14 +32,17 @@ pub struct Outcome {
     /// Nanoseconds per operation of each pass that ran to its end, in order. Of
     /// the pass that stopped, if that was the first.
     pub ns_per_op: Vec<f64>,
+    /// The same without what was spent in driver calls, where these are timed.
+    pub host_ns_per_op: Vec<f64>,
     /// The most bytes live at one time.
     pub peak_live_bytes: u64,
     /// The most that the allocator held at one time.
     pub peak_mapped_bytes: u64,
     /// Driver calls of the allocator, from its making to the last pass's end.
     pub driver_calls: u64,
-    /// Modelled time of these calls; none on a GPU, and none where device work
-    /// of several threads cannot be told from them.
+    /// The time of these calls: modelled on the simulator, where it is none if device
+    /// work of several threads cannot be told from them; measured on a GPU, where it is
+    /// none if the machine has no clock for them.
     pub driver_time_us: Option<f64>,
     /// Why it ended early, if it did.
     pub stop: Option<Stop>,
@@ -52,11 +55,12 @@ pub struct Outcome {
 impl Outcome {
     /// The figure to compare: the fastest warm pass, or the only pass.
     pub fn best_ns_per_op(&self) -> Option<f64> {
-        match self.ns_per_op.as_slice() {
-            [] => None,
-            [only] => Some(*only),
-            [_, warm @ ..] => warm.iter().copied().reduce(f64::min),
-        }
+        best(&self.ns_per_op)
+    }
+
+    /// The same without the time in driver calls: of the pass for which that is least.
+    pub fn best_host_ns_per_op(&self) -> Option<f64> {
+        best(&self.host_ns_per_op)
     }
 
     /// Peak live by peak mapped.
@@ -74,6 +78,15 @@ impl Outcome {
     pub fn is_failure(&self) -> bool {
         let broke = self.stop.is_some() && !self.is_out_of_memory();
         broke || !self.mismatches.is_empty() || !self.findings.is_empty()
+    }
+}
+
+/// The fastest pass after the first, which is cold, or the only pass.
+fn best(passes: &[f64]) -> Option<f64> {
+    match passes {
+        [] => None,
+        [only] => Some(*only),
+        [_, warm @ ..] => warm.iter().copied().reduce(f64::min),
     }
 }
 
@@ -97,8 +110,7 @@ pub enum RunError {
     Threads(#[from] std::io::Error),
 }
 
-/// Replays `trace` through the allocator on the machine. The machine should be
-/// fresh where it is simulated: its modelled time and findings are all this run's.
+/// Replays `trace` through the allocator on the machine.
 ///
 /// # Errors
 /// [`RunError`]. Running out of memory, an allocator's failure and lost contents
@@ -110,81 +122,152 @@ pub fn run(
     settings: Settings,
     progress: &ProgressBar,
 ) -> Result<Outcome, RunError> {
-    let replay = Replay::new(trace, settings.threads);
-    let calls = machine.calls();
-    calls.enter()?;
-    let streams = machine.streams(trace.streams)?;
-    let handles: Vec<StreamHandle> = streams.iter().map(Stream::handle).collect();
-    let mut verifier = match settings.verify_stride_bytes {
-        Some(stride) => Some(Verifier::new(machine, trace, stride)?),
-        None => None,
-    };
-
-    let mut driver_time = DriverTime { machine, spent_us: 0.0 };
-    let backend = driver_time
-        .of(|| allocator.open(machine, settings.limit_bytes))
-        .map_err(|source| RunError::Allocator { allocator, source })?;
-    let mut outcome = Outcome {
-        operations: 0,
-        threads: replay.threads(),
-        ns_per_op: Vec::new(),
-        peak_live_bytes: 0,
-        peak_mapped_bytes: 0,
-        driver_calls: 0,
-        driver_time_us: None,
-        stop: None,
-        mismatches: Vec::new(),
-        findings: Vec::new(),
-    };
-    for _ in 0..settings.passes.max(1) {
-        let pass = driver_time.of(|| {
-            replay.pass(&Target {
-                backend: &*backend,
-                streams: &handles,
-                checker: verifier.as_ref().map(|verifier| verifier as &dyn Checker),
-                enter: &|| calls.enter(),
-                progress: &|operations| progress.inc(operations),
-            })
-        })?;
-        outcome.operations = pass.operations;
-        outcome.peak_live_bytes = outcome.peak_live_bytes.max(pass.peak_live_bytes);
-        let complete = pass.stop.is_none();
-        if pass.operations > 0 && (complete || outcome.ns_per_op.is_empty()) {
-            outcome.ns_per_op.push(pass.nanoseconds / pass.operations as f64);
-        }
-        outcome.stop = pass.stop;
-        // The next pass begins on an idle device.
-        let finished = match &mut verifier {
-            Some(verifier) => verifier.finish_pass(),
-            None => calls.synchronize().map(|()| Vec::new()),
-        };
-        match finished {
-            Ok(mismatches) => outcome.mismatches = mismatches,
-            // What stopped the pass says more than the device's echo of it.
-            Err(_) if outcome.stop.is_some() => {}
-            Err(error) => return Err(error.into()),
-        }
-        if outcome.stop.is_some() || !outcome.mismatches.is_empty() {
-            break;
-        }
-    }
-    outcome.driver_calls = backend.driver_calls();
-    outcome.peak_mapped_bytes = backend.peak_mapped_bytes().unwrap_or(0);
-    let verify_us = verifier.as_ref().map_or(0.0, Verifier::modelled_us);
-    if machine.simulator().is_some() && (verifier.is_none() || outcome.threads == 1) {
-        outcome.driver_time_us = Some((driver_time.spent_us - verify_us).max(0.0));
-    }
-    drop(backend);
-    drop(verifier);
-    if let Some(simulator) = machine.simulator() {
-        let report = simulator.report();
-        outcome.findings = report.races.iter().map(|race| format!("race: {race}")).collect();
-        outcome.findings.extend(report.misuse);
-    }
-    Ok(outcome)
+    Session::new(trace, machine, settings.threads)?.run(allocator, settings, progress)
 }
 
-/// Modelled time of a simulated machine's driver calls.
+/// A trace laid out on a machine, to be replayed again and again, through a fresh
+/// allocator each time.
+pub struct Session<'a> {
+    trace: &'a Trace,
+    machine: &'a Machine,
+    calls: Calls<'a>,
+    replay: Replay<'a>,
+    /// One for each stream of the trace.
+    streams: Vec<Stream>,
+}
+
+impl<'a> Session<'a> {
+    /// Makes the trace's streams and measures what the replay loop costs.
+    ///
+    /// # Errors
+    /// [`RunError::Device`].
+    pub fn new(trace: &'a Trace, machine: &'a Machine, threads: bool) -> Result<Self, RunError> {
+        let calls = machine.calls();
+        calls.enter()?;
+        let streams = machine.streams(trace.streams)?;
+        Ok(Self { trace, machine, calls, replay: Replay::new(trace, threads), streams })
+    }
+
+    /// Replays the trace through an allocator made for it. `settings.threads` is
+    /// the session's already.
+    ///
+    /// # Errors
+    /// As [`run`].
+    pub fn run(
+        &self,
+        allocator: AllocatorSpec,
+        settings: Settings,
+        progress: &ProgressBar,
+    ) -> Result<Outcome, RunError> {
+        let Self { trace, machine, calls, replay, streams } = self;
+        calls.enter()?;
+        let handles: Vec<StreamHandle> = streams.iter().map(Stream::handle).collect();
+        let found_before = Found::on(machine);
+        let mut verifier = match settings.verify_stride_bytes {
+            Some(stride) => Some(Verifier::new(machine, trace, stride)?),
+            None => None,
+        };
+
+        let mut driver_time = DriverTime { machine, spent_us: 0.0 };
+        let backend = driver_time
+            .of(|| allocator.open(machine, settings.limit_bytes))
+            .map_err(|source| RunError::Allocator { allocator, source })?;
+        let mut outcome = Outcome {
+            operations: 0,
+            threads: replay.threads(),
+            ns_per_op: Vec::new(),
+            host_ns_per_op: Vec::new(),
+            peak_live_bytes: 0,
+            peak_mapped_bytes: 0,
+            driver_calls: 0,
+            driver_time_us: None,
+            stop: None,
+            mismatches: Vec::new(),
+            findings: Vec::new(),
+        };
+        for _ in 0..settings.passes.max(1) {
+            let pass = driver_time.of(|| {
+                replay.pass(&Target {
+                    backend: &*backend,
+                    streams: &handles,
+                    checker: verifier.as_ref().map(|verifier| verifier as &dyn Checker),
+                    timer: machine.timer(),
+                    enter: &|| calls.enter(),
+                    progress: &|operations| progress.inc(operations),
+                })
+            })?;
+            outcome.operations = pass.operations;
+            outcome.peak_live_bytes = outcome.peak_live_bytes.max(pass.peak_live_bytes);
+            let complete = pass.stop.is_none();
+            if pass.operations > 0 && (complete || outcome.ns_per_op.is_empty()) {
+                let per_operation = |ns: f64| ns / pass.operations as f64;
+                outcome.ns_per_op.push(per_operation(pass.nanoseconds));
+                if let Some(driver) = pass.driver_nanoseconds {
+                    let host = (pass.nanoseconds - driver).max(0.0);
+                    outcome.host_ns_per_op.push(per_operation(host));
+                }
+            }
+            outcome.stop = pass.stop;
+            // The next pass begins on an idle device.
+            let finished = match &mut verifier {
+                Some(verifier) => verifier.finish_pass(),
+                None => calls.synchronize().map(|()| Vec::new()),
+            };
+            match finished {
+                Ok(mismatches) => outcome.mismatches = mismatches,
+                // What stopped the pass says more than the device's echo of it.
+                Err(_) if outcome.stop.is_some() => {}
+                Err(error) => return Err(error.into()),
+            }
+            if outcome.stop.is_some() || !outcome.mismatches.is_empty() {
+                break;
+            }
+        }
+        outcome.driver_calls = backend.driver_calls();
+        outcome.peak_mapped_bytes = backend.peak_mapped_bytes().unwrap_or(0);
+        let verify_us = verifier.as_ref().map_or(0.0, Verifier::modelled_us);
+        let told_apart = match machine.simulator() {
+            Some(_) => verifier.is_none() || outcome.threads == 1,
+            // Device work is done through functions that have no clock.
+            None => machine.timer().is_some(),
+        };
+        if told_apart {
+            outcome.driver_time_us = Some((driver_time.spent_us - verify_us).max(0.0));
+        }
+        drop(backend);
+        drop(verifier);
+        outcome.findings = found_before.later(machine);
+        Ok(outcome)
+    }
+}
+
+/// How many races and misuses a simulated machine has found.
+#[derive(Clone, Copy, Default)]
+struct Found {
+    races: usize,
+    misuses: usize,
+}
+
+impl Found {
+    fn on(machine: &Machine) -> Self {
+        let report = machine.simulator().map(cuda_sim::Simulator::report);
+        report.map_or(Self::default(), |report| Self {
+            races: report.races.len(),
+            misuses: report.misuse.len(),
+        })
+    }
+
+    /// What was found after that.
+    fn later(self, machine: &Machine) -> Vec<String> {
+        let Some(report) = machine.simulator().map(cuda_sim::Simulator::report) else {
+            return Vec::new();
+        };
+        let races = report.races.iter().skip(self.races).map(|race| format!("race: {race}"));
+        races.chain(report.misuse.iter().skip(self.misuses).cloned()).collect()
+    }
+}
+
+/// Time in the allocator's driver calls: modelled on a simulated machine, measured on another.
 struct DriverTime<'a> {
     machine: &'a Machine,
     spent_us: f64,
@@ -193,12 +276,34 @@ struct DriverTime<'a> {
 impl DriverTime<'_> {
     /// Runs `work` and counts the calls that it makes.
     fn of<T>(&mut self, work: impl FnOnce() -> T) -> T {
-        let now = || self.machine.simulator().map_or(0.0, cuda_sim::Simulator::modelled_us);
-        let before = now();
+        let before = self.now();
         let done = work();
-        self.spent_us += now() - before;
+        self.spent_us += match before {
+            Clock::Modelled(before_us) => {
+                self.machine.simulator().map_or(0.0, cuda_sim::Simulator::modelled_us) - before_us
+            }
+            Clock::Measured(before) => {
+                self.machine.timer().map_or(0.0, |timer| timer.since(before).driver_ns / 1000.0)
+            }
+            Clock::None => 0.0,
+        };
         done
     }
+
+    fn now(&self) -> Clock {
+        match (self.machine.simulator(), self.machine.timer()) {
+            (Some(simulator), _) => Clock::Modelled(simulator.modelled_us()),
+            (None, Some(timer)) => Clock::Measured(timer.read()),
+            (None, None) => Clock::None,
+        }
+    }
+}
+
+/// A reading of whichever clock the machine has.
+enum Clock {
+    Modelled(f64),
+    Measured(Reading),
+    None,
 }
 
 #[cfg(test)]
@@ -213,6 +318,7 @@ mod tests {
             operations: 2,
             threads: 1,
             ns_per_op: vec![90.0, 20.0, 10.0, 30.0],
+            host_ns_per_op: vec![80.0, 15.0, 9.0, 8.0],
             peak_live_bytes: 3,
             peak_mapped_bytes: 4,
             driver_calls: 0,
@@ -232,6 +338,7 @@ mod tests {
     #[test]
     fn the_best_warm_pass_counts() {
         assert_eq!(outcome().best_ns_per_op(), Some(10.0));
+        assert_eq!(outcome().best_host_ns_per_op(), Some(8.0));
         let only = Outcome { ns_per_op: vec![90.0], ..outcome() };
         assert_eq!(only.best_ns_per_op(), Some(90.0));
         assert_eq!(Outcome { ns_per_op: vec![], ..outcome() }.best_ns_per_op(), None);

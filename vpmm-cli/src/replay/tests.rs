@@ -11,7 +11,7 @@ use vpmm::{Stream, StreamHandle};
 use super::engine::Checker;
 use super::*;
 use crate::backend::{AllocatorSpec, Backend};
-use crate::device::{Calls, Machine};
+use crate::device::{Calls, Machine, Setup};
 use crate::trace::{Action, Trace};
 
 const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream\n";
@@ -81,6 +81,7 @@ fn pass(trace: &Trace, threads: bool, backend: &dyn Backend) -> Pass {
         backend,
         streams: &streams,
         checker: None,
+        timer: None,
         enter: &|| Ok(()),
         progress: &|_| {},
     });
@@ -163,6 +164,7 @@ fn a_context_that_cannot_be_entered_is_a_stop() {
             backend: &Noting::new(u64::MAX),
             streams: &[StreamHandle::LEGACY],
             checker: None,
+            timer: None,
             enter: &|| Err(vpmm::Error::ZeroSize),
             progress: &|_| {},
         });
@@ -215,7 +217,7 @@ fn mismatches(
     backend: for<'a> fn(&'a Machine) -> Box<dyn Backend + 'a>,
 ) -> Vec<u32> {
     // Without the race detector, which would find the same by other means.
-    let machine = Machine::simulated(false).unwrap();
+    let machine = Machine::simulated(Setup::default()).unwrap();
     let calls = machine.calls();
     calls.enter().unwrap();
     let streams = machine.streams(trace.streams).unwrap();
@@ -226,6 +228,7 @@ fn mismatches(
         backend: &*backend,
         streams: &handles,
         checker: Some(&verifier as &dyn Checker),
+        timer: None,
         enter: &|| calls.enter(),
         progress: &|_| {},
     });
@@ -289,7 +292,8 @@ fn every_allocator_serves_threads_streams_and_passes() {
     let trace = trace(&rows);
     for allocator in AllocatorSpec::ALL {
         for threads in [false, true] {
-            let machine = Machine::simulated(true).unwrap();
+            let machine =
+                Machine::simulated(Setup { detect_races: true, ..Setup::default() }).unwrap();
             let settings = Settings {
                 limit_bytes: Some(1 << 30),
                 passes: 2,
@@ -314,7 +318,7 @@ fn verifying_does_not_change_what_the_driver_is_said_to_cost() {
     let trace = trace("1,x,allocate,0x1,5000000,0\n1,x,free,0x1,1,3\n1,x,allocate,0x2,900,0\n");
     for allocator in AllocatorSpec::ALL {
         let time = |verify_stride_bytes| {
-            let machine = Machine::simulated(false).unwrap();
+            let machine = Machine::simulated(Setup::default()).unwrap();
             let settings =
                 Settings { limit_bytes: None, passes: 1, threads: false, verify_stride_bytes };
             let outcome =
