@@ -38,14 +38,19 @@ def cuda_runtime(library_folders):
 
 
 def build(folder):
-    """Compiles the program, once: torch.utils.cpp_extension knows where everything is."""
-    from torch.utils import cpp_extension
-
+    """Compiles the program unless it is there and newer than its sources."""
     program = os.path.join(folder, "torch-peer")
+    sources = [os.path.join(HERE, "torch.cpp"), *glob.glob(os.path.join(HERE, "harness", "*.hpp"))]
+    if os.path.exists(program):
+        if os.path.getmtime(program) > max(os.path.getmtime(source) for source in sources):
+            return program
+
+    from torch.utils import cpp_extension  # knows where PyTorch and CUDA are; seconds to import
+
     libraries = cpp_extension.library_paths("cuda")
     runtime = cuda_runtime(libraries)
     command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O3", "-DNDEBUG"]
-    command += [os.path.join(HERE, "torch.cpp"), "-o", program]
+    command += [sources[0], "-o", program]
     for path in cpp_extension.include_paths("cuda"):
         command += ["-isystem", path]
     for path in libraries:

@@ -71,8 +71,12 @@ std::optional<double> pass_within(std::uint64_t limit, std::size_t total, peers:
 // The smallest limit at which the trace completes, to one granule of 2 MiB, by bisection.
 void fit(const std::string &name, const peers::Trace &trace) {
     constexpr std::uint64_t kGranule = 2 * peers::kMiB;
-    std::size_t free = 0, total = 0;
-    peers::check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+    std::size_t free = 0, unused = 0;
+    peers::check(cudaMemGetInfo(&free, &unused), "cudaMemGetInfo");
+    // The fraction is one of this figure, which is not always cudaMemGetInfo's total.
+    cudaDeviceProp properties{};
+    peers::check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
+    const std::size_t total = properties.totalGlobalMem;
     peers::Replay program(trace);
     std::uint64_t fails = trace.peak_live_bytes - 1;
     std::uint64_t fits = std::min<std::uint64_t>(4 * trace.peak_live_bytes, free);
@@ -116,7 +120,12 @@ void run(const peers::Options &options, const std::string &name) {
             // Its limit counts what was requested, not what is held: every trace "fits" in its peak.
             std::fprintf(stderr, "fit: this backend does not limit what it holds\n");
         } else {
-            fit(name, trace);
+            try {
+                fit(name, trace);
+            } catch (const std::exception &error) {
+                std::fprintf(stderr, "fit: %s: %s\n", path.c_str(),
+                             peers::first_line(error.what()).c_str());
+            }
         }
     }
 }
