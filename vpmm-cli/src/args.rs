@@ -29,6 +29,8 @@ pub struct Cli {
 pub enum Command {
     /// Replay allocation traces and compare allocators.
     Replay(ReplayArgs),
+    /// Find the smallest memory limit at which allocation traces complete.
+    Fit(FitArgs),
     /// Show the driver, the devices and what they support.
     Info(InfoArgs),
 }
@@ -77,6 +79,31 @@ pub struct ReplayArgs {
     /// one. Every word on a GPU, one in 1 MiB on the simulator, if not given.
     #[arg(long, value_name = "BYTES", requires = "verify")]
     pub verify_stride: Option<ByteCount>,
+
+    /// Print one JSON object per trace and allocator, one per line.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Find the smallest memory limit at which allocation traces complete.
+///
+/// By bisection, to one granule of the device (2 MiB), on a fresh allocator each time.
+/// Completion is not quite monotonic in the limit: a few limits above the one that was
+/// found are tried as well, and those that fail are told.
+#[derive(Args, Debug)]
+#[command(after_help = EXIT_CODES)]
+pub struct FitArgs {
+    /// Traces, each by itself, in the format that replay reads; `-` is standard input.
+    #[arg(value_name = "TRACE", required = true)]
+    pub traces: Vec<String>,
+
+    /// Where to run: auto (the first GPU, else the simulator), sim, or cuda:N.
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: DeviceChoice,
+
+    /// Allocators to compare, separated by commas: paged, cuda-async.
+    #[arg(long, value_name = "NAMES", default_value = "paged")]
+    pub allocator: AllocatorList,
 
     /// Print one JSON object per trace and allocator, one per line.
     #[arg(long)]

@@ -7,7 +7,8 @@
 //! | [`device`] | the GPU or the simulated one; nearly all unsafe code |
 //! | [`backend`] | allocators by name, behind one interface |
 //! | [`replay`] | order, threads, time, device work that checks contents |
-//! | [`report`] | the table and the JSON |
+//! | [`fit`] | the smallest limit at which a trace completes |
+//! | [`report`] | the tables and the JSON |
 //! | [`args`], [`command`], [`exit`] | the command line, what it does, how it ends |
 
 pub mod args;
@@ -16,6 +17,7 @@ pub mod bytes;
 pub mod command;
 pub mod device;
 pub mod exit;
+pub mod fit;
 pub mod replay;
 pub mod report;
 pub mod trace;

@@ -33,6 +33,13 @@ impl AllocatorSpec {
         }
     }
 
+    /// Whether the allocator itself keeps to a limit of device memory, so that it can
+    /// give memory back or move it when that is reached. For `cuMemAlloc` the command
+    /// only counts what was asked for.
+    pub const fn has_limit(self) -> bool {
+        !matches!(self, Self::CudaMalloc)
+    }
+
     /// Makes the allocator on a machine, holding at most `limit_bytes` of device memory.
     ///
     /// # Errors

@@ -1,9 +1,13 @@
 //! The subcommands.
 
+mod fit;
 mod info;
 mod replay;
+mod traces;
 
 use std::io::Write;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::args::{Cli, Command};
 use crate::exit::{Abort, Exit};
@@ -15,6 +19,7 @@ use crate::exit::{Abort, Exit};
 pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, Abort> {
     match cli.command {
         Command::Replay(args) => replay::replay(&args, out),
+        Command::Fit(args) => fit::fit(&args, out),
         Command::Info(args) => info::info(&args, out),
     }
 }
@@ -22,4 +27,13 @@ pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, Abort> {
 /// Says something on standard error; if nobody can hear it, so be it.
 fn remark(text: &str) {
     let _ = writeln!(std::io::stderr(), "vpmm: {text}");
+}
+
+/// A bar on standard error where that is a terminal; hidden elsewhere.
+fn bar(length: u64) -> ProgressBar {
+    let bar = ProgressBar::with_draw_target(Some(length), ProgressDrawTarget::stderr());
+    if let Ok(style) = ProgressStyle::with_template("{msg} {bar:40} {percent:>3} % {eta}") {
+        bar.set_style(style);
+    }
+    bar
 }

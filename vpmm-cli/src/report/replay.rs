@@ -1,9 +1,8 @@
-//! What a replay came to, for people and for programs.
+//! What replays came to, for people and for programs.
 
-use comfy_table::presets::NOTHING;
-use comfy_table::{CellAlignment, Table};
 use serde::Serialize;
 
+use super::{figure, or_dash, render, round, short_name};
 use crate::backend::AllocatorSpec;
 use crate::bytes::ByteCount;
 use crate::replay::Outcome;
@@ -91,12 +90,6 @@ impl Report {
     }
 }
 
-/// Digits beyond these are noise, and make lines hard to read.
-fn round(value: f64, places: i32) -> f64 {
-    let scale = 10_f64.powi(places);
-    (value * scale).round() / scale
-}
-
 const HEADER: [&str; 12] = [
     "trace",
     "allocator",
@@ -114,20 +107,10 @@ const HEADER: [&str; 12] = [
 
 /// The results as a table, without a line end.
 pub fn table(reports: &[Report]) -> String {
-    let mut table = Table::new();
-    table.load_style(NOTHING).set_header(HEADER);
-    for report in reports {
-        table.add_row(row(report));
-    }
-    for column in table.column_iter_mut().skip(3) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table.trim_fmt()
+    render(HEADER, 3, reports.iter().map(row))
 }
 
 fn row(report: &Report) -> [String; HEADER.len()] {
-    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "–".to_owned());
-    let figure = |ns: f64| if ns < 100.0 { format!("{ns:.1}") } else { format!("{ns:.0}") };
     let device = report.device.split(' ').next().unwrap_or_default();
     let operations = match (report.oom, report.error.is_some()) {
         (true, _) => format!("{} (out of memory)", report.ops),
@@ -148,13 +131,6 @@ fn row(report: &Report) -> [String; HEADER.len()] {
         report.driver_calls.to_string(),
         or_dash(report.driver_time_us.map(|us| format!("{:.2} ms", us / 1000.0))),
     ]
-}
-
-/// `gpt_train` for `traces/gpt_train.csv.gz`.
-fn short_name(path: &str) -> &str {
-    let file = path.rsplit('/').next().unwrap_or(path);
-    let file = file.strip_suffix(".gz").unwrap_or(file);
-    file.strip_suffix(".csv").unwrap_or(file)
 }
 
 #[cfg(test)]
@@ -240,12 +216,5 @@ mod tests {
         assert_eq!(row(&oom)[3], "145973 (out of memory)");
         let failed = Report { error: Some("x".into()), ..report() };
         assert_eq!(row(&failed)[3], "145973 (failed)");
-    }
-
-    #[test]
-    fn names_are_shortened() {
-        assert_eq!(short_name("a/b/x.csv.gz"), "x");
-        assert_eq!(short_name("x.csv"), "x");
-        assert_eq!(short_name("-"), "-");
     }
 }

@@ -1,0 +1,82 @@
+//! What the commands that take traces have in common: opening them, and saying what went wrong.
+
+use super::remark;
+use crate::backend::AllocatorSpec;
+use crate::exit::Abort;
+use crate::replay::{Outcome, RunError};
+use crate::trace::{Action, Trace};
+
+/// Mismatches and findings beyond these are only counted.
+const SHOWN: usize = 10;
+
+/// Reads every trace before any is used: a mistake in the last one should not cost the work on
+/// the others. Remarks on rows that were left out.
+///
+/// # Errors
+/// [`Abort`] for bad input.
+pub(super) fn open_all(names: &[String]) -> Result<Vec<Trace>, Abort> {
+    if names.iter().filter(|name| *name == "-").count() > 1 {
+        return Err(Abort::bad_input("standard input (-) can be read only once"));
+    }
+    let open = |name: &String| Trace::open(name).map_err(Abort::bad_input);
+    let traces: Vec<Trace> = names.iter().map(open).collect::<Result<_, _>>()?;
+    traces.iter().for_each(remark_on_oddities);
+    Ok(traces)
+}
+
+/// How a replay that came to nothing ends the command.
+pub(super) fn abort(trace: &Trace, error: &RunError) -> Abort {
+    match error {
+        RunError::Allocator { source: vpmm::Error::Config { .. }, .. } => Abort::bad_input(error),
+        _ => Abort::failure(format_args!("{}: {error}", trace.name)),
+    }
+}
+
+fn remark_on_oddities(trace: &Trace) {
+    let odd = trace.oddities;
+    let counts = [
+        (odd.unknown_frees, "frees of pointers that it never allocated, left out"),
+        (odd.missing_frees, "allocations at addresses still allocated, the older ones freed first"),
+        (odd.recorded_failures, "allocations that had failed when it was recorded, left out"),
+    ];
+    for (count, what) in counts {
+        if count > 0 {
+            remark(&format!("{}: {count} {what}", trace.name));
+        }
+    }
+}
+
+/// Says what went wrong, on standard error.
+pub(super) fn explain(trace: &Trace, allocator: AllocatorSpec, outcome: &Outcome) {
+    let name = &trace.name;
+    if let Some(stop) = &outcome.stop {
+        let allocation = trace.allocations[stop.slot as usize];
+        let what = match stop.action {
+            Action::Allocate => "the allocation",
+            Action::Free => "the free of the allocation",
+        };
+        remark(&format!(
+            "{name}: line {}: {allocator}: {what} of {} bytes failed after {} operations: {}",
+            allocation.line, allocation.bytes, outcome.operations, stop.error
+        ));
+        if let Some(map) = &stop.map {
+            remark(&format!("{allocator} at that moment: {map}"));
+        }
+    }
+    for mismatch in outcome.mismatches.iter().take(SHOWN) {
+        let allocation = trace.allocations[mismatch.slot as usize];
+        remark(&format!(
+            "{name}: line {}: {allocator}: the contents of the allocation of {} bytes were lost: \
+             {} words differ",
+            allocation.line, allocation.bytes, mismatch.words
+        ));
+    }
+    for finding in outcome.findings.iter().take(SHOWN) {
+        remark(&format!("{name}: {allocator}: the simulator found: {finding}"));
+    }
+    let more = outcome.mismatches.len().saturating_sub(SHOWN)
+        + outcome.findings.len().saturating_sub(SHOWN);
+    if more > 0 {
+        remark(&format!("{name}: {allocator}: and {more} more"));
+    }
+}
