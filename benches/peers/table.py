@@ -6,6 +6,7 @@
 
 import argparse
 import json
+import signal
 import sys
 
 # The allocators that are ours, the one to compare first; all others are peers, the driver's own
@@ -62,7 +63,7 @@ def ratio(value):
 
 
 class Table:
-    """Rows by name, columns by allocator; the last one compares the best peer with ours."""
+    """Rows by name, columns by allocator; the last one compares ours with the best peer."""
 
     def __init__(self, title, unit, figure=number, higher_is_better=False):
         self.title = f"{title} ({unit})"
@@ -76,12 +77,18 @@ class Table:
     def rows(self):
         allocators = in_order(name for row in self.cells.values() for name in row)
         ours = next((name for name in OURS if name in allocators), None)
-        yield ["", *allocators, f"best peer / {ours}"]
+        yield ["", *allocators, f"{ours} is better by"]
         for name, row in self.cells.items():
             figures = [self.figure(row.get(allocator)) for allocator in allocators]
-            peers = [value for peer, value in row.items() if value and peer not in OURS]
-            known = peers and row.get(ours)
-            yield [name, *figures, f"{self.better(peers) / row[ours]:.2f}" if known else "–"]
+            yield [name, *figures, self.gain(row, ours)]
+
+    def gain(self, row, ours):
+        """How many times better than the best peer; below 1 the peer is."""
+        peers = [value for name, value in row.items() if value and name not in OURS]
+        if not peers or not row.get(ours):
+            return "–"
+        best = self.better(peers)
+        return f"{row[ours] / best if self.better is max else best / row[ours]:.2f}"
 
     def print(self, markdown):
         rows = list(self.rows())
@@ -143,6 +150,7 @@ def held(result):
 
 
 def main():
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `table.py results | head` is no failure
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("results", nargs="+")
