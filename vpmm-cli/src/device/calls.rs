@@ -6,10 +6,13 @@
 
 use std::ffi::{CStr, c_void};
 use std::ptr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use cuda_sys::types::*;
 use vpmm::{Device, StreamHandle};
+
+use super::timer::CallClock;
 
 /// The driver with its calls counted, on the device's primary context.
 ///
@@ -20,6 +23,8 @@ pub struct Calls<'a> {
     driver: &'a cuda_sys::Driver,
     device: &'a Device,
     count: AtomicU64,
+    /// Where an allocator makes these calls and its time is wanted.
+    clock: Option<Arc<CallClock>>,
 }
 
 /// Calls a driver function by name and checks the answer; `bytes` is what it was about.
@@ -32,7 +37,11 @@ macro_rules! call {
             }),
             Some(function) => {
                 $self.count.fetch_add(1, Ordering::Relaxed);
-                match function($( $arg ),*) {
+                let code = match &$self.clock {
+                    None => function($( $arg ),*),
+                    Some(clock) => clock.time(|| function($( $arg ),*)),
+                };
+                match code {
                     CUresult::CUDA_SUCCESS => Ok(()),
                     code => Err(vpmm::Error::Driver { call: stringify!($name), code, bytes: $bytes }),
                 }
@@ -42,8 +51,12 @@ macro_rules! call {
 }
 
 impl<'a> Calls<'a> {
-    pub(super) fn new(driver: &'a cuda_sys::Driver, device: &'a Device) -> Self {
-        Self { driver, device, count: AtomicU64::new(0) }
+    pub(super) fn new(
+        driver: &'a cuda_sys::Driver,
+        device: &'a Device,
+        clock: Option<Arc<CallClock>>,
+    ) -> Self {
+        Self { driver, device, count: AtomicU64::new(0), clock }
     }
 
     /// How many calls were made.
@@ -209,7 +222,7 @@ impl MemoryPool<'_> {
     }
 
     fn attribute(&self, attribute: CUmemPool_attribute) -> vpmm::Result<u64> {
-        let uncounted = Calls::new(self.calls.driver, self.calls.device);
+        let uncounted = Calls::new(self.calls.driver, self.calls.device, None);
         let mut value = 0_u64;
         let place = (&raw mut value).cast::<c_void>();
         // SAFETY: the pool is alive, and every attribute asked for here is a 64-bit number.

@@ -57,7 +57,7 @@ pub struct Target<'a> {
     /// The device work, if any.
     pub checker: Option<&'a dyn Checker>,
     /// The clock around the allocator's driver calls, if they are timed.
-    pub timer: Option<DriverTimer>,
+    pub timer: Option<&'a DriverTimer>,
     /// Called first on every thread of the pass: makes the context current.
     pub enter: &'a (dyn Fn() -> vpmm::Result<()> + Sync),
     /// Told how many operations have been done since it was told last.

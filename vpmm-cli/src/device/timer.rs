@@ -1,0 +1,213 @@
+//! The time in the driver calls that allocators make.
+//!
+//! `vpmm`'s pools call through [`vpmm::Driver`], which can measure its calls; allocators made of
+//! the command's own calls have a [`CallClock`]. A [`DriverTimer`] reads both.
+//!
+//! Reading the clock costs as much as the cheapest driver calls. What it adds is measured first
+//! and taken off in [`DriverTimer::since`].
+
+use std::hint::black_box;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use cuda_sys::types::CUresult;
+use vpmm::Driver;
+
+/// Sums up calls and their time.
+#[derive(Debug, Default)]
+pub(super) struct CallClock {
+    calls: AtomicU64,
+    nanoseconds: AtomicU64,
+}
+
+impl CallClock {
+    /// Makes a call and adds its time.
+    pub(super) fn time(&self, call: impl FnOnce() -> CUresult) -> CUresult {
+        let started = Instant::now();
+        let code = call();
+        // 584 years of nanoseconds fit.
+        self.nanoseconds.fetch_add(started.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        code
+    }
+
+    fn read(&self) -> Reading {
+        Reading {
+            calls: self.calls.load(Ordering::Relaxed),
+            nanoseconds: self.nanoseconds.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// The clock around the allocators' driver calls of one machine. Clones are the same clock.
+#[derive(Clone, Debug)]
+pub struct DriverTimer {
+    driver: Driver,
+    calls: Arc<CallClock>,
+    costs: Costs,
+}
+
+/// What a clock costs a call, in nanoseconds.
+#[derive(Clone, Copy, Debug)]
+struct Costs {
+    /// How much longer than the call itself the clock shows.
+    shown_ns: f64,
+    /// How much longer than without the clock the caller waits.
+    added_ns: f64,
+}
+
+/// A reading: calls so far, and their time as the clock shows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reading {
+    calls: u64,
+    nanoseconds: u64,
+}
+
+/// What lies between two readings, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct DriverSpent {
+    /// Time in the driver, as it would have been without the clock.
+    pub driver_ns: f64,
+    /// What the clock itself took, for whoever measured the whole from outside.
+    pub clock_ns: f64,
+}
+
+impl DriverTimer {
+    /// Measures every call through the driver from now on, and those that are given the clock
+    /// of [`calls`](Self::calls).
+    pub(super) fn start(driver: &Driver) -> Self {
+        driver.measure_calls(true);
+        Self { driver: driver.clone(), calls: Arc::default(), costs: Costs::measured() }
+    }
+
+    /// The clock for calls that do not go through [`vpmm::Driver`].
+    pub(super) fn calls(&self) -> Arc<CallClock> {
+        Arc::clone(&self.calls)
+    }
+
+    /// The clock as it stands.
+    pub fn read(&self) -> Reading {
+        let own = self.calls.read();
+        // 584 years of nanoseconds fit.
+        let nanoseconds = self.driver.time_in_calls().as_nanos() as u64;
+        Reading {
+            calls: own.calls + self.driver.calls().total(),
+            nanoseconds: own.nanoseconds + nanoseconds,
+        }
+    }
+
+    /// What was spent in the driver since `earlier`, by all threads together.
+    pub fn since(&self, earlier: Reading) -> DriverSpent {
+        self.costs.taken_off(earlier, self.read())
+    }
+}
+
+impl Costs {
+    fn taken_off(&self, earlier: Reading, later: Reading) -> DriverSpent {
+        let calls = later.calls.saturating_sub(earlier.calls) as f64;
+        let shown = later.nanoseconds.saturating_sub(earlier.nanoseconds) as f64;
+        DriverSpent {
+            driver_ns: (shown - calls * self.shown_ns).max(0.0),
+            clock_ns: calls * self.added_ns,
+        }
+    }
+
+    /// Measures the clock around a call that does nothing.
+    fn measured() -> Self {
+        const ROUNDS: usize = 21;
+        const CALLS_A_ROUND: u32 = 500;
+        extern "C" fn nothing() -> CUresult {
+            CUresult::CUDA_SUCCESS
+        }
+        let nothing: extern "C" fn() -> CUresult = black_box(nothing);
+        let per_call = |ns: u128| ns as f64 / f64::from(CALLS_A_ROUND);
+        let round = |call: &dyn Fn() -> CUresult| {
+            let started = Instant::now();
+            for _ in 0..CALLS_A_ROUND {
+                black_box(call());
+            }
+            per_call(started.elapsed().as_nanos())
+        };
+        let mut best = Self { shown_ns: f64::INFINITY, added_ns: f64::INFINITY };
+        // The least of each: interruptions only ever lengthen a round.
+        for _ in 0..ROUNDS {
+            let clock = CallClock::default();
+            let bare = round(&|| nothing());
+            let clocked = round(&|| clock.time(|| nothing()));
+            let shown = per_call(u128::from(clock.read().nanoseconds));
+            best.shown_ns = best.shown_ns.min((shown - bare).max(0.0));
+            best.added_ns = best.added_ns.min((clocked - bare).max(0.0));
+        }
+        best
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use vpmm::Stream;
+
+    use super::*;
+    use crate::backend::AllocatorSpec;
+    use crate::device::{Machine, Setup};
+
+    fn machine() -> Machine {
+        let machine = Machine::simulated(Setup { time_driver: true, ..Setup::default() }).unwrap();
+        machine.calls().enter().unwrap();
+        machine
+    }
+
+    #[test]
+    fn only_the_allocators_calls_count() {
+        let machine = machine();
+        let timer = machine.timer().unwrap();
+        let before = timer.read();
+        thread::sleep(Duration::from_millis(2));
+        machine.calls().synchronize().unwrap();
+        assert_eq!(timer.since(before), DriverSpent::default(), "device work is no allocator's");
+        machine.allocator_calls().synchronize().unwrap();
+        let spent = timer.since(before);
+        assert!(spent.driver_ns > 0.0 && spent.driver_ns < 2e6, "{spent:?}");
+        assert!(spent.clock_ns > 0.0, "{spent:?}");
+    }
+
+    #[test]
+    fn a_machine_without_a_clock_is_not_timed() {
+        assert!(Machine::simulated(Setup::default()).unwrap().timer().is_none());
+    }
+
+    /// The driver time would otherwise be too small, and nobody would see it.
+    #[test]
+    fn every_call_of_every_allocator_is_timed() {
+        let machine = machine();
+        let timer = machine.timer().unwrap();
+        let streams = machine.streams(2).unwrap();
+        let handles: Vec<_> = streams.iter().map(Stream::handle).collect();
+        let simulator = machine.simulator().unwrap();
+        for allocator in AllocatorSpec::ALL {
+            let (calls, before) = (simulator.calls(), timer.read());
+            let backend = allocator.open(&machine, Some(16 << 20)).unwrap();
+            for bytes in [700, 3 << 20, 5 << 20, 64 << 20] {
+                let Ok(address) = backend.allocate(bytes, handles[0]) else { continue };
+                // SAFETY: allocated above, freed once.
+                unsafe { backend.free(address, handles[1]) }.unwrap();
+            }
+            let timed = timer.read().calls - before.calls;
+            assert!(timed >= 6, "{allocator}");
+            assert_eq!(timed, simulator.calls() - calls, "{allocator}");
+        }
+    }
+
+    #[test]
+    fn the_clocks_own_cost_is_taken_off() {
+        let costs = Costs { shown_ns: 20.0, added_ns: 50.0 };
+        let reading = |calls, nanoseconds| Reading { calls, nanoseconds };
+        let spent = costs.taken_off(reading(3, 1_000), reading(13, 2_200));
+        assert_eq!(spent, DriverSpent { driver_ns: 1_000.0, clock_ns: 500.0 });
+        let spent = costs.taken_off(reading(0, 0), reading(10, 150));
+        assert_eq!(spent.driver_ns, 0.0, "never less than nothing");
+    }
+}
