@@ -25,6 +25,9 @@ use results::Results;
 /// What a plot came to: whether there was anything to draw.
 type Drawn = Result<bool, Box<dyn Error>>;
 
+/// Draws one plot into a file.
+type Plot = fn(&Results, &Path) -> Drawn;
+
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [results, folder] = arguments.as_slice() else {
@@ -43,7 +46,7 @@ fn main() -> ExitCode {
 fn draw_all(results: &Path, folder: &Path) -> Result<(), Box<dyn Error>> {
     let results = Results::read(results)?;
     std::fs::create_dir_all(folder)?;
-    let plots: [(&str, fn(&Results, &Path) -> Drawn); 3] =
+    let plots: [(&str, Plot); 3] =
         [("cases.svg", dots::draw), ("threads.svg", scaling::draw), ("memory.svg", bars::draw)];
     for (name, draw) in plots {
         let path = folder.join(name);

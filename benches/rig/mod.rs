@@ -1,0 +1,206 @@
+//! What the benchmarks run on: the GPU if there is one, else the simulator, whose calls cost other
+//! times than a real driver's. Figures of the two do not compare, so names say which is which.
+
+#![allow(dead_code, reason = "each benchmark uses a part")]
+
+use std::sync::Once;
+
+use vpmm::{Device, DevicePtr, Driver, PagedConfig, Pool, Stream, StreamHandle};
+
+pub(crate) const KIB: usize = 1 << 10;
+pub(crate) const MIB: usize = 1 << 20;
+pub(crate) const GIB: usize = 1 << 30;
+
+/// A device and two streams of it.
+pub(crate) struct Machine {
+    /// `gpu` or `sim`.
+    pub(crate) name: &'static str,
+    pub(crate) device: Device,
+    pub(crate) streams: [Stream; 2],
+}
+
+impl Machine {
+    /// The GPU, or the simulator where the driver says why there is none.
+    pub(crate) fn find() -> Self {
+        match Driver::load() {
+            Ok(driver) => Self::new("gpu", driver),
+            Err(reason) => {
+                static SAID: Once = Once::new();
+                SAID.call_once(|| println!("on the simulator: {reason}"));
+                let driver = Driver::new(simulator().driver());
+                Self::new("sim", driver.expect("the simulated driver starts"))
+            }
+        }
+    }
+
+    pub(crate) fn new(name: &'static str, driver: Driver) -> Self {
+        let device = driver.device(0).expect("device 0");
+        let stream = || device.stream().expect("a stream");
+        Self { name, streams: [stream(), stream()], device }
+    }
+
+    pub(crate) fn is_gpu(&self) -> bool {
+        self.name == "gpu"
+    }
+
+    pub(crate) fn synchronize(&self) {
+        self.device.synchronize().expect("the device finishes");
+    }
+
+    /// Handles that know their stream, so that the pool asks the driver nothing about it.
+    pub(crate) fn handles(&self) -> [StreamHandle; 2] {
+        [self.streams[0].handle(), self.streams[1].handle()]
+    }
+}
+
+/// A simulator without modelled costs and without the race detector: as fast as it gets.
+pub(crate) fn simulator() -> cuda_sim::Simulator {
+    cuda_sim::Simulator::builder()
+        .detect_races(false)
+        .costs(cuda_sim::Costs::free())
+        .build()
+        .expect("a simulator")
+}
+
+/// How a pool is set up.
+#[derive(Clone, Copy)]
+pub(crate) enum Profile {
+    /// Pages of 2 MiB.
+    Paged,
+}
+
+impl Profile {
+    pub(crate) const ALL: [Self; 1] = [Self::Paged];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Paged => "paged",
+        }
+    }
+
+    /// A pool that holds nothing yet.
+    pub(crate) fn pool(self, device: &Device) -> Pool {
+        match self {
+            Self::Paged => Pool::paged(device, &PagedConfig::default()),
+        }
+        .expect("a pool")
+    }
+
+    /// A pool that may hold so much and no more, so that it moves memory rather than grow.
+    pub(crate) fn limited_pool(self, device: &Device, max_bytes: usize) -> Pool {
+        match self {
+            Self::Paged => {
+                let mut config = PagedConfig::default();
+                config.limit_bytes = Some(max_bytes as u64);
+                Pool::paged(device, &config)
+            }
+        }
+        .expect("a pool")
+    }
+}
+
+/// Where memory is allocated or freed: the index of one of the machine's streams.
+pub(crate) type Lane = usize;
+
+/// One allocator under measurement. Failures end the benchmark: there is memory for all of them.
+pub(crate) trait Subject {
+    /// What an allocation is known by.
+    type Block: Copy;
+
+    fn malloc(&mut self, bytes: usize, lane: Lane) -> Self::Block;
+    fn free(&mut self, block: Self::Block, lane: Lane);
+}
+
+/// The pool under measurement.
+pub(crate) struct Vpmm {
+    pub(crate) pool: Pool,
+    handles: [StreamHandle; 2],
+}
+
+impl Vpmm {
+    pub(crate) fn new(pool: Pool, machine: &Machine) -> Self {
+        Self { pool, handles: machine.handles() }
+    }
+}
+
+impl Subject for Vpmm {
+    type Block = DevicePtr;
+
+    fn malloc(&mut self, bytes: usize, lane: Lane) -> DevicePtr {
+        self.pool.malloc(bytes, self.handles[lane]).expect("memory")
+    }
+
+    fn free(&mut self, block: DevicePtr, lane: Lane) {
+        self.pool.free(block, self.handles[lane]).expect("a live pointer");
+    }
+}
+
+/// Xorshift: the same sequence in every run, and the one of `benches/peers`.
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new() -> Self {
+        Self(7)
+    }
+
+    /// Uniform in `least..=most`.
+    pub(crate) fn between(&mut self, least: usize, most: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        least + (self.0 % (most - least + 1) as u64) as usize
+    }
+}
+
+/// Allocations of random sizes; a step frees a random one and allocates another in its place.
+pub(crate) struct Churn<S: Subject> {
+    pub(crate) subject: S,
+    live: Vec<S::Block>,
+    sizes: [usize; 2],
+    random: Random,
+}
+
+impl<S: Subject> Churn<S> {
+    pub(crate) fn new(mut subject: S, count: usize, least: usize, most: usize) -> Self {
+        let mut random = Random::new();
+        let live = (0..count).map(|_| subject.malloc(random.between(least, most), 0)).collect();
+        Self { subject, live, sizes: [least, most], random }
+    }
+
+    /// One free and one malloc.
+    pub(crate) fn step(&mut self) {
+        let at = self.random.between(0, self.live.len() - 1);
+        self.subject.free(self.live[at], 0);
+        let bytes = self.random.between(self.sizes[0], self.sizes[1]);
+        self.live[at] = self.subject.malloc(bytes, 0);
+    }
+}
+
+/// Eight allocations of 4 MiB in a ring. A lap frees each of them on the lap's stream, which is not
+/// the one it was allocated on, and allocates another one there; laps alternate between streams.
+pub(crate) struct Ring<S: Subject> {
+    pub(crate) subject: S,
+    blocks: [S::Block; 8],
+    at: usize,
+    lane: Lane,
+}
+
+impl<S: Subject> Ring<S> {
+    const BYTES: usize = 4 * MIB;
+
+    pub(crate) fn new(mut subject: S) -> Self {
+        let blocks = std::array::from_fn(|_| subject.malloc(Self::BYTES, 0));
+        Self { subject, blocks, at: 0, lane: 1 }
+    }
+
+    /// One free and one malloc.
+    pub(crate) fn step(&mut self) {
+        self.subject.free(self.blocks[self.at], self.lane);
+        self.blocks[self.at] = self.subject.malloc(Self::BYTES, self.lane);
+        self.at += 1;
+        if self.at == self.blocks.len() {
+            self.at = 0;
+            self.lane = 1 - self.lane;
+        }
+    }
+}
