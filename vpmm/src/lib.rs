@@ -33,11 +33,14 @@
 //! | `paged` | the paged profile |
 //! | `pool` | the public face |
 
+mod arena;
+mod default;
 mod device;
 mod driver;
 mod error;
 mod event;
 mod fence;
+mod lock;
 mod mapping;
 mod paged;
 mod physical;
@@ -48,6 +51,7 @@ mod stats;
 mod units;
 mod validate;
 
+pub use default::PoolConfig;
 pub use device::{Device, Stream, StreamHandle};
 pub use driver::{Driver, DriverCalls};
 pub use error::{Error, Result};

@@ -1,7 +1,9 @@
 //! The pool as its users see it.
 
 use std::fmt;
+use std::sync::Arc;
 
+use crate::default::{Core, PoolConfig};
 use crate::device::{Device, StreamHandle};
 use crate::error::Result;
 use crate::paged::{Layout, PagedConfig, PagedPool};
@@ -18,10 +20,50 @@ use crate::validate::Violation;
 /// Any thread may use it. Dropping it waits for the work before its frees (for the whole context,
 /// where allocations were never freed) and gives everything back, such allocations included.
 pub struct Pool {
-    paged: PagedPool,
+    profile: Profile,
+}
+
+enum Profile {
+    Default(Arc<Core>),
+    Paged(Box<PagedPool>),
 }
 
 impl Pool {
+    /// A pool of the default profile: blocks of any multiple of 512 bytes, placed by best fit;
+    /// memory made in extents of many sizes, grown in place where that is possible, and brought
+    /// together by mapping it elsewhere where it is scattered.
+    ///
+    /// What a stream has freed serves the same stream at once, without a driver call. Another
+    /// stream gets it once its work has finished, which the pool finds out by one event for
+    /// everything freed so far.
+    ///
+    /// # Streams
+    /// - [`Stream`](crate::Stream)s made by this pool's [`Driver`](crate::Driver) and the legacy
+    ///   default stream: the event is recorded when somebody wants the memory, and before the
+    ///   stream is destroyed.
+    /// - Handles from elsewhere, and per-thread default streams: nobody tells when they end, so the
+    ///   event is recorded at each free (0.2 us more), and each call asks the driver which stream
+    ///   the handle means. Such a stream cannot allocate or free while it captures a graph
+    ///   ([`Error::StreamCapturing`]): even the question which one it is would end the capture.
+    /// - A library's stream may capture: no event is recorded on it meanwhile. The graph must be
+    ///   launched where it comes after the work enqueued on the stream before the capture, and what
+    ///   it uses must stay allocated while it may run.
+    ///
+    /// Reserves addresses; makes no memory yet.
+    ///
+    /// # Errors
+    /// [`Error::Config`], [`Error::VmmUnsupported`], [`Error::AddressSpaceExhausted`],
+    /// [`Error::Driver`].
+    ///
+    /// [`Error::Config`]: crate::Error::Config
+    /// [`Error::VmmUnsupported`]: crate::Error::VmmUnsupported
+    /// [`Error::AddressSpaceExhausted`]: crate::Error::AddressSpaceExhausted
+    /// [`Error::Driver`]: crate::Error::Driver
+    /// [`Error::StreamCapturing`]: crate::Error::StreamCapturing
+    pub fn new(device: &Device, config: &PoolConfig) -> Result<Self> {
+        Ok(Self { profile: Profile::Default(Core::new(device, config)?) })
+    }
+
     /// A pool of the paged profile: everything rounds up to pages of 2 MiB (or another multiple of
     /// the device's granularity), one physical handle a page; smaller requests go to the driver's
     /// stream-ordered allocator. Fragmented free pages are made contiguous by mapping them
@@ -40,15 +82,17 @@ impl Pool {
     /// [`Error::AddressSpaceExhausted`]: crate::Error::AddressSpaceExhausted
     /// [`Error::Driver`]: crate::Error::Driver
     pub fn paged(device: &Device, config: &PagedConfig) -> Result<Self> {
-        Ok(Self { paged: PagedPool::new(device, config)? })
+        let pool = Box::new(PagedPool::new(device, config)?);
+        Ok(Self { profile: Profile::Paged(pool) })
     }
 
-    /// Allocates `bytes` for use on `stream`. The address is a multiple of the page for requests
-    /// of a page or more, of 256 for smaller ones.
+    /// Allocates `bytes` for use on `stream`. The address is a multiple of 512 bytes in the default
+    /// profile; in the paged one of the page for requests of a page or more, of 256 for smaller
+    /// ones.
     ///
     /// Free memory of this stream, and memory that no stream can still be using, is handed out
-    /// at once; else pages are moved and made, some 30 µs for
-    /// each on an H200 (`benches/results/h200-2026-11-21`, `gather`).
+    /// at once; else memory is moved and made, some 30 µs for each physical handle on an H200
+    /// (`benches/results/h200-2026-11-21`, `gather`).
     ///
     /// # Errors
     /// [`Error::ZeroSize`], [`Error::SizeOverflow`], [`Error::OutOfMemory`],
@@ -65,8 +109,12 @@ impl Pool {
     /// [`Error::StreamCapturing`]: crate::Error::StreamCapturing
     /// [`Error::ContextLost`]: crate::Error::ContextLost
     /// [`Error::Driver`]: crate::Error::Driver
+    #[inline]
     pub fn malloc(&self, bytes: usize, stream: impl Into<StreamHandle>) -> Result<DevicePtr> {
-        self.paged.malloc(bytes, stream.into())
+        match &self.profile {
+            Profile::Default(pool) => pool.malloc(bytes, stream.into()),
+            Profile::Paged(pool) => pool.malloc(bytes, stream.into()),
+        }
     }
 
     /// Frees an allocation once everything enqueued on `stream` so far has finished. The stream
@@ -87,23 +135,36 @@ impl Pool {
     /// [`Error::StreamCapturing`]: crate::Error::StreamCapturing
     /// [`Error::ContextLost`]: crate::Error::ContextLost
     /// [`Error::Driver`]: crate::Error::Driver
+    #[inline]
     pub fn free(&self, ptr: DevicePtr, stream: impl Into<StreamHandle>) -> Result<()> {
-        self.paged.free(ptr, stream.into())
+        match &self.profile {
+            Profile::Default(pool) => pool.free(ptr, stream.into()),
+            Profile::Paged(pool) => pool.free(ptr, stream.into()),
+        }
     }
 
     /// The device that the memory is on.
     pub fn device(&self) -> &Device {
-        self.paged.device()
+        match &self.profile {
+            Profile::Default(pool) => pool.device(),
+            Profile::Paged(pool) => pool.device(),
+        }
     }
 
     /// What the pool holds. Two driver calls, for the memory of small requests.
     pub fn stats(&self) -> Stats {
-        self.paged.stats()
+        match &self.profile {
+            Profile::Default(pool) => pool.stats(),
+            Profile::Paged(pool) => pool.stats(),
+        }
     }
 
     /// What stands where, as text: see [`Layout`].
     pub fn layout(&self) -> Layout {
-        self.paged.layout()
+        match &self.profile {
+            Profile::Default(pool) => pool.layout(),
+            Profile::Paged(pool) => pool.layout(),
+        }
     }
 
     /// Checks every invariant of the pool's books, from scratch. For tests: it looks at every page.
@@ -111,7 +172,10 @@ impl Pool {
     /// # Errors
     /// The first invariant that does not hold.
     pub fn validate(&self) -> Result<(), Violation> {
-        self.paged.validate()
+        match &self.profile {
+            Profile::Default(pool) => pool.validate(),
+            Profile::Paged(pool) => pool.validate(),
+        }
     }
 }
 
@@ -119,6 +183,9 @@ impl Pool {
 /// of addresses.
 impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.paged.debug(f)
+        match &self.profile {
+            Profile::Default(pool) => pool.debug(f),
+            Profile::Paged(pool) => pool.debug(f),
+        }
     }
 }

@@ -11,6 +11,8 @@
 pub struct Stats {
     /// In the hands of callers, in whole pages.
     pub live_bytes: u64,
+    /// Freed just now, and kept in front for the same stream: see the default profile's front.
+    pub cached_bytes: u64,
     /// Free, and no stream can still be using it.
     pub idle_bytes: u64,
     /// Free, but the stream that freed it may still be using it.
@@ -35,6 +37,8 @@ pub struct Stats {
     pub peak_small_mapped_bytes: u64,
     /// Allocations of pages.
     pub live_count: u64,
+    /// Blocks in fronts.
+    pub cached_count: u64,
     /// Idle regions.
     pub idle_count: u64,
     /// Pending regions.
@@ -55,6 +59,16 @@ pub struct Stats {
     pub pages_created: u64,
     /// Pages mapped elsewhere to close gaps.
     pub pages_moved: u64,
+    /// Physical handles that the default profile holds.
+    pub extent_count: u64,
+    /// Handles made since the pool was.
+    pub extents_created: u64,
+    /// Handles mapped elsewhere to close gaps.
+    pub extents_moved: u64,
+    /// Times that a stream was made to wait for another's memory, on the GPU.
+    pub device_waits: u64,
+    /// Times that a caller waited for the GPU.
+    pub host_waits: u64,
     /// Times that the driver would not unmap a zombie.
     pub failed_unmaps: u64,
 }

@@ -39,7 +39,7 @@ use crate::region::{NodeId, State};
 use crate::stats::Stats;
 use crate::units::{DevicePtr, round_up};
 use config::Checked;
-use layout::Piece;
+pub(crate) use layout::Piece;
 use small::Small;
 use space::Space;
 
@@ -237,6 +237,7 @@ impl PagedPool {
             pages_created: space.pages_created,
             pages_moved: space.pages_moved,
             failed_unmaps: space.failed_unmaps,
+            ..Stats::default()
         }
     }
 

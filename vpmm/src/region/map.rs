@@ -1,8 +1,8 @@
 //! The map of a pool's address space: every region, and the indexes that its state puts it in.
 
-use super::arena::Arena;
 use super::index::{AddressIndex, Queue, SizeIndex};
 use super::{NodeId, Region, State};
+use crate::arena::Arena;
 use crate::fence::{Fence, TimelineId};
 
 /// Bytes and regions in each state.
@@ -60,7 +60,7 @@ pub(crate) struct RegionMap {
     streams: Vec<OfStream>,
     totals: Totals,
     /// Last, so that it outlives the indexes when the map is dropped.
-    arena: Arena,
+    arena: Arena<Region>,
 }
 
 // SAFETY: the map owns every node that its indexes point to (the arena is private and nodes are
@@ -86,7 +86,7 @@ impl RegionMap {
     }
 
     pub(crate) fn region(&self, id: NodeId) -> &Region {
-        self.arena.get(id)
+        self.arena.get(id.0)
     }
 
     /// Nodes in use: as many as regions (I7).
@@ -94,10 +94,14 @@ impl RegionMap {
         self.arena.in_use()
     }
 
+    fn take(&mut self) -> NodeId {
+        NodeId(self.arena.take(|id| Region::vacant(NodeId(id))))
+    }
+
     /// Adds addresses that no region covers yet.
     pub(crate) fn add(&mut self, start: u64, bytes: u64, reservation: u32, state: State) -> NodeId {
-        let id = self.arena.take();
-        let node = self.arena.get(id);
+        let id = self.take();
+        let node = self.arena.get(id.0);
         node.start.set(start);
         node.bytes.set(bytes);
         node.reservation.set(reservation);
@@ -112,7 +116,7 @@ impl RegionMap {
     /// Moves a region to another state.
     pub(crate) fn set(&mut self, id: NodeId, state: State, fence: Fence) {
         self.unlink(id);
-        let node = self.arena.get(id);
+        let node = self.arena.get(id.0);
         node.state.set(state);
         node.fence.set(fence);
         self.link(id);
@@ -127,7 +131,7 @@ impl RegionMap {
         state: State,
         fence: Fence,
     ) -> NodeId {
-        let node = self.arena.get(id);
+        let node = self.arena.get(id.0);
         debug_assert!(bytes > 0 && bytes <= node.bytes());
         if bytes == node.bytes() {
             self.set(id, state, fence);
@@ -146,7 +150,7 @@ impl RegionMap {
         state: State,
         fence: Fence,
     ) -> NodeId {
-        let node = self.arena.get(id);
+        let node = self.arena.get(id.0);
         debug_assert!(bytes > 0 && bytes <= node.bytes());
         if bytes == node.bytes() {
             self.set(id, state, fence);
@@ -167,8 +171,8 @@ impl RegionMap {
         fence: Fence,
     ) -> NodeId {
         let reservation = self.region(whole).reservation();
-        let id = self.arena.take();
-        let node = self.arena.get(id);
+        let id = self.take();
+        let node = self.arena.get(id.0);
         node.start.set(start);
         node.bytes.set(bytes);
         node.reservation.set(reservation);
@@ -213,13 +217,13 @@ impl RegionMap {
     fn remove(&mut self, id: NodeId) {
         self.unlink(id);
         // SAFETY: every node in use is in the address index.
-        unsafe { self.by_address.remove(self.arena.get(id)) };
-        self.arena.give_back(id);
+        unsafe { self.by_address.remove(self.arena.get(id.0)) };
+        self.arena.give_back(id.0);
     }
 
     /// Changes a region's bounds. Its place among its neighbours must stay the same.
     fn resize(&mut self, id: NodeId, start: u64, bytes: u64) {
-        let node = self.arena.get(id);
+        let node = self.arena.get(id.0);
         self.totals.subtract(node);
         let index = match node.state() {
             State::Idle => Some(&mut self.idle),
@@ -245,7 +249,7 @@ impl RegionMap {
 
     /// Enters a node into the indexes of its state.
     fn link(&mut self, id: NodeId) {
-        let node = self.arena.get(id);
+        let node = self.arena.get(id.0);
         self.totals.add(node);
         match node.state() {
             // SAFETY: the node is in no index but the address index; the arena keeps it in place.
@@ -274,7 +278,7 @@ impl RegionMap {
 
     /// Takes a node out of the indexes of its state; it stays in the address index.
     fn unlink(&mut self, id: NodeId) {
-        let node = self.arena.get(id);
+        let node = self.arena.get(id.0);
         self.totals.subtract(node);
         match node.state() {
             // SAFETY: the node's state and fence name this index, so it is in it.

@@ -14,7 +14,6 @@
 //! - I1: neighbours that could be one region are one region (see [`RegionMap::coalesce`]).
 //! - I7: nodes in use are as many as regions.
 
-mod arena;
 mod index;
 mod map;
 

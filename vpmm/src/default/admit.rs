@@ -1,0 +1,223 @@
+//! Which stream a handle means, and its place in the pool.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use super::book::{Book, Recording, Stage};
+use super::fences::stream_is_capturing;
+use super::shard::Shard;
+use super::space::Space;
+use super::{Core, lock};
+use crate::device::StreamHandle;
+use crate::error::{Error, Result};
+use crate::lock::Token;
+
+/// The legacy default stream's number here; the driver's own numbers do not come so far.
+const LEGACY: u64 = u64::MAX;
+
+/// A stream that may be served. While this lives its place is not given to another.
+pub(super) struct Admitted<'a> {
+    /// Its index among books and shards.
+    pub(super) stream: u32,
+    /// Whether an event is recorded at every free.
+    pub(super) eager: bool,
+    shard: &'a Shard,
+}
+
+impl Drop for Admitted<'_> {
+    fn drop(&mut self) {
+        self.shard.unpin();
+    }
+}
+
+/// Every stream's shard, by number. Shards stay where they are until the pool's end.
+#[derive(Default)]
+pub(super) struct Registry {
+    by_stream: HashMap<u64, u32>,
+    shards: Vec<Box<Shard>>,
+}
+
+impl Registry {
+    /// A stream has ended: its number will not come again.
+    pub(super) fn forget(&mut self, stream: u64) -> Option<u32> {
+        self.by_stream.remove(&stream)
+    }
+
+    pub(super) fn streams(&self) -> usize {
+        self.by_stream.len()
+    }
+}
+
+const ROUTES: usize = 4096;
+
+/// Shortcuts from a stream's number to its shard: a direct-mapped cache of the registry.
+pub(super) struct Routes(Box<[AtomicPtr<Shard>]>);
+
+impl Routes {
+    pub(super) fn new() -> Self {
+        Self((0..ROUTES).map(|_| AtomicPtr::default()).collect())
+    }
+
+    #[inline(always)]
+    fn at(&self, stream: u64) -> &AtomicPtr<Shard> {
+        // Fibonacci hashing: the driver counts streams up, and handles of a kind are neighbours.
+        let hash = stream.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 52;
+        &self.0[hash as usize % ROUTES]
+    }
+}
+
+impl Core {
+    /// The shard of a stream that is known by its handle alone, without any call or lock.
+    #[inline(always)]
+    pub(super) fn route(&self, handle: StreamHandle) -> Option<&Shard> {
+        let stream = self.number_of(handle)?;
+        let shard = self.routes.at(stream).load(Ordering::Acquire);
+        // SAFETY: routes hold null or shards of the registry, which live as long as the pool.
+        let shard = unsafe { shard.as_ref() }?;
+        (shard.stream() == stream).then_some(shard)
+    }
+
+    #[inline(always)]
+    fn number_of(&self, handle: StreamHandle) -> Option<u64> {
+        let known = handle.known_to(self.realm);
+        known.or_else(|| (handle == StreamHandle::LEGACY).then_some(LEGACY))
+    }
+
+    pub(super) fn shard(&self, index: u32) -> &Shard {
+        let shard: *const Shard = &*lock(&self.registry).shards[index as usize];
+        // SAFETY: shards are boxed, so they stay where they are when the vector grows; none is
+        // dropped before the pool, which `self` borrows.
+        unsafe { &*shard }
+    }
+
+    pub(super) fn shards(&self) -> Vec<&Shard> {
+        let registry = lock(&self.registry);
+        let shards = registry.shards.iter().map(|shard| {
+            let shard: *const Shard = &**shard;
+            // SAFETY: as in `shard`.
+            unsafe { &*shard }
+        });
+        shards.collect()
+    }
+
+    pub(super) fn has_several_streams(&self) -> bool {
+        self.space.lock().books.len() > 1
+    }
+
+    /// Finds out which stream a handle means now, and gives it a place where it has none.
+    pub(super) fn admit(&self, handle: StreamHandle) -> Result<Admitted<'_>> {
+        if let Some(stream) = self.number_of(handle) {
+            return self.admit_as(handle, stream, Recording::Lazy(handle));
+        }
+        let _context = self.device.enter()?;
+        let driver = self.device.driver();
+        // First of all: on a capturing stream even the question for its number ends the capture.
+        if stream_is_capturing(driver, handle)? {
+            return Err(Error::StreamCapturing);
+        }
+        let mut stream = 0;
+        // SAFETY: as in `stream_is_capturing`.
+        unsafe { driver.cuStreamGetId(handle.raw(), &mut stream) }?;
+        self.admit_as(handle, stream, Recording::Eager)
+    }
+
+    fn admit_as(
+        &self,
+        handle: StreamHandle,
+        stream: u64,
+        recording: Recording,
+    ) -> Result<Admitted<'_>> {
+        let index = match self.pin(stream) {
+            Some(index) => index,
+            None => {
+                let _context = self.device.enter()?;
+                if handle != StreamHandle::LEGACY {
+                    self.device.check_stream(handle)?;
+                }
+                self.enrol(stream, recording)
+            }
+        };
+        let recording = {
+            let mut space = self.space.lock();
+            let book = &mut space.books[index as usize];
+            // A stream met by its raw handle first may turn out to be the library's own. What it
+            // has freed is covered by its last event, what it will free by later ones.
+            if book.recording == Recording::Eager
+                && matches!(recording, Recording::Lazy(_))
+                && book.stage == Stage::Clear
+                && book.last_record.is_none()
+            {
+                book.recording = recording;
+            }
+            book.recording
+        };
+        let shard = self.shard(index);
+        if matches!(recording, Recording::Lazy(_)) {
+            let shard: *const Shard = shard;
+            self.routes.at(stream).store(shard.cast_mut(), Ordering::Release);
+        }
+        Ok(Admitted { stream: index, eager: recording == Recording::Eager, shard })
+    }
+
+    fn pin(&self, stream: u64) -> Option<u32> {
+        let registry = lock(&self.registry);
+        let index = *registry.by_stream.get(&stream)?;
+        registry.shards[index as usize].pin();
+        Some(index)
+    }
+
+    /// Gives a new stream a place, and pins it.
+    fn enrol(&self, stream: u64, recording: Recording) -> u32 {
+        let mut registry = lock(&self.registry);
+        if let Some(known) = registry.by_stream.get(&stream) {
+            registry.shards[*known as usize].pin();
+            return *known;
+        }
+        let mut space = self.space.lock();
+        let unpinned = |index: u32| !registry.shards[index as usize].is_pinned();
+        let index = match space.vacant_book(unpinned) {
+            Some(index) => {
+                space.books[index as usize].reuse(recording);
+                registry.by_stream.retain(|_, known| *known != index);
+                registry.shards[index as usize].assign(stream);
+                index
+            }
+            None => {
+                let index = space.books.len() as u32;
+                space.books.push(Book::new(recording));
+                registry.shards.push(Box::new(Shard::new(index, stream)));
+                index
+            }
+        };
+        registry.by_stream.insert(stream, index);
+        registry.shards[index as usize].pin();
+        index
+    }
+
+    /// Gives the calling thread a front of the stream, where there is a place for it.
+    pub(super) fn claim_front(&self, stream: u32) -> bool {
+        let Some(token) = Token::current() else { return false };
+        let shard = self.shard(stream);
+        if shard.has(token) {
+            return true;
+        }
+        let _revoking = lock(&self.revoking);
+        // SAFETY: `revoking` is held, so nobody else revokes.
+        unsafe { shard.claim(token, self.asymmetry) }
+    }
+}
+
+impl Space {
+    /// The place of a stream that has ended, or that nobody may ever name again, and that nothing
+    /// waits for.
+    fn vacant_book(&self, unused: impl Fn(u32) -> bool) -> Option<u32> {
+        let vacant = |(index, book): (usize, &Book)| {
+            let gone = matches!(book.recording, Recording::Ended | Recording::Eager);
+            let clear = book.stage == Stage::Clear && book.last_record.is_none();
+            let index = index as u32;
+            let free = gone && clear && book.is_empty() && !self.zombie_waits(index);
+            (free && unused(index)).then_some(index)
+        };
+        self.books.iter().enumerate().find_map(vacant)
+    }
+}

@@ -1,0 +1,129 @@
+//! One stream's part of the space: what it freed, by epoch.
+//!
+//! ```text
+//! frees ──▶ open epoch ──close──▶ closed epoch ──event has passed──▶ nobody's
+//!           no event              one event, covers all of it
+//! ```
+//!
+//! The stream may use both at any time. Closing costs one record for everything freed so far,
+//! however much that is; it happens when another stream wants memory, or when much is pending.
+
+use super::free_set::FreeSet;
+use super::owner::Owner;
+use super::space::Part;
+use crate::device::StreamHandle;
+use crate::event::Event;
+
+/// How far the closed epoch has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Stage {
+    /// Nothing is closed.
+    Clear,
+    /// Closed, but the event still has to be recorded.
+    Unrecorded,
+    /// Some thread records the event now.
+    Recording,
+    /// Recorded: once it has passed the closed epoch has.
+    Recorded(Event),
+    /// Passed; its blocks are becoming nobody's.
+    Passed,
+}
+
+/// How a stream's events come to be recorded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Recording {
+    /// When somebody wants them: the library sees the stream's end (or it has none), so that its
+    /// handle is good until then.
+    Lazy(StreamHandle),
+    /// At every free: nobody tells when the stream ends.
+    Eager,
+    /// The stream has ended. Its last event covers everything.
+    Ended,
+    /// The stream ended and would not take a last event (it was capturing). Only a wait for the
+    /// whole context frees its memory.
+    Lost,
+}
+
+pub(super) struct Book {
+    /// By the epoch's parity, then by part.
+    pub(super) sets: [[FreeSet; 2]; 2],
+    /// The open epoch, from 1; the closed one is the one before.
+    pub(super) epoch: u64,
+    /// This epoch and all before have passed.
+    pub(super) passed: u64,
+    pub(super) stage: Stage,
+    pub(super) recording: Recording,
+    /// The event recorded at the last free, where recording is eager.
+    pub(super) last_record: Option<Event>,
+}
+
+impl Book {
+    pub(super) fn new(recording: Recording) -> Self {
+        Self {
+            sets: [const { [const { FreeSet::new() }; 2] }; 2],
+            epoch: 1,
+            passed: 0,
+            stage: Stage::Clear,
+            recording,
+            last_record: None,
+        }
+    }
+
+    #[inline]
+    pub(super) fn open_parity(&self) -> usize {
+        (self.epoch & 1) as usize
+    }
+
+    #[inline]
+    pub(super) fn open_owner(&self, index: u32) -> Owner {
+        Owner::stream(index, self.open_parity())
+    }
+
+    /// The epoch whose passing makes memory of this owner (a block of this stream) safe for all.
+    pub(super) fn epoch_of(&self, parity: usize) -> u64 {
+        if parity == self.open_parity() { self.epoch } else { self.epoch - 1 }
+    }
+
+    pub(super) fn units_of(&self, parity: usize) -> u64 {
+        Part::ALL.iter().map(|part| self.sets[parity][*part as usize].units()).sum()
+    }
+
+    pub(super) fn open_units(&self) -> u64 {
+        self.units_of(self.open_parity())
+    }
+
+    /// Everything that waits for the stream.
+    pub(super) fn units(&self) -> u64 {
+        self.units_of(0) + self.units_of(1)
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.sets.iter().flatten().all(FreeSet::is_empty)
+    }
+
+    /// Closes the open epoch, where none is closed. Whoever calls sees to the event.
+    pub(super) fn close(&mut self) {
+        debug_assert!(self.stage == Stage::Clear && self.units_of(self.open_parity() ^ 1) == 0);
+        self.epoch += 1;
+        self.stage = match self.recording {
+            // Recorded at the last free, hence after everything that is closed now.
+            Recording::Eager => match self.last_record.take() {
+                Some(event) => Stage::Recorded(event),
+                // Nothing was freed since the last closing: nothing is closed.
+                None => Stage::Passed,
+            },
+            _ => Stage::Unrecorded,
+        };
+    }
+}
+
+impl Book {
+    /// Takes the place over for another stream. Epochs go on counting, so that nothing of the
+    /// former stream is mistaken for the new one's.
+    pub(super) fn reuse(&mut self, recording: Recording) {
+        self.epoch += 1;
+        self.passed = self.epoch - 1;
+        self.stage = Stage::Clear;
+        self.recording = recording;
+    }
+}

@@ -1,0 +1,98 @@
+//! Sizes: in units of 512 bytes, and in the classes that the front and the trees sort them by.
+
+#![forbid(unsafe_code)]
+
+/// What addresses and sizes are multiples of.
+pub(super) const UNIT_BYTES: u64 = 512;
+
+/// Sizes of up to this many units (64 KiB) are small: rounded to one of 64 classes, and kept away
+/// from the rest, because one small block that lives long holds a whole granule in its place.
+pub(super) const SMALL_UNITS: u32 = 128;
+
+/// The most units of one block: 512 GiB.
+pub(super) const MAX_UNITS: u32 = (1 << 30) - 1;
+
+/// How many classes small sizes have.
+pub(super) const SMALL_CLASSES: usize = 64;
+
+/// How many classes large sizes have: 16 for each doubling.
+pub(super) const LARGE_CLASSES: usize = 23 * 16;
+
+/// The units that a request takes: exact above 64 KiB; below it rounded up by at most a sixteenth
+/// (and to whole units). `None` for none and for more than a block can have.
+#[inline]
+pub(super) fn units_of(bytes: u64) -> Option<u32> {
+    let units = bytes.div_ceil(UNIT_BYTES);
+    if units <= 32 {
+        return (units > 0).then_some(units as u32);
+    }
+    if units <= u64::from(SMALL_UNITS) {
+        let step = if units <= 64 { 2 } else { 4 };
+        return Some((units as u32).next_multiple_of(step));
+    }
+    (units <= u64::from(MAX_UNITS)).then_some(units as u32)
+}
+
+/// The class of a small size, as [`units_of`] rounds it.
+#[inline]
+pub(super) fn small_class(units: u32) -> usize {
+    debug_assert!((1..=SMALL_UNITS).contains(&units));
+    (match units {
+        ..=32 => units - 1,
+        33..=64 => 32 + (units - 33) / 2,
+        _ => 48 + (units - 65) / 4,
+    }) as usize
+}
+
+/// The units of a small class.
+pub(super) fn small_units(class: usize) -> u32 {
+    let class = class as u32;
+    match class {
+        ..=31 => class + 1,
+        32..=47 => 34 + (class - 32) * 2,
+        _ => 68 + (class - 48) * 4,
+    }
+}
+
+/// The class that a large size is in: sizes of one class differ by less than a sixteenth.
+#[inline]
+pub(super) fn large_class(units: u32) -> usize {
+    debug_assert!(units > SMALL_UNITS && units <= MAX_UNITS);
+    let doubling = units.ilog2();
+    ((doubling - 7) * 16 + ((units >> (doubling - 4)) & 15)) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_sizes_round_to_their_class_and_waste_at_most_a_sixteenth() {
+        for units in 1..=SMALL_UNITS {
+            let rounded = units_of(u64::from(units) * UNIT_BYTES).unwrap_or(0);
+            assert!(rounded >= units && f64::from(rounded) <= f64::from(units) * 1.0625, "{units}");
+            assert_eq!(small_units(small_class(rounded)), rounded);
+        }
+        assert_eq!(small_class(SMALL_UNITS), SMALL_CLASSES - 1);
+    }
+
+    #[test]
+    fn large_sizes_are_exact_and_classes_are_in_order() {
+        assert_eq!(units_of(64 * 1024 + 1), Some(129));
+        assert_eq!(units_of((64 << 20) + 1), Some(131_073));
+        let mut last = 0;
+        for units in (129..2_000_000).step_by(7).chain([MAX_UNITS]) {
+            let class = large_class(units);
+            assert!(class >= last && class < LARGE_CLASSES);
+            last = class;
+        }
+    }
+
+    #[test]
+    fn what_no_block_can_have_is_refused() {
+        assert_eq!(units_of(0), None);
+        assert_eq!(units_of(u64::MAX), None);
+        assert_eq!(units_of(u64::from(MAX_UNITS) * UNIT_BYTES), Some(MAX_UNITS));
+        assert_eq!(units_of(u64::from(MAX_UNITS) * UNIT_BYTES + 1), None);
+    }
+}

@@ -1,0 +1,367 @@
+//! Epochs and the driver: recording the event that closes one, asking about it, and what follows
+//! when it has passed. All driver calls are made without the space's lock.
+
+use std::sync::atomic::Ordering;
+
+use cuda_sys::types::CUstreamCaptureStatus;
+
+use super::Core;
+use super::book::{Recording, Stage};
+use super::free_set::Block;
+use super::owner::Owner;
+use super::space::{Part, Space};
+use super::tags::Tags;
+use crate::device::StreamHandle;
+use crate::driver::{Driver, Failure};
+use crate::error::Result;
+use crate::event::{BesideCaptures, Event};
+use crate::region::State;
+
+/// Streams asked about for one request.
+const ASKED: usize = 16;
+
+/// Blocks that become nobody's in one go, so that no request pays for all of a great many.
+const DRAINED: usize = 256;
+
+impl Space {
+    /// Notes that the event of a stream's closed epoch was seen complete. An answer that comes
+    /// after the epoch was settled otherwise is about nothing any more.
+    fn pass(&mut self, stream: u32, event: Event) {
+        let book = &mut self.books[stream as usize];
+        if book.stage != Stage::Recorded(event) {
+            return;
+        }
+        book.stage = Stage::Passed;
+        // The last event of a stream that has ended covers its open epoch too.
+        let ended = book.recording == Recording::Ended;
+        book.passed = if ended { book.epoch } else { book.epoch - 1 };
+        let passed = book.passed;
+        self.events.push(event);
+        self.memory.pass(stream, passed);
+    }
+
+    /// Makes blocks of a passed epoch nobody's, some at a time. Where there is only one stream
+    /// they stay that stream's, and go on coalescing with what it frees.
+    pub(super) fn drain(&mut self, tags: &Tags, stream: u32) -> bool {
+        let book = &self.books[stream as usize];
+        if book.stage != Stage::Passed {
+            return false;
+        }
+        let ended = book.recording == Recording::Ended;
+        let owner =
+            if self.books.len() == 1 && !ended { book.open_owner(stream) } else { Owner::NOBODY };
+        let parities: &[usize] =
+            if ended { &[0, 1] } else { &[[1, 0][self.books[stream as usize].open_parity()]] };
+        let mut left = DRAINED;
+        for parity in parities {
+            for part in Part::ALL {
+                while left > 0 {
+                    let set = &self.books[stream as usize].sets[*parity][part as usize];
+                    let Some(id) = set.first().map(Block::id) else { break };
+                    let (start, units, _) = self.take_whole(tags, id);
+                    self.give(tags, start, units, owner);
+                    left -= 1;
+                }
+            }
+        }
+        if left > 0 {
+            self.books[stream as usize].stage = Stage::Clear;
+        }
+        left < DRAINED
+    }
+
+    /// Whether a stream has anything that closing its epoch would free.
+    fn has_open(&self, stream: u32) -> bool {
+        let book = &self.books[stream as usize];
+        book.open_units() > 0 || self.zombie_waits(stream)
+    }
+
+    pub(super) fn zombie_waits(&self, stream: u32) -> bool {
+        self.memory.map.oldest_zombie(crate::fence::TimelineId(stream)).is_some()
+    }
+}
+
+/// What to do next about one stream's epochs.
+enum Next {
+    Ask(Event),
+    Record(StreamHandle, Option<Event>),
+    Drained,
+    Nothing,
+}
+
+impl Core {
+    /// Brings what other streams have freed to where `asker` can use it: closes their epochs, asks
+    /// about the events, and makes nobody's what has passed. `all` looks at every stream (and at
+    /// the asker's own epoch), else at a few, each call the next ones.
+    ///
+    /// Returns whether anything became nobody's.
+    pub(super) fn poll(&self, asker: Option<u32>, all: bool) -> Result<bool> {
+        let streams = self.space.lock().books.len();
+        let most = if all { streams } else { ASKED.min(streams) };
+        let first = if all { 0 } else { self.asked.fetch_add(most, Ordering::Relaxed) };
+        let mut gained = false;
+        for step in 0..most {
+            let stream = (first.wrapping_add(step) % streams) as u32;
+            let own = asker == Some(stream) && !all;
+            gained |= self.advance(stream, own)?;
+        }
+        Ok(gained)
+    }
+
+    /// Takes one stream's epochs as far as they go now. `own` leaves the open one open.
+    pub(super) fn advance(&self, stream: u32, own: bool) -> Result<bool> {
+        let driver = self.device.driver();
+        let mut gained = false;
+        // Drain, close and record, ask, drain: each at most once, but for a great many blocks.
+        for _ in 0..4 {
+            match self.next_of(stream, own) {
+                Next::Nothing => break,
+                Next::Drained => gained = true,
+                Next::Record(handle, spare) => {
+                    if !self.record_closed(stream, handle, spare)? {
+                        break;
+                    }
+                }
+                Next::Ask(event) => {
+                    let complete = {
+                        let _beside = BesideCaptures::enter(driver)?;
+                        event.is_complete(driver)?
+                    };
+                    if !complete {
+                        break;
+                    }
+                    self.space.lock().pass(stream, event);
+                }
+            }
+        }
+        Ok(gained)
+    }
+
+    fn next_of(&self, stream: u32, own: bool) -> Next {
+        let mut space = self.space.lock();
+        match space.books[stream as usize].stage {
+            Stage::Passed => {
+                if space.drain(&self.tags, stream) {
+                    return Next::Drained;
+                }
+            }
+            Stage::Recorded(event) => return Next::Ask(event),
+            Stage::Recording => return Next::Nothing,
+            Stage::Clear | Stage::Unrecorded => {}
+        }
+        if space.books[stream as usize].stage == Stage::Clear {
+            let lost = space.books[stream as usize].recording == Recording::Lost;
+            if own || lost || !space.has_open(stream) {
+                return Next::Nothing;
+            }
+            space.books[stream as usize].close();
+            space.counters.closed += 1;
+        }
+        let stage = space.books[stream as usize].stage;
+        match (stage, space.books[stream as usize].recording) {
+            (Stage::Recorded(event), _) => Next::Ask(event),
+            (Stage::Unrecorded, Recording::Lazy(handle)) => {
+                space.books[stream as usize].stage = Stage::Recording;
+                Next::Record(handle, space.events.pop())
+            }
+            _ => Next::Nothing,
+        }
+    }
+
+    /// Records the event of an epoch that was closed. `false` where the stream cannot take one now
+    /// (it is capturing: the event would become a node of the graph): the epoch stays closed, and
+    /// the next who asks tries again.
+    fn record_closed(&self, stream: u32, on: StreamHandle, spare: Option<Event>) -> Result<bool> {
+        let driver = self.device.driver();
+        let recorded = record_beside_captures(driver, on, spare);
+        let mut space = self.space.lock();
+        let book = &mut space.books[stream as usize];
+        // The stream may have ended meanwhile, and its last event covers this epoch too.
+        let waiting = book.stage == Stage::Recording;
+        match recorded {
+            Ok(Recorded::On(event)) if waiting => {
+                book.stage = Stage::Recorded(event);
+                Ok(true)
+            }
+            Ok(Recorded::On(event)) => {
+                space.events.push(event);
+                Ok(false)
+            }
+            Ok(Recorded::Capturing(spare)) => {
+                if waiting {
+                    book.stage = Stage::Unrecorded;
+                }
+                space.events.extend(spare);
+                Ok(false)
+            }
+            Err(failure) => {
+                if waiting {
+                    book.stage = Stage::Unrecorded;
+                }
+                space.events.extend(spare);
+                Err(failure.into())
+            }
+        }
+    }
+
+    /// The library's stream is about to end: a last event covers everything that it freed.
+    pub(super) fn end_stream(&self, handle: StreamHandle, stream: u32) {
+        self.flush_fronts(|shard| shard.index == stream);
+        let driver = self.device.driver();
+        let Ok(_context) = self.device.enter() else { return };
+        let spare = {
+            let mut space = self.space.lock();
+            let space = &mut *space;
+            let book = &mut space.books[stream as usize];
+            match std::mem::replace(&mut book.stage, Stage::Recording) {
+                // Recorded anew, it covers more.
+                Stage::Recorded(event) => Some(event),
+                _ => space.events.pop(),
+            }
+        };
+        let recorded = record_beside_captures(driver, handle, spare);
+        let mut space = self.space.lock();
+        let book = &mut space.books[stream as usize];
+        match recorded {
+            Ok(Recorded::On(event)) => {
+                book.recording = Recording::Ended;
+                book.stage = Stage::Recorded(event);
+            }
+            Ok(Recorded::Capturing(_)) | Err(_) => {
+                book.recording = Recording::Lost;
+                book.stage = Stage::Unrecorded;
+                space.events.extend(spare);
+            }
+        }
+    }
+
+    /// Waits on the host until everything that streams freed so far may be used by any.
+    /// `false` where nothing was waited for.
+    pub(super) fn wait_for_frees(&self) -> Result<bool> {
+        let driver = self.device.driver();
+        let mut waited = self.poll(None, true)?;
+        let streams = self.space.lock().books.len() as u32;
+        for stream in 0..streams {
+            loop {
+                let stage = self.space.lock().books[stream as usize].stage;
+                let Stage::Recorded(event) = stage else { break };
+                {
+                    let _beside = BesideCaptures::enter(driver)?;
+                    event.wait(driver)?;
+                }
+                {
+                    let mut space = self.space.lock();
+                    space.pass(stream, event);
+                    space.counters.host_waits += 1;
+                }
+                waited = true;
+                // What was freed since the epoch was closed is closed now.
+                self.advance(stream, false)?;
+                while self.space.lock().drain(&self.tags, stream) {}
+            }
+        }
+        waited |= self.wait_for_lost()?;
+        Ok(waited)
+    }
+
+    /// Streams that ended without a last event: only the whole context's end of work frees what
+    /// they freed.
+    fn wait_for_lost(&self) -> Result<bool> {
+        let lost = |book: &super::book::Book| {
+            book.recording == Recording::Lost && (!book.is_empty() || book.passed < book.epoch)
+        };
+        if !self.space.lock().books.iter().any(lost) {
+            return Ok(false);
+        }
+        // SAFETY: no arguments.
+        unsafe { self.device.driver().cuCtxSynchronize() }?;
+        let mut space = self.space.lock();
+        for stream in 0..space.books.len() as u32 {
+            if !lost(&space.books[stream as usize]) {
+                continue;
+            }
+            let book = &mut space.books[stream as usize];
+            book.recording = Recording::Ended;
+            book.stage = Stage::Passed;
+            book.passed = book.epoch;
+            let passed = book.passed;
+            space.memory.pass(stream, passed);
+            while space.drain(&self.tags, stream) {}
+        }
+        Ok(true)
+    }
+
+    /// Unmaps zombies whose fence has passed, at most so many granules and one zombie more.
+    pub(super) fn reap(&self, most: u64) {
+        let mut granules = 0;
+        while granules < most {
+            let (id, start, count) = {
+                let mut space = self.space.lock();
+                match space.memory.take_ready_zombie() {
+                    Some(zombie) => zombie,
+                    None => return,
+                }
+            };
+            let bytes = u64::from(count) * self.granule_bytes;
+            let address = self.base + u64::from(start) * self.granule_bytes;
+            // SAFETY: a zombie is whole extents that the pool mapped here and has mapped elsewhere
+            // since; the host has seen everything complete that was enqueued before their memory
+            // was freed, and nobody has had these addresses after that.
+            let unmapped = unsafe { crate::mapping::unmap(self.device.driver(), address, bytes) };
+            let mut space = self.space.lock();
+            space.memory.end_zombie(id, unmapped.is_ok());
+            if unmapped.is_err() {
+                space.counters.failed_unmaps += 1;
+                return;
+            }
+            granules += u64::from(count);
+        }
+    }
+
+    /// Whether so many addresses are zombies that unmapping them cannot wait.
+    pub(super) fn is_crowded(&self) -> bool {
+        let space = self.space.lock();
+        let zombies = space.memory.map.totals().bytes(State::Zombie);
+        zombies > u64::from(self.granules) / 16
+    }
+}
+
+enum Recorded {
+    On(Event),
+    /// Not recorded; the spare event comes back.
+    Capturing(Option<Event>),
+}
+
+/// Records an event, unless the stream is capturing.
+fn record_beside_captures(
+    driver: &Driver,
+    stream: StreamHandle,
+    spare: Option<Event>,
+) -> Result<Recorded, Failure> {
+    // The legacy stream answers with an error while another stream's capture forbids its use.
+    if stream_is_capturing(driver, stream).unwrap_or(true) {
+        return Ok(Recorded::Capturing(spare));
+    }
+    let event = match spare {
+        Some(event) => event,
+        None => Event::new(driver)?,
+    };
+    match event.record(driver, stream) {
+        Ok(()) => Ok(Recorded::On(event)),
+        Err(failure) => {
+            if spare.is_none() {
+                // SAFETY: made above and given to nobody.
+                let _ = unsafe { event.destroy(driver) };
+            }
+            Err(failure)
+        }
+    }
+}
+
+/// Whether what is enqueued on the stream becomes part of a graph.
+pub(super) fn stream_is_capturing(driver: &Driver, stream: StreamHandle) -> Result<bool, Failure> {
+    let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is live.
+    unsafe { driver.cuStreamIsCapturing(stream.raw(), &mut status) }?;
+    Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+}

@@ -1,0 +1,264 @@
+//! Free blocks by size and address: exact best fit in a few steps.
+//!
+//! One red-black tree for each size class under a bitmap of the classes that have any. Trees stay
+//! a few nodes deep, and the smallest sufficient block (of those the lowest) is a lower bound in
+//! the request's own class or the first node of the next class that has one.
+
+use std::cell::Cell;
+
+use intrusive_collections::{Bound, KeyAdapter, RBTree, RBTreeLink, UnsafeRef, intrusive_adapter};
+
+use super::owner::Owner;
+
+/// Classes for each doubling, as a power of two.
+const FINENESS: u32 = 5;
+const CLASSES: usize = ((30 - FINENESS + 1) << FINENESS) as usize;
+const WORDS: usize = CLASSES / 64;
+
+const _: () = assert!(WORDS <= 64 && CLASSES.is_multiple_of(64));
+
+/// A free block: the node that its first and last tag name.
+pub(super) struct Block {
+    link: RBTreeLink,
+    /// Size above address, both in units: the order of the trees in one comparison.
+    key: Cell<u64>,
+    owner: Cell<Owner>,
+    id: u32,
+}
+
+impl Block {
+    pub(super) fn vacant(id: u32) -> Self {
+        Self { link: RBTreeLink::new(), key: Cell::new(0), owner: Cell::new(Owner::NOBODY), id }
+    }
+
+    /// The node's number, which the block's tags hold.
+    #[inline]
+    pub(super) fn id(&self) -> u32 {
+        self.id
+    }
+
+    #[inline]
+    pub(super) fn set(&self, start: u32, units: u32, owner: Owner) {
+        self.key.set(u64::from(units) << 32 | u64::from(start));
+        self.owner.set(owner);
+    }
+
+    #[inline]
+    pub(super) fn start(&self) -> u32 {
+        self.key.get() as u32
+    }
+
+    #[inline]
+    pub(super) fn units(&self) -> u32 {
+        (self.key.get() >> 32) as u32
+    }
+
+    #[inline]
+    pub(super) fn end(&self) -> u32 {
+        self.start() + self.units()
+    }
+
+    #[inline]
+    pub(super) fn owner(&self) -> Owner {
+        self.owner.get()
+    }
+}
+
+intrusive_adapter!(SizeAdapter = UnsafeRef<Block>: Block { link => RBTreeLink });
+
+impl<'a> KeyAdapter<'a> for SizeAdapter {
+    type Key = u64;
+
+    #[inline]
+    fn get_key(&self, block: &'a Block) -> u64 {
+        block.key.get()
+    }
+}
+
+/// The class of a size; sizes up to 2^[`FINENESS`] have one each.
+#[inline]
+fn class_of(units: u32) -> usize {
+    let doubling = units.ilog2();
+    if doubling < FINENESS {
+        return units as usize;
+    }
+    let step = doubling - FINENESS;
+    ((step << FINENESS) + (units >> step)) as usize
+}
+
+/// Free blocks of one owner in one part of the address space.
+pub(super) struct FreeSet {
+    occupied: [u64; WORDS],
+    /// Which words of `occupied` are not 0.
+    summary: u64,
+    /// Empty until the first block comes.
+    trees: Vec<RBTree<SizeAdapter>>,
+    units: u64,
+    blocks: u32,
+}
+
+impl FreeSet {
+    pub(super) const fn new() -> Self {
+        Self { occupied: [0; WORDS], summary: 0, trees: Vec::new(), units: 0, blocks: 0 }
+    }
+
+    /// The sum of the sizes.
+    #[inline]
+    pub(super) fn units(&self) -> u64 {
+        self.units
+    }
+
+    pub(super) fn blocks(&self) -> u32 {
+        self.blocks
+    }
+
+    #[inline]
+    pub(super) fn is_empty(&self) -> bool {
+        self.blocks == 0
+    }
+
+    /// # Safety
+    /// The block stays alive and in place, and its size and address unchanged, while it is in the
+    /// set; it is in no set yet.
+    #[inline]
+    pub(super) unsafe fn insert(&mut self, block: &Block) {
+        if self.trees.is_empty() {
+            self.trees.resize_with(CLASSES, || RBTree::new(SizeAdapter::new()));
+        }
+        let class = class_of(block.units());
+        self.units += u64::from(block.units());
+        self.blocks += 1;
+        // SAFETY: the caller vouches for the block's life; the reference is not null.
+        self.trees[class].insert(unsafe { UnsafeRef::from_raw(block) });
+        self.occupied[class / 64] |= 1 << (class % 64);
+        self.summary |= 1 << (class / 64);
+    }
+
+    /// # Safety
+    /// The block is in this set.
+    #[inline]
+    pub(super) unsafe fn remove(&mut self, block: &Block) {
+        let class = class_of(block.units());
+        self.units -= u64::from(block.units());
+        self.blocks -= 1;
+        let tree = &mut self.trees[class];
+        // SAFETY: the caller vouches for membership, and a block is in the tree of its size.
+        unsafe { tree.cursor_mut_from_ptr(block) }.remove();
+        if tree.is_empty() {
+            self.occupied[class / 64] &= !(1 << (class % 64));
+            if self.occupied[class / 64] == 0 {
+                self.summary &= !(1 << (class / 64));
+            }
+        }
+    }
+
+    /// The smallest block of at least `units`, and of those the lowest.
+    #[inline]
+    pub(super) fn best_fit(&self, units: u32) -> Option<&Block> {
+        if self.summary == 0 {
+            return None;
+        }
+        let class = class_of(units);
+        if self.occupied[class / 64] & 1 << (class % 64) != 0 {
+            let found = self.trees[class].lower_bound(Bound::Included(&(u64::from(units) << 32)));
+            if let Some(block) = found.get() {
+                return Some(block);
+            }
+        }
+        self.trees[self.next_class(class + 1)?].front().get()
+    }
+
+    /// The first class from `class` upwards that has a block.
+    #[inline]
+    fn next_class(&self, class: usize) -> Option<usize> {
+        let word = class / 64;
+        if word >= WORDS {
+            return None;
+        }
+        let here = self.occupied[word] & u64::MAX << (class % 64);
+        if here != 0 {
+            return Some(word * 64 + here.trailing_zeros() as usize);
+        }
+        // The mask drops this word and those below it; word + 1 is at most 63 here or no word.
+        let above = self.summary & u64::MAX.checked_shl(word as u32 + 1).unwrap_or(0);
+        (above != 0).then(|| {
+            let word = above.trailing_zeros() as usize;
+            word * 64 + self.occupied[word].trailing_zeros() as usize
+        })
+    }
+
+    /// The largest block.
+    pub(super) fn largest(&self) -> Option<&Block> {
+        (self.summary != 0).then(|| {
+            let word = self.summary.ilog2() as usize;
+            let class = word * 64 + self.occupied[word].ilog2() as usize;
+            self.trees[class].back().get()
+        })?
+    }
+
+    /// Any block.
+    pub(super) fn first(&self) -> Option<&Block> {
+        self.trees.get(self.next_class(0)?)?.front().get()
+    }
+
+    /// Every block of at least about `units` (a class more, at most), the smallest first.
+    pub(super) fn from_size(&self, units: u32) -> impl Iterator<Item = &Block> {
+        let first = class_of(units);
+        let classes =
+            std::iter::successors(self.next_class(first), |class| self.next_class(class + 1));
+        classes.flat_map(|class| self.trees[class].iter())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arena::Arena;
+
+    #[test]
+    fn classes_are_in_the_order_of_sizes_and_within_bounds() {
+        let mut last = 0;
+        for units in (1..5_000_000).step_by(3).chain([(1 << 30) - 1]) {
+            let class = class_of(units);
+            assert!(class >= last && class < CLASSES, "{units} is in class {class}");
+            last = class;
+        }
+    }
+
+    #[test]
+    fn best_fit_agrees_with_a_sorted_list() {
+        let mut set = FreeSet::new();
+        let mut arena = Arena::new();
+        let mut model: Vec<(u32, u32, u32)> = Vec::new();
+        let mut seed = 1_u64;
+        let mut random = |bound: u32| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (seed >> 33) as u32 % bound
+        };
+        for step in 0..if cfg!(miri) { 300 } else { 20_000 } {
+            if model.len() < 200 && random(5) > 1 {
+                let id = arena.take(Block::vacant);
+                let units = 1 + random(1 << (1 + random(20)));
+                let start = step * 1000;
+                arena.get(id).set(start, units, Owner::NOBODY);
+                // SAFETY: new from the arena, which outlives the set's use.
+                unsafe { set.insert(arena.get(id)) };
+                model.push((units, start, id));
+            } else if !model.is_empty() {
+                let (units, start, id) = model.swap_remove(random(model.len() as u32) as usize);
+                assert_eq!((arena.get(id).units(), arena.get(id).start()), (units, start));
+                // SAFETY: inserted above and not removed since.
+                unsafe { set.remove(arena.get(id)) };
+                arena.give_back(id);
+            }
+            let wanted = 1 + random(1 << (1 + random(20)));
+            let best = model.iter().filter(|(units, ..)| *units >= wanted).min();
+            let found = set.best_fit(wanted).map(|block| (block.units(), block.start()));
+            assert_eq!(found, best.map(|(units, start, _)| (*units, *start)));
+            assert_eq!(set.largest().map(Block::units), model.iter().map(|of| of.0).max());
+            assert_eq!(set.units(), model.iter().map(|of| u64::from(of.0)).sum::<u64>());
+        }
+        let sizes: Vec<u32> = set.from_size(1).map(Block::units).collect();
+        assert!(sizes.is_sorted() && sizes.len() == model.len());
+    }
+}

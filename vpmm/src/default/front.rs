@@ -1,0 +1,174 @@
+//! The front: blocks freed last on a stream by one thread, for that stream's next requests.
+//!
+//! A hit is a pop and a push on a stack of the block's class. What the front holds does not
+//! coalesce and is of no use to other streams, so it is bounded: in number for each class, in
+//! bytes in all; and it is emptied before the pool grows.
+
+use super::class::{LARGE_CLASSES, SMALL_CLASSES, SMALL_UNITS, large_class, small_class};
+
+/// Blocks of one small class: as many, as long as they are at most `SMALL_CLASS_UNITS`.
+const SMALL_DEPTH: usize = 32;
+const SMALL_CLASS_UNITS: u32 = 512;
+/// Blocks of one large class.
+const LARGE_DEPTH: usize = 4;
+/// Large blocks in all: 32 MiB, or a single larger one.
+const LARGE_UNITS: u32 = 1 << 16;
+const LARGE_WORDS: usize = LARGE_CLASSES.div_ceil(64);
+
+#[derive(Clone, Copy, Default)]
+struct Cached {
+    start: u32,
+    units: u32,
+}
+
+/// What one thread has in front of one stream.
+pub(super) struct Front {
+    small_depth: [u8; SMALL_CLASSES],
+    small: [[u32; SMALL_DEPTH]; SMALL_CLASSES],
+    large_depth: [u8; LARGE_CLASSES],
+    large: [[Cached; LARGE_DEPTH]; LARGE_CLASSES],
+    occupied: [u64; LARGE_WORDS],
+    large_units: u32,
+    small_units: u32,
+}
+
+impl Front {
+    pub(super) fn new() -> Self {
+        Self {
+            small_depth: [0; SMALL_CLASSES],
+            small: [[0; SMALL_DEPTH]; SMALL_CLASSES],
+            large_depth: [0; LARGE_CLASSES],
+            large: [[Cached::default(); LARGE_DEPTH]; LARGE_CLASSES],
+            occupied: [0; LARGE_WORDS],
+            large_units: 0,
+            small_units: 0,
+        }
+    }
+
+    /// A block of exactly `units`, as `units_of` rounds them.
+    #[inline(always)]
+    pub(super) fn pop(&mut self, units: u32) -> Option<u32> {
+        if units <= SMALL_UNITS {
+            let class = small_class(units);
+            let depth = self.small_depth[class].checked_sub(1)?;
+            self.small_depth[class] = depth;
+            self.small_units -= units;
+            return Some(self.small[class][depth as usize % SMALL_DEPTH]);
+        }
+        let class = large_class(units);
+        let depth = self.large_depth[class].checked_sub(1)?;
+        let top = self.large[class][depth as usize % LARGE_DEPTH];
+        if top.units != units {
+            return None;
+        }
+        self.large_depth[class] = depth;
+        self.large_units -= units;
+        if depth == 0 {
+            self.occupied[class / 64] &= !(1 << (class % 64));
+        }
+        Some(top.start)
+    }
+
+    /// Keeps a block, if there is room for it.
+    #[inline(always)]
+    pub(super) fn push(&mut self, start: u32, units: u32) -> bool {
+        if units <= SMALL_UNITS {
+            let class = small_class(units);
+            let depth = u32::from(self.small_depth[class]);
+            // One more is within both bounds; every class may have 4.
+            let full = depth as usize >= SMALL_DEPTH || depth * units >= SMALL_CLASS_UNITS;
+            if full && (depth >= 4 || depth as usize >= SMALL_DEPTH) {
+                return false;
+            }
+            self.small[class][depth as usize] = start;
+            self.small_depth[class] = depth as u8 + 1;
+            self.small_units += units;
+            return true;
+        }
+        let class = large_class(units);
+        let depth = self.large_depth[class] as usize;
+        let held = self.large_units;
+        if depth >= LARGE_DEPTH || (held > 0 && units.saturating_add(held) > LARGE_UNITS) {
+            return false;
+        }
+        self.large[class][depth] = Cached { start, units };
+        self.large_depth[class] = depth as u8 + 1;
+        self.occupied[class / 64] |= 1 << (class % 64);
+        self.large_units = held + units;
+        true
+    }
+
+    /// Makes room for a block of `units`: half of its class where that is small, else everything
+    /// large, the front's blocks going to `spill`.
+    pub(super) fn make_room(&mut self, units: u32, mut spill: impl FnMut(u32, u32)) {
+        if units > SMALL_UNITS {
+            return self.spill_large(spill);
+        }
+        let class = small_class(units);
+        let depth = self.small_depth[class] as usize;
+        let gone = depth.div_ceil(2);
+        for start in &self.small[class][..gone] {
+            spill(*start, units);
+        }
+        // The oldest go; those freed last, whose tags are in the processor's cache, stay.
+        self.small[class].copy_within(gone..depth, 0);
+        self.small_depth[class] = (depth - gone) as u8;
+        self.small_units -= gone as u32 * units;
+    }
+
+    fn spill_large(&mut self, mut spill: impl FnMut(u32, u32)) {
+        for word in 0..LARGE_WORDS {
+            let mut left = std::mem::take(&mut self.occupied[word]);
+            while left != 0 {
+                let class = word * 64 + left.trailing_zeros() as usize;
+                left &= left - 1;
+                let depth = std::mem::take(&mut self.large_depth[class]) as usize;
+                for block in &self.large[class][..depth] {
+                    spill(block.start, block.units);
+                }
+            }
+        }
+        self.large_units = 0;
+    }
+
+    /// Empties the front.
+    pub(super) fn spill_all(&mut self, mut spill: impl FnMut(u32, u32)) {
+        if self.large_units > 0 {
+            self.spill_large(&mut spill);
+        }
+        if self.small_units == 0 {
+            return;
+        }
+        for class in 0..SMALL_CLASSES {
+            let depth = std::mem::take(&mut self.small_depth[class]) as usize;
+            for start in &self.small[class][..depth] {
+                spill(*start, super::class::small_units(class));
+            }
+        }
+        self.small_units = 0;
+    }
+
+    #[inline(always)]
+    pub(super) fn units(&self) -> u64 {
+        u64::from(self.large_units) + u64::from(self.small_units)
+    }
+
+    pub(super) fn blocks(&self) -> u64 {
+        let small: u64 = self.small_depth.iter().map(|depth| u64::from(*depth)).sum();
+        small + self.large_depth.iter().map(|depth| u64::from(*depth)).sum::<u64>()
+    }
+
+    /// Every block: start and units.
+    pub(super) fn each(&self, mut visit: impl FnMut(u32, u32)) {
+        for (class, depth) in self.small_depth.iter().enumerate() {
+            for start in &self.small[class][..usize::from(*depth)] {
+                visit(*start, super::class::small_units(class));
+            }
+        }
+        for (class, depth) in self.large_depth.iter().enumerate() {
+            for block in &self.large[class][..usize::from(*depth)] {
+                visit(block.start, block.units);
+            }
+        }
+    }
+}

@@ -1,0 +1,556 @@
+//! Where a request that nothing fits is put, and from what: the plan, without the driver.
+//!
+//! A *window* is free memory and holes in a row, as long as the request. Its holes are *gaps*,
+//! filled with new extents or with wholly free ones from elsewhere. A free block that ends at a
+//! hole grows in place: that window lacks the least.
+
+use smallvec::SmallVec;
+
+use super::free_set::Block;
+use super::memory::Resident;
+use super::owner::Owner;
+use super::policy::Policy;
+use super::space::{Part, Space};
+use super::tags::Tags;
+use crate::fence::{Fence, TimelineId};
+use crate::region::{Region, State};
+
+/// Holes looked at for one window.
+const HOLES_LOOKED_AT: usize = 4096;
+
+/// What growth remembers from one time to the next.
+#[derive(Default)]
+pub(super) struct Growth {
+    /// `Space::returns` when it grew last.
+    returns_then: u64,
+    /// Growths in a row with nothing freed between.
+    streak: u32,
+}
+
+/// Unmapped addresses that the window needs memory at.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Gap {
+    pub(super) start: u32,
+    pub(super) granules: u32,
+    /// Granules of hole behind it: how far it could be filled beyond the need.
+    beyond: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Source {
+    New,
+    /// An extent by its number, who owned the free memory on it, and the node of that.
+    Moved {
+        number: u32,
+        owner: Owner,
+        block: u32,
+    },
+}
+
+/// An extent to be mapped, behind the one before it in its gap.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Piece {
+    pub(super) source: Source,
+    pub(super) granules: u32,
+}
+
+/// A gap with what fills it.
+#[derive(Debug)]
+pub(super) struct Fill {
+    pub(super) start: u32,
+    pub(super) granules: u32,
+    pub(super) pieces: SmallVec<[Piece; 4]>,
+}
+
+/// What is to be done, all of it taken out of the space.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) start: u32,
+    pub(super) units: u32,
+    /// The free blocks in the window.
+    pub(super) taken: SmallVec<[(u32, u32, Owner); 4]>,
+    pub(super) fills: SmallVec<[Fill; 2]>,
+}
+
+/// A window that would do.
+struct Window {
+    start: u32,
+    gaps: SmallVec<[Gap; 2]>,
+    cost: u32,
+}
+
+/// What growth may use.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Means {
+    /// Granules that may be made.
+    pub(super) room: u64,
+    /// Whether to grow beyond the need for requests to come.
+    pub(super) ahead: bool,
+}
+
+impl Space {
+    /// Plans a request of a stream. `None` where neither new memory nor free extents that the
+    /// stream may use suffice.
+    pub(super) fn plan(
+        &mut self,
+        tags: &Tags,
+        stream: u32,
+        units: u32,
+        part: Part,
+        policy: &Policy,
+        means: Means,
+    ) -> Option<Job> {
+        let best = self.best_window(tags, stream, units, part, policy)?;
+        let fresh = self.fresh_window(units, part, policy);
+        // Exact sums may be impossible in a gap between two mappings; a fresh window can take more.
+        [Some(best), fresh].into_iter().flatten().find_map(|window| {
+            let fills = self.fill(stream, &window, policy, means)?;
+            Some(self.take_out(tags, stream, units, &window, fills))
+        })
+    }
+
+    /// The window that lacks the least memory, and of those the lowest.
+    fn best_window(
+        &self,
+        tags: &Tags,
+        stream: u32,
+        units: u32,
+        part: Part,
+        policy: &Policy,
+    ) -> Option<Window> {
+        let range = self.memory.range(part);
+        let holes = self.memory.map.holes().filter(|hole| range.contains(&(hole.start() as u32)));
+        let mut best: Option<Window> = None;
+        for hole in holes.take(HOLES_LOOKED_AT) {
+            let Some(window) = self.window_from(tags, stream, units, hole) else { continue };
+            let better = best
+                .as_ref()
+                .is_none_or(|best| (window.cost, window.start) < (best.cost, best.start));
+            if better {
+                best = Some(window);
+            }
+        }
+        let whole = units.div_ceil(self.memory.granule_units());
+        match best {
+            Some(best) if best.cost < whole => Some(best),
+            found => self.fresh_window(units, part, policy).or(found),
+        }
+    }
+
+    /// The window that begins with the free memory before a hole.
+    fn window_from(&self, tags: &Tags, stream: u32, units: u32, hole: &Region) -> Option<Window> {
+        let granule_units = self.memory.granule_units();
+        let mut start = hole.start() as u32 * granule_units;
+        while let Some(left) = self.usable_before(tags, start, stream) {
+            start = left.start();
+        }
+        // The whole hole may be part of it only if the window ends there or goes on behind it.
+        let end = u64::from(start) + u64::from(units);
+        let mut window = Window { start, gaps: SmallVec::new(), cost: 0 };
+        let mut hole = hole;
+        loop {
+            let (first, last) = (hole.start() as u32, hole.end() as u32);
+            let needed = end.div_ceil(u64::from(granule_units)).min(u64::from(last)) as u32 - first;
+            window.gaps.push(Gap { start: first, granules: needed, beyond: last - first - needed });
+            window.cost += needed;
+            let mut at = last * granule_units;
+            if u64::from(at) >= end {
+                return Some(window);
+            }
+            while let Some(right) = self.usable_at(tags, at, stream) {
+                at = right.end();
+                if u64::from(at) >= end {
+                    return Some(window);
+                }
+            }
+            if !at.is_multiple_of(granule_units) {
+                return None;
+            }
+            hole = self.memory.hole_at(at / granule_units)?;
+            if hole.start() as u32 != at / granule_units || window.gaps.len() >= 64 {
+                return None;
+            }
+        }
+    }
+
+    /// A window of its own, with room behind it to grow into.
+    fn fresh_window(&self, units: u32, part: Part, policy: &Policy) -> Option<Window> {
+        let range = self.memory.range(part);
+        let largest = self
+            .memory
+            .map
+            .holes()
+            .filter(|hole| range.contains(&(hole.start() as u32)))
+            .max_by_key(|hole| hole.bytes())?;
+        let granules = units.div_ceil(self.memory.granule_units());
+        let (first, length) = (largest.start() as u32, largest.bytes() as u32);
+        if granules > length {
+            return None;
+        }
+        let extends = self.memory.map.previous(largest.id()).is_some();
+        let apart = policy.lanes && part == Part::Large && extends && length / 2 >= granules;
+        let start = if apart { first + length / 2 } else { first };
+        let gap = Gap { start, granules, beyond: first + length - start - granules };
+        Some(Window {
+            start: start * self.memory.granule_units(),
+            gaps: [gap].into_iter().collect(),
+            cost: granules,
+        })
+    }
+
+    /// Finds memory for every gap of a window.
+    fn fill(
+        &self,
+        stream: u32,
+        window: &Window,
+        policy: &Policy,
+        means: Means,
+    ) -> Option<SmallVec<[Fill; 2]>> {
+        let live = self.out_units / u64::from(self.memory.granule_units());
+        // A first look without walking: free memory that is too little cannot be extents enough.
+        let free: u64 = self.free_units() / u64::from(self.memory.granule_units());
+        let enough = policy.moves_first(live);
+        let short = means.room < u64::from(window.cost);
+        let mut sources = Sources::default();
+        if short || free >= enough {
+            sources = self.sources(stream, window);
+        }
+        let move_first = sources.granules >= enough;
+        if u64::from(window.cost) > means.room + sources.granules {
+            return None;
+        }
+        let mut room = means.room;
+        let mut fills = SmallVec::new();
+        for gap in &window.gaps {
+            let mut fill = Fill { start: gap.start, granules: 0, pieces: SmallVec::new() };
+            let mut missing = gap.granules;
+            if !move_first {
+                let new = u64::from(missing).min(room) as u32;
+                // What has to be moved goes first, where its lengths leave something over.
+                if new < missing {
+                    missing -= sources.take(&mut fill, missing - new);
+                }
+            } else {
+                missing -= sources.take(&mut fill, missing);
+            }
+            let new = u64::from(missing).min(room) as u32;
+            if new == missing {
+                let ahead = if means.ahead { self.ahead(policy, missing) } else { 0 };
+                let more = u64::from(ahead.min(gap.beyond)).min(room - u64::from(new)) as u32;
+                self.create(&mut fill, new + more, policy);
+                room -= u64::from(new + more);
+            } else {
+                // Only a longer extent is left, and there must be addresses for all of it.
+                let extra = sources.take_longer(&mut fill, missing, missing + gap.beyond)?;
+                debug_assert!(extra >= missing);
+            }
+            fill.granules = fill.pieces.iter().map(|piece| piece.granules).sum();
+            fills.push(fill);
+        }
+        Some(fills)
+    }
+
+    /// Granules to map beyond the need: more with every growth in a row between which nothing is
+    /// freed, since then a program is filling its memory and will ask again.
+    fn ahead(&self, policy: &Policy, needed: u32) -> u32 {
+        let streak = if self.growth.returns_then == self.returns { self.growth.streak } else { 0 };
+        policy.ahead(streak, needed, self.memory.mapped())
+    }
+
+    /// Lengths of new extents.
+    fn create(&self, fill: &mut Fill, granules: u32, policy: &Policy) {
+        let mut left = granules;
+        let mut mapped = self.memory.mapped();
+        while left > 0 {
+            let granules = policy.extent(mapped).min(left);
+            fill.pieces.push(Piece { source: Source::New, granules });
+            left -= granules;
+            mapped += u64::from(granules);
+        }
+    }
+
+    /// Whole extents in free memory that the stream may use, outside the window.
+    fn sources(&self, stream: u32, window: &Window) -> Sources {
+        let granule_units = self.memory.granule_units();
+        // The window's own free blocks: those before its first gap and between its gaps.
+        let last = window.gaps.last().map_or(0, |gap| gap.start + gap.granules);
+        let in_window =
+            |block: &Block| block.end() > window.start && block.start() < last * granule_units;
+        let mut found: Vec<Candidate> = Vec::new();
+        for part in Part::ALL {
+            for block in self
+                .usable_sets(stream, part)
+                .into_iter()
+                .flat_map(|set| set.from_size(granule_units))
+                .filter(|block| !in_window(block))
+            {
+                self.whole_extents(block, |number, extent| {
+                    found.push(Candidate {
+                        number,
+                        granules: extent.granules,
+                        owner: block.owner(),
+                        block: block.id(),
+                        of_units: block.units(),
+                        position: extent.start,
+                    });
+                });
+            }
+        }
+        // From the smallest free blocks first, which makes the fewest pieces of the rest.
+        found.sort_unstable_by_key(|candidate| (candidate.of_units, u32::MAX - candidate.position));
+        let granules = found.iter().map(|candidate| u64::from(candidate.granules)).sum();
+        Sources { found, granules }
+    }
+
+    /// Calls `visit` with every extent that a free block covers whole.
+    pub(super) fn whole_extents(&self, block: &Block, mut visit: impl FnMut(u32, &Resident)) {
+        let granule_units = self.memory.granule_units();
+        let first = block.start().div_ceil(granule_units);
+        let end = block.end() / granule_units;
+        let mut at = first;
+        while at < end {
+            let Some((number, extent)) = self.memory.extent_at(at) else { return };
+            if extent.start >= first && extent.end() <= end {
+                visit(number, extent);
+            }
+            at = extent.end();
+        }
+    }
+
+    /// Takes the window and the sources out of the space: nobody else finds them from here on.
+    fn take_out(
+        &mut self,
+        tags: &Tags,
+        stream: u32,
+        units: u32,
+        window: &Window,
+        fills: SmallVec<[Fill; 2]>,
+    ) -> Job {
+        let granule_units = self.memory.granule_units();
+        let end = window.start + units;
+        let mut taken = SmallVec::new();
+        let mut at = window.start;
+        for fill in &fills {
+            at = self.take_free(tags, at, fill.start * granule_units, stream, &mut taken);
+            debug_assert_eq!(at, fill.start * granule_units);
+            self.memory.reserve(fill.start, fill.granules);
+            at = (fill.start + fill.granules) * granule_units;
+        }
+        if at < end {
+            self.take_free(tags, at, end, stream, &mut taken);
+        }
+        self.take_extents(tags, &fills);
+        self.transit_units +=
+            taken.iter().map(|part: &(u32, u32, Owner)| u64::from(part.1)).sum::<u64>();
+        Job { start: window.start, units, taken, fills }
+    }
+
+    /// Takes free blocks out from `at` to `end`; of the last only what lies before `end`.
+    fn take_free(
+        &mut self,
+        tags: &Tags,
+        at: u32,
+        end: u32,
+        stream: u32,
+        taken: &mut SmallVec<[(u32, u32, Owner); 4]>,
+    ) -> u32 {
+        let mut at = at;
+        while at < end {
+            let Some(block) = self.usable_at(tags, at, stream) else { break };
+            let (id, owner, units) = (block.id(), block.owner(), block.units().min(end - at));
+            self.take_head(tags, id, units);
+            taken.push((at, units, owner));
+            at += units;
+        }
+        at
+    }
+
+    /// Takes the free units on extents out of the free blocks that cover them.
+    fn take_extents(&mut self, tags: &Tags, fills: &[Fill]) {
+        let granule_units = self.memory.granule_units();
+        let mut moved: SmallVec<[(u32, u32, u32); 8]> = fills
+            .iter()
+            .flat_map(|fill| &fill.pieces)
+            .filter_map(|piece| match piece.source {
+                Source::New => None,
+                Source::Moved { number, block, .. } => {
+                    let extent = self.memory.extent(number);
+                    Some((block, extent.start * granule_units, extent.end() * granule_units))
+                }
+            })
+            .collect();
+        moved.sort_unstable();
+        for of_block in moved.chunk_by(|a, b| a.0 == b.0) {
+            let (mut at, units, owner) = self.take_whole(tags, of_block[0].0);
+            let end = at + units;
+            // What lies between the extents stays free. Nodes given back here may come back for
+            // it, but those of blocks still to be taken are in use and stay theirs.
+            for (_, from, to) in of_block {
+                if at < *from {
+                    self.give(tags, at, from - at, owner);
+                }
+                at = *to;
+                self.transit_units += u64::from(to - from);
+            }
+            if at < end {
+                self.give(tags, at, end - at, owner);
+            }
+        }
+    }
+
+    /// Puts a job that came to nothing back. `stuck` tells of which fills the driver would not
+    /// undo the mapping: those addresses are to be unmapped later.
+    pub(super) fn abandon(&mut self, tags: &Tags, job: &Job, stuck: &[bool]) {
+        for (start, units, owner) in &job.taken {
+            self.transit_units -= u64::from(*units);
+            self.give(tags, *start, *units, self.now(*owner));
+        }
+        let granule_units = self.memory.granule_units();
+        for (index, fill) in job.fills.iter().enumerate() {
+            let stuck = stuck.get(index).copied().unwrap_or(false);
+            self.memory.unreserve(fill.start, stuck);
+            self.counters.failed_unmaps += u64::from(stuck);
+            for piece in &fill.pieces {
+                if let Source::Moved { number, owner, .. } = piece.source {
+                    let extent = *self.memory.extent(number);
+                    let units = extent.granules * granule_units;
+                    self.transit_units -= u64::from(units);
+                    self.give(tags, extent.start * granule_units, units, self.now(owner));
+                }
+            }
+        }
+    }
+
+    /// What an owner has become while its memory was in transit: a stream's memory that was taken
+    /// in an epoch before the open one counts as the open one's again, which waits for more than
+    /// needed and never for less.
+    fn now(&self, owner: Owner) -> Owner {
+        match owner.of_stream() {
+            None => owner,
+            Some((index, _)) => self.books[index as usize].open_owner(index),
+        }
+    }
+
+    /// Enters what a job came to, and hands the block out. `handles` are those made, in order.
+    pub(super) fn commit(
+        &mut self,
+        tags: &Tags,
+        stream: u32,
+        job: &Job,
+        handles: &mut dyn Iterator<Item = crate::physical::Extent>,
+    ) -> u32 {
+        let granule_units = self.memory.granule_units();
+        for (_, units, _) in &job.taken {
+            self.transit_units -= u64::from(*units);
+        }
+        let mut end = job.start + job.units;
+        for fill in &job.fills {
+            self.memory.settle(fill.start);
+            let mut at = fill.start;
+            for piece in &fill.pieces {
+                match piece.source {
+                    Source::New => {
+                        if let Some(handle) = handles.next() {
+                            self.memory.enter(handle, at, piece.granules);
+                            self.counters.created += 1;
+                            self.counters.created_granules += u64::from(piece.granules);
+                        }
+                    }
+                    Source::Moved { number, owner, .. } => {
+                        let fence = self.fence_of(owner);
+                        self.memory.relocate(number, at, fence);
+                        self.transit_units -= u64::from(piece.granules * granule_units);
+                        self.counters.moved += 1;
+                        self.counters.moved_granules += u64::from(piece.granules);
+                    }
+                }
+                at += piece.granules;
+            }
+            end = end.max(at * granule_units);
+        }
+        self.counters.growths += 1;
+        self.growth.streak =
+            if self.growth.returns_then == self.returns { self.growth.streak + 1 } else { 0 };
+        self.growth.returns_then = self.returns;
+        self.hand_out(tags, job.start, job.units);
+        let rest = job.start + job.units;
+        if rest < end {
+            // Moved memory may still be in use by its stream, which is this one or nobody.
+            let owner = self.books[stream as usize].open_owner(stream);
+            let all_new = job.fills.last().is_some_and(|fill| {
+                fill.pieces.iter().all(|piece| matches!(piece.source, Source::New))
+            });
+            let owner = if all_new && self.books.len() > 1 { Owner::NOBODY } else { owner };
+            self.give(tags, rest, end - rest, owner);
+        }
+        rest
+    }
+
+    /// The fence behind which nothing uses memory of this owner, as it is now.
+    fn fence_of(&self, owner: Owner) -> Fence {
+        match owner.of_stream() {
+            None => Fence::PASSED,
+            Some((index, _)) => {
+                // The open epoch, whichever it was taken in: it may wait for more than needed.
+                let sequence = self.books[index as usize].epoch;
+                Fence { timeline: TimelineId(index), sequence }
+            }
+        }
+    }
+
+    /// Granules that are zombies, waiting or not.
+    pub(super) fn zombie_granules(&self) -> u64 {
+        self.memory.map.totals().bytes(State::Zombie)
+    }
+}
+
+/// Free extents that may be moved.
+#[derive(Default)]
+struct Sources {
+    found: Vec<Candidate>,
+    granules: u64,
+}
+
+struct Candidate {
+    number: u32,
+    granules: u32,
+    owner: Owner,
+    block: u32,
+    of_units: u32,
+    position: u32,
+}
+
+impl Sources {
+    /// Takes extents that fit into what is missing; returns how many granules they come to.
+    fn take(&mut self, fill: &mut Fill, missing: u32) -> u32 {
+        let mut taken = 0;
+        self.found.retain(|candidate| {
+            let fits = candidate.granules <= missing - taken;
+            if fits {
+                taken += candidate.granules;
+                fill.pieces.push(candidate.piece());
+            }
+            !fits
+        });
+        self.granules -= u64::from(taken);
+        taken
+    }
+
+    /// Takes the smallest extent of `at_least` to `at_most` granules.
+    fn take_longer(&mut self, fill: &mut Fill, at_least: u32, at_most: u32) -> Option<u32> {
+        let fitting = |candidate: &&Candidate| (at_least..=at_most).contains(&candidate.granules);
+        let best = self.found.iter().filter(fitting).min_by_key(|candidate| candidate.granules)?;
+        let (number, granules) = (best.number, best.granules);
+        fill.pieces.push(best.piece());
+        self.found.retain(|candidate| candidate.number != number);
+        self.granules -= u64::from(granules);
+        Some(granules)
+    }
+}
+
+impl Candidate {
+    fn piece(&self) -> Piece {
+        let Self { number, owner, block, granules, .. } = *self;
+        Piece { source: Source::Moved { number, owner, block }, granules }
+    }
+}

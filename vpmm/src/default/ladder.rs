@@ -1,0 +1,286 @@
+//! What happens, in order, when the front has no block for a request.
+//!
+//! ```text
+//! best fit over the stream's own and nobody's memory
+//! this thread's front emptied, best fit again
+//! other streams' epochs closed and asked about, best fit again, then runs of neighbours
+//! other fronts emptied
+//! grow: new memory, or free extents moved where that is due
+//! ── the limit is reached ──
+//! free extents moved, whatever it costs
+//! small blocks in the large part and the other way round
+//! another stream's memory with a wait on the GPU
+//! a wait on the host for everything that was freed
+//! out of memory, with a map
+//! ```
+
+use super::book::{Recording, Stage};
+use super::grow::Means;
+use super::remap::Grown;
+use super::space::Part;
+use super::{Core, lock};
+use crate::device::StreamHandle;
+use crate::error::{Error, Result};
+use crate::event::BesideCaptures;
+use crate::lock::Token;
+use crate::paged::PendingPolicy;
+
+/// Zombies unmapped on behalf of one request.
+const REAPED_GRANULES: u64 = 64;
+
+/// A request that the front did not serve.
+#[derive(Clone, Copy)]
+pub(super) struct Request {
+    /// The stream's index among the books.
+    pub(super) stream: u32,
+    pub(super) handle: StreamHandle,
+    pub(super) units: u32,
+}
+
+impl Core {
+    /// Serves a request from behind the front.
+    pub(super) fn climb(&self, request: Request) -> Result<u32> {
+        if let Some(start) = self.place(request) {
+            return Ok(start);
+        }
+        self.climb_on(request)
+    }
+
+    #[inline]
+    fn place(&self, request: Request) -> Option<u32> {
+        let Request { stream, units, .. } = request;
+        self.space.lock().place(&self.tags, stream, units, Part::of_size(units))
+    }
+
+    fn place_in_run(&self, request: Request) -> Option<u32> {
+        let Request { stream, units, .. } = request;
+        self.space.lock().place_in_run(&self.tags, stream, units, Part::of_size(units))
+    }
+
+    #[cold]
+    fn climb_on(&self, request: Request) -> Result<u32> {
+        let _context = self.device.enter()?;
+        if self.flush_own(request.stream)
+            && let Some(start) = self.place(request)
+        {
+            return Ok(start);
+        }
+        if self.has_several_streams() {
+            if self.poll(Some(request.stream), false)?
+                && let Some(start) = self.place(request)
+            {
+                return Ok(start);
+            }
+            if let Some(start) = self.place_in_run(request) {
+                return Ok(start);
+            }
+        }
+        // From here on one at a time: what one maps another may use.
+        let _growing = lock(&self.growing);
+        if self.flush_fronts(|_| true) {
+            if self.has_several_streams() {
+                self.poll(Some(request.stream), false)?;
+            }
+            if let Some(start) = self.place(request) {
+                return Ok(start);
+            }
+        }
+        if let Some(start) = self.place(request) {
+            return Ok(start);
+        }
+        self.tidy()?;
+        if self.config.pending_policy == PendingPolicy::WaitFirst
+            && let Some(start) = self.take_with_wait(request)?
+        {
+            return Ok(start);
+        }
+        let part = Part::of_size(request.units);
+        let mut room = self.room()?;
+        loop {
+            match self.grow(request, part, Means { room, ahead: true })? {
+                Grown::Block(start) => return Ok(start),
+                Grown::DeviceFull if room > 0 => room = 0,
+                Grown::DeviceFull | Grown::TooLittle => break,
+            }
+        }
+        self.make_do(request, room)
+    }
+
+    /// The last steps, at the limit.
+    fn make_do(&self, request: Request, room: u64) -> Result<u32> {
+        if self.poll(Some(request.stream), true)?
+            && let Some(start) = self.retry(request, room)?
+        {
+            return Ok(start);
+        }
+        if let Some(start) = self.place_elsewhere(request) {
+            return Ok(start);
+        }
+        if self.config.pending_policy == PendingPolicy::GrowFirst
+            && let Some(start) = self.take_with_wait(request)?
+        {
+            return Ok(start);
+        }
+        if self.wait_for_frees()?
+            && let Some(start) = self.retry(request, room)?
+        {
+            return Ok(start);
+        }
+        if let Some(start) = self.place_elsewhere(request) {
+            return Ok(start);
+        }
+        Err(self.out_of_memory(request.units))
+    }
+
+    fn retry(&self, request: Request, room: u64) -> Result<Option<u32>> {
+        if let Some(start) = self.place(request).or_else(|| self.place_in_run(request)) {
+            return Ok(Some(start));
+        }
+        let part = Part::of_size(request.units);
+        match self.grow(request, part, Means { room, ahead: false })? {
+            Grown::Block(start) => Ok(Some(start)),
+            Grown::DeviceFull | Grown::TooLittle => Ok(None),
+        }
+    }
+
+    /// A block in the part that is not the size's own, rather than none.
+    fn place_elsewhere(&self, request: Request) -> Option<u32> {
+        let Request { stream, units, .. } = request;
+        let part = Part::of_size(units).other();
+        let mut space = self.space.lock();
+        let found = space.place(&self.tags, stream, units, part);
+        found.or_else(|| space.place_in_run(&self.tags, stream, units, part))
+    }
+
+    /// Unmaps some zombies; where addresses run short, closes epochs for that.
+    fn tidy(&self) -> Result<()> {
+        let waits = {
+            let space = self.space.lock();
+            space.zombie_granules() > 0
+        };
+        if waits {
+            if self.is_crowded() {
+                self.poll(None, true)?;
+            }
+            self.reap(REAPED_GRANULES);
+        }
+        Ok(())
+    }
+
+    /// Makes the stream wait, on the GPU, for other streams' freed memory, which is the stream's
+    /// own then.
+    fn take_with_wait(&self, request: Request) -> Result<Option<u32>> {
+        let driver = self.device.driver();
+        let streams = self.space.lock().books.len() as u32;
+        for other in (0..streams).filter(|other| *other != request.stream) {
+            self.advance(other, false)?;
+            let event = {
+                let space = self.space.lock();
+                match space.books[other as usize].stage {
+                    Stage::Recorded(event) => event,
+                    _ => continue,
+                }
+            };
+            if super::fences::stream_is_capturing(driver, request.handle)? {
+                return Ok(None);
+            }
+            {
+                let _beside = BesideCaptures::enter(driver)?;
+                event.hold_back(driver, request.handle)?;
+            }
+            let mut space = self.space.lock();
+            if space.books[other as usize].stage != Stage::Recorded(event) {
+                continue;
+            }
+            space.counters.device_waits += 1;
+            space.hand_over(&self.tags, other, request.stream);
+            drop(space);
+            if let Some(start) = self.retry(request, 0)? {
+                return Ok(Some(start));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Empties the calling thread's front of a stream.
+    fn flush_own(&self, stream: u32) -> bool {
+        let Some(token) = Token::current() else { return false };
+        let shard = self.shard(stream);
+        let Some(mut front) = shard.enter(token, self.asymmetry) else { return false };
+        let mut space = self.space.lock();
+        let mut any = false;
+        front.spill_all(|start, units| {
+            any = true;
+            space.take_back(&self.tags, stream, start, units);
+        });
+        any
+    }
+
+    /// Empties the fronts of some streams, of every thread. A system call, and a wait for those
+    /// that are inside, where there is anything.
+    pub(super) fn flush_fronts(
+        &self,
+        which: impl Fn(&super::shard::Shard) -> bool + Clone,
+    ) -> bool {
+        let _revoking = lock(&self.revoking);
+        let shards = self.shards();
+        let mut any = false;
+        let some = shards.iter().copied().filter(|shard| which(shard) && shard.units() > 0);
+        // SAFETY: `revoking` is held, and this thread is inside no front: those are left before
+        // the ladder is climbed.
+        unsafe {
+            super::shard::Shard::reach(some, self.asymmetry, |shard, front| {
+                let mut space = self.space.lock();
+                front.spill_all(|start, units| {
+                    any = true;
+                    space.take_back(&self.tags, shard.index, start, units);
+                });
+            });
+        }
+        any
+    }
+
+    /// Granules that may still be made.
+    fn room(&self) -> Result<u64> {
+        let mapped = self.space.lock().memory.mapped();
+        Ok(self.policy.capacity.saturating_sub(mapped))
+    }
+
+    #[cold]
+    pub(super) fn out_of_memory(&self, units: u32) -> Error {
+        let space = self.space.lock();
+        let unit = super::class::UNIT_BYTES;
+        Error::OutOfMemory {
+            requested_bytes: u64::from(units) * unit,
+            free_bytes: space.free_units() * unit,
+            largest_free_bytes: u64::from(space.largest_free_units()) * unit,
+            mapped_bytes: space.memory.mapped() * self.granule_bytes,
+            live_bytes: space.out_units * unit,
+            limit_bytes: self.config.limit_bytes,
+        }
+    }
+}
+
+impl super::space::Space {
+    /// Makes what one stream freed another's, which waits for it now: as if that one had freed it.
+    /// The event stays the first stream's, for whatever of it is elsewhere.
+    fn hand_over(&mut self, tags: &super::tags::Tags, from: u32, to: u32) {
+        let book = &self.books[from as usize];
+        let parities: &[usize] = match book.recording {
+            Recording::Ended => &[0, 1],
+            _ => &[[1, 0][book.open_parity()]],
+        };
+        let owner = self.books[to as usize].open_owner(to);
+        for parity in parities {
+            for part in Part::ALL {
+                while let Some(id) = self.books[from as usize].sets[*parity][part as usize]
+                    .first()
+                    .map(super::free_set::Block::id)
+                {
+                    let (start, units, _) = self.take_whole(tags, id);
+                    self.give(tags, start, units, owner);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! Physical memory and the addresses it is at, in granules.
+//!
+//! The address space is one reservation. Small blocks have its first part, large ones the rest;
+//! one granule between them is never mapped, so that no block spans both.
+
+use super::class::UNIT_BYTES;
+use super::space::Part;
+use crate::fence::{Fence, TimelineId};
+use crate::physical::Extent;
+use crate::region::{NodeId, Region, RegionMap, State};
+
+/// One physical handle, where it is now.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Resident {
+    pub(super) handle: Extent,
+    /// Its first granule.
+    pub(super) start: u32,
+    /// Its granules; 0 for an entry of the table that is vacant.
+    pub(super) granules: u32,
+}
+
+impl Resident {
+    pub(super) fn end(&self) -> u32 {
+        self.start + self.granules
+    }
+}
+
+pub(super) struct Memory {
+    /// The first address.
+    base: u64,
+    granule_bytes: u64,
+    /// Granules of addresses.
+    granules: u32,
+    /// The first granule of the large part.
+    split: u32,
+    /// Holes, zombies and mapped addresses; its numbers are granules. A mapped region is one or
+    /// several whole extents.
+    pub(super) map: RegionMap,
+    /// For each granule of addresses one more than the number of its extent, 0 for none.
+    at: Vec<u32>,
+    extents: Vec<Resident>,
+    vacant: Vec<u32>,
+    mapped: u64,
+    peak_mapped: u64,
+}
+
+impl Memory {
+    pub(super) fn new(base: u64, granules: u32, granule_bytes: u64, small: u32) -> Self {
+        let mut map = RegionMap::new();
+        map.add(0, u64::from(small), 0, State::Hole);
+        // The reservation's number keeps the parts from becoming one hole.
+        map.add(u64::from(small) + 1, u64::from(granules - small - 1), 1, State::Hole);
+        Self {
+            base,
+            granule_bytes,
+            granules,
+            split: small + 1,
+            map,
+            at: vec![0; granules as usize],
+            extents: Vec::new(),
+            vacant: Vec::new(),
+            mapped: 0,
+            peak_mapped: 0,
+        }
+    }
+
+    pub(super) fn granule_bytes(&self) -> u64 {
+        self.granule_bytes
+    }
+
+    /// Units in a granule.
+    #[inline]
+    pub(super) fn granule_units(&self) -> u32 {
+        (self.granule_bytes / UNIT_BYTES) as u32
+    }
+
+    #[inline]
+    pub(super) fn split_unit(&self) -> u32 {
+        self.split * self.granule_units()
+    }
+
+    /// The granules of addresses of a part.
+    pub(super) fn range(&self, part: Part) -> std::ops::Range<u32> {
+        match part {
+            Part::Small => 0..self.split - 1,
+            Part::Large => self.split..self.granules,
+        }
+    }
+
+    pub(super) fn address_of(&self, granule: u32) -> u64 {
+        self.base + u64::from(granule) * self.granule_bytes
+    }
+
+    /// Granules of physical memory.
+    pub(super) fn mapped(&self) -> u64 {
+        self.mapped
+    }
+
+    pub(super) fn peak_mapped(&self) -> u64 {
+        self.peak_mapped
+    }
+
+    /// Physical handles.
+    pub(super) fn handles(&self) -> usize {
+        self.extents.len() - self.vacant.len()
+    }
+
+    /// The extent at a granule.
+    pub(super) fn extent_at(&self, granule: u32) -> Option<(u32, &Resident)> {
+        let number = self.at.get(granule as usize)?.checked_sub(1)?;
+        Some((number, &self.extents[number as usize]))
+    }
+
+    pub(super) fn extent(&self, number: u32) -> &Resident {
+        &self.extents[number as usize]
+    }
+
+    /// Every extent with its number.
+    pub(super) fn extents(&self) -> impl Iterator<Item = (u32, &Resident)> {
+        let all = self.extents.iter().enumerate();
+        all.filter(|(_, extent)| extent.granules > 0)
+            .map(|(number, extent)| (number as u32, extent))
+    }
+
+    /// The hole that a granule is in.
+    pub(super) fn hole_at(&self, granule: u32) -> Option<&Region> {
+        self.map.containing(u64::from(granule)).filter(|region| region.state() == State::Hole)
+    }
+
+    /// Takes part of a hole for an operation under way.
+    pub(super) fn reserve(&mut self, start: u32, granules: u32) -> Option<NodeId> {
+        let (hole, hole_start, end) = {
+            let hole = self.hole_at(start)?;
+            (hole.id(), hole.start(), hole.end())
+        };
+        let (start, granules) = (u64::from(start), u64::from(granules));
+        if start + granules > end {
+            return None;
+        }
+        let above = self.map.take_tail(hole, end - start, State::Transit, Fence::PASSED);
+        let taken = self.map.take_head(above, granules, State::Transit, Fence::PASSED);
+        if taken != above {
+            self.map.set(above, State::Hole, Fence::PASSED);
+        }
+        debug_assert!(hole_start <= start);
+        Some(taken)
+    }
+
+    /// Gives reserved addresses back: nothing is mapped there, unless the mapping is `stuck`.
+    pub(super) fn unreserve(&mut self, start: u32, stuck: bool) {
+        if let Some(id) = self.transit_at(start) {
+            let state = if stuck { State::Zombie } else { State::Hole };
+            self.map.set(id, state, Fence::PASSED);
+            self.map.coalesce(id);
+        }
+    }
+
+    fn transit_at(&self, granule: u32) -> Option<NodeId> {
+        let region = self.map.containing(u64::from(granule))?;
+        (region.state() == State::Transit).then(|| region.id())
+    }
+
+    /// Reserved addresses have memory now; `enter` says which.
+    pub(super) fn settle(&mut self, start: u32) {
+        if let Some(id) = self.transit_at(start) {
+            self.map.set(id, State::Live, Fence::PASSED);
+        }
+    }
+
+    /// A new handle was mapped.
+    pub(super) fn enter(&mut self, handle: Extent, start: u32, granules: u32) {
+        let number = self.vacant.pop().unwrap_or_else(|| {
+            self.extents.push(Resident { handle, start, granules: 0 });
+            self.extents.len() as u32 - 1
+        });
+        self.extents[number as usize] = Resident { handle, start, granules };
+        self.write(start, granules, number + 1);
+        self.mapped += u64::from(granules);
+        self.peak_mapped = self.peak_mapped.max(self.mapped);
+    }
+
+    /// A handle was mapped elsewhere: its former addresses are a zombie until `fence`.
+    pub(super) fn relocate(&mut self, number: u32, start: u32, fence: Fence) {
+        let old = self.extents[number as usize];
+        self.write(old.start, old.granules, 0);
+        self.write(start, old.granules, number + 1);
+        self.extents[number as usize].start = start;
+        let whole =
+            self.map.containing(u64::from(old.start)).map(|region| (region.id(), region.start()));
+        let Some((id, first)) = whole else { return };
+        let before = u64::from(old.start) - first;
+        if before > 0 {
+            self.map.take_head(id, before, State::Live, Fence::PASSED);
+        }
+        let zombie = self.map.take_head(id, u64::from(old.granules), State::Zombie, fence);
+        self.map.coalesce(zombie);
+    }
+
+    fn write(&mut self, start: u32, granules: u32, value: u32) {
+        self.at[start as usize..(start + granules) as usize].fill(value);
+    }
+
+    /// A stream's epochs have passed up to this one: its zombies of those may be unmapped.
+    pub(super) fn pass(&mut self, stream: u32, epoch: u64) {
+        let timeline = TimelineId(stream);
+        while let Some(id) = self
+            .map
+            .oldest_zombie(timeline)
+            .filter(|zombie| zombie.fence().sequence <= epoch)
+            .map(Region::id)
+        {
+            self.map.set(id, State::Zombie, Fence::PASSED);
+            self.map.coalesce(id);
+        }
+    }
+
+    /// Takes a zombie that may be unmapped.
+    pub(super) fn take_ready_zombie(&mut self) -> Option<(NodeId, u32, u32)> {
+        let zombie = self.map.ready_zombies().next()?;
+        let found = (zombie.id(), zombie.start() as u32, zombie.bytes() as u32);
+        self.map.set(found.0, State::Transit, Fence::PASSED);
+        Some(found)
+    }
+
+    /// What became of a zombie that was taken.
+    pub(super) fn end_zombie(&mut self, id: NodeId, unmapped: bool) {
+        let state = if unmapped { State::Hole } else { State::Zombie };
+        self.map.set(id, state, Fence::PASSED);
+        self.map.coalesce(id);
+    }
+}

@@ -1,0 +1,382 @@
+//! The default profile.
+//!
+//! ```text
+//! malloc ─ front    a stack of the block's class: one for each stream and thread      shard, front
+//!        ─ space    best fit over the stream's own and nobody's free blocks           space, free_set
+//!                   other streams' epochs closed, asked about, passed                 book, fences
+//!        ─ growth   a window with the least to map; new extents or moved ones         grow, remap
+//!        ─ limit    move, wait on the GPU, wait on the host, fail with a map          ladder
+//! free   ─ front, else the stream's open epoch; no event
+//! ```
+//!
+//! Sizes and addresses are in units of 512 bytes ([`class`]), memory in granules of 2 MiB, in
+//! extents of any number of them ([`memory`]). A flat table of [`tags`] says what every unit is.
+//!
+//! Locks, in the order in which they may be taken: a shard's `eager`, `growing`, `registry`,
+//! `revoking`, being inside a front, `space`. No driver call is made under `space` or in a front.
+
+mod admit;
+mod book;
+mod class;
+mod config;
+mod counters;
+mod fences;
+mod free_set;
+mod front;
+mod grow;
+mod ladder;
+mod memory;
+mod owner;
+mod policy;
+mod remap;
+mod report;
+mod shard;
+mod space;
+mod tags;
+mod teardown;
+mod validate;
+
+pub use config::PoolConfig;
+
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use crate::device::{Device, StreamHandle};
+use crate::driver::StreamWatcher;
+use crate::error::{Error, Result};
+use crate::lock::{Asymmetry, SpinLock, Token};
+use crate::reservation::Reservation;
+use crate::units::DevicePtr;
+use admit::{Registry, Routes};
+use book::Recording;
+use class::{UNIT_BYTES, units_of};
+use config::Checked;
+use ladder::Request;
+use memory::Memory;
+use policy::Policy;
+use shard::Shard;
+use space::Space;
+use tags::{Tag, Tags};
+
+/// Locks without regard to poison: nothing here panics with a lock held, and a panic elsewhere in
+/// a caller's thread must not take the pool from all others.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A stream's epoch is closed on its own account when this much is open, or a 32nd of the pool.
+const OPEN_BYTES: u64 = 16 << 20;
+
+/// A pool of the default profile.
+pub(crate) struct Core {
+    device: Device,
+    config: Checked,
+    policy: Policy,
+    asymmetry: Asymmetry,
+    /// What streams of the same driver say they are of.
+    realm: usize,
+    base: u64,
+    granule_bytes: u64,
+    granules: u32,
+    tags: Tags,
+    routes: Routes,
+    growing: Mutex<()>,
+    /// The stream that is asked about next.
+    asked: AtomicUsize,
+    registry: Mutex<Registry>,
+    revoking: Mutex<()>,
+    space: SpinLock<Space>,
+    /// The addresses; given back last.
+    _reservation: Reservation,
+}
+
+impl Core {
+    pub(crate) fn new(device: &Device, config: &PoolConfig) -> Result<Arc<Self>> {
+        if !device.supports_vmm()? {
+            return Err(Error::VmmUnsupported { ordinal: device.ordinal() });
+        }
+        let granule_bytes = device.granularity()?;
+        if granule_bytes == 0 || !granule_bytes.is_multiple_of(UNIT_BYTES) {
+            return Err(Error::VmmUnsupported { ordinal: device.ordinal() });
+        }
+        let config = config.check(granule_bytes, device.total_memory()?)?;
+        let _context = device.enter()?;
+        let granules = config.granules;
+        let bytes = u64::from(granules) * granule_bytes;
+        let exhausted = Error::AddressSpaceExhausted { bytes };
+        let tags = Tags::new((bytes / UNIT_BYTES) as u32).ok_or(exhausted)?;
+        let reservation = Reservation::new(device.driver(), bytes).map_err(|f| f.about(bytes))?;
+        let base = reservation.base();
+        let memory = Memory::new(base, granules, granule_bytes, granules / 8);
+        let core = Arc::new(Self {
+            device: device.clone(),
+            policy: Policy::new(config.capacity),
+            config,
+            asymmetry: Asymmetry::detect(),
+            realm: device.driver().realm(),
+            base,
+            granule_bytes,
+            granules,
+            tags,
+            routes: Routes::new(),
+            growing: Mutex::new(()),
+            asked: AtomicUsize::new(0),
+            registry: Mutex::default(),
+            revoking: Mutex::new(()),
+            space: SpinLock::new(Space::new(memory)),
+            _reservation: reservation,
+        });
+        let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&core) as _;
+        device.driver().watch_streams(watcher);
+        Ok(core)
+    }
+
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    #[inline(always)]
+    fn pointer(&self, unit: u32) -> DevicePtr {
+        DevicePtr::from_address(self.base + u64::from(unit) * UNIT_BYTES)
+    }
+
+    #[inline]
+    pub(crate) fn malloc(&self, bytes: usize, stream: StreamHandle) -> Result<DevicePtr> {
+        if let Some(units) = units_of(bytes as u64)
+            && let Some(shard) = self.route(stream)
+            && let Some(token) = Token::current()
+            && let Some(mut front) = shard.enter(token, self.asymmetry)
+        {
+            if let Some(start) = front.pop(units) {
+                self.tags.set_live(start, units);
+                return Ok(self.pointer(start));
+            }
+            drop(front);
+            let request = Request { stream: shard.index, handle: stream, units };
+            return self.climb(request).map(|start| self.pointer(start));
+        }
+        self.malloc_outside(bytes, stream)
+    }
+
+    /// A request without a front: the first of a stream or a thread, a foreign stream's, or one
+    /// that cannot be served.
+    #[cold]
+    fn malloc_outside(&self, bytes: usize, handle: StreamHandle) -> Result<DevicePtr> {
+        let units = self.check_size(bytes as u64)?;
+        let admitted = self.admit(handle)?;
+        if !admitted.eager && self.claim_front(admitted.stream) {
+            let shard = self.shard(admitted.stream);
+            let front = Token::current().and_then(|token| shard.enter(token, self.asymmetry));
+            if let Some(start) = front.and_then(|mut front| front.pop(units)) {
+                self.tags.set_live(start, units);
+                return Ok(self.pointer(start));
+            }
+        }
+        let request = Request { stream: admitted.stream, handle, units };
+        self.climb(request).map(|start| self.pointer(start))
+    }
+
+    fn check_size(&self, bytes: u64) -> Result<u32> {
+        if bytes == 0 {
+            return Err(Error::ZeroSize);
+        }
+        if bytes.checked_next_multiple_of(self.granule_bytes).is_none() {
+            return Err(Error::SizeOverflow { bytes, unit_bytes: self.granule_bytes });
+        }
+        units_of(bytes).ok_or_else(|| match self.out_of_memory(0) {
+            Error::OutOfMemory {
+                free_bytes,
+                largest_free_bytes,
+                mapped_bytes,
+                live_bytes,
+                limit_bytes,
+                ..
+            } => Error::OutOfMemory {
+                requested_bytes: bytes,
+                free_bytes,
+                largest_free_bytes,
+                mapped_bytes,
+                live_bytes,
+                limit_bytes,
+            },
+            other => other,
+        })
+    }
+
+    /// The unit of a pointer, where it is one of this pool's and at the start of a unit.
+    #[inline(always)]
+    fn unit_of(&self, address: u64) -> Option<u32> {
+        let offset = address.wrapping_sub(self.base);
+        let unit = offset / UNIT_BYTES;
+        (offset % UNIT_BYTES == 0 && unit < u64::from(self.tags.units())).then_some(unit as u32)
+    }
+
+    #[inline]
+    pub(crate) fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
+        if let Some(start) = self.unit_of(ptr.address())
+            && let Tag::Live(units) = self.tags.get(start)
+            && let Some(shard) = self.route(stream)
+            && let Some(token) = Token::current()
+            && let Some(mut front) = shard.enter(token, self.asymmetry)
+        {
+            // Before the push: from there on the block may be handed out again.
+            self.tags.set_cached(start, units);
+            if front.push(start, units) {
+                return Ok(());
+            }
+            return self.free_behind(shard, front, start, units);
+        }
+        self.free_outside(ptr, stream)
+    }
+
+    /// The front has no room for the block: others go behind it, and the block where they were.
+    #[cold]
+    #[inline(never)]
+    fn free_behind(
+        &self,
+        shard: &Shard,
+        mut front: shard::Entered<'_>,
+        start: u32,
+        units: u32,
+    ) -> Result<()> {
+        let stream = shard.index;
+        let mut space = self.space.lock();
+        front.make_room(units, |start, units| space.take_back(&self.tags, stream, start, units));
+        if !front.push(start, units) {
+            space.take_back(&self.tags, stream, start, units);
+        }
+        let much = self.is_much_open(&space, stream);
+        drop(space);
+        drop(front);
+        if much { self.close_own(stream) } else { Ok(()) }
+    }
+
+    fn is_much_open(&self, space: &Space, stream: u32) -> bool {
+        let book = &space.books[stream as usize];
+        space.books.len() > 1
+            && matches!(book.recording, Recording::Lazy(_))
+            && matches!(book.stage, book::Stage::Clear | book::Stage::Passed)
+            && book.open_units() * UNIT_BYTES
+                > OPEN_BYTES.max(space.memory.mapped() * self.granule_bytes / 32)
+    }
+
+    /// Closes a stream's epoch so that what it has freed is everybody's by the time that somebody
+    /// asks. The free has succeeded whatever comes of it.
+    fn close_own(&self, stream: u32) -> Result<()> {
+        if let Ok(_context) = self.device.enter() {
+            // A failure is met again by the next who asks, and told then.
+            let _ = self.advance(stream, false);
+        }
+        Ok(())
+    }
+
+    /// A free without a front, or of a pointer that is not an allocation's.
+    #[cold]
+    fn free_outside(&self, ptr: DevicePtr, handle: StreamHandle) -> Result<()> {
+        let start = self.unit_of(ptr.address());
+        let live = |start| matches!(self.tags.get(start), Tag::Live(_));
+        let Some(start) = start.filter(|start| live(*start)) else {
+            return Err(self.not_live(ptr.address()));
+        };
+        let admitted = self.admit(handle)?;
+        let stream = admitted.stream;
+        if admitted.eager {
+            return self.free_eagerly(start, handle, stream, ptr);
+        }
+        self.claim_front(stream);
+        let mut space = self.space.lock();
+        // Again, under the lock: two threads may free one pointer at a time.
+        let Tag::Live(units) = self.tags.get(start) else {
+            drop(space);
+            return Err(self.not_live(ptr.address()));
+        };
+        space.take_back(&self.tags, stream, start, units);
+        let much = self.is_much_open(&space, stream);
+        drop(space);
+        if much { self.close_own(stream) } else { Ok(()) }
+    }
+
+    /// A free on a stream whose end nobody tells: the event is recorded now.
+    fn free_eagerly(
+        &self,
+        start: u32,
+        handle: StreamHandle,
+        stream: u32,
+        ptr: DevicePtr,
+    ) -> Result<()> {
+        let driver = self.device.driver();
+        let _context = self.device.enter()?;
+        let _in_order = lock(&self.shard(stream).eager);
+        let spare = {
+            let mut space = self.space.lock();
+            let last = space.books[stream as usize].last_record;
+            last.or_else(|| space.events.pop())
+        };
+        let recorded = spare.map_or_else(|| crate::event::Event::new(driver), Ok);
+        let recorded = recorded.and_then(|event| event.record(driver, handle).map(|()| event));
+        let mut space = self.space.lock();
+        let event = match recorded {
+            Ok(event) => event,
+            Err(failure) => {
+                // Where it was the last record's event it is still there.
+                if space.books[stream as usize].last_record.is_none() {
+                    space.events.extend(spare);
+                }
+                return Err(failure.into());
+            }
+        };
+        space.books[stream as usize].last_record = Some(event);
+        let Tag::Live(units) = self.tags.get(start) else {
+            drop(space);
+            return Err(self.not_live(ptr.address()));
+        };
+        space.take_back(&self.tags, stream, start, units);
+        Ok(())
+    }
+
+    /// What a pointer is that no allocation starts at.
+    #[cold]
+    fn not_live(&self, address: u64) -> Error {
+        let foreign = Error::ForeignPointer { address };
+        let offset = address.wrapping_sub(self.base);
+        let Ok(unit) = u32::try_from(offset / UNIT_BYTES) else { return foreign };
+        if address < self.base || unit >= self.tags.units() {
+            return foreign;
+        }
+        let aligned = offset.is_multiple_of(UNIT_BYTES);
+        let space = self.space.lock();
+        let granule_units = space.memory.granule_units();
+        // Back to what the unit is part of; nothing reaches across addresses without memory.
+        let mut at = unit;
+        loop {
+            if space.memory.extent_at(at / granule_units).is_none() {
+                return foreign;
+            }
+            let covers = |units: u32| unit < at + units;
+            match self.tags.get(at) {
+                Tag::Live(units) if covers(units) && (at != unit || !aligned) => {
+                    return Error::InteriorPointer { address, start: self.pointer(at).address() };
+                }
+                Tag::Cached(units) if covers(units) => return Error::DoubleFree { address },
+                Tag::Free(_) => return Error::DoubleFree { address },
+                Tag::Live(_) | Tag::Cached(_) => return foreign,
+                Tag::None => {}
+            }
+            match at.checked_sub(1) {
+                Some(below) => at = below,
+                None => return foreign,
+            }
+        }
+    }
+}
+
+impl StreamWatcher for Core {
+    fn stream_ends(&self, stream: StreamHandle) {
+        let Some(id) = stream.known_to(self.realm) else { return };
+        let index = lock(&self.registry).forget(id);
+        if let Some(index) = index {
+            self.shard(index).assign(0);
+            self.end_stream(stream, index);
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! Growth carried out: handles made, memory mapped, the plan committed or put back.
+
+use smallvec::SmallVec;
+
+use super::Core;
+use super::grow::{Job, Means, Source};
+use super::ladder::Request;
+use super::space::Part;
+use crate::driver::Failure;
+use crate::error::Result;
+use crate::mapping::NewMappings;
+use crate::physical::{Extent, create, release_all};
+
+/// What came of trying to grow.
+pub(super) enum Grown {
+    /// The request's block.
+    Block(u32),
+    /// The device had no memory for a new extent.
+    DeviceFull,
+    /// New and movable memory together do not suffice.
+    TooLittle,
+}
+
+impl Core {
+    /// Plans a request, and carries it out. The space is not locked during driver calls.
+    pub(super) fn grow(&self, request: Request, part: Part, means: Means) -> Result<Grown> {
+        let job = {
+            let mut space = self.space.lock();
+            let Request { stream, units, .. } = request;
+            match space.plan(&self.tags, stream, units, part, &self.policy, means) {
+                Some(job) => job,
+                None => return Ok(Grown::TooLittle),
+            }
+        };
+        let mut handles = Vec::new();
+        let mut kept = Vec::new();
+        match self.build(&job, &mut handles, &mut kept) {
+            Ok(()) => {
+                kept.into_iter().for_each(NewMappings::keep);
+                let mut space = self.space.lock();
+                space.commit(&self.tags, request.stream, &job, &mut handles.into_iter());
+                Ok(Grown::Block(job.start))
+            }
+            Err((failure, bytes)) => {
+                // Nothing has used the new mappings: they go first, then the memory behind them.
+                let stuck: SmallVec<[bool; 2]> =
+                    kept.into_iter().map(|mappings| mappings.undo().is_err()).collect();
+                let mut orphans = Vec::new();
+                // SAFETY: made by `build` for this job, mapped nowhere any more and in no table.
+                unsafe { release_all(self.device.driver(), handles, &mut orphans) };
+                let mut space = self.space.lock();
+                space.abandon(&self.tags, &job, &stuck);
+                space.orphans.append(&mut orphans);
+                drop(space);
+                if failure.is_out_of_memory() && failure.call == "cuMemCreate" {
+                    return Ok(Grown::DeviceFull);
+                }
+                Err(failure.about(bytes))
+            }
+        }
+    }
+
+    /// Makes and maps what a job lists. The mappings are undone at drop unless kept.
+    fn build<'a>(
+        &'a self,
+        job: &Job,
+        handles: &mut Vec<Extent>,
+        mapped: &mut Vec<NewMappings<'a>>,
+    ) -> Result<(), (Failure, u64)> {
+        let driver = self.device.driver();
+        let properties = self.device.allocation_properties();
+        // New handles first: what fails most often then fails before anything is mapped.
+        for piece in job.fills.iter().flat_map(|fill| &fill.pieces) {
+            if let Source::New = piece.source {
+                let bytes = u64::from(piece.granules) * self.granule_bytes;
+                handles.push(create(driver, bytes, &properties).map_err(|f| (f, bytes))?);
+            }
+        }
+        let mut new = handles.iter();
+        for fill in &job.fills {
+            let address = self.base + u64::from(fill.start) * self.granule_bytes;
+            mapped.push(NewMappings::at(driver, address));
+            let Some(mappings) = mapped.last_mut() else { continue };
+            for piece in &fill.pieces {
+                let bytes = u64::from(piece.granules) * self.granule_bytes;
+                let extent = match piece.source {
+                    Source::New => new.next().copied(),
+                    Source::Moved { number, .. } => {
+                        Some(self.space.lock().memory.extent(number).handle)
+                    }
+                };
+                let Some(extent) = extent else { continue };
+                // SAFETY: the addresses are a reserved part of a hole, this job's alone; the extent
+                // is alive and has these bytes, and its memory, if it was mapped before, is free
+                // and in this job's hands.
+                unsafe { mappings.push(extent, bytes) }.map_err(|f| (f, bytes))?;
+            }
+            let bytes = u64::from(fill.granules) * self.granule_bytes;
+            mappings.open_to(properties.location).map_err(|failure| (failure, bytes))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,209 @@
+//! One stream's part of the pool that needs no lock: its fronts, one for each thread that uses it.
+
+use std::ptr;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+
+use super::front::Front;
+use crate::lock::{Asymmetry, Biased, BiasedGuard, Life, Token};
+
+/// Threads that can have a front of one stream at a time; more go to the space behind.
+const SLOTS: usize = 32;
+
+/// A front with its owner.
+#[repr(align(128))]
+pub(super) struct Slot {
+    owner: AtomicU64,
+    /// Units in the front, for those who only want to know whether to look.
+    units: AtomicU32,
+    life: Mutex<Life>,
+    front: Biased<Front>,
+}
+
+/// A stream's fronts.
+pub(super) struct Shard {
+    /// The stream's number; 0 while the shard serves none.
+    stream: AtomicU64,
+    /// Calls under way that count on the shard's serving their stream.
+    pins: AtomicU32,
+    /// Its place among the books.
+    pub(super) index: u32,
+    slots: [AtomicPtr<Slot>; SLOTS],
+    /// Held from the record at an eager stream's free until its block is entered, so that the
+    /// event recorded last is behind every block.
+    pub(super) eager: Mutex<()>,
+}
+
+impl Shard {
+    pub(super) fn new(index: u32, stream: u64) -> Self {
+        Self {
+            stream: AtomicU64::new(stream),
+            pins: AtomicU32::new(0),
+            index,
+            slots: [const { AtomicPtr::new(ptr::null_mut()) }; SLOTS],
+            eager: Mutex::new(()),
+        }
+    }
+
+    #[inline(always)]
+    pub(super) fn stream(&self) -> u64 {
+        self.stream.load(Ordering::Relaxed)
+    }
+
+    /// Takes the shard from one stream that is gone to the next.
+    pub(super) fn assign(&self, stream: u64) {
+        self.stream.store(stream, Ordering::Relaxed);
+    }
+
+    /// Under the registry's lock, as is the look at it.
+    pub(super) fn pin(&self) {
+        self.pins.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn unpin(&self) {
+        // Releases what the call did to whoever sees the shard unused.
+        self.pins.fetch_sub(1, Ordering::Release);
+    }
+
+    pub(super) fn is_pinned(&self) -> bool {
+        self.pins.load(Ordering::Acquire) > 0
+    }
+
+    #[inline(always)]
+    fn slot(&self, place: usize) -> Option<&Slot> {
+        let slot = self.slots[place].load(Ordering::Acquire);
+        // SAFETY: slots are leaked boxes, freed when the shard is dropped.
+        unsafe { slot.as_ref() }
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Slot> + Clone {
+        (0..SLOTS).filter_map(|place| self.slot(place))
+    }
+
+    /// The calling thread's front, unless it has none or somebody has revoked it.
+    #[inline(always)]
+    pub(super) fn enter(&self, token: Token, asymmetry: Asymmetry) -> Option<Entered<'_>> {
+        let slot = self.slot(token.place(SLOTS))?;
+        if slot.owner.load(Ordering::Relaxed) != token.number() {
+            return None;
+        }
+        // SAFETY: the owner is the calling thread, and changes only when that has ended; guards do
+        // not outlive a call of the pool, and no call is made from within another.
+        let front = unsafe { slot.front.enter(asymmetry) }?;
+        Some(Entered { units: &slot.units, front })
+    }
+
+    /// Whether the calling thread has a front here.
+    pub(super) fn has(&self, token: Token) -> bool {
+        let slot = self.slot(token.place(SLOTS));
+        slot.is_some_and(|slot| slot.owner.load(Ordering::Relaxed) == token.number())
+    }
+
+    /// Gives the calling thread a front, if its place is free, or that of a thread that has ended.
+    ///
+    /// # Safety
+    /// The caller is the one thread that revokes fronts of this pool now.
+    pub(super) unsafe fn claim(&self, token: Token, asymmetry: Asymmetry) -> bool {
+        let place = token.place(SLOTS);
+        let Some(slot) = self.slot(place) else {
+            let slot = Box::new(Slot {
+                owner: AtomicU64::new(token.number()),
+                units: AtomicU32::new(0),
+                life: Mutex::new(Life::current()),
+                front: Biased::new(Front::new()),
+            });
+            // Claims are made one at a time, so the place is still empty.
+            self.slots[place].store(Box::into_raw(slot), Ordering::Release);
+            return true;
+        };
+        let mut life = slot.life.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if !life.has_ended() {
+            return false;
+        }
+        // SAFETY: the caller vouches that it is the only revoker; the owner has ended. What is in
+        // the front stays: it was freed on the same stream.
+        unsafe { Biased::revoke(std::iter::once(&slot.front), asymmetry, |_| ()) };
+        *life = Life::current();
+        slot.owner.store(token.number(), Ordering::Relaxed);
+        true
+    }
+
+    /// Units in all fronts, as far as one can see from outside.
+    pub(super) fn units(&self) -> u64 {
+        self.all().map(|slot| u64::from(slot.units.load(Ordering::Relaxed))).sum()
+    }
+
+    /// Reaches into every front of these shards that holds something.
+    ///
+    /// # Safety
+    /// The calling thread is the only one that revokes, and is inside no front.
+    pub(super) unsafe fn reach<'a>(
+        shards: impl Iterator<Item = &'a Shard> + Clone,
+        asymmetry: Asymmetry,
+        mut visit: impl FnMut(&'a Shard, &mut Front),
+    ) {
+        let held = |slot: &&Slot| slot.units.load(Ordering::Relaxed) > 0;
+        let slots = shards.flat_map(|shard| shard.all().filter(held).map(move |s| (shard, s)));
+        // What is held may change until the fronts are revoked: look at one list throughout.
+        let slots: smallvec::SmallVec<[(&Shard, &Slot); 8]> = slots.collect();
+        if slots.is_empty() {
+            return;
+        }
+        let mut reached = slots.iter();
+        let fronts = slots.iter().map(|(_, slot)| &slot.front);
+        let work = |front: &mut Front| {
+            if let Some((shard, slot)) = reached.next() {
+                visit(shard, front);
+                slot.units.store(front.units() as u32, Ordering::Relaxed);
+            }
+        };
+        // SAFETY: passed on to the caller.
+        unsafe { Biased::revoke(fronts, asymmetry, work) };
+    }
+}
+
+impl Drop for Shard {
+    fn drop(&mut self) {
+        for slot in &mut self.slots {
+            let slot = std::mem::replace(slot.get_mut(), ptr::null_mut());
+            if !slot.is_null() {
+                // SAFETY: leaked from a box in `claim`; nobody else can reach the shard now.
+                drop(unsafe { Box::from_raw(slot) });
+            }
+        }
+    }
+}
+
+/// The calling thread is inside its front, until drop.
+pub(super) struct Entered<'a> {
+    units: &'a AtomicU32,
+    front: BiasedGuard<'a, Front>,
+}
+
+impl Entered<'_> {
+    #[inline(always)]
+    pub(super) fn pop(&mut self, units: u32) -> Option<u32> {
+        let start = self.front.pop(units)?;
+        self.units.store(self.front.units() as u32, Ordering::Relaxed);
+        Some(start)
+    }
+
+    #[inline(always)]
+    pub(super) fn push(&mut self, start: u32, units: u32) -> bool {
+        let kept = self.front.push(start, units);
+        if kept {
+            self.units.store(self.front.units() as u32, Ordering::Relaxed);
+        }
+        kept
+    }
+
+    pub(super) fn make_room(&mut self, units: u32, spill: impl FnMut(u32, u32)) {
+        self.front.make_room(units, spill);
+        self.units.store(self.front.units() as u32, Ordering::Relaxed);
+    }
+
+    pub(super) fn spill_all(&mut self, spill: impl FnMut(u32, u32)) {
+        self.front.spill_all(spill);
+        self.units.store(0, Ordering::Relaxed);
+    }
+}

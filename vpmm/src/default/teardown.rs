@@ -1,0 +1,74 @@
+//! The end of a pool.
+
+use super::Core;
+use crate::driver::Failure;
+use crate::event::{BesideCaptures, Event};
+use crate::region::State;
+
+impl Core {
+    /// Waits until no work uses the pool's memory: for the last event of every stream, and for the
+    /// whole context only where callers never freed something (or a stream ended in a capture),
+    /// since that ends every capture in it.
+    fn wait_for_all(&mut self) -> Result<(), Failure> {
+        let driver = self.device.driver();
+        let live = self.stats().live_count > 0;
+        let _beside = BesideCaptures::enter(driver)?;
+        // What a stream cannot be asked about now leaves only the wait for the context.
+        if live || !self.wait_for_frees().is_ok_and(|_| self.all_passed()) {
+            // SAFETY: no arguments.
+            return unsafe { driver.cuCtxSynchronize() };
+        }
+        Ok(())
+    }
+
+    /// Whether nothing waits for any stream.
+    fn all_passed(&self) -> bool {
+        let space = self.space.lock();
+        let waiting = |book: &super::book::Book| {
+            let sole = space.books.len() == 1;
+            // A sole stream keeps its memory when its fence has passed.
+            !(sole && book.passed + 1 >= book.epoch) && !book.is_empty()
+        };
+        !space.books.iter().any(waiting)
+            && space.memory.map.totals().regions(State::Zombie)
+                == space.memory.map.ready_zombies().count() as u64
+    }
+}
+
+impl Drop for Core {
+    /// Waits for the work that uses the pool's memory, then gives everything back. An error on the
+    /// way (a context that went first) leaves the rest to the driver, which reclaims it with the
+    /// process.
+    fn drop(&mut self) {
+        let device = self.device.clone();
+        let driver = device.driver();
+        let Ok(_context) = device.enter() else { return };
+        self.flush_fronts(|_| true);
+        if self.wait_for_all().is_err() {
+            return;
+        }
+        let space = self.space.get_mut();
+        for region in space.memory.map.iter().filter(|region| region.state() != State::Hole) {
+            let address = space.memory.address_of(region.start() as u32);
+            let bytes = region.bytes() * space.memory.granule_bytes();
+            // SAFETY: every region but holes is whole extents that the pool mapped; everything that
+            // may use them has finished.
+            let _ = unsafe { crate::mapping::unmap(driver, address, bytes) };
+        }
+        let orphans = std::mem::take(&mut space.orphans);
+        let handles = space.memory.extents().map(|(_, extent)| extent.handle).chain(orphans);
+        // SAFETY: the pool's own handles, each once; the pool ends here.
+        unsafe { crate::physical::release_all(driver, handles, &mut Vec::new()) };
+        let mut events: Vec<Event> = space.events.drain(..).collect();
+        for book in &mut space.books {
+            events.extend(book.last_record.take());
+            if let super::book::Stage::Recorded(event) = book.stage {
+                events.push(event);
+            }
+        }
+        for event in events {
+            // SAFETY: the pool ends here; nobody else has its events.
+            let _ = unsafe { event.destroy(driver) };
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! The invariants, checked from scratch.
+
+use std::collections::{BTreeMap, HashSet};
+
+use super::book::{Book, Recording, Stage};
+use super::class::UNIT_BYTES;
+use super::free_set::Block;
+use super::shard::Shard;
+use super::space::{Part, Space};
+use super::tags::{Tag, Tags};
+use super::{Core, lock};
+use crate::fence::Fence;
+use crate::region::{State, joinable};
+use crate::validate::Violation;
+
+type Checked = std::result::Result<(), Violation>;
+
+fn broken<T>(invariant: &'static str, detail: String) -> std::result::Result<T, Violation> {
+    Err(Violation { invariant, detail })
+}
+
+const I1: &str = "I1 Partition";
+const I2: &str = "I2 Residence";
+const I3: &str = "I3 Order";
+const I7: &str = "I7 Bounded metadata";
+
+impl Core {
+    /// Checks I1, I2, I3 and I7 over the whole pool. Looks at the tag of every unit that has
+    /// memory; no other thread may be using the pool.
+    pub(crate) fn validate(&self) -> Checked {
+        let mut cached = BTreeMap::new();
+        let _revoking = lock(&self.revoking);
+        let shards = self.shards();
+        let mut twice = None;
+        // SAFETY: `revoking` is held, and this thread is inside no front.
+        unsafe {
+            Shard::reach(shards.iter().copied(), self.asymmetry, |shard, front| {
+                front.each(|start, units| {
+                    if cached.insert(start, (units, shard.index)).is_some() {
+                        twice = Some(start);
+                    }
+                });
+            });
+        }
+        if let Some(start) = twice {
+            return broken(I1, format!("unit {start} is in two fronts"));
+        }
+        let space = self.space.lock();
+        space.check_map()?;
+        space.check_extents()?;
+        space.check_units(&self.tags, &cached)?;
+        space.check_books()?;
+        space.check_metadata()
+    }
+}
+
+impl Space {
+    /// Every free block of every set.
+    pub(super) fn every_free_block(&self) -> impl Iterator<Item = &Block> {
+        let of_books = self.books.iter().flat_map(|book| book.sets.iter().flatten());
+        of_books.chain(&self.common).flat_map(|set| set.from_size(1))
+    }
+
+    /// Addresses are covered without gap or overlap, and neighbours that could be one are.
+    fn check_map(&self) -> Checked {
+        let mut at = 0;
+        let mut before: Option<&crate::region::Region> = None;
+        for region in self.memory.map.iter() {
+            let part =
+                if at == u64::from(self.memory.range(Part::Small).end) { at + 1 } else { at };
+            if region.start() != part || region.bytes() == 0 {
+                return broken(I1, format!("granule {at} is followed by {}", region.start()));
+            }
+            if before.is_some_and(|before| joinable(before, region)) {
+                return broken(I1, format!("neighbours at granule {part} could be one"));
+            }
+            at = region.end();
+            before = Some(region);
+        }
+        if at != u64::from(self.memory.range(Part::Large).end) {
+            return broken(I1, format!("addresses are covered up to granule {at} only"));
+        }
+        Ok(())
+    }
+
+    /// Every extent is at one place, whole, and nothing else has memory.
+    fn check_extents(&self) -> Checked {
+        let mut seen = HashSet::new();
+        let mut granules = 0;
+        for (number, extent) in self.memory.extents() {
+            if !seen.insert(extent.handle) {
+                return broken(I2, format!("{:?} has two current mappings", extent.handle));
+            }
+            for at in extent.start..extent.end() {
+                if self.memory.extent_at(at).map(|(found, _)| found) != Some(number) {
+                    return broken(I2, format!("granule {at} is not of extent {number}"));
+                }
+            }
+            granules += u64::from(extent.granules);
+        }
+        if granules != self.memory.mapped() {
+            let counted = self.memory.mapped();
+            return broken(I2, format!("{granules} granules of extents, {counted} counted"));
+        }
+        let mut resident = 0;
+        for region in self.memory.map.iter() {
+            let (first, end) = (region.start() as u32, region.end() as u32);
+            let with =
+                (first..end).filter(|at| self.memory.extent_at(*at).is_some()).count() as u64;
+            resident += with;
+            let right = match region.state() {
+                State::Live => with == region.bytes(),
+                State::Hole | State::Zombie => with == 0,
+                State::Transit => true,
+                State::Idle | State::Pending => false,
+            };
+            if !right {
+                let state = region.state();
+                return broken(
+                    I2,
+                    format!("{with} granules of a {state:?} at {first} have memory"),
+                );
+            }
+        }
+        if resident != granules {
+            return broken(I2, format!("{resident} granules mapped, {granules} of extents"));
+        }
+        Ok(())
+    }
+
+    /// Every unit with memory is in one allocation, one front or one free block, as the tags, the
+    /// fronts and the sets say; no unit without memory has a tag.
+    fn check_units(&self, tags: &Tags, cached: &BTreeMap<u32, (u32, u32)>) -> Checked {
+        let granule_units = self.memory.granule_units();
+        let mut free = BTreeMap::new();
+        for block in self.every_free_block() {
+            if free.insert(block.start(), block).is_some() {
+                return broken(I1, format!("unit {} is in two sets", block.start()));
+            }
+        }
+        let (mut out_units, mut out_blocks, mut cached_seen, mut free_seen) = (0, 0, 0, 0);
+        for region in self.memory.map.iter() {
+            let first = region.start() as u32 * granule_units;
+            let end = region.end() as u32 * granule_units;
+            if region.state() != State::Live {
+                let tagged = (first..end).find(|unit| tags.get(*unit) != Tag::None);
+                if let Some(unit) = tagged.filter(|_| region.state() != State::Transit) {
+                    let tag = tags.get(unit);
+                    return broken(I1, format!("unit {unit} has no memory, but a tag: {tag:?}"));
+                }
+            }
+        }
+        // Blocks may reach from one mapped region into the next.
+        let mut at = 0;
+        let mut last_owner = None;
+        let total = self.memory.range(Part::Large).end * granule_units;
+        while at < total {
+            if self.memory.extent_at(at / granule_units).is_none() {
+                at = (at / granule_units + 1) * granule_units;
+                last_owner = None;
+                continue;
+            }
+            let units = match tags.get(at) {
+                Tag::Live(units) => {
+                    out_units += u64::from(units);
+                    out_blocks += 1;
+                    last_owner = None;
+                    units
+                }
+                Tag::Cached(units) => {
+                    if cached.get(&at).map(|held| held.0) != Some(units) {
+                        return broken(I1, format!("unit {at} is in no front"));
+                    }
+                    cached_seen += 1;
+                    out_units += u64::from(units);
+                    out_blocks += 1;
+                    last_owner = None;
+                    units
+                }
+                Tag::Free(id) => {
+                    let Some(block) = free.get(&at).filter(|block| block.id() == id) else {
+                        return broken(I1, format!("unit {at} is in no set"));
+                    };
+                    if tags.get(block.end() - 1) != Tag::Free(id) {
+                        return broken(I1, format!("the free block at unit {at} has no last tag"));
+                    }
+                    if last_owner == Some(block.owner()) {
+                        return broken(I1, format!("free blocks at unit {at} could be one"));
+                    }
+                    last_owner = Some(block.owner());
+                    free_seen += 1;
+                    block.units()
+                }
+                Tag::None => {
+                    return broken(I1, format!("unit {at} is in nothing"));
+                }
+            };
+            for inside in at + 1..at + units {
+                let last_of_free = inside == at + units - 1 && matches!(tags.get(at), Tag::Free(_));
+                if tags.get(inside) != Tag::None && !last_of_free {
+                    let tag = tags.get(inside);
+                    return broken(I1, format!("unit {inside} is inside {at}, but has {tag:?}"));
+                }
+                if inside % granule_units == 0
+                    && self.memory.extent_at(inside / granule_units).is_none()
+                {
+                    return broken(I2, format!("the block at unit {at} has no memory at {inside}"));
+                }
+            }
+            at += units;
+        }
+        if (cached_seen, free_seen) != (cached.len(), free.len()) {
+            let kept = (cached.len(), free.len());
+            return broken(I1, format!("{cached_seen}, {free_seen} blocks met of {kept:?}"));
+        }
+        if (out_units, out_blocks) != (self.out_units, self.out_blocks) {
+            let counted = (self.out_units, self.out_blocks);
+            return broken(I1, format!("{out_units}, {out_blocks} out, {counted:?} counted"));
+        }
+        if self.transit_units != 0 {
+            return broken(I1, format!("{} units in transit", self.transit_units));
+        }
+        let mapped = self.memory.mapped() * self.memory.granule_bytes() / UNIT_BYTES;
+        if out_units + self.free_units() != mapped {
+            let free = self.free_units();
+            return broken(I1, format!("{out_units} out and {free} free of {mapped} units"));
+        }
+        Ok(())
+    }
+
+    /// What waits for a stream has something to wait for.
+    fn check_books(&self) -> Checked {
+        let mut events = HashSet::new();
+        for (index, book) in self.books.iter().enumerate() {
+            let closed = book.units_of(book.open_parity() ^ 1);
+            if book.stage == Stage::Clear && closed > 0 {
+                return broken(I3, format!("stream {index} has closed memory without an event"));
+            }
+            if book.passed >= book.epoch && !matches!(book.recording, Recording::Ended) {
+                return broken(I3, format!("stream {index}'s open epoch has passed"));
+            }
+            let eager = book.recording == Recording::Eager;
+            if eager && book.open_units() > 0 && book.last_record.is_none() {
+                return broken(I3, format!("stream {index} has memory that no event covers"));
+            }
+            let recorded = match book.stage {
+                Stage::Recorded(event) => Some(event),
+                _ => None,
+            };
+            for event in recorded.into_iter().chain(book.last_record) {
+                if !events.insert(format!("{event:?}")) {
+                    return broken(I3, format!("stream {index} shares an event"));
+                }
+            }
+        }
+        for event in &self.events {
+            if !events.insert(format!("{event:?}")) {
+                return broken(I3, "a spare event is in use".to_owned());
+            }
+        }
+        for region in self.memory.map.iter().filter(|region| region.state() == State::Zombie) {
+            let fence = region.fence();
+            if fence == Fence::PASSED {
+                continue;
+            }
+            let book: Option<&Book> = self.books.get(fence.timeline.0 as usize);
+            if book.is_none_or(|book| fence.sequence <= book.passed || fence.sequence > book.epoch)
+            {
+                return broken(I3, format!("a zombie waits for {fence:?}"));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_metadata(&self) -> Checked {
+        let free = self.every_free_block().count();
+        if self.blocks.in_use() != free {
+            return broken(I7, format!("{} nodes for {free} free blocks", self.blocks.in_use()));
+        }
+        let regions = self.memory.map.iter().count();
+        if self.memory.map.nodes() != regions {
+            let nodes = self.memory.map.nodes();
+            return broken(I7, format!("{nodes} nodes for {regions} regions"));
+        }
+        let most = 2 * self.books.len() + 64;
+        if self.events.len() > most {
+            return broken(I7, format!("{} spare events", self.events.len()));
+        }
+        Ok(())
+    }
+}

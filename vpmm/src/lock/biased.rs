@@ -1,0 +1,225 @@
+//! A lock that one thread takes without an atomic read-modify-write.
+//!
+//! The owner says "busy", then looks whether it is revoked; a revoker says "revoked", then looks
+//! whether the owner is busy. One of the two must see the other, for which each needs a full fence
+//! between its store and its load. The owner's is left out: the revoker makes the kernel run a
+//! fence on every processor that runs a thread of this process (`membarrier`), which serves for
+//! both. Where the system has no such call, the owner runs a fence after all.
+
+use std::cell::UnsafeCell;
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicBool, Ordering, compiler_fence, fence};
+
+/// How the two sides order their store before their load.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Asymmetry {
+    /// Revokers fence for both sides.
+    Kernel,
+    /// Each side fences for itself.
+    None,
+}
+
+impl Asymmetry {
+    /// Asks the system, and registers the process with it.
+    pub(crate) fn detect() -> Self {
+        if membarrier::register() { Self::Kernel } else { Self::None }
+    }
+
+    #[inline(always)]
+    fn light(self) {
+        match self {
+            Self::Kernel => compiler_fence(Ordering::SeqCst),
+            Self::None => fence(Ordering::SeqCst),
+        }
+    }
+
+    /// The revoker's fence, once for any number of locks.
+    fn heavy(self) {
+        fence(Ordering::SeqCst);
+        if self == Self::Kernel {
+            membarrier::run();
+        }
+    }
+}
+
+#[cfg(all(target_os = "linux", not(miri)))]
+mod membarrier {
+    use std::ffi::{c_int, c_long, c_uint};
+
+    unsafe extern "C" {
+        /// The C library's way to any system call; the standard library links it.
+        fn syscall(number: c_long, ...) -> c_long;
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    const NUMBER: c_long = 324;
+    #[cfg(target_arch = "aarch64")]
+    const NUMBER: c_long = 283;
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    const NUMBER: c_long = -1;
+
+    const PRIVATE_EXPEDITED: c_int = 1 << 3;
+    const REGISTER_PRIVATE_EXPEDITED: c_int = 1 << 4;
+
+    fn call(command: c_int) -> bool {
+        let none: c_uint = 0;
+        // SAFETY: membarrier takes a command, flags and a processor number, reads no memory, and
+        // answers a command (or a number) that it does not know with an error.
+        unsafe { syscall(NUMBER, command, none, none) == 0 }
+    }
+
+    pub(super) fn register() -> bool {
+        call(REGISTER_PRIVATE_EXPEDITED)
+    }
+
+    /// Cannot fail in a process that has registered.
+    pub(super) fn run() {
+        call(PRIVATE_EXPEDITED);
+    }
+}
+
+#[cfg(any(not(target_os = "linux"), miri))]
+mod membarrier {
+    pub(super) fn register() -> bool {
+        false
+    }
+
+    pub(super) fn run() {}
+}
+
+/// A value that one thread, its owner, enters cheaply, and others after revoking it.
+pub(crate) struct Biased<T> {
+    busy: AtomicBool,
+    revoked: AtomicBool,
+    value: UnsafeCell<T>,
+}
+
+// SAFETY: the value is reached by the owner between `enter` and the guard's drop, or by a revoker
+// between `revoke` and `restore`; the protocol at the top of this file makes these exclude each
+// other, so sharing the lock only sends the value from thread to thread.
+unsafe impl<T: Send> Sync for Biased<T> {}
+
+impl<T> Biased<T> {
+    pub(crate) const fn new(value: T) -> Self {
+        Self {
+            busy: AtomicBool::new(false),
+            revoked: AtomicBool::new(false),
+            value: UnsafeCell::new(value),
+        }
+    }
+
+    /// The owner's entry; `None` while somebody has revoked it.
+    ///
+    /// # Safety
+    /// No two threads call this on one lock without synchronising in between, no guard of it lives
+    /// already, and every user of the lock passes the same `asymmetry`.
+    #[inline(always)]
+    pub(crate) unsafe fn enter(&self, asymmetry: Asymmetry) -> Option<BiasedGuard<'_, T>> {
+        self.busy.store(true, Ordering::Relaxed);
+        asymmetry.light();
+        // Acquires what a former revoker did to the value.
+        if self.revoked.load(Ordering::Acquire) {
+            self.busy.store(false, Ordering::Release);
+            return None;
+        }
+        Some(BiasedGuard { lock: self })
+    }
+
+    /// Revokes every lock of `locks`, waits for owners that are inside, hands each value to `work`,
+    /// and restores the locks.
+    ///
+    /// # Safety
+    /// One thread at a time revokes, and it is inside none of these locks; every user passes the
+    /// same `asymmetry`.
+    pub(crate) unsafe fn revoke<'a>(
+        locks: impl Iterator<Item = &'a Self> + Clone,
+        asymmetry: Asymmetry,
+        mut work: impl FnMut(&mut T),
+    ) where
+        T: 'a,
+    {
+        for lock in locks.clone() {
+            lock.revoked.store(true, Ordering::Relaxed);
+        }
+        asymmetry.heavy();
+        for lock in locks {
+            let mut spins = 0_u32;
+            while lock.busy.load(Ordering::Acquire) {
+                spins += 1;
+                if spins < 100 { std::hint::spin_loop() } else { std::thread::yield_now() }
+            }
+            // SAFETY: the owner left before we saw `busy` clear, and whoever sets it from now on
+            // sees `revoked`; the caller vouches that no other revoker is here.
+            work(unsafe { &mut *lock.value.get() });
+            lock.revoked.store(false, Ordering::Release);
+        }
+    }
+}
+
+/// The owner's access, until drop.
+pub(crate) struct BiasedGuard<'a, T> {
+    lock: &'a Biased<T>,
+}
+
+impl<T> Deref for BiasedGuard<'_, T> {
+    type Target = T;
+
+    #[inline(always)]
+    fn deref(&self) -> &T {
+        // SAFETY: the owner is inside while the guard lives, so nobody else is.
+        unsafe { &*self.lock.value.get() }
+    }
+}
+
+impl<T> DerefMut for BiasedGuard<'_, T> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: as in `deref`; the guard is borrowed for as long as the reference lives.
+        unsafe { &mut *self.lock.value.get() }
+    }
+}
+
+impl<T> Drop for BiasedGuard<'_, T> {
+    #[inline(always)]
+    fn drop(&mut self) {
+        self.lock.busy.store(false, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An owner and a revoker both add to a number without an atomic operation: every addition
+    /// counts only if they exclude each other.
+    fn additions_all_count(asymmetry: Asymmetry) {
+        let rounds: u64 = if cfg!(miri) { 30 } else { 3_000 };
+        let lock = Biased::new(0_u64);
+        let mut mine = 0;
+        std::thread::scope(|scope| {
+            let revoker = scope.spawn(|| {
+                for _ in 0..rounds {
+                    // SAFETY: the only revoker, and it never enters.
+                    unsafe { Biased::revoke([&lock].into_iter(), asymmetry, |value| *value += 1) };
+                }
+            });
+            while !revoker.is_finished() {
+                for _ in 0..100 {
+                    // SAFETY: the only thread that enters; the guard ends with the statement.
+                    if let Some(mut value) = unsafe { lock.enter(asymmetry) } {
+                        *value += 1;
+                        mine += 1;
+                    }
+                }
+            }
+        });
+        // SAFETY: as above.
+        assert_eq!(unsafe { lock.enter(asymmetry) }.map(|value| *value), Some(rounds + mine));
+    }
+
+    #[test]
+    fn owner_and_revoker_exclude_each_other() {
+        additions_all_count(Asymmetry::detect());
+        additions_all_count(Asymmetry::None);
+    }
+}

@@ -1,0 +1,102 @@
+//! A lock that spins, for sections of well under a microsecond.
+
+use std::cell::UnsafeCell;
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Looks at the lock this often before the thread gives its turn away: the holder may be waiting
+/// for a processor.
+const SPINS: u32 = 100;
+
+/// A test-and-test-and-set lock. No driver call and no system call belongs under it.
+pub(crate) struct SpinLock<T> {
+    held: AtomicBool,
+    value: UnsafeCell<T>,
+}
+
+// SAFETY: the value is reached through a guard only, of which one exists at a time; so sharing the
+// lock sends the value from thread to thread and never shares it.
+unsafe impl<T: Send> Sync for SpinLock<T> {}
+
+impl<T> SpinLock<T> {
+    pub(crate) const fn new(value: T) -> Self {
+        Self { held: AtomicBool::new(false), value: UnsafeCell::new(value) }
+    }
+
+    #[inline]
+    pub(crate) fn lock(&self) -> SpinGuard<'_, T> {
+        if self.held.swap(true, Ordering::Acquire) {
+            self.contend();
+        }
+        SpinGuard { lock: self }
+    }
+
+    #[cold]
+    fn contend(&self) {
+        loop {
+            let mut spins = 0;
+            while self.held.load(Ordering::Relaxed) {
+                if spins < SPINS {
+                    std::hint::spin_loop();
+                    spins += 1;
+                } else {
+                    std::thread::yield_now();
+                }
+            }
+            if !self.held.swap(true, Ordering::Acquire) {
+                return;
+            }
+        }
+    }
+
+    pub(crate) fn get_mut(&mut self) -> &mut T {
+        self.value.get_mut()
+    }
+}
+
+/// Access to what the lock guards, until drop.
+pub(crate) struct SpinGuard<'a, T> {
+    lock: &'a SpinLock<T>,
+}
+
+impl<T> Deref for SpinGuard<'_, T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        // SAFETY: the lock is held while the guard lives, so no other reference exists.
+        unsafe { &*self.lock.value.get() }
+    }
+}
+
+impl<T> DerefMut for SpinGuard<'_, T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: as in `deref`; the guard is borrowed for as long as the reference lives.
+        unsafe { &mut *self.lock.value.get() }
+    }
+}
+
+impl<T> Drop for SpinGuard<'_, T> {
+    #[inline]
+    fn drop(&mut self) {
+        self.lock.held.store(false, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn increments_of_many_threads_all_count() {
+        let rounds = if cfg!(miri) { 50 } else { 20_000 };
+        let lock = SpinLock::new(0_u64);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| (0..rounds).for_each(|_| *lock.lock() += 1));
+            }
+        });
+        assert_eq!(*lock.lock(), 4 * rounds);
+    }
+}
