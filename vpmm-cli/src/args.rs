@@ -5,6 +5,7 @@ use std::num::NonZeroU32;
 use clap::{Args, Parser, Subcommand};
 
 use crate::backend::AllocatorList;
+use crate::bench::CaseList;
 use crate::bytes::ByteCount;
 use crate::device::DeviceChoice;
 
@@ -13,9 +14,9 @@ Exit codes:
   0  done
   1  something failed: a check, an allocator, the device, the output
   2  bad input or usage: a malformed trace, an unknown option, a bad VPMM_… variable
-  3  out of memory: the allocator could not serve the trace";
+  3  out of memory: the allocator could not serve the trace or the case";
 
-/// Replay allocation traces through GPU memory pools, and look at devices.
+/// Replay allocation traces through GPU memory pools, measure these, and look at devices.
 #[derive(Debug, Parser)]
 #[command(name = "vpmm", version, after_help = EXIT_CODES)]
 pub struct Cli {
@@ -28,19 +29,31 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Replay allocation traces and compare allocators.
+    ///
+    /// Reads RMM's CSV logs, plain or gzip: Thread, Time, Action, Pointer, Size and
+    /// Stream, found by name in any order; Thread, Time and Stream may be missing, and
+    /// other columns are not read. Each stream of the trace becomes a stream of the device.
+    /// Allocations that the trace never frees are freed at its end, untimed.
     Replay(ReplayArgs),
     /// Find the smallest memory limit at which allocation traces complete.
+    ///
+    /// By bisection, to one granule of the device (2 MiB), on a fresh allocator each time.
+    /// Completion is not quite monotonic in the limit: a few limits above the one that was
+    /// found are tried as well, and those that fail are told.
     Fit(FitArgs),
+    /// Measure what single calls of allocators cost.
+    ///
+    /// Cases: pair_512, pair_64KiB, pair_1MiB, pair_4MiB, pair_64MiB, random_4MiB,
+    /// random_64MiB, live_10k, live_100k, live_1M, threads_1, threads_2, threads_4,
+    /// threads_8, threads_16, shared_stream_8, cross_stream, grow_1GiB, grow_512x2MiB,
+    /// gather_1GiB. One operation is one allocation or one free. No work is enqueued on the
+    /// device: these are the host's costs.
+    Bench(BenchArgs),
     /// Show the driver, the devices and what they support.
     Info(InfoArgs),
 }
 
-/// Replay allocation traces and compare allocators.
-///
-/// Reads RMM's CSV logs, plain or gzip: Thread, Time, Action, Pointer, Size and
-/// Stream, found by name in any order; Thread, Time and Stream may be missing, and
-/// other columns are not read. Each stream of the trace becomes a stream of the device.
-/// Allocations that the trace never frees are freed at its end, untimed.
+/// The arguments of `vpmm replay`.
 #[derive(Args, Debug)]
 #[command(after_help = EXIT_CODES)]
 pub struct ReplayArgs {
@@ -85,11 +98,7 @@ pub struct ReplayArgs {
     pub json: bool,
 }
 
-/// Find the smallest memory limit at which allocation traces complete.
-///
-/// By bisection, to one granule of the device (2 MiB), on a fresh allocator each time.
-/// Completion is not quite monotonic in the limit: a few limits above the one that was
-/// found are tried as well, and those that fail are told.
+/// The arguments of `vpmm fit`.
 #[derive(Args, Debug)]
 #[command(after_help = EXIT_CODES)]
 pub struct FitArgs {
@@ -110,7 +119,32 @@ pub struct FitArgs {
     pub json: bool,
 }
 
-/// Show the driver, the devices and what they support.
+/// The arguments of `vpmm bench`.
+#[derive(Args, Debug)]
+#[command(after_help = EXIT_CODES)]
+pub struct BenchArgs {
+    /// Cases to run, separated by commas; all if not given.
+    #[arg(long, value_name = "NAMES")]
+    pub case: Option<CaseList>,
+
+    /// Where to run: auto (the first GPU, else the simulator), sim, or cuda:N.
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: DeviceChoice,
+
+    /// Allocators to compare, separated by commas: paged, cuda-async, cuda-malloc.
+    #[arg(long, value_name = "NAMES", default_value = "paged")]
+    pub allocator: AllocatorList,
+
+    /// Do as little as shows that every case works. The figures mean nothing.
+    #[arg(long)]
+    pub quick: bool,
+
+    /// Print one JSON object per case and allocator, one per line.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The arguments of `vpmm info`.
 #[derive(Args, Debug)]
 #[command(after_help = EXIT_CODES)]
 pub struct InfoArgs {
@@ -132,6 +166,19 @@ mod tests {
     #[test]
     fn the_definition_is_sound() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn the_help_of_bench_names_every_case() {
+        let help = Cli::command()
+            .find_subcommand_mut("bench")
+            .map(|bench| bench.render_long_help().to_string())
+            .unwrap_or_default();
+        for case in crate::bench::Case::ALL {
+            let name = case.name();
+            let names = help.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+            assert!(names.into_iter().any(|word| word == name), "{name} is missing");
+        }
     }
 
     #[test]

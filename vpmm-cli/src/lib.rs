@@ -8,11 +8,13 @@
 //! | [`backend`] | allocators by name, behind one interface |
 //! | [`replay`] | order, threads, time, device work that checks contents |
 //! | [`fit`] | the smallest limit at which a trace completes |
+//! | [`bench`] | what single calls cost, case by case |
 //! | [`report`] | the tables and the JSON |
 //! | [`args`], [`command`], [`exit`] | the command line, what it does, how it ends |
 
 pub mod args;
 pub mod backend;
+pub mod bench;
 pub mod bytes;
 pub mod command;
 pub mod device;

@@ -11,13 +11,13 @@ use super::Backend;
 use crate::bytes::ByteCount;
 use crate::device::{Machine, MemoryPool};
 
-pub(super) struct CudaAsync<'a> {
+pub(crate) struct CudaAsync<'a> {
     pool: MemoryPool<'a>,
     limit_bytes: Option<u64>,
 }
 
 impl<'a> CudaAsync<'a> {
-    pub(super) fn new(machine: &'a Machine, limit_bytes: Option<u64>) -> vpmm::Result<Self> {
+    pub(crate) fn new(machine: &'a Machine, limit_bytes: Option<u64>) -> vpmm::Result<Self> {
         Ok(Self { pool: machine.allocator_calls().memory_pool(limit_bytes)?, limit_bytes })
     }
 }

@@ -15,7 +15,7 @@ use crate::device::{Calls, Machine};
 
 const UNIT_BYTES: u64 = 512;
 
-pub(super) struct CudaMalloc<'a> {
+pub(crate) struct CudaMalloc<'a> {
     calls: Calls<'a>,
     limit_bytes: Option<u64>,
     held: Mutex<Held>,
@@ -30,7 +30,7 @@ struct Held {
 }
 
 impl<'a> CudaMalloc<'a> {
-    pub(super) fn new(machine: &'a Machine, limit_bytes: Option<u64>) -> Self {
+    pub(crate) fn new(machine: &'a Machine, limit_bytes: Option<u64>) -> Self {
         Self { calls: machine.allocator_calls(), limit_bytes, held: Mutex::default() }
     }
 

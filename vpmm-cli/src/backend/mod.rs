@@ -2,9 +2,12 @@
 
 mod cuda_async;
 mod cuda_malloc;
-mod paged;
+mod pool;
 mod spec;
 
+pub(crate) use cuda_async::CudaAsync;
+pub(crate) use cuda_malloc::CudaMalloc;
+pub(crate) use pool::PoolBackend;
 pub use spec::{AllocatorList, AllocatorSpec, SpecError};
 
 use vpmm::StreamHandle;

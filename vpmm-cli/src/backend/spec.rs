@@ -6,7 +6,7 @@ use std::str::FromStr;
 use super::Backend;
 use super::cuda_async::CudaAsync;
 use super::cuda_malloc::CudaMalloc;
-use super::paged::Paged;
+use super::pool::PoolBackend;
 use crate::device::Machine;
 
 /// An allocator as the command line names it.
@@ -50,7 +50,7 @@ impl AllocatorSpec {
         limit_bytes: Option<u64>,
     ) -> vpmm::Result<Box<dyn Backend + 'a>> {
         Ok(match self {
-            Self::Paged => Box::new(Paged::new(machine, limit_bytes)?),
+            Self::Paged => Box::new(PoolBackend::paged(machine, limit_bytes)?),
             Self::CudaAsync => Box::new(CudaAsync::new(machine, limit_bytes)?),
             Self::CudaMalloc => Box::new(CudaMalloc::new(machine, limit_bytes)),
         })

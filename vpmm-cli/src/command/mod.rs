@@ -1,5 +1,6 @@
 //! The subcommands.
 
+mod bench;
 mod fit;
 mod info;
 mod replay;
@@ -19,6 +20,7 @@ use crate::exit::{Abort, Exit};
 pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, Abort> {
     match cli.command {
         Command::Replay(args) => replay::replay(&args, out),
+        Command::Bench(args) => bench::bench(&args, out),
         Command::Fit(args) => fit::fit(&args, out),
         Command::Info(args) => info::info(&args, out),
     }

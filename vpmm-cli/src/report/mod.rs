@@ -1,8 +1,10 @@
 //! What the commands came to, for people and for programs.
 
+mod bench;
 mod fit;
 mod replay;
 
+pub use bench::{BenchReport, bench_table};
 pub use fit::{FitReport, fit_table};
 pub use replay::{Report, table};
 

@@ -1,15 +1,13 @@
-//! The `vpmm` command as a user meets it, on the simulator.
+//! `vpmm replay` and `vpmm info`.
 
 use std::io::Write;
-use std::path::PathBuf;
-use std::process::{Command, Output, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::process::Stdio;
 
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde_json::Value;
 
-const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream\n";
+use crate::rig::{File, HEADER, json, run, stderr, stdout, vpmm};
 
 /// Keys that scripts may rely on, in their order.
 const KEYS: [&str; 11] = [
@@ -25,64 +23,6 @@ const KEYS: [&str; 11] = [
     "driver_time_us",
     "oom",
 ];
-
-/// A file that goes with the test.
-struct File(PathBuf);
-
-impl File {
-    fn new(bytes: &[u8]) -> Self {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("vpmm-cli-{}-{number}.csv", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        std::fs::write(&path, bytes).unwrap();
-        Self(path)
-    }
-
-    fn rows(rows: &str) -> Self {
-        Self::new(format!("{HEADER}{rows}").as_bytes())
-    }
-
-    fn path(&self) -> &str {
-        self.0.to_str().unwrap()
-    }
-}
-
-impl Drop for File {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
-}
-
-fn vpmm(args: &[&str]) -> Command {
-    // Where the tests were carried to another machine, the variable says where the command is.
-    let built_here = || env!("CARGO_BIN_EXE_vpmm").into();
-    let program = std::env::var_os("CARGO_BIN_EXE_vpmm").unwrap_or_else(built_here);
-    let mut command = Command::new(program);
-    for name in ["VPMM_PAGE_SIZE", "VPMM_PAGES", "VPMM_VA_SIZE"] {
-        command.env_remove(name);
-    }
-    command.args(args).stdin(Stdio::null());
-    command
-}
-
-fn run(args: &[&str]) -> Output {
-    vpmm(args).output().unwrap()
-}
-
-fn stdout(output: &Output) -> &str {
-    str::from_utf8(&output.stdout).unwrap()
-}
-
-fn stderr(output: &Output) -> &str {
-    str::from_utf8(&output.stderr).unwrap()
-}
-
-/// The objects printed by a run that must end with `code`.
-fn json(output: &Output, code: i32) -> Vec<Value> {
-    assert_eq!(output.status.code(), Some(code), "{}", stderr(output));
-    stdout(output).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
 
 /// Two threads on two streams, sizes under and over a page, a leak.
 fn mixed_rows() -> String {

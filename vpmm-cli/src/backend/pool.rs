@@ -1,4 +1,4 @@
-//! The pool of `vpmm`, paged profile.
+//! The pools of `vpmm`.
 
 use vpmm::{DevicePtr, PagedConfig, Pool, StreamHandle};
 
@@ -6,25 +6,34 @@ use super::Backend;
 use crate::device::Machine;
 
 /// A pool, and the driver calls that were made before there was one.
-pub(super) struct Paged<'a> {
+pub(crate) struct PoolBackend<'a> {
     machine: &'a Machine,
     pool: Pool,
     calls_before: vpmm::DriverCalls,
 }
 
-impl<'a> Paged<'a> {
-    pub(super) fn new(machine: &'a Machine, limit_bytes: Option<u64>) -> vpmm::Result<Self> {
-        let calls_before = machine.driver().calls();
+impl<'a> PoolBackend<'a> {
+    /// The paged profile, set by the environment.
+    pub(crate) fn paged(machine: &'a Machine, limit_bytes: Option<u64>) -> vpmm::Result<Self> {
         let mut config = PagedConfig::from_env()?;
         if limit_bytes.is_some() {
             config.limit_bytes = limit_bytes;
         }
-        let pool = Pool::paged(machine.device(), &config)?;
-        Ok(Self { machine, pool, calls_before })
+        Self::new(machine, || Pool::paged(machine.device(), &config))
+    }
+
+    fn new(machine: &'a Machine, open: impl FnOnce() -> vpmm::Result<Pool>) -> vpmm::Result<Self> {
+        let calls_before = machine.driver().calls();
+        Ok(Self { machine, pool: open()?, calls_before })
+    }
+
+    /// The pool itself.
+    pub(crate) fn pool(&self) -> &Pool {
+        &self.pool
     }
 }
 
-impl Backend for Paged<'_> {
+impl Backend for PoolBackend<'_> {
     fn allocate(&self, bytes: u64, stream: StreamHandle) -> vpmm::Result<u64> {
         // A size that does not fit is more than any device has, and refused as that.
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);

@@ -1,0 +1,302 @@
+//! The loops that are timed.
+//!
+//! Everything that is not the allocator's was done before: sizes, slots and streams are
+//! read from a list. What the loops cost all the same is measured on [`Nothing`].
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use vpmm::StreamHandle;
+
+use super::script::{Body, Step};
+use super::subject::{Nothing, Subject};
+
+/// The pointers of one lane, and what they are used with.
+pub(super) struct Hands<'a, S: Subject> {
+    pub(super) subject: &'a S,
+    pub(super) streams: &'a [StreamHandle],
+    held: Vec<S::Ptr>,
+}
+
+/// What happens after every call of the allocator.
+trait Observer {
+    fn called(&mut self);
+}
+
+/// Nothing: for the figure per call.
+struct Blind;
+
+impl Observer for Blind {
+    #[inline(always)]
+    fn called(&mut self) {}
+}
+
+/// The time of every call, from the end of the one before it.
+pub(super) struct Samples {
+    nanoseconds: Vec<u32>,
+    last: Instant,
+}
+
+impl Samples {
+    /// Room for so many: what comes after that is not noted.
+    pub(super) fn with_capacity(calls: usize) -> Self {
+        Self { nanoseconds: Vec::with_capacity(calls), last: Instant::now() }
+    }
+
+    /// The times in nanoseconds.
+    pub(super) fn into_nanoseconds(self) -> Vec<u32> {
+        self.nanoseconds
+    }
+}
+
+impl Observer for &mut Samples {
+    #[inline(always)]
+    fn called(&mut self) {
+        let now = Instant::now();
+        if self.nanoseconds.len() < self.nanoseconds.capacity() {
+            let spent = (now - self.last).as_nanos();
+            self.nanoseconds.push(u32::try_from(spent).unwrap_or(u32::MAX));
+        }
+        self.last = now;
+    }
+}
+
+impl<'a, S: Subject> Hands<'a, S> {
+    pub(super) fn new(subject: &'a S, streams: &'a [StreamHandle], slots: u32) -> Self {
+        Self { subject, streams, held: vec![S::NONE; slots as usize] }
+    }
+
+    /// Makes the calls.
+    pub(super) fn run(&mut self, body: &Body) -> vpmm::Result<()> {
+        self.observed(body, Blind)
+    }
+
+    /// Makes the calls and notes the time of each.
+    pub(super) fn sample(&mut self, body: &Body, samples: &mut Samples) -> vpmm::Result<()> {
+        samples.last = Instant::now();
+        self.observed(body, samples)
+    }
+
+    /// Makes the calls of a list once.
+    pub(super) fn run_steps(&mut self, steps: &[Step]) -> vpmm::Result<()> {
+        self.steps(steps, &mut Blind)
+    }
+
+    /// Makes the calls of a list once and notes the time of each.
+    pub(super) fn sample_steps(
+        &mut self,
+        steps: &[Step],
+        samples: &mut Samples,
+    ) -> vpmm::Result<()> {
+        samples.last = Instant::now();
+        self.steps(steps, &mut &mut *samples)
+    }
+
+    fn observed(&mut self, body: &Body, mut observer: impl Observer) -> vpmm::Result<()> {
+        match body {
+            Body::Pairs { bytes, stream, pairs } => {
+                let stream = self.streams[*stream as usize];
+                self.pairs(*bytes, stream, *pairs, &mut observer)
+            }
+            Body::Steps { steps, times } => {
+                (0..*times).try_for_each(|_| self.steps(steps, &mut observer))
+            }
+        }
+    }
+
+    // Not inlined, so that one loop serves every caller and is compiled for itself.
+    #[inline(never)]
+    fn pairs(
+        &mut self,
+        bytes: u64,
+        stream: StreamHandle,
+        pairs: u64,
+        observer: &mut impl Observer,
+    ) -> vpmm::Result<()> {
+        for _ in 0..pairs {
+            let ptr = self.subject.allocate(black_box(bytes), stream)?;
+            observer.called();
+            // SAFETY: allocated above, freed once.
+            unsafe { self.subject.free(black_box(ptr), stream) }?;
+            observer.called();
+        }
+        Ok(())
+    }
+
+    #[inline(never)]
+    fn steps(&mut self, steps: &[Step], observer: &mut impl Observer) -> vpmm::Result<()> {
+        for (index, step) in steps.iter().enumerate() {
+            if let Some(soon) = steps.get(index + AHEAD) {
+                prefetch(&self.held[soon.slot as usize]);
+            }
+            let stream = self.streams[step.stream as usize];
+            let held = &mut self.held[step.slot as usize];
+            if step.bytes > 0 {
+                *held = self.subject.allocate(step.bytes, stream)?;
+            } else {
+                let ptr = std::mem::replace(held, S::NONE);
+                // SAFETY: the scripts free full slots only, so that the pointer came from this
+                // allocator; the slot was emptied, so that nobody frees it a second time.
+                unsafe { self.subject.free(ptr, stream) }?;
+            }
+            observer.called();
+        }
+        Ok(())
+    }
+
+    /// Frees whatever is still held, on the first stream; the first error is told.
+    pub(super) fn let_go(&mut self) -> vpmm::Result<()> {
+        let mut first = Ok(());
+        for held in &mut self.held {
+            let ptr = std::mem::replace(held, S::NONE);
+            if ptr == S::NONE {
+                continue;
+            }
+            // SAFETY: as in `steps`.
+            let freed = unsafe { self.subject.free(ptr, self.streams[0]) };
+            first = first.and(freed);
+        }
+        first
+    }
+}
+
+/// How many steps ahead the slot is fetched: a program has the pointers that it frees at hand,
+/// so that a miss in the table of them is none of the allocator's costs.
+const AHEAD: usize = 16;
+
+#[inline(always)]
+fn prefetch<T>(place: &T) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: every x86-64 processor has the instruction; the address is a reference's.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(place).cast::<i8>()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = place;
+}
+
+/// What the loops around a body's calls cost, in nanoseconds per call.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct LoopCosts {
+    /// Of [`Hands::run`].
+    pub(super) call_ns: f64,
+    /// Of [`Hands::sample`], the reading of the clock included.
+    pub(super) sample_ns: f64,
+}
+
+impl LoopCosts {
+    /// Measures the body on the allocator that does nothing.
+    pub(super) fn of(body: &Body, slots: u32, streams: &[StreamHandle]) -> Self {
+        const ROUNDS: usize = 3;
+        const MOST_SAMPLES: usize = 100_000;
+        let calls = body.calls().max(1);
+        let mut hands = Hands::new(&Nothing, streams, slots);
+        let mut call_ns = f64::INFINITY;
+        for _ in 0..ROUNDS {
+            let started = Instant::now();
+            // Nothing never fails.
+            let _ = hands.run(body);
+            let spent = started.elapsed().as_nanos() as f64;
+            call_ns = call_ns.min(spent / calls as f64);
+        }
+        let mut samples = Samples::with_capacity(MOST_SAMPLES.min(calls as usize));
+        let _ = hands.sample(body, &mut samples);
+        let mut samples = samples.into_nanoseconds();
+        samples.sort_unstable();
+        let sample_ns = samples.get(samples.len() / 2).copied().unwrap_or(0);
+        Self { call_ns, sample_ns: f64::from(sample_ns) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+    use std::sync::Mutex;
+
+    use super::super::case::Case;
+    use super::super::script::{Extent, Script};
+    use super::*;
+
+    /// Notes what is live; a wrong free panics.
+    #[derive(Default)]
+    struct Noting {
+        next: Mutex<u64>,
+        live: Mutex<HashSet<u64>>,
+        calls: Mutex<u64>,
+    }
+
+    impl Subject for Noting {
+        type Ptr = u64;
+
+        const NONE: u64 = 0;
+
+        fn allocate(&self, bytes: u64, _stream: StreamHandle) -> vpmm::Result<u64> {
+            assert!(bytes > 0);
+            *self.calls.lock().unwrap() += 1;
+            let mut next = self.next.lock().unwrap();
+            *next += 1;
+            self.live.lock().unwrap().insert(*next);
+            Ok(*next)
+        }
+
+        unsafe fn free(&self, ptr: u64, _stream: StreamHandle) -> vpmm::Result<()> {
+            *self.calls.lock().unwrap() += 1;
+            assert!(self.live.lock().unwrap().remove(&ptr), "{ptr} is not live");
+            Ok(())
+        }
+
+        fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {
+            Ok(0)
+        }
+
+        fn driver_calls(&self) -> u64 {
+            0
+        }
+    }
+
+    #[test]
+    fn every_case_frees_what_it_has_allocated_and_nothing_else() {
+        let streams = [StreamHandle::LEGACY; 16];
+        for case in Case::ALL {
+            let subject = Noting::default();
+            let extent = Extent { calls: case.calls().least, live_divisor: 100 };
+            match case.script(extent) {
+                Script::Warm(warm) => {
+                    let mut hands: Vec<_> = warm
+                        .lanes
+                        .iter()
+                        .map(|lane| Hands::new(&subject, &streams, lane.slots))
+                        .collect();
+                    let mut calls = 0;
+                    for (lane, hands) in warm.lanes.iter().zip(&mut hands) {
+                        hands.run_steps(&lane.setup).unwrap();
+                        hands.run(&lane.body).unwrap();
+                        let mut samples = Samples::with_capacity(lane.body.calls() as usize);
+                        hands.sample(&lane.body, &mut samples).unwrap();
+                        assert_eq!(samples.into_nanoseconds().len() as u64, lane.body.calls());
+                        calls += lane.setup.len() as u64 + 2 * lane.body.calls();
+                    }
+                    assert_eq!(*subject.calls.lock().unwrap(), calls, "{case}");
+                    hands.iter_mut().for_each(|hands| hands.let_go().unwrap());
+                }
+                Script::Cold(cold) => {
+                    let mut hands = Hands::new(&subject, &streams, cold.slots);
+                    hands.run_steps(&cold.setup).unwrap();
+                    let mut samples = Samples::with_capacity(cold.timed.len());
+                    hands.sample_steps(&cold.timed, &mut samples).unwrap();
+                    hands.let_go().unwrap();
+                }
+            }
+            assert!(subject.live.lock().unwrap().is_empty(), "{case}");
+        }
+    }
+
+    #[test]
+    fn loops_cost_little_and_clocks_more() {
+        let body = Body::Pairs { bytes: 512, stream: 0, pairs: 10_000 };
+        let costs = LoopCosts::of(&body, 0, &[StreamHandle::LEGACY]);
+        assert!(costs.call_ns > 0.0 && costs.call_ns < 1_000.0, "{costs:?}");
+        assert!(costs.sample_ns >= 1.0, "{costs:?}");
+    }
+}

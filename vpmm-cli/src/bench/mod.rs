@@ -1,0 +1,224 @@
+//! What single calls of an allocator cost, case by case.
+//!
+//! ```text
+//! Case ─ script ─▶ Warm ─ loops ─▶ rounds, single calls ─▶ Figures
+//!                └▶ Cold ─ loops ─▶ fresh pools ──────────┘
+//! ```
+//!
+//! **Calls.** Sizes, slots and streams are written down before any clock runs ([`script`]).
+//! **Time.** A round is timed as a whole, without a clock at single calls, and what its loop
+//! costs on an allocator that does nothing is taken off. Percentiles come from a further round
+//! with a clock at every call, whose cost is taken off as well.
+//! **Amount.** A short trial finds out how fast the allocator is; slow ones make fewer calls.
+//!
+//! No work is enqueued on the device: these are the host's costs.
+
+mod case;
+mod cold;
+mod figures;
+mod loops;
+mod meeting;
+mod random;
+mod script;
+mod subject;
+mod warm;
+
+pub use case::{Case, CaseError, CaseList};
+pub use figures::Figures;
+
+use std::time::{Duration, Instant};
+
+use vpmm::{Stream, StreamHandle};
+
+use crate::backend::{AllocatorSpec, CudaAsync, CudaMalloc, PoolBackend};
+use crate::device::{Calls, Machine};
+use loops::Hands;
+use script::{Extent, Script, Step, Warm};
+use subject::Subject;
+
+/// Why a case has no figures.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BenchError {
+    /// The allocator or the device failed.
+    #[error(transparent)]
+    Allocator(#[from] vpmm::Error),
+    /// The system has no thread for each of the case's.
+    #[error("no thread for each thread of the case: {0}")]
+    Threads(#[from] std::io::Error),
+    /// To prepare the case would take longer than anybody waits.
+    #[error("left out: {calls} allocations of {call_ns:.0} ns each have to be made first")]
+    TooSlow {
+        /// Allocations before anything is timed.
+        calls: usize,
+        /// What each takes.
+        call_ns: f64,
+    },
+    /// There was nothing to time.
+    #[error("nothing was timed")]
+    Nothing,
+}
+
+impl BenchError {
+    /// Whether memory ran out.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, Self::Allocator(error) if error.is_out_of_memory())
+    }
+
+    /// Whether the case was left out, and nothing failed.
+    pub fn is_left_out(&self) -> bool {
+        matches!(self, Self::TooSlow { .. })
+    }
+}
+
+/// How much is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Amount {
+    /// As much as steady figures need.
+    Full,
+    /// As little as shows that a case works; the figures mean nothing.
+    Quick,
+}
+
+/// A round should not take longer than this, unless the case needs more calls.
+const ROUND: Duration = Duration::from_millis(150);
+
+/// All rounds together should not take longer than this.
+const ROUNDS: Duration = Duration::from_millis(600);
+const MOST_ROUNDS: f64 = 5.0;
+
+/// A case that takes longer to prepare is left out.
+const LONGEST_SETUP: Duration = Duration::from_secs(20);
+
+/// Pools on which a cold case is measured.
+const POOLS: usize = 9;
+
+/// In a quick run: pools, and the divisor of what is live in the cases about live allocations.
+const QUICK_POOLS: usize = 2;
+const QUICK_DIVISOR: u32 = 100;
+
+/// A machine to measure on.
+pub struct Bench<'a> {
+    machine: &'a Machine,
+    calls: Calls<'a>,
+    amount: Amount,
+}
+
+impl<'a> Bench<'a> {
+    /// Measures on `machine`, whose driver calls should not be timed.
+    pub fn new(machine: &'a Machine, amount: Amount) -> Self {
+        Self { machine, calls: machine.calls(), amount }
+    }
+
+    /// Runs a case on an allocator made for it.
+    ///
+    /// # Errors
+    /// [`BenchError`].
+    pub fn run(&self, case: Case, allocator: AllocatorSpec) -> Result<Figures, BenchError> {
+        let machine = self.machine;
+        match allocator {
+            AllocatorSpec::Paged => self.on(case, |limit| PoolBackend::paged(machine, limit)),
+            AllocatorSpec::CudaAsync => self.on(case, |limit| CudaAsync::new(machine, limit)),
+            AllocatorSpec::CudaMalloc => self.on(case, |limit| Ok(CudaMalloc::new(machine, limit))),
+        }
+    }
+
+    fn on<S: Subject>(
+        &self,
+        case: Case,
+        open: impl Fn(Option<u64>) -> vpmm::Result<S>,
+    ) -> Result<Figures, BenchError> {
+        self.enter()?;
+        let call_ns = self.trial(case, &open)?;
+        let script = case.script(self.extent(case, call_ns));
+        // Streams outlive the pools that are used with them.
+        let streams = self.machine.streams(script.streams())?;
+        let handles: Vec<StreamHandle> = streams.iter().map(Stream::handle).collect();
+        let figures = match script {
+            Script::Cold(script) => {
+                let pools = if self.is_quick() { QUICK_POOLS } else { POOLS };
+                cold::run(&script, pools, self, open, &handles)?
+            }
+            Script::Warm(script) => {
+                let rounds = self.rounds(&script, call_ns)?;
+                let subject = open(None)?;
+                warm::run(&script, rounds, self, &subject, &handles)?
+            }
+        };
+        self.synchronize()?;
+        Ok(figures)
+    }
+
+    fn is_quick(&self) -> bool {
+        self.amount == Amount::Quick
+    }
+
+    /// Makes the device's context current on this thread.
+    fn enter(&self) -> vpmm::Result<()> {
+        self.calls.enter()
+    }
+
+    /// Waits for the device.
+    fn synchronize(&self) -> vpmm::Result<()> {
+        self.calls.synchronize()
+    }
+
+    /// Nanoseconds that a call roughly takes: from some pairs of the case's size on a pool of
+    /// their own. 0 for a case whose amount does not depend on it.
+    fn trial<S: Subject>(
+        &self,
+        case: Case,
+        open: impl Fn(Option<u64>) -> vpmm::Result<S>,
+    ) -> vpmm::Result<f64> {
+        const FIRST: usize = 8;
+        const MOST: usize = 256;
+        const LONGEST: Duration = Duration::from_millis(30);
+        if matches!(case, Case::Grow { .. } | Case::Gather) {
+            return Ok(0.0);
+        }
+        let stream = self.machine.device().stream()?;
+        let streams = [stream.handle()];
+        let subject = open(None)?;
+        let mut hands = Hands::new(&subject, &streams, 1);
+        let pair = [
+            Step { bytes: case.typical_bytes(), slot: 0, stream: 0 },
+            Step { bytes: 0, slot: 0, stream: 0 },
+        ];
+        (0..FIRST).try_for_each(|_| hands.run_steps(&pair))?;
+        let started = Instant::now();
+        let mut pairs = 0;
+        while pairs < MOST && started.elapsed() < LONGEST {
+            hands.run_steps(&pair)?;
+            pairs += 1;
+        }
+        Ok(started.elapsed().as_nanos() as f64 / (2 * pairs) as f64)
+    }
+
+    /// How many calls of a round an allocator of that speed makes.
+    fn extent(&self, case: Case, call_ns: f64) -> Extent {
+        let calls = case.calls();
+        if self.is_quick() {
+            let live_divisor = QUICK_DIVISOR;
+            return Extent { calls: calls.least.min(2_000), live_divisor };
+        }
+        // Threads may well wait for each other.
+        let each_ns = call_ns * f64::from(case.thread_count());
+        let affordable = ROUND.as_nanos() as f64 / each_ns.max(f64::MIN_POSITIVE);
+        let calls = (affordable as u64).clamp(calls.least, calls.full.max(calls.least));
+        Extent { calls, live_divisor: 1 }
+    }
+
+    /// How many rounds are affordable at that speed.
+    fn rounds(&self, script: &Warm, call_ns: f64) -> Result<usize, BenchError> {
+        let setup: usize = script.lanes.iter().map(|lane| lane.setup.len()).sum();
+        if setup as f64 * call_ns > LONGEST_SETUP.as_nanos() as f64 {
+            return Err(BenchError::TooSlow { calls: setup, call_ns });
+        }
+        if self.is_quick() {
+            return Ok(1);
+        }
+        let calls: u64 = script.lanes.iter().map(|lane| lane.body.calls()).sum();
+        let round_ns = (call_ns * calls as f64).max(1.0);
+        Ok((ROUNDS.as_nanos() as f64 / round_ns).clamp(1.0, MOST_ROUNDS) as usize)
+    }
+}

@@ -1,0 +1,114 @@
+//! Allocators as the timed loops see them: by static calls, which cost nothing to dispatch.
+
+use vpmm::{DevicePtr, StreamHandle};
+
+use crate::backend::{Backend, CudaAsync, CudaMalloc, PoolBackend};
+
+/// An allocator under test.
+pub(super) trait Subject: Sync {
+    /// What it hands out.
+    type Ptr: Copy + PartialEq + Send;
+
+    /// No allocation.
+    const NONE: Self::Ptr;
+
+    /// Allocates for use on `stream`.
+    fn allocate(&self, bytes: u64, stream: StreamHandle) -> vpmm::Result<Self::Ptr>;
+
+    /// Frees once the work on `stream` has finished.
+    ///
+    /// # Safety
+    /// `ptr` must come from [`Subject::allocate`] of this very allocator and must not
+    /// have been freed since: some allocators cannot tell.
+    unsafe fn free(&self, ptr: Self::Ptr, stream: StreamHandle) -> vpmm::Result<()>;
+
+    /// The most bytes of device memory held at one time.
+    fn peak_mapped_bytes(&self) -> vpmm::Result<u64>;
+
+    /// Driver calls so far.
+    fn driver_calls(&self) -> u64;
+}
+
+/// A pool is freed into by the pointers that it hands out, as its users do.
+impl Subject for PoolBackend<'_> {
+    type Ptr = DevicePtr;
+
+    const NONE: DevicePtr = DevicePtr::from_address(0);
+
+    #[inline]
+    fn allocate(&self, bytes: u64, stream: StreamHandle) -> vpmm::Result<DevicePtr> {
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        self.pool().malloc(bytes, stream)
+    }
+
+    #[inline]
+    unsafe fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> vpmm::Result<()> {
+        self.pool().free(ptr, stream)
+    }
+
+    fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {
+        Backend::peak_mapped_bytes(self)
+    }
+
+    fn driver_calls(&self) -> u64 {
+        Backend::driver_calls(self)
+    }
+}
+
+/// An allocator that knows bare addresses only.
+macro_rules! by_address {
+    ($( $name:ident ),*) => { $(
+        impl Subject for $name<'_> {
+            type Ptr = u64;
+
+            const NONE: u64 = 0;
+
+            fn allocate(&self, bytes: u64, stream: StreamHandle) -> vpmm::Result<u64> {
+                Backend::allocate(self, bytes, stream)
+            }
+
+            unsafe fn free(&self, ptr: u64, stream: StreamHandle) -> vpmm::Result<()> {
+                // SAFETY: the caller keeps the same contract.
+                unsafe { Backend::free(self, ptr, stream) }
+            }
+
+            fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {
+                Backend::peak_mapped_bytes(self)
+            }
+
+            fn driver_calls(&self) -> u64 {
+                Backend::driver_calls(self)
+            }
+        }
+    )* };
+}
+
+by_address!(CudaAsync, CudaMalloc);
+
+/// The allocator that does nothing: what the loops cost by themselves.
+pub(super) struct Nothing;
+
+impl Subject for Nothing {
+    // As large as the largest of the others, since pointers are stored.
+    type Ptr = DevicePtr;
+
+    const NONE: DevicePtr = DevicePtr::from_address(0);
+
+    #[inline(never)]
+    fn allocate(&self, bytes: u64, _stream: StreamHandle) -> vpmm::Result<DevicePtr> {
+        Ok(DevicePtr::from_address(bytes))
+    }
+
+    #[inline(never)]
+    unsafe fn free(&self, _ptr: DevicePtr, _stream: StreamHandle) -> vpmm::Result<()> {
+        Ok(())
+    }
+
+    fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {
+        Ok(0)
+    }
+
+    fn driver_calls(&self) -> u64 {
+        0
+    }
+}

@@ -1,0 +1,197 @@
+//! Cases on a warm pool: rounds that are timed as a whole, then one with a clock at every call.
+
+use std::sync::{Mutex, PoisonError, RwLock};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use vpmm::StreamHandle;
+
+use super::figures::{Figures, Percentiles};
+use super::loops::{Hands, LoopCosts, Samples};
+use super::meeting::Meeting;
+use super::script::{Lane, Warm};
+use super::subject::Subject;
+use super::{Bench, BenchError};
+
+/// Single calls whose time is noted, over all threads: their median is steady long before.
+const MOST_SAMPLES: usize = 1_000_000;
+
+/// What one thread measured.
+#[derive(Default)]
+struct Measured {
+    /// Begin and end of every round.
+    rounds: Vec<(Instant, Instant)>,
+    /// Nanoseconds of single calls, the clock's included.
+    samples: Vec<u32>,
+}
+
+/// A round over all threads.
+struct Round {
+    /// From the first thread's begin to the last one's end.
+    wall: Duration,
+    /// Every thread's own time, summed.
+    busy: Duration,
+    driver_calls: u64,
+}
+
+/// What the threads have in common.
+struct Shared<'a, S> {
+    bench: &'a Bench<'a>,
+    subject: &'a S,
+    streams: &'a [StreamHandle],
+    rounds: usize,
+    lanes: usize,
+    meeting: Meeting,
+    /// Driver calls of each round, noted by the first thread.
+    driver_calls: Mutex<Vec<u64>>,
+}
+
+pub(super) fn run<S: Subject>(
+    script: &Warm,
+    rounds: usize,
+    bench: &Bench<'_>,
+    subject: &S,
+    streams: &[StreamHandle],
+) -> Result<Figures, BenchError> {
+    let costs = script
+        .lanes
+        .first()
+        .map(|lane| LoopCosts::of(&lane.body, lane.slots, streams))
+        .unwrap_or_default();
+    let shared = Shared {
+        bench,
+        subject,
+        streams,
+        rounds,
+        lanes: script.lanes.len().max(1),
+        meeting: Meeting::new(script.lanes.len()),
+        driver_calls: Mutex::default(),
+    };
+    let measured = on_threads(script, &shared)?;
+    let driver_calls = shared.driver_calls.into_inner().unwrap_or_else(PoisonError::into_inner);
+
+    let rounds = driver_calls.iter().enumerate().filter_map(|(index, &driver_calls)| {
+        let spans = || measured.iter().filter_map(|lane| lane.rounds.get(index));
+        let begin = spans().map(|span| span.0).min()?;
+        let end = spans().map(|span| span.1).max()?;
+        let busy = spans().map(|span| span.1 - span.0).sum();
+        Some(Round { wall: end - begin, busy, driver_calls })
+    });
+    // Whatever disturbs a round only ever makes it longer.
+    let best = rounds.min_by_key(|round| round.wall).ok_or(BenchError::Nothing)?;
+
+    let lanes = script.lanes.len() as f64;
+    let ops: u64 = script.lanes.iter().map(|lane| lane.body.calls()).sum();
+    let ops_of_lane = ops as f64 / lanes;
+    let loops_ns = costs.call_ns * ops_of_lane;
+    let wall_ns = (best.wall.as_nanos() as f64 - loops_ns).max(1.0);
+    let busy_ns = (best.busy.as_nanos() as f64 / lanes - loops_ns).max(0.0);
+    let samples = measured.into_iter().flat_map(|lane| lane.samples).map(f64::from).collect();
+    let Percentiles { p50_ns, p99_ns, p999_ns, max_ns } = Percentiles::of(samples, costs.sample_ns);
+    Ok(Figures {
+        threads: script.lanes.len() as u32,
+        ops,
+        ns_per_op: busy_ns / ops_of_lane,
+        p50_ns,
+        p99_ns,
+        p999_ns,
+        max_ns,
+        mops_per_s: ops as f64 / wall_ns * 1e3,
+        peak_live_bytes: script.lanes.iter().map(Lane::peak_live_bytes).sum(),
+        peak_mapped_bytes: subject.peak_mapped_bytes()?,
+        driver_calls: best.driver_calls,
+    })
+}
+
+/// Runs every lane on a thread of its own; a single one on this thread.
+fn on_threads<S: Subject>(
+    script: &Warm,
+    shared: &Shared<'_, S>,
+) -> Result<Vec<Measured>, BenchError> {
+    if let [lane] = script.lanes.as_slice() {
+        return Ok(vec![run_lane(lane, 0, shared)?]);
+    }
+    // Closed until all threads are there: those of a meeting that is not complete would wait
+    // for ever.
+    let gate = RwLock::new(false);
+    thread::scope(|scope| {
+        let mut open = gate.write().unwrap_or_else(PoisonError::into_inner);
+        let gate = &gate;
+        let spawned: Result<Vec<_>, _> = (0..)
+            .zip(&script.lanes)
+            .map(|(index, lane)| {
+                thread::Builder::new().spawn_scoped(scope, move || {
+                    let open = *gate.read().unwrap_or_else(PoisonError::into_inner);
+                    if open { run_lane(lane, index, shared) } else { Ok(Measured::default()) }
+                })
+            })
+            .collect();
+        *open = spawned.is_ok();
+        drop(open);
+        spawned?
+            .into_iter()
+            .map(|thread| match thread.join() {
+                Ok(measured) => measured.map_err(BenchError::from),
+                Err(panic) => std::panic::resume_unwind(panic),
+            })
+            .collect()
+    })
+}
+
+fn run_lane<S: Subject>(
+    lane: &Lane,
+    index: usize,
+    shared: &Shared<'_, S>,
+) -> vpmm::Result<Measured> {
+    let mut hands = Hands::new(shared.subject, shared.streams, lane.slots);
+    let measured = measure(lane, index, shared, &mut hands);
+    let freed = hands.let_go();
+    let measured = measured?;
+    freed.map(|()| measured)
+}
+
+fn measure<S: Subject>(
+    lane: &Lane,
+    index: usize,
+    shared: &Shared<'_, S>,
+    hands: &mut Hands<'_, S>,
+) -> vpmm::Result<Measured> {
+    let meeting = &shared.meeting;
+    let mut measured = Measured::default();
+    let most_samples = MOST_SAMPLES / shared.lanes;
+    let mut samples = Samples::with_capacity(most_samples.min(lane.body.calls() as usize));
+
+    meeting.start(0);
+    let warm = shared
+        .bench
+        .enter()
+        .and_then(|()| hands.run_steps(&lane.setup))
+        .and_then(|()| hands.run(&lane.body));
+    if !meeting.end(warm.is_ok()) {
+        // Where another thread failed, that one tells.
+        return warm.map(|()| measured);
+    }
+    for round in 1..=shared.rounds {
+        // Between two rounds, so that no other thread is calling.
+        let calls_before = (index == 0).then(|| shared.subject.driver_calls());
+        meeting.start(round);
+        let begin = Instant::now();
+        let ran = hands.run(&lane.body);
+        let end = Instant::now();
+        if !meeting.end(ran.is_ok()) {
+            return ran.map(|()| measured);
+        }
+        measured.rounds.push((begin, end));
+        if let Some(before) = calls_before {
+            let calls = shared.subject.driver_calls() - before;
+            let mut all = shared.driver_calls.lock().unwrap_or_else(PoisonError::into_inner);
+            all.push(calls);
+        }
+    }
+    meeting.start(shared.rounds + 1);
+    let sampled = hands.sample(&lane.body, &mut samples);
+    // The memory is given back only when all are done: until then it is live.
+    meeting.end(sampled.is_ok());
+    measured.samples = samples.into_nanoseconds();
+    sampled.map(|()| measured)
+}

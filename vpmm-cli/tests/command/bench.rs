@@ -1,0 +1,180 @@
+//! `vpmm bench`.
+
+use crate::rig::{json, keys, run, stderr, stdout, vpmm};
+
+/// What is printed of a case: these keys in this order, and no others.
+const KEYS: [&str; 14] = [
+    "case",
+    "allocator",
+    "device",
+    "threads",
+    "ops",
+    "ns_per_op",
+    "p50_ns",
+    "p99_ns",
+    "p999_ns",
+    "max_ns",
+    "mops_per_s",
+    "peak_live_bytes",
+    "peak_mapped_bytes",
+    "driver_calls",
+];
+
+/// Every case with its number of threads.
+const CASES: [(&str, u64); 20] = [
+    ("pair_512", 1),
+    ("pair_64KiB", 1),
+    ("pair_1MiB", 1),
+    ("pair_4MiB", 1),
+    ("pair_64MiB", 1),
+    ("random_4MiB", 1),
+    ("random_64MiB", 1),
+    ("live_10k", 1),
+    ("live_100k", 1),
+    ("live_1M", 1),
+    ("threads_1", 1),
+    ("threads_2", 2),
+    ("threads_4", 4),
+    ("threads_8", 8),
+    ("threads_16", 16),
+    ("shared_stream_8", 8),
+    ("cross_stream", 1),
+    ("grow_1GiB", 1),
+    ("grow_512x2MiB", 1),
+    ("gather_1GiB", 1),
+];
+
+const GIB: u64 = 1 << 30;
+
+/// Every case on the allocator, with what must hold of its figures.
+fn every_case(allocator: &str) {
+    let args = ["bench", "--quick", "--device=sim", "--json", "--allocator", allocator];
+    let output = run(&args);
+    let objects = json(&output, 0);
+    assert_eq!(objects.len(), CASES.len());
+    assert!(keys(&output).iter().all(|keys| *keys == KEYS), "{}", stdout(&output));
+    for (object, (case, threads)) in objects.iter().zip(CASES) {
+        assert_eq!((&object["case"], &object["threads"]), (&case.into(), &threads.into()));
+        assert_eq!((&object["allocator"], &object["device"]), (&allocator.into(), &"sim".into()));
+        let number = |key: &str| object[key].as_f64().unwrap_or_else(|| panic!("{key}: {object}"));
+        let steps = ["p50_ns", "p99_ns", "p999_ns", "max_ns"].map(number);
+        assert!(steps.is_sorted() && steps[3] > 0.0, "{object}");
+        assert!(number("ops") >= 1.0 && number("mops_per_s") > 0.0, "{object}");
+        assert!(number("ns_per_op") >= 0.0, "{object}");
+        if threads == 1 {
+            // Of one thread the one is the other, but for rounding.
+            let product = number("ns_per_op") * number("mops_per_s");
+            assert!((950.0..1050.0).contains(&product) || number("ns_per_op") < 1.0, "{object}");
+            assert!(number("peak_live_bytes") <= number("peak_mapped_bytes"), "{object}");
+        }
+        match case {
+            "pair_4MiB" => assert_eq!(object["peak_live_bytes"], 4 << 20),
+            "grow_1GiB" => {
+                assert_eq!((&object["ops"], &object["peak_live_bytes"]), (&1.into(), &GIB.into()));
+                assert!(number("driver_calls") >= 1.0, "memory comes from the driver: {object}");
+            }
+            "grow_512x2MiB" => {
+                assert_eq!(
+                    (&object["ops"], &object["peak_live_bytes"]),
+                    (&512.into(), &GIB.into())
+                );
+            }
+            "gather_1GiB" => {
+                assert_eq!(object["peak_live_bytes"], 2 * GIB);
+                assert_eq!(object["peak_mapped_bytes"], 2 * GIB, "the limit was kept: {object}");
+            }
+            _ => {}
+        }
+    }
+}
+
+#[test]
+fn every_case_runs_on_the_paged_pool() {
+    every_case("paged");
+}
+
+#[test]
+fn every_case_runs_on_the_drivers_pool() {
+    every_case("cuda-async");
+}
+
+#[test]
+fn cases_and_allocators_are_picked_and_keep_their_order() {
+    let output = run(&[
+        "bench",
+        "--quick",
+        "--device=sim",
+        "--case=gather_1GiB,pair_512",
+        "--allocator=cuda-malloc,paged",
+        "--json",
+    ]);
+    let objects = json(&output, 0);
+    let named: Vec<_> = objects
+        .iter()
+        .map(|object| (object["case"].as_str().unwrap(), object["allocator"].as_str().unwrap()))
+        .collect();
+    let expected = [
+        ("gather_1GiB", "cuda-malloc"),
+        ("gather_1GiB", "paged"),
+        ("pair_512", "cuda-malloc"),
+        ("pair_512", "paged"),
+    ];
+    assert_eq!(named, expected);
+    // One driver call per call of this allocator, and all of them during the timed calls.
+    assert_eq!(objects[2]["driver_calls"], objects[2]["ops"]);
+}
+
+#[test]
+fn without_json_a_table_is_printed() {
+    let output = run(&["bench", "--quick", "--device=sim", "--case=pair_64KiB"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    for part in ["case", "ns/op", "p99.9", "Mops/s", "driver calls", "pair_64KiB"] {
+        assert!(stdout(&output).contains(part), "{part} is missing in\n{}", stdout(&output));
+    }
+    assert_eq!(stdout(&output).lines().count(), 2);
+    assert_eq!(stderr(&output), "", "no progress bar where there is no terminal");
+}
+
+#[test]
+fn bad_usage_ends_with_2() {
+    let cases: [(&[&str], &str); 4] = [
+        (&["bench", "--case=pair"], "there is no case \"pair\"; known: pair_512"),
+        (&["bench", "--case=pair_512,pair_512"], "named twice"),
+        (&["bench", "--allocator=malloc"], "there is no allocator"),
+        (&["bench", "--device=gpu"], "expected auto, sim or cuda:N"),
+    ];
+    for (args, message) in cases {
+        let output = run(args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {}", stderr(&output));
+        assert!(stderr(&output).contains(message), "{args:?}: {}", stderr(&output));
+    }
+    let output = vpmm(&["bench", "--quick", "--device=sim", "--allocator=paged"])
+        .env("VPMM_PAGE_SIZE", "two")
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("VPMM_PAGE_SIZE"), "{}", stderr(&output));
+}
+
+#[test]
+fn a_case_that_runs_out_of_memory_is_told_and_the_others_run() {
+    // In pages of 12 MiB each piece of 32 MiB takes 36: 64 of them are more than 2 GiB.
+    let output = vpmm(&["bench", "--quick", "--device=sim", "--json", "--allocator=paged"])
+        .args(["--case=gather_1GiB,pair_4MiB"])
+        .env("VPMM_PAGE_SIZE", "12582912")
+        .output()
+        .unwrap();
+    let objects = json(&output, 3);
+    assert!(objects[0]["ns_per_op"].is_null() && objects[0]["error"].is_string(), "{objects:?}");
+    assert!(objects[1]["ns_per_op"].is_number() && objects[1]["error"].is_null(), "{objects:?}");
+    assert!(stderr(&output).contains("gather_1GiB: paged: out of memory"), "{}", stderr(&output));
+}
+
+#[test]
+fn help_names_the_cases() {
+    let output = run(&["bench", "--help"]);
+    assert_eq!(output.status.code(), Some(0));
+    for part in CASES.map(|(case, _)| case).into_iter().chain(["3  out of memory", "--quick"]) {
+        assert!(stdout(&output).contains(part), "{part} is missing in {}", stdout(&output));
+    }
+}

@@ -1,0 +1,6 @@
+//! The `vpmm` command as a user meets it, on the simulator.
+
+mod bench;
+mod fit;
+mod replay;
+mod rig;
