@@ -13,8 +13,8 @@
 #   --only PART        one of the three parts; may be given again
 #   TRACE...           RMM's CSV logs, plain or gzip; default: traces/*.csv.gz
 #
-# A part that fails or takes longer than PART_SECONDS (240) is named at the end, and the exit
-# status is then 1; the other parts' results are kept.
+# Every allocator runs in a process of its own. One that fails or takes longer than PART_SECONDS
+# (120) for a part is named at the end, and the exit status is then 1; all other results are kept.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -22,7 +22,7 @@ command_line="side-by-side.sh $*"
 
 vpmm=${VPMM:-} rmm=${RMM_PEER:-} torch=yes out=results.jsonl
 allocators=default,paged,cuda-async
-limit=${PART_SECONDS:-240}
+limit=${PART_SECONDS:-120}
 parts=() traces=()
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" >&2; exit 2; }
 while (($# > 0)); do
@@ -113,7 +113,7 @@ failures=()
 measure() {
     local name=$1 began=$SECONDS
     shift
-    (cd "$work" && timeout "$limit" "$@") | tee -a "$work/lines" | grep '^{' >>"$out"
+    (cd "$work" && "$@") | tee -a "$work/lines" | grep '^{' >>"$out"
     local status=${PIPESTATUS[0]}
     grep -v '^{' "$work/lines" >&2
     rm -f "$work/lines"
@@ -133,14 +133,16 @@ for part in "${parts[@]}"; do
     esac
     # One by one: a failure of one allocator must not take the others' results with it.
     for allocator in ${allocators//,/ }; do
-        measure "vpmm $part, $allocator" "$vpmm" "${ours[@]}" --allocator "$allocator" --json
+        measure "vpmm $part, $allocator" timeout "$limit" "$vpmm" "${ours[@]}" --allocator "$allocator" --json
     done
     if [[ -n $rmm && ${theirs[*]} != none ]]; then
-        measure "RMM $part" "$rmm/rmm-peer" "${theirs[@]}"
+        for resource in rmm-cuda-async rmm-pool rmm-arena rmm-binning; do
+            measure "$resource $part" timeout "$limit" "$rmm/rmm-peer" "${theirs[@]}" --allocator "$resource"
+        done
     fi
     if [[ $torch == yes ]]; then
         measure "PyTorch $part" python3 "$here/run-torch.py" --build-dir "$work/torch" \
-            --seconds "$((limit / 3))" "${torchs[@]}"
+            --seconds "$limit" "${torchs[@]}"
     fi
 done
 

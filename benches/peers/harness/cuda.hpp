@@ -38,6 +38,12 @@ class Streams {
         return streams_[index];
     }
 
+    // That many, in order.
+    std::vector<cudaStream_t> first(std::size_t count) {
+        if (count > 0) (void)(*this)[count - 1];
+        return {streams_.begin(), streams_.begin() + static_cast<std::ptrdiff_t>(count)};
+    }
+
   private:
     std::vector<cudaStream_t> streams_;
 };
