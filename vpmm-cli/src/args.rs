@@ -65,8 +65,8 @@ pub struct ReplayArgs {
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceChoice,
 
-    /// Allocators to compare, separated by commas: paged, cuda-async, cuda-malloc.
-    #[arg(long, value_name = "NAMES", default_value = "paged")]
+    /// Allocators to compare, separated by commas: default, paged, cuda-async, cuda-malloc.
+    #[arg(long, value_name = "NAMES", default_value = "default")]
     pub allocator: AllocatorList,
 
     /// The most device memory that an allocator may hold: 4096, 1.5GiB, 20GB.
@@ -110,8 +110,8 @@ pub struct FitArgs {
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceChoice,
 
-    /// Allocators to compare, separated by commas: paged, cuda-async.
-    #[arg(long, value_name = "NAMES", default_value = "paged")]
+    /// Allocators to compare, separated by commas: default, paged, cuda-async.
+    #[arg(long, value_name = "NAMES", default_value = "default")]
     pub allocator: AllocatorList,
 
     /// Print one JSON object per trace and allocator, one per line.
@@ -131,8 +131,8 @@ pub struct BenchArgs {
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceChoice,
 
-    /// Allocators to compare, separated by commas: paged, cuda-async, cuda-malloc.
-    #[arg(long, value_name = "NAMES", default_value = "paged")]
+    /// Allocators to compare, separated by commas: default, paged, cuda-async, cuda-malloc.
+    #[arg(long, value_name = "NAMES", default_value = "default")]
     pub allocator: AllocatorList,
 
     /// Do as little as shows that every case works. The figures mean nothing.
@@ -182,10 +182,10 @@ mod tests {
     }
 
     #[test]
-    fn defaults_are_one_cold_pass_of_the_paged_pool() {
+    fn defaults_are_one_cold_pass_of_the_default_pool() {
         let cli = Cli::parse_from(["vpmm", "replay", "a.csv"]);
         let Command::Replay(args) = cli.command else { panic!("a replay") };
-        assert_eq!(args.allocator.0, [crate::backend::AllocatorSpec::Paged]);
+        assert_eq!(args.allocator.0, [crate::backend::AllocatorSpec::Default]);
         assert_eq!((args.repeat.get(), args.device), (1, DeviceChoice::Auto));
         assert!(!args.threads && !args.verify && !args.json);
     }

@@ -1,6 +1,6 @@
 //! The pools of `vpmm`.
 
-use vpmm::{DevicePtr, PagedConfig, Pool, StreamHandle};
+use vpmm::{DevicePtr, PagedConfig, Pool, PoolConfig, StreamHandle};
 
 use super::Backend;
 use crate::device::Machine;
@@ -13,6 +13,13 @@ pub(crate) struct PoolBackend<'a> {
 }
 
 impl<'a> PoolBackend<'a> {
+    /// The default profile.
+    pub(crate) fn standard(machine: &'a Machine, limit_bytes: Option<u64>) -> vpmm::Result<Self> {
+        let mut config = PoolConfig::default();
+        config.limit_bytes = limit_bytes;
+        Self::new(machine, || Pool::new(machine.device(), &config))
+    }
+
     /// The paged profile, set by the environment.
     pub(crate) fn paged(machine: &'a Machine, limit_bytes: Option<u64>) -> vpmm::Result<Self> {
         let mut config = PagedConfig::from_env()?;
@@ -46,8 +53,8 @@ impl Backend for PoolBackend<'_> {
 
     fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {
         let stats = self.pool.stats();
-        // Requests smaller than a page are held in the driver's pool; neither gives memory back
-        // while it can be used again, so the two peaks stand at the same time.
+        // In the paged profile the driver's pool holds requests smaller than a page. Neither gives
+        // memory back while it can be used again, so the two peaks stand at the same time.
         Ok(stats.peak_mapped_bytes + stats.peak_small_mapped_bytes)
     }
 
@@ -63,9 +70,10 @@ impl Backend for PoolBackend<'_> {
         };
         let layout = self.pool.layout().to_string();
         let layout = if layout.is_empty() { "none mapped" } else { &layout };
-        format!(
-            "{pages}: {layout}; beside them {} bytes for requests smaller than a page",
-            stats.small_mapped_bytes
-        )
+        let beside = match stats.small_mapped_bytes {
+            0 => String::new(),
+            bytes => format!("; beside them {bytes} bytes for requests smaller than a page"),
+        };
+        format!("{pages}: {layout}{beside}")
     }
 }

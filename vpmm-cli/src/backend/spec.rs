@@ -12,6 +12,8 @@ use crate::device::Machine;
 /// An allocator as the command line names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AllocatorSpec {
+    /// `vpmm`'s pool in the default profile.
+    Default,
     /// `vpmm`'s pool in the paged profile, set by `VPMM_PAGE_SIZE`, `VPMM_PAGES` and `VPMM_VA_SIZE`.
     Paged,
     /// `cuMemAllocFromPoolAsync` from a pool of its own that keeps what it has.
@@ -22,11 +24,12 @@ pub enum AllocatorSpec {
 
 impl AllocatorSpec {
     /// Every allocator, in the order of the help.
-    pub const ALL: [Self; 3] = [Self::Paged, Self::CudaAsync, Self::CudaMalloc];
+    pub const ALL: [Self; 4] = [Self::Default, Self::Paged, Self::CudaAsync, Self::CudaMalloc];
 
     /// The name on the command line and in reports.
     pub const fn name(self) -> &'static str {
         match self {
+            Self::Default => "default",
             Self::Paged => "paged",
             Self::CudaAsync => "cuda-async",
             Self::CudaMalloc => "cuda-malloc",
@@ -50,6 +53,7 @@ impl AllocatorSpec {
         limit_bytes: Option<u64>,
     ) -> vpmm::Result<Box<dyn Backend + 'a>> {
         Ok(match self {
+            Self::Default => Box::new(PoolBackend::standard(machine, limit_bytes)?),
             Self::Paged => Box::new(PoolBackend::paged(machine, limit_bytes)?),
             Self::CudaAsync => Box::new(CudaAsync::new(machine, limit_bytes)?),
             Self::CudaMalloc => Box::new(CudaMalloc::new(machine, limit_bytes)),

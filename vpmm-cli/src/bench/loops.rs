@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use vpmm::StreamHandle;
 
+use super::figures::median;
 use super::script::{Body, Step};
 use super::subject::{Nothing, Subject};
 
@@ -176,37 +177,28 @@ fn prefetch<T>(place: &T) {
     let _ = place;
 }
 
-/// What the loops around a body's calls cost, in nanoseconds per call.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct LoopCosts {
-    /// Of [`Hands::run`].
-    pub(super) call_ns: f64,
-    /// Of [`Hands::sample`], the reading of the clock included.
-    pub(super) sample_ns: f64,
+/// Nanoseconds per call of the loop around a body's calls, as [`Hands::run`] goes through it.
+pub(super) fn loop_ns(body: &Body, slots: u32, streams: &[StreamHandle]) -> f64 {
+    const ROUNDS: usize = 3;
+    let calls = body.calls().max(1);
+    let mut hands = Hands::new(&Nothing, streams, slots);
+    let round = |_| {
+        let started = Instant::now();
+        // It never fails.
+        let _ = hands.run(body);
+        started.elapsed().as_nanos() as f64 / calls as f64
+    };
+    (0..ROUNDS).map(round).reduce(f64::min).unwrap_or(0.0)
 }
 
-impl LoopCosts {
-    /// Measures the body on the allocator that does nothing.
-    pub(super) fn of(body: &Body, slots: u32, streams: &[StreamHandle]) -> Self {
-        const ROUNDS: usize = 3;
-        const MOST_SAMPLES: usize = 100_000;
-        let calls = body.calls().max(1);
-        let mut hands = Hands::new(&Nothing, streams, slots);
-        let mut call_ns = f64::INFINITY;
-        for _ in 0..ROUNDS {
-            let started = Instant::now();
-            // Nothing never fails.
-            let _ = hands.run(body);
-            let spent = started.elapsed().as_nanos() as f64;
-            call_ns = call_ns.min(spent / calls as f64);
-        }
-        let mut samples = Samples::with_capacity(MOST_SAMPLES.min(calls as usize));
-        let _ = hands.sample(body, &mut samples);
-        let mut samples = samples.into_nanoseconds();
-        samples.sort_unstable();
-        let sample_ns = samples.get(samples.len() / 2).copied().unwrap_or(0);
-        Self { call_ns, sample_ns: f64::from(sample_ns) }
-    }
+/// Nanoseconds that the clock at every call adds to a sample.
+pub(super) fn clock_ns() -> f64 {
+    const PAIRS: u64 = 50_000;
+    let body = Body::Pairs { bytes: 1, stream: 0, pairs: PAIRS };
+    let mut samples = Samples::with_capacity(2 * PAIRS as usize);
+    let _ = Hands::new(&Nothing, &[StreamHandle::LEGACY], 0).sample(&body, &mut samples);
+    let samples = samples.into_nanoseconds().into_iter().map(f64::from).collect();
+    median(samples)
 }
 
 #[cfg(test)]
@@ -295,8 +287,8 @@ mod tests {
     #[test]
     fn loops_cost_little_and_clocks_more() {
         let body = Body::Pairs { bytes: 512, stream: 0, pairs: 10_000 };
-        let costs = LoopCosts::of(&body, 0, &[StreamHandle::LEGACY]);
-        assert!(costs.call_ns > 0.0 && costs.call_ns < 1_000.0, "{costs:?}");
-        assert!(costs.sample_ns >= 1.0, "{costs:?}");
+        let loop_ns = loop_ns(&body, 0, &[StreamHandle::LEGACY]);
+        assert!(loop_ns > 0.0 && loop_ns < 1_000.0, "{loop_ns}");
+        assert!(clock_ns() >= 1.0);
     }
 }

@@ -117,6 +117,7 @@ impl<'a> Bench<'a> {
     pub fn run(&self, case: Case, allocator: AllocatorSpec) -> Result<Figures, BenchError> {
         let machine = self.machine;
         match allocator {
+            AllocatorSpec::Default => self.on(case, |limit| PoolBackend::standard(machine, limit)),
             AllocatorSpec::Paged => self.on(case, |limit| PoolBackend::paged(machine, limit)),
             AllocatorSpec::CudaAsync => self.on(case, |limit| CudaAsync::new(machine, limit)),
             AllocatorSpec::CudaMalloc => self.on(case, |limit| Ok(CudaMalloc::new(machine, limit))),

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use vpmm::StreamHandle;
 
 use super::figures::{Figures, Percentiles};
-use super::loops::{Hands, LoopCosts, Samples};
+use super::loops::{Hands, Samples, clock_ns, loop_ns};
 use super::meeting::Meeting;
 use super::script::{Lane, Warm};
 use super::subject::Subject;
@@ -53,11 +53,8 @@ pub(super) fn run<S: Subject>(
     subject: &S,
     streams: &[StreamHandle],
 ) -> Result<Figures, BenchError> {
-    let costs = script
-        .lanes
-        .first()
-        .map(|lane| LoopCosts::of(&lane.body, lane.slots, streams))
-        .unwrap_or_default();
+    // All lanes have the same loop.
+    let loop_ns = script.lanes.first().map_or(0.0, |lane| loop_ns(&lane.body, lane.slots, streams));
     let shared = Shared {
         bench,
         subject,
@@ -83,11 +80,11 @@ pub(super) fn run<S: Subject>(
     let lanes = script.lanes.len() as f64;
     let ops: u64 = script.lanes.iter().map(|lane| lane.body.calls()).sum();
     let ops_of_lane = ops as f64 / lanes;
-    let loops_ns = costs.call_ns * ops_of_lane;
+    let loops_ns = loop_ns * ops_of_lane;
     let wall_ns = (best.wall.as_nanos() as f64 - loops_ns).max(1.0);
     let busy_ns = (best.busy.as_nanos() as f64 / lanes - loops_ns).max(0.0);
     let samples = measured.into_iter().flat_map(|lane| lane.samples).map(f64::from).collect();
-    let Percentiles { p50_ns, p99_ns, p999_ns, max_ns } = Percentiles::of(samples, costs.sample_ns);
+    let Percentiles { p50_ns, p99_ns, p999_ns, max_ns } = Percentiles::of(samples, clock_ns());
     Ok(Figures {
         threads: script.lanes.len() as u32,
         ops,

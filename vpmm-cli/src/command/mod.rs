@@ -18,6 +18,10 @@ use crate::exit::{Abort, Exit};
 /// # Errors
 /// [`Abort`], where the work was not done to its end.
 pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, Abort> {
+    if !matches!(cli.command, Command::Info(_)) {
+        // Told whichever allocator is asked for: who sets a variable means it to be used.
+        vpmm::PagedConfig::from_env().map_err(Abort::bad_input)?;
+    }
     match cli.command {
         Command::Replay(args) => replay::replay(&args, out),
         Command::Bench(args) => bench::bench(&args, out),

@@ -65,7 +65,7 @@ fn the_smallest_limit_is_found() {
 #[test]
 fn a_replay_completes_at_the_limit_and_not_below() {
     let file = File::rows(&rows());
-    for allocator in ["paged", "cuda-async"] {
+    for allocator in ["default", "paged", "cuda-async"] {
         let args = ["--device=sim", "--json", "--allocator", allocator];
         let fit = json(&run(&[&["fit", file.path()], &args[..]].concat()), 0);
         let limit = fit[0]["limit_bytes"].as_u64().unwrap();

@@ -40,7 +40,7 @@ fn mixed_rows() -> String {
 #[test]
 fn json_is_one_object_per_trace_and_allocator() {
     let (one, two) = (File::rows(&mixed_rows()), File::rows("1,x,allocate,0x1,2097152,0\n"));
-    let allocators = "cuda-malloc,paged,cuda-async";
+    let allocators = "cuda-malloc,default,paged,cuda-async";
     let args =
         ["replay", one.path(), two.path(), "--device=sim", "--allocator", allocators, "--json"];
     let output = run(&args);
@@ -60,6 +60,8 @@ fn json_is_one_object_per_trace_and_allocator() {
         assert!(object["ns_per_op"].as_f64().unwrap() > 0.0);
         assert!(object["driver_calls"].as_u64().unwrap() > 0);
         assert!(object["driver_time_us"].as_f64().unwrap() > 0.0);
+        let (all, host) = (object["ns_per_op"].as_f64(), object["host_ns_per_op"].as_f64());
+        assert!(host.unwrap() <= all.unwrap(), "{line}");
         let live = object["peak_live_bytes"].as_u64().unwrap();
         let mapped = object["peak_mapped_bytes"].as_u64().unwrap();
         assert!(0 < live && live <= mapped, "{line}");
@@ -67,9 +69,10 @@ fn json_is_one_object_per_trace_and_allocator() {
         assert!((utilisation - live as f64 / mapped as f64).abs() < 1e-4);
     }
     assert_eq!(objects[0]["ops"], 110);
-    assert_eq!(objects[3]["ops"], 1);
-    assert_eq!(objects[3]["peak_live_bytes"], 2 << 20);
-    assert_eq!(objects[4]["peak_mapped_bytes"], 2 << 20);
+    assert_eq!(objects[4]["ops"], 1);
+    assert_eq!(objects[4]["peak_live_bytes"], 2 << 20);
+    assert_eq!(objects[5]["peak_mapped_bytes"], 2 << 20);
+    assert_eq!(objects[6]["peak_mapped_bytes"], 2 << 20);
 }
 
 #[test]
@@ -168,7 +171,7 @@ fn a_bad_variable_is_named_and_ends_with_2() {
 #[test]
 fn the_environment_sets_the_paged_pool() {
     let file = File::rows("1,x,allocate,0x1,2097152,0\n");
-    let output = vpmm(&["replay", file.path(), "--device=sim", "--json"])
+    let output = vpmm(&["replay", file.path(), "--device=sim", "--json", "--allocator=paged"])
         .envs([("VPMM_PAGE_SIZE", "4194304"), ("VPMM_PAGES", "5")])
         .output()
         .unwrap();
@@ -181,7 +184,7 @@ fn out_of_memory_ends_with_3_and_shows_the_map() {
     let rows: String = (1..9).map(|i| format!("1,x,allocate,{i:#x},2097152,0\n")).collect();
     let file = File::rows(&rows);
     let args = ["replay", file.path(), "--device=sim", "--limit=10MiB", "--json", "--allocator"];
-    for allocator in ["paged", "cuda-async", "cuda-malloc"] {
+    for allocator in ["default", "paged", "cuda-async", "cuda-malloc"] {
         let output = run(&[&args[..], &[allocator]].concat());
         let objects = json(&output, 3);
         assert_eq!((&objects[0]["oom"], &objects[0]["ops"]), (&true.into(), &5.into()));
