@@ -223,3 +223,104 @@ impl<'a> Bench<'a> {
         Ok((ROUNDS.as_nanos() as f64 / round_ns).clamp(1.0, MOST_ROUNDS) as usize)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+    use crate::device::Setup;
+
+    /// Serves so many allocations and refuses every later one.
+    struct Failing {
+        left: AtomicU64,
+        live: AtomicU64,
+    }
+
+    impl Failing {
+        fn after(allocations: u64) -> Self {
+            Self { left: AtomicU64::new(allocations), live: AtomicU64::new(0) }
+        }
+    }
+
+    impl Subject for &Failing {
+        type Ptr = u64;
+
+        const NONE: u64 = 0;
+
+        fn allocate(&self, bytes: u64, _stream: StreamHandle) -> vpmm::Result<u64> {
+            let one_less = |left: u64| left.checked_sub(1);
+            match self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less) {
+                Ok(left) => {
+                    self.live.fetch_add(1, Ordering::Relaxed);
+                    Ok(left)
+                }
+                Err(_) => Err(vpmm::Error::AddressSpaceExhausted { bytes }),
+            }
+        }
+
+        unsafe fn free(&self, _ptr: u64, _stream: StreamHandle) -> vpmm::Result<()> {
+            self.live.fetch_sub(1, Ordering::Relaxed);
+            Ok(())
+        }
+
+        fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {
+            Ok(0)
+        }
+
+        fn driver_calls(&self) -> u64 {
+            0
+        }
+    }
+
+    /// Whichever phase it happens in, on whichever thread: nobody waits for ever, everything is
+    /// freed, and the error is told.
+    #[test]
+    fn a_failure_ends_a_case_on_every_thread() {
+        let machine = Machine::simulated(Setup::default()).unwrap();
+        let bench = Bench::new(&machine, Amount::Quick);
+        for (name, enough) in [("threads_8", 5_000), ("live_10k", 800), ("grow_512x2MiB", 2_100)] {
+            let case: Case = name.parse().unwrap();
+            let mut failures = 0;
+            for allocations in (0..enough).step_by(enough as usize / 37) {
+                let subject = Failing::after(allocations);
+                let result = bench.on(case, |_| Ok(&subject));
+                assert_eq!(subject.live.load(Ordering::Relaxed), 0, "{name} {allocations}");
+                match result {
+                    Ok(_) => {}
+                    Err(BenchError::Allocator(vpmm::Error::AddressSpaceExhausted { .. })) => {
+                        failures += 1;
+                    }
+                    Err(other) => panic!("{name} {allocations}: {other}"),
+                }
+            }
+            assert!(failures > 5, "{name}: {failures}");
+        }
+    }
+
+    #[test]
+    fn slow_allocators_make_fewer_calls_and_fast_ones_all() {
+        let machine = Machine::simulated(Setup::default()).unwrap();
+        let bench = Bench::new(&machine, Amount::Full);
+        let calls = |name: &str, call_ns| bench.extent(name.parse().unwrap(), call_ns).calls;
+        assert_eq!(calls("pair_1MiB", 5.0), 2_000_000);
+        assert_eq!(calls("pair_1MiB", 300.0), 500_000, "200,000 pairs and more on a fast driver");
+        assert_eq!(calls("pair_64MiB", 75_000.0), 2_000);
+        assert_eq!(calls("threads_8", 300.0), 62_500);
+        assert_eq!(calls("random_4MiB", 75_000.0), 10_000, "less would not be the case any more");
+        assert_eq!(calls("random_4MiB", 0.0), 200_000);
+    }
+
+    #[test]
+    fn what_takes_too_long_to_prepare_is_left_out() {
+        let machine = Machine::simulated(Setup::default()).unwrap();
+        let bench = Bench::new(&machine, Amount::Full);
+        let case: Case = "live_1M".parse().unwrap();
+        let Script::Warm(script) = case.script(Extent { calls: 400, live_divisor: 1 }) else {
+            panic!("a warm case")
+        };
+        assert!(bench.rounds(&script, 19_000.0).is_ok());
+        let error = bench.rounds(&script, 21_000.0).unwrap_err();
+        assert!(error.is_left_out() && error.to_string().contains("1000000 allocations"));
+    }
+}

@@ -53,6 +53,9 @@ pub(super) struct Lane {
     pub(super) slots: u32,
     /// Done first, untimed.
     pub(super) setup: Vec<Step>,
+    /// Done next by all lanes, which wait for each other between the two steps: so that all
+    /// that will be live at one time has been live at one time when the clock starts.
+    pub(super) together: Option<[Step; 2]>,
     /// Done again and again.
     pub(super) body: Body,
 }
@@ -163,7 +166,7 @@ impl Case {
             Self::Random { least_bytes, most_bytes, live, .. } => {
                 let live = fewer(live);
                 let steps = random(least_bytes, most_bytes, live, extent.calls);
-                one_lane(1, Lane { slots: live, setup: vec![], body: once(steps) })
+                one_lane(1, Lane { slots: live, setup: vec![], together: None, body: once(steps) })
             }
             Self::Live { live, .. } => one_lane(1, replacements(fewer(live), extent.calls)),
             Self::Threads { threads, shared_stream, .. } => {
@@ -197,7 +200,8 @@ fn once(steps: Vec<Step>) -> Body {
 
 fn pairs(bytes: u64, stream: u32, calls: u64) -> Lane {
     let body = Body::Pairs { bytes, stream, pairs: (calls / 2).max(1) };
-    Lane { slots: 0, setup: vec![], body }
+    let together = Some([Step::allocate(0, bytes, stream), Step::free(0, stream)]);
+    Lane { slots: 1, setup: vec![], together, body }
 }
 
 /// About `calls` calls from nothing to nothing: three allocations for each free until `live`
@@ -241,7 +245,7 @@ fn replacements(live: u32, calls: u64) -> Lane {
         [Step::free(slot, 0), Step::allocate(slot, random.between(least, most), 0)]
     };
     let steps = (0..(calls / 2).max(1)).flat_map(replace).collect();
-    Lane { slots: live, setup, body: once(steps) }
+    Lane { slots: live, setup, together: None, body: once(steps) }
 }
 
 /// A ring of live blocks. For some time all are allocated on stream 0 and freed on stream 1, then
@@ -259,7 +263,7 @@ fn to_and_fro(calls: u64) -> Lane {
         }
     }
     let times = (calls / steps.len() as u64).max(1);
-    Lane { slots: CROSS_LIVE, setup, body: Body::Steps { steps, times } }
+    Lane { slots: CROSS_LIVE, setup, together: None, body: Body::Steps { steps, times } }
 }
 
 fn gather() -> Cold {

@@ -1,5 +1,6 @@
 //! Cases on a warm pool: rounds that are timed as a whole, then one with a clock at every call.
 
+use std::slice::from_ref;
 use std::sync::{Mutex, PoisonError, RwLock};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -153,42 +154,41 @@ fn measure<S: Subject>(
     shared: &Shared<'_, S>,
     hands: &mut Hands<'_, S>,
 ) -> vpmm::Result<Measured> {
-    let meeting = &shared.meeting;
+    let mut seat = shared.meeting.seat();
     let mut measured = Measured::default();
-    let most_samples = MOST_SAMPLES / shared.lanes;
-    let mut samples = Samples::with_capacity(most_samples.min(lane.body.calls() as usize));
+    let most_samples = (MOST_SAMPLES / shared.lanes).min(lane.body.calls() as usize);
+    let mut samples = Samples::with_capacity(most_samples);
 
-    meeting.start(0);
-    let warm = shared
-        .bench
-        .enter()
-        .and_then(|()| hands.run_steps(&lane.setup))
-        .and_then(|()| hands.run(&lane.body));
-    if !meeting.end(warm.is_ok()) {
-        // Where another thread failed, that one tells.
-        return warm.map(|()| measured);
+    // Where another thread fails, this one ends with what it has, and that one tells.
+    let prepared =
+        seat.phase(|| shared.bench.enter().and_then(|()| hands.run_steps(&lane.setup)))?;
+    if prepared.is_none() {
+        return Ok(measured);
     }
-    for round in 1..=shared.rounds {
-        // Between two rounds, so that no other thread is calling.
-        let calls_before = (index == 0).then(|| shared.subject.driver_calls());
-        meeting.start(round);
-        let begin = Instant::now();
-        let ran = hands.run(&lane.body);
-        let end = Instant::now();
-        if !meeting.end(ran.is_ok()) {
-            return ran.map(|()| measured);
+    for step in lane.together.iter().flatten() {
+        if seat.phase(|| hands.run_steps(from_ref(step)))?.is_none() {
+            return Ok(measured);
         }
-        measured.rounds.push((begin, end));
+    }
+    if seat.phase(|| hands.run(&lane.body))?.is_none() {
+        return Ok(measured);
+    }
+    for _ in 0..shared.rounds {
+        // Between two phases, so that no other thread is calling.
+        let calls_before = (index == 0).then(|| shared.subject.driver_calls());
+        let round = seat.phase(|| {
+            let begin = Instant::now();
+            hands.run(&lane.body).map(|()| (begin, Instant::now()))
+        })?;
+        let Some(round) = round else { return Ok(measured) };
+        measured.rounds.push(round);
         if let Some(before) = calls_before {
             let calls = shared.subject.driver_calls() - before;
             let mut all = shared.driver_calls.lock().unwrap_or_else(PoisonError::into_inner);
             all.push(calls);
         }
     }
-    meeting.start(shared.rounds + 1);
-    let sampled = hands.sample(&lane.body, &mut samples);
-    // The memory is given back only when all are done: until then it is live.
-    meeting.end(sampled.is_ok());
+    seat.phase(|| hands.sample(&lane.body, &mut samples))?;
     measured.samples = samples.into_nanoseconds();
-    sampled.map(|()| measured)
+    Ok(measured)
 }
