@@ -196,7 +196,8 @@ fn movement(criterion: &mut Criterion) {
             bencher.iter_custom(|iterations| {
                 let mut spent = Duration::ZERO;
                 for _ in 0..iterations {
-                    let pool = profile.limited_pool(&machine.device, PIECES * 2 * MIB);
+                    let limit = (PIECES * 2 * MIB) as u64;
+                    let pool = profile.limited_pool(&machine.device, Some(limit));
                     let mut subject = Vpmm::new(pool, &machine);
                     let pieces: Vec<_> = (0..PIECES).map(|_| subject.malloc(2 * MIB, 0)).collect();
                     for piece in pieces.iter().step_by(2) {

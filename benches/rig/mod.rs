@@ -5,7 +5,7 @@
 
 use std::sync::Once;
 
-use vpmm::{Device, DevicePtr, Driver, PagedConfig, Pool, Stream, StreamHandle};
+use vpmm::{Device, DevicePtr, Driver, PagedConfig, Pool, PoolConfig, Stream, StreamHandle};
 
 pub(crate) const KIB: usize = 1 << 10;
 pub(crate) const MIB: usize = 1 << 20;
@@ -53,9 +53,11 @@ impl Machine {
     }
 }
 
-/// A simulator without modelled costs and without the race detector: as fast as it gets.
+/// A simulator without modelled costs and without the race detector: as fast as it gets. Its
+/// device has 32 GiB: callgrind cannot map as much as a large device's memory.
 pub(crate) fn simulator() -> cuda_sim::Simulator {
     cuda_sim::Simulator::builder()
+        .memory_bytes(32 << 30)
         .detect_races(false)
         .costs(cuda_sim::Costs::free())
         .build()
@@ -65,33 +67,38 @@ pub(crate) fn simulator() -> cuda_sim::Simulator {
 /// How a pool is set up.
 #[derive(Clone, Copy)]
 pub(crate) enum Profile {
+    /// Multiples of 512 bytes.
+    Default,
     /// Pages of 2 MiB.
     Paged,
 }
 
 impl Profile {
-    pub(crate) const ALL: [Self; 1] = [Self::Paged];
+    pub(crate) const ALL: [Self; 2] = [Self::Default, Self::Paged];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
+            Self::Default => "default",
             Self::Paged => "paged",
         }
     }
 
     /// A pool that holds nothing yet.
     pub(crate) fn pool(self, device: &Device) -> Pool {
-        match self {
-            Self::Paged => Pool::paged(device, &PagedConfig::default()),
-        }
-        .expect("a pool")
+        self.limited_pool(device, None)
     }
 
     /// A pool that may hold so much and no more, so that it moves memory rather than grow.
-    pub(crate) fn limited_pool(self, device: &Device, max_bytes: usize) -> Pool {
+    pub(crate) fn limited_pool(self, device: &Device, limit_bytes: Option<u64>) -> Pool {
         match self {
+            Self::Default => {
+                let mut config = PoolConfig::default();
+                config.limit_bytes = limit_bytes;
+                Pool::new(device, &config)
+            }
             Self::Paged => {
                 let mut config = PagedConfig::default();
-                config.limit_bytes = Some(max_bytes as u64);
+                config.limit_bytes = limit_bytes;
                 Pool::paged(device, &config)
             }
         }
@@ -176,31 +183,31 @@ impl<S: Subject> Churn<S> {
     }
 }
 
-/// Eight allocations of 4 MiB in a ring. A lap frees each of them on the lap's stream, which is not
-/// the one it was allocated on, and allocates another one there; laps alternate between streams.
+/// Eight allocations of 4 MiB in a ring. For 64 steps all are allocated on one stream and freed on
+/// the other, then the streams change places: so nearly every allocation needs memory that the
+/// other stream has freed.
 pub(crate) struct Ring<S: Subject> {
     pub(crate) subject: S,
-    blocks: [S::Block; 8],
-    at: usize,
-    lane: Lane,
+    blocks: [(S::Block, Lane); 8],
+    steps: usize,
 }
 
 impl<S: Subject> Ring<S> {
     const BYTES: usize = 4 * MIB;
+    const PHASE: usize = 64;
 
     pub(crate) fn new(mut subject: S) -> Self {
-        let blocks = std::array::from_fn(|_| subject.malloc(Self::BYTES, 0));
-        Self { subject, blocks, at: 0, lane: 1 }
+        let blocks = std::array::from_fn(|_| (subject.malloc(Self::BYTES, 1), 1));
+        Self { subject, blocks, steps: 0 }
     }
 
     /// One free and one malloc.
     pub(crate) fn step(&mut self) {
-        self.subject.free(self.blocks[self.at], self.lane);
-        self.blocks[self.at] = self.subject.malloc(Self::BYTES, self.lane);
-        self.at += 1;
-        if self.at == self.blocks.len() {
-            self.at = 0;
-            self.lane = 1 - self.lane;
-        }
+        let lane = self.steps / Self::PHASE % 2;
+        let at = self.steps % self.blocks.len();
+        let (block, allocated_on) = self.blocks[at];
+        self.subject.free(block, 1 - allocated_on);
+        self.blocks[at] = (self.subject.malloc(Self::BYTES, lane), lane);
+        self.steps += 1;
     }
 }
