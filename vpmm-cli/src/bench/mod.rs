@@ -33,7 +33,7 @@ use vpmm::{Stream, StreamHandle};
 use crate::backend::{AllocatorSpec, CudaAsync, CudaMalloc, PoolBackend};
 use crate::device::{Calls, Machine};
 use loops::Hands;
-use script::{Extent, Script, Step, Warm};
+use script::{Extent, Script, Warm};
 use subject::Subject;
 
 /// Why a case has no figures.
@@ -164,35 +164,33 @@ impl<'a> Bench<'a> {
         self.calls.synchronize()
     }
 
-    /// Nanoseconds that a call roughly takes: from some pairs of the case's size on a pool of
-    /// their own. 0 for a case whose amount does not depend on it.
+    /// Nanoseconds that a call roughly takes: the first thread's part of the case, made small and
+    /// run twice on a pool of its own. 0 for a cold case, which is what it is.
     fn trial<S: Subject>(
         &self,
         case: Case,
         open: impl Fn(Option<u64>) -> vpmm::Result<S>,
     ) -> vpmm::Result<f64> {
-        const FIRST: usize = 8;
-        const MOST: usize = 256;
-        const LONGEST: Duration = Duration::from_millis(30);
-        if matches!(case, Case::Grow { .. } | Case::Gather) {
+        const CALLS: u64 = 512;
+        let Script::Warm(script) =
+            case.script(Extent { calls: CALLS, live_divisor: QUICK_DIVISOR })
+        else {
             return Ok(0.0);
-        }
-        let stream = self.machine.device().stream()?;
-        let streams = [stream.handle()];
+        };
+        let Some(lane) = script.lanes.first() else { return Ok(0.0) };
+        let streams = self.machine.streams(script.streams)?;
+        let handles: Vec<StreamHandle> = streams.iter().map(Stream::handle).collect();
         let subject = open(None)?;
-        let mut hands = Hands::new(&subject, &streams, 1);
-        let pair = [
-            Step { bytes: case.typical_bytes(), slot: 0, stream: 0 },
-            Step { bytes: 0, slot: 0, stream: 0 },
-        ];
-        (0..FIRST).try_for_each(|_| hands.run_steps(&pair))?;
-        let started = Instant::now();
-        let mut pairs = 0;
-        while pairs < MOST && started.elapsed() < LONGEST {
-            hands.run_steps(&pair)?;
-            pairs += 1;
-        }
-        Ok(started.elapsed().as_nanos() as f64 / (2 * pairs) as f64)
+        let mut hands = Hands::new(&subject, &handles, lane.slots);
+        let spent = hands.run_steps(&lane.setup).and_then(|()| {
+            hands.run(&lane.body)?;
+            let started = Instant::now();
+            hands.run(&lane.body)?;
+            Ok(started.elapsed())
+        });
+        let freed = hands.let_go();
+        let spent = spent?;
+        freed.map(|()| spent.as_nanos() as f64 / lane.body.calls().max(1) as f64)
     }
 
     /// How many calls of a round an allocator of that speed makes.

@@ -146,18 +146,6 @@ impl Case {
         }
     }
 
-    /// A size that stands for all of the case's, to find out how fast an allocator is.
-    pub(super) fn typical_bytes(self) -> u64 {
-        match self {
-            Self::Pair { bytes, .. } | Self::Grow { bytes, .. } => bytes,
-            Self::Random { least_bytes, most_bytes, .. } => (least_bytes + most_bytes) / 2,
-            Self::Live { .. } => (SMALL_BYTES.0 + SMALL_BYTES.1) / 2,
-            Self::Threads { .. } => THREAD_BYTES,
-            Self::CrossStream => CROSS_BYTES,
-            Self::Gather => GATHER_PIECE_BYTES,
-        }
-    }
-
     /// What the case does.
     pub(super) fn script(self, extent: Extent) -> Script {
         let fewer = |live: u32| (live / extent.live_divisor).max(1);
