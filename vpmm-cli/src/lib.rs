@@ -8,7 +8,7 @@
 //! | [`backend`] | allocators by name, behind one interface |
 //! | [`replay`] | order, threads, time, device work that checks contents |
 //! | [`fit`] | the smallest limit at which a trace completes |
-//! | [`bench`] | what single calls cost, case by case |
+//! | [`mod@bench`] | what single calls cost, case by case |
 //! | [`report`] | the tables and the JSON |
 //! | [`args`], [`command`], [`exit`] | the command line, what it does, how it ends |
 

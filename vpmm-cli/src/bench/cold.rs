@@ -59,7 +59,7 @@ pub(super) fn run<S: Subject>(
         let mut all: Vec<f64> = Vec::new();
         several(pools, || {
             let subject = fresh()?;
-            let mut samples = Samples::with_capacity(script.timed.len());
+            let mut samples = Samples::with_room_for(script.timed.len());
             on_fresh(script, bench, &subject, streams, |hands| {
                 hands.sample_steps(&script.timed, &mut samples)
             })?;

@@ -14,8 +14,8 @@ use super::subject::{Nothing, Subject};
 
 /// The pointers of one lane, and what they are used with.
 pub(super) struct Hands<'a, S: Subject> {
-    pub(super) subject: &'a S,
-    pub(super) streams: &'a [StreamHandle],
+    subject: &'a S,
+    streams: &'a [StreamHandle],
     held: Vec<S::Ptr>,
 }
 
@@ -35,28 +35,33 @@ impl Observer for Blind {
 /// The time of every call, from the end of the one before it.
 pub(super) struct Samples {
     nanoseconds: Vec<u32>,
+    /// How many of them are noted.
+    noted: usize,
     last: Instant,
 }
 
 impl Samples {
     /// Room for so many: what comes after that is not noted.
-    pub(super) fn with_capacity(calls: usize) -> Self {
-        Self { nanoseconds: Vec::with_capacity(calls), last: Instant::now() }
+    pub(super) fn with_room_for(calls: usize) -> Self {
+        // Written, since the first touch of a page would be part of some call's time.
+        Self { nanoseconds: vec![u32::MAX; calls], noted: 0, last: Instant::now() }
     }
 
     /// The times in nanoseconds.
-    pub(super) fn into_nanoseconds(self) -> Vec<u32> {
+    pub(super) fn into_nanoseconds(mut self) -> Vec<u32> {
+        self.nanoseconds.truncate(self.noted);
         self.nanoseconds
     }
 }
 
-impl Observer for &mut Samples {
+impl Observer for Samples {
     #[inline(always)]
     fn called(&mut self) {
         let now = Instant::now();
-        if self.nanoseconds.len() < self.nanoseconds.capacity() {
+        if let Some(place) = self.nanoseconds.get_mut(self.noted) {
             let spent = (now - self.last).as_nanos();
-            self.nanoseconds.push(u32::try_from(spent).unwrap_or(u32::MAX));
+            *place = u32::try_from(spent).unwrap_or(u32::MAX);
+            self.noted += 1;
         }
         self.last = now;
     }
@@ -69,7 +74,7 @@ impl<'a, S: Subject> Hands<'a, S> {
 
     /// Makes the calls.
     pub(super) fn run(&mut self, body: &Body) -> vpmm::Result<()> {
-        self.observed(body, Blind)
+        self.observed(body, &mut Blind)
     }
 
     /// Makes the calls and notes the time of each.
@@ -90,17 +95,17 @@ impl<'a, S: Subject> Hands<'a, S> {
         samples: &mut Samples,
     ) -> vpmm::Result<()> {
         samples.last = Instant::now();
-        self.steps(steps, &mut &mut *samples)
+        self.steps(steps, samples)
     }
 
-    fn observed(&mut self, body: &Body, mut observer: impl Observer) -> vpmm::Result<()> {
+    fn observed(&mut self, body: &Body, observer: &mut impl Observer) -> vpmm::Result<()> {
         match body {
             Body::Pairs { bytes, stream, pairs } => {
                 let stream = self.streams[*stream as usize];
-                self.pairs(*bytes, stream, *pairs, &mut observer)
+                self.pairs(*bytes, stream, *pairs, observer)
             }
             Body::Steps { steps, times } => {
-                (0..*times).try_for_each(|_| self.steps(steps, &mut observer))
+                (0..*times).try_for_each(|_| self.steps(steps, observer))
             }
         }
     }
@@ -195,7 +200,7 @@ pub(super) fn loop_ns(body: &Body, slots: u32, streams: &[StreamHandle]) -> f64 
 pub(super) fn clock_ns() -> f64 {
     const PAIRS: u64 = 50_000;
     let body = Body::Pairs { bytes: 1, stream: 0, pairs: PAIRS };
-    let mut samples = Samples::with_capacity(2 * PAIRS as usize);
+    let mut samples = Samples::with_room_for(2 * PAIRS as usize);
     let _ = Hands::new(&Nothing, &[StreamHandle::LEGACY], 0).sample(&body, &mut samples);
     let samples = samples.into_nanoseconds().into_iter().map(f64::from).collect();
     median(samples)
@@ -264,7 +269,7 @@ mod tests {
                     for (lane, hands) in warm.lanes.iter().zip(&mut hands) {
                         hands.run_steps(&lane.setup).unwrap();
                         hands.run(&lane.body).unwrap();
-                        let mut samples = Samples::with_capacity(lane.body.calls() as usize);
+                        let mut samples = Samples::with_room_for(lane.body.calls() as usize);
                         hands.sample(&lane.body, &mut samples).unwrap();
                         assert_eq!(samples.into_nanoseconds().len() as u64, lane.body.calls());
                         calls += lane.setup.len() as u64 + 2 * lane.body.calls();
@@ -275,7 +280,7 @@ mod tests {
                 Script::Cold(cold) => {
                     let mut hands = Hands::new(&subject, &streams, cold.slots);
                     hands.run_steps(&cold.setup).unwrap();
-                    let mut samples = Samples::with_capacity(cold.timed.len());
+                    let mut samples = Samples::with_room_for(cold.timed.len());
                     hands.sample_steps(&cold.timed, &mut samples).unwrap();
                     hands.let_go().unwrap();
                 }

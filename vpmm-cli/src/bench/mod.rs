@@ -5,7 +5,7 @@
 //!                └▶ Cold ─ loops ─▶ fresh pools ──────────┘
 //! ```
 //!
-//! **Calls.** Sizes, slots and streams are written down before any clock runs ([`script`]).
+//! **Calls.** Sizes, slots and streams are written down before any clock runs.
 //! **Time.** A round is timed as a whole, without a clock at single calls, and what its loop
 //! costs on an allocator that does nothing is taken off. Percentiles come from a further round
 //! with a clock at every call, whose cost is taken off as well.

@@ -157,7 +157,7 @@ fn measure<S: Subject>(
     let mut seat = shared.meeting.seat();
     let mut measured = Measured::default();
     let most_samples = (MOST_SAMPLES / shared.lanes).min(lane.body.calls() as usize);
-    let mut samples = Samples::with_capacity(most_samples);
+    let mut samples = Samples::with_room_for(most_samples);
 
     // Where another thread fails, this one ends with what it has, and that one tells.
     let prepared =
