@@ -63,12 +63,14 @@ def ratio(value):
 
 
 class Table:
-    """Rows by name, columns by allocator; the last one compares ours with the best peer."""
+    """Rows by name, columns by allocator; the last one compares ours with the best peer, where the
+    figures of all of them are of one kind."""
 
-    def __init__(self, title, unit, figure=number, higher_is_better=False):
+    def __init__(self, title, unit, figure=number, higher_is_better=False, compare=True):
         self.title = f"{title} ({unit})"
         self.figure = figure
         self.better = max if higher_is_better else min
+        self.compare = compare
         self.cells = {}
 
     def put(self, row, allocator, value):
@@ -77,10 +79,10 @@ class Table:
     def rows(self):
         allocators = in_order(name for row in self.cells.values() for name in row)
         ours = next((name for name in OURS if name in allocators), None)
-        yield ["", *allocators, f"{ours} is better by"]
+        yield ["", *allocators, *([f"{ours} is better by"] if self.compare else [])]
         for name, row in self.cells.items():
             figures = [self.figure(row.get(allocator)) for allocator in allocators]
-            yield [name, *figures, self.gain(row, ours)]
+            yield [name, *figures, *([self.gain(row, ours)] if self.compare else [])]
 
     def gain(self, row, ours):
         """How many times better than the best peer; below 1 the peer is."""
@@ -128,19 +130,30 @@ def tables(cases, replays, fits):
         memory.put(name, allocator, held(result))
 
     replay_time = Table("Traces replayed, warm, host time per operation", "ns")
+    told = "where the allocator tells"
+    apart = Table(f"The same without the driver calls, {told}", "ns", compare=False)
     replay_memory = Table("Traces replayed, memory held", "peak mapped / peak live", ratio)
     for result in replays:
         name, allocator = short(result["trace"]), result["allocator"]
         replay_time.put(name, allocator, result.get("ns_per_op"))
+        if result.get("host_ns_per_op") is not None:
+            apart.put(name, allocator, result["host_ns_per_op"])
         replay_memory.put(name, allocator, held(result))
 
     fit = Table("Smallest limit at which a trace completes", "limit / peak live", ratio)
     fit_time = Table("Host time per operation at that limit", "ns")
+    fit_driver = Table(f"Driver time at that limit, {told}", "ms", compare=False)
     for result in fits:
         name, allocator = short(result["trace"]), result["allocator"]
         fit.put(name, allocator, result.get("ratio"))
         fit_time.put(name, allocator, result.get("ns_per_op"))
-    return [time, rate, *tails, memory, replay_time, replay_memory, fit, fit_time]
+        if result.get("driver_time_us") is not None:
+            fit_driver.put(name, allocator, result["driver_time_us"] / 1000)
+    return [
+        *(time, rate, *tails, memory),
+        *(replay_time, apart, replay_memory),
+        *(fit, fit_time, fit_driver),
+    ]
 
 
 def held(result):
@@ -159,6 +172,8 @@ def main():
     for header in headers:
         for key in ("machine", "driver", "processor", "commit", "date", "command"):
             print(f"{key}: {header.get(key, 'unknown')}" + ("  " if options.markdown else ""))
+    if any(result.get("device", "").startswith("sim") for result in cases + replays + fits):
+        print("\nSome of these are the simulator's, whose calls take other times than a GPU's.")
     for table in tables(cases, replays, fits):
         table.print(options.markdown)
     reasons = in_order(
