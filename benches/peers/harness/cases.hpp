@@ -56,25 +56,45 @@ constexpr std::size_t kPools = 9;
 // Peers may be much slower in a case than in pairs of its size: then the case is left out.
 constexpr std::chrono::seconds kPatience{10};
 
-// Nanoseconds that a call roughly takes: from some pairs of the case's typical size.
+// Nanoseconds that a call roughly takes: the first thread's part of the case, made small and run
+// twice on an allocator of its own.
 template <class Make>
 double trial(Make make, const Case &one, const std::vector<cudaStream_t> &streams) {
-    constexpr double kLongestNs = 30e6;
+    const Lane lane = lanes_of(made_small(one), 512)[0];
     auto allocator = make();
-    Hands hands(*allocator, streams, 1);
+    Hands hands(*allocator, streams, lane.slots);
     Blind blind;
-    const Lane pair = pairs((one.least_bytes + one.most_bytes) / 2, 0, 2);
-    for (int i = 0; i < 8; ++i) hands.steps(pair.body, blind);
+    hands.patient_steps(lane.setup, kPatience);
+    hands.run(lane, blind);
     auto start = Clock::now();
-    double spent = 0;
-    int done = 0;
-    while (done < 256 && spent < kLongestNs) {
-        hands.steps(pair.body, blind);
-        ++done;
-        spent = nanoseconds(Clock::now() - start);
-    }
-    return spent / (2 * done);
+    hands.run(lane, blind);
+    double ns = nanoseconds(Clock::now() - start);
+    hands.let_go();
+    return std::max(ns / static_cast<double>(lane.calls()), 1e-3);
 }
+
+// Has threads begin together: a barrier alone wakes them one after the other.
+class Meeting {
+  public:
+    explicit Meeting(std::size_t threads)
+        : threads_(threads), barrier_(static_cast<std::ptrdiff_t>(threads)) {}
+
+    // Returns when every thread is here. `phase` counts the meetings from 1.
+    void start(std::size_t phase) {
+        barrier_.arrive_and_wait();
+        arrivals_.fetch_add(1);
+        for (unsigned turn = 1; arrivals_.load() < threads_ * phase; ++turn) {
+            if (turn % 1024 == 0) std::this_thread::yield();
+        }
+    }
+
+    void end() { barrier_.arrive_and_wait(); }
+
+  private:
+    std::size_t threads_;
+    std::barrier<> barrier_;
+    std::atomic<std::size_t> arrivals_{0};
+};
 
 // All lanes at once, each on a thread of its own: one pass to warm up, rounds timed as a whole, and
 // one with a clock at every call. The best round counts: what disturbs one makes it longer.
@@ -95,7 +115,7 @@ Figures run_warm(Allocator &allocator, const std::vector<Lane> &lanes, double ca
     std::vector<std::vector<double>> samples(count);
     std::vector<std::exception_ptr> failures(count);
     std::atomic<bool> failed{false};
-    std::barrier meeting(static_cast<std::ptrdiff_t>(count));
+    Meeting meeting(count);
 
     auto work = [&](std::size_t index) {
         const Lane &lane = lanes[index];
@@ -103,8 +123,9 @@ Figures run_warm(Allocator &allocator, const std::vector<Lane> &lanes, double ca
         Blind blind;
         Samples mine(std::min<std::size_t>(kMostSamples / count, lane.calls()));
         // Every thread comes to every meeting, failed or not: the others would wait for ever.
+        std::size_t phase = 0;
         auto together = [&](auto body) {
-            meeting.arrive_and_wait();
+            meeting.start(++phase);
             if (!failed) {
                 try {
                     body();
@@ -113,11 +134,16 @@ Figures run_warm(Allocator &allocator, const std::vector<Lane> &lanes, double ca
                     failed = true;
                 }
             }
-            meeting.arrive_and_wait();
+            meeting.end();
         };
         together([&] {
             check(cudaSetDevice(0), "cudaSetDevice");
             hands.patient_steps(lane.setup, kPatience);
+        });
+        for (const Step &step : lane.together) {
+            together([&] { hands.patient_steps({step}, kPatience); });
+        }
+        together([&] {
             if (lane.times == 1) {
                 hands.patient_steps(lane.body, kPatience);
             } else {

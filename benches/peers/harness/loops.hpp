@@ -42,22 +42,25 @@ struct Blind {
 // The time of every call, from the end of the one before it.
 class Samples {
   public:
-    explicit Samples(std::size_t most) { nanoseconds_.reserve(most); }
+    // Written, since the first touch of a page would be part of some call's time.
+    explicit Samples(std::size_t most) : nanoseconds_(most, -1.0) {}
 
     void start() { last_ = Clock::now(); }
 
     void called() {
         auto now = Clock::now();
-        if (nanoseconds_.size() < nanoseconds_.capacity()) {
-            nanoseconds_.push_back(nanoseconds(now - last_));
-        }
+        if (noted_ < nanoseconds_.size()) nanoseconds_[noted_++] = nanoseconds(now - last_);
         last_ = now;
     }
 
-    std::vector<double> take() { return std::move(nanoseconds_); }
+    std::vector<double> take() {
+        nanoseconds_.resize(noted_);
+        return std::move(nanoseconds_);
+    }
 
   private:
     std::vector<double> nanoseconds_;
+    std::size_t noted_ = 0;
     Clock::time_point last_{};
 };
 

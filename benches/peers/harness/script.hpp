@@ -23,10 +23,12 @@ struct Step {
 
 using Steps = std::vector<Step>;
 
-// What one thread does: `setup` once, then `body`, `times` over, as one round.
+// What one thread does: `setup` once; the steps of `together` once, each when all threads have done
+// the one before, so that all that will be live at one time has been so before the clock starts;
+// then `body`, `times` over, as one round.
 struct Lane {
     std::uint32_t slots = 0;
-    Steps setup, body;
+    Steps setup = {}, together = {}, body = {};
     std::uint64_t times = 1;
 
     std::uint64_t calls() const { return body.size() * times; }
@@ -84,6 +86,14 @@ inline std::vector<Case> all_cases() {
     return cases;
 }
 
+// The case made small: enough to find out how fast an allocator roughly is.
+inline Case made_small(Case one) {
+    if (one.kind == Kind::kRandom || one.kind == Kind::kLive) {
+        one.count = std::max<std::uint32_t>(one.count / 100, 1);
+    }
+    return one;
+}
+
 // Calls of a round: what steady figures need, and the least that is still the case.
 struct Calls {
     std::uint64_t full, least;
@@ -107,14 +117,15 @@ inline Calls calls_of(const Case &one) {
 }
 
 inline Lane pairs(std::uint64_t bytes, std::uint32_t stream, std::uint64_t calls) {
-    return {1, {}, {{bytes, 0, stream}, {0, 0, stream}}, std::max<std::uint64_t>(calls / 2, 1)};
+    const Steps pair{{bytes, 0, stream}, {0, 0, stream}};
+    return {1, {}, pair, pair, std::max<std::uint64_t>(calls / 2, 1)};
 }
 
 // From nothing to nothing: three allocations for each free until all that may be live are, then
 // around that many, in the end frees only. What is freed is random.
 inline Lane random_lane(const Case &one, std::uint64_t calls) {
     Random random(1);
-    Lane lane{one.count, {}, {}, 1};
+    Lane lane{.slots = one.count};
     std::vector<std::uint32_t> held, vacant;
     for (std::uint32_t slot = one.count; slot > 0; --slot) vacant.push_back(slot - 1);
     auto free_one = [&] {
@@ -143,7 +154,7 @@ inline Lane random_lane(const Case &one, std::uint64_t calls) {
 // Small live allocations, of which random ones are freed and allocated anew.
 inline Lane live_lane(const Case &one, std::uint64_t calls) {
     Random random(2);
-    Lane lane{one.count, {}, {}, 1};
+    Lane lane{.slots = one.count};
     for (std::uint32_t slot = 0; slot < one.count; ++slot) {
         lane.setup.push_back({random.between(one.least_bytes, one.most_bytes), slot, 0});
     }
@@ -159,7 +170,7 @@ inline Lane live_lane(const Case &one, std::uint64_t calls) {
 // the other way round: so nearly every allocation needs memory that the other stream has freed.
 inline Lane cross_stream_lane(const Case &one, std::uint64_t calls) {
     constexpr std::uint32_t kPhase = 64;
-    Lane lane{one.count, {}, {}, 1};
+    Lane lane{.slots = one.count};
     for (std::uint32_t slot = 0; slot < one.count; ++slot) {
         lane.setup.push_back({one.most_bytes, slot, 1});
     }
@@ -198,7 +209,7 @@ inline std::vector<Lane> lanes_of(const Case &one, std::uint64_t calls) {
         lanes.push_back(cross_stream_lane(one, calls));
         break;
     case Kind::kGrow: {
-        Lane lane{one.count, {}, {}, 1};
+        Lane lane{.slots = one.count};
         for (std::uint32_t slot = 0; slot < one.count; ++slot) {
             lane.body.push_back({one.most_bytes, slot, 0});
         }
