@@ -74,7 +74,9 @@ pub(super) struct Job {
 
 /// A window that would do.
 struct Window {
+    /// Units, as the request is long; what its last gap is filled beyond that does not count.
     start: u32,
+    end: u32,
     gaps: SmallVec<[Gap; 2]>,
     cost: u32,
 }
@@ -100,8 +102,8 @@ impl Space {
         policy: &Policy,
         means: Means,
     ) -> Option<Job> {
-        let best = self.best_window(tags, stream, units, part, policy)?;
-        let fresh = self.fresh_window(units, part, policy);
+        let best = self.best_window(tags, stream, units, part)?;
+        let fresh = self.fresh_window(units, part);
         // Exact sums may be impossible in a gap between two mappings; a fresh window can take more.
         [Some(best), fresh].into_iter().flatten().find_map(|window| {
             let fills = self.fill(stream, &window, policy, means)?;
@@ -110,14 +112,7 @@ impl Space {
     }
 
     /// The window that lacks the least memory, and of those the lowest.
-    fn best_window(
-        &self,
-        tags: &Tags,
-        stream: u32,
-        units: u32,
-        part: Part,
-        policy: &Policy,
-    ) -> Option<Window> {
+    fn best_window(&self, tags: &Tags, stream: u32, units: u32, part: Part) -> Option<Window> {
         let range = self.memory.range(part);
         let holes = self.memory.map.holes().filter(|hole| range.contains(&(hole.start() as u32)));
         let mut best: Option<Window> = None;
@@ -133,7 +128,7 @@ impl Space {
         let whole = units.div_ceil(self.memory.granule_units());
         match best {
             Some(best) if best.cost < whole => Some(best),
-            found => self.fresh_window(units, part, policy).or(found),
+            found => self.fresh_window(units, part).or(found),
         }
     }
 
@@ -146,10 +141,15 @@ impl Space {
         }
         // The whole hole may be part of it only if the window ends there or goes on behind it.
         let end = u64::from(start) + u64::from(units);
-        let mut window = Window { start, gaps: SmallVec::new(), cost: 0 };
+        let mut window =
+            Window { start, end: u32::try_from(end).ok()?, gaps: SmallVec::new(), cost: 0 };
         let mut hole = hole;
         loop {
             let (first, last) = (hole.start() as u32, hole.end() as u32);
+            // Neighbours of different owners may do without the hole.
+            if u64::from(first) * u64::from(granule_units) >= end {
+                return Some(window);
+            }
             let needed = end.div_ceil(u64::from(granule_units)).min(u64::from(last)) as u32 - first;
             window.gaps.push(Gap { start: first, granules: needed, beyond: last - first - needed });
             window.cost += needed;
@@ -174,7 +174,7 @@ impl Space {
     }
 
     /// A window of its own, with room behind it to grow into.
-    fn fresh_window(&self, units: u32, part: Part, policy: &Policy) -> Option<Window> {
+    fn fresh_window(&self, units: u32, part: Part) -> Option<Window> {
         let range = self.memory.range(part);
         let largest = self
             .memory
@@ -188,11 +188,13 @@ impl Space {
             return None;
         }
         let extends = self.memory.map.previous(largest.id()).is_some();
-        let apart = policy.lanes && part == Part::Large && extends && length / 2 >= granules;
+        let apart = part == Part::Large && extends && length / 2 >= granules;
         let start = if apart { first + length / 2 } else { first };
         let gap = Gap { start, granules, beyond: first + length - start - granules };
+        let first_unit = start * self.memory.granule_units();
         Some(Window {
-            start: start * self.memory.granule_units(),
+            start: first_unit,
+            end: first_unit + units,
             gaps: [gap].into_iter().collect(),
             cost: granules,
         })
@@ -237,7 +239,7 @@ impl Space {
             if new == missing {
                 let ahead = if means.ahead { self.ahead(policy, missing) } else { 0 };
                 let more = u64::from(ahead.min(gap.beyond)).min(room - u64::from(new)) as u32;
-                self.create(&mut fill, new + more, policy);
+                self.create(&mut fill, new + more, policy, window.end - window.start);
                 room -= u64::from(new + more);
             } else {
                 // Only a longer extent is left, and there must be addresses for all of it.
@@ -257,12 +259,13 @@ impl Space {
         policy.ahead(streak, needed, self.memory.mapped())
     }
 
-    /// Lengths of new extents.
-    fn create(&self, fill: &mut Fill, granules: u32, policy: &Policy) {
+    /// Lengths of new extents, for a request of so many units.
+    fn create(&self, fill: &mut Fill, granules: u32, policy: &Policy, units: u32) {
+        let request = u64::from(units.div_ceil(self.memory.granule_units()));
         let mut left = granules;
         let mut mapped = self.memory.mapped();
         while left > 0 {
-            let granules = policy.extent(mapped).min(left);
+            let granules = policy.extent(mapped, request).min(left);
             fill.pieces.push(Piece { source: Source::New, granules });
             left -= granules;
             mapped += u64::from(granules);
@@ -272,10 +275,7 @@ impl Space {
     /// Whole extents in free memory that the stream may use, outside the window.
     fn sources(&self, stream: u32, window: &Window) -> Sources {
         let granule_units = self.memory.granule_units();
-        // The window's own free blocks: those before its first gap and between its gaps.
-        let last = window.gaps.last().map_or(0, |gap| gap.start + gap.granules);
-        let in_window =
-            |block: &Block| block.end() > window.start && block.start() < last * granule_units;
+        let in_window = |block: &Block| block.end() > window.start && block.start() < window.end;
         let mut found: Vec<Candidate> = Vec::new();
         for part in Part::ALL {
             for block in self

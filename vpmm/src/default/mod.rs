@@ -110,7 +110,7 @@ impl Core {
         let memory = Memory::new(base, granules, granule_bytes, granules / 8);
         let core = Arc::new(Self {
             device: device.clone(),
-            policy: Policy::new(config.capacity),
+            policy: Policy::new(config.capacity, config.limit_bytes.is_some()),
             config,
             asymmetry: Asymmetry::detect(),
             realm: device.driver().realm(),

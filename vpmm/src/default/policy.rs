@@ -1,57 +1,66 @@
 //! How long extents are, when memory moves before more is made, how far ahead growth maps.
+//!
+//! A driver call costs what it costs for each handle, whatever its length; but only a handle that
+//! is wholly free can be moved, so that a long one under a short block that stays is lost to
+//! everybody else. Length is thus the trade between driver time and memory held. Granules
+//! throughout.
 
 #![forbid(unsafe_code)]
 
-/// The numbers behind growth. Granules throughout.
+/// New extents are at most this fraction of the pool, or of the request where that is longer:
+/// their number grows with the pool's logarithm, and what one short block can hold in its place
+/// stays the same small share.
+const OF_POOL: u64 = 128;
+const OF_REQUEST: u64 = 32;
+
+/// Where a limit is set: at most this fraction of it, so that nearly everything can be brought
+/// together when the limit is reached.
+const OF_LIMIT: u64 = 1024;
+
+/// Memory moves before more is made when whole free extents come to this fraction of what is
+/// live: moving one costs hardly more than making one.
+const MOVED_FIRST: u64 = 400;
+
+/// From this many growths in a row on, with nothing freed between, a program is filling its
+/// memory and will ask again: the next ones map ahead, each more, up to a fraction of the pool
+/// and up to 64 MiB (in granules of 2 MiB).
+const STREAK: u32 = 8;
+const AHEAD_OF_POOL: u64 = 4;
+const AHEAD_MOST: u64 = 32;
+
+/// The numbers behind growth.
 #[derive(Clone, Debug)]
 pub(super) struct Policy {
-    /// The most that the pool may hold, or that the device has.
+    /// The most that the pool may hold: its limit, or what the device has.
     pub(super) capacity: u64,
-    /// Extents are at most this fraction of the room that is left.
-    pub(super) room_fraction: u64,
-    /// Memory moves before more is made when whole free extents come to this fraction of what is
-    /// live.
-    pub(super) move_fraction: u64,
-    /// Fresh windows stand apart, so that each has addresses behind it.
-    pub(super) lanes: bool,
-    /// Growth ahead is at most this fraction of what is mapped.
-    pub(super) ahead_fraction: u64,
+    /// Whether that is a limit that somebody set.
+    limited: bool,
 }
 
-/// 64 MiB in granules of 2 MiB: growth ahead goes no further.
-const AHEAD_GRANULES: u64 = 32;
-
 impl Policy {
-    pub(super) fn new(capacity: u64) -> Self {
-        let number = |name: &str, default: u64| {
-            std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(default)
-        };
-        Self {
-            capacity,
-            room_fraction: number("VT_ROOM", 16),
-            move_fraction: number("VT_MOVE", 20),
-            lanes: number("VT_LANES", 1) == 1,
-            ahead_fraction: number("VT_AHEAD", 4),
-        }
+    pub(super) fn new(capacity: u64, limited: bool) -> Self {
+        Self { capacity, limited }
     }
 
-    /// The granules of the next new extent, at most.
-    pub(super) fn extent(&self, mapped: u64) -> u32 {
-        let room = self.capacity.saturating_sub(mapped);
-        (room / self.room_fraction).clamp(1, 1 << 18) as u32
+    /// The length of the next new extent, at most.
+    pub(super) fn extent(&self, mapped: u64, request: u64) -> u32 {
+        // An empty pool has nothing that a long extent could hold in its place.
+        let of_request = if mapped == 0 { request } else { request / OF_REQUEST };
+        let of_limit = if self.limited { self.capacity / OF_LIMIT } else { u64::MAX };
+        (mapped / OF_POOL).max(of_request).min(of_limit).clamp(1, 1 << 18) as u32
     }
 
     /// From how many granules of free extents on they move before more are made.
     pub(super) fn moves_first(&self, live: u64) -> u64 {
-        (live / self.move_fraction).max(1)
+        (live / MOVED_FIRST).max(1)
     }
 
-    /// Granules to map beyond the need of a request.
+    /// Granules to map beyond the need of a request that needs `needed`.
     pub(super) fn ahead(&self, streak: u32, needed: u32, mapped: u64) -> u32 {
-        if streak < 2 {
+        if streak < STREAK {
             return 0;
         }
-        let most = (mapped / self.ahead_fraction).min(AHEAD_GRANULES);
-        (u64::from(needed) << (streak - 1).min(16)).min(most) as u32
+        let most = (mapped / AHEAD_OF_POOL).min(AHEAD_MOST);
+        (u64::from(needed) << (streak - STREAK + 1).min(16)).min(most) as u32
     }
 }

@@ -140,12 +140,39 @@ impl Space {
                 node = Some(right);
             }
         }
+        if owner != Owner::NOBODY {
+            (first, end) = self.absorb(tags, first, end);
+        }
         tags.clear(start);
         let node = node.unwrap_or_else(|| self.blocks.take(Block::vacant));
         self.blocks.get(node).set(first, end - first, owner);
         tags.set_free(first, node);
         tags.set_free(end - 1, node);
         self.link(node);
+    }
+
+    /// Takes nobody's neighbours out that are no longer than a block that a stream frees, to be one
+    /// with it: the stream's next requests find one block where there would be two, and what
+    /// others lose by it for a while is no more than they lose by the stream's using the block.
+    #[inline]
+    fn absorb(&mut self, tags: &Tags, mut first: u32, mut end: u32) -> (u32, u32) {
+        if let Tag::Free(left) = tags.get(first.wrapping_sub(1)) {
+            let block = self.blocks.get(left);
+            if block.owner() == Owner::NOBODY && block.units() <= end - first {
+                // It may be the first tag of a neighbour that is part of the block by now.
+                tags.clear(first);
+                first = self.take_whole(tags, left).0;
+            }
+        }
+        if let Tag::Free(right) = tags.get(end) {
+            let block = self.blocks.get(right);
+            if block.owner() == Owner::NOBODY && block.units() <= end - first {
+                tags.clear(end - 1);
+                let (start, units, _) = self.take_whole(tags, right);
+                end = start + units;
+            }
+        }
+        (first, end)
     }
 
     /// Takes a whole free block out.
