@@ -203,7 +203,7 @@ impl Core {
         }
         let _revoking = lock(&self.revoking);
         // SAFETY: `revoking` is held, so nobody else revokes.
-        unsafe { shard.claim(token, self.asymmetry) }
+        unsafe { shard.claim(token, self.asymmetry, self.config.limit_bytes.is_none()) }
     }
 }
 

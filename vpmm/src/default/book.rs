@@ -79,6 +79,19 @@ impl Book {
         Owner::stream(index, self.open_parity())
     }
 
+    /// The owner of memory that was the stream's before, in whichever epoch, and that it has not
+    /// used since: covered by the open epoch's event to come, or by one that is recorded already.
+    pub(super) fn own_again(&self, index: u32) -> Owner {
+        match (self.recording, self.stage) {
+            (Recording::Eager, Stage::Recorded(..)) if self.last_record.is_none() => {
+                Owner::stream(index, self.open_parity() ^ 1)
+            }
+            // Its last event has passed.
+            (Recording::Eager, _) if self.last_record.is_none() => Owner::NOBODY,
+            _ => self.open_owner(index),
+        }
+    }
+
     /// The epoch whose passing makes memory of this owner (a block of this stream) safe for all.
     pub(super) fn epoch_of(&self, parity: usize) -> u64 {
         if parity == self.open_parity() { self.epoch } else { self.epoch - 1 }

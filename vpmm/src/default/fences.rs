@@ -5,12 +5,12 @@ use std::sync::atomic::Ordering;
 
 use cuda_sys::types::CUstreamCaptureStatus;
 
-use super::Core;
 use super::book::{Recording, Stage};
 use super::free_set::Block;
 use super::owner::Owner;
 use super::space::{Part, Space};
 use super::tags::Tags;
+use super::{Core, lock};
 use crate::device::StreamHandle;
 use crate::driver::{Driver, Failure};
 use crate::error::Result;
@@ -23,14 +23,32 @@ const ASKED: usize = 16;
 /// Blocks that become nobody's in one go, so that no request pays for all of a great many.
 const DRAINED: usize = 256;
 
+/// One record of an event. Events are used again: an answer about one record, had without the
+/// lock, says nothing about a later one on the same event.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct Mark {
+    pub(super) event: Event,
+    /// With it the stream's only record in this epoch, but for the last one at its end.
+    epoch: u64,
+    ended: bool,
+}
+
 impl Space {
+    /// The record that a stream's closed epoch waits for now.
+    pub(super) fn mark(&self, stream: u32) -> Option<Mark> {
+        let book = &self.books[stream as usize];
+        let Stage::Recorded(event) = book.stage else { return None };
+        Some(Mark { event, epoch: book.epoch, ended: book.recording == Recording::Ended })
+    }
+
     /// Notes that the event of a stream's closed epoch was seen complete. An answer that comes
     /// after the epoch was settled otherwise is about nothing any more.
-    fn pass(&mut self, stream: u32, event: Event) {
-        let book = &mut self.books[stream as usize];
-        if book.stage != Stage::Recorded(event) {
+    fn pass(&mut self, stream: u32, mark: Mark) {
+        if self.mark(stream) != Some(mark) {
             return;
         }
+        let event = mark.event;
+        let book = &mut self.books[stream as usize];
         book.stage = Stage::Passed;
         // The last event of a stream that has ended covers its open epoch too.
         let ended = book.recording == Recording::Ended;
@@ -48,8 +66,9 @@ impl Space {
             return false;
         }
         let ended = book.recording == Recording::Ended;
-        let owner =
-            if self.books.len() == 1 && !ended { book.open_owner(stream) } else { Owner::NOBODY };
+        // An eager stream's open epoch is for what an event was recorded for.
+        let sole = self.books.len() == 1 && matches!(book.recording, Recording::Lazy(_));
+        let owner = if sole { book.open_owner(stream) } else { Owner::NOBODY };
         let parities: &[usize] =
             if ended { &[0, 1] } else { &[[1, 0][self.books[stream as usize].open_parity()]] };
         let mut left = DRAINED;
@@ -70,6 +89,18 @@ impl Space {
         left < DRAINED
     }
 
+    fn close(&mut self, stream: u32) {
+        let book = &mut self.books[stream as usize];
+        book.close();
+        self.counters.closed += 1;
+        if book.stage == Stage::Passed {
+            // Nothing is left to wait for, of what the stream's zombies were either.
+            book.passed = book.epoch - 1;
+            let passed = book.passed;
+            self.memory.pass(stream, passed);
+        }
+    }
+
     /// Whether a stream has anything that closing its epoch would free.
     fn has_open(&self, stream: u32) -> bool {
         let book = &self.books[stream as usize];
@@ -83,8 +114,13 @@ impl Space {
 
 /// What to do next about one stream's epochs.
 enum Next {
-    Ask(Event),
-    Record(StreamHandle, Option<Event>),
+    Ask(Mark),
+    /// The epoch was closed: an event for it is to be recorded, a spare one if there is any.
+    Record {
+        on: StreamHandle,
+        epoch: u64,
+        spare: Option<Event>,
+    },
     Drained,
     Nothing,
 }
@@ -112,25 +148,25 @@ impl Core {
     pub(super) fn advance(&self, stream: u32, own: bool) -> Result<bool> {
         let driver = self.device.driver();
         let mut gained = false;
-        // Drain, close and record, ask, drain: each at most once, but for a great many blocks.
-        for _ in 0..4 {
+        // Ask, drain, close and record, ask, drain: but for a great many blocks each at most once.
+        for _ in 0..5 {
             match self.next_of(stream, own) {
                 Next::Nothing => break,
                 Next::Drained => gained = true,
-                Next::Record(handle, spare) => {
-                    if !self.record_closed(stream, handle, spare)? {
+                Next::Record { on, epoch, spare } => {
+                    if !self.record_closed(stream, on, epoch, spare)? {
                         break;
                     }
                 }
-                Next::Ask(event) => {
+                Next::Ask(mark) => {
                     let complete = {
                         let _beside = BesideCaptures::enter(driver)?;
-                        event.is_complete(driver)?
+                        mark.event.is_complete(driver)?
                     };
                     if !complete {
                         break;
                     }
-                    self.space.lock().pass(stream, event);
+                    self.space.lock().pass(stream, mark);
                 }
             }
         }
@@ -145,24 +181,28 @@ impl Core {
                     return Next::Drained;
                 }
             }
-            Stage::Recorded(event) => return Next::Ask(event),
             Stage::Recording => return Next::Nothing,
-            Stage::Clear | Stage::Unrecorded => {}
+            Stage::Recorded(_) | Stage::Clear | Stage::Unrecorded => {}
+        }
+        if let Some(mark) = space.mark(stream) {
+            return Next::Ask(mark);
         }
         if space.books[stream as usize].stage == Stage::Clear {
             let lost = space.books[stream as usize].recording == Recording::Lost;
             if own || lost || !space.has_open(stream) {
                 return Next::Nothing;
             }
-            space.books[stream as usize].close();
-            space.counters.closed += 1;
+            space.close(stream);
         }
-        let stage = space.books[stream as usize].stage;
-        match (stage, space.books[stream as usize].recording) {
-            (Stage::Recorded(event), _) => Next::Ask(event),
-            (Stage::Unrecorded, Recording::Lazy(handle)) => {
-                space.books[stream as usize].stage = Stage::Recording;
-                Next::Record(handle, space.events.pop())
+        if let Some(mark) = space.mark(stream) {
+            return Next::Ask(mark);
+        }
+        let book = &mut space.books[stream as usize];
+        match (book.stage, book.recording) {
+            (Stage::Unrecorded, Recording::Lazy(on)) => {
+                book.stage = Stage::Recording;
+                let epoch = book.epoch;
+                Next::Record { on, epoch, spare: space.events.pop() }
             }
             _ => Next::Nothing,
         }
@@ -171,33 +211,40 @@ impl Core {
     /// Records the event of an epoch that was closed. `false` where the stream cannot take one now
     /// (it is capturing: the event would become a node of the graph): the epoch stays closed, and
     /// the next who asks tries again.
-    fn record_closed(&self, stream: u32, on: StreamHandle, spare: Option<Event>) -> Result<bool> {
+    fn record_closed(
+        &self,
+        stream: u32,
+        on: StreamHandle,
+        epoch: u64,
+        spare: Option<Event>,
+    ) -> Result<bool> {
         let driver = self.device.driver();
+        // Its owner may be about to destroy the stream, and waits for us here; or has done so, and
+        // its last event covers this epoch too.
+        let _not_ending = lock(&self.shard(stream).eager);
+        {
+            let mut space = self.space.lock();
+            let book = &space.books[stream as usize];
+            if book.stage != Stage::Recording || book.epoch != epoch {
+                space.events.extend(spare);
+                return Ok(false);
+            }
+        }
         let recorded = record_beside_captures(driver, on, spare);
         let mut space = self.space.lock();
         let book = &mut space.books[stream as usize];
-        // The stream may have ended meanwhile, and its last event covers this epoch too.
-        let waiting = book.stage == Stage::Recording;
         match recorded {
-            Ok(Recorded::On(event)) if waiting => {
+            Ok(Recorded::On(event)) => {
                 book.stage = Stage::Recorded(event);
                 Ok(true)
             }
-            Ok(Recorded::On(event)) => {
-                space.events.push(event);
-                Ok(false)
-            }
             Ok(Recorded::Capturing(spare)) => {
-                if waiting {
-                    book.stage = Stage::Unrecorded;
-                }
+                book.stage = Stage::Unrecorded;
                 space.events.extend(spare);
                 Ok(false)
             }
             Err(failure) => {
-                if waiting {
-                    book.stage = Stage::Unrecorded;
-                }
+                book.stage = Stage::Unrecorded;
                 space.events.extend(spare);
                 Err(failure.into())
             }
@@ -209,6 +256,8 @@ impl Core {
         self.flush_fronts(|shard| shard.index == stream);
         let driver = self.device.driver();
         let Ok(_context) = self.device.enter() else { return };
+        // Nobody else records on the stream any more: see `record_closed`.
+        let _ending = lock(&self.shard(stream).eager);
         let spare = {
             let mut space = self.space.lock();
             let space = &mut *space;
@@ -242,26 +291,43 @@ impl Core {
         let mut waited = self.poll(None, true)?;
         let streams = self.space.lock().books.len() as u32;
         for stream in 0..streams {
+            // What is freed from here on is not waited for, or a stream that goes on freeing would
+            // keep the caller.
+            let last = self.space.lock().books[stream as usize].epoch;
             loop {
-                let stage = self.space.lock().books[stream as usize].stage;
-                let Stage::Recorded(event) = stage else { break };
-                {
-                    let _beside = BesideCaptures::enter(driver)?;
-                    event.wait(driver)?;
-                }
-                {
+                waited |= self.drain_whole(stream);
+                waited |= self.advance(stream, false)?;
+                let (passed, stage, mark) = {
+                    let space = self.space.lock();
+                    let book = &space.books[stream as usize];
+                    (book.passed, book.stage, space.mark(stream))
+                };
+                if let Some(mark) = mark.filter(|_| passed < last) {
+                    {
+                        let _beside = BesideCaptures::enter(driver)?;
+                        mark.event.wait(driver)?;
+                    }
                     let mut space = self.space.lock();
-                    space.pass(stream, event);
+                    space.pass(stream, mark);
                     space.counters.host_waits += 1;
+                    waited = true;
+                } else if stage != Stage::Passed || passed >= last {
+                    break;
                 }
-                waited = true;
-                // What was freed since the epoch was closed is closed now.
-                self.advance(stream, false)?;
-                while self.space.lock().drain(&self.tags, stream) {}
             }
+            waited |= self.drain_whole(stream);
         }
         waited |= self.wait_for_lost()?;
         Ok(waited)
+    }
+
+    /// Makes all blocks of a passed epoch nobody's.
+    fn drain_whole(&self, stream: u32) -> bool {
+        let mut gained = false;
+        while self.space.lock().drain(&self.tags, stream) {
+            gained = true;
+        }
+        gained
     }
 
     /// Streams that ended without a last event: only the whole context's end of work frees what

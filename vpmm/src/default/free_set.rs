@@ -11,7 +11,7 @@ use intrusive_collections::{Bound, KeyAdapter, RBTree, RBTreeLink, UnsafeRef, in
 use super::owner::Owner;
 
 /// Classes for each doubling, as a power of two.
-const FINENESS: u32 = 5;
+const FINENESS: u32 = 6;
 const CLASSES: usize = ((30 - FINENESS + 1) << FINENESS) as usize;
 const WORDS: usize = CLASSES / 64;
 

@@ -3,6 +3,12 @@
 //! A hit is a pop and a push on a stack of the block's class. What the front holds does not
 //! coalesce and is of no use to other streams, so it is bounded: in number for each class, in
 //! bytes in all; and it is emptied before the pool grows.
+//!
+//! Large blocks are handed out again for exactly their size. Programs ask for the same sizes over
+//! and over, and what a looser fit leaves unused inside a block is lost to everybody until the
+//! block is freed. Where sizes do not come again, though, an exact front is only in the way: then
+//! it goes *loose*, holds more, and takes a block that is up to a sixteenth too long. A pool with
+//! a limit is never loose.
 
 use super::class::{LARGE_CLASSES, SMALL_CLASSES, SMALL_UNITS, large_class, small_class};
 
@@ -13,6 +19,16 @@ const SMALL_CLASS_UNITS: u32 = 512;
 const LARGE_DEPTH: usize = 4;
 /// Large blocks in all: 32 MiB, or a single larger one.
 const LARGE_UNITS: u32 = 1 << 16;
+/// In a loose front: a fraction of the pool.
+const LOOSE_OF_POOL: u64 = 4;
+/// A loose fit leaves at most this fraction of the request unused.
+const LOOSE_FIT: u32 = 16;
+/// How a front judges itself: every large block that comes counts against it, every one that goes
+/// out for its exact size for it. Down at one bound it goes loose, up at the other exact.
+const HIT: i16 = 4;
+const LOOSE_AT: i16 = -128;
+const EXACT_AT: i16 = 0;
+const MOST: i16 = 128;
 const LARGE_WORDS: usize = LARGE_CLASSES.div_ceil(64);
 
 #[derive(Clone, Copy, Default)]
@@ -30,10 +46,15 @@ pub(super) struct Front {
     occupied: [u64; LARGE_WORDS],
     large_units: u32,
     small_units: u32,
+    /// The most of `large_units`.
+    bound: u32,
+    score: i16,
+    loose: bool,
+    may_be_loose: bool,
 }
 
 impl Front {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(may_be_loose: bool) -> Self {
         Self {
             small_depth: [0; SMALL_CLASSES],
             small: [[0; SMALL_DEPTH]; SMALL_CLASSES],
@@ -42,31 +63,59 @@ impl Front {
             occupied: [0; LARGE_WORDS],
             large_units: 0,
             small_units: 0,
+            bound: LARGE_UNITS,
+            score: 0,
+            loose: false,
+            may_be_loose,
         }
     }
 
-    /// A block of exactly `units`, as `units_of` rounds them.
+    /// A block for `units`, as `units_of` rounds them: its start, and its units.
     #[inline(always)]
-    pub(super) fn pop(&mut self, units: u32) -> Option<u32> {
+    pub(super) fn pop(&mut self, units: u32) -> Option<(u32, u32)> {
         if units <= SMALL_UNITS {
             let class = small_class(units);
             let depth = self.small_depth[class].checked_sub(1)?;
             self.small_depth[class] = depth;
             self.small_units -= units;
-            return Some(self.small[class][depth as usize % SMALL_DEPTH]);
+            return Some((self.small[class][depth as usize % SMALL_DEPTH], units));
         }
         let class = large_class(units);
-        let depth = self.large_depth[class].checked_sub(1)?;
-        let top = self.large[class][depth as usize % LARGE_DEPTH];
-        if top.units != units {
-            return None;
+        if let Some(top) = self.large_depth[class].checked_sub(1)
+            && self.large[class][top as usize % LARGE_DEPTH].units == units
+        {
+            self.score = (self.score + HIT).min(MOST);
+            return Some(self.take(class, top as usize % LARGE_DEPTH));
         }
-        self.large_depth[class] = depth;
-        self.large_units -= units;
-        if depth == 0 {
+        if self.loose { self.pop_loose(units, class) } else { None }
+    }
+
+    /// A block of at least `units` that leaves little unused. Longer ones are in the same class or
+    /// in the next.
+    fn pop_loose(&mut self, units: u32, class: usize) -> Option<(u32, u32)> {
+        let fits = units..=units + units / LOOSE_FIT;
+        for class in class..(class + 2).min(LARGE_CLASSES) {
+            let depth = usize::from(self.large_depth[class]);
+            let held = &self.large[class][..depth];
+            if let Some(at) = held.iter().rposition(|block| fits.contains(&block.units)) {
+                return Some(self.take(class, at));
+            }
+        }
+        None
+    }
+
+    /// Takes a large block out; the top of its stack has its place then.
+    #[inline(always)]
+    fn take(&mut self, class: usize, at: usize) -> (u32, u32) {
+        let block = self.large[class][at];
+        let top = self.large_depth[class] - 1;
+        self.large[class][at] = self.large[class][top as usize % LARGE_DEPTH];
+        self.large_depth[class] = top;
+        self.large_units -= block.units;
+        if top == 0 {
             self.occupied[class / 64] &= !(1 << (class % 64));
         }
-        Some(top.start)
+        (block.start, block.units)
     }
 
     /// Keeps a block, if there is room for it.
@@ -88,9 +137,10 @@ impl Front {
         let class = large_class(units);
         let depth = self.large_depth[class] as usize;
         let held = self.large_units;
-        if depth >= LARGE_DEPTH || (held > 0 && units.saturating_add(held) > LARGE_UNITS) {
+        if depth >= LARGE_DEPTH || (held > 0 && units.saturating_add(held) > self.bound) {
             return false;
         }
+        self.score = (self.score - 1).max(LOOSE_AT);
         self.large[class][depth] = Cached { start, units };
         self.large_depth[class] = depth as u8 + 1;
         self.occupied[class / 64] |= 1 << (class % 64);
@@ -98,11 +148,27 @@ impl Front {
         true
     }
 
-    /// Makes room for a block of `units`: half of its class where that is small, else everything
-    /// large, the front's blocks going to `spill`.
-    pub(super) fn make_room(&mut self, units: u32, mut spill: impl FnMut(u32, u32)) {
+    /// Makes room for a block of `units` in a pool of `pool_units`: half of its class goes to
+    /// `spill`, or everything large, where all of it is too much.
+    pub(super) fn make_room(
+        &mut self,
+        units: u32,
+        pool_units: u64,
+        mut spill: impl FnMut(u32, u32),
+    ) {
         if units > SMALL_UNITS {
-            return self.spill_large(spill);
+            self.judge(pool_units);
+            let class = large_class(units);
+            if usize::from(self.large_depth[class]) == LARGE_DEPTH {
+                for at in (0..LARGE_DEPTH / 2).rev() {
+                    let (start, units) = self.take(class, at);
+                    spill(start, units);
+                }
+            }
+            if self.large_units.saturating_add(units) > self.bound {
+                self.spill_large(spill);
+            }
+            return;
         }
         let class = small_class(units);
         let depth = self.small_depth[class] as usize;
@@ -114,6 +180,17 @@ impl Front {
         self.small[class].copy_within(gone..depth, 0);
         self.small_depth[class] = (depth - gone) as u8;
         self.small_units -= gone as u32 * units;
+    }
+
+    /// Goes loose, or exact again, as the score says.
+    fn judge(&mut self, pool_units: u64) {
+        if self.score <= LOOSE_AT && self.may_be_loose {
+            self.loose = true;
+        } else if self.score >= EXACT_AT {
+            self.loose = false;
+        }
+        let loose = u32::try_from(pool_units / LOOSE_OF_POOL).unwrap_or(u32::MAX >> 1);
+        self.bound = if self.loose { loose.max(LARGE_UNITS) } else { LARGE_UNITS };
     }
 
     fn spill_large(&mut self, mut spill: impl FnMut(u32, u32)) {

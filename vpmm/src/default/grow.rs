@@ -214,10 +214,13 @@ impl Space {
         let enough = policy.moves_first(live);
         let short = means.room < u64::from(window.cost);
         let mut sources = Sources::default();
-        if short || free >= enough {
+        // Moving instead of growing is worth its time while the pool finds its size; a program
+        // whose requests never settle would have it move for ever.
+        let worthwhile = policy.may_move(self.counters.created, self.counters.moved);
+        if short || (worthwhile && free >= enough) {
             sources = self.sources(stream, window);
         }
-        let move_first = sources.granules >= enough;
+        let move_first = worthwhile && sources.granules >= enough;
         if u64::from(window.cost) > means.room + sources.granules {
             return None;
         }
@@ -237,7 +240,9 @@ impl Space {
             }
             let new = u64::from(missing).min(room) as u32;
             if new == missing {
-                let ahead = if means.ahead { self.ahead(policy, missing) } else { 0 };
+                let streak = self.streak();
+                let mapped = self.memory.mapped();
+                let ahead = if means.ahead { policy.ahead(streak, missing, mapped) } else { 0 };
                 let more = u64::from(ahead.min(gap.beyond)).min(room - u64::from(new)) as u32;
                 self.create(&mut fill, new + more, policy, window.end - window.start);
                 room -= u64::from(new + more);
@@ -252,20 +257,19 @@ impl Space {
         Some(fills)
     }
 
-    /// Granules to map beyond the need: more with every growth in a row between which nothing is
-    /// freed, since then a program is filling its memory and will ask again.
-    fn ahead(&self, policy: &Policy, needed: u32) -> u32 {
-        let streak = if self.growth.returns_then == self.returns { self.growth.streak } else { 0 };
-        policy.ahead(streak, needed, self.memory.mapped())
+    /// Growths in a row with nothing freed between.
+    fn streak(&self) -> u32 {
+        if self.growth.returns_then == self.returns { self.growth.streak } else { 0 }
     }
 
     /// Lengths of new extents, for a request of so many units.
     fn create(&self, fill: &mut Fill, granules: u32, policy: &Policy, units: u32) {
-        let request = u64::from(units.div_ceil(self.memory.granule_units()));
+        let request = units.div_ceil(self.memory.granule_units()).max(granules);
+        let streak = self.streak();
         let mut left = granules;
         let mut mapped = self.memory.mapped();
         while left > 0 {
-            let granules = policy.extent(mapped, request).min(left);
+            let granules = policy.extent(mapped, u64::from(request), streak).min(left);
             fill.pieces.push(Piece { source: Source::New, granules });
             left -= granules;
             mapped += u64::from(granules);
@@ -422,12 +426,12 @@ impl Space {
     }
 
     /// What an owner has become while its memory was in transit: a stream's memory that was taken
-    /// in an epoch before the open one counts as the open one's again, which waits for more than
-    /// needed and never for less.
+    /// in an epoch before the open one may count as the open one's again, which waits for more
+    /// than needed and never for less.
     fn now(&self, owner: Owner) -> Owner {
         match owner.of_stream() {
             None => owner,
-            Some((index, _)) => self.books[index as usize].open_owner(index),
+            Some((index, _)) => self.books[index as usize].own_again(index),
         }
     }
 
@@ -469,18 +473,17 @@ impl Space {
             end = end.max(at * granule_units);
         }
         self.counters.growths += 1;
-        self.growth.streak =
-            if self.growth.returns_then == self.returns { self.growth.streak + 1 } else { 0 };
+        self.growth.streak = self.streak() + 1;
         self.growth.returns_then = self.returns;
         self.hand_out(tags, job.start, job.units);
         let rest = job.start + job.units;
         if rest < end {
             // Moved memory may still be in use by its stream, which is this one or nobody.
-            let owner = self.books[stream as usize].open_owner(stream);
+            let owner = self.books[stream as usize].own_again(stream);
             let all_new = job.fills.last().is_some_and(|fill| {
                 fill.pieces.iter().all(|piece| matches!(piece.source, Source::New))
             });
-            let owner = if all_new && self.books.len() > 1 { Owner::NOBODY } else { owner };
+            let owner = if all_new && !self.is_sole(stream) { Owner::NOBODY } else { owner };
             self.give(tags, rest, end - rest, owner);
         }
         rest

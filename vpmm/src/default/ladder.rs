@@ -14,7 +14,7 @@
 //! out of memory, with a map
 //! ```
 
-use super::book::{Recording, Stage};
+use super::book::Recording;
 use super::grow::Means;
 use super::remap::Grown;
 use super::space::Part;
@@ -174,22 +174,16 @@ impl Core {
         let streams = self.space.lock().books.len() as u32;
         for other in (0..streams).filter(|other| *other != request.stream) {
             self.advance(other, false)?;
-            let event = {
-                let space = self.space.lock();
-                match space.books[other as usize].stage {
-                    Stage::Recorded(event) => event,
-                    _ => continue,
-                }
-            };
+            let Some(mark) = self.space.lock().mark(other) else { continue };
             if super::fences::stream_is_capturing(driver, request.handle)? {
                 return Ok(None);
             }
             {
                 let _beside = BesideCaptures::enter(driver)?;
-                event.hold_back(driver, request.handle)?;
+                mark.event.hold_back(driver, request.handle)?;
             }
             let mut space = self.space.lock();
-            if space.books[other as usize].stage != Stage::Recorded(event) {
+            if space.mark(other) != Some(mark) {
                 continue;
             }
             space.counters.device_waits += 1;

@@ -44,6 +44,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use crate::device::{Device, StreamHandle};
 use crate::driver::StreamWatcher;
 use crate::error::{Error, Result};
+use crate::event::Event;
 use crate::lock::{Asymmetry, SpinLock, Token};
 use crate::reservation::Reservation;
 use crate::units::DevicePtr;
@@ -147,7 +148,7 @@ impl Core {
             && let Some(token) = Token::current()
             && let Some(mut front) = shard.enter(token, self.asymmetry)
         {
-            if let Some(start) = front.pop(units) {
+            if let Some((start, units)) = front.pop(units) {
                 self.tags.set_live(start, units);
                 return Ok(self.pointer(start));
             }
@@ -167,7 +168,7 @@ impl Core {
         if !admitted.eager && self.claim_front(admitted.stream) {
             let shard = self.shard(admitted.stream);
             let front = Token::current().and_then(|token| shard.enter(token, self.asymmetry));
-            if let Some(start) = front.and_then(|mut front| front.pop(units)) {
+            if let Some((start, units)) = front.and_then(|mut front| front.pop(units)) {
                 self.tags.set_live(start, units);
                 return Ok(self.pointer(start));
             }
@@ -241,7 +242,10 @@ impl Core {
     ) -> Result<()> {
         let stream = shard.index;
         let mut space = self.space.lock();
-        front.make_room(units, |start, units| space.take_back(&self.tags, stream, start, units));
+        let pool_units = space.memory.mapped() * u64::from(space.memory.granule_units());
+        front.make_room(units, pool_units, |start, units| {
+            space.take_back(&self.tags, stream, start, units);
+        });
         if !front.push(start, units) {
             space.take_back(&self.tags, stream, start, units);
         }
@@ -307,25 +311,17 @@ impl Core {
         let driver = self.device.driver();
         let _context = self.device.enter()?;
         let _in_order = lock(&self.shard(stream).eager);
-        let spare = {
-            let mut space = self.space.lock();
-            let last = space.books[stream as usize].last_record;
-            last.or_else(|| space.events.pop())
-        };
-        let recorded = spare.map_or_else(|| crate::event::Event::new(driver), Ok);
-        let recorded = recorded.and_then(|event| event.record(driver, handle).map(|()| event));
+        // Not the last record's event: somebody may be closing the epoch with that one now.
+        let spare = self.space.lock().events.pop();
+        let event = spare.map_or_else(|| Event::new(driver), Ok)?;
+        let recorded = event.record(driver, handle);
         let mut space = self.space.lock();
-        let event = match recorded {
-            Ok(event) => event,
-            Err(failure) => {
-                // Where it was the last record's event it is still there.
-                if space.books[stream as usize].last_record.is_none() {
-                    space.events.extend(spare);
-                }
-                return Err(failure.into());
-            }
-        };
-        space.books[stream as usize].last_record = Some(event);
+        if let Err(failure) = recorded {
+            space.events.push(event);
+            return Err(failure.into());
+        }
+        let former = space.books[stream as usize].last_record.replace(event);
+        space.events.extend(former);
         let Tag::Live(units) = self.tags.get(start) else {
             drop(space);
             return Err(self.not_live(ptr.address()));

@@ -21,11 +21,17 @@ const OF_LIMIT: u64 = 1024;
 /// live: moving one costs hardly more than making one.
 const MOVED_FIRST: u64 = 400;
 
+/// As long as there are at most this many moves for each extent made.
+const MOVES_EACH: u64 = 8;
+
 /// From this many growths in a row on, with nothing freed between, a program is filling its
-/// memory and will ask again: the next ones map ahead, each more, up to a fraction of the pool
-/// and up to 64 MiB (in granules of 2 MiB).
-const STREAK: u32 = 8;
-const AHEAD_OF_POOL: u64 = 4;
+/// memory and will ask again. Requests of up to 8 MiB (in granules of 2 MiB) then get extents for
+/// those to come too, each time more, up to a fraction of the pool and up to 64 MiB; longer ones
+/// get one extent each.
+const STREAK: u32 = 4;
+const AHEAD_NEEDED: u32 = 4;
+const LONG_IN_A_ROW: u64 = 16000;
+const AHEAD_OF_POOL: u64 = 2;
 const AHEAD_MOST: u64 = 32;
 
 /// The numbers behind growth.
@@ -43,11 +49,15 @@ impl Policy {
     }
 
     /// The length of the next new extent, at most.
-    pub(super) fn extent(&self, mapped: u64, request: u64) -> u32 {
-        // An empty pool has nothing that a long extent could hold in its place.
-        let of_request = if mapped == 0 { request } else { request / OF_REQUEST };
-        let of_limit = if self.limited { self.capacity / OF_LIMIT } else { u64::MAX };
-        (mapped / OF_POOL).max(of_request).min(of_limit).clamp(1, 1 << 18) as u32
+    pub(super) fn extent(&self, mapped: u64, request: u64, streak: u32) -> u32 {
+        const LONGEST: u64 = 1 << 18;
+        // An empty pool has nothing that a long extent could hold in its place; and blocks that
+        // come in a row are freed whole, or not at all.
+        if mapped == 0 || (streak >= STREAK && request >= LONG_IN_A_ROW) {
+            return request.clamp(1, LONGEST) as u32;
+        }
+        let of_limit = if self.limited { self.capacity / OF_LIMIT } else { LONGEST };
+        (mapped / OF_POOL).max(request / OF_REQUEST).min(of_limit).max(1) as u32
     }
 
     /// From how many granules of free extents on they move before more are made.
@@ -55,9 +65,14 @@ impl Policy {
         (live / MOVED_FIRST).max(1)
     }
 
+    /// Whether extents may move where more could be made, after so many made and moved.
+    pub(super) fn may_move(&self, created: u64, moved: u64) -> bool {
+        moved < created * MOVES_EACH
+    }
+
     /// Granules to map beyond the need of a request that needs `needed`.
     pub(super) fn ahead(&self, streak: u32, needed: u32, mapped: u64) -> u32 {
-        if streak < STREAK {
+        if self.limited || streak < STREAK || needed > AHEAD_NEEDED {
             return 0;
         }
         let most = (mapped / AHEAD_OF_POOL).min(AHEAD_MOST);

@@ -103,14 +103,19 @@ impl Shard {
     ///
     /// # Safety
     /// The caller is the one thread that revokes fronts of this pool now.
-    pub(super) unsafe fn claim(&self, token: Token, asymmetry: Asymmetry) -> bool {
+    pub(super) unsafe fn claim(
+        &self,
+        token: Token,
+        asymmetry: Asymmetry,
+        may_be_loose: bool,
+    ) -> bool {
         let place = token.place(SLOTS);
         let Some(slot) = self.slot(place) else {
             let slot = Box::new(Slot {
                 owner: AtomicU64::new(token.number()),
                 units: AtomicU32::new(0),
                 life: Mutex::new(Life::current()),
-                front: Biased::new(Front::new()),
+                front: Biased::new(Front::new(may_be_loose)),
             });
             // Claims are made one at a time, so the place is still empty.
             self.slots[place].store(Box::into_raw(slot), Ordering::Release);
@@ -182,10 +187,10 @@ pub(super) struct Entered<'a> {
 
 impl Entered<'_> {
     #[inline(always)]
-    pub(super) fn pop(&mut self, units: u32) -> Option<u32> {
-        let start = self.front.pop(units)?;
+    pub(super) fn pop(&mut self, units: u32) -> Option<(u32, u32)> {
+        let block = self.front.pop(units)?;
         self.units.store(self.front.units() as u32, Ordering::Relaxed);
-        Some(start)
+        Some(block)
     }
 
     #[inline(always)]
@@ -197,8 +202,8 @@ impl Entered<'_> {
         kept
     }
 
-    pub(super) fn make_room(&mut self, units: u32, spill: impl FnMut(u32, u32)) {
-        self.front.make_room(units, spill);
+    pub(super) fn make_room(&mut self, units: u32, pool_units: u64, spill: impl FnMut(u32, u32)) {
+        self.front.make_room(units, pool_units, spill);
         self.units.store(self.front.units() as u32, Ordering::Relaxed);
     }
 

@@ -116,34 +116,27 @@ impl Space {
 
     /// Makes units free, and one with neighbours of the same owner. The caller owns them, and no
     /// tag of theirs but the first matters any more.
+    ///
+    /// A stream's block is also one with nobody's neighbours that are no longer than itself: the
+    /// stream's next requests find one block where there would be two, and what others lose by it
+    /// for a while is no more than they lose by the stream's using the block.
     #[inline]
     pub(super) fn give(&mut self, tags: &Tags, start: u32, units: u32, owner: Owner) {
         let (mut first, mut end) = (start, start + units);
         let mut node = None;
-        if let Tag::Free(left) = tags.get(start.wrapping_sub(1))
-            && self.blocks.get(left).owner() == owner
-        {
-            self.unlink(left);
-            first = self.blocks.get(left).start();
-            tags.clear(start - 1);
-            node = Some(left);
-        }
-        if let Tag::Free(right) = tags.get(end)
-            && self.blocks.get(right).owner() == owner
-        {
-            self.unlink(right);
-            tags.clear(end);
-            end = self.blocks.get(right).end();
-            if node.is_some() {
-                self.blocks.give_back(right);
-            } else {
-                node = Some(right);
-            }
-        }
-        if owner != Owner::NOBODY {
-            (first, end) = self.absorb(tags, first, end);
-        }
         tags.clear(start);
+        while let Tag::Free(left) = tags.get(first.wrapping_sub(1))
+            && self.joins(left, owner, end - first)
+        {
+            first = self.take_out_of_set(tags, left).0;
+            self.keep_one(&mut node, left);
+        }
+        while let Tag::Free(right) = tags.get(end)
+            && self.joins(right, owner, end - first)
+        {
+            end = self.take_out_of_set(tags, right).1;
+            self.keep_one(&mut node, right);
+        }
         let node = node.unwrap_or_else(|| self.blocks.take(Block::vacant));
         self.blocks.get(node).set(first, end - first, owner);
         tags.set_free(first, node);
@@ -151,39 +144,74 @@ impl Space {
         self.link(node);
     }
 
-    /// Takes nobody's neighbours out that are no longer than a block that a stream frees, to be one
-    /// with it: the stream's next requests find one block where there would be two, and what
-    /// others lose by it for a while is no more than they lose by the stream's using the block.
+    /// Whether a free neighbour becomes one with `units` of this owner.
     #[inline]
-    fn absorb(&mut self, tags: &Tags, mut first: u32, mut end: u32) -> (u32, u32) {
-        if let Tag::Free(left) = tags.get(first.wrapping_sub(1)) {
-            let block = self.blocks.get(left);
-            if block.owner() == Owner::NOBODY && block.units() <= end - first {
-                // It may be the first tag of a neighbour that is part of the block by now.
-                tags.clear(first);
-                first = self.take_whole(tags, left).0;
-            }
+    fn joins(&self, id: u32, owner: Owner, units: u32) -> bool {
+        let block = self.blocks.get(id);
+        block.owner() == owner
+            || (block.owner() == Owner::NOBODY && owner != Owner::NOBODY && block.units() <= units)
+    }
+
+    /// Takes a block out of its set, and its tags away: its start and end.
+    #[inline]
+    fn take_out_of_set(&mut self, tags: &Tags, id: u32) -> (u32, u32) {
+        self.unlink(id);
+        let block = self.blocks.get(id);
+        let (start, end) = (block.start(), block.end());
+        tags.clear(start);
+        tags.clear(end - 1);
+        (start, end)
+    }
+
+    /// Keeps the first of several nodes; the others are vacant.
+    #[inline]
+    fn keep_one(&mut self, kept: &mut Option<u32>, id: u32) {
+        match kept {
+            None => *kept = Some(id),
+            Some(_) => self.blocks.give_back(id),
         }
-        if let Tag::Free(right) = tags.get(end) {
-            let block = self.blocks.get(right);
-            if block.owner() == Owner::NOBODY && block.units() <= end - first {
-                tags.clear(end - 1);
-                let (start, units, _) = self.take_whole(tags, right);
-                end = start + units;
-            }
-        }
-        (first, end)
     }
 
     /// Takes a whole free block out.
     pub(super) fn take_whole(&mut self, tags: &Tags, id: u32) -> (u32, u32, Owner) {
+        let (start, end) = self.take_out_of_set(tags, id);
+        let owner = self.blocks.get(id).owner();
+        self.blocks.give_back(id);
+        (start, end - start, owner)
+    }
+
+    /// Whether a block is better taken from the end of a free block than from its start: the end
+    /// that breaks less of an extent that is wholly free, and could be moved, is better.
+    fn is_better_at_the_end(&self, id: u32, units: u32) -> bool {
+        let block = self.blocks.get(id);
+        let (start, end) = (block.start(), block.end());
+        let granule_units = self.memory.granule_units();
+        if block.units() == units || block.units() < granule_units {
+            return false;
+        }
+        // Units before and behind a cut in a whole free extent; none where it breaks no such.
+        let broken = |cut: u32| {
+            let (_, extent) = self.memory.extent_at(cut / granule_units)?;
+            let (first, last) = (extent.start * granule_units, extent.end() * granule_units);
+            let whole = first < cut && first >= start && last <= end;
+            whole.then_some((cut - first, last - cut))
+        };
+        let at_end = broken(end - units).map_or(0, |(before, _)| before);
+        let at_start = broken(start + units).map_or(0, |(_, behind)| behind);
+        at_end < at_start
+    }
+
+    /// Takes the last units of a free block out, which has more.
+    fn take_tail(&mut self, tags: &Tags, id: u32, units: u32) -> u32 {
         self.unlink(id);
         let block = self.blocks.get(id);
-        let taken = (block.start(), block.units(), block.owner());
-        self.blocks.give_back(id);
-        tags.clear(taken.0);
-        tags.clear(taken.0 + taken.1 - 1);
-        taken
+        let (first, rest) = (block.start(), block.units() - units);
+        tags.clear(block.end() - 1);
+        block.set(first, rest, block.owner());
+        // Where one unit is left, it is the first and the last.
+        tags.set_free(first + rest - 1, id);
+        self.link(id);
+        first + rest
     }
 
     /// Takes the first units of a free block out.
@@ -230,7 +258,11 @@ impl Space {
         part: Part,
     ) -> Option<u32> {
         let id = self.best_fit(stream, units, part)?;
-        let start = self.take_head(tags, id, units);
+        let start = if part == Part::Large && self.is_better_at_the_end(id, units) {
+            self.take_tail(tags, id, units)
+        } else {
+            self.take_head(tags, id, units)
+        };
         self.hand_out(tags, start, units);
         Some(start)
     }
@@ -318,6 +350,12 @@ impl Space {
             self.take_head(tags, id, take);
             at += take;
         }
+    }
+
+    /// Whether this is the pool's only stream, and one that keeps what it frees.
+    pub(super) fn is_sole(&self, stream: u32) -> bool {
+        let lazy = |book: &Book| matches!(book.recording, super::book::Recording::Lazy(_));
+        self.books.len() == 1 && self.books.get(stream as usize).is_some_and(lazy)
     }
 
     /// Free units, whoever owns them.

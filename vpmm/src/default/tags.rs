@@ -82,6 +82,19 @@ impl Tags {
         }
     }
 
+    /// The first unit of a range that has a tag.
+    pub(super) fn first_in(&self, range: std::ops::Range<u32>) -> Option<u32> {
+        let end = (range.end as usize).min(self.units);
+        let length = end.checked_sub(range.start as usize)?;
+        // SAFETY: the units are within the table, which is zeroed (a valid state of atomics) and
+        // alive while `self` is; all access to it is atomic.
+        let tags = unsafe {
+            std::slice::from_raw_parts(self.table.as_ptr().add(range.start as usize), length)
+        };
+        let found = tags.iter().position(|tag| tag.load(Ordering::Relaxed) != 0)?;
+        Some(range.start + found as u32)
+    }
+
     #[inline(always)]
     fn set(&self, unit: u32, raw: u32) {
         if let Some(tag) = self.at(unit) {
@@ -134,6 +147,8 @@ mod tests {
         let [live, none, cached, free, beyond, far] = read;
         assert_eq!((live, none, cached), (Tag::Live(5), Tag::None, Tag::Cached(7)));
         assert_eq!((free, beyond, far), (Tag::Free(3), Tag::None, Tag::None));
+        let first = [0..100, 1..100, 6..99, 6..200, 200..300].map(|range| tags.first_in(range));
+        assert_eq!(first, [Some(0), Some(5), None, Some(99), None]);
         assert!(Tags::new(0).is_none());
     }
 }

@@ -143,7 +143,7 @@ impl Space {
             let first = region.start() as u32 * granule_units;
             let end = region.end() as u32 * granule_units;
             if region.state() != State::Live {
-                let tagged = (first..end).find(|unit| tags.get(*unit) != Tag::None);
+                let tagged = tags.first_in(first..end);
                 if let Some(unit) = tagged.filter(|_| region.state() != State::Transit) {
                     let tag = tags.get(unit);
                     return broken(I1, format!("unit {unit} has no memory, but a tag: {tag:?}"));
@@ -195,17 +195,17 @@ impl Space {
                     return broken(I1, format!("unit {at} is in nothing"));
                 }
             };
-            for inside in at + 1..at + units {
-                let last_of_free = inside == at + units - 1 && matches!(tags.get(at), Tag::Free(_));
-                if tags.get(inside) != Tag::None && !last_of_free {
-                    let tag = tags.get(inside);
-                    return broken(I1, format!("unit {inside} is inside {at}, but has {tag:?}"));
-                }
-                if inside % granule_units == 0
-                    && self.memory.extent_at(inside / granule_units).is_none()
-                {
-                    return broken(I2, format!("the block at unit {at} has no memory at {inside}"));
-                }
+            let end = at + units;
+            // The last tag of a free block was looked at above.
+            let last = end - u32::from(matches!(tags.get(at), Tag::Free(_)));
+            if let Some(inside) = tags.first_in(at + 1..last) {
+                let tag = tags.get(inside);
+                return broken(I1, format!("unit {inside} is inside {at}, but has {tag:?}"));
+            }
+            let mut granules = at / granule_units..end.div_ceil(granule_units);
+            if let Some(granule) = granules.find(|at| self.memory.extent_at(*at).is_none()) {
+                let detail = format!("the block at unit {at} has no memory at granule {granule}");
+                return broken(I2, detail);
             }
             at += units;
         }
