@@ -285,18 +285,18 @@ impl Core {
     }
 
     /// Waits on the host until everything that streams freed so far may be used by any.
-    /// `false` where nothing was waited for.
-    pub(super) fn wait_for_frees(&self) -> Result<bool> {
+    pub(super) fn wait_for_frees(&self) -> Result<()> {
         let driver = self.device.driver();
-        let mut waited = self.poll(None, true)?;
+        // Every epoch is closed before one is waited for.
+        self.poll(None, true)?;
         let streams = self.space.lock().books.len() as u32;
         for stream in 0..streams {
             // What is freed from here on is not waited for, or a stream that goes on freeing would
             // keep the caller.
             let last = self.space.lock().books[stream as usize].epoch;
             loop {
-                waited |= self.drain_whole(stream);
-                waited |= self.advance(stream, false)?;
+                self.drain_whole(stream);
+                self.advance(stream, false)?;
                 let (passed, stage, mark) = {
                     let space = self.space.lock();
                     let book = &space.books[stream as usize];
@@ -310,34 +310,28 @@ impl Core {
                     let mut space = self.space.lock();
                     space.pass(stream, mark);
                     space.counters.host_waits += 1;
-                    waited = true;
                 } else if stage != Stage::Passed || passed >= last {
                     break;
                 }
             }
-            waited |= self.drain_whole(stream);
+            self.drain_whole(stream);
         }
-        waited |= self.wait_for_lost()?;
-        Ok(waited)
+        self.wait_for_lost()
     }
 
     /// Makes all blocks of a passed epoch nobody's.
-    fn drain_whole(&self, stream: u32) -> bool {
-        let mut gained = false;
-        while self.space.lock().drain(&self.tags, stream) {
-            gained = true;
-        }
-        gained
+    fn drain_whole(&self, stream: u32) {
+        while self.space.lock().drain(&self.tags, stream) {}
     }
 
     /// Streams that ended without a last event: only the whole context's end of work frees what
     /// they freed.
-    fn wait_for_lost(&self) -> Result<bool> {
+    fn wait_for_lost(&self) -> Result<()> {
         let lost = |book: &super::book::Book| {
             book.recording == Recording::Lost && (!book.is_empty() || book.passed < book.epoch)
         };
         if !self.space.lock().books.iter().any(lost) {
-            return Ok(false);
+            return Ok(());
         }
         // SAFETY: no arguments.
         unsafe { self.device.driver().cuCtxSynchronize() }?;
@@ -354,7 +348,7 @@ impl Core {
             space.memory.pass(stream, passed);
             while space.drain(&self.tags, stream) {}
         }
-        Ok(true)
+        Ok(())
     }
 
     /// Unmaps zombies whose fence has passed, at most so many granules and one zombie more.

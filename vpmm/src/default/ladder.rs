@@ -121,9 +121,9 @@ impl Core {
         {
             return Ok(start);
         }
-        if self.wait_for_frees()?
-            && let Some(start) = self.retry(request, room)?
-        {
+        // Whether or not this thread waited: others, and the steps before, may have gained something.
+        self.wait_for_frees()?;
+        if let Some(start) = self.retry(request, room)? {
             return Ok(start);
         }
         if let Some(start) = self.place_elsewhere(request) {
@@ -173,7 +173,11 @@ impl Core {
         let driver = self.device.driver();
         let streams = self.space.lock().books.len() as u32;
         for other in (0..streams).filter(|other| *other != request.stream) {
-            self.advance(other, false)?;
+            if self.advance(other, false)?
+                && let Some(start) = self.retry(request, 0)?
+            {
+                return Ok(Some(start));
+            }
             let Some(mark) = self.space.lock().mark(other) else { continue };
             if super::fences::stream_is_capturing(driver, request.handle)? {
                 return Ok(None);
