@@ -41,6 +41,12 @@ impl Space {
         Some(Mark { event, epoch: book.epoch, ended: book.recording == Recording::Ended })
     }
 
+    /// Notes that an event was recorded on an eager stream, behind everything of its open epoch.
+    pub(super) fn note_record(&mut self, stream: u32, event: Event) {
+        let former = self.books[stream as usize].last_record.replace(event);
+        self.events.extend(former);
+    }
+
     /// Notes that the event of a stream's closed epoch was seen complete. An answer that comes
     /// after the epoch was settled otherwise is about nothing any more.
     fn pass(&mut self, stream: u32, mark: Mark) {
@@ -249,6 +255,19 @@ impl Core {
                 Err(failure.into())
             }
         }
+    }
+
+    /// Records an event on a stream whose caller waits for it: never one that is recorded already,
+    /// since somebody may be closing an epoch with that one now.
+    pub(super) fn record_now(&self, on: StreamHandle) -> Result<Event> {
+        let driver = self.device.driver();
+        let spare = self.space.lock().events.pop();
+        let event = spare.map_or_else(|| Event::new(driver), Ok)?;
+        if let Err(failure) = event.record(driver, on) {
+            self.space.lock().events.push(event);
+            return Err(failure.into());
+        }
+        Ok(event)
     }
 
     /// The library's stream is about to end: a last event covers everything that it freed.

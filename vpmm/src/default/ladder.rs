@@ -182,15 +182,26 @@ impl Core {
             if super::fences::stream_is_capturing(driver, request.handle)? {
                 return Ok(None);
             }
+            let _in_order = lock(&self.shard(request.stream).eager);
             {
                 let _beside = BesideCaptures::enter(driver)?;
                 mark.event.hold_back(driver, request.handle)?;
             }
+            let eager = {
+                let space = self.space.lock();
+                space.books[request.stream as usize].recording == Recording::Eager
+            };
+            // What the stream is handed counts as freed by it, so that an event is behind it.
+            let behind = if eager { Some(self.record_now(request.handle)?) } else { None };
             let mut space = self.space.lock();
             if space.mark(other) != Some(mark) {
+                space.events.extend(behind);
                 continue;
             }
             space.counters.device_waits += 1;
+            if let Some(event) = behind {
+                space.note_record(request.stream, event);
+            }
             space.hand_over(&self.tags, other, request.stream);
             drop(space);
             if let Some(start) = self.retry(request, 0)? {

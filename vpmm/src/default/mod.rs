@@ -44,7 +44,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use crate::device::{Device, StreamHandle};
 use crate::driver::StreamWatcher;
 use crate::error::{Error, Result};
-use crate::event::Event;
 use crate::lock::{Asymmetry, SpinLock, Token};
 use crate::reservation::Reservation;
 use crate::units::DevicePtr;
@@ -308,20 +307,11 @@ impl Core {
         stream: u32,
         ptr: DevicePtr,
     ) -> Result<()> {
-        let driver = self.device.driver();
         let _context = self.device.enter()?;
         let _in_order = lock(&self.shard(stream).eager);
-        // Not the last record's event: somebody may be closing the epoch with that one now.
-        let spare = self.space.lock().events.pop();
-        let event = spare.map_or_else(|| Event::new(driver), Ok)?;
-        let recorded = event.record(driver, handle);
+        let event = self.record_now(handle)?;
         let mut space = self.space.lock();
-        if let Err(failure) = recorded {
-            space.events.push(event);
-            return Err(failure.into());
-        }
-        let former = space.books[stream as usize].last_record.replace(event);
-        space.events.extend(former);
+        space.note_record(stream, event);
         let Tag::Live(units) = self.tags.get(start) else {
             drop(space);
             return Err(self.not_live(ptr.address()));

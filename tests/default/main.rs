@@ -1,0 +1,8 @@
+//! The default profile as its users see it: random programs against a model, a fault at every
+//! driver call, threads, streams of every kind, bad input, and what a hit costs.
+//!
+//! Every test runs on the simulator; those that need nothing of it run on a GPU too, where there
+//! is one.
+
+mod program;
+mod rig;
