@@ -53,6 +53,8 @@ pub(super) struct Book {
     pub(super) passed: u64,
     pub(super) stage: Stage,
     pub(super) recording: Recording,
+    /// Whether another stream lacked memory since the open epoch was opened.
+    pub(super) wanted: bool,
     /// The event recorded at the last free, where recording is eager.
     pub(super) last_record: Option<Event>,
 }
@@ -65,6 +67,7 @@ impl Book {
             passed: 0,
             stage: Stage::Clear,
             recording,
+            wanted: false,
             last_record: None,
         }
     }
@@ -118,6 +121,7 @@ impl Book {
     pub(super) fn close(&mut self) {
         debug_assert!(self.stage == Stage::Clear && self.units_of(self.open_parity() ^ 1) == 0);
         self.epoch += 1;
+        self.wanted = false;
         self.stage = match self.recording {
             // Recorded at the last free, hence after everything that is closed now.
             Recording::Eager => match self.last_record.take() {

@@ -266,10 +266,12 @@ impl Space {
     fn create(&self, fill: &mut Fill, granules: u32, policy: &Policy, units: u32) {
         let request = units.div_ceil(self.memory.granule_units()).max(granules);
         let streak = self.streak();
+        let fringe = policy.fringe(granules);
         let mut left = granules;
         let mut mapped = self.memory.mapped();
         while left > 0 {
-            let granules = policy.extent(mapped, u64::from(request), streak).min(left);
+            let most = policy.extent(mapped, u64::from(request), streak);
+            let granules = if left > fringe { most.min(left - fringe) } else { left };
             fill.pieces.push(Piece { source: Source::New, granules });
             left -= granules;
             mapped += u64::from(granules);

@@ -58,14 +58,14 @@ impl Core {
     }
 
     #[cold]
-    fn climb_on(&self, request: Request) -> Result<u32> {
+    pub(super) fn climb_on(&self, request: Request) -> Result<u32> {
         let _context = self.device.enter()?;
         if self.flush_own(request.stream)
             && let Some(start) = self.place(request)
         {
             return Ok(start);
         }
-        if self.has_several_streams() {
+        if self.space.lock().want_from_others(request.stream) {
             if self.poll(Some(request.stream), false)?
                 && let Some(start) = self.place(request)
             {
@@ -271,6 +271,14 @@ impl Core {
 }
 
 impl super::space::Space {
+    /// Notes that a stream lacks memory that others may have; `false` where there are no others.
+    fn want_from_others(&mut self, stream: u32) -> bool {
+        for (index, book) in self.books.iter_mut().enumerate() {
+            book.wanted |= index as u32 != stream;
+        }
+        self.books.len() > 1
+    }
+
     /// Makes what one stream freed another's, which waits for it now: as if that one had freed it.
     /// The event stays the first stream's, for whatever of it is elsewhere.
     fn hand_over(&mut self, tags: &super::tags::Tags, from: u32, to: u32) {

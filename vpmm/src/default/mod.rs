@@ -64,7 +64,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A stream's epoch is closed on its own account when this much is open, or a 32nd of the pool.
+/// A stream's epoch is closed on its own account, so that what it has freed is everybody's before
+/// the next asks, when another stream lacked memory lately and this much is open, or a 32nd of the
+/// pool.
 const OPEN_BYTES: u64 = 16 << 20;
 
 /// A pool of the default profile.
@@ -256,7 +258,7 @@ impl Core {
 
     fn is_much_open(&self, space: &Space, stream: u32) -> bool {
         let book = &space.books[stream as usize];
-        space.books.len() > 1
+        book.wanted
             && matches!(book.recording, Recording::Lazy(_))
             && matches!(book.stage, book::Stage::Clear | book::Stage::Passed)
             && book.open_units() * UNIT_BYTES

@@ -17,6 +17,9 @@ const OF_REQUEST: u64 = 32;
 /// together when the limit is reached.
 const OF_LIMIT: u64 = 1024;
 
+/// From this length on, what a request gets ends with an extent of one granule.
+const WITH_FRINGE: u32 = 4;
+
 /// Memory moves before more is made when whole free extents come to this fraction of what is
 /// live: moving one costs hardly more than making one.
 const MOVED_FIRST: u64 = 400;
@@ -58,6 +61,12 @@ impl Policy {
         }
         let of_limit = if self.limited { self.capacity / OF_LIMIT } else { LONGEST };
         (mapped / OF_POOL).max(request / OF_REQUEST).min(of_limit).max(1) as u32
+    }
+
+    /// Granules at the end of new memory that are an extent of their own: the next block will
+    /// begin there, and what lies before is whole again as soon as the request's block is free.
+    pub(super) fn fringe(&self, granules: u32) -> u32 {
+        u32::from(granules > WITH_FRINGE)
     }
 
     /// From how many granules of free extents on they move before more are made.

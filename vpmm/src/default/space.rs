@@ -189,6 +189,10 @@ impl Space {
         if block.units() == units || block.units() < granule_units {
             return false;
         }
+        // A block that ends at a hole can grow there.
+        if end % granule_units == 0 && self.memory.extent_at(end / granule_units).is_none() {
+            return false;
+        }
         // Units before and behind a cut in a whole free extent; none where it breaks no such.
         let broken = |cut: u32| {
             let (_, extent) = self.memory.extent_at(cut / granule_units)?;
