@@ -15,8 +15,9 @@ use super::tags::Tags;
 use crate::fence::{Fence, TimelineId};
 use crate::region::{Region, State};
 
-/// Holes looked at for one window.
+/// Holes looked at for one request, and windows of which memory is sought for.
 const HOLES_LOOKED_AT: usize = 4096;
+const WINDOWS_TRIED: usize = 8;
 
 /// What growth remembers from one time to the next.
 #[derive(Default)]
@@ -102,34 +103,42 @@ impl Space {
         policy: &Policy,
         means: Means,
     ) -> Option<Job> {
-        let best = self.best_window(tags, stream, units, part)?;
-        let fresh = self.fresh_window(units, part);
-        // Exact sums may be impossible in a gap between two mappings; a fresh window can take more.
-        [Some(best), fresh].into_iter().flatten().find_map(|window| {
+        let windows = self.windows(tags, stream, units, part, policy);
+        // The first that can be filled: between two mappings only exact sums of lengths can.
+        windows.into_iter().find_map(|window| {
             let fills = self.fill(stream, &window, policy, means)?;
             Some(self.take_out(tags, stream, units, &window, fills))
         })
     }
 
-    /// The window that lacks the least memory, and of those the lowest.
-    fn best_window(&self, tags: &Tags, stream: u32, units: u32, part: Part) -> Option<Window> {
+    /// The windows that lack the least memory, of those with as little the lowest first; and a
+    /// fresh one, before those that save nothing.
+    fn windows(
+        &self,
+        tags: &Tags,
+        stream: u32,
+        units: u32,
+        part: Part,
+        policy: &Policy,
+    ) -> Vec<Window> {
         let range = self.memory.range(part);
         let holes = self.memory.map.holes().filter(|hole| range.contains(&(hole.start() as u32)));
-        let mut best: Option<Window> = None;
-        for hole in holes.take(HOLES_LOOKED_AT) {
-            let Some(window) = self.window_from(tags, stream, units, hole) else { continue };
-            let better = best
-                .as_ref()
-                .is_none_or(|best| (window.cost, window.start) < (best.cost, best.start));
-            if better {
-                best = Some(window);
-            }
-        }
         let whole = units.div_ceil(self.memory.granule_units());
-        match best {
-            Some(best) if best.cost < whole => Some(best),
-            found => self.fresh_window(units, part).or(found),
+        let mut found: Vec<Window> = holes
+            .take(HOLES_LOOKED_AT)
+            .filter_map(|hole| self.window_from(tags, stream, units, hole))
+            .collect();
+        let order = |window: &Window| (window.cost, window.start);
+        if found.len() > WINDOWS_TRIED {
+            found.select_nth_unstable_by_key(WINDOWS_TRIED, order);
+            found.truncate(WINDOWS_TRIED);
         }
+        found.sort_unstable_by_key(order);
+        if let Some(fresh) = self.fresh_window(units, part, policy) {
+            let at = found.partition_point(|window| window.cost < whole);
+            found.insert(at, fresh);
+        }
+        found
     }
 
     /// The window that begins with the free memory before a hole.
@@ -174,7 +183,7 @@ impl Space {
     }
 
     /// A window of its own, with room behind it to grow into.
-    fn fresh_window(&self, units: u32, part: Part) -> Option<Window> {
+    fn fresh_window(&self, units: u32, part: Part, policy: &Policy) -> Option<Window> {
         let range = self.memory.range(part);
         let largest = self
             .memory
@@ -188,7 +197,9 @@ impl Space {
             return None;
         }
         let extends = self.memory.map.previous(largest.id()).is_some();
-        let apart = part == Part::Large && extends && length / 2 >= granules;
+        let half = length / 2;
+        let roomy = half >= granules && u64::from(half) >= policy.apart();
+        let apart = part == Part::Large && extends && roomy;
         let start = if apart { first + length / 2 } else { first };
         let gap = Gap { start, granules, beyond: first + length - start - granules };
         let first_unit = start * self.memory.granule_units();

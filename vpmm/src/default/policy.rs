@@ -17,6 +17,9 @@ const OF_REQUEST: u64 = 32;
 /// together when the limit is reached.
 const OF_LIMIT: u64 = 1024;
 
+/// The distance of fresh windows: a fraction of what the pool may hold.
+const APART: u64 = 8;
+
 /// From this length on, what a request gets ends with an extent of one granule.
 const WITH_FRINGE: u32 = 4;
 
@@ -67,6 +70,12 @@ impl Policy {
     /// begin there, and what lies before is whole again as soon as the request's block is free.
     pub(super) fn fringe(&self, granules: u32) -> u32 {
         u32::from(granules > WITH_FRINGE)
+    }
+
+    /// Fresh windows stand as far apart as this at least, while there are addresses for that: each
+    /// can grow in place then.
+    pub(super) fn apart(&self) -> u64 {
+        self.capacity / APART
     }
 
     /// From how many granules of free extents on they move before more are made.
