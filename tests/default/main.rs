@@ -4,5 +4,8 @@
 //! Every test runs on the simulator; those that need nothing of it run on a GPU too, where there
 //! is one.
 
+mod bad_input;
+mod changed;
+mod failures;
 mod program;
 mod rig;

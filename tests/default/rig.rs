@@ -9,7 +9,7 @@ use vpmm::{DevicePtr, Error, Pool, PoolConfig, Stats, StreamHandle};
 #[path = "../support/rig.rs"]
 mod device;
 
-pub(crate) use device::{Rig, Stall, call};
+pub(crate) use device::{Rig, call};
 
 pub(crate) const KIB: u64 = 1 << 10;
 pub(crate) const MIB: u64 = 1 << 20;

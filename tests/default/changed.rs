@@ -1,0 +1,243 @@
+//! Threads stopped inside a driver call, so that what others do meanwhile is no accident.
+
+use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use cuda_sim::{Schedule, Simulator};
+use cuda_sys::types::*;
+use vpmm::{Driver, Pool, Stream, StreamHandle};
+
+use crate::rig::{GRANULE, call, config};
+
+/// A gate in a driver function: the next call that comes to it is held until it is opened.
+struct Gate {
+    real: AtomicPtr<()>,
+    state: AtomicU32,
+}
+
+const OPEN: u32 = 0;
+const ARMED: u32 = 1;
+const HOLDS: u32 = 2;
+
+impl Gate {
+    const fn new() -> Self {
+        Self { real: AtomicPtr::new(std::ptr::null_mut()), state: AtomicU32::new(OPEN) }
+    }
+
+    fn arm(&self) {
+        self.state.store(ARMED, Ordering::SeqCst);
+    }
+
+    /// Holds the caller if it is the first since the gate was armed.
+    fn pass(&self) {
+        let first =
+            self.state.compare_exchange(ARMED, HOLDS, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+        while first && self.state.load(Ordering::SeqCst) == HOLDS {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Waits until somebody is held.
+    fn wait(&self) {
+        let start = Instant::now();
+        while self.state.load(Ordering::SeqCst) != HOLDS {
+            assert!(start.elapsed() < Duration::from_secs(5), "nobody came to the gate");
+            std::thread::yield_now();
+        }
+    }
+
+    fn open(&self) {
+        self.state.store(OPEN, Ordering::SeqCst);
+    }
+}
+
+/// The simulator's driver with some of its functions replaced.
+fn changed(sim: &Simulator, change: impl FnOnce(&mut cuda_sys::DriverApi)) -> Driver {
+    let inner = sim.driver();
+    let mut api = *inner;
+    change(&mut api);
+    // SAFETY: the functions are the simulator's, which is kept alive, and replacements of the same
+    // signatures.
+    let driver = unsafe {
+        cuda_sys::Driver::from_symbols(
+            "changed",
+            |name| api.symbol(name),
+            std::sync::Arc::new(inner),
+        )
+    };
+    Driver::new(driver).unwrap()
+}
+
+const BYTES: usize = GRANULE as usize;
+
+/// A stream by its handle alone: what is freed with it goes past the front.
+fn bare(stream: &Stream) -> StreamHandle {
+    // SAFETY: the stream is alive while it is borrowed, which is longer than any call with this.
+    unsafe { StreamHandle::from_raw(stream.handle().raw()) }
+}
+
+static RECORD: Gate = Gate::new();
+
+unsafe extern "C" fn held_before_recording(
+    stream: CUstream,
+    status: *mut CUstreamCaptureStatus,
+) -> CUresult {
+    type Real = unsafe extern "C" fn(CUstream, *mut CUstreamCaptureStatus) -> CUresult;
+    RECORD.pass();
+    // SAFETY: stored before any call, from a slot of this type.
+    let real = unsafe { std::mem::transmute::<*mut (), Real>(RECORD.real.load(Ordering::SeqCst)) };
+    // SAFETY: the arguments are passed on as they came.
+    unsafe { real(stream, status) }
+}
+
+/// One thread is about to record on a stream that another destroys: the record comes first, or
+/// not at all, and never goes to a handle that is dead.
+#[test]
+fn a_stream_that_ends_while_its_event_is_recorded() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = changed(&sim, |api| {
+        let real = api.cuStreamIsCapturing.map_or(std::ptr::null_mut(), |real| real as *mut ());
+        RECORD.real.store(real, Ordering::SeqCst);
+        api.cuStreamIsCapturing = Some(held_before_recording);
+    });
+    let device = driver.device(0).unwrap();
+    let pool = Pool::new(&device, &config(32, 128)).unwrap();
+    let (ending, other) = (device.stream().unwrap(), device.stream().unwrap());
+    let ptr = pool.malloc(2 * BYTES, &ending).unwrap();
+    let of_other = pool.malloc(BYTES, &other).unwrap();
+    // By the bare handle, it goes past the front.
+    pool.free(ptr, bare(&ending)).unwrap();
+    RECORD.arm();
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| pool.malloc(2 * BYTES, &other).unwrap());
+        RECORD.wait();
+        let ender = scope.spawn(move || drop(ending));
+        // Long enough for a thread that does not wait for the record; one that does is not held
+        // up by this.
+        let start = Instant::now();
+        while !ender.is_finished() && start.elapsed() < Duration::from_millis(200) {
+            std::thread::yield_now();
+        }
+        RECORD.open();
+        ender.join().unwrap();
+        let taken = asking.join().unwrap();
+        pool.validate().unwrap();
+        for ptr in [taken, of_other] {
+            pool.free(ptr, &other).unwrap();
+        }
+    });
+    pool.validate().unwrap();
+    drop((pool, other, device));
+    sim.assert_clean();
+    assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+}
+
+static QUERY: Gate = Gate::new();
+
+unsafe extern "C" fn held_after_asking(event: CUevent) -> CUresult {
+    type Real = unsafe extern "C" fn(CUevent) -> CUresult;
+    // SAFETY: stored before any call, from a slot of this type.
+    let real = unsafe { std::mem::transmute::<*mut (), Real>(QUERY.real.load(Ordering::SeqCst)) };
+    // SAFETY: the argument is passed on as it came.
+    let answer = unsafe { real(event) };
+    QUERY.pass();
+    answer
+}
+
+/// A thread is told that an event is complete and stops. Meanwhile the event is recorded again,
+/// for memory that is in use: the answer is not about that.
+#[test]
+fn an_answer_about_an_event_that_was_recorded_again_meanwhile() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = changed(&sim, |api| {
+        let real = api.cuEventQuery.map_or(std::ptr::null_mut(), |real| real as *mut ());
+        QUERY.real.store(real, Ordering::SeqCst);
+        api.cuEventQuery = Some(held_after_asking);
+    });
+    let device = driver.device(0).unwrap();
+    let pool = Pool::new(&device, &config(64, 256)).unwrap();
+    let [freeing, asking, between] = [(); 3].map(|()| device.stream().unwrap());
+    let malloc = |granules: usize, stream| pool.malloc(granules * BYTES, stream).unwrap();
+    // Two live blocks apart, so that they stay two when both are free.
+    let (first, _live, second) = (malloc(2, &freeing), malloc(1, &freeing), malloc(4, &freeing));
+    let (_of_asking, _of_between) = (malloc(1, &asking), malloc(1, &between));
+    pool.free(first, bare(&freeing)).unwrap();
+    let _closes_the_epoch = malloc(7, &between);
+    sim.run_until_idle();
+    QUERY.arm();
+    std::thread::scope(|scope| {
+        let asker = scope.spawn(|| malloc(4, &asking));
+        QUERY.wait();
+        // Asks again, is told the same, and closes the next epoch with the event that is spare.
+        let _passes_the_epoch = malloc(8, &between);
+        call!(driver, cuCtxSetCurrent(device.context()));
+        sim.enqueue(freeing.handle().raw(), "uses the second", move |memory| {
+            memory.write(second.address(), &[1; 64])
+        })
+        .unwrap();
+        pool.free(second, bare(&freeing)).unwrap();
+        let _closes_the_next = malloc(10, &between);
+        QUERY.open();
+        let of_asker = asker.join().unwrap();
+        pool.validate().unwrap();
+        let range = second.address()..second.address() + 4 * GRANULE;
+        assert!(!range.contains(&of_asker.address()), "still in use by another stream");
+        sim.enqueue(asking.handle().raw(), "uses what it was given", move |memory| {
+            memory.write(of_asker.address(), &[2; 64])
+        })
+        .unwrap();
+    });
+    device.synchronize().unwrap();
+    drop(pool);
+    sim.assert_clean();
+}
+
+static EAGER: Gate = Gate::new();
+
+unsafe extern "C" fn held_while_recording(event: CUevent, stream: CUstream) -> CUresult {
+    type Real = unsafe extern "C" fn(CUevent, CUstream) -> CUresult;
+    EAGER.pass();
+    // SAFETY: stored before any call, from a slot of this type.
+    let real = unsafe { std::mem::transmute::<*mut (), Real>(EAGER.real.load(Ordering::SeqCst)) };
+    // SAFETY: the arguments are passed on as they came.
+    unsafe { real(event, stream) }
+}
+
+/// A foreign stream's epoch is closed with the event of its last free while the next free records.
+#[test]
+fn an_epoch_is_closed_while_a_foreign_stream_frees() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = changed(&sim, |api| {
+        let real = api.cuEventRecord.map_or(std::ptr::null_mut(), |real| real as *mut ());
+        EAGER.real.store(real, Ordering::SeqCst);
+        api.cuEventRecord = Some(held_while_recording);
+    });
+    let device = driver.device(0).unwrap();
+    let pool = Pool::new(&device, &config(32, 128)).unwrap();
+    let other = device.stream().unwrap();
+    call!(driver, cuCtxSetCurrent(device.context()));
+    let mut raw = std::ptr::null_mut();
+    call!(driver, cuStreamCreate(&mut raw, 1));
+    // SAFETY: the stream is destroyed at the end of the test.
+    let foreign = unsafe { StreamHandle::from_raw(raw) };
+    let held = [(); 2].map(|()| pool.malloc(2 * BYTES, foreign).unwrap());
+    pool.free(held[0], foreign).unwrap();
+    EAGER.arm();
+    std::thread::scope(|scope| {
+        let freeing = scope.spawn(|| pool.free(held[1], foreign));
+        EAGER.wait();
+        let ptr = pool.malloc(6 * BYTES, &other).unwrap();
+        EAGER.open();
+        freeing.join().unwrap().unwrap();
+        pool.validate().unwrap();
+        pool.free(ptr, &other).unwrap();
+    });
+    let again = pool.malloc(7 * BYTES, &other).unwrap();
+    pool.validate().unwrap();
+    pool.free(again, &other).unwrap();
+    drop(pool);
+    call!(driver, cuStreamDestroy_v2(raw));
+    drop((other, device));
+    sim.assert_clean();
+    assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+}

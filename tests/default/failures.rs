@@ -1,0 +1,296 @@
+//! Every driver call fails in turn: the pool is as it was before the request (I5), nothing is
+//! lost, and the same request succeeds when the driver does its part again.
+
+use cuda_sim::{Schedule, Simulator};
+use cuda_sys::types::*;
+use vpmm::{
+    Device, DevicePtr, Driver, Error, PendingPolicy, Pool, PoolConfig, Stream, StreamHandle,
+};
+
+use crate::rig::{GRANULE, call, config, held};
+
+#[derive(Clone, Copy)]
+enum Fault {
+    /// The n-th call from now fails, once.
+    Once(u64, CUresult),
+    /// The n-th call from now and all after it fail.
+    FromThen(u64, CUresult),
+}
+
+impl Fault {
+    fn arm(self, sim: &Simulator) {
+        match self {
+            Self::Once(n, code) => sim.fail_call(n, code),
+            Self::FromThen(n, code) => sim.fail_all_calls_after(n - 1, code),
+        }
+    }
+}
+
+/// The library's stream and a foreign one, memory that has to move, grow and be waited for.
+struct Program<'a> {
+    pool: &'a Pool,
+    owned: [Stream; 2],
+    raw: CUstream,
+    held: Vec<Option<DevicePtr>>,
+}
+
+const STEPS: usize = 20;
+const LIMIT: u64 = 12;
+
+impl<'a> Program<'a> {
+    fn new(device: &Device, pool: &'a Pool) -> Self {
+        let owned = [(); 2].map(|()| device.stream().unwrap());
+        call!(device.driver(), cuCtxSetCurrent(device.context()));
+        let mut raw = std::ptr::null_mut();
+        call!(device.driver(), cuStreamCreate(&mut raw, 0));
+        Self { pool, owned, raw, held: Vec::new() }
+    }
+
+    fn stream(&self, number: usize) -> StreamHandle {
+        match self.owned.get(number) {
+            Some(stream) => stream.handle(),
+            // SAFETY: the stream is destroyed after the program.
+            None => unsafe { StreamHandle::from_raw(self.raw) },
+        }
+    }
+
+    /// One request; on failure the program is as before.
+    fn step(&mut self, step: usize) -> Result<(), Error> {
+        let granule = GRANULE as usize;
+        match step {
+            0..4 => self.malloc(2 * granule, 0),
+            4 => self.malloc(1000, 1),
+            5 => self.malloc(granule / 2, 2),
+            6 => self.free(0, 0),
+            7 => self.free(2, 1),
+            8 => self.free(5, 2),
+            // Moves what stream 0 freed, or waits for it, or grows.
+            9 => self.malloc(4 * granule, 0),
+            10 => self.malloc(granule, 2),
+            11 => self.free(1, 2),
+            12 => self.malloc(3 * granule / 2, 1),
+            13 => self.free(6, 0),
+            14 => self.free(4, 1),
+            // Everything that is free, from whichever stream.
+            15 => self.malloc(5 * granule, 2),
+            16 => self.free(9, 2),
+            17 => self.free(3, 0),
+            18 => self.malloc(6 * granule, 1),
+            _ => self.free(8, 1),
+        }
+    }
+
+    fn malloc(&mut self, bytes: usize, stream: usize) -> Result<(), Error> {
+        let ptr = self.pool.malloc(bytes, self.stream(stream))?;
+        self.held.push(Some(ptr));
+        Ok(())
+    }
+
+    fn free(&mut self, index: usize, stream: usize) -> Result<(), Error> {
+        let ptr = self.held[index].expect("not freed before");
+        self.pool.free(ptr, self.stream(stream))?;
+        self.held[index] = None;
+        Ok(())
+    }
+}
+
+fn settings(policy: PendingPolicy) -> PoolConfig {
+    let mut config = config(LIMIT, 96);
+    config.pending_policy = policy;
+    config
+}
+
+/// Runs the program and does something just before one step, whose outcome `watch` is told.
+fn run(
+    schedule: Schedule,
+    policy: PendingPolicy,
+    at: usize,
+    before_step: impl Fn(&Simulator),
+    after_step: impl Fn(&Simulator),
+) -> Option<Error> {
+    let sim = Simulator::builder().schedule(schedule).seed(5).build().unwrap();
+    let driver = Driver::new(sim.driver()).unwrap();
+    let device = driver.device(0).unwrap();
+    let mut error = None;
+    {
+        let pool = Pool::new(&device, &settings(policy)).unwrap();
+        let mut program = Program::new(&device, &pool);
+        let raw = program.raw;
+        for step in 0..STEPS {
+            if step == at {
+                let before = held(&pool.stats());
+                before_step(&sim);
+                let result = program.step(step);
+                after_step(&sim);
+                pool.validate().unwrap_or_else(|violation| panic!("step {step}: {violation}"));
+                let Err(failure) = result else { continue };
+                let now = held(&pool.stats());
+                assert_eq!(now, before, "step {step} failed ({failure}) and changed something");
+                error = Some(failure);
+            }
+            program.step(step).unwrap_or_else(|error| {
+                panic!("step {step} after a fault at {at}: {error}\n{pool:?}")
+            });
+            pool.validate().unwrap_or_else(|violation| panic!("step {step}: {violation}"));
+        }
+        drop(program);
+        drop(pool);
+        call!(driver, cuStreamDestroy_v2(raw));
+    }
+    drop(device);
+    sim.assert_clean();
+    let leaks = sim.leaks();
+    assert!(leaks.is_empty(), "a fault at step {at}: {leaks:?}");
+    error
+}
+
+fn every_call_of_every_step(
+    schedule: Schedule,
+    policy: PendingPolicy,
+    fault: impl Fn(u64) -> Fault,
+) {
+    let mut failures = 0;
+    for step in 0..STEPS {
+        // Past a step's last call the fault is never met. One in a call that may fail without harm
+        // (the undoing of a failed step, memory that the device has not) is met and not seen.
+        let mut unseen = 0;
+        for n in 1.. {
+            let arm = |sim: &Simulator| fault(n).arm(sim);
+            if run(schedule, policy, step, arm, Simulator::clear_faults).is_some() {
+                failures += 1;
+                unseen = 0;
+            } else {
+                unseen += 1;
+            }
+            if unseen > 6 {
+                break;
+            }
+        }
+    }
+    assert!(failures > 3 * STEPS, "only {failures} faults were met");
+}
+
+#[test]
+fn one_call_fails() {
+    for code in [CUresult::CUDA_ERROR_UNKNOWN, CUresult::CUDA_ERROR_OUT_OF_MEMORY] {
+        every_call_of_every_step(Schedule::Eager, PendingPolicy::GrowFirst, |n| {
+            Fault::Once(n, code)
+        });
+    }
+}
+
+#[test]
+fn one_call_fails_while_nothing_finishes_unasked() {
+    for policy in [PendingPolicy::GrowFirst, PendingPolicy::WaitFirst] {
+        every_call_of_every_step(Schedule::Manual, policy, |n| {
+            Fault::Once(n, CUresult::CUDA_ERROR_UNKNOWN)
+        });
+    }
+}
+
+#[test]
+fn all_calls_fail_from_one_on() {
+    for schedule in [Schedule::Eager, Schedule::Manual] {
+        let code = CUresult::CUDA_ERROR_UNKNOWN;
+        every_call_of_every_step(schedule, PendingPolicy::GrowFirst, |n| Fault::FromThen(n, code));
+    }
+}
+
+#[test]
+fn the_device_is_out_of_memory() {
+    let mut refused = 0;
+    for schedule in [Schedule::Eager, Schedule::Manual] {
+        for policy in [PendingPolicy::GrowFirst, PendingPolicy::WaitFirst] {
+            for step in 0..STEPS {
+                let none_left = |sim: &Simulator| sim.set_memory_limit(0, sim.memory_used(0));
+                let enough = |sim: &Simulator| sim.set_memory_limit(0, 141 << 30);
+                match run(schedule, policy, step, none_left, enough) {
+                    None => (),
+                    Some(Error::OutOfMemory { .. }) => refused += 1,
+                    Some(other) => panic!("step {step}: {other}"),
+                }
+            }
+        }
+    }
+    assert!(refused > 8, "only {refused} requests were refused");
+}
+
+#[test]
+fn a_pool_that_cannot_be_made_leaves_nothing_behind() {
+    let sim = Simulator::builder().build().unwrap();
+    let driver = Driver::new(sim.driver()).unwrap();
+    let device = driver.device(0).unwrap();
+    let before = sim.leaks();
+    let mut failures = 0;
+    loop {
+        sim.fail_call(failures + 1, CUresult::CUDA_ERROR_UNKNOWN);
+        let result = Pool::new(&device, &settings(PendingPolicy::GrowFirst));
+        sim.clear_faults();
+        if result.is_ok() {
+            break;
+        }
+        assert_eq!(sim.leaks(), before, "call {}", failures + 1);
+        failures += 1;
+    }
+    assert!(failures > 3, "{failures}");
+    sim.assert_clean();
+}
+
+#[test]
+fn a_zombie_that_cannot_be_unmapped_stays_one_and_is_tried_again() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = Driver::new(sim.driver()).unwrap();
+    let device = driver.device(0).unwrap();
+    let pool = Pool::new(&device, &config(4, 96)).unwrap();
+    let (stream, other) = (device.stream().unwrap(), device.stream().unwrap());
+    let malloc = |granules: u64, stream: &Stream| {
+        pool.malloc((granules * GRANULE) as usize, stream).unwrap()
+    };
+    let held = [(); 4].map(|()| malloc(1, &stream));
+    pool.free(held[0], &stream).unwrap();
+    pool.free(held[2], &stream).unwrap();
+    let two = malloc(2, &stream);
+    let zombies = pool.stats().zombie_count;
+    assert!(zombies > 0, "{}", pool.layout());
+    pool.free(held[1], &stream).unwrap();
+    device.synchronize().unwrap();
+    // Behind the front, and beyond what is free: zombies are looked at, although in vain.
+    let refuse = || pool.malloc(3 * GRANULE as usize, &other).unwrap_err();
+    sim.fail_nth("cuMemUnmap", 1, CUresult::CUDA_ERROR_UNKNOWN);
+    assert!(refuse().is_out_of_memory());
+    assert_eq!((pool.stats().failed_unmaps, pool.stats().zombie_count), (1, zombies));
+    pool.validate().unwrap();
+    assert!(refuse().is_out_of_memory());
+    assert_eq!((pool.stats().failed_unmaps, pool.stats().zombie_count), (1, 0));
+    pool.validate().unwrap();
+    pool.free(two, &stream).unwrap();
+    pool.free(held[3], &stream).unwrap();
+    drop(pool);
+    sim.assert_clean();
+}
+
+#[test]
+fn a_lost_device_is_an_error_and_no_crash() {
+    for code in [
+        CUresult::CUDA_ERROR_ILLEGAL_ADDRESS,
+        CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED,
+        CUresult::CUDA_ERROR_DEINITIALIZED,
+    ] {
+        let sim = Simulator::builder().build().unwrap();
+        let driver = Driver::new(sim.driver()).unwrap();
+        let device = driver.device(0).unwrap();
+        let pool = Pool::new(&device, &config(16, 96)).unwrap();
+        let stream = device.stream().unwrap();
+        let held = [(); 3].map(|()| pool.malloc(GRANULE as usize, &stream).unwrap());
+        pool.free(held[0], &stream).unwrap();
+        sim.lose_device(0, code);
+        let error = pool.malloc(4 * GRANULE as usize, &stream).unwrap_err();
+        assert!(error.is_context_lost(), "{error}");
+        let error = pool.free(held[1], StreamHandle::PER_THREAD).unwrap_err();
+        assert!(error.is_context_lost(), "{error}");
+        pool.validate().unwrap();
+        drop(stream);
+        pool.validate().unwrap();
+        drop(pool); // and no panic here
+    }
+}
