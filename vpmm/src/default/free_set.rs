@@ -238,7 +238,8 @@ mod tests {
         for step in 0..if cfg!(miri) { 300 } else { 20_000 } {
             if model.len() < 200 && random(5) > 1 {
                 let id = arena.take(Block::vacant);
-                let units = 1 + random(1 << (1 + random(20)));
+                let doubling = 1 + random(20);
+                let units = 1 + random(1 << doubling);
                 let start = step * 1000;
                 arena.get(id).set(start, units, Owner::NOBODY);
                 // SAFETY: new from the arena, which outlives the set's use.
@@ -251,7 +252,8 @@ mod tests {
                 unsafe { set.remove(arena.get(id)) };
                 arena.give_back(id);
             }
-            let wanted = 1 + random(1 << (1 + random(20)));
+            let doubling = 1 + random(20);
+            let wanted = 1 + random(1 << doubling);
             let best = model.iter().filter(|(units, ..)| *units >= wanted).min();
             let found = set.best_fit(wanted).map(|block| (block.units(), block.start()));
             assert_eq!(found, best.map(|(units, start, _)| (*units, *start)));

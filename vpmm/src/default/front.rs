@@ -17,9 +17,9 @@ const SMALL_DEPTH: usize = 32;
 const SMALL_CLASS_UNITS: u32 = 512;
 /// Blocks of one large class.
 const LARGE_DEPTH: usize = 4;
-/// Large blocks in all: 32 MiB, or a single larger one.
+/// Large blocks in all: 32 MiB, or a fraction of the pool, or a single block that is longer.
 const LARGE_UNITS: u32 = 1 << 16;
-/// In a loose front: a fraction of the pool.
+const EXACT_OF_POOL: u64 = 64;
 const LOOSE_OF_POOL: u64 = 4;
 /// A loose fit leaves at most this fraction of the request unused.
 const LOOSE_FIT: u32 = 16;
@@ -189,8 +189,9 @@ impl Front {
         } else if self.score >= EXACT_AT {
             self.loose = false;
         }
-        let loose = u32::try_from(pool_units / LOOSE_OF_POOL).unwrap_or(u32::MAX >> 1);
-        self.bound = if self.loose { loose.max(LARGE_UNITS) } else { LARGE_UNITS };
+        let of_pool = if self.loose { LOOSE_OF_POOL } else { EXACT_OF_POOL };
+        let bound = u32::try_from(pool_units / of_pool).unwrap_or(u32::MAX >> 1);
+        self.bound = bound.max(LARGE_UNITS);
     }
 
     fn spill_large(&mut self, mut spill: impl FnMut(u32, u32)) {

@@ -15,6 +15,7 @@
 //! ```
 
 use super::book::Recording;
+use super::class::LARGE_STEP;
 use super::grow::Means;
 use super::remap::Grown;
 use super::space::Part;
@@ -59,12 +60,12 @@ impl Core {
 
     #[cold]
     pub(super) fn climb_on(&self, request: Request) -> Result<u32> {
-        let _context = self.device.enter()?;
         if self.flush_own(request.stream)
             && let Some(start) = self.place(request)
         {
             return Ok(start);
         }
+        let _context = self.device.enter()?;
         if self.space.lock().want_from_others(request.stream) {
             if self.poll(Some(request.stream), false)?
                 && let Some(start) = self.place(request)
@@ -147,6 +148,8 @@ impl Core {
     fn place_elsewhere(&self, request: Request) -> Option<u32> {
         let Request { stream, units, .. } = request;
         let part = Part::of_size(units).other();
+        // Small classes of this many units and more are multiples of it, too.
+        let units = units.next_multiple_of(LARGE_STEP);
         let mut space = self.space.lock();
         let found = space.place(&self.tags, stream, units, part);
         found.or_else(|| space.place_in_run(&self.tags, stream, units, part))

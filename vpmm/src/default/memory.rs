@@ -29,6 +29,8 @@ pub(super) struct Memory {
     /// The first address.
     base: u64,
     granule_bytes: u64,
+    /// A granule is two to the power of this many units.
+    granule_shift: u32,
     /// Granules of addresses.
     granules: u32,
     /// The first granule of the large part.
@@ -53,6 +55,7 @@ impl Memory {
         Self {
             base,
             granule_bytes,
+            granule_shift: (granule_bytes / UNIT_BYTES).ilog2(),
             granules,
             split: small + 1,
             map,
@@ -71,12 +74,18 @@ impl Memory {
     /// Units in a granule.
     #[inline]
     pub(super) fn granule_units(&self) -> u32 {
-        (self.granule_bytes / UNIT_BYTES) as u32
+        1 << self.granule_shift
+    }
+
+    /// The granule that a unit is in.
+    #[inline]
+    pub(super) fn granule_of(&self, unit: u32) -> u32 {
+        unit >> self.granule_shift
     }
 
     #[inline]
     pub(super) fn split_unit(&self) -> u32 {
-        self.split * self.granule_units()
+        self.split << self.granule_shift
     }
 
     /// The granules of addresses of a part.
@@ -106,6 +115,7 @@ impl Memory {
     }
 
     /// The extent at a granule.
+    #[inline]
     pub(super) fn extent_at(&self, granule: u32) -> Option<(u32, &Resident)> {
         let number = self.at.get(granule as usize)?.checked_sub(1)?;
         Some((number, &self.extents[number as usize]))

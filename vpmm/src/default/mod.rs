@@ -49,7 +49,7 @@ use crate::reservation::Reservation;
 use crate::units::DevicePtr;
 use admit::{Registry, Routes};
 use book::Recording;
-use class::{UNIT_BYTES, units_of};
+use class::{LARGE_STEP, UNIT_BYTES, units_of};
 use config::Checked;
 use ladder::Request;
 use memory::Memory;
@@ -68,6 +68,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// the next asks, when another stream lacked memory lately and this much is open, or a 32nd of the
 /// pool.
 const OPEN_BYTES: u64 = 16 << 20;
+
+/// What addresses of large blocks are multiples of.
+const LARGE_BYTES: u64 = UNIT_BYTES * LARGE_STEP as u64;
 
 /// A pool of the default profile.
 pub(crate) struct Core {
@@ -98,7 +101,7 @@ impl Core {
             return Err(Error::VmmUnsupported { ordinal: device.ordinal() });
         }
         let granule_bytes = device.granularity()?;
-        if granule_bytes == 0 || !granule_bytes.is_multiple_of(UNIT_BYTES) {
+        if granule_bytes < LARGE_BYTES || !granule_bytes.is_power_of_two() {
             return Err(Error::VmmUnsupported { ordinal: device.ordinal() });
         }
         let config = config.check(granule_bytes, device.total_memory()?)?;
@@ -106,10 +109,14 @@ impl Core {
         let granules = config.granules;
         let bytes = u64::from(granules) * granule_bytes;
         let exhausted = Error::AddressSpaceExhausted { bytes };
-        let tags = Tags::new((bytes / UNIT_BYTES) as u32).ok_or(exhausted)?;
+        let small = granules / 8;
+        // One granule between the parts is never mapped.
+        let granule_units = granule_bytes / UNIT_BYTES;
+        let split = u64::from(small + 1) * granule_units;
+        let tags = Tags::new((bytes / UNIT_BYTES) as u32, split as u32).ok_or(exhausted)?;
         let reservation = Reservation::new(device.driver(), bytes).map_err(|f| f.about(bytes))?;
         let base = reservation.base();
-        let memory = Memory::new(base, granules, granule_bytes, granules / 8);
+        let memory = Memory::new(base, granules, granule_bytes, small);
         let core = Arc::new(Self {
             device: device.clone(),
             policy: Policy::new(config.capacity, config.limit_bytes.is_some()),
@@ -210,7 +217,8 @@ impl Core {
     fn unit_of(&self, address: u64) -> Option<u32> {
         let offset = address.wrapping_sub(self.base);
         let unit = offset / UNIT_BYTES;
-        (offset % UNIT_BYTES == 0 && unit < u64::from(self.tags.units())).then_some(unit as u32)
+        let inside = offset % UNIT_BYTES == 0 && unit < u64::from(self.tags.units());
+        (inside && self.tags.may_start(unit as u32)).then_some(unit as u32)
     }
 
     #[inline]
@@ -331,13 +339,12 @@ impl Core {
         if address < self.base || unit >= self.tags.units() {
             return foreign;
         }
-        let aligned = offset.is_multiple_of(UNIT_BYTES);
+        let aligned = offset.is_multiple_of(UNIT_BYTES) && self.tags.may_start(unit);
         let space = self.space.lock();
-        let granule_units = space.memory.granule_units();
         // Back to what the unit is part of; nothing reaches across addresses without memory.
-        let mut at = unit;
+        let mut at = unit - if self.tags.may_start(unit) { 0 } else { unit % self.tags.step(unit) };
         loop {
-            if space.memory.extent_at(at / granule_units).is_none() {
+            if space.memory.extent_at(space.memory.granule_of(at)).is_none() {
                 return foreign;
             }
             let covers = |units: u32| unit < at + units;
@@ -351,7 +358,7 @@ impl Core {
                 Tag::None => {}
             }
             match at.checked_sub(1) {
-                Some(below) => at = below,
+                Some(below) => at -= self.tags.step(below),
                 None => return foreign,
             }
         }

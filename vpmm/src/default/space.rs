@@ -190,12 +190,13 @@ impl Space {
             return false;
         }
         // A block that ends at a hole can grow there.
-        if end % granule_units == 0 && self.memory.extent_at(end / granule_units).is_none() {
+        if end % granule_units == 0 && self.memory.extent_at(self.memory.granule_of(end)).is_none()
+        {
             return false;
         }
         // Units before and behind a cut in a whole free extent; none where it breaks no such.
         let broken = |cut: u32| {
-            let (_, extent) = self.memory.extent_at(cut / granule_units)?;
+            let (_, extent) = self.memory.extent_at(self.memory.granule_of(cut))?;
             let (first, last) = (extent.start * granule_units, extent.end() * granule_units);
             let whole = first < cut && first >= start && last <= end;
             whole.then_some((cut - first, last - cut))

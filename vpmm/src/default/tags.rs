@@ -7,13 +7,18 @@
 //! | the first and the last unit of a free block | free, with its node |
 //! | everywhere else | nothing |
 //!
+//! Where large blocks are, one number serves for 4 KiB: everything there is whole pages of that.
+//!
 //! So the size of an allocation, the state of a pointer and both neighbours of a block are one
 //! load each, without a node for anything live. The table is as long as the address space and
-//! costs memory only where it was written: 4 bytes for each 512 at most, a few for a large block.
+//! costs memory only where it was written: 4 bytes for each 512 (or 4096) at most, a
+//! few for a large block.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::class::LARGE_STEP;
 
 const KIND: u32 = 3 << 30;
 const LIVE: u32 = 1 << 30;
@@ -37,7 +42,10 @@ pub(super) enum Tag {
 /// time, and others only learn from it that they do not.
 pub(super) struct Tags {
     table: NonNull<AtomicU32>,
-    units: usize,
+    length: usize,
+    units: u32,
+    /// The first unit of the large part.
+    split: u32,
 }
 
 // SAFETY: the table is of atomics, alive until drop; the pointer itself never changes.
@@ -46,12 +54,14 @@ unsafe impl Send for Tags {}
 unsafe impl Sync for Tags {}
 
 impl Tags {
-    /// A table for so many units, or `None` where the system does not give the address space.
-    pub(super) fn new(units: u32) -> Option<Self> {
-        let layout = Self::layout(units as usize)?;
+    /// A table for so many units, of which those from `split` on are the large part; `None` where
+    /// the system does not give the address space.
+    pub(super) fn new(units: u32, split: u32) -> Option<Self> {
+        let length = (split + units.checked_sub(split)?.div_ceil(LARGE_STEP)) as usize;
+        let layout = Self::layout(length)?;
         // SAFETY: the layout is not empty, as `layout` makes sure.
         let table = NonNull::new(unsafe { alloc_zeroed(layout) })?;
-        Some(Self { table: table.cast(), units: units as usize })
+        Some(Self { table: table.cast(), length, units, split })
     }
 
     fn layout(units: usize) -> Option<Layout> {
@@ -59,14 +69,27 @@ impl Tags {
     }
 
     pub(super) fn units(&self) -> u32 {
-        self.units as u32
+        self.units
+    }
+
+    /// How many units from this one on have one tag together.
+    #[inline(always)]
+    pub(super) fn step(&self, unit: u32) -> u32 {
+        if unit < self.split { 1 } else { LARGE_STEP }
+    }
+
+    /// Whether a block may start at the unit.
+    #[inline(always)]
+    pub(super) fn may_start(&self, unit: u32) -> bool {
+        unit < self.split || (unit - self.split).is_multiple_of(LARGE_STEP)
     }
 
     #[inline(always)]
     fn at(&self, unit: u32) -> Option<&AtomicU32> {
+        let index = self.index(unit);
         // SAFETY: the index is within the table, which is zeroed (a valid state of atomics) and
         // alive while `self` is.
-        ((unit as usize) < self.units).then(|| unsafe { self.table.add(unit as usize).as_ref() })
+        (index < self.length).then(|| unsafe { self.table.add(index).as_ref() })
     }
 
     /// The tag of a unit; nothing beyond the table.
@@ -82,17 +105,23 @@ impl Tags {
         }
     }
 
-    /// The first unit of a range that has a tag.
+    /// Where the tag of a unit is.
+    #[inline(always)]
+    fn index(&self, unit: u32) -> usize {
+        let large = self.split.wrapping_add(unit.wrapping_sub(self.split) / LARGE_STEP);
+        (if unit < self.split { unit } else { large }) as usize
+    }
+
+    /// The first unit of a range, which is of one part, that has a tag. Pages that are not whole in
+    /// the range do not count.
     pub(super) fn first_in(&self, range: std::ops::Range<u32>) -> Option<u32> {
-        let end = (range.end as usize).min(self.units);
-        let length = end.checked_sub(range.start as usize)?;
-        // SAFETY: the units are within the table, which is zeroed (a valid state of atomics) and
-        // alive while `self` is; all access to it is atomic.
-        let tags = unsafe {
-            std::slice::from_raw_parts(self.table.as_ptr().add(range.start as usize), length)
-        };
-        let found = tags.iter().position(|tag| tag.load(Ordering::Relaxed) != 0)?;
-        Some(range.start + found as u32)
+        let step = self.step(range.start);
+        let first = range.start.checked_next_multiple_of(step)?;
+        let end = range.end.min(self.units);
+        (first..end).step_by(step as usize).find(|unit| {
+            let whole = unit + step <= end;
+            whole && self.at(*unit).is_some_and(|tag| tag.load(Ordering::Relaxed) != 0)
+        })
     }
 
     #[inline(always)]
@@ -125,7 +154,7 @@ impl Tags {
 
 impl Drop for Tags {
     fn drop(&mut self) {
-        if let Some(layout) = Self::layout(self.units) {
+        if let Some(layout) = Self::layout(self.length) {
             // SAFETY: allocated in `new` with this very layout.
             unsafe { dealloc(self.table.as_ptr().cast(), layout) };
         }
@@ -138,7 +167,7 @@ mod tests {
 
     #[test]
     fn tags_say_what_was_written_and_nothing_elsewhere() {
-        let Some(tags) = Tags::new(100) else { panic!("no memory for 400 bytes") };
+        let Some(tags) = Tags::new(100, 100) else { panic!("no memory for 400 bytes") };
         tags.set_live(0, 5);
         tags.set_cached(5, 7);
         tags.set_free(99, 3);
@@ -149,6 +178,25 @@ mod tests {
         assert_eq!((free, beyond, far), (Tag::Free(3), Tag::None, Tag::None));
         let first = [0..100, 1..100, 6..99, 6..200, 200..300].map(|range| tags.first_in(range));
         assert_eq!(first, [Some(0), Some(5), None, Some(99), None]);
-        assert!(Tags::new(0).is_none());
+        assert!(Tags::new(0, 0).is_none());
+    }
+
+    #[test]
+    fn pages_of_the_large_part_have_one_tag() {
+        let Some(tags) = Tags::new(96, 16) else { panic!("no memory for 104 bytes") };
+        tags.set_live(15, 1);
+        tags.set_live(16, 8);
+        tags.set_free(24, 7);
+        tags.set_free(95, 7);
+        assert_eq!(
+            (tags.get(15), tags.get(16), tags.get(23)),
+            (Tag::Live(1), Tag::Live(8), Tag::Live(8))
+        );
+        assert_eq!(
+            (tags.get(24), tags.get(32), tags.get(88)),
+            (Tag::Free(7), Tag::None, Tag::Free(7))
+        );
+        assert_eq!((tags.step(15), tags.step(16)), (1, 8));
+        assert!(tags.may_start(15) && tags.may_start(24) && !tags.may_start(25));
     }
 }

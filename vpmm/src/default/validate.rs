@@ -155,7 +155,7 @@ impl Space {
         let mut last_owner = None;
         let total = self.memory.range(Part::Large).end * granule_units;
         while at < total {
-            if self.memory.extent_at(at / granule_units).is_none() {
+            if self.memory.extent_at(self.memory.granule_of(at)).is_none() {
                 at = (at / granule_units + 1) * granule_units;
                 last_owner = None;
                 continue;
