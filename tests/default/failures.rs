@@ -257,8 +257,9 @@ fn a_zombie_that_cannot_be_unmapped_stays_one_and_is_tried_again() {
     // Behind the front, and beyond what is free: zombies are looked at, although in vain.
     let refuse = || pool.malloc(3 * GRANULE as usize, &other).unwrap_err();
     sim.fail_nth("cuMemUnmap", 1, CUresult::CUDA_ERROR_UNKNOWN);
-    assert!(refuse().is_out_of_memory());
-    assert_eq!((pool.stats().failed_unmaps, pool.stats().zombie_count), (1, zombies));
+    // The first may only find out that the work has finished.
+    let tried = (0..3).any(|_| refuse().is_out_of_memory() && pool.stats().failed_unmaps == 1);
+    assert!(tried && pool.stats().zombie_count == zombies, "{}", pool.layout());
     pool.validate().unwrap();
     assert!(refuse().is_out_of_memory());
     assert_eq!((pool.stats().failed_unmaps, pool.stats().zombie_count), (1, 0));

@@ -6,6 +6,11 @@
 
 mod bad_input;
 mod changed;
+mod costs;
 mod failures;
+mod hits;
 mod program;
 mod rig;
+mod sizes;
+mod streams;
+mod threads;

@@ -1,0 +1,117 @@
+//! What a request costs does not follow how much there is: counted in driver calls, which do not
+//! depend on the machine.
+
+use cuda_sim::{Schedule, Simulator};
+use vpmm::{DevicePtr, Driver, Pool, PoolConfig, Stream};
+
+use crate::hits::cost;
+use crate::rig::{GRANULE, config};
+
+#[test]
+fn hits_among_many_live_allocations() {
+    let sim = Simulator::builder().build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let pool = Pool::new(&device, &PoolConfig::default()).unwrap();
+    let stream = device.stream().unwrap();
+    let mut live: Vec<DevicePtr> = Vec::with_capacity(100_000);
+    for count in [100, 10_000, 100_000] {
+        while live.len() < count {
+            live.push(pool.malloc(512 << (live.len() % 4), &stream).unwrap());
+        }
+        // Every third goes, so that free memory is in many pieces.
+        let gone: Vec<DevicePtr> = live.iter().copied().step_by(3).collect();
+        live = live.into_iter().enumerate().filter(|(at, _)| at % 3 != 0).map(|of| of.1).collect();
+        gone.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+        for bytes in [512, 1536, 2048, 4096] {
+            let mut held = Vec::with_capacity(100);
+            let mut round = || {
+                held.extend((0..100).map(|_| pool.malloc(bytes, &stream).unwrap()));
+                held.drain(..).for_each(|ptr| pool.free(ptr, &stream).unwrap());
+            };
+            round();
+            round();
+            assert_eq!(cost(device.driver(), round), (0, 0), "{bytes} bytes, {count} live");
+        }
+    }
+    live.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+    drop(pool);
+    sim.assert_clean();
+}
+
+/// However many streams have freed memory that is pending, a request asks about a few.
+#[test]
+fn questions_among_a_thousand_streams() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let pool = Pool::new(&device, &config(4096, 16384)).unwrap();
+    let streams: Vec<Stream> = (0..1000).map(|_| device.stream().unwrap()).collect();
+    for stream in &streams {
+        let ptr = pool.malloc(GRANULE as usize, stream).unwrap();
+        pool.free(ptr, stream).unwrap();
+    }
+    for round in 0..20 {
+        let before = device.driver().calls();
+        pool.malloc((2 + round % 5) * GRANULE as usize, &streams[round * 7]).unwrap();
+        let calls = device.driver().calls().since(&before);
+        let (asked, recorded) = (calls.count("cuEventQuery"), calls.count("cuEventRecord"));
+        assert!(asked <= 40 && recorded <= 40, "{calls:?}");
+        // And a hit among them costs nothing.
+        let hit = &streams[999 - round];
+        let pair = || {
+            let ptr = pool.malloc(4096, hit).unwrap();
+            pool.free(ptr, hit).unwrap();
+        };
+        pair();
+        assert_eq!(cost(device.driver(), pair), (0, 0));
+    }
+    drop(pool);
+    sim.assert_clean();
+}
+
+#[test]
+fn requests_among_ten_thousand_zombies() {
+    const GRANULES: usize = 20_000;
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let pool = Pool::new(&device, &config(GRANULES as u64, 4 * GRANULES as u64)).unwrap();
+    let (stream, other) = (device.stream().unwrap(), device.stream().unwrap());
+    let bytes = GRANULE as usize;
+    let mut held: Vec<DevicePtr> =
+        (0..GRANULES).map(|_| pool.malloc(bytes, &stream).unwrap()).collect();
+    // In the order of addresses every other one goes.
+    held.sort_by_key(|ptr| ptr.address());
+    held.iter().step_by(2).for_each(|ptr| pool.free(*ptr, &stream).unwrap());
+    let mut moved = 0;
+    while pool.stats().zombie_bytes < 8_000 * GRANULE && moved < 40 {
+        pool.malloc(250 * bytes, &stream).unwrap();
+        moved += 1;
+    }
+    let zombies = pool.stats().zombie_bytes / GRANULE;
+    assert!(zombies >= 8_000, "only {zombies}");
+    // Nothing has finished: a miss asks, and unmaps nothing.
+    pool.free(held[1], &stream).unwrap();
+    let pair = || {
+        let ptr = pool.malloc(bytes, &stream).unwrap();
+        pool.free(ptr, &stream).unwrap();
+    };
+    pair();
+    assert_eq!(cost(device.driver(), pair), (0, 0));
+    let before = device.driver().calls();
+    pool.malloc(3 * bytes, &stream).unwrap();
+    let calls = device.driver().calls().since(&before);
+    assert!(calls.total() <= 60 && calls.count("cuMemUnmap") == 0, "{calls:?}");
+    // All has finished: a miss unmaps some, and no more than some.
+    device.synchronize().unwrap();
+    let mut unmapped = 0;
+    for _ in 0..5 {
+        let before = device.driver().calls();
+        let ptr = pool.malloc(3 * bytes, &other).unwrap();
+        pool.free(ptr, &other).unwrap();
+        let calls = device.driver().calls().since(&before);
+        assert!(calls.total() <= 250, "{calls:?}");
+        unmapped += calls.count("cuMemUnmap");
+    }
+    assert!(unmapped > 0);
+    drop(pool);
+    sim.assert_clean();
+}

@@ -1,0 +1,277 @@
+//! Streams of every kind: that end, whose handles come again, that capture, and the default ones.
+
+use cuda_sim::Schedule;
+use cuda_sys::types::*;
+use vpmm::{Error, StreamHandle};
+
+use crate::rig::{GRANULE, MIB, Rig, call, config};
+
+fn make(rig: &Rig, flags: u32) -> (CUstream, StreamHandle) {
+    call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
+    let mut stream = std::ptr::null_mut();
+    call!(rig.driver, cuStreamCreate(&mut stream, flags));
+    // SAFETY: tests use the handle while the stream is alive.
+    (stream, unsafe { StreamHandle::from_raw(stream) })
+}
+
+const NON_BLOCKING: u32 = 1;
+
+/// The handle is the old stream's, the stream is not: what the old one freed waits for its event.
+#[test]
+fn a_handle_that_comes_again_is_another_stream() {
+    for bytes in [64 << 10, MIB, 3 * GRANULE] {
+        let rig = Rig::simulated(Schedule::Manual);
+        let watched = rig.small_pool();
+        let (old, handle) = make(&rig, NON_BLOCKING);
+        let held = watched.malloc(bytes, handle);
+        watched.free(held, handle);
+        call!(rig.driver, cuStreamDestroy_v2(old));
+        let (new, handle) = make(&rig, NON_BLOCKING);
+        assert_eq!(new, old, "the simulator hands the last handle out again");
+        let other = watched.malloc(bytes, handle);
+        assert_ne!(other.address(), held.address(), "the old stream's check has not run");
+        rig.device.synchronize().unwrap();
+        let third = watched.malloc(bytes, handle);
+        watched.free(third, handle);
+        watched.free(other, handle);
+        rig.device.synchronize().unwrap();
+        // Everything is everybody's by now.
+        let stream = rig.stream();
+        let usage = watched.usage();
+        let all = watched.malloc(usage * GRANULE, &stream);
+        assert!(watched.usage() <= usage + 1, "what the streams freed was not found");
+        watched.free(all, &stream);
+        call!(rig.driver, cuStreamDestroy_v2(new));
+        watched.assert_intact();
+    }
+}
+
+#[test]
+fn what_a_stream_freed_before_its_end_is_everybodys_when_it_has_finished() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let watched = rig.small_pool();
+    let other = rig.stream();
+    let ending = rig.stream();
+    let held = [MIB, 3 * GRANULE, 64 << 10].map(|bytes| watched.malloc(bytes, &ending));
+    held.into_iter().for_each(|held| watched.free(held, &ending));
+    drop(ending); // with all its work to do
+    watched.validate();
+    let usage = watched.usage();
+    let early = watched.malloc(3 * GRANULE, &other);
+    assert!(held.iter().all(|held| held.address() != early.address()), "still in use");
+    watched.free(early, &other);
+    rig.device.synchronize().unwrap();
+    let late = watched.malloc((usage + 3) * GRANULE, &other);
+    assert!(watched.usage() <= usage + 4, "{} granules", watched.usage());
+    watched.free(late, &other);
+    watched.assert_intact();
+}
+
+#[test]
+fn streams_that_come_and_go_leave_nothing() {
+    for schedule in [Schedule::Eager, Schedule::Late { patience: 5 }, Schedule::Manual] {
+        let rig = Rig::simulated(schedule);
+        let watched = rig.pool(&config(32, 192));
+        let keeper = rig.stream();
+        let first = watched.malloc(MIB, &keeper);
+        let events = |rig: &Rig| rig.sim.as_ref().map_or(0, |sim| sim.leaks().events);
+        for round in 0..300_u64 {
+            let stream = rig.stream();
+            let held = watched.malloc((1 + round % 5) * MIB, &stream);
+            watched.free(held, &stream);
+            let (raw, handle) = make(&rig, NON_BLOCKING);
+            let held = watched.malloc((1 + round % 3) * MIB, handle);
+            watched.free(held, handle);
+            call!(rig.driver, cuStreamDestroy_v2(raw));
+            if round % 50 == 49 {
+                rig.device.synchronize().unwrap();
+                let held = watched.malloc(30 * GRANULE, &keeper);
+                watched.free(held, &keeper);
+                watched.validate();
+            }
+        }
+        let stats = watched.pool.stats();
+        assert!(stats.stream_count <= 220, "{} streams are remembered", stats.stream_count);
+        assert!(events(&rig) <= 2 * 220 + 64, "{} events are kept", events(&rig));
+        watched.free(first, &keeper);
+        watched.assert_intact();
+    }
+}
+
+#[test]
+fn the_legacy_stream_is_one_of_the_pools_own() {
+    Rig::everywhere(|rig| {
+        let watched = rig.pool(&config(1, 64));
+        let warm = watched.malloc(GRANULE, StreamHandle::LEGACY);
+        watched.free(warm, StreamHandle::LEGACY);
+        let before = rig.driver.calls();
+        for _ in 0..100 {
+            let ptr = watched.pool.malloc(GRANULE as usize, StreamHandle::LEGACY).unwrap();
+            watched.pool.free(ptr, StreamHandle::LEGACY).unwrap();
+        }
+        assert_eq!(rig.driver.calls().since(&before).total(), 0);
+        // A stream that does not wait for it gets its memory all the same.
+        let stream = rig.stream();
+        let held = watched.malloc(GRANULE, &stream);
+        watched.free(held, &stream);
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn memory_of_the_legacy_stream_is_not_given_away_while_it_is_busy() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let watched = rig.small_pool();
+    let stream = rig.stream();
+    let held = watched.malloc(4 * GRANULE, StreamHandle::LEGACY);
+    watched.free(held, StreamHandle::LEGACY);
+    let other = watched.malloc(4 * GRANULE, &stream);
+    assert_ne!(other.address(), held.address());
+    watched.free(other, &stream);
+    watched.assert_intact();
+}
+
+#[test]
+fn each_thread_has_its_own_default_stream() {
+    Rig::everywhere(|rig| {
+        let watched = rig.small_pool();
+        let per_thread = StreamHandle::PER_THREAD;
+        let freed = std::thread::scope(|scope| {
+            let threads = [(); 3].map(|()| {
+                scope.spawn(|| {
+                    let held = watched.malloc(2 * GRANULE, per_thread);
+                    watched.free(held, per_thread);
+                    held.address()
+                })
+            });
+            threads.map(|thread| thread.join().unwrap())
+        });
+        // The threads and their streams are gone; their memory is not.
+        rig.device.synchronize().unwrap();
+        let usage = watched.usage();
+        let held = watched.malloc(usage * GRANULE, per_thread);
+        assert_eq!(watched.usage(), usage, "freed at {freed:x?}");
+        watched.free(held, per_thread);
+        watched.assert_intact();
+    });
+}
+
+fn begin_capture(rig: &Rig, stream: CUstream) {
+    call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
+    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+    call!(rig.driver, cuStreamBeginCapture_v2(stream, mode));
+}
+
+/// Ends a capture, which must be intact, and answers how many nodes it has.
+fn end_capture(rig: &Rig, stream: CUstream) -> usize {
+    let mut graph = std::ptr::null_mut();
+    call!(rig.driver, cuStreamEndCapture(stream, &mut graph));
+    assert!(!graph.is_null(), "the capture was invalidated");
+    let mut nodes = 0;
+    call!(rig.driver, cuGraphGetNodes(graph, std::ptr::null_mut(), &mut nodes));
+    call!(rig.driver, cuGraphDestroy(graph));
+    nodes
+}
+
+#[test]
+fn a_stream_of_the_library_may_capture() {
+    Rig::everywhere(|rig| {
+        let watched = rig.pool(&config(24, 192));
+        let (capturing, other) = (rig.stream(), rig.stream());
+        let held = [MIB, 2 * GRANULE].map(|bytes| watched.malloc(bytes, &capturing));
+        let pool = &watched.pool;
+        begin_capture(rig, capturing.handle().raw());
+        // From the front and back, from behind it, and by growth.
+        held.iter().for_each(|held| pool.free(held.ptr, &capturing).unwrap());
+        for bytes in [MIB, 2 * GRANULE, 700, 9 * GRANULE] {
+            let ptr = pool.malloc(bytes as usize, &capturing).unwrap();
+            pool.free(ptr, &capturing).unwrap();
+        }
+        // Another stream wants memory meanwhile: what the capturing one freed cannot be asked for.
+        let large = pool.malloc(12 * GRANULE as usize, &other).unwrap();
+        pool.free(large, &other).unwrap();
+        watched.validate();
+        assert_eq!(end_capture(rig, capturing.handle().raw()), 0, "nodes");
+        rig.device.synchronize().unwrap();
+        // All but what small blocks may have kept: nothing of it was lost in the capture.
+        let all = pool.malloc(23 * GRANULE as usize, &other).unwrap();
+        pool.free(all, &other).unwrap();
+        watched.validate();
+    });
+}
+
+#[test]
+fn a_foreign_stream_that_captures_is_refused_and_goes_on_capturing() {
+    Rig::everywhere(|rig| {
+        let watched = rig.small_pool();
+        let (raw, foreign) = make(rig, NON_BLOCKING);
+        let held = watched.malloc(2 * GRANULE, foreign);
+        for stream in [foreign, StreamHandle::PER_THREAD] {
+            begin_capture(rig, stream.raw());
+            for error in [
+                watched.pool.malloc(MIB as usize, stream).unwrap_err(),
+                watched.pool.free(held.ptr, stream).unwrap_err(),
+            ] {
+                assert!(matches!(error, Error::StreamCapturing), "{error}");
+            }
+            assert_eq!(end_capture(rig, stream.raw()), 0, "nodes");
+        }
+        watched.free(held, foreign);
+        watched.assert_intact();
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+    });
+}
+
+/// Everything that the pool does on this thread while another of its streams captures in global
+/// mode: questions, growth, moves, waits on the device and the host, the end of a pool.
+#[test]
+fn a_capture_of_another_stream_is_left_alone() {
+    Rig::everywhere(|rig| {
+        let capturing = rig.stream();
+        let mut limited = config(12, 96);
+        for policy in [vpmm::PendingPolicy::GrowFirst, vpmm::PendingPolicy::WaitFirst] {
+            limited.pending_policy = policy;
+            let watched = rig.pool(&limited);
+            let (a, b) = (rig.stream(), rig.stream());
+            let (raw, foreign) = make(rig, NON_BLOCKING);
+            let pool = &watched.pool;
+            let malloc = |granules: u64, stream: StreamHandle| {
+                pool.malloc((granules * GRANULE) as usize, stream).unwrap()
+            };
+            // Known before: the first use of a foreign stream asks for its number.
+            pool.free(malloc(1, foreign), foreign).unwrap();
+            begin_capture(rig, capturing.handle().raw());
+            let held = [(); 10].map(|()| malloc(1, a.handle()));
+            held.iter().step_by(2).for_each(|ptr| pool.free(*ptr, &a).unwrap());
+            let moved = malloc(5, b.handle());
+            pool.free(moved, &b).unwrap();
+            held.iter().skip(1).step_by(2).for_each(|ptr| pool.free(*ptr, &a).unwrap());
+            let all = malloc(11, foreign);
+            assert!(pool.malloc(5 * GRANULE as usize, &b).is_err());
+            pool.free(all, foreign).unwrap();
+            let all = malloc(11, b.handle());
+            pool.free(all, &b).unwrap();
+            drop(watched);
+            assert_eq!(end_capture(rig, capturing.handle().raw()), 0, "nodes, {policy:?}");
+            call!(rig.driver, cuStreamDestroy_v2(raw));
+        }
+    });
+}
+
+/// A stream that ends within its own capture takes no last event: its memory is found again by
+/// waiting for the whole context, when that is all that is left.
+#[test]
+fn a_stream_that_ends_in_its_capture_does_not_take_its_memory_along() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let watched = rig.pool(&config(8, 64));
+    let (capturing, other) = (rig.stream(), rig.stream());
+    let held = watched.malloc(6 * GRANULE, &capturing);
+    watched.free(held, &capturing);
+    begin_capture(&rig, capturing.handle().raw());
+    drop(capturing);
+    watched.validate();
+    let again = watched.malloc(7 * GRANULE, &other);
+    watched.validate();
+    watched.free(again, &other);
+    watched.assert_intact();
+}
