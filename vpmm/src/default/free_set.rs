@@ -202,7 +202,7 @@ impl FreeSet {
     }
 
     /// Every block of at least about `units` (a class more, at most), the smallest first.
-    pub(super) fn from_size(&self, units: u32) -> impl Iterator<Item = &Block> {
+    pub(super) fn of_at_least(&self, units: u32) -> impl Iterator<Item = &Block> {
         let first = class_of(units);
         let classes =
             std::iter::successors(self.next_class(first), |class| self.next_class(class + 1));
@@ -260,7 +260,7 @@ mod tests {
             assert_eq!(set.largest().map(Block::units), model.iter().map(|of| of.0).max());
             assert_eq!(set.units(), model.iter().map(|of| u64::from(of.0)).sum::<u64>());
         }
-        let sizes: Vec<u32> = set.from_size(1).map(Block::units).collect();
+        let sizes: Vec<u32> = set.of_at_least(1).map(Block::units).collect();
         assert!(sizes.is_sorted() && sizes.len() == model.len());
     }
 }

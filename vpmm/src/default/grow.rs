@@ -255,7 +255,12 @@ impl Space {
                 let mapped = self.memory.mapped();
                 let ahead = if means.ahead { policy.ahead(streak, missing, mapped) } else { 0 };
                 let more = u64::from(ahead.min(gap.beyond)).min(room - u64::from(new)) as u32;
-                self.create(&mut fill, new + more, policy, window.end - window.start);
+                if more > 0 {
+                    // What comes ahead is worth its while in one piece only.
+                    fill.pieces.push(Piece { source: Source::New, granules: new + more });
+                } else {
+                    self.create(&mut fill, new, policy, window.end - window.start);
+                }
                 room -= u64::from(new + more);
             } else {
                 // Only a longer extent is left, and there must be addresses for all of it.
@@ -275,7 +280,7 @@ impl Space {
 
     /// Lengths of new extents, for a request of so many units.
     fn create(&self, fill: &mut Fill, granules: u32, policy: &Policy, units: u32) {
-        let request = units.div_ceil(self.memory.granule_units()).max(granules);
+        let request = units.div_ceil(self.memory.granule_units());
         let streak = self.streak();
         let fringe = policy.fringe(granules);
         let mut left = granules;
@@ -298,7 +303,7 @@ impl Space {
             for block in self
                 .usable_sets(stream, part)
                 .into_iter()
-                .flat_map(|set| set.from_size(granule_units))
+                .flat_map(|set| set.of_at_least(granule_units))
                 .filter(|block| !in_window(block))
             {
                 self.whole_extents(block, |number, extent| {

@@ -2,9 +2,8 @@
 //!
 //! ```text
 //! best fit over the stream's own and nobody's memory
-//! this thread's front emptied, best fit again
-//! other streams' epochs closed and asked about, best fit again, then runs of neighbours
-//! other fronts emptied
+//! this thread's front emptied, best fit again, then runs of neighbours
+//! where others hold much: their epochs closed and asked about, their fronts emptied
 //! grow: new memory, or free extents moved where that is due
 //! ── the limit is reached ──
 //! free extents moved, whatever it costs
@@ -28,6 +27,10 @@ use crate::paged::PendingPolicy;
 
 /// Zombies unmapped on behalf of one request.
 const REAPED_GRANULES: u64 = 64;
+
+/// What other streams hold is called in when it comes to this fraction of the pool, and to 64 MiB.
+const CALLED_IN_OF_POOL: u64 = 16;
+const CALLED_IN_UNITS: u64 = (64 << 20) / super::class::UNIT_BYTES;
 
 /// A request that the front did not serve.
 #[derive(Clone, Copy)]
@@ -66,27 +69,15 @@ impl Core {
             return Ok(start);
         }
         let _context = self.device.enter()?;
-        if self.space.lock().want_from_others(request.stream) {
-            if self.poll(Some(request.stream), false)?
-                && let Some(start) = self.place(request)
-            {
-                return Ok(start);
-            }
-            if let Some(start) = self.place_in_run(request) {
-                return Ok(start);
-            }
-        }
         // From here on one at a time: what one maps another may use.
         let _growing = lock(&self.growing);
-        if self.flush_fronts(|_| true) {
-            if self.has_several_streams() {
-                self.poll(Some(request.stream), false)?;
-            }
-            if let Some(start) = self.place(request) {
-                return Ok(start);
-            }
+        if let Some(start) = self.place(request).or_else(|| self.place_in_run(request)) {
+            return Ok(start);
         }
-        if let Some(start) = self.place(request) {
+        let mut room = self.room()?;
+        if self.is_worth_calling_in(request, room)
+            && let Some(start) = self.call_in(request)?
+        {
             return Ok(start);
         }
         self.tidy()?;
@@ -96,7 +87,6 @@ impl Core {
             return Ok(start);
         }
         let part = Part::of_size(request.units);
-        let mut room = self.room()?;
         loop {
             match self.grow(request, part, Means { room, ahead: true })? {
                 Grown::Block(start) => return Ok(start),
@@ -107,9 +97,37 @@ impl Core {
         self.make_do(request, room)
     }
 
+    /// Whether what other streams and other threads' fronts hold is enough to be asked for. Asking
+    /// for little over and over would have streams take from each other what each needs again.
+    fn is_worth_calling_in(&self, request: Request, room: u64) -> bool {
+        let in_fronts: u64 = self.shards().iter().map(|shard| shard.units()).sum();
+        let mut space = self.space.lock();
+        let elsewhere = in_fronts + space.want_from_others(request.stream);
+        let granule_units = u64::from(space.memory.granule_units());
+        let much = (space.memory.mapped() * granule_units / CALLED_IN_OF_POOL).max(CALLED_IN_UNITS);
+        let short = room * granule_units < u64::from(request.units);
+        elsewhere >= u64::from(request.units) && (short || elsewhere >= much)
+    }
+
+    /// Makes memory that other streams and other threads hold available, and looks again.
+    fn call_in(&self, request: Request) -> Result<Option<u32>> {
+        let look = || self.place(request).or_else(|| self.place_in_run(request));
+        if self.poll(Some(request.stream), false)?
+            && let Some(start) = look()
+        {
+            return Ok(Some(start));
+        }
+        if !self.flush_fronts(|_| true) {
+            return Ok(None);
+        }
+        self.poll(Some(request.stream), false)?;
+        Ok(look())
+    }
+
     /// The last steps, at the limit.
     fn make_do(&self, request: Request, room: u64) -> Result<u32> {
-        if self.poll(Some(request.stream), true)?
+        let flushed = self.flush_fronts(|_| true);
+        if (self.poll(Some(request.stream), true)? || flushed)
             && let Some(start) = self.retry(request, room)?
         {
             return Ok(start);
@@ -274,12 +292,13 @@ impl Core {
 }
 
 impl super::space::Space {
-    /// Notes that a stream lacks memory that others may have; `false` where there are no others.
-    fn want_from_others(&mut self, stream: u32) -> bool {
-        for (index, book) in self.books.iter_mut().enumerate() {
-            book.wanted |= index as u32 != stream;
-        }
-        self.books.len() > 1
+    /// Notes that a stream lacks memory that others may have; returns the units that they do.
+    fn want_from_others(&mut self, stream: u32) -> u64 {
+        let others = self.books.iter_mut().enumerate().filter(|(at, _)| *at as u32 != stream);
+        others.fold(0, |units, (_, book)| {
+            book.wanted = true;
+            units + book.units()
+        })
     }
 
     /// Makes what one stream freed another's, which waits for it now: as if that one had freed it.

@@ -113,8 +113,12 @@ impl Core {
         // One granule between the parts is never mapped.
         let granule_units = granule_bytes / UNIT_BYTES;
         let split = u64::from(small + 1) * granule_units;
-        let tags = Tags::new((bytes / UNIT_BYTES) as u32, split as u32).ok_or(exhausted)?;
-        let reservation = Reservation::new(device.driver(), bytes).map_err(|f| f.about(bytes))?;
+        let units = (bytes / UNIT_BYTES) as u32;
+        let tags = Tags::new(units, split as u32).ok_or_else(|| exhausted.clone())?;
+        let refused = |failure: crate::driver::Failure| {
+            if failure.is_out_of_memory() { exhausted } else { failure.about(bytes) }
+        };
+        let reservation = Reservation::new(device.driver(), bytes).map_err(refused)?;
         let base = reservation.base();
         let memory = Memory::new(base, granules, granule_bytes, small);
         let core = Arc::new(Self {
@@ -217,7 +221,7 @@ impl Core {
     fn unit_of(&self, address: u64) -> Option<u32> {
         let offset = address.wrapping_sub(self.base);
         let unit = offset / UNIT_BYTES;
-        let inside = offset % UNIT_BYTES == 0 && unit < u64::from(self.tags.units());
+        let inside = offset.is_multiple_of(UNIT_BYTES) && unit < u64::from(self.tags.units());
         (inside && self.tags.may_start(unit as u32)).then_some(unit as u32)
     }
 

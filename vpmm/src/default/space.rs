@@ -325,7 +325,7 @@ impl Space {
         }
         let mut best: Option<(u64, u32)> = None;
         let book = &self.books[stream as usize];
-        let own = book.sets.iter().flat_map(|sets| sets[part as usize].from_size(1));
+        let own = book.sets.iter().flat_map(|sets| sets[part as usize].of_at_least(1));
         for block in own.take(LOOKED_AT) {
             let mut first = block;
             while let Some(left) = self.usable_before(tags, first.start(), stream) {

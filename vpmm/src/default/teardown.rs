@@ -27,7 +27,7 @@ impl Core {
         let waiting = |book: &super::book::Book| {
             let sole = space.books.len() == 1;
             // A sole stream keeps its memory when its fence has passed.
-            !(sole && book.passed + 1 >= book.epoch) && !book.is_empty()
+            !(book.is_empty() || (sole && book.passed + 1 >= book.epoch))
         };
         !space.books.iter().any(waiting)
             && space.memory.map.totals().regions(State::Zombie)

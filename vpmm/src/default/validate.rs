@@ -58,7 +58,7 @@ impl Space {
     /// Every free block of every set.
     pub(super) fn every_free_block(&self) -> impl Iterator<Item = &Block> {
         let of_books = self.books.iter().flat_map(|book| book.sets.iter().flatten());
-        of_books.chain(&self.common).flat_map(|set| set.from_size(1))
+        of_books.chain(&self.common).flat_map(|set| set.of_at_least(1))
     }
 
     /// Addresses are covered without gap or overlap, and neighbours that could be one are.
