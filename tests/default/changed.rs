@@ -101,15 +101,15 @@ fn a_stream_that_ends_while_its_event_is_recorded() {
         api.cuStreamIsCapturing = Some(held_before_recording);
     });
     let device = driver.device(0).unwrap();
-    let pool = Pool::new(&device, &config(32, 128)).unwrap();
+    let pool = Pool::new(&device, &config(11, 96)).unwrap();
     let (ending, other) = (device.stream().unwrap(), device.stream().unwrap());
-    let ptr = pool.malloc(2 * BYTES, &ending).unwrap();
     let of_other = pool.malloc(BYTES, &other).unwrap();
+    let ptr = pool.malloc(9 * BYTES, &ending).unwrap();
     // By the bare handle, it goes past the front.
     pool.free(ptr, bare(&ending)).unwrap();
     RECORD.arm();
     std::thread::scope(|scope| {
-        let asking = scope.spawn(|| pool.malloc(2 * BYTES, &other).unwrap());
+        let asking = scope.spawn(|| pool.malloc(8 * BYTES, &other).unwrap());
         RECORD.wait();
         let ender = scope.spawn(move || drop(ending));
         // Long enough for a thread that does not wait for the record; one that does is not held
@@ -144,8 +144,8 @@ unsafe extern "C" fn held_after_asking(event: CUevent) -> CUresult {
     answer
 }
 
-/// A thread is told that an event is complete and stops. Meanwhile the event is recorded again,
-/// for memory that is in use: the answer is not about that.
+/// A thread is told that an event is complete and stops. Meanwhile the event is recorded again, at
+/// the end of its stream, for memory that is in use: the answer is not about that.
 #[test]
 fn an_answer_about_an_event_that_was_recorded_again_meanwhile() {
     let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
@@ -155,37 +155,34 @@ fn an_answer_about_an_event_that_was_recorded_again_meanwhile() {
         api.cuEventQuery = Some(held_after_asking);
     });
     let device = driver.device(0).unwrap();
-    let pool = Pool::new(&device, &config(64, 256)).unwrap();
-    let [freeing, asking, between] = [(); 3].map(|()| device.stream().unwrap());
-    let malloc = |granules: usize, stream| pool.malloc(granules * BYTES, stream).unwrap();
-    // Two live blocks apart, so that they stay two when both are free.
-    let (first, _live, second) = (malloc(2, &freeing), malloc(1, &freeing), malloc(4, &freeing));
-    let (_of_asking, _of_between) = (malloc(1, &asking), malloc(1, &between));
+    let pool = Pool::new(&device, &config(17, 128)).unwrap();
+    let [freeing, asking] = [(); 2].map(|()| device.stream().unwrap());
+    let malloc = |granules: usize, stream: &Stream| pool.malloc(granules * BYTES, stream).unwrap();
+    let (first, second) = (malloc(9, &freeing), malloc(5, &freeing));
+    // Others want memory, so that the epoch is closed as soon as it is worth it.
+    let _of_asking = malloc(2, &asking);
     pool.free(first, bare(&freeing)).unwrap();
-    let _closes_the_epoch = malloc(7, &between);
     sim.run_until_idle();
     QUERY.arm();
     std::thread::scope(|scope| {
         let asker = scope.spawn(|| malloc(4, &asking));
         QUERY.wait();
-        // Asks again, is told the same, and closes the next epoch with the event that is spare.
-        let _passes_the_epoch = malloc(8, &between);
         call!(driver, cuCtxSetCurrent(device.context()));
         sim.enqueue(freeing.handle().raw(), "uses the second", move |memory| {
             memory.write(second.address(), &[1; 64])
         })
         .unwrap();
         pool.free(second, bare(&freeing)).unwrap();
-        let _closes_the_next = malloc(10, &between);
+        drop(freeing);
         QUERY.open();
-        let of_asker = asker.join().unwrap();
+        let mut given = vec![asker.join().unwrap(), malloc(5, &asking), malloc(4, &asking)];
         pool.validate().unwrap();
-        let range = second.address()..second.address() + 4 * GRANULE;
-        assert!(!range.contains(&of_asker.address()), "still in use by another stream");
-        sim.enqueue(asking.handle().raw(), "uses what it was given", move |memory| {
-            memory.write(of_asker.address(), &[2; 64])
-        })
-        .unwrap();
+        for ptr in given.drain(..) {
+            sim.enqueue(asking.handle().raw(), "uses what it was given", move |memory| {
+                memory.write(ptr.address(), &[2; 64])
+            })
+            .unwrap();
+        }
     });
     device.synchronize().unwrap();
     drop(pool);
@@ -213,7 +210,7 @@ fn an_epoch_is_closed_while_a_foreign_stream_frees() {
         api.cuEventRecord = Some(held_while_recording);
     });
     let device = driver.device(0).unwrap();
-    let pool = Pool::new(&device, &config(32, 128)).unwrap();
+    let pool = Pool::new(&device, &config(5, 64)).unwrap();
     let other = device.stream().unwrap();
     call!(driver, cuCtxSetCurrent(device.context()));
     let mut raw = std::ptr::null_mut();
@@ -226,13 +223,13 @@ fn an_epoch_is_closed_while_a_foreign_stream_frees() {
     std::thread::scope(|scope| {
         let freeing = scope.spawn(|| pool.free(held[1], foreign));
         EAGER.wait();
-        let ptr = pool.malloc(6 * BYTES, &other).unwrap();
+        let ptr = pool.malloc(2 * BYTES, &other).unwrap();
         EAGER.open();
         freeing.join().unwrap().unwrap();
         pool.validate().unwrap();
         pool.free(ptr, &other).unwrap();
     });
-    let again = pool.malloc(7 * BYTES, &other).unwrap();
+    let again = pool.malloc(4 * BYTES, &other).unwrap();
     pool.validate().unwrap();
     pool.free(again, &other).unwrap();
     drop(pool);
@@ -240,4 +237,53 @@ fn an_epoch_is_closed_while_a_foreign_stream_frees() {
     drop((other, device));
     sim.assert_clean();
     assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+}
+
+static CREATE: Gate = Gate::new();
+
+unsafe extern "C" fn held_before_making(
+    handle: *mut u64,
+    bytes: usize,
+    properties: *const CUmemAllocationProp,
+    flags: u64,
+) -> CUresult {
+    type Real = unsafe extern "C" fn(*mut u64, usize, *const CUmemAllocationProp, u64) -> CUresult;
+    CREATE.pass();
+    // SAFETY: stored before any call, from a slot of this type.
+    let real = unsafe { std::mem::transmute::<*mut (), Real>(CREATE.real.load(Ordering::SeqCst)) };
+    // SAFETY: the arguments are passed on as they came.
+    unsafe { real(handle, bytes, properties, flags) }
+}
+
+#[test]
+fn a_slow_driver_call_does_not_stop_other_threads() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = changed(&sim, |api| {
+        let real = api.cuMemCreate.map_or(std::ptr::null_mut(), |real| real as *mut ());
+        CREATE.real.store(real, Ordering::SeqCst);
+        api.cuMemCreate = Some(held_before_making);
+    });
+    let device = driver.device(0).unwrap();
+    let pool = Pool::new(&device, &config(64, 256)).unwrap();
+    let (a, b) = (device.stream().unwrap(), device.stream().unwrap());
+    let warm = pool.malloc(4 * BYTES, &b).unwrap();
+    pool.free(warm, &b).unwrap();
+    CREATE.arm();
+    std::thread::scope(|scope| {
+        let growing = scope.spawn(|| pool.malloc(32 * BYTES, &a).unwrap());
+        CREATE.wait();
+        // The other thread is inside the driver now, and stays there until these are done.
+        for step in 0..100 {
+            let held = [BYTES, 100_000 + 4096 * step, 3 * BYTES / 2]
+                .map(|bytes| pool.malloc(bytes, &b).unwrap());
+            held.into_iter().for_each(|ptr| pool.free(ptr, &b).unwrap());
+        }
+        assert!(!growing.is_finished());
+        CREATE.open();
+        let ptr = growing.join().unwrap();
+        pool.free(ptr, &a).unwrap();
+    });
+    pool.validate().unwrap();
+    drop(pool);
+    sim.assert_clean();
 }

@@ -11,6 +11,7 @@ mod failures;
 mod hits;
 mod program;
 mod rig;
+mod scenarios;
 mod sizes;
 mod streams;
 mod threads;

@@ -81,10 +81,12 @@ impl Core {
             return Ok(start);
         }
         self.tidy()?;
-        if self.config.pending_policy == PendingPolicy::WaitFirst
-            && let Some(start) = self.take_with_wait(request)?
-        {
-            return Ok(start);
+        if self.config.pending_policy == PendingPolicy::WaitFirst {
+            // What is in a front has no epoch to wait for.
+            self.flush_fronts(|_| true);
+            if let Some(start) = self.take_with_wait(request)? {
+                return Ok(start);
+            }
         }
         let part = Part::of_size(request.units);
         loop {

@@ -1,0 +1,222 @@
+//! The steps of the ladder one by one, each with contents checked and with work that finishes at
+//! once, late, at random, and on a GPU.
+
+use cuda_sim::{Schedule, Simulator};
+use vpmm::{PendingPolicy, Stream, StreamHandle};
+
+use crate::rig::{GRANULE, KIB, MIB, Rig, config};
+
+#[test]
+fn memory_grows_in_place_behind_what_is_free() {
+    Rig::everywhere(|rig| {
+        let watched = rig.small_pool();
+        let stream = rig.stream();
+        let mut last = watched.malloc(2 * GRANULE, &stream);
+        let at = last.address();
+        for granules in [4, 5, 9, 20] {
+            watched.free(last, &stream);
+            last = watched.malloc(granules * GRANULE, &stream);
+            let stats = watched.pool.stats();
+            assert_eq!((last.address(), watched.usage()), (at, granules));
+            assert_eq!(stats.extents_moved, 0);
+        }
+        watched.free(last, &stream);
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn neighbours_freed_in_any_order_serve_their_sum_in_place() {
+    Rig::everywhere(|rig| {
+        for order in [[1, 0, 2], [0, 1, 2], [2, 1, 0], [0, 2, 1]] {
+            for part in [MIB, 3 * GRANULE] {
+                let watched = rig.small_pool();
+                let stream = rig.stream();
+                let whole = watched.malloc(3 * part, &stream);
+                watched.free(whole, &stream);
+                let held = [(); 3].map(|()| watched.malloc(part, &stream));
+                order.into_iter().for_each(|at: usize| watched.free(held[at], &stream));
+                let usage = watched.usage();
+                let again = watched.malloc(3 * part, &stream);
+                assert_eq!(watched.usage(), usage, "{order:?}");
+                assert_eq!(watched.pool.stats().extents_moved, 0, "{order:?}");
+                watched.free(again, &stream);
+                watched.assert_intact();
+            }
+        }
+    });
+}
+
+/// A stream by its handle alone: what is freed with it goes past the front.
+fn bare(stream: &Stream) -> StreamHandle {
+    // SAFETY: the stream is alive while it is borrowed, which is longer than any call with this.
+    unsafe { StreamHandle::from_raw(stream.handle().raw()) }
+}
+
+#[test]
+fn neighbours_of_different_owners_serve_their_sum_in_place() {
+    Rig::everywhere(|rig| {
+        let watched = rig.pool(&config(6, 96));
+        let (a, b) = (rig.stream(), rig.stream());
+        let whole = watched.malloc(6 * GRANULE, &b);
+        watched.free(whole, &b);
+        let (four, two) = (watched.malloc(4 * GRANULE, &b), watched.malloc(2 * GRANULE, &b));
+        rig.order(&b, &a);
+        watched.free(four, bare(&a));
+        // Refused, after waiting for all that is free: it is nobody's then.
+        assert!(watched.try_malloc(5 * GRANULE, &a).is_err());
+        watched.free(two, bare(&b));
+        let run = watched.malloc(6 * GRANULE, &b);
+        assert_eq!((run.address(), watched.pool.stats().extents_moved), (whole.address(), 0));
+        watched.free(run, &b);
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn scattered_memory_is_moved_together_at_the_limit() {
+    Rig::everywhere(|rig| {
+        let watched = rig.pool(&config(16, 128));
+        let stream = rig.stream();
+        let mut held: Vec<_> = (0..16).map(|_| watched.malloc(GRANULE, &stream)).collect();
+        held.sort_by_key(|held| held.address());
+        let gone: Vec<_> = held.iter().copied().step_by(2).collect();
+        gone.into_iter().for_each(|held| watched.free(held, &stream));
+        let large = watched.malloc(8 * GRANULE, &stream);
+        let stats = watched.pool.stats();
+        assert!(stats.extents_moved > 0 && watched.usage() == 16, "{}", watched.pool.layout());
+        assert_eq!((stats.host_waits, stats.device_waits), (0, 0), "it is the stream's own");
+        watched.free(large, &stream);
+        held.iter().skip(1).step_by(2).for_each(|held| watched.free(*held, &stream));
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn at_the_limit_a_stream_waits_for_another_on_the_device_and_the_host_does_not() {
+    Rig::everywhere(|rig| {
+        let watched = rig.pool(&config(8, 64));
+        let (a, b) = (rig.stream(), rig.stream());
+        let held = watched.malloc(6 * GRANULE, &a);
+        let stall = rig.stall(a.handle());
+        watched.free(held, &a);
+        let other = watched.malloc(5 * GRANULE, &b);
+        let stats = watched.pool.stats();
+        assert_eq!((stats.device_waits, stats.host_waits), (1, 0));
+        watched.validate();
+        drop(stall);
+        watched.free(other, &b);
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn growing_comes_before_waiting_for_another_stream_unless_asked_otherwise() {
+    Rig::everywhere(|rig| {
+        for (policy, waits, usage) in
+            [(PendingPolicy::GrowFirst, 0, 4), (PendingPolicy::WaitFirst, 1, 2)]
+        {
+            let mut config = config(16, 96);
+            config.pending_policy = policy;
+            let watched = rig.pool(&config);
+            let (a, b) = (rig.stream(), rig.stream());
+            let held = watched.malloc(2 * GRANULE, &a);
+            let stall = rig.stall(a.handle());
+            watched.free(held, &a);
+            let other = watched.malloc(2 * GRANULE, &b);
+            let stats = watched.pool.stats();
+            assert_eq!((stats.device_waits, watched.usage()), (waits, usage), "{policy:?}");
+            drop(stall);
+            watched.free(other, &b);
+            watched.assert_intact();
+        }
+    });
+}
+
+/// The freeing stream's work counts, not the allocating one's.
+#[test]
+fn a_free_is_ordered_on_the_stream_that_frees() {
+    Rig::everywhere(|rig| {
+        let watched = rig.small_pool();
+        let (a, b) = (rig.stream(), rig.stream());
+        for bytes in [4 * KIB, MIB, 2 * GRANULE] {
+            let held = watched.malloc(bytes, &a);
+            a.synchronize().unwrap();
+            let stall = rig.stall(b.handle());
+            watched.free(held, &b); // B is busy with a check of the contents
+            let other = watched.malloc(bytes, &a);
+            assert_ne!(other.address(), held.address(), "B may still read it");
+            drop(stall);
+            watched.free(other, &a);
+        }
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn small_blocks_come_from_the_large_part_rather_than_not_at_all() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let watched = rig.pool(&config(4, 64));
+    let stream = rig.stream();
+    let pinned = watched.malloc(7 * MIB, &stream);
+    let half = watched.malloc(700 * KIB, &stream);
+    // Nothing is left for a granule of the small part's own.
+    let small = [(); 4].map(|()| watched.malloc(4 * KIB, &stream));
+    assert_eq!(watched.usage(), 4);
+    for held in small.into_iter().chain([pinned, half]) {
+        watched.free(held, &stream);
+    }
+    watched.assert_intact();
+}
+
+#[test]
+fn everything_is_given_back_at_the_end() {
+    for schedule in [Schedule::Late { patience: 100 }, Schedule::Manual, Schedule::Random] {
+        let rig = Rig::simulated(schedule);
+        let sim = rig.sim.clone().expect("a simulated rig");
+        {
+            let watched = rig.small_pool();
+            let (one, two) = (rig.stream(), rig.stream());
+            let held = [(); 4].map(|()| watched.malloc(GRANULE, &one));
+            watched.free(held[1], &one);
+            rig.order(&one, &two);
+            watched.free(held[3], &two);
+            let _never_freed = watched.malloc(2 * GRANULE, &two);
+            let _small = watched.malloc(1000, StreamHandle::PER_THREAD);
+        }
+        drop(rig);
+        sim.assert_clean();
+        assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+    }
+}
+
+#[test]
+fn each_device_gives_its_own_memory() {
+    let sim = Simulator::builder().devices(2).build().unwrap();
+    let driver = vpmm::Driver::new(sim.driver()).unwrap();
+    let device = driver.device(1).unwrap();
+    let pool = vpmm::Pool::new(&device, &config(16, 96)).unwrap();
+    let stream = device.stream().unwrap();
+    let ptr = pool.malloc(8 * GRANULE as usize, &stream).unwrap();
+    assert_eq!((sim.memory_used(0), sim.memory_used(1)), (0, 8 * GRANULE));
+    pool.free(ptr, &stream).unwrap();
+    drop(pool);
+    sim.assert_clean();
+}
+
+/// Statics are never dropped: the process ends with the pool alive, and ends well.
+#[test]
+fn a_pool_in_a_static_lives_to_the_end_of_the_process() {
+    static POOL: std::sync::OnceLock<(Simulator, vpmm::Pool)> = std::sync::OnceLock::new();
+    let (sim, pool) = POOL.get_or_init(|| {
+        let sim = Simulator::builder().build().unwrap();
+        let device = vpmm::Driver::new(sim.driver()).unwrap().device(0).unwrap();
+        (sim, vpmm::Pool::new(&device, &config(16, 96)).unwrap())
+    });
+    let stream = pool.device().stream().unwrap();
+    let freed = pool.malloc(GRANULE as usize, &stream).unwrap();
+    pool.malloc(GRANULE as usize, &stream).unwrap();
+    pool.free(freed, &stream).unwrap();
+    pool.validate().unwrap();
+    sim.assert_clean();
+}
