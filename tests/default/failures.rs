@@ -100,7 +100,8 @@ fn settings(policy: PendingPolicy) -> PoolConfig {
     config
 }
 
-/// Runs the program and does something just before one step, whose outcome `watch` is told.
+/// Runs the program and does something just before one step and just after it. Answers how that
+/// step failed, if it did: it is then repeated.
 fn run(
     schedule: Schedule,
     policy: PendingPolicy,
