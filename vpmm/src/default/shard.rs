@@ -31,6 +31,7 @@ pub(super) struct Shard {
     slots: [AtomicPtr<Slot>; SLOTS],
     /// Held from the record at an eager stream's free until its block is entered, so that the
     /// event recorded last is behind every block.
+    /// Held while an epoch's event is recorded, too: the stream does not end meanwhile.
     pub(super) eager: Mutex<()>,
 }
 
