@@ -17,8 +17,9 @@ const SMALL_DEPTH: usize = 32;
 const SMALL_CLASS_UNITS: u32 = 512;
 /// Blocks of one large class.
 const LARGE_DEPTH: usize = 4;
-/// Large blocks in all: 32 MiB, or a fraction of the pool, or a single block that is longer.
-const LARGE_UNITS: u32 = 1 << 16;
+/// Large blocks in all: 8 MiB, or the stream's share of a fraction of the pool, or a single block
+/// that is longer.
+const LARGE_UNITS: u32 = 1 << 14;
 const EXACT_OF_POOL: u64 = 64;
 const LOOSE_OF_POOL: u64 = 4;
 /// A loose fit leaves at most this fraction of the request unused.
@@ -148,16 +149,11 @@ impl Front {
         true
     }
 
-    /// Makes room for a block of `units` in a pool of `pool_units`: half of its class goes to
+    /// Makes room for a block of `units` where the stream's share of the pool is `share`: half of its class goes to
     /// `spill`, or everything large, where all of it is too much.
-    pub(super) fn make_room(
-        &mut self,
-        units: u32,
-        pool_units: u64,
-        mut spill: impl FnMut(u32, u32),
-    ) {
+    pub(super) fn make_room(&mut self, units: u32, share: u64, mut spill: impl FnMut(u32, u32)) {
         if units > SMALL_UNITS {
-            self.judge(pool_units);
+            self.judge(share);
             let class = large_class(units);
             if usize::from(self.large_depth[class]) == LARGE_DEPTH {
                 for at in (0..LARGE_DEPTH / 2).rev() {
@@ -183,14 +179,14 @@ impl Front {
     }
 
     /// Goes loose, or exact again, as the score says.
-    fn judge(&mut self, pool_units: u64) {
+    fn judge(&mut self, share: u64) {
         if self.score <= LOOSE_AT && self.may_be_loose {
             self.loose = true;
         } else if self.score >= EXACT_AT {
             self.loose = false;
         }
         let of_pool = if self.loose { LOOSE_OF_POOL } else { EXACT_OF_POOL };
-        let bound = u32::try_from(pool_units / of_pool).unwrap_or(u32::MAX >> 1);
+        let bound = u32::try_from(share / of_pool).unwrap_or(u32::MAX >> 1);
         self.bound = bound.max(LARGE_UNITS);
     }
 

@@ -104,6 +104,7 @@ impl Core {
     fn is_worth_calling_in(&self, request: Request, room: u64) -> bool {
         let in_fronts: u64 = self.shards().iter().map(|shard| shard.units()).sum();
         let mut space = self.space.lock();
+        let in_fronts = if space.may_empty_fronts(request.units) { in_fronts } else { 0 };
         let elsewhere = in_fronts + space.want_from_others(request.stream);
         let granule_units = u64::from(space.memory.granule_units());
         let much = (space.memory.mapped() * granule_units / CALLED_IN_OF_POOL).max(CALLED_IN_UNITS);
@@ -119,7 +120,7 @@ impl Core {
         {
             return Ok(Some(start));
         }
-        if !self.flush_fronts(|_| true) {
+        if !self.space.lock().may_empty_fronts(request.units) || !self.flush_fronts(|_| true) {
             return Ok(None);
         }
         self.poll(Some(request.stream), false)?;
@@ -294,6 +295,14 @@ impl Core {
 }
 
 impl super::space::Space {
+    /// Whether fronts may be emptied for a request while there is room to grow. Not in a pool of
+    /// less than two such blocks for each stream: they would take from each other in turn what
+    /// each needs again at once.
+    fn may_empty_fronts(&self, units: u32) -> bool {
+        let pool = self.memory.mapped() * u64::from(self.memory.granule_units());
+        pool >= 2 * u64::from(units) * self.books.len() as u64
+    }
+
     /// Notes that a stream lacks memory that others may have; returns the units that they do.
     fn want_from_others(&mut self, stream: u32) -> u64 {
         let others = self.books.iter_mut().enumerate().filter(|(at, _)| *at as u32 != stream);

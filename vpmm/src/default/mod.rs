@@ -255,8 +255,9 @@ impl Core {
     ) -> Result<()> {
         let stream = shard.index;
         let mut space = self.space.lock();
-        let pool_units = space.memory.mapped() * u64::from(space.memory.granule_units());
-        front.make_room(units, pool_units, |start, units| {
+        let pool = space.memory.mapped() * u64::from(space.memory.granule_units());
+        let share = pool / space.books.len() as u64;
+        front.make_room(units, share, |start, units| {
             space.take_back(&self.tags, stream, start, units);
         });
         if !front.push(start, units) {

@@ -203,8 +203,8 @@ impl Entered<'_> {
         kept
     }
 
-    pub(super) fn make_room(&mut self, units: u32, pool_units: u64, spill: impl FnMut(u32, u32)) {
-        self.front.make_room(units, pool_units, spill);
+    pub(super) fn make_room(&mut self, units: u32, share: u64, spill: impl FnMut(u32, u32)) {
+        self.front.make_room(units, share, spill);
         self.units.store(self.front.units() as u32, Ordering::Relaxed);
     }
 
