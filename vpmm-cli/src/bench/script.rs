@@ -129,7 +129,9 @@ const CROSS_LIVE: u32 = 8;
 const CROSS_PHASE: u32 = 64;
 
 /// [`Case::Gather`]: pieces, the size of each, and the request.
-const GATHER_PIECES: u32 = 64;
+const GATHER_PIECES: u32 = 1024;
+/// Every so manyth is freed: 1 GiB in all, scattered over 32 GiB.
+const GATHER_FREED: usize = 32;
 const GATHER_PIECE_BYTES: u64 = 32 << 20;
 const GATHER_BYTES: u64 = 1 << 30;
 
@@ -256,11 +258,11 @@ fn to_and_fro(calls: u64) -> Lane {
 
 fn gather() -> Cold {
     let pieces = (0..GATHER_PIECES).map(|slot| Step::allocate(slot, GATHER_PIECE_BYTES, 0));
-    let every_second = (0..GATHER_PIECES).step_by(2).map(|slot| Step::free(slot, 0));
+    let scattered = (0..GATHER_PIECES).step_by(GATHER_FREED).map(|slot| Step::free(slot, 0));
     Cold {
         limit_bytes: Some(u64::from(GATHER_PIECES) * GATHER_PIECE_BYTES),
         slots: GATHER_PIECES + 1,
-        setup: pieces.chain(every_second).collect(),
+        setup: pieces.chain(scattered).collect(),
         timed: vec![Step::allocate(GATHER_PIECES, GATHER_BYTES, 0)],
     }
 }
@@ -358,10 +360,10 @@ mod tests {
             follow(&mut held, &cold.timed, 1);
         }
         let Script::Cold(gather) = Case::Gather.script(full(Case::Gather)) else { panic!() };
-        assert_eq!(gather.limit_bytes, Some(2 << 30));
-        assert_eq!(gather.setup.len(), 64 + 32);
-        assert_eq!(gather.peak_live_bytes(), 2 << 30);
-        assert_eq!(gather.timed, [Step::allocate(64, 1 << 30, 0)]);
+        assert_eq!(gather.limit_bytes, Some(32 << 30));
+        assert_eq!(gather.setup.len(), 1024 + 32);
+        assert_eq!(gather.peak_live_bytes(), 32 << 30);
+        assert_eq!(gather.timed, [Step::allocate(1024, 1 << 30, 0)]);
     }
 
     #[test]
