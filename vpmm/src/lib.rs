@@ -1,5 +1,5 @@
 //! A GPU memory manager on CUDA's virtual memory management: it removes fragmentation by mapping
-//! pages elsewhere, not by copying them.
+//! memory elsewhere, not by copying it.
 //!
 //! ```
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -9,7 +9,7 @@
 //! let driver = vpmm::Driver::load()?;
 //! # }
 //! let device = driver.device(0)?;
-//! let pool = vpmm::Pool::paged(&device, &vpmm::PagedConfig::from_env()?)?;
+//! let pool = vpmm::Pool::new(&device, &vpmm::PoolConfig::default())?;
 //! let stream = device.stream()?;
 //!
 //! let ptr = pool.malloc(64 << 20, &stream)?;
@@ -19,18 +19,23 @@
 //! # }
 //! ```
 //!
+//! [`Pool::new`] makes a pool of the default profile, [`Pool::paged`] one of whole pages.
+//!
 //! # Rooms
 //! A module imports only from those above it.
 //!
 //! | room | what it is |
 //! |---|---|
 //! | `units`, `error` | numbers and failures |
-//! | `driver` | the driver's functions; the only foreign calls |
+//! | `driver` | the driver's functions; all calls into it |
 //! | `device` | devices, contexts, streams |
 //! | `physical`, `reservation`, `mapping`, `event` | one kind of driver object each |
+//! | `stats`, `validate` | what a pool holds, and what a check of it found |
+//! | `arena`, `lock` | storage of nodes; locks for short sections (no driver) |
 //! | `fence` | what streams still have to finish (no driver) |
 //! | `region` | the map of addresses and its trees (no driver) |
 //! | `paged` | the paged profile |
+//! | `default` | the default profile |
 //! | `pool` | the public face |
 
 mod arena;
