@@ -4,12 +4,12 @@
 
 /// A snapshot of a pool's numbers. Bytes are of device memory or device addresses.
 ///
-/// `live + idle + pending + transit` is at most `mapped` plus what an operation of another thread
-/// is mapping at this moment; `live + idle + pending + zombie + hole + transit` is `reserved`.
+/// `live + cached + idle + pending + transit` is at most `mapped` plus what an operation of another
+/// thread is mapping at this moment; with `zombie` and `hole` it is `reserved`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Stats {
-    /// In the hands of callers, in whole pages.
+    /// In the hands of callers, rounded as the pool rounds.
     pub live_bytes: u64,
     /// Freed just now, and kept in front for the same stream: see the default profile's front.
     pub cached_bytes: u64,
@@ -35,7 +35,7 @@ pub struct Stats {
     pub small_mapped_bytes: u64,
     /// The most that it has held.
     pub peak_small_mapped_bytes: u64,
-    /// Allocations of pages.
+    /// Allocations, in the paged profile those of pages.
     pub live_count: u64,
     /// Blocks in fronts.
     pub cached_count: u64,
@@ -53,7 +53,7 @@ pub struct Stats {
     pub small_live_count: u64,
     /// Streams that the pool remembers.
     pub stream_count: u64,
-    /// The page; `u64::MAX` where pages are turned off.
+    /// The page, in the default profile the granule; `u64::MAX` where pages are turned off.
     pub page_size_bytes: u64,
     /// Pages made since the pool was.
     pub pages_created: u64,

@@ -149,8 +149,8 @@ impl Front {
         true
     }
 
-    /// Makes room for a block of `units` where the stream's share of the pool is `share`: half of its class goes to
-    /// `spill`, or everything large, where all of it is too much.
+    /// Makes room for a block of `units` where the stream's share of the pool is `share`: half of
+    /// its class goes to `spill`, or everything large, where all of it is too much.
     pub(super) fn make_room(&mut self, units: u32, share: u64, mut spill: impl FnMut(u32, u32)) {
         if units > SMALL_UNITS {
             self.judge(share);

@@ -281,12 +281,11 @@ impl Space {
     /// Lengths of new extents, for a request of so many units.
     fn create(&self, fill: &mut Fill, granules: u32, policy: &Policy, units: u32) {
         let request = units.div_ceil(self.memory.granule_units());
-        let streak = self.streak();
         let fringe = policy.fringe(granules);
         let mut left = granules;
         let mut mapped = self.memory.mapped();
         while left > 0 {
-            let most = policy.extent(mapped, u64::from(request), streak);
+            let most = policy.extent(mapped, u64::from(request));
             let granules = if left > fringe { most.min(left - fringe) } else { left };
             fill.pieces.push(Piece { source: Source::New, granules });
             left -= granules;
@@ -402,11 +401,14 @@ impl Space {
             })
             .collect();
         moved.sort_unstable();
-        for of_block in moved.chunk_by(|a, b| a.0 == b.0) {
-            let (mut at, units, owner) = self.take_whole(tags, of_block[0].0);
-            let end = at + units;
-            // What lies between the extents stays free. Nodes given back here may come back for
-            // it, but those of blocks still to be taken are in use and stay theirs.
+        // All are out before any rest goes back: a rest may become one with a neighbour, and that
+        // must not be a block that is still to be taken by its node.
+        let whole: SmallVec<[(u32, u32, Owner); 8]> = moved
+            .chunk_by(|a, b| a.0 == b.0)
+            .map(|of_block| self.take_whole(tags, of_block[0].0))
+            .collect();
+        for (of_block, (start, units, owner)) in moved.chunk_by(|a, b| a.0 == b.0).zip(whole) {
+            let mut at = start;
             for (_, from, to) in of_block {
                 if at < *from {
                     self.give(tags, at, from - at, owner);
@@ -414,8 +416,8 @@ impl Space {
                 at = *to;
                 self.transit_units += u64::from(to - from);
             }
-            if at < end {
-                self.give(tags, at, end - at, owner);
+            if at < start + units {
+                self.give(tags, at, start + units - at, owner);
             }
         }
     }

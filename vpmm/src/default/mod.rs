@@ -12,8 +12,8 @@
 //! Sizes and addresses are in units of 512 bytes ([`class`]), memory in granules of 2 MiB, in
 //! extents of any number of them ([`memory`]). A flat table of [`tags`] says what every unit is.
 //!
-//! Locks, in the order in which they may be taken: `growing`, a shard's `eager`, `registry`,
-//! `revoking`, being inside a front, `space`. No driver call is made under `space` or in a front.
+//! Locks, in the order in which they may be taken: `growing`, a shard's `eager`, `revoking`,
+//! `registry`, being inside a front, `space`. No driver call is made under `space` or in a front.
 
 mod admit;
 mod book;

@@ -31,12 +31,11 @@ const MOVED_FIRST: u64 = 400;
 const MOVES_EACH: u64 = 8;
 
 /// From this many growths in a row on, with nothing freed between, a program is filling its
-/// memory and will ask again. Requests of up to 8 MiB (in granules of 2 MiB) then get extents for
-/// those to come too, each time more, up to a fraction of the pool and up to 64 MiB; longer ones
-/// get one extent each.
+/// memory and will ask again. Requests of up to 8 MiB (in granules of 2 MiB) then get an extent for
+/// those to come too, each time longer, up to a fraction of the pool and up to 64 MiB. Not where a
+/// limit is set: what is ahead of one request may be missing for another.
 const STREAK: u32 = 4;
 const AHEAD_NEEDED: u32 = 4;
-const LONG_IN_A_ROW: u64 = 16000;
 const AHEAD_OF_POOL: u64 = 2;
 const AHEAD_MOST: u64 = 32;
 
@@ -55,11 +54,10 @@ impl Policy {
     }
 
     /// The length of the next new extent, at most.
-    pub(super) fn extent(&self, mapped: u64, request: u64, streak: u32) -> u32 {
+    pub(super) fn extent(&self, mapped: u64, request: u64) -> u32 {
         const LONGEST: u64 = 1 << 18;
-        // An empty pool has nothing that a long extent could hold in its place; and blocks that
-        // come in a row are freed whole, or not at all.
-        if mapped == 0 || (streak >= STREAK && request >= LONG_IN_A_ROW) {
+        // An empty pool has nothing that a long extent could hold in its place.
+        if mapped == 0 {
             return request.clamp(1, LONGEST) as u32;
         }
         let of_limit = if self.limited { self.capacity / OF_LIMIT } else { LONGEST };

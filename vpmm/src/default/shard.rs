@@ -29,9 +29,9 @@ pub(super) struct Shard {
     /// Its place among the books.
     pub(super) index: u32,
     slots: [AtomicPtr<Slot>; SLOTS],
-    /// Held from the record at an eager stream's free until its block is entered, so that the
-    /// event recorded last is behind every block.
-    /// Held while an epoch's event is recorded, too: the stream does not end meanwhile.
+    /// Held while anything is recorded on the stream, so that the stream does not end meanwhile;
+    /// at an eager stream's free until the block is entered, so that the event recorded last is
+    /// behind every block.
     pub(super) eager: Mutex<()>,
 }
 

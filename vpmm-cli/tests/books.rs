@@ -1,0 +1,47 @@
+//! Real traces on a simulated device that finishes its work at times of its own choosing: the
+//! books of the default pool hold throughout.
+
+use cuda_sim::{Costs, Schedule, Simulator};
+use vpmm::{DevicePtr, Driver, Pool, PoolConfig, Stream};
+use vpmm_cli::trace::{Action, Trace};
+
+fn books_hold(name: &str, schedule: Schedule) {
+    let path = format!("{}/../traces/{name}.csv.gz", env!("CARGO_MANIFEST_DIR"));
+    let trace = Trace::open(&path).unwrap();
+    let sim = Simulator::builder().memory_bytes(80 << 30).costs(Costs::free()).seed(7);
+    let sim = sim.schedule(schedule).build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let mut config = PoolConfig::default();
+    // A check looks at every address.
+    config.va_size_bytes = Some(64 << 30);
+    let pool = Pool::new(&device, &config).unwrap();
+    let streams: Vec<Stream> = (0..trace.streams).map(|_| device.stream().unwrap()).collect();
+    let mut slots: Vec<Option<DevicePtr>> = vec![None; trace.allocations.len()];
+    for (number, operation) in trace.operations.iter().enumerate() {
+        let (slot, stream) = (operation.slot as usize, &streams[operation.stream as usize]);
+        match operation.action {
+            Action::Allocate => {
+                let bytes = trace.allocations[slot].bytes as usize;
+                slots[slot] = Some(pool.malloc(bytes, stream).unwrap());
+            }
+            Action::Free => pool.free(slots[slot].take().unwrap(), stream).unwrap(),
+        }
+        if number % 20_000 == 0 {
+            pool.validate().unwrap();
+        }
+    }
+    pool.validate().unwrap();
+    assert!(pool.stats().extents_moved > 0, "nothing had to move");
+}
+
+/// Rests of blocks that extents were taken from once became one with neighbours that were still
+/// to be taken themselves.
+#[test]
+fn of_nine_streams_with_work_that_ends_at_random() {
+    books_hold("serve_streams", Schedule::Random);
+}
+
+#[test]
+fn of_two_streams_with_work_that_ends_late() {
+    books_hold("resnet_train", Schedule::Late { patience: 200 });
+}
