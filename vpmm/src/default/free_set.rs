@@ -227,8 +227,9 @@ mod tests {
 
     #[test]
     fn best_fit_agrees_with_a_sorted_list() {
-        let mut set = FreeSet::new();
+        // Dropped after the set, which walks the nodes that are still in it.
         let mut arena = Arena::new();
+        let mut set = FreeSet::new();
         let mut model: Vec<(u32, u32, u32)> = Vec::new();
         let mut seed = 1_u64;
         let mut random = |bound: u32| {
