@@ -144,9 +144,10 @@ pub enum Error {
         device: u32,
     },
 
-    /// The stream is capturing a graph, which memory of this profile cannot be part of.
+    /// The stream is capturing a graph, and the pool cannot serve it meanwhile: the paged profile
+    /// never does, the default one not through a handle from elsewhere.
     #[error(
-        "the stream is capturing a graph: the paged profile neither allocates nor frees in a capture"
+        "the stream is capturing a graph, and the pool can neither allocate nor free on it now"
     )]
     StreamCapturing,
 

@@ -153,7 +153,7 @@ impl Pool {
     }
 
     /// What the pool holds. Two driver calls in the paged profile, for the memory of small requests;
-    /// none in the default one, but a look into the fronts of other threads (some microseconds).
+    /// none in the default one, but a look into the fronts of other threads (a system call).
     pub fn stats(&self) -> Stats {
         match &self.profile {
             Profile::Default(pool) => pool.stats(),
