@@ -4,6 +4,8 @@
 //! filled with new extents or with wholly free ones from elsewhere. A free block that ends at a
 //! hole grows in place: that window lacks the least.
 
+use std::cmp::Reverse;
+
 use smallvec::SmallVec;
 
 use super::free_set::Block;
@@ -135,7 +137,8 @@ impl Space {
         }
         found.sort_unstable_by_key(order);
         if let Some(fresh) = self.fresh_window(units, part, policy) {
-            let at = found.partition_point(|window| window.cost < whole);
+            let saves = if policy.prefers_fresh() { whole } else { whole + 1 };
+            let at = found.partition_point(|window| window.cost < saves);
             found.insert(at, fresh);
         }
         found
@@ -225,13 +228,10 @@ impl Space {
         let enough = policy.moves_first(live);
         let short = means.room < u64::from(window.cost);
         let mut sources = Sources::default();
-        // Moving instead of growing is worth its time while the pool finds its size; a program
-        // whose requests never settle would have it move for ever.
-        let worthwhile = policy.may_move(self.counters.created, self.counters.moved);
-        if short || (worthwhile && free >= enough) {
+        if short || free >= enough {
             sources = self.sources(stream, window);
         }
-        let move_first = worthwhile && sources.granules >= enough;
+        let move_first = sources.granules >= enough;
         if u64::from(window.cost) > means.room + sources.granules {
             return None;
         }
@@ -281,12 +281,10 @@ impl Space {
     /// Lengths of new extents, for a request of so many units.
     fn create(&self, fill: &mut Fill, granules: u32, policy: &Policy, units: u32) {
         let request = units.div_ceil(self.memory.granule_units());
-        let fringe = policy.fringe(granules);
         let mut left = granules;
         let mut mapped = self.memory.mapped();
         while left > 0 {
-            let most = policy.extent(mapped, u64::from(request));
-            let granules = if left > fringe { most.min(left - fringe) } else { left };
+            let granules = policy.extent(mapped, u64::from(request)).min(left);
             fill.pieces.push(Piece { source: Source::New, granules });
             left -= granules;
             mapped += u64::from(granules);
@@ -317,8 +315,11 @@ impl Space {
                 });
             }
         }
-        // From the smallest free blocks first, which makes the fewest pieces of the rest.
-        found.sort_unstable_by_key(|candidate| (candidate.of_units, u32::MAX - candidate.position));
+        // The longest first, since each costs the same; of those from the smallest free blocks,
+        // which makes the fewest pieces of the rest, from their ends.
+        found.sort_unstable_by_key(|candidate| {
+            (Reverse(candidate.granules), candidate.of_units, Reverse(candidate.position))
+        });
         let granules = found.iter().map(|candidate| u64::from(candidate.granules)).sum();
         Sources { found, granules }
     }

@@ -28,9 +28,11 @@ use crate::paged::PendingPolicy;
 /// Zombies unmapped on behalf of one request.
 const REAPED_GRANULES: u64 = 64;
 
-/// What other streams hold is called in when it comes to this fraction of the pool, and to 64 MiB.
-const CALLED_IN_OF_POOL: u64 = 16;
-const CALLED_IN_UNITS: u64 = (64 << 20) / super::class::UNIT_BYTES;
+/// What other streams hold is called in before the pool grows when it comes to this fraction of the
+/// pool, and to 2 MiB. Asking costs two or three driver calls for each stream; growing twenty times
+/// as much.
+const CALLED_IN_OF_POOL: u64 = 256;
+const CALLED_IN_UNITS: u64 = (2 << 20) / super::class::UNIT_BYTES;
 
 /// A request that the front did not serve.
 #[derive(Clone, Copy)]

@@ -13,31 +13,27 @@
 const OF_POOL: u64 = 128;
 const OF_REQUEST: u64 = 32;
 
-/// Where a limit is set: at most this fraction of it, so that nearly everything can be brought
-/// together when the limit is reached.
+/// Where a limit is set: at most these fractions of it and of the request, so that nearly everything
+/// can be brought together when the limit is reached.
 const OF_LIMIT: u64 = 1024;
+const OF_REQUEST_AT_LIMIT: u64 = 112;
 
 /// The distance of fresh windows: a fraction of what the pool may hold.
 const APART: u64 = 8;
 
-/// From this length on, what a request gets ends with an extent of one granule.
-const WITH_FRINGE: u32 = 4;
-
 /// Memory moves before more is made when whole free extents come to this fraction of what is
-/// live: moving one costs hardly more than making one.
+/// live: moving one costs hardly more than making one. With a limit to grow to it may come to
+/// more: each move leaves two ends of granules behind that nothing fits in.
 const MOVED_FIRST: u64 = 400;
-
-/// As long as there are at most this many moves for each extent made.
-const MOVES_EACH: u64 = 8;
+const MOVED_FIRST_WITH_LIMIT: u64 = 30;
 
 /// From this many growths in a row on, with nothing freed between, a program is filling its
 /// memory and will ask again. Requests of up to 8 MiB (in granules of 2 MiB) then get an extent for
-/// those to come too, each time longer, up to a fraction of the pool and up to 64 MiB. Not where a
+/// those to come too, each time longer, until the pool has doubled and up to 128 MiB. Not where a
 /// limit is set: what is ahead of one request may be missing for another.
-const STREAK: u32 = 4;
+const STREAK: u32 = 8;
 const AHEAD_NEEDED: u32 = 4;
-const AHEAD_OF_POOL: u64 = 2;
-const AHEAD_MOST: u64 = 32;
+const AHEAD_MOST: u64 = 64;
 
 /// The numbers behind growth.
 #[derive(Clone, Debug)]
@@ -60,14 +56,12 @@ impl Policy {
         if mapped == 0 {
             return request.clamp(1, LONGEST) as u32;
         }
-        let of_limit = if self.limited { self.capacity / OF_LIMIT } else { LONGEST };
-        (mapped / OF_POOL).max(request / OF_REQUEST).min(of_limit).max(1) as u32
-    }
-
-    /// Granules at the end of new memory that are an extent of their own: the next block will
-    /// begin there, and what lies before is whole again as soon as the request's block is free.
-    pub(super) fn fringe(&self, granules: u32) -> u32 {
-        u32::from(granules > WITH_FRINGE)
+        let granules = if self.limited {
+            (mapped / OF_POOL).min(self.capacity / OF_LIMIT).max(request / OF_REQUEST_AT_LIMIT)
+        } else {
+            (mapped / OF_POOL).max(request / OF_REQUEST)
+        };
+        granules.clamp(1, LONGEST) as u32
     }
 
     /// Fresh windows stand as far apart as this at least, while there are addresses for that: each
@@ -76,14 +70,16 @@ impl Policy {
         self.capacity / APART
     }
 
-    /// From how many granules of free extents on they move before more are made.
-    pub(super) fn moves_first(&self, live: u64) -> u64 {
-        (live / MOVED_FIRST).max(1)
+    /// Whether a fresh window comes before a window among what is there already that lacks as
+    /// much. It leaves better holes; but at a limit every end of a granule counts.
+    pub(super) fn prefers_fresh(&self) -> bool {
+        !self.limited
     }
 
-    /// Whether extents may move where more could be made, after so many made and moved.
-    pub(super) fn may_move(&self, created: u64, moved: u64) -> bool {
-        moved < created * MOVES_EACH
+    /// From how many granules of free extents on they move before more are made.
+    pub(super) fn moves_first(&self, live: u64) -> u64 {
+        let part = if self.limited { MOVED_FIRST_WITH_LIMIT } else { MOVED_FIRST };
+        (live / part).max(1)
     }
 
     /// Granules to map beyond the need of a request that needs `needed`.
@@ -91,7 +87,7 @@ impl Policy {
         if self.limited || streak < STREAK || needed > AHEAD_NEEDED {
             return 0;
         }
-        let most = (mapped / AHEAD_OF_POOL).min(AHEAD_MOST);
+        let most = mapped.min(AHEAD_MOST);
         (u64::from(needed) << (streak - STREAK + 1).min(16)).min(most) as u32
     }
 }
