@@ -128,7 +128,11 @@ impl Space {
         let whole = units.div_ceil(self.memory.granule_units());
         let mut found: Vec<Window> = holes
             .take(HOLES_LOOKED_AT)
-            .filter_map(|hole| self.window_from(tags, stream, units, hole))
+            .flat_map(|hole| {
+                let left = self.window_from(tags, stream, units, hole);
+                let right = self.window_to(tags, stream, units, hole);
+                left.into_iter().chain(right)
+            })
             .collect();
         let order = |window: &Window| (window.cost, window.start);
         if found.len() > WINDOWS_TRIED {
@@ -183,6 +187,25 @@ impl Space {
                 return None;
             }
         }
+    }
+
+    /// The window that ends with the free memory behind a hole, where it leaves some of the hole.
+    fn window_to(&self, tags: &Tags, stream: u32, units: u32, hole: &Region) -> Option<Window> {
+        let granule_units = self.memory.granule_units();
+        let (first, last) =
+            (hole.start() as u32 * granule_units, hole.end() as u32 * granule_units);
+        let mut end = last;
+        while let Some(right) = self.usable_at(tags, end, stream) {
+            end = right.end();
+        }
+        let start = end.checked_sub(units).filter(|start| (first + 1..last).contains(start))?;
+        if end == last {
+            return None;
+        }
+        let from = self.memory.granule_of(start);
+        let granules = hole.end() as u32 - from;
+        let gap = Gap { start: from, granules, beyond: 0 };
+        Some(Window { start, end, gaps: [gap].into_iter().collect(), cost: granules })
     }
 
     /// A window of its own, with room behind it to grow into.
@@ -353,8 +376,11 @@ impl Space {
         let mut taken = SmallVec::new();
         let mut at = window.start;
         for fill in &fills {
-            at = self.take_free(tags, at, fill.start * granule_units, stream, &mut taken);
-            debug_assert_eq!(at, fill.start * granule_units);
+            let from = fill.start * granule_units;
+            if at < from {
+                at = self.take_free(tags, at, from, stream, &mut taken);
+                debug_assert_eq!(at, from);
+            }
             self.memory.reserve(fill.start, fill.granules);
             at = (fill.start + fill.granules) * granule_units;
         }
@@ -498,6 +524,12 @@ impl Space {
         self.growth.returns_then = self.returns;
         self.hand_out(tags, job.start, job.units);
         let rest = job.start + job.units;
+        if let Some(lead) = job.fills.first().map(|fill| fill.start * granule_units)
+            && lead < job.start
+        {
+            let owner = self.books[stream as usize].own_again(stream);
+            self.give(tags, lead, job.start - lead, owner);
+        }
         if rest < end {
             // Moved memory may still be in use by its stream, which is this one or nobody.
             let owner = self.books[stream as usize].own_again(stream);

@@ -28,11 +28,16 @@ use crate::paged::PendingPolicy;
 /// Zombies unmapped on behalf of one request.
 const REAPED_GRANULES: u64 = 64;
 
-/// What other streams hold is called in before the pool grows when it comes to this fraction of the
-/// pool, and to 2 MiB. Asking costs two or three driver calls for each stream; growing twenty times
-/// as much.
-const CALLED_IN_OF_POOL: u64 = 256;
-const CALLED_IN_UNITS: u64 = (2 << 20) / super::class::UNIT_BYTES;
+/// What other streams freed is called in before the pool grows when it comes to this fraction of
+/// the pool, and to 2 MiB. Asking costs two or three driver calls for each stream, growing twenty
+/// times as much.
+const FREED_OF_POOL: u64 = 256;
+const FREED_UNITS: u64 = (2 << 20) / super::class::UNIT_BYTES;
+
+/// What is in fronts only when it all comes to this much: their threads would soon take from each
+/// other what each needs again, and each time every thread is stopped for it.
+const ALL_OF_POOL: u64 = 16;
+const ALL_UNITS: u64 = (64 << 20) / super::class::UNIT_BYTES;
 
 /// A request that the front did not serve.
 #[derive(Clone, Copy)]
@@ -77,9 +82,7 @@ impl Core {
             return Ok(start);
         }
         let mut room = self.room()?;
-        if self.is_worth_calling_in(request, room)
-            && let Some(start) = self.call_in(request)?
-        {
+        if let Some(start) = self.call_in(request, room)? {
             return Ok(start);
         }
         self.tidy()?;
@@ -101,32 +104,39 @@ impl Core {
         self.make_do(request, room)
     }
 
-    /// Whether what other streams and other threads' fronts hold is enough to be asked for. Asking
-    /// for little over and over would have streams take from each other what each needs again.
-    fn is_worth_calling_in(&self, request: Request, room: u64) -> bool {
-        let in_fronts: u64 = self.shards().iter().map(|shard| shard.units()).sum();
-        let mut space = self.space.lock();
-        let in_fronts = if space.may_empty_fronts(request.units) { in_fronts } else { 0 };
-        let elsewhere = in_fronts + space.want_from_others(request.stream);
-        let granule_units = u64::from(space.memory.granule_units());
-        let much = (space.memory.mapped() * granule_units / CALLED_IN_OF_POOL).max(CALLED_IN_UNITS);
-        let short = room * granule_units < u64::from(request.units);
-        elsewhere >= u64::from(request.units) && (short || elsewhere >= much)
-    }
-
-    /// Makes memory that other streams and other threads hold available, and looks again.
-    fn call_in(&self, request: Request) -> Result<Option<u32>> {
+    /// Makes memory that other streams and other threads hold available, where it is enough to be
+    /// asked for, and looks again.
+    fn call_in(&self, request: Request, room: u64) -> Result<Option<u32>> {
         let look = || self.place(request).or_else(|| self.place_in_run(request));
-        if self.poll(Some(request.stream), false)?
+        let (freed, fronts) = self.is_worth_calling_in(request, room);
+        if (freed || fronts)
+            && self.poll(Some(request.stream), false)?
             && let Some(start) = look()
         {
             return Ok(Some(start));
         }
-        if !self.space.lock().may_empty_fronts(request.units) || !self.flush_fronts(|_| true) {
+        if !fronts || !self.flush_fronts(|_| true) {
             return Ok(None);
         }
         self.poll(Some(request.stream), false)?;
         Ok(look())
+    }
+
+    /// Whether it is worth asking for what other streams freed; and for that and what is in fronts.
+    fn is_worth_calling_in(&self, request: Request, room: u64) -> (bool, bool) {
+        let in_fronts: u64 = self.shards().iter().map(|shard| shard.units()).sum();
+        let mut space = self.space.lock();
+        let granule_units = u64::from(space.memory.granule_units());
+        let pool = space.memory.mapped() * granule_units;
+        let short = room * granule_units < u64::from(request.units);
+        let worth =
+            |held: u64, much: u64| held >= u64::from(request.units) && (short || held >= much);
+        let freed = space.want_from_others(request.stream);
+        let fronts = space.may_empty_fronts(request.units);
+        (
+            worth(freed, (pool / FREED_OF_POOL).max(FREED_UNITS)),
+            fronts && worth(freed + in_fronts, (pool / ALL_OF_POOL).max(ALL_UNITS)),
+        )
     }
 
     /// The last steps, at the limit.
