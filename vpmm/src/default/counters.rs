@@ -12,6 +12,8 @@ pub(super) struct Counters {
     pub(super) moved_granules: u64,
     /// Requests that mapped something.
     pub(super) growths: u64,
+    /// Times that other streams' memory was asked for before growing.
+    pub(super) called_in: u64,
     /// Epochs closed.
     pub(super) closed: u64,
     /// Waits for the GPU: on the device and on the host.

@@ -248,7 +248,7 @@ impl Space {
         let live = self.out_units / u64::from(self.memory.granule_units());
         // A first look without walking: free memory that is too little cannot be extents enough.
         let free: u64 = self.free_units() / u64::from(self.memory.granule_units());
-        let enough = policy.moves_first(live);
+        let enough = policy.moves_first(live, self.counters.created, self.counters.moved);
         let short = means.room < u64::from(window.cost);
         let mut sources = Sources::default();
         if short || free >= enough {

@@ -34,8 +34,12 @@ const REAPED_GRANULES: u64 = 64;
 const FREED_OF_POOL: u64 = 256;
 const FREED_UNITS: u64 = (2 << 20) / super::class::UNIT_BYTES;
 
-/// What is in fronts only when it all comes to this much: their threads would soon take from each
-/// other what each needs again, and each time every thread is stopped for it.
+/// Both double whenever that has happened this many times more for each growth: streams that take
+/// from each other in turn get some slack, and ask more rarely.
+const ASKED_EACH: u64 = 16;
+
+/// At most they come to this. Only from here on fronts are emptied too: their threads would soon
+/// take from each other what each needs again, and every thread is stopped for it.
 const ALL_OF_POOL: u64 = 16;
 const ALL_UNITS: u64 = (64 << 20) / super::class::UNIT_BYTES;
 
@@ -131,12 +135,15 @@ impl Core {
         let short = room * granule_units < u64::from(request.units);
         let worth =
             |held: u64, much: u64| held >= u64::from(request.units) && (short || held >= much);
+        let counters = &space.counters;
+        let doublings = counters.called_in / ((counters.growths + 1) * ASKED_EACH);
+        let much = (pool / ALL_OF_POOL).max(ALL_UNITS);
+        let some = (pool / FREED_OF_POOL).max(FREED_UNITS) << doublings.min(16);
         let freed = space.want_from_others(request.stream);
-        let fronts = space.may_empty_fronts(request.units);
-        (
-            worth(freed, (pool / FREED_OF_POOL).max(FREED_UNITS)),
-            fronts && worth(freed + in_fronts, (pool / ALL_OF_POOL).max(ALL_UNITS)),
-        )
+        let from_streams = worth(freed, some.min(much));
+        let from_fronts = space.may_empty_fronts(request.units) && worth(freed + in_fronts, much);
+        space.counters.called_in += u64::from(from_streams || from_fronts);
+        (from_streams, from_fronts)
     }
 
     /// The last steps, at the limit.

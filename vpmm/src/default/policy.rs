@@ -27,6 +27,11 @@ const APART: u64 = 8;
 const MOVED_FIRST: u64 = 400;
 const MOVED_FIRST_WITH_LIMIT: u64 = 30;
 
+/// That fraction doubles whenever this many more extents have moved for each that was made: while a
+/// pool finds its size moves are worth their time, but a program whose requests never settle would
+/// have it move for ever.
+const MOVES_EACH: u64 = 4;
+
 /// From this many growths in a row on, with nothing freed between, a program is filling its
 /// memory and will ask again. Requests of up to 8 MiB (in granules of 2 MiB) then get an extent for
 /// those to come too, each time longer, until the pool has doubled and up to 128 MiB. Not where a
@@ -77,9 +82,10 @@ impl Policy {
     }
 
     /// From how many granules of free extents on they move before more are made.
-    pub(super) fn moves_first(&self, live: u64) -> u64 {
+    pub(super) fn moves_first(&self, live: u64, created: u64, moved: u64) -> u64 {
         let part = if self.limited { MOVED_FIRST_WITH_LIMIT } else { MOVED_FIRST };
-        (live / part).max(1)
+        let doublings = moved / (created.max(1) * MOVES_EACH);
+        (live / part).max(1) << doublings.min(24)
     }
 
     /// Granules to map beyond the need of a request that needs `needed`.
