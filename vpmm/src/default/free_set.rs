@@ -63,6 +63,12 @@ impl Block {
         self.start() + self.units()
     }
 
+    /// Whoever calls sees to it that the block is in this owner's set.
+    #[inline]
+    pub(super) fn set_owner(&self, owner: Owner) {
+        self.owner.set(owner);
+    }
+
     #[inline]
     pub(super) fn owner(&self) -> Owner {
         self.owner.get()
@@ -119,6 +125,12 @@ pub(super) struct FreeSet {
     others: Vec<RBTree<SizeAdapter>>,
     units: u64,
     blocks: u32,
+}
+
+impl Default for FreeSet {
+    fn default() -> Self {
+        Self::new()
+    }
 }
 
 impl FreeSet {
@@ -268,26 +280,28 @@ impl FreeSet {
         }
     }
 
-    /// The smallest block of at least `units`, and of those the lowest.
+    /// The smallest block of at least `units`, and of those the lowest. Whoever keeps it sees to it
+    /// that the arena of the nodes outlives it.
     #[inline]
-    pub(super) fn best_fit(&self, units: u32) -> Option<&Block> {
-        if self.summary == 0 {
-            return None;
-        }
+    pub(super) fn best_fit(&self, units: u32) -> Option<UnsafeRef<Block>> {
+        if self.is_empty() { None } else { self.search(units) }
+    }
+
+    fn search(&self, units: u32) -> Option<UnsafeRef<Block>> {
         let class = class_of(units);
         if self.is_occupied(class) {
-            let least = self.least[class].as_deref();
+            let least = self.least[class].as_ref();
             if least.is_some_and(|least| least.units() >= units) {
-                return least;
+                return least.cloned();
             }
             if self.is_crowded(class) {
                 let least = Bound::Included(&(u64::from(units) << 32));
-                if let Some(block) = self.others[class].lower_bound(least).get() {
+                if let Some(block) = self.others[class].lower_bound(least).clone_pointer() {
                     return Some(block);
                 }
             }
         }
-        self.least[self.next_class(class + 1)?].as_deref()
+        self.least[self.next_class(class + 1)?].clone()
     }
 
     /// The first class from `class` upwards that has a block.

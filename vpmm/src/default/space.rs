@@ -99,6 +99,7 @@ impl Space {
     #[inline]
     fn node(&self, id: u32) -> UnsafeRef<Block> {
         // SAFETY: the arena keeps its nodes alive and in place as long as the space lives; nothing
+        // SAFETY: the arena keeps its nodes alive and in place as long as the space lives; nothing
         // in this file keeps the reference longer than it has the space.
         unsafe { UnsafeRef::from_raw(self.blocks.get(id)) }
     }
@@ -133,24 +134,27 @@ impl Space {
     pub(super) fn give(&mut self, tags: &Tags, start: u32, units: u32, owner: Owner) {
         let part = self.part_of(start);
         let (mut first, mut end) = (start, start + units);
+        let (mut at_first, mut at_end) = (tags.place_of(first), tags.place_of(end));
         // The node that becomes the block's.
         let mut kept = None;
-        while let Tag::Free(left) = tags.get(first.wrapping_sub(1))
+        while let Tag::Free(left) = tags.read(at_first.before())
             && let left = self.node(left)
             && joins(&left, owner, end - first)
         {
-            tags.clear(first);
-            tags.clear(first - 1);
+            tags.clear(at_first);
+            tags.clear(at_first.before());
             first = left.start();
+            at_first = tags.place_of(first);
             self.absorb(left, part, owner, &mut kept);
         }
-        while let Tag::Free(right) = tags.get(end)
+        while let Tag::Free(right) = tags.read(at_end)
             && let right = self.node(right)
             && joins(&right, owner, end - first)
         {
-            tags.clear(end - 1);
-            tags.clear(end);
+            tags.clear(at_end.before());
+            tags.clear(at_end);
             end = right.end();
+            at_end = tags.place_of(end);
             self.absorb(right, part, owner, &mut kept);
         }
         let node = match kept {
@@ -168,8 +172,18 @@ impl Space {
                 node
             }
         };
-        tags.set_free(first, node.id());
-        tags.set_free(end - 1, node.id());
+        tags.set_free(at_first, node.id());
+        tags.set_free(at_end.before(), node.id());
+    }
+
+    /// Has two owners change sets: what was one's is the other's.
+    pub(super) fn exchange(&mut self, part: Part, a: Owner, b: Owner) {
+        let set_of_a = std::mem::take(self.set_mut(a, part));
+        let set_of_b = std::mem::replace(self.set_mut(b, part), set_of_a);
+        *self.set_mut(a, part) = set_of_b;
+        for owner in [a, b] {
+            self.set_mut(owner, part).of_at_least(1).for_each(|block| block.set_owner(owner));
+        }
     }
 
     /// Keeps the node of a neighbour that becomes part of a block of `owner`; those after the first
@@ -198,8 +212,8 @@ impl Space {
         let block = self.node(id);
         let (start, units) = (block.start(), block.units());
         self.unlink(&block, self.part_of(start));
-        tags.clear(start);
-        tags.clear(start + units - 1);
+        tags.clear(tags.place_of(start));
+        tags.clear(tags.place_of(start + units).before());
         self.blocks.give_back(id);
         (start, units, block.owner())
     }
@@ -232,10 +246,10 @@ impl Space {
     /// Takes the last units of a free block out, which has more: where they start.
     fn cut_tail(&mut self, tags: &Tags, block: &Block, part: Part, units: u32) -> u32 {
         let (first, rest) = (block.start(), block.units() - units);
-        tags.clear(first + rest + units - 1);
+        tags.clear(tags.place_of(block.end()).before());
         self.resize(block, part, first, rest);
         // Where one unit is left, it is the first and the last.
-        tags.set_free(first + rest - 1, block.id());
+        tags.set_free(tags.place_of(first + rest).before(), block.id());
         first + rest
     }
 
@@ -248,15 +262,16 @@ impl Space {
     #[inline]
     fn cut_head(&mut self, tags: &Tags, block: &Block, part: Part, units: u32) {
         let (start, rest) = (block.start(), block.units() - units);
-        tags.clear(start);
+        let end = tags.place_of(start + units);
+        tags.clear(tags.place_of(start));
         if rest == 0 {
-            tags.clear(start + units - 1);
+            tags.clear(end.before());
             self.unlink(block, part);
             self.blocks.give_back(block.id());
         } else {
             self.resize(block, part, start + units, rest);
             // The last tag names the node already.
-            tags.set_free(start + units, block.id());
+            tags.set_free(end, block.id());
         }
     }
 
@@ -265,15 +280,12 @@ impl Space {
     fn best_fit(&self, stream: u32, units: u32, part: Part) -> Option<UnsafeRef<Block>> {
         let part = part as usize;
         let book = &self.books[stream as usize];
-        let mut best: Option<&Block> = None;
-        for set in [&book.sets[0][part], &book.sets[1][part], &self.common[part]] {
-            if let Some(block) = set.best_fit(units)
-                && best.is_none_or(|best| block.units() < best.units())
-            {
-                best = Some(block);
-            }
-        }
-        best.map(|block| self.node(block.id()))
+        let smaller = |a: Option<UnsafeRef<Block>>, set: &FreeSet| match (a, set.best_fit(units)) {
+            (Some(a), Some(b)) => Some(if b.units() < a.units() { b } else { a }),
+            (a, b) => a.or(b),
+        };
+        let own = smaller(book.sets[0][part].best_fit(units), &book.sets[1][part]);
+        smaller(own, &self.common[part])
     }
 
     /// Hands out the best fit.
