@@ -188,7 +188,7 @@ impl Space {
 
     /// Keeps the node of a neighbour that becomes part of a block of `owner`; those after the first
     /// are vacant. One that is in the owner's set already stays there.
-    #[inline]
+    #[inline(always)]
     fn absorb(
         &mut self,
         block: UnsafeRef<Block>,
@@ -259,7 +259,7 @@ impl Space {
         self.cut_head(tags, &block, self.part_of(block.start()), units);
     }
 
-    #[inline]
+    #[inline(always)]
     fn cut_head(&mut self, tags: &Tags, block: &Block, part: Part, units: u32) {
         let (start, rest) = (block.start(), block.units() - units);
         let end = tags.place_of(start + units);
