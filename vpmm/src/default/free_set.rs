@@ -195,19 +195,19 @@ impl FreeSet {
     ///
     /// # Safety
     /// The block is in this set.
-    #[inline]
+    #[inline(always)]
     pub(super) unsafe fn change(&mut self, block: &Block, start: u32, units: u32) {
         self.units = self.units - u64::from(block.units()) + u64::from(units);
-        let class = class_of(block.units());
-        if class == class_of(units) && !self.is_crowded(class) {
+        let (class, next) = (class_of(block.units()), class_of(units));
+        if class != next || self.is_crowded(class) {
+            // SAFETY: passed on to the caller.
+            unsafe { self.leave(block) };
             block.set_bounds(start, units);
-            return;
+            // SAFETY: whoever inserted the block vouched for its life; the reference is not null.
+            self.enter(unsafe { UnsafeRef::from_raw(block) });
+        } else {
+            block.set_bounds(start, units);
         }
-        // SAFETY: passed on to the caller.
-        unsafe { self.leave(block) };
-        block.set_bounds(start, units);
-        // SAFETY: whoever inserted the block vouched for its life; the reference is not null.
-        self.enter(unsafe { UnsafeRef::from_raw(block) });
     }
 
     #[inline]

@@ -288,8 +288,8 @@ impl Space {
         smaller(own, &self.common[part])
     }
 
-    /// Hands out the best fit.
-    #[inline]
+    /// Hands out the best fit. Kept out of `malloc`, of which most calls do not come here.
+    #[inline(never)]
     pub(super) fn place(
         &mut self,
         tags: &Tags,

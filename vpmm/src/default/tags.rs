@@ -155,8 +155,8 @@ impl Tags {
     }
 
     #[inline(always)]
-    pub(super) fn set_cached(&self, start: u32, units: u32) {
-        self.write(self.place_of(start), CACHED | units);
+    pub(super) fn set_cached(&self, at: Place, units: u32) {
+        self.write(at, CACHED | units);
     }
 
     #[inline(always)]
@@ -187,7 +187,7 @@ mod tests {
     fn tags_say_what_was_written_and_nothing_elsewhere() {
         let Some(tags) = Tags::new(100, 100) else { panic!("no memory for 400 bytes") };
         tags.set_live(0, 5);
-        tags.set_cached(5, 7);
+        tags.set_cached(tags.place_of(5), 7);
         tags.set_free(tags.place_of(99), 3);
         tags.set_live(100, 1);
         let read = [0, 1, 5, 99, 100, u32::MAX].map(|unit| tags.get(unit));
