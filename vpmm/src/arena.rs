@@ -20,9 +20,13 @@ impl<T> Arena<T> {
     /// The number of a vacant node. Its fields hold whatever they held last; `make` makes nodes
     /// that were never used, from their number.
     pub(crate) fn take(&mut self, make: impl Fn(u32) -> T) -> u32 {
-        if let Some(id) = self.vacant.pop() {
-            return id;
-        }
+        self.vacant.pop().unwrap_or_else(|| self.extend(make))
+    }
+
+    /// Makes a block of nodes: the number of its first.
+    #[cold]
+    #[inline(never)]
+    fn extend(&mut self, make: impl Fn(u32) -> T) -> u32 {
         let first = (self.blocks.len() * BLOCK) as u32;
         let block = Box::new(std::array::from_fn(|i| make(first + i as u32)));
         self.blocks.push(NonNull::from(Box::leak(block)));

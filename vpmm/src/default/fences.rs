@@ -23,6 +23,10 @@ const ASKED: usize = 16;
 /// Blocks that become nobody's in one go, so that no request pays for all of a great many.
 const DRAINED: usize = 256;
 
+/// Blocks that change their owner in one go where no set changes but in its owner: an eighth of the
+/// time each.
+const EXCHANGED: u32 = 2048;
+
 /// One record of an event. Events are used again: an answer about one record, had without the
 /// lock, says nothing about a later one on the same event.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -78,8 +82,11 @@ impl Space {
         let parities: &[usize] =
             if ended { &[0, 1] } else { &[[1, 0][self.books[stream as usize].open_parity()]] };
         let mut left = DRAINED;
+        let mut gained = false;
         for parity in parities {
             for part in Part::ALL {
+                gained |= !self.books[stream as usize].sets[*parity][part as usize].is_empty();
+                self.exchange_if_more(stream, *parity, part, owner, left as u32);
                 while left > 0 {
                     let set = &self.books[stream as usize].sets[*parity][part as usize];
                     let Some(id) = set.first().map(Block::id) else { break };
@@ -92,7 +99,29 @@ impl Space {
         if left > 0 {
             self.books[stream as usize].stage = Stage::Clear;
         }
-        left < DRAINED
+        gained
+    }
+
+    /// Before a passed epoch's blocks go to `owner` one by one: where they are more than the
+    /// owner's, the two sets change places, and the owner's go. Only if all of them can go at once:
+    /// what is left among the passed ones counts as passed.
+    fn exchange_if_more(
+        &mut self,
+        stream: u32,
+        parity: usize,
+        part: Part,
+        owner: Owner,
+        left: u32,
+    ) {
+        let passed = Owner::stream(stream, parity);
+        let of_owner = match owner.of_stream() {
+            None => self.common[part as usize].blocks(),
+            Some((_, open)) => self.books[stream as usize].sets[open][part as usize].blocks(),
+        };
+        let of_passed = self.books[stream as usize].sets[parity][part as usize].blocks();
+        if of_owner < of_passed && of_passed <= EXCHANGED && of_owner <= left {
+            self.exchange(part, passed, owner);
+        }
     }
 
     fn close(&mut self, stream: u32) {

@@ -1,8 +1,8 @@
 //! Free blocks by size and address: exact best fit in a few steps.
 //!
-//! One red-black tree for each size class under a bitmap of the classes that have any. Trees stay
-//! a few nodes deep, and the smallest sufficient block (of those the lowest) is a lower bound in
-//! the request's own class or the first node of the next class that has one.
+//! Size classes under a bitmap of those that have any. The smallest sufficient block (of those the
+//! lowest) is in the request's own class, or the least of the next class that has one. The least
+//! block of each class is known; what else the class has is in a red-black tree, a few nodes deep.
 
 use std::cell::Cell;
 
@@ -39,8 +39,13 @@ impl Block {
 
     #[inline]
     pub(super) fn set(&self, start: u32, units: u32, owner: Owner) {
-        self.key.set(u64::from(units) << 32 | u64::from(start));
+        self.set_bounds(start, units);
         self.owner.set(owner);
+    }
+
+    #[inline]
+    fn set_bounds(&self, start: u32, units: u32) {
+        self.key.set(u64::from(units) << 32 | u64::from(start));
     }
 
     #[inline]
@@ -56,6 +61,12 @@ impl Block {
     #[inline]
     pub(super) fn end(&self) -> u32 {
         self.start() + self.units()
+    }
+
+    /// Whoever calls sees to it that the block is in this owner's set.
+    #[inline]
+    pub(super) fn set_owner(&self, owner: Owner) {
+        self.owner.set(owner);
     }
 
     #[inline]
@@ -86,20 +97,52 @@ fn class_of(units: u32) -> usize {
     ((step << FINENESS) + (units >> step)) as usize
 }
 
+/// Which classes of a run of 64 have blocks.
+#[derive(Clone, Copy)]
+struct Word {
+    /// At least one.
+    occupied: u64,
+    /// More than one.
+    crowded: u64,
+}
+
+impl Word {
+    const NONE: Self = Self { occupied: 0, crowded: 0 };
+}
+
 /// Free blocks of one owner in one part of the address space.
+///
+/// The least block of a class is in no tree: a class rarely has another, and then nothing is
+/// linked, searched or balanced.
 pub(super) struct FreeSet {
-    occupied: [u64; WORDS],
-    /// Which words of `occupied` are not 0.
+    words: [Word; WORDS],
+    /// Which words have occupied classes.
     summary: u64,
-    /// Empty until the first block comes.
-    trees: Vec<RBTree<SizeAdapter>>,
+    /// The least block of each occupied class; elsewhere what was there last. Empty until the
+    /// first block comes, like `others`.
+    least: Vec<Option<UnsafeRef<Block>>>,
+    /// The other blocks of crowded classes.
+    others: Vec<RBTree<SizeAdapter>>,
     units: u64,
     blocks: u32,
 }
 
+impl Default for FreeSet {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl FreeSet {
     pub(super) const fn new() -> Self {
-        Self { occupied: [0; WORDS], summary: 0, trees: Vec::new(), units: 0, blocks: 0 }
+        Self {
+            words: [Word::NONE; WORDS],
+            summary: 0,
+            least: Vec::new(),
+            others: Vec::new(),
+            units: 0,
+            blocks: 0,
+        }
     }
 
     /// The sum of the sizes.
@@ -114,7 +157,17 @@ impl FreeSet {
 
     #[inline]
     pub(super) fn is_empty(&self) -> bool {
-        self.blocks == 0
+        self.summary == 0
+    }
+
+    #[inline]
+    fn is_occupied(&self, class: usize) -> bool {
+        self.words[class / 64].occupied & 1 << (class % 64) != 0
+    }
+
+    #[inline]
+    fn is_crowded(&self, class: usize) -> bool {
+        self.words[class / 64].crowded & 1 << (class % 64) != 0
     }
 
     /// # Safety
@@ -122,50 +175,133 @@ impl FreeSet {
     /// set; it is in no set yet.
     #[inline]
     pub(super) unsafe fn insert(&mut self, block: &Block) {
-        if self.trees.is_empty() {
-            self.trees.resize_with(CLASSES, || RBTree::new(SizeAdapter::new()));
-        }
-        let class = class_of(block.units());
         self.units += u64::from(block.units());
         self.blocks += 1;
         // SAFETY: the caller vouches for the block's life; the reference is not null.
-        self.trees[class].insert(unsafe { UnsafeRef::from_raw(block) });
-        self.occupied[class / 64] |= 1 << (class % 64);
-        self.summary |= 1 << (class / 64);
+        self.enter(unsafe { UnsafeRef::from_raw(block) });
     }
 
     /// # Safety
     /// The block is in this set.
     #[inline]
     pub(super) unsafe fn remove(&mut self, block: &Block) {
-        let class = class_of(block.units());
         self.units -= u64::from(block.units());
         self.blocks -= 1;
-        let tree = &mut self.trees[class];
-        // SAFETY: the caller vouches for membership, and a block is in the tree of its size.
-        unsafe { tree.cursor_mut_from_ptr(block) }.remove();
-        if tree.is_empty() {
-            self.occupied[class / 64] &= !(1 << (class % 64));
-            if self.occupied[class / 64] == 0 {
-                self.summary &= !(1 << (class / 64));
-            }
+        // SAFETY: passed on to the caller.
+        unsafe { self.leave(block) };
+    }
+
+    /// Gives a block of the set other bounds.
+    ///
+    /// # Safety
+    /// The block is in this set.
+    #[inline(always)]
+    pub(super) unsafe fn change(&mut self, block: &Block, start: u32, units: u32) {
+        self.units = self.units - u64::from(block.units()) + u64::from(units);
+        let (class, next) = (class_of(block.units()), class_of(units));
+        if class != next || self.is_crowded(class) {
+            // SAFETY: passed on to the caller.
+            unsafe { self.leave(block) };
+            block.set_bounds(start, units);
+            // SAFETY: whoever inserted the block vouched for its life; the reference is not null.
+            self.enter(unsafe { UnsafeRef::from_raw(block) });
+        } else {
+            block.set_bounds(start, units);
         }
     }
 
-    /// The smallest block of at least `units`, and of those the lowest.
     #[inline]
-    pub(super) fn best_fit(&self, units: u32) -> Option<&Block> {
-        if self.summary == 0 {
-            return None;
+    fn enter(&mut self, block: UnsafeRef<Block>) {
+        let class = class_of(block.units());
+        let word = &mut self.words[class / 64];
+        let bit = 1 << (class % 64);
+        if word.occupied & bit != 0 {
+            return self.enter_crowd(class, block);
         }
+        word.occupied |= bit;
+        self.summary |= 1 << (class / 64);
+        match self.least.get_mut(class) {
+            Some(least) => *least = Some(block),
+            None => self.enter_first(class, block),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn enter_first(&mut self, class: usize, block: UnsafeRef<Block>) {
+        self.least.resize_with(CLASSES, || None);
+        self.others.resize_with(CLASSES, || RBTree::new(SizeAdapter::new()));
+        self.least[class] = Some(block);
+    }
+
+    /// Enters a block where the class has one.
+    #[inline(never)]
+    fn enter_crowd(&mut self, class: usize, block: UnsafeRef<Block>) {
+        self.words[class / 64].crowded |= 1 << (class % 64);
+        let further = match &mut self.least[class] {
+            Some(least) if block.key.get() < least.key.get() => std::mem::replace(least, block),
+            _ => block,
+        };
+        self.others[class].insert(further);
+    }
+
+    /// # Safety
+    /// The block is in this set.
+    #[inline]
+    unsafe fn leave(&mut self, block: &Block) {
+        let class = class_of(block.units());
+        let word = &mut self.words[class / 64];
+        let bit = 1 << (class % 64);
+        if word.crowded & bit != 0 {
+            // SAFETY: passed on to the caller.
+            return unsafe { self.leave_crowd(class, block) };
+        }
+        word.occupied &= !bit;
+        if word.occupied == 0 {
+            self.summary &= !(1 << (class / 64));
+        }
+    }
+
+    /// # Safety
+    /// The block is in this set, in this class.
+    #[inline(never)]
+    unsafe fn leave_crowd(&mut self, class: usize, block: &Block) {
+        let others = &mut self.others[class];
+        let least = &mut self.least[class];
+        if least.as_deref().is_some_and(|least| std::ptr::eq(least, block)) {
+            *least = others.front_mut().remove();
+        } else {
+            // SAFETY: the caller vouches for membership, and a block that is not the least of its
+            // class is in the class's tree.
+            unsafe { others.cursor_mut_from_ptr(block) }.remove();
+        }
+        if others.is_empty() {
+            self.words[class / 64].crowded &= !(1 << (class % 64));
+        }
+    }
+
+    /// The smallest block of at least `units`, and of those the lowest. Whoever keeps it sees to it
+    /// that the arena of the nodes outlives it.
+    #[inline]
+    pub(super) fn best_fit(&self, units: u32) -> Option<UnsafeRef<Block>> {
+        if self.is_empty() { None } else { self.search(units) }
+    }
+
+    fn search(&self, units: u32) -> Option<UnsafeRef<Block>> {
         let class = class_of(units);
-        if self.occupied[class / 64] & 1 << (class % 64) != 0 {
-            let found = self.trees[class].lower_bound(Bound::Included(&(u64::from(units) << 32)));
-            if let Some(block) = found.get() {
-                return Some(block);
+        if self.is_occupied(class) {
+            let least = self.least[class].as_ref();
+            if least.is_some_and(|least| least.units() >= units) {
+                return least.cloned();
+            }
+            if self.is_crowded(class) {
+                let least = Bound::Included(&(u64::from(units) << 32));
+                if let Some(block) = self.others[class].lower_bound(least).clone_pointer() {
+                    return Some(block);
+                }
             }
         }
-        self.trees[self.next_class(class + 1)?].front().get()
+        self.least[self.next_class(class + 1)?].clone()
     }
 
     /// The first class from `class` upwards that has a block.
@@ -175,7 +311,7 @@ impl FreeSet {
         if word >= WORDS {
             return None;
         }
-        let here = self.occupied[word] & u64::MAX << (class % 64);
+        let here = self.words[word].occupied & u64::MAX << (class % 64);
         if here != 0 {
             return Some(word * 64 + here.trailing_zeros() as usize);
         }
@@ -183,7 +319,7 @@ impl FreeSet {
         let above = self.summary & u64::MAX.checked_shl(word as u32 + 1).unwrap_or(0);
         (above != 0).then(|| {
             let word = above.trailing_zeros() as usize;
-            word * 64 + self.occupied[word].trailing_zeros() as usize
+            word * 64 + self.words[word].occupied.trailing_zeros() as usize
         })
     }
 
@@ -191,14 +327,14 @@ impl FreeSet {
     pub(super) fn largest(&self) -> Option<&Block> {
         (self.summary != 0).then(|| {
             let word = self.summary.ilog2() as usize;
-            let class = word * 64 + self.occupied[word].ilog2() as usize;
-            self.trees[class].back().get()
+            let class = word * 64 + self.words[word].occupied.ilog2() as usize;
+            self.others[class].back().get().or(self.least[class].as_deref())
         })?
     }
 
     /// Any block.
     pub(super) fn first(&self) -> Option<&Block> {
-        self.trees.get(self.next_class(0)?)?.front().get()
+        self.least[self.next_class(0)?].as_deref()
     }
 
     /// Every block of at least about `units` (a class more, at most), the smallest first.
@@ -206,7 +342,8 @@ impl FreeSet {
         let first = class_of(units);
         let classes =
             std::iter::successors(self.next_class(first), |class| self.next_class(class + 1));
-        classes.flat_map(|class| self.trees[class].iter())
+        classes
+            .flat_map(|class| self.least[class].as_deref().into_iter().chain(&self.others[class]))
     }
 }
 
@@ -252,6 +389,17 @@ mod tests {
                 // SAFETY: inserted above and not removed since.
                 unsafe { set.remove(arena.get(id)) };
                 arena.give_back(id);
+            }
+            if let Some(at) =
+                (random(2) == 0 && !model.is_empty()).then(|| random(model.len() as u32) as usize)
+            {
+                let (units, start, id) = model[at];
+                // Mostly within the class or the next: what is left of a block, or a little more.
+                let units = (units - random(1 + units / 16)) + random(1 + units / 64);
+                let units = if random(4) == 0 { 1 + random(units) } else { units };
+                // SAFETY: inserted above and not removed since.
+                unsafe { set.change(arena.get(id), start + 1, units) };
+                model[at] = (units, start + 1, id);
             }
             let doubling = 1 + random(20);
             let wanted = 1 + random(1 << doubling);

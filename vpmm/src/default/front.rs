@@ -13,7 +13,7 @@
 use super::class::{LARGE_CLASSES, SMALL_CLASSES, SMALL_UNITS, large_class, small_class};
 
 /// Blocks of one small class: as many, as long as they are at most `SMALL_CLASS_UNITS`.
-const SMALL_DEPTH: usize = 32;
+const SMALL_DEPTH: usize = 128;
 const SMALL_CLASS_UNITS: u32 = 512;
 /// Blocks of one large class.
 const LARGE_DEPTH: usize = 4;

@@ -55,7 +55,7 @@ use ladder::Request;
 use memory::Memory;
 use policy::Policy;
 use shard::Shard;
-use space::Space;
+use space::{Part, Space};
 use tags::{Tag, Tags};
 
 /// Locks without regard to poison: nothing here panics with a lock held, and a panic elsewhere in
@@ -165,8 +165,15 @@ impl Core {
                 return Ok(self.pointer(start));
             }
             drop(front);
+            let placed = {
+                let mut space = self.space.lock();
+                space.place(&self.tags, shard.index, units, Part::of_size(units))
+            };
+            if let Some(start) = placed {
+                return Ok(self.pointer(start));
+            }
             let request = Request { stream: shard.index, handle: stream, units };
-            return self.climb(request).map(|start| self.pointer(start));
+            return self.climb_on(request).map(|start| self.pointer(start));
         }
         self.malloc_outside(bytes, stream)
     }
@@ -228,13 +235,14 @@ impl Core {
     #[inline]
     pub(crate) fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
         if let Some(start) = self.unit_of(ptr.address())
-            && let Tag::Live(units) = self.tags.get(start)
+            && let at = self.tags.place_of(start)
+            && let Tag::Live(units) = self.tags.read(at)
             && let Some(shard) = self.route(stream)
             && let Some(token) = Token::current()
             && let Some(mut front) = shard.enter(token, self.asymmetry)
         {
             // Before the push: from there on the block may be handed out again.
-            self.tags.set_cached(start, units);
+            self.tags.set_cached(at, units);
             if front.push(start, units) {
                 return Ok(());
             }

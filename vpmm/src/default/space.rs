@@ -2,6 +2,8 @@
 //!
 //! Nothing here calls the driver.
 
+use intrusive_collections::UnsafeRef;
+
 use super::book::Book;
 use super::class::SMALL_UNITS;
 use super::free_set::{Block, FreeSet};
@@ -93,100 +95,135 @@ impl Space {
         }
     }
 
+    /// The node of a free block, apart from the borrow of the space.
     #[inline]
-    fn link(&mut self, id: u32) {
-        let block = std::ptr::from_ref(self.blocks.get(id));
-        // SAFETY: the arena keeps the node in place and alive; nothing below touches the arena.
-        let block = unsafe { &*block };
-        let part = self.part_of(block.start());
-        // SAFETY: the node stays where it is until it is unlinked, is unlinked before it changes,
-        // and callers link only what is in no set.
+    fn node(&self, id: u32) -> UnsafeRef<Block> {
+        // SAFETY: the arena keeps its nodes alive and in place as long as the space lives; nothing
+        // SAFETY: the arena keeps its nodes alive and in place as long as the space lives; nothing
+        // in this file keeps the reference longer than it has the space.
+        unsafe { UnsafeRef::from_raw(self.blocks.get(id)) }
+    }
+
+    #[inline]
+    fn link(&mut self, block: &Block, part: Part) {
+        // SAFETY: the node stays where it is, and changes only through the set, until it is
+        // unlinked; callers link only what is in no set.
         unsafe { self.set_mut(block.owner(), part).insert(block) };
     }
 
     #[inline]
-    fn unlink(&mut self, id: u32) {
-        let block = std::ptr::from_ref(self.blocks.get(id));
-        // SAFETY: as in `link`.
-        let block = unsafe { &*block };
-        let part = self.part_of(block.start());
+    fn unlink(&mut self, block: &Block, part: Part) {
         // SAFETY: a free block is in the set that its owner and its address name.
         unsafe { self.set_mut(block.owner(), part).remove(block) };
+    }
+
+    /// Gives a free block other bounds, within its part.
+    #[inline]
+    fn resize(&mut self, block: &Block, part: Part, start: u32, units: u32) {
+        // SAFETY: as in `unlink`.
+        unsafe { self.set_mut(block.owner(), part).change(block, start, units) };
     }
 
     /// Makes units free, and one with neighbours of the same owner. The caller owns them, and no
     /// tag of theirs but the first matters any more.
     ///
-    /// A stream's block is also one with nobody's neighbours that are no longer than itself: the
+    /// A stream's block also is one with nobody's neighbours that are no longer than itself: the
     /// stream's next requests find one block where there would be two, and what others lose by it
     /// for a while is no more than they lose by the stream's using the block.
     #[inline]
     pub(super) fn give(&mut self, tags: &Tags, start: u32, units: u32, owner: Owner) {
+        let part = self.part_of(start);
         let (mut first, mut end) = (start, start + units);
-        let mut node = None;
-        tags.clear(start);
-        while let Tag::Free(left) = tags.get(first.wrapping_sub(1))
-            && self.joins(left, owner, end - first)
+        let (mut at_first, mut at_end) = (tags.place_of(first), tags.place_of(end));
+        // The node that becomes the block's.
+        let mut kept = None;
+        while let Tag::Free(left) = tags.read(at_first.before())
+            && let left = self.node(left)
+            && joins(&left, owner, end - first)
         {
-            first = self.take_out_of_set(tags, left).0;
-            self.keep_one(&mut node, left);
+            tags.clear(at_first);
+            tags.clear(at_first.before());
+            first = left.start();
+            at_first = tags.place_of(first);
+            self.absorb(left, part, owner, &mut kept);
         }
-        while let Tag::Free(right) = tags.get(end)
-            && self.joins(right, owner, end - first)
+        while let Tag::Free(right) = tags.read(at_end)
+            && let right = self.node(right)
+            && joins(&right, owner, end - first)
         {
-            end = self.take_out_of_set(tags, right).1;
-            self.keep_one(&mut node, right);
+            tags.clear(at_end.before());
+            tags.clear(at_end);
+            end = right.end();
+            at_end = tags.place_of(end);
+            self.absorb(right, part, owner, &mut kept);
         }
-        let node = node.unwrap_or_else(|| self.blocks.take(Block::vacant));
-        self.blocks.get(node).set(first, end - first, owner);
-        tags.set_free(first, node);
-        tags.set_free(end - 1, node);
-        self.link(node);
+        let node = match kept {
+            Some(node) if node.owner() == owner => {
+                self.resize(&node, part, first, end - first);
+                node
+            }
+            other => {
+                let node = other.unwrap_or_else(|| {
+                    let id = self.blocks.take(Block::vacant);
+                    self.node(id)
+                });
+                node.set(first, end - first, owner);
+                self.link(&node, part);
+                node
+            }
+        };
+        tags.set_free(at_first, node.id());
+        tags.set_free(at_end.before(), node.id());
     }
 
-    /// Whether a free neighbour becomes one with `units` of this owner.
-    #[inline]
-    fn joins(&self, id: u32, owner: Owner, units: u32) -> bool {
-        let block = self.blocks.get(id);
-        block.owner() == owner
-            || (block.owner() == Owner::NOBODY && owner != Owner::NOBODY && block.units() <= units)
+    /// Has two owners change sets: what was one's is the other's.
+    pub(super) fn exchange(&mut self, part: Part, a: Owner, b: Owner) {
+        let set_of_a = std::mem::take(self.set_mut(a, part));
+        let set_of_b = std::mem::replace(self.set_mut(b, part), set_of_a);
+        *self.set_mut(a, part) = set_of_b;
+        for owner in [a, b] {
+            self.set_mut(owner, part).of_at_least(1).for_each(|block| block.set_owner(owner));
+        }
     }
 
-    /// Takes a block out of its set, and its tags away: its start and end.
-    #[inline]
-    fn take_out_of_set(&mut self, tags: &Tags, id: u32) -> (u32, u32) {
-        self.unlink(id);
-        let block = self.blocks.get(id);
-        let (start, end) = (block.start(), block.end());
-        tags.clear(start);
-        tags.clear(end - 1);
-        (start, end)
-    }
-
-    /// Keeps the first of several nodes; the others are vacant.
-    #[inline]
-    fn keep_one(&mut self, kept: &mut Option<u32>, id: u32) {
-        match kept {
-            None => *kept = Some(id),
-            Some(_) => self.blocks.give_back(id),
+    /// Keeps the node of a neighbour that becomes part of a block of `owner`; those after the first
+    /// are vacant. One that is in the owner's set already stays there.
+    #[inline(always)]
+    fn absorb(
+        &mut self,
+        block: UnsafeRef<Block>,
+        part: Part,
+        owner: Owner,
+        kept: &mut Option<UnsafeRef<Block>>,
+    ) {
+        let further = kept.is_some();
+        if further || block.owner() != owner {
+            self.unlink(&block, part);
+        }
+        if further {
+            self.blocks.give_back(block.id());
+        } else {
+            *kept = Some(block);
         }
     }
 
     /// Takes a whole free block out.
     pub(super) fn take_whole(&mut self, tags: &Tags, id: u32) -> (u32, u32, Owner) {
-        let (start, end) = self.take_out_of_set(tags, id);
-        let owner = self.blocks.get(id).owner();
+        let block = self.node(id);
+        let (start, units) = (block.start(), block.units());
+        self.unlink(&block, self.part_of(start));
+        tags.clear(tags.place_of(start));
+        tags.clear(tags.place_of(start + units).before());
         self.blocks.give_back(id);
-        (start, end - start, owner)
+        (start, units, block.owner())
     }
 
-    /// Whether a block is better taken from the end of a free block than from its start: the end
-    /// that breaks less of an extent that is wholly free, and could be moved, is better.
-    fn is_better_at_the_end(&self, id: u32, units: u32) -> bool {
-        let block = self.blocks.get(id);
+    /// Whether units are better taken from the end of a longer free block than from its start: the
+    /// end that breaks less of an extent that is wholly free, and could be moved, is better.
+    fn is_better_at_the_end(&self, block: &Block, units: u32) -> bool {
         let (start, end) = (block.start(), block.end());
         let granule_units = self.memory.granule_units();
-        if block.units() == units || block.units() < granule_units {
+        if block.units() < granule_units {
             return false;
         }
         // A block that ends at a hole can grow there.
@@ -206,55 +243,53 @@ impl Space {
         at_end < at_start
     }
 
-    /// Takes the last units of a free block out, which has more.
-    fn take_tail(&mut self, tags: &Tags, id: u32, units: u32) -> u32 {
-        self.unlink(id);
-        let block = self.blocks.get(id);
+    /// Takes the last units of a free block out, which has more: where they start.
+    fn cut_tail(&mut self, tags: &Tags, block: &Block, part: Part, units: u32) -> u32 {
         let (first, rest) = (block.start(), block.units() - units);
-        tags.clear(block.end() - 1);
-        block.set(first, rest, block.owner());
+        tags.clear(tags.place_of(block.end()).before());
+        self.resize(block, part, first, rest);
         // Where one unit is left, it is the first and the last.
-        tags.set_free(first + rest - 1, id);
-        self.link(id);
+        tags.set_free(tags.place_of(first + rest).before(), block.id());
         first + rest
     }
 
     /// Takes the first units of a free block out.
-    #[inline]
-    pub(super) fn take_head(&mut self, tags: &Tags, id: u32, units: u32) -> u32 {
-        self.unlink(id);
-        let block = self.blocks.get(id);
+    pub(super) fn take_head(&mut self, tags: &Tags, id: u32, units: u32) {
+        let block = self.node(id);
+        self.cut_head(tags, &block, self.part_of(block.start()), units);
+    }
+
+    #[inline(always)]
+    fn cut_head(&mut self, tags: &Tags, block: &Block, part: Part, units: u32) {
         let (start, rest) = (block.start(), block.units() - units);
-        tags.clear(start);
+        let end = tags.place_of(start + units);
+        tags.clear(tags.place_of(start));
         if rest == 0 {
-            tags.clear(start + units - 1);
-            self.blocks.give_back(id);
+            tags.clear(end.before());
+            self.unlink(block, part);
+            self.blocks.give_back(block.id());
         } else {
-            block.set(start + units, rest, block.owner());
+            self.resize(block, part, start + units, rest);
             // The last tag names the node already.
-            tags.set_free(start + units, id);
-            self.link(id);
+            tags.set_free(end, block.id());
         }
-        start
     }
 
     /// Best fit over what the stream may use: its own and nobody's, the smallest of all.
     #[inline]
-    pub(super) fn best_fit(&self, stream: u32, units: u32, part: Part) -> Option<u32> {
+    fn best_fit(&self, stream: u32, units: u32, part: Part) -> Option<UnsafeRef<Block>> {
         let part = part as usize;
         let book = &self.books[stream as usize];
-        let own = book.sets[0][part].best_fit(units);
-        let other = book.sets[1][part].best_fit(units);
-        let nobodys = self.common[part].best_fit(units);
-        let smaller = |a: Option<_>, b: Option<_>| match (a, b) {
-            (Some(a), Some(b)) => Some(if Block::units(b) < Block::units(a) { b } else { a }),
+        let smaller = |a: Option<UnsafeRef<Block>>, set: &FreeSet| match (a, set.best_fit(units)) {
+            (Some(a), Some(b)) => Some(if b.units() < a.units() { b } else { a }),
             (a, b) => a.or(b),
         };
-        smaller(smaller(own, other), nobodys).map(Block::id)
+        let own = smaller(book.sets[0][part].best_fit(units), &book.sets[1][part]);
+        smaller(own, &self.common[part])
     }
 
-    /// Hands out the best fit.
-    #[inline]
+    /// Hands out the best fit. Kept out of `malloc`, of which most calls do not come here.
+    #[inline(never)]
     pub(super) fn place(
         &mut self,
         tags: &Tags,
@@ -262,11 +297,14 @@ impl Space {
         units: u32,
         part: Part,
     ) -> Option<u32> {
-        let id = self.best_fit(stream, units, part)?;
-        let start = if part == Part::Large && self.is_better_at_the_end(id, units) {
-            self.take_tail(tags, id, units)
+        let block = self.best_fit(stream, units, part)?;
+        let longer = block.units() > units;
+        let start = if longer && part == Part::Large && self.is_better_at_the_end(&block, units) {
+            self.cut_tail(tags, &block, part, units)
         } else {
-            self.take_head(tags, id, units)
+            let start = block.start();
+            self.cut_head(tags, &block, part, units);
+            start
         };
         self.hand_out(tags, start, units);
         Some(start)
@@ -375,4 +413,11 @@ impl Space {
         let sets = own.chain(&self.common);
         sets.filter_map(FreeSet::largest).map(Block::units).max().unwrap_or(0)
     }
+}
+
+/// Whether a free neighbour becomes one with `units` of this owner.
+#[inline]
+fn joins(block: &Block, owner: Owner, units: u32) -> bool {
+    block.owner() == owner
+        || (block.owner() == Owner::NOBODY && owner != Owner::NOBODY && block.units() <= units)
 }

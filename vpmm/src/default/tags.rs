@@ -38,6 +38,19 @@ pub(super) enum Tag {
     Free(u32),
 }
 
+/// Where in the table a unit's tag is.
+#[derive(Clone, Copy)]
+pub(super) struct Place(usize);
+
+impl Place {
+    /// The place of the unit before the one that is the first at this place: of the last unit of
+    /// a block, where this is the place of its end.
+    #[inline(always)]
+    pub(super) fn before(self) -> Self {
+        Self(self.0.wrapping_sub(1))
+    }
+}
+
 /// The table. Any thread may read and write it: a tag is written by whoever owns its unit at that
 /// time, and others only learn from it that they do not.
 pub(super) struct Tags {
@@ -85,17 +98,22 @@ impl Tags {
     }
 
     #[inline(always)]
-    fn at(&self, unit: u32) -> Option<&AtomicU32> {
-        let index = self.index(unit);
+    fn entry(&self, at: Place) -> Option<&AtomicU32> {
         // SAFETY: the index is within the table, which is zeroed (a valid state of atomics) and
         // alive while `self` is.
-        (index < self.length).then(|| unsafe { self.table.add(index).as_ref() })
+        (at.0 < self.length).then(|| unsafe { self.table.add(at.0).as_ref() })
     }
 
     /// The tag of a unit; nothing beyond the table.
     #[inline(always)]
     pub(super) fn get(&self, unit: u32) -> Tag {
-        let raw = self.at(unit).map_or(0, |tag| tag.load(Ordering::Relaxed));
+        self.read(self.place_of(unit))
+    }
+
+    /// The tag at a place; nothing beyond the table.
+    #[inline(always)]
+    pub(super) fn read(&self, at: Place) -> Tag {
+        let raw = self.entry(at).map_or(0, |tag| tag.load(Ordering::Relaxed));
         let value = raw & !KIND;
         match raw & KIND {
             LIVE => Tag::Live(value),
@@ -107,9 +125,9 @@ impl Tags {
 
     /// Where the tag of a unit is.
     #[inline(always)]
-    fn index(&self, unit: u32) -> usize {
+    pub(super) fn place_of(&self, unit: u32) -> Place {
         let large = self.split.wrapping_add(unit.wrapping_sub(self.split) / LARGE_STEP);
-        (if unit < self.split { unit } else { large }) as usize
+        Place((if unit < self.split { unit } else { large }) as usize)
     }
 
     /// The first unit of a range, which is of one part, that has a tag. Pages that are not whole in
@@ -120,35 +138,35 @@ impl Tags {
         let end = range.end.min(self.units);
         (first..end).step_by(step as usize).find(|unit| {
             let whole = unit + step <= end;
-            whole && self.at(*unit).is_some_and(|tag| tag.load(Ordering::Relaxed) != 0)
+            whole && self.get(*unit) != Tag::None
         })
     }
 
     #[inline(always)]
-    fn set(&self, unit: u32, raw: u32) {
-        if let Some(tag) = self.at(unit) {
+    fn write(&self, at: Place, raw: u32) {
+        if let Some(tag) = self.entry(at) {
             tag.store(raw, Ordering::Relaxed);
         }
     }
 
     #[inline(always)]
     pub(super) fn set_live(&self, start: u32, units: u32) {
-        self.set(start, LIVE | units);
+        self.write(self.place_of(start), LIVE | units);
     }
 
     #[inline(always)]
-    pub(super) fn set_cached(&self, start: u32, units: u32) {
-        self.set(start, CACHED | units);
+    pub(super) fn set_cached(&self, at: Place, units: u32) {
+        self.write(at, CACHED | units);
     }
 
     #[inline(always)]
-    pub(super) fn set_free(&self, unit: u32, node: u32) {
-        self.set(unit, FREE | node);
+    pub(super) fn set_free(&self, at: Place, node: u32) {
+        self.write(at, FREE | node);
     }
 
     #[inline(always)]
-    pub(super) fn clear(&self, unit: u32) {
-        self.set(unit, 0);
+    pub(super) fn clear(&self, at: Place) {
+        self.write(at, 0);
     }
 }
 
@@ -169,8 +187,8 @@ mod tests {
     fn tags_say_what_was_written_and_nothing_elsewhere() {
         let Some(tags) = Tags::new(100, 100) else { panic!("no memory for 400 bytes") };
         tags.set_live(0, 5);
-        tags.set_cached(5, 7);
-        tags.set_free(99, 3);
+        tags.set_cached(tags.place_of(5), 7);
+        tags.set_free(tags.place_of(99), 3);
         tags.set_live(100, 1);
         let read = [0, 1, 5, 99, 100, u32::MAX].map(|unit| tags.get(unit));
         let [live, none, cached, free, beyond, far] = read;
@@ -186,8 +204,8 @@ mod tests {
         let Some(tags) = Tags::new(96, 16) else { panic!("no memory for 104 bytes") };
         tags.set_live(15, 1);
         tags.set_live(16, 8);
-        tags.set_free(24, 7);
-        tags.set_free(95, 7);
+        tags.set_free(tags.place_of(24), 7);
+        tags.set_free(tags.place_of(96).before(), 7);
         assert_eq!(
             (tags.get(15), tags.get(16), tags.get(23)),
             (Tag::Live(1), Tag::Live(8), Tag::Live(8))

@@ -100,6 +100,7 @@ impl PagedPool {
         lock(&self.space)
     }
 
+    #[inline(never)]
     pub(crate) fn malloc(&self, bytes: usize, stream: StreamHandle) -> Result<DevicePtr> {
         let requested = bytes as u64;
         if requested == 0 {
@@ -140,6 +141,7 @@ impl PagedPool {
         })
     }
 
+    #[inline(never)]
     pub(crate) fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
         let _context = self.device.enter()?;
         let caller = self.admit(stream)?;
