@@ -10,8 +10,8 @@ use vpmm::{Driver, Pool, Stream, StreamHandle};
 use crate::rig::{GRANULE, call, config};
 
 /// A gate in a driver function: the next call that comes to it is held until it is opened.
-struct Gate {
-    real: AtomicPtr<()>,
+pub(crate) struct Gate {
+    pub(crate) real: AtomicPtr<()>,
     state: AtomicU32,
 }
 
@@ -20,16 +20,16 @@ const ARMED: u32 = 1;
 const HOLDS: u32 = 2;
 
 impl Gate {
-    const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self { real: AtomicPtr::new(std::ptr::null_mut()), state: AtomicU32::new(OPEN) }
     }
 
-    fn arm(&self) {
+    pub(crate) fn arm(&self) {
         self.state.store(ARMED, Ordering::SeqCst);
     }
 
     /// Holds the caller if it is the first since the gate was armed.
-    fn pass(&self) {
+    pub(crate) fn pass(&self) {
         let first =
             self.state.compare_exchange(ARMED, HOLDS, Ordering::SeqCst, Ordering::SeqCst).is_ok();
         while first && self.state.load(Ordering::SeqCst) == HOLDS {
@@ -38,7 +38,7 @@ impl Gate {
     }
 
     /// Waits until somebody is held.
-    fn wait(&self) {
+    pub(crate) fn wait(&self) {
         let start = Instant::now();
         while self.state.load(Ordering::SeqCst) != HOLDS {
             assert!(start.elapsed() < Duration::from_secs(5), "nobody came to the gate");
@@ -46,13 +46,13 @@ impl Gate {
         }
     }
 
-    fn open(&self) {
+    pub(crate) fn open(&self) {
         self.state.store(OPEN, Ordering::SeqCst);
     }
 }
 
 /// The simulator's driver with some of its functions replaced.
-fn changed(sim: &Simulator, change: impl FnOnce(&mut cuda_sys::DriverApi)) -> Driver {
+pub(crate) fn changed(sim: &Simulator, change: impl FnOnce(&mut cuda_sys::DriverApi)) -> Driver {
     let inner = sim.driver();
     let mut api = *inner;
     change(&mut api);
@@ -71,7 +71,7 @@ fn changed(sim: &Simulator, change: impl FnOnce(&mut cuda_sys::DriverApi)) -> Dr
 const BYTES: usize = GRANULE as usize;
 
 /// A stream by its handle alone: what is freed with it goes past the front.
-fn bare(stream: &Stream) -> StreamHandle {
+pub(crate) fn bare(stream: &Stream) -> StreamHandle {
     // SAFETY: the stream is alive while it is borrowed, which is longer than any call with this.
     unsafe { StreamHandle::from_raw(stream.handle().raw()) }
 }
@@ -235,6 +235,54 @@ fn an_epoch_is_closed_while_a_foreign_stream_frees() {
     drop(pool);
     call!(driver, cuStreamDestroy_v2(raw));
     drop((other, device));
+    sim.assert_clean();
+    assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+}
+
+static CLOSE: Gate = Gate::new();
+
+unsafe extern "C" fn held_while_closing(event: CUevent, stream: CUstream) -> CUresult {
+    type Real = unsafe extern "C" fn(CUevent, CUstream) -> CUresult;
+    CLOSE.pass();
+    // SAFETY: stored before any call, from a slot of this type.
+    let real = unsafe { std::mem::transmute::<*mut (), Real>(CLOSE.real.load(Ordering::SeqCst)) };
+    // SAFETY: the arguments are passed on as they came.
+    unsafe { real(event, stream) }
+}
+
+/// A thread closes its own stream's epoch while another has nothing left to look for but that:
+/// memory is not refused that there is an event for in a moment.
+#[test]
+fn an_epoch_that_is_being_closed_is_waited_for() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = changed(&sim, |api| {
+        let real = api.cuEventRecord.map_or(std::ptr::null_mut(), |real| real as *mut ());
+        CLOSE.real.store(real, Ordering::SeqCst);
+        api.cuEventRecord = Some(held_while_closing);
+    });
+    let device = driver.device(0).unwrap();
+    let pool = Pool::new(&device, &config(16, 128)).unwrap();
+    let [freeing, asking] = [(); 2].map(|()| device.stream().unwrap());
+    let large = pool.malloc(9 * BYTES, &freeing).unwrap();
+    // Lacks memory, so that others close their epochs when they free much.
+    let held = pool.malloc(5 * BYTES, &asking).unwrap();
+    CLOSE.arm();
+    std::thread::scope(|scope| {
+        let closer = scope.spawn(|| pool.free(large, bare(&freeing)));
+        CLOSE.wait();
+        let asker = scope.spawn(|| pool.malloc(8 * BYTES, &asking));
+        // Long enough for a request that is refused at once; one that waits is not held up by this.
+        let start = Instant::now();
+        while !asker.is_finished() && start.elapsed() < Duration::from_millis(100) {
+            std::thread::yield_now();
+        }
+        CLOSE.open();
+        closer.join().unwrap().unwrap();
+        let taken = asker.join().unwrap().unwrap();
+        [held, taken].into_iter().for_each(|ptr| pool.free(ptr, &asking).unwrap());
+    });
+    pool.validate().unwrap();
+    drop((pool, freeing, asking, device));
     sim.assert_clean();
     assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
 }
