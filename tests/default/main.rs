@@ -4,6 +4,7 @@
 //! Every test runs on the simulator; those that need nothing of it run on a GPU too, where there
 //! is one.
 
+mod background;
 mod bad_input;
 mod changed;
 mod costs;

@@ -6,7 +6,7 @@ use vpmm::{Error, StreamHandle};
 
 use crate::rig::{GRANULE, MIB, Rig, call, config};
 
-fn make(rig: &Rig, flags: u32) -> (CUstream, StreamHandle) {
+pub(crate) fn make(rig: &Rig, flags: u32) -> (CUstream, StreamHandle) {
     call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
     let mut stream = std::ptr::null_mut();
     call!(rig.driver, cuStreamCreate(&mut stream, flags));
@@ -148,14 +148,14 @@ fn each_thread_has_its_own_default_stream() {
     });
 }
 
-fn begin_capture(rig: &Rig, stream: CUstream) {
+pub(crate) fn begin_capture(rig: &Rig, stream: CUstream) {
     call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
     call!(rig.driver, cuStreamBeginCapture_v2(stream, mode));
 }
 
 /// Ends a capture, which must be intact, and answers how many nodes it has.
-fn end_capture(rig: &Rig, stream: CUstream) -> usize {
+pub(crate) fn end_capture(rig: &Rig, stream: CUstream) -> usize {
     let mut graph = std::ptr::null_mut();
     call!(rig.driver, cuStreamEndCapture(stream, &mut graph));
     assert!(!graph.is_null(), "the capture was invalidated");
