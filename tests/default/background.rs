@@ -452,9 +452,13 @@ fn a_capture_of_another_thread_is_left_alone() {
                 eventually(&watched.pool, "settled", || is_settled(&watched.pool));
             }
         }
-        eventually(&pools[1].pool, "ahead", || rig.driver.calls().count("cuMemGetInfo_v2") > 0);
+        // More than is free, so that the pool grows, and nothing is ahead of it.
+        let pool = &pools[1].pool;
+        let grown = pool.malloc(30 * GRANULE as usize, &streams[0]).unwrap();
+        eventually(pool, "mapped ahead", || pool.stats().mapped_bytes >= 34 * GRANULE);
+        pool.free(grown, &streams[0]).unwrap();
         let calls = rig.driver.calls();
-        for name in ["cuEventRecord", "cuEventQuery", "cuMemUnmap"] {
+        for name in ["cuEventRecord", "cuEventQuery", "cuMemUnmap", "cuMemGetInfo_v2"] {
             assert!(calls.count(name) > 0, "{name}: {calls:?}");
         }
         assert_eq!(end_capture(rig, capturing.handle().raw()), 0, "nodes");
