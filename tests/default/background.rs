@@ -1,16 +1,16 @@
 //! The helper: a thread that works ahead of requests. Every test of it waits for what the thread is
 //! to bring about, without a call that could have done it instead.
 
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::*;
 use vpmm::{Background, Driver, Error, Pool, PoolConfig, StreamHandle};
 
-use crate::changed::{Gate, bare, changed};
-use crate::rig::{GRANULE, KIB, MIB, Rig, call, config};
-use crate::streams::{begin_capture, end_capture, make};
+use crate::rig::{GRANULE, KIB, MIB, bare, config};
+use crate::support::changed::{changed, gated};
+use crate::support::streams::{begin_capture, end_capture, make};
+use crate::support::{Rig, call};
 
 const OFTEN: Duration = Duration::from_micros(200);
 /// Between two looks that no test waits for: only growth calls the helper.
@@ -492,19 +492,7 @@ fn the_legacy_stream_is_left_to_requests() {
     watched.assert_intact();
 }
 
-static RECORD: Gate = Gate::new();
-static RECORDED: Gate = Gate::new();
-
-unsafe extern "C" fn held_around_the_record(event: CUevent, stream: CUstream) -> CUresult {
-    type Real = unsafe extern "C" fn(CUevent, CUstream) -> CUresult;
-    RECORD.pass();
-    // SAFETY: stored before any call, from a slot of this type.
-    let real = unsafe { std::mem::transmute::<*mut (), Real>(RECORD.real.load(Ordering::SeqCst)) };
-    // SAFETY: the arguments are passed on as they came.
-    let answer = unsafe { real(event, stream) };
-    RECORDED.pass();
-    answer
-}
+gated!(record: cuEventRecord(event: CUevent, stream: CUstream));
 
 /// A stream begins to capture after the helper has seen that it does not, and before the record,
 /// which becomes part of the capture. The capture goes on, and the memory comes back later.
@@ -513,11 +501,7 @@ fn a_record_that_falls_into_a_capture_is_made_again() {
     // With the capture still under way when the helper has recorded, and with it over.
     for ends_meanwhile in [false, true] {
         let sim = Simulator::builder().schedule(Schedule::Eager).build().unwrap();
-        let driver = changed(&sim, |api| {
-            let real = api.cuEventRecord.map_or(std::ptr::null_mut(), |real| real as *mut ());
-            RECORD.real.store(real, Ordering::SeqCst);
-            api.cuEventRecord = Some(held_around_the_record);
-        });
+        let driver = changed(&sim, record::put);
         let rig = Rig::with(driver, sim.clone());
         let pool = Pool::new(&rig.device, &helped(12, OFTEN, 0)).unwrap();
         let (stream, other) = (rig.stream(), rig.stream());
@@ -526,18 +510,18 @@ fn a_record_that_falls_into_a_capture_is_made_again() {
         let ptr = pool.malloc(8 * GRANULE as usize, &stream).unwrap();
         // What growth left over may be the other stream's.
         eventually(&pool, "settled", || pool.stats().pending_bytes == 0);
-        RECORD.arm();
+        record::BEFORE.arm();
         pool.free(ptr, bare(&stream)).unwrap();
-        RECORD.wait();
+        record::BEFORE.wait();
         begin_capture(&rig, raw);
-        RECORDED.arm();
-        RECORD.open();
-        RECORDED.wait();
+        record::AFTER.arm();
+        record::BEFORE.open();
+        record::AFTER.wait();
         if ends_meanwhile {
             assert_eq!(end_capture(&rig, raw), 0, "nodes");
-            RECORDED.open();
+            record::AFTER.open();
         } else {
-            RECORDED.open();
+            record::AFTER.open();
             many_looks();
             assert_eq!(end_capture(&rig, raw), 0, "nodes");
         }

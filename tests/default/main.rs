@@ -15,4 +15,6 @@ mod rig;
 mod scenarios;
 mod sizes;
 mod streams;
+#[path = "../support/pools.rs"]
+mod support;
 mod threads;

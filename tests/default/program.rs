@@ -9,7 +9,9 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use vpmm::{Background, Error, PendingPolicy, Stats, Stream, StreamHandle};
 
-use crate::rig::{GRANULE, Held, KIB, MIB, Rig, Watched, call, config};
+use crate::rig::{GRANULE, KIB, MIB, config};
+use crate::support::streams::make;
+use crate::support::{Held, Rig, Watched, call, cases};
 
 /// What a program takes its streams to be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -35,12 +37,7 @@ impl Lane {
     fn new(rig: &Rig, kind: Kind) -> Self {
         match kind {
             Kind::Owned => Self::Owned(rig.stream()),
-            Kind::Raw { blocking } => {
-                call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
-                let mut stream = std::ptr::null_mut();
-                call!(rig.driver, cuStreamCreate(&mut stream, u32::from(!blocking)));
-                Self::Raw(stream)
-            }
+            Kind::Raw { blocking } => Self::Raw(make(rig, u32::from(!blocking)).0),
             Kind::Legacy => Self::Default(StreamHandle::LEGACY),
             Kind::PerThread => Self::Default(StreamHandle::PER_THREAD),
         }
@@ -368,12 +365,6 @@ fn run(program: &Program, reached: &Reached) -> Result<(), TestCaseError> {
     let leaks = sim.leaks();
     prop_assert!(leaks.is_empty(), "{leaks:?}");
     Ok(())
-}
-
-/// How many programs: few by default, `PROPTEST_CASES` where it is set.
-fn cases() -> u32 {
-    let set = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
-    set.unwrap_or(512)
 }
 
 /// Allocations never overlap and keep what was written into them; memory is refused only when what
