@@ -3,7 +3,9 @@
 use cuda_sim::{Schedule, Simulator};
 use vpmm::{DevicePtr, Error, StreamHandle};
 
-use crate::rig::{GRANULE, KIB, MIB, Rig, call, config, held};
+use crate::rig::{GRANULE, KIB, MIB, config, held};
+use crate::support::streams::assert_second_context_refused;
+use crate::support::{Rig, call};
 
 #[test]
 fn every_bad_pointer_is_named() {
@@ -176,18 +178,7 @@ fn streams_of_other_devices_and_contexts_are_refused() {
 #[test]
 fn a_stream_of_a_second_context_of_the_device_is_refused() {
     let rig = Rig::simulated(Schedule::Eager);
-    let watched = rig.small_pool();
-    let mut context = std::ptr::null_mut();
-    call!(rig.driver, cuCtxCreate_v2(&mut context, 0, 0));
-    let mut stream = std::ptr::null_mut();
-    call!(rig.driver, cuStreamCreate(&mut stream, 0));
-    // SAFETY: the stream is alive until the end of the test.
-    let handle = unsafe { StreamHandle::from_raw(stream) };
-    let error = watched.pool.malloc(GRANULE as usize, handle).unwrap_err();
-    assert!(matches!(error, Error::WrongContext { device: 0 }), "{error}");
-    call!(rig.driver, cuStreamDestroy_v2(stream));
-    call!(rig.driver, cuCtxDestroy_v2(context));
-    watched.assert_intact();
+    assert_second_context_refused(&rig.small_pool(), GRANULE as usize);
 }
 
 #[test]

@@ -7,24 +7,9 @@ use vpmm::{
     Device, DevicePtr, Driver, Error, PendingPolicy, Pool, PoolConfig, Stream, StreamHandle,
 };
 
-use crate::rig::{GRANULE, call, config, held};
-
-#[derive(Clone, Copy)]
-enum Fault {
-    /// The n-th call from now fails, once.
-    Once(u64, CUresult),
-    /// The n-th call from now and all after it fail.
-    FromThen(u64, CUresult),
-}
-
-impl Fault {
-    fn arm(self, sim: &Simulator) {
-        match self {
-            Self::Once(n, code) => sim.fail_call(n, code),
-            Self::FromThen(n, code) => sim.fail_all_calls_after(n - 1, code),
-        }
-    }
-}
+use crate::rig::{GRANULE, config, held};
+use crate::support::call;
+use crate::support::faults::{self, Fault};
 
 /// The library's stream and a foreign one, memory that has to move, grow and be waited for.
 struct Program<'a> {
@@ -145,29 +130,16 @@ fn run(
     error
 }
 
+/// A fault at each call of each step: see [`faults::every_call_of_every_step`].
 fn every_call_of_every_step(
     schedule: Schedule,
     policy: PendingPolicy,
     fault: impl Fn(u64) -> Fault,
 ) {
-    let mut failures = 0;
-    for step in 0..STEPS {
-        // Past a step's last call the fault is never met. One in a call that may fail without harm
-        // (the undoing of a failed step, memory that the device has not) is met and not seen.
-        let mut unseen = 0;
-        for n in 1.. {
-            let arm = |sim: &Simulator| fault(n).arm(sim);
-            if run(schedule, policy, step, arm, Simulator::clear_faults).is_some() {
-                failures += 1;
-                unseen = 0;
-            } else {
-                unseen += 1;
-            }
-            if unseen > 6 {
-                break;
-            }
-        }
-    }
+    let failures = faults::every_call_of_every_step(STEPS, 6, fault, |step, fault| {
+        let arm = |sim: &Simulator| fault.arm(sim);
+        run(schedule, policy, step, arm, Simulator::clear_faults).is_some()
+    });
     assert!(failures > 3 * STEPS, "only {failures} faults were met");
 }
 
@@ -218,23 +190,8 @@ fn the_device_is_out_of_memory() {
 
 #[test]
 fn a_pool_that_cannot_be_made_leaves_nothing_behind() {
-    let sim = Simulator::builder().build().unwrap();
-    let driver = Driver::new(sim.driver()).unwrap();
-    let device = driver.device(0).unwrap();
-    let before = sim.leaks();
-    let mut failures = 0;
-    loop {
-        sim.fail_call(failures + 1, CUresult::CUDA_ERROR_UNKNOWN);
-        let result = Pool::new(&device, &settings(PendingPolicy::GrowFirst));
-        sim.clear_faults();
-        if result.is_ok() {
-            break;
-        }
-        assert_eq!(sim.leaks(), before, "call {}", failures + 1);
-        failures += 1;
-    }
-    assert!(failures > 3, "{failures}");
-    sim.assert_clean();
+    let open = |device: &Device| Pool::new(device, &settings(PendingPolicy::GrowFirst));
+    assert!(faults::every_call_of_making(open) > 3);
 }
 
 #[test]

@@ -5,7 +5,8 @@ use std::cell::Cell;
 
 use vpmm::{Driver, PoolConfig, Stream};
 
-use crate::rig::{GRANULE, KIB, MIB, Rig};
+use crate::rig::{GRANULE, KIB, MIB};
+use crate::support::Rig;
 
 /// The system's allocator, which counts the calls of each thread.
 struct Counting;

@@ -4,6 +4,7 @@
 //! Every test runs on the simulator; those that need nothing of it run on a GPU too, where there
 //! is one.
 
+mod background;
 mod bad_input;
 mod changed;
 mod costs;
@@ -14,4 +15,6 @@ mod rig;
 mod scenarios;
 mod sizes;
 mod streams;
+#[path = "../support/pools.rs"]
+mod support;
 mod threads;

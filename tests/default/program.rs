@@ -7,9 +7,11 @@ use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUstream;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
-use vpmm::{Error, PendingPolicy, Stats, Stream, StreamHandle};
+use vpmm::{Background, Error, PendingPolicy, Stats, Stream, StreamHandle};
 
-use crate::rig::{GRANULE, Held, KIB, MIB, Rig, Watched, call, config};
+use crate::rig::{GRANULE, KIB, MIB, config};
+use crate::support::streams::make;
+use crate::support::{Held, Rig, Watched, call, cases};
 
 /// What a program takes its streams to be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -35,12 +37,7 @@ impl Lane {
     fn new(rig: &Rig, kind: Kind) -> Self {
         match kind {
             Kind::Owned => Self::Owned(rig.stream()),
-            Kind::Raw { blocking } => {
-                call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
-                let mut stream = std::ptr::null_mut();
-                call!(rig.driver, cuStreamCreate(&mut stream, u32::from(!blocking)));
-                Self::Raw(stream)
-            }
+            Kind::Raw { blocking } => Self::Raw(make(rig, u32::from(!blocking)).0),
             Kind::Legacy => Self::Default(StreamHandle::LEGACY),
             Kind::PerThread => Self::Default(StreamHandle::PER_THREAD),
         }
@@ -153,9 +150,11 @@ struct Program {
     device_granules: u64,
     /// Allocations that the program leaves to the pool's end.
     leaves_rest: bool,
+    /// Granules that a helper keeps mapped ahead, where there is one.
+    helper: Option<u64>,
 }
 
-fn program() -> impl Strategy<Value = Program> {
+fn program(helper: impl Strategy<Value = Option<u64>>) -> impl Strategy<Value = Program> {
     let kinds = prop::collection::vec(kind(), 1..5);
     let actions = kinds.prop_flat_map(|kinds| {
         let lanes = kinds.len();
@@ -164,18 +163,18 @@ fn program() -> impl Strategy<Value = Program> {
     let policy = prop_oneof![Just(PendingPolicy::GrowFirst), Just(PendingPolicy::WaitFirst)];
     let granules = prop_oneof![1 => 16..40_u64, 3 => Just(8 * LIMIT)];
     let device = prop_oneof![3 => Just(2 * LIMIT), 1 => LIMIT / 2..LIMIT];
-    (actions, schedule(), any::<u64>(), policy, granules, device, any::<bool>()).prop_map(
-        |((kinds, actions), schedule, seed, policy, granules, device_granules, leaves_rest)| {
-            Program {
-                kinds,
-                actions,
-                schedule,
-                seed,
-                policy,
-                granules,
-                device_granules,
-                leaves_rest,
-            }
+    let space = (granules, device);
+    (actions, schedule(), any::<u64>(), policy, space, any::<bool>(), helper).prop_map(
+        |((kinds, actions), schedule, seed, policy, space, leaves_rest, helper)| Program {
+            kinds,
+            actions,
+            schedule,
+            seed,
+            policy,
+            granules: space.0,
+            device_granules: space.1,
+            leaves_rest,
+            helper,
         },
     )
 }
@@ -326,6 +325,13 @@ fn run(program: &Program, reached: &Reached) -> Result<(), TestCaseError> {
     let rig = Rig::on(sim.clone());
     let mut config = config(LIMIT, program.granules);
     config.pending_policy = program.policy;
+    config.background = program.helper.map(|ahead_granules| {
+        let mut background = Background::default();
+        // It looks all the time, and meets the program at every step.
+        background.period = Duration::ZERO;
+        background.ahead_bytes = ahead_granules * GRANULE;
+        background
+    });
     let lanes = program.kinds.iter().map(|kind| Lane::new(&rig, *kind)).collect();
     let mut run = Run {
         watched: rig.pool(&config),
@@ -361,16 +367,9 @@ fn run(program: &Program, reached: &Reached) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// How many programs: few by default, `PROPTEST_CASES` where it is set.
-fn cases() -> u32 {
-    let set = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
-    set.unwrap_or(512)
-}
-
 /// Allocations never overlap and keep what was written into them; memory is refused only when what
 /// is live leaves too few granules that can be brought together; nothing is left at the end.
-#[test]
-fn random_programs() {
+fn run_all(helper: impl Strategy<Value = Option<u64>>) {
     let reached = Reached::default();
     let config = ProptestConfig {
         cases: cases(),
@@ -379,10 +378,20 @@ fn random_programs() {
         ..ProptestConfig::default()
     };
     let mut runner = TestRunner::new(config);
-    let outcome = runner.run(&program(), |program| run(&program, &reached));
+    let outcome = runner.run(&program(helper), |program| run(&program, &reached));
     outcome.unwrap_or_else(|error| panic!("{error}"));
     println!("{:?}", reached.numbers());
     for (what, number) in reached.numbers() {
         assert!(number >= u64::from(cases()) / 16, "only {number} {what}");
     }
+}
+
+#[test]
+fn random_programs() {
+    run_all(Just(None));
+}
+
+#[test]
+fn random_programs_beside_a_helper() {
+    run_all((0..6_u64).prop_map(Some));
 }

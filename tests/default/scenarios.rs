@@ -2,9 +2,10 @@
 //! once, late, at random, and on a GPU.
 
 use cuda_sim::{Schedule, Simulator};
-use vpmm::{PendingPolicy, Stream, StreamHandle};
+use vpmm::{PendingPolicy, StreamHandle};
 
-use crate::rig::{GRANULE, KIB, MIB, Rig, config};
+use crate::rig::{GRANULE, KIB, MIB, bare, config};
+use crate::support::Rig;
 
 #[test]
 fn memory_grows_in_place_behind_what_is_free() {
@@ -45,12 +46,6 @@ fn neighbours_freed_in_any_order_serve_their_sum_in_place() {
             }
         }
     });
-}
-
-/// A stream by its handle alone: what is freed with it goes past the front.
-fn bare(stream: &Stream) -> StreamHandle {
-    // SAFETY: the stream is alive while it is borrowed, which is longer than any call with this.
-    unsafe { StreamHandle::from_raw(stream.handle().raw()) }
 }
 
 #[test]

@@ -4,7 +4,8 @@ use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUresult;
 use vpmm::{Driver, Error, Pool, PoolConfig};
 
-use crate::rig::{GRANULE, KIB, MIB, Rig, config};
+use crate::rig::{GRANULE, KIB, MIB, config};
+use crate::support::Rig;
 
 #[test]
 fn what_an_allocation_takes_is_a_sixteenth_more_at_most() {
@@ -37,7 +38,7 @@ fn small_and_large_do_not_share_granules() {
         small.push(watched.malloc(64 * KIB, &stream));
         large.push(watched.malloc(64 * KIB + 1, &stream));
     }
-    let granules = |held: &[crate::rig::Held]| -> std::collections::HashSet<u64> {
+    let granules = |held: &[crate::support::Held]| -> std::collections::HashSet<u64> {
         held.iter().map(|held| held.address() / GRANULE).collect()
     };
     assert!(granules(&small).is_disjoint(&granules(&large)));

@@ -1,18 +1,11 @@
 //! Streams of every kind: that end, whose handles come again, that capture, and the default ones.
 
 use cuda_sim::Schedule;
-use cuda_sys::types::*;
 use vpmm::{Error, StreamHandle};
 
-use crate::rig::{GRANULE, MIB, Rig, call, config};
-
-fn make(rig: &Rig, flags: u32) -> (CUstream, StreamHandle) {
-    call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
-    let mut stream = std::ptr::null_mut();
-    call!(rig.driver, cuStreamCreate(&mut stream, flags));
-    // SAFETY: tests use the handle while the stream is alive.
-    (stream, unsafe { StreamHandle::from_raw(stream) })
-}
+use crate::rig::{GRANULE, MIB, config};
+use crate::support::streams::{begin_capture, end_capture, make};
+use crate::support::{Rig, call};
 
 const NON_BLOCKING: u32 = 1;
 
@@ -146,23 +139,6 @@ fn each_thread_has_its_own_default_stream() {
         watched.free(held, per_thread);
         watched.assert_intact();
     });
-}
-
-fn begin_capture(rig: &Rig, stream: CUstream) {
-    call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
-    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
-    call!(rig.driver, cuStreamBeginCapture_v2(stream, mode));
-}
-
-/// Ends a capture, which must be intact, and answers how many nodes it has.
-fn end_capture(rig: &Rig, stream: CUstream) -> usize {
-    let mut graph = std::ptr::null_mut();
-    call!(rig.driver, cuStreamEndCapture(stream, &mut graph));
-    assert!(!graph.is_null(), "the capture was invalidated");
-    let mut nodes = 0;
-    call!(rig.driver, cuGraphGetNodes(graph, std::ptr::null_mut(), &mut nodes));
-    call!(rig.driver, cuGraphDestroy(graph));
-    nodes
 }
 
 #[test]

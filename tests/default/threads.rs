@@ -8,24 +8,15 @@ use std::sync::mpsc::channel;
 use cuda_sim::Schedule;
 use vpmm::{Stream, StreamHandle};
 
-use crate::rig::{GRANULE, Held, KIB, MIB, Rig, Watched, config};
+use crate::rig::{GRANULE, KIB, MIB, config};
+use crate::support::{Held, Lcg, Rig, Watched};
 
-/// A small generator, so that a run can be repeated.
-struct Lcg(u64);
-
-impl Lcg {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.0 >> 33) % bound
-    }
-
-    fn bytes(&mut self) -> u64 {
-        match self.below(4) {
-            0 => 1 + self.below(64 * KIB),
-            1 => 1 + self.below(2 * MIB),
-            2 => (1 + self.below(4)) * GRANULE,
-            _ => 512 << self.below(10),
-        }
+fn some_bytes(random: &mut Lcg) -> u64 {
+    match random.below(4) {
+        0 => 1 + random.below(64 * KIB),
+        1 => 1 + random.below(2 * MIB),
+        2 => (1 + random.below(4)) * GRANULE,
+        _ => 512 << random.below(10),
     }
 }
 
@@ -35,7 +26,7 @@ fn traffic(watched: &Watched<'_>, stream: &Stream, seed: u64, ops: usize) {
     let mut held = VecDeque::<Held>::new();
     for _ in 0..ops {
         if random.below(2) == 0 && held.len() < 6 {
-            match watched.try_malloc(random.bytes(), stream) {
+            match watched.try_malloc(some_bytes(&mut random), stream) {
                 Ok(one) => held.push_back(one),
                 Err(error) => assert!(error.is_out_of_memory(), "{error}"),
             }
@@ -196,7 +187,7 @@ fn memory_is_handed_from_thread_to_thread() {
                     let mut random = Lcg(thread as u64);
                     let (own, former) = (&streams[thread], &streams[(thread + 2) % 3]);
                     for _ in 0..80 {
-                        match watched.try_malloc(random.bytes(), own) {
+                        match watched.try_malloc(some_bytes(&mut random), own) {
                             Ok(held) => sender.send(held).expect("the next is there"),
                             Err(error) => assert!(error.is_out_of_memory(), "{error}"),
                         }
@@ -250,7 +241,7 @@ fn threads_on_their_own_default_streams() {
                     scope.spawn(move || {
                         let mut random = Lcg(round * 10 + thread);
                         for _ in 0..15 {
-                            let bytes = random.bytes();
+                            let bytes = some_bytes(&mut random);
                             if let Ok(held) = watched.try_malloc(bytes, StreamHandle::PER_THREAD) {
                                 watched.free(held, StreamHandle::PER_THREAD);
                             }

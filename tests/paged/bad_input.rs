@@ -2,9 +2,11 @@
 
 use cuda_sim::Simulator;
 use cuda_sys::types::*;
-use vpmm::{DevicePtr, Error, StreamHandle};
+use vpmm::{DevicePtr, Error};
 
-use crate::rig::{PAGE, Rig, call, config};
+use crate::rig::{PAGE, config};
+use crate::support::streams::assert_second_context_refused;
+use crate::support::{Rig, call};
 
 #[test]
 fn every_bad_pointer_is_named() {
@@ -108,18 +110,7 @@ fn streams_of_other_devices_and_contexts_are_refused() {
 #[test]
 fn a_stream_of_a_second_context_of_the_device_is_refused() {
     let rig = Rig::simulated(cuda_sim::Schedule::Eager);
-    let watched = rig.small_pool(0);
-    let mut context = std::ptr::null_mut();
-    call!(rig.driver, cuCtxCreate_v2(&mut context, 0, 0));
-    let mut stream = std::ptr::null_mut();
-    call!(rig.driver, cuStreamCreate(&mut stream, 0));
-    // SAFETY: the stream is alive until the end of the test.
-    let handle = unsafe { StreamHandle::from_raw(stream) };
-    let error = watched.pool.malloc(PAGE as usize, handle).unwrap_err();
-    assert!(matches!(error, Error::WrongContext { device: 0 }), "{error}");
-    call!(rig.driver, cuStreamDestroy_v2(stream));
-    call!(rig.driver, cuCtxDestroy_v2(context));
-    watched.assert_intact();
+    assert_second_context_refused(&rig.small_pool(0), PAGE as usize);
 }
 
 #[test]

@@ -6,28 +6,12 @@ use cuda_sys::types::CUresult;
 use vpmm::{Device, DevicePtr, Driver, Error, PagedConfig, PendingPolicy, Pool, Stats, Stream};
 
 use crate::rig::{PAGE, config};
+use crate::support::faults::{self, Fault};
 
 /// What must not change when a request fails. Idle and pending together, because time may pass.
 fn held(stats: &Stats) -> (u64, u64, u64, u64, u64) {
     let live = (stats.live_bytes, stats.live_count);
     (live.0, live.1, stats.free_bytes(), stats.mapped_bytes, stats.small_live_bytes)
-}
-
-#[derive(Clone, Copy)]
-enum Fault {
-    /// The n-th call from now fails, once.
-    Once(u64, CUresult),
-    /// The n-th call from now and all after it fail.
-    FromThen(u64, CUresult),
-}
-
-impl Fault {
-    fn arm(self, sim: &Simulator) {
-        match self {
-            Self::Once(n, code) => sim.fail_call(n, code),
-            Self::FromThen(n, code) => sim.fail_all_calls_after(n - 1, code),
-        }
-    }
 }
 
 /// Two streams, memory that has to move, grow and be waited for; small requests too.
@@ -116,28 +100,14 @@ fn run(schedule: Schedule, policy: PendingPolicy, at: usize, fault: Fault) -> bo
     met
 }
 
+/// A fault at each call of each step: see [`faults::every_call_of_every_step`].
 fn every_call_of_every_step(
     schedule: Schedule,
     policy: PendingPolicy,
     fault: impl Fn(u64) -> Fault,
 ) {
-    let mut failures = 0;
-    for step in 0..STEPS {
-        // Steps make up to a few dozen calls; past the last one the fault is never met. A fault in
-        // a call that may fail without harm (the undoing of a failed step) is met and not seen.
-        let mut unseen = 0;
-        for n in 1.. {
-            if run(schedule, policy, step, fault(n)) {
-                failures += 1;
-                unseen = 0;
-            } else {
-                unseen += 1;
-            }
-            if unseen > 3 {
-                break;
-            }
-        }
-    }
+    let run = |step, fault| run(schedule, policy, step, fault);
+    let failures = faults::every_call_of_every_step(STEPS, 3, fault, run);
     assert!(failures > 2 * STEPS, "only {failures} faults were met");
 }
 
@@ -168,23 +138,8 @@ fn all_calls_fail_from_one_on() {
 
 #[test]
 fn a_pool_that_cannot_be_made_leaves_nothing_behind() {
-    let sim = Simulator::builder().build().unwrap();
-    let driver = Driver::new(sim.driver()).unwrap();
-    let device = driver.device(0).unwrap();
-    let before = sim.leaks();
-    let mut failures = 0;
-    loop {
-        sim.fail_call(failures + 1, CUresult::CUDA_ERROR_UNKNOWN);
-        let result = Pool::paged(&device, &settings(PendingPolicy::GrowFirst));
-        sim.clear_faults();
-        if result.is_ok() {
-            break;
-        }
-        assert_eq!(sim.leaks(), before, "call {}", failures + 1);
-        failures += 1;
-    }
-    assert!(failures > 5, "{failures}");
-    sim.assert_clean();
+    let open = |device: &Device| Pool::paged(device, &settings(PendingPolicy::GrowFirst));
+    assert!(faults::every_call_of_making(open) > 5);
 }
 
 #[test]

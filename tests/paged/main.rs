@@ -10,4 +10,6 @@ mod mistakes;
 mod program;
 mod rig;
 mod scenarios;
+#[path = "../support/pools.rs"]
+mod support;
 mod threads;

@@ -1,14 +1,16 @@
 //! The mistakes of the design's known implementation, none of which is made here.
 
 use std::ffi::c_int;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::*;
 use vpmm::{Error, PendingPolicy, StreamHandle};
 
-use crate::rig::{MIB, PAGE, Rig, call, config};
+use crate::rig::{MIB, PAGE, config};
+use crate::support::Rig;
+use crate::support::changed::{changed, gated};
+use crate::support::streams::{begin_capture, end_capture};
 
 #[test]
 fn a_free_is_ordered_on_the_stream_that_frees_not_on_the_one_that_allocated() {
@@ -283,9 +285,7 @@ fn a_capture_is_left_alone_and_leaves_the_pool_alone() {
         let held = watched.pages(2, &capturing);
         let of_other = watched.pages(1, &other);
         watched.free(of_other, &other);
-        call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
-        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
-        call!(rig.driver, cuStreamBeginCapture_v2(capturing.handle().raw(), mode));
+        begin_capture(rig, capturing.handle().raw());
         for error in [
             watched.pool.malloc(PAGE as usize, &capturing).unwrap_err(),
             watched.pool.free(held.ptr, &capturing).unwrap_err(),
@@ -294,18 +294,15 @@ fn a_capture_is_left_alone_and_leaves_the_pool_alone() {
         }
         // Another stream goes on, questions about events included, and the capture stays valid.
         let grown = watched.pages(8, &other);
-        watched.pool.free(grown.ptr, &other).unwrap();
+        watched.free(grown, &other);
         let moved = watched.pages(16, &other);
-        watched.pool.free(moved.ptr, &other).unwrap();
+        watched.free(moved, &other);
         // A pool that comes and goes meanwhile does not end the capture either.
         let short = rig.small_pool(1);
         let one = short.pages(1, &other);
-        short.pool.free(one.ptr, &other).unwrap();
+        short.free(one, &other);
         drop(short);
-        let mut graph = std::ptr::null_mut();
-        call!(rig.driver, cuStreamEndCapture(capturing.handle().raw(), &mut graph));
-        assert!(!graph.is_null(), "the capture was invalidated");
-        call!(rig.driver, cuGraphDestroy(graph));
+        assert_eq!(end_capture(rig, capturing.handle().raw()), 0, "nodes");
         watched.free(held, &capturing);
         watched.assert_intact();
     });
@@ -388,55 +385,27 @@ fn nothing_is_found_without_a_driver_and_nothing_happens_at_load() {
     assert!(matches!(error, Error::MissingSymbol { name: "cuInit", .. }), "{error}");
 }
 
-// A driver whose cuMemCreate blocks on demand.
-
-type Create = unsafe extern "C" fn(*mut u64, usize, *const CUmemAllocationProp, u64) -> CUresult;
-static REAL_CREATE: AtomicPtr<()> = AtomicPtr::new(std::ptr::null_mut());
-static BLOCK: AtomicBool = AtomicBool::new(false);
-static BLOCKED: AtomicUsize = AtomicUsize::new(0);
-
-unsafe extern "C" fn blocking_create(
+gated!(create: cuMemCreate(
     handle: *mut u64,
     bytes: usize,
     properties: *const CUmemAllocationProp,
     flags: u64,
-) -> CUresult {
-    while BLOCK.load(Ordering::Acquire) {
-        BLOCKED.store(1, Ordering::Release);
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    // SAFETY: stored below, from the simulator's table, before any call.
-    let real =
-        unsafe { std::mem::transmute::<*mut (), Create>(REAL_CREATE.load(Ordering::Acquire)) };
-    // SAFETY: the arguments are passed on as they came.
-    unsafe { real(handle, bytes, properties, flags) }
-}
+));
 
 #[test]
 fn a_slow_driver_call_does_not_stop_other_threads() {
     // Nothing finishes by itself, so that what B frees stays B's.
     let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
-    let driver = changed(&sim, |api| {
-        let real = api.cuMemCreate.map_or(std::ptr::null_mut(), |real| real as *mut ());
-        REAL_CREATE.store(real, Ordering::Release);
-        api.cuMemCreate = Some(blocking_create);
-    });
+    let driver = changed(&sim, create::put);
     let device = driver.device(0).unwrap();
     let pool = vpmm::Pool::paged(&device, &config(PAGE, 0)).unwrap();
     let (a, b) = (device.stream().unwrap(), device.stream().unwrap());
     let of_b = pool.malloc(PAGE as usize, &b).unwrap();
     pool.free(of_b, &b).unwrap();
-    BLOCK.store(true, Ordering::Release);
+    create::BEFORE.arm();
     std::thread::scope(|scope| {
         let growing = scope.spawn(|| pool.malloc(64 * PAGE as usize, &a).unwrap());
-        let start = Instant::now();
-        while BLOCKED.load(Ordering::Acquire) == 0 {
-            assert!(
-                start.elapsed() < Duration::from_secs(60),
-                "the growing thread never got there"
-            );
-            std::thread::yield_now();
-        }
+        create::BEFORE.wait();
         // The other thread is inside the driver now, and stays there until these are done.
         for _ in 0..100 {
             let page = pool.malloc(PAGE as usize, &b).unwrap();
@@ -446,29 +415,12 @@ fn a_slow_driver_call_does_not_stop_other_threads() {
         }
         pool.validate().unwrap();
         assert!(!growing.is_finished());
-        BLOCK.store(false, Ordering::Release);
+        create::BEFORE.open();
         let ptr = growing.join().unwrap();
         pool.free(ptr, &a).unwrap();
     });
     pool.validate().unwrap();
     sim.assert_clean();
-}
-
-/// The simulator's driver with some of its functions replaced.
-fn changed(sim: &Simulator, change: impl FnOnce(&mut cuda_sys::DriverApi)) -> vpmm::Driver {
-    let inner = sim.driver();
-    let mut api = *inner;
-    change(&mut api);
-    // SAFETY: the functions are the simulator's, which is kept alive, and replacements of the same
-    // signatures.
-    let driver = unsafe {
-        cuda_sys::Driver::from_symbols(
-            "changed",
-            |name| api.symbol(name),
-            std::sync::Arc::new(inner),
-        )
-    };
-    vpmm::Driver::new(driver).unwrap()
 }
 
 static EVENT_FLAGS: AtomicU32 = AtomicU32::new(0);

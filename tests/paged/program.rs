@@ -1,12 +1,11 @@
 //! Random programs over several streams against a model, with work that completes adversarially.
 
-use std::collections::BTreeMap;
-
 use cuda_sim::{Schedule, Simulator};
 use proptest::prelude::*;
 use vpmm::{Error, PendingPolicy};
 
-use crate::rig::{Held, PAGE, Rig, Stall, config};
+use crate::rig::{PAGE, config};
+use crate::support::{Held, Rig, Stall, cases};
 
 #[derive(Clone, Debug)]
 enum Action {
@@ -61,12 +60,6 @@ fn schedule() -> impl Strategy<Value = Schedule> {
     ]
 }
 
-/// How many programs: few by default, `PROPTEST_CASES` where it is set.
-fn cases() -> u32 {
-    let set = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
-    set.unwrap_or(512)
-}
-
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
 
@@ -91,7 +84,6 @@ proptest! {
         let mut streams: Vec<_> = (0..STREAMS).map(|_| rig.stream()).collect();
         let mut stalls: Vec<Stall<'_>> = Vec::new();
         let mut live: Vec<(Held, usize)> = Vec::new();
-        let mut model: BTreeMap<u64, u64> = BTreeMap::new();
         let mut any_small = false;
         for action in actions {
             match action {
@@ -99,7 +91,6 @@ proptest! {
                     let live_pages: u64 = live.iter().map(|(held, _)| held.bytes.div_ceil(PAGE)).sum();
                     match watched.try_malloc(pages * PAGE, &streams[stream]) {
                         Ok(held) => {
-                            enter(&mut model, &held)?;
                             prop_assert!(held.address().is_multiple_of(PAGE));
                             live.push((held, stream));
                         }
@@ -112,7 +103,6 @@ proptest! {
                 Action::Small { bytes, stream } => match watched.try_malloc(bytes, &streams[stream]) {
                     Ok(held) => {
                         any_small = true;
-                        enter(&mut model, &held)?;
                         live.push((held, stream));
                     }
                     Err(error) => prop_assert!(error.is_out_of_memory(), "{error}"),
@@ -122,7 +112,6 @@ proptest! {
                         continue;
                     }
                     let (held, of) = live.swap_remove(which.index(live.len()));
-                    model.remove(&held.address());
                     if of != stream {
                         // The program's own duty: the freeing stream comes after the writing one.
                         rig.order(&streams[of], &streams[stream]);
@@ -147,7 +136,6 @@ proptest! {
                     let (of_stream, others): (Vec<_>, Vec<_>) = live.into_iter().partition(|(_, of)| *of == stream);
                     live = others;
                     for (held, _) in of_stream {
-                        model.remove(&held.address());
                         watched.free(held, &streams[stream]);
                     }
                     streams[stream] = rig.stream();
@@ -167,13 +155,4 @@ proptest! {
         let leaks = sim.leaks();
         prop_assert!(leaks.is_empty(), "{leaks:?} {:?}", sim.report().misuse);
     }
-}
-
-fn enter(model: &mut BTreeMap<u64, u64>, held: &Held) -> Result<(), TestCaseError> {
-    let (start, end) = (held.address(), held.address() + held.bytes);
-    if let Some((other, bytes)) = model.range(..end).next_back() {
-        prop_assert!(other + bytes <= start, "{start:#x} overlaps {other:#x}");
-    }
-    model.insert(start, held.bytes);
-    Ok(())
 }

@@ -3,7 +3,8 @@
 
 use cuda_sim::Schedule;
 
-use crate::rig::{PAGE, Rig, Watched, call, config};
+use crate::rig::{PAGE, config};
+use crate::support::{Rig, Watched, call};
 
 const GIB: u64 = 1 << 30;
 

@@ -3,17 +3,8 @@
 use cuda_sim::Schedule;
 use vpmm::StreamHandle;
 
-use crate::rig::{Held, MIB, PAGE, Rig, config};
-
-/// A small generator, so that a run can be repeated.
-struct Lcg(u64);
-
-impl Lcg {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.0 >> 33) % bound
-    }
-}
+use crate::rig::{MIB, PAGE, config};
+use crate::support::{Held, Lcg, Rig};
 
 #[test]
 fn four_threads_with_sizes_small_and_large() {

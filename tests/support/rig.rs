@@ -61,6 +61,11 @@ impl Rig {
         Self::new(driver, Some(sim), None)
     }
 
+    /// A simulator by a driver that some of its functions were replaced in.
+    pub(crate) fn with(driver: Driver, sim: Simulator) -> Self {
+        Self::new(driver, Some(sim), None)
+    }
+
     /// The first GPU, or nothing (with a word on the way) where there is none.
     pub(crate) fn gpu() -> Option<Self> {
         match Driver::load() {

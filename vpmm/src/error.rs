@@ -151,6 +151,10 @@ pub enum Error {
     )]
     StreamCapturing,
 
+    /// The system would not start the thread that [`Background`](crate::Background) asks for.
+    #[error("the pool's helper cannot be started: {0}")]
+    NoThread(#[source] std::sync::Arc<std::io::Error>),
+
     /// A setting does not hold a value that can be used.
     #[error("{name}={value}: {reason}")]
     Config {

@@ -56,7 +56,7 @@ mod stats;
 mod units;
 mod validate;
 
-pub use default::PoolConfig;
+pub use default::{Background, PoolConfig};
 pub use device::{Device, Stream, StreamHandle};
 pub use driver::{Driver, DriverCalls};
 pub use error::{Error, Result};

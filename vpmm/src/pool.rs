@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::default::{Core, PoolConfig};
+use crate::default::{Core, Helper, PoolConfig};
 use crate::device::{Device, StreamHandle};
 use crate::error::Result;
 use crate::paged::{Layout, PagedConfig, PagedPool};
@@ -20,6 +20,8 @@ use crate::validate::Violation;
 /// Any thread may use it. Dropping it waits for the work before its frees (for the whole context,
 /// where allocations were never freed) and gives everything back, such allocations included.
 pub struct Pool {
+    /// First, so that its thread has ended when the memory is given back.
+    _helper: Option<Helper>,
     profile: Profile,
 }
 
@@ -50,19 +52,22 @@ impl Pool {
     ///   launched where it comes after the work enqueued on the stream before the capture, and what
     ///   it uses must stay allocated while it may run.
     ///
-    /// Reserves addresses; makes no memory yet.
+    /// Reserves addresses; makes no memory yet. Starts a thread where
+    /// [`background`](PoolConfig::background) asks for one.
     ///
     /// # Errors
     /// [`Error::Config`], [`Error::VmmUnsupported`], [`Error::AddressSpaceExhausted`],
-    /// [`Error::Driver`].
+    /// [`Error::NoThread`], [`Error::Driver`].
     ///
     /// [`Error::Config`]: crate::Error::Config
     /// [`Error::VmmUnsupported`]: crate::Error::VmmUnsupported
     /// [`Error::AddressSpaceExhausted`]: crate::Error::AddressSpaceExhausted
+    /// [`Error::NoThread`]: crate::Error::NoThread
     /// [`Error::Driver`]: crate::Error::Driver
     /// [`Error::StreamCapturing`]: crate::Error::StreamCapturing
     pub fn new(device: &Device, config: &PoolConfig) -> Result<Self> {
-        Ok(Self { profile: Profile::Default(Core::new(device, config)?) })
+        let core = Core::new(device, config)?;
+        Ok(Self { _helper: Helper::start(&core)?, profile: Profile::Default(core) })
     }
 
     /// A pool of the paged profile: everything rounds up to pages of 2 MiB (or another multiple of
@@ -84,7 +89,7 @@ impl Pool {
     /// [`Error::Driver`]: crate::Error::Driver
     pub fn paged(device: &Device, config: &PagedConfig) -> Result<Self> {
         let pool = Box::new(PagedPool::new(device, config)?);
-        Ok(Self { profile: Profile::Paged(pool) })
+        Ok(Self { _helper: None, profile: Profile::Paged(pool) })
     }
 
     /// Allocates `bytes` for use on `stream`. The address is a multiple of 512 bytes in the default

@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+use std::time::Duration;
+
 use crate::error::{Error, Result};
 use crate::paged::PendingPolicy;
 
@@ -27,6 +29,47 @@ pub struct PoolConfig {
     pub va_size_bytes: Option<u64>,
     /// Whether to grow or to wait when only other streams' memory is free.
     pub pending_policy: PendingPolicy,
+    /// A thread that works ahead of requests; none by default.
+    pub background: Option<Background>,
+}
+
+/// What a pool's helper does: a thread that takes work off requests.
+///
+/// At every look it closes streams' epochs, so that what has been freed belongs to nobody before
+/// anybody asks; empties fronts that nobody has touched for a while; unmaps addresses whose memory
+/// has moved; and maps memory ahead, if it is told how much. It never waits for the GPU. What fails
+/// is tried again at the next look, or met by the next request; when the context is lost it stops.
+///
+/// It never records on the legacy default stream, since that can end the capture of another stream;
+/// what that stream frees is for requests to find, as without a helper.
+///
+/// Dropping the pool ends the thread, after the driver call that it is in. A pool that is never
+/// dropped keeps it until the process ends.
+///
+/// ```
+/// let mut background = vpmm::Background::default();
+/// background.ahead_bytes = 64 << 20;
+/// let mut config = vpmm::PoolConfig::default();
+/// config.background = Some(background);
+/// ```
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct Background {
+    /// The time between two looks, 100 µs at least; 5 ms by default. Where memory is to be mapped
+    /// ahead it also looks when a request has grown the pool.
+    pub period: Duration,
+    /// Free memory to keep mapped where the pool grew last, rounded up to granules, so that requests
+    /// there need no driver call; an eighth of it where small blocks are. 0 by default.
+    ///
+    /// Never past the limit, and not where that would leave less than an eighth of what the pool
+    /// may hold: neither of the limit nor of what the device has free.
+    pub ahead_bytes: u64,
+}
+
+impl Default for Background {
+    fn default() -> Self {
+        Self { period: Duration::from_millis(5), ahead_bytes: 0 }
+    }
 }
 
 /// The settings with the device's numbers applied.
@@ -34,6 +77,7 @@ pub struct PoolConfig {
 pub(super) struct Checked {
     pub(super) limit_bytes: Option<u64>,
     pub(super) pending_policy: PendingPolicy,
+    pub(super) background: Option<Background>,
     /// Granules of addresses.
     pub(super) granules: u32,
     /// Granules of memory, at most.
@@ -59,6 +103,7 @@ impl PoolConfig {
         Ok(Checked {
             limit_bytes: self.limit_bytes,
             pending_policy: self.pending_policy,
+            background: self.background.clone(),
             granules: granules as u32,
             capacity,
         })

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::Ordering;
 
-use cuda_sys::types::CUstreamCaptureStatus;
+use cuda_sys::types::{CUresult, CUstreamCaptureStatus};
 
 use super::book::{Recording, Stage};
 use super::free_set::Block;
@@ -66,6 +66,15 @@ impl Space {
         let passed = book.passed;
         self.events.push(event);
         self.memory.pass(stream, passed);
+    }
+
+    /// Notes that a record never came to its stream, but to a graph: one is still to be made.
+    fn unrecord(&mut self, stream: u32, mark: Mark) {
+        let lazy = matches!(self.books[stream as usize].recording, Recording::Lazy(_));
+        if lazy && self.mark(stream) == Some(mark) {
+            self.books[stream as usize].stage = Stage::Unrecorded;
+            self.events.push(mark.event);
+        }
     }
 
     /// Makes blocks of a passed epoch nobody's, some at a time. Where there is only one stream
@@ -194,14 +203,19 @@ impl Core {
                     }
                 }
                 Next::Ask(mark) => {
-                    let complete = {
+                    let answer = {
                         let _beside = BesideCaptures::enter(driver)?;
-                        mark.event.is_complete(driver)?
+                        mark.event.is_complete(driver)
                     };
-                    if !complete {
-                        break;
+                    match answer {
+                        Ok(true) => self.space.lock().pass(stream, mark),
+                        Ok(false) => break,
+                        Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
+                            self.space.lock().unrecord(stream, mark);
+                            break;
+                        }
+                        Err(failure) => return Err(failure.into()),
                     }
-                    self.space.lock().pass(stream, mark);
                 }
             }
         }
@@ -324,7 +338,12 @@ impl Core {
                 book.recording = Recording::Ended;
                 book.stage = Stage::Recorded(event);
             }
-            Ok(Recorded::Capturing(_)) | Err(_) => {
+            Ok(Recorded::Capturing(spare)) => {
+                book.recording = Recording::Lost;
+                book.stage = Stage::Unrecorded;
+                space.events.extend(spare);
+            }
+            Err(_) => {
                 book.recording = Recording::Lost;
                 book.stage = Stage::Unrecorded;
                 space.events.extend(spare);
@@ -358,6 +377,10 @@ impl Core {
                     let mut space = self.space.lock();
                     space.pass(stream, mark);
                     space.counters.host_waits += 1;
+                } else if stage == Stage::Recording {
+                    // By a thread that closed its own epoch: there is a mark in a moment.
+                    drop(lock(&self.shard(stream).eager));
+                    std::thread::yield_now();
                 } else if stage != Stage::Passed || passed >= last {
                     break;
                 }
@@ -436,7 +459,7 @@ impl Core {
 
 enum Recorded {
     On(Event),
-    /// Not recorded; the spare event comes back.
+    /// Not recorded, or not where it counts; the event comes back.
     Capturing(Option<Event>),
 }
 
@@ -446,15 +469,25 @@ fn record_beside_captures(
     stream: StreamHandle,
     spare: Option<Event>,
 ) -> Result<Recorded, Failure> {
-    // The legacy stream answers with an error while another stream's capture forbids its use.
-    if stream_is_capturing(driver, stream).unwrap_or(true) {
-        return Ok(Recorded::Capturing(spare));
+    match stream_is_capturing(driver, stream) {
+        Ok(false) => {}
+        Ok(true) => return Ok(Recorded::Capturing(spare)),
+        // The legacy stream, while a blocking one captures, which forbids its use.
+        Err(failure) if failure.code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
+            return Ok(Recorded::Capturing(spare));
+        }
+        Err(failure) => return Err(failure),
     }
     let event = match spare {
         Some(event) => event,
         None => Event::new(driver)?,
     };
     match event.record(driver, stream) {
+        // Another thread may have begun a capture just before the record, which is then part of it,
+        // and to ask about it would end it. One that began just after does no harm but this.
+        Ok(()) if stream_is_capturing(driver, stream).unwrap_or(true) => {
+            Ok(Recorded::Capturing(Some(event)))
+        }
         Ok(()) => Ok(Recorded::On(event)),
         Err(failure) => {
             if spare.is_none() {

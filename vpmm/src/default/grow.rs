@@ -28,6 +28,8 @@ pub(super) struct Growth {
     returns_then: u64,
     /// Growths in a row with nothing freed between.
     streak: u32,
+    /// The granule behind the memory made last.
+    pub(super) frontier: Option<u32>,
 }
 
 /// Unmapped addresses that the window needs memory at.
@@ -518,6 +520,9 @@ impl Space {
                 at += piece.granules;
             }
             end = end.max(at * granule_units);
+            if fill.pieces.last().is_some_and(|piece| matches!(piece.source, Source::New)) {
+                self.growth.frontier = Some(at);
+            }
         }
         self.counters.growths += 1;
         self.growth.streak = self.streak() + 1;

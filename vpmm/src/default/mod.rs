@@ -12,8 +12,11 @@
 //! Sizes and addresses are in units of 512 bytes ([`class`]), memory in granules of 2 MiB, in
 //! extents of any number of them ([`memory`]). A flat table of [`tags`] says what every unit is.
 //!
+//! Beside them a thread may work ahead of requests ([`helper`]).
+//!
 //! Locks, in the order in which they may be taken: `growing`, a shard's `eager`, `revoking`,
 //! `registry`, being inside a front, `space`. No driver call is made under `space` or in a front.
+//! The helper's `bell` is taken under `growing`, and nothing under it.
 
 mod admit;
 mod book;
@@ -24,6 +27,7 @@ mod fences;
 mod free_set;
 mod front;
 mod grow;
+mod helper;
 mod ladder;
 mod memory;
 mod owner;
@@ -36,7 +40,8 @@ mod tags;
 mod teardown;
 mod validate;
 
-pub use config::PoolConfig;
+pub use config::{Background, PoolConfig};
+pub(crate) use helper::Helper;
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -91,6 +96,8 @@ pub(crate) struct Core {
     registry: Mutex<Registry>,
     revoking: Mutex<()>,
     space: SpinLock<Space>,
+    /// Calls the helper, where there is one.
+    bell: helper::Bell,
     /// The addresses; given back last.
     _reservation: Reservation,
 }
@@ -137,6 +144,7 @@ impl Core {
             registry: Mutex::default(),
             revoking: Mutex::new(()),
             space: SpinLock::new(Space::new(memory)),
+            bell: helper::Bell::default(),
             _reservation: reservation,
         });
         let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&core) as _;

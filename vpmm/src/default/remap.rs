@@ -32,16 +32,32 @@ impl Core {
                 None => return Ok(Grown::TooLittle),
             }
         };
-        let mut handles = Vec::new();
-        let mut kept = Vec::new();
-        match self.build(&job, &mut handles, &mut kept) {
-            Ok(()) => {
-                kept.into_iter().for_each(NewMappings::keep);
+        match self.carry_out(&job) {
+            Ok(handles) => {
                 let mut space = self.space.lock();
                 space.commit(&self.tags, request.stream, &job, &mut handles.into_iter());
+                drop(space);
+                self.call_helper();
                 Ok(Grown::Block(job.start))
             }
-            Err((failure, bytes)) => {
+            Err((failure, _)) if failure.is_out_of_memory() && failure.call == "cuMemCreate" => {
+                Ok(Grown::DeviceFull)
+            }
+            Err((failure, bytes)) => Err(failure.about(bytes)),
+        }
+    }
+
+    /// Does what a job lists, for the caller to commit: its new handles, in order. A job that fails
+    /// is undone and abandoned; the failure comes with the bytes that it was about.
+    pub(super) fn carry_out(&self, job: &Job) -> Result<Vec<Extent>, (Failure, u64)> {
+        let mut handles = Vec::new();
+        let mut kept = Vec::new();
+        match self.build(job, &mut handles, &mut kept) {
+            Ok(()) => {
+                kept.into_iter().for_each(NewMappings::keep);
+                Ok(handles)
+            }
+            Err(failure) => {
                 // Nothing has used the new mappings: they go first, then the memory behind them.
                 let stuck: SmallVec<[bool; 2]> =
                     kept.into_iter().map(|mappings| mappings.undo().is_err()).collect();
@@ -49,13 +65,9 @@ impl Core {
                 // SAFETY: made by `build` for this job, mapped nowhere any more and in no table.
                 unsafe { release_all(self.device.driver(), handles, &mut orphans) };
                 let mut space = self.space.lock();
-                space.abandon(&self.tags, &job, &stuck);
+                space.abandon(&self.tags, job, &stuck);
                 space.orphans.append(&mut orphans);
-                drop(space);
-                if failure.is_out_of_memory() && failure.call == "cuMemCreate" {
-                    return Ok(Grown::DeviceFull);
-                }
-                Err(failure.about(bytes))
+                Err(failure)
             }
         }
     }

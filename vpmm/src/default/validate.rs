@@ -26,8 +26,9 @@ const I7: &str = "I7 Bounded metadata";
 
 impl Core {
     /// Checks I1, I2, I3 and I7 over the whole pool. Looks at the tag of every unit that has
-    /// memory; no other thread may be using the pool.
+    /// memory; no other thread may be using the pool. (The helper waits meanwhile.)
     pub(crate) fn validate(&self) -> Checked {
+        let _growing = lock(&self.growing);
         let mut cached = BTreeMap::new();
         let _revoking = lock(&self.revoking);
         let shards = self.shards();

@@ -4,8 +4,26 @@
 //! a plain load, and pays for that with a system call in whoever must take it from that thread.
 
 mod biased;
+#[cfg(all(loom, test))]
+mod model;
 mod spin;
 mod thread;
+
+/// What the biased lock is made of: the standard library's, or what a model checker puts in its place.
+mod sync {
+    #[cfg(all(loom, test))]
+    pub(super) use loom::{
+        hint::spin_loop,
+        sync::atomic::{AtomicBool, fence},
+        thread::yield_now,
+    };
+    #[cfg(not(all(loom, test)))]
+    pub(super) use std::{
+        hint::spin_loop,
+        sync::atomic::{AtomicBool, fence},
+        thread::yield_now,
+    };
+}
 
 pub(crate) use biased::{Asymmetry, Biased, BiasedGuard};
 pub(crate) use spin::SpinLock;

@@ -75,7 +75,8 @@ impl Life {
         Self(LIFE.try_with(|life| Arc::downgrade(&life.0)).unwrap_or_default())
     }
 
-    /// Once true, the thread owns nothing and will not own anything.
+    /// Once true, the thread owns nothing and will not own anything. It orders nothing: whoever
+    /// takes over what the thread had revokes that first.
     pub(crate) fn has_ended(&self) -> bool {
         self.0.strong_count() == 0
     }
