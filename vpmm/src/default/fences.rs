@@ -506,3 +506,48 @@ pub(super) fn stream_is_capturing(driver: &Driver, stream: StreamHandle) -> Resu
     unsafe { driver.cuStreamIsCapturing(stream.raw(), &mut status) }?;
     Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::book::Book;
+    use super::super::memory::Memory;
+    use super::*;
+
+    /// Blocks of 8 units: those at even places of a row passed and the first `nobodys` at odd
+    /// places nobody's, so that neighbours become one.
+    fn drained(passed: u32, nobodys: u32) -> (Space, u32) {
+        let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8));
+        space.books.push(Book::new(Recording::Eager));
+        let Some(tags) = Tags::new(64 << 12, 9 << 12) else { panic!("no memory for the tags") };
+        let start = 10 << 12;
+        for at in 0..passed {
+            space.give(&tags, start + 16 * at, 8, Owner::stream(0, 0));
+        }
+        for at in 0..nobodys {
+            space.give(&tags, start + 16 * at + 8, 8, Owner::NOBODY);
+        }
+        space.books[0].stage = Stage::Passed;
+        let mut times = 0;
+        while space.drain(&tags, 0) {
+            times += 1;
+        }
+        (space, times)
+    }
+
+    #[test]
+    fn all_that_passed_is_nobodys_and_one_with_its_neighbours() {
+        // Both ways round, and neither of few blocks.
+        for (passed, nobodys, blocks, times) in
+            [(5, 2, 3, 1), (2, 5, 4, 1), (3, 0, 3, 1), (1000, 900, 100, 4)]
+        {
+            let (space, taken) = drained(passed, nobodys);
+            let common = &space.common[Part::Large as usize];
+            assert!(space.books[0].is_empty() && space.books[0].stage == Stage::Clear);
+            assert_eq!(common.units(), u64::from(8 * (passed + nobodys)));
+            assert!(common.agrees() && common.of_at_least(1).all(|b| b.owner() == Owner::NOBODY));
+            assert_eq!(taken, times, "{passed} passed, {nobodys} nobody's");
+            assert_eq!(space.blocks.in_use(), common.blocks() as usize);
+            assert_eq!(common.blocks(), blocks);
+        }
+    }
+}

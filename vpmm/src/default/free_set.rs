@@ -337,6 +337,32 @@ impl FreeSet {
         self.least[self.next_class(0)?].as_deref()
     }
 
+    /// Whether what is kept beside the blocks agrees with them: their sum and number, which classes
+    /// have any or several, and that the least of each is in its place.
+    pub(super) fn agrees(&self) -> bool {
+        let (mut units, mut blocks) = (0, 0);
+        let whole = (0..CLASSES).all(|class| {
+            let others = self.others.get(class);
+            let crowded = others.is_some_and(|others| !others.is_empty());
+            if self.is_crowded(class) != crowded || (crowded && !self.is_occupied(class)) {
+                return false;
+            }
+            let least = self.least.get(class).and_then(Option::as_deref);
+            let least = least.filter(|_| self.is_occupied(class));
+            let of_class = least.into_iter().chain(others.into_iter().flatten());
+            let mut last = None;
+            of_class.into_iter().all(|block| {
+                units += u64::from(block.units());
+                blocks += 1;
+                let ordered = last.replace(block.key.get()) < Some(block.key.get());
+                ordered && class_of(block.units()) == class
+            }) && least.is_some() == self.is_occupied(class)
+        });
+        let summary = (0..WORDS)
+            .all(|word| (self.summary >> word & 1 != 0) == (self.words[word].occupied != 0));
+        whole && summary && (units, blocks) == (self.units, self.blocks)
+    }
+
     /// Every block of at least about `units` (a class more, at most), the smallest first.
     pub(super) fn of_at_least(&self, units: u32) -> impl Iterator<Item = &Block> {
         let first = class_of(units);
@@ -407,9 +433,10 @@ mod tests {
             let found = set.best_fit(wanted).map(|block| (block.units(), block.start()));
             assert_eq!(found, best.map(|(units, start, _)| (*units, *start)));
             assert_eq!(set.largest().map(Block::units), model.iter().map(|of| of.0).max());
+            assert!(step % 64 != 0 || set.agrees());
             assert_eq!(set.units(), model.iter().map(|of| u64::from(of.0)).sum::<u64>());
         }
         let sizes: Vec<u32> = set.of_at_least(1).map(Block::units).collect();
-        assert!(sizes.is_sorted() && sizes.len() == model.len());
+        assert!(sizes.is_sorted() && sizes.len() == model.len() && set.agrees());
     }
 }

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashSet};
 use super::book::{Book, Recording, Stage};
 use super::class::UNIT_BYTES;
 use super::free_set::Block;
+use super::owner::Owner;
 use super::shard::Shard;
 use super::space::{Part, Space};
 use super::tags::{Tag, Tags};
@@ -47,6 +48,7 @@ impl Core {
             return broken(I1, format!("unit {start} is in two fronts"));
         }
         let space = self.space.lock();
+        space.check_sets()?;
         space.check_map()?;
         space.check_extents()?;
         space.check_units(&self.tags, &cached)?;
@@ -60,6 +62,30 @@ impl Space {
     pub(super) fn every_free_block(&self) -> impl Iterator<Item = &Block> {
         let of_books = self.books.iter().flat_map(|book| book.sets.iter().flatten());
         of_books.chain(&self.common).flat_map(|set| set.of_at_least(1))
+    }
+
+    /// Every set is whole, and has what its owner and its part say.
+    fn check_sets(&self) -> Checked {
+        let of_books = (0..self.books.len() as u32).flat_map(|index| {
+            let sets = &self.books[index as usize].sets;
+            (0..2).map(move |parity| (Owner::stream(index, parity), &sets[parity]))
+        });
+        for (owner, sets) in of_books.chain([(Owner::NOBODY, &self.common)]) {
+            for part in Part::ALL {
+                let set = &sets[part as usize];
+                if !set.agrees() {
+                    return broken(I1, format!("the set of {owner:?}, {part:?}, disagrees"));
+                }
+                let of_set =
+                    |block: &Block| block.owner() == owner && self.part_of(block.start()) == part;
+                if let Some(block) = set.of_at_least(1).find(|block| !of_set(block)) {
+                    let (start, other) = (block.start(), block.owner());
+                    let detail = format!("unit {start} of {other:?} is in the set of {owner:?}");
+                    return broken(I1, detail);
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Addresses are covered without gap or overlap, and neighbours that could be one are.
