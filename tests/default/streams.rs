@@ -267,3 +267,25 @@ fn a_stream_that_ends_in_its_capture_does_not_take_its_memory_along() {
     watched.free(again, &other);
     watched.assert_intact();
 }
+
+/// A stream that comes to be a pool's only one finds nobody's memory there, which is not the
+/// stream's: what it frees beside that becomes one with it all the same, when it has to.
+#[test]
+fn an_only_stream_does_not_keep_its_memory_apart_from_nobodys() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let watched = rig.pool(&config(20, 160));
+    let (raw, foreign) = make(&rig, NON_BLOCKING);
+    let held = watched.malloc(1000, foreign);
+    watched.free(held, foreign);
+    // Refused, after everything that was freed has become nobody's.
+    assert!(watched.try_malloc(21 * GRANULE, foreign).is_err());
+    // Nothing waits for the foreign stream: the next has its place.
+    let stream = rig.stream();
+    let held = watched.malloc(512, &stream);
+    watched.free(held, &stream);
+    assert_eq!(watched.pool.stats().stream_count, 1);
+    let all = watched.malloc(20 * GRANULE, &stream);
+    watched.free(all, &stream);
+    call!(rig.driver, cuStreamDestroy_v2(raw));
+    watched.assert_intact();
+}

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use cuda_sys::types::{CUresult, CUstreamCaptureStatus};
 
 use super::book::{Recording, Stage};
-use super::free_set::Block;
+use super::free_set::{Block, FreeSet};
 use super::owner::Owner;
 use super::space::{Part, Space};
 use super::tags::Tags;
@@ -77,8 +77,8 @@ impl Space {
         }
     }
 
-    /// Makes blocks of a passed epoch nobody's, some at a time. Where there is only one stream
-    /// they stay that stream's, and go on coalescing with what it frees.
+    /// Makes blocks of a passed epoch nobody's, some at a time. Where there is only one stream, and
+    /// nothing is nobody's, they stay that stream's, and go on coalescing with what it frees.
     pub(super) fn drain(&mut self, tags: &Tags, stream: u32) -> bool {
         let book = &self.books[stream as usize];
         if book.stage != Stage::Passed {
@@ -86,8 +86,9 @@ impl Space {
         }
         let ended = book.recording == Recording::Ended;
         // An eager stream's open epoch is for what an event was recorded for.
-        let sole = self.books.len() == 1 && matches!(book.recording, Recording::Lazy(_));
-        let owner = if sole { book.open_owner(stream) } else { Owner::NOBODY };
+        // What is nobody's already must not stay apart from it: an extent moves in one piece.
+        let keeps = self.is_sole(stream) && self.common.iter().all(FreeSet::is_empty);
+        let owner = if keeps { book.open_owner(stream) } else { Owner::NOBODY };
         let parities: &[usize] =
             if ended { &[0, 1] } else { &[[1, 0][self.books[stream as usize].open_parity()]] };
         let mut left = DRAINED;

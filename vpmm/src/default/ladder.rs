@@ -36,7 +36,7 @@ const FREED_UNITS: u64 = (2 << 20) / super::class::UNIT_BYTES;
 
 /// Both double whenever that has happened this many times more for each growth: streams that take
 /// from each other in turn get some slack, and ask more rarely.
-const ASKED_EACH: u64 = 16;
+const ASKED_EACH: u64 = 4;
 
 /// At most they come to this. Only from here on fronts are emptied too: their threads would soon
 /// take from each other what each needs again, and every thread is stopped for it.
