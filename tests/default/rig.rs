@@ -12,6 +12,8 @@ pub(crate) const GRANULE: u64 = 2 * MIB;
 /// unit of them.
 pub(crate) fn config(limit_granules: u64, address_granules: u64) -> PoolConfig {
     let mut config = PoolConfig::default();
+    // The same program does the same every time.
+    config.moves_per_second = 0;
     config.limit_bytes = Some(limit_granules * GRANULE);
     config.va_size_bytes = Some(address_granules * GRANULE);
     config

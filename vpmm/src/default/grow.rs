@@ -91,6 +91,8 @@ struct Window {
 pub(super) struct Means {
     /// Granules that may be made.
     pub(super) room: u64,
+    /// Extents that moved lately.
+    pub(super) moved_lately: u64,
     /// Whether to grow beyond the need for requests to come.
     pub(super) ahead: bool,
 }
@@ -250,7 +252,7 @@ impl Space {
         let live = self.out_units / u64::from(self.memory.granule_units());
         // A first look without walking: free memory that is too little cannot be extents enough.
         let free: u64 = self.free_units() / u64::from(self.memory.granule_units());
-        let enough = policy.moves_first(live, self.counters.created, self.counters.moved);
+        let enough = policy.moves_first(live, self.counters.created, means.moved_lately);
         let short = means.room < u64::from(window.cost);
         let mut sources = Sources::default();
         if short || free >= enough {
@@ -514,6 +516,7 @@ impl Space {
                         self.memory.relocate(number, at, fence);
                         self.transit_units -= u64::from(piece.granules * granule_units);
                         self.counters.moved += 1;
+                        self.pace.note(1);
                         self.counters.moved_granules += u64::from(piece.granules);
                     }
                 }

@@ -15,7 +15,6 @@
 
 use super::book::Recording;
 use super::class::LARGE_STEP;
-use super::grow::Means;
 use super::remap::Grown;
 use super::space::Part;
 use super::{Core, lock};
@@ -99,7 +98,7 @@ impl Core {
         }
         let part = Part::of_size(request.units);
         loop {
-            match self.grow(request, part, Means { room, ahead: true })? {
+            match self.grow(request, part, room, true)? {
                 Grown::Block(start) => return Ok(start),
                 Grown::DeviceFull if room > 0 => room = 0,
                 Grown::DeviceFull | Grown::TooLittle => break,
@@ -178,7 +177,7 @@ impl Core {
             return Ok(Some(start));
         }
         let part = Part::of_size(request.units);
-        match self.grow(request, part, Means { room, ahead: false })? {
+        match self.grow(request, part, room, false)? {
             Grown::Block(start) => Ok(Some(start)),
             Grown::DeviceFull | Grown::TooLittle => Ok(None),
         }

@@ -31,6 +31,7 @@ mod helper;
 mod ladder;
 mod memory;
 mod owner;
+mod pace;
 mod policy;
 mod remap;
 mod report;
@@ -45,6 +46,7 @@ pub(crate) use helper::Helper;
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Instant;
 
 use crate::device::{Device, StreamHandle};
 use crate::driver::StreamWatcher;
@@ -96,6 +98,8 @@ pub(crate) struct Core {
     registry: Mutex<Registry>,
     revoking: Mutex<()>,
     space: SpinLock<Space>,
+    /// When the pool was made.
+    made: Instant,
     /// Calls the helper, where there is one.
     bell: helper::Bell,
     /// The addresses; given back last.
@@ -128,6 +132,7 @@ impl Core {
         let reservation = Reservation::new(device.driver(), bytes).map_err(refused)?;
         let base = reservation.base();
         let memory = Memory::new(base, granules, granule_bytes, small);
+        let space = Space::new(memory, config.moves_per_second);
         let core = Arc::new(Self {
             device: device.clone(),
             policy: Policy::new(config.capacity, config.limit_bytes.is_some()),
@@ -143,7 +148,8 @@ impl Core {
             asked: AtomicUsize::new(0),
             registry: Mutex::default(),
             revoking: Mutex::new(()),
-            space: SpinLock::new(Space::new(memory)),
+            space: SpinLock::new(space),
+            made: Instant::now(),
             bell: helper::Bell::default(),
             _reservation: reservation,
         });

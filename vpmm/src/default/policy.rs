@@ -25,20 +25,20 @@ const APART: u64 = 8;
 /// live: moving one costs hardly more than making one. With a limit to grow to it may come to
 /// more: each move leaves two ends of granules behind that nothing fits in.
 const MOVED_FIRST: u64 = 400;
-const MOVED_FIRST_WITH_LIMIT: u64 = 30;
+const MOVED_FIRST_WITH_LIMIT: u64 = 12;
 
-/// That fraction doubles whenever this many more extents have moved for each that was made: while a
-/// pool finds its size moves are worth their time, but a program whose requests never settle would
-/// have it move for ever.
-const MOVES_EACH: u64 = 4;
+/// That fraction doubles whenever this many more extents have moved lately for each that was made:
+/// while a pool finds its size moves are worth their time, but a loop whose requests never settle
+/// would do nothing else.
+const MOVES_EACH: u64 = 2;
 
 /// From this many growths in a row on, with nothing freed between, a program is filling its
 /// memory and will ask again. Requests of up to 8 MiB (in granules of 2 MiB) then get an extent for
 /// those to come too, each time longer, until the pool has doubled and up to 128 MiB. Not where a
 /// limit is set: what is ahead of one request may be missing for another.
-const STREAK: u32 = 8;
+const STREAK: u32 = 6;
 const AHEAD_NEEDED: u32 = 4;
-const AHEAD_MOST: u64 = 64;
+const AHEAD_MOST: u64 = 128;
 
 /// The numbers behind growth.
 #[derive(Clone, Debug)]
@@ -94,6 +94,6 @@ impl Policy {
             return 0;
         }
         let most = mapped.min(AHEAD_MOST);
-        (u64::from(needed) << (streak - STREAK + 1).min(16)).min(most) as u32
+        (u64::from(needed) << (streak - STREAK + 2).min(16)).min(most) as u32
     }
 }

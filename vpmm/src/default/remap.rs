@@ -22,10 +22,19 @@ pub(super) enum Grown {
 }
 
 impl Core {
-    /// Plans a request, and carries it out. The space is not locked during driver calls.
-    pub(super) fn grow(&self, request: Request, part: Part, means: Means) -> Result<Grown> {
+    /// Plans a request for which so many granules may be made, and carries it out; `ahead` of
+    /// requests to come, too. The space is not locked during driver calls.
+    pub(super) fn grow(
+        &self,
+        request: Request,
+        part: Part,
+        room: u64,
+        ahead: bool,
+    ) -> Result<Grown> {
+        let now = self.made.elapsed();
         let job = {
             let mut space = self.space.lock();
+            let means = Means { room, moved_lately: space.pace.moves(now), ahead };
             let Request { stream, units, .. } = request;
             match space.plan(&self.tags, stream, units, part, &self.policy, means) {
                 Some(job) => job,

@@ -55,6 +55,7 @@ pub(super) struct Space {
     /// Blocks that came back, ever: tells growth whether anything was freed since the last.
     pub(super) returns: u64,
     pub(super) growth: super::grow::Growth,
+    pub(super) pace: super::pace::Pace,
     pub(super) counters: super::counters::Counters,
     /// Last, so that it outlives the sets.
     pub(super) blocks: Arena<Block>,
@@ -65,7 +66,7 @@ pub(super) struct Space {
 unsafe impl Send for Space {}
 
 impl Space {
-    pub(super) fn new(memory: Memory) -> Self {
+    pub(super) fn new(memory: Memory, moves_per_second: u32) -> Self {
         Self {
             common: [const { FreeSet::new() }; 2],
             books: Vec::new(),
@@ -77,6 +78,7 @@ impl Space {
             transit_units: 0,
             returns: 0,
             growth: super::grow::Growth::default(),
+            pace: super::pace::Pace::new(moves_per_second),
             counters: super::counters::Counters::default(),
             blocks: Arena::new(),
         }

@@ -1,0 +1,78 @@
+//! How much a pool has moved lately.
+//!
+//! Moving instead of growing keeps the pool small and costs time, again and again where a program's
+//! requests never settle. So moves count against further ones, and time makes up for them: a
+//! program that works between its requests may go on moving, a loop that does nothing else soon
+//! gets more memory instead.
+
+#![forbid(unsafe_code)]
+
+use std::time::Duration;
+
+/// Moves that count, as of the last look.
+pub(super) struct Pace {
+    per_second: u32,
+    moves: u64,
+    /// Up to when time has been made up for, since the pool was made.
+    until: Duration,
+}
+
+impl Pace {
+    pub(super) fn new(per_second: u32) -> Self {
+        Self { per_second, moves: 0, until: Duration::ZERO }
+    }
+
+    pub(super) fn note(&mut self, moves: u64) {
+        self.moves += moves;
+    }
+
+    /// The moves that still count, so long after the pool was made.
+    pub(super) fn moves(&mut self, now: Duration) -> u64 {
+        let Some(each) = Duration::from_secs(1).checked_div(self.per_second) else {
+            return self.moves;
+        };
+        let passed = now.saturating_sub(self.until).as_nanos();
+        // Idle time is not saved up: no move counts less than nothing.
+        let made_up = u64::try_from(passed / each.as_nanos().max(1)).unwrap_or(u64::MAX);
+        if made_up >= self.moves {
+            self.moves = 0;
+            self.until = now;
+        } else {
+            self.moves -= made_up;
+            self.until += Duration::from_nanos(each.as_nanos() as u64 * made_up);
+        }
+        self.moves
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MILLI: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn time_makes_up_for_moves_and_is_not_saved() {
+        let mut pace = Pace::new(100);
+        assert_eq!(pace.moves(500 * MILLI), 0);
+        pace.note(10);
+        assert_eq!(pace.moves(500 * MILLI), 10);
+        // One each ten milliseconds; what is left of one counts at the next look.
+        assert_eq!(pace.moves(515 * MILLI), 9);
+        assert_eq!(pace.moves(520 * MILLI), 8);
+        assert_eq!(pace.moves(519 * MILLI), 8);
+        assert_eq!(pace.moves(3600 * 1000 * MILLI), 0);
+        pace.note(5);
+        assert_eq!(pace.moves(3600 * 1000 * MILLI + 9 * MILLI), 5);
+    }
+
+    #[test]
+    fn without_a_rate_all_moves_count_for_ever() {
+        let mut pace = Pace::new(0);
+        pace.note(7);
+        assert_eq!(pace.moves(Duration::MAX), 7);
+        let mut pace = Pace::new(u32::MAX);
+        pace.note(u64::MAX / 2);
+        assert_eq!(pace.moves(Duration::MAX), 0);
+    }
+}
