@@ -87,6 +87,38 @@ fn scattered_memory_is_moved_together_at_the_limit() {
     });
 }
 
+/// Random sizes that never settle: with all the moves it wants the pool stays small, with few it
+/// grows until it needs none.
+#[test]
+fn moves_keep_a_pool_small_and_few_moves_let_it_grow() {
+    let [few, many] = [0, u32::MAX].map(|moves_per_second| {
+        let rig = Rig::simulated(Schedule::Eager);
+        let mut settings = vpmm::PoolConfig::default();
+        settings.moves_per_second = moves_per_second;
+        let pool = vpmm::Pool::new(&rig.device, &settings).expect("a pool");
+        let stream = rig.stream();
+        let mut state = 1_u64;
+        let mut random = |bound: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) % bound
+        };
+        let mut bytes = || (10 * MIB + random(20 * MIB)) as usize;
+        let mut held: Vec<_> = (0..20).map(|_| pool.malloc(bytes(), &stream).unwrap()).collect();
+        let mut late = 0;
+        for round in 0..20_000 {
+            if round == 15_000 {
+                late = pool.stats().extents_moved;
+            }
+            pool.free(held[round % 20], &stream).unwrap();
+            held[round % 20] = pool.malloc(bytes(), &stream).unwrap();
+        }
+        let stats = pool.stats();
+        (stats.peak_mapped_bytes, stats.extents_moved - late)
+    });
+    assert!(few.0 > many.0 + many.0 / 10, "{few:?} {many:?}");
+    assert!(10 * few.1 < many.1, "{few:?} {many:?}");
+}
+
 #[test]
 fn at_the_limit_a_stream_waits_for_another_on_the_device_and_the_host_does_not() {
     Rig::everywhere(|rig| {
