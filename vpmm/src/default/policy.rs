@@ -36,7 +36,7 @@ const MOVES_EACH: u64 = 2;
 /// memory and will ask again. Requests of up to 8 MiB (in granules of 2 MiB) then get an extent for
 /// those to come too, each time longer, until the pool has doubled and up to 128 MiB. Not where a
 /// limit is set: what is ahead of one request may be missing for another.
-const STREAK: u32 = 6;
+const STREAK: u32 = 5;
 const AHEAD_NEEDED: u32 = 4;
 const AHEAD_MOST: u64 = 128;
 
