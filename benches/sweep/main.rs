@@ -1,0 +1,109 @@
+//! Compares policies of growth: how much memory the default profile needs for traces, and how much
+//! driver time, over many sizes of the same program.
+//!
+//! ```sh
+//! cargo run --release -p vpmm-harness --example sweep -- [OPTIONS] [TRACE...]
+//! ```
+//!
+//! A change to the policy moves every later placement, so that one replay says little: what looks
+//! like a gain may be luck with one program's sizes. Here every trace is replayed with its requests
+//! scaled by several factors, and the mean and the worst of them are printed. Run it before and
+//! after a change.
+//!
+//! Replays run on the simulated driver. Times are its model of an H200's calls, on any machine the
+//! same; a clock has no part in them, since pools get no moves back with time here
+//! (`moves_per_second` is 0).
+
+#![forbid(unsafe_code)]
+
+mod factors;
+mod measure;
+mod replay;
+mod table;
+mod workers;
+
+use std::error::Error;
+use std::num::NonZeroU32;
+use std::path::Path;
+
+use clap::Parser;
+use vpmm_cli::trace::Trace;
+
+use measure::{Figures, measure};
+
+/// What went wrong, from any thread.
+type Failure = Box<dyn Error + Send + Sync>;
+
+/// The traces of the repository.
+const TRACES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/traces");
+
+/// Compare policies of growth: memory and modelled driver time of traces at many sizes.
+#[derive(Parser)]
+#[command(name = "sweep")]
+struct Arguments {
+    /// Traces, plain or gzip; those of the repository if none are given.
+    #[arg(value_name = "TRACE")]
+    traces: Vec<String>,
+
+    /// Scale by N more factors between 0.5 and 1.5 than the six that are always tried.
+    #[arg(long, value_name = "N", default_value = "0")]
+    factors: u32,
+
+    /// Passes over each trace on one pool, for what is held in the end.
+    #[arg(long, value_name = "N", default_value = "4")]
+    passes: NonZeroU32,
+
+    /// Print one JSON object per trace and factor, one per line.
+    #[arg(long)]
+    json: bool,
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let arguments = Arguments::parse();
+    let paths =
+        if arguments.traces.is_empty() { repository_traces()? } else { arguments.traces.clone() };
+    let factors = factors::first(arguments.factors);
+    if !arguments.json {
+        table::print_header(factors.len(), arguments.passes);
+    }
+    for path in &paths {
+        let figures = sweep(&Trace::open(path)?, &factors, arguments.passes)
+            .map_err(|error| format!("{path}: {error}"))?;
+        let name = short(path);
+        if arguments.json {
+            figures.iter().for_each(|of_factor| println!("{}", of_factor.json(name)));
+        } else {
+            table::print_row(name, &figures);
+        }
+    }
+    Ok(())
+}
+
+/// The figures of one trace, in the order of `factors`.
+fn sweep(trace: &Trace, factors: &[f64], passes: NonZeroU32) -> Result<Vec<Figures>, Failure> {
+    workers::map(factors, |&factor| {
+        measure(trace, factor, passes)
+            .map_err(|error| format!("at factor {factor}: {error}").into())
+    })
+    .into_iter()
+    .collect()
+}
+
+/// Every `.csv.gz` of the repository's folder, by name.
+fn repository_traces() -> Result<Vec<String>, Box<dyn Error>> {
+    let mut paths = Vec::new();
+    for entry in std::fs::read_dir(TRACES).map_err(|error| format!("{TRACES}: {error}"))? {
+        let path = entry?.path().display().to_string();
+        if path.ends_with(".csv.gz") {
+            paths.push(path);
+        }
+    }
+    paths.sort();
+    Ok(paths)
+}
+
+/// `gpt_train` for `traces/gpt_train.csv.gz`.
+fn short(path: &str) -> &str {
+    let name = Path::new(path).file_name().and_then(|name| name.to_str()).unwrap_or(path);
+    name.split('.').next().unwrap_or(name)
+}
