@@ -25,6 +25,7 @@ mod workers;
 use std::error::Error;
 use std::num::NonZeroU32;
 use std::path::Path;
+use std::process::ExitCode;
 
 use clap::Parser;
 use vpmm_cli::trace::Trace;
@@ -58,8 +59,17 @@ struct Arguments {
     json: bool,
 }
 
-fn main() -> Result<(), Box<dyn Error>> {
-    let arguments = Arguments::parse();
+fn main() -> ExitCode {
+    match run(&Arguments::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
     let paths =
         if arguments.traces.is_empty() { repository_traces()? } else { arguments.traces.clone() };
     let factors = factors::first(arguments.factors);

@@ -12,7 +12,7 @@ pub(crate) fn print_header(factors: usize, passes: NonZeroU32) {
     println!("modelled driver time of one pass; `longest` is the longest call of any factor.");
     println!();
     println!(
-        "{:14} | {:^38} | {:^29} | after {passes} passes, the last one's ms",
+        "{:14} | {:^38} | {:^29} | after {passes} passes, ms of the last",
         "", "at the smallest limit", "with room to grow",
     );
     println!(
