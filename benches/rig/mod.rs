@@ -93,6 +93,8 @@ impl Profile {
         match self {
             Self::Default => {
                 let mut config = PoolConfig::default();
+                // The same calls do the same every time, however long they take.
+                config.moves_per_second = 0;
                 config.limit_bytes = limit_bytes;
                 Pool::new(device, &config)
             }
