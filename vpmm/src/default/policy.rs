@@ -13,8 +13,9 @@
 const OF_POOL: u64 = 128;
 const OF_REQUEST: u64 = 32;
 
-/// Where a limit is set: at most these fractions of it and of the request, so that nearly everything
-/// can be brought together when the limit is reached.
+/// Where a limit is set: at most this fraction of it, so that nearly everything can be brought
+/// together when the limit is reached; but this fraction of the request where that is longer, so
+/// that no request moves too many.
 const OF_LIMIT: u64 = 1024;
 const OF_REQUEST_AT_LIMIT: u64 = 112;
 
