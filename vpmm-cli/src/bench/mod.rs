@@ -80,7 +80,8 @@ pub enum Amount {
     Quick,
 }
 
-/// A round should not take longer than this, unless the case needs more calls.
+/// A round takes this long where any number of calls will do; else it should not take longer, unless
+/// the case needs more calls.
 const ROUND: Duration = Duration::from_millis(150);
 
 /// All rounds together should not take longer than this.
@@ -207,6 +208,11 @@ impl<'a> Bench<'a> {
         Extent { calls, live_divisor: 1 }
     }
 
+    /// How long a round is whose calls may be any number; `None` for as many as the case has.
+    fn round_time(&self) -> Option<Duration> {
+        (!self.is_quick()).then_some(ROUND)
+    }
+
     /// How many rounds are affordable at that speed.
     fn rounds(&self, script: &Warm, call_ns: f64) -> Result<usize, BenchError> {
         let setup: usize = script.lanes.iter().map(|lane| lane.setup.len()).sum();
@@ -216,14 +222,17 @@ impl<'a> Bench<'a> {
         if self.is_quick() {
             return Ok(1);
         }
+        let by_time = script.lanes.iter().all(|lane| lane.body.part().is_some());
         let calls: u64 = script.lanes.iter().map(|lane| lane.body.calls()).sum();
-        let round_ns = (call_ns * calls as f64).max(1.0);
+        let round_ns =
+            if by_time { ROUND.as_nanos() as f64 } else { (call_ns * calls as f64).max(1.0) };
         Ok((ROUNDS.as_nanos() as f64 / round_ns).clamp(1.0, MOST_ROUNDS) as usize)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
     use std::sync::atomic::{AtomicU64, Ordering};
 
     use super::*;
@@ -294,6 +303,60 @@ mod tests {
             }
             assert!(failures > 5, "{name}: {failures}");
         }
+    }
+
+    /// Of two threads one is slow, as if somebody kept interrupting it.
+    #[derive(Default)]
+    struct OneSlow {
+        streams: Mutex<Vec<StreamHandle>>,
+    }
+
+    const SLOW: Duration = Duration::from_micros(2_000);
+    const FAST: Duration = Duration::from_micros(100);
+
+    impl Subject for &OneSlow {
+        type Ptr = u64;
+
+        const NONE: u64 = 0;
+
+        fn allocate(&self, _bytes: u64, stream: StreamHandle) -> vpmm::Result<u64> {
+            let mut streams = self.streams.lock().unwrap();
+            let place = streams.iter().position(|known| *known == stream);
+            let place = place.unwrap_or_else(|| {
+                streams.push(stream);
+                streams.len() - 1
+            });
+            drop(streams);
+            // The trial's stream may or may not come again: of two in a row one is even.
+            std::thread::sleep(if place % 2 == 0 { SLOW } else { FAST });
+            Ok(1)
+        }
+
+        unsafe fn free(&self, _ptr: u64, _stream: StreamHandle) -> vpmm::Result<()> {
+            Ok(())
+        }
+
+        fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {
+            Ok(0)
+        }
+
+        fn driver_calls(&self) -> u64 {
+            0
+        }
+    }
+
+    #[test]
+    fn a_thread_that_is_late_keeps_no_other_from_going_on() {
+        let machine = Machine::simulated(Setup::default()).unwrap();
+        let bench = Bench::new(&machine, Amount::Full);
+        let subject = OneSlow::default();
+        let figures = bench.on("threads_2".parse().unwrap(), |_| Ok(&subject)).unwrap();
+        // Two calls in each slow allocation's time. Had both made as many, it were twice that.
+        let of_slow = 2.0 / SLOW.as_micros() as f64;
+        assert!(figures.mops_per_s > 3.0 * of_slow, "{figures:?}");
+        // All of them within the time, and none faster than it can be.
+        let of_both = of_slow + 2.0 / FAST.as_micros() as f64;
+        assert!(figures.mops_per_s < 1.1 * of_both, "{figures:?}");
     }
 
     #[test]

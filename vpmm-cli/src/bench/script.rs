@@ -275,6 +275,18 @@ impl Body {
             Self::Steps { steps, times } => steps.len() as u64 * times,
         }
     }
+
+    /// A short part of the body that may be done any number of times; `None` where only the whole
+    /// is the case.
+    pub(super) fn part(&self) -> Option<Self> {
+        const PARTS: u64 = 256;
+        match *self {
+            Self::Pairs { bytes, stream, pairs } => {
+                Some(Self::Pairs { bytes, stream, pairs: (pairs / PARTS).max(1) })
+            }
+            Self::Steps { .. } => None,
+        }
+    }
 }
 
 impl Lane {
