@@ -4,8 +4,6 @@
 //! filled with new extents or with wholly free ones from elsewhere. A free block that ends at a
 //! hole grows in place: that window lacks the least.
 
-use std::cmp::Reverse;
-
 use smallvec::SmallVec;
 
 use super::free_set::Block;
@@ -322,7 +320,7 @@ impl Space {
     fn sources(&self, stream: u32, window: &Window) -> Sources {
         let granule_units = self.memory.granule_units();
         let in_window = |block: &Block| block.end() > window.start && block.start() < window.end;
-        let mut found: Vec<Candidate> = Vec::new();
+        let mut found: Vec<Candidate> = Vec::with_capacity(self.memory.handles().min(1024));
         for part in Part::ALL {
             for block in self
                 .usable_sets(stream, part)
@@ -336,17 +334,12 @@ impl Space {
                         granules: extent.granules,
                         owner: block.owner(),
                         block: block.id(),
-                        of_units: block.units(),
-                        position: extent.start,
+                        rank: Candidate::rank(extent, block.units()),
                     });
                 });
             }
         }
-        // The longest first, since each costs the same; of those from the smallest free blocks,
-        // which makes the fewest pieces of the rest, from their ends.
-        found.sort_unstable_by_key(|candidate| {
-            (Reverse(candidate.granules), candidate.of_units, Reverse(candidate.position))
-        });
+        found.sort_unstable_by_key(|candidate| candidate.rank);
         let granules = found.iter().map(|candidate| u64::from(candidate.granules)).sum();
         Sources { found, granules }
     }
@@ -580,8 +573,8 @@ struct Candidate {
     granules: u32,
     owner: Owner,
     block: u32,
-    of_units: u32,
-    position: u32,
+    /// The order in which they are taken, the least first.
+    rank: u128,
 }
 
 impl Sources {
@@ -613,6 +606,14 @@ impl Sources {
 }
 
 impl Candidate {
+    /// The longest first, since each costs the same; of those from the smallest free blocks, which
+    /// makes the fewest pieces of the rest, from their ends. One number, which sorts several times
+    /// faster than the three.
+    fn rank(extent: &Resident, of_units: u32) -> u128 {
+        let [granules, from_end] = [!extent.granules, !extent.start].map(u128::from);
+        granules << 64 | u128::from(of_units) << 32 | from_end
+    }
+
     fn piece(&self) -> Piece {
         let Self { number, owner, block, granules, .. } = *self;
         Piece { source: Source::Moved { number, owner, block }, granules }
