@@ -5,7 +5,8 @@ use cuda_sim::{Costs, Schedule, Simulator};
 use vpmm::{DevicePtr, Driver, Pool, PoolConfig, Stream};
 use vpmm_cli::trace::{Action, Trace};
 
-fn books_hold(name: &str, schedule: Schedule, seed: u64) {
+/// `room` is how much of the trace's peak the pool may hold, if that is limited.
+fn books_hold(name: &str, schedule: Schedule, seed: u64, room: Option<f64>) {
     let path = format!("{}/../traces/{name}.csv.gz", env!("CARGO_MANIFEST_DIR"));
     let trace = Trace::open(&path).unwrap();
     let sim = Simulator::builder().memory_bytes(141 << 30).costs(Costs::free()).seed(seed);
@@ -14,6 +15,7 @@ fn books_hold(name: &str, schedule: Schedule, seed: u64) {
     let mut config = PoolConfig::default();
     // A check looks at every address.
     config.va_size_bytes = Some(64 << 30);
+    config.limit_bytes = room.map(|room| (trace.peak_live_bytes as f64 * room) as u64);
     let pool = Pool::new(&device, &config).unwrap();
     let streams: Vec<Stream> = (0..trace.streams).map(|_| device.stream().unwrap()).collect();
     let mut slots: Vec<Option<DevicePtr>> = vec![None; trace.allocations.len()];
@@ -38,10 +40,19 @@ fn books_hold(name: &str, schedule: Schedule, seed: u64) {
 /// to be taken themselves.
 #[test]
 fn of_nine_streams_with_work_that_ends_at_random() {
-    (0..8).for_each(|seed| books_hold("serve_streams", Schedule::Random, seed));
+    (0..8).for_each(|seed| books_hold("serve_streams", Schedule::Random, seed, None));
 }
 
 #[test]
 fn of_two_streams_with_work_that_ends_late() {
-    books_hold("resnet_train", Schedule::Late { patience: 200 }, 0);
+    books_hold("resnet_train", Schedule::Late { patience: 200 }, 0, None);
+}
+
+/// Where the limit is near, large blocks go where the least movable memory is lost, and requests
+/// wait for what other streams have freed.
+#[test]
+fn of_pools_with_hardly_more_than_what_is_live() {
+    books_hold("cupy_mix", Schedule::Random, 1, Some(1.06));
+    books_hold("serve_streams", Schedule::Random, 2, Some(1.06));
+    books_hold("resnet_train", Schedule::Late { patience: 200 }, 3, Some(1.01));
 }

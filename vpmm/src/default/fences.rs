@@ -517,7 +517,7 @@ mod tests {
     /// Blocks of 8 units: those at even places of a row passed and the first `nobodys` at odd
     /// places nobody's, so that neighbours become one.
     fn drained(passed: u32, nobodys: u32) -> (Space, u32) {
-        let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), 0);
+        let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), false, 0);
         space.books.push(Book::new(Recording::Eager));
         let Some(tags) = Tags::new(64 << 12, 9 << 12) else { panic!("no memory for the tags") };
         let start = 10 << 12;

@@ -284,7 +284,7 @@ impl Space {
                     // What comes ahead is worth its while in one piece only.
                     fill.pieces.push(Piece { source: Source::New, granules: new + more });
                 } else {
-                    self.create(&mut fill, new, policy, window.end - window.start);
+                    self.create(&mut fill, new, policy, window);
                 }
                 room -= u64::from(new + more);
             } else {
@@ -303,16 +303,24 @@ impl Space {
         if self.growth.returns_then == self.returns { self.growth.streak } else { 0 }
     }
 
-    /// Lengths of new extents, for a request of so many units.
-    fn create(&self, fill: &mut Fill, granules: u32, policy: &Policy, units: u32) {
-        let request = units.div_ceil(self.memory.granule_units());
-        let mut left = granules;
+    /// Lengths of new extents for a window. Where the policy says so the granule that the window
+    /// ends in the midst of is one by itself: the next block begins there, and whichever of the two
+    /// stays keeps no more than that from moving.
+    fn create(&self, fill: &mut Fill, granules: u32, policy: &Policy, window: &Window) {
+        let request = (window.end - window.start).div_ceil(self.memory.granule_units());
+        let shares_last = !window.end.is_multiple_of(self.memory.granule_units())
+            && self.memory.granule_of(window.end) + 1 == fill.start + granules;
+        let apart = u32::from(policy.parts_ends() && shares_last && granules > 1);
+        let mut left = granules - apart;
         let mut mapped = self.memory.mapped();
         while left > 0 {
             let granules = policy.extent(mapped, u64::from(request)).min(left);
             fill.pieces.push(Piece { source: Source::New, granules });
             left -= granules;
             mapped += u64::from(granules);
+        }
+        if apart > 0 {
+            fill.pieces.push(Piece { source: Source::New, granules: apart });
         }
     }
 

@@ -23,6 +23,7 @@ mod book;
 mod class;
 mod config;
 mod counters;
+mod cut;
 mod fences;
 mod free_set;
 mod front;
@@ -132,10 +133,11 @@ impl Core {
         let reservation = Reservation::new(device.driver(), bytes).map_err(refused)?;
         let base = reservation.base();
         let memory = Memory::new(base, granules, granule_bytes, small);
-        let space = Space::new(memory, config.moves_per_second);
+        let limited = config.limit_bytes.is_some();
+        let space = Space::new(memory, limited, config.moves_per_second);
         let core = Arc::new(Self {
             device: device.clone(),
-            policy: Policy::new(config.capacity, config.limit_bytes.is_some()),
+            policy: Policy::new(config.capacity, limited),
             config,
             asymmetry: Asymmetry::detect(),
             realm: device.driver().realm(),

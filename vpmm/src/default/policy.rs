@@ -16,8 +16,12 @@ const OF_REQUEST: u64 = 32;
 /// Where a limit is set: at most this fraction of it, so that nearly everything can be brought
 /// together when the limit is reached; but this fraction of the request where that is longer, so
 /// that no request moves too many.
-const OF_LIMIT: u64 = 1024;
+const OF_LIMIT: u64 = 1100;
 const OF_REQUEST_AT_LIMIT: u64 = 112;
+
+/// The fraction of the pool while it is far from the limit: less than without one, since a limit
+/// bounds the length anyway.
+const OF_POOL_WITH_LIMIT: u64 = 32;
 
 /// The distance of fresh windows: a fraction of what the pool may hold.
 const APART: u64 = 8;
@@ -63,7 +67,8 @@ impl Policy {
             return request.clamp(1, LONGEST) as u32;
         }
         let granules = if self.limited {
-            (mapped / OF_POOL).min(self.capacity / OF_LIMIT).max(request / OF_REQUEST_AT_LIMIT)
+            let of_pool = (mapped / OF_POOL_WITH_LIMIT).min(self.capacity / OF_LIMIT);
+            of_pool.max(request / OF_REQUEST_AT_LIMIT)
         } else {
             (mapped / OF_POOL).max(request / OF_REQUEST)
         };
@@ -80,6 +85,12 @@ impl Policy {
     /// much. It leaves better holes; but at a limit every end of a granule counts.
     pub(super) fn prefers_fresh(&self) -> bool {
         !self.limited
+    }
+
+    /// Whether the granule that a request ends in is an extent by itself. One handle more for each
+    /// growth, which is too dear while there is room.
+    pub(super) fn parts_ends(&self) -> bool {
+        self.limited
     }
 
     /// From how many granules of free extents on they move before more are made.

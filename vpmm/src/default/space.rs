@@ -6,6 +6,7 @@ use intrusive_collections::UnsafeRef;
 
 use super::book::Book;
 use super::class::SMALL_UNITS;
+use super::cut::End;
 use super::free_set::{Block, FreeSet};
 use super::memory::Memory;
 use super::owner::Owner;
@@ -42,6 +43,8 @@ pub(super) struct Space {
     pub(super) common: [FreeSet; 2],
     pub(super) books: Vec<Book>,
     pub(super) memory: Memory,
+    /// Whether somebody set a limit: large blocks are then placed where others lose the least.
+    scarce: bool,
     /// Events that nobody uses now.
     pub(super) events: Vec<Event>,
     /// Handles that the driver would not take back.
@@ -66,11 +69,12 @@ pub(super) struct Space {
 unsafe impl Send for Space {}
 
 impl Space {
-    pub(super) fn new(memory: Memory, moves_per_second: u32) -> Self {
+    pub(super) fn new(memory: Memory, scarce: bool, moves_per_second: u32) -> Self {
         Self {
             common: [const { FreeSet::new() }; 2],
             books: Vec::new(),
             memory,
+            scarce,
             events: Vec::new(),
             orphans: Vec::new(),
             out_units: 0,
@@ -100,7 +104,6 @@ impl Space {
     /// The node of a free block, apart from the borrow of the space.
     #[inline]
     fn node(&self, id: u32) -> UnsafeRef<Block> {
-        // SAFETY: the arena keeps its nodes alive and in place as long as the space lives; nothing
         // SAFETY: the arena keeps its nodes alive and in place as long as the space lives; nothing
         // in this file keeps the reference longer than it has the space.
         unsafe { UnsafeRef::from_raw(self.blocks.get(id)) }
@@ -220,31 +223,6 @@ impl Space {
         (start, units, block.owner())
     }
 
-    /// Whether units are better taken from the end of a longer free block than from its start: the
-    /// end that breaks less of an extent that is wholly free, and could be moved, is better.
-    fn is_better_at_the_end(&self, block: &Block, units: u32) -> bool {
-        let (start, end) = (block.start(), block.end());
-        let granule_units = self.memory.granule_units();
-        if block.units() < granule_units {
-            return false;
-        }
-        // A block that ends at a hole can grow there.
-        if end % granule_units == 0 && self.memory.extent_at(self.memory.granule_of(end)).is_none()
-        {
-            return false;
-        }
-        // Units before and behind a cut in a whole free extent; none where it breaks no such.
-        let broken = |cut: u32| {
-            let (_, extent) = self.memory.extent_at(self.memory.granule_of(cut))?;
-            let (first, last) = (extent.start * granule_units, extent.end() * granule_units);
-            let whole = first < cut && first >= start && last <= end;
-            whole.then_some((cut - first, last - cut))
-        };
-        let at_end = broken(end - units).map_or(0, |(before, _)| before);
-        let at_start = broken(start + units).map_or(0, |(_, behind)| behind);
-        at_end < at_start
-    }
-
     /// Takes the last units of a free block out, which has more: where they start.
     fn cut_tail(&mut self, tags: &Tags, block: &Block, part: Part, units: u32) -> u32 {
         let (first, rest) = (block.start(), block.units() - units);
@@ -290,7 +268,8 @@ impl Space {
         smaller(own, &self.common[part])
     }
 
-    /// Hands out the best fit. Kept out of `malloc`, of which most calls do not come here.
+    /// Hands out the best fit, or where memory is scarce what costs the least movable memory.
+    /// Kept out of `malloc`, of which most calls do not come here.
     #[inline(never)]
     pub(super) fn place(
         &mut self,
@@ -299,9 +278,19 @@ impl Space {
         units: u32,
         part: Part,
     ) -> Option<u32> {
-        let block = self.best_fit(stream, units, part)?;
-        let longer = block.units() > units;
-        let start = if longer && part == Part::Large && self.is_better_at_the_end(&block, units) {
+        let (block, end) = match part {
+            Part::Large if self.scarce => {
+                let (id, end) = self.least_loss(stream, units, part)?;
+                (self.node(id), end)
+            }
+            Part::Large => {
+                let block = self.best_fit(stream, units, part)?;
+                let (_, end) = self.loss(&block, units);
+                (block, end)
+            }
+            Part::Small => (self.best_fit(stream, units, part)?, End::First),
+        };
+        let start = if end == End::Last && block.units() > units {
             self.cut_tail(tags, &block, part, units)
         } else {
             let start = block.start();

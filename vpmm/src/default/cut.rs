@@ -1,0 +1,164 @@
+//! Which free block a request is cut from, and at which end.
+//!
+//! An extent moves only in one piece: a block in one half of it keeps the other half from
+//! everybody who would need it elsewhere. A cut is as dear as what it takes from the extents that
+//! are wholly free, beyond its own length or not: memory that could not be moved anyway is the
+//! best to use.
+
+#![forbid(unsafe_code)]
+
+use super::free_set::Block;
+use super::space::{Part, Space};
+
+/// Blocks of each owner that are compared where a limit is set, the smallest first.
+const COMPARED: usize = 16;
+
+/// Where in a free block a request goes.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) enum End {
+    First,
+    Last,
+}
+
+impl Space {
+    /// The free block of which a request takes the least movable memory, and the end that it
+    /// takes; of those that are equal the best fit. It looks at the few smallest only.
+    pub(super) fn least_loss(&self, stream: u32, units: u32, part: Part) -> Option<(u32, End)> {
+        let sets = self.usable_sets(stream, part).into_iter();
+        sets.flat_map(|set| {
+            set.of_at_least(units).filter(|block| block.units() >= units).take(COMPARED)
+        })
+        .map(|block| {
+            let (lost, end) = self.loss(block, units);
+            ((lost, block.units(), block.start()), (block.id(), end))
+        })
+        .min_by_key(|(order, _)| *order)
+        .map(|(_, found)| found)
+    }
+
+    /// The units of wholly free extents that a request breaks or covers at the end of a free block
+    /// where those are fewer; and that end.
+    #[inline]
+    pub(super) fn loss(&self, block: &Block, units: u32) -> (u32, End) {
+        let (start, end) = (block.start(), block.end());
+        let granule_units = self.memory.granule_units();
+        if block.units() < granule_units {
+            return (0, End::First);
+        }
+        let bounds = |unit: u32| {
+            let extent = self.memory.extent_at(self.memory.granule_of(unit));
+            extent.map(|(_, extent)| (extent.start * granule_units, extent.end() * granule_units))
+        };
+        // Whole extents lie from here …
+        let first = match bounds(start) {
+            Some((first, _)) if first == start => start,
+            Some((_, next)) => next,
+            None => return (0, End::First),
+        };
+        // … to here.
+        let last = match bounds(end - 1) {
+            Some((_, last)) if last == end => end,
+            Some((last, _)) => last,
+            None => return (0, End::First),
+        };
+        if first >= last {
+            return (0, End::First);
+        }
+        let cut = start + units;
+        let at_start = if cut <= first {
+            0
+        } else if cut >= last {
+            last - first
+        } else {
+            bounds(cut - 1).map_or(0, |(_, behind)| behind - first)
+        };
+        // A block that ends at a hole can grow there.
+        let grows = end.is_multiple_of(granule_units) && bounds(end).is_none();
+        if at_start == 0 || grows {
+            return (at_start, End::First);
+        }
+        let cut = end - units;
+        let at_end = if cut >= last {
+            0
+        } else if cut <= first {
+            last - first
+        } else {
+            bounds(cut).map_or(0, |(before, _)| last - before)
+        };
+        if at_end < at_start { (at_end, End::Last) } else { (at_start, End::First) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::default::memory::Memory;
+    use crate::default::owner::Owner;
+    use crate::physical::Extent;
+
+    const GRANULES: u32 = 64;
+    /// The granule of 2 MiB in units of 512 bytes.
+    const UNITS: u32 = 4096;
+
+    /// A space whose large part is mapped from its start, by extents of these lengths.
+    fn mapped_by(lengths: &[u32]) -> Space {
+        let mut memory = Memory::new(0, GRANULES, 2 << 20, 7);
+        let mut at = memory.range(Part::Large).start;
+        for (number, granules) in lengths.iter().enumerate() {
+            memory.reserve(at, *granules);
+            memory.settle(at);
+            memory.enter(Extent(number as u64 + 1), at, *granules);
+            at += granules;
+        }
+        Space::new(memory, true, 0)
+    }
+
+    fn free(start: u32, units: u32) -> Block {
+        let block = Block::vacant(0);
+        block.set(start, units, Owner::NOBODY);
+        block
+    }
+
+    fn movable(space: &Space, start: u32, end: u32) -> u32 {
+        let mut granules = 0;
+        if start < end {
+            space.whole_extents(&free(start, end - start), |_, extent| granules += extent.granules);
+        }
+        granules * UNITS
+    }
+
+    #[test]
+    fn a_loss_is_the_movable_memory_before_less_that_after() {
+        let mut seed = 7_u64;
+        let mut random = |bound: u32| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (seed >> 33) as u32 % bound
+        };
+        let mut ends = [0, 0];
+        for _ in 0..if cfg!(miri) { 20 } else { 2000 } {
+            let lengths: Vec<u32> = (0..6).map(|_| 1 + random(8)).collect();
+            let mapped: u32 = lengths.iter().sum();
+            let space = mapped_by(&lengths);
+            let base = space.memory.split_unit();
+            let start = base + random(mapped * UNITS - 1);
+            let end = match random(4) {
+                0 => base + mapped * UNITS,
+                _ => start + 1 + random(base + mapped * UNITS - start),
+            };
+            let units = 1 + random(end - start);
+            let before = movable(&space, start, end);
+            let at_start = before - movable(&space, start + units, end);
+            let at_end = before - movable(&space, start, end - units);
+            let by_hole = end == base + mapped * UNITS;
+            let expected = if at_end < at_start && !by_hole {
+                (at_end, End::Last)
+            } else {
+                (at_start, End::First)
+            };
+            let found = space.loss(&free(start, end - start), units);
+            assert_eq!(found, expected, "{units} of {start}..{end} over {lengths:?}");
+            ends[found.1 as usize] += 1;
+        }
+        assert!(ends.iter().all(|times| *times > 0), "{ends:?}");
+    }
+}
