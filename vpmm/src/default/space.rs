@@ -283,12 +283,12 @@ impl Space {
                 let (id, end) = self.least_loss(stream, units, part)?;
                 (self.node(id), end)
             }
-            Part::Large => {
+            _ => {
                 let block = self.best_fit(stream, units, part)?;
-                let (_, end) = self.loss(&block, units);
+                let cut = part == Part::Large && block.units() > units;
+                let end = if cut { self.loss(&block, units).1 } else { End::First };
                 (block, end)
             }
-            Part::Small => (self.best_fit(stream, units, part)?, End::First),
         };
         let start = if end == End::Last && block.units() > units {
             self.cut_tail(tags, &block, part, units)
