@@ -4,6 +4,7 @@
 
 use cuda_sys::types::CUresult;
 
+use crate::location::{Location, Sharing};
 use crate::units::Bytes;
 
 /// The result of this crate's calls.
@@ -53,6 +54,40 @@ pub enum Error {
     VmmUnsupported {
         /// The device.
         ordinal: u32,
+    },
+
+    /// The device cannot use memory of this kind.
+    #[error("device {ordinal} has no pools of {location}")]
+    LocationUnsupported {
+        /// The device.
+        ordinal: u32,
+        /// Where the memory was to be.
+        location: Location,
+    },
+
+    /// The device's memory cannot be shared like this: the hardware, the driver or a missing right.
+    #[error("device {ordinal} has no {sharing}")]
+    SharingUnsupported {
+        /// The device.
+        ordinal: u32,
+        /// How it was to be shared.
+        sharing: Sharing,
+    },
+
+    /// A device that cannot reach the memory of the pool's device was to be given access.
+    #[error("device {peer} cannot reach the memory of device {device}")]
+    PeerUnsupported {
+        /// The pool's device.
+        device: u32,
+        /// The one that cannot reach it.
+        peer: u32,
+    },
+
+    /// The pool's own device was to lose its access.
+    #[error("device {device} owns the pool and keeps its access")]
+    OwnerAccess {
+        /// The pool's device.
+        device: u32,
     },
 
     /// Neither free memory nor new memory covers the request.

@@ -26,10 +26,11 @@
 //!
 //! | room | what it is |
 //! |---|---|
-//! | `units`, `error` | numbers and failures |
+//! | `units`, `location`, `error` | numbers, where memory is and whose, failures |
 //! | `driver` | the driver's functions; all calls into it |
 //! | `device` | devices, contexts, streams |
 //! | `physical`, `reservation`, `mapping`, `event` | one kind of driver object each |
+//! | `backing` | what a pool's memory is made of |
 //! | `stats`, `validate` | what a pool holds, and what a check of it found |
 //! | `arena`, `lock` | storage of nodes; locks for short sections (no driver) |
 //! | `fence` | what streams still have to finish (no driver) |
@@ -39,12 +40,14 @@
 //! | `pool` | the public face |
 
 mod arena;
+mod backing;
 mod default;
 mod device;
 mod driver;
 mod error;
 mod event;
 mod fence;
+mod location;
 mod lock;
 mod mapping;
 mod paged;
@@ -60,6 +63,7 @@ pub use default::{Background, PoolConfig};
 pub use device::{Device, Stream, StreamHandle};
 pub use driver::{Driver, DriverCalls};
 pub use error::{Error, Result};
+pub use location::{Access, Location, Sharing};
 pub use paged::{Layout, PagedConfig, PendingPolicy};
 pub use pool::Pool;
 pub use stats::Stats;

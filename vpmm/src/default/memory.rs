@@ -132,6 +132,21 @@ impl Memory {
             .map(|(number, extent)| (number as u32, extent))
     }
 
+    /// The addresses of everything that is mapped and not a zombie, in runs without a hole: where
+    /// each begins and its bytes.
+    pub(super) fn runs(&self) -> Vec<(u64, u64)> {
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        for region in self.map.iter().filter(|region| region.state() == State::Live) {
+            let start = self.address_of(region.start() as u32);
+            let bytes = region.bytes() * self.granule_bytes;
+            match runs.last_mut() {
+                Some((first, length)) if *first + *length == start => *length += bytes,
+                _ => runs.push((start, bytes)),
+            }
+        }
+        runs
+    }
+
     /// The hole that a granule is in.
     pub(super) fn hole_at(&self, granule: u32) -> Option<&Region> {
         self.map.containing(u64::from(granule)).filter(|region| region.state() == State::Hole)
