@@ -120,6 +120,21 @@ driver_calls! {
         properties: *const CUmemAllocationProp,
         option: CUmemAllocationGranularity_flags
     );
+    cuMemExportToShareableHandle(
+        shared: *mut c_void,
+        handle: CUmemGenericAllocationHandle,
+        kind: CUmemAllocationHandleType,
+        flags: u64
+    );
+    cuMemImportFromShareableHandle(
+        handle: *mut CUmemGenericAllocationHandle,
+        shared: *mut c_void,
+        kind: CUmemAllocationHandleType
+    );
+    cuMemGetAllocationPropertiesFromHandle(
+        properties: *mut CUmemAllocationProp,
+        handle: CUmemGenericAllocationHandle
+    );
     cuMemAddressReserve(
         address: *mut CUdeviceptr,
         bytes: usize,

@@ -90,6 +90,35 @@ pub enum Error {
         device: u32,
     },
 
+    /// Memory that cannot be shared was to be exported.
+    #[error("the memory cannot be shared: {reason}")]
+    NotShareable {
+        /// Why not.
+        reason: &'static str,
+    },
+
+    /// What came from another process names no memory that this one can import.
+    #[error("the driver would not import shared memory: {code}")]
+    ImportRefused {
+        /// The driver's answer.
+        code: CUresult,
+    },
+
+    /// The other process would not take the memory; it knows why.
+    #[error("the other process refused the shared memory")]
+    PeerRefused,
+
+    /// What came over the socket is not what is sent to share memory.
+    #[error("the message about shared memory is wrong: {reason}")]
+    BadMessage {
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+
+    /// The socket to the other process failed.
+    #[error("the socket that memory is shared over failed: {0}")]
+    Socket(#[source] std::sync::Arc<std::io::Error>),
+
     /// Neither free memory nor new memory covers the request.
     #[error(
         "out of memory: {} requested, {} free (largest piece {}), {} mapped{}, {} live",

@@ -35,6 +35,7 @@
 //! | `arena`, `lock` | storage of nodes; locks for short sections (no driver) |
 //! | `fence` | what streams still have to finish (no driver) |
 //! | `region` | the map of addresses and its trees (no driver) |
+//! | `sharing` | memory of other processes, and for them |
 //! | `paged` | the paged profile |
 //! | `default` | the default profile |
 //! | `pool` | the public face |
@@ -55,6 +56,7 @@ mod physical;
 mod pool;
 mod region;
 mod reservation;
+mod sharing;
 mod stats;
 mod units;
 mod validate;
@@ -66,6 +68,7 @@ pub use error::{Error, Result};
 pub use location::{Access, Location, Sharing};
 pub use paged::{Layout, PagedConfig, PendingPolicy};
 pub use pool::Pool;
+pub use sharing::{Export, Imported};
 pub use stats::Stats;
 pub use units::DevicePtr;
 pub use validate::Violation;

@@ -8,6 +8,7 @@ use crate::device::{Device, StreamHandle};
 use crate::error::Result;
 use crate::location::Access;
 use crate::paged::{Layout, PagedConfig, PagedPool};
+use crate::sharing::{Export, Source};
 use crate::stats::Stats;
 use crate::units::DevicePtr;
 use crate::validate::Violation;
@@ -216,6 +217,44 @@ impl Pool {
         match &self.profile {
             Profile::Default(pool) => pool.access_of(device),
             Profile::Paged(pool) => pool.access_of(device),
+        }
+    }
+
+    /// One allocation, to be sent to another process: see [`Export`]. The pool must have been made with
+    /// [`sharing`](PoolConfig::sharing). With it go the physical handles that it lies on, whole; they
+    /// never move again (in the paged profile no page of the pool does). Free the allocation only when
+    /// the other process has finished with it: its memory is the pool's again from then on.
+    ///
+    /// Host-side, no driver call; a request that has to grow the pool waits meanwhile.
+    ///
+    /// # Errors
+    /// [`Error::NotShareable`] for a pool without sharing, and for a request of the paged profile that
+    /// is smaller than a page; [`Error::ForeignPointer`], [`Error::InteriorPointer`],
+    /// [`Error::DoubleFree`], [`Error::StalePointer`].
+    ///
+    /// [`Error::NotShareable`]: crate::Error::NotShareable
+    /// [`Error::ForeignPointer`]: crate::Error::ForeignPointer
+    /// [`Error::InteriorPointer`]: crate::Error::InteriorPointer
+    /// [`Error::DoubleFree`]: crate::Error::DoubleFree
+    /// [`Error::StalePointer`]: crate::Error::StalePointer
+    pub fn export(&self, ptr: DevicePtr) -> Result<Export<'_>> {
+        Export::new(self.source(), Some(ptr.address()))
+    }
+
+    /// The whole pool, to be sent to another process, and sent again when it has grown: see [`Export`].
+    /// The other process finds every address of this one by
+    /// [`Imported::translate`](crate::Imported::translate). No driver call.
+    ///
+    /// # Errors
+    /// [`Error::NotShareable`](crate::Error::NotShareable) for a pool without sharing.
+    pub fn export_all(&self) -> Result<Export<'_>> {
+        Export::new(self.source(), None)
+    }
+
+    fn source(&self) -> &(dyn Source + Sync) {
+        match &self.profile {
+            Profile::Default(pool) => pool.as_ref(),
+            Profile::Paged(pool) => pool.as_ref(),
         }
     }
 

@@ -331,6 +331,9 @@ impl Space {
                 .filter(|block| !in_window(block))
             {
                 self.whole_extents(block, |number, extent| {
+                    if extent.exported {
+                        return;
+                    }
                     found.push(Candidate {
                         number,
                         granules: extent.granules,

@@ -37,6 +37,7 @@ mod policy;
 mod remap;
 mod report;
 mod shard;
+mod shared;
 mod space;
 mod tags;
 mod teardown;

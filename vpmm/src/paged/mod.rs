@@ -18,6 +18,7 @@ mod layout;
 mod place;
 mod plan;
 mod remap;
+mod shared;
 mod small;
 mod space;
 mod validate;
@@ -238,6 +239,7 @@ impl PagedPool {
             small_live_count: small.map_or(0, Small::count),
             stream_count: space.timelines.len() as u64,
             page_size_bytes: self.config.page,
+            exported_bytes: space.shared.len() as u64 * space.page,
             pages_created: space.pages_created,
             pages_moved: space.pages_moved,
             failed_unmaps: space.failed_unmaps,

@@ -159,6 +159,13 @@ impl Small {
         }
     }
 
+    /// Whether an address is in a small allocation.
+    pub(super) fn holds(&self, address: u64) -> bool {
+        let book = super::lock(&self.book);
+        let before = book.live.range(..=address).next_back();
+        before.is_some_and(|(start, live)| address - start < live.bytes)
+    }
+
     pub(super) fn live_bytes(&self) -> u64 {
         super::lock(&self.book).live_bytes
     }
