@@ -5,6 +5,6 @@ mod locations;
 mod peers;
 mod rig;
 mod sharing;
-#[allow(unused_macros, unused_imports, reason = "no driver function is held here")]
+#[allow(unused_macros, reason = "no driver function is held here")]
 #[path = "../support/pools.rs"]
 mod support;

@@ -316,6 +316,32 @@ fn wrong_messages_leave_nothing_behind() {
     assert_eq!(rig.sim.as_ref().unwrap().leaks(), before);
 }
 
+/// The owner's driver will not export the second handle: the other process keeps nothing.
+#[test]
+fn a_failed_export_leaves_nothing_behind() {
+    let [owner, user] = two(Simulator::builder);
+    let pool = Profile::Paged.open(&owner.device, Location::Device, FILES).unwrap();
+    let stream = owner.stream();
+    let ptr = pool.malloc(3 * GRANULE as usize, &stream).unwrap();
+    let before = user.sim.as_ref().unwrap().leaks();
+    let code = CUresult::CUDA_ERROR_UNKNOWN;
+    owner.sim.as_ref().unwrap().fail_nth("cuMemExportToShareableHandle", 2, code);
+    let (here, there) = UnixStream::pair().unwrap();
+    let result = std::thread::scope(|scope| {
+        let device = &user.device;
+        let receiver = scope.spawn(move || Imported::receive(device, &there, Access::Read));
+        let error = pool.export(ptr).unwrap().send(&here).unwrap_err();
+        assert!(matches!(error, Error::Driver { code: named, .. } if named == code), "{error}");
+        // The socket is of no further use.
+        drop(here);
+        receiver.join().unwrap()
+    });
+    assert!(matches!(result, Err(Error::Socket(_))), "{result:?}");
+    assert_eq!(user.sim.as_ref().unwrap().leaks(), before);
+    pool.free(ptr, &stream).unwrap();
+    pool.validate().unwrap();
+}
+
 /// A fault at each call of the importer: nothing stays, the owner is told, and has what it had.
 #[test]
 fn a_failed_import_leaves_nothing_behind() {
