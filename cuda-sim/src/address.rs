@@ -53,39 +53,51 @@ pub(crate) struct Mapping {
     pub(crate) generation: u64,
     access: AccessRights,
     /// The last work of each stream that went through this address.
-    users: SmallVec<[(StreamKey, u64); 2]>,
+    users: SmallVec<[User; 2]>,
 }
 
-/// Two bits for each device: read, and write.
+/// Work that went through a mapping.
+#[derive(Clone, Copy, Debug)]
+struct User {
+    stream: StreamKey,
+    tick: u64,
+    /// By right of which device.
+    device: usize,
+}
+
+/// Two bits for each party: read, and write. A party is a device by its index, or the [`HOST`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct AccessRights(u64);
+pub(crate) struct AccessRights(u128);
 
 /// The most devices that [`AccessRights`] can tell apart.
 pub(crate) const MAX_DEVICES: usize = 32;
+
+/// The host, where a device's index would stand: as an owner of memory, and of rights to it.
+pub(crate) const HOST: usize = MAX_DEVICES;
 
 impl AccessRights {
     const READ: u64 = 1;
     const WRITE: u64 = 2;
 
-    /// The rights with those of one device replaced; `flags` as the driver counts them: 0 none,
+    /// The rights with those of one party replaced; `flags` as the driver counts them: 0 none,
     /// 1 read, 3 read and write.
-    pub(crate) fn with(self, device: usize, flags: u64) -> Self {
-        Self((self.0 & !(3 << (2 * device))) | (flags << (2 * device)))
+    pub(crate) fn with(self, party: usize, flags: u64) -> Self {
+        Self((self.0 & !(3 << (2 * party))) | (u128::from(flags) << (2 * party)))
     }
 
-    /// The rights of a device as the driver counts them.
-    pub(crate) fn of(self, device: usize) -> u64 {
-        (self.0 >> (2 * device)) & 3
+    /// The rights of a party as the driver counts them.
+    pub(crate) fn of(self, party: usize) -> u64 {
+        (self.0 >> (2 * party)) as u64 & 3
     }
 
-    pub(crate) fn allows(self, device: usize, write: bool) -> bool {
+    pub(crate) fn allows(self, party: usize, write: bool) -> bool {
         let needed = if write { Self::READ | Self::WRITE } else { Self::READ };
-        self.of(device) & needed == needed
+        self.of(party) & needed == needed
     }
 
-    /// Whether every right in `self` is in `new` too.
-    fn kept_by(self, new: Self) -> bool {
-        self.0 & !new.0 == 0
+    /// Whether every right that a party has in `self` it has in `new` too.
+    fn kept_by(self, new: Self, party: usize) -> bool {
+        self.of(party) & !new.of(party) == 0
     }
 }
 
@@ -94,16 +106,23 @@ impl Mapping {
         self.access
     }
 
-    pub(crate) fn used_by(&mut self, stream: StreamKey, tick: u64) {
-        match self.users.iter_mut().find(|user| user.0 == stream) {
-            Some(user) => user.1 = tick,
-            None => self.users.push((stream, tick)),
+    pub(crate) fn used_by(&mut self, stream: StreamKey, tick: u64, device: usize) {
+        let same = |user: &&mut User| user.stream == stream && user.device == device;
+        match self.users.iter_mut().find(same) {
+            Some(user) => user.tick = tick,
+            None => self.users.push(User { stream, tick, device }),
         }
     }
 
     /// A stream whose work through this address the host has not seen complete.
     fn unfinished(&self, host: &Clock) -> Option<StreamKey> {
-        self.users.iter().find(|&&(stream, tick)| host.get(stream) < tick).map(|user| user.0)
+        self.unfinished_where(host, |_| true)
+    }
+
+    /// The same, of work by right of some devices.
+    fn unfinished_where(&self, host: &Clock, of: impl Fn(usize) -> bool) -> Option<StreamKey> {
+        let late = |user: &&User| host.get(user.stream) < user.tick && of(user.device);
+        self.users.iter().find(late).map(|user| user.stream)
     }
 }
 
@@ -295,8 +314,10 @@ impl AddressSpace {
                 return Err(INVALID);
             }
             at += mapping.size;
-            let narrower = !mapping.access.kept_by(change(mapping.access));
-            if let Some(stream) = host.filter(|_| narrower).and_then(|h| mapping.unfinished(h)) {
+            let (old, new) = (mapping.access, change(mapping.access));
+            let narrower = |device: usize| !old.kept_by(new, device);
+            let user = host.and_then(|host| mapping.unfinished_where(host, narrower));
+            if let Some(stream) = user {
                 return Err(Refused::InUse(InUse { address, stream }));
             }
         }

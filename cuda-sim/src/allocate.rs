@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use cuda_sys::types::{CUcontext, CUmemorytype, CUpointer_attribute, CUresult};
 
-use crate::address::Owner;
+use crate::address::{HOST, Owner};
 use crate::arguments::{In, Out, Untyped};
 use crate::call::Call;
 use crate::context::ContextKey;
 use crate::heap::{Heap, Wish};
+use crate::physical::Seat;
 use crate::pool::PoolKey;
 
 const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
@@ -18,23 +19,30 @@ const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
 struct Region {
     start: u64,
     size: u64,
-    device: usize,
+    seat: Seat,
     pool: Option<PoolKey>,
+}
+
+impl Region {
+    fn is_of_host(self) -> bool {
+        self.seat.owner() == HOST
+    }
 }
 
 impl Call<'_> {
     /// The live allocation or the mapping that holds a device address.
     fn region(&self, address: u64) -> Option<Region> {
         let (start, mapping) = self.space.addresses.mapping(address)?;
-        let device = self.space.physical.get(mapping.physical)?.device;
+        let seat = self.space.physical.get(mapping.physical)?.seat;
         if mapping.handle != 0 {
-            return Some(Region { start, size: mapping.size, device, pool: None });
+            return Some(Region { start, size: mapping.size, seat, pool: None });
         }
-        if let Some((start, size)) = self.heaps[device].find(address) {
-            return Some(Region { start, size, device, pool: None });
+        let heap = self.heaps.get(seat.owner());
+        if let Some((start, size)) = heap.and_then(|heap| heap.find(address)) {
+            return Some(Region { start, size, seat, pool: None });
         }
         let (key, (start, size)) = self.pools.find(start, address)?;
-        Some(Region { start, size, device, pool: Some(key) })
+        Some(Region { start, size, seat, pool: Some(key) })
     }
 
     /// Frees memory of cuMemAlloc; false if none begins there.
@@ -267,7 +275,7 @@ pub(crate) fn pointer_attributes(
 impl Call<'_> {
     /// The handle of a device's context for a pointer's attribute; null for VMM memory.
     fn context_handle(&self, region: Region) -> usize {
-        let primary = self.contexts.primaries.get(region.device).and_then(|p| p.context);
+        let primary = self.contexts.primaries.get(region.seat.owner()).and_then(|p| p.context);
         let key: Option<&ContextKey> = primary.as_ref();
         key.and_then(|key| self.contexts.by_key.get(key)).map_or(0, |context| context.handle)
     }
@@ -302,18 +310,24 @@ impl Call<'_> {
                 let handle = region.map_or(0, |region| self.context_handle(region));
                 out.set(handle as CUcontext)?;
             }
-            A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE => out.set(if host.is_some() {
-                CUmemorytype::CU_MEMORYTYPE_HOST
-            } else {
-                CUmemorytype::CU_MEMORYTYPE_DEVICE
-            })?,
+            A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE => {
+                out.set(if host.is_some() || region.is_some_and(Region::is_of_host) {
+                    CUmemorytype::CU_MEMORYTYPE_HOST
+                } else {
+                    CUmemorytype::CU_MEMORYTYPE_DEVICE
+                })?
+            }
             A::CU_POINTER_ATTRIBUTE_DEVICE_POINTER => out.set(address)?,
             A::CU_POINTER_ATTRIBUTE_HOST_POINTER if host.is_some() => out.set(address)?,
             A::CU_POINTER_ATTRIBUTE_IS_MANAGED
             | A::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
             | A::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE => out.set(0_u32)?,
             A::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL => {
-                out.set(region.map_or(0, |region| region.device as i32))?;
+                let device = region.map_or(0, |region| match region.seat {
+                    Seat::Device(index) => index as i32,
+                    Seat::Host | Seat::HostNuma(_) => 0,
+                });
+                out.set(device)?;
             }
             A::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR => {
                 let base = self.space.addresses.mapping(address).map(|(start, _)| start);

@@ -50,6 +50,9 @@ pub enum SimError {
 pub struct Builder {
     pub(crate) devices: usize,
     pub(crate) memory_bytes: u64,
+    pub(crate) host_memory_bytes: u64,
+    pub(crate) peer_access: bool,
+    pub(crate) fabric: bool,
     pub(crate) seed: u64,
     pub(crate) schedule: Schedule,
     pub(crate) detect_races: bool,
@@ -62,6 +65,9 @@ impl Default for Builder {
         Self {
             devices: 1,
             memory_bytes: 141 << 30,
+            host_memory_bytes: 1 << 40,
+            peer_access: true,
+            fabric: false,
             seed: 0,
             schedule: Schedule::Eager,
             detect_races: true,
@@ -81,6 +87,25 @@ impl Builder {
     /// Physical memory of each device in bytes; default 141 GiB, that of an H200.
     pub fn memory_bytes(mut self, bytes: u64) -> Self {
         self.memory_bytes = bytes;
+        self
+    }
+
+    /// Physical memory of the host for handles and memory pools there, in bytes; default 1 TiB. With
+    /// 0 the devices do not support it.
+    pub fn host_memory_bytes(mut self, bytes: u64) -> Self {
+        self.host_memory_bytes = bytes;
+        self
+    }
+
+    /// Whether the devices can reach each other's memory; default true.
+    pub fn peer_access(mut self, on: bool) -> Self {
+        self.peer_access = on;
+        self
+    }
+
+    /// Whether the devices have fabric handles, which name memory on this host; default false.
+    pub fn fabric(mut self, on: bool) -> Self {
+        self.fabric = on;
         self
     }
 

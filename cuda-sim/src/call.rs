@@ -46,6 +46,8 @@ pub(crate) struct State {
     pub(crate) deadlock_after: Duration,
     pub(crate) random: Random,
     pub(crate) initialized: bool,
+    pub(crate) peer_access: bool,
+    pub(crate) fabric: bool,
     /// The error of each device that was lost.
     pub(crate) lost: Vec<Option<CUresult>>,
     pub(crate) contexts: Contexts,

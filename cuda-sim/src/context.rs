@@ -120,9 +120,9 @@ impl Call<'_> {
         context.sticky.map_or(Ok(()), Err)
     }
 
-    /// The error of a device that was lost.
+    /// The error of a device that was lost. The host never is.
     pub(crate) fn usable(&self, device: usize) -> Result<(), CUresult> {
-        self.lost[device].map_or(Ok(()), Err)
+        self.lost.get(device).copied().flatten().map_or(Ok(()), Err)
     }
 
     /// A device ordinal as an index.

@@ -9,6 +9,7 @@ use cuda_sys::types::{
 
 use crate::arguments::{Out, Text};
 use crate::call::Call;
+use crate::physical::Seat;
 use crate::{names, slots};
 
 /// CUDA 13.0.
@@ -113,6 +114,13 @@ pub(crate) fn attribute(
         | A::CU_DEVICE_ATTRIBUTE_STREAM_PRIORITIES_SUPPORTED
         | A::CU_DEVICE_ATTRIBUTE_ECC_ENABLED
         | A::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM => 1,
+        A::CU_DEVICE_ATTRIBUTE_HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        | A::CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        | A::CU_DEVICE_ATTRIBUTE_HOST_MEMORY_POOLS_SUPPORTED
+        | A::CU_DEVICE_ATTRIBUTE_HOST_NUMA_MEMORY_POOLS_SUPPORTED => {
+            i32::from(call.space.physical.has(Seat::Host))
+        }
+        A::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED => i32::from(call.fabric),
         A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => 9,
         A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => 132,
         A::CU_DEVICE_ATTRIBUTE_WARP_SIZE => 32,
@@ -143,7 +151,7 @@ pub(crate) fn can_access_peer(
     peer: CUdevice,
 ) -> Result<(), CUresult> {
     let (device, peer) = (call.device(device)?, call.device(peer)?);
-    out.set(i32::from(device != peer))
+    out.set(i32::from(device != peer && call.peer_access))
 }
 
 pub(crate) fn p2p_attribute(
@@ -160,7 +168,9 @@ pub(crate) fn p2p_attribute(
     }
     match attribute {
         A::CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED
-        | A::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED => out.set(1),
+        | A::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED => {
+            out.set(i32::from(call.peer_access))
+        }
         A::CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK => out.set(0),
         _ => Err(CUresult::CUDA_ERROR_INVALID_VALUE),
     }

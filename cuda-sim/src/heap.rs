@@ -11,7 +11,7 @@ use cuda_sys::types::CUresult;
 
 use crate::address::{AccessRights, Owner, RESERVATION_UNIT};
 use crate::memory::Space;
-use crate::physical::GRANULE;
+use crate::physical::{GRANULE, Seat};
 use crate::race::{Clock, PhysicalId, StreamKey};
 use crate::stream::{Point, Recorded};
 
@@ -65,7 +65,7 @@ pub(crate) struct Wish<'a> {
 
 #[derive(Debug)]
 pub(crate) struct Heap {
-    pub(crate) device: usize,
+    pub(crate) seat: Seat,
     /// The least size of a chunk.
     chunk_bytes: u64,
     chunks: BTreeMap<u64, Chunk>,
@@ -87,9 +87,9 @@ pub(crate) struct Heap {
 }
 
 impl Heap {
-    pub(crate) fn new(device: usize, chunk_bytes: u64) -> Self {
+    pub(crate) fn new(seat: Seat, chunk_bytes: u64) -> Self {
         Self {
-            device,
+            seat,
             chunk_bytes,
             chunks: BTreeMap::new(),
             blocks: BTreeMap::new(),
@@ -97,7 +97,7 @@ impl Heap {
             of_stream: HashMap::new(),
             pending: HashMap::new(),
             empty: BTreeSet::new(),
-            rights: AccessRights::default().with(device, 3),
+            rights: AccessRights::default().with(seat.owner(), 3),
             live: 0,
             reserved: 0,
             reserved_high: 0,
@@ -172,10 +172,10 @@ impl Heap {
         }
         let generous = exact.max(self.chunk_bytes).min(room / GRANULE * GRANULE);
         let mut size = generous;
-        let physical = match space.physical.create(self.device, size) {
+        let physical = match space.physical.create(self.seat, size) {
             Err(_) if exact < generous => {
                 size = exact;
-                space.physical.create(self.device, size)?
+                space.physical.create(self.seat, size)?
             }
             other => other?,
         };

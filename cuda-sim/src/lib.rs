@@ -29,8 +29,9 @@
 //! - Calls fail on demand, memory ends at a limit, devices are lost.
 //! - Every call adds its measured cost to a modelled time ([`costs`]).
 //!
-//! Not modelled: managed and host-located memory, arrays, multicast, allocation nodes of graphs,
-//! exported memory pools, CUDA IPC, and time spent by the device itself.
+//! Not modelled: managed memory, the host's own loads and stores through host-located mappings
+//! (device work reaches them), arrays, multicast, allocation nodes of graphs, exported memory pools,
+//! CUDA IPC, and time spent by the device itself.
 
 mod address;
 mod allocate;
@@ -130,19 +131,27 @@ impl Simulator {
             deadlock_after: settings.deadlock_after,
             random: random::Random(settings.seed),
             initialized: false,
+            peer_access: settings.peer_access,
+            fabric: settings.fabric,
             lost: vec![None; devices],
             contexts: context::Contexts::new(devices),
             threads: HashMap::new(),
             streams: stream::Streams::new(),
             events: event::Events::new(),
             space: memory::Space {
-                physical: physical::Physical::new(devices, settings.memory_bytes),
+                physical: physical::Physical::new(
+                    devices,
+                    settings.memory_bytes,
+                    settings.host_memory_bytes,
+                ),
                 addresses: address::AddressSpace::new(),
                 host: memory::HostMemory::default(),
                 detector: settings.detect_races.then(race::Detector::new),
             },
             memory_handles: vmm::MemoryHandles::new(),
-            heaps: (0..devices).map(|device| heap::Heap::new(device, physical::GRANULE)).collect(),
+            heaps: (0..devices)
+                .map(|device| heap::Heap::new(physical::Seat::Device(device), physical::GRANULE))
+                .collect(),
             pools: pool::Pools::new(devices),
             modules: module::Modules::new(),
             captures: capture::Captures::new(),
@@ -325,6 +334,11 @@ impl Simulator {
     pub fn memory_used(&self, device: i32) -> u64 {
         let call = self.call();
         call.device(device).map_or(0, |index| call.space.physical.used(index))
+    }
+
+    /// Physical memory in use on the host, by handles and memory pools, in bytes.
+    pub fn host_memory_used(&self) -> u64 {
+        self.call().space.physical.used(address::HOST)
     }
 
     /// Reads device memory from the test, outside of all order and unseen by the race detector.

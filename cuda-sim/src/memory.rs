@@ -9,7 +9,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use smallvec::SmallVec;
 
 use crate::address::AddressSpace;
-use crate::physical::Physical;
+use crate::physical::{Physical, Seat};
 use crate::race::{Access, AccessKind, Clock, Detector, PhysicalId, StreamKey};
 use crate::report::Findings;
 
@@ -443,7 +443,7 @@ impl DeviceMemory<'_> {
                 ));
                 return Err(illegal);
             }
-            mapping.used_by(self.stream, self.tick);
+            mapping.used_by(self.stream, self.tick, self.device);
             let length = (start + mapping.size).min(end) - at;
             let pointer = self.space.physical.pointer(mapping.physical, at - start, length);
             let pointer = pointer.and_then(NonNull::new).ok_or(illegal)?;
@@ -487,12 +487,16 @@ impl Piece {
 }
 
 impl DeviceMemory<'_> {
-    /// As [`Self::copy`], each end by right of the device that it is on.
+    /// As [`Self::copy`], each end by right of the device that it is on, or of the stream's own
+    /// where it is on none.
     pub(crate) fn copy_between_devices(&mut self, to: u64, from: u64, bytes: u64) -> Done {
         let here = self.device;
         let owner = |memory: &Self, address| {
             let (_, mapping) = memory.space.addresses.mapping(address)?;
-            Some(memory.space.physical.get(mapping.physical)?.device)
+            match memory.space.physical.get(mapping.physical)?.seat {
+                Seat::Device(device) => Some(device),
+                Seat::Host | Seat::HostNuma(_) => None,
+            }
         };
         self.device = owner(self, from).unwrap_or(here);
         let mut staged = vec![0; bytes as usize];

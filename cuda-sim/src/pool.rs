@@ -9,8 +9,7 @@ use std::sync::Arc;
 
 use cuda_sys::types::{
     CUdevice, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationHandleType, CUmemAllocationType,
-    CUmemLocation, CUmemLocationType, CUmemPool_attribute, CUmemPoolProps, CUmemoryPool, CUresult,
-    CUstream,
+    CUmemLocation, CUmemPool_attribute, CUmemPoolProps, CUmemoryPool, CUresult, CUstream,
 };
 
 use crate::allocate::free_name;
@@ -19,6 +18,7 @@ use crate::call::Call;
 use crate::context::ContextKey;
 use crate::handles::Handles;
 use crate::heap::{Heap, Taken, Wish};
+use crate::physical::Seat;
 use crate::race::StreamKey;
 use crate::stream::Work;
 
@@ -63,17 +63,17 @@ impl Pools {
             next: 1,
         };
         for device in 0..devices {
-            let key = pools.create(device, 0);
+            let key = pools.create(Seat::Device(device), 0);
             pools.of_device.push((key, key));
         }
         pools
     }
 
-    fn create(&mut self, device: usize, max_bytes: u64) -> PoolKey {
+    fn create(&mut self, seat: Seat, max_bytes: u64) -> PoolKey {
         let key = PoolKey(self.next);
         self.next += 1;
         let handle = self.handles.insert(key);
-        let mut heap = Heap::new(device, CHUNK);
+        let mut heap = Heap::new(seat, CHUNK);
         heap.max_bytes = max_bytes;
         self.by_key.insert(
             key,
@@ -143,7 +143,8 @@ impl Call<'_> {
     ) -> Result<u64, CUresult> {
         let state = &mut *self.state;
         let pool = state.pools.by_key.get_mut(&key).ok_or(INVALID)?;
-        state.lost[pool.heap.device].map_or(Ok(()), Err)?;
+        let lost = state.lost.get(pool.heap.seat.owner()).copied().flatten();
+        lost.map_or(Ok(()), Err)?;
         let streams = &state.streams;
         let completed = |key| streams.by_key.get(&key).map_or(u64::MAX, |stream| stream.completed);
         if pool.opportunistic {
@@ -199,7 +200,8 @@ impl Call<'_> {
         let streams = &state.streams;
         let completed = |key| streams.by_key.get(&key).map_or(u64::MAX, |stream| stream.completed);
         for pool in state.pools.by_key.values_mut() {
-            if pool.heap.device == device && pool.heap.reserved > pool.release_threshold {
+            if pool.heap.seat == Seat::Device(device) && pool.heap.reserved > pool.release_threshold
+            {
                 pool.heap.settle(completed);
                 pool.heap.trim(&mut state.space, pool.release_threshold);
             }
@@ -274,17 +276,16 @@ pub(crate) fn create(
 ) -> Result<(), CUresult> {
     out.required()?;
     let props = props.get()?;
-    let device_memory = props.location.type_ == CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
     let pinned = props.allocType == CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
-    if !pinned || !device_memory {
+    if !pinned {
         return Err(INVALID);
     }
     if props.handleTypes != CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE {
         return Err(CUresult::CUDA_ERROR_NOT_SUPPORTED);
     }
-    let device = call.device(props.location.id)?;
-    call.usable(device)?;
-    let key = call.pools.create(device, props.maxSize as u64);
+    let seat = call.seat(props.location)?;
+    call.usable(seat.owner())?;
+    let key = call.pools.create(seat, props.maxSize as u64);
     let handle = call.pools.by_key[&key].handle;
     out.set(handle as CUmemoryPool)
 }
@@ -389,14 +390,17 @@ pub(crate) fn set_access(
 ) -> Result<(), CUresult> {
     let key = call.pool(handle)?;
     let wanted = call.access_rights(&descriptors, count)?;
+    let seat = call.pools.by_key[&key].heap.seat;
+    call.reachable(seat, &wanted)?;
+    let wanted: Vec<_> = wanted.iter().map(|right| (right.party(), right.flags)).collect();
     let state = &mut *call.state;
     let pool = state.pools.by_key.get_mut(&key).ok_or(INVALID)?;
     // The owner keeps its access.
-    if wanted.iter().any(|&(device, flags)| device == pool.heap.device && flags != 3) {
+    if wanted.iter().any(|&(party, flags)| party == seat.owner() && flags != 3) {
         return Err(INVALID);
     }
     let rights =
-        wanted.iter().fold(pool.heap.rights, |rights, &(device, flags)| rights.with(device, flags));
+        wanted.iter().fold(pool.heap.rights, |rights, &(party, flags)| rights.with(party, flags));
     pool.heap.set_rights(&mut state.space, rights);
     Ok(())
 }
@@ -408,12 +412,8 @@ pub(crate) fn get_access(
     location: In<CUmemLocation>,
 ) -> Result<(), CUresult> {
     let key = call.pool(handle)?;
-    let location = location.get()?;
-    if location.type_ != CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE {
-        return Err(INVALID);
-    }
-    let device = call.device(location.id)?;
-    let flags = call.pools.by_key[&key].heap.rights.of(device);
+    let party = call.accessor(location.get()?)?.owner();
+    let flags = call.pools.by_key[&key].heap.rights.of(party);
     out.set(CUmemAccess_flags(flags as u32))
 }
 
@@ -444,7 +444,7 @@ pub(crate) fn set_device_current(
 ) -> Result<(), CUresult> {
     let device = call.device(device)?;
     let key = call.pool(handle)?;
-    if call.pools.by_key[&key].heap.device != device {
+    if call.pools.by_key[&key].heap.seat != Seat::Device(device) {
         return Err(INVALID);
     }
     call.pools.of_device[device].1 = key;

@@ -10,18 +10,20 @@ use std::os::fd::{BorrowedFd, IntoRawFd};
 
 use cuda_sys::types::{
     CUmemAccessDesc, CUmemAllocationGranularity_flags, CUmemAllocationHandleType,
-    CUmemAllocationProp, CUmemAllocationType, CUmemLocation, CUmemLocationType, CUresult,
+    CUmemAllocationProp, CUmemAllocationType, CUmemFabricHandle, CUmemLocation, CUmemLocationType,
+    CUresult,
 };
 
 use crate::address::{Owner, RESERVATION_UNIT, Refused};
 use crate::arguments::{In, Out, Untyped};
 use crate::call::Call;
-use crate::physical::GRANULE;
+use crate::physical::{GRANULE, NUMA_NODES, Seat};
 use crate::race::PhysicalId;
 
 const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
 const FILE_DESCRIPTOR: CUmemAllocationHandleType =
     CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+const FABRIC: CUmemAllocationHandleType = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC;
 
 /// What a handle value stands for. It is kept while mappings need it, also when no reference
 /// to the handle is left, because a mapping can bring a reference back.
@@ -29,7 +31,7 @@ const FILE_DESCRIPTOR: CUmemAllocationHandleType =
 struct Handle {
     physical: PhysicalId,
     size: u64,
-    device: usize,
+    seat: Seat,
     exportable: CUmemAllocationHandleType,
     usage: u16,
     references: u64,
@@ -75,6 +77,21 @@ impl MemoryHandles {
     }
 }
 
+/// What an access descriptor asks for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Right {
+    accessor: Seat,
+    /// As the driver counts them: 0 none, 1 read, 3 read and write.
+    pub(crate) flags: u64,
+}
+
+impl Right {
+    /// Who is to have it, as in [`AccessRights`](crate::address::AccessRights).
+    pub(crate) fn party(self) -> usize {
+        self.accessor.owner()
+    }
+}
+
 impl Call<'_> {
     /// A live handle. Any other value makes the real driver read freed memory.
     fn memory_handle(&mut self, value: u64, arguments: &str) -> Result<Handle, CUresult> {
@@ -104,36 +121,75 @@ impl Call<'_> {
         }
     }
 
-    /// The device that a location names.
-    fn location_device(&self, location: CUmemLocation) -> Result<usize, CUresult> {
-        match location.type_ {
-            CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE => self.device(location.id),
-            CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST
-            | CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA
-            | CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT => {
-                Err(CUresult::CUDA_ERROR_NOT_SUPPORTED)
+    /// Where memory that is to be at a location goes.
+    pub(crate) fn seat(&self, location: CUmemLocation) -> Result<Seat, CUresult> {
+        let seat = match location.type_ {
+            CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE => {
+                Seat::Device(self.device(location.id)?)
             }
-            _ => Err(INVALID),
+            CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST => Seat::Host,
+            CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA => {
+                if !(0..NUMA_NODES).contains(&location.id) {
+                    return Err(CUresult::CUDA_ERROR_INVALID_DEVICE);
+                }
+                Seat::HostNuma(location.id)
+            }
+            _ => return Err(INVALID),
+        };
+        if self.space.physical.has(seat) {
+            Ok(seat)
+        } else {
+            Err(CUresult::CUDA_ERROR_NOT_SUPPORTED)
         }
     }
 
-    /// Checks what cuMemCreate and its kind ask for: the device and the handle type.
-    fn allocation_properties(&self, prop: &CUmemAllocationProp) -> Result<usize, CUresult> {
-        let known_types = [CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE, FILE_DESCRIPTOR];
-        if prop.type_ != CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED
-            || !known_types.contains(&prop.requestedHandleTypes)
-        {
+    /// Who a location names as one that is to reach memory; of a node the number does not count.
+    pub(crate) fn accessor(&self, location: CUmemLocation) -> Result<Seat, CUresult> {
+        match location.type_ {
+            CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST => Ok(Seat::Host),
+            CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA => Ok(Seat::HostNuma(0)),
+            _ => self.seat(location),
+        }
+    }
+
+    /// Checks what cuMemCreate and its kind ask for: the place and the handle type.
+    fn allocation_properties(&self, prop: &CUmemAllocationProp) -> Result<Seat, CUresult> {
+        const NONE: CUmemAllocationHandleType = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE;
+        let types = prop.requestedHandleTypes;
+        let known = [NONE, FILE_DESCRIPTOR].contains(&types) || (types == FABRIC && self.fabric);
+        if prop.type_ != CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED || !known {
             return Err(INVALID);
         }
-        self.location_device(prop.location)
+        let seat = self.seat(prop.location)?;
+        // Memory anywhere on the host cannot leave the process.
+        if seat == Seat::Host && types != NONE { Err(INVALID) } else { Ok(seat) }
     }
 
-    /// The rights that access descriptors ask for, as (device, flags).
+    /// Whether memory can be opened to these parties: to the host if it is the host's, to other
+    /// devices if the machine has peer access.
+    pub(crate) fn reachable(&self, seat: Seat, wanted: &[Right]) -> Result<(), CUresult> {
+        let allowed = |right: &Right| match (right.accessor, seat) {
+            (Seat::Device(device), Seat::Device(owner)) => {
+                if device == owner || self.peer_access || right.flags == 0 {
+                    Ok(())
+                } else {
+                    Err(CUresult::CUDA_ERROR_INVALID_DEVICE)
+                }
+            }
+            (Seat::Device(_), _) | (Seat::Host, Seat::Host | Seat::HostNuma(_)) => Ok(()),
+            (Seat::HostNuma(_), Seat::HostNuma(_)) => Ok(()),
+            (Seat::HostNuma(_), _) => Err(INVALID),
+            (Seat::Host, Seat::Device(_)) => Err(CUresult::CUDA_ERROR_NOT_SUPPORTED),
+        };
+        wanted.iter().try_for_each(allowed)
+    }
+
+    /// The rights that access descriptors ask for.
     pub(crate) fn access_rights(
         &self,
         descriptors: &In<CUmemAccessDesc>,
         count: usize,
-    ) -> Result<Vec<(usize, u64)>, CUresult> {
+    ) -> Result<Vec<Right>, CUresult> {
         if count == 0 {
             return Err(INVALID);
         }
@@ -144,7 +200,7 @@ impl Call<'_> {
                 if !matches!(flags, 0 | 1 | 3) {
                     return Err(INVALID);
                 }
-                Ok((self.location_device(descriptor.location)?, flags))
+                Ok(Right { accessor: self.accessor(descriptor.location)?, flags })
             })
             .collect()
     }
@@ -199,14 +255,14 @@ pub(crate) fn create(
     if size == 0 || !size.is_multiple_of(GRANULE) || flags != 0 {
         return Err(INVALID);
     }
-    let device = call.allocation_properties(&prop)?;
-    call.usable(device)?;
-    let physical = call.space.physical.create(device, size)?;
+    let seat = call.allocation_properties(&prop)?;
+    call.usable(seat.owner())?;
+    let physical = call.space.physical.create(seat, size)?;
     call.cost = Some(call.costs.create(size));
     let value = call.memory_handles.insert(Handle {
         physical,
         size,
-        device,
+        seat,
         exportable: prop.requestedHandleTypes,
         usage: prop.allocFlags.usage,
         references: 1,
@@ -262,7 +318,7 @@ pub(crate) fn map(
 ) -> Result<(), CUresult> {
     let size = size as u64;
     let handle = call.memory_handle(value, &format!(" (mapped at {address:#x})"))?;
-    call.usable(handle.device)?;
+    call.usable(handle.seat.owner())?;
     let reserved = call.space.addresses.reservation(address, size);
     let callers = reserved.is_some_and(|(_, _, owner)| owner == Owner::Caller);
     if flags != 0 || size == 0 || !address.is_multiple_of(GRANULE) || !callers {
@@ -321,17 +377,20 @@ pub(crate) fn set_access(
         CUresult::CUDA_ERROR_INVALID_DEVICE => INVALID,
         code => code,
     })?;
-    for &(device, _) in &wanted {
-        call.usable(device)?;
+    for right in &wanted {
+        call.usable(right.party())?;
     }
     let reserved = call.space.addresses.reservation(address, size);
     if !reserved.is_some_and(|(_, _, owner)| owner == Owner::Caller) {
         return Err(INVALID);
     }
+    let first = call.space.addresses.mapping(address).map(|(_, mapping)| mapping.physical);
+    let seat = first.and_then(|id| call.space.physical.get(id)).map(|extent| extent.seat);
+    call.reachable(seat.ok_or(INVALID)?, &wanted)?;
     let state = &mut *call.state;
     let change = |rights| {
-        wanted.iter().fold(rights, |rights: crate::address::AccessRights, &(device, flags)| {
-            rights.with(device, flags)
+        wanted.iter().fold(rights, |rights: crate::address::AccessRights, right| {
+            rights.with(right.party(), right.flags)
         })
     };
     let changed = state.space.addresses.set_access(address, size, change, Some(&state.host));
@@ -350,9 +409,9 @@ pub(crate) fn get_access(
     location: In<CUmemLocation>,
     address: u64,
 ) -> Result<(), CUresult> {
-    let device = call.location_device(location.get()?)?;
+    let party = call.accessor(location.get()?)?.owner();
     let (_, mapping) = call.space.addresses.mapping(address).ok_or(INVALID)?;
-    out.set(mapping.access().of(device))
+    out.set(mapping.access().of(party))
 }
 
 pub(crate) fn properties(
@@ -365,10 +424,7 @@ pub(crate) fn properties(
     let mut prop = CUmemAllocationProp {
         type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
         requestedHandleTypes: handle.exportable,
-        location: CUmemLocation {
-            type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
-            id: handle.device as i32,
-        },
+        location: handle.seat.location(),
         ..Default::default()
     };
     prop.allocFlags.usage = handle.usage;
@@ -383,12 +439,16 @@ pub(crate) fn export(
     flags: u64,
 ) -> Result<(), CUresult> {
     let handle = call.memory_handle(value, "")?;
-    call.usable(handle.device)?;
-    if out.0 == 0
-        || flags != 0
-        || handle_type != FILE_DESCRIPTOR
-        || handle.exportable != handle_type
-    {
+    call.usable(handle.seat.owner())?;
+    if out.0 == 0 || flags != 0 || handle.exportable != handle_type {
+        return Err(INVALID);
+    }
+    if handle_type == FABRIC {
+        let name = call.space.physical.export_by_name(handle.physical);
+        let data = name.map_err(|_| CUresult::CUDA_ERROR_OPERATING_SYSTEM)?;
+        return out.set(CUmemFabricHandle { data });
+    }
+    if handle_type != FILE_DESCRIPTOR {
         return Err(INVALID);
     }
     let file = call.space.physical.export(handle.physical);
@@ -403,27 +463,31 @@ pub(crate) fn import(
     handle_type: CUmemAllocationHandleType,
 ) -> Result<(), CUresult> {
     out.required()?;
-    if handle_type != FILE_DESCRIPTOR {
-        return Err(CUresult::CUDA_ERROR_NOT_SUPPORTED);
-    }
-    // The descriptor travels in the pointer's own bits.
     let bad = CUresult::CUDA_ERROR_UNKNOWN;
-    let number = i32::try_from(shared.0).map_err(|_| bad)?;
-    // SAFETY: not -1, as it is not negative. Whoever imports vouches that the descriptor is
-    // theirs and open; a closed one makes the duplication fail, with no further harm.
-    let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
-    let file = rustix::io::fcntl_dupfd_cloexec(borrowed, 0).map_err(|_| bad)?;
+    let file = if handle_type == FILE_DESCRIPTOR {
+        // The descriptor travels in the pointer's own bits.
+        let number = i32::try_from(shared.0).map_err(|_| bad)?;
+        // SAFETY: not -1, as it is not negative. Whoever imports vouches that the descriptor is
+        // theirs and open; a closed one makes the duplication fail, with no further harm.
+        let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
+        rustix::io::fcntl_dupfd_cloexec(borrowed, 0).map_err(|_| bad)?
+    } else if handle_type == FABRIC && call.fabric {
+        let handle: CUmemFabricHandle = shared.get()?;
+        crate::physical::open_by_name(&handle.data).ok_or(INVALID)?
+    } else {
+        return Err(CUresult::CUDA_ERROR_NOT_SUPPORTED);
+    };
     let physical = call.space.physical.import(file)?;
-    let (device, size) = match call.space.physical.get(physical) {
-        Some(extent) => (extent.device, extent.size),
+    let (seat, size) = match call.space.physical.get(physical) {
+        Some(extent) => (extent.seat, extent.size),
         None => return Err(bad),
     };
     call.cost = Some(call.costs.import(size));
     let value = call.memory_handles.insert(Handle {
         physical,
         size,
-        device,
-        exportable: FILE_DESCRIPTOR,
+        seat,
+        exportable: handle_type,
         usage: 0,
         references: 1,
         mappings: 0,

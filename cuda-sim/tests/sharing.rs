@@ -11,6 +11,7 @@ use support::{GRANULE, Gpu, call, exportable, ok};
 
 const FILE: CUmemAllocationHandleType =
     CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+const FABRIC: CUmemAllocationHandleType = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC;
 /// Set in the process that a test starts: the descriptor it inherits.
 const DESCRIPTOR: &str = "CUDA_SIM_TEST_DESCRIPTOR";
 
@@ -93,6 +94,37 @@ fn an_import_by_the_owner_is_the_same_memory() {
     assert_eq!(gpu.sim.report().races.len(), 1, "one memory, two streams");
     drop(again);
     assert_eq!(gpu.sim.memory_used(0), GRANULE as u64);
+}
+
+#[test]
+fn fabric_handles_name_memory_of_this_host() {
+    let fabric = || Gpu::new(Simulator::builder().fabric(true));
+    let [owner, user] = [(); 2].map(|()| fabric());
+    let prop = CUmemAllocationProp { requestedHandleTypes: FABRIC, ..exportable(0) };
+    let mut handle = 0;
+    ok!(owner, cuMemCreate(&mut handle, GRANULE, &prop, 0));
+    let memory = owner.map_new(GRANULE, handle);
+    let stream = owner.stream();
+    owner.fill(memory, 9, 4, stream);
+    ok!(owner, cuStreamSynchronize(stream));
+    let mut name = CUmemFabricHandle::default();
+    ok!(owner, cuMemExportToShareableHandle((&raw mut name).cast(), handle, FABRIC, 0));
+    let import = |gpu: &Gpu, name: &mut CUmemFabricHandle| {
+        let mut handle = 0;
+        let name = std::ptr::from_mut(name).cast();
+        (call!(gpu, cuMemImportFromShareableHandle(&mut handle, name, FABRIC)), handle)
+    };
+    let (code, imported) = import(&user, &mut name);
+    assert_eq!(code, CUresult::CUDA_SUCCESS);
+    assert_eq!(user.word(user.map_new(GRANULE, imported)), 9);
+    name.data[0] ^= 1;
+    assert_eq!(import(&user, &mut name).0, CUresult::CUDA_ERROR_INVALID_VALUE);
+    let none = Gpu::new(Simulator::builder());
+    assert_eq!(import(&none, &mut name).0, CUresult::CUDA_ERROR_NOT_SUPPORTED);
+    assert_eq!(
+        call!(none, cuMemCreate(&mut handle, GRANULE, &prop, 0)),
+        CUresult::CUDA_ERROR_INVALID_VALUE
+    );
 }
 
 #[test]

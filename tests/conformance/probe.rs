@@ -171,7 +171,12 @@ pub(crate) fn properties(device: c_int) -> CUmemAllocationProp {
     }
 }
 
-fn on(device: c_int) -> CUmemLocation {
+/// Memory of the host, wherever the driver puts it.
+pub(crate) fn host() -> CUmemLocation {
+    CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST, id: 0 }
+}
+
+pub(crate) fn on(device: c_int) -> CUmemLocation {
     CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device }
 }
 
@@ -401,6 +406,28 @@ impl<'t> Probe<'t> {
     ) -> Asked<()> {
         let desc = CUmemAccessDesc { location: on(device), flags };
         ask!(self.driver(), cuMemSetAccess(at, bytes as usize, &desc, 1))
+    }
+
+    /// Sets the access of several at a time.
+    pub(crate) fn set_access_of_all(
+        &self,
+        at: u64,
+        bytes: u64,
+        locations: &[CUmemLocation],
+    ) -> Asked<()> {
+        let flags = CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        let all: Vec<CUmemAccessDesc> = locations
+            .iter()
+            .map(|location| CUmemAccessDesc { location: *location, flags })
+            .collect();
+        ask!(self.driver(), cuMemSetAccess(at, bytes as usize, all.as_ptr(), all.len()))
+    }
+
+    /// One of the target's device attributes.
+    pub(crate) fn attribute(&self, attribute: CUdevice_attribute) -> Asked<c_int> {
+        let mut value = 0;
+        ask!(self.driver(), cuDeviceGetAttribute(&mut value, attribute, self.target.device))?;
+        Ok(value)
     }
 
     /// The access of the target's device to the mapping at an address.

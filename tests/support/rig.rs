@@ -88,18 +88,59 @@ impl Rig {
             test(&Self::gpu().expect("VPMM_TEST_DEVICE=gpu needs a GPU"));
             return;
         }
-        for schedule in [Schedule::Eager, Schedule::Late { patience: 3 }, Schedule::Random] {
-            let rig = Self::simulated(schedule);
-            test(&rig);
-            rig.assert_clean();
-        }
+        Self::simulators(1, &test);
         if let Some(rig) = Self::gpu() {
             test(&rig);
         }
     }
 
+    /// Runs a test on simulators with so many devices, by each schedule.
+    fn simulators(devices: usize, test: impl Fn(&Self)) {
+        for schedule in [Schedule::Eager, Schedule::Late { patience: 3 }, Schedule::Random] {
+            let sim = Simulator::builder().devices(devices).schedule(schedule).seed(11);
+            let rig = Self::on(sim.build().expect("a simulator"));
+            test(&rig);
+            rig.assert_clean();
+        }
+    }
+
+    /// As [`everywhere`](Self::everywhere), on two devices that can reach each other's memory. A
+    /// machine without skips the GPU's part, and says why.
+    pub(crate) fn everywhere_with_peers(test: impl Fn(&Self, &Self)) {
+        let gpu_only = std::env::var_os("VPMM_TEST_DEVICE").is_some_and(|device| device == "gpu");
+        if !gpu_only {
+            Self::simulators(2, |rig| test(rig, &rig.beside(1)));
+        }
+        let Some(rig) = Self::gpu() else { return };
+        if rig.driver.device_count().expect("a count") < 2 {
+            println!("the GPU part is skipped: it needs two devices");
+            return;
+        }
+        let peer = rig.beside(1);
+        let reach = |from: &Self, to: &Self| from.device.can_access(&to.device).expect("an answer");
+        if reach(&rig, &peer) && reach(&peer, &rig) {
+            test(&rig, &peer);
+        } else {
+            println!("the GPU part is skipped: the devices have no peer access");
+        }
+    }
+
+    /// The same machine seen from another of its devices.
+    pub(crate) fn beside(&self, ordinal: u32) -> Self {
+        Self::of_device(self.driver.clone(), self.sim.clone(), None, ordinal)
+    }
+
     fn new(driver: Driver, sim: Option<Simulator>, alone: Option<MutexGuard<'static, ()>>) -> Self {
-        let device = driver.device(0).expect("device 0");
+        Self::of_device(driver, sim, alone, 0)
+    }
+
+    fn of_device(
+        driver: Driver,
+        sim: Option<Simulator>,
+        alone: Option<MutexGuard<'static, ()>>,
+        ordinal: u32,
+    ) -> Self {
+        let device = driver.device(ordinal).expect("the device");
         call!(driver, cuCtxSetCurrent(device.context()));
         let mut module = ptr::null_mut();
         call!(driver, cuModuleLoadData(&mut module, kernels::PTX.as_ptr().cast()));

@@ -13,12 +13,17 @@ use super::Rig;
 pub(crate) struct Held {
     pub(crate) ptr: DevicePtr,
     pub(crate) bytes: u64,
-    seed: u64,
+    pub(crate) seed: u64,
 }
 
 impl Held {
     pub(crate) fn address(&self) -> u64 {
         self.ptr.address()
+    }
+
+    /// Enqueues a check of the contents by a device, not the pool's own perhaps.
+    pub(crate) fn check(&self, rig: &Rig, stream: impl Into<StreamHandle>) {
+        rig.check(self.address(), self.bytes, self.seed, stream.into());
     }
 }
 

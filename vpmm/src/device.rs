@@ -126,12 +126,39 @@ impl Device {
     /// # Errors
     /// [`Error::Driver`].
     pub fn granularity(&self) -> Result<u64> {
+        Ok(self.granularity_of(&CUmemAllocationProp {
+            type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+            location: self.location(),
+            ..Default::default()
+        })?)
+    }
+
+    /// The granule of one kind of memory.
+    pub(crate) fn granularity_of(&self, kind: &CUmemAllocationProp) -> Result<u64, Failure> {
         let option = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
-        let properties = self.allocation_properties();
         let mut bytes = 0;
         // SAFETY: both pointers are to live values of the right types.
-        unsafe { self.0.driver.cuMemGetAllocationGranularity(&mut bytes, &properties, option) }?;
+        unsafe { self.0.driver.cuMemGetAllocationGranularity(&mut bytes, kind, option) }?;
         Ok(bytes as u64)
+    }
+
+    /// Whether this device can reach memory on another one, by NVLink or PCIe; a device reaches its
+    /// own. Both are taken by their number, in this device's driver. Where it is so,
+    /// [`Pool::set_access`](crate::Pool::set_access) can open a pool to it.
+    ///
+    /// One driver call: `cuDeviceCanAccessPeer`, in the CUDA driver API's "Peer Context Memory
+    /// Access".
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn can_access(&self, owner: &Self) -> Result<bool> {
+        if self.0.ordinal == owner.0.ordinal {
+            return Ok(true);
+        }
+        let mut can = 0;
+        // SAFETY: the pointer is to a live c_int.
+        unsafe { self.0.driver.cuDeviceCanAccessPeer(&mut can, self.0.device, owner.0.device) }?;
+        Ok(can != 0)
     }
 
     /// Makes a stream that does not wait for the legacy default stream (`CU_STREAM_NON_BLOCKING`).
@@ -161,15 +188,6 @@ impl Device {
         // SAFETY: no arguments.
         unsafe { self.0.driver.cuCtxSynchronize() }?;
         Ok(())
-    }
-
-    /// Pinned device memory on this device: what every handle of a pool is.
-    pub(crate) fn allocation_properties(&self) -> CUmemAllocationProp {
-        CUmemAllocationProp {
-            type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-            location: self.location(),
-            ..Default::default()
-        }
     }
 
     /// This device as a place where memory is, or is reached from.

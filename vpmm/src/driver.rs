@@ -93,6 +93,7 @@ driver_calls! {
     cuDeviceGetName(name: *mut c_char, len: c_int, device: CUdevice);
     cuDeviceGetAttribute(value: *mut c_int, attribute: CUdevice_attribute, device: CUdevice);
     cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice);
+    cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, owner: CUdevice);
     cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
     cuDevicePrimaryCtxRelease_v2(device: CUdevice);
     cuCtxGetCurrent(context: *mut CUcontext);
@@ -118,6 +119,21 @@ driver_calls! {
         granularity: *mut usize,
         properties: *const CUmemAllocationProp,
         option: CUmemAllocationGranularity_flags
+    );
+    cuMemExportToShareableHandle(
+        shared: *mut c_void,
+        handle: CUmemGenericAllocationHandle,
+        kind: CUmemAllocationHandleType,
+        flags: u64
+    );
+    cuMemImportFromShareableHandle(
+        handle: *mut CUmemGenericAllocationHandle,
+        shared: *mut c_void,
+        kind: CUmemAllocationHandleType
+    );
+    cuMemGetAllocationPropertiesFromHandle(
+        properties: *mut CUmemAllocationProp,
+        handle: CUmemGenericAllocationHandle
     );
     cuMemAddressReserve(
         address: *mut CUdeviceptr,
@@ -146,6 +162,7 @@ driver_calls! {
     cuMemPoolCreate(pool: *mut CUmemoryPool, properties: *const CUmemPoolProps);
     cuMemPoolDestroy(pool: CUmemoryPool);
     cuMemPoolTrimTo(pool: CUmemoryPool, keep_bytes: usize);
+    cuMemPoolSetAccess(pool: CUmemoryPool, access: *const CUmemAccessDesc, count: usize);
     cuMemPoolSetAttribute(pool: CUmemoryPool, attribute: CUmemPool_attribute, value: *mut c_void);
     cuMemPoolGetAttribute(pool: CUmemoryPool, attribute: CUmemPool_attribute, value: *mut c_void);
     cuMemAllocFromPoolAsync(

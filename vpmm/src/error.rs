@@ -4,6 +4,7 @@
 
 use cuda_sys::types::CUresult;
 
+use crate::location::{Location, Sharing};
 use crate::units::Bytes;
 
 /// The result of this crate's calls.
@@ -54,6 +55,69 @@ pub enum Error {
         /// The device.
         ordinal: u32,
     },
+
+    /// The device cannot use memory of this kind.
+    #[error("device {ordinal} has no pools of {location}")]
+    LocationUnsupported {
+        /// The device.
+        ordinal: u32,
+        /// Where the memory was to be.
+        location: Location,
+    },
+
+    /// The device's memory cannot be shared like this: the hardware, the driver or a missing right.
+    #[error("device {ordinal} has no {sharing}")]
+    SharingUnsupported {
+        /// The device.
+        ordinal: u32,
+        /// How it was to be shared.
+        sharing: Sharing,
+    },
+
+    /// A device that cannot reach the memory of the pool's device was to be given access.
+    #[error("device {peer} cannot reach the memory of device {device}")]
+    PeerUnsupported {
+        /// The pool's device.
+        device: u32,
+        /// The one that cannot reach it.
+        peer: u32,
+    },
+
+    /// The pool's own device was to lose its access.
+    #[error("device {device} owns the pool and keeps its access")]
+    OwnerAccess {
+        /// The pool's device.
+        device: u32,
+    },
+
+    /// Memory that cannot be shared was to be exported.
+    #[error("the memory cannot be shared: {reason}")]
+    NotShareable {
+        /// Why not.
+        reason: &'static str,
+    },
+
+    /// What came from another process names no memory that this one can import.
+    #[error("the driver would not import shared memory: {code}")]
+    ImportRefused {
+        /// The driver's answer.
+        code: CUresult,
+    },
+
+    /// The other process would not take the memory; it knows why.
+    #[error("the other process refused the shared memory")]
+    PeerRefused,
+
+    /// What came over the socket is not what is sent to share memory.
+    #[error("the message about shared memory is wrong: {reason}")]
+    BadMessage {
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+
+    /// The socket to the other process failed.
+    #[error("the socket that memory is shared over failed: {0}")]
+    Socket(#[source] std::sync::Arc<std::io::Error>),
 
     /// Neither free memory nor new memory covers the request.
     #[error(

@@ -26,25 +26,29 @@
 //!
 //! | room | what it is |
 //! |---|---|
-//! | `units`, `error` | numbers and failures |
+//! | `units`, `location`, `error` | numbers, where memory is and whose, failures |
 //! | `driver` | the driver's functions; all calls into it |
 //! | `device` | devices, contexts, streams |
 //! | `physical`, `reservation`, `mapping`, `event` | one kind of driver object each |
+//! | `backing` | what a pool's memory is made of |
 //! | `stats`, `validate` | what a pool holds, and what a check of it found |
 //! | `arena`, `lock` | storage of nodes; locks for short sections (no driver) |
 //! | `fence` | what streams still have to finish (no driver) |
 //! | `region` | the map of addresses and its trees (no driver) |
+//! | `sharing` | memory of other processes, and for them |
 //! | `paged` | the paged profile |
 //! | `default` | the default profile |
 //! | `pool` | the public face |
 
 mod arena;
+mod backing;
 mod default;
 mod device;
 mod driver;
 mod error;
 mod event;
 mod fence;
+mod location;
 mod lock;
 mod mapping;
 mod paged;
@@ -52,6 +56,7 @@ mod physical;
 mod pool;
 mod region;
 mod reservation;
+mod sharing;
 mod stats;
 mod units;
 mod validate;
@@ -60,8 +65,10 @@ pub use default::{Background, PoolConfig};
 pub use device::{Device, Stream, StreamHandle};
 pub use driver::{Driver, DriverCalls};
 pub use error::{Error, Result};
+pub use location::{Access, Location, Sharing};
 pub use paged::{Layout, PagedConfig, PendingPolicy};
 pub use pool::Pool;
+pub use sharing::{Export, Imported};
 pub use stats::Stats;
 pub use units::DevicePtr;
 pub use validate::Violation;

@@ -1,6 +1,6 @@
 //! Mappings: extents put at addresses.
 
-use cuda_sys::types::{CUmemAccess_flags, CUmemAccessDesc, CUmemLocation};
+use cuda_sys::types::CUmemAccessDesc;
 
 use crate::driver::{Driver, Failure};
 use crate::physical::Extent;
@@ -30,13 +30,11 @@ impl<'a> NewMappings<'a> {
         Ok(())
     }
 
-    /// Opens all of it to reads and writes by a device, in one call.
+    /// Opens all of it to those who may reach it, in one call.
     /// The dear part: its cost follows the number of handles, not the bytes.
-    pub(crate) fn open_to(&self, location: CUmemLocation) -> Result<(), Failure> {
-        let flags = CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-        let access = CUmemAccessDesc { location, flags };
-        // SAFETY: the range is exactly what was mapped here; the descriptor is live.
-        unsafe { self.driver.cuMemSetAccess(self.start, self.bytes as usize, &access, 1) }
+    pub(crate) fn open_to(&self, everybody: &[CUmemAccessDesc]) -> Result<(), Failure> {
+        // SAFETY: the range is exactly what was mapped here.
+        unsafe { set_access(self.driver, self.start, self.bytes, everybody) }
     }
 
     /// Leaves the mappings in place: from now on the caller unmaps them.
@@ -64,6 +62,21 @@ impl Drop for NewMappings<'_> {
         // Nobody to tell in a drop; callers that care call `undo`.
         let _ = self.unmap();
     }
+}
+
+/// Sets what some devices, or the host, may do with a range of whole mappings, in one call; everybody
+/// else's access stays. Its cost follows the number of handles.
+///
+/// # Safety
+/// The range is of whole mappings, without a hole.
+pub(crate) unsafe fn set_access(
+    driver: &Driver,
+    start: u64,
+    bytes: u64,
+    access: &[CUmemAccessDesc],
+) -> Result<(), Failure> {
+    // SAFETY: the range by the caller's word; the descriptors are live and as many as said.
+    unsafe { driver.cuMemSetAccess(start, bytes as usize, access.as_ptr(), access.len()) }
 }
 
 /// Unmaps a range of whole mappings in one call. Its cost follows the number of handles.

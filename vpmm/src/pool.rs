@@ -6,7 +6,9 @@ use std::sync::Arc;
 use crate::default::{Core, Helper, PoolConfig};
 use crate::device::{Device, StreamHandle};
 use crate::error::Result;
+use crate::location::Access;
 use crate::paged::{Layout, PagedConfig, PagedPool};
+use crate::sharing::{Export, Source};
 use crate::stats::Stats;
 use crate::units::DevicePtr;
 use crate::validate::Violation;
@@ -56,11 +58,14 @@ impl Pool {
     /// [`background`](PoolConfig::background) asks for one.
     ///
     /// # Errors
-    /// [`Error::Config`], [`Error::VmmUnsupported`], [`Error::AddressSpaceExhausted`],
-    /// [`Error::NoThread`], [`Error::Driver`].
+    /// [`Error::Config`], [`Error::VmmUnsupported`], [`Error::LocationUnsupported`],
+    /// [`Error::SharingUnsupported`], [`Error::AddressSpaceExhausted`], [`Error::NoThread`],
+    /// [`Error::Driver`].
     ///
     /// [`Error::Config`]: crate::Error::Config
     /// [`Error::VmmUnsupported`]: crate::Error::VmmUnsupported
+    /// [`Error::LocationUnsupported`]: crate::Error::LocationUnsupported
+    /// [`Error::SharingUnsupported`]: crate::Error::SharingUnsupported
     /// [`Error::AddressSpaceExhausted`]: crate::Error::AddressSpaceExhausted
     /// [`Error::NoThread`]: crate::Error::NoThread
     /// [`Error::Driver`]: crate::Error::Driver
@@ -79,11 +84,14 @@ impl Pool {
     ///
     /// # Errors
     /// [`Error::Config`] for a setting that the device cannot have, [`Error::VmmUnsupported`],
+    /// [`Error::LocationUnsupported`], [`Error::SharingUnsupported`],
     /// [`Error::OutOfMemory`] for the initial pages, [`Error::AddressSpaceExhausted`],
     /// [`Error::Driver`].
     ///
     /// [`Error::Config`]: crate::Error::Config
     /// [`Error::VmmUnsupported`]: crate::Error::VmmUnsupported
+    /// [`Error::LocationUnsupported`]: crate::Error::LocationUnsupported
+    /// [`Error::SharingUnsupported`]: crate::Error::SharingUnsupported
     /// [`Error::OutOfMemory`]: crate::Error::OutOfMemory
     /// [`Error::AddressSpaceExhausted`]: crate::Error::AddressSpaceExhausted
     /// [`Error::Driver`]: crate::Error::Driver
@@ -149,11 +157,104 @@ impl Pool {
         }
     }
 
-    /// The device that the memory is on.
+    /// The device whose streams the memory is for, and which has it where
+    /// [`Location`](crate::Location) does not say otherwise.
     pub fn device(&self) -> &Device {
         match &self.profile {
             Profile::Default(pool) => pool.device(),
             Profile::Paged(pool) => pool.device(),
+        }
+    }
+
+    /// Sets what another device may do with the pool's memory: all that it holds, and all that it
+    /// will hold, wherever it is mapped. At first no other device may do anything.
+    ///
+    /// The work that uses the memory there must be ordered by its caller, as on any stream that is
+    /// not the allocation's. A right that is given is there for work enqueued after the call. One is
+    /// taken away at once: work of that device that uses the memory, also what was freed already,
+    /// must have finished, since the call does not wait for it. Other devices' work goes on.
+    ///
+    /// One driver call for each run of mapped addresses, some 10 µs for each physical handle in it on
+    /// an H200; requests that have to grow the pool wait meanwhile. `cuMemSetAccess`, in the
+    /// CUDA driver API's "Virtual Memory Management"; for the small requests of the paged profile
+    /// `cuMemPoolSetAccess`, in "Stream Ordered Memory Allocator". Every later growth opens its
+    /// memory to all devices in the one call that it makes anyway.
+    ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let sim = cuda_sim::Simulator::builder().devices(2).build()?;
+    /// # let driver = vpmm::Driver::new(sim.driver())?;
+    /// use vpmm::Access;
+    ///
+    /// let (device, peer) = (driver.device(0)?, driver.device(1)?);
+    /// let pool = vpmm::Pool::new(&device, &vpmm::PoolConfig::default())?;
+    /// if peer.can_access(&device)? {
+    ///     pool.set_access(&peer, Access::ReadWrite)?;
+    /// }
+    /// assert_eq!(pool.access(&peer), Access::ReadWrite);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::PeerUnsupported`] where the device cannot reach the memory, [`Error::OwnerAccess`] for
+    /// less than everything to the pool's own device, [`Error::ContextLost`], [`Error::Driver`]. The
+    /// device then has the access that it had.
+    ///
+    /// [`Error::PeerUnsupported`]: crate::Error::PeerUnsupported
+    /// [`Error::OwnerAccess`]: crate::Error::OwnerAccess
+    /// [`Error::ContextLost`]: crate::Error::ContextLost
+    /// [`Error::Driver`]: crate::Error::Driver
+    pub fn set_access(&self, device: &Device, access: Access) -> Result<()> {
+        match &self.profile {
+            Profile::Default(pool) => pool.set_access(device, access),
+            Profile::Paged(pool) => pool.set_access(device, access),
+        }
+    }
+
+    /// What a device may do with the pool's memory. No driver call.
+    pub fn access(&self, device: &Device) -> Access {
+        match &self.profile {
+            Profile::Default(pool) => pool.access_of(device),
+            Profile::Paged(pool) => pool.access_of(device),
+        }
+    }
+
+    /// One allocation, to be sent to another process: see [`Export`]. The pool must have been made with
+    /// [`sharing`](PoolConfig::sharing). With it go the physical handles that it lies on, whole; they
+    /// never move again (in the paged profile no page of the pool does). Free the allocation only when
+    /// the other process has finished with it: its memory is the pool's again from then on.
+    ///
+    /// Host-side, no driver call; a request that has to grow the pool waits meanwhile.
+    ///
+    /// # Errors
+    /// [`Error::NotShareable`] for a pool without sharing, and for a request of the paged profile that
+    /// is smaller than a page; [`Error::ForeignPointer`], [`Error::InteriorPointer`],
+    /// [`Error::DoubleFree`], [`Error::StalePointer`].
+    ///
+    /// [`Error::NotShareable`]: crate::Error::NotShareable
+    /// [`Error::ForeignPointer`]: crate::Error::ForeignPointer
+    /// [`Error::InteriorPointer`]: crate::Error::InteriorPointer
+    /// [`Error::DoubleFree`]: crate::Error::DoubleFree
+    /// [`Error::StalePointer`]: crate::Error::StalePointer
+    pub fn export(&self, ptr: DevicePtr) -> Result<Export<'_>> {
+        Export::new(self.source(), Some(ptr.address()))
+    }
+
+    /// The whole pool, to be sent to another process, and sent again when it has grown: see [`Export`].
+    /// The other process finds every address of this one by
+    /// [`Imported::translate`](crate::Imported::translate). No driver call.
+    ///
+    /// # Errors
+    /// [`Error::NotShareable`](crate::Error::NotShareable) for a pool without sharing.
+    pub fn export_all(&self) -> Result<Export<'_>> {
+        Export::new(self.source(), None)
+    }
+
+    fn source(&self) -> &(dyn Source + Sync) {
+        match &self.profile {
+            Profile::Default(pool) => pool.as_ref(),
+            Profile::Paged(pool) => pool.as_ref(),
         }
     }
 

@@ -61,6 +61,8 @@ pub struct Stats {
     pub pages_moved: u64,
     /// Physical handles that the default profile holds.
     pub extent_count: u64,
+    /// Bytes of physical memory that other processes may have, by an export: it does not move.
+    pub exported_bytes: u64,
     /// Handles made since the pool was.
     pub extents_created: u64,
     /// Handles mapped elsewhere to close gaps.

@@ -82,6 +82,40 @@ pub(crate) fn rows() -> Vec<Row> {
             let at = p.reserve(p.g)?;
             answer(p.retain(at))
         }),
+        row("create: on the host: opened to device and host in one call", SUCCESS, |p| {
+            if !has_host_memory(p)? {
+                return Ok(CUresult::CUDA_SUCCESS);
+            }
+            let mut prop = properties(p.target.device);
+            prop.location = host();
+            let handle = p.create_with(p.g, &prop, 0)?;
+            let at = p.reserve(p.g)?;
+            p.map(at, p.g, 0, handle)?;
+            let code = answer(p.set_access_of_all(at, p.g, &[on(p.target.device), host()]))?;
+            let stream = p.stream(NON_BLOCKING)?;
+            p.set32(at, 7, 8, stream)?;
+            ensure(p.read32(at + 28, stream)? == 7, "device work reaches it")?;
+            Ok(code)
+        }),
+        row("create: on the host, to be exported", NOT_ON_THE_HOST, |p| {
+            let mut prop = properties(p.target.device);
+            prop.location = host();
+            prop.requestedHandleTypes =
+                CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+            answer(p.create_with(p.g, &prop, 0))
+        }),
+        row("create: on the current node of the host", NOT_ON_THE_HOST, |p| {
+            let mut prop = properties(p.target.device);
+            prop.location.type_ = CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT;
+            answer(p.create_with(p.g, &prop, 0))
+        }),
+        row("access: of the host's nodes to device memory", NO_SUCH_ACCESS, |p| {
+            let (handle, at) = (p.create(p.g)?, p.reserve(p.g)?);
+            p.map(at, p.g, 0, handle)?;
+            let node =
+                CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA, id: 0 };
+            answer(p.set_access_of_all(at, p.g, &[node]))
+        }),
         row("export: of a handle made without that type", INVALID_VALUE, |p| {
             let handle = p.create(p.g)?;
             answer(p.export(handle))
@@ -136,6 +170,21 @@ pub(crate) fn rows() -> Vec<Row> {
         }),
     ]
 }
+
+/// Whether the device can use memory of the host; where it cannot, a row about it says nothing.
+fn has_host_memory(p: &Probe<'_>) -> Asked<bool> {
+    use CUdevice_attribute as A;
+    Ok(p.attribute(A::CU_DEVICE_ATTRIBUTE_HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)? != 0)
+}
+
+/// Documented as not possible, without the code.
+const NOT_ON_THE_HOST: &[CUresult] =
+    &[CUresult::CUDA_ERROR_INVALID_VALUE, CUresult::CUDA_ERROR_NOT_SUPPORTED];
+const NO_SUCH_ACCESS: &[CUresult] = &[
+    CUresult::CUDA_ERROR_INVALID_VALUE,
+    CUresult::CUDA_ERROR_INVALID_DEVICE,
+    CUresult::CUDA_ERROR_NOT_SUPPORTED,
+];
 
 /// What a bad descriptor gets: the driver does not say more.
 const UNKNOWN: &[CUresult] = &[CUresult::CUDA_ERROR_UNKNOWN];

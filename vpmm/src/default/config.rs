@@ -5,6 +5,7 @@
 use std::time::Duration;
 
 use crate::error::{Error, Result};
+use crate::location::{Location, Sharing};
 use crate::paged::PendingPolicy;
 
 /// Granules of addresses that a pool can have: units are counted in 32 bits.
@@ -36,6 +37,11 @@ pub struct PoolConfig {
     pub moves_per_second: u32,
     /// A thread that works ahead of requests; none by default.
     pub background: Option<Background>,
+    /// Where the memory is; on the device by default. The default limit and addresses follow the
+    /// device's memory in every case.
+    pub location: Location,
+    /// How memory can be shared with other processes; not at all by default.
+    pub sharing: Sharing,
 }
 
 impl Default for PoolConfig {
@@ -46,6 +52,8 @@ impl Default for PoolConfig {
             pending_policy: PendingPolicy::default(),
             moves_per_second: 400,
             background: None,
+            location: Location::default(),
+            sharing: Sharing::default(),
         }
     }
 }

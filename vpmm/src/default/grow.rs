@@ -307,14 +307,18 @@ impl Space {
     /// ends in the midst of is one by itself: the next block begins there, and whichever of the two
     /// stays keeps no more than that from moving.
     fn create(&self, fill: &mut Fill, granules: u32, policy: &Policy, window: &Window) {
-        let request = (window.end - window.start).div_ceil(self.memory.granule_units());
-        let shares_last = !window.end.is_multiple_of(self.memory.granule_units())
-            && self.memory.granule_of(window.end) + 1 == fill.start + granules;
+        let granule_units = self.memory.granule_units();
+        let request = (window.end - window.start).div_ceil(granule_units);
+        let in_midst = |unit: u32| !unit.is_multiple_of(granule_units);
+        let shares_last =
+            in_midst(window.end) && self.memory.granule_of(window.end) + 1 == fill.start + granules;
         let apart = u32::from(policy.parts_ends() && shares_last && granules > 1);
+        // What shares no granule keeps nothing of others in its place.
+        let shares = in_midst(window.start) || in_midst(window.end);
         let mut left = granules - apart;
         let mut mapped = self.memory.mapped();
         while left > 0 {
-            let granules = policy.extent(mapped, u64::from(request)).min(left);
+            let granules = policy.extent(mapped, u64::from(request), shares).min(left);
             fill.pieces.push(Piece { source: Source::New, granules });
             left -= granules;
             mapped += u64::from(granules);
@@ -337,6 +341,9 @@ impl Space {
                 .filter(|block| !in_window(block))
             {
                 self.whole_extents(block, |number, extent| {
+                    if extent.exported {
+                        return;
+                    }
                     found.push(Candidate {
                         number,
                         granules: extent.granules,

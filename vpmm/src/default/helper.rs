@@ -22,6 +22,7 @@ use super::{Core, lock};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::event::BesideCaptures;
+use crate::location::Location;
 use crate::physical::Extent;
 
 const SHORTEST_PERIOD: Duration = Duration::from_micros(100);
@@ -249,7 +250,11 @@ impl Core {
         let Some((start, missing)) = missing else { return Ok(Ahead::Enough) };
         let _context = self.device.enter()?;
         let _beside = BesideCaptures::enter(self.device.driver())?;
-        let left = self.device.free_memory()? / self.granule_bytes;
+        let left = match self.backing.location() {
+            Location::Device => self.device.free_memory()? / self.granule_bytes,
+            // The driver does not say how much the host has free.
+            Location::Host | Location::HostNuma(_) => u64::MAX,
+        };
         let left = left.saturating_sub(self.policy.capacity / SPARE_OF_CAPACITY);
         if left == 0 {
             return Ok(Ahead::DeviceFull);
@@ -328,7 +333,7 @@ impl Space {
         let mut granules = 0;
         while granules < missing && pieces.len() < HANDLES {
             let mapped = self.memory.mapped() + u64::from(granules);
-            let length = policy.extent(mapped, u64::from(missing)).min(missing - granules);
+            let length = policy.extent(mapped, u64::from(missing), true).min(missing - granules);
             pieces.push(Piece { source: Source::New, granules: length });
             granules += length;
         }

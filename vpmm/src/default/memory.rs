@@ -8,6 +8,7 @@ use super::space::Part;
 use crate::fence::{Fence, TimelineId};
 use crate::physical::Extent;
 use crate::region::{NodeId, Region, RegionMap, State};
+use crate::sharing::{SharedExtent, Span};
 
 /// One physical handle, where it is now.
 #[derive(Clone, Copy, Debug)]
@@ -17,6 +18,8 @@ pub(super) struct Resident {
     pub(super) start: u32,
     /// Its granules; 0 for an entry of the table that is vacant.
     pub(super) granules: u32,
+    /// Other processes may have it: it stays where it is.
+    pub(super) exported: bool,
 }
 
 impl Resident {
@@ -44,6 +47,8 @@ pub(super) struct Memory {
     vacant: Vec<u32>,
     mapped: u64,
     peak_mapped: u64,
+    /// Granules of exported extents.
+    exported: u64,
 }
 
 impl Memory {
@@ -64,6 +69,7 @@ impl Memory {
             vacant: Vec::new(),
             mapped: 0,
             peak_mapped: 0,
+            exported: 0,
         }
     }
 
@@ -132,6 +138,46 @@ impl Memory {
             .map(|(number, extent)| (number as u32, extent))
     }
 
+    /// Granules of extents that other processes may have.
+    pub(super) fn exported(&self) -> u64 {
+        self.exported
+    }
+
+    /// The extents from one granule to before another, in ascending order; they stay where they are
+    /// from now on.
+    pub(super) fn pin(&mut self, first: u32, end: u32) -> Vec<SharedExtent> {
+        let mut found = Vec::new();
+        let mut at = first;
+        while at < end {
+            let Some((number, extent)) = self.extent_at(at).map(|(n, extent)| (n, *extent)) else {
+                at += 1;
+                continue;
+            };
+            self.exported += if extent.exported { 0 } else { u64::from(extent.granules) };
+            self.extents[number as usize].exported = true;
+            let bytes = u64::from(extent.granules) * self.granule_bytes;
+            let span = Span { start: self.address_of(extent.start), bytes };
+            found.push(SharedExtent { handle: extent.handle, span });
+            at = extent.end();
+        }
+        found
+    }
+
+    /// The addresses of everything that is mapped and not a zombie, in runs without a hole: where
+    /// each begins and its bytes.
+    pub(super) fn runs(&self) -> Vec<(u64, u64)> {
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        for region in self.map.iter().filter(|region| region.state() == State::Live) {
+            let start = self.address_of(region.start() as u32);
+            let bytes = region.bytes() * self.granule_bytes;
+            match runs.last_mut() {
+                Some((first, length)) if *first + *length == start => *length += bytes,
+                _ => runs.push((start, bytes)),
+            }
+        }
+        runs
+    }
+
     /// The hole that a granule is in.
     pub(super) fn hole_at(&self, granule: u32) -> Option<&Region> {
         self.map.containing(u64::from(granule)).filter(|region| region.state() == State::Hole)
@@ -180,10 +226,10 @@ impl Memory {
     /// A new handle was mapped.
     pub(super) fn enter(&mut self, handle: Extent, start: u32, granules: u32) {
         let number = self.vacant.pop().unwrap_or_else(|| {
-            self.extents.push(Resident { handle, start, granules: 0 });
+            self.extents.push(Resident { handle, start, granules: 0, exported: false });
             self.extents.len() as u32 - 1
         });
-        self.extents[number as usize] = Resident { handle, start, granules };
+        self.extents[number as usize] = Resident { handle, start, granules, exported: false };
         self.write(start, granules, number + 1);
         self.mapped += u64::from(granules);
         self.peak_mapped = self.peak_mapped.max(self.mapped);

@@ -18,6 +18,7 @@
 //! `registry`, being inside a front, `space`. No driver call is made under `space` or in a front.
 //! The helper's `bell` is taken under `growing`, and nothing under it.
 
+mod access;
 mod admit;
 mod book;
 mod class;
@@ -37,6 +38,7 @@ mod policy;
 mod remap;
 mod report;
 mod shard;
+mod shared;
 mod space;
 mod tags;
 mod teardown;
@@ -49,6 +51,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
+use crate::backing::Backing;
 use crate::device::{Device, StreamHandle};
 use crate::driver::StreamWatcher;
 use crate::error::{Error, Result};
@@ -83,6 +86,7 @@ const LARGE_BYTES: u64 = UNIT_BYTES * LARGE_STEP as u64;
 /// A pool of the default profile.
 pub(crate) struct Core {
     device: Device,
+    backing: Backing,
     config: Checked,
     policy: Policy,
     asymmetry: Asymmetry,
@@ -109,10 +113,8 @@ pub(crate) struct Core {
 
 impl Core {
     pub(crate) fn new(device: &Device, config: &PoolConfig) -> Result<Arc<Self>> {
-        if !device.supports_vmm()? {
-            return Err(Error::VmmUnsupported { ordinal: device.ordinal() });
-        }
-        let granule_bytes = device.granularity()?;
+        let backing = Backing::new(device, config.location, config.sharing)?;
+        let granule_bytes = backing.granule_bytes();
         if granule_bytes < LARGE_BYTES || !granule_bytes.is_power_of_two() {
             return Err(Error::VmmUnsupported { ordinal: device.ordinal() });
         }
@@ -137,6 +139,7 @@ impl Core {
         let space = Space::new(memory, limited, config.moves_per_second);
         let core = Arc::new(Self {
             device: device.clone(),
+            backing,
             policy: Policy::new(config.capacity, limited),
             config,
             asymmetry: Asymmetry::detect(),

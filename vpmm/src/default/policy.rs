@@ -59,8 +59,9 @@ impl Policy {
         Self { capacity, limited }
     }
 
-    /// The length of the next new extent, at most.
-    pub(super) fn extent(&self, mapped: u64, request: u64) -> u32 {
+    /// The length of the next new extent, at most. Twice as long at a limit where the request
+    /// `shares` no granule with others.
+    pub(super) fn extent(&self, mapped: u64, request: u64, shares: bool) -> u32 {
         const LONGEST: u64 = 1 << 18;
         // An empty pool has nothing that a long extent could hold in its place.
         if mapped == 0 {
@@ -68,7 +69,7 @@ impl Policy {
         }
         let granules = if self.limited {
             let of_pool = (mapped / OF_POOL_WITH_LIMIT).min(self.capacity / OF_LIMIT);
-            of_pool.max(request / OF_REQUEST_AT_LIMIT)
+            of_pool.max(request / OF_REQUEST_AT_LIMIT) << u32::from(!shares)
         } else {
             (mapped / OF_POOL).max(request / OF_REQUEST)
         };

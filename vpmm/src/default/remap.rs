@@ -9,7 +9,7 @@ use super::space::Part;
 use crate::driver::Failure;
 use crate::error::Result;
 use crate::mapping::NewMappings;
-use crate::physical::{Extent, create, release_all};
+use crate::physical::{Extent, release_all};
 
 /// What came of trying to grow.
 pub(super) enum Grown {
@@ -89,12 +89,11 @@ impl Core {
         mapped: &mut Vec<NewMappings<'a>>,
     ) -> Result<(), (Failure, u64)> {
         let driver = self.device.driver();
-        let properties = self.device.allocation_properties();
         // New handles first: what fails most often then fails before anything is mapped.
         for piece in job.fills.iter().flat_map(|fill| &fill.pieces) {
             if let Source::New = piece.source {
                 let bytes = u64::from(piece.granules) * self.granule_bytes;
-                handles.push(create(driver, bytes, &properties).map_err(|f| (f, bytes))?);
+                handles.push(self.backing.create(bytes).map_err(|f| (f, bytes))?);
             }
         }
         let mut new = handles.iter();
@@ -117,7 +116,7 @@ impl Core {
                 unsafe { mappings.push(extent, bytes) }.map_err(|f| (f, bytes))?;
             }
             let bytes = u64::from(fill.granules) * self.granule_bytes;
-            mappings.open_to(properties.location).map_err(|failure| (failure, bytes))?;
+            self.backing.open(mappings).map_err(|failure| (failure, bytes))?;
         }
         Ok(())
     }

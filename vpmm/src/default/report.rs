@@ -49,6 +49,7 @@ impl Core {
             reservation_count: 1,
             stream_count,
             page_size_bytes: self.granule_bytes,
+            exported_bytes: space.memory.exported() * self.granule_bytes,
             extent_count: space.memory.handles() as u64,
             extents_created: space.counters.created,
             extents_moved: space.counters.moved,

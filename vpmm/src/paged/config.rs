@@ -5,6 +5,7 @@
 use std::ffi::OsString;
 
 use crate::error::{Error, Result};
+use crate::location::{Location, Sharing};
 
 const PAGE_SIZE: &str = "VPMM_PAGE_SIZE";
 const PAGES: &str = "VPMM_PAGES";
@@ -49,6 +50,12 @@ pub struct PagedConfig {
     pub limit_bytes: Option<u64>,
     /// Whether to grow or to wait when only other streams' memory is free.
     pub pending_policy: PendingPolicy,
+    /// Where the memory is; on the device by default. Smaller requests are served there, too: where
+    /// the driver has no memory pools at the location, each takes a page.
+    pub location: Location,
+    /// How memory can be shared with other processes; not at all by default. Requests smaller than
+    /// a page cannot be shared.
+    pub sharing: Sharing,
 }
 
 impl Default for PagedConfig {
@@ -59,6 +66,8 @@ impl Default for PagedConfig {
             va_size_bytes: 8 << 40,
             limit_bytes: None,
             pending_policy: PendingPolicy::default(),
+            location: Location::default(),
+            sharing: Sharing::default(),
         }
     }
 }

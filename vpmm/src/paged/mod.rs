@@ -11,12 +11,14 @@
 //! Locks, in the order in which they may be taken: `growing`, a timeline's `recording`, `space`,
 //! the small pool's book. No driver call that may be slow is made under `space`.
 
+mod access;
 mod chunk;
 mod config;
 mod layout;
 mod place;
 mod plan;
 mod remap;
+mod shared;
 mod small;
 mod space;
 mod validate;
@@ -30,6 +32,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cuda_sys::types::CUstreamCaptureStatus;
 
+use crate::backing::Backing;
 use crate::device::{Device, StreamHandle};
 use crate::driver::Failure;
 use crate::error::{Error, Result};
@@ -59,6 +62,7 @@ struct Caller {
 /// A pool of the paged profile.
 pub(crate) struct PagedPool {
     device: Device,
+    backing: Backing,
     config: Checked,
     growing: Mutex<()>,
     space: Mutex<Space>,
@@ -68,12 +72,10 @@ pub(crate) struct PagedPool {
 
 impl PagedPool {
     pub(crate) fn new(device: &Device, config: &PagedConfig) -> Result<Self> {
-        if !device.supports_vmm()? {
-            return Err(Error::VmmUnsupported { ordinal: device.ordinal() });
-        }
-        let config = config.check(device.granularity()?)?;
+        let backing = Backing::new(device, config.location, config.sharing)?;
+        let config = config.check(backing.granule_bytes())?;
         let _context = device.enter()?;
-        let small = Small::new(device)?;
+        let small = Small::new(device, &backing)?;
         if small.is_none() && config.page == u64::MAX {
             return Err(Error::Config {
                 name: "VPMM_PAGE_SIZE",
@@ -82,7 +84,8 @@ impl PagedPool {
             });
         }
         let space = Mutex::new(Space::new(config.page));
-        let pool = Self { device: device.clone(), config, growing: Mutex::new(()), space, small };
+        let (device, growing) = (device.clone(), Mutex::new(()));
+        let pool = Self { device, backing, config, growing, space, small };
         if pool.config.page < u64::MAX {
             pool.reserve(pool.config.initial_bytes)?;
         }
@@ -236,6 +239,7 @@ impl PagedPool {
             small_live_count: small.map_or(0, Small::count),
             stream_count: space.timelines.len() as u64,
             page_size_bytes: self.config.page,
+            exported_bytes: space.shared.len() as u64 * space.page,
             pages_created: space.pages_created,
             pages_moved: space.pages_moved,
             failed_unmaps: space.failed_unmaps,

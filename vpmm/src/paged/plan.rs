@@ -172,6 +172,9 @@ impl Space {
         missing: u64,
         sources: &mut Vec<Source>,
     ) -> u64 {
+        if !self.shared.is_empty() {
+            return 0; // what other processes may have stays where it is
+        }
         let mut found = 0;
         while found < missing {
             let own = self.map.oldest_pending(timeline);
@@ -189,7 +192,7 @@ impl Space {
         missing: u64,
         sources: &mut Vec<Source>,
     ) -> u64 {
-        if missing == 0 {
+        if missing == 0 || !self.shared.is_empty() {
             return 0;
         }
         let others = self.timelines.ids().filter(|other| *other != timeline);

@@ -160,10 +160,9 @@ impl PagedPool {
     /// Makes pages. Where the device has none left, what the small requests' pool keeps unused is
     /// given back and the page tried once more.
     fn create(&self, new: &mut Vec<Extent>, bytes: u64) -> Result<(), Failure> {
-        let properties = self.device.allocation_properties();
         let mut trimmed = false;
         for _ in 0..bytes / self.config.page {
-            let make = || physical::create(self.device.driver(), self.config.page, &properties);
+            let make = || self.backing.create(self.config.page);
             let extent = match make() {
                 Err(failure) if failure.is_out_of_memory() && !trimmed => {
                     trimmed = true;
@@ -189,7 +188,7 @@ impl PagedPool {
             // made just now; none is released before the pool's drop.
             unsafe { mappings.push(*extent, self.config.page) }
         });
-        match mapped.and_then(|()| mappings.open_to(self.device.location())) {
+        match mapped.and_then(|()| self.backing.open(&mappings)) {
             Ok(()) => Ok(mappings),
             Err(failure) => {
                 let undone = mappings.undo();
@@ -301,7 +300,7 @@ impl PagedPool {
         }
     }
 
-    fn lock_growing(&self) -> MutexGuard<'_, ()> {
+    pub(super) fn lock_growing(&self) -> MutexGuard<'_, ()> {
         super::lock(&self.growing)
     }
 }

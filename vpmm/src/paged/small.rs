@@ -13,10 +13,12 @@ use std::sync::Mutex;
 
 use cuda_sys::types::*;
 
+use crate::backing::Backing;
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Driver, Failure};
 use crate::error::{Error, Result};
 use crate::event::BesideCaptures;
+use crate::location::{Access, Location};
 use crate::units::DevicePtr;
 
 /// The bit of a tag that marks a small allocation.
@@ -46,15 +48,21 @@ unsafe impl Send for Small {}
 unsafe impl Sync for Small {}
 
 impl Small {
-    /// A pool that keeps what it holds, or `None` where the device has no memory pools.
-    pub(super) fn new(device: &Device) -> Result<Option<Self>> {
-        let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED;
+    /// A pool that keeps what it holds, or `None` where the device has no memory pools of this kind
+    /// of memory.
+    pub(super) fn new(device: &Device, backing: &Backing) -> Result<Option<Self>> {
+        use CUdevice_attribute as A;
+        let attribute = match backing.location() {
+            Location::Device => A::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED,
+            Location::Host => A::CU_DEVICE_ATTRIBUTE_HOST_MEMORY_POOLS_SUPPORTED,
+            Location::HostNuma(_) => A::CU_DEVICE_ATTRIBUTE_HOST_NUMA_MEMORY_POOLS_SUPPORTED,
+        };
         if device.attribute(attribute)? == 0 {
             return Ok(None);
         }
         let properties = CUmemPoolProps {
             allocType: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-            location: device.location(),
+            location: backing.cuda_location(),
             ..Default::default()
         };
         let _beside = BesideCaptures::enter(device.driver())?;
@@ -68,11 +76,31 @@ impl Small {
         let set = unsafe {
             device.driver().cuMemPoolSetAttribute(pool, attribute, (&raw mut keep).cast::<c_void>())
         };
-        if let Err(failure) = set {
+        // A pool on the host is the host's alone at first.
+        let opened = set.and_then(|()| match backing.location() {
+            Location::Device => Ok(()),
+            Location::Host | Location::HostNuma(_) => {
+                small.set_access(device.driver(), device, Access::ReadWrite)
+            }
+        });
+        if let Err(failure) = opened {
             small.destroy(device.driver());
             return Err(failure.into());
         }
         Ok(Some(small))
+    }
+
+    /// Sets what a device may do with the pool's memory, now and from now on.
+    pub(super) fn set_access(
+        &self,
+        driver: &Driver,
+        device: &Device,
+        access: Access,
+    ) -> Result<(), Failure> {
+        let _beside = BesideCaptures::enter(driver)?;
+        let access = CUmemAccessDesc { location: device.location(), flags: access.flags() };
+        // SAFETY: the pool is alive; the pointer is to one live descriptor.
+        unsafe { driver.cuMemPoolSetAccess(self.pool, &access, 1) }
     }
 
     pub(super) fn malloc(
@@ -129,6 +157,13 @@ impl Small {
                 Some(Err(failure.about(live.bytes)))
             }
         }
+    }
+
+    /// Whether an address is in a small allocation.
+    pub(super) fn holds(&self, address: u64) -> bool {
+        let book = super::lock(&self.book);
+        let before = book.live.range(..=address).next_back();
+        before.is_some_and(|(start, live)| address - start < live.bytes)
     }
 
     pub(super) fn live_bytes(&self) -> u64 {

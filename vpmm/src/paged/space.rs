@@ -4,7 +4,7 @@
 //! a region that carries a fence holds it; an event that no region needs is kept for the next
 //! record; a region whose fence has passed belongs to no stream.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 
 use smallvec::SmallVec;
 
@@ -40,6 +40,8 @@ pub(super) struct Space {
     pub(super) failed_unmaps: u64,
     pub(super) pages_created: u64,
     pub(super) pages_moved: u64,
+    /// Pages that other processes may have.
+    pub(super) shared: HashSet<Extent>,
     last_tag: u32,
     sweep_timelines_at: usize,
 }
@@ -60,6 +62,7 @@ impl Space {
             failed_unmaps: 0,
             pages_created: 0,
             pages_moved: 0,
+            shared: HashSet::new(),
             last_tag: 0,
             sweep_timelines_at: FEW_TIMELINES,
         }
@@ -261,6 +264,13 @@ impl Space {
         self.set(id, State::Live, Fence::PASSED);
         let start = self.map.region(id).start();
         self.chunk_of(id).set_owner(start, Some((id, tag)));
+    }
+
+    /// The allocation that starts at an address.
+    pub(super) fn live_at(&self, address: u64) -> Result<NodeId, Error> {
+        let chunk = self.chunks.iter().find(|chunk| chunk.contains(address));
+        let chunk = chunk.ok_or(Error::ForeignPointer { address })?;
+        chunk.owner(address).map(|(id, _)| id).ok_or_else(|| self.why_not_live(address))
     }
 
     fn why_not_live(&self, address: u64) -> Error {

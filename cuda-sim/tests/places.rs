@@ -1,0 +1,172 @@
+//! Memory on the host, and on devices that reach each other's or do not.
+
+mod support;
+
+use cuda_sim::Simulator;
+use cuda_sys::types::*;
+use support::{GRANULE, Gpu, access, call, exportable, location, ok, prop};
+
+const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
+
+fn host() -> CUmemLocation {
+    CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST, id: 0 }
+}
+
+fn node(id: i32) -> CUmemLocation {
+    CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA, id }
+}
+
+fn at(location: CUmemLocation) -> CUmemAllocationProp {
+    CUmemAllocationProp { location, ..prop(0) }
+}
+
+fn right(location: CUmemLocation) -> CUmemAccessDesc {
+    CUmemAccessDesc { location, ..access(0, 3) }
+}
+
+impl Gpu {
+    fn create_at(&self, prop: &CUmemAllocationProp) -> Result<u64, CUresult> {
+        let mut handle = 0;
+        match call!(self, cuMemCreate(&mut handle, GRANULE, prop, 0)) {
+            CUresult::CUDA_SUCCESS => Ok(handle),
+            code => Err(code),
+        }
+    }
+
+    fn set(&self, address: u64, rights: &[CUmemAccessDesc]) -> CUresult {
+        call!(self, cuMemSetAccess(address, GRANULE, rights.as_ptr(), rights.len()))
+    }
+
+    fn right_of(&self, location: CUmemLocation, address: u64) -> u64 {
+        let mut flags = 0;
+        ok!(self, cuMemGetAccess(&mut flags, &location, address));
+        flags
+    }
+}
+
+#[test]
+fn device_work_uses_memory_of_the_host() {
+    let gpu = Gpu::new(Simulator::builder());
+    for place in [host(), node(1)] {
+        let handle = gpu.create_at(&at(place)).unwrap();
+        assert_eq!((gpu.sim.memory_used(0), gpu.sim.host_memory_used()), (0, GRANULE as u64));
+        let address = gpu.reserve(GRANULE);
+        ok!(gpu, cuMemMap(address, GRANULE, 0, handle, 0));
+        let stream = gpu.stream();
+        assert_eq!(call!(gpu, cuMemsetD32Async(address, 1, 4, stream)), INVALID, "no access yet");
+        // Both in one call.
+        assert_eq!(gpu.set(address, &[access(0, 3), right(place)]), CUresult::CUDA_SUCCESS);
+        assert_eq!((gpu.right_of(location(0), address), gpu.right_of(place, address)), (3, 3));
+        gpu.fill(address, 7, 4, stream);
+        ok!(gpu, cuStreamSynchronize(stream));
+        assert_eq!(gpu.word(address + 12), 7);
+        let mut found = CUmemAllocationProp::default();
+        ok!(gpu, cuMemGetAllocationPropertiesFromHandle(&mut found, handle));
+        assert_eq!((found.location.type_, found.location.id), (place.type_, place.id));
+        ok!(gpu, cuMemUnmap(address, GRANULE));
+        ok!(gpu, cuMemRelease(handle));
+        assert_eq!(gpu.sim.host_memory_used(), 0);
+    }
+    gpu.sim.assert_clean();
+}
+
+#[test]
+fn who_can_reach_what() {
+    let gpu = Gpu::new(Simulator::builder());
+    let map = |location: CUmemLocation| {
+        let address = gpu.reserve(GRANULE);
+        ok!(gpu, cuMemMap(address, GRANULE, 0, gpu.create_at(&at(location)).unwrap(), 0));
+        address
+    };
+    let (of_device, of_host, of_node) = (map(location(0)), map(host()), map(node(0)));
+    assert_eq!(gpu.set(of_device, &[right(host())]), CUresult::CUDA_ERROR_NOT_SUPPORTED);
+    assert_eq!(gpu.set(of_device, &[right(node(0))]), INVALID);
+    assert_eq!(gpu.set(of_host, &[right(node(0))]), INVALID);
+    assert_eq!(gpu.set(of_node, &[right(host())]), CUresult::CUDA_SUCCESS);
+}
+
+#[test]
+fn places_that_are_not_there() {
+    let gpu = Gpu::new(Simulator::builder());
+    let current = CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT;
+    assert_eq!(gpu.create_at(&at(CUmemLocation { type_: current, id: 0 })), Err(INVALID));
+    let missing = Err(CUresult::CUDA_ERROR_INVALID_DEVICE);
+    assert_eq!(gpu.create_at(&at(node(99))), missing);
+    let shared = CUmemAllocationProp { location: host(), ..exportable(0) };
+    assert_eq!(gpu.create_at(&shared), Err(INVALID), "memory of the host at large stays here");
+    let none = Gpu::new(Simulator::builder().host_memory_bytes(0));
+    let unsupported = Err(CUresult::CUDA_ERROR_NOT_SUPPORTED);
+    assert_eq!(none.create_at(&at(host())), unsupported);
+    assert_eq!(none.create_at(&at(node(0))), unsupported);
+}
+
+#[test]
+fn a_memory_pool_on_the_host() {
+    let gpu = Gpu::new(Simulator::builder());
+    let props = CUmemPoolProps {
+        allocType: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+        location: host(),
+        ..Default::default()
+    };
+    let mut pool = std::ptr::null_mut();
+    ok!(gpu, cuMemPoolCreate(&mut pool, &props));
+    let stream = gpu.stream();
+    let mut address = 0;
+    ok!(gpu, cuMemAllocFromPoolAsync(&mut address, 64, pool, stream));
+    assert!(gpu.sim.host_memory_used() > 0);
+    // At first it is the host's alone.
+    assert_eq!(call!(gpu, cuMemsetD32Async(address, 5, 4, stream)), INVALID);
+    let right = access(0, 3);
+    ok!(gpu, cuMemPoolSetAccess(pool, &right, 1));
+    gpu.fill(address, 5, 4, stream);
+    ok!(gpu, cuStreamSynchronize(stream));
+    assert_eq!(gpu.word(address), 5);
+    ok!(gpu, cuMemFreeAsync(address, stream));
+    ok!(gpu, cuMemPoolDestroy(pool));
+    ok!(gpu, cuStreamSynchronize(stream));
+    assert_eq!(gpu.sim.host_memory_used(), 0);
+    gpu.sim.assert_clean();
+}
+
+#[test]
+fn a_right_is_taken_while_the_work_of_others_goes_on() {
+    use cuda_sim::Schedule;
+    let gpu = Gpu::new(Simulator::builder().devices(2).schedule(Schedule::Manual));
+    let address = gpu.reserve(GRANULE);
+    gpu.map(address, GRANULE, gpu.create(GRANULE));
+    assert_eq!(gpu.set(address, &[access(1, 3)]), CUresult::CUDA_SUCCESS);
+    let own = gpu.stream();
+    gpu.fill(address, 1, 4, own);
+    gpu.sim.run_until_idle();
+    // The owner's work may not have ended; the peer has none.
+    assert_eq!(gpu.set(address, &[access(1, 0)]), CUresult::CUDA_SUCCESS);
+    gpu.sim.assert_clean();
+    assert_eq!(gpu.set(address, &[access(1, 3)]), CUresult::CUDA_SUCCESS);
+    gpu.retain(1);
+    let peer = gpu.stream();
+    ok!(gpu, cuStreamWaitEvent(peer, gpu_event_on(&gpu, own), 0));
+    gpu.fill(address, 2, 4, peer);
+    gpu.sim.run_until_idle();
+    assert_eq!(gpu.set(address, &[access(1, 0)]), INVALID);
+    assert!(gpu.sim.report().misuse[0].contains("mapping in use"));
+}
+
+/// An event after everything on a stream of the first device.
+fn gpu_event_on(gpu: &Gpu, stream: CUstream) -> CUevent {
+    gpu.retain(0);
+    let event = gpu.record(stream);
+    gpu.retain(1);
+    event
+}
+
+#[test]
+fn devices_without_peer_access() {
+    let gpu = Gpu::new(Simulator::builder().devices(2).peer_access(false));
+    let mut can = -1;
+    ok!(gpu, cuDeviceCanAccessPeer(&mut can, 1, 0));
+    assert_eq!(can, 0);
+    let address = gpu.reserve(GRANULE);
+    gpu.map(address, GRANULE, gpu.create(GRANULE));
+    assert_eq!(gpu.set(address, &[access(1, 3)]), CUresult::CUDA_ERROR_INVALID_DEVICE);
+    assert_eq!(gpu.right_of(location(1), address), 0);
+}

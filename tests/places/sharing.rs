@@ -1,0 +1,377 @@
+//! Memory shared between processes.
+
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command, Stdio};
+
+use cuda_sim::{Schedule, Simulator};
+use cuda_sys::types::*;
+use vpmm::{Access, Error, Imported, Location, Pool, Sharing};
+
+use crate::rig::{GRANULE, Profile};
+use crate::support::{Held, Rig, Watched};
+
+const FILES: Sharing = Sharing::FileDescriptor;
+/// Set in the process that a test starts: on what kind of device it works.
+const CHILD: &str = "VPMM_TEST_CHILD";
+
+fn shareable(rig: &Rig, profile: Profile) -> Watched<'_> {
+    let pool = profile.open(&rig.device, Location::Device, FILES).expect("a pool");
+    rig.watch(profile, pool)
+}
+
+/// Starts this test again in another process, whose standard input is a socket to here.
+fn start(test: &str, rig: &Rig) -> (Child, UnixStream) {
+    let (here, there) = UnixStream::pair().unwrap();
+    let kind = if rig.sim.is_some() { "simulator" } else { "gpu" };
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", test, "--nocapture"])
+        .env(CHILD, kind)
+        .stdin(Stdio::from(OwnedFd::from(there)))
+        .spawn()
+        .unwrap();
+    (child, here)
+}
+
+/// In the process that was started: its device, and the socket.
+fn started() -> Option<(Rig, UnixStream)> {
+    let rig = match std::env::var(CHILD).ok()?.as_str() {
+        "gpu" => Rig::gpu().expect("the other process has a GPU"),
+        _ => Rig::simulated(Schedule::Eager),
+    };
+    let socket = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
+    Some((rig, socket.into()))
+}
+
+fn say(mut socket: &UnixStream, words: &[u64]) {
+    for word in words {
+        socket.write_all(&word.to_le_bytes()).unwrap();
+    }
+}
+
+fn hear<const N: usize>(mut socket: &UnixStream) -> [u64; N] {
+    std::array::from_fn(|_| {
+        let mut word = [0; 8];
+        socket.read_exact(&mut word).unwrap();
+        u64::from_le_bytes(word)
+    })
+}
+
+/// One allocation over several handles: written there, read here, written here, read there.
+#[test]
+fn two_processes_share_an_allocation() {
+    if let Some((rig, socket)) = started() {
+        for _ in Profile::BOTH {
+            let memory = Imported::receive(&rig.device, &socket, Access::ReadWrite).unwrap();
+            let [seed, bytes] = hear(&socket);
+            assert!(memory.bytes() >= bytes);
+            assert!(memory.stats().mapped_bytes >= bytes);
+            let stream = rig.stream();
+            let ptr = memory.ptr().unwrap();
+            rig.check(ptr.address(), bytes, seed, stream.handle());
+            assert_eq!(rig.mismatches(), 0);
+            rig.fill(ptr.address(), bytes, seed + 1, stream.handle());
+            stream.synchronize().unwrap();
+            drop(memory);
+            say(&socket, &[1]);
+        }
+        return rig.assert_clean();
+    }
+    Rig::everywhere(|rig| {
+        let (mut child, socket) = start("sharing::two_processes_share_an_allocation", rig);
+        for profile in Profile::BOTH {
+            let watched = shareable(rig, profile);
+            let stream = rig.stream();
+            // Made piece by piece, so that it lies on several handles.
+            let parts = [(); 3].map(|()| watched.malloc(GRANULE, &stream));
+            parts.into_iter().for_each(|part| watched.free(part, &stream));
+            let held = watched.malloc(5 * GRANULE, &stream);
+            stream.synchronize().unwrap();
+            watched.pool.export(held.ptr).unwrap().send(&socket).unwrap();
+            assert!(watched.pool.stats().exported_bytes >= 5 * GRANULE);
+            say(&socket, &[held.seed, held.bytes]);
+            assert_eq!(hear(&socket), [1]);
+            let theirs = Held { seed: held.seed + 1, ..held };
+            watched.free(theirs, &stream);
+            watched.assert_intact();
+        }
+        assert!(child.wait().unwrap().success());
+    });
+}
+
+/// A whole pool, and what it makes after it was shared; the importer ends after the owner.
+#[test]
+fn two_processes_share_a_pool_that_grows() {
+    if let Some((rig, socket)) = started() {
+        for _ in Profile::BOTH {
+            let mut memory = Imported::receive(&rig.device, &socket, Access::Read).unwrap();
+            let stream = rig.stream();
+            let look = |memory: &Imported| {
+                let [address, bytes, seed] = hear(&socket);
+                let here = memory.translate(address).expect("an address of the pool");
+                let last = memory.translate(address + bytes - 1).expect("its end");
+                assert_eq!(last.address() - here.address(), bytes - 1, "contiguous here, too");
+                rig.check(here.address(), bytes, seed, stream.handle());
+                assert_eq!(rig.mismatches(), 0);
+            };
+            look(&memory);
+            say(&socket, &[1]);
+            let before = memory.stats().mapped_bytes;
+            memory.receive_more(&socket).unwrap();
+            assert!(memory.stats().mapped_bytes > before);
+            look(&memory);
+            // Nothing new.
+            memory.receive_more(&socket).unwrap();
+            assert_eq!(memory.translate(0), None);
+            say(&socket, &[2]);
+        }
+        return rig.assert_clean();
+    }
+    Rig::everywhere(|rig| {
+        let (mut child, socket) = start("sharing::two_processes_share_a_pool_that_grows", rig);
+        for profile in Profile::BOTH {
+            let watched = shareable(rig, profile);
+            let stream = rig.stream();
+            let first = watched.malloc(3 * GRANULE, &stream);
+            stream.synchronize().unwrap();
+            let mut export = watched.pool.export_all().unwrap();
+            export.send(&socket).unwrap();
+            say(&socket, &[first.address(), first.bytes, first.seed]);
+            assert_eq!(hear(&socket), [1]);
+            let second = watched.malloc(4 * GRANULE, &stream);
+            stream.synchronize().unwrap();
+            export.send(&socket).unwrap();
+            say(&socket, &[second.address(), second.bytes, second.seed]);
+            export.send(&socket).unwrap();
+            assert_eq!(hear(&socket), [2]);
+            watched.free(first, &stream);
+            watched.free(second, &stream);
+            watched.assert_intact();
+        }
+        assert!(child.wait().unwrap().success());
+    });
+}
+
+/// Two machines, as two processes are, in one.
+fn two(builder: impl Fn() -> cuda_sim::Builder) -> [Rig; 2] {
+    [(); 2].map(|()| Rig::on(builder().build().unwrap()))
+}
+
+/// Sends and receives at a time.
+fn pass(
+    mut export: vpmm::Export<'_>,
+    to: &Rig,
+    access: Access,
+) -> (Result<(), Error>, Result<Imported, Error>) {
+    let (here, there) = UnixStream::pair().unwrap();
+    std::thread::scope(|scope| {
+        let receiver = scope.spawn(move || Imported::receive(&to.device, &there, access));
+        let sent = export.send(&here);
+        (sent, receiver.join().unwrap())
+    })
+}
+
+#[test]
+fn an_import_is_counted_read_only_and_given_back() {
+    for (sharing, profile) in [FILES, Sharing::Fabric]
+        .into_iter()
+        .flat_map(|sharing| Profile::BOTH.map(|profile| (sharing, profile)))
+    {
+        let [owner, user] = two(|| Simulator::builder().fabric(true));
+        let pool = profile.open(&owner.device, Location::Device, sharing).unwrap();
+        let stream = owner.stream();
+        let ptr = pool.malloc(3 * GRANULE as usize, &stream).unwrap();
+        let (sim, before) = (user.sim.as_ref().unwrap(), user.sim.as_ref().unwrap().leaks());
+        let (sent, memory) = pass(pool.export(ptr).unwrap(), &user, Access::Read);
+        sent.unwrap();
+        let memory = memory.unwrap();
+        assert_eq!((memory.access(), memory.bytes()), (Access::Read, 3 * GRANULE));
+        let stats = memory.stats();
+        assert_eq!(stats.mapped_bytes, pool.stats().exported_bytes);
+        assert_eq!((stats.reservation_count, stats.hole_bytes), (1, 0));
+        let here = memory.ptr().unwrap().address();
+        assert_eq!(memory.translate(ptr.address()).unwrap().address(), here);
+        let write = user.driver.raw().cuMemsetD32Async.unwrap();
+        let on = user.stream();
+        // SAFETY: a live stream; the address is the driver's to judge.
+        let code = unsafe { write(here, 1, 4, on.handle().raw()) };
+        assert_eq!(code, CUresult::CUDA_ERROR_INVALID_VALUE, "it is to be read only");
+        drop((memory, on));
+        assert_eq!(sim.leaks(), before);
+        pool.free(ptr, &stream).unwrap();
+        pool.validate().unwrap();
+    }
+}
+
+/// Shared memory stays at its addresses, where the same program without sharing moves it.
+#[test]
+fn what_was_exported_does_not_move() {
+    for profile in Profile::BOTH {
+        let [owner, user] = two(Simulator::builder);
+        let moved = |export: bool| {
+            let watched = shareable(&owner, profile);
+            let stream = owner.stream();
+            let mut held: Vec<_> = (0..6).map(|_| watched.malloc(2 * GRANULE, &stream)).collect();
+            let memory = export.then(|| {
+                let (sent, memory) = pass(watched.pool.export_all().unwrap(), &user, Access::Read);
+                sent.unwrap();
+                memory.unwrap()
+            });
+            for index in [4, 2, 0] {
+                watched.free(held.remove(index), &stream);
+            }
+            let result = watched.try_malloc(4 * GRANULE, &stream);
+            match (&result, export) {
+                (Err(error), true) => assert!(error.is_out_of_memory(), "{error}"),
+                (Ok(_), false) => {}
+                _ => panic!("{profile:?}, exported {export}: {result:?}"),
+            }
+            held.extend(result.ok());
+            let moved = watched.moved();
+            held.into_iter().for_each(|held| watched.free(held, &stream));
+            watched.assert_intact();
+            drop(memory);
+            moved
+        };
+        assert!(moved(false) > 0);
+        assert_eq!(moved(true), 0);
+    }
+}
+
+#[test]
+fn what_cannot_be_shared_is_named() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let stream = rig.stream();
+    for profile in Profile::BOTH {
+        let private = profile.open(&rig.device, Location::Device, Sharing::None).unwrap();
+        let ptr = private.malloc(GRANULE as usize, &stream).unwrap();
+        assert!(matches!(private.export(ptr).unwrap_err(), Error::NotShareable { .. }));
+        assert!(matches!(private.export_all().unwrap_err(), Error::NotShareable { .. }));
+        let pool = profile.open(&rig.device, Location::Device, FILES).unwrap();
+        let error = pool.export(ptr).unwrap_err();
+        assert!(matches!(error, Error::ForeignPointer { .. }), "{error}");
+        private.free(ptr, &stream).unwrap();
+        let ptr = pool.malloc(2 * GRANULE as usize, &stream).unwrap();
+        let inside = vpmm::DevicePtr::from_address(ptr.address() + GRANULE);
+        let error = pool.export(inside).unwrap_err();
+        assert!(matches!(error, Error::InteriorPointer { .. }), "{error}");
+        pool.free(ptr, &stream).unwrap();
+        let error = pool.export(ptr).unwrap_err();
+        assert!(matches!(error, Error::DoubleFree { .. }), "{error}");
+        assert_eq!(pool.stats().exported_bytes, 0);
+    }
+    let paged = Profile::Paged.open(&rig.device, Location::Device, FILES).unwrap();
+    let small = paged.malloc(100, &stream).unwrap();
+    assert!(matches!(paged.export(small).unwrap_err(), Error::NotShareable { .. }));
+    paged.free(small, &stream).unwrap();
+}
+
+/// A message with the right form and the wrong descriptor, with none, and no message at all.
+#[test]
+fn wrong_messages_leave_nothing_behind() {
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+    let rig = Rig::simulated(Schedule::Eager);
+    let before = rig.sim.as_ref().unwrap().leaks();
+    let address = 0x7000_0000_0000_u64;
+    let mut message = b"vpmmshr\0\x01\x00\x01\x01".to_vec();
+    message.extend([1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
+    message.extend(GRANULE.to_le_bytes());
+    message.extend([7; 16]);
+    for word in [address, 512, address, GRANULE] {
+        message.extend(word.to_le_bytes());
+    }
+    let entry: Vec<u8> = [address, GRANULE].into_iter().flat_map(u64::to_le_bytes).collect();
+    let receive = |head: &[u8], file: Option<OwnedFd>| {
+        let (here, there) = UnixStream::pair().unwrap();
+        (&here).write_all(head).unwrap();
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let files: Vec<_> = file.iter().map(AsFd::as_fd).collect();
+        if !files.is_empty() {
+            assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
+        }
+        let parts = [std::io::IoSlice::new(&entry)];
+        sendmsg(&here, &parts, &mut control, SendFlags::empty()).unwrap();
+        here.shutdown(std::net::Shutdown::Write).unwrap();
+        let error = Imported::receive(&rig.device, &there, Access::Read).unwrap_err();
+        let mut answer = [0];
+        (&here).read_exact(&mut answer).unwrap();
+        assert_eq!(answer, [2], "the sender is told: {error}");
+        error
+    };
+    let null = || Some(std::fs::File::open("/dev/null").unwrap().into());
+    let error = receive(&message, null());
+    let named = matches!(error, Error::ImportRefused { code: CUresult::CUDA_ERROR_UNKNOWN });
+    assert!(named, "{error}");
+    let error = receive(&message, None);
+    assert!(matches!(error, Error::BadMessage { .. }), "{error}");
+    let error = receive(&[0x55; 64], null());
+    assert!(matches!(error, Error::BadMessage { .. }), "{error}");
+    let error = receive(&message[..20], None);
+    assert!(matches!(error, Error::Socket(_)), "{error}");
+    let (_here, there) = UnixStream::pair().unwrap();
+    let error = Imported::receive(&rig.device, &there, Access::None).unwrap_err();
+    assert!(matches!(error, Error::Config { name: "access", .. }), "{error}");
+    assert_eq!(rig.sim.as_ref().unwrap().leaks(), before);
+}
+
+/// The owner's driver will not export the second handle: the other process keeps nothing.
+#[test]
+fn a_failed_export_leaves_nothing_behind() {
+    let [owner, user] = two(Simulator::builder);
+    let pool = Profile::Paged.open(&owner.device, Location::Device, FILES).unwrap();
+    let stream = owner.stream();
+    let ptr = pool.malloc(3 * GRANULE as usize, &stream).unwrap();
+    let before = user.sim.as_ref().unwrap().leaks();
+    let code = CUresult::CUDA_ERROR_UNKNOWN;
+    owner.sim.as_ref().unwrap().fail_nth("cuMemExportToShareableHandle", 2, code);
+    let (here, there) = UnixStream::pair().unwrap();
+    let result = std::thread::scope(|scope| {
+        let device = &user.device;
+        let receiver = scope.spawn(move || Imported::receive(device, &there, Access::Read));
+        let error = pool.export(ptr).unwrap().send(&here).unwrap_err();
+        assert!(matches!(error, Error::Driver { code: named, .. } if named == code), "{error}");
+        // The socket is of no further use.
+        drop(here);
+        receiver.join().unwrap()
+    });
+    assert!(matches!(result, Err(Error::Socket(_))), "{result:?}");
+    assert_eq!(user.sim.as_ref().unwrap().leaks(), before);
+    pool.free(ptr, &stream).unwrap();
+    pool.validate().unwrap();
+}
+
+/// A fault at each call of the importer: nothing stays, the owner is told, and has what it had.
+#[test]
+fn a_failed_import_leaves_nothing_behind() {
+    let mut met = 0;
+    for n in 1.. {
+        let [owner, user] = two(Simulator::builder);
+        let pool: Pool = Profile::Paged.open(&owner.device, Location::Device, FILES).unwrap();
+        let stream = owner.stream();
+        let ptr = pool.malloc(3 * GRANULE as usize, &stream).unwrap();
+        let sim = user.sim.as_ref().unwrap();
+        let before = sim.leaks();
+        sim.fail_call(n, CUresult::CUDA_ERROR_UNKNOWN);
+        let (sent, memory) = pass(pool.export(ptr).unwrap(), &user, Access::ReadWrite);
+        sim.clear_faults();
+        let failed = memory.is_err();
+        // The release of a handle may fail with nobody to tell.
+        let released = sim.leaks().handles > before.handles;
+        if failed {
+            assert!(matches!(sent, Err(Error::PeerRefused | Error::Socket(_))), "{sent:?}");
+            assert_eq!(sim.leaks(), before, "call {n}");
+            met += 1;
+        }
+        drop(memory);
+        if !released {
+            assert_eq!(sim.leaks(), before, "call {n}");
+        }
+        pool.free(ptr, &stream).unwrap();
+        if !failed && n > 20 {
+            break;
+        }
+    }
+    assert!(met >= 8, "only {met} faults were met");
+}

@@ -1,0 +1,252 @@
+//! What a pool's memory is made of: where it is, how it can be shared, who may reach it.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use cuda_sys::types::*;
+use smallvec::SmallVec;
+
+use crate::device::Device;
+use crate::driver::Failure;
+use crate::error::{Error, Result};
+use crate::location::{Access, Location, Sharing};
+use crate::mapping::{self, NewMappings};
+use crate::physical::{self, Extent};
+
+/// The kind of memory that a pool holds. Every handle is made and every mapping opened through
+/// this, so that all of a pool's memory is alike.
+pub(crate) struct Backing {
+    device: Device,
+    location: Location,
+    sharing: Sharing,
+    granule_bytes: u64,
+    /// Devices beside the pool's that may reach the memory.
+    peers: Mutex<Vec<Peer>>,
+}
+
+struct Peer {
+    /// Its primary context stays retained while it has access.
+    device: Device,
+    access: Access,
+}
+
+/// A device as one that is to have access.
+fn descriptor(device: &Device, access: Access) -> CUmemAccessDesc {
+    CUmemAccessDesc { location: device.location(), flags: access.flags() }
+}
+
+impl Backing {
+    /// Makes sure that the device has such memory. Where it is a matter of more than the device (the
+    /// host's nodes, rights in a container, the fabric), a granule is made and given back.
+    pub(crate) fn new(device: &Device, location: Location, sharing: Sharing) -> Result<Self> {
+        use CUdevice_attribute as A;
+        let ordinal = device.ordinal();
+        let has = |attribute| device.attribute(attribute).map(|value| value != 0);
+        if !device.supports_vmm()? {
+            return Err(Error::VmmUnsupported { ordinal });
+        }
+        let location_is_there = match location {
+            Location::Device => true,
+            Location::Host => has(A::CU_DEVICE_ATTRIBUTE_HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)?,
+            Location::HostNuma(_) => {
+                has(A::CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)?
+            }
+        };
+        if !location_is_there {
+            return Err(Error::LocationUnsupported { ordinal, location });
+        }
+        if location == Location::Host && sharing != Sharing::None {
+            return Err(Error::Config {
+                name: "sharing",
+                value: format!("{sharing:?}"),
+                reason: "Location::Host cannot be shared; a node of the host can".to_owned(),
+            });
+        }
+        let can_be_shared = match sharing {
+            Sharing::None => true,
+            Sharing::FileDescriptor => {
+                has(A::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)?
+            }
+            Sharing::Fabric => has(A::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)?,
+        };
+        if !can_be_shared {
+            return Err(Error::SharingUnsupported { ordinal, sharing });
+        }
+        let mut backing = Self {
+            device: device.clone(),
+            location,
+            sharing,
+            granule_bytes: 0,
+            peers: Mutex::default(),
+        };
+        backing.granule_bytes = match device.granularity_of(&backing.properties()) {
+            Ok(bytes) => bytes,
+            Err(failure) => return Err(backing.not_there(failure)),
+        };
+        if location != Location::Device || sharing == Sharing::Fabric {
+            backing.try_a_granule()?;
+        }
+        Ok(backing)
+    }
+
+    fn try_a_granule(&self) -> Result<()> {
+        let extent = self.create(self.granule_bytes).map_err(|failure| self.not_there(failure))?;
+        let mut orphans = Vec::new();
+        // SAFETY: made just now, mapped nowhere, known to nobody.
+        unsafe { physical::release_all(self.device.driver(), [extent], &mut orphans) };
+        if orphans.is_empty() {
+            return Ok(());
+        }
+        // Once more, as a pool tries again with handles that the driver would not take back.
+        let mut lost = Vec::new();
+        // SAFETY: as above; the first attempt did not take it.
+        unsafe { physical::release_all(self.device.driver(), orphans, &mut lost) };
+        Ok(())
+    }
+
+    /// What the driver's refusal of this kind of memory means.
+    fn not_there(&self, failure: Failure) -> Error {
+        let refused = matches!(
+            failure.code,
+            CUresult::CUDA_ERROR_NOT_SUPPORTED
+                | CUresult::CUDA_ERROR_NOT_PERMITTED
+                | CUresult::CUDA_ERROR_INVALID_VALUE
+                | CUresult::CUDA_ERROR_INVALID_DEVICE
+        );
+        let (ordinal, location, sharing) = (self.device.ordinal(), self.location, self.sharing);
+        match (refused, location, sharing) {
+            (true, Location::Device, Sharing::Fabric) => {
+                Error::SharingUnsupported { ordinal, sharing }
+            }
+            (true, Location::Host | Location::HostNuma(_), _) => {
+                Error::LocationUnsupported { ordinal, location }
+            }
+            _ => failure.about(self.granule_bytes),
+        }
+    }
+
+    pub(crate) fn location(&self) -> Location {
+        self.location
+    }
+
+    pub(crate) fn sharing(&self) -> Sharing {
+        self.sharing
+    }
+
+    /// The least bytes of a handle.
+    pub(crate) fn granule_bytes(&self) -> u64 {
+        self.granule_bytes
+    }
+
+    /// Where the memory is, as the driver says it.
+    pub(crate) fn cuda_location(&self) -> CUmemLocation {
+        match self.location {
+            Location::Device => self.device.location(),
+            Location::Host => {
+                CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST, id: 0 }
+            }
+            Location::HostNuma(node) => CUmemLocation {
+                type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA,
+                // A node past the range of int cannot exist; -1 lets the driver say so.
+                id: i32::try_from(node).unwrap_or(-1),
+            },
+        }
+    }
+
+    fn properties(&self) -> CUmemAllocationProp {
+        CUmemAllocationProp {
+            type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+            requestedHandleTypes: self.sharing.handle_type(),
+            location: self.cuda_location(),
+            ..Default::default()
+        }
+    }
+
+    /// Makes an extent.
+    pub(crate) fn create(&self, bytes: u64) -> Result<Extent, Failure> {
+        physical::create(self.device.driver(), bytes, &self.properties())
+    }
+
+    /// Opens new mappings to everybody who may reach the pool's memory, in one call.
+    pub(crate) fn open(&self, mappings: &NewMappings<'_>) -> Result<(), Failure> {
+        mappings.open_to(&self.everybody())
+    }
+
+    /// Who may reach the memory: the pool's device, the host where the memory is there, the peers.
+    pub(crate) fn everybody(&self) -> SmallVec<[CUmemAccessDesc; 4]> {
+        let mut all = SmallVec::new();
+        all.push(descriptor(&self.device, Access::ReadWrite));
+        if self.location != Location::Device {
+            let (location, flags) = (self.cuda_location(), Access::ReadWrite.flags());
+            all.push(CUmemAccessDesc { location, flags });
+        }
+        all.extend(self.peers().iter().map(|peer| descriptor(&peer.device, peer.access)));
+        all
+    }
+
+    fn peers(&self) -> MutexGuard<'_, Vec<Peer>> {
+        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What a device may do with the memory.
+    pub(crate) fn access_of(&self, device: &Device) -> Access {
+        if device.ordinal() == self.device.ordinal() {
+            return Access::ReadWrite;
+        }
+        let peers = self.peers();
+        let found = peers.iter().find(|peer| peer.device.ordinal() == device.ordinal());
+        found.map_or(Access::None, |peer| peer.access)
+    }
+
+    /// Checks whether a device may be given this access; `false` where it has it already.
+    pub(crate) fn may_set(&self, device: &Device, access: Access) -> Result<bool> {
+        let (peer, owner) = (device.ordinal(), self.device.ordinal());
+        if peer == owner {
+            return match access {
+                Access::ReadWrite => Ok(false),
+                Access::None | Access::Read => Err(Error::OwnerAccess { device: owner }),
+            };
+        }
+        // Memory of the host is within every device's reach.
+        let far = self.location == Location::Device && access != Access::None;
+        if far && !device.can_access(&self.device)? {
+            return Err(Error::PeerUnsupported { device: owner, peer });
+        }
+        Ok(self.access_of(device) != access)
+    }
+
+    /// Sets a device's access to mappings, and to every one made from now on. On failure it has the
+    /// access that it had.
+    ///
+    /// # Safety
+    /// The runs are of whole mappings of the pool, all of those that it has; none is made or undone
+    /// meanwhile.
+    pub(crate) unsafe fn set_access(
+        &self,
+        device: &Device,
+        access: Access,
+        runs: &[(u64, u64)],
+    ) -> Result<()> {
+        let driver = self.device.driver();
+        let before = self.access_of(device);
+        let set = |access: Access, (start, bytes): (u64, u64)| {
+            // SAFETY: whole mappings, by the caller's word; the list has one entry.
+            unsafe { mapping::set_access(driver, start, bytes, &[descriptor(device, access)]) }
+        };
+        for (index, run) in runs.iter().enumerate() {
+            if let Err(failure) = set(access, *run) {
+                // The one that failed, too: some of it may have been changed. If the driver refuses
+                // this as well there is nothing left to try; the next call sets every run anew.
+                for run in &runs[..=index] {
+                    let _ = set(before, *run);
+                }
+                return Err(failure.about(run.1));
+            }
+        }
+        let mut peers = self.peers();
+        peers.retain(|peer| peer.device.ordinal() != device.ordinal());
+        if access != Access::None {
+            peers.push(Peer { device: device.clone(), access });
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,433 @@
+//! The other process's side.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::ptr;
+
+use cuda_sys::types::*;
+
+use super::socket;
+use super::wire::{self, BATCH, FABRIC_BYTES, HEADER_BYTES, Header, Span, WINDOW_BYTES};
+use crate::device::Device;
+use crate::driver::{Driver, Failure};
+use crate::error::{Error, Result};
+use crate::event::BesideCaptures;
+use crate::location::{Access, Sharing};
+use crate::mapping;
+use crate::reservation::Reservation;
+use crate::stats::Stats;
+use crate::units::DevicePtr;
+
+/// Addresses of the owner's, and those that stand for them here.
+struct Window {
+    there: Span,
+    here: Reservation,
+}
+
+/// An extent where it is mapped here.
+#[derive(Clone, Copy)]
+struct Mapped {
+    here: u64,
+    bytes: u64,
+    /// The number of its window.
+    window: usize,
+}
+
+/// Memory of another process's pool, mapped in this one: an allocation, or a whole pool.
+///
+/// It is laid out as there: what is contiguous there is contiguous here. No allocation is made from
+/// it, and it cannot be shared further. It is the owner's to say what lies where, and that work of
+/// both processes on it is in order. When it is dropped, it waits for the work of the device's primary
+/// context (which ends captures there), then unmaps the memory; the owner's part of it stays.
+pub struct Imported {
+    device: Device,
+    access: Access,
+    pool: [u8; 16],
+    granule: u64,
+    handles: Sharing,
+    block: Option<Span>,
+    windows: Vec<Window>,
+    /// By their addresses there.
+    extents: BTreeMap<u64, Mapped>,
+}
+
+impl Imported {
+    /// Takes the memory that the process at the other end of a connected Unix stream socket sends
+    /// with [`Export::send`](crate::Export::send), and maps it for a device, to read or to read and
+    /// write. Blocks until it has come; timeouts are set on the socket.
+    ///
+    /// The device is the one that the memory is on, or one that reaches it. Some 50 µs for each
+    /// physical handle on an H200: `cuMemImportFromShareableHandle`, `cuMemMap` and
+    /// `cuMemSetAccess`, in the CUDA driver API's "Virtual Memory Management".
+    ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let (one, other) = [(); 2].map(|()| cuda_sim::Simulator::builder().build()).into();
+    /// # let (one, other) = (one?, other?);
+    /// # let (driver, other_driver) = (vpmm::Driver::new(one.driver())?, vpmm::Driver::new(other.driver())?);
+    /// use std::os::unix::net::UnixStream;
+    /// use vpmm::{Access, Imported, Pool, PoolConfig, Sharing};
+    ///
+    /// let (here, there) = UnixStream::pair()?;
+    /// // In one process:
+    /// let mut config = PoolConfig::default();
+    /// config.sharing = Sharing::FileDescriptor;
+    /// let device = driver.device(0)?;
+    /// let pool = Pool::new(&device, &config)?;
+    /// let stream = device.stream()?;
+    /// let ptr = pool.malloc(64 << 20, &stream)?;
+    /// let sending = || pool.export(ptr)?.send(&here);
+    /// // In another:
+    /// let device_there = other_driver.device(0)?;
+    /// let receiving = || Imported::receive(&device_there, &there, Access::Read);
+    ///
+    /// let memory = std::thread::scope(|scope| {
+    ///     let receiver = scope.spawn(receiving);
+    ///     sending()?;
+    ///     receiver.join().expect("no panic")
+    /// })?;
+    /// assert_eq!(memory.bytes(), 64 << 20);
+    /// assert!(memory.ptr().is_some());
+    /// # drop(memory);
+    /// # pool.free(ptr, &stream)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Config`] for [`Access::None`], [`Error::Socket`], [`Error::BadMessage`],
+    /// [`Error::ImportRefused`] for a descriptor or handle that names no shared memory,
+    /// [`Error::PeerUnsupported`], [`Error::AddressSpaceExhausted`], [`Error::ContextLost`],
+    /// [`Error::Driver`]. Nothing stays mapped, the sender is told, and the socket is of no further
+    /// use.
+    ///
+    /// [`Error::Config`]: crate::Error::Config
+    /// [`Error::Socket`]: crate::Error::Socket
+    /// [`Error::BadMessage`]: crate::Error::BadMessage
+    /// [`Error::ImportRefused`]: crate::Error::ImportRefused
+    /// [`Error::PeerUnsupported`]: crate::Error::PeerUnsupported
+    /// [`Error::AddressSpaceExhausted`]: crate::Error::AddressSpaceExhausted
+    /// [`Error::ContextLost`]: crate::Error::ContextLost
+    /// [`Error::Driver`]: crate::Error::Driver
+    pub fn receive(device: &Device, socket: impl AsFd, access: Access) -> Result<Self> {
+        if access == Access::None {
+            return Err(Error::Config {
+                name: "access",
+                value: "None".to_owned(),
+                reason: "imported memory is there to be read at least".to_owned(),
+            });
+        }
+        let socket = socket.as_fd();
+        telling(socket, || {
+            let header = receive_header(socket)?;
+            let mut imported = Self {
+                device: device.clone(),
+                access,
+                pool: header.pool,
+                granule: header.granule,
+                handles: header.handles,
+                block: header.block,
+                windows: Vec::new(),
+                extents: BTreeMap::new(),
+            };
+            imported.take(socket, &header)?;
+            Ok(imported)
+        })
+    }
+
+    /// Takes what a pool has made since it was sent last, from the same
+    /// [`Export`](crate::Export) of a whole pool.
+    ///
+    /// # Errors
+    /// As [`receive`](Self::receive); [`Error::BadMessage`] for memory of another export. What was
+    /// there before stays, nothing is added.
+    ///
+    /// [`Error::BadMessage`]: crate::Error::BadMessage
+    pub fn receive_more(&mut self, socket: impl AsFd) -> Result<()> {
+        let socket = socket.as_fd();
+        telling(socket, || {
+            let header = receive_header(socket)?;
+            let same = header.pool == self.pool
+                && header.granule == self.granule
+                && header.handles == self.handles;
+            if !same || header.block.is_some() || self.block.is_some() {
+                return Err(Error::BadMessage { reason: "it is not of the same whole pool" });
+            }
+            self.take(socket, &header)
+        })
+    }
+
+    /// The start of the allocation that was shared; nothing where it was a whole pool.
+    pub fn ptr(&self) -> Option<DevicePtr> {
+        self.translate(self.block?.start)
+    }
+
+    /// The bytes of the allocation, rounded as the owner's pool rounds; of a whole pool all that is
+    /// mapped.
+    pub fn bytes(&self) -> u64 {
+        self.block.map_or_else(|| self.mapped_bytes(), |block| block.bytes)
+    }
+
+    /// Where an address of the owner's process is here; nothing where it has no memory here.
+    pub fn translate(&self, there: u64) -> Option<DevicePtr> {
+        let (start, mapped) = self.extents.range(..=there).next_back()?;
+        let offset = there - start;
+        (offset < mapped.bytes).then(|| DevicePtr::from_address(mapped.here + offset))
+    }
+
+    /// What the device may do with the memory.
+    pub fn access(&self) -> Access {
+        self.access
+    }
+
+    fn mapped_bytes(&self) -> u64 {
+        self.extents.values().map(|extent| extent.bytes).sum()
+    }
+
+    /// The memory that this process holds by the import: mapped and reserved bytes, extents,
+    /// reservations. It is the owner's physical memory, and counted by the owner's pool too. No
+    /// driver call.
+    pub fn stats(&self) -> Stats {
+        let mapped_bytes = self.mapped_bytes();
+        let reserved_bytes = self.windows.iter().map(|window| window.here.bytes()).sum();
+        Stats {
+            mapped_bytes,
+            peak_mapped_bytes: mapped_bytes,
+            reserved_bytes,
+            hole_bytes: reserved_bytes - mapped_bytes,
+            reservation_count: self.windows.len() as u64,
+            extent_count: self.extents.len() as u64,
+            page_size_bytes: self.granule,
+            ..Stats::default()
+        }
+    }
+
+    /// Maps what follows a header, all of it or nothing.
+    fn take(&mut self, socket: BorrowedFd<'_>, header: &Header) -> Result<()> {
+        let mut bytes = vec![0; header.windows as usize * WINDOW_BYTES];
+        socket::receive(socket, &mut bytes)?;
+        let spans = header.read_windows(&bytes)?;
+        let device = self.device.clone();
+        let _context = device.enter()?;
+        let driver = device.driver();
+        // Dropped after what is mapped in them.
+        let mut reserved: Vec<Window> = Vec::new();
+        let mut numbers = Vec::new();
+        for span in &spans {
+            if let Some(known) = self.windows.iter().position(|window| window.there == *span) {
+                numbers.push(known);
+                continue;
+            }
+            let here = Reservation::new(driver, span.bytes).map_err(|failure| {
+                let bytes = span.bytes;
+                let exhausted = Error::AddressSpaceExhausted { bytes };
+                if failure.is_out_of_memory() { exhausted } else { failure.about(bytes) }
+            })?;
+            numbers.push(self.windows.len() + reserved.len());
+            reserved.push(Window { there: *span, here });
+        }
+        let mut arrived = Arrived { driver, extents: Vec::new() };
+        let (mut left, mut last) = (header.extents as usize, 0);
+        loop {
+            let count = left.min(BATCH);
+            let mut bytes = vec![0; count * header.entry_bytes()];
+            let mut files = socket::receive(socket, &mut bytes)?.into_iter();
+            let expected = if header.handles == Sharing::Fabric { 0 } else { count };
+            if files.len() != expected {
+                return Err(Error::BadMessage {
+                    reason: "its descriptors are not one for each extent",
+                });
+            }
+            let first = arrived.extents.len();
+            let batch = header.read_batch(&bytes, &spans, &mut last)?;
+            for ((span, at), entry) in batch.iter().zip(bytes.chunks_exact(header.entry_bytes())) {
+                let number = numbers[*at];
+                let known = self.windows.iter().chain(&reserved).nth(number);
+                let Some(window) = known.filter(|_| !self.is_known(*span)) else {
+                    return Err(Error::BadMessage { reason: "it repeats an extent" });
+                };
+                let here = window.here.base() + (span.start - window.there.start);
+                let handle = match files.next() {
+                    Some(file) => import_descriptor(driver, &file, span.bytes)?,
+                    None => import_fabric(driver, entry, span.bytes)?,
+                };
+                let mapped = Mapped { here, bytes: span.bytes, window: number };
+                self.map(handle, mapped)?;
+                arrived.extents.push((span.start, mapped));
+            }
+            self.open(&arrived.extents[first..])?;
+            left -= count;
+            if left == 0 {
+                break;
+            }
+            socket::send(socket, &[wire::TAKEN], &[])?;
+        }
+        if self.block.is_some_and(|block| last < block.end()) {
+            return Err(Error::BadMessage { reason: "its block has not all its memory" });
+        }
+        socket::send(socket, &[wire::TAKEN], &[])?;
+        self.extents.extend(std::mem::take(&mut arrived.extents));
+        drop(arrived);
+        self.windows.extend(reserved);
+        Ok(())
+    }
+
+    /// Whether some of an extent is mapped already.
+    fn is_known(&self, span: Span) -> bool {
+        let before = self.extents.range(..span.end()).next_back();
+        before.is_some_and(|(start, mapped)| start + mapped.bytes > span.start)
+    }
+
+    /// Maps an imported handle, which is given up: the mapping keeps the memory.
+    fn map(&self, handle: CUmemGenericAllocationHandle, to: Mapped) -> Result<()> {
+        let driver = self.device.driver();
+        let mapped = self.check_place(handle).and_then(|()| {
+            // SAFETY: the handle was imported just now. The addresses are reserved here, and nothing
+            // is mapped there, since extents do not overlap. A handle of another length is refused.
+            unsafe { driver.cuMemMap(to.here, to.bytes as usize, 0, handle, 0) }
+                .map_err(|failure| failure.about(to.bytes))
+        });
+        // SAFETY: the one reference that the import made; its value is not used after.
+        let _ = unsafe { driver.cuMemRelease(handle) };
+        mapped
+    }
+
+    /// The device must reach the memory where it is.
+    fn check_place(&self, handle: CUmemGenericAllocationHandle) -> Result<()> {
+        let driver = self.device.driver();
+        let mut kind = CUmemAllocationProp::default();
+        // SAFETY: the pointer is to live properties, and the handle is alive.
+        unsafe { driver.cuMemGetAllocationPropertiesFromHandle(&mut kind, handle) }?;
+        let (place, own) = (kind.location, self.device.location());
+        if place.type_ != own.type_ || place.id == own.id {
+            return Ok(());
+        }
+        let mut can = 0;
+        // SAFETY: the pointer is to a live c_int.
+        unsafe { driver.cuDeviceCanAccessPeer(&mut can, own.id, place.id) }?;
+        if can != 0 {
+            return Ok(());
+        }
+        let device = u32::try_from(place.id).unwrap_or(u32::MAX);
+        Err(Error::PeerUnsupported { device, peer: self.device.ordinal() })
+    }
+
+    /// Opens new mappings to the device, in one call for each run without a hole.
+    fn open(&self, extents: &[(u64, Mapped)]) -> Result<()> {
+        let access =
+            [CUmemAccessDesc { location: self.device.location(), flags: self.access.flags() }];
+        let joined = |a: &(u64, Mapped), b: &(u64, Mapped)| {
+            a.1.window == b.1.window && a.1.here + a.1.bytes == b.1.here
+        };
+        for run in extents.chunk_by(joined) {
+            let bytes = run.iter().map(|(_, extent)| extent.bytes).sum();
+            let start = run[0].1.here;
+            // SAFETY: whole mappings made just now, side by side in one reservation.
+            unsafe { mapping::set_access(self.device.driver(), start, bytes, &access) }
+                .map_err(|failure| failure.about(bytes))?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Imported {
+    fn drop(&mut self) {
+        let driver = self.device.driver();
+        let Ok(_context) = self.device.enter() else { return };
+        if self.extents.is_empty() {
+            return;
+        }
+        let waited = BesideCaptures::enter(driver).and_then(|_beside| {
+            // SAFETY: no arguments.
+            unsafe { driver.cuCtxSynchronize() }
+        });
+        if waited.is_err() {
+            // A context that went first: the driver takes the mappings back with the process.
+            return;
+        }
+        for extent in self.extents.values() {
+            // SAFETY: a whole mapping of this import, and all work on the device has finished.
+            let _ = unsafe { mapping::unmap(driver, extent.here, extent.bytes) };
+        }
+    }
+}
+
+impl fmt::Debug for Imported {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Imported")
+            .field("device", &self.device.ordinal())
+            .field("access", &self.access)
+            .field("stats", &self.stats())
+            .finish()
+    }
+}
+
+/// What has been mapped of a message: undone at drop.
+struct Arrived<'a> {
+    driver: &'a Driver,
+    extents: Vec<(u64, Mapped)>,
+}
+
+impl Drop for Arrived<'_> {
+    fn drop(&mut self) {
+        for (_, extent) in &self.extents {
+            // SAFETY: a whole mapping made for this message, which nobody was told of.
+            let _ = unsafe { mapping::unmap(self.driver, extent.here, extent.bytes) };
+        }
+    }
+}
+
+/// Does something about a message, and tells the sender where that fails.
+fn telling<T>(socket: BorrowedFd<'_>, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    work().inspect_err(|_| {
+        // The error to report is the first one.
+        let _ = socket::send(socket, &[wire::REFUSED], &[]);
+    })
+}
+
+fn receive_header(socket: BorrowedFd<'_>) -> Result<Header> {
+    let mut bytes = [0; HEADER_BYTES];
+    socket::receive(socket, &mut bytes)?;
+    Header::read(&bytes)
+}
+
+fn import_descriptor(
+    driver: &Driver,
+    file: &OwnedFd,
+    bytes: u64,
+) -> Result<CUmemGenericAllocationHandle> {
+    let mut handle = 0;
+    let number = ptr::without_provenance_mut(file.as_raw_fd() as usize);
+    let kind = Sharing::FileDescriptor.handle_type();
+    // SAFETY: the pointer is to a live handle; the descriptor, which travels in the pointer's place,
+    // is open. The driver takes no ownership of it.
+    unsafe { driver.cuMemImportFromShareableHandle(&mut handle, number, kind) }
+        .map_err(|failure| refused(failure, bytes))?;
+    Ok(handle)
+}
+
+fn import_fabric(
+    driver: &Driver,
+    entry: &[u8],
+    bytes: u64,
+) -> Result<CUmemGenericAllocationHandle> {
+    let mut name = CUmemFabricHandle::default();
+    let tail = entry.len().saturating_sub(FABRIC_BYTES);
+    for (to, from) in name.data.iter_mut().zip(&entry[tail..]) {
+        *to = *from;
+    }
+    let mut handle = 0;
+    let (from, kind) = ((&raw mut name).cast(), Sharing::Fabric.handle_type());
+    // SAFETY: both pointers are to live values of the types that this kind of handle has.
+    unsafe { driver.cuMemImportFromShareableHandle(&mut handle, from, kind) }
+        .map_err(|failure| refused(failure, bytes))?;
+    Ok(handle)
+}
+
+fn refused(failure: Failure, bytes: u64) -> Error {
+    match failure.about(bytes) {
+        Error::Driver { code, .. } if !failure.is_out_of_memory() => Error::ImportRefused { code },
+        other => other,
+    }
+}
