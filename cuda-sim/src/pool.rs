@@ -393,6 +393,10 @@ pub(crate) fn set_access(
     let seat = call.pools.by_key[&key].heap.seat;
     call.reachable(seat, &wanted)?;
     let wanted: Vec<_> = wanted.iter().map(|right| (right.party(), right.flags)).collect();
+    // Pools know no read-only access.
+    if wanted.iter().any(|&(_, flags)| flags == 1) {
+        return Err(CUresult::CUDA_ERROR_NOT_SUPPORTED);
+    }
     let state = &mut *call.state;
     let pool = state.pools.by_key.get_mut(&key).ok_or(INVALID)?;
     // The owner keeps its access.

@@ -196,6 +196,9 @@ impl Pool {
     /// # }
     /// ```
     ///
+    /// In the paged profile small requests come from a pool of the driver's, which knows no read-only
+    /// access: with [`Access::Read`](crate::Access::Read) those can be written, too.
+    ///
     /// # Errors
     /// [`Error::PeerUnsupported`] where the device cannot reach the memory, [`Error::OwnerAccess`] for
     /// less than everything to the pool's own device, [`Error::ContextLost`], [`Error::Driver`]. The

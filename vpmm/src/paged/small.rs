@@ -90,7 +90,8 @@ impl Small {
         Ok(Some(small))
     }
 
-    /// Sets what a device may do with the pool's memory, now and from now on.
+    /// Sets what a device may do with the pool's memory, now and from now on. The driver's pools
+    /// know no read-only access (an H200 answers NOT_SUPPORTED): who may read may write, too.
     pub(super) fn set_access(
         &self,
         driver: &Driver,
@@ -98,7 +99,8 @@ impl Small {
         access: Access,
     ) -> Result<(), Failure> {
         let _beside = BesideCaptures::enter(driver)?;
-        let access = CUmemAccessDesc { location: device.location(), flags: access.flags() };
+        let granted = if access == Access::Read { Access::ReadWrite } else { access };
+        let access = CUmemAccessDesc { location: device.location(), flags: granted.flags() };
         // SAFETY: the pool is alive; the pointer is to one live descriptor.
         unsafe { driver.cuMemPoolSetAccess(self.pool, &access, 1) }
     }
