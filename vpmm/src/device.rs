@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use cuda_sys::types::*;
 
-use crate::driver::{Driver, Failure};
+use crate::driver::{Awaited, Driver, Failure};
 use crate::error::{Error, Result};
 
 struct Inner {
@@ -179,15 +179,17 @@ impl Device {
         Ok(owned)
     }
 
-    /// Waits until all work on the device's primary context has finished.
+    /// Waits until all work on the device's primary context has finished. What was freed before is
+    /// then everybody's in every pool of this driver on the device.
     ///
     /// # Errors
     /// [`Error::Driver`], [`Error::ContextLost`].
     pub fn synchronize(&self) -> Result<()> {
         let _context = self.enter()?;
-        // SAFETY: no arguments.
-        unsafe { self.0.driver.cuCtxSynchronize() }?;
-        Ok(())
+        self.0.driver.tell_wait_for(Awaited::Device(self.0.ordinal), || {
+            // SAFETY: no arguments.
+            unsafe { self.0.driver.cuCtxSynchronize() }
+        })
     }
 
     /// This device as a place where memory is, or is reached from.
@@ -354,14 +356,16 @@ impl Stream {
         &self.device
     }
 
-    /// Waits until everything enqueued so far has finished.
+    /// Waits until everything enqueued so far has finished. What was freed on the stream before is
+    /// then everybody's in every pool of this driver.
     ///
     /// # Errors
     /// [`Error::Driver`], [`Error::ContextLost`].
     pub fn synchronize(&self) -> Result<()> {
-        // SAFETY: the stream is alive while `self` is.
-        unsafe { self.device.driver().cuStreamSynchronize(self.handle.raw) }?;
-        Ok(())
+        self.device.driver().tell_wait_for(Awaited::Stream(self.handle), || {
+            // SAFETY: the stream is alive while `self` is.
+            unsafe { self.device.driver().cuStreamSynchronize(self.handle.raw) }
+        })
     }
 }
 

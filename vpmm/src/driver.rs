@@ -11,9 +11,11 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use cuda_sys::types::*;
+use smallvec::SmallVec;
 
 use crate::device::{Device, StreamHandle};
 use crate::error::{Error, Result};
+use crate::ordering::Mark;
 
 /// A driver call that did not succeed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -208,6 +210,20 @@ struct Inner {
 pub(crate) trait StreamWatcher: Send + Sync {
     /// The stream is about to be destroyed: the last chance to record on it.
     fn stream_ends(&self, stream: StreamHandle);
+
+    /// The host is about to wait for this: marks of what it has seen complete then.
+    fn marks(&self, of: Awaited) -> SmallVec<[Mark; 2]>;
+
+    /// The host has waited for what was marked.
+    fn passed(&self, mark: &Mark);
+}
+
+/// What the host waits for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Awaited {
+    Stream(StreamHandle),
+    /// Everything in the primary context of the device with this number.
+    Device(u32),
 }
 
 /// A loaded and initialised CUDA driver. Cheap to clone; all clones share one call count.
@@ -305,12 +321,31 @@ impl Driver {
         watchers.push(watcher);
     }
 
-    /// Tells every watcher, outside the lock: they call the driver and take locks of their own.
+    /// Those who watch now. They are told outside the lock: they call the driver and take locks of
+    /// their own.
+    fn watchers(&self) -> Vec<Arc<dyn StreamWatcher>> {
+        let watchers = self.0.watchers.lock().unwrap_or_else(PoisonError::into_inner);
+        watchers.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Tells every watcher that a stream is about to be destroyed.
     pub(crate) fn tell_end_of(&self, stream: StreamHandle) {
-        let watchers = self.0.watchers.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        for watcher in watchers.iter().filter_map(Weak::upgrade) {
-            watcher.stream_ends(stream);
+        self.watchers().iter().for_each(|watcher| watcher.stream_ends(stream));
+    }
+
+    /// Waits on the host by `wait`, and tells every watcher what has passed by it.
+    pub(crate) fn tell_wait_for(
+        &self,
+        of: Awaited,
+        wait: impl FnOnce() -> Result<(), Failure>,
+    ) -> Result<()> {
+        let watchers = self.watchers();
+        let marks: Vec<_> = watchers.iter().map(|watcher| (watcher, watcher.marks(of))).collect();
+        wait()?;
+        for (watcher, marks) in marks {
+            marks.iter().for_each(|mark| watcher.passed(mark));
         }
+        Ok(())
     }
 
     /// The calls made so far through this driver and its clones.

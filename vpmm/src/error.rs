@@ -192,6 +192,10 @@ pub enum Error {
         address: u64,
     },
 
+    /// A mark of another pool.
+    #[error("the mark is of another pool")]
+    ForeignMark,
+
     /// The stream belongs to another device than the pool.
     #[error("a stream of device {stream_device} was used with a pool of device {pool_device}")]
     WrongDevice {

@@ -31,15 +31,18 @@
 //! | `device` | devices, contexts, streams |
 //! | `physical`, `reservation`, `mapping`, `event` | one kind of driver object each |
 //! | `backing` | what a pool's memory is made of |
-//! | `stats`, `validate` | what a pool holds, and what a check of it found |
+//! | `ordering`, `allocation` | what callers say about streams and ask about pointers |
+//! | `stats`, `layout`, `validate` | what a pool holds, and what a check of it found |
 //! | `arena`, `lock` | storage of nodes; locks for short sections (no driver) |
 //! | `fence` | what streams still have to finish (no driver) |
 //! | `region` | the map of addresses and its trees (no driver) |
 //! | `sharing` | memory of other processes, and for them |
+//! | `heap` | what both profiles can do |
 //! | `paged` | the paged profile |
 //! | `default` | the default profile |
 //! | `pool` | the public face |
 
+mod allocation;
 mod arena;
 mod backing;
 mod default;
@@ -48,9 +51,12 @@ mod driver;
 mod error;
 mod event;
 mod fence;
+mod heap;
+mod layout;
 mod location;
 mod lock;
 mod mapping;
+mod ordering;
 mod paged;
 mod physical;
 mod pool;
@@ -61,12 +67,15 @@ mod stats;
 mod units;
 mod validate;
 
+pub use allocation::Allocation;
 pub use default::{Background, PoolConfig};
 pub use device::{Device, Stream, StreamHandle};
 pub use driver::{Driver, DriverCalls};
 pub use error::{Error, Result};
+pub use layout::Layout;
 pub use location::{Access, Location, Sharing};
-pub use paged::{Layout, PagedConfig, PendingPolicy};
+pub use ordering::{Mark, PendingPolicy, Reuse};
+pub use paged::PagedConfig;
 pub use pool::Pool;
 pub use sharing::{Export, Imported};
 pub use stats::Stats;

@@ -11,6 +11,10 @@
 pub struct Stats {
     /// In the hands of callers, rounded as the pool rounds.
     pub live_bytes: u64,
+    /// The most that `live_bytes` has been since the pool was made or
+    /// [`Pool::reset_peaks`](crate::Pool::reset_peaks) was called; where several threads or streams
+    /// allocate, at most too much by what the others' fronts held then.
+    pub peak_live_bytes: u64,
     /// Freed just now, and kept in front for the same stream: see the default profile's front.
     pub cached_bytes: u64,
     /// Free, and no stream can still be using it.
@@ -25,7 +29,7 @@ pub struct Stats {
     pub transit_bytes: u64,
     /// Physical memory of the pages.
     pub mapped_bytes: u64,
-    /// The most that `mapped_bytes` has been.
+    /// The most that `mapped_bytes` has been, since the same.
     pub peak_mapped_bytes: u64,
     /// Addresses reserved.
     pub reserved_bytes: u64,

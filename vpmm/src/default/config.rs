@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::location::{Location, Sharing};
-use crate::paged::PendingPolicy;
+use crate::ordering::{PendingPolicy, Reuse};
 
 /// Granules of addresses that a pool can have: units are counted in 32 bits.
 const MOST_UNITS: u64 = u32::MAX as u64;
@@ -30,6 +30,14 @@ pub struct PoolConfig {
     pub va_size_bytes: Option<u64>,
     /// Whether to grow or to wait when only other streams' memory is free.
     pub pending_policy: PendingPolicy,
+    /// In which ways memory goes from one stream to another.
+    pub reuse: Reuse,
+    /// Held memory above this is given back, as far as it is free, when the host has waited for the
+    /// GPU: by [`Stream::synchronize`](crate::Stream::synchronize),
+    /// [`Device::synchronize`](crate::Device::synchronize) or [`Pool::passed`](crate::Pool::passed).
+    /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD` of the driver's pools, which have 0 by default; here
+    /// everything is kept by default.
+    pub release_threshold_bytes: Option<u64>,
     /// Extents that may move each second, in the long run, where new memory could be had instead;
     /// 400 by default, 1 to 2 % of the time. Moving keeps the pool about as large as what is live,
     /// growing costs its time only once. While a pool finds its size more may move: some for each
@@ -50,6 +58,8 @@ impl Default for PoolConfig {
             limit_bytes: None,
             va_size_bytes: None,
             pending_policy: PendingPolicy::default(),
+            reuse: Reuse::default(),
+            release_threshold_bytes: None,
             moves_per_second: 400,
             background: None,
             location: Location::default(),
@@ -102,6 +112,8 @@ impl Default for Background {
 pub(super) struct Checked {
     pub(super) limit_bytes: Option<u64>,
     pub(super) pending_policy: PendingPolicy,
+    pub(super) reuse: Reuse,
+    pub(super) release_threshold_bytes: Option<u64>,
     pub(super) moves_per_second: u32,
     pub(super) background: Option<Background>,
     /// Granules of addresses.
@@ -129,6 +141,8 @@ impl PoolConfig {
         Ok(Checked {
             limit_bytes: self.limit_bytes,
             pending_policy: self.pending_policy,
+            reuse: self.reuse,
+            release_threshold_bytes: self.release_threshold_bytes,
             moves_per_second: self.moves_per_second,
             background: self.background.clone(),
             granules: granules as u32,

@@ -22,7 +22,7 @@ use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::event::BesideCaptures;
 use crate::lock::Token;
-use crate::paged::PendingPolicy;
+use crate::ordering::PendingPolicy;
 
 /// Zombies unmapped on behalf of one request.
 const REAPED_GRANULES: u64 = 64;

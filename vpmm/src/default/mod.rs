@@ -29,6 +29,7 @@ mod fences;
 mod free_set;
 mod front;
 mod grow;
+mod heap;
 mod helper;
 mod ladder;
 mod memory;
@@ -51,11 +52,14 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
+use smallvec::SmallVec;
+
 use crate::backing::Backing;
 use crate::device::{Device, StreamHandle};
-use crate::driver::StreamWatcher;
+use crate::driver::{Awaited, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::lock::{Asymmetry, SpinLock, Token};
+use crate::ordering::Mark;
 use crate::reservation::Reservation;
 use crate::units::DevicePtr;
 use admit::{Registry, Routes};
@@ -161,10 +165,6 @@ impl Core {
         let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&core) as _;
         device.driver().watch_streams(watcher);
         Ok(core)
-    }
-
-    pub(crate) fn device(&self) -> &Device {
-        &self.device
     }
 
     #[inline(always)]
@@ -406,4 +406,10 @@ impl StreamWatcher for Core {
             self.end_stream(stream, index);
         }
     }
+
+    fn marks(&self, _of: Awaited) -> SmallVec<[Mark; 2]> {
+        SmallVec::new()
+    }
+
+    fn passed(&self, _mark: &Mark) {}
 }

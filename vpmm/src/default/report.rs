@@ -5,7 +5,7 @@ use std::fmt;
 use super::Core;
 use super::class::UNIT_BYTES;
 use super::{lock, shard::Shard};
-use crate::paged::{Layout, Piece};
+use crate::layout::{Layout, Piece};
 use crate::region::State;
 use crate::stats::Stats;
 

@@ -6,6 +6,7 @@ use std::ffi::OsString;
 
 use crate::error::{Error, Result};
 use crate::location::{Location, Sharing};
+use crate::ordering::{PendingPolicy, Reuse};
 
 const PAGE_SIZE: &str = "VPMM_PAGE_SIZE";
 const PAGES: &str = "VPMM_PAGES";
@@ -13,19 +14,6 @@ const VA_SIZE: &str = "VPMM_VA_SIZE";
 
 /// No device has this many bytes of addresses: a page of this size or more means no pages at all.
 const ADDRESS_SPACE_BYTES: u64 = 1 << 47;
-
-/// What to do when free memory exists that another stream may still be using.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-#[non_exhaustive]
-pub enum PendingPolicy {
-    /// Map new pages while the limit and the device allow it, and wait on the GPU for another
-    /// stream's memory only after that: no dependency is added that the program did not ask for.
-    #[default]
-    GrowFirst,
-    /// Take the other streams' memory first, with a wait on the GPU, and map new pages only for
-    /// what is missing then: the least memory, at the price of false dependencies between streams.
-    WaitFirst,
-}
 
 /// Settings of [`Pool::paged`](crate::Pool::paged).
 ///
@@ -50,6 +38,14 @@ pub struct PagedConfig {
     pub limit_bytes: Option<u64>,
     /// Whether to grow or to wait when only other streams' memory is free.
     pub pending_policy: PendingPolicy,
+    /// In which ways memory goes from one stream to another.
+    pub reuse: Reuse,
+    /// Held memory above this is given back, as far as it is free, when the host has waited for the
+    /// GPU: by [`Stream::synchronize`](crate::Stream::synchronize),
+    /// [`Device::synchronize`](crate::Device::synchronize) or [`Pool::passed`](crate::Pool::passed).
+    /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD` of the driver's pools, which have 0 by default; here
+    /// everything is kept by default.
+    pub release_threshold_bytes: Option<u64>,
     /// Where the memory is; on the device by default. Smaller requests are served there, too: where
     /// the driver has no memory pools at the location, each takes a page.
     pub location: Location,
@@ -66,6 +62,8 @@ impl Default for PagedConfig {
             va_size_bytes: 8 << 40,
             limit_bytes: None,
             pending_policy: PendingPolicy::default(),
+            reuse: Reuse::default(),
+            release_threshold_bytes: None,
             location: Location::default(),
             sharing: Sharing::default(),
         }
@@ -82,6 +80,8 @@ pub(super) struct Checked {
     pub(super) va_bytes: u64,
     pub(super) limit_bytes: Option<u64>,
     pub(super) pending_policy: PendingPolicy,
+    pub(super) reuse: Reuse,
+    pub(super) release_threshold_bytes: Option<u64>,
 }
 
 impl PagedConfig {
@@ -162,8 +162,15 @@ impl PagedConfig {
     }
 
     fn checked(&self, page: u64, initial_bytes: u64, va_bytes: u64) -> Checked {
-        let (limit_bytes, pending_policy) = (self.limit_bytes, self.pending_policy);
-        Checked { page, initial_bytes, va_bytes, limit_bytes, pending_policy }
+        Checked {
+            page,
+            initial_bytes,
+            va_bytes,
+            limit_bytes: self.limit_bytes,
+            pending_policy: self.pending_policy,
+            reuse: self.reuse,
+            release_threshold_bytes: self.release_threshold_bytes,
+        }
     }
 }
 

@@ -14,7 +14,7 @@
 mod access;
 mod chunk;
 mod config;
-mod layout;
+mod heap;
 mod place;
 mod plan;
 mod remap;
@@ -24,11 +24,10 @@ mod space;
 mod validate;
 mod zombies;
 
-pub use config::{PagedConfig, PendingPolicy};
-pub use layout::Layout;
+pub use config::PagedConfig;
 
 use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cuda_sys::types::CUstreamCaptureStatus;
 
@@ -38,11 +37,11 @@ use crate::driver::Failure;
 use crate::error::{Error, Result};
 use crate::event::{BesideCaptures, Event};
 use crate::fence::Fence;
+use crate::layout::{Layout, Piece};
 use crate::region::{NodeId, State};
 use crate::stats::Stats;
 use crate::units::{DevicePtr, round_up};
 use config::Checked;
-pub(crate) use layout::Piece;
 use small::Small;
 use space::Space;
 
@@ -71,7 +70,7 @@ pub(crate) struct PagedPool {
 }
 
 impl PagedPool {
-    pub(crate) fn new(device: &Device, config: &PagedConfig) -> Result<Self> {
+    pub(crate) fn new(device: &Device, config: &PagedConfig) -> Result<Arc<Self>> {
         let backing = Backing::new(device, config.location, config.sharing)?;
         let config = config.check(backing.granule_bytes())?;
         let _context = device.enter()?;
@@ -92,11 +91,7 @@ impl PagedPool {
         if pool.config.initial_bytes > 0 {
             pool.preallocate(pool.config.initial_bytes)?;
         }
-        Ok(pool)
-    }
-
-    pub(crate) fn device(&self) -> &Device {
-        &self.device
+        Ok(Arc::new(pool))
     }
 
     fn lock_space(&self) -> MutexGuard<'_, Space> {

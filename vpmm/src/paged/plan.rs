@@ -10,9 +10,9 @@
 //! Planning moves regions into transit, so that no other thread takes them while the driver
 //! works without the lock; [`Space::abandon`] moves them back.
 
-use super::config::PendingPolicy;
 use super::space::Space;
 use crate::fence::{Fence, TimelineId};
+use crate::ordering::PendingPolicy;
 use crate::region::{NodeId, Region, State};
 
 /// Memory that moves: a region in transit that carries the fence of its last use.

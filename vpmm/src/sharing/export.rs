@@ -25,7 +25,7 @@ pub(crate) struct SharedExtent {
 }
 
 /// A pool whose memory can be shared.
-pub(crate) trait Source {
+pub(crate) trait Source: Sync {
     fn backing(&self) -> &Backing;
     fn device(&self) -> &Device;
     /// The reservations, in ascending order.
@@ -44,7 +44,7 @@ pub(crate) trait Source {
 /// moving. The other process keeps the memory alive, also when this one ends. Whole physical handles
 /// are shared: with an allocation come the others that lie on the same ones.
 pub struct Export<'a> {
-    source: &'a (dyn Source + Sync),
+    source: &'a dyn Source,
     pool: [u8; 16],
     /// One allocation, with its extents; the whole pool where there is none.
     block: Option<(Vec<SharedExtent>, Span)>,
@@ -59,7 +59,7 @@ impl fmt::Debug for Export<'_> {
 }
 
 impl<'a> Export<'a> {
-    pub(crate) fn new(source: &'a (dyn Source + Sync), block: Option<u64>) -> Result<Self> {
+    pub(crate) fn new(source: &'a dyn Source, block: Option<u64>) -> Result<Self> {
         if source.backing().sharing() == Sharing::None {
             let reason = "the pool was made without sharing";
             return Err(Error::NotShareable { reason });

@@ -1,17 +1,23 @@
 //! The pool as its users see it.
 
+mod family;
+mod limits;
+mod ordering;
+mod places;
+
 use std::fmt;
 use std::sync::Arc;
 
 use crate::default::{Core, Helper, PoolConfig};
 use crate::device::{Device, StreamHandle};
 use crate::error::Result;
-use crate::location::Access;
-use crate::paged::{Layout, PagedConfig, PagedPool};
-use crate::sharing::{Export, Source};
+use crate::heap::Heap;
+use crate::layout::Layout;
+use crate::paged::{PagedConfig, PagedPool};
 use crate::stats::Stats;
 use crate::units::DevicePtr;
 use crate::validate::Violation;
+use family::Family;
 
 /// A pool of device memory, in stream order.
 ///
@@ -21,15 +27,28 @@ use crate::validate::Violation;
 ///
 /// Any thread may use it. Dropping it waits for the work before its frees (for the whole context,
 /// where allocations were never freed) and gives everything back, such allocations included.
+///
+/// A clone is the same pool: it lives until the last one is dropped.
+#[derive(Clone)]
 pub struct Pool {
-    /// First, so that its thread has ended when the memory is given back.
-    _helper: Option<Helper>,
+    /// Here, and not in the family, so that the hot path has one pointer to follow.
     profile: Profile,
+    family: Arc<Family>,
 }
 
+#[derive(Clone)]
 enum Profile {
     Default(Arc<Core>),
-    Paged(Box<PagedPool>),
+    Paged(Arc<PagedPool>),
+}
+
+impl Profile {
+    fn heap(&self) -> Arc<dyn Heap> {
+        match self {
+            Self::Default(pool) => Arc::clone(pool) as _,
+            Self::Paged(pool) => Arc::clone(pool) as _,
+        }
+    }
 }
 
 impl Pool {
@@ -72,7 +91,8 @@ impl Pool {
     /// [`Error::StreamCapturing`]: crate::Error::StreamCapturing
     pub fn new(device: &Device, config: &PoolConfig) -> Result<Self> {
         let core = Core::new(device, config)?;
-        Ok(Self { _helper: Helper::start(&core)?, profile: Profile::Default(core) })
+        let helper = Helper::start(&core)?;
+        Ok(Self::of(Profile::Default(core), helper))
     }
 
     /// A pool of the paged profile: everything rounds up to pages of 2 MiB (or another multiple of
@@ -96,8 +116,13 @@ impl Pool {
     /// [`Error::AddressSpaceExhausted`]: crate::Error::AddressSpaceExhausted
     /// [`Error::Driver`]: crate::Error::Driver
     pub fn paged(device: &Device, config: &PagedConfig) -> Result<Self> {
-        let pool = Box::new(PagedPool::new(device, config)?);
-        Ok(Self { _helper: None, profile: Profile::Paged(pool) })
+        let pool = PagedPool::new(device, config)?;
+        Ok(Self::of(Profile::Paged(pool), None))
+    }
+
+    fn of(profile: Profile, helper: Option<Helper>) -> Self {
+        let family = Arc::new(Family::new(profile.heap(), helper));
+        Self { profile, family }
     }
 
     /// Allocates `bytes` for use on `stream`. The address is a multiple of 512 bytes in the default
@@ -157,125 +182,26 @@ impl Pool {
         }
     }
 
+    /// Everything but the hot path.
+    fn heap(&self) -> &(dyn Heap + 'static) {
+        self.family.main()
+    }
+
     /// The device whose streams the memory is for, and which has it where
     /// [`Location`](crate::Location) does not say otherwise.
     pub fn device(&self) -> &Device {
-        match &self.profile {
-            Profile::Default(pool) => pool.device(),
-            Profile::Paged(pool) => pool.device(),
-        }
-    }
-
-    /// Sets what another device may do with the pool's memory: all that it holds, and all that it
-    /// will hold, wherever it is mapped. At first no other device may do anything.
-    ///
-    /// The work that uses the memory there must be ordered by its caller, as on any stream that is
-    /// not the allocation's. A right that is given is there for work enqueued after the call. One is
-    /// taken away at once: work of that device that uses the memory, also what was freed already,
-    /// must have finished, since the call does not wait for it. Other devices' work goes on.
-    ///
-    /// One driver call for each run of mapped addresses, some 10 µs for each physical handle in it on
-    /// an H200; requests that have to grow the pool wait meanwhile. `cuMemSetAccess`, in the
-    /// CUDA driver API's "Virtual Memory Management"; for the small requests of the paged profile
-    /// `cuMemPoolSetAccess`, in "Stream Ordered Memory Allocator". Every later growth opens its
-    /// memory to all devices in the one call that it makes anyway.
-    ///
-    /// ```
-    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// # let sim = cuda_sim::Simulator::builder().devices(2).build()?;
-    /// # let driver = vpmm::Driver::new(sim.driver())?;
-    /// use vpmm::Access;
-    ///
-    /// let (device, peer) = (driver.device(0)?, driver.device(1)?);
-    /// let pool = vpmm::Pool::new(&device, &vpmm::PoolConfig::default())?;
-    /// if peer.can_access(&device)? {
-    ///     pool.set_access(&peer, Access::ReadWrite)?;
-    /// }
-    /// assert_eq!(pool.access(&peer), Access::ReadWrite);
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// In the paged profile small requests come from a pool of the driver's, which knows no read-only
-    /// access: with [`Access::Read`](crate::Access::Read) those can be written, too.
-    ///
-    /// # Errors
-    /// [`Error::PeerUnsupported`] where the device cannot reach the memory, [`Error::OwnerAccess`] for
-    /// less than everything to the pool's own device, [`Error::ContextLost`], [`Error::Driver`]. The
-    /// device then has the access that it had.
-    ///
-    /// [`Error::PeerUnsupported`]: crate::Error::PeerUnsupported
-    /// [`Error::OwnerAccess`]: crate::Error::OwnerAccess
-    /// [`Error::ContextLost`]: crate::Error::ContextLost
-    /// [`Error::Driver`]: crate::Error::Driver
-    pub fn set_access(&self, device: &Device, access: Access) -> Result<()> {
-        match &self.profile {
-            Profile::Default(pool) => pool.set_access(device, access),
-            Profile::Paged(pool) => pool.set_access(device, access),
-        }
-    }
-
-    /// What a device may do with the pool's memory. No driver call.
-    pub fn access(&self, device: &Device) -> Access {
-        match &self.profile {
-            Profile::Default(pool) => pool.access_of(device),
-            Profile::Paged(pool) => pool.access_of(device),
-        }
-    }
-
-    /// One allocation, to be sent to another process: see [`Export`]. The pool must have been made with
-    /// [`sharing`](PoolConfig::sharing). With it go the physical handles that it lies on, whole; they
-    /// never move again (in the paged profile no page of the pool does). Free the allocation only when
-    /// the other process has finished with it: its memory is the pool's again from then on.
-    ///
-    /// Host-side, no driver call; a request that has to grow the pool waits meanwhile.
-    ///
-    /// # Errors
-    /// [`Error::NotShareable`] for a pool without sharing, and for a request of the paged profile that
-    /// is smaller than a page; [`Error::ForeignPointer`], [`Error::InteriorPointer`],
-    /// [`Error::DoubleFree`], [`Error::StalePointer`].
-    ///
-    /// [`Error::NotShareable`]: crate::Error::NotShareable
-    /// [`Error::ForeignPointer`]: crate::Error::ForeignPointer
-    /// [`Error::InteriorPointer`]: crate::Error::InteriorPointer
-    /// [`Error::DoubleFree`]: crate::Error::DoubleFree
-    /// [`Error::StalePointer`]: crate::Error::StalePointer
-    pub fn export(&self, ptr: DevicePtr) -> Result<Export<'_>> {
-        Export::new(self.source(), Some(ptr.address()))
-    }
-
-    /// The whole pool, to be sent to another process, and sent again when it has grown: see [`Export`].
-    /// The other process finds every address of this one by
-    /// [`Imported::translate`](crate::Imported::translate). No driver call.
-    ///
-    /// # Errors
-    /// [`Error::NotShareable`](crate::Error::NotShareable) for a pool without sharing.
-    pub fn export_all(&self) -> Result<Export<'_>> {
-        Export::new(self.source(), None)
-    }
-
-    fn source(&self) -> &(dyn Source + Sync) {
-        match &self.profile {
-            Profile::Default(pool) => pool.as_ref(),
-            Profile::Paged(pool) => pool.as_ref(),
-        }
+        self.heap().device()
     }
 
     /// What the pool holds. Two driver calls in the paged profile, for the memory of small requests;
     /// none in the default one, but a look into the fronts of other threads (a system call).
     pub fn stats(&self) -> Stats {
-        match &self.profile {
-            Profile::Default(pool) => pool.stats(),
-            Profile::Paged(pool) => pool.stats(),
-        }
+        self.heap().stats()
     }
 
     /// What stands where, as text: see [`Layout`].
     pub fn layout(&self) -> Layout {
-        match &self.profile {
-            Profile::Default(pool) => pool.layout(),
-            Profile::Paged(pool) => pool.layout(),
-        }
+        self.heap().layout()
     }
 
     /// Checks every invariant of the pool's books, from scratch. For tests: it looks at every page.
@@ -283,10 +209,7 @@ impl Pool {
     /// # Errors
     /// The first invariant that does not hold.
     pub fn validate(&self) -> Result<(), Violation> {
-        match &self.profile {
-            Profile::Default(pool) => pool.validate(),
-            Profile::Paged(pool) => pool.validate(),
-        }
+        self.heap().validate()
     }
 }
 
@@ -294,9 +217,6 @@ impl Pool {
 /// of addresses.
 impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.profile {
-            Profile::Default(pool) => pool.debug(f),
-            Profile::Paged(pool) => pool.debug(f),
-        }
+        self.heap().debug(f)
     }
 }

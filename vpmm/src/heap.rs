@@ -1,0 +1,40 @@
+//! What every kind of pool can do, apart from the hot path.
+
+use std::fmt;
+
+use crate::allocation::Allocation;
+use crate::device::{Device, StreamHandle};
+use crate::error::Result;
+use crate::layout::Layout;
+use crate::location::Access;
+use crate::ordering::Mark;
+use crate::sharing::Source;
+use crate::stats::Stats;
+use crate::units::DevicePtr;
+use crate::validate::Violation;
+
+/// A pool of one profile. What each call means is said at the method of [`Pool`](crate::Pool) with
+/// the same name.
+pub(crate) trait Heap: Source + Send + Sync {
+    fn malloc(&self, bytes: usize, stream: StreamHandle) -> Result<DevicePtr>;
+    fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()>;
+
+    fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()>;
+    fn mark(&self, stream: StreamHandle) -> Result<Mark>;
+    fn follows(&self, stream: StreamHandle, mark: &Mark) -> Result<()>;
+    fn passed(&self, mark: &Mark) -> Result<()>;
+
+    fn trim_to(&self, keep_bytes: u64) -> Result<u64>;
+    /// The bytes above which memory is given back when the host has waited for the GPU.
+    fn release_threshold(&self) -> Option<u64>;
+    fn reset_peaks(&self);
+    fn allocation(&self, address: u64) -> Option<Allocation>;
+
+    fn access_of(&self, device: &Device) -> Access;
+    fn set_access(&self, device: &Device, access: Access) -> Result<()>;
+
+    fn stats(&self) -> Stats;
+    fn layout(&self) -> Layout;
+    fn validate(&self) -> Result<(), Violation>;
+    fn debug(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result;
+}

@@ -1,0 +1,54 @@
+//! The order between streams: what a pool may conclude from it, and what callers tell it.
+
+#![forbid(unsafe_code)]
+
+/// What to do when free memory exists that another stream may still be using.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum PendingPolicy {
+    /// Map new pages while the limit and the device allow it, and wait on the GPU for another
+    /// stream's memory only after that: no dependency is added that the program did not ask for.
+    #[default]
+    GrowFirst,
+    /// Take the other streams' memory first, with a wait on the GPU, and map new pages only for
+    /// what is missing then: the least memory, at the price of false dependencies between streams.
+    WaitFirst,
+}
+
+/// In which ways a stream may get memory that another stream freed: the three switches of the
+/// driver's own pools (`CU_MEMPOOL_ATTR_REUSE_…`), all on by default as there. A stream's own
+/// memory is always its to use again at once; what the host has seen complete is everybody's.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct Reuse {
+    /// Where a caller has said by [`Pool::follows`](crate::Pool::follows) that the one stream comes
+    /// after the other. Off, the pool ignores what it is told there.
+    pub follow_event_dependencies: bool,
+    /// Where the pool finds out by an event that the other stream has come past the free. Off, it
+    /// does not ask for that reason, and memory stays with the stream that freed it until the host
+    /// has waited for that.
+    pub opportunistic: bool,
+    /// By a wait on the GPU that the pool adds; [`PendingPolicy`] says when. Off, it adds none.
+    pub internal_dependencies: bool,
+}
+
+impl Default for Reuse {
+    fn default() -> Self {
+        Self { follow_event_dependencies: true, opportunistic: true, internal_dependencies: true }
+    }
+}
+
+/// A point of a stream, as far as one pool is concerned: everything that was freed there before.
+/// Made by [`Pool::mark`](crate::Pool::mark).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Mark {
+    /// The pool that it is of: the address of its first reservation or any other number that no
+    /// other pool of the process has.
+    pub(crate) pool: u64,
+    /// The stream, by the pool's own number of it.
+    pub(crate) stream: u32,
+    /// The point: what the pool counts there.
+    pub(crate) point: u64,
+    /// The stream's epoch then, where the pool has epochs.
+    pub(crate) epoch: u64,
+}

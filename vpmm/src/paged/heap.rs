@@ -1,0 +1,79 @@
+//! The profile as one of the kinds of pool.
+
+use std::fmt;
+
+use super::PagedPool;
+use crate::allocation::Allocation;
+use crate::device::{Device, StreamHandle};
+use crate::error::Result;
+use crate::heap::Heap;
+use crate::layout::Layout;
+use crate::location::Access;
+use crate::ordering::Mark;
+use crate::stats::Stats;
+use crate::units::DevicePtr;
+use crate::validate::Violation;
+
+impl Heap for PagedPool {
+    fn malloc(&self, bytes: usize, stream: StreamHandle) -> Result<DevicePtr> {
+        self.malloc(bytes, stream)
+    }
+
+    fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
+        self.free(ptr, stream)
+    }
+
+    fn record_stream(&self, _ptr: DevicePtr, _stream: StreamHandle) -> Result<()> {
+        Ok(())
+    }
+
+    fn mark(&self, _stream: StreamHandle) -> Result<Mark> {
+        Ok(Mark { pool: 0, stream: 0, point: 0, epoch: 0 })
+    }
+
+    fn follows(&self, _stream: StreamHandle, _mark: &Mark) -> Result<()> {
+        Ok(())
+    }
+
+    fn passed(&self, _mark: &Mark) -> Result<()> {
+        Ok(())
+    }
+
+    fn trim_to(&self, _keep_bytes: u64) -> Result<u64> {
+        Ok(0)
+    }
+
+    fn release_threshold(&self) -> Option<u64> {
+        self.config.release_threshold_bytes
+    }
+
+    fn reset_peaks(&self) {}
+
+    fn allocation(&self, _address: u64) -> Option<Allocation> {
+        None
+    }
+
+    fn access_of(&self, device: &Device) -> Access {
+        self.access_of(device)
+    }
+
+    fn set_access(&self, device: &Device, access: Access) -> Result<()> {
+        self.set_access(device, access)
+    }
+
+    fn stats(&self) -> Stats {
+        self.stats()
+    }
+
+    fn layout(&self) -> Layout {
+        self.layout()
+    }
+
+    fn validate(&self) -> Result<(), Violation> {
+        self.validate()
+    }
+
+    fn debug(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.debug(f)
+    }
+}

@@ -1,0 +1,50 @@
+//! How much the pool holds, and what of it.
+
+use super::Pool;
+use crate::allocation::Allocation;
+use crate::error::Result;
+
+impl Pool {
+    /// Gives free physical memory back to the device, or the host, until the pool holds no more
+    /// than `keep_bytes` or nothing more is free for good; returns how many bytes it gave back.
+    ///
+    /// Asks about every stream's frees, but waits for none: memory that the GPU may still be using
+    /// is kept, so are exported handles. A handle goes back whole: one of which some byte is in use
+    /// stays. Requests that have to grow the pool wait meanwhile. `cuMemPoolTrimTo` in the CUDA
+    /// driver API's "Stream Ordered Memory Allocator" does the same for a driver's pool.
+    ///
+    /// Two driver calls for each handle given back.
+    ///
+    /// # Errors
+    /// [`Error::ContextLost`](crate::Error::ContextLost), [`Error::Driver`](crate::Error::Driver):
+    /// what was given back before the failure stays given back.
+    pub fn trim_to(&self, keep_bytes: u64) -> Result<u64> {
+        self.heap().trim_to(keep_bytes)
+    }
+
+    /// Sets the peaks in [`Stats`](crate::Stats) to what is in use and held now.
+    pub fn reset_peaks(&self) {
+        self.heap().reset_peaks();
+    }
+
+    /// The allocation that an address is in; `None` where it is in none of this pool. Host-side,
+    /// no driver call, a look at the table (from inside a long allocation at several places of it).
+    ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let sim = cuda_sim::Simulator::builder().build()?;
+    /// # let driver = vpmm::Driver::new(sim.driver())?;
+    /// # let device = driver.device(0)?;
+    /// # let stream = device.stream()?;
+    /// let pool = vpmm::Pool::new(&device, &vpmm::PoolConfig::default())?;
+    /// let ptr = pool.malloc(1 << 20, &stream)?;
+    /// let found = pool.allocation(ptr.address() + 1000).expect("it is inside");
+    /// assert_eq!((found.start.address(), found.bytes), (ptr.address(), 1 << 20));
+    /// assert_eq!(found.stream, Some(stream.handle()));
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn allocation(&self, address: u64) -> Option<Allocation> {
+        self.heap().allocation(address)
+    }
+}
