@@ -7,6 +7,7 @@ use crate::device::{Device, StreamHandle};
 use crate::error::Result;
 use crate::layout::Layout;
 use crate::location::Access;
+use crate::memory_map::FreePiece;
 use crate::ordering::Mark;
 use crate::sharing::Source;
 use crate::stats::Stats;
@@ -32,6 +33,13 @@ pub(crate) trait Heap: Source + Send + Sync {
 
     fn access_of(&self, device: &Device) -> Access;
     fn set_access(&self, device: &Device, access: Access) -> Result<()>;
+
+    /// Allocations in the hands of callers. No driver call.
+    fn live_count(&self) -> u64;
+    /// Whether an address is in an allocation that is in none of the reservations.
+    fn holds_outside(&self, address: u64) -> bool;
+    /// The largest free pieces, the largest first. No driver call.
+    fn largest_free(&self) -> Vec<FreePiece>;
 
     fn stats(&self) -> Stats;
     fn layout(&self) -> Layout;

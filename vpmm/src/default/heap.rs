@@ -9,6 +9,7 @@ use crate::error::Result;
 use crate::heap::Heap;
 use crate::layout::Layout;
 use crate::location::Access;
+use crate::memory_map::FreePiece;
 use crate::ordering::Mark;
 use crate::stats::Stats;
 use crate::units::DevicePtr;
@@ -59,6 +60,18 @@ impl Heap for Core {
 
     fn set_access(&self, device: &Device, access: Access) -> Result<()> {
         self.set_access(device, access)
+    }
+
+    fn live_count(&self) -> u64 {
+        self.stats().live_count
+    }
+
+    fn holds_outside(&self, _address: u64) -> bool {
+        false
+    }
+
+    fn largest_free(&self) -> Vec<FreePiece> {
+        self.largest_free()
     }
 
     fn stats(&self) -> Stats {

@@ -26,6 +26,7 @@ mod config;
 mod counters;
 mod cut;
 mod fences;
+mod free_pieces;
 mod free_set;
 mod front;
 mod grow;
@@ -229,6 +230,7 @@ impl Core {
                 mapped_bytes,
                 live_bytes,
                 limit_bytes,
+                map,
                 ..
             } => Error::OutOfMemory {
                 requested_bytes: bytes,
@@ -237,6 +239,7 @@ impl Core {
                 mapped_bytes,
                 live_bytes,
                 limit_bytes,
+                map,
             },
             other => other,
         })

@@ -14,6 +14,7 @@
 mod access;
 mod chunk;
 mod config;
+mod free_pieces;
 mod heap;
 mod place;
 mod plan;
