@@ -120,7 +120,8 @@ struct InCallback;
 
 impl InCallback {
     fn enter() -> Option<Self> {
-        (!IN_CALLBACK.replace(true)).then_some(Self)
+        // Made only there: dropping one ends the stay.
+        if IN_CALLBACK.replace(true) { None } else { Some(Self) }
     }
 }
 
