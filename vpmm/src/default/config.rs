@@ -82,8 +82,8 @@ impl Default for PoolConfig {
 /// It never records on the legacy default stream, since that can end the capture of another stream;
 /// what that stream frees is for requests to find, as without a helper.
 ///
-/// Dropping the pool ends the thread, after the driver call that it is in. A pool that is never
-/// dropped keeps it until the process ends.
+/// The pool's end ends the thread, after the driver call that it is in. A pool that is never dropped,
+/// or of which something is allocated for ever, keeps it until the process ends.
 ///
 /// ```
 /// let mut background = vpmm::Background::default();

@@ -209,10 +209,11 @@ impl Pool {
     #[inline]
     pub fn malloc(&self, bytes: usize, stream: impl Into<StreamHandle>) -> Result<DevicePtr> {
         let stream = stream.into();
-        match self.profile.malloc(bytes, stream) {
-            Ok(ptr) => Ok(ptr),
-            Err(error) => self.after_failure(error, bytes, stream),
-        }
+        let result = match &self.profile {
+            Profile::Default(pool) => pool.malloc(bytes, stream),
+            Profile::Paged(pool) => pool.malloc(bytes, stream),
+        };
+        if result.is_ok() { result } else { self.after_failure(result, bytes, stream) }
     }
 
     /// Frees an allocation once everything enqueued on `stream` so far has finished. The stream

@@ -187,10 +187,11 @@ impl Pool {
     #[inline(never)]
     pub(super) fn after_failure(
         &self,
-        error: Error,
+        result: Result<DevicePtr>,
         bytes: usize,
         stream: StreamHandle,
     ) -> Result<DevicePtr> {
+        let Err(error) = result else { return result };
         self.recover(error, || self.profile.malloc(bytes, stream))
     }
 

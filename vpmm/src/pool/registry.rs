@@ -19,6 +19,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Wea
 use super::Pool;
 use super::family::Family;
 use crate::driver::Driver;
+use crate::sharing::Span;
 
 /// A driver's pools.
 #[derive(Default)]
@@ -111,7 +112,7 @@ impl Registry {
             windows: Vec::new(),
         };
         book.pools.insert(id, entry);
-        book.note_windows(id, windows.iter().map(|span| (span.start, span.bytes)));
+        book.set_windows(id, &windows);
         Pool { profile: family.profile(), family, handles }
     }
 
@@ -152,12 +153,19 @@ impl Registry {
             let alive = |(id, entry): (&u64, &Entry)| Some((*id, entry.family.upgrade()?));
             book.pools.iter().filter_map(alive).collect()
         };
+        let mut found = None;
         for (id, family) in &families {
             let windows = family.windows();
-            self.write().note_windows(*id, windows.iter().map(|span| (span.start, span.bytes)));
+            self.write().set_windows(*id, &windows);
+            // In the list itself: another thread may enter an older one in between.
+            let holds = |window: &Span| {
+                address.checked_sub(window.start).is_some_and(|offset| offset < window.bytes)
+            };
+            if windows.iter().any(holds) {
+                found = Some(*id);
+            }
         }
-        let in_window = self.read().pool_at(address);
-        in_window.or_else(|| {
+        found.or_else(|| {
             let holds = families.iter().find(|(_, family)| family.holds_outside(address));
             holds.map(|(id, _)| *id)
         })
@@ -206,22 +214,23 @@ impl Book {
         (address - start < window.bytes).then_some(window.pool)
     }
 
-    fn note_windows(&mut self, id: u64, windows: impl Iterator<Item = (u64, u64)>) {
+    /// Enters what a pool's windows are now.
+    fn set_windows(&mut self, id: u64, windows: &[Span]) {
         // A pool that has ended meanwhile has no addresses.
         let Some(entry) = self.pools.get_mut(&id) else { return };
-        for (start, bytes) in windows {
-            if self.windows.insert(start, Window { bytes, pool: id }).is_none() {
-                entry.windows.push(start);
-            }
+        let starts = windows.iter().map(|window| window.start).collect();
+        for gone in std::mem::replace(&mut entry.windows, starts) {
+            self.windows.remove(&gone);
+        }
+        for window in windows {
+            self.windows.insert(window.start, Window { bytes: window.bytes, pool: id });
         }
     }
 
     fn remove(&mut self, id: u64) {
-        // Nobody owns the pool by its entry: an orphan has none that could remove it.
-        let Some(entry) = self.pools.remove(&id) else { return };
-        for start in entry.windows {
-            self.windows.remove(&start);
-        }
+        self.set_windows(id, &[]);
+        // Not the pool's last owner: an orphan is taken out by a handle, which owns it then.
+        self.pools.remove(&id);
     }
 }
 
