@@ -1,10 +1,11 @@
 //! Pools whose handles are dropped while allocations are out, and pools that are destroyed.
 
 use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
-use vpmm::{DevicePtr, Driver, Error, Pool, StreamHandle};
+use vpmm::{Background, DevicePtr, Driver, Error, Pool, PoolConfig, StreamHandle};
 
 use crate::rig::{GRANULE, Profile, SMALL};
 use crate::support::Rig;
@@ -307,4 +308,58 @@ fn handles_are_found_and_dropped_all_the_time() {
         assert_eq!(used(&rig), before);
         rig.assert_clean();
     }
+}
+
+/// A helper goes on working for an orphan, and ends with it.
+#[test]
+fn an_orphan_with_a_helper() {
+    let sim = Simulator::builder().schedule(Schedule::Random).seed(7).build().unwrap();
+    let driver = Driver::new(sim.driver()).unwrap();
+    let device = driver.device(0).unwrap();
+    for round in 0..10 {
+        let mut background = Background::default();
+        background.period = Duration::ZERO;
+        background.ahead_bytes = GRANULE;
+        let mut config = PoolConfig::default();
+        config.background = Some(background);
+        let pool = Pool::new(&device, &config).unwrap();
+        let streams = [(); 2].map(|()| device.stream().unwrap());
+        let held = [(); 6].map(|()| pool.malloc(GRANULE as usize, &streams[0]).unwrap());
+        drop(pool);
+        for (at, ptr) in held.into_iter().enumerate() {
+            Pool::free_any(&driver, ptr, &streams[at % 2]).unwrap();
+            std::thread::sleep(Duration::from_micros(50 * round));
+        }
+    }
+    drop((device, driver));
+    sim.assert_clean();
+    assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+}
+
+/// Questions about foreign addresses look at every pool; one that is destroyed meanwhile is gone when
+/// that returns.
+#[test]
+fn a_pool_is_destroyed_while_others_look_for_theirs() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let before = used(&rig);
+    let (driver, done) = (&rig.driver, AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    assert_eq!(Pool::of(driver, 5), None);
+                }
+            });
+        }
+        let stream = rig.stream();
+        for profile in [Profile::Default, Profile::Paged].repeat(50) {
+            let pool = profile.open(&rig.device);
+            let ptr = pool.malloc(SMALL as usize, &stream).unwrap();
+            assert_eq!(Pool::of(driver, ptr.address()).as_ref(), Some(&pool));
+            pool.destroy().unwrap();
+            assert_eq!(used(&rig), before);
+        }
+        done.store(true, Ordering::Relaxed);
+    });
+    rig.assert_clean();
 }

@@ -1,5 +1,7 @@
 //! The pool of a pointer, and the end of a pool.
 
+use std::sync::Arc;
+
 use super::Pool;
 use super::registry::Registry;
 use crate::device::StreamHandle;
@@ -62,9 +64,15 @@ impl Pool {
     /// # Errors
     /// [`Error::PoolShared`] where there are other handles; the pool comes back with it, as it was.
     pub fn destroy(self) -> Result<(), (Self, Error)> {
-        match self.registry().end(&self) {
-            Ok(()) => Ok(()),
-            Err(others) => Err((self, Error::PoolShared { others })),
+        if let Err(others) = self.registry().end(&self) {
+            return Err((self, Error::PoolShared { others }));
         }
+        let Self { profile, family, handles } = self;
+        drop((profile, handles));
+        // Another thread may just be asking the pool about an address that is not its own.
+        while Arc::strong_count(&family) > 1 {
+            std::thread::yield_now();
+        }
+        Ok(())
     }
 }
