@@ -127,7 +127,11 @@ impl fmt::Display for MemoryMap {
         if self.layout.pieces.is_empty() {
             return Ok(());
         }
-        write!(f, "\nlayout        in pieces of {}", Bytes(stats.page_size_bytes))?;
+        let piece = Bytes(stats.page_size_bytes);
+        write!(
+            f,
+            "\nlayout        in pieces of {piece}: [n] in use, [-n] free, [~n] zombies, [*n] holes"
+        )?;
         write!(f, "\n  ")?;
         let mut start = Start { to: f, left: MOST_DRAWN };
         // Cut short is the only way in which it fails, but for those of the formatter itself.
@@ -226,7 +230,7 @@ mod tests {
             "idle        2 MiB",
             "addresses     1 GiB",
             "4.50 KiB    at 0x900000 for stream 9,",
-            "layout        in pieces of 2 MiB\n  [1][-2][3]",
+            "[*n] holes\n  [1][-2][3]",
         ] {
             assert!(text.contains(part), "{part} is missing in:\n{text}");
         }
