@@ -54,16 +54,19 @@ pub(super) struct Request {
 impl Core {
     /// Serves a request from behind the front.
     pub(super) fn climb(&self, request: Request) -> Result<u32> {
-        if let Some(start) = self.place(request) {
-            return Ok(start);
+        match self.place(request) {
+            Some(start) => Ok(start),
+            None => self.climb_on(request),
         }
-        self.climb_on(request)
     }
 
     #[inline]
     fn place(&self, request: Request) -> Option<u32> {
         let Request { stream, units, .. } = request;
-        self.space.lock().place(&self.tags, stream, units, Part::of_size(units))
+        let mut space = self.space.lock();
+        let start = space.place(&self.tags, stream, units, Part::of_size(units))?;
+        space.note_peak(0);
+        Some(start)
     }
 
     fn place_in_run(&self, request: Request) -> Option<u32> {
@@ -73,14 +76,24 @@ impl Core {
 
     #[cold]
     pub(super) fn climb_on(&self, request: Request) -> Result<u32> {
+        // The calling thread's front is empty from here on.
+        self.step_by_step(request).inspect(|_| self.space.lock().note_peak(0))
+    }
+
+    fn step_by_step(&self, request: Request) -> Result<u32> {
         if self.flush_own(request.stream)
             && let Some(start) = self.place(request)
         {
             return Ok(start);
         }
+        if let Some(start) = self.place_followed(request) {
+            return Ok(start);
+        }
         let _context = self.device.enter()?;
         // From here on one at a time: what one maps another may use.
         let _growing = lock(&self.growing);
+        self.take_followed(request);
+        self.poll_deferred()?;
         if let Some(start) = self.place(request).or_else(|| self.place_in_run(request)) {
             return Ok(start);
         }
@@ -89,7 +102,8 @@ impl Core {
             return Ok(start);
         }
         self.tidy()?;
-        if self.config.pending_policy == PendingPolicy::WaitFirst {
+        let waits = self.config.reuse.internal_dependencies;
+        if waits && self.config.pending_policy == PendingPolicy::WaitFirst {
             // What is in a front has no epoch to wait for.
             self.flush_fronts(|_| true);
             if let Some(start) = self.take_with_wait(request)? {
@@ -139,7 +153,7 @@ impl Core {
         let much = (pool / ALL_OF_POOL).max(ALL_UNITS);
         let some = (pool / FREED_OF_POOL).max(FREED_UNITS) << doublings.min(16);
         let freed = space.want_from_others(request.stream);
-        let from_streams = worth(freed, some.min(much));
+        let from_streams = space.opportunistic && worth(freed, some.min(much));
         let from_fronts = space.may_empty_fronts(request.units) && worth(freed + in_fronts, much);
         space.counters.called_in += u64::from(from_streams || from_fronts);
         (from_streams, from_fronts)
@@ -156,7 +170,8 @@ impl Core {
         if let Some(start) = self.place_elsewhere(request) {
             return Ok(start);
         }
-        if self.config.pending_policy == PendingPolicy::GrowFirst
+        if self.config.reuse.internal_dependencies
+            && self.config.pending_policy == PendingPolicy::GrowFirst
             && let Some(start) = self.take_with_wait(request)?
         {
             return Ok(start);
@@ -220,14 +235,14 @@ impl Core {
             {
                 return Ok(Some(start));
             }
-            let Some(mark) = self.space.lock().mark(other) else { continue };
+            let Some(record) = self.space.lock().record_of(other) else { continue };
             if super::fences::stream_is_capturing(driver, request.handle)? {
                 return Ok(None);
             }
             let _in_order = lock(&self.shard(request.stream).eager);
             {
                 let _beside = BesideCaptures::enter(driver)?;
-                mark.event.hold_back(driver, request.handle)?;
+                record.event.hold_back(driver, request.handle)?;
             }
             let eager = {
                 let space = self.space.lock();
@@ -236,7 +251,7 @@ impl Core {
             // What the stream is handed counts as freed by it, so that an event is behind it.
             let behind = if eager { Some(self.record_now(request.handle)?) } else { None };
             let mut space = self.space.lock();
-            if space.mark(other) != Some(mark) {
+            if space.record_of(other) != Some(record) {
                 space.events.extend(behind);
                 continue;
             }
@@ -253,12 +268,13 @@ impl Core {
         Ok(None)
     }
 
-    /// Empties the calling thread's front of a stream.
-    fn flush_own(&self, stream: u32) -> bool {
+    /// Empties the calling thread's front of a stream; whether there was anything.
+    pub(super) fn flush_own(&self, stream: u32) -> bool {
         let Some(token) = Token::current() else { return false };
         let shard = self.shard(stream);
         let Some(mut front) = shard.enter(token, self.asymmetry) else { return false };
         let mut space = self.space.lock();
+        space.note_peak(front.cached().least);
         let mut any = false;
         front.spill_all(|start, units| {
             any = true;
@@ -282,6 +298,7 @@ impl Core {
         unsafe {
             super::shard::Shard::reach(some, self.asymmetry, |shard, front| {
                 let mut space = self.space.lock();
+                space.note_peak(front.cached().least);
                 front.spill_all(|start, units| {
                     any = true;
                     space.take_back(&self.tags, shard.index, start, units);
