@@ -64,9 +64,10 @@ impl Core {
     fn place(&self, request: Request) -> Option<u32> {
         let Request { stream, units, .. } = request;
         let mut space = self.space.lock();
-        let start = space.place(&self.tags, stream, units, Part::of_size(units))?;
+        let placed = space.place(&self.tags, stream, units, Part::of_size(units));
+        // Nothing is in the caller's front any more.
         space.note_peak(0);
-        Some(start)
+        placed
     }
 
     fn place_in_run(&self, request: Request) -> Option<u32> {
@@ -76,24 +77,19 @@ impl Core {
 
     #[cold]
     pub(super) fn climb_on(&self, request: Request) -> Result<u32> {
-        // The calling thread's front is empty from here on.
-        self.step_by_step(request).inspect(|_| self.space.lock().note_peak(0))
-    }
-
-    fn step_by_step(&self, request: Request) -> Result<u32> {
         if self.flush_own(request.stream)
             && let Some(start) = self.place(request)
         {
             return Ok(start);
         }
-        if let Some(start) = self.place_followed(request) {
+        if self.space.lock().has_ties(request.stream)
+            && let Some(start) = self.place_tied(request)?
+        {
             return Ok(start);
         }
         let _context = self.device.enter()?;
         // From here on one at a time: what one maps another may use.
         let _growing = lock(&self.growing);
-        self.take_followed(request);
-        self.poll_deferred()?;
         if let Some(start) = self.place(request).or_else(|| self.place_in_run(request)) {
             return Ok(start);
         }
@@ -206,7 +202,9 @@ impl Core {
         let units = units.next_multiple_of(LARGE_STEP);
         let mut space = self.space.lock();
         let found = space.place(&self.tags, stream, units, part);
-        found.or_else(|| space.place_in_run(&self.tags, stream, units, part))
+        let found = found.or_else(|| space.place_in_run(&self.tags, stream, units, part));
+        space.note_peak(0);
+        found
     }
 
     /// Unmaps some zombies; where addresses run short, closes epochs for that.

@@ -132,6 +132,10 @@ impl Core {
             let waits = space.deferred.iter().flat_map(|block| &block.waits);
             waits.map(|wait| wait.stream).collect()
         };
+        if streams.is_empty() {
+            return Ok(());
+        }
+        let _context = self.device.enter()?;
         streams.sort_unstable();
         streams.dedup();
         for stream in streams {

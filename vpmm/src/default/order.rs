@@ -78,23 +78,26 @@ impl Core {
         if mark.pool == self.base && known { Ok(()) } else { Err(Error::ForeignMark) }
     }
 
-    /// A block of a stream that the request's comes after.
-    pub(super) fn place_followed(&self, request: Request) -> Option<u32> {
+    /// A block of a stream that the request's comes after; else all that the stream may have of
+    /// those becomes its own. And frees that wait for further streams are asked about.
+    pub(super) fn place_tied(&self, request: Request) -> Result<Option<u32>> {
         let Request { stream, units, .. } = request;
-        self.space.lock().place_followed(&self.tags, stream, units, Part::of_size(units))
-    }
-
-    /// Makes everything that the request's stream may have of those that it follows its own.
-    pub(super) fn take_followed(&self, request: Request) -> bool {
-        let mut any = false;
-        while self.space.lock().take_followed(&self.tags, request.stream) {
-            any = true;
+        let part = Part::of_size(units);
+        if let Some(start) = self.space.lock().place_followed(&self.tags, stream, units, part) {
+            return Ok(Some(start));
         }
-        any
+        while self.space.lock().take_followed(&self.tags, stream) {}
+        self.poll_deferred()?;
+        Ok(None)
     }
 }
 
 impl Space {
+    /// Whether a stream follows others, or frees wait for further streams.
+    pub(super) fn has_ties(&self, stream: u32) -> bool {
+        !(self.books[stream as usize].follows.is_empty() && self.deferred.is_empty())
+    }
+
     fn take_mark(&mut self, pool: u64, stream: u32) -> Mark {
         let book = &mut self.books[stream as usize];
         let point = book.marks;
@@ -141,6 +144,7 @@ impl Space {
         let (id, start) = (best.id(), best.start());
         self.take_head(tags, id, units);
         self.hand_out(tags, stream, start, units);
+        self.note_peak(0);
         Some(start)
     }
 

@@ -408,6 +408,7 @@ impl Space {
         let (_, start) = best?;
         self.take_run(tags, start, units);
         self.hand_out(tags, stream, start, units);
+        self.note_peak(0);
         Some(start)
     }
 
