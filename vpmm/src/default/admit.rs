@@ -162,6 +162,12 @@ impl Core {
         Ok(Admitted { stream: index, eager: recording == Recording::Eager, shard })
     }
 
+    /// The place of a stream that is known by its handle alone, if it has one.
+    pub(super) fn known_stream(&self, handle: StreamHandle) -> Option<u32> {
+        let stream = self.number_of(handle)?;
+        lock(&self.registry).by_stream.get(&stream).copied()
+    }
+
     fn pin(&self, stream: u64) -> Option<u32> {
         let registry = lock(&self.registry);
         let index = *registry.by_stream.get(&stream)?;
@@ -218,7 +224,8 @@ impl Space {
             let gone = matches!(book.recording, Recording::Ended | Recording::Eager);
             let clear = book.stage == Stage::Clear && book.last_record.is_none();
             let index = index as u32;
-            let free = gone && clear && book.is_empty() && !self.zombie_waits(index);
+            let unnamed = book.pins == 0 && !self.zombie_waits(index);
+            let free = gone && clear && book.is_empty() && unnamed;
             (free && unused(index)).then_some(index)
         };
         self.books.iter().enumerate().find_map(vacant)

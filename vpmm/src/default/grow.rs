@@ -439,14 +439,20 @@ impl Space {
                 }
             })
             .collect();
-        moved.sort_unstable();
+        self.take_ranges(tags, &mut moved);
+    }
+
+    /// Takes ranges of units out of free blocks, each given as the block's node, the first unit and
+    /// the one behind the last.
+    pub(super) fn take_ranges(&mut self, tags: &Tags, ranges: &mut [(u32, u32, u32)]) {
+        ranges.sort_unstable();
         // All are out before any rest goes back: a rest may become one with a neighbour, and that
         // must not be a block that is still to be taken by its node.
-        let whole: SmallVec<[(u32, u32, Owner); 8]> = moved
+        let whole: SmallVec<[(u32, u32, Owner); 8]> = ranges
             .chunk_by(|a, b| a.0 == b.0)
             .map(|of_block| self.take_whole(tags, of_block[0].0))
             .collect();
-        for (of_block, (start, units, owner)) in moved.chunk_by(|a, b| a.0 == b.0).zip(whole) {
+        for (of_block, (start, units, owner)) in ranges.chunk_by(|a, b| a.0 == b.0).zip(whole) {
             let mut at = start;
             for (_, from, to) in of_block {
                 if at < *from {
@@ -538,7 +544,8 @@ impl Space {
         self.counters.growths += 1;
         self.growth.streak = self.streak() + 1;
         self.growth.returns_then = self.returns;
-        self.hand_out(tags, job.start, job.units);
+        self.hand_out(tags, stream, job.start, job.units);
+        self.note_peak(0);
         let rest = job.start + job.units;
         if let Some(lead) = job.fills.first().map(|fill| fill.start * granule_units)
             && lead < job.start

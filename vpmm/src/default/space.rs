@@ -53,8 +53,21 @@ pub(super) struct Space {
     pub(super) out_units: u64,
     /// Blocks of the same.
     pub(super) out_blocks: u64,
+    /// The most units that callers had: see [`Stats::peak_live_bytes`](crate::Stats).
+    pub(super) peak_live: u64,
     /// Bytes of regions of operations under way.
     pub(super) transit_units: u64,
+    /// Freed blocks that wait for further streams, and their units.
+    pub(super) deferred: Vec<super::noted::Deferred>,
+    pub(super) deferred_units: u64,
+    /// Further streams that use an allocation, by its first unit: of noted allocations.
+    pub(super) uses: std::collections::HashMap<u32, super::noted::Uses>,
+    /// Whether memory becomes everybody's because a query says so.
+    pub(super) opportunistic: bool,
+    /// Whether the host waits for all that was freed now.
+    pub(super) awaits: bool,
+    /// Whether every epoch that passes leaves its memory to nobody, for it to be given back.
+    pub(super) releases: bool,
     /// Blocks that came back, ever: tells growth whether anything was freed since the last.
     pub(super) returns: u64,
     pub(super) growth: super::grow::Growth,
@@ -69,7 +82,12 @@ pub(super) struct Space {
 unsafe impl Send for Space {}
 
 impl Space {
-    pub(super) fn new(memory: Memory, scarce: bool, moves_per_second: u32) -> Self {
+    pub(super) fn new(
+        memory: Memory,
+        scarce: bool,
+        opportunistic: bool,
+        moves_per_second: u32,
+    ) -> Self {
         Self {
             common: [const { FreeSet::new() }; 2],
             books: Vec::new(),
@@ -79,7 +97,14 @@ impl Space {
             orphans: Vec::new(),
             out_units: 0,
             out_blocks: 0,
+            peak_live: 0,
             transit_units: 0,
+            deferred: Vec::new(),
+            deferred_units: 0,
+            uses: std::collections::HashMap::new(),
+            opportunistic,
+            awaits: false,
+            releases: false,
             returns: 0,
             growth: super::grow::Growth::default(),
             pace: super::pace::Pace::new(moves_per_second),
@@ -177,6 +202,10 @@ impl Space {
                 node
             }
         };
+        if let Some((stream, _)) = owner.of_stream() {
+            // Of the whole, although parts of it may have been freed before.
+            node.set_freed_at(self.books[stream as usize].marks);
+        }
         tags.set_free(at_first, node.id());
         tags.set_free(at_end.before(), node.id());
     }
@@ -297,15 +326,22 @@ impl Space {
             self.cut_head(tags, &block, part, units);
             start
         };
-        self.hand_out(tags, start, units);
+        self.hand_out(tags, stream, start, units);
         Some(start)
     }
 
     #[inline]
-    pub(super) fn hand_out(&mut self, tags: &Tags, start: u32, units: u32) {
-        tags.set_live(start, units);
+    pub(super) fn hand_out(&mut self, tags: &Tags, stream: u32, start: u32, units: u32) {
+        tags.set_live(start, units, stream);
         self.out_units += u64::from(units);
         self.out_blocks += 1;
+        self.memory.cover(start, units);
+    }
+
+    /// Notes what callers have where so many of the units that are out are in fronts.
+    #[inline]
+    pub(super) fn note_peak(&mut self, cached: u64) {
+        self.peak_live = self.peak_live.max(self.out_units.saturating_sub(cached));
     }
 
     /// Takes a block back from a caller or a front, as free memory of the stream's open epoch.
@@ -371,7 +407,8 @@ impl Space {
         }
         let (_, start) = best?;
         self.take_run(tags, start, units);
-        self.hand_out(tags, start, units);
+        self.hand_out(tags, stream, start, units);
+        self.note_peak(0);
         Some(start)
     }
 

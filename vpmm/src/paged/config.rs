@@ -41,9 +41,10 @@ pub struct PagedConfig {
     pub pending_policy: PendingPolicy,
     /// How long a request that finds no memory waits for some.
     pub out_of_memory: WaitPolicy,
-    /// In which ways memory goes from one stream to another.
+    /// In which ways memory goes from one stream to another. What is switched off here is also
+    /// switched off in the driver's pool that serves requests smaller than a page.
     pub reuse: Reuse,
-    /// Held memory above this is given back, as far as it is free, when the host has waited for the
+    /// Held memory above this, that for requests smaller than a page included, is given back, as far as it is free, when the host has waited for the
     /// GPU: by [`Stream::synchronize`](crate::Stream::synchronize),
     /// [`Device::synchronize`](crate::Device::synchronize) or [`Pool::passed`](crate::Pool::passed).
     /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD` of the driver's pools, which have 0 by default; here
@@ -86,6 +87,13 @@ pub(super) struct Checked {
     pub(super) pending_policy: PendingPolicy,
     pub(super) reuse: Reuse,
     pub(super) release_threshold_bytes: Option<u64>,
+}
+
+impl Checked {
+    /// When a stream may be made to wait for another one's memory; `None` for never.
+    pub(super) fn waits(&self) -> Option<PendingPolicy> {
+        self.reuse.internal_dependencies.then_some(self.pending_policy)
+    }
 }
 
 impl PagedConfig {
