@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "each suite uses a part")]
 
-use vpmm::{Device, PagedConfig, Pool, PoolConfig, WaitPolicy};
+use vpmm::{Device, PagedConfig, Pool, PoolConfig, Reuse, WaitPolicy};
 
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const GRANULE: u64 = 2 * MIB;
@@ -38,6 +38,16 @@ impl Profile {
         limit_bytes: Option<u64>,
         policy: WaitPolicy,
     ) -> Pool {
+        self.with(device, limit_bytes, policy, Reuse::default())
+    }
+
+    pub(crate) fn with(
+        self,
+        device: &Device,
+        limit_bytes: Option<u64>,
+        policy: WaitPolicy,
+        reuse: Reuse,
+    ) -> Pool {
         match self {
             Self::Default => {
                 let mut config = PoolConfig::default();
@@ -45,6 +55,7 @@ impl Profile {
                 config.limit_bytes = limit_bytes;
                 config.va_size_bytes = Some(128 * GRANULE);
                 config.out_of_memory = policy;
+                config.reuse = reuse;
                 Pool::new(device, &config)
             }
             Self::Paged => {
@@ -52,6 +63,7 @@ impl Profile {
                 config.va_size_bytes = 128 * GRANULE;
                 config.limit_bytes = limit_bytes;
                 config.out_of_memory = policy;
+                config.reuse = reuse;
                 Pool::paged(device, &config)
             }
         }

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use cuda_sim::Schedule;
-use vpmm::{DevicePtr, Pool, Stream, WaitPolicy};
+use vpmm::{DevicePtr, Pool, Reuse, Stream, WaitPolicy};
 
 use crate::rig::{GRANULE, LIMIT, Profile};
 use crate::support::{Rig, streams};
@@ -199,4 +199,50 @@ fn several_requests_wait() {
         free_all(&pool, held, &stream);
         rig.assert_clean();
     }
+}
+
+/// A pool in which no stream may be made to wait for another, all of it freed on a stream that is busy.
+/// Answers what comes of another stream's request.
+fn request_of_what_is_pending(
+    rig: &Rig,
+    profile: Profile,
+    policy: WaitPolicy,
+    released_meanwhile: bool,
+) -> vpmm::Result<()> {
+    let mut reuse = Reuse::default();
+    reuse.internal_dependencies = false;
+    let pool = profile.with(&rig.device, Some(LIMIT * GRANULE), policy, reuse);
+    let (busy, stream) = (rig.stream(), rig.stream());
+    let held = fill(&pool, &busy);
+    let stall = rig.stall(busy.handle());
+    free_all(&pool, held, &busy);
+    let result = if released_meanwhile {
+        request_while(&pool, 8, &stream, || drop(stall))
+    } else {
+        let result = pool.malloc(8 * GRANULE as usize, &stream);
+        drop(stall);
+        result
+    };
+    result.map(|ptr| pool.free(ptr, &stream).unwrap())
+}
+
+#[test]
+fn pending_memory_is_waited_for_on_the_host_where_streams_may_not() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            for policy in [WaitPolicy::WaitForPending, WaitPolicy::WaitUpTo(LONG)] {
+                request_of_what_is_pending(rig, profile, policy, true).unwrap();
+            }
+            let short = Duration::from_millis(30);
+            for (policy, least) in
+                [(WaitPolicy::FailAtOnce, Duration::ZERO), (WaitPolicy::WaitUpTo(short), short)]
+            {
+                let start = Instant::now();
+                let error = request_of_what_is_pending(rig, profile, policy, false).unwrap_err();
+                let map = error.map().expect("a map");
+                assert_eq!(map.stats.pending_bytes, LIMIT * GRANULE, "{profile:?}\n{map}");
+                assert!(start.elapsed() >= least);
+            }
+        }
+    });
 }

@@ -34,6 +34,9 @@ pub(crate) trait Heap: Source + Send + Sync {
     fn access_of(&self, device: &Device) -> Access;
     fn set_access(&self, device: &Device, access: Access) -> Result<()>;
 
+    /// Waits on the host for what was freed, where that is more than a refused request has done;
+    /// answers whether it did.
+    fn wait_for_pending(&self) -> Result<bool>;
     /// Allocations in the hands of callers. No driver call.
     fn live_count(&self) -> u64;
     /// Whether an address is in an allocation that is in none of the reservations.

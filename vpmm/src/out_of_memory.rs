@@ -18,8 +18,8 @@ pub enum WaitPolicy {
     /// same.
     FailAtOnce,
     /// Until the GPU has finished with everything that was freed before, however long that takes.
-    /// The paged profile has nothing to wait for as long as it may make streams wait for each other
-    /// instead ([`Reuse::internal_dependencies`](crate::Reuse::internal_dependencies)).
+    /// Where a stream can be made to wait instead
+    /// ([`Reuse::internal_dependencies`](crate::Reuse::internal_dependencies)), that comes before.
     #[default]
     WaitForPending,
     /// Up to a time, for what was freed before and for what other threads free meanwhile: the

@@ -64,6 +64,11 @@ impl Heap for Core {
         self.set_access(device, access)
     }
 
+    /// The ladder's last step.
+    fn wait_for_pending(&self) -> Result<bool> {
+        Ok(false)
+    }
+
     fn live_count(&self) -> u64 {
         self.stats().live_count
     }

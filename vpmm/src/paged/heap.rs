@@ -66,6 +66,10 @@ impl Heap for PagedPool {
         self.set_access(device, access)
     }
 
+    fn wait_for_pending(&self) -> Result<bool> {
+        self.wait_for_pending()
+    }
+
     fn live_count(&self) -> u64 {
         let of_pages = self.lock_space().map.totals().regions(State::Live);
         of_pages + self.small.as_ref().map_or(0, Small::count)

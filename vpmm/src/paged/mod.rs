@@ -30,6 +30,7 @@ mod space;
 mod trim;
 mod uses;
 mod validate;
+mod wait;
 mod zombies;
 
 pub use config::PagedConfig;

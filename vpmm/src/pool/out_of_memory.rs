@@ -222,8 +222,26 @@ impl Pool {
         if is_hopeless(&error) {
             return ControlFlow::Continue(error);
         }
+        let error = self.after_pending(error, attempt)?;
         let error = self.ask_callbacks(error, attempt)?;
         self.wait(error, attempt)
+    }
+
+    /// Tries again after a wait for what was freed before, where the policy is to and the heap has not
+    /// waited by itself.
+    fn after_pending<T>(
+        &self,
+        error: Error,
+        attempt: &mut impl FnMut() -> ControlFlow<Result<T>, Error>,
+    ) -> ControlFlow<Result<T>, Error> {
+        if self.family.shortage.policy != WaitPolicy::WaitForPending {
+            return ControlFlow::Continue(error);
+        }
+        match self.heap().wait_for_pending() {
+            Ok(true) => attempt(),
+            Ok(false) => ControlFlow::Continue(error),
+            Err(error) => ControlFlow::Break(Err(error)),
+        }
     }
 
     fn ask_callbacks<T>(
@@ -244,7 +262,7 @@ impl Pool {
             };
             if answer == Recovery::Retry {
                 retries += 1;
-                error = attempt()?;
+                error = self.after_pending(attempt()?, attempt)?;
                 next = id; // the same again, if it is still there
             } else {
                 next = id + 1;
