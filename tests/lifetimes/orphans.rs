@@ -363,3 +363,22 @@ fn a_pool_is_destroyed_while_others_look_for_theirs() {
     });
     rig.assert_clean();
 }
+
+/// An orphan keeps what is allocated, and what shares its handles; the rest goes back at once.
+#[test]
+fn free_memory_of_an_orphan_goes_back() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let before = used(&rig);
+    for profile in Profile::BOTH {
+        let stream = rig.stream();
+        let pool = profile.open(&rig.device);
+        let held = [(); 8].map(|()| pool.malloc(4 * GRANULE as usize, &stream).unwrap());
+        assert!(used(&rig) >= before + 32 * GRANULE);
+        held[1..].iter().for_each(|ptr| pool.free(*ptr, &stream).unwrap());
+        drop(pool);
+        assert_eq!(used(&rig), before + 4 * GRANULE, "{profile:?}");
+        Pool::free_any(&rig.driver, held[0], &stream).unwrap();
+        assert_eq!(used(&rig), before);
+    }
+    rig.assert_clean();
+}
