@@ -2,7 +2,7 @@
 
 use cuda_sim::{Schedule, Simulator};
 use proptest::prelude::*;
-use vpmm::{Error, PendingPolicy};
+use vpmm::{Error, PendingPolicy, WaitPolicy};
 
 use crate::rig::{PAGE, config};
 use crate::support::{Held, Rig, Stall, call, cases};
@@ -105,6 +105,8 @@ proptest! {
         // Small requests take memory of the device's that the model does not know; the limit
         // leaves room for what the driver's pool may hold for them.
         config.limit_bytes = Some(LIMIT * PAGE);
+        // A stream that is stalled goes on only after the request that would wait for it.
+        config.out_of_memory = WaitPolicy::FailAtOnce;
         let watched = rig.pool(&config);
         let mut streams: Vec<_> = (0..STREAMS).map(|_| rig.stream()).collect();
         let mut stalls: Vec<Stall<'_>> = Vec::new();
