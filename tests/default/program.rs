@@ -423,28 +423,30 @@ fn run(program: &Program, reached: &Reached) -> Result<(), TestCaseError> {
         background
     });
     let lanes = program.kinds.iter().map(|kind| Lane::new(&rig, *kind)).collect();
-    let mut run = Run {
-        watched: rig.pool(&config),
-        lanes,
-        live: Vec::new(),
-        refusals: 0,
-        deferred: 0,
-        given_back: 0,
-        alone: program.helper.is_none(),
-        ample: program.granules == 8 * LIMIT && program.device_granules > LIMIT,
-    };
-    for action in &program.actions {
-        run.step(action, &program.kinds)?;
-    }
-    reached.add(&run.watched.pool.stats(), &run);
-    if !program.leaves_rest {
-        for lane in 0..run.lanes.len() {
-            run.free_all(lane, true);
+    let (watched, mut lanes) = {
+        let mut run = Run {
+            watched: rig.pool(&config),
+            lanes,
+            live: Vec::new(),
+            refusals: 0,
+            deferred: 0,
+            given_back: 0,
+            alone: program.helper.is_none(),
+            ample: program.granules == 8 * LIMIT && program.device_granules > LIMIT,
+        };
+        for action in &program.actions {
+            run.step(action, &program.kinds)?;
         }
-        prop_assert_eq!(run.watched.pool.stats().live_count, 0);
-    }
-    let Run { watched, lanes, .. } = run;
-    let mut lanes = lanes.into_iter();
+        reached.add(&run.watched.pool.stats(), &run);
+        if !program.leaves_rest {
+            for lane in 0..run.lanes.len() {
+                run.free_all(lane, true);
+            }
+            prop_assert_eq!(run.watched.pool.stats().live_count, 0);
+        }
+        let Run { watched, lanes, .. } = run;
+        (watched, lanes.into_iter())
+    };
     // One stream goes before the pool, the others after it.
     lanes.next().into_iter().for_each(|lane| lane.end(&rig));
     if program.seed.is_multiple_of(2) {

@@ -356,9 +356,8 @@ fn without_the_switch_no_stream_is_made_to_wait() {
                 let watched = rig.pool_with(profile, &settings);
                 let (a, b) = (rig.stream(), rig.stream());
                 let held = watched.malloc(BLOCK, &a);
-                // A wait of the host's is no wait of a stream's: the default profile has one here.
-                let stall = (internal_dependencies || profile == Profile::Paged)
-                    .then(|| rig.stall(a.handle()));
+                // A wait of the host's is no wait of a stream's: there is one without the switch.
+                let stall = internal_dependencies.then(|| rig.stall(a.handle()));
                 watched.free(held, &a);
                 let before = rig.driver.calls();
                 let other = watched.try_malloc(BLOCK, &b);

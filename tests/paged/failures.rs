@@ -117,6 +117,8 @@ fn run(schedule: Schedule, policy: PendingPolicy, at: usize, fault: Fault) -> bo
             program.step(step).unwrap_or_else(|error| panic!("step {step} after a fault: {error}"));
             pool.validate().unwrap_or_else(|violation| panic!("step {step}: {violation}"));
         }
+        drop(program);
+        pool.destroy().unwrap();
     }
     drop(device);
     sim.assert_clean();

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::lock::Token;
 
 /// The legacy default stream's number here; the driver's own numbers do not come so far.
-const LEGACY: u64 = u64::MAX;
+pub(super) const LEGACY: u64 = u64::MAX;
 
 /// A stream that may be served. While this lives its place is not given to another.
 pub(super) struct Admitted<'a> {
@@ -43,6 +43,11 @@ impl Registry {
     /// A stream has ended: its number will not come again.
     pub(super) fn forget(&mut self, stream: u64) -> Option<u32> {
         self.by_stream.remove(&stream)
+    }
+
+    /// The number of the stream at a place.
+    pub(super) fn stream(&self, index: u32) -> u64 {
+        self.shards[index as usize].stream()
     }
 
     pub(super) fn streams(&self) -> usize {

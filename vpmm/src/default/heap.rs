@@ -9,6 +9,7 @@ use crate::error::Result;
 use crate::heap::Heap;
 use crate::layout::Layout;
 use crate::location::Access;
+use crate::memory_map::FreePiece;
 use crate::ordering::Mark;
 use crate::stats::Stats;
 use crate::units::DevicePtr;
@@ -61,6 +62,23 @@ impl Heap for Core {
 
     fn set_access(&self, device: &Device, access: Access) -> Result<()> {
         self.set_access(device, access)
+    }
+
+    /// The ladder's last step.
+    fn wait_for_pending(&self) -> Result<bool> {
+        Ok(false)
+    }
+
+    fn live_count(&self) -> u64 {
+        self.stats().live_count
+    }
+
+    fn holds_outside(&self, _address: u64) -> bool {
+        false
+    }
+
+    fn largest_free(&self) -> Vec<FreePiece> {
+        self.largest_free()
     }
 
     fn stats(&self) -> Stats {

@@ -9,7 +9,7 @@
 //! free extents moved, whatever it costs
 //! small blocks in the large part and the other way round
 //! another stream's memory with a wait on the GPU
-//! a wait on the host for everything that was freed
+//! a wait on the host for everything that was freed, where the pool's policy is to
 //! out of memory, with a map
 //! ```
 
@@ -23,6 +23,7 @@ use crate::error::{Error, Result};
 use crate::event::BesideCaptures;
 use crate::lock::Token;
 use crate::ordering::PendingPolicy;
+use crate::out_of_memory::WaitPolicy;
 
 /// Zombies unmapped on behalf of one request.
 const REAPED_GRANULES: u64 = 64;
@@ -173,7 +174,9 @@ impl Core {
             return Ok(start);
         }
         // Whether or not this thread waited: others, and the steps before, may have gained something.
-        self.wait_for_frees()?;
+        if self.config.out_of_memory == WaitPolicy::WaitForPending {
+            self.wait_for_frees()?;
+        }
         if let Some(start) = self.retry(request, room)? {
             return Ok(start);
         }
@@ -323,6 +326,7 @@ impl Core {
             mapped_bytes: space.memory.mapped() * self.granule_bytes,
             live_bytes: space.out_units * unit,
             limit_bytes: self.config.limit_bytes,
+            map: None,
         }
     }
 }

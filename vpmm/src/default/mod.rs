@@ -27,6 +27,7 @@ mod counters;
 mod cut;
 mod fences;
 mod find;
+mod free_pieces;
 mod free_set;
 mod front;
 mod grow;
@@ -238,6 +239,7 @@ impl Core {
                 mapped_bytes,
                 live_bytes,
                 limit_bytes,
+                map,
                 ..
             } => Error::OutOfMemory {
                 requested_bytes: bytes,
@@ -246,6 +248,7 @@ impl Core {
                 mapped_bytes,
                 live_bytes,
                 limit_bytes,
+                map,
             },
             other => other,
         })

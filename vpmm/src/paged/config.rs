@@ -7,6 +7,7 @@ use std::ffi::OsString;
 use crate::error::{Error, Result};
 use crate::location::{Location, Sharing};
 use crate::ordering::{PendingPolicy, Reuse};
+use crate::out_of_memory::WaitPolicy;
 
 const PAGE_SIZE: &str = "VPMM_PAGE_SIZE";
 const PAGES: &str = "VPMM_PAGES";
@@ -38,6 +39,8 @@ pub struct PagedConfig {
     pub limit_bytes: Option<u64>,
     /// Whether to grow or to wait when only other streams' memory is free.
     pub pending_policy: PendingPolicy,
+    /// How long a request that finds no memory waits for some.
+    pub out_of_memory: WaitPolicy,
     /// In which ways memory goes from one stream to another. What is switched off here is also
     /// switched off in the driver's pool that serves requests smaller than a page.
     pub reuse: Reuse,
@@ -63,6 +66,7 @@ impl Default for PagedConfig {
             va_size_bytes: 8 << 40,
             limit_bytes: None,
             pending_policy: PendingPolicy::default(),
+            out_of_memory: WaitPolicy::default(),
             reuse: Reuse::default(),
             release_threshold_bytes: None,
             location: Location::default(),

@@ -3,13 +3,16 @@
 use std::fmt;
 
 use super::PagedPool;
+use super::small::Small;
 use crate::allocation::Allocation;
 use crate::device::{Device, StreamHandle};
 use crate::error::Result;
 use crate::heap::Heap;
 use crate::layout::Layout;
 use crate::location::Access;
+use crate::memory_map::FreePiece;
 use crate::ordering::Mark;
+use crate::region::State;
 use crate::stats::Stats;
 use crate::units::DevicePtr;
 use crate::validate::Violation;
@@ -61,6 +64,23 @@ impl Heap for PagedPool {
 
     fn set_access(&self, device: &Device, access: Access) -> Result<()> {
         self.set_access(device, access)
+    }
+
+    fn wait_for_pending(&self) -> Result<bool> {
+        self.wait_for_pending()
+    }
+
+    fn live_count(&self) -> u64 {
+        let of_pages = self.lock_space().map.totals().regions(State::Live);
+        of_pages + self.small.as_ref().map_or(0, Small::count)
+    }
+
+    fn holds_outside(&self, address: u64) -> bool {
+        self.small.as_ref().is_some_and(|small| small.holds(address))
+    }
+
+    fn largest_free(&self) -> Vec<FreePiece> {
+        self.largest_free()
     }
 
     fn stats(&self) -> Stats {

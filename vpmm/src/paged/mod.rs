@@ -16,6 +16,7 @@
 mod access;
 mod chunk;
 mod config;
+mod free_pieces;
 mod heap;
 mod ordering;
 mod place;
@@ -29,6 +30,7 @@ mod space;
 mod trim;
 mod uses;
 mod validate;
+mod wait;
 mod zombies;
 
 pub use config::PagedConfig;

@@ -335,6 +335,7 @@ impl PagedPool {
             mapped_bytes: space.mapped + small_mapped,
             live_bytes: space.map.totals().bytes(State::Live) + small_live,
             limit_bytes: self.config.limit_bytes,
+            map: None,
         }
     }
 
