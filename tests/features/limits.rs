@@ -287,6 +287,31 @@ fn a_trim_that_fails_half_way_has_given_back_what_it_did() {
     }
 }
 
+#[test]
+fn a_zombie_that_cannot_be_unmapped_keeps_its_pages() {
+    for profile in Profile::TESTED {
+        let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+        let rig = Rig::on(sim.clone());
+        let mut settings = Settings::default();
+        settings.limit_bytes = Some(4 * BLOCK);
+        let watched = rig.pool_with(*profile, &settings);
+        let stream = rig.stream();
+        let held = [(); 4].map(|()| watched.malloc(BLOCK, &stream));
+        watched.free(held[0], &stream);
+        watched.free(held[2], &stream);
+        let moved = watched.malloc(2 * BLOCK, &stream);
+        watched.free(moved, &stream);
+        stream.synchronize().unwrap();
+        assert!(watched.pool.stats().zombie_bytes >= BLOCK, "{}", watched.layout());
+        sim.fail_nth("cuMemUnmap", 1, CUresult::CUDA_ERROR_UNKNOWN);
+        let gone = trim(&watched, 0);
+        assert!(gone < 2 * BLOCK, "some of it is still at a second address");
+        assert_eq!(trim(&watched, 0), 2 * BLOCK - gone);
+        [held[1], held[3]].into_iter().for_each(|held| watched.free(held, &stream));
+        watched.assert_intact();
+    }
+}
+
 /// Trims with the n-th of a driver function's calls failing; whether there was one.
 fn trim_fails_at(profile: Profile, call: &str, n: u64) -> bool {
     let sim = Simulator::builder().schedule(Schedule::Eager).build().unwrap();
