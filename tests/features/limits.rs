@@ -97,8 +97,7 @@ fn what_the_gpu_may_still_use_is_kept_and_not_waited_for() {
 #[test]
 fn memory_at_two_addresses_is_kept_until_it_is_at_one() {
     Rig::each(|rig, profile| {
-        let mut settings = Settings::default();
-        settings.limit_bytes = Some(4 * BLOCK);
+        let settings = Settings { limit_bytes: Some(4 * BLOCK), ..Settings::default() };
         let watched = rig.pool_with(profile, &settings);
         let (busy, other) = (rig.stream(), rig.stream());
         let held = [(); 4].map(|()| watched.malloc(BLOCK, &busy));
@@ -200,7 +199,7 @@ fn what_is_above_the_threshold_goes_when_the_host_has_waited() {
             assert_eq!(held_after(rig, profile, None, wait), 2 * BLOCK, "everything is kept");
             assert_eq!(held_after(rig, profile, Some(0), wait), 0);
             let kept = held_after(rig, profile, Some(BLOCK + MIB), wait);
-            assert!(kept <= BLOCK + MIB && kept >= GRANULE, "{kept}");
+            assert!((GRANULE..=BLOCK + MIB).contains(&kept), "{kept}");
             assert_eq!(held_after(rig, profile, Some(2 * BLOCK), wait), 2 * BLOCK);
         }
         // A wait that the pool is not told of changes nothing.
@@ -292,8 +291,7 @@ fn a_zombie_that_cannot_be_unmapped_keeps_its_pages() {
     for profile in Profile::TESTED {
         let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
         let rig = Rig::on(sim.clone());
-        let mut settings = Settings::default();
-        settings.limit_bytes = Some(4 * BLOCK);
+        let settings = Settings { limit_bytes: Some(4 * BLOCK), ..Settings::default() };
         let watched = rig.pool_with(*profile, &settings);
         let stream = rig.stream();
         let held = [(); 4].map(|()| watched.malloc(BLOCK, &stream));
