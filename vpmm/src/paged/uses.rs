@@ -215,6 +215,19 @@ impl Space {
         uses
     }
 
+    /// A fence whose event came into a graph proves nothing: deferred frees that wait for it need
+    /// another record.
+    pub(super) fn is_captured(&mut self, fence: Fence) {
+        let mut given_up = 0;
+        for of in self.uses.deferred.iter_mut().flat_map(|deferred| &mut deferred.uses) {
+            if of.fence == Some(fence) && of.handle.is_some() {
+                of.fence = None;
+                given_up += 1;
+            }
+        }
+        (0..given_up).for_each(|_| self.release(fence));
+    }
+
     fn is_over(&self, of: &Use) -> bool {
         of.fence.is_some_and(|fence| self.timelines.is_complete(fence))
     }
