@@ -246,7 +246,7 @@ impl PagedPool {
             let _context = self.device.enter()?;
             return self.admit(stream).map(|caller| caller.stream_id);
         };
-        if !self.lock_space().streams.contains_key(&stream_id) {
+        if self.lock_space().streams.get(stream_id).is_none() {
             let _context = self.device.enter()?;
             self.device.check_stream(stream)?;
             self.remember(&mut self.lock_space(), stream, stream_id);
@@ -257,7 +257,7 @@ impl PagedPool {
     /// Notes a stream that the library owns, or the legacy one: found fit, and its end is told.
     fn remember(&self, space: &mut Space, stream: StreamHandle, stream_id: u64) {
         if self.is_the_librarys(stream) || stream == StreamHandle::LEGACY {
-            space.streams.entry(stream_id).or_insert(stream);
+            space.streams.add(stream_id, stream);
         }
     }
 

@@ -157,7 +157,7 @@ impl PagedPool {
         let _in_order = recording.as_ref().map(|recording| lock(recording));
         let mut space = self.lock_space();
         space.uses.forget_handle(stream);
-        space.streams.remove(&stream);
+        space.streams.remove(stream);
     }
 
     /// Gives small allocations whose uses are over back to the driver.
