@@ -348,9 +348,9 @@ fn without_the_switch_no_stream_is_made_to_wait() {
     Rig::each(|rig, profile| {
         for policy in [PendingPolicy::GrowFirst, PendingPolicy::WaitFirst] {
             for internal_dependencies in [true, false] {
-                let mut settings = Settings::default();
-                settings.pending_policy = policy;
-                settings.limit_bytes = Some(BLOCK);
+                let limit_bytes = Some(BLOCK);
+                let mut settings =
+                    Settings { limit_bytes, pending_policy: policy, ..Settings::default() };
                 settings.reuse.internal_dependencies = internal_dependencies;
                 settings.reuse.opportunistic = false;
                 let watched = rig.pool_with(profile, &settings);
