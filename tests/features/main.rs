@@ -12,3 +12,4 @@ mod rig;
 #[allow(unused_macros, reason = "no driver function is held here")]
 #[path = "../support/pools.rs"]
 mod support;
+mod threads;

@@ -27,7 +27,9 @@ fn assert_kept(watched: &Watched<'_>, held: &Held, stream: &Stream) {
 fn assert_found_again(watched: &Watched<'_>, bytes: u64, stream: &Stream) {
     call!(watched.rig.driver, cuCtxSynchronize());
     let mapped = watched.mapped();
-    let count = if bytes < GRANULE { 1 } else { watched.pool.stats().mapped_bytes / bytes };
+    // A granule of the default profile may be the small blocks' own.
+    let count = watched.pool.stats().mapped_bytes / bytes.max(GRANULE);
+    let count = if bytes < BLOCK { count.saturating_sub(1).max(1) } else { count };
     let all: Vec<_> = (0..count).map(|_| watched.malloc(bytes, stream)).collect();
     assert_eq!(watched.mapped(), mapped, "{}", watched.layout());
     all.into_iter().for_each(|held| watched.free(held, stream));
@@ -349,7 +351,9 @@ fn questions_about_uses_are_asked_though_they_may_give_no_memory_away() {
             // has not.
             let again: Vec<_> = (0..8).map(|_| watched.malloc(bytes, &own)).collect();
             let addresses: Vec<_> = again.iter().map(Held::address).collect();
-            assert!(addresses.contains(&held.address()), "{}", watched.layout());
+            // The default profile asks when nothing else is left of a granule.
+            let asked = bytes >= GRANULE || profile == Profile::Paged;
+            assert!(!asked || addresses.contains(&held.address()), "{}", watched.layout());
             if bytes >= GRANULE || profile == Profile::Default {
                 // The driver, whose pool serves the others, knows of that wait.
                 assert!(!addresses.contains(&of_side.address()), "{}", watched.layout());
@@ -463,20 +467,30 @@ fn a_free_that_fails_leaves_allocation_and_uses_as_they_were() {
                 sim.clear_faults();
                 watched.validate();
                 if failed.is_ok() {
-                    assert!(n > 3, "only {n} calls");
+                    // The default profile records nothing at a free.
+                    assert!(n > 3 || *profile == Profile::Default, "only {n} calls");
                     break;
                 }
                 assert_eq!(
                     watched.pool.allocation(held.address()).map(|of| of.start),
                     Some(held.ptr)
                 );
-                // More work on a noted stream after the failure: the free that succeeds covers it.
-                let stall = rig.stall(second.handle());
-                held.check(&rig, &second);
+                // More work on the noted streams after the failure: the free that succeeds covers it.
+                // What was recorded by the one that failed is complete, and means nothing.
+                sim.run_until_idle();
+                let sides = if n % 2 == 0 { [&first, &second] } else { [&second, &first] };
+                let stalls = sides.map(|side| {
+                    let stall = rig.stall(side.handle());
+                    held.check(&rig, side);
+                    stall
+                });
                 watched.free(held, &own);
-                first.synchronize().unwrap();
-                assert_kept(&watched, &held, &own);
-                drop(stall);
+                own.synchronize().unwrap();
+                for (stall, side) in stalls.into_iter().zip(sides) {
+                    assert_kept(&watched, &held, &own);
+                    drop(stall);
+                    side.synchronize().unwrap();
+                }
                 assert_found_again(&watched, bytes, &own);
                 watched.assert_intact();
             }

@@ -137,7 +137,11 @@ impl Core {
                 if handle != StreamHandle::LEGACY {
                     self.device.check_stream(handle)?;
                 }
-                self.enrol(stream, recording)
+                let index = self.enrol(stream, recording);
+                if index == 1 {
+                    self.share_what_was_seen(0);
+                }
+                index
             }
         };
         let recording = {

@@ -130,6 +130,13 @@ impl Book {
         if parity == self.open_parity() { self.epoch } else { self.epoch - 1 }
     }
 
+    /// Whether deferred frees wait for a stream that nobody could record on: the default stream of
+    /// another thread than the one that freed.
+    pub(super) fn is_unproved(&self) -> bool {
+        let waits = self.deferred_until >= self.epoch;
+        waits && self.recording == Recording::Eager && self.last_record.is_none()
+    }
+
     pub(super) fn units_of(&self, parity: usize) -> u64 {
         Part::ALL.iter().map(|part| self.sets[parity][*part as usize].units()).sum()
     }

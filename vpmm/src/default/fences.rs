@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use cuda_sys::types::{CUresult, CUstreamCaptureStatus};
 
 use super::book::{Recording, Stage};
-use super::free_set::{Block, FreeSet};
+use super::free_set::FreeSet;
 use super::owner::Owner;
 use super::space::{Part, Space};
 use super::tags::Tags;
@@ -94,7 +94,7 @@ impl Space {
         // What is nobody's already must not stay apart from it: an extent moves in one piece.
         let alone = self.is_sole(stream) && self.common.iter().all(FreeSet::is_empty);
         let asked = !self.opportunistic && !self.awaits && !ended && book.passed > book.awaited;
-        let keeps = (alone || asked) && !self.releases;
+        let keeps = alone || asked;
         if keeps && book.recording == Recording::Eager {
             // Its open epoch is for what an event is recorded for.
             return false;
@@ -110,9 +110,10 @@ impl Space {
                 self.exchange_if_more(stream, *parity, part, owner, left as u32);
                 while left > 0 {
                     let set = &self.books[stream as usize].sets[*parity][part as usize];
-                    let Some(id) = set.first().map(Block::id) else { break };
+                    let first = set.first().map(|block| (block.id(), block.freed_at()));
+                    let Some((id, freed_at)) = first else { break };
                     let (start, units, _) = self.take_whole(tags, id);
-                    self.give(tags, start, units, owner);
+                    self.give_freed_at(tags, start, units, owner, freed_at);
                     left -= 1;
                 }
             }
@@ -250,7 +251,8 @@ impl Core {
         }
         if space.books[stream as usize].stage == Stage::Clear {
             let lost = space.books[stream as usize].recording == Recording::Lost;
-            if own || lost || !space.has_open(stream) {
+            let unproved = space.books[stream as usize].is_unproved();
+            if own || lost || unproved || !space.has_open(stream) {
                 return Next::Nothing;
             }
             space.close(&self.tags, stream);
@@ -415,18 +417,30 @@ impl Core {
         while self.space.lock().drain(&self.tags, stream) {}
     }
 
-    /// Streams that ended without a last event: only the whole context's end of work frees what
-    /// they freed.
+    /// Streams that ended without a last event, and those of other threads that deferred frees wait
+    /// for: only the whole context's end of work frees what they freed or used.
     fn wait_for_lost(&self) -> Result<()> {
         let lost = |book: &super::book::Book| {
             book.recording == Recording::Lost && (!book.is_empty() || book.passed < book.epoch)
         };
-        if !self.space.lock().books.iter().any(lost) {
-            return Ok(());
+        let mut unproved = Vec::new();
+        {
+            let mut space = self.space.lock();
+            for stream in 0..space.books.len() as u32 {
+                if space.books[stream as usize].is_unproved() {
+                    unproved.push(space.take_mark(self.base, stream));
+                }
+            }
+            if unproved.is_empty() && !space.books.iter().any(lost) {
+                return Ok(());
+            }
         }
         // SAFETY: no arguments.
         unsafe { self.device.driver().cuCtxSynchronize() }?;
         let mut space = self.space.lock();
+        for mark in unproved {
+            space.settle_epoch(&self.tags, &mark, true);
+        }
         for stream in 0..space.books.len() as u32 {
             if !lost(&space.books[stream as usize]) {
                 continue;

@@ -84,6 +84,11 @@ impl Block {
     }
 
     #[inline]
+    pub(super) fn freed_at(&self) -> u64 {
+        self.freed_at.get()
+    }
+
+    #[inline]
     pub(super) fn set_freed_at(&self, marks: u64) {
         self.freed_at.set(marks);
     }

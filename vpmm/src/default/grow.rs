@@ -360,10 +360,21 @@ impl Space {
     }
 
     /// Calls `visit` with every extent that a free block covers whole.
-    pub(super) fn whole_extents(&self, block: &Block, mut visit: impl FnMut(u32, &Resident)) {
+    pub(super) fn whole_extents(&self, block: &Block, visit: impl FnMut(u32, &Resident)) {
+        self.extents_within(block.start(), block.end(), visit);
+    }
+
+    /// Calls `visit` with every extent that lies whole within a range of units, all of which have
+    /// memory.
+    pub(super) fn extents_within(
+        &self,
+        start: u32,
+        end: u32,
+        mut visit: impl FnMut(u32, &Resident),
+    ) {
         let granule_units = self.memory.granule_units();
-        let first = block.start().div_ceil(granule_units);
-        let end = block.end() / granule_units;
+        let first = start.div_ceil(granule_units);
+        let end = end / granule_units;
         let mut at = first;
         while at < end {
             let Some((number, extent)) = self.memory.extent_at(at) else { return };
@@ -493,7 +504,7 @@ impl Space {
     /// What an owner has become while its memory was in transit: a stream's memory that was taken
     /// in an epoch before the open one may count as the open one's again, which waits for more
     /// than needed and never for less.
-    fn now(&self, owner: Owner) -> Owner {
+    pub(super) fn now(&self, owner: Owner) -> Owner {
         match owner.of_stream() {
             None => owner,
             Some((index, _)) => self.books[index as usize].own_again(index),

@@ -87,7 +87,7 @@ impl Core {
         };
         let mut waits: SmallVec<[Wait; 2]> = SmallVec::new();
         for (of, on) in uses.iter().filter_map(|of| Some((of.stream, of.on?))) {
-            if of != stream {
+            if of != stream && self.is_within_reach(of, on)? {
                 waits.push(self.record_use(of, on)?);
             }
         }
@@ -110,6 +110,24 @@ impl Core {
         let own = own.unwrap_or_else(|| space.wait_for_open(stream));
         space.defer(&self.tags, Deferred { start, units, own, waits });
         Ok(())
+    }
+
+    /// Whether a handle still means the stream: another thread's default stream cannot be recorded
+    /// on. What it uses waits until that thread frees something on it, or until the host has waited
+    /// for the whole device.
+    fn is_within_reach(&self, stream: u32, on: StreamHandle) -> Result<bool> {
+        if on != StreamHandle::PER_THREAD {
+            return Ok(true);
+        }
+        let _context = self.device.enter()?;
+        let driver = self.device.driver();
+        if stream_is_capturing(driver, on)? {
+            return Err(Error::StreamCapturing);
+        }
+        let mut number = 0;
+        // SAFETY: the calling thread's default stream is always alive; the pointer is live.
+        unsafe { driver.cuStreamGetId(on.raw(), &mut number) }?;
+        Ok(number == self.shard(stream).stream())
     }
 
     /// Records an event behind everything on a stream whose end nobody tells.
@@ -176,7 +194,11 @@ impl Space {
             };
             let Deferred { start, units, own, waits } = self.deferred.swap_remove(at);
             for of in waits.iter().chain([&own]) {
-                self.books[of.stream as usize].pins -= 1;
+                let book = &mut self.books[of.stream as usize];
+                book.pins -= 1;
+                if book.pins == 0 {
+                    book.deferred_until = 0;
+                }
             }
             self.deferred_units -= u64::from(units);
             self.returns += 1;

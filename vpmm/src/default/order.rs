@@ -32,8 +32,8 @@ impl Core {
         Ok(self.space.lock().take_mark(self.base, admitted.stream))
     }
 
-    /// Marks before a wait of the host. What fronts hold is left there: it is the stream's, and
-    /// nobody is the worse off; but memory that is to be given back has to come out.
+    /// Marks before a wait of the host. What the calling thread has in front comes out for that;
+    /// what others have only where memory is to be given back.
     pub(super) fn marks_before(&self, of: Awaited) -> SmallVec<[Mark; 2]> {
         let streams: SmallVec<[u32; 8]> = match of {
             Awaited::Device(ordinal) if ordinal == self.device.ordinal() => {
@@ -42,13 +42,15 @@ impl Core {
             Awaited::Device(_) => SmallVec::new(),
             Awaited::Stream(handle) => self.known_stream(handle).into_iter().collect(),
         };
-        let releases = self.config.release_threshold_bytes.is_some();
-        let alone = streams.len() == 1 && self.space.lock().books.len() == 1;
-        if streams.is_empty() || (alone && !releases) {
+        if streams.is_empty() {
             return SmallVec::new();
         }
-        if releases {
+        if self.config.release_threshold_bytes.is_some() {
             self.flush_fronts(|shard| streams.contains(&shard.index));
+        } else {
+            for stream in &streams {
+                self.flush_own(*stream);
+            }
         }
         let mut space = self.space.lock();
         streams.into_iter().map(|stream| space.take_mark(self.base, stream)).collect()
@@ -65,12 +67,22 @@ impl Core {
 
     pub(super) fn mark_passed(&self, mark: &Mark) -> Result<()> {
         self.check_mark(mark)?;
-        self.space.lock().settle_epoch(&self.tags, mark);
+        self.space.lock().settle_epoch(&self.tags, mark, true);
         while self.space.lock().settle_mark(&self.tags, mark) {}
         match self.config.release_threshold_bytes {
             Some(keep_bytes) => self.trim(keep_bytes).map(|_| ()),
             None => Ok(()),
         }
+    }
+
+    /// A second stream comes to what was the only one's: what the host has seen of that.
+    pub(super) fn share_what_was_seen(&self, stream: u32) {
+        let mark = {
+            let space = self.space.lock();
+            let book = &space.books[stream as usize];
+            Mark { pool: self.base, stream, point: book.seen, epoch: 0 }
+        };
+        while self.space.lock().settle_mark(&self.tags, &mark) {}
     }
 
     fn check_mark(&self, mark: &Mark) -> Result<()> {
@@ -98,7 +110,7 @@ impl Space {
         !(self.books[stream as usize].follows.is_empty() && self.deferred.is_empty())
     }
 
-    fn take_mark(&mut self, pool: u64, stream: u32) -> Mark {
+    pub(super) fn take_mark(&mut self, pool: u64, stream: u32) -> Mark {
         let book = &mut self.books[stream as usize];
         let point = book.marks;
         book.marks += 1;
@@ -178,9 +190,9 @@ impl Space {
         }
     }
 
-    /// The host has seen everything before a mark: of the epoch that was closed then nothing is
-    /// left to be waited for.
-    fn settle_epoch(&mut self, tags: &Tags, mark: &Mark) {
+    /// The host has seen everything before a mark, by a wait or by a question: of the epoch that was
+    /// closed then nothing is left to be waited for.
+    pub(super) fn settle_epoch(&mut self, tags: &Tags, mark: &Mark, waited: bool) {
         let book = &mut self.books[mark.stream as usize];
         book.seen = book.seen.max(mark.point);
         self.settle_deferred(tags);
@@ -191,7 +203,9 @@ impl Space {
         if has_end || book.epoch > mark.epoch {
             return;
         }
-        book.awaited = book.awaited.max(book.epoch - 1);
+        if waited {
+            book.awaited = book.awaited.max(book.epoch - 1);
+        }
         match book.stage {
             Stage::Recorded(event) => {
                 book.stage = Stage::Passed;
@@ -209,7 +223,7 @@ impl Space {
     /// Makes some blocks that were freed before a mark, which has passed, nobody's; whether there
     /// may be more. The only stream of a pool keeps them.
     fn settle_mark(&mut self, tags: &Tags, mark: &Mark) -> bool {
-        if self.is_sole(mark.stream) && !self.releases {
+        if self.is_sole(mark.stream) {
             return false;
         }
         let ids: SmallVec<[u32; 32]> = {

@@ -66,8 +66,6 @@ pub(super) struct Space {
     pub(super) opportunistic: bool,
     /// Whether the host waits for all that was freed now.
     pub(super) awaits: bool,
-    /// Whether every epoch that passes leaves its memory to nobody, for it to be given back.
-    pub(super) releases: bool,
     /// Blocks that came back, ever: tells growth whether anything was freed since the last.
     pub(super) returns: u64,
     pub(super) growth: super::grow::Growth,
@@ -104,7 +102,6 @@ impl Space {
             uses: std::collections::HashMap::new(),
             opportunistic,
             awaits: false,
-            releases: false,
             returns: 0,
             growth: super::grow::Growth::default(),
             pace: super::pace::Pace::new(moves_per_second),
@@ -162,11 +159,26 @@ impl Space {
     /// for a while is no more than they lose by the stream's using the block.
     #[inline]
     pub(super) fn give(&mut self, tags: &Tags, start: u32, units: u32, owner: Owner) {
+        let now = owner.of_stream().map_or(0, |(stream, _)| self.books[stream as usize].marks);
+        self.give_freed_at(tags, start, units, owner, now);
+    }
+
+    /// As [`give`](Self::give), for what was freed before so many of its owner's marks.
+    #[inline]
+    pub(super) fn give_freed_at(
+        &mut self,
+        tags: &Tags,
+        start: u32,
+        units: u32,
+        owner: Owner,
+        freed_at: u64,
+    ) {
         let part = self.part_of(start);
         let (mut first, mut end) = (start, start + units);
         let (mut at_first, mut at_end) = (tags.place_of(first), tags.place_of(end));
         // The node that becomes the block's.
         let mut kept = None;
+        let mut freed_at = freed_at;
         while let Tag::Free(left) = tags.read(at_first.before())
             && let left = self.node(left)
             && joins(&left, owner, end - first)
@@ -175,6 +187,7 @@ impl Space {
             tags.clear(at_first.before());
             first = left.start();
             at_first = tags.place_of(first);
+            freed_at = latest(freed_at, &left, owner);
             self.absorb(left, part, owner, &mut kept);
         }
         while let Tag::Free(right) = tags.read(at_end)
@@ -185,6 +198,7 @@ impl Space {
             tags.clear(at_end);
             end = right.end();
             at_end = tags.place_of(end);
+            freed_at = latest(freed_at, &right, owner);
             self.absorb(right, part, owner, &mut kept);
         }
         let node = match kept {
@@ -202,10 +216,8 @@ impl Space {
                 node
             }
         };
-        if let Some((stream, _)) = owner.of_stream() {
-            // Of the whole, although parts of it may have been freed before.
-            node.set_freed_at(self.books[stream as usize].marks);
-        }
+        // Of the whole, although parts of it may have been freed before.
+        node.set_freed_at(freed_at);
         tags.set_free(at_first, node.id());
         tags.set_free(at_end.before(), node.id());
     }
@@ -441,6 +453,12 @@ impl Space {
         let sets = own.chain(&self.common);
         sets.filter_map(FreeSet::largest).map(Block::units).max().unwrap_or(0)
     }
+}
+
+/// The later of when something was freed and when a neighbour was that becomes one with it.
+#[inline]
+fn latest(freed_at: u64, neighbour: &Block, owner: Owner) -> u64 {
+    if neighbour.owner() == owner { freed_at.max(neighbour.freed_at()) } else { freed_at }
 }
 
 /// Whether a free neighbour becomes one with `units` of this owner.

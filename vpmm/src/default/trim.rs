@@ -1,20 +1,39 @@
 //! Physical memory given back.
 
+use std::time::{Duration, Instant};
+
 use smallvec::SmallVec;
 
+use super::book::Stage;
+use super::free_set::Block;
 use super::memory::Resident;
 use super::owner::Owner;
-use super::space::{Part, Space};
+use super::space::Space;
 use super::tags::Tags;
 use super::{Core, lock};
 use crate::error::Result;
+use crate::ordering::Mark;
 use crate::physical::release_all;
+
+/// How long, and how often at least, events are asked about that were recorded for a trim: on a
+/// stream that has nothing else to do one takes some microseconds to pass.
+const PATIENCE: Duration = Duration::from_micros(100);
+const ASKED: u32 = 32;
 
 /// A run of neighbouring extents on its way back: its first granule, its granules, its extents.
 struct Run {
     start: u32,
     granules: u32,
     extents: SmallVec<[u32; 8]>,
+    /// The free memory on it, and whose it is.
+    taken: SmallVec<[(u32, u32, Owner); 4]>,
+}
+
+/// Free blocks without anything between them: the units of all, and each by its node.
+struct Stretch {
+    start: u32,
+    end: u32,
+    blocks: SmallVec<[(u32, u32, u32, Owner); 2]>,
 }
 
 impl Core {
@@ -27,7 +46,7 @@ impl Core {
             return Ok(0);
         }
         self.flush_fronts(|_| true);
-        self.settle_for_release()?;
+        self.look_around()?;
         self.reap(u64::MAX);
         let runs = self.space.lock().take_surplus(&self.tags, keep_bytes);
         let mut released = 0;
@@ -46,17 +65,29 @@ impl Core {
         failed.map_or(Ok(released), Err)
     }
 
-    /// Makes everything that has passed nobody's, the memory of a sole stream too.
-    fn settle_for_release(&self) -> Result<()> {
-        self.space.lock().releases = true;
-        let polled = self.poll(None, true);
-        let mut space = self.space.lock();
-        for stream in 0..space.books.len() as u32 {
-            while space.drain(&self.tags, stream) {}
+    /// Finds out what has passed: closes every stream's epoch and asks about its event. Memory
+    /// changes its owner for that only as it does whenever an epoch passes.
+    fn look_around(&self) -> Result<()> {
+        let mut marks: Vec<Mark> = {
+            let mut space = self.space.lock();
+            let streams = 0..space.books.len() as u32;
+            streams.map(|stream| space.take_mark(self.base, stream)).collect()
+        };
+        let begun = Instant::now();
+        let mut asked = 0;
+        loop {
+            for mark in &marks {
+                self.advance(mark.stream, false)?;
+            }
+            let mut space = self.space.lock();
+            marks.retain(|mark| !space.settle_past(&self.tags, mark));
+            drop(space);
+            asked += 1;
+            if marks.is_empty() || (asked >= ASKED && begun.elapsed() >= PATIENCE) {
+                return Ok(());
+            }
+            std::hint::spin_loop();
         }
-        space.releases = false;
-        drop(space);
-        polled.map(|_| ())
     }
 
     /// Unmaps a run and releases its handles; returns the bytes that went back.
@@ -76,9 +107,12 @@ impl Core {
             let mut orphans = Vec::new();
             // SAFETY: the pool's own handle, out of its tables and mapped nowhere any more.
             unsafe { release_all(driver, [handle], &mut orphans) };
-            if !orphans.is_empty() {
+            let mut lost = Vec::new();
+            // SAFETY: as above; what the driver did not take is tried once more.
+            unsafe { release_all(driver, orphans, &mut lost) };
+            if !lost.is_empty() {
                 released -= bytes;
-                self.space.lock().orphans.append(&mut orphans);
+                self.space.lock().orphans.append(&mut lost);
             }
         }
         Ok(released)
@@ -95,57 +129,117 @@ impl Core {
 }
 
 impl Space {
-    /// Takes extents out that are wholly nobody's, as far as more than `keep_bytes` is held
-    /// without them, in runs of neighbours.
+    /// Takes extents out that are wholly free and of the past, as far as more than `keep_bytes` is
+    /// held without them, in runs of neighbours.
     fn take_surplus(&mut self, tags: &Tags, keep_bytes: u64) -> Vec<Run> {
         // While addresses of moved memory are still mapped, what has moved would not come back.
         let moved_stay = self.zombie_granules() > 0;
-        let mut found: Vec<(Resident, u32, u32)> = Vec::new();
-        for part in Part::ALL {
-            for block in self.common[part as usize].of_at_least(self.memory.granule_units()) {
-                self.whole_extents(block, |number, extent| {
-                    if !(extent.exported || (extent.moved && moved_stay)) {
-                        found.push((*extent, number, block.id()));
-                    }
-                });
-            }
-        }
-        found.sort_unstable_by_key(|(extent, ..)| (!extent.granules, !extent.start));
-        let mut surplus = self.memory.mapped() - self.granules_to_keep(keep_bytes);
-        found.retain(|(extent, ..)| {
-            let goes = u64::from(extent.granules) <= surplus;
-            surplus -= if goes { u64::from(extent.granules) } else { 0 };
-            goes
-        });
-        let granule_units = self.memory.granule_units();
-        let mut ranges: SmallVec<[(u32, u32, u32); 8]> = found
-            .iter()
-            .map(|(extent, _, block)| {
-                (*block, extent.start * granule_units, extent.end() * granule_units)
-            })
-            .collect();
-        self.take_ranges(tags, &mut ranges);
-        found.sort_unstable_by_key(|(extent, ..)| extent.start);
-        let mut runs: Vec<Run> = Vec::new();
-        for (extent, number, _) in found {
-            self.memory.reserve_mapped(extent.start, extent.granules);
-            match runs.last_mut() {
-                Some(run) if run.start + run.granules == extent.start => {
-                    run.granules += extent.granules;
-                    run.extents.push(number);
+        let stretches = self.stretches();
+        let mut found: Vec<(Resident, u32, usize)> = Vec::new();
+        for (at, stretch) in stretches.iter().enumerate() {
+            self.extents_within(stretch.start, stretch.end, |number, extent| {
+                if !(extent.exported || (extent.moved && moved_stay)) {
+                    found.push((*extent, number, at));
                 }
-                _ => runs.push(Run {
-                    start: extent.start,
-                    granules: extent.granules,
-                    extents: [number].into_iter().collect(),
-                }),
-            }
+            });
         }
+        self.retain_surplus(&mut found, keep_bytes);
+        found.sort_unstable_by_key(|(extent, ..)| extent.start);
+        let granule_units = self.memory.granule_units();
+        let mut ranges: SmallVec<[(u32, u32, u32); 8]> = SmallVec::new();
+        let mut runs: Vec<Run> = Vec::new();
+        for (extent, number, at) in found {
+            let (from, to) = (extent.start * granule_units, extent.end() * granule_units);
+            let joins = runs.last().is_some_and(|run| run.start + run.granules == extent.start);
+            if !joins {
+                let (extents, taken) = (SmallVec::new(), SmallVec::new());
+                runs.push(Run { start: extent.start, granules: 0, extents, taken });
+            }
+            let Some(run) = runs.last_mut() else { continue };
+            run.granules += extent.granules;
+            run.extents.push(number);
+            for (id, start, end, owner) in &stretches[at].blocks {
+                let (start, end) = ((*start).max(from), (*end).min(to));
+                if start < end {
+                    ranges.push((*id, start, end));
+                    run.taken.push((start, end - start, *owner));
+                }
+            }
+            self.memory.reserve_mapped(extent.start, extent.granules);
+        }
+        self.take_ranges(tags, &mut ranges);
         runs
     }
 
-    fn granules_to_keep(&self, keep_bytes: u64) -> u64 {
-        keep_bytes.div_ceil(self.memory.granule_bytes()).min(self.memory.mapped())
+    /// Free memory of the past in stretches, each by address, whoever owns its parts.
+    fn stretches(&self) -> Vec<Stretch> {
+        let blocks = self.blocks_of_the_past();
+        let mut blocks: Vec<(u32, u32, u32, Owner)> =
+            blocks.map(|block| (block.id(), block.start(), block.end(), block.owner())).collect();
+        blocks.sort_unstable_by_key(|block| block.1);
+        let mut stretches: Vec<Stretch> = Vec::new();
+        for block in blocks {
+            let (_, start, end, _) = block;
+            match stretches.last_mut() {
+                Some(last) if last.end == start => {
+                    last.end = end;
+                    last.blocks.push(block);
+                }
+                _ => stretches.push(Stretch { start, end, blocks: [block].into_iter().collect() }),
+            }
+        }
+        stretches
+    }
+
+    /// Keeps of the extents those that are to go: the longest that are not too long, and where
+    /// that leaves something over the shortest of the others.
+    fn retain_surplus(&self, found: &mut Vec<(Resident, u32, usize)>, keep_bytes: u64) {
+        let kept = keep_bytes / self.memory.granule_bytes();
+        let mut surplus = self.memory.mapped().saturating_sub(kept);
+        found.sort_unstable_by_key(|(extent, ..)| (!extent.granules, !extent.start));
+        let mut shortest = None;
+        found.retain(|candidate| {
+            let granules = u64::from(candidate.0.granules);
+            let goes = granules <= surplus;
+            if goes {
+                surplus -= granules;
+            } else {
+                shortest = Some(*candidate);
+            }
+            goes
+        });
+        found.extend(shortest.filter(|_| surplus > 0));
+    }
+
+    /// Free blocks that no stream can still be using: nobody's, and those of streams that were
+    /// freed before what the host has seen of them.
+    fn blocks_of_the_past(&self) -> impl Iterator<Item = &Block> {
+        let of_books = self.books.iter().flat_map(|book| {
+            let closed = book.open_parity() ^ 1;
+            let sets = book.sets.iter().enumerate();
+            let blocks = sets.flat_map(move |(parity, sets)| {
+                let whole = parity == closed && book.stage == Stage::Passed;
+                let blocks = sets.iter().flat_map(|set| set.of_at_least(1));
+                blocks.filter(move |block| whole || block.is_before(book.seen))
+            });
+            blocks
+        });
+        let common = self.common.iter().flat_map(|set| set.of_at_least(1));
+        common.chain(of_books)
+    }
+
+    /// Notes that what was freed before a mark is of the past, if it is; whether there is nothing
+    /// more to be asked about.
+    fn settle_past(&mut self, tags: &Tags, mark: &Mark) -> bool {
+        let book = &self.books[mark.stream as usize];
+        let passed = book.passed >= mark.epoch;
+        if passed {
+            self.settle_epoch(tags, mark, false);
+        }
+        let book = &self.books[mark.stream as usize];
+        let asks = matches!(book.stage, Stage::Recorded(_) | Stage::Passed);
+        let closes = book.stage == Stage::Clear && self.has_open(mark.stream);
+        passed || !(asks || closes)
     }
 
     /// A run stays after all.
@@ -156,7 +250,9 @@ impl Space {
             let start = self.memory.extent(*number).start;
             self.memory.settle(start);
         }
-        self.give(tags, run.start * granule_units, run.granules * granule_units, Owner::NOBODY);
+        for (start, units, owner) in &run.taken {
+            self.give(tags, *start, *units, self.now(*owner));
+        }
     }
 
     /// A run was unmapped: its handles, each with its bytes.

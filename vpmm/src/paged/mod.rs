@@ -164,25 +164,31 @@ impl PagedPool {
     pub(crate) fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
         let _context = self.device.enter()?;
         let caller = self.admit(stream)?;
-        if let Some(freed) = self.free_small(ptr, caller.stream_id, stream) {
-            return freed;
-        }
         let address = ptr.address();
-        let (id, tag, used, recording) = {
-            let mut space = self.lock_space();
-            let (id, tag) = space.take_back(ptr)?;
-            let timeline = space.timeline(caller.stream_id);
-            (id, tag, space.uses.are_noted(address), space.timelines.recording(timeline))
-        };
+        let mut space = self.lock_space();
+        let used = space.uses.are_noted(address);
+        if let Some(small) = &self.small
+            && let Some(taken) = small.take(ptr, used)
+        {
+            drop(space);
+            return self.free_small(small, address, taken?, used, caller);
+        }
+        let (id, tag) = space.take_back(ptr)?;
+        let timeline = space.timeline(caller.stream_id);
+        let recording = space.timelines.recording(timeline);
+        let spare = space.events.pop();
+        drop(space);
         let uses = if used { self.record_uses(address, caller.stream_id) } else { Ok(()) };
         if let Err(error) = uses {
-            self.lock_space().leave_live(id, tag);
+            let mut space = self.lock_space();
+            space.events.extend(spare);
+            space.leave_live(id, tag);
             return Err(error);
         }
         // Records and their sequence numbers must be in one order on a stream: a later fence that
         // has passed proves the earlier ones. So one thread at a time records on it.
         let in_order = lock(&recording);
-        let recorded = self.record(stream);
+        let recorded = self.record_by(spare, stream);
         let mut space = self.lock_space();
         match recorded {
             Ok(event) => {
@@ -242,7 +248,7 @@ impl PagedPool {
             let _context = self.device.enter()?;
             return self.admit(stream).map(|caller| caller.stream_id);
         };
-        if !self.lock_space().streams.contains_key(&stream_id) {
+        if self.lock_space().streams.get(stream_id).is_none() {
             let _context = self.device.enter()?;
             self.device.check_stream(stream)?;
             self.remember(&mut self.lock_space(), stream, stream_id);
@@ -253,7 +259,7 @@ impl PagedPool {
     /// Notes a stream that the library owns, or the legacy one: found fit, and its end is told.
     fn remember(&self, space: &mut Space, stream: StreamHandle, stream_id: u64) {
         if self.is_the_librarys(stream) || stream == StreamHandle::LEGACY {
-            space.streams.entry(stream_id).or_insert(stream);
+            space.streams.add(stream_id, stream);
         }
     }
 

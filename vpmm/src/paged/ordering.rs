@@ -217,3 +217,32 @@ impl StreamWatcher for PagedPool {
         let _: Result<()> = self.passed(mark);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: TimelineId = TimelineId(1);
+    const B: TimelineId = TimelineId(2);
+
+    #[test]
+    fn a_later_mark_of_the_same_stream_takes_the_place_of_an_earlier_one() {
+        let mut follows = Follows::default();
+        follows.add(B, A, 5);
+        follows.add(B, A, 9);
+        follows.add(B, A, 7); // told late
+        let entries: Vec<_> = follows.iter().map(|(of, entries)| (of, entries.to_vec())).collect();
+        assert_eq!(entries, [(B, vec![(A, 9)])]);
+        follows.forget(B);
+        assert_eq!(follows.iter().count(), 0);
+    }
+
+    #[test]
+    fn a_mark_that_nothing_is_left_of_is_forgotten() {
+        let mut space = Space::new(2 << 20);
+        let (a, b) = (space.timeline(1), space.timeline(2));
+        space.follows.add(b, a, 5);
+        assert!(space.followed(b).is_empty(), "nothing was freed");
+        assert_eq!(space.follows.iter().count(), 0);
+    }
+}

@@ -3,9 +3,10 @@
 //! A stream is recorded on when the allocation is freed; or when the stream ends, if that is before;
 //! or later, where it was capturing at the free: an event recorded then would be the graph's.
 
+use super::small::{Live, Small};
 use super::space::Space;
 use super::uses::{Kept, Scope, Uses};
-use super::{PagedPool, lock};
+use super::{Caller, PagedPool, lock};
 use crate::device::StreamHandle;
 use crate::driver::Failure;
 use crate::error::{Error, Result};
@@ -100,8 +101,17 @@ impl PagedPool {
 
     /// Records an event on a stream. Whoever calls this holds the timeline's `recording`.
     pub(super) fn record(&self, stream: StreamHandle) -> Result<Event, Failure> {
-        let driver = self.device.driver();
         let spare = self.lock_space().events.pop();
+        self.record_by(spare, stream)
+    }
+
+    /// As [`record`](Self::record), with an event taken from the store before, if there was one.
+    pub(super) fn record_by(
+        &self,
+        spare: Option<Event>,
+        stream: StreamHandle,
+    ) -> Result<Event, Failure> {
+        let driver = self.device.driver();
         let event = spare.map_or_else(|| Event::new(driver), Ok)?;
         match event.record(driver, stream) {
             Ok(()) => Ok(event),
@@ -147,7 +157,7 @@ impl PagedPool {
         let _in_order = recording.as_ref().map(|recording| lock(recording));
         let mut space = self.lock_space();
         space.uses.forget_handle(stream);
-        space.streams.remove(&stream);
+        space.streams.remove(stream);
     }
 
     /// Gives small allocations whose uses are over back to the driver.
@@ -188,32 +198,23 @@ impl PagedPool {
         Ok(())
     }
 
-    /// Frees a small allocation; `None` where the pointer has nothing to do with one.
+    /// Frees a small allocation just taken out of the book, and kept there if it is used elsewhere.
     pub(super) fn free_small(
         &self,
-        ptr: DevicePtr,
-        stream_id: u64,
-        stream: StreamHandle,
-    ) -> Option<Result<()>> {
-        let small = self.small.as_ref()?;
-        let address = ptr.address();
-        let (used, taken) = {
-            let space = self.lock_space();
-            let used = space.uses.are_noted(address);
-            (used, small.take(ptr, used)?)
-        };
-        let live = match taken {
-            Ok(live) => live,
-            Err(error) => return Some(Err(error)),
-        };
+        small: &Small,
+        address: u64,
+        taken: Live,
+        used: bool,
+        caller: Caller,
+    ) -> Result<()> {
         if !used {
-            return Some(small.free_taken(self.device.driver(), address, live, stream));
+            return small.free_taken(self.device.driver(), address, taken, caller.stream);
         }
-        let freed = self.defer_small(address, stream_id, stream);
+        let freed = self.defer_small(address, caller.stream_id, caller.stream);
         if freed.is_err() {
             small.leave_live(address);
         }
-        Some(freed)
+        freed
     }
 
     /// Records a small allocation's free and its uses; the driver gets it when those are over.

@@ -127,6 +127,6 @@ impl PagedPool {
                 (start, region.bytes(), chunk.stream(region.start()))
             }
         };
-        Some(Allocation { start, bytes, stream: space.streams.get(&stream).copied() })
+        Some(Allocation { start, bytes, stream: space.streams.get(stream) })
     }
 }

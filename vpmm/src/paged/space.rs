@@ -54,9 +54,34 @@ pub(super) struct Space {
     /// Which streams come after which.
     pub(super) follows: Follows,
     /// The library's streams that have called, by id, until they end; and the legacy stream.
-    pub(super) streams: HashMap<u64, StreamHandle>,
+    pub(super) streams: Streams,
     last_tag: u32,
     sweep_timelines_at: usize,
+}
+
+/// Streams by id, with the one that called last at hand: it is most often the next, too.
+#[derive(Default)]
+pub(super) struct Streams {
+    by_id: HashMap<u64, StreamHandle>,
+    last: Option<u64>,
+}
+
+impl Streams {
+    pub(super) fn get(&self, id: u64) -> Option<StreamHandle> {
+        self.by_id.get(&id).copied()
+    }
+
+    pub(super) fn add(&mut self, id: u64, stream: StreamHandle) {
+        if self.last != Some(id) {
+            self.last = Some(id);
+            self.by_id.entry(id).or_insert(stream);
+        }
+    }
+
+    pub(super) fn remove(&mut self, id: u64) {
+        self.last = self.last.filter(|last| *last != id);
+        self.by_id.remove(&id);
+    }
 }
 
 impl Space {
@@ -82,7 +107,7 @@ impl Space {
             aliases: Aliases::default(),
             uses,
             follows: Follows::default(),
-            streams: HashMap::new(),
+            streams: Streams::default(),
             last_tag: 0,
             sweep_timelines_at: FEW_TIMELINES,
         }

@@ -215,6 +215,19 @@ impl Space {
         uses
     }
 
+    /// A fence whose event came into a graph proves nothing: deferred frees that wait for it need
+    /// another record.
+    pub(super) fn is_captured(&mut self, fence: Fence) {
+        let mut given_up = 0;
+        for of in self.uses.deferred.iter_mut().flat_map(|deferred| &mut deferred.uses) {
+            if of.fence == Some(fence) && of.handle.is_some() {
+                of.fence = None;
+                given_up += 1;
+            }
+        }
+        (0..given_up).for_each(|_| self.release(fence));
+    }
+
     fn is_over(&self, of: &Use) -> bool {
         of.fence.is_some_and(|fence| self.timelines.is_complete(fence))
     }
@@ -318,5 +331,66 @@ impl Space {
 impl Deferred {
     pub(super) fn is_being_freed(&self) -> bool {
         self.freeing
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A handle that is passed to no driver.
+    fn handle(number: usize) -> StreamHandle {
+        // SAFETY: the books compare handles and give them back; nobody calls the driver with them.
+        unsafe { StreamHandle::from_raw(std::ptr::without_provenance_mut(number)) }
+    }
+
+    #[test]
+    fn a_stream_is_noted_once_and_by_the_handle_that_lasts_longer() {
+        let mut book = UseBook::new(TimelineId(0));
+        assert!(!book.are_noted(0x1000));
+        book.note(0x1000, 7, handle(70), false);
+        book.note(0x1000, 8, handle(80), true);
+        book.note(0x1000, 7, handle(71), true);
+        book.note(0x1000, 8, handle(81), false);
+        let open = book.to_record(0x1000, 0);
+        assert_eq!(open.as_slice(), [(7, handle(71)), (8, handle(80))]);
+        assert_eq!(book.to_record(0x1000, 7).as_slice(), [(8, handle(80))], "but for its own");
+        assert!(book.are_noted(0x1000) && !book.are_noted(0x2000));
+    }
+
+    #[test]
+    fn a_stream_that_has_ended_is_not_recorded_on() {
+        let mut book = UseBook::new(TimelineId(0));
+        book.note(0x1000, 7, handle(70), true);
+        book.note(0x2000, 8, handle(80), true);
+        assert!(book.needs(7, Scope::Ending) && book.needs(7, Scope::Freed(0x1000)));
+        assert!(!book.needs(7, Scope::Freed(0x2000)) && !book.needs(7, Scope::Due));
+        book.forget_handle(7);
+        assert!(!book.needs(7, Scope::Ending) && book.to_record(0x1000, 0).is_empty());
+        assert!(book.needs(8, Scope::Ending), "the other goes on");
+        assert!(book.are_noted(0x1000), "what is not proved is not forgotten");
+    }
+
+    #[test]
+    fn a_use_that_cannot_be_proved_is_over_when_the_host_has_waited_for_what_was_given_before() {
+        let mut space = Space::new(2 << 20);
+        let timeline = space.timeline(1);
+        let own = Fence { timeline, sequence: space.timelines.next_sequence() };
+        let lost: Uses = [Use { stream: 7, handle: None, fence: None }].into_iter().collect();
+        space.defer(Kept::Small(0x1000), 1, own, lost);
+        assert!(space.uses.has_due() && space.uses.due().is_empty(), "nothing to record on");
+        space.settle_by(own.sequence - 1, None);
+        assert!(space.uses.has_due(), "a wait for what came before the free");
+        space.settle_by(own.sequence, Some(8));
+        assert!(space.uses.has_due(), "a wait for another stream");
+        space.settle_by(own.sequence, None);
+        assert!(!space.uses.has_due(), "a wait for the whole device");
+        assert_eq!(space.next_ready_small(Some(2)), None, "what came before the free is not over");
+        assert_eq!(space.next_ready_small(Some(1)), Some(0x1000), "but on the stream of the free");
+        assert_eq!(space.next_ready_small(Some(1)), None, "somebody has it");
+        space.small_is_free(0x1000, false);
+        assert_eq!(space.next_ready_small(Some(1)), Some(0x1000), "tried again");
+        space.small_is_free(0x1000, true);
+        assert!(!space.uses.has_small());
     }
 }

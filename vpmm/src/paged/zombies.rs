@@ -1,6 +1,8 @@
 //! Phase 0: addresses whose memory lives elsewhere are unmapped once nothing uses them.
 //! And the questions to the driver about fences, which are asked without the pool's lock.
 
+use cuda_sys::types::CUresult;
+
 use super::PagedPool;
 use crate::error::Result;
 use crate::event::BesideCaptures;
@@ -111,9 +113,18 @@ impl PagedPool {
                 None => return Ok(space.timelines.is_complete(fence)),
             }
         };
-        let complete = {
+        let answer = {
             let _beside = BesideCaptures::enter(driver)?;
-            event.is_complete(driver)?
+            event.is_complete(driver)
+        };
+        let complete = match answer {
+            // A capture began and ended around the record, and has the event. A later fence of the
+            // stream answers for this one; a use on it is recorded anew.
+            Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
+                self.lock_space().is_captured(fence);
+                false
+            }
+            answer => answer?,
         };
         if complete {
             // Where the fence was given up while the question was out, the answer is about another
