@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 /// What to do when free memory exists that another stream may still be using.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
@@ -42,13 +44,19 @@ impl Default for Reuse {
 /// Made by [`Pool::mark`](crate::Pool::mark).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Mark {
-    /// The pool that it is of: the address of its first reservation or any other number that no
-    /// other pool of the process has.
+    /// The pool that it is of.
     pub(crate) pool: u64,
     /// The stream, by the pool's own number of it.
     pub(crate) stream: u32,
     /// The point: what the pool counts there.
     pub(crate) point: u64,
-    /// The stream's epoch then, where the pool has epochs.
+    /// The stream's epoch then, where the pool has epochs; the stream's id in the paged profile.
     pub(crate) epoch: u64,
+}
+
+/// A number for a new pool, which no other of the process ever has: a mark that outlives its pool
+/// is foreign to every other.
+pub(crate) fn next_pool() -> u64 {
+    static POOLS: AtomicU64 = AtomicU64::new(0);
+    POOLS.fetch_add(1, Ordering::Relaxed) + 1
 }

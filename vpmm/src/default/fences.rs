@@ -146,7 +146,7 @@ impl Space {
         }
     }
 
-    fn close(&mut self, tags: &Tags, stream: u32) {
+    pub(super) fn close(&mut self, tags: &Tags, stream: u32) {
         let book = &mut self.books[stream as usize];
         book.close();
         self.counters.closed += 1;
@@ -428,7 +428,7 @@ impl Core {
             let mut space = self.space.lock();
             for stream in 0..space.books.len() as u32 {
                 if space.books[stream as usize].is_unproved() {
-                    unproved.push(space.take_mark(self.base, stream));
+                    unproved.push(space.take_mark(self.number, stream));
                 }
             }
             if unproved.is_empty() && !space.books.iter().any(lost) {

@@ -64,7 +64,7 @@ use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::lock::{Asymmetry, SpinLock, Token};
-use crate::ordering::Mark;
+use crate::ordering::{Mark, next_pool};
 use crate::reservation::Reservation;
 use crate::units::DevicePtr;
 use admit::{Registry, Routes};
@@ -94,6 +94,8 @@ const LARGE_BYTES: u64 = UNIT_BYTES * LARGE_STEP as u64;
 
 /// A pool of the default profile.
 pub(crate) struct Core {
+    /// What marks of this pool carry.
+    number: u64,
     device: Device,
     backing: Backing,
     config: Checked,
@@ -148,6 +150,7 @@ impl Core {
         let space =
             Space::new(memory, limited, config.reuse.opportunistic, config.moves_per_second);
         let core = Arc::new(Self {
+            number: next_pool(),
             device: device.clone(),
             backing,
             policy: Policy::new(config.capacity, limited),

@@ -29,7 +29,7 @@ impl Core {
         let admitted = self.admit(handle)?;
         // What is in the front has no place in the books yet.
         self.flush_own(admitted.stream);
-        Ok(self.space.lock().take_mark(self.base, admitted.stream))
+        Ok(self.space.lock().take_mark(self.number, admitted.stream))
     }
 
     /// Marks before a wait of the host. What the calling thread has in front comes out for that;
@@ -53,7 +53,11 @@ impl Core {
             }
         }
         let mut space = self.space.lock();
-        streams.into_iter().map(|stream| space.take_mark(self.base, stream)).collect()
+        let mut mark = |stream| {
+            space.close_for_wait(&self.tags, stream);
+            space.take_mark(self.number, stream)
+        };
+        streams.into_iter().map(&mut mark).collect()
     }
 
     pub(super) fn follow(&self, handle: StreamHandle, mark: &Mark) -> Result<()> {
@@ -68,6 +72,7 @@ impl Core {
     pub(super) fn mark_passed(&self, mark: &Mark) -> Result<()> {
         self.check_mark(mark)?;
         self.space.lock().settle_epoch(&self.tags, mark, true);
+        while self.space.lock().drain(&self.tags, mark.stream) {}
         while self.space.lock().settle_mark(&self.tags, mark) {}
         match self.config.release_threshold_bytes {
             Some(keep_bytes) => self.trim(keep_bytes).map(|_| ()),
@@ -80,14 +85,14 @@ impl Core {
         let mark = {
             let space = self.space.lock();
             let book = &space.books[stream as usize];
-            Mark { pool: self.base, stream, point: book.seen, epoch: 0 }
+            Mark { pool: self.number, stream, point: book.seen, epoch: 0 }
         };
         while self.space.lock().settle_mark(&self.tags, &mark) {}
     }
 
     fn check_mark(&self, mark: &Mark) -> Result<()> {
         let known = (mark.stream as usize) < self.space.lock().books.len();
-        if mark.pool == self.base && known { Ok(()) } else { Err(Error::ForeignMark) }
+        if mark.pool == self.number && known { Ok(()) } else { Err(Error::ForeignMark) }
     }
 
     /// A block of a stream that the request's comes after; else all that the stream may have of
@@ -115,6 +120,17 @@ impl Space {
         let point = book.marks;
         book.marks += 1;
         Mark { pool, stream, point, epoch: book.epoch }
+    }
+
+    /// Closes an epoch that is about to be waited for: no event is needed for it then. The memory of
+    /// an only stream stays in one set, unless something else waits for its epoch.
+    fn close_for_wait(&mut self, tags: &Tags, stream: u32) {
+        let book = &self.books[stream as usize];
+        let waits = book.deferred_until >= book.epoch || self.zombie_waits(stream);
+        let gains = if self.is_sole(stream) { waits } else { self.has_open(stream) };
+        if book.stage == Stage::Clear && gains && !book.is_unproved() {
+            self.close(tags, stream);
+        }
     }
 
     /// Notes that a stream comes after a mark, and after what the marked stream came after then.

@@ -71,7 +71,7 @@ impl Core {
         let mut marks: Vec<Mark> = {
             let mut space = self.space.lock();
             let streams = 0..space.books.len() as u32;
-            streams.map(|stream| space.take_mark(self.base, stream)).collect()
+            streams.map(|stream| space.take_mark(self.number, stream)).collect()
         };
         let begun = Instant::now();
         let mut asked = 0;

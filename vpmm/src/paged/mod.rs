@@ -35,7 +35,6 @@ mod zombies;
 
 pub use config::PagedConfig;
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use cuda_sys::types::CUstreamCaptureStatus;
@@ -45,6 +44,7 @@ use crate::device::{Device, StreamHandle};
 use crate::driver::{Failure, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::event::{BesideCaptures, Event};
+use crate::ordering::next_pool;
 use crate::region::{NodeId, State};
 use crate::units::{DevicePtr, round_up};
 use config::Checked;
@@ -64,10 +64,6 @@ struct Caller {
     stream: StreamHandle,
     stream_id: u64,
 }
-
-/// The number of the pool made last. Numbers do not come again, so that a mark that outlives its pool
-/// is foreign to every other. They are too small for the addresses that other pools go by.
-static POOLS: AtomicU64 = AtomicU64::new(0);
 
 /// A pool of the paged profile.
 pub(crate) struct PagedPool {
@@ -97,7 +93,7 @@ impl PagedPool {
         }
         let space = Mutex::new(Space::new(config.page));
         let (device, growing) = (device.clone(), Mutex::new(()));
-        let number = POOLS.fetch_add(1, Ordering::Relaxed) + 1;
+        let number = next_pool();
         let pool = Self { number, device, backing, config, growing, space, small };
         if pool.config.page < u64::MAX {
             pool.reserve(pool.config.initial_bytes)?;
