@@ -30,7 +30,7 @@
 //! | `driver` | the driver's functions; all calls into it |
 //! | `device` | devices, contexts, streams |
 //! | `physical`, `reservation`, `mapping`, `event` | one kind of driver object each |
-//! | `backing` | what a pool's memory is made of |
+//! | `budget`, `backing` | how much a pool may hold, and what its memory is made of |
 //! | `ordering`, `allocation` | what callers say about streams and ask about pointers |
 //! | `stats`, `layout`, `validate` | what a pool holds, and what a check of it found |
 //! | `arena`, `lock` | storage of nodes; locks for short sections (no driver) |
@@ -40,11 +40,13 @@
 //! | `heap` | what both profiles can do |
 //! | `paged` | the paged profile |
 //! | `default` | the default profile |
+//! | `heaps` | heaps beside a pool's main one: of graphs, of tags |
 //! | `pool` | the public face |
 
 mod allocation;
 mod arena;
 mod backing;
+mod budget;
 mod default;
 mod device;
 mod driver;
@@ -52,6 +54,7 @@ mod error;
 mod event;
 mod fence;
 mod heap;
+mod heaps;
 mod layout;
 mod location;
 mod lock;
@@ -72,11 +75,12 @@ pub use default::{Background, PoolConfig};
 pub use device::{Device, Stream, StreamHandle};
 pub use driver::{Driver, DriverCalls};
 pub use error::{Error, Result};
+pub use heaps::{Buffers, Contents, Resumed, Suspended};
 pub use layout::Layout;
 pub use location::{Access, Location, Sharing};
 pub use ordering::{Mark, PendingPolicy, Reuse};
 pub use paged::PagedConfig;
-pub use pool::Pool;
+pub use pool::{GraphPool, Pool, Tagged};
 pub use sharing::{Export, Imported};
 pub use stats::Stats;
 pub use units::DevicePtr;

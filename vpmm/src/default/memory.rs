@@ -10,6 +10,19 @@ use crate::physical::Extent;
 use crate::region::{NodeId, Region, RegionMap, State};
 use crate::sharing::{SharedExtent, Span};
 
+/// What is behind an extent's addresses. Anything but mapped only while the heap sleeps.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Backed {
+    /// Its handle.
+    Mapped,
+    /// Nothing; but the handle is still there.
+    Unmapped,
+    /// Its handle, or not: the driver would not undo a mapping. To be unmapped before anything else.
+    Stuck,
+    /// Nothing: the handle was given back.
+    Gone,
+}
+
 /// One physical handle, where it is now.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Resident {
@@ -20,9 +33,14 @@ pub(super) struct Resident {
     pub(super) granules: u32,
     /// Other processes may have it: it stays where it is.
     pub(super) exported: bool,
+    pub(super) backed: Backed,
 }
 
 impl Resident {
+    fn new(handle: Extent, start: u32, granules: u32) -> Self {
+        Self { handle, start, granules, exported: false, backed: Backed::Mapped }
+    }
+
     pub(super) fn end(&self) -> u32 {
         self.start + self.granules
     }
@@ -49,6 +67,8 @@ pub(super) struct Memory {
     peak_mapped: u64,
     /// Granules of exported extents.
     exported: u64,
+    /// Granules of extents that are gone while the heap sleeps.
+    gone: u64,
 }
 
 impl Memory {
@@ -70,6 +90,7 @@ impl Memory {
             mapped: 0,
             peak_mapped: 0,
             exported: 0,
+            gone: 0,
         }
     }
 
@@ -106,7 +127,7 @@ impl Memory {
         self.base + u64::from(granule) * self.granule_bytes
     }
 
-    /// Granules of physical memory.
+    /// Granules of extents, those that are gone while the heap sleeps included.
     pub(super) fn mapped(&self) -> u64 {
         self.mapped
     }
@@ -129,6 +150,56 @@ impl Memory {
 
     pub(super) fn extent(&self, number: u32) -> &Resident {
         &self.extents[number as usize]
+    }
+
+    /// Granules without memory while the heap sleeps.
+    pub(super) fn gone(&self) -> u64 {
+        self.gone
+    }
+
+    /// The numbers of all extents with this behind them.
+    pub(super) fn numbers_of(&self, backed: Backed) -> Vec<u32> {
+        let of = self.extents().filter(|(_, extent)| extent.backed == backed);
+        of.map(|(number, _)| number).collect()
+    }
+
+    /// The extents of a run, its first granule and its length, in ascending order.
+    pub(super) fn extents_in(&self, (start, granules): (u32, u32)) -> Vec<Resident> {
+        let mut found = Vec::new();
+        let mut at = start;
+        while at < start + granules {
+            let Some((_, extent)) = self.extent_at(at) else { break };
+            found.push(*extent);
+            at = extent.end();
+        }
+        found
+    }
+
+    /// Notes what is behind every extent of a run.
+    pub(super) fn set_backed(&mut self, (start, granules): (u32, u32), backed: Backed) {
+        let mut at = start;
+        while at < start + granules {
+            let Some((number, end)) = self.extent_at(at).map(|(number, of)| (number, of.end()))
+            else {
+                break;
+            };
+            self.extents[number as usize].backed = backed;
+            at = end;
+        }
+    }
+
+    /// An extent's handle was given back.
+    pub(super) fn set_gone(&mut self, number: u32) {
+        let extent = &mut self.extents[number as usize];
+        extent.backed = Backed::Gone;
+        self.gone += u64::from(extent.granules);
+    }
+
+    /// An extent that was gone has memory again, not mapped yet.
+    pub(super) fn renew(&mut self, number: u32, handle: Extent) {
+        let extent = &mut self.extents[number as usize];
+        (extent.handle, extent.backed) = (handle, Backed::Unmapped);
+        self.gone -= u64::from(extent.granules);
     }
 
     /// Every extent with its number.
@@ -226,10 +297,10 @@ impl Memory {
     /// A new handle was mapped.
     pub(super) fn enter(&mut self, handle: Extent, start: u32, granules: u32) {
         let number = self.vacant.pop().unwrap_or_else(|| {
-            self.extents.push(Resident { handle, start, granules: 0, exported: false });
+            self.extents.push(Resident::new(handle, start, 0));
             self.extents.len() as u32 - 1
         });
-        self.extents[number as usize] = Resident { handle, start, granules, exported: false };
+        self.extents[number as usize] = Resident::new(handle, start, granules);
         self.write(start, granules, number + 1);
         self.mapped += u64::from(granules);
         self.peak_mapped = self.peak_mapped.max(self.mapped);

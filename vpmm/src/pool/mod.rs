@@ -1,6 +1,7 @@
 //! The pool as its users see it.
 
 mod family;
+mod heaps;
 mod limits;
 mod ordering;
 mod places;
@@ -12,12 +13,15 @@ use crate::default::{Core, Helper, PoolConfig};
 use crate::device::{Device, StreamHandle};
 use crate::error::Result;
 use crate::heap::Heap;
+use crate::heaps::{Heaps, Terms};
 use crate::layout::Layout;
 use crate::paged::{PagedConfig, PagedPool};
 use crate::stats::Stats;
 use crate::units::DevicePtr;
 use crate::validate::Violation;
 use family::Family;
+
+pub use heaps::{GraphPool, Tagged};
 
 /// A pool of device memory, in stream order.
 ///
@@ -92,7 +96,11 @@ impl Pool {
     pub fn new(device: &Device, config: &PoolConfig) -> Result<Self> {
         let core = Core::new(device, config)?;
         let helper = Helper::start(&core)?;
-        Ok(Self::of(Profile::Default(core), helper))
+        Ok(Self::of(
+            Profile::Default(core),
+            helper,
+            Terms::of(config.limit_bytes, config.pending_policy, config.reuse),
+        ))
     }
 
     /// A pool of the paged profile: everything rounds up to pages of 2 MiB (or another multiple of
@@ -117,11 +125,24 @@ impl Pool {
     /// [`Error::Driver`]: crate::Error::Driver
     pub fn paged(device: &Device, config: &PagedConfig) -> Result<Self> {
         let pool = PagedPool::new(device, config)?;
-        Ok(Self::of(Profile::Paged(pool), None))
+        Ok(Self::of(
+            Profile::Paged(pool),
+            None,
+            Terms::of(config.limit_bytes, config.pending_policy, config.reuse),
+        ))
     }
 
-    fn of(profile: Profile, helper: Option<Helper>) -> Self {
-        let family = Arc::new(Family::new(profile.heap(), helper));
+    fn of(profile: Profile, helper: Option<Helper>, terms: Terms) -> Self {
+        let core = match &profile {
+            Profile::Default(core) => Some(Arc::clone(core)),
+            Profile::Paged(_) => None,
+        };
+        let heaps = Heaps::new(profile.heap(), core, terms);
+        if let Profile::Paged(pool) = &profile {
+            let small: std::sync::Weak<dyn crate::budget::Besides> = Arc::downgrade(pool) as _;
+            profile.heap().backing().budget().count_besides(small);
+        }
+        let family = Arc::new(Family::new(profile.heap(), heaps, helper));
         Self { profile, family }
     }
 
@@ -152,7 +173,7 @@ impl Pool {
     pub fn malloc(&self, bytes: usize, stream: impl Into<StreamHandle>) -> Result<DevicePtr> {
         match &self.profile {
             Profile::Default(pool) => pool.malloc(bytes, stream.into()),
-            Profile::Paged(pool) => pool.malloc(bytes, stream.into()),
+            Profile::Paged(pool) => self.malloc_paged(pool, bytes, stream.into()),
         }
     }
 
@@ -178,7 +199,7 @@ impl Pool {
     pub fn free(&self, ptr: DevicePtr, stream: impl Into<StreamHandle>) -> Result<()> {
         match &self.profile {
             Profile::Default(pool) => pool.free(ptr, stream.into()),
-            Profile::Paged(pool) => pool.free(ptr, stream.into()),
+            Profile::Paged(pool) => self.free_paged(pool, ptr, stream.into()),
         }
     }
 
@@ -193,10 +214,13 @@ impl Pool {
         self.heap().device()
     }
 
-    /// What the pool holds. Two driver calls in the paged profile, for the memory of small requests;
+    /// What the pool holds, its [graphs' pools](Self::graph_pool) and [tagged heaps](Self::tagged)
+    /// included. Two driver calls in the paged profile, for the memory of small requests;
     /// none in the default one, but a look into the fronts of other threads (a system call).
     pub fn stats(&self) -> Stats {
-        self.heap().stats()
+        let mut stats = self.heap().stats();
+        stats.add(&self.family.heaps.stats());
+        stats
     }
 
     /// What stands where, as text: see [`Layout`].
@@ -209,7 +233,8 @@ impl Pool {
     /// # Errors
     /// The first invariant that does not hold.
     pub fn validate(&self) -> Result<(), Violation> {
-        self.heap().validate()
+        self.heap().validate()?;
+        self.family.heaps.validate()
     }
 }
 

@@ -51,7 +51,7 @@ impl Pool {
     /// [`Error::ContextLost`]: crate::Error::ContextLost
     /// [`Error::Driver`]: crate::Error::Driver
     pub fn set_access(&self, device: &Device, access: Access) -> Result<()> {
-        self.heap().set_access(device, access)
+        self.family.heaps.set_access(device, access)
     }
 
     /// What a device may do with the pool's memory. No driver call.
