@@ -67,11 +67,15 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         let driver = self.device.driver();
-        let Ok(_context) = self.device.enter() else { return };
-        let Ok(_beside) = BesideCaptures::enter(driver) else { return };
-        // SAFETY: allocated in `new`, freed once here; copies were waited for, or `Copies` has
-        // forgotten the value.
-        let _ = unsafe { driver.cuMemFreeHost(self.memory.as_ptr().cast()) };
+        let free = || {
+            let _context = self.device.enter()?;
+            let _beside = BesideCaptures::enter(driver)?;
+            // SAFETY: allocated in `new`, freed once here; copies were waited for, or the value is
+            // in limbo until they were.
+            Ok::<(), crate::Error>(unsafe { driver.cuMemFreeHost(self.memory.as_ptr().cast()) }?)
+        };
+        // Once more, for what passes; after that it is the driver's until the process ends.
+        let _ = free().or_else(|_| free());
     }
 }
 

@@ -1,0 +1,12 @@
+//! Heaps beside a pool's main one, in both profiles: memory of graphs, and memory that sleeps.
+
+mod failures;
+mod graph;
+mod graphs;
+mod limits;
+#[path = "../places/rig.rs"]
+mod rig;
+mod sleep;
+mod streams;
+#[path = "../support/pools.rs"]
+mod support;
