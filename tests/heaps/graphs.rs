@@ -207,7 +207,11 @@ fn goes_back(pool: &Pool, held: impl Fn() -> u64) {
 }
 
 /// An open graph's pool with a graph that ran, and its output.
-fn ran<'a>(rig: &'a Rig, watched: &Watched<'_>, stream: StreamHandle) -> (GraphPool, Graph<'a>, DevicePtr) {
+fn ran<'a>(
+    rig: &'a Rig,
+    watched: &Watched<'_>,
+    stream: StreamHandle,
+) -> (GraphPool, Graph<'a>, DevicePtr) {
     let graphs = watched.pool.graph_pool().unwrap();
     graphs.begin(stream).unwrap();
     graph::begin(rig, stream, MODES[0]);
@@ -318,7 +322,10 @@ fn misuse_is_told_by_name() {
         pools[0].release(&stream).unwrap();
         let ptr = watched.pool.malloc(MIB as usize, &stream).unwrap();
         watched.pool.free(ptr, &stream).unwrap();
-        assert!(matches!(watched.pool.free(ptr, &stream), Err(Error::DoubleFree { .. } | Error::StalePointer { .. })));
+        assert!(matches!(
+            watched.pool.free(ptr, &stream),
+            Err(Error::DoubleFree { .. } | Error::StalePointer { .. })
+        ));
         watched.assert_intact();
     });
 }

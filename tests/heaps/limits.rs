@@ -16,7 +16,9 @@ fn the_limit_is_for_all_heaps_together() {
             let half = (LIMIT / 2 * GRANULE) as usize;
             let weights = tagged.malloc(half, &stream).unwrap();
             let ordinary = pool.malloc(half, &stream).unwrap();
-            for refused in [tagged.malloc(GRANULE as usize, &stream), pool.malloc(GRANULE as usize, &stream)] {
+            for refused in
+                [tagged.malloc(GRANULE as usize, &stream), pool.malloc(GRANULE as usize, &stream)]
+            {
                 assert!(refused.as_ref().is_err_and(Error::is_out_of_memory), "{refused:?}");
             }
             assert_eq!(pool.stats().mapped_bytes, LIMIT * GRANULE);

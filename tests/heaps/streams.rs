@@ -28,7 +28,10 @@ fn ordinary_memory_may_be_freed_in_a_capture() {
                 for ptr in before {
                     pool.free(ptr, stream).unwrap();
                     let again = pool.free(ptr, stream);
-                    assert!(matches!(again, Err(Error::DoubleFree { .. } | Error::StalePointer { .. })), "{again:?}");
+                    assert!(
+                        matches!(again, Err(Error::DoubleFree { .. } | Error::StalePointer { .. })),
+                        "{again:?}"
+                    );
                 }
                 let scratch = pool.malloc(MIB as usize, stream).unwrap();
                 rig.fill(scratch.address(), MIB, 1, stream);
