@@ -299,6 +299,26 @@ fn a_pool_ends_with_graphs_that_were_not_released() {
 }
 
 #[test]
+fn dropped_between_begin_and_end_it_has_ended() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let stream = rig.stream();
+        let graphs = watched.pool.graph_pool().unwrap();
+        graphs.begin(&stream).unwrap();
+        let scratch = watched.pool.malloc(MIB as usize, &stream).unwrap();
+        watched.pool.free(scratch, &stream).unwrap();
+        drop(graphs);
+        let held = watched.malloc(MIB, &stream);
+        assert!(!(scratch.address()..scratch.address() + MIB).contains(&held.address()));
+        watched.free(held, &stream);
+        let next = watched.pool.graph_pool().unwrap();
+        next.begin(&stream).unwrap();
+        next.end(&stream).unwrap();
+        watched.assert_intact();
+    });
+}
+
+#[test]
 fn misuse_is_told_by_name() {
     everywhere(|rig, profile| {
         let watched = rig.pool(profile, Location::Device);

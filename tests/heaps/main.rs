@@ -8,5 +8,6 @@ mod limits;
 mod rig;
 mod sleep;
 mod streams;
+#[allow(unused_macros, reason = "no driver function is held here")]
 #[path = "../support/pools.rs"]
 mod support;

@@ -267,7 +267,8 @@ pub enum Error {
     },
 
     /// The stream is capturing a graph, and the pool cannot serve it meanwhile: the paged profile
-    /// never does, the default one not through a handle from elsewhere.
+    /// never does, the default one not through a handle from elsewhere, unless a
+    /// [`GraphPool`](crate::GraphPool) is open to the capture.
     #[error(
         "the stream is capturing a graph, and the pool can neither allocate nor free on it now"
     )]

@@ -151,6 +151,12 @@ impl Captures {
         Ok(self.open.swap_remove(at).streams)
     }
 
+    /// Ends everything that has begun with a graph's pool.
+    pub(super) fn end_all(&mut self, graph: &Graph) -> Vec<Participant> {
+        let is_it = |begun: &mut Begun| std::ptr::eq(Arc::as_ptr(&begun.graph), graph);
+        self.open.extract_if(.., is_it).flat_map(|begun| begun.streams).collect()
+    }
+
     /// A stream of the library's is about to be destroyed: what has begun on it is over, and its
     /// part in others.
     pub(super) fn stream_ends(&mut self, handle: StreamHandle) -> Vec<(Arc<Graph>, Participant)> {

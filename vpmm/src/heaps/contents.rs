@@ -29,7 +29,7 @@ pub enum Contents {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum Buffers {
-    /// It is given back to the system.
+    /// It is given back to the system, for which the driver waits for the device.
     #[default]
     Release,
     /// It is kept for the next time: locking the pages takes longer than the copies.

@@ -333,6 +333,13 @@ impl Heaps {
 
     /// The last handle of a graph's pool is gone.
     pub(crate) fn drop_graph(&self, graph: &Graph) {
+        {
+            let mut captures = lock(&self.captures);
+            for participant in captures.end_all(graph) {
+                self.end_participant(&mut captures, participant);
+            }
+            self.set_open(captures.is_open());
+        }
         let dropped = self.dropped.fetch_add(1, Ordering::Relaxed);
         graph.drop_handle(dropped + 1);
     }

@@ -197,9 +197,10 @@ impl Pool {
 ///   one left in memory that is still allocated; as it may in PyTorch's pools.
 /// - Memory of *other* heaps that a graph uses stays allocated while the graph may run.
 ///
-/// Dropping it without [`release`](Self::release) says that the graphs are launched no more. It
+/// Dropping it ends what has begun. Without [`release`](Self::release) it says that the graphs are launched no more. It
 /// neither waits nor ends a capture: the memory goes back once the host has waited for the device by
-/// [`Device::synchronize`](crate::Device::synchronize) and nothing is allocated, or with the pool.
+/// [`Device::synchronize`](crate::Device::synchronize) and nothing is allocated, or with the pool,
+/// which then waits for the context.
 pub struct GraphPool {
     graph: Weak<Graph>,
     pool: Pool,

@@ -72,7 +72,8 @@ impl Pool {
     /// - Handles from elsewhere, and per-thread default streams: nobody tells when they end, so the
     ///   event is recorded at each free, and each call asks the driver which stream
     ///   the handle means. Such a stream cannot allocate or free while it captures a graph
-    ///   ([`Error::StreamCapturing`]): even the question which one it is would end the capture.
+    ///   ([`Error::StreamCapturing`]): even the question which one it is would end the capture. Where
+    ///   a [graph's pool](Self::graph_pool) is open to that capture it can.
     /// - A library's stream may capture: no event is recorded on it meanwhile. The graph must be
     ///   launched where it comes after the work enqueued on the stream before the capture, and what
     ///   it uses must stay allocated while it may run.
