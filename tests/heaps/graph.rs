@@ -29,14 +29,24 @@ pub(crate) fn begin(rig: &Rig, stream: impl Into<StreamHandle>, mode: CUstreamCa
 
 /// The capture ends, unharmed.
 pub(crate) fn end(rig: &Rig, stream: impl Into<StreamHandle>) -> Graph<'_> {
+    let mut graph = stop(rig, stream);
+    graph.prepare();
+    graph
+}
+
+/// As [`end`], for a graph that is prepared later: a driver may wait for the device to do that.
+pub(crate) fn stop(rig: &Rig, stream: impl Into<StreamHandle>) -> Graph<'_> {
     let driver = &rig.driver;
-    let (mut graph, mut executable) = (ptr::null_mut(), ptr::null_mut());
+    let mut graph = ptr::null_mut();
     call!(driver, cuStreamEndCapture(stream.into().raw(), &mut graph));
-    call!(driver, cuGraphInstantiateWithFlags(&mut executable, graph, 0));
-    Graph { driver, graph, executable }
+    Graph { driver, graph, executable: ptr::null_mut() }
 }
 
 impl Graph<'_> {
+    pub(crate) fn prepare(&mut self) {
+        call!(self.driver, cuGraphInstantiateWithFlags(&mut self.executable, self.graph, 0));
+    }
+
     pub(crate) fn launch(&self, stream: impl Into<StreamHandle>) {
         call!(self.driver, cuGraphLaunch(self.executable, stream.into().raw()));
     }
@@ -45,7 +55,9 @@ impl Graph<'_> {
 impl Drop for Graph<'_> {
     fn drop(&mut self) {
         if !std::thread::panicking() {
-            call!(self.driver, cuGraphExecDestroy(self.executable));
+            if !self.executable.is_null() {
+                call!(self.driver, cuGraphExecDestroy(self.executable));
+            }
             call!(self.driver, cuGraphDestroy(self.graph));
         }
     }

@@ -227,6 +227,9 @@ fn release_waits_for_launches_but_the_host_does_not() {
         let stream = rig.stream();
         let (graphs, graph, output) = ran(rig, &watched, stream.handle());
         watched.pool.free(output, &stream).unwrap();
+        // The first launch may wait for the device.
+        graph.launch(&stream);
+        stream.synchronize().unwrap();
         let stall = rig.stall(stream.handle());
         graph.launch(&stream);
         graphs.release(&stream).unwrap();

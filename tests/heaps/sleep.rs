@@ -262,7 +262,7 @@ fn a_capturing_stream_neither_suspends_nor_resumes() {
         let refused = pool.suspend("weights", &stream, &keep);
         assert!(matches!(refused, Err(Error::StreamCapturing)), "{refused:?}");
         assert!(!tagged.is_asleep());
-        drop(graph::end(rig, &capturing));
+        drop(graph::stop(rig, &capturing));
         drop(stall);
         pool.suspend("weights", &stream, &keep).unwrap();
         pool.resume("weights", &stream).unwrap();

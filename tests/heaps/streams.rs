@@ -20,6 +20,8 @@ fn ordinary_memory_may_be_freed_in_a_capture() {
         for stream in [owned.handle(), raw.handle()] {
             for mode in MODES {
                 let before = [(); 2].map(|()| pool.malloc(GRANULE as usize, stream).unwrap());
+                // A kernel's first launch may wait for the device.
+                rig.fill(before[0].address(), GRANULE, 2, stream);
                 let stall = rig.stall(stream);
                 rig.fill(before[0].address(), GRANULE, 3, stream);
                 let graphs = pool.graph_pool().unwrap();
@@ -36,12 +38,13 @@ fn ordinary_memory_may_be_freed_in_a_capture() {
                 let scratch = pool.malloc(MIB as usize, stream).unwrap();
                 rig.fill(scratch.address(), MIB, 1, stream);
                 pool.free(scratch, stream).unwrap();
-                let graph = graph::end(rig, stream);
+                let mut graph = graph::stop(rig, stream);
                 graphs.end(stream).unwrap();
                 // Another stream does not get it before the work from before the capture is done.
                 let other = rig.stream();
                 let taken = watched.malloc(2 * GRANULE, &other);
                 drop(stall);
+                graph.prepare();
                 watched.free(taken, &other);
                 graph.launch(stream);
                 graphs.release(stream).unwrap();
