@@ -8,10 +8,11 @@ use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUresult;
 use vpmm::{Buffers, Contents, DevicePtr, Driver, Error, Pool, PoolConfig, Stream};
 
+use crate::graph;
 use crate::rig::{GRANULE, MIB};
 use crate::sleep::path;
 use crate::support::Rig;
-use crate::support::faults::Fault;
+use crate::support::faults::{Fault, every_call_of_every_step};
 
 /// Little, so that the pool has few addresses to validate.
 const MEMORY: u64 = 64 << 20;
@@ -201,6 +202,97 @@ fn one_call_fails_on_the_way_back() {
 fn all_calls_fail_from_one_on() {
     assert!(every_call(|n| Fault::FromThen(n, UNKNOWN), suspend_fails) > 60);
     assert!(every_call(|n| Fault::FromThen(n, UNKNOWN), resume_fails) > 60);
+}
+
+/// A capture with memory of its own, and frees of other memory, step by step; the step `at` meets a
+/// fault, and is done again. Whether it failed.
+fn capture_fails(at: usize, fault: Fault) -> bool {
+    let sim = Simulator::builder().memory_bytes(MEMORY).seed(5).build().unwrap();
+    let rig = Rig::with(Driver::new(sim.driver()).unwrap(), sim.clone());
+    let mut config = PoolConfig::default();
+    config.va_size_bytes = Some(32 * GRANULE);
+    let pool = Pool::new(&rig.device, &config).unwrap();
+    let mut failed = false;
+    {
+        let stream = rig.stream();
+        let raw = graph::Raw::new(&rig, false);
+        let mut held = [(); 2].map(|()| Some(pool.malloc(MIB as usize, raw.handle()).unwrap()));
+        let mut scratch: Vec<DevicePtr> = Vec::new();
+        let mut graphs = None;
+        for step in 0..CAPTURE_STEPS {
+            match step {
+                3 => graph::begin(&rig, &stream, graph::RELAXED),
+                5 => rig.order(&stream, raw.handle()),
+                10 => rig.order(raw.handle(), &stream),
+                11 => drop(graph::end(&rig, &stream)),
+                _ => {}
+            }
+            let mut run = || {
+                let graphs_of = || graphs.as_ref().expect("made in the first step");
+                match step {
+                    0 => graphs = Some(pool.graph_pool()?),
+                    1 => graphs_of().begin(&stream)?,
+                    2 | 4 => scratch.push(pool.malloc(GRANULE as usize, &stream)?),
+                    6 => scratch.push(pool.malloc(MIB as usize, raw.handle())?),
+                    7 | 8 => {
+                        let index = step - 7;
+                        if let Some(ptr) = held[index] {
+                            pool.free(ptr, raw.handle())?;
+                            held[index] = None;
+                        }
+                    }
+                    9 => pool.free(scratch[2], raw.handle())?,
+                    12 => graphs_of().end(&stream)?,
+                    13 => pool.free(scratch[0], &stream)?,
+                    14 => pool.free(scratch[1], raw.handle())?,
+                    15 => graphs_of().release(&stream)?,
+                    _ => {}
+                }
+                Ok::<(), Error>(())
+            };
+            if step == at {
+                fault.arm(&sim);
+                let result = run();
+                sim.clear_faults();
+                pool.validate().unwrap_or_else(|violation| panic!("step {step}: {violation}"));
+                if result.is_ok() {
+                    continue;
+                }
+                failed = true;
+            }
+            run().unwrap_or_else(|error| panic!("step {step} after a fault at {at}: {error}"));
+            pool.validate().unwrap_or_else(|violation| panic!("step {step}: {violation}"));
+        }
+        drop(stream);
+        let held = (0..20).all(|_| {
+            rig.device.synchronize().unwrap();
+            pool.trim_to(u64::MAX).unwrap();
+            graphs.as_ref().is_some_and(|graphs| graphs.stats().mapped_bytes > 0)
+        });
+        assert!(!held, "the graph's memory is still held");
+    }
+    drop(pool);
+    let leaks = sim.leaks();
+    assert_eq!((leaks.handles, leaks.mappings, leaks.reservations), (0, 0, 0), "{leaks:?}");
+    drop(rig);
+    sim.assert_clean();
+    failed
+}
+
+const CAPTURE_STEPS: usize = 16;
+
+#[test]
+fn one_call_fails_around_a_capture() {
+    let fault = |n| Fault::Once(n, UNKNOWN);
+    let failures = every_call_of_every_step(CAPTURE_STEPS, 6, fault, capture_fails);
+    assert!(failures > 20, "only {failures} faults were met");
+}
+
+#[test]
+fn all_calls_fail_around_a_capture() {
+    let fault = |n| Fault::FromThen(n, UNKNOWN);
+    let failures = every_call_of_every_step(CAPTURE_STEPS, 2, fault, capture_fails);
+    assert!(failures > 20, "only {failures} faults were met");
 }
 
 #[test]

@@ -1,10 +1,10 @@
 //! Calls on capturing streams that have nothing to do with the graph's memory.
 
-use vpmm::{Error, Location, StreamHandle};
+use vpmm::{Error, Location, Sharing, StreamHandle};
 
 use crate::graph::{self, MODES, RELAXED};
 use crate::rig::{GRANULE, MIB, Profile};
-use crate::support::Rig;
+use crate::support::{Rig, Watched};
 
 fn everywhere(test: impl Fn(&Rig, Profile)) {
     Rig::everywhere(|rig| Profile::BOTH.iter().for_each(|profile| test(rig, *profile)));
@@ -114,6 +114,42 @@ fn a_graph_memory_freed_elsewhere_serves_the_next_capture_in_order() {
         graphs.release(&stream).unwrap();
         watched.assert_intact();
         drop(first);
+    });
+}
+
+#[test]
+fn threads_capture_at_the_same_time() {
+    everywhere(|rig, profile| {
+        let pool = profile.open(&rig.device, Location::Device, Sharing::None).unwrap();
+        let watched = Watched::new(rig, pool, 256, false);
+        std::thread::scope(|scope| {
+            for number in 1..=3_u64 {
+                let watched = &watched;
+                scope.spawn(move || {
+                    let pool = &watched.pool;
+                    let (owned, raw) = (rig.stream(), graph::Raw::new(rig, number % 2 == 0));
+                    let other = rig.stream();
+                    for round in 0..8 {
+                        let stream = if round % 2 == 0 { owned.handle() } else { raw.handle() };
+                        let seed = number << 50 | round << 40;
+                        let graphs = pool.graph_pool().unwrap();
+                        graphs.begin(stream).unwrap();
+                        graph::begin(rig, stream, MODES[1]);
+                        let scratch = pool.malloc(MIB as usize, stream).unwrap();
+                        let ordinary = watched.malloc(MIB / 2, &other);
+                        rig.fill(scratch.address(), MIB, seed, stream);
+                        rig.check(scratch.address(), MIB, seed, stream);
+                        pool.free(scratch, stream).unwrap();
+                        watched.free(ordinary, &other);
+                        let graph = graph::end(rig, stream);
+                        graphs.end(stream).unwrap();
+                        (0..5).for_each(|_| graph.launch(stream));
+                        graphs.release(stream).unwrap();
+                    }
+                });
+            }
+        });
+        watched.assert_intact();
     });
 }
 
