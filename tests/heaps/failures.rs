@@ -316,6 +316,32 @@ fn half_asleep_says_which() {
 }
 
 #[test]
+fn a_pool_may_end_while_a_heap_sleeps() {
+    let path = path();
+    for contents in
+        [Contents::Discard, Contents::Keep(Buffers::Retain), Contents::Save(path.clone())]
+    {
+        for half in [false, true] {
+            let scene = Scene::new(Schedule::Late { patience: 2 });
+            if half {
+                scene.sim.fail_nth("cuMemUnmap", 2, UNKNOWN);
+                scene.sim.fail_nth("cuMemMap", 1, UNKNOWN);
+            }
+            let asleep = scene.pool.suspend("weights", &scene.stream, &contents);
+            assert_eq!(asleep.is_err(), half);
+            let Scene { sim, rig, pool, stream, .. } = scene;
+            drop((pool, stream));
+            let leaks = sim.leaks();
+            drop(rig);
+            sim.assert_clean();
+            let left = (leaks.handles, leaks.mappings, leaks.reservations, leaks.host_allocations);
+            assert_eq!(left, (0, 0, 0, 0), "{leaks:?}");
+        }
+    }
+    fs::remove_file(path).unwrap();
+}
+
+#[test]
 fn handles_that_the_driver_keeps_are_offered_again() {
     let scene = Scene::new(Schedule::Eager);
     let free = scene.rig.device.free_memory().unwrap();

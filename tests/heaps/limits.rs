@@ -2,6 +2,7 @@
 
 use vpmm::{Buffers, Contents, Error, Location};
 
+use crate::graph;
 use crate::rig::{GRANULE, LIMIT, Profile};
 use crate::support::Rig;
 
@@ -34,6 +35,44 @@ fn the_limit_is_for_all_heaps_together() {
             pool.free(ordinary, &stream).unwrap();
             pool.free(weights, &stream).unwrap();
             watched.validate();
+        }
+    });
+}
+
+#[test]
+fn a_graphs_memory_stays_where_it_is_when_memory_is_short() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            let watched = rig.pool(profile, Location::Device);
+            let pool = &watched.pool;
+            let stream = rig.stream();
+            let graphs = pool.graph_pool().unwrap();
+            graphs.begin(&stream).unwrap();
+            graph::begin(rig, &stream, graph::GLOBAL);
+            let blocks = [(); 5].map(|()| pool.malloc(2 * GRANULE as usize, &stream).unwrap());
+            for (seed, ptr) in blocks.iter().enumerate() {
+                rig.fill(ptr.address(), 2 * GRANULE, seed as u64, stream.handle());
+                rig.check(ptr.address(), 2 * GRANULE, seed as u64, stream.handle());
+            }
+            for index in [0, 2, 4] {
+                pool.free(blocks[index], &stream).unwrap();
+            }
+            let graph = graph::end(rig, &stream);
+            graphs.end(&stream).unwrap();
+            graph.launch(&stream);
+            // 6 granules are free in pieces, 2 may be made: brought together they would do.
+            graphs.begin(&stream).unwrap();
+            let refused = pool.malloc(7 * GRANULE as usize, &stream);
+            assert!(refused.as_ref().is_err_and(Error::is_out_of_memory), "{refused:?}");
+            graphs.end(&stream).unwrap();
+            assert_eq!((graphs.stats().extents_moved, graphs.stats().zombie_count), (0, 0));
+            graph.launch(&stream);
+            for (index, seed) in [(1, 1), (3, 3)] {
+                rig.check(blocks[index].address(), 2 * GRANULE, seed, stream.handle());
+                pool.free(blocks[index], &stream).unwrap();
+            }
+            graphs.release(&stream).unwrap();
+            watched.assert_intact();
         }
     });
 }

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use vpmm::{Access, Buffers, Contents, DevicePtr, Error, Location, Sharing, Tagged};
 
@@ -194,6 +194,57 @@ fn requests_fail_and_frees_go_on_while_asleep() {
             pool.free(ptr, &stream).unwrap();
         }
         watched.assert_intact();
+    });
+}
+
+#[test]
+fn threads_allocate_while_the_heap_sleeps_and_wakes() {
+    everywhere(|rig, profile| {
+        let pool = profile.open(&rig.device, Location::Device, Sharing::None).unwrap();
+        let stream = rig.stream();
+        let tagged = pool.tagged("weights").unwrap();
+        let held = populate(rig, &tagged, &stream);
+        stream.synchronize().unwrap();
+        let (over, served) = (AtomicBool::new(false), AtomicU64::new(0));
+        std::thread::scope(|scope| {
+            for thread in 0..3_usize {
+                let (tagged, pool) = (&tagged, &pool);
+                let (over, served) = (&over, &served);
+                scope.spawn(move || {
+                    // No device work: what a heap holds must not be used around its sleep.
+                    let own = rig.stream();
+                    let mut mine = Vec::new();
+                    let mut round = thread;
+                    while !over.load(Ordering::Relaxed) {
+                        round += 1;
+                        match tagged.malloc(1000 << (round % 9), &own) {
+                            Ok(ptr) => {
+                                served.fetch_add(1, Ordering::Relaxed);
+                                mine.push(ptr);
+                            }
+                            Err(Error::Asleep) => std::thread::yield_now(),
+                            Err(error) => assert!(error.is_out_of_memory(), "{error}"),
+                        }
+                        if mine.len() > 5 || round % 4 == 0 {
+                            mine.pop().into_iter().for_each(|ptr| pool.free(ptr, &own).unwrap());
+                        }
+                    }
+                    mine.into_iter().for_each(|ptr| pool.free(ptr, &own).unwrap());
+                });
+            }
+            for round in 0..30 {
+                pool.suspend("weights", &stream, &Contents::Keep(Buffers::Retain)).unwrap();
+                pool.resume("weights", &stream).unwrap();
+                while served.load(Ordering::Relaxed) < round {
+                    std::thread::yield_now();
+                }
+            }
+            over.store(true, Ordering::Relaxed);
+        });
+        pool.validate().unwrap();
+        check(rig, &held, &stream);
+        held.into_iter().for_each(|(ptr, ..)| pool.free(ptr, &stream).unwrap());
+        rig.assert_clean();
     });
 }
 

@@ -63,6 +63,8 @@ impl Pool {
     /// [`suspend`](Self::suspend). The same tag is the same heap; it lasts as long as the pool.
     ///
     /// It counts towards this pool's limit, has its location, and is open to the same devices.
+    /// [Marks](Self::mark) are of the main heap alone; a wait by
+    /// [`Stream::synchronize`](crate::Stream::synchronize) is told to every heap.
     /// Reserves addresses the first time; makes no memory yet.
     ///
     /// # Errors
