@@ -108,6 +108,7 @@ fn random(criterion: &mut Criterion) {
                 start.elapsed()
             });
         });
+        pool.destroy().expect("the only handle");
     }
 }
 
@@ -128,6 +129,7 @@ fn gather(criterion: &mut Criterion) {
                 black_box(bench.malloc(&pool, 64));
                 spent += start.elapsed();
                 assert_eq!((pool.stats().pages_moved, pool.stats().pages_created), (64, 128));
+                pool.destroy().expect("the only handle");
             }
             spent
         });

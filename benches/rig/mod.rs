@@ -3,6 +3,7 @@
 
 #![allow(dead_code, reason = "each benchmark uses a part")]
 
+use std::mem::ManuallyDrop;
 use std::sync::Once;
 
 use vpmm::{Device, DevicePtr, Driver, PagedConfig, Pool, PoolConfig, Stream, StreamHandle};
@@ -122,13 +123,23 @@ pub(crate) trait Subject {
 
 /// The pool under measurement.
 pub(crate) struct Vpmm {
-    pub(crate) pool: Pool,
+    pub(crate) pool: ManuallyDrop<Pool>,
     handles: [StreamHandle; 2],
 }
 
 impl Vpmm {
     pub(crate) fn new(pool: Pool, machine: &Machine) -> Self {
-        Self { pool, handles: machine.handles() }
+        Self { pool: ManuallyDrop::new(pool), handles: machine.handles() }
+    }
+}
+
+/// What a case has not freed goes with the pool, and is not in the way of the next one.
+impl Drop for Vpmm {
+    fn drop(&mut self) {
+        // SAFETY: the pool is not used after.
+        let pool = unsafe { ManuallyDrop::take(&mut self.pool) };
+        // Refused only where there is another handle, which then ends it.
+        let _ = pool.destroy();
     }
 }
 

@@ -131,6 +131,11 @@ impl Heap {
         }
     }
 
+    /// Whether a free block still waits for its point.
+    pub(crate) fn has_pending(&self) -> bool {
+        self.pending.values().any(|queue| !queue.is_empty())
+    }
+
     /// The best fit among the free blocks that a request may have.
     pub(crate) fn take(&mut self, wish: Wish<'_>) -> Option<Taken> {
         let size = wish.bytes.checked_next_multiple_of(ALIGNMENT)?;

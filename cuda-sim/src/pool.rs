@@ -20,7 +20,7 @@ use crate::handles::Handles;
 use crate::heap::{Heap, Taken, Wish};
 use crate::physical::Seat;
 use crate::race::StreamKey;
-use crate::stream::Work;
+use crate::stream::{Streams, Work};
 
 const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
 /// Pools take memory from the device in chunks of at least this.
@@ -112,14 +112,28 @@ impl Pools {
         self.by_key.iter().find_map(in_pool)
     }
 
-    fn remove_if_unused(&mut self, key: PoolKey, space: &mut crate::memory::Space) {
+    /// Removes a destroyed pool when nothing of it is allocated and all of its frees have been passed;
+    /// where some have not, the next wait of the host does.
+    fn remove_if_unused(
+        &mut self,
+        key: PoolKey,
+        space: &mut crate::memory::Space,
+        completed: impl Fn(StreamKey) -> u64,
+    ) {
         let Some(pool) = self.by_key.get_mut(&key) else { return };
         if pool.destroyed && pool.heap.live == 0 {
-            pool.heap.settle(|_| u64::MAX);
-            pool.heap.trim(space, 0);
-            self.by_key.remove(&key);
+            pool.heap.settle(completed);
+            if !pool.heap.has_pending() {
+                pool.heap.trim(space, 0);
+                self.by_key.remove(&key);
+            }
         }
     }
+}
+
+/// How far a stream has come; one that is gone has finished.
+fn completed(streams: &Streams) -> impl Fn(StreamKey) -> u64 + '_ {
+    |key| streams.by_key.get(&key).map_or(u64::MAX, |stream| stream.completed)
 }
 
 impl Call<'_> {
@@ -185,8 +199,9 @@ impl Call<'_> {
         let pool = state.pools.by_key.get_mut(&key).ok_or(INVALID)?;
         pool.heap.free(address, Some(after)).ok_or(INVALID)?;
         state.pools.owners.remove(&address);
-        state.pools.remove_if_unused(key, &mut state.space);
         self.settle();
+        let state = &mut *self.state;
+        state.pools.remove_if_unused(key, &mut state.space, completed(&state.streams));
         Ok(())
     }
 
@@ -197,14 +212,18 @@ impl Call<'_> {
         let Some(device) = state.contexts.by_key.get(&context).map(|context| context.device) else {
             return;
         };
-        let streams = &state.streams;
-        let completed = |key| streams.by_key.get(&key).map_or(u64::MAX, |stream| stream.completed);
+        let completed = completed(&state.streams);
         for pool in state.pools.by_key.values_mut() {
             if pool.heap.seat == Seat::Device(device) && pool.heap.reserved > pool.release_threshold
             {
-                pool.heap.settle(completed);
+                pool.heap.settle(&completed);
                 pool.heap.trim(&mut state.space, pool.release_threshold);
             }
+        }
+        let destroyed = state.pools.by_key.iter().filter(|(_, pool)| pool.destroyed);
+        let destroyed: Vec<PoolKey> = destroyed.map(|(key, _)| *key).collect();
+        for key in destroyed {
+            state.pools.remove_if_unused(key, &mut state.space, &completed);
         }
     }
 }
@@ -305,7 +324,7 @@ pub(crate) fn destroy(call: &mut Call<'_>, handle: CUmemoryPool) -> Result<(), C
     if let Some(pool) = state.pools.by_key.get_mut(&key) {
         pool.destroyed = true;
     }
-    state.pools.remove_if_unused(key, &mut state.space);
+    state.pools.remove_if_unused(key, &mut state.space, completed(&state.streams));
     Ok(())
 }
 

@@ -189,6 +189,38 @@ fn pools_of_ones_own() {
     assert_eq!(call!(gpu, cuMemPoolTrimTo(pool, 0)), INVALID);
 }
 
+/// Frees that have not been passed keep a destroyed pool's memory until they are.
+#[test]
+fn a_destroyed_pool_waits_for_its_frees() {
+    let gpu = Gpu::new(Simulator::builder().schedule(LATE));
+    let stream = gpu.stream();
+    let props = CUmemPoolProps {
+        allocType: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+        location: location(0),
+        ..Default::default()
+    };
+    for freed_first in [false, true] {
+        let before = gpu.sim.memory_used(0);
+        let mut pool = null_mut();
+        ok!(gpu, cuMemPoolCreate(&mut pool, &props));
+        let mut at = 0;
+        ok!(gpu, cuMemAllocFromPoolAsync(&mut at, MIB, pool, stream));
+        gpu.fill(at, 1, 4, stream);
+        if freed_first {
+            ok!(gpu, cuMemFreeAsync(at, stream));
+            ok!(gpu, cuMemPoolDestroy(pool));
+        } else {
+            ok!(gpu, cuMemPoolDestroy(pool));
+            ok!(gpu, cuMemFreeAsync(at, stream));
+        }
+        // The work that uses it has not run.
+        assert!(gpu.sim.memory_used(0) > before);
+        ok!(gpu, cuStreamSynchronize(stream));
+        assert_eq!(gpu.sim.memory_used(0), before);
+    }
+    gpu.sim.assert_clean();
+}
+
 #[test]
 fn many_blocks_keep_their_bytes() {
     // A deterministic mix of sizes, streams and frees, with every block's pattern checked.

@@ -120,7 +120,7 @@ fn run(
             pool.validate().unwrap_or_else(|violation| panic!("step {step}: {violation}"));
         }
         drop(program);
-        drop(pool);
+        pool.destroy().unwrap();
         call!(driver, cuStreamDestroy_v2(raw));
     }
     drop(device);
@@ -250,6 +250,6 @@ fn a_lost_device_is_an_error_and_no_crash() {
         pool.validate().unwrap();
         drop(stream);
         pool.validate().unwrap();
-        drop(pool); // and no panic here
+        pool.destroy().unwrap(); // and no panic here
     }
 }

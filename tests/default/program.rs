@@ -75,9 +75,25 @@ enum Action {
         lane: usize,
         backwards: bool,
     },
-    /// The host waits for a stream.
+    /// A further stream uses an allocation, after the stream that it was made on, and the pool is
+    /// told; the free is not ordered after that.
+    Use {
+        which: prop::sample::Index,
+        lane: usize,
+    },
+    /// A stream is made to come after another one, and the pool is told.
+    Follow {
+        from: usize,
+        to: usize,
+    },
+    /// The host waits for a stream, and tells the pool or not.
     Synchronize {
         lane: usize,
+        tells: bool,
+    },
+    /// Free memory is given back.
+    Trim {
+        keep: u64,
     },
     /// Some of every stream's work runs; the host does not learn of it.
     Advance {
@@ -110,10 +126,15 @@ fn action(lanes: usize) -> impl Strategy<Value = Action> {
     let which = any::<prop::sample::Index>();
     prop_oneof![
         10 => (bytes(), lane.clone()).prop_map(|(bytes, lane)| Action::Malloc { bytes, lane }),
-        7 => (which, lane.clone()).prop_map(|(which, lane)| Action::Free { which, lane }),
+        7 => (which.clone(), lane.clone())
+            .prop_map(|(which, lane)| Action::Free { which, lane }),
         1 => (lane.clone(), any::<bool>())
             .prop_map(|(lane, backwards)| Action::FreeAll { lane, backwards }),
-        1 => lane.clone().prop_map(|lane| Action::Synchronize { lane }),
+        2 => (which, lane.clone()).prop_map(|(which, lane)| Action::Use { which, lane }),
+        1 => (lane.clone(), lane.clone()).prop_map(|(from, to)| Action::Follow { from, to }),
+        1 => (lane.clone(), any::<bool>())
+            .prop_map(|(lane, tells)| Action::Synchronize { lane, tells }),
+        1 => (0..LIMIT).prop_map(|keep| Action::Trim { keep }),
         2 => (1..12_usize).prop_map(|steps| Action::Advance { steps }),
         1 => lane.prop_map(|lane| Action::Replace { lane }),
     ]
@@ -144,6 +165,7 @@ struct Program {
     schedule: Schedule,
     seed: u64,
     policy: PendingPolicy,
+    reuse: [bool; 3],
     /// Of addresses.
     granules: u64,
     /// Of memory on the device, where that is less than the limit.
@@ -164,13 +186,16 @@ fn program(helper: impl Strategy<Value = Option<u64>>) -> impl Strategy<Value = 
     let granules = prop_oneof![1 => 16..40_u64, 3 => Just(8 * LIMIT)];
     let device = prop_oneof![3 => Just(2 * LIMIT), 1 => LIMIT / 2..LIMIT];
     let space = (granules, device);
-    (actions, schedule(), any::<u64>(), policy, space, any::<bool>(), helper).prop_map(
-        |((kinds, actions), schedule, seed, policy, space, leaves_rest, helper)| Program {
+    let reuse = prop_oneof![2 => Just([true; 3]), 1 => any::<[bool; 3]>()];
+    let policies = (policy, reuse);
+    (actions, schedule(), any::<u64>(), policies, space, any::<bool>(), helper).prop_map(
+        |((kinds, actions), schedule, seed, (policy, reuse), space, leaves_rest, helper)| Program {
             kinds,
             actions,
             schedule,
             seed,
             policy,
+            reuse,
             granules: space.0,
             device_granules: space.1,
             leaves_rest,
@@ -192,13 +217,15 @@ struct Reached {
     moved: AtomicU64,
     device_waits: AtomicU64,
     host_waits: AtomicU64,
+    deferred: AtomicU64,
+    given_back: AtomicU64,
     zombies: AtomicU64,
     idle: AtomicU64,
     refusals: AtomicU64,
 }
 
 impl Reached {
-    fn add(&self, stats: &Stats, refusals: u64) {
+    fn add(&self, stats: &Stats, run: &Run<'_>) {
         let add = |counter: &AtomicU64, number| counter.fetch_add(number, Ordering::Relaxed);
         add(&self.grown, stats.extents_created);
         add(&self.moved, stats.extents_moved);
@@ -206,15 +233,19 @@ impl Reached {
         add(&self.host_waits, stats.host_waits);
         add(&self.zombies, stats.zombie_count);
         add(&self.idle, stats.idle_count);
-        add(&self.refusals, refusals);
+        add(&self.refusals, run.refusals);
+        add(&self.deferred, run.deferred);
+        add(&self.given_back, run.given_back / GRANULE);
     }
 
-    fn numbers(&self) -> [(&'static str, u64); 7] {
+    fn numbers(&self) -> [(&'static str, u64); 9] {
         [
             ("new extents", &self.grown),
             ("moved extents", &self.moved),
             ("waits on the device", &self.device_waits),
             ("waits on the host", &self.host_waits),
+            ("frees of what further streams use", &self.deferred),
+            ("granules given back", &self.given_back),
             ("zombies", &self.zombies),
             ("idle blocks", &self.idle),
             ("requests refused", &self.refusals),
@@ -223,19 +254,33 @@ impl Reached {
     }
 }
 
+/// An allocation of a program.
+struct Lived {
+    held: Held,
+    /// The lane that it was made on.
+    of: usize,
+    /// Those that the pool was told of.
+    uses: Vec<usize>,
+}
+
 /// A program under way.
 struct Run<'a> {
     watched: Watched<'a>,
     lanes: Vec<Lane>,
-    live: Vec<(Held, usize)>,
+    live: Vec<Lived>,
     refusals: u64,
+    deferred: u64,
+    given_back: u64,
     /// Whether addresses and the device's memory are enough for the limit.
     ample: bool,
+    /// Whether nobody else makes memory.
+    alone: bool,
 }
 
 impl Run<'_> {
     fn free(&mut self, index: usize, lane: usize) {
-        let (held, of) = self.live.swap_remove(index);
+        let Lived { held, of, uses } = self.live.swap_remove(index);
+        self.deferred += u64::from(uses.iter().any(|used| *used != lane));
         let (from, to) = (self.lanes[of].handle(), self.lanes[lane].handle());
         if of != lane {
             // The program's own duty: the freeing stream comes after the writing one.
@@ -245,23 +290,29 @@ impl Run<'_> {
     }
 
     fn free_all(&mut self, lane: usize, backwards: bool) {
-        let mut of_lane: Vec<Held> =
-            self.live.iter().filter(|(_, of)| *of == lane).map(|(held, _)| *held).collect();
-        self.live.retain(|(_, of)| *of != lane);
-        if backwards {
-            of_lane.reverse();
-        }
-        for held in of_lane {
-            self.watched.free(held, self.lanes[lane].handle());
+        let of_lane = |lived: &Lived| lived.of == lane;
+        while let Some(index) = if backwards {
+            self.live.iter().rposition(of_lane)
+        } else {
+            self.live.iter().position(of_lane)
+        } {
+            self.free(index, lane);
             self.watched.validate();
+        }
+    }
+
+    /// Frees what a stream uses further, by the stream that it was made on.
+    fn free_used(&mut self, lane: usize) {
+        while let Some(index) = self.live.iter().position(|lived| lived.uses.contains(&lane)) {
+            self.free(index, self.live[index].of);
         }
     }
 
     fn malloc(&mut self, bytes: u64, lane: usize) -> Result<(), TestCaseError> {
         match self.watched.try_malloc(bytes, self.lanes[lane].handle()) {
-            Ok(held) => self.live.push((held, lane)),
+            Ok(held) => self.live.push(Lived { held, of: lane, uses: Vec::new() }),
             Err(Error::OutOfMemory { requested_bytes, largest_free_bytes, .. }) => {
-                let live: u64 = self.live.iter().map(|(held, _)| pinned(held.bytes)).sum();
+                let live: u64 = self.live.iter().map(|of| pinned(of.held.bytes)).sum();
                 let stats = self.watched.pool.stats();
                 // What stays apart behind a long extent that is in use in part is not promised.
                 let movable = stats.extent_count * GRANULE == stats.mapped_bytes || live == 0;
@@ -288,9 +339,43 @@ impl Run<'_> {
                 }
             }
             Action::FreeAll { lane, backwards } => self.free_all(lane, backwards),
-            Action::Synchronize { lane } => {
+            Action::Use { which, lane } => {
+                if !self.live.is_empty() {
+                    let index = which.index(self.live.len());
+                    let lived = &mut self.live[index];
+                    let to = self.lanes[lane].handle();
+                    rig.order(self.lanes[lived.of].handle(), to);
+                    lived.held.check(rig, to);
+                    self.watched.pool.record_stream(lived.held.ptr, to).expect("a noted use");
+                    lived.uses.push(lane);
+                }
+            }
+            Action::Follow { from, to } => {
+                let (from, to) = (self.lanes[from].handle(), self.lanes[to].handle());
+                let mark = self.watched.pool.mark(from).expect("a mark");
+                rig.order(from, to);
+                self.watched.pool.follows(to, &mark).expect("a stream that follows");
+            }
+            Action::Synchronize { lane, tells } => {
+                let lane = self.lanes[lane].handle();
+                let mark = tells.then(|| self.watched.pool.mark(lane).expect("a mark"));
                 call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
-                call!(rig.driver, cuStreamSynchronize(self.lanes[lane].handle().raw()));
+                call!(rig.driver, cuStreamSynchronize(lane.raw()));
+                if let Some(mark) = mark {
+                    self.watched.pool.passed(&mark).expect("a mark that has passed");
+                }
+            }
+            Action::Trim { keep } => {
+                let before = self.watched.pool.stats().mapped_bytes;
+                let free = rig.device.free_memory().expect("the device's free memory");
+                let gone = self.watched.pool.trim_to(keep * GRANULE).expect("a trim");
+                let after = self.watched.pool.stats().mapped_bytes;
+                self.given_back += gone;
+                // A helper may make memory meanwhile.
+                if self.alone {
+                    prop_assert_eq!(before - after, gone);
+                    prop_assert_eq!(rig.device.free_memory().expect("the same") - free, gone);
+                }
             }
             Action::Advance { steps } => {
                 let sim = rig.sim.as_ref().expect("a simulated rig");
@@ -301,6 +386,7 @@ impl Run<'_> {
             Action::Replace { lane } => {
                 // Whatever it still holds goes first, as a program would do it.
                 self.free_all(lane, false);
+                self.free_used(lane);
                 let old = self.lanes.remove(lane);
                 old.end(rig);
                 self.lanes.insert(lane, Lane::new(rig, kinds[lane]));
@@ -325,6 +411,10 @@ fn run(program: &Program, reached: &Reached) -> Result<(), TestCaseError> {
     let rig = Rig::on(sim.clone());
     let mut config = config(LIMIT, program.granules);
     config.pending_policy = program.policy;
+    let [follow, ask, wait] = program.reuse;
+    config.reuse.follow_event_dependencies = follow;
+    config.reuse.opportunistic = ask;
+    config.reuse.internal_dependencies = wait;
     config.background = program.helper.map(|ahead_granules| {
         let mut background = Background::default();
         // It looks all the time, and meets the program at every step.
@@ -333,25 +423,30 @@ fn run(program: &Program, reached: &Reached) -> Result<(), TestCaseError> {
         background
     });
     let lanes = program.kinds.iter().map(|kind| Lane::new(&rig, *kind)).collect();
-    let mut run = Run {
-        watched: rig.pool(&config),
-        lanes,
-        live: Vec::new(),
-        refusals: 0,
-        ample: program.granules == 8 * LIMIT && program.device_granules > LIMIT,
-    };
-    for action in &program.actions {
-        run.step(action, &program.kinds)?;
-    }
-    reached.add(&run.watched.pool.stats(), run.refusals);
-    if !program.leaves_rest {
-        for lane in 0..run.lanes.len() {
-            run.free_all(lane, true);
+    let (watched, mut lanes) = {
+        let mut run = Run {
+            watched: rig.pool(&config),
+            lanes,
+            live: Vec::new(),
+            refusals: 0,
+            deferred: 0,
+            given_back: 0,
+            alone: program.helper.is_none(),
+            ample: program.granules == 8 * LIMIT && program.device_granules > LIMIT,
+        };
+        for action in &program.actions {
+            run.step(action, &program.kinds)?;
         }
-        prop_assert_eq!(run.watched.pool.stats().live_count, 0);
-    }
-    let Run { watched, lanes, .. } = run;
-    let mut lanes = lanes.into_iter();
+        reached.add(&run.watched.pool.stats(), &run);
+        if !program.leaves_rest {
+            for lane in 0..run.lanes.len() {
+                run.free_all(lane, true);
+            }
+            prop_assert_eq!(run.watched.pool.stats().live_count, 0);
+        }
+        let Run { watched, lanes, .. } = run;
+        (watched, lanes.into_iter())
+    };
     // One stream goes before the pool, the others after it.
     lanes.next().into_iter().for_each(|lane| lane.end(&rig));
     if program.seed.is_multiple_of(2) {

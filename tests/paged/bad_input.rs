@@ -158,5 +158,5 @@ fn gone(code: CUresult) {
         assert!(error.is_context_lost(), "{error}");
     }
     pool.validate().unwrap();
-    drop(pool); // and no panic here
+    pool.destroy().unwrap(); // and no panic here
 }

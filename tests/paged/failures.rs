@@ -6,6 +6,7 @@ use cuda_sys::types::CUresult;
 use vpmm::{Device, DevicePtr, Driver, Error, PagedConfig, PendingPolicy, Pool, Stats, Stream};
 
 use crate::rig::{PAGE, config};
+use crate::support::Rig;
 use crate::support::faults::{self, Fault};
 
 /// What must not change when a request fails. Idle and pending together, because time may pass.
@@ -14,14 +15,18 @@ fn held(stats: &Stats) -> (u64, u64, u64, u64, u64) {
     (live.0, live.1, stats.free_bytes(), stats.mapped_bytes, stats.small_live_bytes)
 }
 
-/// Two streams, memory that has to move, grow and be waited for; small requests too.
+/// Two streams, memory that has to move, grow and be waited for; uses on a further stream, memory of a
+/// stream that is followed, and a trim; small requests too.
 struct Program<'a> {
     pool: &'a Pool,
     streams: [Stream; 2],
     held: Vec<Option<DevicePtr>>,
 }
 
-const STEPS: usize = 12;
+const STEPS: usize = 23;
+
+/// The step that gives memory back: what is gone before it fails stays so.
+const TRIM: usize = STEPS - 1;
 
 impl<'a> Program<'a> {
     fn new(device: &Device, pool: &'a Pool) -> Self {
@@ -41,8 +46,23 @@ impl<'a> Program<'a> {
             8 => self.free(4, 0),
             9 => self.malloc(4 * page, 0), // moves
             10 => self.free(1, 0),
-            _ => self.malloc(2 * page, 1),
+            11 => self.malloc(2 * page, 1),
+            12 => self.record(3, 1),
+            13 => self.free(3, 0), // kept for the other stream
+            14 => self.malloc(1000, 0),
+            15 => self.record(8, 1),
+            16 => self.free(8, 0), // the same
+            17 => self.malloc(1000, 1),
+            18 => self.free(5, 1),
+            19 => self.pool.follows(&self.streams[0], &self.pool.mark(&self.streams[1])?),
+            20 => self.malloc(5 * page, 0), // with what the other stream freed
+            21 => self.streams[0].synchronize(),
+            _ => self.pool.trim_to(0).map(drop),
         }
+    }
+
+    fn record(&mut self, index: usize, stream: usize) -> Result<(), Error> {
+        self.pool.record_stream(self.held[index].expect("not freed"), &self.streams[stream])
     }
 
     fn malloc(&mut self, bytes: usize, stream: usize) -> Result<(), Error> {
@@ -87,11 +107,18 @@ fn run(schedule: Schedule, policy: PendingPolicy, at: usize, fault: Fault) -> bo
                     continue;
                 }
                 met = true;
-                assert_eq!(held(&pool.stats()), before, "step {step} failed and changed something");
+                let after = held(&pool.stats());
+                if step == TRIM {
+                    assert_eq!((after.0, after.1, after.4), (before.0, before.1, before.4));
+                } else {
+                    assert_eq!(after, before, "step {step} failed and changed something");
+                }
             }
             program.step(step).unwrap_or_else(|error| panic!("step {step} after a fault: {error}"));
             pool.validate().unwrap_or_else(|violation| panic!("step {step}: {violation}"));
         }
+        drop(program);
+        pool.destroy().unwrap();
     }
     drop(device);
     sim.assert_clean();
@@ -140,6 +167,32 @@ fn all_calls_fail_from_one_on() {
 fn a_pool_that_cannot_be_made_leaves_nothing_behind() {
     let open = |device: &Device| Pool::paged(device, &settings(PendingPolicy::GrowFirst));
     assert!(faults::every_call_of_making(open) > 5);
+}
+
+#[test]
+fn a_stream_whose_last_event_cannot_be_recorded_is_waited_for_with_the_device() {
+    for bytes in [1000, PAGE] {
+        let rig = Rig::simulated(Schedule::Late { patience: 2 });
+        let sim = rig.sim.clone().expect("a simulated rig");
+        let watched = rig.small_pool(0);
+        let (own, side) = (rig.stream(), rig.stream());
+        let held = watched.malloc(bytes, &own);
+        rig.order(&own, &side);
+        held.check(&rig, &side);
+        watched.pool.record_stream(held.ptr, &side).unwrap();
+        sim.fail_nth("cuEventRecord", 1, CUresult::CUDA_ERROR_UNKNOWN);
+        drop(side);
+        watched.validate();
+        watched.free(held, &own);
+        own.synchronize().unwrap();
+        let other = watched.malloc(bytes, &own);
+        assert_ne!(other.address(), held.address(), "nobody knows when that work is over");
+        rig.device.synchronize().unwrap();
+        let again = [(); 3].map(|()| watched.malloc(bytes, &own));
+        assert!(again.iter().any(|again| again.address() == held.address()));
+        again.into_iter().chain([other]).for_each(|held| watched.free(held, &own));
+        watched.assert_intact();
+    }
 }
 
 #[test]

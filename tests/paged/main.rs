@@ -13,3 +13,4 @@ mod scenarios;
 #[path = "../support/pools.rs"]
 mod support;
 mod threads;
+mod uses;

@@ -50,6 +50,9 @@ pub(crate) struct Stall<'a> {
     _rig: std::marker::PhantomData<&'a Rig>,
 }
 
+// SAFETY: the flag is host memory that any thread may write, as long as the rig lives.
+unsafe impl Send for Stall<'_> {}
+
 impl Rig {
     /// A simulated device whose work runs by this schedule.
     pub(crate) fn simulated(schedule: Schedule) -> Self {

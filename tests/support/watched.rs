@@ -1,6 +1,7 @@
 //! A pool under observation.
 
 use std::collections::BTreeMap;
+use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -31,7 +32,7 @@ impl Held {
 /// as device work, and checked before it is freed. Any thread may use it.
 pub(crate) struct Watched<'a> {
     pub(crate) rig: &'a Rig,
-    pub(crate) pool: Pool,
+    pub(crate) pool: ManuallyDrop<Pool>,
     /// What every address is a multiple of.
     alignment: u64,
     /// Whether the invariants are checked after every step: for pools that can be while other
@@ -44,7 +45,7 @@ pub(crate) struct Watched<'a> {
 
 impl<'a> Watched<'a> {
     pub(crate) fn new(rig: &'a Rig, pool: Pool, alignment: u64, at_every_step: bool) -> Self {
-        let next_seed = AtomicU64::new(1);
+        let (next_seed, pool) = (AtomicU64::new(1), ManuallyDrop::new(pool));
         let watched =
             Self { rig, pool, alignment, at_every_step, next_seed, live: Mutex::default() };
         watched.validate();
@@ -128,5 +129,18 @@ impl Watched<'_> {
         self.validate();
         assert_eq!(self.rig.mismatches(), 0, "words differ from what was written");
         self.rig.assert_clean();
+    }
+}
+
+/// The end of the pool, with what a test has not freed.
+impl Drop for Watched<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the pool is not used after.
+        let pool = unsafe { ManuallyDrop::take(&mut self.pool) };
+        if let Err((_, error)) = pool.destroy()
+            && !std::thread::panicking()
+        {
+            panic!("{error}");
+        }
     }
 }

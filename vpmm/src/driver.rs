@@ -5,6 +5,7 @@
 //! what an old driver lacks is one named error at start. Every call is counted
 //! and its answer checked in one place.
 
+use std::any::Any;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -215,6 +216,8 @@ struct Inner {
     counts: [AtomicU64; NAMES.len()],
     /// Who is told when a stream made through this driver ends.
     watchers: Mutex<Vec<Weak<dyn StreamWatcher>>>,
+    /// What rooms above keep for each driver: one value of a type.
+    companions: Mutex<Vec<Arc<dyn Any + Send + Sync>>>,
     library: cuda_sys::Driver,
 }
 
@@ -268,6 +271,7 @@ impl Driver {
             clock: Clock::default(),
             counts,
             watchers: Mutex::default(),
+            companions: Mutex::default(),
             library,
         }));
         // SAFETY: cuInit takes no pointer; flags must be 0.
@@ -324,6 +328,18 @@ impl Driver {
     /// What tells this driver and its clones from others in the process. Never 0.
     pub(crate) fn realm(&self) -> usize {
         Arc::as_ptr(&self.0) as usize
+    }
+
+    /// The value of this type that belongs to this driver and its clones, made when it is first
+    /// asked for.
+    pub(crate) fn companion<T: Any + Default + Send + Sync>(&self) -> Arc<T> {
+        let mut companions = self.0.companions.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = companions.iter().find_map(|known| Arc::clone(known).downcast().ok());
+        known.unwrap_or_else(|| {
+            let new = Arc::<T>::default();
+            companions.push(Arc::clone(&new) as _);
+            new
+        })
     }
 
     /// Adds somebody to be told of the end of streams.

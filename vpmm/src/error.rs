@@ -2,9 +2,12 @@
 
 #![forbid(unsafe_code)]
 
+use std::sync::Arc;
+
 use cuda_sys::types::CUresult;
 
 use crate::location::{Location, Sharing};
+use crate::memory_map::MemoryMap;
 use crate::units::{Bytes, DevicePtr};
 
 /// The result of this crate's calls.
@@ -16,7 +19,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum Error {
     /// No usable CUDA driver was found.
     #[error("no CUDA driver: {0}")]
-    NoDriver(#[source] std::sync::Arc<cuda_sys::LoadError>),
+    NoDriver(#[source] Arc<cuda_sys::LoadError>),
 
     /// The driver is older than what the pool needs: it lacks a function.
     #[error(
@@ -117,7 +120,7 @@ pub enum Error {
 
     /// The socket to the other process failed.
     #[error("the socket that memory is shared over failed: {0}")]
-    Socket(#[source] std::sync::Arc<std::io::Error>),
+    Socket(#[source] Arc<std::io::Error>),
 
     /// Neither free memory nor new memory covers the request.
     #[error(
@@ -138,6 +141,9 @@ pub enum Error {
         live_bytes: u64,
         /// The pool's limit, where it has one.
         limit_bytes: Option<u64>,
+        /// What stood where when the request was given up; none in the error that a callback gets,
+        /// since the request is not given up yet. See [`Error::map`].
+        map: Option<Arc<MemoryMap>>,
     },
 
     /// The driver gave no further range of addresses.
@@ -246,6 +252,13 @@ pub enum Error {
         reason: &'static str,
     },
 
+    /// A pool was to be destroyed that others have handles of.
+    #[error("the pool has {others} other handles")]
+    PoolShared {
+        /// Handles beside the one given.
+        others: usize,
+    },
+
     /// A mark of another pool.
     #[error("the mark is of another pool")]
     ForeignMark,
@@ -276,7 +289,7 @@ pub enum Error {
 
     /// The system would not start the thread that [`Background`](crate::Background) asks for.
     #[error("the pool's helper cannot be started: {0}")]
-    NoThread(#[source] std::sync::Arc<std::io::Error>),
+    NoThread(#[source] Arc<std::io::Error>),
 
     /// A setting does not hold a value that can be used.
     #[error("{name}={value}: {reason}")]
@@ -295,6 +308,34 @@ impl Error {
     pub fn is_out_of_memory(&self) -> bool {
         matches!(self, Self::OutOfMemory { .. })
             || matches!(self, Self::Driver { code, .. } if *code == CUresult::CUDA_ERROR_OUT_OF_MEMORY)
+    }
+
+    /// What the pool held, and where, when a request was given up: with [`Error::OutOfMemory`] from
+    /// [`Pool::malloc`](crate::Pool::malloc).
+    ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let sim = cuda_sim::Simulator::builder().build()?;
+    /// # let driver = vpmm::Driver::new(sim.driver())?;
+    /// # let device = driver.device(0)?;
+    /// # let stream = device.stream()?;
+    /// let mut config = vpmm::PoolConfig::default();
+    /// config.limit_bytes = Some(64 << 20);
+    /// let pool = vpmm::Pool::new(&device, &config)?;
+    /// if let Err(error) = pool.malloc(65 << 20, &stream) {
+    ///     eprintln!("{error}"); // one line
+    ///     let map = error.map().expect("the pool says what it holds");
+    ///     eprintln!("{map}"); // many
+    ///     assert_eq!(map.stats, pool.stats());
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn map(&self) -> Option<&MemoryMap> {
+        match self {
+            Self::OutOfMemory { map, .. } => map.as_deref(),
+            _ => None,
+        }
     }
 
     /// Whether the device or its context is gone for good.
@@ -352,6 +393,7 @@ mod tests {
             mapped_bytes: 8 << 20,
             live_bytes: 6 << 20,
             limit_bytes: Some(9 << 20),
+            map: None,
         };
         assert!(error.is_out_of_memory());
         let text = error.to_string();

@@ -11,6 +11,10 @@
 //! when the last one goes, its event is handed back for the next free, complete or not, so the
 //! fences alive never outnumber the regions alive (I7).
 //!
+//! A fence can be known to be complete before it *passes*, that is, before memory that waits for it
+//! is everybody's: a pool may not give memory away because of a question that it asked for another
+//! reason (see [`Reuse`](crate::Reuse)).
+//!
 //! This room is plain bookkeeping: it is generic over the event and calls nobody.
 
 #![forbid(unsafe_code)]
@@ -44,6 +48,8 @@ struct Entry<E> {
 struct Timeline<E> {
     stream: u64,
     passed: u64,
+    /// Complete up to here, as a question told; at least `passed`.
+    complete: u64,
     entries: VecDeque<Entry<E>>,
     unheld: usize,
     /// Held while an event is recorded and entered, so that sequence numbers follow the order of
@@ -54,6 +60,15 @@ struct Timeline<E> {
 impl<E> Timeline<E> {
     fn position(&self, sequence: u64) -> Option<usize> {
         self.entries.binary_search_by_key(&sequence, |entry| entry.sequence).ok()
+    }
+
+    fn is_held(&self, sequence: u64) -> bool {
+        self.position(sequence).is_some_and(|at| self.entries[at].event.is_some())
+    }
+
+    /// Whether an entry is held and not known to be complete.
+    fn is_open(&self, entry: &Entry<E>) -> bool {
+        entry.event.is_some() && entry.sequence > self.complete
     }
 
     /// Drops entries that nobody holds, once they outnumber the others.
@@ -101,20 +116,40 @@ impl<E: Copy> Timelines<E> {
                 self.slots[id.0 as usize].stream = stream;
                 id
             }
-            None => {
-                let id = TimelineId(self.slots.len() as u32);
-                self.slots.push(Timeline {
-                    stream,
-                    passed: 0,
-                    entries: VecDeque::new(),
-                    unheld: 0,
-                    recording: Arc::new(Mutex::new(())),
-                });
-                id
-            }
+            None => self.add_slot(stream),
         };
         self.by_stream.insert(stream, id);
         id
+    }
+
+    /// A timeline that is no stream's, is not listed among [`ids`](Self::ids), and stays. Fences on
+    /// it are the caller's own numbers; they never pass.
+    pub(crate) fn reserve(&mut self) -> TimelineId {
+        self.add_slot(0)
+    }
+
+    fn add_slot(&mut self, stream: u64) -> TimelineId {
+        let id = TimelineId(self.slots.len() as u32);
+        self.slots.push(Timeline {
+            stream,
+            passed: 0,
+            complete: 0,
+            entries: VecDeque::new(),
+            unheld: 0,
+            recording: Arc::new(Mutex::new(())),
+        });
+        id
+    }
+
+    /// The number of the fence entered last, on whatever timeline.
+    pub(crate) fn last_sequence(&self) -> u64 {
+        self.last_sequence
+    }
+
+    /// A number that no fence has.
+    pub(crate) fn next_sequence(&mut self) -> u64 {
+        self.last_sequence += 1;
+        self.last_sequence
     }
 
     /// Forgets a timeline that holds no fence; `unused` tells whether anything else refers to it.
@@ -155,8 +190,7 @@ impl<E: Copy> Timelines<E> {
 
     /// Enters an event just recorded on the timeline's stream, held once.
     pub(crate) fn push(&mut self, id: TimelineId, event: E) -> Fence {
-        self.last_sequence += 1;
-        let sequence = self.last_sequence;
+        let sequence = self.next_sequence();
         self.slots[id.0 as usize].entries.push_back(Entry {
             sequence,
             holders: 1,
@@ -167,6 +201,11 @@ impl<E: Copy> Timelines<E> {
 
     pub(crate) fn has_passed(&self, fence: Fence) -> bool {
         fence == Fence::PASSED || fence.sequence <= self.slots[fence.timeline.0 as usize].passed
+    }
+
+    /// Whether the host has seen the fence complete, whatever follows from that.
+    pub(crate) fn is_complete(&self, fence: Fence) -> bool {
+        fence == Fence::PASSED || fence.sequence <= self.slots[fence.timeline.0 as usize].complete
     }
 
     /// One more region carries the fence.
@@ -206,18 +245,37 @@ impl<E: Copy> Timelines<E> {
         slot.position(fence.sequence).and_then(|at| slot.entries[at].event)
     }
 
-    /// The oldest fence of a timeline that has not passed.
+    /// The oldest fence of a timeline that is not known to be complete.
     pub(crate) fn oldest(&self, id: TimelineId) -> Option<Fence> {
-        let held = |entry: &&Entry<E>| entry.event.is_some();
-        let entry = self.slots[id.0 as usize].entries.iter().find(held)?;
+        let slot = &self.slots[id.0 as usize];
+        let entry = slot.entries.iter().find(|entry| slot.is_open(entry))?;
         Some(Fence { timeline: id, sequence: entry.sequence })
     }
 
-    /// The newest fence of a timeline: if it has passed, all have.
+    /// The newest fence of a timeline that is not known to be complete: if it is, all are.
     pub(crate) fn newest(&self, id: TimelineId) -> Option<Fence> {
-        let held = |entry: &&Entry<E>| entry.event.is_some();
-        let entry = self.slots[id.0 as usize].entries.iter().rfind(held)?;
+        let slot = &self.slots[id.0 as usize];
+        let entry = slot.entries.iter().rfind(|entry| slot.is_open(entry))?;
         Some(Fence { timeline: id, sequence: entry.sequence })
+    }
+
+    /// The newest fence of a timeline up to a number that has not passed.
+    pub(crate) fn newest_until(&self, id: TimelineId, sequence: u64) -> Option<Fence> {
+        let entries = &self.slots.get(id.0 as usize)?.entries;
+        let held = |entry: &&Entry<E>| entry.event.is_some() && entry.sequence <= sequence;
+        let entry = entries.iter().rfind(held)?;
+        Some(Fence { timeline: id, sequence: entry.sequence })
+    }
+
+    /// Notes that a question found a fence complete, and with it all earlier ones of its timeline.
+    /// They keep their events. Does nothing where the fence is no longer held, as [`pass`](Self::pass).
+    pub(crate) fn see_complete(&mut self, fence: Fence) -> bool {
+        let slot = &mut self.slots[fence.timeline.0 as usize];
+        if !slot.is_held(fence.sequence) {
+            return false;
+        }
+        slot.complete = slot.complete.max(fence.sequence);
+        true
     }
 
     /// Notes that a fence was seen complete, and with it all earlier ones of its timeline.
@@ -227,7 +285,7 @@ impl<E: Copy> Timelines<E> {
     /// between the query and now, so that the answer says nothing about this fence.
     pub(crate) fn pass(&mut self, fence: Fence, mut recycle: impl FnMut(E)) -> bool {
         let slot = &mut self.slots[fence.timeline.0 as usize];
-        if slot.position(fence.sequence).is_none_or(|at| slot.entries[at].event.is_none()) {
+        if !slot.is_held(fence.sequence) {
             return false;
         }
         while slot.entries.front().is_some_and(|entry| entry.sequence <= fence.sequence) {
@@ -237,6 +295,7 @@ impl<E: Copy> Timelines<E> {
             }
         }
         slot.passed = fence.sequence;
+        slot.complete = slot.complete.max(fence.sequence);
         true
     }
 
@@ -320,6 +379,39 @@ mod tests {
         }
         assert!(timelines.entries() < 64, "{} entries", timelines.entries());
         assert!(!timelines.has_passed(stuck));
+    }
+
+    #[test]
+    fn what_a_question_found_complete_has_not_passed_for_everybody() {
+        let mut timelines = Timelines::new();
+        let a = timelines.open(1);
+        let (first, second, third) =
+            (timelines.push(a, 'x'), timelines.push(a, 'y'), timelines.push(a, 'z'));
+        assert!(timelines.see_complete(second));
+        assert!(timelines.is_complete(first) && timelines.is_complete(second));
+        assert!(!timelines.has_passed(first) && !timelines.is_complete(third));
+        assert_eq!((timelines.oldest(a), timelines.newest(a)), (Some(third), Some(third)));
+        // Who waits for them gives them up one by one, and the events come back.
+        assert_eq!(timelines.release(first), Some('x'));
+        assert!(!timelines.see_complete(first), "nobody holds it any more");
+        // A wait of the host's makes them everybody's, as far as it goes.
+        assert_eq!(timelines.newest_until(a, second.sequence), Some(second));
+        assert!(timelines.pass(second, |event| assert_eq!(event, 'y')));
+        assert!(timelines.has_passed(second) && !timelines.has_passed(third));
+        assert_eq!(timelines.newest_until(a, second.sequence), None);
+    }
+
+    #[test]
+    fn a_reserved_timeline_is_no_streams_and_its_fences_never_pass() {
+        let mut timelines: Timelines<char> = Timelines::new();
+        let own = timelines.reserve();
+        let fence = Fence { timeline: own, sequence: timelines.next_sequence() };
+        timelines.hold(fence);
+        assert!(!timelines.has_passed(fence) && timelines.event(fence).is_none());
+        assert_eq!((timelines.release(fence), timelines.ids().count()), (None, 0));
+        timelines.close_unused(|_| true);
+        assert_ne!(timelines.open(7), own);
+        assert_eq!(timelines.total_holders(), 0);
     }
 
     #[test]

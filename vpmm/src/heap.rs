@@ -7,6 +7,7 @@ use crate::device::{Device, StreamHandle};
 use crate::error::Result;
 use crate::layout::Layout;
 use crate::location::Access;
+use crate::memory_map::FreePiece;
 use crate::ordering::Mark;
 use crate::sharing::Source;
 use crate::stats::Stats;
@@ -48,6 +49,16 @@ pub(crate) trait Heap: Source + Send + Sync {
 
     fn access_of(&self, device: &Device) -> Access;
     fn set_access(&self, device: &Device, access: Access) -> Result<()>;
+
+    /// Waits on the host for what was freed, where that is more than a refused request has done;
+    /// answers whether it did.
+    fn wait_for_pending(&self) -> Result<bool>;
+    /// Allocations in the hands of callers. No driver call.
+    fn live_count(&self) -> u64;
+    /// Whether an address is in an allocation that is in none of the reservations.
+    fn holds_outside(&self, address: u64) -> bool;
+    /// The largest free pieces, the largest first. No driver call.
+    fn largest_free(&self) -> Vec<FreePiece>;
 
     fn stats(&self) -> Stats;
     fn layout(&self) -> Layout;

@@ -26,16 +26,19 @@
 //!
 //! | room | what it is |
 //! |---|---|
-//! | `units`, `location`, `error` | numbers, where memory is and whose, failures |
+//! | `units`, `location` | numbers, where memory is and whose |
+//! | `arena`, `lock` | storage of nodes; locks for short sections (no driver) |
+//! | `fence` | what streams still have to finish (no driver) |
+//! | `region` | the map of addresses and its trees (no driver) |
+//! | `stats`, `layout`, `memory_map` | what a pool holds, and where |
+//! | `error` | failures |
 //! | `driver` | the driver's functions; all calls into it |
 //! | `device` | devices, contexts, streams |
 //! | `physical`, `reservation`, `mapping`, `event` | one kind of driver object each |
 //! | `budget`, `backing` | how much a pool may hold, and what its memory is made of |
 //! | `ordering`, `allocation` | what callers say about streams and ask about pointers |
-//! | `stats`, `layout`, `validate` | what a pool holds, and what a check of it found |
-//! | `arena`, `lock` | storage of nodes; locks for short sections (no driver) |
-//! | `fence` | what streams still have to finish (no driver) |
-//! | `region` | the map of addresses and its trees (no driver) |
+//! | `out_of_memory` | what callers say about waiting for memory |
+//! | `validate` | what a check of a pool found |
 //! | `sharing` | memory of other processes, and for them |
 //! | `heap` | what both profiles can do |
 //! | `paged` | the paged profile |
@@ -59,7 +62,9 @@ mod layout;
 mod location;
 mod lock;
 mod mapping;
+mod memory_map;
 mod ordering;
+mod out_of_memory;
 mod paged;
 mod physical;
 mod pool;
@@ -78,9 +83,11 @@ pub use error::{Error, Result};
 pub use heaps::{Buffers, Contents, Resumed, Suspended};
 pub use layout::Layout;
 pub use location::{Access, Location, Sharing};
+pub use memory_map::{FreePiece, Holder, MemoryMap};
 pub use ordering::{Mark, PendingPolicy, Reuse};
+pub use out_of_memory::{Recovery, WaitPolicy};
 pub use paged::PagedConfig;
-pub use pool::{GraphPool, Pool, Tagged};
+pub use pool::{CurrentPool, GraphPool, OutOfMemoryCallback, Pool, Tagged};
 pub use sharing::{Export, Imported};
 pub use stats::Stats;
 pub use units::DevicePtr;

@@ -20,6 +20,15 @@ pub(crate) fn create(
     Ok(Extent(handle))
 }
 
+/// Gives a handle up: its memory goes back to the device when no mapping is left.
+///
+/// # Safety
+/// It came from [`create`], and nobody else maps or gives it up.
+pub(crate) unsafe fn release(driver: &Driver, extent: Extent) -> Result<(), Failure> {
+    // SAFETY: a live handle, by the caller's word.
+    unsafe { driver.cuMemRelease(extent.0) }
+}
+
 /// Gives handles up: the memory of each goes back to the device when no mapping is left. A handle
 /// that the driver will not take back goes to `orphans`, to be given up again later.
 ///
@@ -31,8 +40,8 @@ pub(crate) unsafe fn release_all(
     orphans: &mut Vec<Extent>,
 ) {
     for extent in extents {
-        // SAFETY: a live handle, by the caller's word; one that was released is forgotten here.
-        if unsafe { driver.cuMemRelease(extent.0) }.is_err() {
+        // SAFETY: passed on to the caller; one that was released is forgotten here.
+        if unsafe { release(driver, extent) }.is_err() {
             orphans.push(extent);
         }
     }

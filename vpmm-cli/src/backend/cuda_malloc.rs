@@ -57,6 +57,7 @@ impl Backend for CudaMalloc<'_> {
                     mapped_bytes: held.bytes,
                     live_bytes: held.bytes,
                     limit_bytes: Some(limit),
+                    map: None,
                 });
             }
             // Taken before the driver is asked, so that threads cannot pass the limit together.

@@ -1,5 +1,7 @@
 //! The pools of `vpmm`.
 
+use std::mem::ManuallyDrop;
+
 use vpmm::{DevicePtr, PagedConfig, Pool, PoolConfig, StreamHandle};
 
 use super::Backend;
@@ -8,7 +10,7 @@ use crate::device::Machine;
 /// A pool, and the driver calls that were made before there was one.
 pub(crate) struct PoolBackend<'a> {
     machine: &'a Machine,
-    pool: Pool,
+    pool: ManuallyDrop<Pool>,
     calls_before: vpmm::DriverCalls,
 }
 
@@ -31,7 +33,7 @@ impl<'a> PoolBackend<'a> {
 
     fn new(machine: &'a Machine, open: impl FnOnce() -> vpmm::Result<Pool>) -> vpmm::Result<Self> {
         let calls_before = machine.driver().calls();
-        Ok(Self { machine, pool: open()?, calls_before })
+        Ok(Self { machine, pool: ManuallyDrop::new(open()?), calls_before })
     }
 
     /// The pool itself.
@@ -75,5 +77,15 @@ impl Backend for PoolBackend<'_> {
             bytes => format!("; beside them {bytes} bytes for requests smaller than a page"),
         };
         format!("{pages}: {layout}{beside}")
+    }
+}
+
+/// What a trace never frees goes with the pool, so that the next allocator finds the device empty.
+impl Drop for PoolBackend<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the pool is not used after.
+        let pool = unsafe { ManuallyDrop::take(&mut self.pool) };
+        // Refused only where somebody has another handle, who then ends it.
+        let _ = pool.destroy();
     }
 }

@@ -47,6 +47,7 @@ impl Backend for Noting {
                 mapped_bytes,
                 live_bytes: mapped_bytes,
                 limit_bytes: Some(self.limit_bytes),
+                map: None,
             });
         }
         let address = self.next.fetch_add(0x1000, Ordering::Relaxed);

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::lock::Token;
 
 /// The legacy default stream's number here; the driver's own numbers do not come so far.
-const LEGACY: u64 = u64::MAX;
+pub(super) const LEGACY: u64 = u64::MAX;
 
 /// A stream that may be served. While this lives its place is not given to another.
 pub(super) struct Admitted<'a> {
@@ -47,6 +47,11 @@ impl Registry {
 
     pub(super) fn knows(&self, stream: u64) -> bool {
         self.by_stream.contains_key(&stream)
+    }
+
+    /// The number of the stream at a place.
+    pub(super) fn stream(&self, index: u32) -> u64 {
+        self.shards[index as usize].stream()
     }
 
     pub(super) fn streams(&self) -> usize {
@@ -141,7 +146,11 @@ impl Core {
                 if handle != StreamHandle::LEGACY {
                     self.device.check_stream(handle)?;
                 }
-                self.enrol(stream, recording)
+                let index = self.enrol(stream, recording);
+                if index == 1 {
+                    self.share_what_was_seen(0);
+                }
+                index
             }
         };
         let recording = {
@@ -168,6 +177,12 @@ impl Core {
             }
         }
         Ok(Admitted { stream: index, eager: recording == Recording::Eager, shard })
+    }
+
+    /// The place of a stream that is known by its handle alone, if it has one.
+    pub(super) fn known_stream(&self, handle: StreamHandle) -> Option<u32> {
+        let stream = self.number_of(handle)?;
+        lock(&self.registry).by_stream.get(&stream).copied()
     }
 
     fn pin(&self, stream: u64) -> Option<u32> {
@@ -226,7 +241,8 @@ impl Space {
             let gone = matches!(book.recording, Recording::Ended | Recording::Eager);
             let clear = book.stage == Stage::Clear && book.last_record.is_none();
             let index = index as u32;
-            let free = gone && clear && book.is_empty() && !self.zombie_waits(index);
+            let unnamed = book.pins == 0 && !self.zombie_waits(index);
+            let free = gone && clear && book.is_empty() && unnamed;
             (free && unused(index)).then_some(index)
         };
         self.books.iter().enumerate().find_map(vacant)

@@ -8,6 +8,8 @@
 //! The stream may use both at any time. Closing costs one record for everything freed so far,
 //! however much that is; it happens when another stream wants memory, or when much is pending.
 
+use smallvec::SmallVec;
+
 use super::free_set::FreeSet;
 use super::owner::Owner;
 use super::space::Part;
@@ -60,6 +62,28 @@ pub(super) struct Book {
     pub(super) wanted: bool,
     /// The event recorded at the last free, where recording is eager.
     pub(super) last_record: Option<Event>,
+    /// Marks taken so far. What is freed carries the number: a mark covers what has none higher
+    /// than its own.
+    pub(super) marks: u64,
+    /// Streams that this one comes after.
+    pub(super) follows: SmallVec<[Follows; 2]>,
+    /// The highest mark that the host has seen passed, from 1.
+    pub(super) seen: u64,
+    /// Epochs up to this one the host has waited for.
+    pub(super) awaited: u64,
+    /// The highest epoch that a deferred free waits for.
+    pub(super) deferred_until: u64,
+    /// Noted uses and deferred frees that name this book: it is not given to another stream.
+    pub(super) pins: u32,
+}
+
+/// A stream comes after another one, up to a mark of that.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Follows {
+    pub(super) stream: u32,
+    pub(super) mark: u64,
+    /// The own marks that were taken before that was told: later ones carry it on.
+    pub(super) since: u64,
 }
 
 impl Book {
@@ -72,6 +96,12 @@ impl Book {
             recording,
             wanted: false,
             last_record: None,
+            marks: 1,
+            follows: SmallVec::new(),
+            seen: 0,
+            awaited: 0,
+            deferred_until: 0,
+            pins: 0,
         }
     }
 
@@ -101,6 +131,13 @@ impl Book {
     /// The epoch whose passing makes memory of this owner (a block of this stream) safe for all.
     pub(super) fn epoch_of(&self, parity: usize) -> u64 {
         if parity == self.open_parity() { self.epoch } else { self.epoch - 1 }
+    }
+
+    /// Whether deferred frees wait for a stream that nobody could record on: the default stream of
+    /// another thread than the one that freed.
+    pub(super) fn is_unproved(&self) -> bool {
+        let waits = self.deferred_until >= self.epoch;
+        waits && self.recording == Recording::Eager && self.last_record.is_none()
     }
 
     pub(super) fn units_of(&self, parity: usize) -> u64 {
@@ -145,5 +182,6 @@ impl Book {
         self.passed = self.epoch - 1;
         self.stage = Stage::Clear;
         self.recording = recording;
+        self.follows.clear();
     }
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::location::{Location, Sharing};
 use crate::ordering::{PendingPolicy, Reuse};
+use crate::out_of_memory::WaitPolicy;
 
 /// Granules of addresses that a pool can have: units are counted in 32 bits.
 const MOST_UNITS: u64 = u32::MAX as u64;
@@ -25,11 +26,14 @@ pub struct PoolConfig {
     pub limit_bytes: Option<u64>,
     /// Bytes of addresses reserved; by default four times the device's memory, so that free memory
     /// can be brought together at addresses of its own while the old ones are still in use.
-    /// Addresses cost no device memory, and host memory only where they are used: at most 1/128.
+    /// Addresses cost no device memory, and host memory only where they are used: 1/512, 1/64 where
+    /// small blocks are.
     /// Less than 2 TiB.
     pub va_size_bytes: Option<u64>,
     /// Whether to grow or to wait when only other streams' memory is free.
     pub pending_policy: PendingPolicy,
+    /// How long a request that finds no memory waits for some.
+    pub out_of_memory: WaitPolicy,
     /// In which ways memory goes from one stream to another.
     pub reuse: Reuse,
     /// Held memory above this is given back, as far as it is free, when the host has waited for the
@@ -58,6 +62,7 @@ impl Default for PoolConfig {
             limit_bytes: None,
             va_size_bytes: None,
             pending_policy: PendingPolicy::default(),
+            out_of_memory: WaitPolicy::default(),
             reuse: Reuse::default(),
             release_threshold_bytes: None,
             moves_per_second: 400,
@@ -78,8 +83,8 @@ impl Default for PoolConfig {
 /// It never records on the legacy default stream, since that can end the capture of another stream;
 /// what that stream frees is for requests to find, as without a helper.
 ///
-/// Dropping the pool ends the thread, after the driver call that it is in. A pool that is never
-/// dropped keeps it until the process ends.
+/// The pool's end ends the thread, after the driver call that it is in. A pool that is never dropped,
+/// or of which something is allocated for ever, keeps it until the process ends.
 ///
 /// ```
 /// let mut background = vpmm::Background::default();
@@ -112,6 +117,7 @@ impl Default for Background {
 pub(super) struct Checked {
     pub(super) limit_bytes: Option<u64>,
     pub(super) pending_policy: PendingPolicy,
+    pub(super) out_of_memory: WaitPolicy,
     pub(super) reuse: Reuse,
     pub(super) release_threshold_bytes: Option<u64>,
     pub(super) moves_per_second: u32,
@@ -141,6 +147,7 @@ impl PoolConfig {
         Ok(Checked {
             limit_bytes: self.limit_bytes,
             pending_policy: self.pending_policy,
+            out_of_memory: self.out_of_memory,
             reuse: self.reuse,
             release_threshold_bytes: self.release_threshold_bytes,
             moves_per_second: self.moves_per_second,

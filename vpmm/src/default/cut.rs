@@ -110,7 +110,7 @@ mod tests {
             memory.enter(Extent(number as u64 + 1), at, *granules);
             at += granules;
         }
-        Space::new(memory, true, 0)
+        Space::new(memory, true, true, 0)
     }
 
     fn free(start: u32, units: u32) -> Block {

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use cuda_sys::types::{CUresult, CUstreamCaptureStatus};
 
 use super::book::{Recording, Stage};
-use super::free_set::{Block, FreeSet};
+use super::free_set::FreeSet;
 use super::owner::Owner;
 use super::space::{Part, Space};
 use super::tags::Tags;
@@ -30,7 +30,7 @@ const EXCHANGED: u32 = 2048;
 /// One record of an event. Events are used again: an answer about one record, had without the
 /// lock, says nothing about a later one on the same event.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct Mark {
+pub(super) struct Record {
     pub(super) event: Event,
     /// With it the stream's only record in this epoch, but for the last one at its end.
     epoch: u64,
@@ -39,10 +39,10 @@ pub(super) struct Mark {
 
 impl Space {
     /// The record that a stream's closed epoch waits for now.
-    pub(super) fn mark(&self, stream: u32) -> Option<Mark> {
+    pub(super) fn record_of(&self, stream: u32) -> Option<Record> {
         let book = &self.books[stream as usize];
         let Stage::Recorded(event) = book.stage else { return None };
-        Some(Mark { event, epoch: book.epoch, ended: book.recording == Recording::Ended })
+        Some(Record { event, epoch: book.epoch, ended: book.recording == Recording::Ended })
     }
 
     /// Notes that an event was recorded on an eager stream, behind everything of its open epoch.
@@ -53,27 +53,33 @@ impl Space {
 
     /// Notes that the event of a stream's closed epoch was seen complete. An answer that comes
     /// after the epoch was settled otherwise is about nothing any more.
-    fn pass(&mut self, stream: u32, mark: Mark) {
-        if self.mark(stream) != Some(mark) {
+    fn pass(&mut self, tags: &Tags, stream: u32, record: Record) {
+        if self.record_of(stream) != Some(record) {
             return;
         }
-        let event = mark.event;
+        let event = record.event;
         let book = &mut self.books[stream as usize];
         book.stage = Stage::Passed;
         // The last event of a stream that has ended covers its open epoch too.
         let ended = book.recording == Recording::Ended;
         book.passed = if ended { book.epoch } else { book.epoch - 1 };
-        let passed = book.passed;
         self.events.push(event);
+        self.epochs_passed(tags, stream);
+    }
+
+    /// What follows when more of a stream's epochs have passed.
+    pub(super) fn epochs_passed(&mut self, tags: &Tags, stream: u32) {
+        let passed = self.books[stream as usize].passed;
         self.memory.pass(stream, passed);
+        self.settle_deferred(tags);
     }
 
     /// Notes that a record never came to its stream, but to a graph: one is still to be made.
-    fn unrecord(&mut self, stream: u32, mark: Mark) {
+    fn unrecord(&mut self, stream: u32, record: Record) {
         let lazy = matches!(self.books[stream as usize].recording, Recording::Lazy(_));
-        if lazy && self.mark(stream) == Some(mark) {
+        if lazy && self.record_of(stream) == Some(record) {
             self.books[stream as usize].stage = Stage::Unrecorded;
-            self.events.push(mark.event);
+            self.events.push(record.event);
         }
     }
 
@@ -85,9 +91,14 @@ impl Space {
             return false;
         }
         let ended = book.recording == Recording::Ended;
-        // An eager stream's open epoch is for what an event was recorded for.
         // What is nobody's already must not stay apart from it: an extent moves in one piece.
-        let keeps = self.is_sole(stream) && self.common.iter().all(FreeSet::is_empty);
+        let alone = self.is_sole(stream) && self.common.iter().all(FreeSet::is_empty);
+        let asked = !self.opportunistic && !self.awaits && !ended && book.passed > book.awaited;
+        let keeps = alone || asked;
+        if keeps && book.recording == Recording::Eager {
+            // Its open epoch is for what an event is recorded for.
+            return false;
+        }
         let owner = if keeps { book.open_owner(stream) } else { Owner::NOBODY };
         let parities: &[usize] =
             if ended { &[0, 1] } else { &[[1, 0][self.books[stream as usize].open_parity()]] };
@@ -99,9 +110,10 @@ impl Space {
                 self.exchange_if_more(stream, *parity, part, owner, left as u32);
                 while left > 0 {
                     let set = &self.books[stream as usize].sets[*parity][part as usize];
-                    let Some(id) = set.first().map(Block::id) else { break };
+                    let first = set.first().map(|block| (block.id(), block.freed_at()));
+                    let Some((id, freed_at)) = first else { break };
                     let (start, units, _) = self.take_whole(tags, id);
-                    self.give(tags, start, units, owner);
+                    self.give_freed_at(tags, start, units, owner, freed_at);
                     left -= 1;
                 }
             }
@@ -134,22 +146,22 @@ impl Space {
         }
     }
 
-    fn close(&mut self, stream: u32) {
+    fn close(&mut self, tags: &Tags, stream: u32) {
         let book = &mut self.books[stream as usize];
         book.close();
         self.counters.closed += 1;
         if book.stage == Stage::Passed {
             // Nothing is left to wait for, of what the stream's zombies were either.
             book.passed = book.epoch - 1;
-            let passed = book.passed;
-            self.memory.pass(stream, passed);
+            self.epochs_passed(tags, stream);
         }
     }
 
     /// Whether a stream has anything that closing its epoch would free.
-    fn has_open(&self, stream: u32) -> bool {
+    pub(super) fn has_open(&self, stream: u32) -> bool {
         let book = &self.books[stream as usize];
-        book.open_units() > 0 || self.zombie_waits(stream)
+        let deferred = book.deferred_until >= book.epoch;
+        book.open_units() > 0 || deferred || self.zombie_waits(stream)
     }
 
     pub(super) fn zombie_waits(&self, stream: u32) -> bool {
@@ -159,7 +171,7 @@ impl Space {
 
 /// What to do next about one stream's epochs.
 enum Next {
-    Ask(Mark),
+    Ask(Record),
     /// The epoch was closed: an event for it is to be recorded, a spare one if there is any.
     Record {
         on: StreamHandle,
@@ -203,16 +215,16 @@ impl Core {
                         break;
                     }
                 }
-                Next::Ask(mark) => {
+                Next::Ask(record) => {
                     let answer = {
                         let _beside = BesideCaptures::enter(driver)?;
-                        mark.event.is_complete(driver)
+                        record.event.is_complete(driver)
                     };
                     match answer {
-                        Ok(true) => self.space.lock().pass(stream, mark),
+                        Ok(true) => self.space.lock().pass(&self.tags, stream, record),
                         Ok(false) => break,
                         Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
-                            self.space.lock().unrecord(stream, mark);
+                            self.space.lock().unrecord(stream, record);
                             break;
                         }
                         Err(failure) => return Err(failure.into()),
@@ -234,19 +246,20 @@ impl Core {
             Stage::Recording => return Next::Nothing,
             Stage::Recorded(_) | Stage::Clear | Stage::Unrecorded => {}
         }
-        if let Some(mark) = space.mark(stream) {
-            return Next::Ask(mark);
+        if let Some(record) = space.record_of(stream) {
+            return Next::Ask(record);
         }
         if space.books[stream as usize].stage == Stage::Clear {
             let recording = space.books[stream as usize].recording;
             let lost = matches!(recording, Recording::Lost | Recording::Held);
-            if own || lost || !space.has_open(stream) {
+            let unproved = space.books[stream as usize].is_unproved();
+            if own || lost || unproved || !space.has_open(stream) {
                 return Next::Nothing;
             }
-            space.close(stream);
+            space.close(&self.tags, stream);
         }
-        if let Some(mark) = space.mark(stream) {
-            return Next::Ask(mark);
+        if let Some(record) = space.record_of(stream) {
+            return Next::Ask(record);
         }
         let book = &mut space.books[stream as usize];
         match (book.stage, book.recording) {
@@ -355,6 +368,14 @@ impl Core {
 
     /// Waits on the host until everything that streams freed so far may be used by any.
     pub(super) fn wait_for_frees(&self) -> Result<()> {
+        // What turns out to have passed already is as good as waited for.
+        self.space.lock().awaits = true;
+        let waited = self.wait_for_each();
+        self.space.lock().awaits = false;
+        waited
+    }
+
+    fn wait_for_each(&self) -> Result<()> {
         let driver = self.device.driver();
         // Every epoch is closed before one is waited for.
         self.poll(None, true)?;
@@ -366,21 +387,21 @@ impl Core {
             loop {
                 self.drain_whole(stream);
                 self.advance(stream, false)?;
-                let (passed, stage, mark) = {
+                let (passed, stage, record) = {
                     let space = self.space.lock();
                     let book = &space.books[stream as usize];
-                    (book.passed, book.stage, space.mark(stream))
+                    (book.passed, book.stage, space.record_of(stream))
                 };
-                if let Some(mark) = mark.filter(|_| passed < last) {
+                if let Some(record) = record.filter(|_| passed < last) {
                     {
                         let _beside = BesideCaptures::enter(driver)?;
-                        mark.event.wait(driver)?;
+                        record.event.wait(driver)?;
                     }
                     let mut space = self.space.lock();
-                    space.pass(stream, mark);
+                    space.pass(&self.tags, stream, record);
                     space.counters.host_waits += 1;
                 } else if stage == Stage::Recording {
-                    // By a thread that closed its own epoch: there is a mark in a moment.
+                    // By a thread that closed its own epoch: there is a record in a moment.
                     drop(lock(&self.shard(stream).eager));
                     std::thread::yield_now();
                 } else if stage != Stage::Passed || passed >= last {
@@ -397,18 +418,30 @@ impl Core {
         while self.space.lock().drain(&self.tags, stream) {}
     }
 
-    /// Streams that ended without a last event: only the whole context's end of work frees what
-    /// they freed.
+    /// Streams that ended without a last event, and those of other threads that deferred frees wait
+    /// for: only the whole context's end of work frees what they freed or used.
     fn wait_for_lost(&self) -> Result<()> {
         let lost = |book: &super::book::Book| {
             book.recording == Recording::Lost && (!book.is_empty() || book.passed < book.epoch)
         };
-        if !self.space.lock().books.iter().any(lost) {
-            return Ok(());
+        let mut unproved = Vec::new();
+        {
+            let mut space = self.space.lock();
+            for stream in 0..space.books.len() as u32 {
+                if space.books[stream as usize].is_unproved() {
+                    unproved.push(space.take_mark(self.base, stream));
+                }
+            }
+            if unproved.is_empty() && !space.books.iter().any(lost) {
+                return Ok(());
+            }
         }
         // SAFETY: no arguments.
         unsafe { self.device.driver().cuCtxSynchronize() }?;
         let mut space = self.space.lock();
+        for mark in unproved {
+            space.settle_epoch(&self.tags, &mark, true);
+        }
         for stream in 0..space.books.len() as u32 {
             if !lost(&space.books[stream as usize]) {
                 continue;
@@ -417,8 +450,7 @@ impl Core {
             book.recording = Recording::Ended;
             book.stage = Stage::Passed;
             book.passed = book.epoch;
-            let passed = book.passed;
-            space.memory.pass(stream, passed);
+            space.epochs_passed(&self.tags, stream);
             while space.drain(&self.tags, stream) {}
         }
         Ok(())
@@ -518,7 +550,7 @@ mod tests {
     /// Blocks of 8 units: those at even places of a row passed and the first `nobodys` at odd
     /// places nobody's, so that neighbours become one.
     fn drained(passed: u32, nobodys: u32) -> (Space, u32) {
-        let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), false, 0);
+        let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), false, true, 0);
         space.books.push(Book::new(Recording::Eager));
         let Some(tags) = Tags::new(64 << 12, 9 << 12) else { panic!("no memory for the tags") };
         let start = 10 << 12;

@@ -24,11 +24,19 @@ pub(super) struct Block {
     key: Cell<u64>,
     owner: Cell<Owner>,
     id: u32,
+    /// The owner's count of marks when something of the block was freed last.
+    freed_at: Cell<u64>,
 }
 
 impl Block {
     pub(super) fn vacant(id: u32) -> Self {
-        Self { link: RBTreeLink::new(), key: Cell::new(0), owner: Cell::new(Owner::NOBODY), id }
+        Self {
+            link: RBTreeLink::new(),
+            key: Cell::new(0),
+            owner: Cell::new(Owner::NOBODY),
+            id,
+            freed_at: Cell::new(0),
+        }
     }
 
     /// The node's number, which the block's tags hold.
@@ -67,6 +75,22 @@ impl Block {
     #[inline]
     pub(super) fn set_owner(&self, owner: Owner) {
         self.owner.set(owner);
+    }
+
+    /// Whether all of it was freed before its owner's mark with this number was taken.
+    #[inline]
+    pub(super) fn is_before(&self, mark: u64) -> bool {
+        self.freed_at.get() <= mark
+    }
+
+    #[inline]
+    pub(super) fn freed_at(&self) -> u64 {
+        self.freed_at.get()
+    }
+
+    #[inline]
+    pub(super) fn set_freed_at(&self, marks: u64) {
+        self.freed_at.set(marks);
     }
 
     #[inline]

@@ -33,9 +33,16 @@ const MOST: i16 = 128;
 const LARGE_WORDS: usize = LARGE_CLASSES.div_ceil(64);
 
 #[derive(Clone, Copy, Default)]
-struct Cached {
+struct Held {
     start: u32,
     units: u32,
+}
+
+/// Units in a front.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cached {
+    pub(super) now: u64,
+    pub(super) least: u64,
 }
 
 /// What one thread has in front of one stream.
@@ -43,10 +50,12 @@ pub(super) struct Front {
     small_depth: [u8; SMALL_CLASSES],
     small: [[u32; SMALL_DEPTH]; SMALL_CLASSES],
     large_depth: [u8; LARGE_CLASSES],
-    large: [[Cached; LARGE_DEPTH]; LARGE_CLASSES],
+    large: [[Held; LARGE_DEPTH]; LARGE_CLASSES],
     occupied: [u64; LARGE_WORDS],
     large_units: u32,
     small_units: u32,
+    /// The fewest units since somebody looked last.
+    least: u32,
     /// The most of `large_units`.
     bound: u32,
     score: i16,
@@ -60,10 +69,11 @@ impl Front {
             small_depth: [0; SMALL_CLASSES],
             small: [[0; SMALL_DEPTH]; SMALL_CLASSES],
             large_depth: [0; LARGE_CLASSES],
-            large: [[Cached::default(); LARGE_DEPTH]; LARGE_CLASSES],
+            large: [[Held::default(); LARGE_DEPTH]; LARGE_CLASSES],
             occupied: [0; LARGE_WORDS],
             large_units: 0,
             small_units: 0,
+            least: 0,
             bound: LARGE_UNITS,
             score: 0,
             loose: false,
@@ -142,7 +152,7 @@ impl Front {
             return false;
         }
         self.score = (self.score - 1).max(LOOSE_AT);
-        self.large[class][depth] = Cached { start, units };
+        self.large[class][depth] = Held { start, units };
         self.large_depth[class] = depth as u8 + 1;
         self.occupied[class / 64] |= 1 << (class % 64);
         self.large_units = held + units;
@@ -225,6 +235,22 @@ impl Front {
     #[inline(always)]
     pub(super) fn units(&self) -> u64 {
         u64::from(self.large_units) + u64::from(self.small_units)
+    }
+
+    /// Notes how little is left after a block has gone out.
+    #[inline(always)]
+    pub(super) fn note_least(&mut self) {
+        let units = self.large_units + self.small_units;
+        if units < self.least {
+            self.least = units;
+        }
+    }
+
+    /// What is here now, and the least since this was asked last.
+    pub(super) fn cached(&mut self) -> Cached {
+        let now = self.units();
+        let least = std::mem::replace(&mut self.least, now as u32);
+        Cached { now, least: u64::from(least).min(now) }
     }
 
     pub(super) fn blocks(&self) -> u64 {

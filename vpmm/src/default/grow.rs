@@ -360,10 +360,21 @@ impl Space {
     }
 
     /// Calls `visit` with every extent that a free block covers whole.
-    pub(super) fn whole_extents(&self, block: &Block, mut visit: impl FnMut(u32, &Resident)) {
+    pub(super) fn whole_extents(&self, block: &Block, visit: impl FnMut(u32, &Resident)) {
+        self.extents_within(block.start(), block.end(), visit);
+    }
+
+    /// Calls `visit` with every extent that lies whole within a range of units, all of which have
+    /// memory.
+    pub(super) fn extents_within(
+        &self,
+        start: u32,
+        end: u32,
+        mut visit: impl FnMut(u32, &Resident),
+    ) {
         let granule_units = self.memory.granule_units();
-        let first = block.start().div_ceil(granule_units);
-        let end = block.end() / granule_units;
+        let first = start.div_ceil(granule_units);
+        let end = end / granule_units;
         let mut at = first;
         while at < end {
             let Some((number, extent)) = self.memory.extent_at(at) else { return };
@@ -439,14 +450,20 @@ impl Space {
                 }
             })
             .collect();
-        moved.sort_unstable();
+        self.take_ranges(tags, &mut moved);
+    }
+
+    /// Takes ranges of units out of free blocks, each given as the block's node, the first unit and
+    /// the one behind the last.
+    pub(super) fn take_ranges(&mut self, tags: &Tags, ranges: &mut [(u32, u32, u32)]) {
+        ranges.sort_unstable();
         // All are out before any rest goes back: a rest may become one with a neighbour, and that
         // must not be a block that is still to be taken by its node.
-        let whole: SmallVec<[(u32, u32, Owner); 8]> = moved
+        let whole: SmallVec<[(u32, u32, Owner); 8]> = ranges
             .chunk_by(|a, b| a.0 == b.0)
             .map(|of_block| self.take_whole(tags, of_block[0].0))
             .collect();
-        for (of_block, (start, units, owner)) in moved.chunk_by(|a, b| a.0 == b.0).zip(whole) {
+        for (of_block, (start, units, owner)) in ranges.chunk_by(|a, b| a.0 == b.0).zip(whole) {
             let mut at = start;
             for (_, from, to) in of_block {
                 if at < *from {
@@ -487,7 +504,7 @@ impl Space {
     /// What an owner has become while its memory was in transit: a stream's memory that was taken
     /// in an epoch before the open one may count as the open one's again, which waits for more
     /// than needed and never for less.
-    fn now(&self, owner: Owner) -> Owner {
+    pub(super) fn now(&self, owner: Owner) -> Owner {
         match owner.of_stream() {
             None => owner,
             Some((index, _)) => self.books[index as usize].own_again(index),
@@ -538,7 +555,8 @@ impl Space {
         self.counters.growths += 1;
         self.growth.streak = self.streak() + 1;
         self.growth.returns_then = self.returns;
-        self.hand_out(tags, job.start, job.units);
+        self.hand_out(tags, stream, job.start, job.units);
+        self.note_peak(0);
         let rest = job.start + job.units;
         if let Some(lead) = job.fills.first().map(|fill| fill.start * granule_units)
             && lead < job.start

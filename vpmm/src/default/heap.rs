@@ -9,6 +9,7 @@ use crate::error::Result;
 use crate::heap::Heap;
 use crate::layout::Layout;
 use crate::location::Access;
+use crate::memory_map::FreePiece;
 use crate::ordering::Mark;
 use crate::stats::Stats;
 use crate::units::DevicePtr;
@@ -23,34 +24,36 @@ impl Heap for Core {
         self.free(ptr, stream)
     }
 
-    fn record_stream(&self, _ptr: DevicePtr, _stream: StreamHandle) -> Result<()> {
-        Ok(())
+    fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
+        self.note_use(ptr, stream)
     }
 
-    fn mark(&self, _stream: StreamHandle) -> Result<Mark> {
-        Ok(Mark { pool: 0, stream: 0, point: 0, epoch: 0 })
+    fn mark(&self, stream: StreamHandle) -> Result<Mark> {
+        self.take_mark(stream)
     }
 
-    fn follows(&self, _stream: StreamHandle, _mark: &Mark) -> Result<()> {
-        Ok(())
+    fn follows(&self, stream: StreamHandle, mark: &Mark) -> Result<()> {
+        self.follow(stream, mark)
     }
 
-    fn passed(&self, _mark: &Mark) -> Result<()> {
-        Ok(())
+    fn passed(&self, mark: &Mark) -> Result<()> {
+        self.mark_passed(mark)
     }
 
-    fn trim_to(&self, _keep_bytes: u64) -> Result<u64> {
-        Ok(0)
+    fn trim_to(&self, keep_bytes: u64) -> Result<u64> {
+        self.trim(keep_bytes)
     }
 
     fn release_threshold(&self) -> Option<u64> {
         self.config.release_threshold_bytes
     }
 
-    fn reset_peaks(&self) {}
+    fn reset_peaks(&self) {
+        self.restart_peaks();
+    }
 
-    fn allocation(&self, _address: u64) -> Option<Allocation> {
-        None
+    fn allocation(&self, address: u64) -> Option<Allocation> {
+        self.find(address)
     }
 
     fn access_of(&self, device: &Device) -> Access {
@@ -59,6 +62,23 @@ impl Heap for Core {
 
     fn set_access(&self, device: &Device, access: Access) -> Result<()> {
         self.set_access(device, access)
+    }
+
+    /// The ladder's last step.
+    fn wait_for_pending(&self) -> Result<bool> {
+        Ok(false)
+    }
+
+    fn live_count(&self) -> u64 {
+        self.stats().live_count
+    }
+
+    fn holds_outside(&self, _address: u64) -> bool {
+        false
+    }
+
+    fn largest_free(&self) -> Vec<FreePiece> {
+        self.largest_free()
     }
 
     fn stats(&self) -> Stats {

@@ -89,6 +89,7 @@ impl Core {
             return Ok(false);
         }
         self.poll(None, true)?;
+        self.poll_deferred()?;
         Ok(self.all_passed())
     }
 }

@@ -291,7 +291,7 @@ impl Space {
             Stage::Unrecorded => matches!(book.recording, Recording::Lazy(_)) && !legacy,
             // A sole stream keeps what it frees; its zombies are the pool's all the same.
             Stage::Clear if self.is_sole(stream) => !legacy && self.zombie_waits(stream),
-            Stage::Clear => !legacy && (book.open_units() > 0 || self.zombie_waits(stream)),
+            Stage::Clear => !legacy && self.has_open(stream),
         };
         waits.then_some(legacy)
     }

@@ -9,7 +9,7 @@
 //! free extents moved, whatever it costs
 //! small blocks in the large part and the other way round
 //! another stream's memory with a wait on the GPU
-//! a wait on the host for everything that was freed
+//! a wait on the host for everything that was freed, where the pool's policy is to
 //! out of memory, with a map
 //! ```
 
@@ -23,6 +23,7 @@ use crate::error::{Error, Result};
 use crate::event::BesideCaptures;
 use crate::lock::Token;
 use crate::ordering::PendingPolicy;
+use crate::out_of_memory::WaitPolicy;
 
 /// Zombies unmapped on behalf of one request.
 const REAPED_GRANULES: u64 = 64;
@@ -54,16 +55,20 @@ pub(super) struct Request {
 impl Core {
     /// Serves a request from behind the front.
     pub(super) fn climb(&self, request: Request) -> Result<u32> {
-        if let Some(start) = self.place(request) {
-            return Ok(start);
+        match self.place(request) {
+            Some(start) => Ok(start),
+            None => self.climb_on(request),
         }
-        self.climb_on(request)
     }
 
     #[inline]
     fn place(&self, request: Request) -> Option<u32> {
         let Request { stream, units, .. } = request;
-        self.space.lock().place(&self.tags, stream, units, Part::of_size(units))
+        let mut space = self.space.lock();
+        let placed = space.place(&self.tags, stream, units, Part::of_size(units));
+        // Nothing is in the caller's front any more.
+        space.note_peak(0);
+        placed
     }
 
     fn place_in_run(&self, request: Request) -> Option<u32> {
@@ -75,6 +80,11 @@ impl Core {
     pub(super) fn climb_on(&self, request: Request) -> Result<u32> {
         if self.flush_own(request.stream)
             && let Some(start) = self.place(request)
+        {
+            return Ok(start);
+        }
+        if self.space.lock().has_ties(request.stream)
+            && let Some(start) = self.place_tied(request)?
         {
             return Ok(start);
         }
@@ -95,7 +105,8 @@ impl Core {
             return Ok(start);
         }
         self.tidy()?;
-        if self.config.pending_policy == PendingPolicy::WaitFirst {
+        let waits = self.config.reuse.internal_dependencies;
+        if waits && self.config.pending_policy == PendingPolicy::WaitFirst {
             // What is in a front has no epoch to wait for.
             self.flush_fronts(|_| true);
             if let Some(start) = self.take_with_wait(request)? {
@@ -145,7 +156,7 @@ impl Core {
         let much = (pool / ALL_OF_POOL).max(ALL_UNITS);
         let some = (pool / FREED_OF_POOL).max(FREED_UNITS) << doublings.min(16);
         let freed = space.want_from_others(request.stream);
-        let from_streams = worth(freed, some.min(much));
+        let from_streams = space.opportunistic && worth(freed, some.min(much));
         let from_fronts = space.may_empty_fronts(request.units) && worth(freed + in_fronts, much);
         space.counters.called_in += u64::from(from_streams || from_fronts);
         (from_streams, from_fronts)
@@ -162,14 +173,17 @@ impl Core {
         if let Some(start) = self.place_elsewhere(request) {
             return Ok(start);
         }
-        if self.config.pending_policy == PendingPolicy::GrowFirst
+        if self.config.reuse.internal_dependencies
+            && self.config.pending_policy == PendingPolicy::GrowFirst
             && let Some(start) = self.take_with_wait(request)?
         {
             return Ok(start);
         }
         let room = if self.aside.make_room(true) { self.room()? } else { room };
         // Whether or not this thread waited: others, and the steps before, may have gained something.
-        self.wait_for_frees()?;
+        if self.config.out_of_memory == WaitPolicy::WaitForPending {
+            self.wait_for_frees()?;
+        }
         if let Some(start) = self.retry(request, room)? {
             return Ok(start);
         }
@@ -198,7 +212,9 @@ impl Core {
         let units = units.next_multiple_of(LARGE_STEP);
         let mut space = self.space.lock();
         let found = space.place(&self.tags, stream, units, part);
-        found.or_else(|| space.place_in_run(&self.tags, stream, units, part))
+        let found = found.or_else(|| space.place_in_run(&self.tags, stream, units, part));
+        space.note_peak(0);
+        found
     }
 
     /// Unmaps some zombies; where addresses run short, closes epochs for that.
@@ -227,14 +243,14 @@ impl Core {
             {
                 return Ok(Some(start));
             }
-            let Some(mark) = self.space.lock().mark(other) else { continue };
+            let Some(record) = self.space.lock().record_of(other) else { continue };
             if super::fences::stream_is_capturing(driver, request.handle)? {
                 return Ok(None);
             }
             let _in_order = lock(&self.shard(request.stream).eager);
             {
                 let _beside = BesideCaptures::enter(driver)?;
-                mark.event.hold_back(driver, request.handle)?;
+                record.event.hold_back(driver, request.handle)?;
             }
             let eager = {
                 let space = self.space.lock();
@@ -243,7 +259,7 @@ impl Core {
             // What the stream is handed counts as freed by it, so that an event is behind it.
             let behind = if eager { Some(self.record_now(request.handle)?) } else { None };
             let mut space = self.space.lock();
-            if space.mark(other) != Some(mark) {
+            if space.record_of(other) != Some(record) {
                 space.events.extend(behind);
                 continue;
             }
@@ -260,12 +276,13 @@ impl Core {
         Ok(None)
     }
 
-    /// Empties the calling thread's front of a stream.
-    fn flush_own(&self, stream: u32) -> bool {
+    /// Empties the calling thread's front of a stream; whether there was anything.
+    pub(super) fn flush_own(&self, stream: u32) -> bool {
         let Some(token) = Token::current() else { return false };
         let shard = self.shard(stream);
         let Some(mut front) = shard.enter(token, self.asymmetry) else { return false };
         let mut space = self.space.lock();
+        space.note_peak(front.cached().least);
         let mut any = false;
         front.spill_all(|start, units| {
             any = true;
@@ -289,6 +306,7 @@ impl Core {
         unsafe {
             super::shard::Shard::reach(some, self.asymmetry, |shard, front| {
                 let mut space = self.space.lock();
+                space.note_peak(front.cached().least);
                 front.spill_all(|start, units| {
                     any = true;
                     space.take_back(&self.tags, shard.index, start, units);
@@ -316,6 +334,7 @@ impl Core {
             mapped_bytes: space.memory.mapped() * self.granule_bytes,
             live_bytes: space.out_units * unit,
             limit_bytes: self.config.limit_bytes,
+            map: None,
         }
     }
 }

@@ -33,12 +33,15 @@ pub(super) struct Resident {
     pub(super) granules: u32,
     /// Other processes may have it: it stays where it is.
     pub(super) exported: bool,
+    /// It was mapped elsewhere before, and may still be.
+    pub(super) moved: bool,
     pub(super) backed: Backed,
 }
 
 impl Resident {
-    fn new(handle: Extent, start: u32, granules: u32) -> Self {
-        Self { handle, start, granules, exported: false, backed: Backed::Mapped }
+    fn vacant(handle: Extent) -> Self {
+        let backed = Backed::Mapped;
+        Self { handle, start: 0, granules: 0, exported: false, moved: false, backed }
     }
 
     pub(super) fn end(&self) -> u32 {
@@ -61,6 +64,9 @@ pub(super) struct Memory {
     pub(super) map: RegionMap,
     /// For each granule of addresses one more than the number of its extent, 0 for none.
     at: Vec<u32>,
+    /// For each granule the first unit of the block that was handed out last across its beginning:
+    /// to be believed where that block is still there.
+    covered_by: Vec<u32>,
     extents: Vec<Resident>,
     vacant: Vec<u32>,
     mapped: u64,
@@ -85,6 +91,7 @@ impl Memory {
             split: small + 1,
             map,
             at: vec![0; granules as usize],
+            covered_by: vec![0; granules as usize],
             extents: Vec::new(),
             vacant: Vec::new(),
             mapped: 0,
@@ -113,6 +120,20 @@ impl Memory {
     #[inline]
     pub(super) fn split_unit(&self) -> u32 {
         self.split << self.granule_shift
+    }
+
+    /// Notes a block at every granule that begins inside it.
+    #[inline]
+    pub(super) fn cover(&mut self, start: u32, units: u32) {
+        let (first, last) = (self.granule_of(start), self.granule_of(start + units - 1));
+        if first < last {
+            self.covered_by[first as usize + 1..=last as usize].fill(start);
+        }
+    }
+
+    /// The first unit of the block that was handed out last across the beginning of a granule.
+    pub(super) fn covered_by(&self, granule: u32) -> u32 {
+        self.covered_by[granule as usize]
     }
 
     /// The granules of addresses of a part.
@@ -297,10 +318,11 @@ impl Memory {
     /// A new handle was mapped.
     pub(super) fn enter(&mut self, handle: Extent, start: u32, granules: u32) {
         let number = self.vacant.pop().unwrap_or_else(|| {
-            self.extents.push(Resident::new(handle, start, 0));
+            self.extents.push(Resident::vacant(handle));
             self.extents.len() as u32 - 1
         });
-        self.extents[number as usize] = Resident::new(handle, start, granules);
+        let extent = &mut self.extents[number as usize];
+        *extent = Resident { start, granules, ..Resident::vacant(handle) };
         self.write(start, granules, number + 1);
         self.mapped += u64::from(granules);
         self.peak_mapped = self.peak_mapped.max(self.mapped);
@@ -311,7 +333,9 @@ impl Memory {
         let old = self.extents[number as usize];
         self.write(old.start, old.granules, 0);
         self.write(start, old.granules, number + 1);
-        self.extents[number as usize].start = start;
+        let extent = &mut self.extents[number as usize];
+        extent.start = start;
+        extent.moved = true;
         let whole =
             self.map.containing(u64::from(old.start)).map(|region| (region.id(), region.start()));
         let Some((id, first)) = whole else { return };
@@ -321,6 +345,32 @@ impl Memory {
         }
         let zombie = self.map.take_head(id, u64::from(old.granules), State::Zombie, fence);
         self.map.coalesce(zombie);
+    }
+
+    /// Takes the addresses of a whole extent for an operation under way.
+    pub(super) fn reserve_mapped(&mut self, start: u32, granules: u32) {
+        let region = self.map.containing(u64::from(start));
+        let Some((id, first)) = region.map(|region| (region.id(), region.start())) else { return };
+        if first < u64::from(start) {
+            self.map.take_head(id, u64::from(start) - first, State::Live, Fence::PASSED);
+        }
+        self.map.take_head(id, u64::from(granules), State::Transit, Fence::PASSED);
+    }
+
+    /// An extent whose addresses are reserved was unmapped: they are a hole. Its handle and bytes
+    /// are the caller's.
+    pub(super) fn leave(&mut self, number: u32) -> (Extent, u64) {
+        let Resident { handle, start, granules, .. } = self.extents[number as usize];
+        self.write(start, granules, 0);
+        self.extents[number as usize] = Resident::vacant(handle);
+        self.vacant.push(number);
+        self.mapped -= u64::from(granules);
+        self.unreserve(start, false);
+        (handle, u64::from(granules) * self.granule_bytes)
+    }
+
+    pub(super) fn reset_peak(&mut self) {
+        self.peak_mapped = self.mapped;
     }
 
     fn write(&mut self, start: u32, granules: u32, value: u32) {

@@ -27,6 +27,8 @@ mod config;
 mod counters;
 mod cut;
 mod fences;
+mod find;
+mod free_pieces;
 mod free_set;
 mod front;
 mod grow;
@@ -35,6 +37,8 @@ mod held;
 mod helper;
 mod ladder;
 mod memory;
+mod noted;
+mod order;
 mod owner;
 mod pace;
 mod policy;
@@ -46,6 +50,7 @@ mod sleep;
 mod space;
 mod tags;
 mod teardown;
+mod trim;
 mod validate;
 
 pub use config::{Background, PoolConfig};
@@ -157,7 +162,8 @@ impl Core {
         let base = reservation.base();
         let memory = Memory::new(base, granules, granule_bytes, small);
         let limited = config.limit_bytes.is_some();
-        let space = Space::new(memory, limited, config.moves_per_second);
+        let space =
+            Space::new(memory, limited, config.reuse.opportunistic, config.moves_per_second);
         let core = Arc::new(Self {
             device: device.clone(),
             backing,
@@ -198,13 +204,17 @@ impl Core {
             && let Some(mut front) = shard.enter(token, self.asymmetry)
         {
             if let Some((start, units)) = front.pop(units) {
-                self.tags.set_live(start, units);
+                self.tags.set_live(start, units, shard.index);
                 return Ok(self.pointer(start));
             }
+            let cached = front.cached();
             drop(front);
             let placed = {
                 let mut space = self.space.lock();
-                space.place(&self.tags, shard.index, units, Part::of_size(units))
+                space.note_peak(cached.least);
+                let placed = space.place(&self.tags, shard.index, units, Part::of_size(units));
+                space.note_peak(cached.now);
+                placed
             };
             if let Some(start) = placed {
                 return Ok(self.pointer(start));
@@ -228,7 +238,7 @@ impl Core {
             let shard = self.shard(admitted.stream);
             let front = Token::current().and_then(|token| shard.enter(token, self.asymmetry));
             if let Some((start, units)) = front.and_then(|mut front| front.pop(units)) {
-                self.tags.set_live(start, units);
+                self.tags.set_live(start, units, shard.index);
                 return Ok(self.pointer(start));
             }
         }
@@ -250,6 +260,7 @@ impl Core {
                 mapped_bytes,
                 live_bytes,
                 limit_bytes,
+                map,
                 ..
             } => Error::OutOfMemory {
                 requested_bytes: bytes,
@@ -258,6 +269,7 @@ impl Core {
                 mapped_bytes,
                 live_bytes,
                 limit_bytes,
+                map,
             },
             other => other,
         })
@@ -305,6 +317,7 @@ impl Core {
         let mut space = self.space.lock();
         let pool = space.memory.mapped() * u64::from(space.memory.granule_units());
         let share = pool / space.books.len() as u64;
+        space.note_peak(front.cached().least);
         front.make_room(units, share, |start, units| {
             space.take_back(&self.tags, stream, start, units);
         });
@@ -320,6 +333,7 @@ impl Core {
     fn is_much_open(&self, space: &Space, stream: u32) -> bool {
         let book = &space.books[stream as usize];
         book.wanted
+            && space.opportunistic
             && matches!(book.recording, Recording::Lazy(_))
             && matches!(book.stage, book::Stage::Clear | book::Stage::Passed)
             && book.open_units() * UNIT_BYTES
@@ -352,12 +366,15 @@ impl Core {
         admit: impl FnOnce() -> Result<admit::Admitted<'a>>,
     ) -> Result<()> {
         let start = self.unit_of(ptr.address());
-        let live = |start| matches!(self.tags.get(start), Tag::Live(_));
-        let Some(start) = start.filter(|start| live(*start)) else {
+        let tag = start.map_or(Tag::None, |start| self.tags.get(start));
+        let Some(start) = start.filter(|_| tag.live_units().is_some()) else {
             return Err(self.not_live(ptr.address()));
         };
         let admitted = admit()?;
         let stream = admitted.stream;
+        if matches!(tag, Tag::Noted(_)) {
+            return self.free_noted(start, handle, stream, ptr);
+        }
         if admitted.eager {
             return self.free_eagerly(start, handle, stream, ptr);
         }
@@ -394,40 +411,6 @@ impl Core {
         space.take_back(&self.tags, stream, start, units);
         Ok(())
     }
-
-    /// What a pointer is that no allocation starts at.
-    #[cold]
-    fn not_live(&self, address: u64) -> Error {
-        let foreign = Error::ForeignPointer { address };
-        let offset = address.wrapping_sub(self.base);
-        let Ok(unit) = u32::try_from(offset / UNIT_BYTES) else { return foreign };
-        if address < self.base || unit >= self.tags.units() {
-            return foreign;
-        }
-        let aligned = offset.is_multiple_of(UNIT_BYTES) && self.tags.may_start(unit);
-        let space = self.space.lock();
-        // Back to what the unit is part of; nothing reaches across addresses without memory.
-        let mut at = unit - if self.tags.may_start(unit) { 0 } else { unit % self.tags.step(unit) };
-        loop {
-            if space.memory.extent_at(space.memory.granule_of(at)).is_none() {
-                return foreign;
-            }
-            let covers = |units: u32| unit < at + units;
-            match self.tags.get(at) {
-                Tag::Live(units) if covers(units) && (at != unit || !aligned) => {
-                    return Error::InteriorPointer { address, start: self.pointer(at).address() };
-                }
-                Tag::Cached(units) if covers(units) => return Error::DoubleFree { address },
-                Tag::Free(_) => return Error::DoubleFree { address },
-                Tag::Live(_) | Tag::Cached(_) => return foreign,
-                Tag::None => {}
-            }
-            match at.checked_sub(1) {
-                Some(below) => at -= self.tags.step(below),
-                None => return foreign,
-            }
-        }
-    }
 }
 
 impl StreamWatcher for Core {
@@ -440,9 +423,12 @@ impl StreamWatcher for Core {
         }
     }
 
-    fn marks(&self, _of: Awaited) -> SmallVec<[Mark; 2]> {
-        SmallVec::new()
+    fn marks(&self, of: Awaited) -> SmallVec<[Mark; 2]> {
+        self.marks_before(of)
     }
 
-    fn passed(&self, _mark: &Mark) {}
+    fn passed(&self, mark: &Mark) {
+        // The wait has succeeded whatever comes of giving memory back.
+        let _ = self.mark_passed(mark);
+    }
 }

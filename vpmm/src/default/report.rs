@@ -2,8 +2,11 @@
 
 use std::fmt;
 
+use smallvec::SmallVec;
+
 use super::Core;
 use super::class::UNIT_BYTES;
+use super::front::Cached;
 use super::{lock, shard::Shard};
 use crate::layout::{Layout, Piece};
 use crate::region::State;
@@ -13,16 +16,24 @@ impl Core {
     pub(crate) fn stats(&self) -> Stats {
         let stream_count = lock(&self.registry).streams() as u64;
         let (mut cached_units, mut cached_count) = (0, 0);
+        let mut fronts: SmallVec<[Cached; 8]> = SmallVec::new();
         let _revoking = lock(&self.revoking);
         let shards = self.shards();
         // SAFETY: `revoking` is held, and this thread is inside no front.
         unsafe {
             Shard::reach(shards.iter().copied(), self.asymmetry, |_, front| {
-                cached_units += front.units();
+                let cached = front.cached();
+                fronts.push(cached);
+                cached_units += cached.now;
                 cached_count += front.blocks();
             });
         }
-        let space = self.space.lock();
+        let mut space = self.space.lock();
+        // The most since the last look: what each front held least, beside what the others hold.
+        space.note_peak(cached_units);
+        for front in fronts {
+            space.note_peak(cached_units - front.now + front.least);
+        }
         let totals = space.memory.map.totals();
         let bytes = |state| totals.bytes(state) * self.granule_bytes;
         let units = |units: u64| units * UNIT_BYTES;
@@ -36,9 +47,12 @@ impl Core {
         Stats {
             // Other threads may have gone on between the two looks.
             live_bytes: units(space.out_units.saturating_sub(cached_units)),
+            peak_live_bytes: units(space.peak_live),
             cached_bytes: units(cached_units),
             idle_bytes: units(common.iter().map(super::free_set::FreeSet::units).sum()),
-            pending_bytes: units(sets().map(super::free_set::FreeSet::units).sum()),
+            pending_bytes: units(
+                sets().map(super::free_set::FreeSet::units).sum::<u64>() + space.deferred_units,
+            ),
             hole_bytes: bytes(State::Hole) + self.granule_bytes,
             zombie_bytes: bytes(State::Zombie),
             transit_bytes: transit + units(space.transit_units),
@@ -49,7 +63,8 @@ impl Core {
             live_count: space.out_blocks.saturating_sub(cached_count),
             cached_count,
             idle_count: common.iter().map(|set| u64::from(set.blocks())).sum(),
-            pending_count: sets().map(|set| u64::from(set.blocks())).sum(),
+            pending_count: sets().map(|set| u64::from(set.blocks())).sum::<u64>()
+                + space.deferred.len() as u64,
             hole_count: totals.regions(State::Hole),
             zombie_count: totals.regions(State::Zombie),
             reservation_count: 1,
@@ -66,6 +81,15 @@ impl Core {
             failed_unmaps: space.counters.failed_unmaps,
             ..Stats::default()
         }
+    }
+
+    /// Lets the peaks begin anew.
+    pub(super) fn restart_peaks(&self) {
+        // Looks into every front, too: what was least in them is behind us.
+        let stats = self.stats();
+        let mut space = self.space.lock();
+        space.peak_live = stats.live_bytes / UNIT_BYTES;
+        space.memory.reset_peak();
     }
 
     /// What stands where, by granules: one that is in use in part is drawn as in use.

@@ -4,7 +4,7 @@ use std::ptr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
-use super::front::Front;
+use super::front::{Cached, Front};
 use crate::lock::{Asymmetry, Biased, BiasedGuard, Life, Token};
 
 /// Threads that can have a front of one stream at a time; more go to the space behind.
@@ -190,6 +190,7 @@ impl Entered<'_> {
     #[inline(always)]
     pub(super) fn pop(&mut self, units: u32) -> Option<(u32, u32)> {
         let block = self.front.pop(units)?;
+        self.front.note_least();
         self.units.store(self.front.units() as u32, Ordering::Relaxed);
         Some(block)
     }
@@ -201,6 +202,10 @@ impl Entered<'_> {
             self.units.store(self.front.units() as u32, Ordering::Relaxed);
         }
         kept
+    }
+
+    pub(super) fn cached(&mut self) -> Cached {
+        self.front.cached()
     }
 
     pub(super) fn make_room(&mut self, units: u32, share: u64, spill: impl FnMut(u32, u32)) {

@@ -1,7 +1,6 @@
 //! The pool's memory as other processes are to have it.
 
 use super::class::UNIT_BYTES;
-use super::tags::Tag;
 use super::{Core, lock};
 use crate::backing::Backing;
 use crate::device::Device;
@@ -26,10 +25,9 @@ impl Source for Core {
         let _growing = lock(&self.growing);
         self.check_awake()?;
         let mut space = self.space.lock();
-        let block = self.unit_of(address).and_then(|start| match self.tags.get(start) {
-            Tag::Live(units) => Some((start, units)),
-            _ => None,
-        });
+        let block = self
+            .unit_of(address)
+            .and_then(|start| Some((start, self.tags.get(start).live_units()?)));
         let Some((start, units)) = block else {
             drop(space);
             return Err(self.not_live(address));

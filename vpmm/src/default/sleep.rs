@@ -16,7 +16,7 @@
 
 use std::sync::MutexGuard;
 
-use super::book::Stage;
+use super::book::{Book, Stage};
 use super::class::UNIT_BYTES;
 use super::memory::{Backed, Memory};
 use super::tags::Tag;
@@ -65,6 +65,7 @@ impl Core {
         let _context = self.device.enter()?;
         self.flush_fronts(|_| true);
         self.wait_for_frees()?;
+        self.poll_deferred()?;
         let still = lock(&self.growing);
         // Calls that were under way when the shortcuts went.
         self.flush_fronts(|_| true);
@@ -75,8 +76,10 @@ impl Core {
                     bytes: space.memory.exported() * self.granule_bytes,
                 });
             }
-            // Its stream is capturing: nobody knows when the work before its frees is done.
-            if space.books.iter().any(|book| book.stage == Stage::Unrecorded && !book.is_empty()) {
+            // Its stream is capturing, or one that uses what was freed cannot be asked: nobody
+            // knows when the work before the frees is done.
+            let unasked = |book: &Book| book.stage == Stage::Unrecorded && !book.is_empty();
+            if space.books.iter().any(unasked) || !space.deferred.is_empty() {
                 return Err(Error::StreamCapturing);
             }
         }
@@ -171,7 +174,7 @@ impl Core {
             let (mut at, end) = (start * granule_units, (start + granules) * granule_units);
             while at < end {
                 at += match self.tags.get(at) {
-                    Tag::Live(units) => {
+                    Tag::Live(units) | Tag::Noted(units) => {
                         found.push(self.pointer(at));
                         units
                     }

@@ -53,8 +53,19 @@ pub(super) struct Space {
     pub(super) out_units: u64,
     /// Blocks of the same.
     pub(super) out_blocks: u64,
+    /// The most units that callers had: see [`Stats::peak_live_bytes`](crate::Stats).
+    pub(super) peak_live: u64,
     /// Bytes of regions of operations under way.
     pub(super) transit_units: u64,
+    /// Freed blocks that wait for further streams, and their units.
+    pub(super) deferred: Vec<super::noted::Deferred>,
+    pub(super) deferred_units: u64,
+    /// Further streams that use an allocation, by its first unit: of noted allocations.
+    pub(super) uses: std::collections::HashMap<u32, super::noted::Uses>,
+    /// Whether memory becomes everybody's because a query says so.
+    pub(super) opportunistic: bool,
+    /// Whether the host waits for all that was freed now.
+    pub(super) awaits: bool,
     /// Blocks that came back, ever: tells growth whether anything was freed since the last.
     pub(super) returns: u64,
     pub(super) growth: super::grow::Growth,
@@ -69,7 +80,12 @@ pub(super) struct Space {
 unsafe impl Send for Space {}
 
 impl Space {
-    pub(super) fn new(memory: Memory, scarce: bool, moves_per_second: u32) -> Self {
+    pub(super) fn new(
+        memory: Memory,
+        scarce: bool,
+        opportunistic: bool,
+        moves_per_second: u32,
+    ) -> Self {
         Self {
             common: [const { FreeSet::new() }; 2],
             books: Vec::new(),
@@ -79,7 +95,13 @@ impl Space {
             orphans: Vec::new(),
             out_units: 0,
             out_blocks: 0,
+            peak_live: 0,
             transit_units: 0,
+            deferred: Vec::new(),
+            deferred_units: 0,
+            uses: std::collections::HashMap::new(),
+            opportunistic,
+            awaits: false,
             returns: 0,
             growth: super::grow::Growth::default(),
             pace: super::pace::Pace::new(moves_per_second),
@@ -137,11 +159,26 @@ impl Space {
     /// for a while is no more than they lose by the stream's using the block.
     #[inline]
     pub(super) fn give(&mut self, tags: &Tags, start: u32, units: u32, owner: Owner) {
+        let now = owner.of_stream().map_or(0, |(stream, _)| self.books[stream as usize].marks);
+        self.give_freed_at(tags, start, units, owner, now);
+    }
+
+    /// As [`give`](Self::give), for what was freed before so many of its owner's marks.
+    #[inline]
+    pub(super) fn give_freed_at(
+        &mut self,
+        tags: &Tags,
+        start: u32,
+        units: u32,
+        owner: Owner,
+        freed_at: u64,
+    ) {
         let part = self.part_of(start);
         let (mut first, mut end) = (start, start + units);
         let (mut at_first, mut at_end) = (tags.place_of(first), tags.place_of(end));
         // The node that becomes the block's.
         let mut kept = None;
+        let mut freed_at = freed_at;
         while let Tag::Free(left) = tags.read(at_first.before())
             && let left = self.node(left)
             && joins(&left, owner, end - first)
@@ -150,6 +187,7 @@ impl Space {
             tags.clear(at_first.before());
             first = left.start();
             at_first = tags.place_of(first);
+            freed_at = latest(freed_at, &left, owner);
             self.absorb(left, part, owner, &mut kept);
         }
         while let Tag::Free(right) = tags.read(at_end)
@@ -160,6 +198,7 @@ impl Space {
             tags.clear(at_end);
             end = right.end();
             at_end = tags.place_of(end);
+            freed_at = latest(freed_at, &right, owner);
             self.absorb(right, part, owner, &mut kept);
         }
         let node = match kept {
@@ -177,6 +216,8 @@ impl Space {
                 node
             }
         };
+        // Of the whole, although parts of it may have been freed before.
+        node.set_freed_at(freed_at);
         tags.set_free(at_first, node.id());
         tags.set_free(at_end.before(), node.id());
     }
@@ -297,15 +338,22 @@ impl Space {
             self.cut_head(tags, &block, part, units);
             start
         };
-        self.hand_out(tags, start, units);
+        self.hand_out(tags, stream, start, units);
         Some(start)
     }
 
     #[inline]
-    pub(super) fn hand_out(&mut self, tags: &Tags, start: u32, units: u32) {
-        tags.set_live(start, units);
+    pub(super) fn hand_out(&mut self, tags: &Tags, stream: u32, start: u32, units: u32) {
+        tags.set_live(start, units, stream);
         self.out_units += u64::from(units);
         self.out_blocks += 1;
+        self.memory.cover(start, units);
+    }
+
+    /// Notes what callers have where so many of the units that are out are in fronts.
+    #[inline]
+    pub(super) fn note_peak(&mut self, cached: u64) {
+        self.peak_live = self.peak_live.max(self.out_units.saturating_sub(cached));
     }
 
     /// Takes a block back from a caller or a front, as free memory of the stream's open epoch.
@@ -371,7 +419,8 @@ impl Space {
         }
         let (_, start) = best?;
         self.take_run(tags, start, units);
-        self.hand_out(tags, start, units);
+        self.hand_out(tags, stream, start, units);
+        self.note_peak(0);
         Some(start)
     }
 
@@ -404,6 +453,12 @@ impl Space {
         let sets = own.chain(&self.common);
         sets.filter_map(FreeSet::largest).map(Block::units).max().unwrap_or(0)
     }
+}
+
+/// The later of when something was freed and when a neighbour was that becomes one with it.
+#[inline]
+fn latest(freed_at: u64, neighbour: &Block, owner: Owner) -> u64 {
+    if neighbour.owner() == owner { freed_at.max(neighbour.freed_at()) } else { freed_at }
 }
 
 /// Whether a free neighbour becomes one with `units` of this owner.

@@ -2,8 +2,9 @@
 //!
 //! | at | tag |
 //! |---|---|
-//! | the first unit of an allocation | live, with its size |
-//! | the first unit of a block in a front | cached, with its size |
+//! | the first unit of an allocation | live, with its size and its stream |
+//! | the same, where more is noted about it elsewhere | noted, with the same |
+//! | the first unit of a block in a front, or that waits for further streams | cached, with its size |
 //! | the first and the last unit of a free block | free, with its node |
 //! | everywhere else | nothing |
 //!
@@ -11,19 +12,23 @@
 //!
 //! So the size of an allocation, the state of a pointer and both neighbours of a block are one
 //! load each, without a node for anything live. The table is as long as the address space and
-//! costs memory only where it was written: 4 bytes for each 512 (or 4096) at most, a
+//! costs memory only where it was written: 8 bytes for each 512 (or 4096) at most, a
 //! few for a large block.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::class::LARGE_STEP;
 
-const KIND: u32 = 3 << 30;
-const LIVE: u32 = 1 << 30;
-const CACHED: u32 = 2 << 30;
-const FREE: u32 = 3 << 30;
+/// A tag, from the lowest bit: 32 bits of a size or a node, 28 of a stream's index, 4 of its kind.
+const STREAM_SHIFT: u32 = 32;
+const STREAMS: u64 = (1 << 28) - 1;
+const KIND: u64 = 15 << 60;
+const LIVE: u64 = 1 << 60;
+const CACHED: u64 = 2 << 60;
+const FREE: u64 = 3 << 60;
+const NOTED: u64 = 4 << 60;
 
 /// What a unit's tag says.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -32,10 +37,23 @@ pub(super) enum Tag {
     None,
     /// An allocation of so many units starts here.
     Live(u32),
-    /// A block of so many units in a front starts here.
+    /// The same, and more is noted about it.
+    Noted(u32),
+    /// A block of so many units starts here that is in a front or waits for further streams.
     Cached(u32),
     /// The free block of this node starts or ends here.
     Free(u32),
+}
+
+impl Tag {
+    /// The units of the allocation that starts here.
+    #[inline(always)]
+    pub(super) fn live_units(self) -> Option<u32> {
+        match self {
+            Self::Live(units) | Self::Noted(units) => Some(units),
+            Self::None | Self::Cached(_) | Self::Free(_) => None,
+        }
+    }
 }
 
 /// Where in the table a unit's tag is.
@@ -54,7 +72,7 @@ impl Place {
 /// The table. Any thread may read and write it: a tag is written by whoever owns its unit at that
 /// time, and others only learn from it that they do not.
 pub(super) struct Tags {
-    table: NonNull<AtomicU32>,
+    table: NonNull<AtomicU64>,
     length: usize,
     units: u32,
     /// The first unit of the large part.
@@ -78,7 +96,7 @@ impl Tags {
     }
 
     fn layout(units: usize) -> Option<Layout> {
-        Layout::array::<AtomicU32>(units).ok().filter(|layout| layout.size() > 0)
+        Layout::array::<AtomicU64>(units).ok().filter(|layout| layout.size() > 0)
     }
 
     pub(super) fn units(&self) -> u32 {
@@ -97,8 +115,13 @@ impl Tags {
         unit < self.split || (unit - self.split).is_multiple_of(LARGE_STEP)
     }
 
+    /// The first unit of those that have one tag together with this one.
+    pub(super) fn first_with(&self, unit: u32) -> u32 {
+        if unit < self.split { unit } else { unit - (unit - self.split) % LARGE_STEP }
+    }
+
     #[inline(always)]
-    fn entry(&self, at: Place) -> Option<&AtomicU32> {
+    fn entry(&self, at: Place) -> Option<&AtomicU64> {
         // SAFETY: the index is within the table, which is zeroed (a valid state of atomics) and
         // alive while `self` is.
         (at.0 < self.length).then(|| unsafe { self.table.add(at.0).as_ref() })
@@ -114,13 +137,20 @@ impl Tags {
     #[inline(always)]
     pub(super) fn read(&self, at: Place) -> Tag {
         let raw = self.entry(at).map_or(0, |tag| tag.load(Ordering::Relaxed));
-        let value = raw & !KIND;
+        let value = raw as u32;
         match raw & KIND {
             LIVE => Tag::Live(value),
+            NOTED => Tag::Noted(value),
             CACHED => Tag::Cached(value),
             FREE => Tag::Free(value),
             _ => Tag::None,
         }
+    }
+
+    /// The index of the stream that the allocation at a place was made on.
+    pub(super) fn stream_at(&self, at: Place) -> u32 {
+        let raw = self.entry(at).map_or(0, |tag| tag.load(Ordering::Relaxed));
+        (raw >> STREAM_SHIFT & STREAMS) as u32
     }
 
     /// Where the tag of a unit is.
@@ -143,25 +173,35 @@ impl Tags {
     }
 
     #[inline(always)]
-    fn write(&self, at: Place, raw: u32) {
+    fn write(&self, at: Place, raw: u64) {
         if let Some(tag) = self.entry(at) {
             tag.store(raw, Ordering::Relaxed);
         }
     }
 
     #[inline(always)]
-    pub(super) fn set_live(&self, start: u32, units: u32) {
-        self.write(self.place_of(start), LIVE | units);
+    pub(super) fn set_live(&self, start: u32, units: u32, stream: u32) {
+        self.write(self.place_of(start), LIVE | Self::of_stream(stream) | u64::from(units));
+    }
+
+    /// Notes more about the allocation at a place, which keeps its size and its stream.
+    pub(super) fn set_noted(&self, at: Place, units: u32) {
+        self.write(at, NOTED | Self::of_stream(self.stream_at(at)) | u64::from(units));
+    }
+
+    #[inline(always)]
+    fn of_stream(stream: u32) -> u64 {
+        (u64::from(stream) & STREAMS) << STREAM_SHIFT
     }
 
     #[inline(always)]
     pub(super) fn set_cached(&self, at: Place, units: u32) {
-        self.write(at, CACHED | units);
+        self.write(at, CACHED | u64::from(units));
     }
 
     #[inline(always)]
     pub(super) fn set_free(&self, at: Place, node: u32) {
-        self.write(at, FREE | node);
+        self.write(at, FREE | u64::from(node));
     }
 
     #[inline(always)]
@@ -185,11 +225,16 @@ mod tests {
 
     #[test]
     fn tags_say_what_was_written_and_nothing_elsewhere() {
-        let Some(tags) = Tags::new(100, 100) else { panic!("no memory for 400 bytes") };
-        tags.set_live(0, 5);
+        let Some(tags) = Tags::new(100, 100) else { panic!("no memory for 800 bytes") };
+        tags.set_live(0, 5, 7);
         tags.set_cached(tags.place_of(5), 7);
         tags.set_free(tags.place_of(99), 3);
-        tags.set_live(100, 1);
+        tags.set_live(100, 1, 0);
+        tags.set_live(7, 1, 1 << 27);
+        tags.set_noted(tags.place_of(7), 1);
+        assert_eq!((tags.get(7), tags.stream_at(tags.place_of(7))), (Tag::Noted(1), 1 << 27));
+        tags.clear(tags.place_of(7));
+        assert_eq!(tags.stream_at(tags.place_of(0)), 7);
         let read = [0, 1, 5, 99, 100, u32::MAX].map(|unit| tags.get(unit));
         let [live, none, cached, free, beyond, far] = read;
         assert_eq!((live, none, cached), (Tag::Live(5), Tag::None, Tag::Cached(7)));
@@ -201,9 +246,9 @@ mod tests {
 
     #[test]
     fn pages_of_the_large_part_have_one_tag() {
-        let Some(tags) = Tags::new(96, 16) else { panic!("no memory for 104 bytes") };
-        tags.set_live(15, 1);
-        tags.set_live(16, 8);
+        let Some(tags) = Tags::new(96, 16) else { panic!("no memory for 208 bytes") };
+        tags.set_live(15, 1, 0);
+        tags.set_live(16, 8, 0);
         tags.set_free(tags.place_of(24), 7);
         tags.set_free(tags.place_of(96).before(), 7);
         assert_eq!(

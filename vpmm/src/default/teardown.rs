@@ -31,6 +31,7 @@ impl Core {
             !(book.is_empty() || (sole && book.passed + 1 >= book.epoch))
         };
         !space.books.iter().any(waiting)
+            && space.deferred.is_empty()
             && space.memory.map.totals().regions(State::Zombie)
                 == space.memory.map.ready_zombies().count() as u64
     }

@@ -166,7 +166,10 @@ impl Space {
                 return broken(I1, format!("unit {} is in two sets", block.start()));
             }
         }
+        let deferred: BTreeMap<u32, u32> =
+            self.deferred.iter().map(|block| (block.start, block.units)).collect();
         let (mut out_units, mut out_blocks, mut cached_seen, mut free_seen) = (0, 0, 0, 0);
+        let (mut deferred_units, mut noted_seen) = (0, 0);
         for region in self.memory.map.iter() {
             let first = region.start() as u32 * granule_units;
             let end = region.end() as u32 * granule_units;
@@ -189,9 +192,24 @@ impl Space {
                 continue;
             }
             let units = match tags.get(at) {
-                Tag::Live(units) => {
+                Tag::Live(units) | Tag::Noted(units) => {
+                    let noted = matches!(tags.get(at), Tag::Noted(_));
+                    if noted != self.uses.contains_key(&at) {
+                        return broken(I1, format!("unit {at} is noted on one side only"));
+                    }
+                    noted_seen += usize::from(noted);
+                    let mut across =
+                        (at + 1).div_ceil(granule_units)..(at + units).div_ceil(granule_units);
+                    if let Some(granule) = across.find(|of| self.memory.covered_by(*of) != at) {
+                        return broken(I1, format!("granule {granule} is not noted as of {at}"));
+                    }
                     out_units += u64::from(units);
                     out_blocks += 1;
+                    last_owner = None;
+                    units
+                }
+                Tag::Cached(units) if deferred.get(&at) == Some(&units) => {
+                    deferred_units += u64::from(units);
                     last_owner = None;
                     units
                 }
@@ -245,13 +263,24 @@ impl Space {
             let counted = (self.out_units, self.out_blocks);
             return broken(I1, format!("{out_units}, {out_blocks} out, {counted:?} counted"));
         }
+        if noted_seen != self.uses.len() || deferred_units != self.deferred_units {
+            let noted = self.uses.len();
+            let detail = format!(
+                "{noted_seen} of {noted} noted and {deferred_units} of {} units deferred",
+                self.deferred_units
+            );
+            return broken(I1, detail);
+        }
         if self.transit_units != 0 {
             return broken(I1, format!("{} units in transit", self.transit_units));
         }
         let mapped = self.memory.mapped() * self.memory.granule_bytes() / UNIT_BYTES;
-        if out_units + self.free_units() != mapped {
+        if out_units + deferred_units + self.free_units() != mapped {
             let free = self.free_units();
-            return broken(I1, format!("{out_units} out and {free} free of {mapped} units"));
+            let detail = format!(
+                "{out_units} out, {deferred_units} deferred and {free} free of {mapped} units"
+            );
+            return broken(I1, detail);
         }
         Ok(())
     }
@@ -266,6 +295,16 @@ impl Space {
             }
             if book.passed >= book.epoch && !matches!(book.recording, Recording::Ended) {
                 return broken(I3, format!("stream {index}'s open epoch has passed"));
+            }
+            let pins = self.pins_of(index as u32);
+            if book.pins != pins {
+                return broken(I3, format!("stream {index} has {} pins, not {pins}", book.pins));
+            }
+            let late = |block: &&Block| !block.is_before(book.marks);
+            if let Some(block) =
+                book.sets.iter().flatten().flat_map(|s| s.of_at_least(1)).find(late)
+            {
+                return broken(I3, format!("unit {} was freed after now", block.start()));
             }
             let eager = book.recording == Recording::Eager;
             if eager && book.open_units() > 0 && book.last_record.is_none() {
@@ -298,6 +337,14 @@ impl Space {
             }
         }
         Ok(())
+    }
+
+    /// Noted uses and deferred frees that name a stream.
+    fn pins_of(&self, stream: u32) -> u32 {
+        let uses = self.uses.values().flatten().filter(|of| of.stream == stream).count();
+        let waits = self.deferred.iter().flat_map(|block| block.waits.iter().chain([&block.own]));
+        let waits = waits.filter(|wait| wait.stream == stream).count();
+        (uses + waits) as u32
     }
 
     fn check_metadata(&self) -> Checked {

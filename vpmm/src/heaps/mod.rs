@@ -427,6 +427,15 @@ impl Heaps {
         sum
     }
 
+    /// Allocations of the heaps beside the main one.
+    pub(crate) fn live_count(&self) -> u64 {
+        if !self.any.load(Ordering::Acquire) {
+            return 0;
+        }
+        let live = |member: &Member| Heap::live_count(member.core().as_ref());
+        self.members().iter().map(live).sum()
+    }
+
     pub(crate) fn validate(&self) -> Result<(), Violation> {
         self.members().iter().try_for_each(|member| member.core().validate())
     }

@@ -4,7 +4,7 @@ use crate::physical::Extent;
 use crate::region::NodeId;
 use crate::reservation::Reservation;
 
-/// One reservation with two tables indexed by `(address - base) / page`. The tables are zeroed
+/// One reservation with three tables indexed by `(address - base) / page`. The tables are zeroed
 /// memory that the system provides when it is touched: addresses that were never used cost none.
 pub(super) struct Chunk {
     reservation: Reservation,
@@ -13,12 +13,20 @@ pub(super) struct Chunk {
     extents: Vec<u64>,
     /// For the first page of an allocation its node and tag (`node + 1` in the high half); else 0.
     owners: Vec<u64>,
+    /// The id of the stream that the last allocation at a page was made on.
+    streams: Vec<u64>,
 }
 
 impl Chunk {
     pub(super) fn new(reservation: Reservation, page: u64) -> Self {
         let pages = (reservation.bytes() / page) as usize;
-        Self { reservation, page, extents: vec![0; pages], owners: vec![0; pages] }
+        Self {
+            reservation,
+            page,
+            extents: vec![0; pages],
+            owners: vec![0; pages],
+            streams: vec![0; pages],
+        }
     }
 
     pub(super) fn base(&self) -> u64 {
@@ -48,9 +56,16 @@ impl Chunk {
         self.extents[range].iter().map(|handle| (*handle != 0).then_some(Extent(*handle)))
     }
 
-    pub(super) fn set_extent(&mut self, address: u64, extent: Option<Extent>) {
+    pub(super) fn set_extent(&mut self, address: u64, extent: Extent) {
         let at = self.page_of(address);
-        self.extents[at] = extent.map_or(0, |extent| extent.0);
+        self.extents[at] = extent.0;
+    }
+
+    /// Takes the extent of a page out of the table.
+    pub(super) fn take_extent(&mut self, address: u64) -> Option<Extent> {
+        let at = self.page_of(address);
+        let handle = std::mem::take(&mut self.extents[at]);
+        (handle != 0).then_some(Extent(handle))
     }
 
     /// The allocation that starts at exactly this address.
@@ -69,13 +84,23 @@ impl Chunk {
             owner.map_or(0, |(node, tag)| (u64::from(node.0) + 1) << 32 | u64::from(tag));
     }
 
-    /// Entries of the two tables that are in use, for validation.
+    /// The stream of the allocation that starts at an address.
+    pub(super) fn stream(&self, address: u64) -> u64 {
+        self.streams[self.page_of(address)]
+    }
+
+    pub(super) fn set_stream(&mut self, address: u64, stream: u64) {
+        let at = self.page_of(address);
+        self.streams[at] = stream;
+    }
+
+    /// Entries of the first two tables that are in use, for validation.
     pub(super) fn used(&self) -> (impl Iterator<Item = Extent> + '_, usize) {
         let owners = self.owners.iter().filter(|packed| **packed != 0).count();
         (self.extents.iter().filter(|handle| **handle != 0).map(|handle| Extent(*handle)), owners)
     }
 
-    /// Takes every extent out, for the end of the pool.
+    /// Takes the extents of a range out of the table.
     pub(super) fn drain_extents(&mut self, start: u64, bytes: u64, mut with: impl FnMut(Extent)) {
         let first = self.page_of(start);
         for handle in &mut self.extents[first..first + (bytes / self.page) as usize] {

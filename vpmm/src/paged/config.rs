@@ -7,6 +7,7 @@ use std::ffi::OsString;
 use crate::error::{Error, Result};
 use crate::location::{Location, Sharing};
 use crate::ordering::{PendingPolicy, Reuse};
+use crate::out_of_memory::WaitPolicy;
 
 const PAGE_SIZE: &str = "VPMM_PAGE_SIZE";
 const PAGES: &str = "VPMM_PAGES";
@@ -38,9 +39,12 @@ pub struct PagedConfig {
     pub limit_bytes: Option<u64>,
     /// Whether to grow or to wait when only other streams' memory is free.
     pub pending_policy: PendingPolicy,
-    /// In which ways memory goes from one stream to another.
+    /// How long a request that finds no memory waits for some.
+    pub out_of_memory: WaitPolicy,
+    /// In which ways memory goes from one stream to another. What is switched off here is also
+    /// switched off in the driver's pool that serves requests smaller than a page.
     pub reuse: Reuse,
-    /// Held memory above this is given back, as far as it is free, when the host has waited for the
+    /// Held memory above this, that for requests smaller than a page included, is given back, as far as it is free, when the host has waited for the
     /// GPU: by [`Stream::synchronize`](crate::Stream::synchronize),
     /// [`Device::synchronize`](crate::Device::synchronize) or [`Pool::passed`](crate::Pool::passed).
     /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD` of the driver's pools, which have 0 by default; here
@@ -62,6 +66,7 @@ impl Default for PagedConfig {
             va_size_bytes: 8 << 40,
             limit_bytes: None,
             pending_policy: PendingPolicy::default(),
+            out_of_memory: WaitPolicy::default(),
             reuse: Reuse::default(),
             release_threshold_bytes: None,
             location: Location::default(),
@@ -82,6 +87,13 @@ pub(super) struct Checked {
     pub(super) pending_policy: PendingPolicy,
     pub(super) reuse: Reuse,
     pub(super) release_threshold_bytes: Option<u64>,
+}
+
+impl Checked {
+    /// When a stream may be made to wait for another one's memory; `None` for never.
+    pub(super) fn waits(&self) -> Option<PendingPolicy> {
+        self.reuse.internal_dependencies.then_some(self.pending_policy)
+    }
 }
 
 impl PagedConfig {

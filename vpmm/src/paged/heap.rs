@@ -3,13 +3,16 @@
 use std::fmt;
 
 use super::PagedPool;
+use super::small::Small;
 use crate::allocation::Allocation;
 use crate::device::{Device, StreamHandle};
 use crate::error::Result;
 use crate::heap::Heap;
 use crate::layout::Layout;
 use crate::location::Access;
+use crate::memory_map::FreePiece;
 use crate::ordering::Mark;
+use crate::region::State;
 use crate::stats::Stats;
 use crate::units::DevicePtr;
 use crate::validate::Violation;
@@ -23,34 +26,36 @@ impl Heap for PagedPool {
         self.free(ptr, stream)
     }
 
-    fn record_stream(&self, _ptr: DevicePtr, _stream: StreamHandle) -> Result<()> {
-        Ok(())
+    fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
+        self.record_stream(ptr, stream)
     }
 
-    fn mark(&self, _stream: StreamHandle) -> Result<Mark> {
-        Ok(Mark { pool: 0, stream: 0, point: 0, epoch: 0 })
+    fn mark(&self, stream: StreamHandle) -> Result<Mark> {
+        self.mark(stream)
     }
 
-    fn follows(&self, _stream: StreamHandle, _mark: &Mark) -> Result<()> {
-        Ok(())
+    fn follows(&self, stream: StreamHandle, mark: &Mark) -> Result<()> {
+        self.follows(stream, mark)
     }
 
-    fn passed(&self, _mark: &Mark) -> Result<()> {
-        Ok(())
+    fn passed(&self, mark: &Mark) -> Result<()> {
+        self.passed(mark)
     }
 
-    fn trim_to(&self, _keep_bytes: u64) -> Result<u64> {
-        Ok(0)
+    fn trim_to(&self, keep_bytes: u64) -> Result<u64> {
+        self.trim_to(keep_bytes)
     }
 
     fn release_threshold(&self) -> Option<u64> {
         self.config.release_threshold_bytes
     }
 
-    fn reset_peaks(&self) {}
+    fn reset_peaks(&self) {
+        self.reset_peaks();
+    }
 
-    fn allocation(&self, _address: u64) -> Option<Allocation> {
-        None
+    fn allocation(&self, address: u64) -> Option<Allocation> {
+        self.allocation(address)
     }
 
     fn access_of(&self, device: &Device) -> Access {
@@ -59,6 +64,23 @@ impl Heap for PagedPool {
 
     fn set_access(&self, device: &Device, access: Access) -> Result<()> {
         self.set_access(device, access)
+    }
+
+    fn wait_for_pending(&self) -> Result<bool> {
+        self.wait_for_pending()
+    }
+
+    fn live_count(&self) -> u64 {
+        let of_pages = self.lock_space().map.totals().regions(State::Live);
+        of_pages + self.small.as_ref().map_or(0, Small::count)
+    }
+
+    fn holds_outside(&self, address: u64) -> bool {
+        self.small.as_ref().is_some_and(|small| small.holds(address))
+    }
+
+    fn largest_free(&self) -> Vec<FreePiece> {
+        self.largest_free()
     }
 
     fn stats(&self) -> Stats {

@@ -3,9 +3,11 @@
 //! ```text
 //! malloc ─ phase 0  one question about zombies; unmap those whose fence has passed      zombies
 //!        ─ phase 1  best fit over the stream's own and idle memory                      place
+//!                   what streams that it follows have freed                             ordering
 //!                   ask about pending fences, then best fit and runs of neighbours      zombies, place
 //!        ─ phase 2  a site for the request, pages moved into it, the rest made new      plan, remap
-//! free   ─ an event on the caller's stream, then the region is pending
+//! free   ─ an event on the caller's stream, then the region is pending;
+//!          where others use it too an event on each, and it is nobody's until they passed  recorded, uses
 //! ```
 //!
 //! Locks, in the order in which they may be taken: `growing`, a timeline's `recording`, `space`,
@@ -14,36 +16,41 @@
 mod access;
 mod chunk;
 mod config;
+mod free_pieces;
 mod heap;
+mod ordering;
 mod place;
 mod plan;
+mod recorded;
 mod remap;
+mod report;
 mod shared;
 mod small;
 mod space;
+mod trim;
+mod uses;
 mod validate;
+mod wait;
 mod zombies;
 
 pub use config::PagedConfig;
 
-use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use cuda_sys::types::CUstreamCaptureStatus;
 
 use crate::backing::Backing;
 use crate::device::{Device, StreamHandle};
-use crate::driver::Failure;
+use crate::driver::{Failure, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::event::{BesideCaptures, Event};
-use crate::fence::Fence;
-use crate::layout::{Layout, Piece};
 use crate::region::{NodeId, State};
-use crate::stats::Stats;
 use crate::units::{DevicePtr, round_up};
 use config::Checked;
 use small::Small;
 use space::Space;
+use uses::{Kept, Uses};
 
 /// Locks without regard to poison: nothing here panics with a lock held, and a panic elsewhere in
 /// a caller's thread must not take the pool from all others.
@@ -58,8 +65,14 @@ struct Caller {
     stream_id: u64,
 }
 
+/// The number of the pool made last. Numbers do not come again, so that a mark that outlives its pool
+/// is foreign to every other. They are too small for the addresses that other pools go by.
+static POOLS: AtomicU64 = AtomicU64::new(0);
+
 /// A pool of the paged profile.
 pub(crate) struct PagedPool {
+    /// What marks of this pool carry.
+    number: u64,
     device: Device,
     backing: Backing,
     config: Checked,
@@ -74,7 +87,7 @@ impl PagedPool {
         let backing = Backing::new(device, config.location, config.sharing)?;
         let config = config.check(backing.granule_bytes())?;
         let _context = device.enter()?;
-        let small = Small::new(device, &backing)?;
+        let small = Small::new(device, &backing, config.reuse)?;
         if small.is_none() && config.page == u64::MAX {
             return Err(Error::Config {
                 name: "VPMM_PAGE_SIZE",
@@ -84,14 +97,18 @@ impl PagedPool {
         }
         let space = Mutex::new(Space::new(config.page));
         let (device, growing) = (device.clone(), Mutex::new(()));
-        let pool = Self { device, backing, config, growing, space, small };
+        let number = POOLS.fetch_add(1, Ordering::Relaxed) + 1;
+        let pool = Self { number, device, backing, config, growing, space, small };
         if pool.config.page < u64::MAX {
             pool.reserve(pool.config.initial_bytes)?;
         }
         if pool.config.initial_bytes > 0 {
             pool.preallocate(pool.config.initial_bytes)?;
         }
-        Ok(Arc::new(pool))
+        let pool = Arc::new(pool);
+        let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&pool) as _;
+        pool.device.driver().watch_streams(watcher);
+        Ok(pool)
     }
 
     fn lock_space(&self) -> MutexGuard<'_, Space> {
@@ -119,18 +136,22 @@ impl PagedPool {
                 return Ok(ptr);
             }
         }
+        if let Some(ptr) = self.take_followed(caller, bytes)? {
+            return Ok(ptr);
+        }
         self.ask_all()?;
         self.remap(caller, bytes)
     }
 
     fn malloc_small(&self, small: &Small, bytes: u64, caller: Caller) -> Result<DevicePtr> {
+        self.settle_small(caller.stream_id, caller.stream)?;
         if let Some(limit) = self.config.limit_bytes {
-            let held = self.backing.budget().held().saturating_add(small.live_bytes());
+            let held = self.backing.budget().held().saturating_add(small.held_bytes());
             if held.saturating_add(bytes) > limit {
                 return Err(self.out_of_memory(bytes));
             }
         }
-        small.malloc(self.device.driver(), bytes, caller.stream).map_err(|failure| {
+        small.malloc(self.device.driver(), bytes, caller).map_err(|failure| {
             if failure.is_out_of_memory() {
                 self.out_of_memory(bytes)
             } else {
@@ -143,37 +164,52 @@ impl PagedPool {
     pub(crate) fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
         let _context = self.device.enter()?;
         let caller = self.admit(stream)?;
-        let driver = self.device.driver();
-        if let Some(freed) = self.small.as_ref().and_then(|small| small.free(driver, ptr, stream)) {
-            return freed;
+        let address = ptr.address();
+        let mut space = self.lock_space();
+        let used = space.uses.are_noted(address);
+        if let Some(small) = &self.small
+            && let Some(taken) = small.take(ptr, used)
+        {
+            drop(space);
+            return self.free_small(small, address, taken?, used, caller);
         }
-        let (id, tag, event, recording) = {
+        let (id, tag) = space.take_back(ptr)?;
+        let timeline = space.timeline(caller.stream_id);
+        let recording = space.timelines.recording(timeline);
+        let spare = space.events.pop();
+        drop(space);
+        let uses = if used { self.record_uses(address, caller.stream_id) } else { Ok(()) };
+        if let Err(error) = uses {
             let mut space = self.lock_space();
-            let (id, tag) = space.take_back(ptr)?;
-            let timeline = space.timeline(caller.stream_id);
-            (id, tag, space.events.pop(), space.timelines.recording(timeline))
-        };
+            space.events.extend(spare);
+            space.leave_live(id, tag);
+            return Err(error);
+        }
         // Records and their sequence numbers must be in one order on a stream: a later fence that
         // has passed proves the earlier ones. So one thread at a time records on it.
         let in_order = lock(&recording);
-        let recorded = event.map_or_else(|| Event::new(driver), Ok).and_then(|event| {
-            event
-                .record(driver, stream)
-                .map(|()| event)
-                .inspect_err(|_| self.lock_space().events.push(event))
-        });
+        let recorded = self.record_by(spare, stream);
         let mut space = self.lock_space();
         match recorded {
             Ok(event) => {
                 let timeline = space.timeline(caller.stream_id);
                 let fence = space.timelines.push(timeline, event);
-                // `push` counts one holder: the region, from here on.
-                space.map.set(id, State::Pending, fence);
-                space.coalesce(id);
+                let uses = match used {
+                    true => self.take_uses(&mut space, address, caller.stream_id),
+                    false => Uses::new(),
+                };
+                // `push` counts one holder: the region, from here on, or what is kept about it.
+                if uses.is_empty() {
+                    space.map.set(id, State::Pending, fence);
+                    space.coalesce(id);
+                } else {
+                    space.defer(Kept::Pages(id), caller.stream_id, fence, uses);
+                }
                 drop(in_order);
                 Ok(())
             }
             Err(failure) => {
+                space.unprove(address);
                 space.leave_live(id, tag);
                 Err(failure.into())
             }
@@ -182,121 +218,78 @@ impl PagedPool {
 
     /// Finds out which stream a handle means now, and whether this pool can serve it.
     fn admit(&self, stream: StreamHandle) -> Result<Caller> {
-        let driver = self.device.driver();
         // First of all: on a capturing stream even the question for its id ends the capture.
-        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is live.
-        unsafe { driver.cuStreamIsCapturing(stream.raw(), &mut status) }?;
-        if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+        if self.is_capturing(stream)? {
             return Err(Error::StreamCapturing);
         }
-        let mut stream_id = 0;
-        // SAFETY: as above.
-        unsafe { driver.cuStreamGetId(stream.raw(), &mut stream_id) }?;
+        let stream_id = self.id_of(stream)?;
         // Ids are never used twice, so a stream with a timeline was found fit before.
-        if self.lock_space().timelines.find(stream_id).is_none() {
+        let known = {
+            let mut space = self.lock_space();
+            let known = space.timelines.find(stream_id).is_some();
+            if known {
+                self.remember(&mut space, stream, stream_id);
+            }
+            known
+        };
+        if !known {
             self.device.check_stream(stream)?;
-            self.lock_space().timeline(stream_id);
+            let mut space = self.lock_space();
+            space.timeline(stream_id);
+            self.remember(&mut space, stream, stream_id);
         }
         Ok(Caller { stream, stream_id })
     }
 
-    pub(crate) fn stats(&self) -> Stats {
-        let driver = self.device.driver();
-        let small = self.small.as_ref();
-        // A driver that no longer answers has no numbers to give; the pool's own still stand.
-        let read = |read: fn(&Small, &crate::Driver) -> Result<u64, Failure>| {
-            small.and_then(|small| read(small, driver).ok()).unwrap_or(0)
+    /// As [`admit`](Self::admit), for what the host notes about a stream: its id. No driver call for
+    /// one of the library's that has called before, and no question that a capture would not bear.
+    fn recognise(&self, stream: StreamHandle) -> Result<u64> {
+        let Some(stream_id) = stream.known_to(self.device.driver().realm()) else {
+            let _context = self.device.enter()?;
+            return self.admit(stream).map(|caller| caller.stream_id);
         };
-        let (small_mapped_bytes, peak_small_mapped_bytes) =
-            (read(Small::reserved), read(Small::peak_reserved));
-        let space = self.lock_space();
-        let totals = space.map.totals();
-        Stats {
-            live_bytes: totals.bytes(State::Live),
-            idle_bytes: totals.bytes(State::Idle),
-            pending_bytes: totals.bytes(State::Pending),
-            hole_bytes: totals.bytes(State::Hole),
-            zombie_bytes: totals.bytes(State::Zombie),
-            transit_bytes: totals.bytes(State::Transit),
-            mapped_bytes: space.mapped,
-            peak_mapped_bytes: space.peak_mapped,
-            reserved_bytes: space.chunks.iter().map(chunk::Chunk::bytes).sum(),
-            small_live_bytes: small.map_or(0, Small::live_bytes),
-            small_mapped_bytes,
-            peak_small_mapped_bytes,
-            live_count: totals.regions(State::Live),
-            idle_count: totals.regions(State::Idle),
-            pending_count: totals.regions(State::Pending),
-            hole_count: totals.regions(State::Hole),
-            zombie_count: totals.regions(State::Zombie),
-            reservation_count: space.chunks.len() as u64,
-            small_live_count: small.map_or(0, Small::count),
-            stream_count: space.timelines.len() as u64,
-            page_size_bytes: self.config.page,
-            exported_bytes: space.shared.len() as u64 * space.page,
-            pages_created: space.pages_created,
-            pages_moved: space.pages_moved,
-            failed_unmaps: space.failed_unmaps,
-            ..Stats::default()
+        if self.lock_space().streams.get(stream_id).is_none() {
+            let _context = self.device.enter()?;
+            self.device.check_stream(stream)?;
+            self.remember(&mut self.lock_space(), stream, stream_id);
+        }
+        Ok(stream_id)
+    }
+
+    /// Notes a stream that the library owns, or the legacy one: found fit, and its end is told.
+    fn remember(&self, space: &mut Space, stream: StreamHandle, stream_id: u64) {
+        if self.is_the_librarys(stream) || stream == StreamHandle::LEGACY {
+            space.streams.add(stream_id, stream);
         }
     }
 
-    pub(crate) fn layout(&self) -> Layout {
-        let space = self.lock_space();
-        let pieces = space.map.iter().map(|region| Piece {
-            state: region.state(),
-            pages: region.bytes() / self.config.page,
-            latest: region.start() == space.latest,
-            reservation: region.reservation(),
-        });
-        Layout { pieces: pieces.collect() }
+    fn is_capturing(&self, stream: StreamHandle) -> Result<bool, Failure> {
+        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is live.
+        unsafe { self.device.driver().cuStreamIsCapturing(stream.raw(), &mut status) }?;
+        Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
-    /// Metrics, then every region in ascending order of addresses.
-    pub(crate) fn debug(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        struct Line(u64, u64, State, Fence, Option<u64>);
-        impl fmt::Debug for Line {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                let Self(start, bytes, state, fence, stream) = self;
-                write!(f, "{start:#x} +{bytes:#x} {state:?}")?;
-                match stream {
-                    Some(stream) => write!(f, " stream {stream} fence {}", fence.sequence),
-                    None => Ok(()),
-                }
-            }
-        }
-        let stats = self.stats();
-        let lines: Vec<Line> = {
-            let space = self.lock_space();
-            let line = |region: &crate::region::Region| {
-                let fence = region.fence();
-                let stream =
-                    (fence != Fence::PASSED).then(|| space.timelines.stream(fence.timeline));
-                Line(region.start(), region.bytes(), region.state(), fence, stream)
-            };
-            space.map.iter().map(line).collect()
-        };
-        f.debug_struct("Pool")
-            .field("profile", &"paged")
-            .field("device", &self.device.ordinal())
-            .field("stats", &stats)
-            .field("driver_calls", &self.device.driver().calls())
-            .field("regions", &lines)
-            .finish()
+    fn id_of(&self, stream: StreamHandle) -> Result<u64, Failure> {
+        let mut stream_id = 0;
+        // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is live.
+        unsafe { self.device.driver().cuStreamGetId(stream.raw(), &mut stream_id) }?;
+        Ok(stream_id)
     }
 }
 
 impl PagedPool {
     /// Waits until no work uses the pool's memory: for the last fence of every stream, and for the
-    /// whole context only where callers never freed something, since that ends every capture in it.
+    /// whole context only where callers never freed something, or a stream could not be recorded on,
+    /// since that ends every capture in it.
     fn wait_for_all(&self) -> Result<(), Failure> {
         let driver = self.device.driver();
         let _beside = BesideCaptures::enter(driver)?;
         let small = self.small.as_ref().map_or(0, Small::count);
         let last: Vec<Event> = {
             let space = self.lock_space();
-            if small > 0 || space.map.totals().regions(State::Live) > 0 {
+            let never_freed = small > 0 || space.map.totals().regions(State::Live) > 0;
+            if never_freed || space.uses.has_due() {
                 drop(space);
                 // SAFETY: no arguments.
                 return unsafe { driver.cuCtxSynchronize() };

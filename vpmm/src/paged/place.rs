@@ -18,7 +18,7 @@ impl Space {
         };
         let id = best.id();
         let head = self.take_head(id, bytes, State::Transit, Fence::PASSED);
-        Some(self.hand_out(head))
+        Some(self.hand_out(head, timeline))
     }
 
     /// Best fit over runs of neighbours that were freed apart: regions with different fences stay
@@ -42,7 +42,7 @@ impl Space {
         let (_, first) = best?;
         let parts = self.take_run(first, bytes);
         let whole = self.join_transit(&parts)?;
-        Some(self.hand_out(whole))
+        Some(self.hand_out(whole, timeline))
     }
 
     /// The first region of the run that `region` is in, and the run's first of the stream's own.

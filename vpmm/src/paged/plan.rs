@@ -54,13 +54,14 @@ pub(super) enum Planned {
 }
 
 impl Space {
-    /// Plans `bytes` for a stream; `room` is how many bytes of new memory the limit allows.
+    /// Plans `bytes` for a stream; `room` is how many bytes of new memory the limit allows, and
+    /// `policy` when the stream may be made to wait for others: never, if there is none.
     pub(super) fn plan(
         &mut self,
         timeline: TimelineId,
         bytes: u64,
         room: u64,
-        policy: PendingPolicy,
+        policy: Option<PendingPolicy>,
     ) -> Planned {
         let Some(site) = self.choose_site(timeline, bytes) else {
             return Planned::NeedsAddresses;
@@ -68,12 +69,14 @@ impl Space {
         let mut plan = self.occupy(site);
         let mut missing = site.fill;
         missing -= self.harvest_own_and_idle(timeline, missing, &mut plan.sources);
-        if policy == PendingPolicy::WaitFirst {
+        if policy == Some(PendingPolicy::WaitFirst) {
             missing -= self.harvest_others(timeline, missing, &mut plan.sources);
         }
         plan.new_bytes = missing.min(room / self.page * self.page);
         missing -= plan.new_bytes;
-        missing -= self.harvest_others(timeline, missing, &mut plan.sources);
+        if policy.is_some() {
+            missing -= self.harvest_others(timeline, missing, &mut plan.sources);
+        }
         if missing > 0 {
             self.abandon(plan, false);
             return Planned::NoMemory;

@@ -24,11 +24,7 @@ impl PagedPool {
     /// Makes `bytes` contiguous for the caller's stream, by moving free pages and adding new ones.
     pub(super) fn remap(&self, caller: Caller, bytes: u64) -> Result<DevicePtr> {
         let growing = self.lock_growing();
-        let refused = std::mem::take(&mut self.lock_space().orphans);
-        if !refused.is_empty() {
-            let orphans = self.give_back(refused);
-            self.lock_space().orphans.extend(orphans);
-        }
+        self.retry_orphans();
         let mut plan = loop {
             let room = self.room()?;
             let mut space = self.lock_space();
@@ -39,7 +35,7 @@ impl PagedPool {
             if let Some(ptr) = placed {
                 return Ok(ptr);
             }
-            match space.plan(timeline, bytes, room, self.config.pending_policy) {
+            match space.plan(timeline, bytes, room, self.config.waits()) {
                 Planned::Ready(plan) => break plan,
                 Planned::NoMemory => {
                     drop(space);
@@ -54,7 +50,7 @@ impl PagedPool {
         let mut new = Vec::new();
         let result = self.carry_out(&mut plan, caller, &mut new);
         let ptr = match result {
-            Ok(extents) => self.commit(&mut self.lock_space(), plan, extents),
+            Ok(extents) => self.commit(&mut self.lock_space(), caller, plan, extents),
             Err(unfinished) => return Err(self.give_up(plan, new, unfinished, bytes)),
         };
         drop(growing);
@@ -134,7 +130,10 @@ impl PagedPool {
             let missing = plan.new_bytes - made;
             let mut space = self.lock_space();
             let timeline = space.timeline(caller.stream_id);
-            let found = space.harvest_others(timeline, missing, &mut plan.sources);
+            let found = match self.config.waits() {
+                Some(_) => space.harvest_others(timeline, missing, &mut plan.sources),
+                None => 0,
+            };
             plan.new_bytes = made;
             if found < missing {
                 return Err(Unfinished { error: None, target_is_mapped: false });
@@ -168,7 +167,7 @@ impl PagedPool {
                 Err(failure) if failure.is_out_of_memory() && !trimmed => {
                     trimmed = true;
                     if let Some(small) = &self.small {
-                        small.trim(self.device.driver())?;
+                        small.trim_to(self.device.driver(), 0)?;
                     }
                     make()?
                 }
@@ -222,17 +221,26 @@ impl PagedPool {
 
     /// Makes the plan's outcome the state of the pool: pages belong to their new addresses, their
     /// old ones are zombies, and the whole goes to the caller.
-    fn commit(&self, space: &mut Space, mut plan: Plan, extents: Vec<Extent>) -> DevicePtr {
+    fn commit(
+        &self,
+        space: &mut Space,
+        caller: Caller,
+        mut plan: Plan,
+        extents: Vec<Extent>,
+    ) -> DevicePtr {
         let page = self.config.page;
+        let mut aliases = Vec::new();
         for source in &plan.sources {
             let region = space.map.region(source.region);
             let (start, bytes) = (region.start(), region.bytes());
             let chunk = space.chunk_of(source.region);
             for address in (start..start + bytes).step_by(page as usize) {
-                chunk.set_extent(address, None);
+                let former = chunk.take_extent(address);
+                aliases.extend(former.map(|extent| (address, extent)));
             }
             space.pages_moved += bytes / page;
         }
+        aliases.into_iter().for_each(|(address, extent)| space.aliases.add(address, extent));
         self.enter_target(space, &mut plan, &extents);
         for source in &plan.sources {
             let fence = space.map.region(source.region).fence();
@@ -243,7 +251,8 @@ impl PagedPool {
         parts.push(target);
         parts.extend(plan.above);
         let whole = space.join_transit(&parts).unwrap_or(target);
-        space.hand_out(whole)
+        let timeline = space.timeline(caller.stream_id);
+        space.hand_out(whole, timeline)
     }
 
     /// Enters the extents mapped at the target into the page table, and counts the new ones.
@@ -252,7 +261,7 @@ impl PagedPool {
         let start = space.map.region(plan.target).start();
         let chunk = space.chunk_of(plan.target);
         for (address, extent) in (start..).step_by(page as usize).zip(extents) {
-            chunk.set_extent(address, Some(*extent));
+            chunk.set_extent(address, *extent);
         }
         space.pages_created += plan.new_bytes / page;
         space.mapped += plan.new_bytes;
@@ -266,6 +275,9 @@ impl PagedPool {
         {
             let mut space = self.lock_space();
             space.orphans.extend(orphans);
+            if unfinished.target_is_mapped {
+                self.enter_aliases(&mut space, &plan);
+            }
             space.abandon(plan, unfinished.target_is_mapped);
         }
         match unfinished.error {
@@ -274,13 +286,39 @@ impl PagedPool {
         }
     }
 
+    /// Notes that a target that stays mapped is mapped to the sources' pages, as far as that came.
+    fn enter_aliases(&self, space: &mut Space, plan: &Plan) {
+        let mut address = space.map.region(plan.target).start();
+        for source in &plan.sources {
+            let region = space.map.region(source.region);
+            let chunk = &space.chunks[region.reservation() as usize];
+            for extent in chunk.extents(region.start(), region.bytes()).flatten() {
+                space.aliases.add(address, extent);
+                address += self.config.page;
+            }
+        }
+    }
+
     /// Gives pages back to the device that never came into use; returns those that it refused.
-    fn give_back(&self, extents: Vec<Extent>) -> Vec<Extent> {
+    pub(super) fn give_back(&self, extents: Vec<Extent>) -> Vec<Extent> {
         let mut orphans = Vec::new();
         // SAFETY: pages made for a plan that was given up, or refused before: in no page table,
         // and this thread's alone.
         unsafe { physical::release_all(self.device.driver(), extents, &mut orphans) };
         orphans
+    }
+
+    /// Gives back once more what the driver would not take before; returns how many bytes went.
+    pub(super) fn retry_orphans(&self) -> u64 {
+        let refused = std::mem::take(&mut self.lock_space().orphans);
+        if refused.is_empty() {
+            return 0;
+        }
+        let tried = refused.len();
+        let orphans = self.give_back(refused);
+        let gone = tried - orphans.len();
+        self.lock_space().orphans.extend(orphans);
+        gone as u64 * self.config.page
     }
 
     /// Says where the memory is, small requests' included.
@@ -299,6 +337,7 @@ impl PagedPool {
             mapped_bytes: space.mapped + small_mapped,
             live_bytes: space.map.totals().bytes(State::Live) + small_live,
             limit_bytes: self.config.limit_bytes,
+            map: None,
         }
     }
 

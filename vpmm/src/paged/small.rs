@@ -6,34 +6,41 @@
 //! Every call on a memory pool invalidates a capture that runs on the same thread, whatever stream
 //! the call is about, unless the thread is in relaxed mode: hence [`BesideCaptures`] around each.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::Mutex;
 
 use cuda_sys::types::*;
 
+use super::Caller;
 use crate::backing::Backing;
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Driver, Failure};
 use crate::error::{Error, Result};
 use crate::event::BesideCaptures;
 use crate::location::{Access, Location};
+use crate::ordering::Reuse;
 use crate::units::DevicePtr;
 
 /// The bit of a tag that marks a small allocation.
 pub(super) const SMALL_TAG: u32 = 1 << 31;
 
 #[derive(Clone, Copy)]
-struct Live {
-    bytes: u64,
-    tag: u32,
+pub(super) struct Live {
+    pub(super) bytes: u64,
+    pub(super) tag: u32,
+    /// The id of the stream that it was allocated on.
+    pub(super) stream: u64,
 }
 
 #[derive(Default)]
 struct Book {
     live: BTreeMap<u64, Live>,
     live_bytes: u64,
+    /// Freed, but used on other streams: the driver does not know yet.
+    kept: HashMap<u64, Live>,
+    kept_bytes: u64,
     last_tag: u32,
 }
 
@@ -50,7 +57,7 @@ unsafe impl Sync for Small {}
 impl Small {
     /// A pool that keeps what it holds, or `None` where the device has no memory pools of this kind
     /// of memory.
-    pub(super) fn new(device: &Device, backing: &Backing) -> Result<Option<Self>> {
+    pub(super) fn new(device: &Device, backing: &Backing, reuse: Reuse) -> Result<Option<Self>> {
         use CUdevice_attribute as A;
         let attribute = match backing.location() {
             Location::Device => A::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED,
@@ -70,12 +77,7 @@ impl Small {
         // SAFETY: both pointers are to live values of the right types.
         unsafe { device.driver().cuMemPoolCreate(&mut pool, &properties) }?;
         let small = Self { pool, book: Mutex::default() };
-        let mut keep = u64::MAX;
-        let attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-        // SAFETY: the pool is alive; this attribute is a cuuint64_t.
-        let set = unsafe {
-            device.driver().cuMemPoolSetAttribute(pool, attribute, (&raw mut keep).cast::<c_void>())
-        };
+        let set = small.set_up(device.driver(), reuse);
         // A pool on the host is the host's alone at first.
         let opened = set.and_then(|()| match backing.location() {
             Location::Device => Ok(()),
@@ -88,6 +90,43 @@ impl Small {
             return Err(failure.into());
         }
         Ok(Some(small))
+    }
+
+    /// Keeps what it holds, and switches off what the pool's settings do not allow: all is on at first.
+    fn set_up(&self, driver: &Driver, reuse: Reuse) -> Result<(), Failure> {
+        use CUmemPool_attribute as A;
+        self.set(driver, A::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)?;
+        for (on, attribute) in [
+            (reuse.follow_event_dependencies, A::CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES),
+            (reuse.opportunistic, A::CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC),
+            (reuse.internal_dependencies, A::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES),
+        ] {
+            if !on {
+                self.set(driver, attribute, 0)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets an attribute. Those that are an int read the low half of the number.
+    fn set(
+        &self,
+        driver: &Driver,
+        attribute: CUmemPool_attribute,
+        value: u64,
+    ) -> Result<(), Failure> {
+        let _beside = BesideCaptures::enter(driver)?;
+        let mut value = value;
+        // SAFETY: the pool is alive; attributes are a cuuint64_t or, at the same address on a
+        // little-endian machine, an int.
+        unsafe {
+            driver.cuMemPoolSetAttribute(self.pool, attribute, (&raw mut value).cast::<c_void>())
+        }
+    }
+
+    /// Makes what is held now the most that was.
+    pub(super) fn reset_peak(&self, driver: &Driver) -> Result<(), Failure> {
+        self.set(driver, CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH, 0)
     }
 
     /// Sets what a device may do with the pool's memory, now and from now on. The driver's pools
@@ -109,67 +148,144 @@ impl Small {
         &self,
         driver: &Driver,
         bytes: u64,
-        stream: StreamHandle,
+        caller: Caller,
     ) -> Result<DevicePtr, Failure> {
         let _beside = BesideCaptures::enter(driver)?;
         let mut address = 0;
         // SAFETY: the pointer is to a live CUdeviceptr, the pool is alive, and whoever made the
         // stream handle vouches for its stream.
         unsafe {
-            driver.cuMemAllocFromPoolAsync(&mut address, bytes as usize, self.pool, stream.raw())
+            let stream = caller.stream.raw();
+            driver.cuMemAllocFromPoolAsync(&mut address, bytes as usize, self.pool, stream)
         }?;
         let mut book = super::lock(&self.book);
         book.last_tag = (book.last_tag + 1) % SMALL_TAG;
         let tag = book.last_tag | SMALL_TAG;
-        book.live.insert(address, Live { bytes, tag });
+        book.live.insert(address, Live { bytes, tag, stream: caller.stream_id });
         book.live_bytes += bytes;
         Ok(DevicePtr::tagged(address, tag))
     }
 
-    /// Frees a small allocation; `None` where the pointer has nothing to do with one.
-    pub(super) fn free(
+    /// Takes a small allocation out of the caller's hands, to be freed now or, where it is to be
+    /// kept, later; `None` where the pointer has nothing to do with one.
+    pub(super) fn take(&self, ptr: DevicePtr, keep: bool) -> Option<Result<Live>> {
+        let address = ptr.address();
+        let mut book = super::lock(&self.book);
+        let live = match book.find(ptr) {
+            Ok(live) => live,
+            Err(not_live) => return not_live.map(Err),
+        };
+        book.live.remove(&address);
+        book.live_bytes -= live.bytes;
+        if keep {
+            book.keep(address, live);
+        }
+        Some(Ok(live))
+    }
+
+    /// Whether a pointer is a small allocation that may be freed.
+    pub(super) fn check_live(&self, ptr: DevicePtr) -> Result<bool> {
+        match super::lock(&self.book).find(ptr) {
+            Ok(_) => Ok(true),
+            Err(None) => Ok(false),
+            Err(Some(error)) => Err(error),
+        }
+    }
+
+    /// Gives the driver an allocation that [`take`](Self::take) took and did not keep. The book has
+    /// forgotten the address: once the driver has it, it may hand it out again.
+    pub(super) fn free_taken(
         &self,
         driver: &Driver,
-        ptr: DevicePtr,
+        address: u64,
+        live: Live,
         stream: StreamHandle,
-    ) -> Option<Result<()>> {
-        let address = ptr.address();
-        let live = {
+    ) -> Result<()> {
+        self.tell_free(driver, address, stream).map_err(|failure| {
             let mut book = super::lock(&self.book);
-            match book.find(ptr) {
-                Ok(live) => {
-                    book.live.remove(&address);
-                    book.live_bytes -= live.bytes;
-                    live
-                }
-                Err(not_live) => return not_live.map(Err),
-            }
-        };
-        // The book forgets the address first: once the driver has it, it may hand it out again.
-        let freed = BesideCaptures::enter(driver).and_then(|_beside| {
-            // SAFETY: the address is a live allocation of this pool, taken out of the book just now.
-            unsafe { driver.cuMemFreeAsync(address, stream.raw()) }
-        });
-        match freed {
-            Ok(()) => Some(Ok(())),
-            Err(failure) => {
-                let mut book = super::lock(&self.book);
-                book.live.insert(address, live);
-                book.live_bytes += live.bytes;
-                Some(Err(failure.about(live.bytes)))
-            }
+            book.live.insert(address, live);
+            book.live_bytes += live.bytes;
+            failure.about(live.bytes)
+        })
+    }
+
+    /// Gives the driver an allocation that was kept. Where that fails it is still kept.
+    pub(super) fn free_kept(
+        &self,
+        driver: &Driver,
+        address: u64,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        let Some(kept) = super::lock(&self.book).unkeep(address) else { return Ok(()) };
+        self.tell_free(driver, address, stream).map_err(|failure| {
+            super::lock(&self.book).keep(address, kept);
+            failure.about(kept.bytes)
+        })
+    }
+
+    fn tell_free(
+        &self,
+        driver: &Driver,
+        address: u64,
+        stream: StreamHandle,
+    ) -> Result<(), Failure> {
+        let _beside = BesideCaptures::enter(driver)?;
+        // SAFETY: the address is an allocation of this pool that the driver takes for live: the
+        // caller has just taken it out of the book.
+        unsafe { driver.cuMemFreeAsync(address, stream.raw()) }
+    }
+
+    /// Undoes a [`take`](Self::take) that kept.
+    pub(super) fn leave_live(&self, address: u64) {
+        let mut book = super::lock(&self.book);
+        if let Some(live) = book.unkeep(address) {
+            book.live.insert(address, live);
+            book.live_bytes += live.bytes;
         }
+    }
+
+    /// The allocation that an address is in, and its start.
+    pub(super) fn containing(&self, address: u64) -> Option<(u64, Live)> {
+        let book = super::lock(&self.book);
+        let (start, live) = book.live.range(..=address).next_back()?;
+        (address - start < live.bytes).then_some((*start, *live))
+    }
+
+    /// Whether the book has an allocation that was freed and is kept.
+    pub(super) fn keeps(&self, address: u64) -> bool {
+        super::lock(&self.book).kept.contains_key(&address)
     }
 
     /// Whether an address is in a small allocation.
     pub(super) fn holds(&self, address: u64) -> bool {
+        self.containing(address).is_some()
+    }
+
+    /// What the driver takes for live: what is in the hands of callers, and what is kept.
+    pub(super) fn held_bytes(&self) -> u64 {
         let book = super::lock(&self.book);
-        let before = book.live.range(..=address).next_back();
-        before.is_some_and(|(start, live)| address - start < live.bytes)
+        book.live_bytes + book.kept_bytes
     }
 
     pub(super) fn live_bytes(&self) -> u64 {
         super::lock(&self.book).live_bytes
+    }
+
+    /// Checks the sums of the book.
+    pub(super) fn check(&self) -> Result<(), String> {
+        let book = super::lock(&self.book);
+        let live: u64 = book.live.values().map(|live| live.bytes).sum();
+        let kept: u64 = book.kept.values().map(|kept| kept.bytes).sum();
+        if (live, kept) != (book.live_bytes, book.kept_bytes) {
+            return Err(format!(
+                "small allocations: {live} and {kept} bytes live and kept, {} and {} entered",
+                book.live_bytes, book.kept_bytes
+            ));
+        }
+        if let Some(address) = book.kept.keys().find(|address| book.live.contains_key(address)) {
+            return Err(format!("the small allocation at {address:#x} is live and freed"));
+        }
+        Ok(())
     }
 
     pub(super) fn count(&self) -> u64 {
@@ -196,17 +312,18 @@ impl Small {
         Ok(value)
     }
 
-    /// Gives back to the device what no allocation uses.
-    pub(super) fn trim(&self, driver: &Driver) -> Result<(), Failure> {
+    /// Gives back to the device what no allocation uses, down to so many bytes.
+    pub(super) fn trim_to(&self, driver: &Driver, keep_bytes: u64) -> Result<(), Failure> {
         let _beside = BesideCaptures::enter(driver)?;
         // SAFETY: the pool is alive.
-        unsafe { driver.cuMemPoolTrimTo(self.pool, 0) }
+        unsafe { driver.cuMemPoolTrimTo(self.pool, keep_bytes as usize) }
     }
 
     /// Ends the pool; the driver frees it when the last allocation is freed.
     pub(super) fn destroy(&self, driver: &Driver) {
         let Ok(_beside) = BesideCaptures::enter(driver) else { return };
-        for address in std::mem::take(&mut super::lock(&self.book).live).into_keys() {
+        let book = std::mem::take(&mut *super::lock(&self.book));
+        for address in book.live.into_keys().chain(book.kept.into_keys()) {
             // SAFETY: live allocations of this pool, whose uses the caller of `destroy` has seen end.
             let _ = unsafe { driver.cuMemFreeAsync(address, StreamHandle::LEGACY.raw()) };
         }
@@ -216,6 +333,17 @@ impl Small {
 }
 
 impl Book {
+    fn keep(&mut self, address: u64, live: Live) {
+        self.kept.insert(address, live);
+        self.kept_bytes += live.bytes;
+    }
+
+    fn unkeep(&mut self, address: u64) -> Option<Live> {
+        let kept = self.kept.remove(&address)?;
+        self.kept_bytes -= kept.bytes;
+        Some(kept)
+    }
+
     /// The allocation that a pointer names, or why it names none: nothing where it is no business
     /// of small allocations at all.
     fn find(&self, ptr: DevicePtr) -> Result<Live, Option<Error>> {
@@ -231,7 +359,10 @@ impl Book {
             Some((start, live)) if address < start + live.bytes => {
                 Err(Some(Error::InteriorPointer { address, start: *start }))
             }
-            _ => Err(marked.then_some(Error::DoubleFree { address })),
+            _ => {
+                let freed = marked || self.kept.contains_key(&address);
+                Err(freed.then_some(Error::DoubleFree { address }))
+            }
         }
     }
 }

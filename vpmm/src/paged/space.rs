@@ -4,11 +4,15 @@
 //! a region that carries a fence holds it; an event that no region needs is kept for the next
 //! record; a region whose fence has passed belongs to no stream.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use smallvec::SmallVec;
 
 use super::chunk::Chunk;
+use super::ordering::Follows;
+use super::trim::Aliases;
+use super::uses::UseBook;
+use crate::device::StreamHandle;
 use crate::error::Error;
 use crate::event::Event;
 use crate::fence::{Fence, TimelineId, Timelines};
@@ -34,6 +38,7 @@ pub(super) struct Space {
     /// Bytes of extents: what is live, free or in transit.
     pub(super) mapped: u64,
     pub(super) peak_mapped: u64,
+    pub(super) peak_live: u64,
     /// The start of the allocation made last, for the drawing of the layout.
     pub(super) latest: u64,
     /// Zombies that the driver would not unmap; they stay zombies.
@@ -42,15 +47,50 @@ pub(super) struct Space {
     pub(super) pages_moved: u64,
     /// Pages that other processes may have.
     pub(super) shared: HashSet<Extent>,
+    /// Pages that zombies are mapped to.
+    pub(super) aliases: Aliases,
+    /// What is used on further streams.
+    pub(super) uses: UseBook,
+    /// Which streams come after which.
+    pub(super) follows: Follows,
+    /// The library's streams that have called, by id, until they end; and the legacy stream.
+    pub(super) streams: Streams,
     last_tag: u32,
     sweep_timelines_at: usize,
 }
 
+/// Streams by id, with the one that called last at hand: it is most often the next, too.
+#[derive(Default)]
+pub(super) struct Streams {
+    by_id: HashMap<u64, StreamHandle>,
+    last: Option<u64>,
+}
+
+impl Streams {
+    pub(super) fn get(&self, id: u64) -> Option<StreamHandle> {
+        self.by_id.get(&id).copied()
+    }
+
+    pub(super) fn add(&mut self, id: u64, stream: StreamHandle) {
+        if self.last != Some(id) {
+            self.last = Some(id);
+            self.by_id.entry(id).or_insert(stream);
+        }
+    }
+
+    pub(super) fn remove(&mut self, id: u64) {
+        self.last = self.last.filter(|last| *last != id);
+        self.by_id.remove(&id);
+    }
+}
+
 impl Space {
     pub(super) fn new(page: u64) -> Self {
+        let mut timelines = Timelines::new();
+        let uses = UseBook::new(timelines.reserve());
         Self {
             map: RegionMap::new(),
-            timelines: Timelines::new(),
+            timelines,
             chunks: SmallVec::new(),
             events: Vec::new(),
             zombie_streams: VecDeque::new(),
@@ -58,11 +98,16 @@ impl Space {
             page,
             mapped: 0,
             peak_mapped: 0,
+            peak_live: 0,
             latest: 0,
             failed_unmaps: 0,
             pages_created: 0,
             pages_moved: 0,
             shared: HashSet::new(),
+            aliases: Aliases::default(),
+            uses,
+            follows: Follows::default(),
+            streams: Streams::default(),
             last_tag: 0,
             sweep_timelines_at: FEW_TIMELINES,
         }
@@ -70,13 +115,17 @@ impl Space {
 
     /// The stream's timeline, made if there is none; forgets streams that have no claim left.
     pub(super) fn timeline(&mut self, stream: u64) -> TimelineId {
-        if self.timelines.find(stream).is_none() && self.timelines.len() >= self.sweep_timelines_at
-        {
+        if let Some(known) = self.timelines.find(stream) {
+            return known;
+        }
+        if self.timelines.len() >= self.sweep_timelines_at {
             let map = &self.map;
             self.timelines.close_unused(|id| map.is_clear_of(id));
             self.sweep_timelines_at = (self.timelines.len() * 2).max(FEW_TIMELINES);
         }
-        self.timelines.open(stream)
+        let timeline = self.timelines.open(stream);
+        self.follows.forget(timeline);
+        timeline
     }
 
     /// Takes a reservation in; all of it is one hole.
@@ -155,7 +204,8 @@ impl Space {
         Some(*first)
     }
 
-    fn release(&mut self, fence: Fence) {
+    /// One holder of a fence fewer.
+    pub(super) fn release(&mut self, fence: Fence) {
         let event = self.timelines.release(fence);
         self.events.extend(event);
     }
@@ -172,7 +222,7 @@ impl Space {
 
     /// Leaves addresses to be unmapped when their fence has passed.
     pub(super) fn set_zombie(&mut self, id: NodeId, fence: Fence) {
-        if self.timelines.has_passed(fence) {
+        if self.timelines.is_complete(fence) {
             self.set(id, State::Zombie, Fence::PASSED);
         } else {
             self.set(id, State::Zombie, fence);
@@ -202,13 +252,26 @@ impl Space {
             let id = region.id();
             self.set_free(id, Fence::PASSED);
         }
+        self.settle_after(timeline);
+    }
+
+    /// Notes that a fence was seen complete by a question that gives no memory to other streams.
+    pub(super) fn see_complete(&mut self, fence: Fence) {
+        if self.timelines.see_complete(fence) {
+            self.settle_after(fence.timeline);
+        }
+    }
+
+    /// What else waited for fences of a timeline that are complete now: zombies, deferred frees.
+    fn settle_after(&mut self, timeline: TimelineId) {
         while let Some(region) = self.map.oldest_zombie(timeline) {
-            if !self.timelines.has_passed(region.fence()) {
+            if !self.timelines.is_complete(region.fence()) {
                 break;
             }
             let id = region.id();
             self.set_zombie(id, Fence::PASSED);
         }
+        self.settle();
     }
 
     /// The fence that the oldest zombie of some stream waits for: each time another stream's, and
@@ -225,13 +288,17 @@ impl Space {
 
     // Handing memory out.
 
-    /// Hands a region out to a caller.
-    pub(super) fn hand_out(&mut self, id: NodeId) -> DevicePtr {
+    /// Hands a region out to a caller on a stream.
+    pub(super) fn hand_out(&mut self, id: NodeId, timeline: TimelineId) -> DevicePtr {
         self.set(id, State::Live, Fence::PASSED);
         let tag = self.next_tag();
         let start = self.map.region(id).start();
-        self.chunk_of(id).set_owner(start, Some((id, tag)));
+        let stream = self.timelines.stream(timeline);
+        let chunk = self.chunk_of(id);
+        chunk.set_owner(start, Some((id, tag)));
+        chunk.set_stream(start, stream);
         self.latest = start;
+        self.peak_live = self.peak_live.max(self.map.totals().bytes(State::Live));
         DevicePtr::tagged(start, tag)
     }
 
@@ -244,6 +311,19 @@ impl Space {
 
     /// Takes an allocation back into the pool's hands, in transit until its fence is recorded.
     pub(super) fn take_back(&mut self, ptr: DevicePtr) -> Result<(NodeId, u32), Error> {
+        let (number, id, tag) = self.find_live(ptr)?;
+        self.chunks[number].set_owner(ptr.address(), None);
+        self.set(id, State::Transit, Fence::PASSED);
+        Ok((id, tag))
+    }
+
+    /// Whether a pointer may be freed.
+    pub(super) fn check_live(&self, ptr: DevicePtr) -> Result<(), Error> {
+        self.find_live(ptr).map(drop)
+    }
+
+    /// The allocation that a pointer names: its chunk, its region and its tag.
+    fn find_live(&self, ptr: DevicePtr) -> Result<(usize, NodeId, u32), Error> {
         let address = ptr.address();
         let Some(number) = self.chunks.iter().position(|chunk| chunk.contains(address)) else {
             return Err(Error::ForeignPointer { address });
@@ -254,9 +334,7 @@ impl Space {
         if ptr.tag() != 0 && ptr.tag() != tag {
             return Err(Error::StalePointer { address });
         }
-        self.chunks[number].set_owner(address, None);
-        self.set(id, State::Transit, Fence::PASSED);
-        Ok((id, tag))
+        Ok((number, id, tag))
     }
 
     /// Undoes [`take_back`](Self::take_back).

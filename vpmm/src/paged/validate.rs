@@ -3,19 +3,83 @@
 use std::collections::HashMap;
 
 use super::PagedPool;
+use super::small::Small;
 use super::space::Space;
+use super::uses::{Deferred, Kept};
 use crate::fence::Fence;
 use crate::region::{State, Totals, joinable};
 use crate::validate::Violation;
 
 impl PagedPool {
-    /// Checks I1, I2, I3 and I7 over the whole pool. O(pages + regions), under the pool's lock.
+    /// Checks I1, I2, I3 and I7 over the whole pool. O(pages + regions + uses), under the pool's lock.
     pub(crate) fn validate(&self) -> Result<(), Violation> {
         let space = self.lock_space();
         space.check_partition()?;
         space.check_residence()?;
         space.check_order()?;
-        space.check_metadata()
+        space.check_metadata()?;
+        self.check_uses(&space)
+    }
+
+    /// I3 for what is used on further streams: every use is of an allocation, everything deferred
+    /// waits for something, and small allocations are in both books.
+    fn check_uses(&self, space: &Space) -> Result<(), Violation> {
+        let broken = |detail: String| Err(Violation { invariant: "I3 Order", detail });
+        let small = self.small.as_ref();
+        if let Some(Err(detail)) = small.map(Small::check) {
+            return broken(detail);
+        }
+        for (address, uses) in space.uses.live() {
+            // In the middle of a free: taken from the caller, and not deferred yet.
+            let of_pages = space.map.containing(address).is_some_and(|region| {
+                let taken = matches!(region.state(), State::Live | State::Transit);
+                taken && region.start() == address
+            });
+            let of_small = small.is_some_and(|small| {
+                small.containing(address).is_some_and(|(start, _)| start == address)
+                    || small.keeps(address)
+            });
+            if !of_pages && !of_small {
+                return broken(format!("{address:#x} is used on {} streams, and free", uses.len()));
+            }
+        }
+        for deferred in space.uses.deferred() {
+            if let Some(of) = deferred
+                .uses
+                .iter()
+                .find(|of| of.fence.is_some_and(|fence| space.timelines.is_complete(fence)))
+            {
+                return broken(format!("{:?} waits for {of:?}, which is over", deferred.kept));
+            }
+            match deferred.kept {
+                Kept::Pages(id) => {
+                    let region = space.map.region(id);
+                    let waits = region.state() == State::Pending
+                        && region.fence().timeline == space.uses.timeline();
+                    if !waits || deferred.uses.is_empty() {
+                        return broken(format!(
+                            "the {:?} region at {:#x} is deferred for {} uses",
+                            region.state(),
+                            region.start(),
+                            deferred.uses.len()
+                        ));
+                    }
+                }
+                Kept::Small(address) => {
+                    let kept = small.is_some_and(|small| small.keeps(address));
+                    if !kept && !deferred.is_being_freed() {
+                        return broken(format!("the small allocation at {address:#x} is not kept"));
+                    }
+                }
+            }
+        }
+        let of_pages = |deferred: &&Deferred| matches!(deferred.kept, Kept::Pages(_));
+        let deferred = space.uses.deferred().iter().filter(of_pages).count();
+        let waiting = space.map.pending(space.uses.timeline()).count();
+        if deferred != waiting {
+            return broken(format!("{waiting} regions wait for uses, {deferred} are deferred"));
+        }
+        Ok(())
     }
 }
 
@@ -111,6 +175,24 @@ impl Space {
         if entered != owners {
             return broken(format!("{entered} owners entered, {owners} allocations"));
         }
+        self.check_aliases()
+    }
+
+    fn check_aliases(&self) -> Result<(), Violation> {
+        let broken = |detail: String| Err(Violation { invariant: "I2 Residence", detail });
+        for (address, extent) in self.aliases.iter() {
+            // In transit: being unmapped.
+            let state = self.map.containing(address).map(crate::region::Region::state);
+            if !matches!(state, Some(State::Zombie | State::Transit)) {
+                return broken(format!(
+                    "{extent:?} is an alias at {address:#x}, which is {state:?}"
+                ));
+            }
+        }
+        let (mapped, counted) = (self.aliases.iter().count() as u64, self.aliases.counted());
+        if mapped != counted {
+            return broken(format!("{mapped} pages of zombies, {counted} counted"));
+        }
         Ok(())
     }
 
@@ -119,6 +201,9 @@ impl Space {
         let mut holders: HashMap<u64, (Fence, u32)> = HashMap::new();
         for region in self.map.iter().filter(|region| region.fence() != Fence::PASSED) {
             let fence = region.fence();
+            if fence.timeline == self.uses.timeline() {
+                continue; // kept for uses, which are checked with those
+            }
             let waits = matches!(region.state(), State::Pending | State::Zombie);
             if !waits && region.state() != State::Transit {
                 return broken(format!(
@@ -127,7 +212,11 @@ impl Space {
                     region.start()
                 ));
             }
-            if self.timelines.has_passed(fence) {
+            let over = match region.state() {
+                State::Zombie => self.timelines.is_complete(fence),
+                _ => self.timelines.has_passed(fence),
+            };
+            if over {
                 if waits {
                     return broken(format!(
                         "the region at {:#x} waits for a fence that has passed",
@@ -143,6 +232,15 @@ impl Space {
                 ));
             }
             holders.entry(fence.sequence).or_insert((fence, 0)).1 += 1;
+        }
+        let live = self.uses.live().flat_map(|(_, uses)| uses);
+        let deferred = self.uses.deferred();
+        let of_deferred = deferred.iter().flat_map(|deferred| &deferred.uses);
+        let of_uses = live.chain(of_deferred).filter_map(|of| of.fence);
+        for fence in of_uses.chain(deferred.iter().map(|deferred| deferred.own)) {
+            if !self.timelines.has_passed(fence) {
+                holders.entry(fence.sequence).or_insert((fence, 0)).1 += 1;
+            }
         }
         for (fence, counted) in holders.values() {
             if self.timelines.holders(*fence) != *counted {
@@ -168,9 +266,23 @@ impl Space {
         if self.map.nodes() != regions {
             return broken(format!("{} nodes for {regions} regions", self.map.nodes()));
         }
-        let allowed = 2 * regions + 34 * self.timelines.slots();
+        let live = self.uses.live().map(|(_, uses)| uses.len());
+        let deferred = self.uses.deferred().iter().map(|deferred| 1 + deferred.uses.len());
+        let uses: usize = live.chain(deferred).sum();
+        let allowed = 2 * (regions + uses) + 34 * self.timelines.slots();
         if self.timelines.entries() > allowed {
             return broken(format!("{} fences for {regions} regions", self.timelines.entries()));
+        }
+        for (follower, followed) in self.follows.iter() {
+            let mut seen = std::collections::HashSet::new();
+            for (other, until) in followed {
+                if *other == follower || !seen.insert(other) {
+                    return broken(format!("{follower:?} follows {other:?}, or twice"));
+                }
+                if *until > self.timelines.last_sequence() {
+                    return broken(format!("{follower:?} follows what is still to come"));
+                }
+            }
         }
         Ok(())
     }

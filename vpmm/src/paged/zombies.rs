@@ -1,6 +1,8 @@
 //! Phase 0: addresses whose memory lives elsewhere are unmapped once nothing uses them.
 //! And the questions to the driver about fences, which are asked without the pool's lock.
 
+use cuda_sys::types::CUresult;
+
 use super::PagedPool;
 use crate::error::Result;
 use crate::event::BesideCaptures;
@@ -34,10 +36,15 @@ impl PagedPool {
         Ok(())
     }
 
-    /// Unmaps zombies whose fence has passed. What the driver refuses to unmap stays a zombie.
+    /// Unmaps some zombies whose fence has passed. What the driver refuses to unmap stays a zombie.
     pub(super) fn reap_ready(&self) {
+        self.reap_pages(PAGES_PER_CALL);
+    }
+
+    /// Unmaps zombies whose fence has passed, until so many pages are.
+    pub(super) fn reap_pages(&self, most: u64) {
         let mut pages = 0;
-        while pages < PAGES_PER_CALL {
+        while pages < most {
             let (id, start, bytes) = {
                 let mut space = self.lock_space();
                 let Some(zombie) = space.map.ready_zombies().next() else { return };
@@ -55,53 +62,79 @@ impl PagedPool {
                 space.failed_unmaps += 1;
                 return;
             }
+            space.aliases.remove(start, bytes);
             space.set_hole(id);
             pages += bytes / self.config.page;
         }
     }
 
-    /// Asks about every stream that has freed memory pending: the newest fence first, because it
-    /// answers for all, and else the older ones up to the first that has not passed.
+    /// Before a request takes what needs more than its own stream's order: asks about every stream
+    /// that something waits for, or about those of deferred frees alone where questions may give no
+    /// memory away.
     pub(super) fn ask_all(&self) -> Result<()> {
-        let timelines: Vec<TimelineId> = {
-            let space = self.lock_space();
-            space.timelines.ids().filter(|id| !space.map.is_clear_of(*id)).collect()
-        };
-        for timeline in timelines {
-            let newest = self.lock_space().timelines.newest(timeline);
-            let Some(newest) = newest else { continue };
-            if self.ask(newest)? {
-                continue;
-            }
-            loop {
-                let oldest = self.lock_space().timelines.oldest(timeline);
-                let Some(oldest) = oldest else { break };
-                if !self.ask(oldest)? {
-                    break;
-                }
-            }
-        }
-        Ok(())
+        if self.config.reuse.opportunistic { self.ask_every_stream() } else { self.ask_deferred() }
     }
 
-    /// Asks the driver about one fence, and notes it when it has passed.
+    /// Asks about every stream that something waits for.
+    pub(super) fn ask_every_stream(&self) -> Result<()> {
+        self.record_due()?;
+        let timelines: Vec<TimelineId> = {
+            let space = self.lock_space();
+            space.timelines.ids().filter(|id| space.timelines.newest(*id).is_some()).collect()
+        };
+        timelines.into_iter().try_for_each(|timeline| self.ask_timeline(timeline))
+    }
+
+    /// Asks about one stream: the newest fence first, because it answers for all, and else the older
+    /// ones up to the first that has not passed.
+    pub(super) fn ask_timeline(&self, timeline: TimelineId) -> Result<()> {
+        let newest = self.lock_space().timelines.newest(timeline);
+        let Some(newest) = newest else { return Ok(()) };
+        if self.ask(newest)? {
+            return Ok(());
+        }
+        loop {
+            let oldest = self.lock_space().timelines.oldest(timeline);
+            let Some(oldest) = oldest else { return Ok(()) };
+            if !self.ask(oldest)? {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Asks the driver about one fence, and notes it when it is complete: then it has passed, unless
+    /// questions may give no memory away.
     fn ask(&self, fence: Fence) -> Result<bool> {
         let driver = self.device.driver();
         let event = {
             let space = self.lock_space();
             match space.timelines.event(fence) {
                 Some(event) => event,
-                None => return Ok(space.timelines.has_passed(fence)),
+                None => return Ok(space.timelines.is_complete(fence)),
             }
         };
-        let complete = {
+        let answer = {
             let _beside = BesideCaptures::enter(driver)?;
-            event.is_complete(driver)?
+            event.is_complete(driver)
+        };
+        let complete = match answer {
+            // A capture began and ended around the record, and has the event. A later fence of the
+            // stream answers for this one; a use on it is recorded anew.
+            Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
+                self.lock_space().is_captured(fence);
+                false
+            }
+            answer => answer?,
         };
         if complete {
             // Where the fence was given up while the question was out, the answer is about another
-            // record of the event; `pass` then does nothing.
-            self.lock_space().pass(fence);
+            // record of the event; these then do nothing.
+            let mut space = self.lock_space();
+            if self.config.reuse.opportunistic {
+                space.pass(fence);
+            } else {
+                space.see_complete(fence);
+            }
         }
         Ok(complete)
     }

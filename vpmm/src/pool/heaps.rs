@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use super::Pool;
+use super::{Pool, Profile};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::heap::Beside;
@@ -143,6 +143,14 @@ impl Pool {
     /// As [`resume`](Self::resume), but for those about contents.
     pub fn resume_empty(&self, tag: &str, stream: impl Into<StreamHandle>) -> Result<Resumed> {
         self.family.heaps.find_tag(tag)?.resume(stream.into(), false)
+    }
+
+    /// A request, without what is done where it fails.
+    pub(super) fn malloc_once(&self, bytes: usize, stream: StreamHandle) -> Result<DevicePtr> {
+        match &self.profile {
+            Profile::Default(pool) => pool.malloc(bytes, stream),
+            Profile::Paged(pool) => self.malloc_paged(pool, bytes, stream),
+        }
     }
 
     /// A request of the paged profile: another heap's, where its stream takes part in a capture.
@@ -310,16 +318,29 @@ impl Tagged {
     pub fn malloc(&self, bytes: usize, stream: impl Into<StreamHandle>) -> Result<DevicePtr> {
         let stream = stream.into();
         match self.heap.core().malloc(bytes, stream) {
-            Err(error) if error.is_out_of_memory() => self.malloc_with_room(bytes, stream),
-            other => other,
+            Err(error) => self.malloc_with_room(error, bytes, stream),
+            served => served,
         }
     }
 
-    /// Once more, with what the pool's other heaps can do without.
+    /// Where memory ran out: once more, with what the pool's other heaps can do without; then as
+    /// the pool does it.
     #[cold]
-    fn malloc_with_room(&self, bytes: usize, stream: StreamHandle) -> Result<DevicePtr> {
+    fn malloc_with_room(
+        &self,
+        error: Error,
+        bytes: usize,
+        stream: StreamHandle,
+    ) -> Result<DevicePtr> {
+        if !error.is_out_of_memory() {
+            return Err(error);
+        }
         let core = self.heap.core();
-        self.pool.family.heaps.with_room(core, bytes, || core.malloc(bytes, stream))
+        let attempt = || {
+            let request = || core.malloc(bytes, stream);
+            self.pool.family.heaps.with_room(core, bytes, request)
+        };
+        attempt().or_else(|error| self.pool.recover(error, attempt))
     }
 
     /// As [`Pool::free`], for memory of this heap, without looking for its heap.

@@ -8,8 +8,9 @@ impl Pool {
     /// Gives free physical memory back to the device, or the host, until the pool holds no more
     /// than `keep_bytes` or nothing more is free for good; returns how many bytes it gave back.
     ///
-    /// Asks about every stream's frees, but waits for none: memory that the GPU may still be using
-    /// is kept, so are exported handles. A handle goes back whole: one of which some byte is in use
+    /// Asks about every stream's frees, for a tenth of a millisecond where it has to record the
+    /// event first, but waits for none: memory that the GPU may still be using is kept, so are
+    /// exported handles. A handle goes back whole: one of which some byte is in use
     /// stays. Requests that have to grow the pool wait meanwhile. `cuMemPoolTrimTo` in the CUDA
     /// driver API's "Stream Ordered Memory Allocator" does the same for a driver's pool.
     ///

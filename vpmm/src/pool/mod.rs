@@ -1,10 +1,17 @@
 //! The pool as its users see it.
 
+mod current;
 mod family;
 mod heaps;
+mod lifetime;
 mod limits;
 mod ordering;
+mod out_of_memory;
 mod places;
+mod registry;
+
+pub use current::CurrentPool;
+pub use out_of_memory::OutOfMemoryCallback;
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,11 +22,14 @@ use crate::error::Result;
 use crate::heap::Heap;
 use crate::heaps::{Heaps, Terms};
 use crate::layout::Layout;
+use crate::out_of_memory::WaitPolicy;
 use crate::paged::{PagedConfig, PagedPool};
 use crate::stats::Stats;
 use crate::units::DevicePtr;
 use crate::validate::Violation;
 use family::Family;
+use out_of_memory::Shortage;
+use registry::{Handles, Registry};
 
 pub use heaps::{GraphPool, Tagged};
 
@@ -29,16 +39,52 @@ pub use heaps::{GraphPool, Tagged};
 /// call, and [`free`](Self::free) may be called while work that uses the memory is still queued on
 /// the stream given to it. Both return without waiting for the GPU.
 ///
-/// Any thread may use it. Dropping it waits for the work before its frees (for the whole context,
-/// where allocations were never freed) and gives everything back, such allocations included.
+/// Any thread may use it. A clone is a handle of the same pool, and equal to it.
 ///
-/// A clone is the same pool: it lives until the last one is dropped.
+/// # The end of a pool
+/// When its last handle is dropped and nothing of it is allocated, the pool waits for the work before
+/// its frees and gives everything back.
+///
+/// With allocations out it lives on, owned by its [`Driver`](crate::Driver), as a driver's pool does
+/// after `cuMemPoolDestroy`: memory that is free goes back at once, as far as the GPU has finished
+/// with it. [`Pool::of`] finds the pool from a pointer and gives a handle again, with which everything
+/// can be done; [`Pool::free_any`] frees through one. When such a handle is dropped and nothing is
+/// allocated any more the pool ends as above. What is never freed keeps its memory, the device and the
+/// driver's value until the process ends. [`Pool::destroy`] ends a pool with all that is allocated.
+///
+/// ```
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let sim = cuda_sim::Simulator::builder().build()?;
+/// # let driver = vpmm::Driver::new(sim.driver())?;
+/// # let device = driver.device(0)?;
+/// # let stream = device.stream()?;
+/// use vpmm::{Pool, PoolConfig};
+///
+/// let pool = Pool::new(&device, &PoolConfig::default())?;
+/// let ptr = pool.malloc(1 << 20, &stream)?;
+/// drop(pool);
+/// Pool::free_any(&driver, ptr, &stream)?; // and everything goes back to the device
+/// assert!(Pool::of(&driver, ptr.address()).is_none());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct Pool {
     /// Here, and not in the family, so that the hot path has one pointer to follow.
     profile: Profile,
     family: Arc<Family>,
+    /// Last, so that nothing of a handle is left when the last one ends the pool.
+    handles: Arc<Handles>,
 }
+
+/// Two handles are equal that are of one pool.
+impl PartialEq for Pool {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.family, &other.family)
+    }
+}
+
+impl Eq for Pool {}
 
 #[derive(Clone)]
 enum Profile {
@@ -97,11 +143,8 @@ impl Pool {
     pub fn new(device: &Device, config: &PoolConfig) -> Result<Self> {
         let core = Core::new(device, config)?;
         let helper = Helper::start(&core)?;
-        Ok(Self::of(
-            Profile::Default(core),
-            helper,
-            Terms::of(config.limit_bytes, config.pending_policy, config.reuse),
-        ))
+        let terms = Terms::of(config.limit_bytes, config.pending_policy, config.reuse);
+        Ok(Self::open(Profile::Default(core), helper, config.out_of_memory, terms))
     }
 
     /// A pool of the paged profile: everything rounds up to pages of 2 MiB (or another multiple of
@@ -126,14 +169,11 @@ impl Pool {
     /// [`Error::Driver`]: crate::Error::Driver
     pub fn paged(device: &Device, config: &PagedConfig) -> Result<Self> {
         let pool = PagedPool::new(device, config)?;
-        Ok(Self::of(
-            Profile::Paged(pool),
-            None,
-            Terms::of(config.limit_bytes, config.pending_policy, config.reuse),
-        ))
+        let terms = Terms::of(config.limit_bytes, config.pending_policy, config.reuse);
+        Ok(Self::open(Profile::Paged(pool), None, config.out_of_memory, terms))
     }
 
-    fn of(profile: Profile, helper: Option<Helper>, terms: Terms) -> Self {
+    fn open(profile: Profile, helper: Option<Helper>, policy: WaitPolicy, terms: Terms) -> Self {
         let core = match &profile {
             Profile::Default(core) => Some(Arc::clone(core)),
             Profile::Paged(_) => None,
@@ -143,8 +183,8 @@ impl Pool {
             let small: std::sync::Weak<dyn crate::budget::Besides> = Arc::downgrade(pool) as _;
             profile.heap().backing().budget().count_besides(small);
         }
-        let family = Arc::new(Family::new(profile.heap(), heaps, helper));
-        Self { profile, family }
+        let registry = profile.heap().device().driver().companion::<Registry>();
+        registry.enter(Arc::new(Family::new(profile, heaps, helper, Shortage::new(policy))))
     }
 
     /// Allocates `bytes` for use on `stream`. The address is a multiple of 512 bytes in the default
@@ -154,6 +194,10 @@ impl Pool {
     /// Free memory of this stream, and memory that no stream can still be using, is handed out
     /// at once; else memory is moved and made, some 30 µs for each physical handle on an H200
     /// (`benches/results/h200-2026-11-21`, `gather`).
+    ///
+    /// Where no memory is found, callbacks are asked ([`on_out_of_memory`](Self::on_out_of_memory)),
+    /// and the request waits as long as [`WaitPolicy`](crate::WaitPolicy) says. The error carries a
+    /// [map](crate::Error::map) of the pool.
     ///
     /// # Errors
     /// [`Error::ZeroSize`], [`Error::SizeOverflow`], [`Error::OutOfMemory`],
@@ -172,10 +216,12 @@ impl Pool {
     /// [`Error::Driver`]: crate::Error::Driver
     #[inline]
     pub fn malloc(&self, bytes: usize, stream: impl Into<StreamHandle>) -> Result<DevicePtr> {
-        match &self.profile {
-            Profile::Default(pool) => pool.malloc(bytes, stream.into()),
-            Profile::Paged(pool) => self.malloc_paged(pool, bytes, stream.into()),
-        }
+        let stream = stream.into();
+        let result = match &self.profile {
+            Profile::Default(pool) => pool.malloc(bytes, stream),
+            Profile::Paged(pool) => self.malloc_paged(pool, bytes, stream),
+        };
+        if result.is_ok() { result } else { self.after_failure(result, bytes, stream) }
     }
 
     /// Frees an allocation once everything enqueued on `stream` so far has finished. The stream

@@ -1,0 +1,499 @@
+//! Uses on further streams: memory is kept until they are over, and no stream waits for that.
+
+use cuda_sim::{Schedule, Simulator};
+use cuda_sys::types::CUresult;
+use vpmm::{Error, Stream, StreamHandle};
+
+use crate::rig::{BLOCK, GRANULE, Profile, Settings};
+use crate::support::streams::{begin_capture, end_capture, make};
+use crate::support::{Held, Rig, Watched, call};
+
+/// Sizes of every kind that a profile serves in a way of its own.
+const SIZES: [u64; 3] = [1000, GRANULE, BLOCK];
+
+/// Requests for as much on the stream of the free: none gets the memory that is kept.
+fn assert_kept(watched: &Watched<'_>, held: &Held, stream: &Stream) {
+    let others = [(); 3].map(|()| watched.malloc(held.bytes, stream));
+    for other in others {
+        let apart = other.address() + other.bytes <= held.address()
+            || held.address() + held.bytes <= other.address();
+        assert!(apart, "{:#x} is still in use: {}", held.address(), watched.layout());
+    }
+    others.into_iter().for_each(|other| watched.free(other, stream));
+}
+
+/// With all work finished, what was kept is of use again: as much as was made so far needs no more
+/// memory.
+fn assert_found_again(watched: &Watched<'_>, bytes: u64, stream: &Stream) {
+    call!(watched.rig.driver, cuCtxSynchronize());
+    let mapped = watched.mapped();
+    // A granule of the default profile may be the small blocks' own.
+    let count = watched.pool.stats().mapped_bytes / bytes.max(GRANULE);
+    let count = if bytes < BLOCK { count.saturating_sub(1).max(1) } else { count };
+    let all: Vec<_> = (0..count).map(|_| watched.malloc(bytes, stream)).collect();
+    assert_eq!(watched.mapped(), mapped, "{}", watched.layout());
+    all.into_iter().for_each(|held| watched.free(held, stream));
+    let stats = watched.pool.stats();
+    assert_eq!((stats.live_bytes, stats.small_live_bytes), (0, 0));
+}
+
+#[test]
+fn memory_is_kept_until_the_other_streams_use_is_over() {
+    Rig::each(|rig, profile| {
+        for bytes in SIZES {
+            let watched = rig.pool(profile);
+            let (own, side) = (rig.stream(), rig.stream());
+            let held = watched.malloc(bytes, &own);
+            let stall = rig.stall(side.handle());
+            watched.look_from(&held, &own, &side);
+            let before = rig.driver.calls();
+            watched.free(held, &own);
+            assert_kept(&watched, &held, &own);
+            let waits = rig.driver.calls().since(&before).count("cuStreamWaitEvent");
+            assert_eq!(waits, 0, "no stream waits for it");
+            own.synchronize().unwrap(); // returns, though the other stream is stuck
+            assert_kept(&watched, &held, &own);
+            drop(stall);
+            assert_found_again(&watched, bytes, &own);
+            watched.assert_intact();
+        }
+    });
+}
+
+#[test]
+fn a_use_that_nobody_noted_is_a_race() {
+    // That the tests here would notice.
+    for profile in Profile::TESTED {
+        let rig = Rig::on(Simulator::builder().schedule(Schedule::Manual).build().unwrap());
+        let sim = rig.sim.clone().expect("a simulated rig");
+        let watched = rig.pool(*profile);
+        let (own, side) = (rig.stream(), rig.stream());
+        let held = watched.malloc(BLOCK, &own);
+        rig.order(&own, &side);
+        held.check(&rig, &side);
+        watched.free(held, &own);
+        let again = watched.malloc(BLOCK, &own);
+        assert_eq!(again.address(), held.address());
+        rig.device.synchronize().unwrap();
+        assert!(!sim.report().races.is_empty());
+    }
+}
+
+#[test]
+fn memory_is_kept_until_the_last_of_many_uses_is_over() {
+    Rig::each(|rig, profile| {
+        for bytes in SIZES {
+            let watched = rig.pool(profile);
+            let own = rig.stream();
+            let sides = [(); 8].map(|()| rig.stream());
+            let held = watched.malloc(bytes, &own);
+            let mut stalls: Vec<_> = sides.iter().map(|side| rig.stall(side.handle())).collect();
+            sides.iter().for_each(|side| watched.look_from(&held, &own, side));
+            watched.free(held, &own);
+            while let Some(stall) = stalls.pop() {
+                assert_kept(&watched, &held, &own);
+                drop(stall);
+                sides[stalls.len()].synchronize().unwrap();
+            }
+            assert_found_again(&watched, bytes, &own);
+            watched.assert_intact();
+        }
+    });
+}
+
+#[test]
+fn many_allocations_are_used_on_one_stream() {
+    Rig::each(|rig, profile| {
+        let watched = rig.pool(profile);
+        let (own, side) = (rig.stream(), rig.stream());
+        let held: Vec<_> = (0..12)
+            .map(|index| watched.malloc([1000, GRANULE, 3 * GRANULE][index % 3], &own))
+            .collect();
+        let stall = rig.stall(side.handle());
+        held.iter().for_each(|held| watched.look_from(held, &own, &side));
+        held.iter().for_each(|held| watched.free(*held, &own));
+        held.iter().for_each(|held| assert_kept(&watched, held, &own));
+        drop(stall);
+        assert_found_again(&watched, GRANULE, &own);
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn a_stream_noted_twice_or_freed_on_is_noted_once_or_not_at_all() {
+    Rig::each(|rig, profile| {
+        for bytes in SIZES {
+            let watched = rig.pool(profile);
+            let (own, side) = (rig.stream(), rig.stream());
+            // The events that are needed are there.
+            let held = watched.malloc(bytes, &own);
+            watched.look_from(&held, &own, &side);
+            watched.free(held, &own);
+            call!(rig.driver, cuCtxSynchronize());
+            let held = watched.malloc(bytes, &own);
+            (0..3).for_each(|_| watched.look_from(&held, &own, &side));
+            watched.pool.record_stream(held.ptr, &own).unwrap();
+            let before = rig.driver.calls();
+            watched.free(held, &own);
+            let calls = rig.driver.calls().since(&before);
+            assert!(calls.count("cuEventRecord") <= 2, "one for each stream: {calls:?}");
+            // Freed on the stream that is noted, by one that orders itself behind the other's work.
+            let held = watched.malloc(bytes, &own);
+            watched.look_from(&held, &own, &side);
+            let stall = rig.stall(side.handle());
+            watched.free(held, &side);
+            let again = watched.malloc(bytes, &side);
+            assert_eq!(again.address(), held.address(), "as if nothing had been noted");
+            drop(stall);
+            watched.free(again, &side);
+            watched.assert_intact();
+        }
+    });
+}
+
+#[test]
+fn a_stream_may_end_before_the_free() {
+    Rig::each(|rig, profile| {
+        for bytes in SIZES {
+            let watched = rig.pool(profile);
+            let (own, side) = (rig.stream(), rig.stream());
+            let held = watched.malloc(bytes, &own);
+            let stall = rig.stall(side.handle());
+            watched.look_from(&held, &own, &side);
+            drop(side); // its work goes on
+            // Whoever gets its handle is not taken for it.
+            let next = [(); 4].map(|()| rig.stream());
+            watched.free(held, &own);
+            assert_kept(&watched, &held, &own);
+            drop(stall);
+            assert_found_again(&watched, bytes, &own);
+            watched.assert_intact();
+            drop(next);
+        }
+    });
+}
+
+#[test]
+fn a_stream_may_end_after_the_free() {
+    Rig::each(|rig, profile| {
+        for bytes in SIZES {
+            let watched = rig.pool(profile);
+            let (own, side) = (rig.stream(), rig.stream());
+            let held = watched.malloc(bytes, &own);
+            let stall = rig.stall(side.handle());
+            watched.look_from(&held, &own, &side);
+            watched.free(held, &own);
+            drop(side);
+            assert_kept(&watched, &held, &own);
+            drop(stall);
+            assert_found_again(&watched, bytes, &own);
+            watched.assert_intact();
+        }
+    });
+}
+
+#[test]
+fn the_stream_of_the_free_may_end_first() {
+    Rig::each(|rig, profile| {
+        for bytes in SIZES {
+            let watched = rig.pool(profile);
+            let (own, side, other) = (rig.stream(), rig.stream(), rig.stream());
+            let held = watched.malloc(bytes, &own);
+            let stall = rig.stall(side.handle());
+            watched.look_from(&held, &own, &side);
+            watched.free(held, &own);
+            drop(own);
+            assert_kept(&watched, &held, &other);
+            drop(stall);
+            assert_found_again(&watched, bytes, &other);
+            watched.assert_intact();
+        }
+    });
+}
+
+#[test]
+fn a_stream_may_be_capturing_at_the_free() {
+    Rig::each(|rig, profile| {
+        for bytes in SIZES {
+            let watched = rig.pool(profile);
+            let (own, side) = (rig.stream(), rig.stream());
+            let held = watched.malloc(bytes, &own);
+            let stall = rig.stall(side.handle());
+            watched.look_from(&held, &own, &side);
+            begin_capture(rig, side.handle().raw());
+            watched.free(held, &own);
+            assert_kept(&watched, &held, &own);
+            assert_eq!(end_capture(rig, side.handle().raw()), 0, "nothing came into the graph");
+            assert_kept(&watched, &held, &own);
+            // The event that could not be recorded then is by the next request that lacks memory.
+            let more = watched.malloc(8 * bytes, &own);
+            watched.free(more, &own);
+            drop(stall);
+            assert_found_again(&watched, bytes, &own);
+            watched.assert_intact();
+        }
+    });
+}
+
+#[test]
+fn a_stream_may_end_while_it_captures() {
+    Rig::each(|rig, profile| {
+        for bytes in SIZES {
+            for freed_before in [true, false] {
+                let watched = rig.pool(profile);
+                let (own, side) = (rig.stream(), rig.stream());
+                let held = watched.malloc(bytes, &own);
+                let stall = rig.stall(side.handle());
+                watched.look_from(&held, &own, &side);
+                begin_capture(rig, side.handle().raw());
+                if freed_before {
+                    watched.free(held, &own);
+                }
+                drop(side);
+                if !freed_before {
+                    watched.free(held, &own);
+                }
+                assert_kept(&watched, &held, &own);
+                drop(stall);
+                // Nothing tells when its work is over but a wait for the whole device.
+                rig.device.synchronize().unwrap();
+                assert_found_again(&watched, bytes, &own);
+                watched.assert_intact();
+            }
+        }
+    });
+}
+
+#[test]
+fn a_foreign_stream_may_end_after_the_free() {
+    Rig::each(|rig, profile| {
+        for bytes in SIZES {
+            let watched = rig.pool(profile);
+            let own = rig.stream();
+            let (raw, side) = make(rig, 1);
+            let held = watched.malloc(bytes, &own);
+            let stall = rig.stall(side);
+            watched.look_from(&held, &own, side);
+            watched.free(held, &own);
+            call!(rig.driver, cuStreamDestroy_v2(raw));
+            assert_kept(&watched, &held, &own);
+            drop(stall);
+            assert_found_again(&watched, bytes, &own);
+            watched.assert_intact();
+        }
+    });
+}
+
+#[test]
+fn a_threads_default_stream_is_waited_for_when_another_thread_frees() {
+    Rig::each(|rig, profile| {
+        for bytes in SIZES {
+            let watched = rig.pool(profile);
+            let own = rig.stream();
+            let held = watched.malloc(bytes, &own);
+            let stall = std::thread::scope(|scope| {
+                let used = scope.spawn(|| {
+                    let stall = rig.stall(StreamHandle::PER_THREAD);
+                    watched.look_from(&held, &own, StreamHandle::PER_THREAD);
+                    stall
+                });
+                used.join().unwrap()
+            });
+            watched.free(held, &own);
+            assert_kept(&watched, &held, &own);
+            drop(stall);
+            rig.device.synchronize().unwrap();
+            assert_found_again(&watched, bytes, &own);
+            watched.assert_intact();
+        }
+    });
+}
+
+#[test]
+fn the_hosts_wait_for_the_other_stream_needs_no_question() {
+    Rig::each(|rig, profile| {
+        for bytes in [GRANULE, BLOCK] {
+            let watched = rig.pool(profile);
+            let (own, side) = (rig.stream(), rig.stream());
+            let held = watched.malloc(bytes, &own);
+            watched.look_from(&held, &own, &side);
+            watched.free(held, &own);
+            side.synchronize().unwrap();
+            let before = rig.driver.calls();
+            let again = watched.malloc(bytes, &own);
+            assert_eq!(again.address(), held.address());
+            let calls = rig.driver.calls().since(&before);
+            assert_eq!((calls.count("cuEventQuery"), calls.count("cuMemCreate")), (0, 0));
+            watched.free(again, &own);
+            watched.assert_intact();
+        }
+    });
+}
+
+#[test]
+fn questions_about_uses_are_asked_though_they_may_give_no_memory_away() {
+    Rig::each(|rig, profile| {
+        for bytes in SIZES {
+            let mut settings = Settings::default();
+            settings.reuse.opportunistic = false;
+            let watched = rig.pool_with(profile, &settings);
+            let (own, side) = (rig.stream(), rig.stream());
+            let of_side = watched.malloc(bytes, &side);
+            let held = watched.malloc(bytes, &own);
+            let stall = rig.stall(side.handle());
+            watched.look_from(&held, &own, &side);
+            watched.free(held, &own);
+            watched.free(of_side, &side);
+            assert_kept(&watched, &held, &own);
+            drop(stall);
+            call!(rig.driver, cuCtxSynchronize());
+            // Its own stream has it back. What the other freed, which the same answer tells of, it
+            // has not.
+            let again: Vec<_> = (0..8).map(|_| watched.malloc(bytes, &own)).collect();
+            let addresses: Vec<_> = again.iter().map(Held::address).collect();
+            // The default profile asks when nothing else is left of a granule.
+            let asked = bytes >= GRANULE || profile == Profile::Paged;
+            assert!(!asked || addresses.contains(&held.address()), "{}", watched.layout());
+            if bytes >= GRANULE || profile == Profile::Default {
+                // The driver, whose pool serves the others, knows of that wait.
+                assert!(!addresses.contains(&of_side.address()), "{}", watched.layout());
+            }
+            again.into_iter().for_each(|held| watched.free(held, &own));
+            watched.assert_intact();
+        }
+    });
+}
+
+#[test]
+fn what_is_kept_is_free_to_its_owner_and_named_so() {
+    Rig::each(|rig, profile| {
+        for bytes in SIZES {
+            let watched = rig.pool(profile);
+            let (own, side) = (rig.stream(), rig.stream());
+            let held = watched.malloc(bytes, &own);
+            let stall = rig.stall(side.handle());
+            watched.look_from(&held, &own, &side);
+            watched.free(held, &own);
+            for refused in [
+                watched.pool.free(held.ptr, &own),
+                watched.pool.free(vpmm::DevicePtr::from_address(held.address()), &own),
+                watched.pool.record_stream(held.ptr, &side),
+            ] {
+                assert!(matches!(refused, Err(Error::DoubleFree { .. })), "{refused:?}");
+            }
+            let stats = watched.pool.stats();
+            assert_eq!((stats.live_bytes, stats.live_count), (0, 0));
+            assert_eq!((stats.small_live_bytes, stats.small_live_count), (0, 0));
+            assert_eq!(watched.pool.allocation(held.address()), None);
+            if bytes >= GRANULE {
+                assert_eq!(stats.free_bytes() + stats.cached_bytes, bytes, "{}", watched.layout());
+                assert_eq!(watched.pool.trim_to(0).unwrap(), 0, "it is in use");
+            }
+            drop(stall);
+            call!(rig.driver, cuCtxSynchronize());
+            // Twice, since the first may have to give a small one to the driver, in stream order.
+            watched.pool.trim_to(0).unwrap();
+            call!(rig.driver, cuCtxSynchronize());
+            watched.pool.trim_to(0).unwrap();
+            assert_eq!(watched.mapped(), 0, "{}", watched.layout());
+            watched.assert_intact();
+        }
+    });
+}
+
+#[test]
+fn what_is_no_allocation_is_noted_nowhere() {
+    Rig::each(|rig, profile| {
+        let (watched, other) = (rig.pool(profile), rig.pool(profile));
+        let (own, side) = (rig.stream(), rig.stream());
+        for bytes in SIZES {
+            let held = watched.malloc(bytes, &own);
+            let inside = vpmm::DevicePtr::from_address(held.address() + 512);
+            let refused = watched.pool.record_stream(inside, &side);
+            assert!(matches!(refused, Err(Error::InteriorPointer { .. })), "{refused:?}");
+            let refused = other.pool.record_stream(held.ptr, &side);
+            let named =
+                matches!(refused, Err(Error::ForeignPointer { .. } | Error::DoubleFree { .. }));
+            assert!(named, "{refused:?}");
+            watched.free(held, &own);
+            let refused = watched.pool.record_stream(held.ptr, &side);
+            assert!(matches!(refused, Err(Error::DoubleFree { .. })), "{refused:?}");
+            // The next allocation there has nobody else's use on it.
+            let again = watched.malloc(bytes, &own);
+            let before = rig.driver.calls();
+            watched.free(again, &own);
+            let records = rig.driver.calls().since(&before).count("cuEventRecord");
+            assert!(records <= 1, "{records} records");
+        }
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn a_pool_that_ends_waits_for_uses_too() {
+    for schedule in [Schedule::Late { patience: 50 }, Schedule::Random] {
+        for profile in Profile::TESTED {
+            let rig = Rig::simulated(schedule);
+            let sim = rig.sim.clone().expect("a simulated rig");
+            {
+                let watched = rig.pool(*profile);
+                let (own, side) = (rig.stream(), rig.stream());
+                let held = SIZES.map(|bytes| watched.malloc(bytes, &own));
+                held.iter().for_each(|held| watched.look_from(held, &own, &side));
+                held.iter().for_each(|held| watched.free(*held, &own));
+                // Some of the work has yet to come to its turn.
+            }
+            drop(rig);
+            sim.assert_clean();
+            assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+        }
+    }
+}
+
+#[test]
+fn a_free_that_fails_leaves_allocation_and_uses_as_they_were() {
+    for profile in Profile::TESTED {
+        for bytes in SIZES {
+            for n in 1.. {
+                let rig = Rig::on(Simulator::builder().schedule(Schedule::Manual).build().unwrap());
+                let sim = rig.sim.clone().expect("a simulated rig");
+                let watched = rig.pool(*profile);
+                let (own, first, second) = (rig.stream(), rig.stream(), rig.stream());
+                let held = watched.malloc(bytes, &own);
+                watched.look_from(&held, &own, &first);
+                watched.look_from(&held, &own, &second);
+                sim.fail_call(n, CUresult::CUDA_ERROR_UNKNOWN);
+                let failed = watched.pool.free(held.ptr, &own);
+                sim.clear_faults();
+                watched.validate();
+                if failed.is_ok() {
+                    // The default profile records nothing at a free.
+                    assert!(n > 3 || *profile == Profile::Default, "only {n} calls");
+                    break;
+                }
+                assert_eq!(
+                    watched.pool.allocation(held.address()).map(|of| of.start),
+                    Some(held.ptr)
+                );
+                // More work on the noted streams after the failure: the free that succeeds covers it.
+                // What was recorded by the one that failed is complete, and means nothing.
+                sim.run_until_idle();
+                let sides = if n % 2 == 0 { [&first, &second] } else { [&second, &first] };
+                let stalls = sides.map(|side| {
+                    let stall = rig.stall(side.handle());
+                    held.check(&rig, side);
+                    stall
+                });
+                watched.free(held, &own);
+                own.synchronize().unwrap();
+                for (stall, side) in stalls.into_iter().zip(sides) {
+                    assert_kept(&watched, &held, &own);
+                    drop(stall);
+                    side.synchronize().unwrap();
+                }
+                assert_found_again(&watched, bytes, &own);
+                watched.assert_intact();
+            }
+        }
+    }
+}

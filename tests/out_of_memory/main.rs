@@ -1,0 +1,10 @@
+//! What happens when memory runs out, in both profiles: callbacks, waiting, and the map in the error.
+
+mod callbacks;
+mod maps;
+#[path = "../lifetimes/rig.rs"]
+mod rig;
+#[allow(unused_macros, reason = "no driver function is held here")]
+#[path = "../support/pools.rs"]
+mod support;
+mod waits;

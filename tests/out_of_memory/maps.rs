@@ -1,0 +1,129 @@
+//! The map that the error carries.
+
+use cuda_sys::types::CUstream;
+use vpmm::{Error, Holder, StreamHandle, WaitPolicy};
+
+use crate::rig::{GRANULE, LIMIT, Profile, SMALL};
+use crate::support::{Rig, call};
+
+/// The driver's number of a stream.
+fn number(rig: &Rig, stream: CUstream) -> u64 {
+    let mut number = 0;
+    call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
+    call!(rig.driver, cuStreamGetId(stream, &mut number));
+    number
+}
+
+#[test]
+fn the_map_says_what_the_pool_says() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            // The driver's pool for small requests makes 32 MiB at a time.
+            let limit = (LIMIT + 16) * GRANULE;
+            let pool = profile.limited(&rig.device, Some(limit), WaitPolicy::default());
+            let stream = rig.stream();
+            let small = pool.malloc(SMALL as usize, &stream).unwrap();
+            let mut held = Vec::new();
+            let error = loop {
+                match pool.malloc(GRANULE as usize, &stream) {
+                    Ok(ptr) => held.push(ptr),
+                    Err(error) => break error,
+                }
+            };
+            assert!(held.len() as u64 >= LIMIT);
+            let map = error.map().expect("a map");
+            assert_eq!(map.stats, pool.stats());
+            assert_eq!(map.layout, pool.layout());
+            assert_eq!(map.requested_bytes, GRANULE);
+            assert_eq!(map.limit_bytes, Some(limit));
+            let Error::OutOfMemory { free_bytes, live_bytes, mapped_bytes, .. } = error else {
+                panic!("{error}")
+            };
+            let stats = &map.stats;
+            assert_eq!(free_bytes, stats.free_bytes());
+            assert_eq!(live_bytes, stats.live_bytes + stats.small_live_bytes);
+            assert_eq!(mapped_bytes, stats.mapped_bytes + stats.small_mapped_bytes);
+            // One line for the error, and many for the map.
+            assert_eq!(error.to_string().lines().count(), 1);
+            let text = map.to_string();
+            assert!(text.lines().count() > 4, "{text}");
+            for part in ["at most 56 MiB", "asked for     2 MiB", "layout", "in use"] {
+                assert!(text.contains(part), "{part} is missing in:\n{text}");
+            }
+            assert!(!format!("{error:?}").contains("pieces"));
+            held.into_iter().chain([small]).for_each(|ptr| pool.free(ptr, &stream).unwrap());
+        }
+    });
+}
+
+/// The largest free pieces, and who may have them.
+#[test]
+fn the_map_names_who_holds_what_is_free() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            let pool = profile.tight(&rig.device);
+            let (one, two) = (rig.stream(), rig.stream());
+            let held: Vec<_> = (0..LIMIT)
+                .map(|at| {
+                    let on = if at < 6 { &one } else { &two };
+                    pool.malloc(GRANULE as usize, on).unwrap()
+                })
+                .collect();
+            for (at, on) in [(0, &one), (1, &one), (7, &two), (3, &one)] {
+                pool.free(held[at], on).unwrap();
+            }
+            // More than is free, and less than the limit.
+            let error = pool.malloc(5 * GRANULE as usize, &one).unwrap_err();
+            let map = error.map().expect("a map");
+            let total: u64 = map.largest_free.iter().map(|piece| piece.bytes).sum();
+            assert_eq!(total, 4 * GRANULE, "{map}");
+            assert_eq!(total, map.stats.free_bytes());
+            assert!(map.largest_free.is_sorted_by(|a, b| a.bytes >= b.bytes), "{map}");
+            let known = [&one, &two].map(|stream| number(rig, stream.handle().raw()));
+            for piece in &map.largest_free {
+                match piece.holder {
+                    Holder::Everybody => {}
+                    Holder::Stream(stream) => assert!(known.contains(&stream), "{map}"),
+                    other => panic!("{other}"),
+                }
+            }
+            for (at, ptr) in held.into_iter().enumerate() {
+                if ![0, 1, 7, 3].contains(&at) {
+                    pool.free(ptr, if at < 6 { &one } else { &two }).unwrap();
+                }
+            }
+        }
+    });
+}
+
+/// What a busy stream has freed is that stream's in the map.
+#[test]
+fn a_busy_stream_is_named() {
+    Rig::everywhere(|rig| {
+        for (profile, stream) in Profile::BOTH
+            .into_iter()
+            .flat_map(|profile| [(profile, Some(rig.stream())), (profile, None)])
+        {
+            let pool = profile.limited(&rig.device, Some(LIMIT * GRANULE), WaitPolicy::FailAtOnce);
+            let handle = stream.as_ref().map_or(StreamHandle::LEGACY, StreamHandle::from);
+            let ptr = pool.malloc(4 * GRANULE as usize, handle).unwrap();
+            let rest = pool.malloc(8 * GRANULE as usize, handle).unwrap();
+            let stall = rig.stall(handle);
+            pool.free(ptr, handle).unwrap();
+            let error = pool.malloc(5 * GRANULE as usize, handle).unwrap_err();
+            let map = error.map().expect("a map");
+            assert_eq!(map.largest_free.len(), 1, "{map}");
+            let piece = map.largest_free[0];
+            assert_eq!((piece.start, piece.bytes), (ptr.address(), 4 * GRANULE));
+            let expected = match (&stream, profile) {
+                (Some(stream), _) => Holder::Stream(number(rig, stream.handle().raw())),
+                (None, Profile::Default) => Holder::LegacyStream,
+                (None, Profile::Paged) => Holder::Stream(number(rig, handle.raw())),
+            };
+            assert_eq!(piece.holder, expected, "{map}");
+            assert!(map.to_string().contains(&format!("{:#x}", ptr.address())), "{map}");
+            drop(stall);
+            pool.free(rest, handle).unwrap();
+        }
+    });
+}

@@ -1,0 +1,89 @@
+//! What an address is part of.
+
+use super::Core;
+use super::book::Recording;
+use super::class::UNIT_BYTES;
+use super::space::Space;
+use super::tags::{Tag, Tags};
+use crate::allocation::Allocation;
+use crate::error::Error;
+
+impl Core {
+    /// The unit that an address is in, where it is within the pool's addresses.
+    fn unit_with(&self, address: u64) -> Option<u32> {
+        let unit = u32::try_from(address.checked_sub(self.base)? / UNIT_BYTES).ok()?;
+        (unit < self.tags.units()).then_some(unit)
+    }
+
+    pub(super) fn find(&self, address: u64) -> Option<Allocation> {
+        let unit = self.unit_with(address)?;
+        let space = self.space.lock();
+        let (start, units) = space.live_around(&self.tags, unit)?;
+        let stream = self.tags.stream_at(self.tags.place_of(start));
+        let recording = space.books.get(stream as usize).map(|book| book.recording);
+        let stream = match recording {
+            Some(Recording::Lazy(handle)) => Some(handle),
+            _ => None,
+        };
+        let bytes = u64::from(units) * UNIT_BYTES;
+        Some(Allocation { start: self.pointer(start), bytes, stream })
+    }
+
+    /// What a pointer is that no allocation starts at.
+    #[cold]
+    pub(super) fn not_live(&self, address: u64) -> Error {
+        let foreign = Error::ForeignPointer { address };
+        let Some(unit) = self.unit_with(address) else { return foreign };
+        let space = self.space.lock();
+        if let Some((start, _)) = space.live_around(&self.tags, unit) {
+            let start = self.pointer(start).address();
+            return if start == address {
+                foreign
+            } else {
+                Error::InteriorPointer { address, start }
+            };
+        }
+        // Back to what the unit is part of; nothing reaches across addresses without memory.
+        let mut at = self.tags.first_with(unit);
+        loop {
+            if space.memory.extent_at(space.memory.granule_of(at)).is_none() {
+                return foreign;
+            }
+            match self.tags.get(at) {
+                Tag::Cached(units) if unit < at + units => return Error::DoubleFree { address },
+                Tag::Free(_) => return Error::DoubleFree { address },
+                Tag::Live(_) | Tag::Noted(_) | Tag::Cached(_) => return foreign,
+                Tag::None => {}
+            }
+            match at.checked_sub(1) {
+                Some(below) => at -= self.tags.step(below),
+                None => return foreign,
+            }
+        }
+    }
+}
+
+impl Space {
+    /// The allocation that a unit is in: its first unit and its units. It begins in the unit's own
+    /// granule, or was noted when it was handed out as the one across that granule's beginning.
+    fn live_around(&self, tags: &Tags, unit: u32) -> Option<(u32, u32)> {
+        let granule = self.memory.granule_of(unit);
+        self.memory.extent_at(granule)?;
+        let live = |start: u32| {
+            let units = tags.get(start).live_units()?;
+            (start <= unit && unit < start + units).then_some((start, units))
+        };
+        let first = granule * self.memory.granule_units();
+        let mut at = tags.first_with(unit);
+        while at >= first {
+            if tags.get(at) != Tag::None {
+                return live(at);
+            }
+            match at.checked_sub(tags.step(at)) {
+                Some(below) => at = below,
+                None => break,
+            }
+        }
+        live(self.memory.covered_by(granule))
+    }
+}

@@ -1,0 +1,36 @@
+//! The host's wait for what was freed, where a request finds no memory without it.
+
+use super::PagedPool;
+use crate::error::Result;
+use crate::event::{BesideCaptures, Event};
+use crate::fence::Fence;
+
+impl PagedPool {
+    /// Waits until the GPU has come past everything that was freed so far, which is everybody's then;
+    /// answers whether it had anything to wait for. It has not as long as a stream may be made to wait
+    /// for another one's memory, unless memory is kept for uses on further streams: no stream waits for
+    /// those.
+    pub(crate) fn wait_for_pending(&self) -> Result<bool> {
+        let _context = self.device.enter()?;
+        let driver = self.device.driver();
+        self.record_due()?;
+        let newest: Vec<(Fence, Event)> = {
+            let space = self.lock_space();
+            if self.config.reuse.internal_dependencies && space.uses.deferred().is_empty() {
+                return Ok(false);
+            }
+            let newest = space.timelines.ids().filter_map(|id| space.timelines.newest(id));
+            newest.filter_map(|fence| Some((fence, space.timelines.event(fence)?))).collect()
+        };
+        for (fence, event) in &newest {
+            {
+                let _beside = BesideCaptures::enter(driver)?;
+                event.wait(driver)?;
+            }
+            // Where the fence was given up meanwhile, the wait was for another record of the event;
+            // this then does nothing.
+            self.lock_space().pass(*fence);
+        }
+        Ok(!newest.is_empty())
+    }
+}

@@ -1,0 +1,78 @@
+//! The pool of a pointer, and the end of a pool.
+
+use std::sync::Arc;
+
+use super::Pool;
+use super::registry::Registry;
+use crate::device::StreamHandle;
+use crate::driver::Driver;
+use crate::error::{Error, Result};
+use crate::units::DevicePtr;
+
+impl Pool {
+    /// The pool of this driver that an address belongs to: it is in one of the pool's reservations,
+    /// allocated or not, or in a small allocation of the paged profile. `None` for memory from
+    /// elsewhere. Also finds a pool that nobody has a handle of any more: see
+    /// [the end of a pool](Self#the-end-of-a-pool).
+    ///
+    /// Host-side, no driver call: logarithmic in the number of reservations, for small allocations
+    /// (and addresses from elsewhere) a look at every pool.
+    ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let sim = cuda_sim::Simulator::builder().build()?;
+    /// # let driver = vpmm::Driver::new(sim.driver())?;
+    /// # let device = driver.device(0)?;
+    /// # let stream = device.stream()?;
+    /// # use vpmm::{Pool, PoolConfig};
+    /// let pools = [(); 2].map(|()| Pool::new(&device, &PoolConfig::default()).unwrap());
+    /// let ptr = pools[1].malloc(1 << 20, &stream)?;
+    /// assert_eq!(Pool::of(&driver, ptr.address() + 1000), Some(pools[1].clone()));
+    /// assert_eq!(Pool::of(&driver, 0), None);
+    /// # pools[1].free(ptr, &stream)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn of(driver: &Driver, address: u64) -> Option<Self> {
+        Registry::of(driver).find(address)
+    }
+
+    /// [Frees](Self::free) an allocation of whichever pool of this driver it is. Where that pool has no
+    /// handles and this was its last allocation, the pool ends, which waits on the host for the work
+    /// before its frees.
+    ///
+    /// # Errors
+    /// As [`free`](Self::free), with [`Error::ForeignPointer`] for an address of no pool.
+    pub fn free_any(
+        driver: &Driver,
+        ptr: DevicePtr,
+        stream: impl Into<StreamHandle>,
+    ) -> Result<()> {
+        let pool = Self::of(driver, ptr.address());
+        let pool = pool.ok_or(Error::ForeignPointer { address: ptr.address() })?;
+        pool.free(ptr, stream)
+    }
+
+    /// Ends the pool now, and gives everything back, allocations included: their addresses are no
+    /// longer to be used. Waits for the work before its frees; for the whole context where something is
+    /// allocated, which ends every capture in it.
+    ///
+    /// If it is its device's [current](Self::current) or [default](Self::default_of) pool it is that no
+    /// longer. An error of the driver's on the way (a context that went first) leaves the rest to the
+    /// driver, which reclaims it with the process.
+    ///
+    /// # Errors
+    /// [`Error::PoolShared`] where there are other handles; the pool comes back with it, as it was.
+    pub fn destroy(self) -> Result<(), (Self, Error)> {
+        if let Err(others) = self.registry().end(&self) {
+            return Err((self, Error::PoolShared { others }));
+        }
+        let Self { profile, family, handles } = self;
+        drop((profile, handles));
+        // Another thread may just be asking the pool about an address that is not its own.
+        while Arc::strong_count(&family) > 1 {
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+}
