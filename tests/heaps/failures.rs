@@ -330,7 +330,9 @@ fn a_pool_may_end_while_a_heap_sleeps() {
             let asleep = scene.pool.suspend("weights", &scene.stream, &contents);
             assert_eq!(asleep.is_err(), half);
             let Scene { sim, rig, pool, stream, .. } = scene;
-            drop((pool, stream));
+            // With what is allocated in it.
+            pool.destroy().map_err(|(_, error)| error).unwrap();
+            drop(stream);
             let leaks = sim.leaks();
             drop(rig);
             sim.assert_clean();

@@ -290,12 +290,12 @@ fn dropped_pools_go_back_when_the_host_has_waited_for_the_device() {
 fn a_pool_ends_with_graphs_that_were_not_released() {
     everywhere(|rig, profile| {
         let stream = rig.stream();
-        let graph = {
-            let watched = rig.pool(profile, Location::Device);
-            let (_graphs, graph, _output) = ran(rig, &watched, stream.handle());
-            graph.launch(&stream);
-            graph
-        };
+        let watched = rig.pool(profile, Location::Device);
+        let (graphs, graph, _output) = ran(rig, &watched, stream.handle());
+        graph.launch(&stream);
+        drop(graphs);
+        // With the launch under way and the output allocated.
+        watched.pool.destroy().map_err(|(_, error)| error).unwrap();
         drop(graph);
         assert_eq!(rig.mismatches(), 0);
     });

@@ -1,6 +1,6 @@
 //! One limit over all heaps of a pool, and their numbers.
 
-use vpmm::{Buffers, Contents, Error, Location};
+use vpmm::{Buffers, Contents, Error, Location, Pool, Sharing};
 
 use crate::graph;
 use crate::rig::{GRANULE, LIMIT, Profile};
@@ -73,6 +73,31 @@ fn a_graphs_memory_stays_where_it_is_when_memory_is_short() {
             }
             graphs.release(&stream).unwrap();
             watched.assert_intact();
+        }
+    });
+}
+
+#[test]
+fn a_pool_lives_until_all_of_every_heap_is_freed() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            let pool = profile.open(&rig.device, Location::Device, Sharing::None).unwrap();
+            let stream = rig.stream();
+            let weights = pool.tagged("weights").unwrap().malloc(1000, &stream).unwrap();
+            let graphs = pool.graph_pool().unwrap();
+            graphs.begin(&stream).unwrap();
+            let output = pool.malloc(1000, &stream).unwrap();
+            graphs.end(&stream).unwrap();
+            drop((graphs, pool));
+            for ptr in [weights, output] {
+                let inside = ptr.address() + 500;
+                let found = Pool::of(&rig.driver, inside).expect("something is allocated");
+                assert_eq!(found.allocation(inside).map(|of| of.start), Some(ptr));
+                drop(found);
+                Pool::free_any(&rig.driver, ptr, &stream).unwrap();
+            }
+            assert!(Pool::of(&rig.driver, weights.address()).is_none());
+            assert!(Pool::of(&rig.driver, output.address()).is_none());
         }
     });
 }

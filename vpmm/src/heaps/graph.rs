@@ -4,14 +4,27 @@ use std::sync::{Arc, Mutex};
 
 use super::lock;
 use crate::default::Core;
-use crate::device::StreamHandle;
+use crate::device::{Device, StreamHandle};
 use crate::error::{Error, Result};
 use crate::event::{BesideCaptures, Event};
 use crate::stats::Stats;
 use crate::units::DevicePtr;
 
+/// A point of a stream behind the last launches; several threads may ask about it at a time.
+struct LastUse {
+    device: Device,
+    event: Event,
+}
+
+impl Drop for LastUse {
+    fn drop(&mut self) {
+        let Ok(_context) = self.device.enter() else { return };
+        // SAFETY: made for this value, which nobody has any more.
+        let _ = unsafe { self.event.destroy(self.device.driver()) };
+    }
+}
+
 /// Where in its life a graph's heap is.
-#[derive(Clone, Copy, Debug)]
 enum Life {
     /// Captures take memory from it, and graphs that use it may be launched.
     Open,
@@ -19,7 +32,7 @@ enum Life {
     /// still run. So many heaps were dropped before.
     Dropped(u64),
     /// Released: when the event has passed nothing runs any more.
-    Released(Event),
+    Released(Arc<LastUse>),
     /// Nothing runs any more.
     Quiet,
 }
@@ -62,7 +75,7 @@ impl Graph {
             return Err(Error::GraphPool { reason: "it has been released" });
         }
         let event = super::record(device, stream)?;
-        *life = Life::Released(event);
+        *life = Life::Released(Arc::new(LastUse { device: device.clone(), event }));
         Ok(())
     }
 
@@ -85,26 +98,21 @@ impl Graph {
     /// Whether no graph that uses the memory runs any more. With `wait` the host waits for the
     /// event of a release.
     pub(super) fn is_quiet(&self, wait: bool) -> Result<bool> {
-        let event = match *lock(&self.life) {
+        let last = match &*lock(&self.life) {
             Life::Open | Life::Dropped(_) => return Ok(false),
             Life::Quiet => return Ok(true),
-            Life::Released(event) => event,
+            Life::Released(last) => Arc::clone(last),
         };
         let device = self.core.device();
         let _context = device.enter()?;
         let driver = device.driver();
         let _beside = BesideCaptures::enter(driver)?;
         if wait {
-            event.wait(driver)?;
-        } else if !event.is_complete(driver)? {
+            last.event.wait(driver)?;
+        } else if !last.event.is_complete(driver)? {
             return Ok(false);
         }
-        let mut life = lock(&self.life);
-        if let Life::Released(event) = *life {
-            *life = Life::Quiet;
-            // SAFETY: taken out of the only place that it was in, under the lock.
-            let _ = unsafe { event.destroy(driver) };
-        }
+        *lock(&self.life) = Life::Quiet;
         Ok(true)
     }
 
