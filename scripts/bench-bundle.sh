@@ -8,6 +8,7 @@
 #
 #     benches/peers/side-by-side.sh --vpmm FOLDER/bin/vpmm --rmm FOLDER/rmm --out results.jsonl
 #     FOLDER/bin/hot_paths --bench
+#     FOLDER/bin/sleep --bytes 64GiB
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -25,6 +26,7 @@ executable() {
 }
 executable vpmm build --release -p vpmm-cli --bin vpmm
 executable hot_paths bench -p vpmm-harness --bench hot_paths --no-run
+executable sleep bench -p vpmm-harness --bench sleep --no-run
 strip --strip-all "$out"/bin/*
 
 benches/peers/build-rmm.sh "$out/rmm"

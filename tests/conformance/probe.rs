@@ -271,6 +271,25 @@ impl Hold {
     }
 }
 
+/// A graph that can be launched, until drop.
+pub(crate) struct Graph<'t> {
+    driver: &'t Driver,
+    graph: CUgraph,
+    executable: CUgraphExec,
+}
+
+impl Drop for Graph<'_> {
+    fn drop(&mut self) {
+        // What a row leaves behind is found by the list itself.
+        if !self.executable.is_null() {
+            let _ = ask!(self.driver, cuGraphExecDestroy(self.executable));
+        }
+        if !self.graph.is_null() {
+            let _ = ask!(self.driver, cuGraphDestroy(self.graph));
+        }
+    }
+}
+
 fn let_go(flag: u64) {
     // SAFETY: the flag is an aligned word of page-locked memory that the probe frees only
     // after all flags were set; the device only reads it.
@@ -664,6 +683,30 @@ impl<'t> Probe<'t> {
         ended
     }
 
+    /// Ends a capture and keeps what came of it, ready to be launched.
+    pub(crate) fn end_capture_as_graph(&self, stream: CUstream) -> Asked<Graph<'t>> {
+        let mut graph =
+            Graph { driver: self.driver(), graph: ptr::null_mut(), executable: ptr::null_mut() };
+        ask!(self.driver(), cuStreamEndCapture(stream, &mut graph.graph))?;
+        ask!(self.driver(), cuGraphInstantiateWithFlags(&mut graph.executable, graph.graph, 0))?;
+        Ok(graph)
+    }
+
+    pub(crate) fn launch_graph(&self, graph: &Graph<'_>, stream: CUstream) -> Asked<()> {
+        ask!(self.driver(), cuGraphLaunch(graph.executable, stream))
+    }
+
+    /// Whether a stream captures, and in which capture.
+    pub(crate) fn capture_info(&self, stream: CUstream) -> Asked<(CUstreamCaptureStatus, u64)> {
+        let (mut status, mut id) = (CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE, 0);
+        let (graph, nodes, count) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+        ask!(
+            self.driver(),
+            cuStreamGetCaptureInfo_v2(stream, &mut status, &mut id, graph, nodes, count)
+        )?;
+        Ok((status, id))
+    }
+
     pub(crate) fn capture_status(&self, stream: CUstream) -> Asked<CUstreamCaptureStatus> {
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         ask!(self.driver(), cuStreamIsCapturing(stream, &mut status))?;
@@ -765,6 +808,22 @@ impl<'t> Probe<'t> {
         unsafe { at.cast::<u8>().write_bytes(0, words * 8) };
         self.made.borrow_mut().flags.push(at as u64);
         Ok(at as u64)
+    }
+
+    pub(crate) fn free_host(&self, at: u64) -> Asked<()> {
+        ask!(self.driver(), cuMemFreeHost(at as *mut c_void))?;
+        forget(&mut self.made.borrow_mut().flags, &at);
+        Ok(())
+    }
+
+    /// Copies to page-locked memory, in stream order.
+    pub(crate) fn save(&self, to: u64, from: u64, bytes: u64, stream: CUstream) -> Asked<()> {
+        ask!(self.driver(), cuMemcpyDtoHAsync_v2(to as *mut c_void, from, bytes as usize, stream))
+    }
+
+    /// Copies from page-locked memory, in stream order.
+    pub(crate) fn load(&self, to: u64, from: u64, bytes: u64, stream: CUstream) -> Asked<()> {
+        ask!(self.driver(), cuMemcpyHtoDAsync_v2(to, from as *const c_void, bytes as usize, stream))
     }
 
     /// Makes the stream busy until the hold is released.

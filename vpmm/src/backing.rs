@@ -1,10 +1,12 @@
 //! What a pool's memory is made of: where it is, how it can be shared, who may reach it.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cuda_sys::types::*;
 use smallvec::SmallVec;
 
+use crate::budget::Budget;
 use crate::device::Device;
 use crate::driver::Failure;
 use crate::error::{Error, Result};
@@ -21,8 +23,12 @@ pub(crate) struct Backing {
     granule_bytes: u64,
     /// Devices beside the pool's that may reach the memory.
     peers: Mutex<Vec<Peer>>,
+    /// What all heaps of the pool hold together, and the part of it made here.
+    budget: Arc<Budget>,
+    held: AtomicU64,
 }
 
+#[derive(Clone)]
 struct Peer {
     /// Its primary context stays retained while it has access.
     device: Device,
@@ -77,6 +83,8 @@ impl Backing {
             sharing,
             granule_bytes: 0,
             peers: Mutex::default(),
+            budget: Arc::new(Budget::new()),
+            held: AtomicU64::new(0),
         };
         backing.granule_bytes = match device.granularity_of(&backing.properties()) {
             Ok(bytes) => bytes,
@@ -88,11 +96,30 @@ impl Backing {
         Ok(backing)
     }
 
+    /// Memory of the same kind for another heap of the pool, open to the same devices, under the
+    /// same limit.
+    pub(crate) fn of_another_heap(&self) -> Self {
+        Self {
+            device: self.device.clone(),
+            location: self.location,
+            sharing: self.sharing,
+            granule_bytes: self.granule_bytes,
+            peers: Mutex::new(self.peers().clone()),
+            budget: Arc::clone(&self.budget),
+            held: AtomicU64::new(0),
+        }
+    }
+
+    pub(crate) fn budget(&self) -> &Budget {
+        &self.budget
+    }
+
     fn try_a_granule(&self) -> Result<()> {
         let extent = self.create(self.granule_bytes).map_err(|failure| self.not_there(failure))?;
         let mut orphans = Vec::new();
         // SAFETY: made just now, mapped nowhere, known to nobody.
         unsafe { physical::release_all(self.device.driver(), [extent], &mut orphans) };
+        self.gave_up(self.granule_bytes);
         if orphans.is_empty() {
             return Ok(());
         }
@@ -161,9 +188,24 @@ impl Backing {
         }
     }
 
-    /// Makes an extent.
+    /// Makes an extent. Past the limit of all heaps together it answers as a device without memory.
     pub(crate) fn create(&self, bytes: u64) -> Result<Extent, Failure> {
-        physical::create(self.device.driver(), bytes, &self.properties())
+        if !self.budget.take(bytes) {
+            let code = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+            return Err(Failure { call: "cuMemCreate", code });
+        }
+        let made = physical::create(self.device.driver(), bytes, &self.properties());
+        match made {
+            Ok(_) => _ = self.held.fetch_add(bytes, Ordering::Relaxed),
+            Err(_) => self.budget.give_back(bytes),
+        }
+        made
+    }
+
+    /// Notes that extents made here were given up, or will be and count no more.
+    pub(crate) fn gave_up(&self, bytes: u64) {
+        self.held.fetch_sub(bytes, Ordering::Relaxed);
+        self.budget.give_back(bytes);
     }
 
     /// Opens new mappings to everybody who may reach the pool's memory, in one call.
@@ -248,5 +290,12 @@ impl Backing {
             peers.push(Peer { device: device.clone(), access });
         }
         Ok(())
+    }
+}
+
+impl Drop for Backing {
+    /// What is left goes with the heap.
+    fn drop(&mut self) {
+        self.budget.give_back(*self.held.get_mut());
     }
 }

@@ -111,6 +111,14 @@ driver_calls! {
     cuStreamGetId(stream: CUstream, id: *mut u64);
     cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
     cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus);
+    cuStreamGetCaptureInfo_v2(
+        stream: CUstream,
+        status: *mut CUstreamCaptureStatus,
+        id: *mut u64,
+        graph: *mut CUgraph,
+        dependencies: *mut *const CUgraphNode,
+        count: *mut usize
+    );
     cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
     cuThreadExchangeStreamCaptureMode(mode: *mut CUstreamCaptureMode);
     cuEventCreate(event: *mut CUevent, flags: c_uint);
@@ -162,6 +170,10 @@ driver_calls! {
     );
     cuMemUnmap(address: CUdeviceptr, bytes: usize);
     cuMemSetAccess(address: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize);
+    cuMemHostAlloc(memory: *mut *mut c_void, bytes: usize, flags: c_uint);
+    cuMemFreeHost(memory: *mut c_void);
+    cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);
+    cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
     cuMemPoolCreate(pool: *mut CUmemoryPool, properties: *const CUmemPoolProps);
     cuMemPoolDestroy(pool: CUmemoryPool);
     cuMemPoolTrimTo(pool: CUmemoryPool, keep_bytes: usize);

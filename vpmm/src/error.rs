@@ -8,7 +8,7 @@ use cuda_sys::types::CUresult;
 
 use crate::location::{Location, Sharing};
 use crate::memory_map::MemoryMap;
-use crate::units::Bytes;
+use crate::units::{Bytes, DevicePtr};
 
 /// The result of this crate's calls.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -198,6 +198,60 @@ pub enum Error {
         address: u64,
     },
 
+    /// The memory sleeps: it was given to the device by [`Pool::suspend`](crate::Pool::suspend).
+    #[error("the heap is asleep: resume it first")]
+    Asleep,
+
+    /// What is not asleep was to be resumed.
+    #[error("the heap is not asleep")]
+    NotAsleep,
+
+    /// No heap of the pool has the tag.
+    #[error("the pool has no heap with this tag")]
+    UnknownTag,
+
+    /// Memory that other processes may have was to be given back.
+    #[error("{} of the heap are exported, and stay", Bytes(*bytes))]
+    Exported {
+        /// Bytes of handles that were exported.
+        bytes: u64,
+    },
+
+    /// [`Pool::suspend`](crate::Pool::suspend) failed half way, and so did going back. No memory or
+    /// contents are lost: [`Pool::resume`](crate::Pool::resume) wakes what is asleep.
+    #[error(
+        "{call} failed with {code} half way to sleep, and so did going back: {} allocations are asleep, {} awake",
+        asleep.len(), awake.len()
+    )]
+    HalfAsleep {
+        /// The driver function that failed first.
+        call: &'static str,
+        /// What it answered.
+        code: CUresult,
+        /// The allocations whose memory is not at their addresses.
+        asleep: std::sync::Arc<[DevicePtr]>,
+        /// The allocations that can be used.
+        awake: std::sync::Arc<[DevicePtr]>,
+    },
+
+    /// The file that contents were saved in cannot be written or read.
+    #[error("the file with a heap's contents failed: {0}")]
+    ContentsFile(#[source] std::sync::Arc<std::io::Error>),
+
+    /// The file that contents were saved in is not what was written.
+    #[error("the file with a heap's contents was changed: {reason}")]
+    ContentsChanged {
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+
+    /// A [`GraphPool`](crate::GraphPool) cannot do that now.
+    #[error("a graph's pool: {reason}")]
+    GraphPool {
+        /// Why not.
+        reason: &'static str,
+    },
+
     /// A pool was to be destroyed that others have handles of.
     #[error("the pool has {others} other handles")]
     PoolShared {
@@ -226,7 +280,8 @@ pub enum Error {
     },
 
     /// The stream is capturing a graph, and the pool cannot serve it meanwhile: the paged profile
-    /// never does, the default one not through a handle from elsewhere.
+    /// never does, the default one not through a handle from elsewhere, unless a
+    /// [`GraphPool`](crate::GraphPool) is open to the capture.
     #[error(
         "the stream is capturing a graph, and the pool can neither allocate nor free on it now"
     )]

@@ -13,6 +13,8 @@ pub(crate) struct Event(CUevent);
 
 // SAFETY: an event handle is a token that any thread may pass to the driver.
 unsafe impl Send for Event {}
+// SAFETY: as above; nothing in the value changes.
+unsafe impl Sync for Event {}
 
 impl Event {
     /// Makes an event without timing in the current context: an eighth of the cost of one with.

@@ -14,6 +14,22 @@ use crate::stats::Stats;
 use crate::units::DevicePtr;
 use crate::validate::Violation;
 
+/// The other heaps of a pool, for calls of the main one that are theirs.
+pub(crate) trait Beside: Send + Sync {
+    /// Serves a request whose stream takes part in the capture of a graph with memory of its own.
+    fn malloc(&self, bytes: usize, stream: StreamHandle) -> Option<Result<DevicePtr>>;
+
+    /// Frees what another heap handed out; `None` where none of them has the address.
+    fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Option<Result<()>>;
+
+    /// What a stream that takes part in such a capture is called there.
+    fn capturing(&self, stream: StreamHandle) -> Option<u64>;
+
+    /// Gives back what other heaps can do without; `wait` for it on the host, too. Whether there
+    /// was anything.
+    fn make_room(&self, wait: bool) -> bool;
+}
+
 /// A pool of one profile. What each call means is said at the method of [`Pool`](crate::Pool) with
 /// the same name.
 pub(crate) trait Heap: Source + Send + Sync {

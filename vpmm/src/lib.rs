@@ -35,7 +35,7 @@
 //! | `driver` | the driver's functions; all calls into it |
 //! | `device` | devices, contexts, streams |
 //! | `physical`, `reservation`, `mapping`, `event` | one kind of driver object each |
-//! | `backing` | what a pool's memory is made of |
+//! | `budget`, `backing` | how much a pool may hold, and what its memory is made of |
 //! | `ordering`, `allocation` | what callers say about streams and ask about pointers |
 //! | `out_of_memory` | what callers say about waiting for memory |
 //! | `validate` | what a check of a pool found |
@@ -43,11 +43,13 @@
 //! | `heap` | what both profiles can do |
 //! | `paged` | the paged profile |
 //! | `default` | the default profile |
+//! | `heaps` | heaps beside a pool's main one: of graphs, of tags |
 //! | `pool` | the public face |
 
 mod allocation;
 mod arena;
 mod backing;
+mod budget;
 mod default;
 mod device;
 mod driver;
@@ -55,6 +57,7 @@ mod error;
 mod event;
 mod fence;
 mod heap;
+mod heaps;
 mod layout;
 mod location;
 mod lock;
@@ -77,13 +80,14 @@ pub use default::{Background, PoolConfig};
 pub use device::{Device, Stream, StreamHandle};
 pub use driver::{Driver, DriverCalls};
 pub use error::{Error, Result};
+pub use heaps::{Buffers, Contents, Resumed, Suspended};
 pub use layout::Layout;
 pub use location::{Access, Location, Sharing};
 pub use memory_map::{FreePiece, Holder, MemoryMap};
 pub use ordering::{Mark, PendingPolicy, Reuse};
 pub use out_of_memory::{Recovery, WaitPolicy};
 pub use paged::PagedConfig;
-pub use pool::{CurrentPool, OutOfMemoryCallback, Pool};
+pub use pool::{CurrentPool, GraphPool, OutOfMemoryCallback, Pool, Tagged};
 pub use sharing::{Export, Imported};
 pub use stats::Stats;
 pub use units::DevicePtr;

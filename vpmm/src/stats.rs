@@ -27,6 +27,8 @@ pub struct Stats {
     pub zombie_bytes: u64,
     /// In the middle of an operation of another thread.
     pub transit_bytes: u64,
+    /// Addresses of heaps that sleep: their memory is the device's.
+    pub asleep_bytes: u64,
     /// Physical memory of the pages.
     pub mapped_bytes: u64,
     /// The most that `mapped_bytes` has been, since the same.
@@ -80,6 +82,22 @@ pub struct Stats {
 }
 
 impl Stats {
+    /// Adds another heap's numbers. Sums of peaks are at most too much.
+    pub(crate) fn add(&mut self, other: &Self) {
+        macro_rules! sum {
+            ($( $field:ident )*) => { $( self.$field += other.$field; )* };
+        }
+        sum!(
+            live_bytes peak_live_bytes cached_bytes idle_bytes pending_bytes hole_bytes
+            zombie_bytes transit_bytes asleep_bytes mapped_bytes peak_mapped_bytes reserved_bytes
+            small_live_bytes small_mapped_bytes peak_small_mapped_bytes live_count cached_count
+            idle_count pending_count hole_count zombie_count reservation_count small_live_count
+            pages_created pages_moved extent_count exported_bytes extents_created extents_moved
+            device_waits host_waits failed_unmaps
+        );
+        self.stream_count = self.stream_count.max(other.stream_count);
+    }
+
     /// Free bytes, whether or not their fences have passed.
     pub fn free_bytes(&self) -> u64 {
         self.idle_bytes + self.pending_bytes

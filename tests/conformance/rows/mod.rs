@@ -3,6 +3,7 @@
 mod addresses;
 mod capture;
 mod data;
+mod graphs;
 mod mappings;
 mod physical;
 mod pools;
@@ -70,6 +71,7 @@ pub(crate) fn all() -> Vec<Row> {
         data::rows(),
         streams::rows(),
         capture::rows(),
+        graphs::rows(),
         pools::rows(),
     ]
     .into_iter()

@@ -45,6 +45,10 @@ impl Registry {
         self.by_stream.remove(&stream)
     }
 
+    pub(super) fn knows(&self, stream: u64) -> bool {
+        self.by_stream.contains_key(&stream)
+    }
+
     /// The number of the stream at a place.
     pub(super) fn stream(&self, index: u32) -> u64 {
         self.shards[index as usize].stream()
@@ -63,6 +67,11 @@ pub(super) struct Routes(Box<[AtomicPtr<Shard>]>);
 impl Routes {
     pub(super) fn new() -> Self {
         Self((0..ROUTES).map(|_| AtomicPtr::default()).collect())
+    }
+
+    /// Forgets every shortcut.
+    pub(super) fn clear(&self) {
+        self.0.iter().for_each(|route| route.store(std::ptr::null_mut(), Ordering::Release));
     }
 
     #[inline(always)]
@@ -85,7 +94,7 @@ impl Core {
     }
 
     #[inline(always)]
-    fn number_of(&self, handle: StreamHandle) -> Option<u64> {
+    pub(super) fn number_of(&self, handle: StreamHandle) -> Option<u64> {
         let known = handle.known_to(self.realm);
         known.or_else(|| (handle == StreamHandle::LEGACY).then_some(LEGACY))
     }
@@ -124,7 +133,7 @@ impl Core {
         self.admit_as(handle, stream, Recording::Eager)
     }
 
-    fn admit_as(
+    pub(super) fn admit_as(
         &self,
         handle: StreamHandle,
         stream: u64,
@@ -161,7 +170,11 @@ impl Core {
         let shard = self.shard(index);
         if matches!(recording, Recording::Lazy(_)) {
             let shard: *const Shard = shard;
-            self.routes.at(stream).store(shard.cast_mut(), Ordering::Release);
+            // Under the lock that shortcuts are closed under.
+            let _registry = lock(&self.registry);
+            if !self.aside.is_closed() {
+                self.routes.at(stream).store(shard.cast_mut(), Ordering::Release);
+            }
         }
         Ok(Admitted { stream: index, eager: recording == Recording::Eager, shard })
     }

@@ -39,6 +39,9 @@ pub(super) enum Recording {
     Lazy(StreamHandle),
     /// At every free: nobody tells when the stream ends.
     Eager,
+    /// Never while this lasts: the stream takes part in a graph's capture, or is about to. What it
+    /// freed stays its own. See [`held`](super::held).
+    Held,
     /// The stream has ended. Its last event covers everything.
     Ended,
     /// The stream ended and would not take a last event (it was capturing). Only a wait for the

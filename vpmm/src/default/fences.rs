@@ -250,7 +250,8 @@ impl Core {
             return Next::Ask(record);
         }
         if space.books[stream as usize].stage == Stage::Clear {
-            let lost = space.books[stream as usize].recording == Recording::Lost;
+            let recording = space.books[stream as usize].recording;
+            let lost = matches!(recording, Recording::Lost | Recording::Held);
             let unproved = space.books[stream as usize].is_unproved();
             if own || lost || unproved || !space.has_open(stream) {
                 return Next::Nothing;
@@ -533,7 +534,7 @@ fn record_beside_captures(
 }
 
 /// Whether what is enqueued on the stream becomes part of a graph.
-pub(super) fn stream_is_capturing(driver: &Driver, stream: StreamHandle) -> Result<bool, Failure> {
+pub(crate) fn stream_is_capturing(driver: &Driver, stream: StreamHandle) -> Result<bool, Failure> {
     let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is live.
     unsafe { driver.cuStreamIsCapturing(stream.raw(), &mut status) }?;

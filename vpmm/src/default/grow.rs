@@ -253,7 +253,7 @@ impl Space {
         let enough = policy.moves_first(live, self.counters.created, means.moved_lately);
         let short = means.room < u64::from(window.cost);
         let mut sources = Sources::default();
-        if short || free >= enough {
+        if !policy.fixed && (short || free >= enough) {
             sources = self.sources(stream, window);
         }
         let move_first = sources.granules >= enough;

@@ -287,7 +287,7 @@ impl Space {
         let waits = match book.stage {
             Stage::Recorded(_) | Stage::Passed => true,
             Stage::Recording => false,
-            _ if book.recording == Recording::Lost => false,
+            _ if matches!(book.recording, Recording::Lost | Recording::Held) => false,
             Stage::Unrecorded => matches!(book.recording, Recording::Lazy(_)) && !legacy,
             // A sole stream keeps what it frees; its zombies are the pool's all the same.
             Stage::Clear if self.is_sole(stream) => !legacy && self.zombie_waits(stream),

@@ -14,7 +14,7 @@
 //! ```
 
 use super::book::Recording;
-use super::class::LARGE_STEP;
+use super::class::{LARGE_STEP, UNIT_BYTES};
 use super::remap::Grown;
 use super::space::Part;
 use super::{Core, lock};
@@ -91,10 +91,16 @@ impl Core {
         let _context = self.device.enter()?;
         // From here on one at a time: what one maps another may use.
         let _growing = lock(&self.growing);
+        self.check_awake()?;
         if let Some(start) = self.place(request).or_else(|| self.place_in_run(request)) {
             return Ok(start);
         }
         let mut room = self.room()?;
+        if room * self.granule_bytes < u64::from(request.units) * UNIT_BYTES
+            && self.aside.make_room(false)
+        {
+            room = self.room()?;
+        }
         if let Some(start) = self.call_in(request, room)? {
             return Ok(start);
         }
@@ -173,6 +179,7 @@ impl Core {
         {
             return Ok(start);
         }
+        let room = if self.aside.make_room(true) { self.room()? } else { room };
         // Whether or not this thread waited: others, and the steps before, may have gained something.
         if self.config.out_of_memory == WaitPolicy::WaitForPending {
             self.wait_for_frees()?;
@@ -312,7 +319,8 @@ impl Core {
     /// Granules that may still be made.
     fn room(&self) -> Result<u64> {
         let mapped = self.space.lock().memory.mapped();
-        Ok(self.policy.capacity.saturating_sub(mapped))
+        let shared = self.backing.budget().room() / self.granule_bytes;
+        Ok(self.policy.capacity.saturating_sub(mapped).min(shared))
     }
 
     #[cold]

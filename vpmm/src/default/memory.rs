@@ -10,6 +10,19 @@ use crate::physical::Extent;
 use crate::region::{NodeId, Region, RegionMap, State};
 use crate::sharing::{SharedExtent, Span};
 
+/// What is behind an extent's addresses. Anything but mapped only while the heap sleeps.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Backed {
+    /// Its handle.
+    Mapped,
+    /// Nothing; but the handle is still there.
+    Unmapped,
+    /// Its handle, or not: the driver would not undo a mapping. To be unmapped before anything else.
+    Stuck,
+    /// Nothing: the handle was given back.
+    Gone,
+}
+
 /// One physical handle, where it is now.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Resident {
@@ -22,11 +35,13 @@ pub(super) struct Resident {
     pub(super) exported: bool,
     /// It was mapped elsewhere before, and may still be.
     pub(super) moved: bool,
+    pub(super) backed: Backed,
 }
 
 impl Resident {
     fn vacant(handle: Extent) -> Self {
-        Self { handle, start: 0, granules: 0, exported: false, moved: false }
+        let backed = Backed::Mapped;
+        Self { handle, start: 0, granules: 0, exported: false, moved: false, backed }
     }
 
     pub(super) fn end(&self) -> u32 {
@@ -58,6 +73,8 @@ pub(super) struct Memory {
     peak_mapped: u64,
     /// Granules of exported extents.
     exported: u64,
+    /// Granules of extents that are gone while the heap sleeps.
+    gone: u64,
 }
 
 impl Memory {
@@ -80,6 +97,7 @@ impl Memory {
             mapped: 0,
             peak_mapped: 0,
             exported: 0,
+            gone: 0,
         }
     }
 
@@ -130,7 +148,7 @@ impl Memory {
         self.base + u64::from(granule) * self.granule_bytes
     }
 
-    /// Granules of physical memory.
+    /// Granules of extents, those that are gone while the heap sleeps included.
     pub(super) fn mapped(&self) -> u64 {
         self.mapped
     }
@@ -153,6 +171,56 @@ impl Memory {
 
     pub(super) fn extent(&self, number: u32) -> &Resident {
         &self.extents[number as usize]
+    }
+
+    /// Granules without memory while the heap sleeps.
+    pub(super) fn gone(&self) -> u64 {
+        self.gone
+    }
+
+    /// The numbers of all extents with this behind them.
+    pub(super) fn numbers_of(&self, backed: Backed) -> Vec<u32> {
+        let of = self.extents().filter(|(_, extent)| extent.backed == backed);
+        of.map(|(number, _)| number).collect()
+    }
+
+    /// The extents of a run, its first granule and its length, in ascending order.
+    pub(super) fn extents_in(&self, (start, granules): (u32, u32)) -> Vec<Resident> {
+        let mut found = Vec::new();
+        let mut at = start;
+        while at < start + granules {
+            let Some((_, extent)) = self.extent_at(at) else { break };
+            found.push(*extent);
+            at = extent.end();
+        }
+        found
+    }
+
+    /// Notes what is behind every extent of a run.
+    pub(super) fn set_backed(&mut self, (start, granules): (u32, u32), backed: Backed) {
+        let mut at = start;
+        while at < start + granules {
+            let Some((number, end)) = self.extent_at(at).map(|(number, of)| (number, of.end()))
+            else {
+                break;
+            };
+            self.extents[number as usize].backed = backed;
+            at = end;
+        }
+    }
+
+    /// An extent's handle was given back.
+    pub(super) fn set_gone(&mut self, number: u32) {
+        let extent = &mut self.extents[number as usize];
+        extent.backed = Backed::Gone;
+        self.gone += u64::from(extent.granules);
+    }
+
+    /// An extent that was gone has memory again, not mapped yet.
+    pub(super) fn renew(&mut self, number: u32, handle: Extent) {
+        let extent = &mut self.extents[number as usize];
+        (extent.handle, extent.backed) = (handle, Backed::Unmapped);
+        self.gone -= u64::from(extent.granules);
     }
 
     /// Every extent with its number.

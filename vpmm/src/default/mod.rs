@@ -20,6 +20,7 @@
 
 mod access;
 mod admit;
+mod aside;
 mod book;
 mod class;
 mod config;
@@ -32,6 +33,7 @@ mod free_set;
 mod front;
 mod grow;
 mod heap;
+mod held;
 mod helper;
 mod ladder;
 mod memory;
@@ -44,6 +46,7 @@ mod remap;
 mod report;
 mod shard;
 mod shared;
+mod sleep;
 mod space;
 mod tags;
 mod teardown;
@@ -51,7 +54,9 @@ mod trim;
 mod validate;
 
 pub use config::{Background, PoolConfig};
+pub(crate) use fences::stream_is_capturing;
 pub(crate) use helper::Helper;
+pub(crate) use sleep::Run;
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -68,6 +73,7 @@ use crate::ordering::{Mark, next_pool};
 use crate::reservation::Reservation;
 use crate::units::DevicePtr;
 use admit::{Registry, Routes};
+use aside::Aside;
 use book::Recording;
 use class::{LARGE_STEP, UNIT_BYTES, units_of};
 use config::Checked;
@@ -108,6 +114,7 @@ pub(crate) struct Core {
     granules: u32,
     tags: Tags,
     routes: Routes,
+    aside: Aside,
     growing: Mutex<()>,
     /// The stream that is asked about next.
     asked: AtomicUsize,
@@ -125,6 +132,16 @@ pub(crate) struct Core {
 impl Core {
     pub(crate) fn new(device: &Device, config: &PoolConfig) -> Result<Arc<Self>> {
         let backing = Backing::new(device, config.location, config.sharing)?;
+        Self::of(backing, device, config, false)
+    }
+
+    /// A heap of such memory; `fixed` where free memory, too, is to stay where it is.
+    fn of(
+        backing: Backing,
+        device: &Device,
+        config: &PoolConfig,
+        fixed: bool,
+    ) -> Result<Arc<Self>> {
         let granule_bytes = backing.granule_bytes();
         if granule_bytes < LARGE_BYTES || !granule_bytes.is_power_of_two() {
             return Err(Error::VmmUnsupported { ordinal: device.ordinal() });
@@ -153,7 +170,7 @@ impl Core {
             number: next_pool(),
             device: device.clone(),
             backing,
-            policy: Policy::new(config.capacity, limited),
+            policy: Policy::new(config.capacity, limited, fixed),
             config,
             asymmetry: Asymmetry::detect(),
             realm: device.driver().realm(),
@@ -162,6 +179,7 @@ impl Core {
             granules,
             tags,
             routes: Routes::new(),
+            aside: Aside::default(),
             growing: Mutex::new(()),
             asked: AtomicUsize::new(0),
             registry: Mutex::default(),
@@ -214,6 +232,9 @@ impl Core {
     /// that cannot be served.
     #[cold]
     fn malloc_outside(&self, bytes: usize, handle: StreamHandle) -> Result<DevicePtr> {
+        if let Some(served) = self.malloc_aside(bytes, handle) {
+            return served;
+        }
         let units = self.check_size(bytes as u64)?;
         let admitted = self.admit(handle)?;
         if !admitted.eager && self.claim_front(admitted.stream) {
@@ -335,12 +356,24 @@ impl Core {
     /// A free without a front, or of a pointer that is not an allocation's.
     #[cold]
     fn free_outside(&self, ptr: DevicePtr, handle: StreamHandle) -> Result<()> {
+        if let Some(freed) = self.free_aside(ptr, handle) {
+            return freed;
+        }
+        self.free_as(ptr, handle, || self.admit(handle))
+    }
+
+    fn free_as<'a>(
+        &'a self,
+        ptr: DevicePtr,
+        handle: StreamHandle,
+        admit: impl FnOnce() -> Result<admit::Admitted<'a>>,
+    ) -> Result<()> {
         let start = self.unit_of(ptr.address());
         let tag = start.map_or(Tag::None, |start| self.tags.get(start));
         let Some(start) = start.filter(|_| tag.live_units().is_some()) else {
             return Err(self.not_live(ptr.address()));
         };
-        let admitted = self.admit(handle)?;
+        let admitted = admit()?;
         let stream = admitted.stream;
         if matches!(tag, Tag::Noted(_)) {
             return self.free_noted(start, handle, stream, ptr);

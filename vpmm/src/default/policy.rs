@@ -52,11 +52,13 @@ pub(super) struct Policy {
     pub(super) capacity: u64,
     /// Whether that is a limit that somebody set.
     limited: bool,
+    /// Whether free memory stays where it is, too.
+    pub(super) fixed: bool,
 }
 
 impl Policy {
-    pub(super) fn new(capacity: u64, limited: bool) -> Self {
-        Self { capacity, limited }
+    pub(super) fn new(capacity: u64, limited: bool, fixed: bool) -> Self {
+        Self { capacity, limited, fixed }
     }
 
     /// The length of the next new extent, at most. Twice as long at a limit where the request

@@ -70,6 +70,10 @@ impl Core {
                 // Nothing has used the new mappings: they go first, then the memory behind them.
                 let stuck: SmallVec<[bool; 2]> =
                     kept.into_iter().map(|mappings| mappings.undo().is_err()).collect();
+                let made = job.fills.iter().flat_map(|fill| &fill.pieces);
+                let made = made.filter(|piece| matches!(piece.source, Source::New));
+                let granules = made.take(handles.len()).map(|piece| u64::from(piece.granules));
+                self.backing.gave_up(granules.sum::<u64>() * self.granule_bytes);
                 let mut orphans = Vec::new();
                 // SAFETY: made by `build` for this job, mapped nowhere any more and in no table.
                 unsafe { release_all(self.device.driver(), handles, &mut orphans) };

@@ -37,6 +37,11 @@ impl Core {
         let totals = space.memory.map.totals();
         let bytes = |state| totals.bytes(state) * self.granule_bytes;
         let units = |units: u64| units * UNIT_BYTES;
+        // Nothing else is in transit while the heap sleeps.
+        let (asleep, transit) = match self.is_asleep() {
+            true => (bytes(State::Transit), 0),
+            false => (0, bytes(State::Transit)),
+        };
         let common = &space.common;
         let sets = || space.books.iter().flat_map(|book| book.sets.iter().flatten());
         Stats {
@@ -50,8 +55,9 @@ impl Core {
             ),
             hole_bytes: bytes(State::Hole) + self.granule_bytes,
             zombie_bytes: bytes(State::Zombie),
-            transit_bytes: bytes(State::Transit) + units(space.transit_units),
-            mapped_bytes: space.memory.mapped() * self.granule_bytes,
+            transit_bytes: transit + units(space.transit_units),
+            asleep_bytes: asleep,
+            mapped_bytes: (space.memory.mapped() - space.memory.gone()) * self.granule_bytes,
             peak_mapped_bytes: space.memory.peak_mapped() * self.granule_bytes,
             reserved_bytes: u64::from(self.granules) * self.granule_bytes,
             live_count: space.out_blocks.saturating_sub(cached_count),

@@ -23,6 +23,7 @@ impl Source for Core {
     fn pin_block(&self, address: u64) -> Result<(Vec<SharedExtent>, Span)> {
         // What is moving is in no table at its new address yet.
         let _growing = lock(&self.growing);
+        self.check_awake()?;
         let mut space = self.space.lock();
         let block = self
             .unit_of(address)

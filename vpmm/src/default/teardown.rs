@@ -1,6 +1,7 @@
 //! The end of a pool.
 
 use super::Core;
+use super::memory::Backed;
 use crate::driver::Failure;
 use crate::event::{BesideCaptures, Event};
 use crate::region::State;
@@ -22,7 +23,7 @@ impl Core {
     }
 
     /// Whether nothing waits for any stream.
-    fn all_passed(&self) -> bool {
+    pub(super) fn all_passed(&self) -> bool {
         let space = self.space.lock();
         let waiting = |book: &super::book::Book| {
             let sole = space.books.len() == 1;
@@ -57,7 +58,8 @@ impl Drop for Core {
             let _ = unsafe { crate::mapping::unmap(driver, address, bytes) };
         }
         let orphans = std::mem::take(&mut space.orphans);
-        let handles = space.memory.extents().map(|(_, extent)| extent.handle).chain(orphans);
+        let held = space.memory.extents().filter(|(_, of)| of.backed != Backed::Gone);
+        let handles = held.map(|(_, extent)| extent.handle).chain(orphans);
         // SAFETY: the pool's own handles, each once; the pool ends here.
         unsafe { crate::physical::release_all(driver, handles, &mut Vec::new()) };
         let mut events: Vec<Event> = space.events.drain(..).collect();

@@ -102,6 +102,7 @@ impl Core {
             return Err(failure.about(bytes));
         }
         let handles = self.space.lock().forget(run);
+        self.backing.gave_up(bytes);
         let mut released = bytes;
         for (handle, bytes) in handles {
             let mut orphans = Vec::new();

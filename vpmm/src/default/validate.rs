@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashSet};
 use super::book::{Book, Recording, Stage};
 use super::class::UNIT_BYTES;
 use super::free_set::Block;
+use super::memory::Backed;
 use super::owner::Owner;
 use super::shard::Shard;
 use super::space::{Part, Space};
@@ -115,7 +116,7 @@ impl Space {
         let mut seen = HashSet::new();
         let mut granules = 0;
         for (number, extent) in self.memory.extents() {
-            if !seen.insert(extent.handle) {
+            if extent.backed != Backed::Gone && !seen.insert(extent.handle) {
                 return broken(I2, format!("{:?} has two current mappings", extent.handle));
             }
             for at in extent.start..extent.end() {

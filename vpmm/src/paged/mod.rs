@@ -142,7 +142,7 @@ impl PagedPool {
     fn malloc_small(&self, small: &Small, bytes: u64, caller: Caller) -> Result<DevicePtr> {
         self.settle_small(caller.stream_id, caller.stream)?;
         if let Some(limit) = self.config.limit_bytes {
-            let held = self.lock_space().mapped.saturating_add(small.held_bytes());
+            let held = self.backing.budget().held().saturating_add(small.held_bytes());
             if held.saturating_add(bytes) > limit {
                 return Err(self.out_of_memory(bytes));
             }

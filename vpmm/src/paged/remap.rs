@@ -109,7 +109,8 @@ impl PagedPool {
         let Some(limit) = self.config.limit_bytes else { return Ok(u64::MAX) };
         let small =
             self.small.as_ref().map_or(Ok(0), |small| small.reserved(self.device.driver()))?;
-        Ok(limit.saturating_sub(self.lock_space().mapped).saturating_sub(small))
+        let own = limit.saturating_sub(self.lock_space().mapped).saturating_sub(small);
+        Ok(own.min(self.backing.budget().room()))
     }
 
     /// Everything that the driver has to do for a plan. On failure what it did is undone.
@@ -269,6 +270,7 @@ impl PagedPool {
 
     /// Puts everything back as it was before the plan, and says what went wrong.
     fn give_up(&self, plan: Plan, new: Vec<Extent>, unfinished: Unfinished, bytes: u64) -> Error {
+        self.backing.gave_up(new.len() as u64 * self.config.page);
         let orphans = self.give_back(new);
         {
             let mut space = self.lock_space();

@@ -4,14 +4,24 @@
 //! which are not told apart by whether they were shared.
 
 use super::PagedPool;
+use super::small::Small;
 use super::space::Space;
 use crate::backing::Backing;
+use crate::budget::Besides;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::region::State;
 use crate::sharing::{SharedExtent, Source, Span};
 
 impl PagedPool {
+    /// Whether an allocation starts at the address, or what it is instead.
+    pub(crate) fn check_live(&self, address: u64) -> Result<()> {
+        match &self.small {
+            Some(small) if small.holds(address) => Ok(()),
+            _ => self.lock_space().live_at(address).map(|_| ()),
+        }
+    }
+
     fn check_is_of_pages(&self, address: u64) -> Result<()> {
         match &self.small {
             Some(small) if small.holds(address) => Err(Error::NotShareable {
@@ -19,6 +29,13 @@ impl PagedPool {
             }),
             _ => Ok(()),
         }
+    }
+}
+
+/// Small requests are the driver's memory, which counts as the pool's.
+impl Besides for PagedPool {
+    fn bytes(&self) -> u64 {
+        self.small.as_ref().map_or(0, Small::live_bytes)
     }
 }
 

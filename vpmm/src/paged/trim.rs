@@ -135,6 +135,7 @@ impl PagedPool {
         space.mapped -= bytes;
         space.set_hole(run);
         drop(space);
+        self.backing.gave_up(bytes);
         let mut extents = extents.into_iter();
         while let Some(extent) = extents.next() {
             // SAFETY: a page of the pool's, out of its table and mapped nowhere; this thread's alone.

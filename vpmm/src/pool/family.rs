@@ -7,6 +7,7 @@ use super::Profile;
 use super::out_of_memory::Shortage;
 use crate::default::Helper;
 use crate::heap::Heap;
+use crate::heaps::Heaps;
 use crate::sharing::Span;
 
 /// Everything of a pool: it ends when this does. The registry keeps it when no handle is left and
@@ -14,6 +15,8 @@ use crate::sharing::Span;
 pub(super) struct Family {
     /// First, so that its thread has ended when the memory is given back.
     _helper: Option<Helper>,
+    /// The heaps beside the main one.
+    pub(super) heaps: Arc<Heaps>,
     /// What handles get, to be without an indirection.
     profile: Profile,
     /// The heap that serves every request that says nothing else: the profile's.
@@ -25,9 +28,14 @@ pub(super) struct Family {
 }
 
 impl Family {
-    pub(super) fn new(profile: Profile, helper: Option<Helper>, shortage: Shortage) -> Self {
+    pub(super) fn new(
+        profile: Profile,
+        heaps: Arc<Heaps>,
+        helper: Option<Helper>,
+        shortage: Shortage,
+    ) -> Self {
         let main = profile.heap();
-        Self { _helper: helper, profile, main, shortage, abandoned: AtomicBool::new(false) }
+        Self { _helper: helper, heaps, profile, main, shortage, abandoned: AtomicBool::new(false) }
     }
 
     pub(super) fn profile(&self) -> Profile {
@@ -45,12 +53,13 @@ impl Family {
 
     /// Whether an address is in an allocation outside of [`windows`](Self::windows).
     pub(super) fn holds_outside(&self, address: u64) -> bool {
-        self.main.holds_outside(address)
+        // Further heaps come, and graphs' go: they are asked each time.
+        self.main.holds_outside(address) || self.heaps.heap_of(address).is_some()
     }
 
     /// Whether something is in the hands of callers.
     pub(super) fn is_in_use(&self) -> bool {
-        self.main.live_count() > 0
+        self.main.live_count() > 0 || self.heaps.live_count() > 0
     }
 
     /// Nobody has a handle any more, but allocations are out: the free memory is of no further use.
@@ -58,7 +67,7 @@ impl Family {
     pub(super) fn abandon(&self) {
         if !self.abandoned.swap(true, Ordering::Relaxed) {
             // What the driver would not take back goes when the pool ends.
-            let _ = self.main.trim_to(0);
+            let _ = self.heaps.trim_to(0);
         }
     }
 }

@@ -2,6 +2,7 @@
 
 mod current;
 mod family;
+mod heaps;
 mod lifetime;
 mod limits;
 mod ordering;
@@ -19,6 +20,7 @@ use crate::default::{Core, Helper, PoolConfig};
 use crate::device::{Device, StreamHandle};
 use crate::error::Result;
 use crate::heap::Heap;
+use crate::heaps::{Heaps, Terms};
 use crate::layout::Layout;
 use crate::out_of_memory::WaitPolicy;
 use crate::paged::{PagedConfig, PagedPool};
@@ -28,6 +30,8 @@ use crate::validate::Violation;
 use family::Family;
 use out_of_memory::Shortage;
 use registry::{Handles, Registry};
+
+pub use heaps::{GraphPool, Tagged};
 
 /// A pool of device memory, in stream order.
 ///
@@ -89,14 +93,6 @@ enum Profile {
 }
 
 impl Profile {
-    #[inline]
-    fn malloc(&self, bytes: usize, stream: StreamHandle) -> Result<DevicePtr> {
-        match self {
-            Self::Default(pool) => pool.malloc(bytes, stream),
-            Self::Paged(pool) => pool.malloc(bytes, stream),
-        }
-    }
-
     fn heap(&self) -> Arc<dyn Heap> {
         match self {
             Self::Default(pool) => Arc::clone(pool) as _,
@@ -122,7 +118,8 @@ impl Pool {
     /// - Handles from elsewhere, and per-thread default streams: nobody tells when they end, so the
     ///   event is recorded at each free, and each call asks the driver which stream
     ///   the handle means. Such a stream cannot allocate or free while it captures a graph
-    ///   ([`Error::StreamCapturing`]): even the question which one it is would end the capture.
+    ///   ([`Error::StreamCapturing`]): even the question which one it is would end the capture. Where
+    ///   a [graph's pool](Self::graph_pool) is open to that capture it can.
     /// - A library's stream may capture: no event is recorded on it meanwhile. The graph must be
     ///   launched where it comes after the work enqueued on the stream before the capture, and what
     ///   it uses must stay allocated while it may run.
@@ -146,7 +143,8 @@ impl Pool {
     pub fn new(device: &Device, config: &PoolConfig) -> Result<Self> {
         let core = Core::new(device, config)?;
         let helper = Helper::start(&core)?;
-        Ok(Self::open(Profile::Default(core), helper, config.out_of_memory))
+        let terms = Terms::of(config.limit_bytes, config.pending_policy, config.reuse);
+        Ok(Self::open(Profile::Default(core), helper, config.out_of_memory, terms))
     }
 
     /// A pool of the paged profile: everything rounds up to pages of 2 MiB (or another multiple of
@@ -171,12 +169,22 @@ impl Pool {
     /// [`Error::Driver`]: crate::Error::Driver
     pub fn paged(device: &Device, config: &PagedConfig) -> Result<Self> {
         let pool = PagedPool::new(device, config)?;
-        Ok(Self::open(Profile::Paged(pool), None, config.out_of_memory))
+        let terms = Terms::of(config.limit_bytes, config.pending_policy, config.reuse);
+        Ok(Self::open(Profile::Paged(pool), None, config.out_of_memory, terms))
     }
 
-    fn open(profile: Profile, helper: Option<Helper>, policy: WaitPolicy) -> Self {
+    fn open(profile: Profile, helper: Option<Helper>, policy: WaitPolicy, terms: Terms) -> Self {
+        let core = match &profile {
+            Profile::Default(core) => Some(Arc::clone(core)),
+            Profile::Paged(_) => None,
+        };
+        let heaps = Heaps::new(profile.heap(), core, terms);
+        if let Profile::Paged(pool) = &profile {
+            let small: std::sync::Weak<dyn crate::budget::Besides> = Arc::downgrade(pool) as _;
+            profile.heap().backing().budget().count_besides(small);
+        }
         let registry = profile.heap().device().driver().companion::<Registry>();
-        registry.enter(Arc::new(Family::new(profile, helper, Shortage::new(policy))))
+        registry.enter(Arc::new(Family::new(profile, heaps, helper, Shortage::new(policy))))
     }
 
     /// Allocates `bytes` for use on `stream`. The address is a multiple of 512 bytes in the default
@@ -211,7 +219,7 @@ impl Pool {
         let stream = stream.into();
         let result = match &self.profile {
             Profile::Default(pool) => pool.malloc(bytes, stream),
-            Profile::Paged(pool) => pool.malloc(bytes, stream),
+            Profile::Paged(pool) => self.malloc_paged(pool, bytes, stream),
         };
         if result.is_ok() { result } else { self.after_failure(result, bytes, stream) }
     }
@@ -238,7 +246,7 @@ impl Pool {
     pub fn free(&self, ptr: DevicePtr, stream: impl Into<StreamHandle>) -> Result<()> {
         match &self.profile {
             Profile::Default(pool) => pool.free(ptr, stream.into()),
-            Profile::Paged(pool) => pool.free(ptr, stream.into()),
+            Profile::Paged(pool) => self.free_paged(pool, ptr, stream.into()),
         }
     }
 
@@ -253,10 +261,13 @@ impl Pool {
         self.heap().device()
     }
 
-    /// What the pool holds. Two driver calls in the paged profile, for the memory of small requests;
+    /// What the pool holds, its [graphs' pools](Self::graph_pool) and [tagged heaps](Self::tagged)
+    /// included. Two driver calls in the paged profile, for the memory of small requests;
     /// none in the default one, but a look into the fronts of other threads (a system call).
     pub fn stats(&self) -> Stats {
-        self.heap().stats()
+        let mut stats = self.heap().stats();
+        stats.add(&self.family.heaps.stats());
+        stats
     }
 
     /// What stands where, as text: see [`Layout`].
@@ -269,7 +280,8 @@ impl Pool {
     /// # Errors
     /// The first invariant that does not hold.
     pub fn validate(&self) -> Result<(), Violation> {
-        self.heap().validate()
+        self.heap().validate()?;
+        self.family.heaps.validate()
     }
 }
 

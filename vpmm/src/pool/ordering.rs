@@ -36,7 +36,10 @@ impl Pool {
     /// # Errors
     /// Those of [`free`](Self::free) about pointers and streams. Nothing is noted then.
     pub fn record_stream(&self, ptr: DevicePtr, stream: impl Into<StreamHandle>) -> Result<()> {
-        self.heap().record_stream(ptr, stream.into())
+        match self.family.heaps.heap_of(ptr.address()) {
+            Some(heap) => heap.record_stream(ptr, stream.into()),
+            None => self.heap().record_stream(ptr, stream.into()),
+        }
     }
 
     /// Marks a stream: everything that was freed on it so far. Take the mark *before* recording

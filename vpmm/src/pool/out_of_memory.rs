@@ -192,7 +192,7 @@ impl Pool {
         stream: StreamHandle,
     ) -> Result<DevicePtr> {
         let Err(error) = result else { return result };
-        self.recover(error, || self.profile.malloc(bytes, stream))
+        self.recover(error, || self.malloc_once(bytes, stream))
     }
 
     /// Where memory ran out, does what may give some, and tries again in between.

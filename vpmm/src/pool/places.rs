@@ -51,7 +51,7 @@ impl Pool {
     /// [`Error::ContextLost`]: crate::Error::ContextLost
     /// [`Error::Driver`]: crate::Error::Driver
     pub fn set_access(&self, device: &Device, access: Access) -> Result<()> {
-        self.heap().set_access(device, access)
+        self.family.heaps.set_access(device, access)
     }
 
     /// What a device may do with the pool's memory. No driver call.
@@ -60,11 +60,12 @@ impl Pool {
     }
 
     /// One allocation, to be sent to another process: see [`Export`]. The pool must have been made with
-    /// [`sharing`](PoolConfig::sharing). With it go the physical handles that it lies on, whole; they
+    /// [`sharing`](crate::PoolConfig::sharing). With it go the physical handles that it lies on, whole; they
     /// never move again (in the paged profile no page of the pool does). Free the allocation only when
     /// the other process has finished with it: its memory is the pool's again from then on.
     ///
-    /// Host-side, no driver call; a request that has to grow the pool waits meanwhile.
+    /// Host-side, no driver call; a request that has to grow the pool waits meanwhile. Memory of a
+    /// tagged heap is exported by [`Tagged::export`](crate::Tagged::export); a graph's is not.
     ///
     /// # Errors
     /// [`Error::NotShareable`] for a pool without sharing, and for a request of the paged profile that

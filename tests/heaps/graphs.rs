@@ -1,0 +1,354 @@
+//! Memory that is taken in captures, and the graphs that use it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use vpmm::{DevicePtr, Error, GraphPool, Location, Pool, Sharing, StreamHandle};
+
+use crate::graph::{self, Graph, MODES, RELAXED};
+use crate::rig::{GRANULE, MIB, Profile};
+use crate::support::{Rig, Watched};
+
+/// A captured program over memory from the graph's pool: a scratch block is filled, copied and
+/// freed, its memory used again, and an output written. Answers the graph and the output.
+fn capture<'a>(
+    rig: &'a Rig,
+    watched: &Watched<'_>,
+    stream: StreamHandle,
+    seed: u64,
+) -> (Graph<'a>, DevicePtr) {
+    let pool = &watched.pool;
+    let scratch = pool.malloc(3 * MIB as usize, stream).unwrap();
+    let output = pool.malloc(MIB as usize, stream).unwrap();
+    rig.fill(scratch.address(), 3 * MIB, seed, stream);
+    rig.check(scratch.address(), 3 * MIB, seed, stream);
+    graph::copy(rig, output.address(), scratch.address(), MIB, stream);
+    pool.free(scratch, stream).unwrap();
+    let again = pool.malloc(3 * MIB as usize, stream).unwrap();
+    assert_eq!(again.address(), scratch.address(), "freed in the capture, used again in it");
+    rig.fill(again.address(), 3 * MIB, seed + 1, stream);
+    rig.check(again.address(), 3 * MIB, seed + 1, stream);
+    pool.free(again, stream).unwrap();
+    rig.fill(output.address(), MIB, seed + 2, stream);
+    (graph::end(rig, stream), output)
+}
+
+fn everywhere(test: impl Fn(&Rig, Profile)) {
+    Rig::everywhere(|rig| Profile::BOTH.iter().for_each(|profile| test(rig, *profile)));
+}
+
+#[test]
+fn a_graph_runs_a_thousand_times_beside_ordinary_traffic() {
+    everywhere(|rig, profile| {
+        // Other threads use the pool: its invariants are checked at the end.
+        let pool = profile.open(&rig.device, Location::Device, Sharing::None).unwrap();
+        let watched = Watched::new(rig, pool, 256, false);
+        let stream = rig.stream();
+        let graphs = watched.pool.graph_pool().unwrap();
+        graphs.begin(&stream).unwrap();
+        graph::begin(rig, &stream, MODES[1]);
+        let (graph, output) = capture(rig, &watched, stream.handle(), 7 << 40);
+        graphs.end(&stream).unwrap();
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    let own = rig.stream();
+                    let mut held = Vec::new();
+                    let mut round = 0;
+                    while !over.load(Ordering::Relaxed) || round < 50 {
+                        held.push(watched.malloc((1 + round % 3) * MIB / 2, &own));
+                        if held.len() > 3 {
+                            watched.free(held.remove(round as usize % 3), &own);
+                        }
+                        round += 1;
+                    }
+                    held.into_iter().for_each(|held| watched.free(held, &own));
+                });
+            }
+            for launch in 0..1000 {
+                graph.launch(&stream);
+                if launch % 10 == 0 {
+                    let held = watched.malloc(MIB, &stream);
+                    rig.check(output.address(), MIB, (7 << 40) + 2, stream.handle());
+                    watched.free(held, &stream);
+                }
+            }
+            over.store(true, Ordering::Relaxed);
+        });
+        watched.assert_intact();
+        watched.pool.free(output, &stream).unwrap();
+        graphs.release(&stream).unwrap();
+        drop(graph);
+    });
+}
+
+#[test]
+fn every_mode_and_every_kind_of_stream() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let owned = rig.stream();
+        let raw = [false, true].map(|blocking| graph::Raw::new(rig, blocking));
+        // SAFETY: the streams live to the end.
+        let bare = unsafe { StreamHandle::from_raw(owned.handle().raw()) };
+        let streams =
+            [owned.handle(), bare, raw[0].handle(), raw[1].handle(), StreamHandle::PER_THREAD];
+        for (index, stream) in streams.into_iter().enumerate() {
+            for mode in MODES {
+                for begin_first in [true, false] {
+                    let graphs = watched.pool.graph_pool().unwrap();
+                    if begin_first {
+                        graphs.begin(stream).unwrap();
+                    }
+                    graph::begin(rig, stream, mode);
+                    if !begin_first {
+                        graphs.begin(stream).unwrap();
+                    }
+                    let seed = (index as u64 + 1) << 44;
+                    let (graph, output) = capture(rig, &watched, stream, seed);
+                    graphs.end(stream).unwrap();
+                    for _ in 0..3 {
+                        graph.launch(stream);
+                    }
+                    rig.check(output.address(), MIB, seed + 2, stream);
+                    watched.pool.free(output, stream).unwrap();
+                    graphs.release(stream).unwrap();
+                    assert_eq!(rig.mismatches(), 0, "stream {index}, {mode:?}");
+                    drop(graphs);
+                    watched.validate();
+                }
+            }
+        }
+        goes_back(&watched.pool, || watched.pool.stats().mapped_bytes);
+    });
+}
+
+#[test]
+fn forked_streams_take_part_and_others_do_not() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let pool = &watched.pool;
+        let (stream, owned, other) = (rig.stream(), rig.stream(), rig.stream());
+        let raw = graph::Raw::new(rig, true);
+        let graphs = pool.graph_pool().unwrap();
+        graphs.begin(&stream).unwrap();
+        graph::begin(rig, &stream, RELAXED);
+        let ordinary = watched.malloc(MIB, &other);
+        let first = pool.malloc(MIB as usize, &stream).unwrap();
+        let mut outputs = Vec::new();
+        for fork in [owned.handle(), raw.handle()] {
+            // Before it is forked it is a stream like any other.
+            if profile == Profile::Default || fork == owned.handle() {
+                let before = watched.malloc(MIB, fork);
+                watched.free(before, fork);
+            }
+            rig.order(&stream, fork);
+            let scratch = pool.malloc(MIB as usize, fork).unwrap();
+            rig.fill(scratch.address(), MIB, 5, fork);
+            pool.free(scratch, fork).unwrap();
+            let output = pool.malloc(MIB as usize, fork).unwrap();
+            assert_eq!(output.address(), scratch.address(), "the fork's own again");
+            rig.fill(output.address(), MIB, fork.raw() as u64, fork);
+            outputs.push((output, fork.raw() as u64));
+            rig.order(fork, &stream);
+        }
+        let graph_bytes = graphs.stats().live_bytes;
+        assert!(graph_bytes >= 3 * MIB, "{graph_bytes} bytes are the graph's");
+        rig.fill(first.address(), MIB, 9, stream.handle());
+        let graph = graph::end(rig, &stream);
+        graphs.end(&stream).unwrap();
+        watched.free(ordinary, &other);
+        graph.launch(&other);
+        for (output, seed) in outputs {
+            rig.check(output.address(), MIB, seed, other.handle());
+            pool.free(output, &other).unwrap();
+        }
+        pool.free(first, &other).unwrap();
+        graphs.release(&other).unwrap();
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn two_graphs_share_a_pool_one_after_another() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let stream = rig.stream();
+        let graphs = watched.pool.graph_pool().unwrap();
+        let mut captured = Vec::new();
+        for seed in [1 << 40, 2 << 40] {
+            graph::begin(rig, &stream, MODES[0]);
+            graphs.begin(&stream).unwrap();
+            captured.push(capture(rig, &watched, stream.handle(), seed));
+            graphs.end(&stream).unwrap();
+        }
+        // What the first freed served the second.
+        assert!(graphs.stats().mapped_bytes <= 4 * GRANULE, "{:?}", graphs.stats());
+        for _ in 0..20 {
+            for ((graph, output), seed) in captured.iter().zip([1 << 40, 2 << 40]) {
+                graph.launch(&stream);
+                rig.check(output.address(), MIB, seed + 2, stream.handle());
+            }
+        }
+        for (_, output) in &captured {
+            watched.pool.free(*output, &stream).unwrap();
+        }
+        graphs.release(&stream).unwrap();
+        watched.assert_intact();
+    });
+}
+
+/// Whatever looks after the heaps finds out, as often as it has to ask, that a graph's memory can go.
+fn goes_back(pool: &Pool, held: impl Fn() -> u64) {
+    let gone = (0..20).any(|_| {
+        pool.trim_to(u64::MAX).unwrap();
+        held() == 0
+    });
+    assert!(gone, "{} bytes are still held", held());
+}
+
+/// An open graph's pool with a graph that ran, and its output.
+fn ran<'a>(
+    rig: &'a Rig,
+    watched: &Watched<'_>,
+    stream: StreamHandle,
+) -> (GraphPool, Graph<'a>, DevicePtr) {
+    let graphs = watched.pool.graph_pool().unwrap();
+    graphs.begin(stream).unwrap();
+    graph::begin(rig, stream, MODES[0]);
+    let (graph, output) = capture(rig, watched, stream, 3 << 40);
+    graphs.end(stream).unwrap();
+    (graphs, graph, output)
+}
+
+#[test]
+fn release_waits_for_launches_but_the_host_does_not() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let stream = rig.stream();
+        let (graphs, graph, output) = ran(rig, &watched, stream.handle());
+        watched.pool.free(output, &stream).unwrap();
+        // The first launch may wait for the device.
+        graph.launch(&stream);
+        stream.synchronize().unwrap();
+        let stall = rig.stall(stream.handle());
+        graph.launch(&stream);
+        graphs.release(&stream).unwrap();
+        let held = graphs.stats().mapped_bytes;
+        assert!(held > 0, "the launch is still to run");
+        assert!(matches!(graphs.release(&stream), Err(Error::GraphPool { .. })));
+        assert!(matches!(graphs.begin(&stream), Err(Error::GraphPool { .. })));
+        drop(stall);
+        stream.synchronize().unwrap();
+        goes_back(&watched.pool, || graphs.stats().mapped_bytes);
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn what_is_live_at_the_release_keeps_the_memory() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let stream = rig.stream();
+        let (graphs, graph, output) = ran(rig, &watched, stream.handle());
+        graph.launch(&stream);
+        graphs.release(&stream).unwrap();
+        stream.synchronize().unwrap();
+        drop(watched.pool.graph_pool().unwrap());
+        assert!(graphs.stats().mapped_bytes > 0);
+        rig.check(output.address(), MIB, (3 << 40) + 2, stream.handle());
+        watched.pool.free(output, &stream).unwrap();
+        stream.synchronize().unwrap();
+        goes_back(&watched.pool, || graphs.stats().mapped_bytes);
+        watched.assert_intact();
+        drop(graph);
+    });
+}
+
+#[test]
+fn dropped_pools_go_back_when_the_host_has_waited_for_the_device() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let (stream, other) = (rig.stream(), rig.stream());
+        let (graphs, graph, output) = ran(rig, &watched, stream.handle());
+        watched.pool.free(output, &stream).unwrap();
+        graph.launch(&other);
+        let mapped = watched.pool.stats().mapped_bytes;
+        graph::begin(rig, &stream, MODES[0]);
+        drop(graphs);
+        let unharmed = graph::end(rig, &stream);
+        assert_eq!(watched.pool.stats().mapped_bytes, mapped);
+        stream.synchronize().unwrap();
+        assert_eq!(watched.pool.stats().mapped_bytes, mapped, "launched elsewhere");
+        rig.device.synchronize().unwrap();
+        goes_back(&watched.pool, || watched.pool.stats().mapped_bytes);
+        drop((graph, unharmed));
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn a_pool_ends_with_graphs_that_were_not_released() {
+    everywhere(|rig, profile| {
+        let stream = rig.stream();
+        let watched = rig.pool(profile, Location::Device);
+        let (graphs, graph, _output) = ran(rig, &watched, stream.handle());
+        graph.launch(&stream);
+        drop(graphs);
+        // With the launch under way and the output allocated.
+        drop(watched);
+        drop(graph);
+        assert_eq!(rig.mismatches(), 0);
+    });
+}
+
+#[test]
+fn dropped_between_begin_and_end_it_has_ended() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let stream = rig.stream();
+        let graphs = watched.pool.graph_pool().unwrap();
+        graphs.begin(&stream).unwrap();
+        let scratch = watched.pool.malloc(MIB as usize, &stream).unwrap();
+        watched.pool.free(scratch, &stream).unwrap();
+        drop(graphs);
+        let held = watched.malloc(MIB, &stream);
+        assert!(!(scratch.address()..scratch.address() + MIB).contains(&held.address()));
+        watched.free(held, &stream);
+        let next = watched.pool.graph_pool().unwrap();
+        next.begin(&stream).unwrap();
+        next.end(&stream).unwrap();
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn misuse_is_told_by_name() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let (stream, other) = (rig.stream(), rig.stream());
+        let pools = [(); 2].map(|()| watched.pool.graph_pool().unwrap());
+        let misused = |result: Result<(), Error>| {
+            assert!(matches!(result, Err(Error::GraphPool { .. })), "{result:?}");
+        };
+        misused(pools[0].end(&stream));
+        misused(pools[0].begin(StreamHandle::LEGACY));
+        pools[0].begin(&stream).unwrap();
+        misused(pools[0].begin(&stream));
+        misused(pools[1].begin(&stream));
+        misused(pools[1].end(&stream));
+        misused(pools[0].end(&other));
+        misused(pools[0].release(&stream));
+        pools[0].end(&stream).unwrap();
+        graph::begin(rig, &stream, MODES[0]);
+        assert!(matches!(pools[0].release(&stream), Err(Error::StreamCapturing)));
+        drop(graph::end(rig, &stream));
+        pools[0].release(&stream).unwrap();
+        let ptr = watched.pool.malloc(MIB as usize, &stream).unwrap();
+        watched.pool.free(ptr, &stream).unwrap();
+        assert!(matches!(
+            watched.pool.free(ptr, &stream),
+            Err(Error::DoubleFree { .. } | Error::StalePointer { .. })
+        ));
+        watched.assert_intact();
+    });
+}

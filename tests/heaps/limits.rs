@@ -1,0 +1,127 @@
+//! One limit over all heaps of a pool, and their numbers.
+
+use vpmm::{Buffers, Contents, Error, Location, Pool, Sharing};
+
+use crate::graph;
+use crate::rig::{GRANULE, LIMIT, Profile};
+use crate::support::Rig;
+
+#[test]
+fn the_limit_is_for_all_heaps_together() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            let watched = rig.pool(profile, Location::Device);
+            let pool = &watched.pool;
+            let stream = rig.stream();
+            let tagged = pool.tagged("weights").unwrap();
+            let half = (LIMIT / 2 * GRANULE) as usize;
+            let weights = tagged.malloc(half, &stream).unwrap();
+            let ordinary = pool.malloc(half, &stream).unwrap();
+            for refused in
+                [tagged.malloc(GRANULE as usize, &stream), pool.malloc(GRANULE as usize, &stream)]
+            {
+                assert!(refused.as_ref().is_err_and(Error::is_out_of_memory), "{refused:?}");
+            }
+            assert_eq!(pool.stats().mapped_bytes, LIMIT * GRANULE);
+            assert_eq!(tagged.stats().mapped_bytes, LIMIT / 2 * GRANULE);
+            assert_eq!(pool.stats().live_bytes, LIMIT * GRANULE);
+            // What sleeps does not count, and cannot wake while others have its room.
+            pool.suspend("weights", &stream, &Contents::Keep(Buffers::Release)).unwrap();
+            let more = pool.malloc(GRANULE as usize, &stream).unwrap();
+            let refused = pool.resume("weights", &stream);
+            assert!(refused.as_ref().is_err_and(Error::is_out_of_memory), "{refused:?}");
+            assert!(tagged.is_asleep());
+            pool.free(more, &stream).unwrap();
+            pool.free(ordinary, &stream).unwrap();
+            pool.free(weights, &stream).unwrap();
+            watched.validate();
+        }
+    });
+}
+
+#[test]
+fn a_graphs_memory_stays_where_it_is_when_memory_is_short() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            let watched = rig.pool(profile, Location::Device);
+            let pool = &watched.pool;
+            let stream = rig.stream();
+            let graphs = pool.graph_pool().unwrap();
+            graphs.begin(&stream).unwrap();
+            graph::begin(rig, &stream, graph::GLOBAL);
+            let blocks = [(); 5].map(|()| pool.malloc(2 * GRANULE as usize, &stream).unwrap());
+            for (seed, ptr) in blocks.iter().enumerate() {
+                rig.fill(ptr.address(), 2 * GRANULE, seed as u64, stream.handle());
+                rig.check(ptr.address(), 2 * GRANULE, seed as u64, stream.handle());
+            }
+            for index in [0, 2, 4] {
+                pool.free(blocks[index], &stream).unwrap();
+            }
+            let graph = graph::end(rig, &stream);
+            graphs.end(&stream).unwrap();
+            graph.launch(&stream);
+            // 6 granules are free in pieces, 2 may be made: brought together they would do.
+            graphs.begin(&stream).unwrap();
+            let refused = pool.malloc(7 * GRANULE as usize, &stream);
+            assert!(refused.as_ref().is_err_and(Error::is_out_of_memory), "{refused:?}");
+            graphs.end(&stream).unwrap();
+            assert_eq!((graphs.stats().extents_moved, graphs.stats().zombie_count), (0, 0));
+            graph.launch(&stream);
+            for (index, seed) in [(1, 1), (3, 3)] {
+                rig.check(blocks[index].address(), 2 * GRANULE, seed, stream.handle());
+                pool.free(blocks[index], &stream).unwrap();
+            }
+            graphs.release(&stream).unwrap();
+            watched.assert_intact();
+        }
+    });
+}
+
+#[test]
+fn a_pool_lives_until_all_of_every_heap_is_freed() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            let pool = profile.open(&rig.device, Location::Device, Sharing::None).unwrap();
+            let stream = rig.stream();
+            let weights = pool.tagged("weights").unwrap().malloc(1000, &stream).unwrap();
+            let graphs = pool.graph_pool().unwrap();
+            graphs.begin(&stream).unwrap();
+            let output = pool.malloc(1000, &stream).unwrap();
+            graphs.end(&stream).unwrap();
+            drop((graphs, pool));
+            for ptr in [weights, output] {
+                let inside = ptr.address() + 500;
+                let found = Pool::of(&rig.driver, inside).expect("something is allocated");
+                assert_eq!(found.allocation(inside).map(|of| of.start), Some(ptr));
+                drop(found);
+                Pool::free_any(&rig.driver, ptr, &stream).unwrap();
+            }
+            assert!(Pool::of(&rig.driver, weights.address()).is_none());
+            assert!(Pool::of(&rig.driver, output.address()).is_none());
+        }
+    });
+}
+
+#[test]
+fn released_graphs_make_room() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            let watched = rig.pool(profile, Location::Device);
+            let pool = &watched.pool;
+            let stream = rig.stream();
+            let graphs = pool.graph_pool().unwrap();
+            graphs.begin(&stream).unwrap();
+            let all = (LIMIT * GRANULE) as usize;
+            let scratch = pool.malloc(all, &stream).unwrap();
+            pool.free(scratch, &stream).unwrap();
+            graphs.end(&stream).unwrap();
+            assert_eq!(pool.stats().mapped_bytes, LIMIT * GRANULE);
+            graphs.release(&stream).unwrap();
+            stream.synchronize().unwrap();
+            drop(pool.graph_pool().unwrap());
+            let held = watched.malloc(LIMIT * GRANULE, &stream);
+            watched.free(held, &stream);
+            watched.assert_intact();
+        }
+    });
+}

@@ -1,0 +1,374 @@
+//! Heaps that sleep and wake.
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use vpmm::{Access, Buffers, Contents, DevicePtr, Error, Location, Sharing, Tagged};
+
+use crate::graph;
+use crate::rig::{GRANULE, MIB, Profile};
+use crate::support::{Rig, Watched};
+
+fn everywhere(test: impl Fn(&Rig, Profile)) {
+    Rig::everywhere(|rig| Profile::BOTH.iter().for_each(|profile| test(rig, *profile)));
+}
+
+/// A path of its own for each call; removed by whoever asked.
+pub(crate) fn path() -> PathBuf {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    std::env::temp_dir().join(format!("vpmm-heaps-{}-{number}", std::process::id()))
+}
+
+/// Sizes with holes between them once every second one is freed.
+const SIZES: [u64; 7] = [5 * GRANULE / 2, 1000, MIB, GRANULE, 70_000, 3 * MIB, 512];
+
+/// Fills a heap, frees every second allocation, and answers the others with what they hold.
+fn populate(rig: &Rig, tagged: &Tagged, stream: &vpmm::Stream) -> Vec<(DevicePtr, u64, u64)> {
+    let all: Vec<_> = SIZES
+        .iter()
+        .enumerate()
+        .map(|(index, bytes)| {
+            let ptr = tagged.malloc(*bytes as usize, stream).unwrap();
+            let seed = (index as u64 + 1) << 42;
+            rig.fill(ptr.address(), *bytes, seed, stream.handle());
+            (ptr, *bytes, seed)
+        })
+        .collect();
+    let mut kept = Vec::new();
+    for (index, held) in all.into_iter().enumerate() {
+        if index % 2 == 0 {
+            kept.push(held);
+        } else {
+            tagged.free(held.0, stream).unwrap();
+        }
+    }
+    kept
+}
+
+fn check(rig: &Rig, held: &[(DevicePtr, u64, u64)], stream: &vpmm::Stream) {
+    for (ptr, bytes, seed) in held {
+        rig.check(ptr.address(), *bytes, *seed, stream.handle());
+    }
+    assert_eq!(rig.mismatches(), 0);
+}
+
+fn cycle(rig: &Rig, watched: &Watched<'_>, contents: &Contents) {
+    let pool = &watched.pool;
+    let (stream, other) = (rig.stream(), rig.stream());
+    let tagged = pool.tagged("weights").unwrap();
+    let held = populate(rig, &tagged, &stream);
+    // A graph of another heap that uses the memory.
+    graph::begin(rig, &other, graph::GLOBAL);
+    rig.check(held[0].0.address(), held[0].1, held[0].2, other.handle());
+    let graph = graph::end(rig, &other);
+    rig.order(&stream, &other);
+    graph.launch(&other);
+    rig.order(&other, &stream);
+    for round in 0..3 {
+        let mapped = tagged.stats().mapped_bytes;
+        let free = rig.device.free_memory().unwrap();
+        let asleep = pool.suspend("weights", &stream, contents).unwrap();
+        assert_eq!(rig.device.free_memory().unwrap(), free + mapped, "round {round}");
+        assert_eq!((asleep.bytes, asleep.kept_bytes), (mapped, 0));
+        let live: u64 = held.iter().map(|(_, bytes, _)| bytes).sum();
+        match contents {
+            Contents::Discard => assert_eq!(asleep.saved_bytes, 0),
+            _ => assert!((live..=mapped).contains(&asleep.saved_bytes), "{asleep:?}"),
+        }
+        assert!(tagged.is_asleep() && tagged.stats().mapped_bytes == 0);
+        assert_eq!(tagged.stats().asleep_bytes, mapped);
+        watched.validate();
+        let ordinary = watched.malloc(MIB, &other);
+        watched.free(ordinary, &other);
+        let awake = pool.resume("weights", &stream).unwrap();
+        assert_eq!((awake.bytes, awake.loaded_bytes), (mapped, asleep.saved_bytes));
+        assert_eq!(tagged.stats().mapped_bytes, mapped);
+        watched.validate();
+        if *contents == Contents::Discard {
+            for (ptr, bytes, seed) in &held {
+                rig.fill(ptr.address(), *bytes, *seed, stream.handle());
+            }
+        }
+        rig.order(&stream, &other);
+        graph.launch(&other);
+        rig.order(&other, &stream);
+        check(rig, &held, &stream);
+    }
+    let more = tagged.malloc(MIB as usize, &stream).unwrap();
+    pool.free(more, &stream).unwrap();
+    for (ptr, ..) in held {
+        pool.free(ptr, &stream).unwrap();
+    }
+    watched.assert_intact();
+}
+
+#[test]
+fn contents_are_kept_by_the_host() {
+    everywhere(|rig, profile| {
+        for buffers in [Buffers::Release, Buffers::Retain] {
+            let watched = rig.pool(profile, Location::Device);
+            cycle(rig, &watched, &Contents::Keep(buffers));
+        }
+    });
+}
+
+#[test]
+fn contents_are_kept_in_a_file() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let path = path();
+        cycle(rig, &watched, &Contents::Save(path.clone()));
+        fs::remove_file(path).unwrap();
+    });
+}
+
+#[test]
+fn contents_are_discarded() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        cycle(rig, &watched, &Contents::Discard);
+    });
+}
+
+#[test]
+fn long_memory_goes_through_the_files_buffers_in_turn() {
+    Rig::everywhere(|rig| {
+        let pool = vpmm::Pool::new(&rig.device, &vpmm::PoolConfig::default()).unwrap();
+        let stream = rig.stream();
+        let tagged = pool.tagged("long").unwrap();
+        let bytes = 300 * MIB + 4096;
+        let ptr = tagged.malloc(bytes as usize, &stream).unwrap();
+        // Every piece has something of its own.
+        for at in (0..bytes / MIB).step_by(10) {
+            rig.fill(ptr.address() + at * MIB, MIB, at << 40, stream.handle());
+        }
+        let path = path();
+        let asleep = pool.suspend("long", &stream, &Contents::Save(path.clone())).unwrap();
+        assert_eq!(asleep.saved_bytes, bytes);
+        assert_eq!(fs::metadata(&path).unwrap().len(), bytes);
+        pool.resume("long", &stream).unwrap();
+        for at in (0..bytes / MIB).step_by(10) {
+            rig.check(ptr.address() + at * MIB, MIB, at << 40, stream.handle());
+        }
+        assert_eq!(rig.mismatches(), 0);
+        fs::remove_file(path).unwrap();
+        pool.free(ptr, &stream).unwrap();
+    });
+}
+
+#[test]
+fn requests_fail_and_frees_go_on_while_asleep() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let pool = &watched.pool;
+        let stream = rig.stream();
+        let raw = graph::Raw::new(rig, false);
+        let tagged = pool.tagged("weights").unwrap();
+        let mut held = populate(rig, &tagged, &stream);
+        rig.device.synchronize().unwrap();
+        let nobody = pool.suspend("nobody", &stream, &Contents::Discard);
+        assert!(matches!(nobody, Err(Error::UnknownTag)));
+        assert!(matches!(pool.resume("weights", &stream), Err(Error::NotAsleep)));
+        pool.suspend("weights", &stream, &Contents::Keep(Buffers::Release)).unwrap();
+        let again = pool.suspend("weights", &stream, &Contents::Discard);
+        assert!(matches!(again, Err(Error::Asleep)));
+        for stream in [stream.handle(), raw.handle()] {
+            assert!(matches!(tagged.malloc(1000, stream), Err(Error::Asleep)));
+        }
+        let (first, ..) = held.remove(0);
+        pool.free(first, &stream).unwrap();
+        assert!(matches!(pool.free(first, &stream), Err(Error::DoubleFree { .. })));
+        let (second, ..) = held.remove(0);
+        pool.free(second, raw.handle()).unwrap();
+        assert!(matches!(tagged.malloc(1000, &stream), Err(Error::Asleep)));
+        watched.validate();
+        pool.resume("weights", &stream).unwrap();
+        check(rig, &held, &stream);
+        let more = tagged.malloc(GRANULE as usize, &stream).unwrap();
+        rig.fill(more.address(), GRANULE, 6, stream.handle());
+        held.push((more, GRANULE, 6));
+        check(rig, &held, &stream);
+        for (ptr, ..) in held {
+            pool.free(ptr, &stream).unwrap();
+        }
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn threads_allocate_while_the_heap_sleeps_and_wakes() {
+    everywhere(|rig, profile| {
+        let pool = profile.open(&rig.device, Location::Device, Sharing::None).unwrap();
+        let stream = rig.stream();
+        let tagged = pool.tagged("weights").unwrap();
+        let held = populate(rig, &tagged, &stream);
+        stream.synchronize().unwrap();
+        let (over, served) = (AtomicBool::new(false), AtomicU64::new(0));
+        std::thread::scope(|scope| {
+            for thread in 0..3_usize {
+                let (tagged, pool) = (&tagged, &pool);
+                let (over, served) = (&over, &served);
+                scope.spawn(move || {
+                    // No device work: what a heap holds must not be used around its sleep.
+                    let own = rig.stream();
+                    let mut mine = Vec::new();
+                    let mut round = thread;
+                    while !over.load(Ordering::Relaxed) {
+                        round += 1;
+                        match tagged.malloc(1000 << (round % 9), &own) {
+                            Ok(ptr) => {
+                                served.fetch_add(1, Ordering::Relaxed);
+                                mine.push(ptr);
+                            }
+                            Err(Error::Asleep) => std::thread::yield_now(),
+                            Err(error) => assert!(error.is_out_of_memory(), "{error}"),
+                        }
+                        if mine.len() > 5 || round % 4 == 0 {
+                            mine.pop().into_iter().for_each(|ptr| pool.free(ptr, &own).unwrap());
+                        }
+                    }
+                    mine.into_iter().for_each(|ptr| pool.free(ptr, &own).unwrap());
+                });
+            }
+            for round in 0..30 {
+                pool.suspend("weights", &stream, &Contents::Keep(Buffers::Retain)).unwrap();
+                pool.resume("weights", &stream).unwrap();
+                while served.load(Ordering::Relaxed) < round {
+                    std::thread::yield_now();
+                }
+            }
+            over.store(true, Ordering::Relaxed);
+        });
+        pool.validate().unwrap();
+        check(rig, &held, &stream);
+        held.into_iter().for_each(|(ptr, ..)| pool.free(ptr, &stream).unwrap());
+        rig.assert_clean();
+    });
+}
+
+#[test]
+fn a_file_that_was_changed_is_refused() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let pool = &watched.pool;
+        let stream = rig.stream();
+        let tagged = pool.tagged("weights").unwrap();
+        let held = populate(rig, &tagged, &stream);
+        let path = path();
+        pool.suspend("weights", &stream, &Contents::Save(path.clone())).unwrap();
+        let written = fs::read(&path).unwrap();
+        let free = rig.device.free_memory().unwrap();
+        let refused = |what: &str| {
+            let error = pool.resume("weights", &stream).unwrap_err();
+            assert!(
+                matches!(error, Error::ContentsChanged { .. } | Error::ContentsFile(_)),
+                "{what}: {error}"
+            );
+            assert!(tagged.is_asleep());
+            assert_eq!(rig.device.free_memory().unwrap(), free, "{what}");
+            watched.validate();
+        };
+        fs::write(&path, &written[..written.len() - 1]).unwrap();
+        refused("short");
+        let mut changed = written.clone();
+        changed[written.len() / 2] ^= 1;
+        fs::write(&path, &changed).unwrap();
+        refused("one bit");
+        fs::remove_file(&path).unwrap();
+        refused("gone");
+        // Memory without contents is still to be had.
+        let awake = pool.resume_empty("weights", &stream).unwrap();
+        assert_eq!(awake.loaded_bytes, 0);
+        for (ptr, ..) in held {
+            pool.free(ptr, &stream).unwrap();
+        }
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn a_capturing_stream_neither_suspends_nor_resumes() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let pool = &watched.pool;
+        let (stream, capturing) = (rig.stream(), rig.stream());
+        let tagged = pool.tagged("weights").unwrap();
+        let held = populate(rig, &tagged, &stream);
+        graph::begin(rig, &capturing, graph::GLOBAL);
+        let refused = pool.suspend("weights", &capturing, &Contents::Discard);
+        assert!(matches!(refused, Err(Error::StreamCapturing)));
+        // On another stream it goes on beside the capture.
+        let keep = Contents::Keep(Buffers::Release);
+        pool.suspend("weights", &stream, &keep).unwrap();
+        assert!(matches!(pool.resume("weights", &capturing), Err(Error::StreamCapturing)));
+        pool.resume("weights", &stream).unwrap();
+        drop(graph::end(rig, &capturing));
+        // What was freed on a stream that captures may be in use by what came before.
+        let stall = rig.stall(capturing.handle());
+        rig.fill(held[0].0.address(), held[0].1, 1, capturing.handle());
+        graph::begin(rig, &capturing, graph::GLOBAL);
+        pool.free(held[0].0, &capturing).unwrap();
+        let refused = pool.suspend("weights", &stream, &keep);
+        assert!(matches!(refused, Err(Error::StreamCapturing)), "{refused:?}");
+        assert!(!tagged.is_asleep());
+        drop(graph::stop(rig, &capturing));
+        drop(stall);
+        pool.suspend("weights", &stream, &keep).unwrap();
+        pool.resume("weights", &stream).unwrap();
+        check(rig, &held[1..], &stream);
+        for (ptr, ..) in &held[1..] {
+            pool.free(*ptr, &stream).unwrap();
+        }
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn exported_memory_stays() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            let pool = profile.open(&rig.device, Location::Device, Sharing::FileDescriptor);
+            let watched = rig.watch(profile, pool.unwrap());
+            let stream = rig.stream();
+            let tagged = watched.pool.tagged("weights").unwrap();
+            let ptr = tagged.malloc(GRANULE as usize, &stream).unwrap();
+            drop(tagged.export(ptr).unwrap());
+            let refused = watched.pool.suspend("weights", &stream, &Contents::Discard);
+            assert!(matches!(refused, Err(Error::Exported { .. })), "{refused:?}");
+            let more = tagged.malloc(MIB as usize, &stream).unwrap();
+            for ptr in [ptr, more] {
+                watched.pool.free(ptr, &stream).unwrap();
+            }
+            watched.assert_intact();
+        }
+    });
+}
+
+#[test]
+fn peers_have_access_after_the_heap_woke() {
+    Rig::everywhere_with_peers(|rig, peer| {
+        for profile in Profile::BOTH {
+            let watched = rig.pool(profile, Location::Device);
+            let pool = &watched.pool;
+            let (stream, far) = (rig.stream(), peer.stream());
+            let early = pool.tagged("early").unwrap();
+            let first = early.malloc(MIB as usize, &stream).unwrap();
+            pool.suspend("early", &stream, &Contents::Discard).unwrap();
+            pool.set_access(&peer.device, Access::ReadWrite).unwrap();
+            pool.resume("early", &stream).unwrap();
+            let late = pool.tagged("late").unwrap();
+            let second = late.malloc(MIB as usize, &stream).unwrap();
+            stream.synchronize().unwrap();
+            for ptr in [first, second] {
+                peer.fill(ptr.address(), MIB, 3, far.handle());
+                far.synchronize().unwrap();
+                rig.check(ptr.address(), MIB, 3, stream.handle());
+                stream.synchronize().unwrap();
+                pool.free(ptr, &stream).unwrap();
+            }
+            watched.assert_intact();
+        }
+    });
+}

@@ -1,0 +1,176 @@
+//! Calls on capturing streams that have nothing to do with the graph's memory.
+
+use vpmm::{Error, Location, Sharing, StreamHandle};
+
+use crate::graph::{self, MODES, RELAXED};
+use crate::rig::{GRANULE, MIB, Profile};
+use crate::support::{Rig, Watched};
+
+fn everywhere(test: impl Fn(&Rig, Profile)) {
+    Rig::everywhere(|rig| Profile::BOTH.iter().for_each(|profile| test(rig, *profile)));
+}
+
+#[test]
+fn ordinary_memory_may_be_freed_in_a_capture() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let pool = &watched.pool;
+        let owned = rig.stream();
+        let raw = graph::Raw::new(rig, false);
+        for stream in [owned.handle(), raw.handle()] {
+            for mode in MODES {
+                let before = [(); 2].map(|()| pool.malloc(GRANULE as usize, stream).unwrap());
+                // A kernel's first launch may wait for the device.
+                rig.fill(before[0].address(), GRANULE, 2, stream);
+                let stall = rig.stall(stream);
+                rig.fill(before[0].address(), GRANULE, 3, stream);
+                let graphs = pool.graph_pool().unwrap();
+                graphs.begin(stream).unwrap();
+                graph::begin(rig, stream, mode);
+                for ptr in before {
+                    pool.free(ptr, stream).unwrap();
+                    let again = pool.free(ptr, stream);
+                    assert!(
+                        matches!(again, Err(Error::DoubleFree { .. } | Error::StalePointer { .. })),
+                        "{again:?}"
+                    );
+                }
+                let scratch = pool.malloc(MIB as usize, stream).unwrap();
+                rig.fill(scratch.address(), MIB, 1, stream);
+                pool.free(scratch, stream).unwrap();
+                let mut graph = graph::stop(rig, stream);
+                graphs.end(stream).unwrap();
+                // Another stream does not get it before the work from before the capture is done.
+                let other = rig.stream();
+                let taken = watched.malloc(2 * GRANULE, &other);
+                drop(stall);
+                graph.prepare();
+                watched.free(taken, &other);
+                graph.launch(stream);
+                graphs.release(stream).unwrap();
+                watched.assert_intact();
+                drop(graph);
+            }
+        }
+    });
+}
+
+#[test]
+fn beside_a_capture_other_streams_and_threads_go_on() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let stream = rig.stream();
+        let graphs = watched.pool.graph_pool().unwrap();
+        graphs.begin(&stream).unwrap();
+        graph::begin(rig, &stream, MODES[1]);
+        let scratch = watched.pool.malloc(MIB as usize, &stream).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let (own, raw) = (rig.stream(), graph::Raw::new(rig, true));
+                for stream in [own.handle(), raw.handle(), StreamHandle::PER_THREAD] {
+                    for _ in 0..10 {
+                        let held = watched.malloc(MIB, stream);
+                        watched.free(held, stream);
+                    }
+                }
+            });
+        });
+        assert_eq!(graphs.stats().live_count, 1);
+        watched.pool.free(scratch, &stream).unwrap();
+        drop(graph::end(rig, &stream));
+        graphs.end(&stream).unwrap();
+        graphs.release(&stream).unwrap();
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn a_graph_memory_freed_elsewhere_serves_the_next_capture_in_order() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let pool = &watched.pool;
+        let (stream, other) = (rig.stream(), rig.stream());
+        let graphs = pool.graph_pool().unwrap();
+        graphs.begin(&stream).unwrap();
+        graph::begin(rig, &stream, RELAXED);
+        let output = pool.malloc(MIB as usize, &stream).unwrap();
+        rig.fill(output.address(), MIB, 4, stream.handle());
+        let first = graph::end(rig, &stream);
+        graphs.end(&stream).unwrap();
+        first.launch(&stream);
+        rig.order(&stream, &other);
+        rig.check(output.address(), MIB, 4, other.handle());
+        pool.free(output, &other).unwrap();
+        rig.device.synchronize().unwrap();
+        graphs.begin(&stream).unwrap();
+        graph::begin(rig, &stream, RELAXED);
+        let second = pool.malloc(MIB as usize, &stream).unwrap();
+        rig.fill(second.address(), MIB, 5, stream.handle());
+        let graph = graph::end(rig, &stream);
+        graphs.end(&stream).unwrap();
+        graph.launch(&stream);
+        rig.check(second.address(), MIB, 5, stream.handle());
+        pool.free(second, &stream).unwrap();
+        graphs.release(&stream).unwrap();
+        watched.assert_intact();
+        drop(first);
+    });
+}
+
+#[test]
+fn threads_capture_at_the_same_time() {
+    everywhere(|rig, profile| {
+        let pool = profile.open(&rig.device, Location::Device, Sharing::None).unwrap();
+        let watched = Watched::new(rig, pool, 256, false);
+        std::thread::scope(|scope| {
+            for number in 1..=3_u64 {
+                let watched = &watched;
+                scope.spawn(move || {
+                    let pool = &watched.pool;
+                    let (owned, raw) = (rig.stream(), graph::Raw::new(rig, number % 2 == 0));
+                    let other = rig.stream();
+                    for round in 0..8 {
+                        let stream = if round % 2 == 0 { owned.handle() } else { raw.handle() };
+                        let seed = number << 50 | round << 40;
+                        let graphs = pool.graph_pool().unwrap();
+                        graphs.begin(stream).unwrap();
+                        graph::begin(rig, stream, MODES[1]);
+                        let scratch = pool.malloc(MIB as usize, stream).unwrap();
+                        let ordinary = watched.malloc(MIB / 2, &other);
+                        rig.fill(scratch.address(), MIB, seed, stream);
+                        rig.check(scratch.address(), MIB, seed, stream);
+                        pool.free(scratch, stream).unwrap();
+                        watched.free(ordinary, &other);
+                        let graph = graph::end(rig, stream);
+                        graphs.end(stream).unwrap();
+                        (0..5).for_each(|_| graph.launch(stream));
+                        graphs.release(stream).unwrap();
+                    }
+                });
+            }
+        });
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn a_stream_that_ends_ends_what_had_begun_on_it() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let pool = &watched.pool;
+        let stream = rig.stream();
+        let graphs = pool.graph_pool().unwrap();
+        graphs.begin(&stream).unwrap();
+        let live = pool.malloc(MIB as usize, &stream).unwrap();
+        drop(stream);
+        let stream = rig.stream();
+        let held = watched.malloc(MIB, &stream);
+        watched.free(held, &stream);
+        assert_eq!(graphs.stats().live_count, 1);
+        pool.free(live, &stream).unwrap();
+        assert_eq!(graphs.stats().live_count, 0);
+        assert!(matches!(graphs.end(&stream), Err(Error::GraphPool { .. })));
+        graphs.release(&stream).unwrap();
+        watched.assert_intact();
+    });
+}

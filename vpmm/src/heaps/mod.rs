@@ -1,0 +1,613 @@
+//! Heaps beside a pool's main one, each a heap of the default profile at addresses of its own.
+//!
+//! ```text
+//! Heaps ─ main            serves every request that says nothing else, of either profile
+//!       ─ graph heaps     memory taken in captures; nothing in them moves           graph, captures
+//!       ─ tagged heaps    memory that can sleep: given to the device and back       tagged, contents
+//! ```
+//!
+//! All hold memory of one kind, open to the same devices, under one limit (`Budget`). A free is told
+//! its heap by the address. While a graph's pool is open to a capture the main heap has no shortcuts
+//! for streams, and its calls come here first.
+//!
+//! Locks, in the order in which they may be taken, before any lock of a heap: `making`, `captures`,
+//! a graph's `calls`, a tagged heap's `sleep`; under a heap's only `members` and a graph's `life`.
+
+mod captures;
+mod contents;
+mod graph;
+mod pinned;
+mod tagged;
+
+pub use contents::{Buffers, Contents};
+pub(crate) use graph::Graph;
+pub(crate) use tagged::TaggedHeap;
+pub use tagged::{Resumed, Suspended};
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+
+use smallvec::SmallVec;
+
+use crate::default::{Core, PoolConfig};
+use crate::device::{Device, StreamHandle};
+use crate::driver::{Awaited, StreamWatcher};
+use crate::error::{Error, Result};
+use crate::event::{BesideCaptures, Event};
+use crate::heap::{Beside, Heap};
+use crate::location::Access;
+use crate::ordering::{Mark, PendingPolicy, Reuse};
+use crate::stats::Stats;
+use crate::units::DevicePtr;
+use crate::validate::Violation;
+use captures::{Captures, Participant};
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Records a new event on a stream that is not capturing, in the current context.
+fn record(device: &Device, stream: StreamHandle) -> Result<Event> {
+    let driver = device.driver();
+    if crate::default::stream_is_capturing(driver, stream)? {
+        return Err(Error::StreamCapturing);
+    }
+    let event = Event::new(driver)?;
+    match event.record(driver, stream) {
+        Ok(()) => Ok(event),
+        Err(failure) => {
+            // SAFETY: made above and known to nobody.
+            let _ = unsafe { event.destroy(driver) };
+            Err(failure.into())
+        }
+    }
+}
+
+/// What further heaps have in common with the main one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Terms {
+    pub(crate) limit_bytes: Option<u64>,
+    pub(crate) pending_policy: PendingPolicy,
+    pub(crate) reuse: Reuse,
+}
+
+impl Terms {
+    pub(crate) fn of(
+        limit_bytes: Option<u64>,
+        pending_policy: PendingPolicy,
+        reuse: Reuse,
+    ) -> Self {
+        Self { limit_bytes, pending_policy, reuse }
+    }
+}
+
+#[derive(Clone)]
+enum Member {
+    Graph(Arc<Graph>),
+    Tagged(Arc<TaggedHeap>),
+}
+
+impl Member {
+    fn core(&self) -> &Arc<Core> {
+        match self {
+            Self::Graph(graph) => &graph.core,
+            Self::Tagged(heap) => heap.core(),
+        }
+    }
+}
+
+/// All heaps of a pool.
+pub(crate) struct Heaps {
+    main: Arc<dyn Heap>,
+    /// The main heap, where it is of the default profile.
+    core: Option<Arc<Core>>,
+    terms: Terms,
+    /// Held while a heap is made, or who may reach the memory is changed: a new heap is open to the
+    /// same devices as the others.
+    making: Mutex<()>,
+    members: RwLock<Vec<Member>>,
+    captures: Mutex<Captures>,
+    /// Whether a graph's pool is open to a capture.
+    open: AtomicBool,
+    /// Whether there are heaps beside the main one.
+    any: AtomicBool,
+    /// Graphs' pools whose last handle was dropped without a release.
+    dropped: AtomicU64,
+}
+
+impl Heaps {
+    pub(crate) fn new(main: Arc<dyn Heap>, core: Option<Arc<Core>>, terms: Terms) -> Arc<Self> {
+        if let Some(limit) = terms.limit_bytes {
+            main.backing().budget().limit_to(limit);
+        }
+        let heaps = Arc::new(Self {
+            main,
+            core,
+            terms,
+            making: Mutex::new(()),
+            members: RwLock::default(),
+            captures: Mutex::new(Captures::new()),
+            open: AtomicBool::new(false),
+            any: AtomicBool::new(false),
+            dropped: AtomicU64::new(0),
+        });
+        if let Some(core) = &heaps.core {
+            let beside: Weak<dyn Beside> = Arc::downgrade(&heaps) as _;
+            core.set_beside(beside);
+        }
+        heaps
+    }
+
+    fn device(&self) -> &Device {
+        self.main.device()
+    }
+
+    fn members(&self) -> Vec<Member> {
+        self.members.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The heap beside the main one that an address is of.
+    fn of(&self, address: u64) -> Option<Member> {
+        if !self.any.load(Ordering::Acquire) {
+            return None;
+        }
+        let members = self.members.read().unwrap_or_else(PoisonError::into_inner);
+        members.iter().find(|member| member.core().has_address(address)).cloned()
+    }
+
+    /// The heap that an address is of; the main one where it is of none.
+    pub(crate) fn heap_of(&self, address: u64) -> Option<Arc<dyn Heap>> {
+        self.of(address).map(|member| Arc::clone(member.core()) as _)
+    }
+
+    /// Makes a further heap and enters it. The caller holds `making`.
+    fn make(&self, fixed: bool, enter: impl FnOnce(Arc<Core>) -> Member) -> Result<Member> {
+        let device = self.device();
+        let backing = self.main.backing().of_another_heap();
+        let granule_bytes = backing.granule_bytes();
+        let memory = device.total_memory()?;
+        let most = self.terms.limit_bytes.map_or(memory, |limit| limit.min(memory));
+        // As much again as it may hold, to grow in; at the least what its parts need.
+        let bytes = most.saturating_mul(2).max(64 * granule_bytes);
+        let addresses = bytes.min((2 << 40) - granule_bytes) / granule_bytes * granule_bytes;
+        let config = PoolConfig {
+            limit_bytes: self.terms.limit_bytes,
+            va_size_bytes: Some(addresses),
+            pending_policy: self.terms.pending_policy,
+            reuse: self.terms.reuse,
+            ..PoolConfig::default()
+        };
+        let core = Core::beside(backing, device, &config, fixed)?;
+        let member = enter(core);
+        let mut members = self.members.write().unwrap_or_else(PoisonError::into_inner);
+        members.push(member.clone());
+        self.any.store(true, Ordering::Release);
+        Ok(member)
+    }
+
+    /// Watches streams from now on, once.
+    fn watch(self: &Arc<Self>) {
+        if !self.any.load(Ordering::Acquire) {
+            let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(self) as _;
+            self.device().driver().watch_streams(watcher);
+        }
+    }
+
+    pub(crate) fn new_graph(self: &Arc<Self>) -> Result<Arc<Graph>> {
+        self.reap(false);
+        let _making = lock(&self.making);
+        self.watch();
+        match self.make(true, |core| Member::Graph(Arc::new(Graph::new(core))))? {
+            Member::Graph(graph) => Ok(graph),
+            Member::Tagged(_) => Err(Error::UnknownTag),
+        }
+    }
+
+    /// The heap with a tag, made where there is none.
+    pub(crate) fn tagged(self: &Arc<Self>, tag: &str) -> Result<Arc<TaggedHeap>> {
+        let _making = lock(&self.making);
+        match self.find_tag(tag) {
+            Ok(found) => Ok(found),
+            Err(_) => {
+                self.watch();
+                let enter = |core| Member::Tagged(Arc::new(TaggedHeap::new(tag, core)));
+                match self.make(false, enter)? {
+                    Member::Tagged(heap) => Ok(heap),
+                    Member::Graph(_) => Err(Error::UnknownTag),
+                }
+            }
+        }
+    }
+
+    pub(crate) fn find_tag(&self, tag: &str) -> Result<Arc<TaggedHeap>> {
+        let members = self.members.read().unwrap_or_else(PoisonError::into_inner);
+        let found = members.iter().find_map(|member| match member {
+            Member::Tagged(heap) if heap.tag() == tag => Some(Arc::clone(heap)),
+            _ => None,
+        });
+        found.ok_or(Error::UnknownTag)
+    }
+
+    /// Opens a graph's pool to what a stream captures, or will.
+    pub(crate) fn begin(&self, graph: &Arc<Graph>, stream: StreamHandle) -> Result<()> {
+        if stream == StreamHandle::LEGACY {
+            return Err(Error::GraphPool { reason: "the legacy default stream cannot capture" });
+        }
+        let device = self.device();
+        let _context = device.enter()?;
+        device.check_stream(stream)?;
+        self.reap(false);
+        let mut captures = lock(&self.captures);
+        self.finish_ended(&mut captures);
+        graph.check_open()?;
+        captures.begin(graph, stream)?;
+        self.set_open(true);
+        // A default stream's capture can be asked about here only: see `Captures::find`.
+        if stream == StreamHandle::PER_THREAD
+            && let Err(error) = captures.find(device, stream)
+        {
+            let _ = captures.end(graph, stream);
+            self.set_open(captures.is_open());
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    fn set_open(&self, open: bool) {
+        if self.open.swap(open, Ordering::SeqCst) != open
+            && let Some(core) = &self.core
+        {
+            core.set_closed(open);
+        }
+    }
+
+    pub(crate) fn is_open(&self) -> bool {
+        self.open.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn end(&self, graph: &Arc<Graph>, stream: StreamHandle) -> Result<()> {
+        let _context = self.device().enter()?;
+        {
+            let mut captures = lock(&self.captures);
+            let streams = captures.end(graph, stream)?;
+            for participant in streams {
+                self.end_participant(&mut captures, participant);
+            }
+            self.set_open(captures.is_open());
+            self.finish_ended(&mut captures);
+        }
+        self.reap(false);
+        Ok(())
+    }
+
+    /// A stream's part in a capture is over: what it freed of graphs' memory is for the next
+    /// capture; what it freed of other memory waits for an event.
+    fn end_participant(&self, captures: &mut Captures, participant: Participant) {
+        let number = participant.number;
+        let mut waits = self.core.as_ref().is_some_and(|core| core.has_held(number));
+        for member in self.members() {
+            match member {
+                Member::Graph(graph) => {
+                    let _calls = lock(&graph.calls);
+                    graph.core.end_held(number);
+                }
+                Member::Tagged(heap) => waits |= heap.core().has_held(number),
+            }
+        }
+        if waits {
+            captures.ending.push(participant);
+        }
+    }
+
+    /// Records the events, and makes the frees, that captures were in the way of.
+    fn finish_ended(&self, captures: &mut Captures) {
+        for ended in captures.take_ended(self.device()) {
+            self.end_held_behind(ended);
+        }
+        captures.postponed.retain(|(ptr, stream)| {
+            matches!(self.main.free(*ptr, *stream), Err(Error::StreamCapturing))
+        });
+    }
+
+    fn end_held_behind(&self, ended: Participant) {
+        let tagged = self.members().into_iter().filter_map(|member| match member {
+            Member::Tagged(heap) => Some(Arc::clone(heap.core())),
+            Member::Graph(_) => None,
+        });
+        for core in self.core.iter().cloned().chain(tagged) {
+            core.end_held_behind(ended.number, ended.handle);
+        }
+    }
+
+    pub(crate) fn release(&self, graph: &Arc<Graph>, stream: StreamHandle) -> Result<()> {
+        {
+            let captures = lock(&self.captures);
+            if captures.is_open_to(graph) {
+                return Err(Error::GraphPool { reason: "a capture is still using it" });
+            }
+            graph.release(stream)?;
+        }
+        self.reap(false);
+        Ok(())
+    }
+
+    /// The last handle of a graph's pool is gone.
+    pub(crate) fn drop_graph(&self, graph: &Graph) {
+        {
+            let mut captures = lock(&self.captures);
+            for participant in captures.end_all(graph) {
+                self.end_participant(&mut captures, participant);
+            }
+            self.set_open(captures.is_open());
+        }
+        let dropped = self.dropped.fetch_add(1, Ordering::Relaxed);
+        graph.drop_handle(dropped + 1);
+    }
+
+    /// Ends graphs' heaps that nothing uses any more, and gives back what drivers refused to take
+    /// before. `wait` for released graphs on the host. Whether there was anything.
+    pub(crate) fn reap(&self, wait: bool) -> bool {
+        let mut any = false;
+        for member in self.members() {
+            match member {
+                Member::Graph(graph) => {
+                    let over = graph.is_quiet(wait).unwrap_or(false)
+                        && graph.core.is_unused().unwrap_or(false);
+                    if over {
+                        let mut members =
+                            self.members.write().unwrap_or_else(PoisonError::into_inner);
+                        let is_it = |member: &Member| matches!(member, Member::Graph(other) if Arc::ptr_eq(other, &graph));
+                        members.retain(|member| !is_it(member));
+                        any = true;
+                    }
+                }
+                Member::Tagged(heap) => any |= heap.release_kept(),
+            }
+        }
+        any
+    }
+
+    /// Has the other heaps, the main one first, give free memory back for one that lacks some.
+    pub(crate) fn reclaim(&self, for_heap: &Core, bytes: u64) -> bool {
+        let mut any = self.reap(true);
+        let mut missing = bytes.saturating_add(self.main.backing().granule_bytes());
+        let mut trim = |heap: &dyn Heap| {
+            if missing == 0 {
+                return;
+            }
+            let mapped = heap.stats().mapped_bytes;
+            let given = heap.trim_to(mapped.saturating_sub(missing)).unwrap_or(0);
+            missing = missing.saturating_sub(given);
+            any |= given > 0;
+        };
+        trim(self.main.as_ref());
+        for member in self.members() {
+            if let Member::Tagged(heap) = member
+                && !std::ptr::eq(Arc::as_ptr(heap.core()), for_heap)
+                && !heap.core().is_asleep()
+            {
+                trim(heap.core().as_ref());
+            }
+        }
+        any
+    }
+
+    /// A request of one heap beside the main one, tried again when others have made room.
+    pub(crate) fn with_room<T>(
+        &self,
+        core: &Core,
+        bytes: usize,
+        request: impl Fn() -> Result<T>,
+    ) -> Result<T> {
+        match request() {
+            Err(error) if error.is_out_of_memory() && self.reclaim(core, bytes as u64) => request(),
+            other => other,
+        }
+    }
+
+    /// Keeps a free on a capturing stream, for a main heap that cannot take it now.
+    pub(crate) fn postpone(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
+        let mut captures = lock(&self.captures);
+        match captures.find(self.device(), stream)? {
+            Some(_) => captures.postpone(ptr, stream),
+            None => Err(Error::StreamCapturing),
+        }
+    }
+
+    /// Whether a free of this address waits for a capture's end.
+    pub(crate) fn is_postponed(&self, address: u64) -> bool {
+        self.any.load(Ordering::Acquire)
+            && lock(&self.captures).postponed.iter().any(|(ptr, _)| ptr.address() == address)
+    }
+
+    /// The sum over the heaps beside the main one.
+    pub(crate) fn stats(&self) -> Stats {
+        let mut sum = Stats::default();
+        self.members().iter().for_each(|member| sum.add(&member.core().stats()));
+        sum
+    }
+
+    /// Allocations of the heaps beside the main one.
+    pub(crate) fn live_count(&self) -> u64 {
+        if !self.any.load(Ordering::Acquire) {
+            return 0;
+        }
+        let live = |member: &Member| Heap::live_count(member.core().as_ref());
+        self.members().iter().map(live).sum()
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), Violation> {
+        self.members().iter().try_for_each(|member| member.core().validate())
+    }
+
+    /// Trims the main heap and those tagged heaps that are awake, until all heaps together hold no
+    /// more than this; graphs' memory stays.
+    pub(crate) fn trim_to(&self, keep_bytes: u64) -> Result<u64> {
+        self.reap(false);
+        let members = self.members();
+        let tagged = members.iter().filter_map(|member| match member {
+            Member::Tagged(heap) if !heap.core().is_asleep() => {
+                Some(heap.core().as_ref() as &dyn Heap)
+            }
+            _ => None,
+        });
+        let mut given = 0;
+        for heap in std::iter::once(self.main.as_ref() as &dyn Heap).chain(tagged) {
+            let all = self.main.stats().mapped_bytes + self.stats().mapped_bytes;
+            let others = all.saturating_sub(heap.stats().mapped_bytes);
+            given += heap.trim_to(keep_bytes.saturating_sub(others))?;
+        }
+        Ok(given)
+    }
+
+    pub(crate) fn reset_peaks(&self) {
+        self.main.reset_peaks();
+        self.members().iter().for_each(|member| Heap::reset_peaks(member.core().as_ref()));
+    }
+
+    /// Sets a device's access to every heap. On failure it has the access that it had.
+    pub(crate) fn set_access(&self, device: &Device, access: Access) -> Result<()> {
+        let _making = lock(&self.making);
+        let before = self.main.access_of(device);
+        let members = self.members();
+        let heaps: Vec<&dyn Heap> = std::iter::once(self.main.as_ref() as &dyn Heap)
+            .chain(members.iter().map(|member| member.core().as_ref() as &dyn Heap))
+            .collect();
+        for (index, heap) in heaps.iter().enumerate() {
+            if let Err(error) = heap.set_access(device, access) {
+                for heap in &heaps[..index] {
+                    // The error to report is the first one.
+                    let _ = heap.set_access(device, before);
+                }
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Beside for Heaps {
+    fn malloc(&self, bytes: usize, stream: StreamHandle) -> Option<Result<DevicePtr>> {
+        let found = |captures: &mut Captures| captures.find(self.device(), stream);
+        let number = match found(&mut lock(&self.captures)) {
+            Ok(Some((graph, _))) => graph,
+            Ok(None) => return None,
+            Err(error) => return Some(Err(error)),
+        };
+        let graph = number;
+        let request = || {
+            let mut captures = lock(&self.captures);
+            // It may have ended since.
+            let Some((graph, number)) = found(&mut captures)? else {
+                return Err(Error::GraphPool { reason: "it has not begun on this stream" });
+            };
+            let _calls = lock(&graph.calls);
+            drop(captures);
+            graph.malloc(bytes, stream, number)
+        };
+        Some(self.with_room(&graph.core, bytes, request))
+    }
+
+    fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Option<Result<()>> {
+        let member = self.of(ptr.address())?;
+        let core = member.core();
+        let graph = matches!(member, Member::Graph(_));
+        if self.is_open() && (graph || !core.knows(stream)) {
+            let mut captures = lock(&self.captures);
+            match captures.find(self.device(), stream) {
+                Ok(Some((of, number))) => {
+                    let _calls = lock(&of.calls);
+                    drop(captures);
+                    return Some(core.free_held(ptr, stream, number));
+                }
+                Ok(None) => {}
+                Err(error) => return Some(Err(error)),
+            }
+        }
+        let freed = core.free(ptr, stream);
+        if let Member::Graph(graph) = &member
+            && freed.is_ok()
+            && !graph.is_open()
+        {
+            self.reap(false);
+        }
+        Some(freed)
+    }
+
+    fn capturing(&self, stream: StreamHandle) -> Option<u64> {
+        let mut captures = lock(&self.captures);
+        captures.find(self.device(), stream).ok().flatten().map(|(_, number)| number)
+    }
+
+    fn make_room(&self, wait: bool) -> bool {
+        self.any.load(Ordering::Acquire) && self.reap(wait)
+    }
+}
+
+impl StreamWatcher for Heaps {
+    fn stream_ends(&self, stream: StreamHandle) {
+        if stream.known_to(self.device().driver().realm()).is_none() {
+            return;
+        }
+        let Ok(_context) = self.device().enter() else { return };
+        let mut captures = lock(&self.captures);
+        let mut over: Vec<Participant> = Vec::new();
+        for (_, participant) in captures.stream_ends(stream) {
+            self.end_participant(&mut captures, participant);
+            over.push(participant);
+        }
+        self.set_open(captures.is_open());
+        // The stream goes: what was freed on it by a bare handle gets its event now, or never.
+        let gone = |participant: &Participant| participant.handle == stream;
+        for participant in over.iter().filter(|participant| gone(participant)) {
+            self.end_held_behind(*participant);
+        }
+        captures.ending.retain(|participant| !gone(participant));
+    }
+
+    fn marks(&self, of: Awaited) -> SmallVec<[Mark; 2]> {
+        let mut marks = SmallVec::new();
+        let dropped = self.dropped.load(Ordering::Relaxed);
+        if matches!(of, Awaited::Device(ordinal) if ordinal == self.device().ordinal()) {
+            marks.push(Mark { pool: 0, stream: u32::MAX, point: dropped, epoch: 0 });
+        }
+        marks
+    }
+
+    fn passed(&self, mark: &Mark) {
+        for member in self.members() {
+            if let Member::Graph(graph) = member {
+                graph.device_passed(mark.point);
+            }
+        }
+        self.reap(false);
+    }
+}
+
+impl Drop for Heaps {
+    /// Graphs that were launched may still run, on streams that nobody told of: where one's pool was
+    /// never released the host waits for the whole context.
+    fn drop(&mut self) {
+        let members =
+            std::mem::take(self.members.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let graphs = members.iter().filter_map(|member| match member {
+            Member::Graph(graph) => Some(graph),
+            Member::Tagged(_) => None,
+        });
+        let graphs: Vec<&Arc<Graph>> = graphs.collect();
+        let all_quiet = graphs.iter().all(|graph| graph.is_quiet(true).unwrap_or(false));
+        if all_quiet {
+            return;
+        }
+        let waited = self.device().enter().and_then(|_context| {
+            let driver = self.device().driver();
+            let _beside = BesideCaptures::enter(driver)?;
+            // SAFETY: no arguments.
+            Ok(unsafe { driver.cuCtxSynchronize() }?)
+        });
+        if waited.is_err() {
+            // What may still be in use is left to the driver, which reclaims it with the process.
+            members.into_iter().for_each(std::mem::forget);
+        }
+    }
+}
