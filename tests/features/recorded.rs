@@ -1,5 +1,7 @@
 //! Uses on further streams: memory is kept until they are over, and no stream waits for that.
 
+use std::sync::mpsc;
+
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUresult;
 use vpmm::{Error, Stream, StreamHandle};
@@ -291,19 +293,26 @@ fn a_threads_default_stream_is_waited_for_when_another_thread_frees() {
             let watched = rig.pool(profile);
             let own = rig.stream();
             let held = watched.malloc(bytes, &own);
-            let stall = std::thread::scope(|scope| {
-                let used = scope.spawn(|| {
+            // The thread lives until its work is over: a GPU's driver has it wait for that.
+            let (tell, told) = mpsc::channel();
+            let (end, ends) = mpsc::channel::<()>();
+            std::thread::scope(|scope| {
+                let (watched, own, held) = (&watched, &own, &held);
+                scope.spawn(move || {
                     let stall = rig.stall(StreamHandle::PER_THREAD);
-                    watched.look_from(&held, &own, StreamHandle::PER_THREAD);
-                    stall
+                    watched.look_from(held, own, StreamHandle::PER_THREAD);
+                    tell.send(stall).unwrap();
+                    // Nothing is sent: the other end goes.
+                    let _ = ends.recv();
                 });
-                used.join().unwrap()
+                let stall = told.recv().unwrap();
+                watched.free(*held, own);
+                assert_kept(watched, held, own);
+                drop(stall);
+                rig.device.synchronize().unwrap();
+                assert_found_again(watched, bytes, own);
+                drop(end);
             });
-            watched.free(held, &own);
-            assert_kept(&watched, &held, &own);
-            drop(stall);
-            rig.device.synchronize().unwrap();
-            assert_found_again(&watched, bytes, &own);
             watched.assert_intact();
         }
     });

@@ -26,8 +26,8 @@ pub struct PoolConfig {
     pub limit_bytes: Option<u64>,
     /// Bytes of addresses reserved; by default four times the device's memory, so that free memory
     /// can be brought together at addresses of its own while the old ones are still in use.
-    /// Addresses cost no device memory, and host memory only where they are used: 1/512, 1/64 where
-    /// small blocks are.
+    /// Addresses cost no device memory, and host memory only where they are used: at most 1/1024,
+    /// 1/128 where small blocks are.
     /// Less than 2 TiB.
     pub va_size_bytes: Option<u64>,
     /// Whether to grow or to wait when only other streams' memory is free.

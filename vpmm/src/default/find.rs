@@ -20,7 +20,8 @@ impl Core {
         let space = self.space.lock();
         let (start, units) = space.live_around(&self.tags, unit)?;
         let stream = self.tags.stream_at(self.tags.place_of(start));
-        let recording = space.books.get(stream as usize).map(|book| book.recording);
+        let book = stream.and_then(|stream| space.books.get(stream as usize));
+        let recording = book.map(|book| book.recording);
         let stream = match recording {
             Some(Recording::Lazy(handle)) => Some(handle),
             _ => None,

@@ -2,8 +2,9 @@
 //!
 //! | at | tag |
 //! |---|---|
-//! | the first unit of an allocation | live, with its size and its stream |
-//! | the same, where more is noted about it elsewhere | noted, with the same |
+//! | the first unit of an allocation | live, with its size |
+//! | the next one with a tag | its stream; where it has no second, that is in the first |
+//! | the first unit, where more is noted about the allocation elsewhere | noted, with its size |
 //! | the first unit of a block in a front, or that waits for further streams | cached, with its size |
 //! | the first and the last unit of a free block | free, with its node |
 //! | everywhere else | nothing |
@@ -12,23 +13,26 @@
 //!
 //! So the size of an allocation, the state of a pointer and both neighbours of a block are one
 //! load each, without a node for anything live. The table is as long as the address space and
-//! costs memory only where it was written: 8 bytes for each 512 (or 4096) at most, a
+//! costs memory only where it was written: 4 bytes for each 512 (or 4096) at most, a
 //! few for a large block.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::class::LARGE_STEP;
+use super::class::{LARGE_STEP, SMALL_UNITS};
 
-/// A tag, from the lowest bit: 32 bits of a size or a node, 28 of a stream's index, 4 of its kind.
-const STREAM_SHIFT: u32 = 32;
-const STREAMS: u64 = (1 << 28) - 1;
-const KIND: u64 = 15 << 60;
-const LIVE: u64 = 1 << 60;
-const CACHED: u64 = 2 << 60;
-const FREE: u64 = 3 << 60;
-const NOTED: u64 = 4 << 60;
+/// A tag: 2 bits of its kind above 30 of a size or a node.
+const KIND: u32 = 3 << 30;
+const LIVE: u32 = 1 << 30;
+const CACHED: u32 = 2 << 30;
+const FREE: u32 = 3 << 30;
+
+/// Nodes have 29 bits. With the next bit it is an allocation instead: one that is as short as can
+/// be, with its stream, or a noted one, with its size in short.
+const RARE: u32 = FREE | 1 << 29;
+const NOTED: u32 = RARE | 1 << 28;
+const RARE_VALUE: u32 = (1 << 28) - 1;
 
 /// What a unit's tag says.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -72,7 +76,7 @@ impl Place {
 /// The table. Any thread may read and write it: a tag is written by whoever owns its unit at that
 /// time, and others only learn from it that they do not.
 pub(super) struct Tags {
-    table: NonNull<AtomicU64>,
+    table: NonNull<AtomicU32>,
     length: usize,
     units: u32,
     /// The first unit of the large part.
@@ -96,7 +100,7 @@ impl Tags {
     }
 
     fn layout(units: usize) -> Option<Layout> {
-        Layout::array::<AtomicU64>(units).ok().filter(|layout| layout.size() > 0)
+        Layout::array::<AtomicU32>(units).ok().filter(|layout| layout.size() > 0)
     }
 
     pub(super) fn units(&self) -> u32 {
@@ -121,7 +125,7 @@ impl Tags {
     }
 
     #[inline(always)]
-    fn entry(&self, at: Place) -> Option<&AtomicU64> {
+    fn entry(&self, at: Place) -> Option<&AtomicU32> {
         // SAFETY: the index is within the table, which is zeroed (a valid state of atomics) and
         // alive while `self` is.
         (at.0 < self.length).then(|| unsafe { self.table.add(at.0).as_ref() })
@@ -137,20 +141,41 @@ impl Tags {
     #[inline(always)]
     pub(super) fn read(&self, at: Place) -> Tag {
         let raw = self.entry(at).map_or(0, |tag| tag.load(Ordering::Relaxed));
-        let value = raw as u32;
+        let value = raw & !KIND;
         match raw & KIND {
             LIVE => Tag::Live(value),
-            NOTED => Tag::Noted(value),
             CACHED => Tag::Cached(value),
+            FREE if raw & RARE == RARE => self.rare(at, raw),
             FREE => Tag::Free(value),
             _ => Tag::None,
         }
     }
 
-    /// The index of the stream that the allocation at a place was made on.
-    pub(super) fn stream_at(&self, at: Place) -> u32 {
-        let raw = self.entry(at).map_or(0, |tag| tag.load(Ordering::Relaxed));
-        (raw >> STREAM_SHIFT & STREAMS) as u32
+    #[cold]
+    #[inline(never)]
+    fn rare(&self, at: Place, raw: u32) -> Tag {
+        if raw & NOTED == NOTED {
+            Tag::Noted(long(raw & RARE_VALUE))
+        } else {
+            Tag::Live(self.step_at(at))
+        }
+    }
+
+    /// The units that have one tag together, at a place.
+    #[inline(always)]
+    fn step_at(&self, at: Place) -> u32 {
+        if at.0 < self.split as usize { 1 } else { LARGE_STEP }
+    }
+
+    /// The index of the stream that the allocation at a place was made on; `None` where there was
+    /// no room for it.
+    pub(super) fn stream_at(&self, at: Place) -> Option<u32> {
+        let load = |at| self.entry(at).map_or(0, |tag| tag.load(Ordering::Relaxed));
+        if self.read(at).live_units()? > self.step_at(at) {
+            return Some(load(Place(at.0 + 1)));
+        }
+        let raw = load(at);
+        (raw & NOTED != NOTED).then_some(raw & RARE_VALUE)
     }
 
     /// Where the tag of a unit is.
@@ -173,41 +198,53 @@ impl Tags {
     }
 
     #[inline(always)]
-    fn write(&self, at: Place, raw: u64) {
+    fn write(&self, at: Place, raw: u32) {
         if let Some(tag) = self.entry(at) {
             tag.store(raw, Ordering::Relaxed);
         }
     }
 
+    /// Notes an allocation. The stream beside it stays when the block is freed: it is no tag.
     #[inline(always)]
     pub(super) fn set_live(&self, start: u32, units: u32, stream: u32) {
-        self.write(self.place_of(start), LIVE | Self::of_stream(stream) | u64::from(units));
+        let at = self.place_of(start);
+        if units > self.step_at(at) {
+            self.write(at, LIVE | units);
+            self.write(Place(at.0 + 1), stream & !KIND);
+        } else {
+            self.write(at, RARE | (stream & RARE_VALUE));
+        }
     }
 
-    /// Notes more about the allocation at a place, which keeps its size and its stream.
+    /// Notes more about the allocation at a place, which keeps its size.
     pub(super) fn set_noted(&self, at: Place, units: u32) {
-        self.write(at, NOTED | Self::of_stream(self.stream_at(at)) | u64::from(units));
-    }
-
-    #[inline(always)]
-    fn of_stream(stream: u32) -> u64 {
-        (u64::from(stream) & STREAMS) << STREAM_SHIFT
+        self.write(at, NOTED | short(units));
     }
 
     #[inline(always)]
     pub(super) fn set_cached(&self, at: Place, units: u32) {
-        self.write(at, CACHED | u64::from(units));
+        self.write(at, CACHED | units);
     }
 
     #[inline(always)]
     pub(super) fn set_free(&self, at: Place, node: u32) {
-        self.write(at, FREE | u64::from(node));
+        self.write(at, FREE | node);
     }
 
     #[inline(always)]
     pub(super) fn clear(&self, at: Place) {
         self.write(at, 0);
     }
+}
+
+/// A size in 28 bits: large ones are whole pages.
+fn short(units: u32) -> u32 {
+    if units <= SMALL_UNITS { units } else { SMALL_UNITS + units / LARGE_STEP }
+}
+
+/// The size that is so in short.
+fn long(short: u32) -> u32 {
+    if short <= SMALL_UNITS { short } else { (short - SMALL_UNITS) * LARGE_STEP }
 }
 
 impl Drop for Tags {
@@ -225,16 +262,12 @@ mod tests {
 
     #[test]
     fn tags_say_what_was_written_and_nothing_elsewhere() {
-        let Some(tags) = Tags::new(100, 100) else { panic!("no memory for 800 bytes") };
+        let Some(tags) = Tags::new(100, 100) else { panic!("no memory for 400 bytes") };
         tags.set_live(0, 5, 7);
         tags.set_cached(tags.place_of(5), 7);
         tags.set_free(tags.place_of(99), 3);
         tags.set_live(100, 1, 0);
-        tags.set_live(7, 1, 1 << 27);
-        tags.set_noted(tags.place_of(7), 1);
-        assert_eq!((tags.get(7), tags.stream_at(tags.place_of(7))), (Tag::Noted(1), 1 << 27));
-        tags.clear(tags.place_of(7));
-        assert_eq!(tags.stream_at(tags.place_of(0)), 7);
+        assert_eq!(tags.stream_at(tags.place_of(0)), Some(7));
         let read = [0, 1, 5, 99, 100, u32::MAX].map(|unit| tags.get(unit));
         let [live, none, cached, free, beyond, far] = read;
         assert_eq!((live, none, cached), (Tag::Live(5), Tag::None, Tag::Cached(7)));
@@ -245,8 +278,31 @@ mod tests {
     }
 
     #[test]
+    fn allocations_know_their_stream_and_may_be_noted() {
+        let Some(tags) = Tags::new(96, 16) else { panic!("no memory for 104 bytes") };
+        // Of one tag and of more, where each unit has one and where pages have.
+        for (start, units) in [(1, 1), (2, 2), (4, 12), (16, 8), (24, 16), (40, 56)] {
+            let at = tags.place_of(start);
+            tags.set_live(start, units, (1 << 28) - 3);
+            assert_eq!(tags.get(start), Tag::Live(units));
+            assert_eq!(tags.stream_at(at), Some((1 << 28) - 3));
+            assert!(tags.first_in(start + 1..start + units).is_none());
+            tags.set_noted(at, units);
+            assert_eq!(tags.get(start), Tag::Noted(units));
+            let kept = units > tags.step(start);
+            assert_eq!(tags.stream_at(at), kept.then_some((1 << 28) - 3));
+            tags.set_cached(at, units);
+            assert_eq!((tags.get(start), tags.stream_at(at)), (Tag::Cached(units), None));
+        }
+        let most = super::super::class::MAX_UNITS;
+        for units in [1, SMALL_UNITS, SMALL_UNITS + LARGE_STEP, most] {
+            assert!(short(units) <= RARE_VALUE && long(short(units)) == units, "{units}");
+        }
+    }
+
+    #[test]
     fn pages_of_the_large_part_have_one_tag() {
-        let Some(tags) = Tags::new(96, 16) else { panic!("no memory for 208 bytes") };
+        let Some(tags) = Tags::new(96, 16) else { panic!("no memory for 104 bytes") };
         tags.set_live(15, 1, 0);
         tags.set_live(16, 8, 0);
         tags.set_free(tags.place_of(24), 7);
