@@ -33,7 +33,6 @@ pub(crate) trait Beside: Send + Sync {
 /// A pool of one profile. What each call means is said at the method of [`Pool`](crate::Pool) with
 /// the same name.
 pub(crate) trait Heap: Source + Send + Sync {
-    fn malloc(&self, bytes: usize, stream: StreamHandle) -> Result<DevicePtr>;
     fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()>;
 
     fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()>;
@@ -42,8 +41,6 @@ pub(crate) trait Heap: Source + Send + Sync {
     fn passed(&self, mark: &Mark) -> Result<()>;
 
     fn trim_to(&self, keep_bytes: u64) -> Result<u64>;
-    /// The bytes above which memory is given back when the host has waited for the GPU.
-    fn release_threshold(&self) -> Option<u64>;
     fn reset_peaks(&self);
     fn allocation(&self, address: u64) -> Option<Allocation>;
 

@@ -16,10 +16,6 @@ use crate::units::DevicePtr;
 use crate::validate::Violation;
 
 impl Heap for Core {
-    fn malloc(&self, bytes: usize, stream: StreamHandle) -> Result<DevicePtr> {
-        self.malloc(bytes, stream)
-    }
-
     fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
         self.free(ptr, stream)
     }
@@ -42,10 +38,6 @@ impl Heap for Core {
 
     fn trim_to(&self, keep_bytes: u64) -> Result<u64> {
         self.trim(keep_bytes)
-    }
-
-    fn release_threshold(&self) -> Option<u64> {
-        self.config.release_threshold_bytes
     }
 
     fn reset_peaks(&self) {

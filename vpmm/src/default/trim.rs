@@ -218,12 +218,11 @@ impl Space {
         let of_books = self.books.iter().flat_map(|book| {
             let closed = book.open_parity() ^ 1;
             let sets = book.sets.iter().enumerate();
-            let blocks = sets.flat_map(move |(parity, sets)| {
+            sets.flat_map(move |(parity, sets)| {
                 let whole = parity == closed && book.stage == Stage::Passed;
                 let blocks = sets.iter().flat_map(|set| set.of_at_least(1));
                 blocks.filter(move |block| whole || block.is_before(book.seen))
-            });
-            blocks
+            })
         });
         let common = self.common.iter().flat_map(|set| set.of_at_least(1));
         common.chain(of_books)

@@ -18,10 +18,6 @@ use crate::units::DevicePtr;
 use crate::validate::Violation;
 
 impl Heap for PagedPool {
-    fn malloc(&self, bytes: usize, stream: StreamHandle) -> Result<DevicePtr> {
-        self.malloc(bytes, stream)
-    }
-
     fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
         self.free(ptr, stream)
     }
@@ -44,10 +40,6 @@ impl Heap for PagedPool {
 
     fn trim_to(&self, keep_bytes: u64) -> Result<u64> {
         self.trim_to(keep_bytes)
-    }
-
-    fn release_threshold(&self) -> Option<u64> {
-        self.config.release_threshold_bytes
     }
 
     fn reset_peaks(&self) {
