@@ -16,6 +16,7 @@ use smallvec::SmallVec;
 
 use crate::device::{Device, StreamHandle};
 use crate::error::{Error, Result};
+use crate::fork::Birthmark;
 use crate::ordering::Mark;
 
 /// A driver call that did not succeed.
@@ -71,6 +72,10 @@ macro_rules! driver_calls {
                 /// Its contract in the CUDA driver API reference: pointers valid for what it
                 /// reads and writes, handles alive.
                 pub(crate) unsafe fn $name(&self, $( $arg: $ty ),*) -> Result<(), Failure> {
+                    if self.is_forked() {
+                        let code = CUresult::CUDA_ERROR_NOT_INITIALIZED;
+                        return Err(Failure { call: stringify!($name), code });
+                    }
                     self.0.counts[Call::$name as usize].fetch_add(1, Ordering::Relaxed);
                     // SAFETY: the pointer has this signature (cuda_sys declares it from the header),
                     // the library stays loaded while `self.0.library` lives, and the caller keeps
@@ -214,6 +219,7 @@ struct Inner {
     table: Table,
     clock: Clock,
     counts: [AtomicU64; NAMES.len()],
+    birthmark: Birthmark,
     /// Who is told when a stream made through this driver ends.
     watchers: Mutex<Vec<Weak<dyn StreamWatcher>>>,
     /// What rooms above keep for each driver: one value of a type.
@@ -266,7 +272,13 @@ impl Driver {
         let table = Table::resolve(&library)
             .map_err(|name| Error::MissingSymbol { name, origin: library.origin().to_owned() })?;
         let counts = [const { AtomicU64::new(0) }; NAMES.len()];
+        let birthmark = Birthmark::new().ok_or(Error::Driver {
+            call: "mmap",
+            code: CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+            bytes: 0,
+        })?;
         let driver = Self(Arc::new(Inner {
+            birthmark,
             table,
             clock: Clock::default(),
             counts,
@@ -349,6 +361,18 @@ impl Driver {
         watchers.push(watcher);
     }
 
+    /// Whether the process was forked since the driver was started: nothing works any more.
+    #[inline]
+    pub(crate) fn is_forked(&self) -> bool {
+        self.0.birthmark.is_childs()
+    }
+
+    /// Turns a child away, before it takes a lock that a thread of its parent may hold.
+    #[inline]
+    pub(crate) fn check_process(&self) -> Result<()> {
+        if self.is_forked() { Err(Error::Forked) } else { Ok(()) }
+    }
+
     /// Those who watch now. They are told outside the lock: they call the driver and take locks of
     /// their own.
     fn watchers(&self) -> Vec<Arc<dyn StreamWatcher>> {
@@ -358,6 +382,9 @@ impl Driver {
 
     /// Tells every watcher that a stream is about to be destroyed.
     pub(crate) fn tell_end_of(&self, stream: StreamHandle) {
+        if self.is_forked() {
+            return;
+        }
         self.watchers().iter().for_each(|watcher| watcher.stream_ends(stream));
     }
 
@@ -367,6 +394,7 @@ impl Driver {
         of: Awaited,
         wait: impl FnOnce() -> Result<(), Failure>,
     ) -> Result<()> {
+        self.check_process()?;
         let watchers = self.watchers();
         let marks: Vec<_> = watchers.iter().map(|watcher| (watcher, watcher.marks(of))).collect();
         wait()?;

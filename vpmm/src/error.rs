@@ -259,6 +259,13 @@ pub enum Error {
         others: usize,
     },
 
+    /// The process is a child of the one that started the driver, which does not work in it. Nothing
+    /// of the parent's is of use here, and nothing of it is harmed.
+    #[error(
+        "the process was forked after the CUDA driver was started, which does not work in a child"
+    )]
+    Forked,
+
     /// A mark of another pool.
     #[error("the mark is of another pool")]
     ForeignMark,

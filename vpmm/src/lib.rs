@@ -32,6 +32,7 @@
 //! | `region` | the map of addresses and its trees (no driver) |
 //! | `stats`, `layout`, `memory_map` | what a pool holds, and where |
 //! | `error` | failures |
+//! | `fork` | what a child of the process finds |
 //! | `driver` | the driver's functions; all calls into it |
 //! | `device` | devices, contexts, streams |
 //! | `physical`, `reservation`, `mapping`, `event` | one kind of driver object each |
@@ -56,6 +57,7 @@ mod driver;
 mod error;
 mod event;
 mod fence;
+mod fork;
 mod heap;
 mod heaps;
 mod layout;

@@ -10,6 +10,7 @@ use super::space::Space;
 use super::{Core, lock};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
+use crate::fork::Wiped;
 use crate::lock::Token;
 
 /// The legacy default stream's number here; the driver's own numbers do not come so far.
@@ -62,23 +63,33 @@ impl Registry {
 const ROUTES: usize = 4096;
 
 /// Shortcuts from a stream's number to its shard: a direct-mapped cache of the registry.
-pub(super) struct Routes(Box<[AtomicPtr<Shard>]>);
+///
+/// A fork wipes it, so that a child meets nothing here and is turned away outside.
+pub(super) struct Routes(Wiped);
 
 impl Routes {
-    pub(super) fn new() -> Self {
-        Self((0..ROUTES).map(|_| AtomicPtr::default()).collect())
+    /// `None` where the system has no memory.
+    pub(super) fn new() -> Option<Self> {
+        Wiped::new(ROUTES * size_of::<AtomicPtr<Shard>>()).map(Self)
+    }
+
+    #[inline(always)]
+    fn all(&self) -> &[AtomicPtr<Shard>; ROUTES] {
+        // SAFETY: the mapping is page-aligned and as long as that, of zeroes at first, which are
+        // null pointers, and alive while `self` is.
+        unsafe { self.0.start().cast::<[AtomicPtr<Shard>; ROUTES]>().as_ref() }
     }
 
     /// Forgets every shortcut.
     pub(super) fn clear(&self) {
-        self.0.iter().for_each(|route| route.store(std::ptr::null_mut(), Ordering::Release));
+        self.all().iter().for_each(|route| route.store(std::ptr::null_mut(), Ordering::Release));
     }
 
     #[inline(always)]
     fn at(&self, stream: u64) -> &AtomicPtr<Shard> {
         // Fibonacci hashing: the driver counts streams up, and handles of a kind are neighbours.
         let hash = stream.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 52;
-        &self.0[hash as usize % ROUTES]
+        &self.all()[hash as usize % ROUTES]
     }
 }
 

@@ -157,6 +157,7 @@ impl Core {
         let split = u64::from(small + 1) * granule_units;
         let units = (bytes / UNIT_BYTES) as u32;
         let tags = Tags::new(units, split as u32).ok_or_else(|| exhausted.clone())?;
+        let routes = Routes::new().ok_or_else(|| exhausted.clone())?;
         let refused = |failure: crate::driver::Failure| {
             if failure.is_out_of_memory() { exhausted } else { failure.about(bytes) }
         };
@@ -178,7 +179,7 @@ impl Core {
             granule_bytes,
             granules,
             tags,
-            routes: Routes::new(),
+            routes,
             aside: Aside::default(),
             growing: Mutex::new(()),
             asked: AtomicUsize::new(0),
@@ -232,6 +233,7 @@ impl Core {
     /// that cannot be served.
     #[cold]
     fn malloc_outside(&self, bytes: usize, handle: StreamHandle) -> Result<DevicePtr> {
+        self.device.driver().check_process()?;
         if let Some(served) = self.malloc_aside(bytes, handle) {
             return served;
         }
@@ -356,6 +358,7 @@ impl Core {
     /// A free without a front, or of a pointer that is not an allocation's.
     #[cold]
     fn free_outside(&self, ptr: DevicePtr, handle: StreamHandle) -> Result<()> {
+        self.device.driver().check_process()?;
         if let Some(freed) = self.free_aside(ptr, handle) {
             return freed;
         }

@@ -113,6 +113,7 @@ impl PagedPool {
 
     #[inline(never)]
     pub(crate) fn malloc(&self, bytes: usize, stream: StreamHandle) -> Result<DevicePtr> {
+        self.device.driver().check_process()?;
         let requested = bytes as u64;
         if requested == 0 {
             return Err(Error::ZeroSize);
@@ -158,6 +159,7 @@ impl PagedPool {
 
     #[inline(never)]
     pub(crate) fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
+        self.device.driver().check_process()?;
         let _context = self.device.enter()?;
         let caller = self.admit(stream)?;
         let address = ptr.address();

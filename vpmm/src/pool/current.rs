@@ -17,6 +17,7 @@ impl Pool {
     /// # Errors
     /// Those of [`Pool::new`], when it is made.
     pub fn default_of(device: &Device) -> Result<Self> {
+        device.driver().check_process()?;
         let registry = Registry::of(device.driver());
         let ordinal = device.ordinal();
         let known = registry.read().devices.get(&ordinal).and_then(|of| of.default.clone());
@@ -62,6 +63,7 @@ impl Pool {
     /// # Errors
     /// Those of [`Pool::new`], when the default pool is made.
     pub fn current(device: &Device) -> Result<Self> {
+        device.driver().check_process()?;
         let registry = Registry::of(device.driver());
         let current = |of: &super::registry::OfDevice| of.current.clone();
         let known = registry.read().devices.get(&device.ordinal()).and_then(current);
@@ -105,6 +107,9 @@ pub struct CurrentPool {
 
 impl Drop for CurrentPool {
     fn drop(&mut self) {
+        if self.pool.check_process().is_err() {
+            return;
+        }
         let mut book = self.pool.registry().write();
         let ordinal = self.pool.device().ordinal();
         let Some(of) = book.devices.get_mut(&ordinal) else { return };

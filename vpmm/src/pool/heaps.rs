@@ -55,6 +55,7 @@ impl Pool {
     /// # Errors
     /// [`Error::AddressSpaceExhausted`], [`Error::ContextLost`], [`Error::Driver`].
     pub fn graph_pool(&self) -> Result<GraphPool> {
+        self.check_process()?;
         let graph = self.family.heaps.new_graph()?;
         Ok(GraphPool { graph: Arc::downgrade(&graph), pool: self.clone() })
     }
@@ -70,6 +71,7 @@ impl Pool {
     /// # Errors
     /// [`Error::AddressSpaceExhausted`], [`Error::ContextLost`], [`Error::Driver`].
     pub fn tagged(&self, tag: &str) -> Result<Tagged> {
+        self.check_process()?;
         Ok(Tagged { heap: self.family.heaps.tagged(tag)?, pool: self.clone() })
     }
 
@@ -119,6 +121,7 @@ impl Pool {
         stream: impl Into<StreamHandle>,
         contents: &Contents,
     ) -> Result<Suspended> {
+        self.check_process()?;
         self.family.heaps.find_tag(tag)?.suspend(stream.into(), contents)
     }
 
@@ -134,6 +137,7 @@ impl Pool {
     /// [`Error::WrongDevice`], [`Error::WrongContext`], [`Error::ContextLost`],
     /// [`Error::Driver`]: the heap is asleep as it was, and so are its contents.
     pub fn resume(&self, tag: &str, stream: impl Into<StreamHandle>) -> Result<Resumed> {
+        self.check_process()?;
         self.family.heaps.find_tag(tag)?.resume(stream.into(), true)
     }
 
@@ -142,6 +146,7 @@ impl Pool {
     /// # Errors
     /// As [`resume`](Self::resume), but for those about contents.
     pub fn resume_empty(&self, tag: &str, stream: impl Into<StreamHandle>) -> Result<Resumed> {
+        self.check_process()?;
         self.family.heaps.find_tag(tag)?.resume(stream.into(), false)
     }
 
@@ -237,6 +242,7 @@ impl GraphPool {
     /// for the legacy default stream, which cannot capture; [`Error::WrongDevice`],
     /// [`Error::WrongContext`], [`Error::ContextLost`], [`Error::Driver`].
     pub fn begin(&self, stream: impl Into<StreamHandle>) -> Result<()> {
+        self.pool.check_process()?;
         self.pool.family.heaps.begin(&self.graph()?, stream.into())
     }
 
@@ -251,6 +257,7 @@ impl GraphPool {
     /// [`Error::GraphPool`] where it has not begun on the stream; [`Error::ContextLost`],
     /// [`Error::Driver`].
     pub fn end(&self, stream: impl Into<StreamHandle>) -> Result<()> {
+        self.pool.check_process()?;
         self.pool.family.heaps.end(&self.graph()?, stream.into())
     }
 
@@ -264,18 +271,22 @@ impl GraphPool {
     /// [`Error::StreamCapturing`], [`Error::WrongDevice`], [`Error::WrongContext`],
     /// [`Error::ContextLost`], [`Error::Driver`]. It can then be used as before.
     pub fn release(&self, stream: impl Into<StreamHandle>) -> Result<()> {
+        self.pool.check_process()?;
         self.pool.family.heaps.release(&self.graph()?, stream.into())
     }
 
     /// What it holds; nothing when the memory has gone back.
     pub fn stats(&self) -> Stats {
-        self.graph.upgrade().map_or_else(Stats::default, |graph| graph.stats())
+        let graph = self.graph.upgrade().filter(|_| self.pool.check_process().is_ok());
+        graph.map_or_else(Stats::default, |graph| graph.stats())
     }
 }
 
 impl Drop for GraphPool {
     fn drop(&mut self) {
-        if let Some(graph) = self.graph.upgrade() {
+        if let Some(graph) = self.graph.upgrade()
+            && self.pool.check_process().is_ok()
+        {
             self.pool.family.heaps.drop_graph(&graph);
         }
     }
@@ -316,6 +327,7 @@ impl Tagged {
     /// Those of [`Pool::malloc`], and [`Error::Asleep`].
     #[inline]
     pub fn malloc(&self, bytes: usize, stream: impl Into<StreamHandle>) -> Result<DevicePtr> {
+        self.pool.check_process()?;
         let stream = stream.into();
         match self.heap.core().malloc(bytes, stream) {
             Err(error) => self.malloc_with_room(error, bytes, stream),
@@ -349,6 +361,7 @@ impl Tagged {
     /// Those of [`Pool::free`].
     #[inline]
     pub fn free(&self, ptr: DevicePtr, stream: impl Into<StreamHandle>) -> Result<()> {
+        self.pool.check_process()?;
         self.heap.core().free(ptr, stream.into())
     }
 
@@ -358,6 +371,7 @@ impl Tagged {
     /// # Errors
     /// Those of [`Pool::export`], and [`Error::Asleep`].
     pub fn export(&self, ptr: DevicePtr) -> Result<Export<'_>> {
+        self.pool.check_process()?;
         Export::new(self.heap.core().as_ref(), Some(ptr.address()))
     }
 

@@ -34,6 +34,7 @@ impl Pool {
     /// # }
     /// ```
     pub fn of(driver: &Driver, address: u64) -> Option<Self> {
+        driver.check_process().ok()?;
         Registry::of(driver).find(address)
     }
 
@@ -48,6 +49,7 @@ impl Pool {
         ptr: DevicePtr,
         stream: impl Into<StreamHandle>,
     ) -> Result<()> {
+        driver.check_process()?;
         let pool = Self::of(driver, ptr.address());
         let pool = pool.ok_or(Error::ForeignPointer { address: ptr.address() })?;
         pool.free(ptr, stream)
@@ -64,6 +66,9 @@ impl Pool {
     /// # Errors
     /// [`Error::PoolShared`] where there are other handles; the pool comes back with it, as it was.
     pub fn destroy(self) -> Result<(), (Self, Error)> {
+        if let Err(error) = self.check_process() {
+            return Err((self, error));
+        }
         if let Err(others) = self.registry().end(&self) {
             return Err((self, Error::PoolShared { others }));
         }

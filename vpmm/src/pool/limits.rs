@@ -20,12 +20,15 @@ impl Pool {
     /// [`Error::ContextLost`](crate::Error::ContextLost), [`Error::Driver`](crate::Error::Driver):
     /// what was given back before the failure stays given back.
     pub fn trim_to(&self, keep_bytes: u64) -> Result<u64> {
+        self.check_process()?;
         self.family.heaps.trim_to(keep_bytes)
     }
 
     /// Sets the peaks in [`Stats`](crate::Stats) to what is in use and held now.
     pub fn reset_peaks(&self) {
-        self.family.heaps.reset_peaks();
+        if self.check_process().is_ok() {
+            self.family.heaps.reset_peaks();
+        }
     }
 
     /// The allocation that an address is in; `None` where it is in none of this pool. Host-side,
@@ -46,6 +49,7 @@ impl Pool {
     /// # }
     /// ```
     pub fn allocation(&self, address: u64) -> Option<Allocation> {
+        self.check_process().ok()?;
         match self.family.heaps.heap_of(address) {
             Some(heap) => heap.allocation(address),
             None => self.heap().allocation(address),

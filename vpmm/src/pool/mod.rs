@@ -52,6 +52,11 @@ pub use heaps::{GraphPool, Tagged};
 /// allocated any more the pool ends as above. What is never freed keeps its memory, the device and the
 /// driver's value until the process ends. [`Pool::destroy`] ends a pool with all that is allocated.
 ///
+/// # Forks
+/// In a child of the process nothing of a pool works, as nothing of the driver does: calls that can
+/// fail do so by [`Error::Forked`](crate::Error::Forked), others have nothing to tell, and a drop
+/// leaves everything to the parent, which goes on unharmed.
+///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let sim = cuda_sim::Simulator::builder().build()?;
@@ -255,6 +260,11 @@ impl Pool {
         self.family.main()
     }
 
+    /// Turns a child of the process away, before it takes a lock that a thread of the parent held.
+    fn check_process(&self) -> Result<()> {
+        self.device().driver().check_process()
+    }
+
     /// The device whose streams the memory is for, and which has it where
     /// [`Location`](crate::Location) does not say otherwise.
     pub fn device(&self) -> &Device {
@@ -265,6 +275,9 @@ impl Pool {
     /// included. Two driver calls in the paged profile, for the memory of small requests;
     /// none in the default one, but a look into the fronts of other threads (a system call).
     pub fn stats(&self) -> Stats {
+        if self.check_process().is_err() {
+            return Stats::default();
+        }
         let mut stats = self.heap().stats();
         stats.add(&self.family.heaps.stats());
         stats
@@ -272,7 +285,10 @@ impl Pool {
 
     /// What stands where, as text: see [`Layout`].
     pub fn layout(&self) -> Layout {
-        self.heap().layout()
+        match self.check_process() {
+            Ok(()) => self.heap().layout(),
+            Err(_) => Layout { pieces: Vec::new() },
+        }
     }
 
     /// Checks every invariant of the pool's books, from scratch. For tests: it looks at every page.
@@ -280,6 +296,9 @@ impl Pool {
     /// # Errors
     /// The first invariant that does not hold.
     pub fn validate(&self) -> Result<(), Violation> {
+        if self.check_process().is_err() {
+            return Ok(());
+        }
         self.heap().validate()?;
         self.family.heaps.validate()
     }
@@ -289,6 +308,9 @@ impl Pool {
 /// of addresses.
 impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.heap().debug(f)
+        match self.check_process() {
+            Ok(()) => self.heap().debug(f),
+            Err(error) => write!(f, "Pool({error})"),
+        }
     }
 }

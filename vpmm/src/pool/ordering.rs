@@ -36,6 +36,7 @@ impl Pool {
     /// # Errors
     /// Those of [`free`](Self::free) about pointers and streams. Nothing is noted then.
     pub fn record_stream(&self, ptr: DevicePtr, stream: impl Into<StreamHandle>) -> Result<()> {
+        self.check_process()?;
         match self.family.heaps.heap_of(ptr.address()) {
             Some(heap) => heap.record_stream(ptr, stream.into()),
             None => self.heap().record_stream(ptr, stream.into()),
@@ -55,6 +56,7 @@ impl Pool {
     /// [`Error::StreamCapturing`](crate::Error::StreamCapturing),
     /// [`Error::ContextLost`](crate::Error::ContextLost), [`Error::Driver`](crate::Error::Driver).
     pub fn mark(&self, stream: impl Into<StreamHandle>) -> Result<Mark> {
+        self.check_process()?;
         self.heap().mark(stream.into())
     }
 
@@ -90,6 +92,7 @@ impl Pool {
     /// # Errors
     /// As [`mark`](Self::mark), and [`Error::ForeignMark`](crate::Error::ForeignMark).
     pub fn follows(&self, stream: impl Into<StreamHandle>, mark: &Mark) -> Result<()> {
+        self.check_process()?;
         self.heap().follows(stream.into(), mark)
     }
 
@@ -104,6 +107,7 @@ impl Pool {
     /// [`Error::ForeignMark`](crate::Error::ForeignMark); those of [`trim_to`](Self::trim_to) where
     /// there is a threshold.
     pub fn passed(&self, mark: &Mark) -> Result<()> {
+        self.check_process()?;
         self.heap().passed(mark)
     }
 }

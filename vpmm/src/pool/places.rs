@@ -51,6 +51,7 @@ impl Pool {
     /// [`Error::ContextLost`]: crate::Error::ContextLost
     /// [`Error::Driver`]: crate::Error::Driver
     pub fn set_access(&self, device: &Device, access: Access) -> Result<()> {
+        self.check_process()?;
         self.family.heaps.set_access(device, access)
     }
 
@@ -78,6 +79,7 @@ impl Pool {
     /// [`Error::DoubleFree`]: crate::Error::DoubleFree
     /// [`Error::StalePointer`]: crate::Error::StalePointer
     pub fn export(&self, ptr: DevicePtr) -> Result<Export<'_>> {
+        self.check_process()?;
         Export::new(self.heap(), Some(ptr.address()))
     }
 
@@ -88,6 +90,7 @@ impl Pool {
     /// # Errors
     /// [`Error::NotShareable`](crate::Error::NotShareable) for a pool without sharing.
     pub fn export_all(&self) -> Result<Export<'_>> {
+        self.check_process()?;
         Export::new(self.heap(), None)
     }
 }

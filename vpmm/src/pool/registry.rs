@@ -72,6 +72,11 @@ pub(super) struct Handles {
 
 impl Drop for Handles {
     fn drop(&mut self) {
+        if self.family.main().device().driver().is_forked() {
+            // The parent's, and nothing that a child could end: its threads are not here.
+            std::mem::forget(Arc::clone(&self.family));
+            return;
+        }
         if self.ends.load(Ordering::Relaxed) {
             return;
         }
