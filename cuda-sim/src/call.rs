@@ -33,6 +33,8 @@ use crate::vmm::MemoryHandles;
 pub(crate) struct Shared {
     pub(crate) slot: usize,
     pub(crate) me: Weak<Self>,
+    /// The process that made it: nothing works in a child, whose locks may be held for ever.
+    pub(crate) process: u32,
     pub(crate) state: Mutex<State>,
     /// Signalled whenever waiting work may have become able to run.
     pub(crate) changed: Condvar,
@@ -140,6 +142,9 @@ impl Shared {
         function: Function,
         body: &mut dyn FnMut(&mut Call<'_>) -> Result<(), CUresult>,
     ) -> CUresult {
+        if std::process::id() != self.process {
+            return CUresult::CUDA_ERROR_NOT_INITIALIZED;
+        }
         if InsideWork::is(self.slot) {
             return CUresult::CUDA_ERROR_NOT_PERMITTED;
         }

@@ -167,6 +167,7 @@ impl Simulator {
             state.modules.register(kernel.name, kernel.param_sizes, Arc::new(kernel.run));
         }
         let build = |slot, me| Shared {
+            process: std::process::id(),
             slot,
             me,
             state: parking_lot::Mutex::new(state),
