@@ -5,7 +5,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use vpmm::{Background, Contents, Device, PagedConfig, Pool, PoolConfig};
+use vpmm::{Background, Contents, Device, Error, PagedConfig, Pool, PoolConfig};
 
 use crate::support::{Rig, Watched};
 
@@ -36,11 +36,15 @@ impl Profile {
 
     /// A pool of at most [`LIMIT`] granules.
     pub(crate) fn open(self, device: &Device) -> Pool {
+        self.try_open(device).expect("a pool")
+    }
+
+    pub(crate) fn try_open(self, device: &Device) -> Result<Pool, Error> {
         if self == Self::Paged {
             let mut config = PagedConfig::default();
             config.va_size_bytes = 4 * LIMIT * GRANULE;
             config.limit_bytes = Some(LIMIT * GRANULE);
-            return Pool::paged(device, &config).expect("a pool");
+            return Pool::paged(device, &config);
         }
         let mut config = PoolConfig::default();
         config.moves_per_second = 0;
@@ -52,14 +56,24 @@ impl Profile {
             background.ahead_bytes = GRANULE;
             config.background = Some(background);
         }
-        Pool::new(device, &config).expect("a pool")
+        Pool::new(device, &config)
     }
 }
 
 impl Rig {
     pub(crate) fn pool(&self, profile: Profile) -> Watched<'_> {
+        self.watch(profile, true)
+    }
+
+    /// A pool that several threads use: the books of the default profile can be checked only while none
+    /// does.
+    pub(crate) fn shared_pool(&self, profile: Profile) -> Watched<'_> {
+        self.watch(profile, profile == Profile::Paged)
+    }
+
+    fn watch(&self, profile: Profile, at_every_step: bool) -> Watched<'_> {
         let alignment = if profile == Profile::Paged { 256 } else { 512 };
-        Watched::new(self, profile.open(&self.device), alignment, true)
+        Watched::new(self, profile.open(&self.device), alignment, at_every_step)
     }
 
     /// A test of each profile everywhere: see [`everywhere`](Self::everywhere).
