@@ -38,6 +38,7 @@ pub struct Device(Arc<Inner>);
 
 impl Device {
     pub(crate) fn open(driver: &Driver, ordinal: u32) -> Result<Self> {
+        driver.check_process()?;
         let mut device: CUdevice = 0;
         // An ordinal past c_int's range cannot exist; -1 lets the driver say so.
         let number = c_int::try_from(ordinal).unwrap_or(-1);
@@ -201,6 +202,7 @@ impl Device {
     /// One cheap query where it is current already.
     pub(crate) fn enter(&self) -> Result<ContextGuard<'_>> {
         let driver = &self.0.driver;
+        driver.check_process()?;
         let mut current: CUcontext = ptr::null_mut();
         // SAFETY: the pointer is to a live CUcontext.
         unsafe { driver.cuCtxGetCurrent(&mut current) }?;

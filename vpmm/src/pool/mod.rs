@@ -146,6 +146,7 @@ impl Pool {
     /// [`Error::Driver`]: crate::Error::Driver
     /// [`Error::StreamCapturing`]: crate::Error::StreamCapturing
     pub fn new(device: &Device, config: &PoolConfig) -> Result<Self> {
+        device.driver().check_process()?;
         let core = Core::new(device, config)?;
         let helper = Helper::start(&core)?;
         let terms = Terms::of(config.limit_bytes, config.pending_policy, config.reuse);
@@ -173,6 +174,7 @@ impl Pool {
     /// [`Error::AddressSpaceExhausted`]: crate::Error::AddressSpaceExhausted
     /// [`Error::Driver`]: crate::Error::Driver
     pub fn paged(device: &Device, config: &PagedConfig) -> Result<Self> {
+        device.driver().check_process()?;
         let pool = PagedPool::new(device, config)?;
         let terms = Terms::of(config.limit_bytes, config.pending_policy, config.reuse);
         Ok(Self::open(Profile::Paged(pool), None, config.out_of_memory, terms))

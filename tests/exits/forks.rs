@@ -1,0 +1,295 @@
+//! A fork: the child is told, its values end quietly, and the parent is unharmed.
+
+use std::os::unix::process::ExitStatusExt;
+use std::process::ExitStatus;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use cuda_sim::{Schedule, Simulator};
+use vpmm::{
+    Access, Contents, DevicePtr, Error, GraphPool, Mark, Pool, Result, Stream, StreamHandle, Tagged,
+};
+
+use crate::rig::{ASLEEP, AWAKE, GRANULE, MIB, Profile, SIZES, beside, bounded};
+use crate::support::changed::{changed, gated};
+use crate::support::{Held, Rig, Watched};
+
+gated!(creation: cuMemCreate(
+    handle: *mut CUmemGenericAllocationHandle,
+    bytes: usize,
+    prop: *const CUmemAllocationProp,
+    flags: u64,
+));
+
+/// A child of this process, which ends by itself or is killed.
+struct Child(libc::pid_t);
+
+/// The seconds that a child has.
+const LONGEST: u32 = 20;
+
+/// Runs `body` in a child of this process.
+fn fork(body: impl FnOnce()) -> Child {
+    // SAFETY: the child calls what glibc keeps working after a fork (memory from the heap), and what
+    // is tested here, and never returns from this function.
+    let child = unsafe { libc::fork() };
+    assert!(child >= 0, "no child: {}", std::io::Error::last_os_error());
+    if child != 0 {
+        return Child(child);
+    }
+    // SAFETY: a number of seconds, after which a signal ends the child, whatever it waits for.
+    unsafe { libc::alarm(LONGEST) };
+    let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body));
+    // SAFETY: ends the process at once; what belongs to the parent is not dropped here.
+    unsafe { libc::_exit(if ended.is_ok() { 0 } else { 1 }) };
+}
+
+impl Child {
+    /// Waits for its end.
+    fn end(self) -> ExitStatus {
+        let mut status = 0;
+        // SAFETY: a child of this process, which nobody else waits for; a live int.
+        let waited = unsafe { libc::waitpid(self.0, &mut status, 0) };
+        assert_eq!(waited, self.0);
+        ExitStatus::from_raw(status)
+    }
+}
+
+/// What a process has of a pool.
+struct Owned<'a> {
+    rig: &'a Rig,
+    profile: Profile,
+    pool: Pool,
+    stream: Stream,
+    graph: GraphPool,
+    tagged: [Tagged; 2],
+    mark: Mark,
+    held: DevicePtr,
+    of_orphan: DevicePtr,
+}
+
+impl<'a> Owned<'a> {
+    /// With memory in fronts, where requests are served without a driver call or a lock.
+    fn new(rig: &'a Rig, profile: Profile) -> Self {
+        let (pool, orphan) = (profile.open(&rig.device), profile.open(&rig.device));
+        let stream = rig.stream();
+        let of_orphan = orphan.malloc(GRANULE as usize, &stream).unwrap();
+        drop(orphan);
+        let (graph, tagged) = beside(&pool, &stream);
+        graph.end(&stream).unwrap();
+        let held = pool.malloc(GRANULE as usize, &stream).unwrap();
+        for bytes in SIZES {
+            let ptr = pool.malloc(bytes as usize, &stream).unwrap();
+            pool.free(ptr, &stream).unwrap();
+        }
+        let mark = pool.mark(&stream).unwrap();
+        Self { rig, profile, pool, stream, graph, tagged, mark, held, of_orphan }
+    }
+
+    /// In a child: every call says why it does not work, and no value minds its end.
+    fn ends_in_a_child(self) {
+        let Self { rig, profile, pool, stream, graph, tagged, mark, held, of_orphan } = self;
+        for bytes in SIZES {
+            told(pool.malloc(bytes as usize, &stream), "malloc");
+            told(pool.malloc(bytes as usize, StreamHandle::PER_THREAD), "malloc of a thread");
+            told(tagged[0].malloc(bytes as usize, &stream), "malloc of a tag");
+        }
+        told(pool.free(held, &stream), "free");
+        told(pool.free(held, StreamHandle::LEGACY), "free on the legacy stream");
+        told(Pool::free_any(&rig.driver, of_orphan, &stream), "free_any");
+        told(pool.record_stream(held, StreamHandle::LEGACY), "record_stream");
+        told(pool.mark(&stream), "mark");
+        told(pool.follows(StreamHandle::LEGACY, &mark), "follows");
+        told(pool.passed(&mark), "passed");
+        told(pool.trim_to(0), "trim_to");
+        told(pool.set_access(&rig.device, Access::ReadWrite), "set_access");
+        told(pool.export(held).map(drop), "export");
+        told(pool.export_all().map(drop), "export_all");
+        told(pool.tagged("new"), "tagged");
+        told(pool.suspend(AWAKE, &stream, &Contents::Discard), "suspend");
+        told(pool.resume(ASLEEP, &stream), "resume");
+        told(pool.resume_empty(ASLEEP, &stream), "resume_empty");
+        told(pool.graph_pool(), "graph_pool");
+        told(graph.begin(&stream), "begin");
+        told(graph.end(&stream), "end");
+        told(graph.release(&stream), "release");
+        told(Pool::default_of(&rig.device), "default_of");
+        told(Pool::current(&rig.device), "current");
+        told(stream.synchronize(), "synchronize");
+        told(rig.device.synchronize(), "synchronize the device");
+        told(rig.device.stream(), "a new stream");
+        told(rig.driver.device(0), "a device");
+        // A thread of the child's own.
+        std::thread::scope(|scope| scope.spawn(|| told(pool.malloc(1, &stream), "malloc")).join())
+            .expect("it is told");
+        assert_eq!(pool.stats().live_bytes, 0, "nothing of it is the child's");
+        assert_eq!((pool.allocation(held.address()), graph.stats().live_bytes), (None, 0));
+        assert_eq!(Pool::of(&rig.driver, of_orphan.address()), None);
+        let _ = (tagged[0].stats(), tagged[1].is_asleep(), pool.layout().to_string());
+        assert!(pool.validate().is_ok() && !format!("{pool:?} {graph:?} {stream:?}").is_empty());
+        pool.reset_peaks();
+        // A pool of its own it cannot have, either.
+        told(profile.try_open(&rig.device), "a pool");
+        drop(stream);
+        let (pool, error) = pool.destroy().expect_err("it is the parent's");
+        assert!(matches!(error, Error::Forked), "{error}");
+        drop((pool, graph, tagged));
+    }
+}
+
+#[track_caller]
+fn told<T>(result: Result<T>, what: &str) {
+    match result {
+        Err(Error::Forked) => {}
+        Err(error) => panic!("{what}: {error}"),
+        Ok(_) => panic!("{what}: it went well in a child"),
+    }
+}
+
+/// Forks with everything that a pool can have, and goes on as the child does.
+fn fork_with(rig: &Rig, watched: &Watched<'_>, profile: Profile) {
+    let owned = Owned::new(rig, profile);
+    let held: Vec<Held> = SIZES.iter().map(|bytes| watched.malloc(*bytes, &owned.stream)).collect();
+    let child = fork(|| {
+        // SAFETY: the child has a copy of the value, which it drops once and the parent's owner,
+        // which is not run in the child, never. The same for the pool under observation.
+        unsafe { std::ptr::read(&owned) }.ends_in_a_child();
+        // SAFETY: as above.
+        let pool: Pool = unsafe { std::ptr::read(&*watched.pool) };
+        told(pool.free(held[0].ptr, StreamHandle::LEGACY), "free");
+        drop(pool);
+    });
+    for held in &held {
+        // Nobody else is given them, and they hold what they held.
+        let other = watched.malloc(held.bytes, &owned.stream);
+        watched.free(other, &owned.stream);
+        watched.free(*held, &owned.stream);
+    }
+    let ended = child.end();
+    assert!(ended.success(), "the child: {ended}");
+    let Owned { pool, stream, graph, tagged, held, of_orphan, mark, .. } = owned;
+    pool.passed(&mark).err().map_or((), |error| panic!("{error}"));
+    pool.resume(ASLEEP, &stream).unwrap();
+    graph.release(&stream).unwrap();
+    pool.free(held, &stream).unwrap();
+    let twice = pool.free(held, &stream).unwrap_err();
+    assert!(matches!(twice, Error::DoubleFree { .. } | Error::StalePointer { .. }), "{twice}");
+    Pool::free_any(&rig.driver, of_orphan, &stream).unwrap();
+    pool.validate().unwrap();
+    drop((graph, tagged));
+    pool.destroy().unwrap();
+}
+
+#[test]
+fn a_child_is_told_and_the_parent_goes_on() {
+    bounded("forks::a_child_is_told_and_the_parent_goes_on", || {
+        Rig::each(|rig, profile| {
+            let used = || rig.sim.as_ref().map_or(0, |sim| sim.memory_used(0));
+            rig.device.synchronize().unwrap();
+            let before = used();
+            let watched = rig.pool(profile);
+            for _ in 0..3 {
+                fork_with(rig, &watched, profile);
+            }
+            watched.assert_intact();
+            drop(watched);
+            rig.device.synchronize().unwrap();
+            assert_eq!(used(), before, "{profile:?}: everything has gone back, once");
+        });
+    });
+}
+
+/// Set where the scope ends, by a panic too.
+struct SetAtEnd<'a>(&'a AtomicBool);
+
+impl Drop for SetAtEnd<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Children that come while other threads are anywhere in the pool, its locks held or not.
+#[test]
+fn a_child_comes_while_threads_are_at_work() {
+    bounded("forks::a_child_comes_while_threads_are_at_work", || {
+        Rig::each(|rig, profile| {
+            let pool = profile.open(&rig.device);
+            let watched = rig.shared_pool(profile);
+            let done = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                let _at_the_end = SetAtEnd(&done);
+                for thread in 0..3_u64 {
+                    let (pool, watched, done) = (&pool, &watched, &done);
+                    scope.spawn(move || {
+                        let own = rig.stream();
+                        for step in thread.. {
+                            if done.load(Ordering::Relaxed) {
+                                break;
+                            }
+                            let bytes = SIZES[step as usize % 3] as usize;
+                            let ptr = pool.malloc(bytes, &own).unwrap();
+                            pool.free(ptr, &own).unwrap();
+                            let held = watched.malloc(SIZES[step as usize % 3], &own);
+                            watched.free(held, &own);
+                            pool.trim_to(MIB).unwrap();
+                        }
+                    });
+                }
+                let start = Instant::now();
+                for children in 0.. {
+                    if children >= 5 && start.elapsed() > Duration::from_secs(2) {
+                        break;
+                    }
+                    fork_with(rig, &watched, profile);
+                }
+            });
+            pool.validate().unwrap();
+            pool.destroy().unwrap();
+            watched.assert_intact();
+        });
+    });
+}
+
+/// A child that comes while a thread is held inside a driver call, with every lock that a growth takes.
+#[test]
+fn a_child_comes_while_a_thread_holds_the_locks() {
+    bounded("forks::a_child_comes_while_a_thread_holds_the_locks", || {
+        for profile in [Profile::Default, Profile::Paged] {
+            let sim = Simulator::builder().schedule(Schedule::Eager).build().unwrap();
+            let driver = changed(&sim, creation::put);
+            let rig = Rig::with(driver, sim.clone());
+            let before = sim.leaks();
+            let owned = Owned::new(&rig, profile);
+            creation::BEFORE.arm();
+            let (ptr, ended) = std::thread::scope(|scope| {
+                let growing = scope.spawn(|| {
+                    let stream = rig.stream();
+                    let ptr = owned.pool.malloc((20 * GRANULE) as usize, &stream).unwrap();
+                    rig.fill(ptr.address(), 20 * GRANULE, 7, stream.handle());
+                    stream.synchronize().unwrap();
+                    ptr
+                });
+                creation::BEFORE.wait();
+                let child = fork(|| {
+                    // SAFETY: the child's copy, dropped once in it.
+                    unsafe { std::ptr::read(&owned) }.ends_in_a_child();
+                });
+                let ended = child.end();
+                creation::BEFORE.open();
+                (growing.join().unwrap(), ended)
+            });
+            assert!(ended.success(), "the child: {ended}");
+            let stream = rig.stream();
+            rig.check(ptr.address(), 20 * GRANULE, 7, stream.handle());
+            assert_eq!(rig.mismatches(), 0);
+            owned.pool.free(ptr, &stream).unwrap();
+            Pool::free_any(&rig.driver, owned.of_orphan, &stream).unwrap();
+            let Owned { pool, graph, tagged, stream: own, .. } = owned;
+            drop((graph, tagged, own, stream));
+            pool.validate().unwrap();
+            pool.destroy().unwrap();
+            rig.device.synchronize().unwrap();
+            assert_eq!(sim.leaks(), before);
+            rig.assert_clean();
+        }
+    });
+}
