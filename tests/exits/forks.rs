@@ -167,7 +167,7 @@ fn fork_with(rig: &Rig, watched: &Watched<'_>, profile: Profile) {
     let ended = child.end();
     assert!(ended.success(), "the child: {ended}");
     let Owned { pool, stream, graph, tagged, held, of_orphan, mark, .. } = owned;
-    pool.passed(&mark).err().map_or((), |error| panic!("{error}"));
+    pool.passed(&mark).unwrap();
     pool.resume(ASLEEP, &stream).unwrap();
     graph.release(&stream).unwrap();
     pool.free(held, &stream).unwrap();
