@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
 use vpmm::{
-    Access, Contents, DevicePtr, Error, GraphPool, Mark, Pool, Result, Stream, StreamHandle, Tagged,
+    Access, Contents, CurrentPool, DevicePtr, Error, GraphPool, Mark, OutOfMemoryCallback, Pool,
+    Recovery, Result, Stream, StreamHandle, Tagged,
 };
 
 use crate::rig::{ASLEEP, AWAKE, GRANULE, MIB, Profile, SIZES, beside, bounded};
@@ -65,6 +66,14 @@ struct Owned<'a> {
     mark: Mark,
     held: DevicePtr,
     of_orphan: DevicePtr,
+    guards: Guards,
+}
+
+/// Values whose end changes what a pool knows.
+type Guards = (OutOfMemoryCallback, CurrentPool);
+
+fn guards(pool: &Pool) -> Guards {
+    (pool.on_out_of_memory(|_, _| Recovery::GiveUp), pool.current_for_scope())
 }
 
 impl<'a> Owned<'a> {
@@ -82,36 +91,38 @@ impl<'a> Owned<'a> {
             pool.free(ptr, &stream).unwrap();
         }
         let mark = pool.mark(&stream).unwrap();
-        Self { rig, profile, pool, stream, graph, tagged, mark, held, of_orphan }
+        let guards = guards(&pool);
+        Self { rig, profile, pool, stream, graph, tagged, mark, held, of_orphan, guards }
     }
 
     /// In a child: every call says why it does not work, and no value minds its end.
     fn ends_in_a_child(self) {
-        let Self { rig, profile, pool, stream, graph, tagged, mark, held, of_orphan } = self;
+        let Self { rig, profile, pool, stream, graph, tagged, mark, held, of_orphan, .. } = &self;
+        let (held, of_orphan) = (*held, *of_orphan);
         for bytes in SIZES {
-            told(pool.malloc(bytes as usize, &stream), "malloc");
+            told(pool.malloc(bytes as usize, stream), "malloc");
             told(pool.malloc(bytes as usize, StreamHandle::PER_THREAD), "malloc of a thread");
-            told(tagged[0].malloc(bytes as usize, &stream), "malloc of a tag");
+            told(tagged[0].malloc(bytes as usize, stream), "malloc of a tag");
         }
-        told(pool.free(held, &stream), "free");
+        told(pool.free(held, stream), "free");
         told(pool.free(held, StreamHandle::LEGACY), "free on the legacy stream");
-        told(Pool::free_any(&rig.driver, of_orphan, &stream), "free_any");
+        told(Pool::free_any(&rig.driver, of_orphan, stream), "free_any");
         told(pool.record_stream(held, StreamHandle::LEGACY), "record_stream");
-        told(pool.mark(&stream), "mark");
-        told(pool.follows(StreamHandle::LEGACY, &mark), "follows");
-        told(pool.passed(&mark), "passed");
+        told(pool.mark(stream), "mark");
+        told(pool.follows(StreamHandle::LEGACY, mark), "follows");
+        told(pool.passed(mark), "passed");
         told(pool.trim_to(0), "trim_to");
         told(pool.set_access(&rig.device, Access::ReadWrite), "set_access");
         told(pool.export(held).map(drop), "export");
         told(pool.export_all().map(drop), "export_all");
         told(pool.tagged("new"), "tagged");
-        told(pool.suspend(AWAKE, &stream, &Contents::Discard), "suspend");
-        told(pool.resume(ASLEEP, &stream), "resume");
-        told(pool.resume_empty(ASLEEP, &stream), "resume_empty");
+        told(pool.suspend(AWAKE, stream, &Contents::Discard), "suspend");
+        told(pool.resume(ASLEEP, stream), "resume");
+        told(pool.resume_empty(ASLEEP, stream), "resume_empty");
         told(pool.graph_pool(), "graph_pool");
-        told(graph.begin(&stream), "begin");
-        told(graph.end(&stream), "end");
-        told(graph.release(&stream), "release");
+        told(graph.begin(stream), "begin");
+        told(graph.end(stream), "end");
+        told(graph.release(stream), "release");
         told(Pool::default_of(&rig.device), "default_of");
         told(Pool::current(&rig.device), "current");
         told(stream.synchronize(), "synchronize");
@@ -119,7 +130,7 @@ impl<'a> Owned<'a> {
         told(rig.device.stream(), "a new stream");
         told(rig.driver.device(0), "a device");
         // A thread of the child's own.
-        std::thread::scope(|scope| scope.spawn(|| told(pool.malloc(1, &stream), "malloc")).join())
+        std::thread::scope(|scope| scope.spawn(|| told(pool.malloc(1, stream), "malloc")).join())
             .expect("it is told");
         assert_eq!(pool.stats().live_bytes, 0, "nothing of it is the child's");
         assert_eq!((pool.allocation(held.address()), graph.stats().live_bytes), (None, 0));
@@ -129,10 +140,14 @@ impl<'a> Owned<'a> {
         pool.reset_peaks();
         // A pool of its own it cannot have, either.
         told(profile.try_open(&rig.device), "a pool");
-        drop(stream);
+        assert_eq!(pool.make_current(), None);
+        Pool::forget_current(&rig.device);
+        drop(guards(pool));
+        let Self { pool, stream, graph, tagged, guards, .. } = self;
+        drop((stream, guards, graph, tagged));
         let (pool, error) = pool.destroy().expect_err("it is the parent's");
         assert!(matches!(error, Error::Forked), "{error}");
-        drop((pool, graph, tagged));
+        drop(pool);
     }
 }
 
@@ -166,7 +181,9 @@ fn fork_with(rig: &Rig, watched: &Watched<'_>, profile: Profile) {
     }
     let ended = child.end();
     assert!(ended.success(), "the child: {ended}");
-    let Owned { pool, stream, graph, tagged, held, of_orphan, mark, .. } = owned;
+    let Owned { pool, stream, graph, tagged, held, of_orphan, mark, guards, .. } = owned;
+    drop(guards);
+    stream.synchronize().unwrap();
     pool.passed(&mark).unwrap();
     pool.resume(ASLEEP, &stream).unwrap();
     graph.release(&stream).unwrap();
@@ -231,6 +248,8 @@ fn a_child_comes_while_threads_are_at_work() {
                             let held = watched.malloc(SIZES[step as usize % 3], &own);
                             watched.free(held, &own);
                             pool.trim_to(MIB).unwrap();
+                            drop(pool.on_out_of_memory(|_, _| Recovery::GiveUp));
+                            assert!(Pool::of(&rig.driver, 1).is_none());
                         }
                     });
                 }
@@ -283,8 +302,8 @@ fn a_child_comes_while_a_thread_holds_the_locks() {
             assert_eq!(rig.mismatches(), 0);
             owned.pool.free(ptr, &stream).unwrap();
             Pool::free_any(&rig.driver, owned.of_orphan, &stream).unwrap();
-            let Owned { pool, graph, tagged, stream: own, .. } = owned;
-            drop((graph, tagged, own, stream));
+            let Owned { pool, graph, tagged, stream: own, guards, .. } = owned;
+            drop((graph, tagged, own, stream, guards));
             pool.validate().unwrap();
             pool.destroy().unwrap();
             rig.device.synchronize().unwrap();

@@ -4,7 +4,6 @@
 //! Every test runs in a process of its own, which is killed where it takes too long: what hangs or
 //! crashes there fails that test alone.
 
-mod bad_input;
 mod contexts;
 mod forks;
 mod processes;

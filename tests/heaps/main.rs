@@ -1,5 +1,6 @@
 //! Heaps beside a pool's main one, in both profiles: memory of graphs, and memory that sleeps.
 
+mod bad_input;
 mod failures;
 mod graph;
 mod graphs;

@@ -316,6 +316,31 @@ fn wrong_messages_leave_nothing_behind() {
     assert_eq!(rig.sim.as_ref().unwrap().leaks(), before);
 }
 
+/// The socket's other end is gone before anything was said, at either end.
+#[test]
+fn a_closed_socket_is_named() {
+    for profile in Profile::BOTH {
+        let rig = Rig::simulated(Schedule::Eager);
+        let watched = shareable(&rig, profile);
+        let stream = rig.stream();
+        let held = watched.malloc(3 * GRANULE, &stream);
+        let before = rig.sim.as_ref().unwrap().leaks();
+        let (here, there) = UnixStream::pair().unwrap();
+        drop(there);
+        for mut export in
+            [watched.pool.export(held.ptr).unwrap(), watched.pool.export_all().unwrap()]
+        {
+            let error = export.send(&here).unwrap_err();
+            assert!(matches!(error, Error::Socket(_)), "{error}");
+        }
+        let error = Imported::receive(&rig.device, &here, Access::Read).unwrap_err();
+        assert!(matches!(error, Error::Socket(_)), "{error}");
+        assert_eq!(rig.sim.as_ref().unwrap().leaks(), before);
+        watched.free(held, &stream);
+        watched.assert_intact();
+    }
+}
+
 /// The owner's driver will not export the second handle: the other process keeps nothing.
 #[test]
 fn a_failed_export_leaves_nothing_behind() {

@@ -395,11 +395,17 @@ impl Driver {
         wait: impl FnOnce() -> Result<(), Failure>,
     ) -> Result<()> {
         self.check_process()?;
-        let watchers = self.watchers();
-        let marks: Vec<_> = watchers.iter().map(|watcher| (watcher, watcher.marks(of))).collect();
+        // No pool is kept from its end while the host waits.
+        let marks: Vec<_> = self
+            .watchers()
+            .into_iter()
+            .map(|watcher| (Arc::downgrade(&watcher), watcher.marks(of)))
+            .collect();
         wait()?;
         for (watcher, marks) in marks {
-            marks.iter().for_each(|mark| watcher.passed(mark));
+            if let Some(watcher) = watcher.upgrade() {
+                marks.iter().for_each(|mark| watcher.passed(mark));
+            }
         }
         Ok(())
     }

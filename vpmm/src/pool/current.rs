@@ -74,6 +74,7 @@ impl Pool {
     /// before, `None` where it was the default pool. The driver's value keeps a handle of the current
     /// pool. What `cuDeviceSetMemPool` is to the driver's pools.
     pub fn make_current(&self) -> Option<Self> {
+        self.check_process().ok()?;
         let mut book = self.registry().write();
         let of = book.devices.entry(self.device().ordinal()).or_default();
         let former = of.current.replace(self.clone());
@@ -90,6 +91,9 @@ impl Pool {
     /// Lets go of the device's current and default pool: the next question for either makes a new
     /// default pool. Each goes on for whoever has a handle or an allocation of it.
     pub fn forget_current(device: &Device) {
+        if device.driver().check_process().is_err() {
+            return;
+        }
         let registry = Registry::of(device.driver());
         let gone = registry.write().devices.remove(&device.ordinal());
         // Without the lock: this may be the end of both.

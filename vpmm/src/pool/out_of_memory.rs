@@ -40,13 +40,17 @@ pub(super) struct Shortage {
 
 impl Shortage {
     pub(super) fn new(policy: WaitPolicy) -> Self {
-        Self { policy, callbacks: Arc::default() }
+        let (list, process) = (Mutex::default(), std::process::id());
+        Self { policy, callbacks: Arc::new(Callbacks { list, process }) }
     }
 }
 
 /// Callbacks in the order of their registration, by ascending number.
-#[derive(Default)]
-struct Callbacks(Mutex<List>);
+struct Callbacks {
+    list: Mutex<List>,
+    /// The process that they are of: in a child of it nothing may take the lock.
+    process: u32,
+}
 
 #[derive(Default)]
 struct List {
@@ -56,10 +60,17 @@ struct List {
 
 impl Callbacks {
     fn lock(&self) -> MutexGuard<'_, List> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_childs(&self) -> bool {
+        std::process::id() != self.process
     }
 
     fn add(&self, callback: Arc<Callback>) -> u64 {
+        if self.is_childs() {
+            return 0;
+        }
         let mut list = self.lock();
         list.last += 1;
         let id = list.last;
@@ -69,6 +80,9 @@ impl Callbacks {
 
     /// The callback, for its owner to drop without the lock.
     fn remove(&self, id: u64) -> Option<Arc<Callback>> {
+        if self.is_childs() {
+            return None;
+        }
         let mut list = self.lock();
         let at = list.entries.binary_search_by_key(&id, |(id, _)| *id).ok()?;
         Some(list.entries.remove(at).1)

@@ -85,7 +85,13 @@ impl Drop for Handles {
         if in_use {
             self.family.abandon();
         }
-        self.registry.last_handle_goes(self, in_use);
+        if self.registry.last_handle_goes(self, in_use) {
+            // Another thread may just be asking the pool about an address that is not its own. It ends
+            // here, not there: streams that end after this call are not told to it any more.
+            while Arc::strong_count(&self.family) > 1 {
+                std::thread::yield_now();
+            }
+        }
     }
 }
 
@@ -176,19 +182,20 @@ impl Registry {
         })
     }
 
-    /// The end of a pool, or the begin of its life without handles.
-    fn last_handle_goes(&self, handles: &Handles, in_use: bool) {
+    /// The end of a pool (`true`), or the begin of its life without handles.
+    fn last_handle_goes(&self, handles: &Handles, in_use: bool) -> bool {
         let mut book = self.write();
-        let Some(entry) = book.pools.get_mut(&handles.id) else { return };
+        let Some(entry) = book.pools.get_mut(&handles.id) else { return false };
         // Somebody may have got a handle meanwhile; whose drop this then is.
         if !std::ptr::eq(entry.handles.as_ptr(), handles) {
-            return;
+            return false;
         }
         if in_use {
             entry.orphan = Some(Arc::clone(&handles.family));
         } else {
             book.remove(handles.id);
         }
+        !in_use
     }
 
     /// Takes a pool out, to be ended by its last handle, which this must be; else says how many
