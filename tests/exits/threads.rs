@@ -68,8 +68,8 @@ fn threads_end_one_after_another() {
     bounded("threads::threads_end_one_after_another", || {
         Rig::each(|rig, profile| {
             let watched = rig.pool(profile);
-            // Driver 580.159 hangs in the end of a thread now and then where memory of its pools was
-            // freed on the thread's default stream: without us, but for small requests.
+            // Driver 580.159 hangs when a thread ends with work on its default stream that uses memory
+            // of the driver's own pools; a few lines of CUDA alone show it.
             let all = rig.sim.is_some() || profile != Profile::Paged;
             let sizes = if all { &SIZES[..] } else { &SIZES[..2] };
             let mut left: Option<Held> = None;

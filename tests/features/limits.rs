@@ -258,6 +258,22 @@ fn peaks_are_the_most_since_they_were_reset() {
 }
 
 #[test]
+fn small_requests_leave_nothing_at_the_limit() {
+    Rig::each(|rig, profile| {
+        let settings = Settings { limit_bytes: Some(2 * BLOCK), ..Settings::default() };
+        let watched = rig.pool_with(profile, &settings);
+        let stream = rig.stream();
+        let small = [(); 3].map(|()| watched.malloc(MIB, &stream));
+        small.into_iter().for_each(|held| watched.free(held, &stream));
+        stream.synchronize().unwrap();
+        // All of the limit: what the small ones took has to go.
+        let whole = watched.malloc(2 * BLOCK, &stream);
+        watched.free(whole, &stream);
+        watched.assert_intact();
+    });
+}
+
+#[test]
 fn the_peak_of_small_requests_is_reset_too() {
     Rig::everywhere(|rig| {
         let watched = rig.pool(Profile::Paged);

@@ -25,6 +25,7 @@ impl PagedPool {
     pub(super) fn remap(&self, caller: Caller, bytes: u64) -> Result<DevicePtr> {
         let growing = self.lock_growing();
         self.retry_orphans();
+        let mut trims = self.config.limit_bytes.and(self.small.as_ref());
         let mut plan = loop {
             let room = self.room()?;
             let mut space = self.lock_space();
@@ -39,7 +40,11 @@ impl PagedPool {
                 Planned::Ready(plan) => break plan,
                 Planned::NoMemory => {
                     drop(space);
-                    return Err(self.out_of_memory(bytes));
+                    // What the driver holds unused for small requests counts towards the limit.
+                    match trims.take() {
+                        Some(small) => small.trim_to(self.device.driver(), 0)?,
+                        None => return Err(self.out_of_memory(bytes)),
+                    }
                 }
                 Planned::NeedsAddresses => {
                     drop(space);

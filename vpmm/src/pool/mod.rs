@@ -160,6 +160,10 @@ impl Pool {
     ///
     /// Reserves `va_size_bytes` of addresses and maps `initial_pages`, one by one.
     ///
+    /// A thread that ends while its own default stream still has work with small requests may hang in
+    /// the driver, and with it every other that calls the driver (580.159 does, without this library
+    /// too): have it wait for the stream first.
+    ///
     /// # Errors
     /// [`Error::Config`] for a setting that the device cannot have, [`Error::VmmUnsupported`],
     /// [`Error::LocationUnsupported`], [`Error::SharingUnsupported`],
