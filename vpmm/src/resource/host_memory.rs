@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::adaptors::{FailureCallback, Limiting, Logging, Statistics, ThreadSafe};
 use super::host::HostMalloc;
 use super::memory_resource::MemoryResource;
 use super::pinned_host::PinnedHost;
@@ -28,3 +29,16 @@ unsafe impl<R: HostMemory + ?Sized> HostMemory for &R {}
 unsafe impl<R: HostMemory + ?Sized> HostMemory for Box<R> {}
 // SAFETY: as the resource pointed to.
 unsafe impl<R: HostMemory + ?Sized> HostMemory for Arc<R> {}
+
+/// Adaptors that pass pointers on as they come, and keep none to hand out.
+macro_rules! passes_on {
+    ($( $adaptor:ident ),*) => { $(
+        // SAFETY: as the resource below, whose pointers these are.
+        unsafe impl<R: HostMemory> HostMemory for $adaptor<R> {}
+    )* };
+}
+
+passes_on!(Limiting, Logging, Statistics, ThreadSafe);
+
+// SAFETY: as the resource below; the callback is told of failures only.
+unsafe impl<R: HostMemory, F> HostMemory for FailureCallback<R, F> where Self: MemoryResource {}
