@@ -1,0 +1,271 @@
+//! The resources that there are by name, and what each is set to.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use super::parse::{Argument, Expression, StackError, bytes, number, parse};
+
+/// A resource, and what it stands on.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stack {
+    kind: Kind,
+    upstream: Option<Box<Stack>>,
+    /// As it was written.
+    text: Box<str>,
+}
+
+/// A resource with its settings.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Kind {
+    /// The pool of this project, default profile.
+    Default,
+    /// The pool of this project, paged profile.
+    Paged,
+    /// A pool of the driver's.
+    CudaAsync,
+    /// `cuMemAlloc`.
+    CudaMalloc,
+    /// Managed memory.
+    Managed,
+    /// Page-locked host memory.
+    Pinned,
+    /// At most so many bytes.
+    Limiting(u64),
+    /// Counts.
+    Statistics,
+    /// Keeps what is outstanding.
+    Tracking,
+    /// Writes RMM's rows to a file.
+    Logging(PathBuf),
+    /// Addresses at multiples of so many bytes.
+    Aligned(u64),
+    /// One call at a time.
+    ThreadSafe,
+    /// Brings managed memory to the device.
+    Prefetch,
+}
+
+/// A name, its form, and how it is read.
+struct Entry {
+    name: &'static str,
+    form: &'static str,
+    /// What it stands on where nothing is said: nothing, for what makes memory itself.
+    over: Over,
+    read: fn(&mut Arguments) -> Result<Kind, StackError>,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Over {
+    /// It makes memory.
+    Nothing,
+    /// It has to be said.
+    Something,
+    /// This, where nothing is said.
+    Else(&'static str),
+}
+
+const ENTRIES: &[Entry] = &[
+    Entry { name: "default", form: "default", over: Over::Nothing, read: |_| Ok(Kind::Default) },
+    Entry { name: "paged", form: "paged", over: Over::Nothing, read: |_| Ok(Kind::Paged) },
+    Entry {
+        name: "cuda-async",
+        form: "cuda-async",
+        over: Over::Nothing,
+        read: |_| Ok(Kind::CudaAsync),
+    },
+    Entry {
+        name: "cuda-malloc",
+        form: "cuda-malloc",
+        over: Over::Nothing,
+        read: |_| Ok(Kind::CudaMalloc),
+    },
+    Entry { name: "managed", form: "managed", over: Over::Nothing, read: |_| Ok(Kind::Managed) },
+    Entry { name: "pinned", form: "pinned", over: Over::Nothing, read: |_| Ok(Kind::Pinned) },
+    Entry {
+        name: "limiting",
+        form: "limiting(BYTES,UPSTREAM)",
+        over: Over::Something,
+        read: |given| Ok(Kind::Limiting(given.bytes("limit")?)),
+    },
+    Entry {
+        name: "statistics",
+        form: "statistics(UPSTREAM)",
+        over: Over::Something,
+        read: |_| Ok(Kind::Statistics),
+    },
+    Entry {
+        name: "tracking",
+        form: "tracking(UPSTREAM)",
+        over: Over::Something,
+        read: |_| Ok(Kind::Tracking),
+    },
+    Entry {
+        name: "logging",
+        form: "logging(FILE,UPSTREAM)",
+        over: Over::Something,
+        read: |given| Ok(Kind::Logging(given.text("file")?.as_ref().into())),
+    },
+    Entry {
+        name: "aligned",
+        form: "aligned(BYTES,UPSTREAM)",
+        over: Over::Something,
+        read: |given| Ok(Kind::Aligned(given.bytes("alignment")?)),
+    },
+    Entry {
+        name: "thread-safe",
+        form: "thread-safe(UPSTREAM)",
+        over: Over::Something,
+        read: |_| Ok(Kind::ThreadSafe),
+    },
+    Entry {
+        name: "prefetch",
+        form: "prefetch(UPSTREAM)",
+        over: Over::Something,
+        read: |_| Ok(Kind::Prefetch),
+    },
+];
+
+/// What is in a resource's brackets, as far as nobody has read it.
+struct Arguments {
+    name: &'static str,
+    form: &'static str,
+    left: Vec<Argument>,
+}
+
+impl Arguments {
+    /// The next value, by its key or by its place.
+    fn take(&mut self, key: &str) -> Option<Box<str>> {
+        let by_key = self.left.iter().position(|one| one.key.as_deref() == Some(key));
+        let by_place =
+            || self.left.iter().position(|one| one.key.is_none() && !is_stack(&one.text));
+        by_key.or_else(by_place).map(|at| self.left.remove(at).text)
+    }
+
+    fn text(&mut self, what: &'static str) -> Result<Box<str>, StackError> {
+        let Self { name, form, .. } = *self;
+        self.take(what).ok_or(StackError::Missing { name, what, form })
+    }
+
+    fn bytes(&mut self, what: &'static str) -> Result<u64, StackError> {
+        self.text(what).and_then(|text| bytes(self.name, &text))
+    }
+
+    #[allow(dead_code, reason = "for resources with settings that may be left out")]
+    fn bytes_or(&mut self, what: &'static str, default: u64) -> Result<u64, StackError> {
+        self.take(what).map_or(Ok(default), |text| bytes(self.name, &text))
+    }
+
+    #[allow(dead_code, reason = "for resources with settings that may be left out")]
+    fn number_or(&mut self, what: &'static str, default: u64) -> Result<u64, StackError> {
+        self.take(what).map_or(Ok(default), |text| number(self.name, &text))
+    }
+
+    fn upstream(&mut self) -> Option<Box<str>> {
+        let by_key = self.left.iter().position(|one| one.key.as_deref() == Some("upstream"));
+        let by_place = || self.left.iter().position(|one| one.key.is_none() && is_stack(&one.text));
+        by_key.or_else(by_place).map(|at| self.left.remove(at).text)
+    }
+}
+
+/// Whether a text begins with a resource's name.
+fn is_stack(text: &str) -> bool {
+    let name = text.split('(').next().unwrap_or_default().trim();
+    ENTRIES.iter().any(|entry| entry.name == name) || text.contains('(')
+}
+
+impl Stack {
+    /// The forms of all resources, for help.
+    pub fn forms() -> impl Iterator<Item = &'static str> {
+        ENTRIES.iter().map(|entry| entry.form)
+    }
+
+    pub(super) fn kind(&self) -> &Kind {
+        &self.kind
+    }
+
+    pub(super) fn upstream(&self) -> Option<&Self> {
+        self.upstream.as_deref()
+    }
+
+    fn read(expression: Expression, text: &str) -> Result<Self, StackError> {
+        let known = || ENTRIES.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", ").into();
+        let entry = ENTRIES.iter().find(|entry| *entry.name == *expression.name);
+        let Some(entry) = entry else {
+            return Err(StackError::Unknown { name: expression.name, known: known() });
+        };
+        let Entry { name, form, over, read } = *entry;
+        let mut given = Arguments { name, form, left: expression.arguments };
+        let upstream = if over == Over::Nothing { None } else { given.upstream() };
+        let kind = read(&mut given)?;
+        if let Some(excess) = given.left.first() {
+            return Err(StackError::Excess { name, given: excess.text.clone(), form });
+        }
+        let upstream = match (upstream, over) {
+            (Some(text), _) => Some(Box::new(text.parse()?)),
+            (None, Over::Nothing) => None,
+            (None, Over::Else(default)) => Some(Box::new(default.parse()?)),
+            (None, Over::Something) => {
+                return Err(StackError::Missing { name, what: "upstream", form });
+            }
+        };
+        Ok(Self { kind, upstream, text: text.into() })
+    }
+}
+
+impl FromStr for Stack {
+    type Err = StackError;
+
+    fn from_str(text: &str) -> Result<Self, StackError> {
+        Self::read(parse(text)?, text.trim())
+    }
+}
+
+impl fmt::Display for Stack {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&self.text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(text: &str) -> String {
+        text.parse::<Stack>().unwrap_err().to_string()
+    }
+
+    #[test]
+    fn stacks_are_read() {
+        let stack: Stack = "limiting(1GiB,statistics(default))".parse().unwrap();
+        assert_eq!(*stack.kind(), Kind::Limiting(1 << 30));
+        let below = stack.upstream().unwrap();
+        assert_eq!(*below.kind(), Kind::Statistics);
+        assert_eq!(*below.upstream().unwrap().kind(), Kind::Default);
+        assert_eq!(stack.to_string(), "limiting(1GiB,statistics(default))");
+        // In any order, and by name.
+        let same: Stack = "limiting(upstream=default, limit=4096)".parse().unwrap();
+        assert_eq!(*same.kind(), Kind::Limiting(4096));
+        let logging: Stack = "logging(cuda-malloc,a log.csv)".parse().unwrap();
+        assert_eq!(*logging.kind(), Kind::Logging("a log.csv".into()));
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        for (text, part) in [
+            ("arenas", "no allocator \"arenas\""),
+            ("", "no allocator \"\""),
+            ("limiting(1GiB)", "lacks its upstream; its form is limiting(BYTES,UPSTREAM)"),
+            ("limiting(default)", "lacks its limit"),
+            ("limiting(1GiB,2GiB,default)", "takes no \"2GiB\""),
+            ("limiting(1XB,default)", "\"1XB\" is no number of bytes"),
+            ("default(5)", "default takes no \"5\""),
+            ("statistics(nothing(5))", "no allocator \"nothing\""),
+            ("statistics(default", "brackets"),
+            ("statistics(default,paged)", "takes no \"paged\""),
+            ("limiting(size=1GiB,default)", "takes no \"1GiB\""),
+        ] {
+            assert!(error(text).contains(part), "{text}: {}", error(text));
+        }
+    }
+}
