@@ -263,7 +263,7 @@ mod tests {
             ("statistics(nothing(5))", "no allocator \"nothing\""),
             ("statistics(default", "brackets"),
             ("statistics(default,paged)", "takes no \"paged\""),
-            ("limiting(size=1GiB,default)", "takes no \"1GiB\""),
+            ("limiting(size=1GiB,default)", "lacks its limit"),
         ] {
             assert!(error(text).contains(part), "{text}: {}", error(text));
         }
