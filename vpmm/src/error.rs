@@ -166,6 +166,55 @@ pub enum Error {
         unit_bytes: u64,
     },
 
+    /// An alignment that is no power of two.
+    #[error("an alignment of {align} bytes is no power of two")]
+    BadAlignment {
+        /// What was asked for.
+        align: usize,
+    },
+
+    /// An alignment that the resource cannot give.
+    #[error("an alignment of {align} bytes was requested of a resource that gives at most {most}")]
+    AlignmentUnsupported {
+        /// What was asked for.
+        align: usize,
+        /// The greatest that can be had.
+        most: usize,
+    },
+
+    /// A request that the resource can never serve, whatever is freed.
+    #[error("{} were requested of a resource that gives at most {}", Bytes(*bytes), Bytes(*most_bytes))]
+    RequestTooLong {
+        /// What was asked for.
+        bytes: u64,
+        /// The longest request.
+        most_bytes: u64,
+    },
+
+    /// The allocation has another size than the one that it was to be freed with.
+    #[error(
+        "the allocation at {address:#x} has {bytes} bytes, and was to be freed with {given_bytes}"
+    )]
+    WrongSize {
+        /// The pointer.
+        address: u64,
+        /// The size given.
+        given_bytes: u64,
+        /// The size of the allocation.
+        bytes: u64,
+    },
+
+    /// A resource cannot do that.
+    #[error("the resource has no {what}")]
+    Unsupported {
+        /// What was asked of it.
+        what: &'static str,
+    },
+
+    /// A resource of the caller's own failed.
+    #[error("a resource failed: {0}")]
+    Resource(#[source] Arc<dyn std::error::Error + Send + Sync>),
+
     /// The pointer's memory was freed before.
     #[error("double free: {address:#x} was freed already")]
     DoubleFree {
@@ -348,6 +397,19 @@ impl Error {
     /// Whether the device or its context is gone for good.
     pub fn is_context_lost(&self) -> bool {
         matches!(self, Self::ContextLost { .. })
+    }
+
+    /// A request that there is no memory for, where nothing is known of free memory.
+    pub(crate) fn exhausted(bytes: u64, live_bytes: u64, limit_bytes: Option<u64>) -> Self {
+        Self::OutOfMemory {
+            requested_bytes: bytes,
+            free_bytes: 0,
+            largest_free_bytes: 0,
+            mapped_bytes: live_bytes,
+            live_bytes,
+            limit_bytes,
+            map: None,
+        }
     }
 
     /// Sorts a driver's answer: those that no later call can recover from are [`Error::ContextLost`].

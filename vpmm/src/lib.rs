@@ -46,6 +46,7 @@
 //! | `default` | the default profile |
 //! | `heaps` | heaps beside a pool's main one: of graphs, of tags |
 //! | `pool` | the public face |
+//! | `resource` | memory resources and adaptors |
 
 mod allocation;
 mod arena;
@@ -72,6 +73,7 @@ mod physical;
 mod pool;
 mod region;
 mod reservation;
+pub mod resource;
 mod sharing;
 mod stats;
 mod units;
@@ -90,6 +92,7 @@ pub use ordering::{Mark, PendingPolicy, Reuse};
 pub use out_of_memory::{Recovery, WaitPolicy};
 pub use paged::PagedConfig;
 pub use pool::{CurrentPool, GraphPool, OutOfMemoryCallback, Pool, Tagged};
+pub use resource::MemoryResource;
 pub use sharing::{Export, Imported};
 pub use stats::Stats;
 pub use units::DevicePtr;

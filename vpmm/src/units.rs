@@ -21,6 +21,15 @@ pub struct DevicePtr {
 }
 
 impl DevicePtr {
+    /// The pointer to nothing: what a resource gives for 0 bytes.
+    pub const NULL: Self = Self::from_address(0);
+
+    /// Whether it is the pointer to nothing.
+    #[inline]
+    pub const fn is_null(self) -> bool {
+        self.address == 0
+    }
+
     /// A pointer from a bare address, as it comes back from C or a kernel argument.
     pub const fn from_address(address: u64) -> Self {
         Self { address, tag: 0 }

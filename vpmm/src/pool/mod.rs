@@ -22,6 +22,7 @@ use crate::error::Result;
 use crate::heap::Heap;
 use crate::heaps::{Heaps, Terms};
 use crate::layout::Layout;
+use crate::location::Location;
 use crate::out_of_memory::WaitPolicy;
 use crate::paged::{PagedConfig, PagedPool};
 use crate::stats::Stats;
@@ -269,6 +270,33 @@ impl Pool {
     /// Turns a child of the process away, before it takes a lock that a thread of the parent held.
     fn check_process(&self) -> Result<()> {
         self.device().driver().check_process()
+    }
+
+    /// What every address is a multiple of, in bytes.
+    #[inline]
+    pub(crate) fn alignment(&self) -> usize {
+        match &self.profile {
+            Profile::Default(_) => 512,
+            Profile::Paged(_) => 256,
+        }
+    }
+
+    /// What the profile is called.
+    pub(crate) fn profile_name(&self) -> &'static str {
+        match &self.profile {
+            Profile::Default(_) => "default",
+            Profile::Paged(_) => "paged",
+        }
+    }
+
+    /// What tells this pool from others that live: the same for all its handles.
+    pub(crate) fn number(&self) -> u64 {
+        Arc::as_ptr(&self.family) as u64
+    }
+
+    /// Whether the host can use the memory.
+    pub(crate) fn is_on_host(&self) -> bool {
+        self.heap().backing().location() != Location::Device
     }
 
     /// The device whose streams the memory is for, and which has it where

@@ -1,0 +1,49 @@
+//! Memory resources: anything that gives out memory, behind one trait, and adaptors that stack on it.
+//!
+//! ```text
+//! allocate, deallocate ─▶ adaptor ─▶ adaptor ─▶ … ─▶ resource ─▶ driver
+//!                         any of them on any other
+//! ```
+//!
+//! [`MemoryResource`] is what callers see. What is at the bottom of a stack makes memory
+//! ([`DeviceMalloc`], [`HostMalloc`], a [`Pool`](crate::Pool)).
+//!
+//! ```
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let sim = cuda_sim::Simulator::builder().build()?;
+//! # let driver = vpmm::Driver::new(sim.driver())?;
+//! # let device = driver.device(0)?;
+//! # let stream = device.stream()?;
+//! use std::sync::Arc;
+//! use vpmm::{MemoryResource, Pool, PoolConfig, resource::DeviceMalloc};
+//!
+//! let resources: [Arc<dyn MemoryResource>; 2] = [
+//!     Arc::new(Pool::new(&device, &PoolConfig::default())?),
+//!     Arc::new(DeviceMalloc::new(&device)),
+//! ];
+//! for resource in &resources {
+//!     let ptr = resource.allocate(1000, 256, stream.handle())?;
+//!     resource.deallocate(ptr, 1000, 256, stream.handle())?;
+//!     println!("{}", resource.describe());
+//! }
+//! # Ok(())
+//! # }
+//! ```
+
+mod description;
+mod device_malloc;
+mod facts;
+mod forward;
+mod host;
+mod identity;
+mod memory_resource;
+mod pool;
+mod request;
+
+pub use description::Description;
+pub use device_malloc::DeviceMalloc;
+pub use facts::{Checks, Facts};
+pub use host::HostMalloc;
+pub use identity::Identity;
+pub use memory_resource::MemoryResource;
+pub use request::MIN_ALIGN;
