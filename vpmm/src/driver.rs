@@ -181,6 +181,7 @@ driver_calls! {
     cuMemFreeHost(memory: *mut c_void);
     cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);
     cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
+    cuMemsetD8Async(to: CUdeviceptr, value: u8, bytes: usize, stream: CUstream);
     cuMemPoolCreate(pool: *mut CUmemoryPool, properties: *const CUmemPoolProps);
     cuMemPoolDestroy(pool: CUmemoryPool);
     cuMemPoolTrimTo(pool: CUmemoryPool, keep_bytes: usize);

@@ -47,11 +47,13 @@
 //! | `heaps` | heaps beside a pool's main one: of graphs, of tags |
 //! | `pool` | the public face |
 //! | `resource` | memory resources and adaptors |
+//! | `caching` | PyTorch's caching scheme |
 
 mod allocation;
 mod arena;
 mod backing;
 mod budget;
+pub mod caching;
 mod default;
 mod device;
 mod driver;
@@ -80,6 +82,7 @@ mod units;
 mod validate;
 
 pub use allocation::Allocation;
+pub use caching::CachingAllocator;
 pub use default::{Background, PoolConfig};
 pub use device::{Device, Stream, StreamHandle};
 pub use driver::{Driver, DriverCalls};

@@ -66,7 +66,7 @@ pub(super) struct Place {
 pub(super) struct Use {
     pub(super) place: u32,
     /// What to record on, where nobody tells of the stream's end.
-    pub(super) on: Option<StreamHandle>,
+    pub(super) on: StreamHandle,
 }
 
 pub(super) type Uses = SmallVec<[Use; 2]>;
@@ -74,6 +74,8 @@ pub(super) type Uses = SmallVec<[Use; 2]>;
 /// A segment: what upstream gave in one piece.
 #[derive(Clone, Copy)]
 pub(super) struct Segment {
+    /// As upstream gave it.
+    pub(super) ptr: DevicePtr,
     pub(super) bytes: u64,
     /// Its first block, whose node stays the same.
     pub(super) head: u32,
@@ -82,8 +84,8 @@ pub(super) struct Segment {
 /// A segment that was taken out to go back upstream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Leaving {
-    pub(super) id: u32,
-    pub(super) address: u64,
+    id: u32,
+    pub(super) ptr: DevicePtr,
     pub(super) bytes: u64,
     pub(super) place: u32,
 }
@@ -136,11 +138,6 @@ impl Books {
         }
     }
 
-    /// From now on ages are asked for, or not.
-    pub(super) fn set_ages(&mut self, ages: bool) {
-        self.rules.ages = ages;
-    }
-
     /// The place of a stream that has one.
     #[inline]
     pub(super) fn place_of(&mut self, stream: u64) -> Option<u32> {
@@ -174,7 +171,12 @@ impl Books {
 
     /// Serves a rounded request from what the stream has free: its address, and its number.
     #[inline]
-    pub(super) fn allocate(&mut self, place: u32, bytes: u64, requested: u64) -> Option<(u64, u32)> {
+    pub(super) fn allocate(
+        &mut self,
+        place: u32,
+        bytes: u64,
+        requested: u64,
+    ) -> Option<(u64, u32)> {
         let kind = Kind::of(bytes);
         if self.rules.ages {
             self.searches[kind as usize] += 1;
@@ -182,7 +184,6 @@ impl Books {
         let set = &mut self.places[place as usize].sets[kind as usize];
         let id = set.best_fit(bytes).filter(|found| self.rules.fits(bytes, found.bytes()))?.id();
         self.take_free(id);
-        self.tallies.hits += 1;
         Some(self.hand_out(id, bytes, requested))
     }
 
@@ -196,6 +197,16 @@ impl Books {
         unsafe { set.remove(block) };
     }
 
+    /// Puts a block that becomes free into its set.
+    #[inline]
+    fn put_freed(&mut self, id: u32) {
+        let block = self.arena.get(id);
+        if self.rules.ages {
+            block.freed_at.set(self.searches[block.kind.get() as usize]);
+        }
+        self.put_free(id);
+    }
+
     /// Puts a block that is in no set into its own.
     #[inline]
     fn put_free(&mut self, id: u32) {
@@ -203,9 +214,6 @@ impl Books {
         debug_assert_ne!(block.state.get(), State::Free);
         block.state.set(State::Free);
         let kind = block.kind.get() as usize;
-        if self.rules.ages {
-            block.freed_at.set(self.searches[kind]);
-        }
         // SAFETY: the arena keeps the node in place as long as the books live, which drop the sets
         // before it; its bounds are changed only while it is in no set; it was not free, so it is in
         // none now (C3).
@@ -251,7 +259,7 @@ impl Books {
             if next != NONE {
                 self.arena.get(next).previous.set(rest.id());
             }
-            self.put_free(rest.id());
+            self.put_freed(rest.id());
             if was_split {
                 self.tallies.inactive_split_bytes.decrease(kind, bytes);
             } else {
@@ -305,15 +313,15 @@ impl Books {
     pub(super) fn add_segment(
         &mut self,
         place: u32,
-        (address, segment_bytes): (u64, u64),
+        (ptr, segment_bytes): (DevicePtr, u64),
         (bytes, requested): (u64, u64),
     ) -> (u64, u32) {
-        let kind = Kind::of(bytes);
+        let (kind, address) = (Kind::of(bytes), ptr.address());
         let id = self.make(place, kind, address, segment_bytes);
         let block = self.arena.get(id);
         block.previous.set(NONE);
         block.next.set(NONE);
-        self.segments.insert(address, Segment { bytes: segment_bytes, head: id });
+        self.segments.insert(address, Segment { ptr, bytes: segment_bytes, head: id });
         self.tallies.segment.increase(kind, 1);
         self.tallies.reserved_bytes.increase(kind, segment_bytes);
         if segment_bytes >= self.rules.max_split_bytes {
@@ -464,7 +472,7 @@ impl Books {
         }
         // Taken out of its set above, where it was in one.
         block.state.set(State::Vacant);
-        self.put_free(kept);
+        self.put_freed(kept);
         self.tallies.inactive_split.change(kind, blocks);
         self.tallies.inactive_split_bytes.change(kind, split_bytes);
     }
@@ -495,9 +503,10 @@ impl Books {
 
     /// Takes out such whole free segments of these pools.
     fn take_where(&mut self, kinds: &[Kind], wanted: impl Fn(&Block) -> bool) -> Vec<Leaving> {
-        let sets = self.places.iter().flat_map(|place| {
-            kinds.iter().map(|kind| &place.sets[*kind as usize])
-        });
+        let sets = self
+            .places
+            .iter()
+            .flat_map(|place| kinds.iter().map(|kind| &place.sets[*kind as usize]));
         let blocks = sets.flat_map(FreeSet::iter).filter(|block| !block.is_split());
         let ids: Vec<u32> = blocks.filter(|block| wanted(block)).map(Block::id).collect();
         ids.into_iter().map(|id| self.take_segment(id)).collect()
@@ -508,7 +517,8 @@ impl Books {
         let block = self.arena.get(id);
         block.state.set(State::Leaving);
         let (address, bytes) = (block.address(), block.bytes());
-        Leaving { id, address, bytes, place: block.place.get() }
+        let ptr = self.segments.get(&address).map_or(DevicePtr::from_address(address), |of| of.ptr);
+        Leaving { id, ptr, bytes, place: block.place.get() }
     }
 
     /// Takes out segments of at least the maximum split size that the stream has free, so that a
@@ -553,8 +563,6 @@ impl Books {
         let mut sum = 0;
         while sum < bytes && !ages.is_empty() {
             let mean = ages.iter().map(|of| of.0 as f64).sum::<f64>() / ages.len() as f64;
-            // All of one age are at the mean, whatever its digits.
-            let mean = mean.min(ages.iter().map(|of| of.0).max().unwrap_or(0) as f64);
             ages.retain(|(age, bytes, id)| {
                 let old = *age as f64 >= mean;
                 if old {
@@ -570,7 +578,7 @@ impl Books {
     /// Upstream has a segment back.
     pub(super) fn segment_left(&mut self, segment: Leaving) {
         let kind = self.arena.get(segment.id).kind.get();
-        self.segments.remove(&segment.address);
+        self.segments.remove(&segment.ptr.address());
         self.held_bytes -= segment.bytes;
         self.tallies.segment.decrease(kind, 1);
         self.tallies.reserved_bytes.decrease(kind, segment.bytes);
@@ -584,11 +592,6 @@ impl Books {
     /// Upstream did not take a segment.
     pub(super) fn segment_stays(&mut self, segment: Leaving) {
         self.put_free(segment.id);
-    }
-
-    /// Takes out all segments, whatever is allocated, for the end.
-    pub(super) fn take_everything(&mut self) -> Vec<(u64, u64)> {
-        std::mem::take(&mut self.segments).into_iter().map(|(at, of)| (at, of.bytes)).collect()
     }
 
     /// Free blocks, their bytes, and those of the longest.

@@ -205,7 +205,9 @@ mod tests {
     fn every_rounding_is_a_multiple_of_512_and_not_below_its_size() {
         for divisions in [0, 1, 2, 4, 8, 64, 1024] {
             let Some(rule) = Divisions::uniform(divisions) else { panic!("a power of two") };
-            for bytes in (0..4096).chain((0..48).flat_map(|bit| [1 << bit, (1 << bit) + 1, 3 << bit])) {
+            for bytes in
+                (0..4096).chain((0..48).flat_map(|bit| [1 << bit, (1 << bit) + 1, 3 << bit]))
+            {
                 let rounded = rule.round(bytes).unwrap_or(0);
                 assert!(rounded >= bytes.max(1) && rounded.is_multiple_of(512));
                 assert!(rounded < bytes.max(256) * 2 + 512);

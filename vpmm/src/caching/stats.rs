@@ -117,10 +117,6 @@ impl Tally {
         self.current.iter().sum()
     }
 
-    pub(super) fn peak(&self) -> u64 {
-        self.peak_of_both
-    }
-
     fn stat(&self, kind: Kind) -> Stat {
         let at = kind as usize;
         let (current, freed) = (self.current[at], self.freed[at]);

@@ -47,3 +47,4 @@ pub use host::HostMalloc;
 pub use identity::Identity;
 pub use memory_resource::MemoryResource;
 pub use request::MIN_ALIGN;
+pub(crate) use request::{check_align, is_of_nothing};
