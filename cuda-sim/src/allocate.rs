@@ -9,6 +9,8 @@ use crate::arguments::{In, Out, Untyped};
 use crate::call::Call;
 use crate::context::ContextKey;
 use crate::heap::{Heap, Wish};
+use crate::managed;
+use crate::memory::HostKind;
 use crate::physical::Seat;
 use crate::pool::PoolKey;
 
@@ -113,6 +115,9 @@ pub(crate) fn free(call: &mut Call<'_>, address: u64) -> Result<(), CUresult> {
         call.cost = Some(call.costs.free_memory(bytes));
         return call.healthy(context);
     }
+    if managed::is_start(call, address) {
+        return managed::free(call, address, context);
+    }
     // Memory of a pool is freed as if on the legacy stream, and nothing is waited for.
     let stream = call.contexts.by_key[&context].legacy;
     call.free_to_pool(address, stream)
@@ -171,18 +176,18 @@ pub(crate) fn host_allocate_with_flags(
         return Err(INVALID);
     }
     let id = call.space.physical.foreign_id();
-    let start = call.space.host.allocate(bytes as u64, flags, id)?;
+    let start = call.space.host.allocate(bytes as u64, flags, id, HostKind::Locked)?;
     out.set(start as *mut _)
 }
 
 pub(crate) fn host_free(call: &mut Call<'_>, address: Untyped) -> Result<(), CUresult> {
     let context = call.current()?;
-    let begins = call.space.host.find(address.0).is_some_and(|(start, _)| start == address.0);
-    if !begins {
+    let locked = call.space.host.find(address.0).filter(|(_, host)| !host.is_managed());
+    if locked.is_none_or(|(start, _)| start != address.0) {
         return Err(INVALID);
     }
     call.wait_device(call.contexts.by_key[&context].device)?;
-    let id = call.space.host.remove(address.0, true).ok_or(INVALID)?;
+    let id = call.space.host.remove(address.0, HostKind::Locked).ok_or(INVALID)?;
     call.space.forget(id);
     Ok(())
 }
@@ -208,7 +213,7 @@ pub(crate) fn host_register(
 pub(crate) fn host_unregister(call: &mut Call<'_>, address: Untyped) -> Result<(), CUresult> {
     let context = call.current()?;
     call.wait_device(call.contexts.by_key[&context].device)?;
-    let id = call.space.host.remove(address.0, false);
+    let id = call.space.host.remove(address.0, HostKind::Registered);
     let id = id.ok_or(CUresult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)?;
     call.space.forget(id);
     Ok(())
@@ -288,7 +293,9 @@ impl Call<'_> {
         address: u64,
     ) -> Result<bool, CUresult> {
         use CUpointer_attribute as A;
-        let host = self.space.host.find(address).map(|(start, host)| (start, host.size));
+        let found = self.space.host.find(address);
+        let is_managed = found.is_some_and(|(_, host)| host.is_managed());
+        let host = found.map(|(start, host)| (start, host.size));
         let reserved = self.space.addresses.reservation(address, 1);
         let region = self.region(address);
         // Reserved space without a mapping is no pointer yet.
@@ -311,7 +318,8 @@ impl Call<'_> {
                 out.set(handle as CUcontext)?;
             }
             A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE => {
-                out.set(if host.is_some() || region.is_some_and(Region::is_of_host) {
+                let is_locked = host.is_some() && !is_managed;
+                out.set(if is_locked || region.is_some_and(Region::is_of_host) {
                     CUmemorytype::CU_MEMORYTYPE_HOST
                 } else {
                     CUmemorytype::CU_MEMORYTYPE_DEVICE
@@ -319,8 +327,8 @@ impl Call<'_> {
             }
             A::CU_POINTER_ATTRIBUTE_DEVICE_POINTER => out.set(address)?,
             A::CU_POINTER_ATTRIBUTE_HOST_POINTER if host.is_some() => out.set(address)?,
-            A::CU_POINTER_ATTRIBUTE_IS_MANAGED
-            | A::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+            A::CU_POINTER_ATTRIBUTE_IS_MANAGED => out.set(u32::from(is_managed))?,
+            A::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
             | A::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE => out.set(0_u32)?,
             A::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL => {
                 let device = region.map_or(0, |region| match region.seat {

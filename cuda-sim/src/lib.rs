@@ -29,7 +29,7 @@
 //! - Calls fail on demand, memory ends at a limit, devices are lost.
 //! - Every call adds its measured cost to a modelled time ([`costs`]).
 //!
-//! Not modelled: managed memory, the host's own loads and stores through host-located mappings
+//! Not modelled: where pages of managed memory are, the host's own loads and stores through host-located mappings
 //! (device work reaches them), arrays, multicast, allocation nodes of graphs, exported memory pools,
 //! CUDA IPC, and time spent by the device itself.
 
@@ -48,6 +48,7 @@ mod faults;
 mod handles;
 mod heap;
 pub mod kernels;
+mod managed;
 mod memory;
 mod module;
 mod names;

@@ -24,7 +24,7 @@ pub(crate) struct Space {
     pub(crate) detector: Option<Detector>,
 }
 
-/// Page-locked host memory, which device work may use at its host address.
+/// Page-locked and managed host memory, which device work may use at its host address.
 #[derive(Debug, Default)]
 pub(crate) struct HostMemory {
     by_start: BTreeMap<u64, HostAllocation>,
@@ -35,14 +35,30 @@ pub(crate) struct HostAllocation {
     pub(crate) size: u64,
     pub(crate) flags: u32,
     id: PhysicalId,
-    /// False if the caller's own memory was registered.
-    owned: bool,
+    kind: HostKind,
+}
+
+/// Whose memory on the host it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HostKind {
+    /// Of cuMemAllocHost and cuMemHostAlloc.
+    Locked,
+    /// Of cuMemAllocManaged. It stays on the host here, wherever a device would have it.
+    Managed,
+    /// The caller's own, registered.
+    Registered,
+}
+
+impl HostAllocation {
+    pub(crate) fn is_managed(&self) -> bool {
+        self.kind == HostKind::Managed
+    }
 }
 
 impl HostMemory {
-    /// Allocations of cuMemAllocHost and cuMemHostAlloc that were not freed.
+    /// Allocations of cuMemAllocHost, cuMemHostAlloc and cuMemAllocManaged that were not freed.
     pub(crate) fn allocations(&self) -> usize {
-        self.by_start.values().filter(|a| a.owned).count()
+        self.by_start.values().filter(|a| a.kind != HostKind::Registered).count()
     }
 
     /// New zeroed memory; its address.
@@ -51,6 +67,7 @@ impl HostMemory {
         size: u64,
         flags: u32,
         id: PhysicalId,
+        kind: HostKind,
     ) -> Result<u64, CUresult> {
         const OOM: CUresult = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
         let length = usize::try_from(size).map_err(|_| OOM)?;
@@ -65,7 +82,7 @@ impl HostMemory {
             )
         }
         .map_err(|_| OOM)? as u64;
-        self.by_start.insert(start, HostAllocation { size, flags, id, owned: true });
+        self.by_start.insert(start, HostAllocation { size, flags, id, kind });
         Ok(start)
     }
 
@@ -76,17 +93,17 @@ impl HostMemory {
         if before.is_some_and(|(&at, other)| at + other.size > start) {
             return false;
         }
-        self.by_start.insert(start, HostAllocation { size, flags, id, owned: false });
+        self.by_start.insert(start, HostAllocation { size, flags, id, kind: HostKind::Registered });
         true
     }
 
-    /// Frees (`owned`) or unregisters the memory that begins at `start`.
-    pub(crate) fn remove(&mut self, start: u64, owned: bool) -> Option<PhysicalId> {
-        if self.by_start.get(&start)?.owned != owned {
+    /// Frees or unregisters the memory that begins at `start`, if it is of this kind.
+    pub(crate) fn remove(&mut self, start: u64, kind: HostKind) -> Option<PhysicalId> {
+        if self.by_start.get(&start)?.kind != kind {
             return None;
         }
         let allocation = self.by_start.remove(&start)?;
-        if owned {
+        if kind != HostKind::Registered {
             // SAFETY: the range is the one mapping that `allocate` made, and it left the table,
             // so nothing else unmaps it; the caller gave up its pointers by freeing it.
             let _ = unsafe { rustix::mm::munmap(start as *mut _, allocation.size as usize) };
@@ -100,7 +117,7 @@ impl HostMemory {
         (address < start + allocation.size).then_some((start, allocation))
     }
 
-    /// Whether all of a range is page-locked memory.
+    /// Whether all of a range is page-locked or managed memory.
     pub(crate) fn holds(&self, address: u64, bytes: u64) -> bool {
         self.find(address).is_some_and(|(start, a)| {
             address.checked_add(bytes).is_some_and(|end| end <= start + a.size)
@@ -110,10 +127,9 @@ impl HostMemory {
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
-        let owned: Vec<_> =
-            self.by_start.iter().filter(|(_, a)| a.owned).map(|(&s, _)| s).collect();
-        for start in owned {
-            self.remove(start, true);
+        let all: Vec<_> = self.by_start.iter().map(|(&start, a)| (start, a.kind)).collect();
+        for (start, kind) in all {
+            self.remove(start, kind);
         }
     }
 }

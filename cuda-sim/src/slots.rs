@@ -15,7 +15,7 @@ use parking_lot::{Mutex, RwLock};
 use crate::arguments::FromC;
 use crate::call::{Call, Shared};
 use crate::stream_calls as stream;
-use crate::{allocate, capture, context, copy, device, event, module, pool, vmm};
+use crate::{allocate, capture, context, copy, device, event, managed, module, pool, vmm};
 
 /// How many simulators can live in a process at a time.
 pub(crate) const SLOTS: usize = 64;
@@ -280,6 +280,9 @@ functions! {
 
     cuMemAlloc_v2(out: *mut CUdeviceptr, bytes: usize) = allocate::allocate;
     cuMemFree_v2(at: CUdeviceptr) = allocate::free;
+    cuMemAllocManaged(out: *mut CUdeviceptr, bytes: usize, flags: c_uint) = managed::allocate;
+    cuMemPrefetchAsync(at: CUdeviceptr, bytes: usize, device: CUdevice, stream: CUstream) =
+        managed::prefetch;
     cuMemGetInfo_v2(free: *mut usize, total: *mut usize) = allocate::info;
     cuMemGetAddressRange_v2(start: *mut CUdeviceptr, size: *mut usize, at: CUdeviceptr) =
         allocate::address_range;

@@ -36,7 +36,8 @@ impl Budget {
         let _ = self.besides.set(besides);
     }
 
-    fn besides(&self) -> u64 {
+    /// Bytes that count but are no handle's.
+    pub(crate) fn besides(&self) -> u64 {
         let besides = self.besides.get().and_then(Weak::upgrade);
         besides.map_or(0, |besides| besides.bytes())
     }

@@ -177,6 +177,8 @@ driver_calls! {
     cuMemSetAccess(address: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize);
     cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
     cuMemFree_v2(address: CUdeviceptr);
+    cuMemAllocManaged(address: *mut CUdeviceptr, bytes: usize, flags: c_uint);
+    cuMemPrefetchAsync(address: CUdeviceptr, bytes: usize, device: CUdevice, stream: CUstream);
     cuMemHostAlloc(memory: *mut *mut c_void, bytes: usize, flags: c_uint);
     cuMemFreeHost(memory: *mut c_void);
     cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);

@@ -211,6 +211,10 @@ pub enum Error {
         what: &'static str,
     },
 
+    /// The file that allocations are logged to cannot be made or written.
+    #[error("the log of allocations failed: {0}")]
+    LogFile(#[source] Arc<std::io::Error>),
+
     /// A resource of the caller's own failed.
     #[error("a resource failed: {0}")]
     Resource(#[source] Arc<dyn std::error::Error + Send + Sync>),

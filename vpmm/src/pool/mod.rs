@@ -294,6 +294,12 @@ impl Pool {
         Arc::as_ptr(&self.family) as u64
     }
 
+    /// Physical memory of all its heaps, in bytes.
+    pub(crate) fn held(&self) -> u64 {
+        let budget = self.heap().backing().budget();
+        budget.held() + budget.besides()
+    }
+
     /// Whether the host can use the memory.
     pub(crate) fn is_on_host(&self) -> bool {
         self.heap().backing().location() != Location::Device

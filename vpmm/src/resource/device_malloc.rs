@@ -1,7 +1,7 @@
 //! The driver's plain allocator.
 
 use super::description::Description;
-use super::facts::Facts;
+use super::facts::{Checks, Facts};
 use super::identity::Identity;
 use super::memory_resource::MemoryResource;
 use super::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
@@ -79,7 +79,7 @@ impl MemoryResource for DeviceMalloc {
     }
 
     fn facts(&self) -> Facts {
-        Facts::of_device_memory()
+        Facts::of_device_memory().with_checks(Checks::Pointers)
     }
 
     fn describe(&self) -> Description {

@@ -47,6 +47,10 @@ macro_rules! forward {
                 (**self).device()
             }
 
+            fn held_bytes(&self) -> Option<u64> {
+                (**self).held_bytes()
+            }
+
             fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
                 (**self).record_stream(ptr, stream)
             }

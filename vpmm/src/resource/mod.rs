@@ -6,7 +6,8 @@
 //! ```
 //!
 //! [`MemoryResource`] is what callers see. What is at the bottom of a stack makes memory
-//! ([`DeviceMalloc`], [`HostMalloc`], a [`Pool`](crate::Pool)).
+//! ([`DeviceMalloc`], [`DriverPool`], [`Managed`], [`PinnedHost`], [`HostMalloc`], a
+//! [`Pool`](crate::Pool)).
 //!
 //! ```
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -30,21 +31,34 @@
 //! # }
 //! ```
 
+mod adaptors;
+mod callback;
 mod description;
 mod device_malloc;
+mod driver_pool;
 mod facts;
 mod forward;
 mod host;
 mod identity;
+mod managed;
 mod memory_resource;
+mod pinned_host;
 mod pool;
 mod request;
 
+pub use adaptors::{
+    Aligned, Counter, Counters, FailureCallback, Finding, Limiting, LogFormat, Logging,
+    Outstanding, Outstandings, Prefetch, Report, Statistics, ThreadSafe, Tracking, TrackingConfig,
+};
+pub use callback::Callback;
 pub use description::Description;
 pub use device_malloc::DeviceMalloc;
+pub use driver_pool::{DriverPool, DriverPoolConfig};
 pub use facts::{Checks, Facts};
 pub use host::HostMalloc;
 pub use identity::Identity;
+pub use managed::Managed;
 pub use memory_resource::MemoryResource;
+pub use pinned_host::PinnedHost;
 pub use request::MIN_ALIGN;
 pub(crate) use request::{check_align, is_of_nothing};

@@ -63,6 +63,10 @@ impl MemoryResource for Pool {
         Some(Pool::device(self))
     }
 
+    fn held_bytes(&self) -> Option<u64> {
+        Some(self.held())
+    }
+
     fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
         Pool::record_stream(self, ptr, stream)
     }

@@ -1,0 +1,222 @@
+//! A log of every call.
+
+mod row;
+mod sink;
+mod time;
+
+use std::fmt;
+use std::io::Write;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use crate::device::StreamHandle;
+use crate::error::{Error, Result};
+use crate::resource::{Description, MemoryResource};
+use crate::units::DevicePtr;
+use row::{Action, Row};
+use sink::Sink;
+
+/// How a [`Logging`] writes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum LogFormat {
+    /// RMM's own, byte for byte: what its replay benchmark and `vpmm replay` read.
+    ///
+    /// ```text
+    /// Thread,Time,Action,Pointer,Size,Stream
+    /// 17733,01:45:56.140640,allocate,0x7f000003e800,1000,0
+    /// 17733,01:45:56.140685,free,0x7f0000004000,64,0x2
+    /// 17733,01:45:56.140946,allocate failure,(nil),5000000,0x55d0c0ffee00
+    /// ```
+    #[default]
+    Rmm,
+    /// The same columns, and behind them: `Device` (its number), `Align` (as asked for), `Live` (bytes
+    /// allocated through the log after the call), `Held` (bytes that the resource holds, where it
+    /// says), `Nanoseconds` (how long the allocation took), `Date` (year, month, day), `Failure` (why a
+    /// call failed, in quotes). What is not known is empty. A free that fails has a row of its own
+    /// behind that of the free, `free failure`.
+    Full,
+}
+
+/// Writes a row for every call, to a file or elsewhere. RMM: `logging_resource_adaptor`.
+///
+/// An allocation is logged when it has succeeded or failed, a free before it is passed on: an address
+/// is never logged as allocated again before it is logged as freed. Times are local, as RMM's are.
+///
+/// A file is written through a mapping of it, so that a row costs no system call, and none is lost when
+/// the program crashes: what is in the mapping is the kernel's. At the drop the file is cut to its rows;
+/// a program that ends without it leaves zero bytes behind the last row, which
+/// `truncate -s "$(tr -d '\0' < log | wc -c)" log` takes away. Rows that find no room on the disk are
+/// counted ([`lost_rows`](Self::lost_rows)), and the calls go on. In a child of the process nothing
+/// is written to a file.
+///
+/// ```
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// use vpmm::resource::{HostMalloc, LogFormat, Logging, MemoryResource};
+/// use vpmm::StreamHandle;
+///
+/// let path = std::env::temp_dir().join(format!("doc-{}.csv", std::process::id()));
+/// let logging = Logging::to_file(HostMalloc::new(), LogFormat::Rmm, &path)?;
+/// let ptr = logging.allocate(1000, 256, StreamHandle::LEGACY)?;
+/// logging.deallocate(ptr, 1000, 256, StreamHandle::LEGACY)?;
+/// drop(logging);
+/// let log = std::fs::read_to_string(&path)?;
+/// assert_eq!(log.lines().next(), Some("Thread,Time,Action,Pointer,Size,Stream"));
+/// assert_eq!(log.lines().count(), 3);
+/// # std::fs::remove_file(&path)?;
+/// # Ok(())
+/// # }
+/// ```
+pub struct Logging<R> {
+    upstream: R,
+    format: LogFormat,
+    sinks: Vec<Sink>,
+    live: AtomicU64,
+}
+
+impl<R: MemoryResource> Logging<R> {
+    /// Logs to a file, which is made, or emptied.
+    ///
+    /// # Errors
+    /// [`Error::LogFile`].
+    pub fn to_file(upstream: R, format: LogFormat, path: impl AsRef<Path>) -> Result<Self> {
+        let sink = Sink::file(path.as_ref()).map_err(|error| Error::LogFile(Arc::new(error)))?;
+        Ok(Self::new(upstream, format, sink))
+    }
+
+    /// Logs to the file that the environment variable `RMM_LOG_FILE` names, as RMM does where no name
+    /// is given.
+    ///
+    /// # Errors
+    /// [`Error::Config`] where it is not set, [`Error::LogFile`].
+    pub fn from_environment(upstream: R, format: LogFormat) -> Result<Self> {
+        const NAME: &str = "RMM_LOG_FILE";
+        let unset = || Error::Config {
+            name: NAME,
+            value: String::new(),
+            reason: "it must name the file to log to".to_owned(),
+        };
+        Self::to_file(upstream, format, std::env::var_os(NAME).ok_or_else(unset)?)
+    }
+
+    /// Logs to anything, one write for each row, under a lock.
+    pub fn to_writer(upstream: R, format: LogFormat, writer: impl Write + Send + 'static) -> Self {
+        Self::new(upstream, format, Sink::writer(Box::new(writer)))
+    }
+
+    fn new(upstream: R, format: LogFormat, sink: Sink) -> Self {
+        sink.write(row::header(format));
+        Self { upstream, format, sinks: vec![sink], live: AtomicU64::new(0) }
+    }
+
+    /// The same, writing the same rows to a further place.
+    #[must_use]
+    pub fn and_to_writer(mut self, writer: impl Write + Send + 'static) -> Self {
+        let sink = Sink::writer(Box::new(writer));
+        sink.write(row::header(self.format));
+        self.sinks.push(sink);
+        self
+    }
+
+    /// What is below.
+    pub fn upstream(&self) -> &R {
+        &self.upstream
+    }
+
+    /// Rows that could not be written, in all places together.
+    pub fn lost_rows(&self) -> u64 {
+        self.sinks.iter().map(Sink::lost).sum()
+    }
+
+    /// Has everything written to the disk, or wherever the rows go: waits for it.
+    ///
+    /// # Errors
+    /// [`Error::LogFile`].
+    pub fn flush(&self) -> Result<()> {
+        let flushed = self.sinks.iter().try_for_each(Sink::flush);
+        flushed.map_err(|error| Error::LogFile(Arc::new(error)))
+    }
+
+    fn log(&self, row: Row<'_>) {
+        let text = match self.format {
+            LogFormat::Rmm => row.rmm(),
+            LogFormat::Full => {
+                let device = self.upstream.device().map(crate::device::Device::ordinal);
+                row.full(device, self.live.load(Ordering::Relaxed), self.upstream.held_bytes())
+            }
+        };
+        self.sinks.iter().for_each(|sink| sink.write(&text));
+    }
+}
+
+impl<R: MemoryResource> MemoryResource for Logging<R> {
+    fn allocate(&self, bytes: usize, align: usize, stream: StreamHandle) -> Result<DevicePtr> {
+        let start = (self.format == LogFormat::Full).then(Instant::now);
+        let result = self.upstream.allocate(bytes, align, stream);
+        let nanoseconds = start.map(|start| start.elapsed().as_nanos() as u64);
+        let (action, ptr) = match &result {
+            Ok(ptr) => {
+                self.live.fetch_add(bytes as u64, Ordering::Relaxed);
+                (Action::Allocate, *ptr)
+            }
+            Err(_) => (Action::AllocateFailure, DevicePtr::NULL),
+        };
+        let (failure, stream) = (result.as_ref().err(), stream.raw() as usize);
+        self.log(Row { action, ptr, bytes, align, stream, nanoseconds, failure });
+        result
+    }
+
+    fn deallocate(
+        &self,
+        ptr: DevicePtr,
+        bytes: usize,
+        align: usize,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        let less = |live: u64| Some(live.saturating_sub(bytes as u64));
+        // Never refused: the closure always has an answer.
+        let _ = self.live.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+        let row = Row {
+            action: Action::Free,
+            ptr,
+            bytes,
+            align,
+            stream: stream.raw() as usize,
+            nanoseconds: None,
+            failure: None,
+        };
+        self.log(row);
+        let result = self.upstream.deallocate(ptr, bytes, align, stream);
+        if let Err(error) = &result {
+            self.live.fetch_add(bytes as u64, Ordering::Relaxed);
+            if self.format == LogFormat::Full {
+                self.log(Row { action: Action::FreeFailure, failure: Some(error), ..row });
+            }
+        }
+        result
+    }
+
+    fn describe(&self) -> Description {
+        let mut description = Description::new("logging");
+        if self.format == LogFormat::Full {
+            description = description.with("format", "full");
+        }
+        for sink in &self.sinks {
+            description = description.with("to", sink);
+        }
+        description.over(self.upstream.describe())
+    }
+
+    passes_on!(facts, identity, device, held_bytes, record_stream);
+}
+
+impl<R: fmt::Debug> fmt::Debug for Logging<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Logging")
+            .field("upstream", &self.upstream)
+            .field("format", &self.format)
+            .finish_non_exhaustive()
+    }
+}

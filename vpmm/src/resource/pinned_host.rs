@@ -1,0 +1,98 @@
+//! Page-locked host memory.
+
+use cuda_sys::types::CU_MEMHOSTALLOC_PORTABLE;
+
+use super::description::Description;
+use super::facts::{Checks, Facts};
+use super::identity::Identity;
+use super::memory_resource::MemoryResource;
+use super::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
+use crate::device::{Device, StreamHandle};
+use crate::error::Result;
+use crate::event::BesideCaptures;
+use crate::units::DevicePtr;
+
+/// Page-locked host memory from `cuMemHostAlloc`, given back by `cuMemFreeHost`: for copies that do not
+/// stop the host, and for kernels that read over the link. The stream is ignored.
+///
+/// Both calls take hundreds of microseconds and more; a free waits for the device. Put a
+/// [`CoalescingPool`](super::CoalescingPool) on it. The memory is every device's of the process
+/// (`CU_MEMHOSTALLOC_PORTABLE`), so all values of one driver are equal. RMM calls it
+/// `pinned_host_memory_resource`; the calls are in the CUDA driver API's "Memory Management".
+#[derive(Clone, Debug)]
+pub struct PinnedHost {
+    device: Device,
+}
+
+impl PinnedHost {
+    /// Host memory, for use with this device.
+    pub fn new(device: &Device) -> Self {
+        Self { device: device.clone() }
+    }
+}
+
+impl MemoryResource for PinnedHost {
+    /// One driver call.
+    ///
+    /// # Errors
+    /// [`Error::BadAlignment`](crate::Error::BadAlignment),
+    /// [`Error::AlignmentUnsupported`](crate::Error::AlignmentUnsupported) above 256 bytes,
+    /// [`Error::SizeOverflow`](crate::Error::SizeOverflow),
+    /// [`Error::Driver`](crate::Error::Driver),
+    /// [`Error::ContextLost`](crate::Error::ContextLost).
+    fn allocate(&self, bytes: usize, align: usize, _stream: StreamHandle) -> Result<DevicePtr> {
+        check_align(align, MIN_ALIGN)?;
+        if bytes == 0 {
+            return Ok(DevicePtr::NULL);
+        }
+        let rounded = rounded(bytes)?;
+        let _context = self.device.enter()?;
+        let driver = self.device.driver();
+        let _beside = BesideCaptures::enter(driver)?;
+        let mut memory = std::ptr::null_mut();
+        // SAFETY: the pointer is to a live pointer, and a context of the device is current.
+        unsafe { driver.cuMemHostAlloc(&mut memory, rounded as usize, CU_MEMHOSTALLOC_PORTABLE) }
+            .map_err(|failure| failure.about(bytes as u64))?;
+        Ok(DevicePtr::from_address(memory.expose_provenance() as u64))
+    }
+
+    /// One driver call, which waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::Driver`](crate::Error::Driver): `CUDA_ERROR_INVALID_VALUE` for a pointer that the
+    /// driver does not know; [`Error::ContextLost`](crate::Error::ContextLost).
+    fn deallocate(
+        &self,
+        ptr: DevicePtr,
+        bytes: usize,
+        _align: usize,
+        _stream: StreamHandle,
+    ) -> Result<()> {
+        if is_of_nothing(ptr, bytes)? {
+            return Ok(());
+        }
+        let _context = self.device.enter()?;
+        let driver = self.device.driver();
+        let _beside = BesideCaptures::enter(driver)?;
+        let memory = std::ptr::with_exposed_provenance_mut(ptr.address() as usize);
+        // SAFETY: the address is the caller's to free, which the driver checks; it waits for what
+        // uses the memory.
+        unsafe { driver.cuMemFreeHost(memory) }.map_err(|failure| failure.about(bytes as u64))
+    }
+
+    fn facts(&self) -> Facts {
+        Facts::of_device_memory().accessible(true, true).with_checks(Checks::Pointers)
+    }
+
+    fn describe(&self) -> Description {
+        Description::new("pinned-host")
+    }
+
+    fn identity(&self) -> Identity {
+        Identity::of_kind("pinned-host", self.device.driver().realm() as u64)
+    }
+
+    fn device(&self) -> Option<&Device> {
+        Some(&self.device)
+    }
+}
