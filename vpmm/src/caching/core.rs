@@ -32,6 +32,8 @@ const UNLIMITED: u64 = u64::MAX;
 struct Admitted<'a> {
     core: &'a Core,
     place: u32,
+    /// Whether it was given to the stream just now.
+    is_new: bool,
 }
 
 impl<'a> Admitted<'a> {
@@ -39,7 +41,7 @@ impl<'a> Admitted<'a> {
     fn known(core: &'a Core, books: &mut Books, stream: u64) -> Option<Self> {
         let place = books.place_of(stream)?;
         books.places[place as usize].pins += 1;
-        Some(Self { core, place })
+        Some(Self { core, place, is_new: false })
     }
 }
 
@@ -186,6 +188,14 @@ impl Core {
         sizes: (u64, u64),
     ) -> Result<DevicePtr> {
         let admitted = self.admit(stream, handle)?;
+        if admitted.is_new {
+            // With the memory of a stream that has ended, perhaps.
+            let mut books = self.books.lock();
+            if let Some((address, tag)) = books.allocate(admitted.place, sizes.0, sizes.1) {
+                books.tallies.hits += 1;
+                return Ok(DevicePtr::tagged(address, tag));
+            }
+        }
         let (address, tag) = self.grow(admitted.place, handle, sizes)?;
         Ok(DevicePtr::tagged(address, tag))
     }
@@ -231,7 +241,7 @@ impl Core {
         let place = books.enrol(stream, vacant);
         books.places[place as usize].pins += 1;
         waits.begin(place, life);
-        Ok(Admitted { core: self, place })
+        Ok(Admitted { core: self, place, is_new: true })
     }
 
     pub(super) fn record_stream(&self, ptr: DevicePtr, handle: StreamHandle) -> Result<()> {
