@@ -1,6 +1,7 @@
 //! The books of a caching allocator: which block is where, and whose. No driver, no lock.
 //!
-//! - **C1 Partition.** A segment is its blocks, in order, without gap or overlap.
+//! - **C1 Partition.** A segment is its blocks, in order, without gap or overlap; one on its way back
+//!   is one block.
 //! - **C2 Coalesced.** No two free blocks are neighbours.
 //! - **C3 Sets.** A free block is in the set of its place and pool, and nothing else is in any.
 //! - **C4 Pointers.** The table of pointers has the allocated blocks, and no others.
@@ -98,6 +99,9 @@ pub(super) struct Books {
     /// Allocated blocks by address.
     pub(super) live: Table,
     pub(super) segments: BTreeMap<u64, Segment>,
+    /// Segments on their way back: the driver may give their addresses out again before it is known
+    /// here that they have arrived.
+    pub(super) leaving: BTreeMap<u32, Leaving>,
     /// Of blocks with `noted`.
     uses: HashMap<u32, Uses>,
     pub(super) tallies: Tallies,
@@ -128,6 +132,7 @@ impl Books {
             last: (NO_STREAM, 0),
             live: Table::new(),
             segments: BTreeMap::new(),
+            leaving: BTreeMap::new(),
             uses: HashMap::new(),
             tallies: Tallies::default(),
             rules,
@@ -516,9 +521,12 @@ impl Books {
         self.take_free(id);
         let block = self.arena.get(id);
         block.state.set(State::Leaving);
-        let (address, bytes) = (block.address(), block.bytes());
-        let ptr = self.segments.get(&address).map_or(DevicePtr::from_address(address), |of| of.ptr);
-        Leaving { id, ptr, bytes, place: block.place.get() }
+        let (address, bytes, place) = (block.address(), block.bytes(), block.place.get());
+        let segment = self.segments.remove(&address);
+        let ptr = segment.map_or(DevicePtr::from_address(address), |segment| segment.ptr);
+        let leaving = Leaving { id, ptr, bytes, place };
+        self.leaving.insert(id, leaving);
+        leaving
     }
 
     /// Takes out segments of at least the maximum split size that the stream has free, so that a
@@ -578,7 +586,7 @@ impl Books {
     /// Upstream has a segment back.
     pub(super) fn segment_left(&mut self, segment: Leaving) {
         let kind = self.arena.get(segment.id).kind.get();
-        self.segments.remove(&segment.ptr.address());
+        self.leaving.remove(&segment.id);
         self.held_bytes -= segment.bytes;
         self.tallies.segment.decrease(kind, 1);
         self.tallies.reserved_bytes.decrease(kind, segment.bytes);
@@ -591,6 +599,9 @@ impl Books {
 
     /// Upstream did not take a segment.
     pub(super) fn segment_stays(&mut self, segment: Leaving) {
+        self.leaving.remove(&segment.id);
+        let Leaving { id: head, ptr, bytes, .. } = segment;
+        self.segments.insert(ptr.address(), Segment { ptr, bytes, head });
         self.put_free(segment.id);
     }
 

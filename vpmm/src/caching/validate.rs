@@ -39,6 +39,16 @@ impl Books {
             count.tallies.segment.increase(kind, 1);
             count.tallies.reserved_bytes.increase(kind, segment.bytes);
         }
+        for (id, leaving) in &self.leaving {
+            let block = self.arena.get(*id);
+            if block.state.get() != State::Leaving || block.is_split() {
+                fail(PARTITION, format!("{:#x} does not leave", leaving.ptr.address()))?;
+            }
+            count.blocks += 1;
+            count.of_places[leaving.place as usize] += 1;
+            count.tallies.segment.increase(block.kind.get(), 1);
+            count.tallies.reserved_bytes.increase(block.kind.get(), leaving.bytes);
+        }
         self.check_sets(&count)?;
         self.check_counts(&count)
     }
@@ -88,7 +98,6 @@ impl Books {
                 }
             }
             State::Waiting if block.waits.get() > 0 => {}
-            State::Leaving if !block.is_split() => {}
             state => fail(PARTITION, format!("{:#x} is {state:?}", block.address()))?,
         }
         if matches!(state, State::Allocated | State::Waiting) {
