@@ -48,11 +48,13 @@
 //! | `heaps` | heaps beside a pool's main one: of graphs, of tags |
 //! | `pool` | the public face |
 //! | `resource` | memory resources and adaptors |
+//! | `caching` | PyTorch's caching scheme |
 
 mod allocation;
 mod arena;
 mod backing;
 mod budget;
+pub mod caching;
 mod container;
 mod default;
 mod device;
@@ -83,6 +85,7 @@ mod units;
 mod validate;
 
 pub use allocation::Allocation;
+pub use caching::CachingAllocator;
 pub use container::{
     DeviceBuffer, DeviceScalar, DeviceSlice, DeviceSliceMut, DeviceVec, PinnedVec, Pod, Transfer,
 };

@@ -54,7 +54,7 @@ mod trim;
 mod validate;
 
 pub use config::{Background, PoolConfig};
-pub(crate) use fences::stream_is_capturing;
+pub(crate) use fences::{Recorded, record_beside_captures, stream_is_capturing};
 pub(crate) use helper::Helper;
 pub(crate) use sleep::Run;
 

@@ -64,3 +64,4 @@ pub use managed::Managed;
 pub use memory_resource::MemoryResource;
 pub use pinned_host::PinnedHost;
 pub use request::MIN_ALIGN;
+pub(crate) use request::{check_align, is_of_nothing};
