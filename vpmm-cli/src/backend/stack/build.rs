@@ -6,7 +6,7 @@ use vpmm::resource::{
     Aligned, DeviceMalloc, DriverPool, DriverPoolConfig, Limiting, LogFormat, Logging, Managed,
     PinnedHost, Prefetch, Statistics, ThreadSafe, Tracking, TrackingConfig,
 };
-use vpmm::{Device, MemoryResource, PagedConfig, Pool, PoolConfig};
+use vpmm::{CachingAllocator, Device, MemoryResource, PagedConfig, Pool, PoolConfig};
 
 use super::kinds::{Kind, Stack};
 
@@ -99,6 +99,9 @@ impl Builder<'_> {
             Kind::Aligned(align) => Arc::new(Aligned::new(upstream, size(*align))?),
             Kind::ThreadSafe => Arc::new(ThreadSafe::new(upstream)),
             Kind::Prefetch => Arc::new(Prefetch::new(upstream, self.device)),
+            Kind::Caching(config) => {
+                Arc::new(CachingAllocator::over(upstream, self.device, config)?)
+            }
             // Nothing else stands on anything.
             _ => upstream,
         })

@@ -4,6 +4,8 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use vpmm::caching::CachingConfig;
+
 use super::parse::{Argument, Expression, StackError, bytes, number, parse};
 
 /// A resource, and what it stands on.
@@ -44,6 +46,8 @@ pub enum Kind {
     ThreadSafe,
     /// Brings managed memory to the device.
     Prefetch,
+    /// PyTorch's scheme, set as PyTorch is.
+    Caching(Box<CachingConfig>),
 }
 
 /// A name, its form, and how it is read.
@@ -124,6 +128,12 @@ const ENTRIES: &[Entry] = &[
         over: Over::Something,
         read: |_| Ok(Kind::Prefetch),
     },
+    Entry {
+        name: "caching",
+        form: "caching(KEY=VALUE,...,UPSTREAM), with the keys of PYTORCH_CUDA_ALLOC_CONF",
+        over: Over::Else("cuda-malloc"),
+        read: |given| Ok(Kind::Caching(Box::new(given.caching()?))),
+    },
 ];
 
 /// What is in a resource's brackets, as far as nobody has read it.
@@ -159,6 +169,18 @@ impl Arguments {
     #[allow(dead_code, reason = "for resources with settings that may be left out")]
     fn number_or(&mut self, what: &'static str, default: u64) -> Result<u64, StackError> {
         self.take(what).map_or(Ok(default), |text| number(self.name, &text))
+    }
+
+    /// All settings, as PyTorch reads them from its variable.
+    fn caching(&mut self) -> Result<CachingConfig, StackError> {
+        let mut settings = Vec::new();
+        while let Some(at) = self.left.iter().position(|one| one.key.is_some()) {
+            let Argument { key, text } = self.left.remove(at);
+            settings.push(format!("{}:{text}", key.unwrap_or_default()));
+        }
+        let settings = settings.join(",");
+        let name = self.name;
+        settings.parse().map_err(|source| StackError::Settings { name, source })
     }
 
     fn upstream(&mut self) -> Option<Box<str>> {
@@ -251,6 +273,18 @@ mod tests {
     }
 
     #[test]
+    fn settings_of_the_caching_allocator() {
+        let text = "caching(roundup_power2_divisions=[256:1,>:8],max_split_size_mb=64,paged)";
+        let stack: Stack = text.parse().unwrap();
+        let Kind::Caching(config) = stack.kind() else { panic!("{stack:?}") };
+        assert_eq!(config.max_split_size_bytes, Some(64 << 20));
+        assert_eq!(config.roundup_power2_divisions.of(1 << 40), 8);
+        assert_eq!(*stack.upstream().unwrap().kind(), Kind::Paged);
+        let plain: Stack = "caching".parse().unwrap();
+        assert_eq!(*plain.upstream().unwrap().kind(), Kind::CudaMalloc);
+    }
+
+    #[test]
     fn what_is_wrong_is_said() {
         for (text, part) in [
             ("arenas", "no allocator \"arenas\""),
@@ -263,6 +297,9 @@ mod tests {
             ("statistics(nothing(5))", "no allocator \"nothing\""),
             ("statistics(default", "brackets"),
             ("statistics(default,paged)", "takes no \"paged\""),
+            ("caching(max_split_size_mb=1x)", "caching: max_split_size_mb:1x"),
+            ("caching(expandable_segments=True)", "expandable_segments:True does not apply"),
+            ("caching(5)", "takes no \"5\""),
             ("limiting(size=1GiB,default)", "lacks its limit"),
         ] {
             assert!(error(text).contains(part), "{text}: {}", error(text));

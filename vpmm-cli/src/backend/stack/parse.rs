@@ -1,5 +1,7 @@
 //! The text of a stack: names, with what they stand on and are set to in brackets.
 
+use vpmm::caching::SettingError;
+
 use crate::bytes::ByteCount;
 
 /// What is wrong with the text of a stack.
@@ -40,6 +42,14 @@ pub enum StackError {
         /// What it takes.
         form: &'static str,
     },
+    /// Settings that the caching allocator does not take.
+    #[error("{name}: {source}")]
+    Settings {
+        /// The resource.
+        name: &'static str,
+        /// What is wrong with them.
+        source: SettingError,
+    },
     /// A setting that is no number of bytes, or no number.
     #[error("{name}: {given:?} is no {what}")]
     Malformed {
@@ -73,8 +83,8 @@ pub(in super::super) fn split_list(text: &str) -> Result<Vec<&str>, StackError> 
     let (mut parts, mut start, mut depth) = (Vec::new(), 0, 0_usize);
     for (at, letter) in text.char_indices() {
         match letter {
-            '(' => depth += 1,
-            ')' => depth = depth.checked_sub(1).ok_or_else(brackets)?,
+            '(' | '[' => depth += 1,
+            ')' | ']' => depth = depth.checked_sub(1).ok_or_else(brackets)?,
             ',' if depth == 0 => {
                 parts.push(text[start..at].trim());
                 start = at + 1;
