@@ -46,6 +46,7 @@ mod managed;
 mod memory_resource;
 mod pinned_host;
 mod pool;
+mod pools;
 mod request;
 
 pub use adaptors::{
@@ -63,5 +64,9 @@ pub use identity::Identity;
 pub use managed::Managed;
 pub use memory_resource::MemoryResource;
 pub use pinned_host::PinnedHost;
+pub use pools::{
+    Arena, ArenaConfig, ArenaDump, Binning, CoalescingConfig, CoalescingPool, FixedSize,
+    FixedSizeConfig,
+};
 pub use request::MIN_ALIGN;
 pub(crate) use request::{check_align, is_of_nothing};
