@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use vpmm::resource::{
-    Aligned, DeviceMalloc, DriverPool, DriverPoolConfig, Limiting, LogFormat, Logging, Managed,
-    PinnedHost, Prefetch, Statistics, ThreadSafe, Tracking, TrackingConfig,
+    Aligned, Arena, ArenaConfig, Binning, CoalescingConfig, CoalescingPool, DeviceMalloc,
+    DriverPool, DriverPoolConfig, FixedSize, FixedSizeConfig, Limiting, LogFormat, Logging,
+    Managed, PinnedHost, Prefetch, Statistics, ThreadSafe, Tracking, TrackingConfig,
 };
 use vpmm::{CachingAllocator, Device, MemoryResource, PagedConfig, Pool, PoolConfig};
 
@@ -99,6 +100,24 @@ impl Builder<'_> {
             Kind::Aligned(align) => Arc::new(Aligned::new(upstream, size(*align))?),
             Kind::ThreadSafe => Arc::new(ThreadSafe::new(upstream)),
             Kind::Prefetch => Arc::new(Prefetch::new(upstream, self.device)),
+            Kind::Coalescing { initial_bytes, max_bytes } => {
+                let mut config = CoalescingConfig::default();
+                (config.initial_bytes, config.max_bytes) = (*initial_bytes, *max_bytes);
+                Arc::new(CoalescingPool::new(upstream, self.device, &config)?)
+            }
+            Kind::FixedSize { block_bytes } => {
+                let mut config = FixedSizeConfig::default();
+                config.block_bytes = size(*block_bytes);
+                Arc::new(FixedSize::new(upstream, self.device, &config)?)
+            }
+            Kind::Binning { least, most } => {
+                Arc::new(Binning::with_powers(upstream, self.device, *least..=*most)?)
+            }
+            Kind::Arena { bytes } => {
+                let mut config = ArenaConfig::default();
+                config.arena_bytes = bytes.or(self.limit_bytes);
+                Arc::new(Arena::new(upstream, self.device, &config)?)
+            }
             Kind::Caching(config) => {
                 Arc::new(CachingAllocator::over(upstream, self.device, config)?)
             }

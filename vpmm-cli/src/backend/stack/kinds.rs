@@ -46,6 +46,30 @@ pub enum Kind {
     ThreadSafe,
     /// Brings managed memory to the device.
     Prefetch,
+    /// A pool over anything, RMM's way.
+    Coalescing {
+        /// Taken at the start.
+        initial_bytes: u64,
+        /// The most that it may hold.
+        max_bytes: Option<u64>,
+    },
+    /// Blocks of one size.
+    FixedSize {
+        /// Of each block.
+        block_bytes: u64,
+    },
+    /// Blocks of powers of two.
+    Binning {
+        /// The least power.
+        least: u32,
+        /// The greatest.
+        most: u32,
+    },
+    /// One piece of memory, divided among streams.
+    Arena {
+        /// Of all of it.
+        bytes: Option<u64>,
+    },
     /// PyTorch's scheme, set as PyTorch is.
     Caching(Box<CachingConfig>),
 }
@@ -129,6 +153,35 @@ const ENTRIES: &[Entry] = &[
         read: |_| Ok(Kind::Prefetch),
     },
     Entry {
+        name: "coalescing",
+        form: "coalescing(initial=BYTES,max=BYTES,UPSTREAM)",
+        over: Over::Else("cuda-malloc"),
+        read: |given| {
+            let initial_bytes = given.bytes_if("initial")?.unwrap_or(0);
+            Ok(Kind::Coalescing { initial_bytes, max_bytes: given.bytes_if("max")? })
+        },
+    },
+    Entry {
+        name: "fixed-size",
+        form: "fixed-size(BYTES,UPSTREAM)",
+        over: Over::Else("cuda-malloc"),
+        read: |given| Ok(Kind::FixedSize { block_bytes: given.bytes("block")? }),
+    },
+    Entry {
+        name: "binning",
+        form: "binning(LEAST,MOST,UPSTREAM), powers of two",
+        over: Over::Else("cuda-malloc"),
+        read: |given| {
+            Ok(Kind::Binning { least: given.power("least")?, most: given.power("most")? })
+        },
+    },
+    Entry {
+        name: "arena",
+        form: "arena(BYTES,UPSTREAM)",
+        over: Over::Else("cuda-malloc"),
+        read: |given| Ok(Kind::Arena { bytes: given.bytes_if("bytes")? }),
+    },
+    Entry {
         name: "caching",
         form: "caching(KEY=VALUE,...,UPSTREAM), with the keys of PYTORCH_CUDA_ALLOC_CONF",
         over: Over::Else("cuda-malloc"),
@@ -161,14 +214,12 @@ impl Arguments {
         self.text(what).and_then(|text| bytes(self.name, &text))
     }
 
-    #[allow(dead_code, reason = "for resources with settings that may be left out")]
-    fn bytes_or(&mut self, what: &'static str, default: u64) -> Result<u64, StackError> {
-        self.take(what).map_or(Ok(default), |text| bytes(self.name, &text))
+    fn bytes_if(&mut self, what: &'static str) -> Result<Option<u64>, StackError> {
+        self.take(what).map(|text| bytes(self.name, &text)).transpose()
     }
 
-    #[allow(dead_code, reason = "for resources with settings that may be left out")]
-    fn number_or(&mut self, what: &'static str, default: u64) -> Result<u64, StackError> {
-        self.take(what).map_or(Ok(default), |text| number(self.name, &text))
+    fn power(&mut self, what: &'static str) -> Result<u32, StackError> {
+        self.text(what).and_then(|text| number(self.name, &text))
     }
 
     /// All settings, as PyTorch reads them from its variable.

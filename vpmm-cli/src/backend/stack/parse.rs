@@ -133,7 +133,7 @@ pub(super) fn bytes(name: &'static str, text: &str) -> Result<u64, StackError> {
 }
 
 /// A plain number that a setting is.
-pub(super) fn number(name: &'static str, text: &str) -> Result<u64, StackError> {
+pub(super) fn number(name: &'static str, text: &str) -> Result<u32, StackError> {
     text.parse().map_err(|_| StackError::Malformed { name, given: text.into(), what: "number" })
 }
 
