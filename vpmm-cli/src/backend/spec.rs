@@ -22,7 +22,7 @@ pub enum AllocatorSpec {
     /// `cuMemAlloc` and `cuMemFree`.
     CudaMalloc,
     /// A resource, or a stack of them.
-    Stack(Stack),
+    Stack(Box<Stack>),
 }
 
 impl AllocatorSpec {
@@ -87,7 +87,7 @@ impl FromStr for AllocatorSpec {
         let direct = Self::DIRECT.into_iter().find(|spec| spec.to_string() == text.trim());
         match direct {
             Some(direct) => Ok(direct),
-            None => Ok(Self::Stack(text.parse()?)),
+            None => Ok(Self::Stack(Box::new(text.parse()?))),
         }
     }
 }
