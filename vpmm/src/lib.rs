@@ -49,6 +49,7 @@
 //! | `pool` | the public face |
 //! | `resource` | memory resources and adaptors |
 //! | `caching` | PyTorch's caching scheme |
+//! | `container` | memory with an owner |
 
 mod allocation;
 mod arena;

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use vpmm::resource::{
     Aligned, Arena, ArenaConfig, Binning, CoalescingConfig, CoalescingPool, DeviceMalloc,
-    DriverPool, DriverPoolConfig, FixedSize, FixedSizeConfig, Limiting, LogFormat, Logging,
-    Managed, PinnedHost, Prefetch, Statistics, ThreadSafe, Tracking, TrackingConfig,
+    DriverPool, DriverPoolConfig, FixedSize, FixedSizeConfig, HostMalloc, Limiting, LogFormat,
+    Logging, Managed, PinnedHost, Prefetch, Statistics, ThreadSafe, Tracking, TrackingConfig,
 };
 use vpmm::{CachingAllocator, Device, MemoryResource, PagedConfig, Pool, PoolConfig};
 
@@ -61,6 +61,7 @@ impl Builder<'_> {
             }
             Kind::Managed => Ok(self.counted(Managed::new(device)?)),
             Kind::Pinned => Ok(self.counted(PinnedHost::new(device))),
+            Kind::Host => Ok(self.counted(HostMalloc::new())),
             // What is left makes memory by `cuMemAlloc`.
             _ => Ok(self.counted(DeviceMalloc::new(device))),
         }

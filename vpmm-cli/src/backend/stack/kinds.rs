@@ -32,6 +32,8 @@ pub enum Kind {
     Managed,
     /// Page-locked host memory.
     Pinned,
+    /// The program's own memory.
+    Host,
     /// At most so many bytes.
     Limiting(u64),
     /// Counts.
@@ -110,6 +112,7 @@ const ENTRIES: &[Entry] = &[
     },
     Entry { name: "managed", form: "managed", over: Over::Nothing, read: |_| Ok(Kind::Managed) },
     Entry { name: "pinned", form: "pinned", over: Over::Nothing, read: |_| Ok(Kind::Pinned) },
+    Entry { name: "host", form: "host", over: Over::Nothing, read: |_| Ok(Kind::Host) },
     Entry {
         name: "limiting",
         form: "limiting(BYTES,UPSTREAM)",
