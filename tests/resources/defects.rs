@@ -5,7 +5,7 @@ use cuda_sys::types::CUstream_flags_enum;
 use vpmm::resource::*;
 use vpmm::{Error, MemoryResource, PendingPolicy, StreamHandle};
 
-use crate::subjects::{GIB, MIB, arena, driver_pool};
+use crate::subjects::{GIB, MIB, arena};
 use crate::support::{Rig, call, streams};
 use crate::watched::Watched;
 
@@ -68,22 +68,29 @@ fn a_double_free_hands_nothing_out_twice() {
 #[test]
 fn a_third_stream_waits_for_the_first() {
     Rig::everywhere(|rig| {
-        let (first, second, third) = (rig.stream(), rig.stream(), rig.stream());
+        let (first, second) = (rig.stream(), rig.stream());
+        let (third, fourth) = (rig.stream(), rig.stream());
         for foreign in [false, true] {
             let pool = over_malloc(rig, 16 * MIB);
             let watched = Watched::new(rig, &pool);
             let (raw, handle) = streams::make(rig, CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0);
             let middle = if foreign { handle } else { second.handle() };
-            // The pool is two halves, both freed behind a kernel that goes on.
-            let halves = [0, 1].map(|_| watched.allocate(8 << 20, &first));
-            let stall = rig.stall(first.handle());
-            halves.into_iter().for_each(|held| watched.free(held, &first));
-            // The second stream takes over all of it, as one block, and gives it back unused.
+            // Two halves, each freed on a stream of its own behind a kernel that goes on.
+            let parts = [(8 << 20, &first), (4 << 20, &fourth), (4 << 20, &fourth)];
+            let parts = parts.map(|(bytes, of)| (watched.allocate(bytes, of), of));
+            let last = parts[2].0.ptr;
+            let stalls = [&first, &fourth].map(|of| rig.stall(of.handle()));
+            parts.into_iter().for_each(|(held, of)| watched.free(held, of));
+            // The middle stream joins them, and gives its part back unused.
             let ptr = pool.allocate(12 << 20, 256, middle).expect("taken over");
+            // What this writes must be behind the check of what was there, though the stream that had that
+            // is not the one whose memory it is now.
+            let rest = watched.allocate(4 << 20, &third);
+            assert_eq!(rest.ptr.address(), last.address());
             pool.deallocate(ptr, 12 << 20, 256, middle).expect("freed");
-            // What it writes must be behind the first stream's checks.
-            let held = watched.allocate(16 << 20, &third);
-            drop(stall);
+            let held = watched.allocate(12 << 20, &third);
+            watched.free(rest, &third);
+            drop(stalls);
             watched.free(held, &third);
             watched.assert_intact();
             drop(pool);
@@ -117,13 +124,16 @@ fn a_part_that_is_taken_over_leaves_the_rest_in_order() {
 fn what_upstream_gave_one_stream_is_ordered_for_others() {
     Rig::everywhere(|rig| {
         for fixed in [false, true] {
-            let upstream = std::sync::Arc::new(driver_pool(rig));
+            let mut config = DriverPoolConfig::default();
+            config.initial_bytes = 64 * MIB;
+            let upstream = DriverPool::new(&rig.device, &config).expect("a pool of the driver's");
+            let upstream = std::sync::Arc::new(upstream);
             let below = Watched::new(rig, &upstream);
             let (first, second) = (rig.stream(), rig.stream());
             // The first stream's, freed behind work that goes on: the driver gives it to that stream.
-            let used = below.allocate(64 << 20, &first);
+            let used = [0, 1].map(|_| below.allocate(32 << 20, &first));
             let stall = rig.stall(first.handle());
-            below.free(used, &first);
+            used.iter().for_each(|held| below.free(*held, &first));
             let resource: Box<dyn MemoryResource> = if fixed {
                 let mut config = FixedSizeConfig::default();
                 (config.block_bytes, config.blocks_at_once) = (32 << 20, 2);
@@ -139,6 +149,8 @@ fn what_upstream_gave_one_stream_is_ordered_for_others() {
             let watched = Watched::new(rig, &resource);
             let own = watched.allocate(32 << 20, &first);
             let rest = watched.allocate(32 << 20, &second);
+            let again = [own, rest].map(|held| held.ptr) == used.map(|held| held.ptr);
+            assert!(rig.sim.is_none() || again, "not the same memory: nothing was tested");
             drop(stall);
             watched.free(own, &first);
             watched.free(rest, &second);
