@@ -4,6 +4,8 @@
 //! Every test runs on the simulator, whose race detector proves the order of uses; those that need
 //! nothing of it run on a GPU too, where there is one.
 
+mod defects;
+mod growth;
 mod handovers;
 mod sequences;
 mod sizes;

@@ -33,6 +33,7 @@
 
 mod adaptors;
 mod callback;
+mod current;
 mod description;
 mod device_malloc;
 mod driver_pool;
@@ -54,6 +55,7 @@ pub use adaptors::{
     Outstanding, Outstandings, Prefetch, Report, Statistics, ThreadSafe, Tracking, TrackingConfig,
 };
 pub use callback::Callback;
+pub use current::{CurrentResource, current, current_for_scope, reset_current, set_current};
 pub use description::Description;
 pub use device_malloc::DeviceMalloc;
 pub use driver_pool::{DriverPool, DriverPoolConfig};

@@ -305,7 +305,7 @@ impl Blocks {
                     run.clear();
                     continue;
                 }
-                run.push(id, node);
+                run.push(node);
                 if run.bytes >= bytes {
                     return Some(run);
                 }
@@ -342,19 +342,29 @@ impl Blocks {
         found.unwrap_or(NONE)
     }
 
-    /// Takes out a chunk that is free in one block of a lane for which `of` says so, the longest first.
-    pub(super) fn remove_free_chunk(&mut self, of: impl Fn(u32) -> bool) -> Option<(Chunk, u32)> {
-        let whole = |chunk: &&Chunk| {
-            let node = &self.nodes[chunk.first as usize];
-            node.lane != LIVE && node.bytes == chunk.bytes && of(node.lane)
+    /// All blocks of a chunk that is wholly free, in lanes that `usable` says: of the longest such.
+    pub(super) fn whole_chunk(&self, usable: impl Fn(u32) -> bool) -> Option<Run> {
+        let is_free = |id: u32| {
+            let lane = self.nodes[id as usize].lane;
+            lane != LIVE && usable(lane)
         };
-        let chunk = *self.chunks.values().filter(whole).max_by_key(|chunk| chunk.bytes)?;
-        let lane = self.nodes[chunk.first as usize].lane;
-        self.leave(chunk.first);
-        self.vacant.push(chunk.first);
-        self.chunks.remove(&chunk.ptr.address());
+        let whole = |chunk: &&Chunk| self.chunk_nodes(chunk).all(is_free);
+        let chunk = self.chunks.values().filter(whole).max_by_key(|chunk| chunk.bytes)?;
+        let mut run = Run::default();
+        self.chunk_nodes(chunk).for_each(|id| run.push(&self.nodes[id as usize]));
+        Some(run)
+    }
+
+    /// Takes out a chunk whose blocks are these.
+    pub(super) fn remove_chunk(&mut self, whole: &Run) -> Option<Chunk> {
+        let chunk = self.chunks.remove(&whole.start)?;
+        let nodes: Vec<u32> = self.chunk_nodes(&chunk).collect();
+        for id in nodes {
+            self.leave(id);
+            self.vacant.push(id);
+        }
         self.chunk_bytes -= chunk.bytes;
-        Some((chunk, lane))
+        Some(chunk)
     }
 
     /// Takes out every chunk, for the end.
@@ -430,7 +440,7 @@ impl Run {
         self.blocks.clear();
     }
 
-    fn push(&mut self, _id: u32, node: &Node) {
+    fn push(&mut self, node: &Node) {
         if self.blocks.is_empty() {
             self.start = node.start;
         }
@@ -522,7 +532,10 @@ mod tests {
                     }
                     Step::Remove => {
                         let held = blocks.held();
-                        if let Some((chunk, _)) = blocks.remove_free_chunk(|_| true) {
+                        if let Some(whole) = blocks.whole_chunk(|_| true) {
+                            let Some(chunk) = blocks.remove_chunk(&whole) else {
+                                return Err(TestCaseError::fail("the chunk is there"));
+                            };
                             prop_assert_eq!(blocks.held() + chunk.bytes, held);
                             prop_assert!(!blocks.holds(chunk.ptr.address()));
                         }

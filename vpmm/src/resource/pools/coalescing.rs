@@ -228,6 +228,21 @@ impl State {
         Ok(None)
     }
 
+    /// Takes out a chunk that is wholly free, for a stream to give back: with `wait`, also one that other
+    /// streams may still be using.
+    fn take_chunk(&mut self, named: Named, wait: bool) -> Result<Option<Chunk>> {
+        let lane = self.lane(named)?;
+        let mut refused: SmallVec<[u32; 4]> = SmallVec::new();
+        loop {
+            let usable = |of: u32| of == lane || of == NOBODY || wait && !refused.contains(&of);
+            let Some(whole) = self.blocks.whole_chunk(usable) else { return Ok(None) };
+            match self.wait_for_run(lane, named, &whole)? {
+                Some(other) => refused.push(other),
+                None => return Ok(self.blocks.remove_chunk(&whole)),
+            }
+        }
+    }
+
     /// Waits for the device if there is memory that nothing else proves free.
     fn find_lost(&mut self) -> Result<bool> {
         let lost = |lane: u32| self.lanes.is_lost(lane) && self.blocks.has_free(lane);
@@ -369,21 +384,7 @@ impl<R: MemoryResource> CoalescingPool<R> {
         let mut given_back = 0;
         self.core.state().poll()?;
         while given_back < least {
-            let chunk = {
-                let mut state = self.core.state();
-                let lane = state.lane(named)?;
-                let mut usable = vec![NOBODY, lane];
-                if wait {
-                    for other in state.lanes.all() {
-                        let has = other != lane && state.blocks.has_free(other);
-                        if has && state.come_after_all(lane, named, other)? {
-                            usable.push(other);
-                        }
-                    }
-                }
-                state.blocks.remove_free_chunk(|of| usable.contains(&of))
-            };
-            let Some((chunk, _)) = chunk else { break };
+            let Some(chunk) = self.core.state().take_chunk(named, wait)? else { break };
             self.give_back(chunk, stream)?;
             given_back += chunk.bytes;
         }
@@ -561,14 +562,6 @@ impl<R: MemoryResource> CoalescingPool<R> {
         let epoch = state.lanes.freed(lane, named)?;
         state.blocks.free(node, lane, epoch);
         Ok(())
-    }
-}
-
-impl State {
-    /// Makes a stream wait for all that another has freed.
-    fn come_after_all(&mut self, lane: u32, named: Named, other: u32) -> Result<bool> {
-        let epoch = self.lanes.freed_until(other);
-        self.lanes.come_after(lane, named, other, epoch)
     }
 }
 

@@ -479,11 +479,6 @@ impl Lanes {
         Ok(())
     }
 
-    /// The latest epoch that anything of a lane carries.
-    pub(super) fn freed_until(&self, lane: u32) -> u64 {
-        self.lanes[lane as usize].freed
-    }
-
     /// Up to here all of a lane is complete.
     pub(super) fn passed(&self, lane: u32) -> u64 {
         self.lanes[lane as usize].passed
