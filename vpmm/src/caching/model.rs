@@ -355,7 +355,7 @@ impl Both {
             };
             let at = self.upstream;
             // Some touch: they are segments of their own all the same.
-            self.upstream += segment + (segment & 4 * MIB);
+            self.upstream += segment + (segment & (4 * MIB));
             assert!(self.books.reserve(segment, None));
             self.model.add_segment(stream, at, segment, bytes, requested);
             let ptr = DevicePtr::from_address(at);
