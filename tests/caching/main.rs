@@ -11,7 +11,6 @@ mod failures;
 mod limits;
 mod rig;
 mod streams;
-#[allow(unused_macros, reason = "no driver function is held here")]
 #[path = "../support/pools.rs"]
 mod support;
 mod threads;

@@ -1,9 +1,13 @@
 //! Several threads on one allocator.
 
-use cuda_sim::Schedule;
+use cuda_sim::{Schedule, Simulator};
 
 use crate::rig::{Cached, KIB, MIB};
+use crate::support::changed::{changed, gated};
 use crate::support::{Held, Lcg, Rig};
+
+gated!(getting: cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize));
+gated!(giving: cuMemFree_v2(address: CUdeviceptr));
 
 #[test]
 fn threads_share_streams_memory_and_events() {
@@ -86,4 +90,46 @@ fn one_pointer_freed_by_many_threads_is_freed_once() {
         }
         cached.assert_intact();
     });
+}
+
+#[test]
+fn nobody_waits_for_a_thread_that_gets_memory_or_gives_it_back() {
+    let sim = Simulator::builder().schedule(Schedule::Eager).build().unwrap();
+    let driver = changed(&sim, |api| {
+        getting::put(api);
+        giving::put(api);
+    });
+    let rig = Rig::with(driver, sim);
+    let cached = rig.cached();
+    let stream = rig.stream();
+    let warm = cached.malloc(3 * MIB, &stream);
+    let idle = cached.malloc(40 * MIB, &stream);
+    cached.free(idle, &stream);
+    std::thread::scope(|scope| {
+        getting::AFTER.arm();
+        let miss = scope.spawn(|| cached.allocator.malloc(64 << 20, &stream).unwrap());
+        getting::AFTER.wait();
+        let held = cached.malloc(5 * MIB, &stream);
+        cached.free(held, &stream);
+        getting::AFTER.open();
+        let ptr = miss.join().unwrap();
+
+        giving::AFTER.arm();
+        let flush = scope.spawn(|| cached.allocator.empty_cache().unwrap());
+        giving::AFTER.wait();
+        // The driver has the segment again, and may give its address to somebody else at once.
+        let other = cached.malloc(40 * MIB, &stream);
+        assert_eq!(other.address(), idle.address(), "the case that is meant");
+        assert_eq!(cached.reserved(), (20 + 64 + 40 + 40) * MIB, "both, for a moment");
+        giving::AFTER.open();
+        flush.join().unwrap();
+        cached.free(other, &stream);
+        cached.allocator.free(ptr).unwrap();
+    });
+    cached.free(warm, &stream);
+    cached.allocator.empty_cache().unwrap();
+    assert_eq!((cached.reserved(), cached.allocator.block_count()), (0, 0));
+    cached.assert_intact();
+    drop((cached, stream));
+    drop(rig);
 }
