@@ -272,8 +272,13 @@ impl Stack {
         };
         let Entry { name, form, over, read } = *entry;
         let mut given = Arguments { name, form, left: expression.arguments };
-        let upstream = if over == Over::Nothing { None } else { given.upstream() };
+        let mut upstream = if over == Over::Nothing { None } else { given.upstream() };
         let kind = read(&mut given)?;
+        // A name that there is none of was taken for a value.
+        if over != Over::Nothing && upstream.is_none() {
+            let at = given.left.iter().position(|one| one.key.is_none());
+            upstream = at.map(|at| given.left.remove(at).text);
+        }
         if let Some(excess) = given.left.first() {
             return Err(StackError::Excess { name, given: excess.text.clone(), form });
         }
@@ -353,7 +358,7 @@ mod tests {
             ("statistics(default,paged)", "takes no \"paged\""),
             ("caching(max_split_size_mb=1x)", "caching: max_split_size_mb:1x"),
             ("caching(expandable_segments=True)", "expandable_segments:True does not apply"),
-            ("caching(5)", "takes no \"5\""),
+            ("caching(5)", "no allocator \"5\""),
             ("limiting(size=1GiB,default)", "lacks its limit"),
         ] {
             assert!(error(text).contains(part), "{text}: {}", error(text));
