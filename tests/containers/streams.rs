@@ -183,7 +183,8 @@ fn borrowed_streams_and_events() {
         call!(rig.driver, cuEventCreate(&mut raw_event, 2));
         // SAFETY: both are destroyed at the end of the test.
         let (stream, event) = unsafe {
-            (Stream::borrowed(&rig.device, handle), Event::borrowed(&rig.device, raw_event))
+            let stream = Stream::borrowed(&rig.device, handle).unwrap();
+            (stream, Event::borrowed(&rig.device, raw_event))
         };
         assert!(!stream.is_owned());
         let pool = pool(rig);
@@ -194,6 +195,64 @@ fn borrowed_streams_and_events() {
         assert_eq!(event.handle(), raw_event);
         drop((buffer, stream, event));
         call!(rig.driver, cuEventDestroy_v2(raw_event));
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+    });
+}
+
+/// To a pool a borrowed stream is as its own: hits make no driver call, and its end is told before
+/// its owner destroys it.
+#[test]
+fn a_borrowed_stream_costs_no_driver_call() {
+    Rig::everywhere(|rig| {
+        let (raw, handle) = make(rig, 1);
+        let pool = pool(rig);
+        let other = rig.stream();
+        // SAFETY: the stream is destroyed after both values have been dropped.
+        let [first, second] =
+            [(); 2].map(|()| unsafe { Stream::borrowed(&rig.device, handle) }.unwrap());
+        let bytes = BYTES as usize;
+        let warm = pool.malloc(bytes, &first).unwrap();
+        pool.free(warm, &first).unwrap();
+        let before = rig.driver.calls();
+        for stream in [&first, &second] {
+            let ptr = pool.malloc(bytes, stream).unwrap();
+            assert_eq!(ptr.address(), warm.address());
+            pool.free(ptr, stream).unwrap();
+        }
+        assert_eq!(rig.driver.calls().since(&before).total(), 0);
+        // One of them goes; the stream lives on, by the other.
+        let held = pool.malloc(bytes, &first).unwrap();
+        drop(first);
+        let stall = rig.stall(handle);
+        rig.fill(held.address(), BYTES, 3, handle);
+        rig.check(held.address(), BYTES, 3, handle);
+        pool.free(held, &second).unwrap();
+        let next = pool.malloc(bytes, &other).unwrap();
+        rig.fill(next.address(), BYTES, 4, other.handle());
+        drop(stall);
+        pool.free(next, &other).unwrap();
+        let last = pool.malloc(2 * bytes, &second).unwrap();
+        rig.fill(last.address(), 2 * BYTES, 5, handle);
+        pool.free(last, &second).unwrap();
+        drop(second);
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+        // Nothing is recorded on a stream that is gone.
+        let all = pool.malloc(4 * bytes, &other).unwrap();
+        pool.free(all, &other).unwrap();
+        pool.validate().unwrap();
+        assert_eq!(rig.mismatches(), 0);
+    });
+}
+
+#[test]
+fn a_stream_that_captures_is_not_borrowed() {
+    Rig::everywhere(|rig| {
+        let (raw, handle) = make(rig, 1);
+        begin_capture(rig, raw);
+        // SAFETY: the stream is alive.
+        let error = unsafe { Stream::borrowed(&rig.device, handle) }.unwrap_err();
+        assert!(matches!(error, Error::StreamCapturing), "{error}");
+        end_capture(rig, raw);
         call!(rig.driver, cuStreamDestroy_v2(raw));
     });
 }

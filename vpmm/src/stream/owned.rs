@@ -21,19 +21,26 @@ use crate::event::BesideCaptures;
 pub struct Stream {
     handle: StreamHandle,
     device: Device,
-    /// Destroys the stream; nobody does where it is borrowed.
+    /// Tells the stream's end; none for the default streams, which do not end, or of which nobody can
+    /// tell.
     owner: Option<Arc<Owner>>,
 }
 
+/// Who knows when a stream ends.
 struct Owner {
     device: Device,
     handle: StreamHandle,
+    /// It is destroyed here; else by whoever lent it.
+    destroys: bool,
 }
 
 impl Drop for Owner {
     fn drop(&mut self) {
         let driver = self.device.driver();
         driver.tell_end_of(self.handle);
+        if !self.destroys {
+            return;
+        }
         // SAFETY: taken in `Stream::own`, destroyed once here. An error means that the context went
         // first and took the stream along.
         let _: Result<(), Failure> = unsafe { driver.cuStreamDestroy_v2(self.handle.raw()) };
@@ -46,24 +53,46 @@ impl Stream {
     /// # Safety
     /// The stream is alive, and nobody else destroys it.
     unsafe fn own(device: &Device, stream: CUstream) -> Result<Self> {
-        let bare = StreamHandle::foreign(stream);
-        // From here on the stream is destroyed at drop, whatever comes next.
-        let mut owner = Owner { device: device.clone(), handle: bare };
-        let (mut id, driver) = (0, device.driver());
-        // SAFETY: the stream is alive; the pointer is to a live u64.
-        unsafe { driver.cuStreamGetId(stream, &mut id) }?;
-        let handle = bare.with_number(id, driver.realm());
-        owner.handle = handle;
-        Ok(Self { handle, device: device.clone(), owner: Some(Arc::new(owner)) })
+        let handle = StreamHandle::foreign(stream);
+        Self::known(Owner { device: device.clone(), handle, destroys: true })
     }
 
-    /// A stream of this device that somebody else owns: one of the CUDA runtime's or of another
-    /// library's ([`StreamHandle::from_raw`]), which is not destroyed here.
+    /// Asks the driver for the stream's number. From here on its end is told, whatever comes next.
+    fn known(mut owner: Owner) -> Result<Self> {
+        let (mut id, device) = (0, owner.device.clone());
+        // SAFETY: the stream is alive; the pointer is to a live u64.
+        unsafe { device.driver().cuStreamGetId(owner.handle.raw(), &mut id) }?;
+        owner.handle = owner.handle.with_number(id, device.driver().realm());
+        Ok(Self { handle: owner.handle, device, owner: Some(Arc::new(owner)) })
+    }
+
+    /// A stream of this device that somebody else owns, one of the CUDA runtime's or of another
+    /// library's ([`StreamHandle::from_raw`]), and destroys. To pools it is as one that the library
+    /// made: they serve it without a driver call, and no event is recorded at its frees, since the
+    /// last drop of this value and its clones tells them in time that it may end.
+    ///
+    /// # Errors
+    /// [`Error::StreamCapturing`], with the capture as it was: the question for a stream's number would
+    /// end it. [`Error::WrongDevice`], [`Error::WrongContext`], [`Error::Driver`],
+    /// [`Error::ContextLost`].
     ///
     /// # Safety
-    /// The stream is of the device's primary context, and alive while this value or a clone of it is.
-    pub unsafe fn borrowed(device: &Device, handle: StreamHandle) -> Self {
-        Self { handle, device: device.clone(), owner: None }
+    /// The stream is alive while this value or a clone of it is.
+    pub unsafe fn borrowed(device: &Device, handle: StreamHandle) -> Result<Self> {
+        if handle == StreamHandle::LEGACY {
+            return Ok(Self::legacy(device));
+        }
+        if handle == StreamHandle::PER_THREAD {
+            return Ok(Self::per_thread(device));
+        }
+        let _context = device.enter()?;
+        let bare = Self { handle, device: device.clone(), owner: None };
+        if bare.is_capturing()? {
+            return Err(Error::StreamCapturing);
+        }
+        device.check_stream(handle)?;
+        let handle = StreamHandle::foreign(handle.raw());
+        Self::known(Owner { device: device.clone(), handle, destroys: false })
     }
 
     /// The legacy default stream of a device: [`StreamHandle::LEGACY`].
@@ -89,7 +118,7 @@ impl Stream {
 
     /// Whether the library made the stream, and destroys it.
     pub fn is_owned(&self) -> bool {
-        self.owner.is_some()
+        self.owner.as_ref().is_some_and(|owner| owner.destroys)
     }
 
     /// Waits until everything enqueued so far has finished. What was freed on the stream before is
