@@ -244,7 +244,7 @@ impl CachingAllocator {
 
     /// Bytes of free blocks.
     pub fn cached_bytes(&self) -> u64 {
-        self.guarded(0, |core| core.books.lock().free().1)
+        self.guarded(0, |core| core.books.lock().cached().1)
     }
 
     /// Requests that a cached block served, and those that none did.
@@ -260,7 +260,7 @@ impl CachingAllocator {
 
     /// Free blocks.
     pub fn free_block_count(&self) -> usize {
-        self.guarded(0, |core| core.books.lock().free().0)
+        self.guarded(0, |core| core.books.lock().cached().0)
     }
 
     /// Host memory that the allocator's books take, in bytes. It follows the most blocks, streams

@@ -15,7 +15,7 @@ use super::block::{Block, NONE, State};
 use super::free_set::FreeSet;
 use super::size::{Kind, MIN_BLOCK_SIZE, SMALL_SIZE};
 use super::stats::Tallies;
-use super::table::Table;
+use super::table::{Found, Table};
 use crate::arena::Arena;
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
@@ -188,45 +188,12 @@ impl Books {
         }
         let set = &mut self.places[place as usize].sets[kind as usize];
         let id = set.best_fit(bytes).filter(|found| self.rules.fits(bytes, found.bytes()))?.id();
-        self.take_free(id);
+        take_free(&mut self.places, self.arena.get(id));
         Some(self.hand_out(id, bytes, requested))
     }
 
-    /// Takes a block out of its set.
-    #[inline]
-    fn take_free(&mut self, id: u32) {
-        let block = self.arena.get(id);
-        debug_assert_eq!(block.state.get(), State::Free);
-        let set = &mut self.places[block.place.get() as usize].sets[block.kind.get() as usize];
-        // SAFETY: the block is free, and a free block is in the set of its place and pool (C3).
-        unsafe { set.remove(block) };
-    }
-
-    /// Puts a block that becomes free into its set.
-    #[inline]
-    fn put_freed(&mut self, id: u32) {
-        let block = self.arena.get(id);
-        if self.rules.ages {
-            block.freed_at.set(self.searches[block.kind.get() as usize]);
-        }
-        self.put_free(id);
-    }
-
-    /// Puts a block that is in no set into its own.
-    #[inline]
-    fn put_free(&mut self, id: u32) {
-        let block = self.arena.get(id);
-        debug_assert_ne!(block.state.get(), State::Free);
-        block.state.set(State::Free);
-        let kind = block.kind.get() as usize;
-        // SAFETY: the arena keeps the node in place as long as the books live, which drop the sets
-        // before it; its bounds are changed only while it is in no set; it was not free, so it is in
-        // none now (C3).
-        unsafe { self.places[block.place.get() as usize].sets[kind].insert(block) };
-    }
-
     /// A node for addresses of a place. The rest of its fields is the caller's to set.
-    #[inline]
+    #[inline(always)]
     fn make(&mut self, place: u32, kind: Kind, address: u64, bytes: u64) -> u32 {
         let id = self.arena.take(Block::vacant);
         let block = self.arena.get(id);
@@ -246,15 +213,21 @@ impl Books {
         self.arena.give_back(id);
     }
 
+    /// How many searches there were, for a block that becomes free now.
+    #[inline]
+    fn now(&self, kind: Kind) -> u64 {
+        self.searches[kind as usize]
+    }
+
     /// Gives a block that is in no set to a caller, what it has too much split off.
     #[inline]
     fn hand_out(&mut self, id: u32, bytes: u64, requested: u64) -> (u64, u32) {
         let block = self.arena.get(id);
-        let (kind, place) = (block.kind.get(), block.place.get());
-        let (whole, address) = (block.bytes(), block.address());
+        let (kind, whole, address) = (block.kind.get(), block.bytes(), block.address());
         let was_split = block.is_split();
+        let mut given = whole;
         if self.rules.splits(kind, bytes, whole - bytes) {
-            let rest = self.make(place, kind, address + bytes, whole - bytes);
+            let rest = self.make(block.place.get(), kind, address + bytes, whole - bytes);
             let (block, rest) = (self.arena.get(id), self.arena.get(rest));
             let next = block.next.get();
             rest.previous.set(id);
@@ -264,13 +237,15 @@ impl Books {
             if next != NONE {
                 self.arena.get(next).previous.set(rest.id());
             }
-            self.put_freed(rest.id());
+            rest.freed_at.set(self.now(kind));
+            put_free(&mut self.places, rest);
             if was_split {
                 self.tallies.inactive_split_bytes.decrease(kind, bytes);
             } else {
                 self.tallies.inactive_split_bytes.increase(kind, whole - bytes);
                 self.tallies.inactive_split.increase(kind, 1);
             }
+            given = bytes;
         } else if was_split {
             self.tallies.inactive_split_bytes.decrease(kind, whole);
             self.tallies.inactive_split.decrease(kind, 1);
@@ -281,13 +256,12 @@ impl Books {
         block.state.set(State::Allocated);
         block.requested.set(requested);
         self.live.insert(address, id);
-        let bytes = block.bytes();
         self.tallies.allocation.increase(kind, 1);
-        self.tallies.allocated_bytes.increase(kind, bytes);
+        self.tallies.allocated_bytes.increase(kind, given);
         self.tallies.active.increase(kind, 1);
-        self.tallies.active_bytes.increase(kind, bytes);
+        self.tallies.active_bytes.increase(kind, given);
         self.tallies.requested_bytes.increase(kind, requested);
-        if bytes >= self.rules.max_split_bytes {
+        if given >= self.rules.max_split_bytes {
             self.tallies.oversize_allocations.increase(kind, 1);
         }
         (address, self.tag)
@@ -339,10 +313,15 @@ impl Books {
     /// The allocated block of a pointer.
     #[inline]
     pub(super) fn find(&self, ptr: DevicePtr) -> Result<&Block> {
-        if let Some(id) = self.live.get(ptr.address()) {
-            let block = self.arena.get(id);
+        self.look_up(ptr).map(|(_, block)| block)
+    }
+
+    #[inline]
+    fn look_up(&self, ptr: DevicePtr) -> Result<(Found, &Block)> {
+        if let Some(found) = self.live.entry(ptr.address()) {
+            let block = self.arena.get(found.node);
             if ptr.tag() == 0 || ptr.tag() == block.tag.get() {
-                return Ok(block);
+                return Ok((found, block));
             }
         }
         Err(self.not_live(ptr))
@@ -392,28 +371,27 @@ impl Books {
     /// once, which is then done.
     #[inline]
     pub(super) fn free_unless_noted(&mut self, ptr: DevicePtr) -> Result<Option<(Uses, u32)>> {
-        let block = self.find(ptr)?;
+        let (found, block) = self.look_up(ptr)?;
         if block.noted.get() {
             let uses = self.uses.get(&block.id()).cloned().unwrap_or_default();
             return Ok(Some((uses, block.tag.get())));
         }
-        let id = block.id();
-        self.leave_caller(id);
-        self.become_free(id);
+        self.leave_caller(found);
+        self.become_free(found.node);
         Ok(None)
     }
 
     /// Takes an allocation with further uses back from its caller: its block, which waits for so
     /// many streams. Where that is none it is free already.
     pub(super) fn free_noted(&mut self, ptr: DevicePtr, waits: u32) -> Result<u32> {
-        let block = self.find(ptr)?;
+        let (found, block) = self.look_up(ptr)?;
         let id = block.id();
         block.noted.set(false);
         block.waits.set(waits);
         for of in self.uses.remove(&id).unwrap_or_default() {
             self.places[of.place as usize].pins -= 1;
         }
-        self.leave_caller(id);
+        self.leave_caller(found);
         if waits == 0 {
             self.become_free(id);
         } else {
@@ -434,10 +412,10 @@ impl Books {
     }
 
     #[inline]
-    fn leave_caller(&mut self, id: u32) {
-        let block = self.arena.get(id);
+    fn leave_caller(&mut self, found: Found) {
+        self.live.remove_entry(found);
+        let block = self.arena.get(found.node);
         let (kind, bytes) = (block.kind.get(), block.bytes());
-        self.live.remove(block.address());
         self.tallies.allocation.decrease(kind, 1);
         self.tallies.allocated_bytes.decrease(kind, bytes);
         if bytes >= self.rules.max_split_bytes {
@@ -448,57 +426,40 @@ impl Books {
     /// Makes a block that is in no set free, and one with its free neighbours.
     #[inline]
     fn become_free(&mut self, id: u32) {
-        let block = self.arena.get(id);
-        let (kind, bytes) = (block.kind.get(), block.bytes());
+        let arena = &self.arena;
+        let block = arena.get(id);
+        let kind = block.kind.get();
         self.tallies.active.decrease(kind, 1);
-        self.tallies.active_bytes.decrease(kind, bytes);
+        self.tallies.active_bytes.decrease(kind, block.bytes());
         self.tallies.requested_bytes.decrease(kind, block.requested.get());
         let (mut blocks, mut split_bytes) = (0, 0);
-        let mut kept = id;
-        let previous = block.previous.get();
-        let next = block.next.get();
-        if self.is_free(previous) {
-            split_bytes -= self.arena.get(previous).bytes() as i64;
-            blocks -= 1;
-            self.take_free(previous);
-            self.absorb_next(previous);
-            kept = previous;
+        let (mut kept, mut ended) = (block, [NONE; 2]);
+        // Both are looked at before either is one with the block.
+        let (previous, next) = (free(arena, block.previous.get()), free(arena, block.next.get()));
+        if let Some(previous) = previous {
+            (blocks, split_bytes) = (-1, -(previous.bytes() as i64));
+            take_free(&mut self.places, previous);
+            absorb(arena, previous, block);
+            (kept, ended[0]) = (previous, id);
         }
-        if self.is_free(next) {
-            split_bytes -= self.arena.get(next).bytes() as i64;
-            blocks -= 1;
-            self.take_free(next);
-            self.absorb_next(kept);
+        if let Some(next) = next {
+            (blocks, split_bytes) = (blocks - 1, split_bytes - next.bytes() as i64);
+            take_free(&mut self.places, next);
+            absorb(arena, kept, next);
+            ended[1] = next.id();
         }
-        let block = self.arena.get(kept);
-        if block.is_split() {
-            split_bytes += block.bytes() as i64;
-            blocks += 1;
+        if kept.is_split() {
+            (blocks, split_bytes) = (blocks + 1, split_bytes + kept.bytes() as i64);
         }
-        // Taken out of its set above, where it was in one.
-        block.state.set(State::Vacant);
-        self.put_freed(kept);
+        kept.freed_at.set(self.now(kind));
+        put_free(&mut self.places, kept);
+        for id in ended {
+            if id != NONE {
+                self.end(id);
+            }
+        }
         self.tallies.inactive_split.change(kind, blocks);
         self.tallies.inactive_split_bytes.change(kind, split_bytes);
-    }
-
-    #[inline]
-    fn is_free(&self, id: u32) -> bool {
-        id != NONE && self.arena.get(id).state.get() == State::Free
-    }
-
-    /// Makes a block one with its right neighbour, whose node ends. Neither is in a set.
-    #[inline]
-    fn absorb_next(&mut self, id: u32) {
-        let block = self.arena.get(id);
-        let absorbed = self.arena.get(block.next.get());
-        let next = absorbed.next.get();
-        block.set_bounds(block.address(), block.bytes() + absorbed.bytes());
-        block.next.set(next);
-        if next != NONE {
-            self.arena.get(next).previous.set(id);
-        }
-        self.end(absorbed.id());
     }
 
     /// Takes out every segment that is one free block.
@@ -518,8 +479,8 @@ impl Books {
     }
 
     fn take_segment(&mut self, id: u32) -> Leaving {
-        self.take_free(id);
         let block = self.arena.get(id);
+        take_free(&mut self.places, block);
         block.state.set(State::Leaving);
         let (address, bytes, place) = (block.address(), block.bytes(), block.place.get());
         let segment = self.segments.remove(&address);
@@ -602,11 +563,11 @@ impl Books {
         self.leaving.remove(&segment.id);
         let Leaving { id: head, ptr, bytes, .. } = segment;
         self.segments.insert(ptr.address(), Segment { ptr, bytes, head });
-        self.put_free(segment.id);
+        put_free(&mut self.places, self.arena.get(segment.id));
     }
 
     /// Free blocks, their bytes, and those of the longest.
-    pub(super) fn free(&self) -> (usize, u64, u64) {
+    pub(super) fn cached(&self) -> (usize, u64, u64) {
         let sets = || self.places.iter().flat_map(|place| &place.sets);
         let sizes = || sets().flat_map(FreeSet::iter).map(Block::bytes);
         (sets().map(FreeSet::blocks).sum(), sizes().sum(), sizes().max().unwrap_or(0))
@@ -622,5 +583,45 @@ impl Books {
             + sets.map(FreeSet::heap_bytes).sum::<usize>()
             + self.uses.capacity() * (size_of::<u32>() + size_of::<Uses>())
             + self.segments.len() * (size_of::<u64>() + size_of::<Segment>())
+    }
+}
+
+/// Takes a free block out of its set; it is nothing in particular then.
+#[inline(always)]
+fn take_free(places: &mut [Place], block: &Block) {
+    debug_assert_eq!(block.state.get(), State::Free);
+    block.state.set(State::Vacant);
+    let set = &mut places[block.place.get() as usize].sets[block.kind.get() as usize];
+    // SAFETY: the block was free, and a free block is in the set of its place and pool (C3).
+    unsafe { set.remove(block) };
+}
+
+/// Puts a block of the books' arena that is in no set into its own.
+#[inline(always)]
+fn put_free(places: &mut [Place], block: &Block) {
+    debug_assert_ne!(block.state.get(), State::Free);
+    block.state.set(State::Free);
+    let set = &mut places[block.place.get() as usize].sets[block.kind.get() as usize];
+    // SAFETY: the arena keeps the node in place as long as the books live, which drop the sets
+    // before it; its bounds are changed only while it is in no set; it was not free, so it is in none
+    // now (C3).
+    unsafe { set.insert(block) };
+}
+
+/// A neighbour, if it is free.
+#[inline(always)]
+fn free(arena: &Arena<Block>, id: u32) -> Option<&Block> {
+    let block = (id != NONE).then(|| arena.get(id))?;
+    (block.state.get() == State::Free).then_some(block)
+}
+
+/// Gives a block the addresses of its right neighbour, whose node is to be ended. Neither is in a set.
+#[inline(always)]
+fn absorb(arena: &Arena<Block>, block: &Block, right: &Block) {
+    let next = right.next.get();
+    block.set_bounds(block.address(), block.bytes() + right.bytes());
+    block.next.set(next);
+    if next != NONE {
+        arena.get(next).previous.set(block.id());
     }
 }

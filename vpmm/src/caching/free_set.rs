@@ -17,7 +17,7 @@ const UNIT_SHIFT: u32 = 9;
 const CLASSES: usize = ((UNIT_BITS - FINENESS + 1) << FINENESS) as usize;
 const WORDS: usize = CLASSES / 64;
 
-const _: () = assert!(WORDS <= 64 && CLASSES.is_multiple_of(64));
+const _: () = assert!(WORDS <= 64 && CLASSES.is_multiple_of(64) && CLASSES <= u16::MAX as usize);
 
 intrusive_adapter!(SizeAdapter = UnsafeRef<Block>: Block { link => RBTreeLink });
 
@@ -98,6 +98,7 @@ impl FreeSet {
     pub(super) unsafe fn insert(&mut self, block: &Block) {
         self.blocks += 1;
         let class = class_of(block.bytes());
+        block.class.set(class as u16);
         // SAFETY: the caller vouches for the block's life; the reference is not null.
         let block = unsafe { UnsafeRef::from_raw(block) };
         let word = &mut self.words[class / 64];
@@ -139,7 +140,7 @@ impl FreeSet {
     #[inline]
     pub(super) unsafe fn remove(&mut self, block: &Block) {
         self.blocks -= 1;
-        let class = class_of(block.bytes());
+        let class = usize::from(block.class.get());
         let word = &mut self.words[class / 64];
         let bit = 1 << (class % 64);
         if word.crowded & bit != 0 {

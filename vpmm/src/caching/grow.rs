@@ -84,7 +84,7 @@ impl Core {
         let limit_bytes = self.limit_bytes();
         let mut books = self.books.lock();
         books.tallies.num_ooms += 1;
-        let (_, free_bytes, largest_free_bytes) = books.free();
+        let (_, free_bytes, largest_free_bytes) = books.cached();
         Error::OutOfMemory {
             requested_bytes,
             free_bytes,
