@@ -92,7 +92,8 @@ impl CachingAllocator {
     ///
     /// Over a resource that is [stream-ordered](crate::resource::Facts::stream_ordered) a segment
     /// goes back on the stream that it belongs to. Where that one was made elsewhere, or captures,
-    /// the segment stays until a request on that stream lacks memory, or the allocator ends.
+    /// the segment stays until a request on that stream lacks memory, or the allocator ends, which then
+    /// waits for the whole device.
     ///
     /// # Errors
     /// As [`new`](Self::new).

@@ -112,7 +112,6 @@ pub(super) struct Books {
     held_bytes: u64,
     /// The last allocation's number; numbers are never 0.
     tag: u32,
-    /// Last, so that it outlives the sets when the books are dropped.
     pub(super) arena: Arena<Block>,
 }
 
@@ -602,9 +601,9 @@ fn put_free(places: &mut [Place], block: &Block) {
     debug_assert_ne!(block.state.get(), State::Free);
     block.state.set(State::Free);
     let set = &mut places[block.place.get() as usize].sets[block.kind.get() as usize];
-    // SAFETY: the arena keeps the node in place as long as the books live, which drop the sets
-    // before it; its bounds are changed only while it is in no set; it was not free, so it is in none
-    // now (C3).
+    // SAFETY: the arena keeps the node in place as long as the books live, and no set looks at its
+    // nodes when it is dropped; its bounds are changed only while it is in no set; it was not free, so
+    // it is in none now (C3).
     unsafe { set.insert(block) };
 }
 

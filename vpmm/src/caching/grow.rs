@@ -128,6 +128,11 @@ impl Core {
         segments: Vec<Leaving>,
         alive: Option<(u32, StreamHandle)>,
     ) -> Result<()> {
+        if segments.is_empty() {
+            return Ok(());
+        }
+        // What cannot be asked about is found out segment by segment.
+        let _context = self.device.enter();
         let mut outcome = Ok(());
         for segment in segments {
             let gone = match &outcome {
