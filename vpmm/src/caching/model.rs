@@ -340,7 +340,10 @@ impl Both {
             }
             Step::Free { .. } | Step::Pass { .. } => {}
         }
-        self.compare();
+        // Under Miri that takes minutes; what it looks for, every step shows.
+        if !cfg!(miri) {
+            self.compare();
+        }
     }
 
     fn allocate(&mut self, stream: u64, requested: u64) {
@@ -448,6 +451,7 @@ proptest! {
     ) {
         let mut both = Both::new(rules);
         program.iter().for_each(|step| both.run(step));
+        both.compare();
     }
 }
 
@@ -474,7 +478,9 @@ fn nodes_are_as_many_as_blocks_however_long_it_goes_on() {
                 both.model.free(at, 0);
             }
         }
-        both.compare();
+        if !cfg!(miri) || round == rounds - 1 {
+            both.compare();
+        }
         if round % 10 == 9 {
             let taken = both.books.take_idle();
             assert_eq!(both.release(taken), both.model_idle());
