@@ -134,10 +134,12 @@ impl Waits {
             return Ok(());
         }
         let _beside = BesideCaptures::enter(driver)?;
-        for place in 0..self.places.len() {
-            self.settle_end(driver, place)?;
-        }
-        Ok(())
+        self.settle_each_end(core)
+    }
+
+    fn settle_each_end(&mut self, core: &Core) -> Result<()> {
+        let mut places = 0..self.places.len();
+        places.try_for_each(|place| self.settle_end(core.device.driver(), place).map(|_| ()))
     }
 
     /// Whether a stream that has ended has nothing left to do. Where it never recorded its end,
@@ -341,25 +343,18 @@ impl Waits {
         self.defer(Deferred { place, on, block, since });
     }
 
-    /// Waits on the host for every event there is.
-    fn wait(&mut self, core: &Core) -> Result<()> {
-        let driver = core.device.driver();
-        let _beside = BesideCaptures::enter(driver)?;
-        self.advance(core)?;
-        for place in self.busy.clone() {
-            let of = &self.places[place as usize];
+    /// Behind these events is everything that can be waited for.
+    fn last_events(&self) -> Vec<Event> {
+        let of_queues = self.busy.iter().filter_map(|place| {
+            let queue = &self.places[*place as usize].queue;
             // What is behind the last one is behind all.
-            if let Some(event) = of.queue.iter().rev().find_map(|waiter| waiter.event) {
-                event.wait(driver)?;
-            }
-        }
-        for place in 0..self.places.len() {
-            if let Life::Ended(event) = self.places[place].life {
-                event.wait(driver)?;
-                self.settle_end(driver, place)?;
-            }
-        }
-        self.advance(core)
+            queue.iter().rev().find_map(|waiter| waiter.event)
+        });
+        let of_ends = self.places.iter().filter_map(|of| match of.life {
+            Life::Ended(event) => Some(event),
+            _ => None,
+        });
+        of_queues.chain(of_ends).collect()
     }
 
     /// The host has seen complete what was enqueued before `point`, on a place's stream or on all.
@@ -486,12 +481,29 @@ impl Core {
         advanced
     }
 
-    /// Waits on the host for everything that can be waited for.
+    /// Waits on the host for everything that can be waited for. Without the lock meanwhile: what is
+    /// waited for may depend on a thread that comes here first.
     pub(super) fn wait_for_uses(&self) -> Result<()> {
-        let mut waits = lock(&self.waits);
         let _context = self.device.enter()?;
-        let waited = waits.wait(self);
+        let driver = self.device.driver();
+        let _beside = BesideCaptures::enter(driver)?;
+        let events = self.advance_all()?;
+        for event in events {
+            match event.wait(driver) {
+                Ok(()) => {}
+                // It is found out below.
+                Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {}
+                Err(failure) => return Err(failure.into()),
+            }
+        }
+        self.advance_all().map(|_| ())
+    }
+
+    /// Takes every wait as far as it has come: the events that are left.
+    fn advance_all(&self) -> Result<Vec<Event>> {
+        let mut waits = lock(&self.waits);
+        let advanced = waits.advance(self).and_then(|()| waits.settle_each_end(self));
         waits.publish(self);
-        waited
+        advanced.map(|()| waits.last_events())
     }
 }
