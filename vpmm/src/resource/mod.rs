@@ -33,6 +33,7 @@
 
 mod adaptors;
 mod callback;
+mod current;
 mod description;
 mod device_malloc;
 mod driver_pool;
@@ -44,6 +45,7 @@ mod managed;
 mod memory_resource;
 mod pinned_host;
 mod pool;
+mod pools;
 mod request;
 
 pub use adaptors::{
@@ -51,6 +53,7 @@ pub use adaptors::{
     Outstanding, Outstandings, Prefetch, Report, Statistics, ThreadSafe, Tracking, TrackingConfig,
 };
 pub use callback::Callback;
+pub use current::{CurrentResource, current, current_for_scope, reset_current, set_current};
 pub use description::Description;
 pub use device_malloc::DeviceMalloc;
 pub use driver_pool::{DriverPool, DriverPoolConfig};
@@ -60,5 +63,9 @@ pub use identity::Identity;
 pub use managed::Managed;
 pub use memory_resource::MemoryResource;
 pub use pinned_host::PinnedHost;
+pub use pools::{
+    Arena, ArenaConfig, ArenaDump, Binning, CoalescingConfig, CoalescingPool, FixedSize,
+    FixedSizeConfig,
+};
 pub use request::MIN_ALIGN;
 pub(crate) use request::{check_align, is_of_nothing};

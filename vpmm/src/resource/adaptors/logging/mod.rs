@@ -35,15 +35,15 @@ pub enum LogFormat {
     /// The same columns, and behind them: `Device` (its number), `Align` (as asked for), `Live` (bytes
     /// allocated through the log after the call), `Held` (bytes that the resource holds, where it
     /// says), `Nanoseconds` (how long the allocation took), `Date` (year, month, day), `Failure` (why a
-    /// call failed, in quotes). What is not known is empty. A free that fails has a row of its own
-    /// behind that of the free, `free failure`.
+    /// call failed, in quotes). What is not known is empty.
     Full,
 }
 
 /// Writes a row for every call, to a file or elsewhere. RMM: `logging_resource_adaptor`.
 ///
 /// An allocation is logged when it has succeeded or failed, a free before it is passed on: an address
-/// is never logged as allocated again before it is logged as freed. Times are local, as RMM's are.
+/// is never logged as allocated again before it is logged as freed. A free that fails is taken back by
+/// a row that allocates the address again. Times are local, as RMM's are.
 ///
 /// A file is written through a mapping of it, so that a row costs no system call, and none is lost when
 /// the program crashes: what is in the mapping is the kernel's. At the drop the file is cut to its rows;
@@ -191,9 +191,8 @@ impl<R: MemoryResource> MemoryResource for Logging<R> {
         let result = self.upstream.deallocate(ptr, bytes, align, stream);
         if let Err(error) = &result {
             self.live.fetch_add(bytes as u64, Ordering::Relaxed);
-            if self.format == LogFormat::Full {
-                self.log(Row { action: Action::FreeFailure, failure: Some(error), ..row });
-            }
+            // It is still allocated: so must it be for whoever replays the log.
+            self.log(Row { action: Action::Allocate, failure: Some(error), ..row });
         }
         result
     }

@@ -18,7 +18,6 @@ pub(super) enum Action {
     Allocate,
     AllocateFailure,
     Free,
-    FreeFailure,
 }
 
 impl Action {
@@ -27,7 +26,6 @@ impl Action {
             Self::Allocate => "allocate",
             Self::AllocateFailure => "allocate failure",
             Self::Free => "free",
-            Self::FreeFailure => "free failure",
         }
     }
 }

@@ -1,0 +1,23 @@
+//! Memory resources: one acceptance suite that every one of them passes, and some stacks; and what each
+//! does that others do not.
+//!
+//! Every test runs on the simulator, whose race detector proves the order of uses; those that need
+//! nothing of it run on a GPU too, where there is one.
+
+mod adaptors;
+mod current;
+mod defects;
+mod devices;
+mod failures;
+mod growth;
+mod handovers;
+mod logs;
+mod sequences;
+mod sizes;
+mod streams;
+mod subjects;
+#[allow(unused_macros, reason = "no driver function is held here")]
+#[path = "../support/pools.rs"]
+mod support;
+mod watched;
+mod wrong;

@@ -1,0 +1,120 @@
+//! Streams that end with work under way, that others made, that capture.
+
+use cuda_sys::types::CUstream_flags_enum;
+use vpmm::Error;
+
+use crate::subjects::each;
+use crate::support::{call, streams};
+use crate::watched::Watched;
+
+const BYTES: usize = 3 << 20;
+
+#[test]
+fn memory_of_a_destroyed_stream_is_used_again_in_order() {
+    each(|rig, resource| {
+        let watched = Watched::new(rig, resource);
+        let after = rig.stream();
+        for _ in 0..4 {
+            let ended = rig.stream();
+            let held: Vec<_> = (0..8).map(|_| watched.allocate(BYTES, &ended)).collect();
+            if resource.facts().stream_ordered {
+                // The frees are behind work that runs until the stall ends.
+                let stall = rig.stall(ended.handle());
+                held.into_iter().for_each(|held| watched.free(held, &ended));
+                drop(ended);
+                drop(stall);
+            } else {
+                held.into_iter().for_each(|held| watched.free(held, &ended));
+                drop(ended);
+            }
+            let again: Vec<_> = (0..8).map(|_| watched.allocate(BYTES, &after)).collect();
+            again.into_iter().for_each(|held| watched.free(held, &after));
+        }
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn streams_that_others_made_and_destroyed() {
+    each(|rig, resource| {
+        let watched = Watched::new(rig, resource);
+        let after = rig.stream();
+        for round in 0..6 {
+            let flags =
+                if round % 2 == 0 { CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0 } else { 0 };
+            let (raw, handle) = streams::make(rig, flags);
+            let held: Vec<_> = (0..4).map(|_| watched.allocate(BYTES, handle)).collect();
+            held.into_iter().for_each(|held| watched.free(held, handle));
+            call!(rig.driver, cuStreamDestroy_v2(raw));
+            let again: Vec<_> = (0..4).map(|_| watched.allocate(BYTES, &after)).collect();
+            again.into_iter().for_each(|held| watched.free(held, &after));
+        }
+        watched.assert_intact();
+    });
+}
+
+/// A capture on another stream of this thread goes on whatever the resource does; one on a stream that it
+/// is called with is served without harm, or refused by name without harm.
+#[test]
+fn captures_are_left_alone() {
+    each(|rig, resource| {
+        let watched = Watched::new(rig, resource);
+        let (working, other) = (rig.stream(), rig.stream());
+        let kept: Vec<_> = (0..4).map(|_| watched.allocate(BYTES, &working)).collect();
+        let (raw, _) = streams::make(rig, CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0);
+        streams::begin_capture(rig, raw);
+        kept.into_iter().for_each(|held| watched.free(held, &working));
+        let again = watched.allocate(2 * BYTES, &other);
+        watched.free(again, &other);
+        streams::end_capture(rig, raw);
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+        watched.assert_intact();
+    });
+}
+
+/// Resources that keep books of streams, on a stream of another that captures.
+#[test]
+fn a_foreign_stream_that_captures_is_refused() {
+    each(|rig, resource| {
+        let own_books = ["pool", "fixed-size", "arena", "vpmm"];
+        if !own_books.contains(&resource.describe().name()) {
+            return;
+        }
+        let (raw, handle) = streams::make(rig, CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0);
+        let ptr = resource.allocate(1000, 256, handle).expect("memory");
+        streams::begin_capture(rig, raw);
+        let refused = resource.allocate(1000, 256, handle);
+        assert!(matches!(refused, Err(Error::StreamCapturing)), "{refused:?}");
+        let refused = resource.deallocate(ptr, 1000, 256, handle);
+        assert!(matches!(refused, Err(Error::StreamCapturing)), "{refused:?}");
+        streams::end_capture(rig, raw);
+        resource.deallocate(ptr, 1000, 256, handle).expect("freed");
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+    });
+}
+
+/// A stream of the library that captures is served from its own memory, no event gets into its graph, and
+/// what it frees is others' only after the capture.
+#[test]
+fn a_stream_of_the_library_that_captures_is_served() {
+    each(|rig, resource| {
+        if !["pool", "fixed-size", "arena"].contains(&resource.describe().name()) {
+            return;
+        }
+        let watched = Watched::new(rig, resource);
+        let (capturing, other) = (rig.stream(), rig.stream());
+        let before = watched.allocate(BYTES, &capturing);
+        watched.free(before, &capturing);
+        let raw = capturing.handle().raw();
+        streams::begin_capture(rig, raw);
+        let ptr = resource.allocate(BYTES, 256, capturing.handle()).expect("its own memory");
+        resource.deallocate(ptr, BYTES, 256, capturing.handle()).expect("freed");
+        for _ in 0..3 {
+            let elsewhere = watched.allocate(BYTES, &other);
+            assert_ne!(elsewhere.ptr.address(), ptr.address());
+            watched.free(elsewhere, &other);
+        }
+        assert_eq!(streams::end_capture(rig, raw), 0, "nothing of the resource's is in the graph");
+        watched.assert_intact();
+    });
+}

@@ -1,0 +1,562 @@
+//! An arena for each stream, and one that they share.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
+
+use smallvec::SmallVec;
+
+use super::coalescing::{CoalescingConfig, CoalescingPool, Growth};
+use super::lanes::{self, Named};
+use super::lock;
+use super::sizes::UNIT;
+use crate::device::{Device, StreamHandle};
+use crate::driver::{Awaited, StreamWatcher};
+use crate::error::{Error, Result};
+use crate::ordering::Mark;
+use crate::resource::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
+use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
+use crate::units::{Bytes, DevicePtr};
+
+/// Longer requests are served by the shared arena.
+const LARGE: u64 = 1 << 20;
+/// What a stream's arena takes from the shared one at a time.
+const SUPERBLOCK: u64 = 4 << 20;
+
+/// What an [`Arena`] is made with.
+#[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
+pub struct ArenaConfig {
+    /// All that there is, in bytes: taken from upstream at once. At first half of the device's free
+    /// memory. At least 1 MiB; what is no multiple of 256 is rounded down.
+    pub arena_bytes: Option<u64>,
+}
+
+/// One piece of memory, divided into an arena for each stream and one for requests above 1 MiB: threads
+/// on different streams do not meet at a lock. RMM: `arena_memory_resource`.
+///
+/// A stream's arena takes superblocks of 4 MiB from the shared one, and gives them back when another
+/// request finds no memory. Neither ever waits on the host: memory goes from stream to stream as in
+/// a [`CoalescingPool`], by what is complete or by a wait on the GPU. A free may come on any stream: the
+/// superblock tells whose arena it is. It never takes more from upstream than at the start.
+///
+/// When a stream of this library ends its arena is given up. Of other streams nobody tells; their arenas
+/// stay, and give up what is free when memory is short.
+///
+/// Every wrong free is found. Memory goes back to upstream at the drop.
+///
+/// ```
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let sim = cuda_sim::Simulator::builder().build()?;
+/// # let driver = vpmm::Driver::new(sim.driver())?;
+/// # let device = driver.device(0)?;
+/// # let stream = device.stream()?;
+/// use vpmm::resource::{Arena, ArenaConfig, DeviceMalloc, MemoryResource};
+///
+/// let mut config = ArenaConfig::default();
+/// config.arena_bytes = Some(64 << 20);
+/// let arena = Arena::new(DeviceMalloc::new(&device), &device, &config)?;
+/// let ptr = arena.allocate(1000, 256, stream.handle())?;
+/// println!("{}", arena.dump());
+/// arena.deallocate(ptr, 1000, 256, stream.handle())?;
+/// # Ok(())
+/// # }
+/// ```
+pub struct Arena<R: MemoryResource + 'static> {
+    streams: Arc<Streams<R>>,
+    shared: Arc<CoalescingPool<R>>,
+    owners: Arc<Owners>,
+    device: Device,
+    arena_bytes: u64,
+    identity: Identity,
+}
+
+type OwnPool<R> = CoalescingPool<Superblocks<R>>;
+
+/// The arena of one stream.
+struct Own<R: MemoryResource> {
+    pool: OwnPool<R>,
+    /// The stream's number. An arena that was given up goes to another stream.
+    stream: AtomicU64,
+    /// Its stream is gone.
+    has_ended: AtomicBool,
+}
+
+/// Shortcuts from streams to their arenas.
+const ROUTES: usize = 256;
+
+/// Every stream's arena. It sees streams end.
+struct Streams<R: MemoryResource> {
+    device: Device,
+    /// A direct-mapped cache of the register: null, or arenas of it.
+    routes: [AtomicPtr<Own<R>>; ROUTES],
+    register: RwLock<Register<R>>,
+}
+
+struct Register<R: MemoryResource> {
+    /// Boxed, so that they stay where they are; none is dropped before the register.
+    #[allow(clippy::vec_box, reason = "they stay where they are while the list grows")]
+    all: Vec<Box<Own<R>>>,
+    /// Places in `all`, by the stream's number.
+    by_stream: HashMap<u64, u32>,
+    /// Arenas that were given up.
+    vacant: Vec<u32>,
+}
+
+/// Whose each superblock is: the place of the arena, by the first address; with its bytes.
+type Owners = Mutex<BTreeMap<u64, (u64, u32)>>;
+
+/// The shared arena, as one stream's arena sees it.
+struct Superblocks<R: MemoryResource> {
+    shared: Arc<CoalescingPool<R>>,
+    owners: Arc<Owners>,
+    own: u32,
+}
+
+impl<R: MemoryResource> MemoryResource for Superblocks<R> {
+    fn allocate(&self, bytes: usize, align: usize, stream: StreamHandle) -> Result<DevicePtr> {
+        let ptr = self.shared.allocate(bytes, align, stream)?;
+        lock(&self.owners).insert(ptr.address(), (bytes as u64, self.own));
+        Ok(ptr)
+    }
+
+    fn deallocate(
+        &self,
+        ptr: DevicePtr,
+        bytes: usize,
+        align: usize,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        // Out of the table first: once it is shared again, it may become another stream's.
+        let known = lock(&self.owners).remove(&ptr.address());
+        self.shared.deallocate(ptr, bytes, align, stream).inspect_err(|_| {
+            if let Some(known) = known {
+                lock(&self.owners).insert(ptr.address(), known);
+            }
+        })
+    }
+
+    fn facts(&self) -> Facts {
+        self.shared.facts()
+    }
+
+    fn describe(&self) -> Description {
+        self.shared.describe()
+    }
+}
+
+impl<R: MemoryResource> Streams<R> {
+    fn new(device: &Device) -> Self {
+        let register = Register { all: Vec::new(), by_stream: HashMap::new(), vacant: Vec::new() };
+        Self {
+            device: device.clone(),
+            routes: [const { AtomicPtr::new(ptr::null_mut()) }; ROUTES],
+            register: RwLock::new(register),
+        }
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, Register<R>> {
+        self.register.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Register<R>> {
+        self.register.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// An arena of the register, without its lock.
+    fn keep<'a>(&'a self, own: &Own<R>) -> &'a Own<R> {
+        // SAFETY: arenas are boxed, so they stay where they are while the list grows, and none is dropped
+        // before the register, which `self` has.
+        unsafe { &*ptr::from_ref(own) }
+    }
+
+    fn at(&self, place: u32) -> Option<&Own<R>> {
+        self.read().all.get(place as usize).map(|own| self.keep(own))
+    }
+
+    fn all(&self) -> Vec<&Own<R>> {
+        self.read().all.iter().map(|own| self.keep(own)).collect()
+    }
+
+    fn route(&self, stream: u64) -> &AtomicPtr<Own<R>> {
+        // Fibonacci hashing: the driver counts streams up.
+        &self.routes[(stream.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as usize % ROUTES]
+    }
+
+    /// The arena of a stream, if it has one: as a rule without a lock.
+    #[inline]
+    fn find(&self, stream: u64) -> Option<&Own<R>> {
+        let own = self.route(stream).load(Ordering::Acquire);
+        // SAFETY: routes hold null or arenas of the register, which live as long as `self`: see `keep`.
+        let own = unsafe { own.as_ref() }.filter(|own| own.is_of(stream));
+        own.or_else(|| self.look_up(stream))
+    }
+
+    #[cold]
+    fn look_up(&self, stream: u64) -> Option<&Own<R>> {
+        let register = self.read();
+        let place = *register.by_stream.get(&stream)?;
+        let own = register.all.get(place as usize)?;
+        // Under the lock that arenas change streams under.
+        self.route(stream).store(ptr::from_ref::<Own<R>>(own).cast_mut(), Ordering::Release);
+        Some(self.keep(own))
+    }
+}
+
+impl<R: MemoryResource> Own<R> {
+    fn is_of(&self, stream: u64) -> bool {
+        self.stream.load(Ordering::Relaxed) == stream
+    }
+}
+
+impl<R: MemoryResource> StreamWatcher for Streams<R> {
+    fn stream_ends(&self, stream: StreamHandle) {
+        let number = lanes::number_of(&self.device, stream);
+        if let Some(own) = number.and_then(|number| self.find(number)) {
+            own.has_ended.store(true, Ordering::Relaxed);
+        }
+    }
+
+    fn marks(&self, _of: Awaited) -> SmallVec<[Mark; 2]> {
+        SmallVec::new()
+    }
+
+    fn passed(&self, _mark: &Mark) {}
+}
+
+impl<R: MemoryResource + 'static> Arena<R> {
+    /// An arena of memory from `upstream`, for streams of this device.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for less than 1 MiB; upstream's.
+    pub fn new(upstream: R, device: &Device, config: &ArenaConfig) -> Result<Self> {
+        let arena_bytes = match config.arena_bytes {
+            Some(bytes) => bytes,
+            None => device.free_memory()? / 2,
+        };
+        if arena_bytes < LARGE {
+            let reason = "an arena has at least 1 MiB".to_owned();
+            let value = arena_bytes.to_string();
+            return Err(Error::Config { name: "arena_bytes", value, reason });
+        }
+        let arena_bytes = arena_bytes / UNIT * UNIT;
+        let (initial_bytes, max_bytes) = (arena_bytes, Some(arena_bytes));
+        let all = CoalescingConfig { initial_bytes, max_bytes, ..Default::default() };
+        let shared = Arc::new(CoalescingPool::new(upstream, device, &all)?);
+        let streams = Arc::new(Streams::new(device));
+        let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&streams) as _;
+        device.driver().watch_streams(watcher);
+        let owners = Arc::default();
+        let (device, identity) = (device.clone(), Identity::unique());
+        Ok(Self { streams, shared, owners, device, arena_bytes, identity })
+    }
+
+    /// What is below.
+    pub fn upstream(&self) -> &R {
+        self.shared.upstream()
+    }
+
+    /// The arena of a stream, made if there is none.
+    #[inline]
+    fn own(&self, named: Named, stream: StreamHandle) -> Result<&Own<R>> {
+        match self.streams.find(named.stream()) {
+            Some(own) => Ok(own),
+            None => self.open(named, stream),
+        }
+    }
+
+    #[cold]
+    fn open(&self, named: Named, stream: StreamHandle) -> Result<&Own<R>> {
+        self.give_up_ended(stream);
+        let number = named.stream();
+        let mut register = self.streams.write();
+        if let Some(place) = register.by_stream.get(&number) {
+            return Ok(self.streams.keep(&register.all[*place as usize]));
+        }
+        let place = match register.vacant.pop() {
+            Some(place) => {
+                let own = &register.all[place as usize];
+                own.has_ended.store(false, Ordering::Relaxed);
+                own.stream.store(number, Ordering::Relaxed);
+                place
+            }
+            None => {
+                let place = register.all.len() as u32;
+                let (shared, owners) = (Arc::clone(&self.shared), Arc::clone(&self.owners));
+                let pool = CoalescingPool::growing_by(
+                    Superblocks { shared, owners, own: place },
+                    &self.device,
+                    &CoalescingConfig::default(),
+                    Growth::By(SUPERBLOCK),
+                )?;
+                let (stream, has_ended) = (AtomicU64::new(number), AtomicBool::new(false));
+                register.all.push(Box::new(Own { pool, stream, has_ended }));
+                place
+            }
+        };
+        register.by_stream.insert(number, place);
+        Ok(self.streams.keep(&register.all[place as usize]))
+    }
+
+    /// Gives up the arenas of streams that have ended, as far as nothing of them is in use.
+    fn give_up_ended(&self, stream: StreamHandle) {
+        for own in self.streams.all() {
+            if !own.has_ended.load(Ordering::Relaxed) {
+                continue;
+            }
+            // What fails here is tried again when the next stream comes.
+            let _ = own.pool.trim(stream, false);
+            if own.pool.pool_bytes() == 0 {
+                let mut register = self.streams.write();
+                let number = own.stream.load(Ordering::Relaxed);
+                if let Some(place) = register.by_stream.remove(&number) {
+                    register.vacant.push(place);
+                }
+            }
+        }
+    }
+
+    /// Brings superblocks that are wholly free back to the shared arena; whether there were any.
+    fn call_in(&self, stream: StreamHandle, wait: bool) -> Result<bool> {
+        let mut any = false;
+        for own in self.streams.all() {
+            any |= own.pool.trim(stream, wait)? > 0;
+        }
+        Ok(any)
+    }
+
+    /// What stands where, in numbers.
+    pub fn dump(&self) -> ArenaDump {
+        let shared = Part::of(&self.shared);
+        let superblocks = lock(&self.owners);
+        let superblock_bytes = superblocks.values().map(|(bytes, _)| *bytes).sum();
+        let superblock_count = superblocks.len();
+        drop(superblocks);
+        let mut streams: Vec<(u64, Part)> = self
+            .streams
+            .all()
+            .into_iter()
+            .map(|own| (own.stream.load(Ordering::Relaxed), Part::of(&own.pool)))
+            .filter(|(_, part)| part.bytes > 0)
+            .collect();
+        streams.sort_unstable_by_key(|(number, _)| *number);
+        ArenaDump { shared, superblock_bytes, superblock_count, streams }
+    }
+}
+
+/// What a part of an [`Arena`] holds.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+struct Part {
+    bytes: u64,
+    chunks: usize,
+    live_bytes: u64,
+    live_count: usize,
+    free_bytes: u64,
+    largest_free_bytes: u64,
+}
+
+impl Part {
+    fn of<R: MemoryResource>(pool: &CoalescingPool<R>) -> Self {
+        let mut part = Self::default();
+        pool.visit(|bytes, blocks| {
+            part.bytes += bytes;
+            part.chunks += 1;
+            let mut run = 0;
+            for (bytes, is_live) in blocks {
+                if *is_live {
+                    part.live_bytes += bytes;
+                    part.live_count += 1;
+                    run = 0;
+                } else {
+                    part.free_bytes += bytes;
+                    run += bytes;
+                    part.largest_free_bytes = part.largest_free_bytes.max(run);
+                }
+            }
+        });
+        part
+    }
+
+    /// How much of what is free is of no use to the longest request that could be served, in percent.
+    fn fragmentation(&self) -> f64 {
+        if self.free_bytes == 0 {
+            return 0.0;
+        }
+        (1.0 - self.largest_free_bytes as f64 / self.free_bytes as f64) * 100.0
+    }
+}
+
+/// What an [`Arena`] holds and where, at one time: see [`Arena::dump`]. Displayed it is a table of lines.
+/// RMM writes one to `rmm_arena_memory_dump.log`.
+#[derive(Clone, PartialEq, Debug)]
+pub struct ArenaDump {
+    shared: Part,
+    superblock_bytes: u64,
+    superblock_count: usize,
+    streams: Vec<(u64, Part)>,
+}
+
+impl ArenaDump {
+    /// All that the arena has, in bytes.
+    pub fn arena_bytes(&self) -> u64 {
+        self.shared.bytes
+    }
+
+    /// What of it streams' arenas have, in bytes.
+    pub fn superblock_bytes(&self) -> u64 {
+        self.superblock_bytes
+    }
+
+    /// What nobody has, in bytes.
+    pub fn free_bytes(&self) -> u64 {
+        self.shared.free_bytes
+    }
+
+    /// The longest piece of it, in bytes.
+    pub fn largest_free_bytes(&self) -> u64 {
+        self.shared.largest_free_bytes
+    }
+
+    /// How many streams' arenas have memory.
+    pub fn streams(&self) -> usize {
+        self.streams.len()
+    }
+}
+
+impl fmt::Display for ArenaDump {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shared = &self.shared;
+        writeln!(f, "arena: {}", Bytes(shared.bytes))?;
+        writeln!(
+            f,
+            "  superblocks: {} of {}",
+            self.superblock_count,
+            Bytes(self.superblock_bytes)
+        )?;
+        let large = shared.live_bytes.saturating_sub(self.superblock_bytes);
+        let count = shared.live_count.saturating_sub(self.superblock_count);
+        writeln!(f, "  large allocations: {count} of {}", Bytes(large))?;
+        write!(f, "  free: {}", Bytes(shared.free_bytes))?;
+        write!(f, ", largest {}", Bytes(shared.largest_free_bytes))?;
+        write!(f, ", fragmentation {:.1} %", shared.fragmentation())?;
+        for (number, part) in &self.streams {
+            write!(f, "\nstream {number}: {} superblocks, ", part.chunks)?;
+            write!(f, "{} in {} allocations, ", Bytes(part.live_bytes), part.live_count)?;
+            write!(f, "{} free", Bytes(part.free_bytes))?;
+            write!(f, ", largest {}", Bytes(part.largest_free_bytes))?;
+            write!(f, ", fragmentation {:.1} %", part.fragmentation())?;
+        }
+        Ok(())
+    }
+}
+
+impl<R: MemoryResource + 'static> MemoryResource for Arena<R> {
+    /// # Errors
+    /// As for [`CoalescingPool`].
+    fn allocate(&self, bytes: usize, align: usize, stream: StreamHandle) -> Result<DevicePtr> {
+        check_align(align, MIN_ALIGN)?;
+        if bytes == 0 {
+            return Ok(DevicePtr::NULL);
+        }
+        let (asked, bytes) = (bytes as u64, rounded(bytes)?);
+        let named = lanes::name(&self.device, stream)?;
+        let request = || {
+            if bytes > LARGE {
+                self.shared.allocate_named(named, stream, bytes, asked)
+            } else {
+                self.own(named, stream)?.pool.allocate_named(named, stream, bytes, asked)
+            }
+        };
+        let mut result = request();
+        // Longer than all there is: nothing would help.
+        if bytes > self.arena_bytes {
+            return result;
+        }
+        for wait in [false, true] {
+            let lacks = result.as_ref().is_err_and(Error::is_out_of_memory);
+            if lacks && self.call_in(stream, wait)? {
+                result = request();
+            }
+        }
+        result
+    }
+
+    /// # Errors
+    /// As for [`CoalescingPool`].
+    fn deallocate(
+        &self,
+        ptr: DevicePtr,
+        bytes: usize,
+        _align: usize,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        if is_of_nothing(ptr, bytes)? {
+            return Ok(());
+        }
+        let (address, asked) = (ptr.address(), bytes as u64);
+        let named = lanes::name(&self.device, stream)?;
+        if asked > LARGE {
+            // A superblock is none of the callers' allocations, though the shared arena knows it.
+            if lock(&self.owners).contains_key(&address) {
+                return Err(Error::ForeignPointer { address });
+            }
+            return self.shared.free_named(named, address, asked);
+        }
+        // As a rule it is of this stream.
+        if let Some(own) = self.streams.find(named.stream()) {
+            match own.pool.free_named(named, address, asked) {
+                Err(Error::ForeignPointer { .. }) => {}
+                result => return result,
+            }
+        }
+        let owner = {
+            let owners = lock(&self.owners);
+            let below = owners.range(..=address).next_back();
+            below.filter(|(start, (bytes, _))| address - **start < *bytes).map(|(_, of)| of.1)
+        };
+        match owner.and_then(|place| self.streams.at(place)) {
+            Some(own) => own.pool.free_named(named, address, asked),
+            // A large one, with a wrong size; or nothing of this arena.
+            None => self.shared.free_named(named, address, asked),
+        }
+    }
+
+    fn facts(&self) -> Facts {
+        let upstream = self.upstream().facts();
+        Facts::of_device_memory()
+            .accessible(upstream.device_accessible, upstream.host_accessible)
+            .with_managed(upstream.managed)
+            .with_stream_order(true)
+            .with_max_bytes(Some(self.arena_bytes as usize))
+            .with_checks(Checks::PointersAndSizes)
+    }
+
+    fn describe(&self) -> Description {
+        Description::new("arena")
+            .with("size", Bytes(self.arena_bytes))
+            .over(self.upstream().describe())
+    }
+
+    fn identity(&self) -> Identity {
+        self.identity
+    }
+
+    fn device(&self) -> Option<&Device> {
+        Some(&self.device)
+    }
+
+    fn held_bytes(&self) -> Option<u64> {
+        Some(self.shared.pool_bytes())
+    }
+}
+
+impl<R: MemoryResource + 'static> fmt::Debug for Arena<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Arena")
+            .field("shared", &self.shared)
+            .field("streams", &self.streams.all().len())
+            .finish_non_exhaustive()
+    }
+}

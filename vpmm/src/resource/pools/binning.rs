@@ -1,0 +1,297 @@
+//! A resource for each range of sizes.
+
+#![forbid(unsafe_code)]
+
+use std::collections::HashSet;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
+
+use super::fixed_size::{FixedSize, FixedSizeConfig};
+use super::lock;
+use crate::device::{Device, StreamHandle};
+use crate::error::{Error, Result};
+use crate::resource::request::{check_align, is_of_nothing, rounded};
+use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
+use crate::units::{Bytes, DevicePtr};
+
+/// What a [`Binning`] makes of its own bins at once, in bytes, if that is less than 128 blocks.
+const AT_ONCE: usize = 32 << 20;
+
+/// Sends each request to the bin of the least size that suffices, and what no bin is long enough for
+/// to another resource. RMM: `binning_memory_resource`.
+///
+/// Bins that it makes itself are [`FixedSize`], take memory when they are first used, and not more than
+/// 32 MiB at a time (or one block); RMM's take 128 blocks at once when they are made. Bins may be added
+/// while others use it. A free that a bin does not know, of something allocated before the bin was added,
+/// goes on to the next.
+///
+/// ```
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let sim = cuda_sim::Simulator::builder().build()?;
+/// # let driver = vpmm::Driver::new(sim.driver())?;
+/// # let device = driver.device(0)?;
+/// # let stream = device.stream()?;
+/// use vpmm::resource::{Binning, DeviceMalloc, MemoryResource};
+///
+/// // Bins of 256 KiB, 512 KiB, 1 MiB.
+/// let binning = Binning::with_powers(DeviceMalloc::new(&device), &device, 18..=20)?;
+/// binning.add_own_bin(3 << 20)?;
+/// let ptr = binning.allocate(700 << 10, 256, stream.handle())?; // of the bin of 1 MiB
+/// binning.deallocate(ptr, 700 << 10, 256, stream.handle())?;
+/// println!("{}", binning.describe());
+/// # Ok(())
+/// # }
+/// ```
+pub struct Binning<R> {
+    upstream: Arc<R>,
+    /// What the bins of its own have from upstream: allocations there, and none of the callers'.
+    chunks: Arc<Chunks>,
+    device: Device,
+    /// By size, the least first. Replaced as a whole where one is added.
+    bins: RwLock<Arc<[Bin]>>,
+    identity: Identity,
+}
+
+type Chunks = Mutex<HashSet<u64>>;
+
+/// Upstream, as the bins of its own see it.
+struct ForBins<R> {
+    upstream: Arc<R>,
+    chunks: Arc<Chunks>,
+}
+
+impl<R: MemoryResource> MemoryResource for ForBins<R> {
+    fn allocate(&self, bytes: usize, align: usize, stream: StreamHandle) -> Result<DevicePtr> {
+        let ptr = self.upstream.allocate(bytes, align, stream)?;
+        lock(&self.chunks).insert(ptr.address());
+        Ok(ptr)
+    }
+
+    fn deallocate(
+        &self,
+        ptr: DevicePtr,
+        bytes: usize,
+        align: usize,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        // Out of the table first: once it is freed, the address may be a caller's.
+        lock(&self.chunks).remove(&ptr.address());
+        self.upstream.deallocate(ptr, bytes, align, stream).inspect_err(|_| {
+            lock(&self.chunks).insert(ptr.address());
+        })
+    }
+
+    fn facts(&self) -> Facts {
+        self.upstream.facts()
+    }
+
+    fn describe(&self) -> Description {
+        self.upstream.describe()
+    }
+}
+
+#[derive(Clone)]
+struct Bin {
+    bytes: u64,
+    resource: Arc<dyn MemoryResource>,
+}
+
+impl<R: MemoryResource + 'static> Binning<R> {
+    /// Without a bin yet: everything goes to `upstream`.
+    pub fn new(upstream: R, device: &Device) -> Self {
+        Self {
+            upstream: Arc::new(upstream),
+            chunks: Arc::default(),
+            device: device.clone(),
+            bins: RwLock::new(Arc::from([])),
+            identity: Identity::unique(),
+        }
+    }
+
+    /// With bins of its own for these powers of two, in bytes.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a power above 47.
+    pub fn with_powers(
+        upstream: R,
+        device: &Device,
+        powers: std::ops::RangeInclusive<u32>,
+    ) -> Result<Self> {
+        let binning = Self::new(upstream, device);
+        for power in powers {
+            let bytes = 1_usize.checked_shl(power).filter(|_| power < 48).ok_or_else(|| {
+                let reason = "a bin has at most 2^47 bytes".to_owned();
+                Error::Config { name: "powers", value: power.to_string(), reason }
+            })?;
+            binning.add_own_bin(bytes)?;
+        }
+        Ok(binning)
+    }
+
+    /// What takes requests that are longer than all bins.
+    pub fn upstream(&self) -> &R {
+        &self.upstream
+    }
+
+    /// The sizes of the bins, in bytes, the least first.
+    pub fn bins(&self) -> Vec<u64> {
+        self.read().iter().map(|bin| bin.bytes).collect()
+    }
+
+    /// Adds a bin of blocks of this size, taken from upstream. Nothing is done where there is one.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a size that no block can have.
+    pub fn add_own_bin(&self, bytes: usize) -> Result<()> {
+        let mut config = FixedSizeConfig::default();
+        config.block_bytes = bytes;
+        config.blocks_at_once = (AT_ONCE / bytes.max(1)).clamp(1, config.blocks_at_once);
+        config.at_start = false;
+        let (upstream, chunks) = (Arc::clone(&self.upstream), Arc::clone(&self.chunks));
+        let upstream = ForBins { upstream, chunks };
+        let blocks = FixedSize::new(upstream, &self.device, &config)?;
+        let bytes = blocks.block_bytes() as u64;
+        self.add(Bin { bytes, resource: Arc::new(blocks) });
+        Ok(())
+    }
+
+    /// Adds a bin: `resource` takes requests of up to `bytes` that no lesser bin takes. Nothing is done
+    /// where there is one of that size.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for no bytes, and for a resource that does not find wrong pointers: frees must
+    /// be able to pass it by.
+    pub fn add_bin(&self, bytes: usize, resource: Arc<dyn MemoryResource>) -> Result<()> {
+        let wrong = |reason: &str| {
+            let (name, value) = ("bytes", bytes.to_string());
+            Err(Error::Config { name, value, reason: reason.to_owned() })
+        };
+        if bytes == 0 {
+            return wrong("a bin must have bytes");
+        }
+        if resource.facts().checks == Checks::Nothing {
+            return wrong("a bin's resource must find pointers that it does not know");
+        }
+        self.add(Bin { bytes: rounded(bytes)?, resource });
+        Ok(())
+    }
+
+    fn add(&self, bin: Bin) {
+        let mut bins = self.bins.write().unwrap_or_else(PoisonError::into_inner);
+        if let Err(at) = bins.binary_search_by_key(&bin.bytes, |known| known.bytes) {
+            let mut all = bins.to_vec();
+            all.insert(at, bin);
+            *bins = all.into();
+        }
+    }
+}
+
+impl<R> Binning<R> {
+    fn read(&self) -> RwLockReadGuard<'_, Arc<[Bin]>> {
+        self.bins.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The first bin that is long enough.
+fn first_of(bins: &[Bin], bytes: u64) -> usize {
+    bins.partition_point(|bin| bin.bytes < bytes)
+}
+
+impl<R: MemoryResource> MemoryResource for Binning<R> {
+    /// # Errors
+    /// Those of the bin, or of upstream.
+    fn allocate(&self, bytes: usize, align: usize, stream: StreamHandle) -> Result<DevicePtr> {
+        check_align(align, usize::MAX)?;
+        if bytes == 0 {
+            return Ok(DevicePtr::NULL);
+        }
+        let rounded = rounded(bytes)?;
+        let bins = self.read();
+        match bins.get(first_of(&bins, rounded)) {
+            Some(bin) if bin.resource.facts().max_align >= align => {
+                bin.resource.allocate(bytes, align, stream)
+            }
+            _ => self.upstream.allocate(bytes, align, stream),
+        }
+    }
+
+    /// # Errors
+    /// Those of the bins, or of upstream.
+    fn deallocate(
+        &self,
+        ptr: DevicePtr,
+        bytes: usize,
+        align: usize,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        if is_of_nothing(ptr, bytes)? {
+            return Ok(());
+        }
+        let rounded = rounded(bytes)?;
+        let bins = self.read();
+        let first = first_of(&bins, rounded);
+        // A bin's chunk begins where its first block does: a size too large for that bin must not free the
+        // chunk. A lesser bin names what is wrong.
+        let is_chunk = || lock(&self.chunks).contains(&ptr.address());
+        let lesser = if bins[first..].is_empty() && !is_chunk() { 0..0 } else { 0..first };
+        for bin in bins[first..].iter().chain(&bins[lesser]) {
+            match bin.resource.deallocate(ptr, bytes, align, stream) {
+                // Allocated before the bin was added, or with a greater alignment than it has.
+                Err(Error::ForeignPointer { .. }) => {}
+                result => return result,
+            }
+        }
+        self.upstream.deallocate(ptr, bytes, align, stream)
+    }
+
+    fn facts(&self) -> Facts {
+        let bins = self.read();
+        let all = bins.iter().map(|bin| bin.resource.facts());
+        all.fold(self.upstream.facts().with_recorded_streams(false), |facts, bin| {
+            let (least, most) = (facts.min_align.min(bin.min_align), facts.max_align);
+            facts
+                .accessible(
+                    facts.device_accessible && bin.device_accessible,
+                    facts.host_accessible && bin.host_accessible,
+                )
+                .with_managed(facts.managed && bin.managed)
+                .with_stream_order(facts.stream_ordered || bin.stream_ordered)
+                .aligned(least, most)
+                .with_checks(facts.checks.min(bin.checks))
+        })
+    }
+
+    fn describe(&self) -> Description {
+        let bins = self.read();
+        let mut description = Description::new("binning");
+        for bin in bins.iter() {
+            description = description.with("bin", Bytes(bin.bytes));
+        }
+        for bin in bins.iter() {
+            description = description.over(bin.resource.describe());
+        }
+        description.over(self.upstream.describe())
+    }
+
+    fn identity(&self) -> Identity {
+        self.identity
+    }
+
+    fn device(&self) -> Option<&Device> {
+        Some(&self.device)
+    }
+
+    /// What the bins hold, and upstream, as far as they say.
+    fn held_bytes(&self) -> Option<u64> {
+        let bins: u64 = self.read().iter().filter_map(|bin| bin.resource.held_bytes()).sum();
+        // An upstream that counts has the bins' memory in its count.
+        self.upstream.held_bytes().or(Some(bins))
+    }
+}
+
+impl<R: MemoryResource> fmt::Debug for Binning<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bins: Vec<_> = self.read().iter().map(|bin| bin.bytes).collect();
+        f.debug_struct("Binning").field("bins", &bins).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,685 @@
+//! A pool that coalesces, over any other resource.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+
+use smallvec::SmallVec;
+
+use super::blocks::{Blocks, Chunk, NOBODY, Run};
+use super::lanes::{self, Lanes, Named};
+use super::lock;
+use super::sizes::{MOST_BYTES, Sized, UNIT};
+use crate::device::{Device, Stream, StreamHandle};
+use crate::driver::{Awaited, StreamWatcher};
+use crate::error::{Error, Result};
+use crate::ordering::{Mark, PendingPolicy};
+use crate::resource::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
+use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
+use crate::units::{Bytes, DevicePtr, round_up};
+
+/// What a [`CoalescingPool`] is made with.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct CoalescingConfig {
+    /// What the pool takes from upstream when it is made, in bytes: a multiple of 256. At first 0.
+    pub initial_bytes: u64,
+    /// The most that the pool may hold, in bytes: a multiple of 256, and at least the initial size. At
+    /// first there is none.
+    pub max_bytes: Option<u64>,
+    /// Whether to take what other streams have freed, with a wait on the GPU, before the pool grows, as
+    /// RMM's does, or after. At first before: a growth as a rule doubles the pool.
+    pub pending_policy: PendingPolicy,
+}
+
+impl Default for CoalescingConfig {
+    fn default() -> Self {
+        Self { initial_bytes: 0, max_bytes: None, pending_policy: PendingPolicy::WaitFirst }
+    }
+}
+
+impl CoalescingConfig {
+    fn check(&self) -> Result<()> {
+        let wrong = |name, value: u64, reason: &str| {
+            Err(Error::Config { name, value: value.to_string(), reason: reason.to_owned() })
+        };
+        if !self.initial_bytes.is_multiple_of(UNIT) {
+            return wrong("initial_bytes", self.initial_bytes, "it must be a multiple of 256");
+        }
+        let Some(most) = self.max_bytes else { return Ok(()) };
+        if !most.is_multiple_of(UNIT) {
+            return wrong("max_bytes", most, "it must be a multiple of 256");
+        }
+        if most < self.initial_bytes {
+            return wrong("max_bytes", most, "it must be at least initial_bytes");
+        }
+        Ok(())
+    }
+}
+
+/// How much is asked for at a growth.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Growth {
+    /// As much as the pool has, or half of what its maximum leaves.
+    Double,
+    /// This many bytes.
+    By(u64),
+}
+
+/// A pool that takes large pieces from another resource and hands out parts, in the order of streams:
+/// best fit, neighbours that are free become one. RMM: `pool_memory_resource`.
+///
+/// # Streams
+/// What a stream has freed it may have again at once, without an event. What other streams have freed is
+/// asked about when it is needed; what is complete is every stream's from then on. What is not may be
+/// taken over by a wait on the GPU ([`CoalescingConfig::pending_policy`]), of which there is one for all
+/// that the other stream has freed until then. On streams that are not made by this library an event
+/// is recorded at each free, and they can neither allocate nor free while they capture a graph.
+///
+/// # Growth
+/// By what the pool has already (with a maximum, by half of what is left of it), or the size of the request
+/// if that is more; if upstream has not so much, by half of that, and so on. At the maximum, and when
+/// upstream has no more, pieces that are wholly free go back first. What a stream-ordered upstream gives is
+/// the requesting stream's until it has been ordered for others.
+///
+/// # Cost
+/// A hit makes no driver call for streams of this library and takes one lock; a search takes logarithmic time.
+/// Up to eight blocks of a size that a stream freed last, 8 MiB of each stream or a 64th of the pool together,
+/// stand aside for its next requests of just that size, and coalesce when a request finds nothing else.
+/// Requests that find nothing go one at a time, ask an event for each stream that has freed something,
+/// and look through all blocks before the pool grows.
+///
+/// Every wrong free is found. At the drop the pool waits on the host for what was freed, and gives
+/// everything back, also what is still allocated.
+///
+/// ```
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let sim = cuda_sim::Simulator::builder().build()?;
+/// # let driver = vpmm::Driver::new(sim.driver())?;
+/// # let device = driver.device(0)?;
+/// # let stream = device.stream()?;
+/// use vpmm::resource::{CoalescingConfig, CoalescingPool, DeviceMalloc, MemoryResource};
+///
+/// let mut config = CoalescingConfig::default();
+/// config.initial_bytes = 64 << 20;
+/// config.max_bytes = Some(1 << 30);
+/// let pool = CoalescingPool::new(DeviceMalloc::new(&device), &device, &config)?;
+/// let ptr = pool.allocate(10 << 20, 256, stream.handle())?;
+/// pool.deallocate(ptr, 10 << 20, 256, stream.handle())?;
+/// assert_eq!(pool.held_bytes(), Some(64 << 20));
+/// # Ok(())
+/// # }
+/// ```
+pub struct CoalescingPool<R: MemoryResource> {
+    upstream: R,
+    core: Arc<Core>,
+    config: CoalescingConfig,
+    growth: Growth,
+    /// One request at a time makes room.
+    growing: Mutex<()>,
+    identity: Identity,
+}
+
+/// What the pool has, and whose it is. It sees streams end.
+#[derive(Debug)]
+struct Core {
+    device: Device,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    blocks: Blocks,
+    lanes: Lanes,
+}
+
+impl State {
+    /// The lane of a stream.
+    #[inline]
+    fn lane(&mut self, named: Named) -> Result<u32> {
+        let blocks = &self.blocks;
+        self.lanes.lane(named, |lane| !blocks.has_free(lane))
+    }
+
+    /// The best fit of the stream's own memory and nobody's.
+    #[inline]
+    fn hit(&mut self, lane: u32, bytes: u64, asked: u64) -> Option<u64> {
+        if let Some(address) = self.blocks.take_aside(lane, bytes, asked) {
+            return Some(address);
+        }
+        let own = self.blocks.best_fit(lane, bytes);
+        let best = match (own, self.blocks.best_fit(NOBODY, bytes)) {
+            (Some(own), Some(nobodys)) => Some(own.min(nobodys)),
+            (own, nobodys) => own.or(nobodys),
+        };
+        best.map(|block| self.blocks.take(block, bytes, asked))
+    }
+
+    /// Asks every stream that has freed something how far it has come.
+    fn poll(&mut self) -> Result<()> {
+        self.blocks.settle_all();
+        for lane in self.lanes.all() {
+            if self.blocks.has_free(lane)
+                && let Some(epoch) = self.lanes.poll(lane)?
+            {
+                self.blocks.pass(lane, epoch);
+            }
+        }
+        Ok(())
+    }
+
+    /// A block of another stream, which this one is made to wait for: best fit, but one that needs no
+    /// further wait is preferred.
+    fn take_over(
+        &mut self,
+        lane: u32,
+        named: Named,
+        bytes: u64,
+        asked: u64,
+    ) -> Result<Option<u64>> {
+        let mut offers: Vec<(u32, Sized)> = self
+            .lanes
+            .all()
+            .filter(|other| *other != lane)
+            .filter_map(|other| Some((other, self.blocks.best_fit(other, bytes)?)))
+            .collect();
+        offers.sort_unstable_by_key(|(other, block)| {
+            let is_after = self.lanes.is_after(lane, *other, self.blocks.epoch(*block));
+            (!is_after, *block)
+        });
+        for (other, block) in offers {
+            let epoch = self.blocks.epoch(block);
+            if self.lanes.come_after(lane, named, other, epoch)? {
+                // The rest stays the other stream's, as it was.
+                return Ok(Some(self.blocks.take(block, bytes, asked)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Joins free neighbours of several owners, if that makes a block that is long enough. With `wait`, also
+    /// those that other streams may still be using.
+    fn join(
+        &mut self,
+        lane: u32,
+        named: Named,
+        bytes: u64,
+        asked: u64,
+        wait: bool,
+    ) -> Result<Option<u64>> {
+        if self.blocks.free_bytes() < bytes {
+            return Ok(None);
+        }
+        let mut refused: SmallVec<[u32; 4]> = SmallVec::new();
+        loop {
+            let usable = |of: u32| of == lane || of == NOBODY || wait && !refused.contains(&of);
+            let Some(run) = self.blocks.run(bytes, usable) else { return Ok(None) };
+            if let Some(other) = self.wait_for_run(lane, named, &run)? {
+                refused.push(other);
+                continue;
+            }
+            let epoch = self.lanes.put(lane, named);
+            self.blocks.join(&run, lane, epoch);
+            return Ok(self.hit(lane, bytes, asked));
+        }
+    }
+
+    /// Makes a stream wait for all that have a part in a run; names one that cannot be waited for.
+    fn wait_for_run(&mut self, lane: u32, named: Named, run: &Run) -> Result<Option<u32>> {
+        for (other, epoch) in run.lanes() {
+            if other != NOBODY && !self.lanes.come_after(lane, named, other, epoch)? {
+                return Ok(Some(other));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Takes out a chunk that is wholly free, for a stream to give back: with `wait`, also one that other
+    /// streams may still be using.
+    fn take_chunk(&mut self, named: Named, wait: bool) -> Result<Option<Chunk>> {
+        let lane = self.lane(named)?;
+        self.blocks.settle_all();
+        let mut refused: SmallVec<[u32; 4]> = SmallVec::new();
+        loop {
+            let usable = |of: u32| of == lane || of == NOBODY || wait && !refused.contains(&of);
+            let Some(whole) = self.blocks.whole_chunk(usable) else { return Ok(None) };
+            match self.wait_for_run(lane, named, &whole)? {
+                Some(other) => refused.push(other),
+                None => return Ok(self.blocks.remove_chunk(&whole)),
+            }
+        }
+    }
+
+    /// Waits for the device if there is memory that nothing else proves free.
+    fn find_lost(&mut self) -> Result<bool> {
+        let lost = |lane: u32| self.lanes.is_lost(lane) && self.blocks.has_free(lane);
+        if !self.lanes.all().any(lost) {
+            return Ok(false);
+        }
+        self.lanes.wait_for_device()?;
+        self.pass_all();
+        Ok(true)
+    }
+
+    fn pass_all(&mut self) {
+        for lane in self.lanes.all() {
+            self.blocks.pass(lane, self.lanes.passed(lane));
+        }
+    }
+
+    fn exhausted(&self, bytes: u64, limit_bytes: Option<u64>) -> Error {
+        Error::OutOfMemory {
+            requested_bytes: bytes,
+            free_bytes: self.blocks.free_bytes(),
+            largest_free_bytes: self.blocks.longest_free(),
+            mapped_bytes: self.blocks.held(),
+            live_bytes: self.blocks.live_bytes(),
+            limit_bytes,
+            map: None,
+        }
+    }
+}
+
+impl Core {
+    fn new(device: &Device) -> Arc<Self> {
+        let state = State { blocks: Blocks::default(), lanes: Lanes::new(device) };
+        let core = Arc::new(Self { device: device.clone(), state: Mutex::new(state) });
+        let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&core) as _;
+        device.driver().watch_streams(watcher);
+        core
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+}
+
+impl StreamWatcher for Core {
+    fn stream_ends(&self, stream: StreamHandle) {
+        self.state().lanes.stream_ends(stream);
+    }
+
+    fn marks(&self, of: Awaited) -> SmallVec<[Mark; 2]> {
+        self.state().lanes.marks(of)
+    }
+
+    fn passed(&self, mark: &Mark) {
+        let mut state = self.state();
+        if let Some((lane, epoch)) = state.lanes.see_mark(mark) {
+            state.blocks.pass(lane, epoch);
+        }
+    }
+}
+
+impl<R: MemoryResource> CoalescingPool<R> {
+    /// A pool over `upstream`, for streams of this device.
+    ///
+    /// # Errors
+    /// [`Error::Config`]; those of upstream, for the initial size.
+    pub fn new(upstream: R, device: &Device, config: &CoalescingConfig) -> Result<Self> {
+        Self::growing_by(upstream, device, config, Growth::Double)
+    }
+
+    pub(super) fn growing_by(
+        upstream: R,
+        device: &Device,
+        config: &CoalescingConfig,
+        growth: Growth,
+    ) -> Result<Self> {
+        device.driver().check_process()?;
+        config.check()?;
+        let pool = Self {
+            upstream,
+            core: Core::new(device),
+            config: *config,
+            growth,
+            growing: Mutex::new(()),
+            identity: Identity::unique(),
+        };
+        if config.initial_bytes > 0 {
+            pool.take_initial(config.initial_bytes)?;
+        }
+        Ok(pool)
+    }
+
+    fn take_initial(&self, bytes: u64) -> Result<()> {
+        // On a stream of its own, so that no other is waited for; after the wait it is everybody's.
+        let stream = self.core.device.stream()?;
+        let ptr = self.upstream.allocate(bytes as usize, MIN_ALIGN, stream.handle())?;
+        if self.upstream.facts().stream_ordered
+            && let Err(error) = stream.synchronize()
+        {
+            self.upstream.deallocate(ptr, bytes as usize, MIN_ALIGN, stream.handle())?;
+            return Err(error);
+        }
+        self.core.state().blocks.add_chunk(ptr, bytes, NOBODY, 0);
+        Ok(())
+    }
+
+    /// What is below.
+    pub fn upstream(&self) -> &R {
+        &self.upstream
+    }
+
+    /// What the pool holds, in bytes: all that it has from upstream.
+    pub fn pool_bytes(&self) -> u64 {
+        self.core.state().blocks.held()
+    }
+
+    /// What of it is allocated, in bytes, each request rounded up to 256.
+    pub fn live_bytes(&self) -> u64 {
+        self.core.state().blocks.live_bytes()
+    }
+
+    /// Gives pieces that are wholly free back to upstream, those that `stream` may use: its own and those
+    /// that no stream can still be using. Returns their bytes. With `wait` the stream is made to wait on the
+    /// GPU for those of other streams, too.
+    ///
+    /// One event asked about for each stream that has freed something; upstream's cost for each piece.
+    ///
+    /// # Errors
+    /// Those of [`allocate`](MemoryResource::allocate) for the stream, and upstream's. What was given back
+    /// until then is given back.
+    pub fn trim(&self, stream: StreamHandle, wait: bool) -> Result<u64> {
+        let named = lanes::name(&self.core.device, stream)?;
+        let _growing = lock(&self.growing);
+        self.trim_as(named, stream, wait, u64::MAX)
+    }
+
+    /// Gives back at least so many bytes, if there are; `growing` is held.
+    fn trim_as(&self, named: Named, stream: StreamHandle, wait: bool, least: u64) -> Result<u64> {
+        let mut given_back = 0;
+        self.core.state().poll()?;
+        while given_back < least {
+            let Some(chunk) = self.core.state().take_chunk(named, wait)? else { break };
+            self.give_back(chunk, stream)?;
+            given_back += chunk.bytes;
+        }
+        Ok(given_back)
+    }
+
+    /// A chunk that is out of the books goes upstream, or comes back.
+    fn give_back(&self, chunk: Chunk, stream: StreamHandle) -> Result<()> {
+        let bytes = chunk.bytes as usize;
+        let result = self.upstream.deallocate(chunk.ptr, bytes, MIN_ALIGN, stream);
+        if result.is_err() {
+            let named = lanes::name(&self.core.device, stream)?;
+            let mut state = self.core.state();
+            let lane = state.lane(named)?;
+            let epoch = state.lanes.put(lane, named);
+            state.blocks.add_chunk(chunk.ptr, chunk.bytes, lane, epoch);
+        }
+        result
+    }
+
+    #[cold]
+    fn miss(&self, named: Named, stream: StreamHandle, bytes: u64, asked: u64) -> Result<u64> {
+        let _growing = lock(&self.growing);
+        {
+            let mut state = self.core.state();
+            let lane = state.lane(named)?;
+            // Whoever was here before may have made room; and what stood aside may be long enough as one.
+            state.blocks.settle(lane);
+            if let Some(address) = state.hit(lane, bytes, asked) {
+                return Ok(address);
+            }
+            state.poll()?;
+            if let Some(address) = state.hit(lane, bytes, asked) {
+                return Ok(address);
+            }
+            if let Some(address) = state.join(lane, named, bytes, asked, false)? {
+                return Ok(address);
+            }
+            if self.config.pending_policy == PendingPolicy::WaitFirst
+                && let Some(address) = self.wait(&mut state, lane, named, bytes, asked)?
+            {
+                return Ok(address);
+            }
+        }
+        let refusal = match self.grow(named, stream, bytes, asked)? {
+            Ok(address) => return Ok(address),
+            Err(refusal) => refusal,
+        };
+        {
+            let mut state = self.core.state();
+            let lane = state.lane(named)?;
+            state.blocks.settle_all();
+            if let Some(address) = self.wait(&mut state, lane, named, bytes, asked)? {
+                return Ok(address);
+            }
+            if state.find_lost()?
+                && let Some(address) = state.hit(lane, bytes, asked)
+            {
+                return Ok(address);
+            }
+        }
+        // What is wholly free but too short makes room for what is long enough.
+        if self.trim_as(named, stream, true, bytes)? > 0
+            && let Ok(address) = self.grow(named, stream, bytes, asked)?
+        {
+            return Ok(address);
+        }
+        let state = self.core.state();
+        let known = state.exhausted(bytes, self.config.max_bytes);
+        Err(refusal.filter(|error| !error.is_out_of_memory()).unwrap_or(known))
+    }
+
+    fn wait(
+        &self,
+        state: &mut State,
+        lane: u32,
+        named: Named,
+        bytes: u64,
+        asked: u64,
+    ) -> Result<Option<u64>> {
+        match state.take_over(lane, named, bytes, asked)? {
+            Some(address) => Ok(Some(address)),
+            None => state.join(lane, named, bytes, asked, true),
+        }
+    }
+
+    /// Takes more from upstream: the address, or why there is no more (nothing, where it is the maximum).
+    fn grow(
+        &self,
+        named: Named,
+        stream: StreamHandle,
+        bytes: u64,
+        asked: u64,
+    ) -> Result<Result<u64, Option<Error>>> {
+        let Some(mut ask) = self.growth_for(bytes) else { return Ok(Err(None)) };
+        let ptr = loop {
+            match self.upstream.allocate(ask as usize, MIN_ALIGN, stream) {
+                Ok(ptr) => break ptr,
+                Err(error) if ask == bytes || !error.is_out_of_memory() => {
+                    return Ok(Err(Some(error)));
+                }
+                Err(_) => ask = round_up(ask / 2, UNIT).unwrap_or(bytes).max(bytes),
+            }
+        };
+        let mut state = self.core.state();
+        let lane = match state.lane(named) {
+            Ok(lane) => lane,
+            Err(error) => {
+                drop(state);
+                self.upstream.deallocate(ptr, ask as usize, MIN_ALIGN, stream)?;
+                return Err(error);
+            }
+        };
+        if self.upstream.facts().stream_ordered {
+            // Ordered for this stream only, all of it.
+            let epoch = state.lanes.put(lane, named);
+            state.blocks.add_chunk(ptr, ask, lane, epoch);
+        } else {
+            state.blocks.add_chunk(ptr, ask, NOBODY, 0);
+        }
+        // Another thread of this stream may have been quicker: then there is another block, or none.
+        match state.hit(lane, bytes, asked) {
+            Some(address) => Ok(Ok(address)),
+            None => Ok(Err(None)),
+        }
+    }
+
+    /// How much to ask for; `None` where the maximum does not allow what is needed.
+    fn growth_for(&self, bytes: u64) -> Option<u64> {
+        let held = self.core.state().blocks.held();
+        let more = match (self.growth, self.config.max_bytes) {
+            (Growth::By(step), _) => step,
+            (Growth::Double, None) => held,
+            (Growth::Double, Some(most)) => most.saturating_sub(held) / 2,
+        };
+        let more = round_up(more, UNIT)?.max(bytes).min(MOST_BYTES);
+        let room = self.config.max_bytes.map_or(u64::MAX, |most| most.saturating_sub(held));
+        (bytes <= room).then_some(more.min(room))
+    }
+
+    /// Shows every piece: its bytes, and the bytes of its blocks in order, each with whether it is live.
+    pub(super) fn visit(&self, mut piece: impl FnMut(u64, &[(u64, bool)])) {
+        let state = self.core.state();
+        for chunk in state.blocks.chunks() {
+            let blocks: Vec<_> = state.blocks.pieces(chunk).collect();
+            piece(chunk.bytes, &blocks);
+        }
+    }
+
+    /// Serves a request of `asked` bytes that was rounded to `bytes`.
+    #[inline]
+    pub(super) fn allocate_named(
+        &self,
+        named: Named,
+        stream: StreamHandle,
+        bytes: u64,
+        asked: u64,
+    ) -> Result<DevicePtr> {
+        let hit = {
+            let mut state = self.core.state();
+            if bytes > MOST_BYTES {
+                return Err(state.exhausted(bytes, self.config.max_bytes));
+            }
+            let lane = state.lane(named)?;
+            state.hit(lane, bytes, asked)
+        };
+        let address = hit.map_or_else(|| self.miss(named, stream, bytes, asked), Ok)?;
+        Ok(DevicePtr::from_address(address))
+    }
+
+    /// Frees what was asked for with `asked` bytes.
+    #[inline]
+    pub(super) fn free_named(&self, named: Named, address: u64, asked: u64) -> Result<()> {
+        let mut state = self.core.state();
+        let node = state.blocks.find(address, asked)?;
+        let lane = state.lane(named)?;
+        let epoch = state.lanes.freed(lane, named)?;
+        state.blocks.free(node, lane, epoch);
+        Ok(())
+    }
+}
+
+impl<R: MemoryResource> MemoryResource for CoalescingPool<R> {
+    /// # Errors
+    /// [`Error::BadAlignment`], [`Error::AlignmentUnsupported`] above 256 bytes,
+    /// [`Error::SizeOverflow`], [`Error::OutOfMemory`], [`Error::StreamCapturing`],
+    /// [`Error::WrongDevice`], [`Error::WrongContext`], [`Error::Driver`], [`Error::ContextLost`],
+    /// [`Error::Forked`]; upstream's, but for those of lacking memory.
+    #[inline]
+    fn allocate(&self, bytes: usize, align: usize, stream: StreamHandle) -> Result<DevicePtr> {
+        check_align(align, MIN_ALIGN)?;
+        if bytes == 0 {
+            return Ok(DevicePtr::NULL);
+        }
+        let (asked, bytes) = (bytes as u64, rounded(bytes)?);
+        let named = lanes::name(&self.core.device, stream)?;
+        self.allocate_named(named, stream, bytes, asked)
+    }
+
+    /// # Errors
+    /// [`Error::DoubleFree`], [`Error::InteriorPointer`], [`Error::ForeignPointer`],
+    /// [`Error::WrongSize`], [`Error::StreamCapturing`], [`Error::WrongDevice`],
+    /// [`Error::WrongContext`], [`Error::Driver`], [`Error::ContextLost`], [`Error::Forked`].
+    #[inline]
+    fn deallocate(
+        &self,
+        ptr: DevicePtr,
+        bytes: usize,
+        _align: usize,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        if is_of_nothing(ptr, bytes)? {
+            return Ok(());
+        }
+        let named = lanes::name(&self.core.device, stream)?;
+        self.free_named(named, ptr.address(), bytes as u64)
+    }
+
+    fn facts(&self) -> Facts {
+        let upstream = self.upstream.facts();
+        Facts::of_device_memory()
+            .accessible(upstream.device_accessible, upstream.host_accessible)
+            .with_managed(upstream.managed)
+            .with_stream_order(true)
+            .with_max_bytes(self.config.max_bytes.map(|most| most as usize))
+            .with_checks(Checks::PointersAndSizes)
+    }
+
+    fn describe(&self) -> Description {
+        let mut description = Description::new("pool");
+        if self.config.initial_bytes > 0 {
+            description = description.with("initial", Bytes(self.config.initial_bytes));
+        }
+        if let Some(most) = self.config.max_bytes {
+            description = description.with("max", Bytes(most));
+        }
+        if self.config.pending_policy != PendingPolicy::WaitFirst {
+            description = description.with("pending", "grow-first");
+        }
+        description.over(self.upstream.describe())
+    }
+
+    fn identity(&self) -> Identity {
+        self.identity
+    }
+
+    fn device(&self) -> Option<&Device> {
+        Some(&self.core.device)
+    }
+
+    fn held_bytes(&self) -> Option<u64> {
+        Some(self.pool_bytes())
+    }
+}
+
+impl<R: MemoryResource> Drop for CoalescingPool<R> {
+    fn drop(&mut self) {
+        if self.core.device.driver().check_process().is_err() {
+            return;
+        }
+        let mut state = self.core.state();
+        // A driver that answers with an error has nothing left that could be waited for.
+        let _ = state.lanes.wait_for_all();
+        let chunks = state.blocks.drain();
+        state.lanes.end();
+        drop(state);
+        if chunks.is_empty() {
+            return;
+        }
+        // All is complete, so any stream does; one of its own disturbs no capture.
+        let own: Option<Stream> = self.core.device.stream().ok();
+        let stream = own.as_ref().map_or(StreamHandle::LEGACY, Stream::handle);
+        for chunk in chunks {
+            let bytes = chunk.bytes as usize;
+            // There is nobody to tell, and nothing else to be done with it.
+            let _ = self.upstream.deallocate(chunk.ptr, bytes, MIN_ALIGN, stream);
+        }
+    }
+}
+
+impl<R: MemoryResource> fmt::Debug for CoalescingPool<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = self.core.state();
+        f.debug_struct("CoalescingPool")
+            .field("config", &self.config)
+            .field("held_bytes", &state.blocks.held())
+            .field("live_bytes", &state.blocks.live_bytes())
+            .field("live", &state.blocks.live_count())
+            .field("streams", &state.lanes.len())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,576 @@
+//! What each stream has freed, and how another stream may come after it.
+//!
+//! Every stream that calls has a lane. What it frees carries the lane's epoch, a number that only grows.
+//! An event recorded on the stream covers every epoch up to its own; when it is seen complete these have
+//! *passed*, and what carries them is nobody's. A stream that is made to wait for the event may use it
+//! at once.
+//!
+//! | stream | event |
+//! |---|---|
+//! | of this library, legacy default stream | recorded when somebody else wants the memory, or when the stream ends |
+//! | any other, per-thread default streams | recorded at each free: nobody tells when they end, and on a per-thread one only its own thread can record. Refused while they capture: the question which one it is would end the capture |
+//! | capturing, of this library | none until the capture has ended: it would become a node of the graph |
+//! | ended | the one recorded at its end; without one, a wait for the device |
+//!
+//! - **L1** What is in a lane is safe for work enqueued on its stream after the call: what it took over from
+//!   another it has waited for first.
+//! - **L2** An event counts for an epoch only if it was recorded, outside of any capture, after everything
+//!   that carries that epoch was put there. So whoever waits for a lane waits for all that the lane itself
+//!   has waited for.
+//! - **L3** Epochs of a lane only grow, whichever stream has it: an old wait says nothing about a new stream.
+
+use smallvec::SmallVec;
+
+use crate::default::stream_is_capturing;
+use crate::device::{Device, StreamHandle};
+use crate::driver::{Awaited, Driver, Failure};
+use crate::error::{Error, Result};
+use crate::event::{BesideCaptures, Event};
+use crate::ordering::{Mark, next_pool};
+
+use super::blocks::{ByAddress, NOBODY};
+
+/// The legacy default stream's number here; the driver's own numbers do not come so far.
+const LEGACY: u64 = u64::MAX;
+
+/// No stream's number.
+const NO_STREAM: u64 = u64::MAX - 1;
+
+/// Spare events that are kept.
+const SPARES: usize = 64;
+
+/// Which stream a handle means.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Named {
+    stream: u64,
+    recording: Recording,
+    handle: StreamHandle,
+}
+
+impl Named {
+    /// The stream's number, which no other stream ever has.
+    pub(super) fn stream(self) -> u64 {
+        self.stream
+    }
+}
+
+/// When events are recorded on a lane's stream.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Recording {
+    /// When somebody wants one.
+    Lazy(StreamHandle),
+    /// At each free.
+    Eager,
+    /// Never again; the last one covers everything.
+    Ended,
+    /// Never again, and there is none that covers everything.
+    Lost,
+}
+
+/// An event, and up to which epoch it covers its lane.
+#[derive(Clone, Copy, Debug)]
+struct Record {
+    event: Event,
+    covers: u64,
+}
+
+#[derive(Debug)]
+struct Lane {
+    stream: u64,
+    recording: Recording,
+    /// What is freed now carries this.
+    epoch: u64,
+    /// The latest epoch that anything carries.
+    freed: u64,
+    /// Up to here all is complete.
+    passed: u64,
+    /// The event that is asked about.
+    asked: Option<Record>,
+    /// A later one, of streams that one is recorded on without being wanted.
+    latest: Option<Record>,
+    /// Other lanes that this stream has waited for, each up to an epoch.
+    waited: SmallVec<[(u32, u64); 4]>,
+}
+
+impl Lane {
+    fn covered(&self) -> u64 {
+        let records = [self.asked, self.latest];
+        records.into_iter().flatten().map(|record| record.covers).fold(self.passed, u64::max)
+    }
+
+    fn waited_for(&self, lane: u32) -> u64 {
+        self.waited.iter().find(|(of, _)| *of == lane).map_or(0, |(_, epoch)| *epoch)
+    }
+
+    fn note_wait(&mut self, lane: u32, epoch: u64) {
+        match self.waited.iter_mut().find(|(of, _)| *of == lane) {
+            Some((_, known)) => *known = (*known).max(epoch),
+            None => self.waited.push((lane, epoch)),
+        }
+    }
+}
+
+/// The lanes of one pool.
+#[derive(Debug)]
+pub(super) struct Lanes {
+    device: Device,
+    by_stream: ByAddress<u32>,
+    /// The stream that called last, and its lane.
+    last: (u64, u32),
+    /// The first is nobody's.
+    lanes: Vec<Lane>,
+    spare: Vec<Event>,
+    /// What tells this pool's marks from others'.
+    number: u64,
+}
+
+/// Finds out which stream a handle means: without a driver call for a stream of this library and the legacy
+/// default stream, with three or more for others.
+#[inline]
+pub(super) fn name(device: &Device, handle: StreamHandle) -> Result<Named> {
+    device.driver().check_process()?;
+    let known = number_of(device, handle);
+    if let Some(stream) = known {
+        return Ok(Named { stream, recording: Recording::Lazy(handle), handle });
+    }
+    let _context = device.enter()?;
+    let driver = device.driver();
+    // First of all: on a capturing stream even the question for its number ends the capture.
+    if stream_is_capturing(driver, handle)? {
+        return Err(Error::StreamCapturing);
+    }
+    let mut stream = 0;
+    // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is to a live u64.
+    unsafe { driver.cuStreamGetId(handle.raw(), &mut stream) }?;
+    Ok(Named { stream, recording: Recording::Eager, handle })
+}
+
+/// The number of a stream that is known by its handle.
+#[inline]
+pub(super) fn number_of(device: &Device, handle: StreamHandle) -> Option<u64> {
+    let known = handle.known_to(device.driver().realm());
+    known.or_else(|| (handle == StreamHandle::LEGACY).then_some(LEGACY))
+}
+
+impl Lanes {
+    pub(super) fn new(device: &Device) -> Self {
+        let mut lanes = Self {
+            device: device.clone(),
+            by_stream: ByAddress::default(),
+            last: (NO_STREAM, NOBODY),
+            lanes: Vec::new(),
+            spare: Vec::new(),
+            number: next_pool(),
+        };
+        lanes.add(0, Recording::Ended);
+        lanes
+    }
+
+    fn driver(&self) -> &Driver {
+        self.device.driver()
+    }
+
+    fn add(&mut self, stream: u64, recording: Recording) -> u32 {
+        self.lanes.push(Lane {
+            stream,
+            recording,
+            epoch: 1,
+            freed: 0,
+            passed: 0,
+            asked: None,
+            latest: None,
+            waited: SmallVec::new(),
+        });
+        (self.lanes.len() - 1) as u32
+    }
+
+    /// Every lane but nobody's.
+    pub(super) fn all(&self) -> impl Iterator<Item = u32> + use<> {
+        1..self.lanes.len() as u32
+    }
+
+    /// The lane of a stream, made if there is none; `is_empty` tells whether nothing is in a lane, so that
+    /// it can be given to another stream.
+    #[inline]
+    pub(super) fn lane(&mut self, named: Named, is_empty: impl Fn(u32) -> bool) -> Result<u32> {
+        if self.last.0 == named.stream && named.recording != Recording::Eager {
+            return Ok(self.last.1);
+        }
+        let lane = self.find(named, is_empty)?;
+        if self.lanes[lane as usize].recording != Recording::Eager {
+            self.last = (named.stream, lane);
+        }
+        Ok(lane)
+    }
+
+    fn find(&mut self, named: Named, is_empty: impl Fn(u32) -> bool) -> Result<u32> {
+        match self.by_stream.get(&named.stream) {
+            Some(&lane) => {
+                let known = &mut self.lanes[lane as usize];
+                // A stream met by its raw handle first may turn out to be the library's own. What it has
+                // freed is covered by its last event, what it will free by later ones.
+                if known.recording == Recording::Eager && named.recording != Recording::Eager {
+                    known.recording = named.recording;
+                }
+                Ok(lane)
+            }
+            None => self.open(named, is_empty),
+        }
+    }
+
+    #[cold]
+    fn open(&mut self, named: Named, is_empty: impl Fn(u32) -> bool) -> Result<u32> {
+        {
+            let _context = self.device.enter()?;
+            if named.stream != LEGACY {
+                self.device.check_stream(named.handle)?;
+            }
+        }
+        let unused = |lane: &u32| {
+            let recording = self.lanes[*lane as usize].recording;
+            !matches!(recording, Recording::Lazy(_)) && is_empty(*lane)
+        };
+        let vacant = self.all().find(unused);
+        let lane = match vacant {
+            Some(lane) => {
+                self.by_stream.remove(&self.lanes[lane as usize].stream);
+                let known = &mut self.lanes[lane as usize];
+                let records = [known.asked.take(), known.latest.take()];
+                (known.stream, known.recording) = (named.stream, named.recording);
+                known.passed = known.epoch;
+                known.epoch += 1;
+                known.waited.clear();
+                records.into_iter().flatten().for_each(|record| self.keep(record.event));
+                lane
+            }
+            None => self.add(named.stream, named.recording),
+        };
+        self.by_stream.insert(named.stream, lane);
+        Ok(lane)
+    }
+
+    /// What is freed on a lane's stream now carries the epoch that this returns. Where nobody will tell of
+    /// the stream's end, an event is recorded; if that fails nothing has changed.
+    #[inline]
+    pub(super) fn freed(&mut self, lane: u32, named: Named) -> Result<u64> {
+        let known = &mut self.lanes[lane as usize];
+        if known.recording != Recording::Eager {
+            known.freed = known.epoch;
+            return Ok(known.epoch);
+        }
+        let device = self.device.clone();
+        let _context = device.enter()?;
+        self.record_latest(lane, named.handle)
+    }
+
+    /// Puts an event behind everything on a stream so far: what carries the epoch returned is covered.
+    fn record_latest(&mut self, lane: u32, handle: StreamHandle) -> Result<u64> {
+        let event = match self.lanes[lane as usize].latest {
+            Some(record) => record.event,
+            None => self.event()?,
+        };
+        if let Err(failure) = event.record(self.driver(), handle) {
+            if self.lanes[lane as usize].latest.is_none() {
+                self.keep(event);
+            }
+            return Err(failure.into());
+        }
+        let known = &mut self.lanes[lane as usize];
+        let covers = known.epoch;
+        known.latest = Some(Record { event, covers });
+        known.freed = covers;
+        known.epoch += 1;
+        Ok(covers)
+    }
+
+    /// An event, of which the context must be current.
+    fn event(&mut self) -> Result<Event, Failure> {
+        match self.spare.pop() {
+            Some(event) => Ok(event),
+            None => Event::new(self.driver()),
+        }
+    }
+
+    fn keep(&mut self, event: Event) {
+        if self.spare.len() < SPARES {
+            self.spare.push(event);
+        } else {
+            // SAFETY: the record that had it is gone. The driver lets an event go once it is complete.
+            let _ = unsafe { event.destroy(self.driver()) };
+        }
+    }
+
+    /// Records an event on a stream of this library that covers all that it has freed; `None` on a stream
+    /// that captures.
+    fn record_all(
+        &mut self,
+        lane: u32,
+        handle: StreamHandle,
+        into: Option<Event>,
+    ) -> Result<Option<Record>, Failure> {
+        if stream_is_capturing(self.driver(), handle)? {
+            return Ok(None);
+        }
+        let event = match into {
+            Some(event) => event,
+            None => self.event()?,
+        };
+        let recorded = event.record(self.driver(), handle);
+        // A capture that began in between has the event.
+        let counts = recorded.and_then(|()| stream_is_capturing(self.driver(), handle));
+        if !matches!(counts, Ok(false)) {
+            if into.is_none() {
+                self.keep(event);
+            }
+            return counts.map(|_| None);
+        }
+        let known = &mut self.lanes[lane as usize];
+        let covers = known.epoch;
+        known.epoch += 1;
+        Ok(Some(Record { event, covers }))
+    }
+
+    /// Asks how far a lane's stream has come: the epoch up to which all is complete now, if that is more
+    /// than before. At most two events are asked about.
+    pub(super) fn poll(&mut self, lane: u32) -> Result<Option<u64>> {
+        if !self.has_pending(lane) {
+            return Ok(None);
+        }
+        let device = self.device.clone();
+        let _context = device.enter()?;
+        let _beside = BesideCaptures::enter(device.driver())?;
+        let before = self.lanes[lane as usize].passed;
+        for _ in 0..2 {
+            if !self.has_pending(lane) {
+                break;
+            }
+            let known = &mut self.lanes[lane as usize];
+            let record = match (known.asked, known.recording) {
+                (Some(record), _) => Some(record),
+                (None, Recording::Lazy(handle)) if known.latest.is_none() => {
+                    self.record_all(lane, handle, None)?
+                }
+                _ => known.latest.take(),
+            };
+            let Some(record) = record else { break };
+            self.lanes[lane as usize].asked = Some(record);
+            if !record.event.is_complete(self.driver())? {
+                break;
+            }
+            self.see_passed(lane, record.covers);
+        }
+        let passed = self.lanes[lane as usize].passed;
+        Ok((passed > before).then_some(passed))
+    }
+
+    /// Whether anything carries an epoch that has not passed.
+    fn has_pending(&self, lane: u32) -> bool {
+        let known = &self.lanes[lane as usize];
+        known.freed > known.passed
+    }
+
+    /// Everything up to an epoch is complete: events that cover no more are of no use.
+    fn see_passed(&mut self, lane: u32, epoch: u64) {
+        let known = &mut self.lanes[lane as usize];
+        known.passed = known.passed.max(epoch);
+        let passed = known.passed;
+        let done = |record: &mut Record| record.covers <= passed;
+        let gone = [known.asked.take_if(done), known.latest.take_if(done)];
+        gone.into_iter().flatten().for_each(|record| self.keep(record.event));
+    }
+
+    /// Makes a stream wait on the GPU for another lane, up to an epoch, unless it has. `false` where that
+    /// cannot be: one of the two captures a graph, or the other has been lost.
+    pub(super) fn come_after(
+        &mut self,
+        to: u32,
+        named: Named,
+        from: u32,
+        epoch: u64,
+    ) -> Result<bool> {
+        if from == to || self.is_after(to, from, epoch) {
+            return Ok(true);
+        }
+        let device = self.device.clone();
+        let _context = device.enter()?;
+        let _beside = BesideCaptures::enter(device.driver())?;
+        if stream_is_capturing(self.driver(), named.handle)? {
+            return Ok(false);
+        }
+        let known = &self.lanes[from as usize];
+        let covering = [known.asked, known.latest].into_iter().flatten();
+        let record = match covering.filter(|record| record.covers >= epoch).min_by_key(|r| r.covers)
+        {
+            Some(record) => record,
+            None => {
+                let Recording::Lazy(handle) = known.recording else { return Ok(false) };
+                let latest = known.latest.map(|record| record.event);
+                let Some(record) = self.record_all(from, handle, latest)? else {
+                    return Ok(false);
+                };
+                self.lanes[from as usize].latest = Some(record);
+                record
+            }
+        };
+        record.event.hold_back(self.driver(), named.handle)?;
+        self.lanes[to as usize].note_wait(from, record.covers);
+        Ok(true)
+    }
+
+    /// Whether a stream comes after another lane up to an epoch, without a further wait.
+    pub(super) fn is_after(&self, to: u32, from: u32, epoch: u64) -> bool {
+        let passed = self.lanes[from as usize].passed;
+        epoch <= passed || epoch <= self.lanes[to as usize].waited_for(from)
+    }
+
+    /// What was put into a lane that its stream did not free itself, but has waited for, carries the epoch
+    /// that this returns.
+    pub(super) fn put(&mut self, lane: u32, named: Named) -> u64 {
+        match self.freed(lane, named) {
+            Ok(epoch) => epoch,
+            // Without an event it stays the stream's own until one is recorded.
+            Err(_) => {
+                let known = &mut self.lanes[lane as usize];
+                known.freed = known.epoch;
+                known.epoch
+            }
+        }
+    }
+
+    /// Whether a lane's stream is gone without an event behind it.
+    pub(super) fn is_lost(&self, lane: u32) -> bool {
+        let known = &self.lanes[lane as usize];
+        known.recording == Recording::Lost && self.has_pending(lane)
+    }
+
+    /// Whether nothing of any lane is pending.
+    fn all_passed(&self) -> bool {
+        self.all().all(|lane| !self.has_pending(lane))
+    }
+
+    /// Waits on the host for all that was freed so far; for the device where there is no event for it.
+    pub(super) fn wait_for_all(&mut self) -> Result<()> {
+        if self.all_passed() {
+            return Ok(());
+        }
+        let device = self.device.clone();
+        let _context = device.enter()?;
+        let _beside = BesideCaptures::enter(device.driver())?;
+        for lane in self.all() {
+            let known = &self.lanes[lane as usize];
+            if let Recording::Lazy(handle) = known.recording
+                && known.covered() < known.freed
+            {
+                let latest = known.latest.map(|record| record.event);
+                let record = self.record_all(lane, handle, latest)?;
+                if record.is_some() {
+                    self.lanes[lane as usize].latest = record;
+                }
+            }
+            let known = &self.lanes[lane as usize];
+            let records = [known.asked, known.latest].into_iter().flatten();
+            if let Some(last) = records.max_by_key(|record| record.covers) {
+                last.event.wait(self.driver())?;
+                self.see_passed(lane, last.covers);
+            }
+        }
+        if !self.all_passed() {
+            self.wait_for_device()?;
+        }
+        Ok(())
+    }
+
+    /// Waits on the host for everything in the context: all has passed then.
+    pub(super) fn wait_for_device(&mut self) -> Result<()> {
+        let device = self.device.clone();
+        let _context = device.enter()?;
+        let _beside = BesideCaptures::enter(device.driver())?;
+        // SAFETY: no arguments; the device's context is current.
+        unsafe { self.driver().cuCtxSynchronize() }?;
+        for lane in self.all() {
+            let freed = self.lanes[lane as usize].freed;
+            self.see_passed(lane, freed);
+        }
+        Ok(())
+    }
+
+    /// Up to here all of a lane is complete.
+    pub(super) fn passed(&self, lane: u32) -> u64 {
+        self.lanes[lane as usize].passed
+    }
+
+    /// A stream of this library is about to end: the last chance to record on it.
+    pub(super) fn stream_ends(&mut self, handle: StreamHandle) {
+        let Some(stream) = number_of(&self.device, handle) else { return };
+        let Some(lane) = self.by_stream.remove(&stream) else { return };
+        let known = &self.lanes[lane as usize];
+        if known.covered() >= known.freed {
+            self.lanes[lane as usize].recording = Recording::Ended;
+            return;
+        }
+        let latest = known.latest.map(|record| record.event);
+        let device = self.device.clone();
+        let recorded = device.enter().and_then(|_context| {
+            let _beside = BesideCaptures::enter(device.driver())?;
+            Ok(self.record_all(lane, handle, latest)?)
+        });
+        let known = &mut self.lanes[lane as usize];
+        match recorded {
+            Ok(Some(record)) => (known.latest, known.recording) = (Some(record), Recording::Ended),
+            _ => known.recording = Recording::Lost,
+        }
+    }
+
+    /// What the host is about to wait for, as far as it matters here.
+    pub(super) fn marks(&mut self, of: Awaited) -> SmallVec<[Mark; 2]> {
+        let lanes: SmallVec<[u32; 4]> = match of {
+            Awaited::Stream(handle) => {
+                let stream = number_of(&self.device, handle);
+                stream.and_then(|stream| self.by_stream.get(&stream).copied()).into_iter().collect()
+            }
+            Awaited::Device(ordinal) if ordinal == self.device.ordinal() => self.all().collect(),
+            Awaited::Device(_) => SmallVec::new(),
+        };
+        let pending = lanes.into_iter().filter(|lane| self.has_pending(*lane));
+        let pending: SmallVec<[u32; 4]> = pending.collect();
+        let mut marks = SmallVec::new();
+        for lane in pending {
+            let known = &mut self.lanes[lane as usize];
+            // What is freed from now on is not waited for.
+            let point = known.epoch;
+            known.epoch += 1;
+            marks.push(Mark { pool: self.number, stream: lane, point, epoch: known.stream });
+        }
+        marks
+    }
+
+    /// The host has waited for what was marked: the lane and the epoch up to which all is complete.
+    pub(super) fn see_mark(&mut self, mark: &Mark) -> Option<(u32, u64)> {
+        let known = self.lanes.get(mark.stream as usize)?;
+        if mark.pool != self.number || known.stream != mark.epoch {
+            return None;
+        }
+        self.see_passed(mark.stream, mark.point);
+        Some((mark.stream, mark.point))
+    }
+
+    /// Destroys every event.
+    pub(super) fn end(&mut self) {
+        let records =
+            self.lanes.iter_mut().flat_map(|lane| [lane.asked.take(), lane.latest.take()]);
+        let events: Vec<Event> =
+            records.flatten().map(|record| record.event).chain(self.spare.drain(..)).collect();
+        for event in events {
+            // SAFETY: nobody has the event any more. After the context's end the driver answers with an
+            // error, which leaves nothing to do.
+            let _ = unsafe { event.destroy(self.driver()) };
+        }
+    }
+
+    /// Lanes that are some stream's, for reports.
+    pub(super) fn len(&self) -> usize {
+        self.by_stream.len()
+    }
+}
+
+const _: () = assert!(NOBODY == 0);
