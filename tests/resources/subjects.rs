@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use cuda_sys::types::{CUmemoryPool, CUresult};
+use vpmm::caching::{CachingAllocator, CachingConfig};
 use vpmm::resource::*;
 use vpmm::{Error, MemoryResource, PagedConfig, PendingPolicy, Pool, PoolConfig};
 
@@ -83,6 +84,9 @@ pub(crate) const SUBJECTS: &[Subject] = &[
         name: "logging(pool)",
         make: |rig| shared(logging(pool(rig, malloc(rig))?, LogFormat::Rmm)),
     },
+    Subject { name: "caching", make: |rig| shared(caching(rig, malloc(rig))?) },
+    Subject { name: "caching(cuda-async)", make: |rig| shared(caching(rig, driver_pool(rig)?)?) },
+    Subject { name: "caching(vpmm)", make: |rig| shared(caching(rig, vpmm(rig)?)?) },
     Subject { name: "deep", make: deep },
 ];
 
@@ -165,6 +169,10 @@ pub(crate) fn arena<R: MemoryResource>(rig: &Rig, upstream: R) -> Result<Arena<R
     let mut config = ArenaConfig::default();
     config.arena_bytes = Some(6 * GIB);
     Arena::new(upstream, &rig.device, &config)
+}
+
+fn caching(rig: &Rig, upstream: impl MemoryResource + 'static) -> Result<CachingAllocator, Error> {
+    CachingAllocator::over(upstream, &rig.device, &CachingConfig::default())
 }
 
 /// A log that nobody reads.
