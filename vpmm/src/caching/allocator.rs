@@ -32,6 +32,13 @@ use crate::validate::Violation;
 /// - No lock is held during a driver call that gets or gives back memory.
 /// - Wrong pointers are named: freed before, inside an allocation, foreign, out of date.
 ///
+/// # Streams that end
+/// A stream's end is the last drop of its [`Stream`](crate::Stream). Nothing is asked of it after
+/// that: memory that was allocated on it can be freed later, and goes to a new stream. A
+/// [borrowed](crate::Stream::borrowed) stream may live on. What is enqueued on it after the first drop
+/// of a value that borrowed it is to the allocator another stream's, and must be
+/// [told](Self::record_stream) where it uses memory that was allocated before.
+///
 /// # Captures
 /// No call ends a capture. The library's own streams may allocate and free while they capture; an
 /// event that is to be recorded on one is recorded when its capture is over. The graph must be
