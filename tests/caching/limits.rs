@@ -89,6 +89,34 @@ fn a_request_waits_for_further_streams_before_it_is_given_up() {
 }
 
 #[test]
+fn who_is_waited_for_can_do_what_it_must() {
+    Rig::everywhere(|rig| {
+        let (cached, own) = (rig.cached_with(&fraction(rig, 66)), rig.stream());
+        let (side, another) = (rig.stream(), rig.stream());
+        let held = cached.malloc(64 * MIB, &own);
+        let small = cached.malloc(1000, &own);
+        let stall = rig.stall(side.handle());
+        cached.look_from(&held, &own, &side);
+        cached.free(held, &own);
+        let (cached, own, another) = (&cached, &own, &another);
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                std::thread::sleep(std::time::Duration::from_millis(20));
+                // The request below waits by now. None of this does.
+                another.synchronize().unwrap();
+                cached.look_from(&small, own, another);
+                cached.free(small, own);
+                drop(rig.stream());
+                drop(stall);
+            });
+            let again = cached.malloc(60 * MIB, own);
+            cached.free(again, own);
+        });
+        cached.assert_intact();
+    });
+}
+
+#[test]
 fn memory_of_other_streams_goes_back_for_a_request() {
     Rig::everywhere(|rig| {
         let (cached, own) = (rig.cached_with(&fraction(rig, 64)), rig.stream());

@@ -8,6 +8,7 @@ mod bad_input;
 mod blocks;
 mod captures;
 mod failures;
+mod hits;
 mod limits;
 mod rig;
 mod streams;

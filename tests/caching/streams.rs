@@ -1,6 +1,6 @@
 //! Whose cached memory is: reuse by stream, and streams that end.
 
-use vpmm::{Error, StreamHandle};
+use vpmm::{Error, Stream, StreamHandle};
 
 use crate::rig::{KIB, MIB};
 use crate::support::streams::make;
@@ -140,6 +140,42 @@ fn uses_on_a_stream_that_ended_are_waited_for_by_its_last_event() {
             cached.free(again, &own);
             cached.assert_intact();
         }
+    });
+}
+
+#[test]
+fn a_borrowed_stream_is_as_the_librarys_own_until_it_is_given_back() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let (raw, foreign) = make(rig, 1);
+        // SAFETY: the stream lives to the end of the test.
+        let borrowed = unsafe { Stream::borrowed(&rig.device, foreign) }.expect("a stream");
+        let held = cached.malloc(3 * MIB, &borrowed);
+        let calls = cached.calls(|| {
+            let ptr = cached.allocator.malloc(3 << 20, &borrowed).unwrap();
+            cached.allocator.free(ptr).unwrap();
+        });
+        assert_eq!(calls.total(), 0);
+        drop(borrowed);
+        call!(rig.driver, cuStreamSynchronize(raw));
+        // The next stream has its place, and will have its memory.
+        let other = rig.stream();
+        let of_other = cached.malloc(1000, &other);
+        // It lives on, and works on: a use of another stream from here on.
+        let stall = rig.stall(foreign);
+        held.check(rig, foreign);
+        cached.allocator.record_stream(held.ptr, foreign).unwrap();
+        cached.give_up(&held);
+        let calls = cached.calls(|| cached.allocator.free(held.ptr).unwrap());
+        assert_eq!(calls.count("cuEventRecord"), 1);
+        let apart = cached.malloc(3 * MIB, &other);
+        assert_ne!(apart.address(), held.address(), "the borrowed stream uses it still");
+        cached.free(apart, &other);
+        cached.free(of_other, &other);
+        drop(stall);
+        rig.device.synchronize().unwrap();
+        cached.assert_intact();
+        call!(rig.driver, cuStreamDestroy_v2(raw));
     });
 }
 

@@ -20,8 +20,8 @@ const HELD_BY_PYTORCH: [(&str, u64); 4] = [
 ];
 
 fn open(name: &str) -> Trace {
-    let path = format!("{}/traces/{name}.csv.gz", env!("CARGO_MANIFEST_DIR"));
-    Trace::open(&path).expect("a trace of the repository")
+    // A test runs in its package's folder, wherever it was built.
+    Trace::open(&format!("traces/{name}.csv.gz")).expect("a trace of the repository")
 }
 
 /// Three passes as the peers' programs make them: a free on another stream than the allocation's is
@@ -111,7 +111,11 @@ fn wherever_segments_lie_it_is_within_a_thousandth() {
     let rig = Rig::simulated(Schedule::Eager);
     replay_all(&rig);
     rig.assert_clean();
-    if let Some(rig) = Rig::gpu() {
-        replay_all(&rig);
+    let Some(rig) = Rig::gpu() else { return };
+    let most = HELD_BY_PYTORCH.iter().map(|(_, held)| held + held / 100).max().unwrap_or(0);
+    if rig.device.free_memory().expect("an answer") < most {
+        println!("the GPU part is skipped: it needs {most} bytes");
+        return;
     }
+    replay_all(&rig);
 }

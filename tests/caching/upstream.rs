@@ -3,19 +3,20 @@
 use std::sync::Arc;
 
 use vpmm::caching::{CachingAllocator, CachingConfig};
-use vpmm::resource::{DriverPool, DriverPoolConfig};
+use vpmm::resource::{DeviceMalloc, DriverPool, DriverPoolConfig};
 use vpmm::{MemoryResource, Pool, PoolConfig, StreamHandle};
 
 use crate::rig::{KIB, MIB};
 use crate::support::streams::make;
 use crate::support::{Rig, call};
 
-/// Resources to stand on: the driver's pool and ours are in the order of streams.
+/// Resources to stand on: all but the first are in the order of streams.
 fn upstreams(rig: &Rig) -> Vec<Arc<dyn MemoryResource>> {
     let mut config = PoolConfig::default();
     config.va_size_bytes = Some(1 << 32);
     let below = CachingAllocator::new(&rig.device, &CachingConfig::default()).unwrap();
     vec![
+        Arc::new(DeviceMalloc::new(&rig.device)),
         Arc::new(DriverPool::new(&rig.device, &DriverPoolConfig::default()).unwrap()),
         Arc::new(Pool::new(&rig.device, &config).unwrap()),
         Arc::new(below),
@@ -59,6 +60,37 @@ fn segments_of_foreign_streams_stay_over_a_stream_ordered_resource() {
             cached.assert_intact();
             call!(rig.driver, cuStreamDestroy_v2(raw));
             drop(cached);
+            rig.assert_clean();
+        }
+    });
+}
+
+#[test]
+fn a_thread_needs_no_context() {
+    Rig::everywhere(|rig| {
+        for upstream in upstreams(rig) {
+            let config = CachingConfig::default();
+            let allocator = CachingAllocator::over(upstream, &rig.device, &config).unwrap();
+            let own = rig.stream();
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    for stream in [own.handle(), StreamHandle::LEGACY, StreamHandle::PER_THREAD] {
+                        let ptr = allocator.malloc(3 << 20, stream).unwrap();
+                        allocator.record_stream(ptr, StreamHandle::LEGACY).unwrap();
+                        allocator.record_stream(ptr, own.handle()).unwrap();
+                        allocator.free(ptr).unwrap();
+                        drop(allocator.alloc_zeros::<u8>(9, stream).unwrap());
+                        drop(allocator.alloc_copy(&[7], stream).unwrap());
+                    }
+                    allocator.empty_cache().unwrap();
+                });
+            });
+            // But for what belongs to the thread's own stream, over a resource in stream order.
+            let left = allocator.memory_reserved();
+            let ordered = allocator.upstream().facts().stream_ordered;
+            assert_eq!(left, if ordered { 22 << 20 } else { 0 });
+            allocator.validate().unwrap();
+            drop(allocator);
             rig.assert_clean();
         }
     });

@@ -5,7 +5,7 @@ use cuda_sys::types::CUstream_flags_enum;
 use vpmm::resource::*;
 use vpmm::{Error, MemoryResource, PendingPolicy, StreamHandle};
 
-use crate::subjects::{GIB, MIB, arena};
+use crate::subjects::{GIB, MIB, arena, malloc};
 use crate::support::{Rig, call, streams};
 use crate::watched::Watched;
 
@@ -26,7 +26,7 @@ fn over_malloc(rig: &Rig, bytes: u64) -> CoalescingPool<DeviceMalloc> {
 fn sizes_do_not_wrap() {
     Rig::everywhere(|rig| {
         let pool = over_malloc(rig, 16 * MIB);
-        let arena = arena(rig, DeviceMalloc::new(&rig.device));
+        let arena = arena(rig, malloc(rig)).expect("an arena");
         for resource in [&pool as &dyn MemoryResource, &arena] {
             for less in [0, 1, 10, 254, 255, 256] {
                 let refused = resource.allocate(usize::MAX - less, 256, StreamHandle::LEGACY);
@@ -46,7 +46,7 @@ fn a_double_free_hands_nothing_out_twice() {
         config.blocks_at_once = 16;
         let fixed =
             FixedSize::new(DeviceMalloc::new(&rig.device), &rig.device, &config).expect("blocks");
-        let arena = arena(rig, DeviceMalloc::new(&rig.device));
+        let arena = arena(rig, malloc(rig)).expect("an arena");
         for resource in [&pool as &dyn MemoryResource, &fixed, &arena] {
             for stream in [rig.stream().handle(), StreamHandle::LEGACY, StreamHandle::PER_THREAD] {
                 let ptr = resource.allocate(1000, 256, stream).expect("memory");
@@ -163,7 +163,7 @@ fn what_upstream_gave_one_stream_is_ordered_for_others() {
 #[test]
 fn an_arena_refuses_what_it_does_not_know() {
     Rig::everywhere(|rig| {
-        let arena = arena(rig, DeviceMalloc::new(&rig.device));
+        let arena = arena(rig, malloc(rig)).expect("an arena");
         let other = DeviceMalloc::new(&rig.device);
         let (one, two) = (rig.stream(), rig.stream());
         for bytes in [1000, 4 << 20] {
@@ -227,7 +227,7 @@ fn a_handle_that_comes_again_is_another_stream() {
     Rig::everywhere(|rig| {
         let (mut seen, mut came_again) = (Vec::new(), 0);
         let pool = over_malloc(rig, 32 * MIB);
-        let arena = arena(rig, DeviceMalloc::new(&rig.device));
+        let arena = arena(rig, malloc(rig)).expect("an arena");
         for resource in [&pool as &dyn MemoryResource, &arena] {
             let watched = Watched::new(rig, resource);
             for _ in 0..20 {
@@ -300,7 +300,7 @@ fn no_wait_where_none_is_needed() {
 fn a_hit_makes_no_driver_call() {
     let rig = Rig::simulated(cuda_sim::Schedule::Late { patience: 3 });
     let pool = over_malloc(&rig, 64 * MIB);
-    let arena = arena(&rig, DeviceMalloc::new(&rig.device));
+    let arena = arena(&rig, malloc(&rig)).expect("an arena");
     let binning = Binning::with_powers(DeviceMalloc::new(&rig.device), &rig.device, 8..=20);
     let binning = binning.expect("bins");
     let stream = rig.stream();
@@ -344,7 +344,7 @@ fn lanes_of_streams_that_are_gone_are_used_again() {
     let rig = Rig::simulated(cuda_sim::Schedule::Late { patience: 3 });
     let pool = over_malloc(&rig, 16 * MIB);
     let watched = Watched::new(&rig, &pool);
-    let arena = arena(&rig, DeviceMalloc::new(&rig.device));
+    let arena = arena(&rig, malloc(&rig)).expect("an arena");
     let in_arena = Watched::new(&rig, &arena);
     let before = rig.sim.as_ref().map(|sim| sim.leaks().events);
     for _ in 0..300 {

@@ -4,9 +4,14 @@
 //! Every test runs on the simulator, whose race detector proves the order of uses; those that need
 //! nothing of it run on a GPU too, where there is one.
 
+mod adaptors;
+mod current;
 mod defects;
+mod devices;
+mod failures;
 mod growth;
 mod handovers;
+mod logs;
 mod sequences;
 mod sizes;
 mod streams;

@@ -32,6 +32,13 @@ use crate::validate::Violation;
 /// - No lock is held during a driver call that gets or gives back memory.
 /// - Wrong pointers are named: freed before, inside an allocation, foreign, out of date.
 ///
+/// # Streams that end
+/// A stream's end is the last drop of its [`Stream`](crate::Stream). Nothing is asked of it after
+/// that: memory that was allocated on it can be freed later, and goes to a new stream. A
+/// [borrowed](crate::Stream::borrowed) stream may live on. What is enqueued on it after the first drop
+/// of a value that borrowed it is to the allocator another stream's, and must be
+/// [told](Self::record_stream) where it uses memory that was allocated before.
+///
 /// # Captures
 /// No call ends a capture. The library's own streams may allocate and free while they capture; an
 /// event that is to be recorded on one is recorded when its capture is over. The graph must be
@@ -92,7 +99,8 @@ impl CachingAllocator {
     ///
     /// Over a resource that is [stream-ordered](crate::resource::Facts::stream_ordered) a segment
     /// goes back on the stream that it belongs to. Where that one was made elsewhere, or captures,
-    /// the segment stays until a request on that stream lacks memory, or the allocator ends.
+    /// the segment stays until a request on that stream lacks memory, or the allocator ends, which then
+    /// waits for the whole device.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -244,7 +252,7 @@ impl CachingAllocator {
 
     /// Bytes of free blocks.
     pub fn cached_bytes(&self) -> u64 {
-        self.guarded(0, |core| core.books.lock().free().1)
+        self.guarded(0, |core| core.books.lock().cached().1)
     }
 
     /// Requests that a cached block served, and those that none did.
@@ -260,7 +268,7 @@ impl CachingAllocator {
 
     /// Free blocks.
     pub fn free_block_count(&self) -> usize {
-        self.guarded(0, |core| core.books.lock().free().0)
+        self.guarded(0, |core| core.books.lock().cached().0)
     }
 
     /// Host memory that the allocator's books take, in bytes. It follows the most blocks, streams

@@ -48,6 +48,8 @@ pub(super) struct Block {
     pub(super) tag: Cell<u32>,
     /// Streams that have to come past the free.
     pub(super) waits: Cell<u32>,
+    /// The class of its size, while it is in a set.
+    pub(super) class: Cell<u16>,
     pub(super) kind: Cell<Kind>,
     pub(super) state: Cell<State>,
     /// Whether further streams use it.
@@ -69,6 +71,7 @@ impl Block {
             place: Cell::new(0),
             tag: Cell::new(0),
             waits: Cell::new(0),
+            class: Cell::new(0),
             kind: Cell::new(Kind::Small),
             state: Cell::new(State::Vacant),
             noted: Cell::new(false),

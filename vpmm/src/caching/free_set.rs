@@ -17,7 +17,7 @@ const UNIT_SHIFT: u32 = 9;
 const CLASSES: usize = ((UNIT_BITS - FINENESS + 1) << FINENESS) as usize;
 const WORDS: usize = CLASSES / 64;
 
-const _: () = assert!(WORDS <= 64 && CLASSES.is_multiple_of(64));
+const _: () = assert!(WORDS <= 64 && CLASSES.is_multiple_of(64) && CLASSES <= u16::MAX as usize);
 
 intrusive_adapter!(SizeAdapter = UnsafeRef<Block>: Block { link => RBTreeLink });
 
@@ -98,6 +98,7 @@ impl FreeSet {
     pub(super) unsafe fn insert(&mut self, block: &Block) {
         self.blocks += 1;
         let class = class_of(block.bytes());
+        block.class.set(class as u16);
         // SAFETY: the caller vouches for the block's life; the reference is not null.
         let block = unsafe { UnsafeRef::from_raw(block) };
         let word = &mut self.words[class / 64];
@@ -139,7 +140,7 @@ impl FreeSet {
     #[inline]
     pub(super) unsafe fn remove(&mut self, block: &Block) {
         self.blocks -= 1;
-        let class = class_of(block.bytes());
+        let class = usize::from(block.class.get());
         let word = &mut self.words[class / 64];
         let bit = 1 << (class % 64);
         if word.crowded & bit != 0 {
@@ -237,6 +238,13 @@ impl FreeSet {
     }
 }
 
+/// Nodes are not looked at: a child of the process may find them in the middle of a change.
+impl Drop for FreeSet {
+    fn drop(&mut self) {
+        self.others.iter_mut().for_each(RBTree::fast_clear);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
@@ -257,7 +265,6 @@ mod tests {
 
     #[test]
     fn best_fit_agrees_with_a_sorted_map() {
-        // Dropped after the set, which walks the nodes that are still in it.
         let mut arena = Arena::new();
         let mut set = FreeSet::new();
         let mut model: BTreeMap<(u64, u64), u32> = BTreeMap::new();

@@ -84,7 +84,7 @@ impl Core {
         let limit_bytes = self.limit_bytes();
         let mut books = self.books.lock();
         books.tallies.num_ooms += 1;
-        let (_, free_bytes, largest_free_bytes) = books.free();
+        let (_, free_bytes, largest_free_bytes) = books.cached();
         Error::OutOfMemory {
             requested_bytes,
             free_bytes,
@@ -128,6 +128,11 @@ impl Core {
         segments: Vec<Leaving>,
         alive: Option<(u32, StreamHandle)>,
     ) -> Result<()> {
+        if segments.is_empty() {
+            return Ok(());
+        }
+        // What cannot be asked about is found out segment by segment.
+        let _context = self.device.enter();
         let mut outcome = Ok(());
         for segment in segments {
             let gone = match &outcome {

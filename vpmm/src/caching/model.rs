@@ -431,7 +431,7 @@ fn rules() -> impl Strategy<Value = Rules> {
 /// How many programs: few by default, `PROPTEST_CASES` where it is set.
 fn cases() -> u32 {
     let set = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
-    set.unwrap_or(if cfg!(miri) { 4 } else { 192 })
+    set.unwrap_or(192)
 }
 
 proptest! {
@@ -442,9 +442,10 @@ proptest! {
     })]
 
     #[test]
+    #[cfg_attr(miri, ignore = "too slow; the test below takes the same paths")]
     fn books_go_the_way_of_the_model(
         rules in rules(),
-        program in prop::collection::vec(step(), 1..if cfg!(miri) { 30 } else { 160 }),
+        program in prop::collection::vec(step(), 1..160),
     ) {
         let mut both = Both::new(rules);
         program.iter().for_each(|step| both.run(step));
@@ -474,7 +475,9 @@ fn nodes_are_as_many_as_blocks_however_long_it_goes_on() {
                 both.model.free(at, 0);
             }
         }
-        both.compare();
+        if !cfg!(miri) || round == rounds - 1 {
+            both.compare();
+        }
         if round % 10 == 9 {
             let taken = both.books.take_idle();
             assert_eq!(both.release(taken), both.model_idle());

@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+use std::env::VarError;
 use std::str::FromStr;
 
 use super::config::CachingConfig;
@@ -69,13 +70,15 @@ impl CachingConfig {
     /// # Errors
     /// Those of [`FromStr`]; [`SettingError::NotText`].
     pub fn from_env() -> Parsed<Self> {
+        Self::from_variables(|name| std::env::var(name))
+    }
+
+    fn from_variables(value: impl Fn(&str) -> Result<String, VarError>) -> Parsed<Self> {
         for name in VARIABLES {
-            match std::env::var(name) {
+            match value(name) {
                 Ok(text) => return text.parse(),
-                Err(std::env::VarError::NotPresent) => {}
-                Err(std::env::VarError::NotUnicode(_)) => {
-                    return Err(SettingError::NotText { name });
-                }
+                Err(VarError::NotPresent) => {}
+                Err(VarError::NotUnicode(_)) => return Err(SettingError::NotText { name }),
             }
         }
         Ok(Self::default())
@@ -344,6 +347,28 @@ mod tests {
         assert_eq!(Divisions::uniform(8), Some(config.roundup_power2_divisions));
         let list = parsed("roundup_power2_divisions:[]").roundup_power2_divisions;
         assert_eq!(list, Divisions::default());
+    }
+
+    #[test]
+    fn the_first_variable_that_is_set_counts() {
+        let with = |set: &'static [(&str, &str)]| {
+            CachingConfig::from_variables(move |name| {
+                let found = set.iter().find(|(of, _)| *of == name);
+                found.map(|(_, value)| (*value).to_owned()).ok_or(VarError::NotPresent)
+            })
+        };
+        let [first, second] = VARIABLES;
+        assert_eq!((first, second), ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"));
+        assert_eq!(with(&[]), Ok(CachingConfig::default()));
+        const BOTH: &[(&str, &str)] = &[
+            ("PYTORCH_ALLOC_CONF", "max_split_size_mb:30"),
+            ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:40"),
+        ];
+        assert_eq!(with(BOTH), Ok(parsed("max_split_size_mb:40")));
+        assert_eq!(with(&BOTH[..1]), Ok(parsed("max_split_size_mb:30")));
+        let not_text = |_: &str| Err(VarError::NotUnicode("x".into()));
+        let refused = CachingConfig::from_variables(not_text);
+        assert_eq!(refused, Err(SettingError::NotText { name: first }));
     }
 
     #[test]

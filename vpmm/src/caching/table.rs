@@ -13,6 +13,13 @@ struct Entry {
 
 const EMPTY: Entry = Entry { key: 0, node: VACANT };
 
+/// Where a key is, until the table is changed.
+#[derive(Clone, Copy)]
+pub(super) struct Found {
+    at: usize,
+    pub(super) node: u32,
+}
+
 /// Open addressing with linear probing, at most half full. Removal shifts what follows back, so
 /// that nothing is left of an entry: its size follows the most entries that it ever had at a time.
 pub(super) struct Table {
@@ -68,8 +75,15 @@ impl Table {
 
     #[inline]
     pub(super) fn get(&self, key: u64) -> Option<u32> {
-        let node = self.entries[self.find(key)].node;
-        (node != VACANT).then_some(node)
+        self.entry(key).map(|entry| entry.node)
+    }
+
+    /// A key's entry, from which it can be [removed](Self::remove_entry) without another search.
+    #[inline]
+    pub(super) fn entry(&self, key: u64) -> Option<Found> {
+        let at = self.find(key);
+        let node = self.entries[at].node;
+        (node != VACANT).then_some(Found { at, node })
     }
 
     /// Puts a node in, in the place of any that the key had.
@@ -93,13 +107,16 @@ impl Table {
         *self = larger;
     }
 
-    #[inline]
     pub(super) fn remove(&mut self, key: u64) -> Option<u32> {
-        let mut gap = self.find(key);
-        let node = self.entries[gap].node;
-        if node == VACANT {
-            return None;
-        }
+        let found = self.entry(key)?;
+        self.remove_entry(found);
+        Some(found.node)
+    }
+
+    /// Removes an entry that was found, and nothing was put in or removed since.
+    #[inline]
+    pub(super) fn remove_entry(&mut self, found: Found) {
+        let mut gap = found.at;
         self.used -= 1;
         let mut at = self.after(gap);
         while self.entries[at].node != VACANT {
@@ -113,7 +130,6 @@ impl Table {
             at = self.after(at);
         }
         self.entries[gap] = EMPTY;
-        Some(node)
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (u64, u32)> {

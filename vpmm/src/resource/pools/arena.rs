@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
 
 use smallvec::SmallVec;
 
@@ -77,30 +78,47 @@ type OwnPool<R> = CoalescingPool<Superblocks<R>>;
 /// The arena of one stream.
 struct Own<R: MemoryResource> {
     pool: OwnPool<R>,
+    /// The stream's number. An arena that was given up goes to another stream.
+    stream: AtomicU64,
     /// Its stream is gone.
     has_ended: AtomicBool,
 }
 
-/// Every stream's arena, by the stream's number. It sees streams end.
+/// Shortcuts from streams to their arenas.
+const ROUTES: usize = 256;
+
+/// Every stream's arena. It sees streams end.
 struct Streams<R: MemoryResource> {
     device: Device,
-    by_stream: RwLock<HashMap<u64, Arc<Own<R>>>>,
+    /// A direct-mapped cache of the register: null, or arenas of it.
+    routes: [AtomicPtr<Own<R>>; ROUTES],
+    register: RwLock<Register<R>>,
 }
 
-/// Whose each superblock is: the number of the stream, by the first address; with its bytes.
-type Owners = Mutex<BTreeMap<u64, (u64, u64)>>;
+struct Register<R: MemoryResource> {
+    /// Boxed, so that they stay where they are; none is dropped before the register.
+    #[allow(clippy::vec_box, reason = "they stay where they are while the list grows")]
+    all: Vec<Box<Own<R>>>,
+    /// Places in `all`, by the stream's number.
+    by_stream: HashMap<u64, u32>,
+    /// Arenas that were given up.
+    vacant: Vec<u32>,
+}
+
+/// Whose each superblock is: the place of the arena, by the first address; with its bytes.
+type Owners = Mutex<BTreeMap<u64, (u64, u32)>>;
 
 /// The shared arena, as one stream's arena sees it.
 struct Superblocks<R: MemoryResource> {
     shared: Arc<CoalescingPool<R>>,
     owners: Arc<Owners>,
-    stream: u64,
+    own: u32,
 }
 
 impl<R: MemoryResource> MemoryResource for Superblocks<R> {
     fn allocate(&self, bytes: usize, align: usize, stream: StreamHandle) -> Result<DevicePtr> {
         let ptr = self.shared.allocate(bytes, align, stream)?;
-        lock(&self.owners).insert(ptr.address(), (bytes as u64, self.stream));
+        lock(&self.owners).insert(ptr.address(), (bytes as u64, self.own));
         Ok(ptr)
     }
 
@@ -130,14 +148,66 @@ impl<R: MemoryResource> MemoryResource for Superblocks<R> {
 }
 
 impl<R: MemoryResource> Streams<R> {
-    fn find(&self, stream: u64) -> Option<Arc<Own<R>>> {
-        let streams = self.by_stream.read().unwrap_or_else(PoisonError::into_inner);
-        streams.get(&stream).cloned()
+    fn new(device: &Device) -> Self {
+        let register = Register { all: Vec::new(), by_stream: HashMap::new(), vacant: Vec::new() };
+        Self {
+            device: device.clone(),
+            routes: [const { AtomicPtr::new(ptr::null_mut()) }; ROUTES],
+            register: RwLock::new(register),
+        }
     }
 
-    fn all(&self) -> Vec<(u64, Arc<Own<R>>)> {
-        let streams = self.by_stream.read().unwrap_or_else(PoisonError::into_inner);
-        streams.iter().map(|(stream, own)| (*stream, Arc::clone(own))).collect()
+    fn read(&self) -> RwLockReadGuard<'_, Register<R>> {
+        self.register.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Register<R>> {
+        self.register.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// An arena of the register, without its lock.
+    fn keep<'a>(&'a self, own: &Own<R>) -> &'a Own<R> {
+        // SAFETY: arenas are boxed, so they stay where they are while the list grows, and none is dropped
+        // before the register, which `self` has.
+        unsafe { &*ptr::from_ref(own) }
+    }
+
+    fn at(&self, place: u32) -> Option<&Own<R>> {
+        self.read().all.get(place as usize).map(|own| self.keep(own))
+    }
+
+    fn all(&self) -> Vec<&Own<R>> {
+        self.read().all.iter().map(|own| self.keep(own)).collect()
+    }
+
+    fn route(&self, stream: u64) -> &AtomicPtr<Own<R>> {
+        // Fibonacci hashing: the driver counts streams up.
+        &self.routes[(stream.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as usize % ROUTES]
+    }
+
+    /// The arena of a stream, if it has one: as a rule without a lock.
+    #[inline]
+    fn find(&self, stream: u64) -> Option<&Own<R>> {
+        let own = self.route(stream).load(Ordering::Acquire);
+        // SAFETY: routes hold null or arenas of the register, which live as long as `self`: see `keep`.
+        let own = unsafe { own.as_ref() }.filter(|own| own.is_of(stream));
+        own.or_else(|| self.look_up(stream))
+    }
+
+    #[cold]
+    fn look_up(&self, stream: u64) -> Option<&Own<R>> {
+        let register = self.read();
+        let place = *register.by_stream.get(&stream)?;
+        let own = register.all.get(place as usize)?;
+        // Under the lock that arenas change streams under.
+        self.route(stream).store(ptr::from_ref::<Own<R>>(own).cast_mut(), Ordering::Release);
+        Some(self.keep(own))
+    }
+}
+
+impl<R: MemoryResource> Own<R> {
+    fn is_of(&self, stream: u64) -> bool {
+        self.stream.load(Ordering::Relaxed) == stream
     }
 }
 
@@ -175,8 +245,7 @@ impl<R: MemoryResource + 'static> Arena<R> {
         let (initial_bytes, max_bytes) = (arena_bytes, Some(arena_bytes));
         let all = CoalescingConfig { initial_bytes, max_bytes, ..Default::default() };
         let shared = Arc::new(CoalescingPool::new(upstream, device, &all)?);
-        let streams =
-            Arc::new(Streams { device: device.clone(), by_stream: RwLock::new(HashMap::new()) });
+        let streams = Arc::new(Streams::new(device));
         let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&streams) as _;
         device.driver().watch_streams(watcher);
         let owners = Arc::default();
@@ -190,7 +259,8 @@ impl<R: MemoryResource + 'static> Arena<R> {
     }
 
     /// The arena of a stream, made if there is none.
-    fn own(&self, named: Named, stream: StreamHandle) -> Result<Arc<Own<R>>> {
+    #[inline]
+    fn own(&self, named: Named, stream: StreamHandle) -> Result<&Own<R>> {
         match self.streams.find(named.stream()) {
             Some(own) => Ok(own),
             None => self.open(named, stream),
@@ -198,31 +268,52 @@ impl<R: MemoryResource + 'static> Arena<R> {
     }
 
     #[cold]
-    fn open(&self, named: Named, stream: StreamHandle) -> Result<Arc<Own<R>>> {
+    fn open(&self, named: Named, stream: StreamHandle) -> Result<&Own<R>> {
         self.give_up_ended(stream);
         let number = named.stream();
-        let (shared, owners) = (Arc::clone(&self.shared), Arc::clone(&self.owners));
-        let pool = CoalescingPool::growing_by(
-            Superblocks { shared, owners, stream: number },
-            &self.device,
-            &CoalescingConfig::default(),
-            Growth::By(SUPERBLOCK),
-        )?;
-        let new = Arc::new(Own { pool, has_ended: AtomicBool::new(false) });
-        let mut streams = self.streams.by_stream.write().unwrap_or_else(PoisonError::into_inner);
-        Ok(Arc::clone(streams.entry(number).or_insert(new)))
+        let mut register = self.streams.write();
+        if let Some(place) = register.by_stream.get(&number) {
+            return Ok(self.streams.keep(&register.all[*place as usize]));
+        }
+        let place = match register.vacant.pop() {
+            Some(place) => {
+                let own = &register.all[place as usize];
+                own.has_ended.store(false, Ordering::Relaxed);
+                own.stream.store(number, Ordering::Relaxed);
+                place
+            }
+            None => {
+                let place = register.all.len() as u32;
+                let (shared, owners) = (Arc::clone(&self.shared), Arc::clone(&self.owners));
+                let pool = CoalescingPool::growing_by(
+                    Superblocks { shared, owners, own: place },
+                    &self.device,
+                    &CoalescingConfig::default(),
+                    Growth::By(SUPERBLOCK),
+                )?;
+                let (stream, has_ended) = (AtomicU64::new(number), AtomicBool::new(false));
+                register.all.push(Box::new(Own { pool, stream, has_ended }));
+                place
+            }
+        };
+        register.by_stream.insert(number, place);
+        Ok(self.streams.keep(&register.all[place as usize]))
     }
 
     /// Gives up the arenas of streams that have ended, as far as nothing of them is in use.
     fn give_up_ended(&self, stream: StreamHandle) {
-        let ended = |own: &Own<R>| own.has_ended.load(Ordering::Relaxed);
-        for (number, own) in self.streams.all().into_iter().filter(|(_, own)| ended(own)) {
+        for own in self.streams.all() {
+            if !own.has_ended.load(Ordering::Relaxed) {
+                continue;
+            }
             // What fails here is tried again when the next stream comes.
             let _ = own.pool.trim(stream, false);
             if own.pool.pool_bytes() == 0 {
-                let mut streams =
-                    self.streams.by_stream.write().unwrap_or_else(PoisonError::into_inner);
-                streams.remove(&number);
+                let mut register = self.streams.write();
+                let number = own.stream.load(Ordering::Relaxed);
+                if let Some(place) = register.by_stream.remove(&number) {
+                    register.vacant.push(place);
+                }
             }
         }
     }
@@ -230,7 +321,7 @@ impl<R: MemoryResource + 'static> Arena<R> {
     /// Brings superblocks that are wholly free back to the shared arena; whether there were any.
     fn call_in(&self, stream: StreamHandle, wait: bool) -> Result<bool> {
         let mut any = false;
-        for (_, own) in self.streams.all() {
+        for own in self.streams.all() {
             any |= own.pool.trim(stream, wait)? > 0;
         }
         Ok(any)
@@ -247,7 +338,8 @@ impl<R: MemoryResource + 'static> Arena<R> {
             .streams
             .all()
             .into_iter()
-            .map(|(number, own)| (number, Part::of(&own.pool)))
+            .map(|own| (own.stream.load(Ordering::Relaxed), Part::of(&own.pool)))
+            .filter(|(_, part)| part.bytes > 0)
             .collect();
         streams.sort_unstable_by_key(|(number, _)| *number);
         ArenaDump { shared, superblock_bytes, superblock_count, streams }
@@ -327,7 +419,7 @@ impl ArenaDump {
         self.shared.largest_free_bytes
     }
 
-    /// How many streams have an arena.
+    /// How many streams' arenas have memory.
     pub fn streams(&self) -> usize {
         self.streams.len()
     }
@@ -424,7 +516,7 @@ impl<R: MemoryResource + 'static> MemoryResource for Arena<R> {
             let below = owners.range(..=address).next_back();
             below.filter(|(start, (bytes, _))| address - **start < *bytes).map(|(_, of)| of.1)
         };
-        match owner.and_then(|number| self.streams.find(number)) {
+        match owner.and_then(|place| self.streams.at(place)) {
             Some(own) => own.pool.free_named(named, address, asked),
             // A large one, with a wrong size; or nothing of this arena.
             None => self.shared.free_named(named, address, asked),

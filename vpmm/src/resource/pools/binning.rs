@@ -2,10 +2,12 @@
 
 #![forbid(unsafe_code)]
 
+use std::collections::HashSet;
 use std::fmt;
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 
 use super::fixed_size::{FixedSize, FixedSizeConfig};
+use super::lock;
 use crate::device::{Device, StreamHandle};
 use crate::error::{Error, Result};
 use crate::resource::request::{check_align, is_of_nothing, rounded};
@@ -42,10 +44,50 @@ const AT_ONCE: usize = 32 << 20;
 /// ```
 pub struct Binning<R> {
     upstream: Arc<R>,
+    /// What the bins of its own have from upstream: allocations there, and none of the callers'.
+    chunks: Arc<Chunks>,
     device: Device,
     /// By size, the least first. Replaced as a whole where one is added.
     bins: RwLock<Arc<[Bin]>>,
     identity: Identity,
+}
+
+type Chunks = Mutex<HashSet<u64>>;
+
+/// Upstream, as the bins of its own see it.
+struct ForBins<R> {
+    upstream: Arc<R>,
+    chunks: Arc<Chunks>,
+}
+
+impl<R: MemoryResource> MemoryResource for ForBins<R> {
+    fn allocate(&self, bytes: usize, align: usize, stream: StreamHandle) -> Result<DevicePtr> {
+        let ptr = self.upstream.allocate(bytes, align, stream)?;
+        lock(&self.chunks).insert(ptr.address());
+        Ok(ptr)
+    }
+
+    fn deallocate(
+        &self,
+        ptr: DevicePtr,
+        bytes: usize,
+        align: usize,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        // Out of the table first: once it is freed, the address may be a caller's.
+        lock(&self.chunks).remove(&ptr.address());
+        self.upstream.deallocate(ptr, bytes, align, stream).inspect_err(|_| {
+            lock(&self.chunks).insert(ptr.address());
+        })
+    }
+
+    fn facts(&self) -> Facts {
+        self.upstream.facts()
+    }
+
+    fn describe(&self) -> Description {
+        self.upstream.describe()
+    }
 }
 
 #[derive(Clone)]
@@ -59,6 +101,7 @@ impl<R: MemoryResource + 'static> Binning<R> {
     pub fn new(upstream: R, device: &Device) -> Self {
         Self {
             upstream: Arc::new(upstream),
+            chunks: Arc::default(),
             device: device.clone(),
             bins: RwLock::new(Arc::from([])),
             identity: Identity::unique(),
@@ -104,7 +147,9 @@ impl<R: MemoryResource + 'static> Binning<R> {
         config.block_bytes = bytes;
         config.blocks_at_once = (AT_ONCE / bytes.max(1)).clamp(1, config.blocks_at_once);
         config.at_start = false;
-        let blocks = FixedSize::new(Arc::clone(&self.upstream), &self.device, &config)?;
+        let (upstream, chunks) = (Arc::clone(&self.upstream), Arc::clone(&self.chunks));
+        let upstream = ForBins { upstream, chunks };
+        let blocks = FixedSize::new(upstream, &self.device, &config)?;
         let bytes = blocks.block_bytes() as u64;
         self.add(Bin { bytes, resource: Arc::new(blocks) });
         Ok(())
@@ -184,7 +229,12 @@ impl<R: MemoryResource> MemoryResource for Binning<R> {
         }
         let rounded = rounded(bytes)?;
         let bins = self.read();
-        for bin in &bins[first_of(&bins, rounded)..] {
+        let first = first_of(&bins, rounded);
+        // A bin's chunk begins where its first block does: a size too large for that bin must not free the
+        // chunk. A lesser bin names what is wrong.
+        let is_chunk = || lock(&self.chunks).contains(&ptr.address());
+        let lesser = if bins[first..].is_empty() && !is_chunk() { 0..0 } else { 0..first };
+        for bin in bins[first..].iter().chain(&bins[lesser]) {
             match bin.resource.deallocate(ptr, bytes, align, stream) {
                 // Allocated before the bin was added, or with a greater alignment than it has.
                 Err(Error::ForeignPointer { .. }) => {}

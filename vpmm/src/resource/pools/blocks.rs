@@ -4,6 +4,10 @@
 //! chunk  [live 256][free, lane 2, epoch 7][live 1024][free, lane 0]     nodes, linked by address
 //! ```
 //!
+//! What was freed last stands aside as it is, by lane and size, for the next request of that size: joined with
+//! nothing, in no set, and bounded. [`Blocks::settle`] makes it free blocks like others; who looks at what other
+//! lanes have free does that first.
+//!
 //! A chunk is what was got from upstream at once; blocks never reach from one into another. A free block
 //! belongs to a lane (a stream), or to lane 0, which is nobody: then every stream may have it. Its epoch
 //! says how late its lane may still use it. Neighbours of one lane are one block.
@@ -13,7 +17,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
 
-use super::sizes::{Sized, Sizes};
+use super::sizes::{Sized, Sizes, UNIT};
 use crate::error::{Error, Result};
 use crate::units::DevicePtr;
 
@@ -23,6 +27,44 @@ pub(super) const NOBODY: u32 = 0;
 const LIVE: u32 = u32::MAX;
 /// In the place of a node: there is none.
 const NONE: u32 = u32::MAX;
+/// Added to a lane: the block is free, and stands aside.
+const ASIDE: u32 = 1 << 31;
+
+/// Stacks of blocks that stand aside, for each lane: one size each.
+const STACKS: usize = 64;
+/// Blocks in each stack.
+const DEPTH: usize = 8;
+/// What a lane may have aside, in bytes; or this fraction of all chunks; or one block.
+const ASIDE_BYTES: u64 = 8 << 20;
+const ASIDE_OF_ALL: u64 = 64;
+
+/// Freed blocks of one lane and size, the latest last.
+#[derive(Clone, Copy, Debug)]
+struct Stack {
+    bytes: u64,
+    count: u8,
+    nodes: [u32; DEPTH],
+}
+
+/// What stands aside of one lane.
+#[derive(Debug)]
+struct Front {
+    stacks: [Stack; STACKS],
+    bytes: u64,
+}
+
+impl Front {
+    fn new() -> Box<Self> {
+        let empty = Stack { bytes: 0, count: 0, nodes: [NONE; DEPTH] };
+        Box::new(Self { stacks: [empty; STACKS], bytes: 0 })
+    }
+
+    #[inline]
+    fn stack(&mut self, bytes: u64) -> &mut Stack {
+        let hash = (bytes / UNIT).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 58;
+        &mut self.stacks[hash as usize % STACKS]
+    }
+}
 
 #[derive(Clone, Copy, Debug)]
 struct Node {
@@ -74,12 +116,16 @@ pub(super) type ByAddress<T> = HashMap<u64, T, BuildHasherDefault<AddressHasher>
 pub(super) struct Blocks {
     nodes: Vec<Node>,
     vacant: Vec<u32>,
-    live: ByAddress<u32>,
+    /// Every block that is live or stands aside, by its address.
+    known: ByAddress<u32>,
     live_bytes: u64,
     chunks: BTreeMap<u64, Chunk>,
     chunk_bytes: u64,
+    live_count: usize,
     /// The free blocks of each lane.
     free: Vec<Sizes>,
+    /// What stands aside of each lane.
+    fronts: Vec<Option<Box<Front>>>,
 }
 
 impl Blocks {
@@ -94,7 +140,7 @@ impl Blocks {
     }
 
     pub(super) fn live_count(&self) -> usize {
-        self.live.len()
+        self.live_count
     }
 
     pub(super) fn free_bytes(&self) -> u64 {
@@ -106,8 +152,106 @@ impl Blocks {
         self.free.iter().map(Sizes::longest).max().unwrap_or(0)
     }
 
+    /// Whether anything of a lane is free, aside or not.
     pub(super) fn has_free(&self, lane: u32) -> bool {
-        self.free.get(lane as usize).is_some_and(|free| !free.is_empty())
+        let front = self.fronts.get(lane as usize).and_then(Option::as_ref);
+        let free = self.free.get(lane as usize);
+        free.is_some_and(|free| !free.is_empty()) || front.is_some_and(|front| front.bytes > 0)
+    }
+
+    /// A block of just this size that stands aside for a lane is handed out again.
+    #[inline]
+    pub(super) fn take_aside(&mut self, lane: u32, bytes: u64, asked: u64) -> Option<u64> {
+        let front = self.fronts.get_mut(lane as usize)?.as_mut()?;
+        let stack = front.stack(bytes);
+        if stack.bytes != bytes || stack.count == 0 {
+            return None;
+        }
+        stack.count -= 1;
+        let id = stack.nodes[stack.count as usize % DEPTH];
+        front.bytes -= bytes;
+        let node = &mut self.nodes[id as usize];
+        (node.lane, node.asked) = (LIVE, asked);
+        self.live_bytes += bytes;
+        self.live_count += 1;
+        Some(node.start)
+    }
+
+    /// Puts a freed block aside, if there is room.
+    #[inline]
+    fn put_aside(&mut self, id: u32, lane: u32, bytes: u64) -> bool {
+        let most = ASIDE_BYTES.max(self.chunk_bytes / ASIDE_OF_ALL);
+        let Some(Some(front)) = self.fronts.get_mut(lane as usize) else {
+            return self.open_front(id, lane, bytes);
+        };
+        if front.bytes != 0 && front.bytes + bytes > most {
+            return false;
+        }
+        let stack = front.stack(bytes);
+        if stack.bytes != bytes {
+            if stack.count != 0 {
+                return self.replace_stack(id, lane, bytes);
+            }
+            stack.bytes = bytes;
+        }
+        if stack.count as usize == DEPTH {
+            return false;
+        }
+        stack.nodes[stack.count as usize] = id;
+        stack.count += 1;
+        front.bytes += bytes;
+        self.nodes[id as usize].lane = lane | ASIDE;
+        true
+    }
+
+    #[cold]
+    fn open_front(&mut self, id: u32, lane: u32, bytes: u64) -> bool {
+        let lane_index = lane as usize;
+        if lane_index >= self.fronts.len() {
+            self.fronts.resize_with(lane_index + 1, || None);
+        }
+        self.fronts[lane_index] = Some(Front::new());
+        self.put_aside(id, lane, bytes)
+    }
+
+    /// The stack has blocks of another size, which settle.
+    #[cold]
+    fn replace_stack(&mut self, id: u32, lane: u32, bytes: u64) -> bool {
+        let Some(Some(front)) = self.fronts.get_mut(lane as usize) else { return false };
+        let stack = front.stack(bytes);
+        let former = *stack;
+        (stack.bytes, stack.count) = (bytes, 0);
+        front.bytes -= former.bytes * u64::from(former.count);
+        former.nodes[..former.count as usize].iter().for_each(|former| self.settle_one(*former));
+        self.put_aside(id, lane, bytes)
+    }
+
+    fn settle_one(&mut self, id: u32) {
+        let node = &mut self.nodes[id as usize];
+        node.lane &= !ASIDE;
+        let start = node.start;
+        self.known.remove(&start);
+        self.enter(id);
+    }
+
+    /// What stands aside of a lane becomes free blocks like others.
+    pub(super) fn settle(&mut self, lane: u32) {
+        let Some(Some(front)) = self.fronts.get_mut(lane as usize) else { return };
+        if front.bytes == 0 {
+            return;
+        }
+        front.bytes = 0;
+        let mut all: Vec<u32> = Vec::new();
+        for stack in &mut front.stacks {
+            all.extend(&stack.nodes[..stack.count as usize]);
+            stack.count = 0;
+        }
+        all.into_iter().for_each(|id| self.settle_one(id));
+    }
+
+    /// What stands aside of any lane becomes free blocks like others.
+    pub(super) fn settle_all(&mut self) {
+        (0..self.fronts.len() as u32).for_each(|lane| self.settle(lane));
     }
 
     /// The smallest sufficient block of a lane.
@@ -181,16 +325,21 @@ impl Blocks {
         }
         let taken = &mut self.nodes[id as usize];
         (taken.bytes, taken.lane, taken.asked) = (bytes, LIVE, asked);
-        self.live.insert(node.start, id);
+        self.known.insert(node.start, id);
         self.live_bytes += bytes;
+        self.live_count += 1;
         node.start
     }
 
     /// The live block that begins at an address and was asked for with this size.
     #[inline]
     pub(super) fn find(&self, address: u64, asked: u64) -> Result<u32> {
-        let Some(&id) = self.live.get(&address) else { return Err(self.why_not(address)) };
-        let bytes = self.nodes[id as usize].asked;
+        let Some(&id) = self.known.get(&address) else { return Err(self.why_not(address)) };
+        let node = &self.nodes[id as usize];
+        if node.lane != LIVE {
+            return Err(Error::DoubleFree { address });
+        }
+        let bytes = node.asked;
         if bytes == asked {
             Ok(id)
         } else {
@@ -231,11 +380,16 @@ impl Blocks {
     #[inline]
     pub(super) fn free(&mut self, id: u32, lane: u32, epoch: u64) {
         let node = &mut self.nodes[id as usize];
-        (node.lane, node.epoch) = (lane, epoch);
+        node.epoch = epoch;
         let (start, bytes) = (node.start, node.bytes);
-        self.live.remove(&start);
         self.live_bytes -= bytes;
-        self.enter(id);
+        self.live_count -= 1;
+        // No neighbour's until it has its place.
+        if !self.put_aside(id, lane, bytes) {
+            self.nodes[id as usize].lane = lane;
+            self.known.remove(&start);
+            self.enter(id);
+        }
     }
 
     /// Puts a free block that is in no set into its lane's, joined with its neighbours.
@@ -284,6 +438,7 @@ impl Blocks {
 
     /// What a lane has up to an epoch becomes nobody's.
     pub(super) fn pass(&mut self, lane: u32, epoch: u64) {
+        self.settle(lane);
         let Some(free) = self.free.get(lane as usize) else { return };
         let passed: Vec<u32> = free
             .iter()
@@ -301,7 +456,7 @@ impl Blocks {
             let mut run = Run::default();
             for id in self.chunk_nodes(chunk) {
                 let node = &self.nodes[id as usize];
-                if node.lane == LIVE || !usable(node.lane) {
+                if node.lane >= ASIDE || !usable(node.lane) {
                     run.clear();
                     continue;
                 }
@@ -346,7 +501,7 @@ impl Blocks {
     pub(super) fn whole_chunk(&self, usable: impl Fn(u32) -> bool) -> Option<Run> {
         let is_free = |id: u32| {
             let lane = self.nodes[id as usize].lane;
-            lane != LIVE && usable(lane)
+            lane < ASIDE && usable(lane)
         };
         let whole = |chunk: &&Chunk| self.chunk_nodes(chunk).all(is_free);
         let chunk = self.chunks.values().filter(whole).max_by_key(|chunk| chunk.bytes)?;
@@ -389,7 +544,7 @@ impl Blocks {
     /// Whether all that must hold does: the name of what does not.
     #[cfg(test)]
     pub(super) fn check(&self) -> std::result::Result<(), &'static str> {
-        let (mut live, mut free) = (0, 0);
+        let (mut live, mut free, mut aside) = (0, 0, 0);
         for chunk in self.chunks.values() {
             let (mut at, mut previous, mut last_lane) = (chunk.ptr.address(), NONE, LIVE);
             for id in self.chunk_nodes(chunk) {
@@ -397,11 +552,21 @@ impl Blocks {
                 if node.start != at || node.previous != previous {
                     return Err("blocks of a chunk follow one another");
                 }
+                if node.lane >= ASIDE && self.known.get(&node.start) != Some(&id) {
+                    return Err("a live block, and one aside, is in the table");
+                }
                 if node.lane == LIVE {
-                    if self.live.get(&node.start) != Some(&id) {
-                        return Err("a live block is in the table");
-                    }
                     live += node.bytes;
+                } else if node.lane >= ASIDE {
+                    let front = self.fronts[(node.lane & !ASIDE) as usize].as_ref();
+                    let has = |stack: &Stack| {
+                        stack.bytes == node.bytes
+                            && stack.nodes[..stack.count as usize].contains(&id)
+                    };
+                    if !front.is_some_and(|front| front.stacks.iter().any(has)) {
+                        return Err("a block aside is in its lane's front");
+                    }
+                    aside += node.bytes;
                 } else {
                     if node.lane == last_lane {
                         return Err("neighbours of one lane are one block");
@@ -418,7 +583,11 @@ impl Blocks {
             }
         }
         let in_sets: u64 = self.free.iter().map(Sizes::bytes).sum();
-        if live != self.live_bytes || free != in_sets || live + free != self.chunk_bytes {
+        let in_fronts: u64 = self.fronts.iter().flatten().map(|front| front.bytes).sum();
+        if aside != in_fronts || live + free + aside != self.chunk_bytes {
+            return Err("every byte is live, free or aside");
+        }
+        if live != self.live_bytes || free != in_sets {
             return Err("sums are right");
         }
         Ok(())
@@ -459,13 +628,13 @@ impl Run {
 
 #[cfg(test)]
 mod tests {
-    use super::super::sizes::UNIT;
     use super::*;
     use proptest::prelude::*;
 
     #[derive(Clone, Debug)]
     enum Step {
         Take { lane: u32, units: u64 },
+        Again { lane: u32, units: u64 },
         Free { which: usize, lane: u32 },
         Pass { lane: u32, back: u64 },
         Join { units: u64, lane: u32 },
@@ -476,11 +645,12 @@ mod tests {
     fn step() -> impl Strategy<Value = Step> {
         let lane = 0_u32..4;
         prop_oneof![
-            4 => (lane.clone(), 1_u64..20).prop_map(|(lane, units)| Step::Take { lane, units }),
+            4 => (lane.clone(), 1_u64..90).prop_map(|(lane, units)| Step::Take { lane, units }),
+            2 => (lane.clone(), 1_u64..90).prop_map(|(lane, units)| Step::Again { lane, units }),
             4 => (any::<usize>(), 1_u32..4).prop_map(|(which, lane)| Step::Free { which, lane }),
             1 => (1_u32..4, 0_u64..20).prop_map(|(lane, back)| Step::Pass { lane, back }),
-            1 => (1_u64..60, 1_u32..4).prop_map(|(units, lane)| Step::Join { units, lane }),
-            1 => (1_u64..80, lane).prop_map(|(units, lane)| Step::Chunk { units, lane }),
+            1 => (1_u64..200, 1_u32..4).prop_map(|(units, lane)| Step::Join { units, lane }),
+            1 => (1_u64..400, lane).prop_map(|(units, lane)| Step::Chunk { units, lane }),
             1 => Just(Step::Remove),
         ]
     }
@@ -488,13 +658,20 @@ mod tests {
     proptest! {
         /// Any steps keep what must hold, and no two live blocks overlap.
         #[test]
-        fn what_must_hold_does(steps in proptest::collection::vec(step(), 1..120)) {
+        fn what_must_hold_does(steps in proptest::collection::vec(step(), 1..200)) {
             let mut blocks = Blocks::default();
             let mut live: Vec<(u64, u64)> = Vec::new();
             let (mut base, mut epoch) = (1_u64 << 40, 1);
             for step in steps {
                 epoch += 1;
                 match step {
+                    Step::Again { lane, units } => {
+                        let asked = units * UNIT - 3;
+                        if let Some(address) = blocks.take_aside(lane, units * UNIT, asked) {
+                            prop_assert!(live.iter().all(|(start, _)| *start != address));
+                            live.push((address, units * UNIT));
+                        }
+                    }
                     Step::Take { lane, units } => {
                         if let Some(found) = blocks.best_fit(lane, units * UNIT) {
                             let address = blocks.take(found, units * UNIT, units * UNIT - 3);
@@ -518,6 +695,7 @@ mod tests {
                     Step::Free { .. } => {}
                     Step::Pass { lane, back } => blocks.pass(lane, epoch.saturating_sub(back)),
                     Step::Join { units, lane } => {
+                        blocks.settle_all();
                         if let Some(run) = blocks.run(units * UNIT, |_| true) {
                             prop_assert!(!run.lanes().is_empty());
                             blocks.join(&run, lane, epoch);
@@ -531,6 +709,7 @@ mod tests {
                         base += (units + units % 2) * UNIT;
                     }
                     Step::Remove => {
+                        blocks.settle_all();
                         let held = blocks.held();
                         if let Some(whole) = blocks.whole_chunk(|_| true) {
                             let Some(chunk) = blocks.remove_chunk(&whole) else {

@@ -19,8 +19,6 @@
 //!   has waited for.
 //! - **L3** Epochs of a lane only grow, whichever stream has it: an old wait says nothing about a new stream.
 
-use std::collections::HashMap;
-
 use smallvec::SmallVec;
 
 use crate::default::stream_is_capturing;
@@ -30,10 +28,13 @@ use crate::error::{Error, Result};
 use crate::event::{BesideCaptures, Event};
 use crate::ordering::{Mark, next_pool};
 
-use super::blocks::NOBODY;
+use super::blocks::{ByAddress, NOBODY};
 
 /// The legacy default stream's number here; the driver's own numbers do not come so far.
 const LEGACY: u64 = u64::MAX;
+
+/// No stream's number.
+const NO_STREAM: u64 = u64::MAX - 1;
 
 /// Spare events that are kept.
 const SPARES: usize = 64;
@@ -113,7 +114,9 @@ impl Lane {
 #[derive(Debug)]
 pub(super) struct Lanes {
     device: Device,
-    by_stream: HashMap<u64, u32>,
+    by_stream: ByAddress<u32>,
+    /// The stream that called last, and its lane.
+    last: (u64, u32),
     /// The first is nobody's.
     lanes: Vec<Lane>,
     spare: Vec<Event>,
@@ -153,7 +156,8 @@ impl Lanes {
     pub(super) fn new(device: &Device) -> Self {
         let mut lanes = Self {
             device: device.clone(),
-            by_stream: HashMap::new(),
+            by_stream: ByAddress::default(),
+            last: (NO_STREAM, NOBODY),
             lanes: Vec::new(),
             spare: Vec::new(),
             number: next_pool(),
@@ -189,6 +193,17 @@ impl Lanes {
     /// it can be given to another stream.
     #[inline]
     pub(super) fn lane(&mut self, named: Named, is_empty: impl Fn(u32) -> bool) -> Result<u32> {
+        if self.last.0 == named.stream && named.recording != Recording::Eager {
+            return Ok(self.last.1);
+        }
+        let lane = self.find(named, is_empty)?;
+        if self.lanes[lane as usize].recording != Recording::Eager {
+            self.last = (named.stream, lane);
+        }
+        Ok(lane)
+    }
+
+    fn find(&mut self, named: Named, is_empty: impl Fn(u32) -> bool) -> Result<u32> {
         match self.by_stream.get(&named.stream) {
             Some(&lane) => {
                 let known = &mut self.lanes[lane as usize];

@@ -12,6 +12,10 @@
 //! event is recorded on a stream that captures: it would become a node of the graph. No event is
 //! recorded on a stream that has ended: its last one, recorded at its end, stands for all.
 
+mod lives;
+
+pub(super) use lives::Life;
+
 use std::collections::VecDeque;
 use std::sync::TryLockError;
 use std::sync::atomic::Ordering;
@@ -19,7 +23,7 @@ use std::sync::atomic::Ordering;
 use cuda_sys::types::CUresult;
 use smallvec::SmallVec;
 
-use super::books::{Books, Use};
+use super::books::Use;
 use super::core::{Core, lock};
 use crate::default::{Recorded, record_beside_captures, stream_is_capturing};
 use crate::device::StreamHandle;
@@ -27,21 +31,6 @@ use crate::driver::Driver;
 use crate::error::{Error, Result};
 use crate::event::{BesideCaptures, Event};
 use crate::units::DevicePtr;
-
-/// What is known of the stream at a place.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Life {
-    /// Alive, and its end will be told.
-    Lasting(StreamHandle),
-    /// Nobody tells of its end: its handle is good for a call that it is given to.
-    Foreign,
-    /// Ended; behind this event nothing of its work is left.
-    Ended(Event),
-    /// Ended, and so has all its work.
-    Over,
-    /// Ended where no event could be recorded, at this point in time.
-    Lost(u64),
-}
 
 /// A block that waits for an event.
 struct Waiter {
@@ -101,101 +90,6 @@ enum Made {
 impl Waits {
     pub(super) fn now(&self) -> u64 {
         self.sequence
-    }
-
-    /// A place has a new stream.
-    pub(super) fn begin(&mut self, place: u32, life: Life) {
-        match self.places.get_mut(place as usize) {
-            Some(of) => of.life = life,
-            None => self.places.push(OfPlace { life, queue: VecDeque::new(), deferred: 0 }),
-        }
-    }
-
-    /// A place to give to a new stream, if there is one: of a stream whose work is over, whose memory
-    /// the new one inherits; or of one that nobody may ever name again and that has no memory.
-    pub(super) fn vacant(&self, books: &Books) -> Option<u32> {
-        let vacant = |(of, place): (&OfPlace, &super::books::Place)| {
-            let unnamed = place.pins == 0 && of.queue.is_empty() && of.deferred == 0;
-            unnamed
-                && match of.life {
-                    Life::Over => true,
-                    Life::Foreign | Life::Lost(_) => place.blocks == 0,
-                    Life::Lasting(_) | Life::Ended(_) => false,
-                }
-        };
-        self.places.iter().zip(&books.places).position(vacant).map(|place| place as u32)
-    }
-
-    /// Asks about streams that have ended whether their work has too.
-    pub(super) fn settle_ends(&mut self, core: &Core) -> Result<()> {
-        let driver = core.device.driver();
-        let ended = |of: &OfPlace| matches!(of.life, Life::Ended(_));
-        if !self.places.iter().any(ended) {
-            return Ok(());
-        }
-        let _beside = BesideCaptures::enter(driver)?;
-        for place in 0..self.places.len() {
-            self.settle_end(driver, place)?;
-        }
-        Ok(())
-    }
-
-    /// Whether a stream that has ended has nothing left to do. Where it never recorded its end,
-    /// nobody can tell.
-    fn settle_end(&mut self, driver: &Driver, place: usize) -> Result<bool> {
-        match self.places[place].life {
-            Life::Over => Ok(true),
-            Life::Ended(event) => {
-                let life = match event.is_complete(driver) {
-                    Ok(true) => Life::Over,
-                    Ok(false) => return Ok(false),
-                    // A capture that began and ended in between has taken the record along.
-                    Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
-                        Life::Lost(self.sequence)
-                    }
-                    Err(failure) => return Err(failure.into()),
-                };
-                self.spare.push(event);
-                self.places[place].life = life;
-                Ok(matches!(life, Life::Over))
-            }
-            Life::Lasting(_) | Life::Foreign | Life::Lost(_) => Ok(false),
-        }
-    }
-
-    /// The stream at a place is about to end: a last event covers all that it was given.
-    pub(super) fn stream_ends(&mut self, core: &Core, place: u32, handle: StreamHandle) {
-        self.sequence += 1;
-        let unused = {
-            let books = core.books.lock();
-            let (of, known) = (&self.places[place as usize], &books.places[place as usize]);
-            known.blocks == 0 && known.pins == 0 && of.queue.is_empty() && of.deferred == 0
-        };
-        let life = if unused { Life::Over } else { self.last_life(core, handle) };
-        self.places[place as usize].life = life;
-        // What was to be recorded on it is covered by that.
-        for index in (0..self.deferred.len()).rev() {
-            let of = &self.deferred[index];
-            if of.place == place && of.on == On::Place {
-                let Deferred { block, since, .. } = self.deferred.swap_remove(index);
-                self.places[place as usize].deferred -= 1;
-                self.enqueue(place, Waiter { event: None, block, since });
-            }
-        }
-        self.publish(core);
-    }
-
-    fn last_life(&mut self, core: &Core, handle: StreamHandle) -> Life {
-        let lost = Life::Lost(self.sequence);
-        let Ok(_context) = core.device.enter() else { return lost };
-        let spare = self.spare.pop();
-        let unused = match record_beside_captures(core.device.driver(), handle, spare) {
-            Ok(Recorded::On(event)) => return Life::Ended(event),
-            Ok(Recorded::Capturing(spare)) => spare,
-            Err(_) => spare,
-        };
-        self.spare.extend(unused);
-        lost
     }
 
     fn enqueue(&mut self, place: u32, waiter: Waiter) {
@@ -341,25 +235,18 @@ impl Waits {
         self.defer(Deferred { place, on, block, since });
     }
 
-    /// Waits on the host for every event there is.
-    fn wait(&mut self, core: &Core) -> Result<()> {
-        let driver = core.device.driver();
-        let _beside = BesideCaptures::enter(driver)?;
-        self.advance(core)?;
-        for place in self.busy.clone() {
-            let of = &self.places[place as usize];
+    /// Behind these events is everything that can be waited for.
+    fn last_events(&self) -> Vec<Event> {
+        let of_queues = self.busy.iter().filter_map(|place| {
+            let queue = &self.places[*place as usize].queue;
             // What is behind the last one is behind all.
-            if let Some(event) = of.queue.iter().rev().find_map(|waiter| waiter.event) {
-                event.wait(driver)?;
-            }
-        }
-        for place in 0..self.places.len() {
-            if let Life::Ended(event) = self.places[place].life {
-                event.wait(driver)?;
-                self.settle_end(driver, place)?;
-            }
-        }
-        self.advance(core)
+            queue.iter().rev().find_map(|waiter| waiter.event)
+        });
+        let of_ends = self.places.iter().filter_map(|of| match of.life {
+            Life::Ended(event) => Some(event),
+            _ => None,
+        });
+        of_queues.chain(of_ends).collect()
     }
 
     /// The host has seen complete what was enqueued before `point`, on a place's stream or on all.
@@ -385,26 +272,6 @@ impl Waits {
             }
         }
         self.publish(core);
-    }
-
-    /// The stream to give a place's memory back on; `None` where it is not known to be alive, or
-    /// captures. What is over needs no stream in particular. `alive`: a place with a stream that the
-    /// caller vouches for.
-    pub(super) fn stream_of(
-        &self,
-        driver: &Driver,
-        place: u32,
-        alive: Option<(u32, StreamHandle)>,
-    ) -> Option<StreamHandle> {
-        match self.places[place as usize].life {
-            Life::Lasting(handle) => {
-                let capturing = stream_is_capturing(driver, handle).unwrap_or(true);
-                (!capturing).then_some(handle)
-            }
-            Life::Over => Some(StreamHandle::LEGACY),
-            Life::Foreign => alive.filter(|of| of.0 == place).map(|(_, handle)| handle),
-            Life::Ended(_) | Life::Lost(_) => None,
-        }
     }
 
     /// Who has the lock has the events to themselves.
@@ -486,12 +353,29 @@ impl Core {
         advanced
     }
 
-    /// Waits on the host for everything that can be waited for.
+    /// Waits on the host for everything that can be waited for. Without the lock meanwhile: what is
+    /// waited for may depend on a thread that comes here first.
     pub(super) fn wait_for_uses(&self) -> Result<()> {
-        let mut waits = lock(&self.waits);
         let _context = self.device.enter()?;
-        let waited = waits.wait(self);
+        let driver = self.device.driver();
+        let _beside = BesideCaptures::enter(driver)?;
+        let events = self.advance_all()?;
+        for event in events {
+            match event.wait(driver) {
+                Ok(()) => {}
+                // It is found out below.
+                Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {}
+                Err(failure) => return Err(failure.into()),
+            }
+        }
+        self.advance_all().map(|_| ())
+    }
+
+    /// Takes every wait as far as it has come: the events that are left.
+    fn advance_all(&self) -> Result<Vec<Event>> {
+        let mut waits = lock(&self.waits);
+        let advanced = waits.advance(self).and_then(|()| waits.settle_each_end(self));
         waits.publish(self);
-        waited
+        advanced.map(|()| waits.last_events())
     }
 }

@@ -7,6 +7,10 @@
 //! - **C4 Pointers.** The table of pointers has the allocated blocks, and no others.
 //! - **C5 Counts.** What is counted is what a count from scratch finds.
 
+mod segments;
+
+pub(super) use segments::{Leaving, Segment};
+
 use std::collections::{BTreeMap, HashMap};
 
 use smallvec::SmallVec;
@@ -15,7 +19,7 @@ use super::block::{Block, NONE, State};
 use super::free_set::FreeSet;
 use super::size::{Kind, MIN_BLOCK_SIZE, SMALL_SIZE};
 use super::stats::Tallies;
-use super::table::Table;
+use super::table::{Found, Table};
 use crate::arena::Arena;
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
@@ -72,25 +76,6 @@ pub(super) struct Use {
 
 pub(super) type Uses = SmallVec<[Use; 2]>;
 
-/// A segment: what upstream gave in one piece.
-#[derive(Clone, Copy)]
-pub(super) struct Segment {
-    /// As upstream gave it.
-    pub(super) ptr: DevicePtr,
-    pub(super) bytes: u64,
-    /// Its first block, whose node stays the same.
-    pub(super) head: u32,
-}
-
-/// A segment that was taken out to go back upstream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Leaving {
-    id: u32,
-    pub(super) ptr: DevicePtr,
-    pub(super) bytes: u64,
-    pub(super) place: u32,
-}
-
 pub(super) struct Books {
     pub(super) places: Vec<Place>,
     pub(super) by_stream: Table,
@@ -112,7 +97,6 @@ pub(super) struct Books {
     held_bytes: u64,
     /// The last allocation's number; numbers are never 0.
     tag: u32,
-    /// Last, so that it outlives the sets when the books are dropped.
     pub(super) arena: Arena<Block>,
 }
 
@@ -188,45 +172,12 @@ impl Books {
         }
         let set = &mut self.places[place as usize].sets[kind as usize];
         let id = set.best_fit(bytes).filter(|found| self.rules.fits(bytes, found.bytes()))?.id();
-        self.take_free(id);
+        take_free(&mut self.places, self.arena.get(id));
         Some(self.hand_out(id, bytes, requested))
     }
 
-    /// Takes a block out of its set.
-    #[inline]
-    fn take_free(&mut self, id: u32) {
-        let block = self.arena.get(id);
-        debug_assert_eq!(block.state.get(), State::Free);
-        let set = &mut self.places[block.place.get() as usize].sets[block.kind.get() as usize];
-        // SAFETY: the block is free, and a free block is in the set of its place and pool (C3).
-        unsafe { set.remove(block) };
-    }
-
-    /// Puts a block that becomes free into its set.
-    #[inline]
-    fn put_freed(&mut self, id: u32) {
-        let block = self.arena.get(id);
-        if self.rules.ages {
-            block.freed_at.set(self.searches[block.kind.get() as usize]);
-        }
-        self.put_free(id);
-    }
-
-    /// Puts a block that is in no set into its own.
-    #[inline]
-    fn put_free(&mut self, id: u32) {
-        let block = self.arena.get(id);
-        debug_assert_ne!(block.state.get(), State::Free);
-        block.state.set(State::Free);
-        let kind = block.kind.get() as usize;
-        // SAFETY: the arena keeps the node in place as long as the books live, which drop the sets
-        // before it; its bounds are changed only while it is in no set; it was not free, so it is in
-        // none now (C3).
-        unsafe { self.places[block.place.get() as usize].sets[kind].insert(block) };
-    }
-
     /// A node for addresses of a place. The rest of its fields is the caller's to set.
-    #[inline]
+    #[inline(always)]
     fn make(&mut self, place: u32, kind: Kind, address: u64, bytes: u64) -> u32 {
         let id = self.arena.take(Block::vacant);
         let block = self.arena.get(id);
@@ -246,15 +197,21 @@ impl Books {
         self.arena.give_back(id);
     }
 
+    /// How many searches there were, for a block that becomes free now.
+    #[inline]
+    fn now(&self, kind: Kind) -> u64 {
+        self.searches[kind as usize]
+    }
+
     /// Gives a block that is in no set to a caller, what it has too much split off.
     #[inline]
     fn hand_out(&mut self, id: u32, bytes: u64, requested: u64) -> (u64, u32) {
         let block = self.arena.get(id);
-        let (kind, place) = (block.kind.get(), block.place.get());
-        let (whole, address) = (block.bytes(), block.address());
+        let (kind, whole, address) = (block.kind.get(), block.bytes(), block.address());
         let was_split = block.is_split();
+        let mut given = whole;
         if self.rules.splits(kind, bytes, whole - bytes) {
-            let rest = self.make(place, kind, address + bytes, whole - bytes);
+            let rest = self.make(block.place.get(), kind, address + bytes, whole - bytes);
             let (block, rest) = (self.arena.get(id), self.arena.get(rest));
             let next = block.next.get();
             rest.previous.set(id);
@@ -264,13 +221,15 @@ impl Books {
             if next != NONE {
                 self.arena.get(next).previous.set(rest.id());
             }
-            self.put_freed(rest.id());
+            rest.freed_at.set(self.now(kind));
+            put_free(&mut self.places, rest);
             if was_split {
                 self.tallies.inactive_split_bytes.decrease(kind, bytes);
             } else {
                 self.tallies.inactive_split_bytes.increase(kind, whole - bytes);
                 self.tallies.inactive_split.increase(kind, 1);
             }
+            given = bytes;
         } else if was_split {
             self.tallies.inactive_split_bytes.decrease(kind, whole);
             self.tallies.inactive_split.decrease(kind, 1);
@@ -281,68 +240,29 @@ impl Books {
         block.state.set(State::Allocated);
         block.requested.set(requested);
         self.live.insert(address, id);
-        let bytes = block.bytes();
         self.tallies.allocation.increase(kind, 1);
-        self.tallies.allocated_bytes.increase(kind, bytes);
+        self.tallies.allocated_bytes.increase(kind, given);
         self.tallies.active.increase(kind, 1);
-        self.tallies.active_bytes.increase(kind, bytes);
+        self.tallies.active_bytes.increase(kind, given);
         self.tallies.requested_bytes.increase(kind, requested);
-        if bytes >= self.rules.max_split_bytes {
+        if given >= self.rules.max_split_bytes {
             self.tallies.oversize_allocations.increase(kind, 1);
         }
         (address, self.tag)
     }
 
-    /// Notes that so many bytes are being got from upstream; `false` where that is more than may
-    /// be held.
-    pub(super) fn reserve(&mut self, bytes: u64, limit: Option<u64>) -> bool {
-        let Some(held) = self.held_bytes.checked_add(bytes) else { return false };
-        let within = limit.is_none_or(|limit| held <= limit);
-        if within {
-            self.held_bytes = held;
-        }
-        within
-    }
-
-    /// Upstream did not give what was reserved.
-    pub(super) fn unreserve(&mut self, bytes: u64) {
-        self.held_bytes -= bytes;
-    }
-
-    pub(super) fn held_bytes(&self) -> u64 {
-        self.held_bytes
-    }
-
-    /// Takes in a segment that upstream gave, after [`reserve`](Self::reserve), and serves the
-    /// request that it was got for.
-    pub(super) fn add_segment(
-        &mut self,
-        place: u32,
-        (ptr, segment_bytes): (DevicePtr, u64),
-        (bytes, requested): (u64, u64),
-    ) -> (u64, u32) {
-        let (kind, address) = (Kind::of(bytes), ptr.address());
-        let id = self.make(place, kind, address, segment_bytes);
-        let block = self.arena.get(id);
-        block.previous.set(NONE);
-        block.next.set(NONE);
-        self.segments.insert(address, Segment { ptr, bytes: segment_bytes, head: id });
-        self.tallies.segment.increase(kind, 1);
-        self.tallies.reserved_bytes.increase(kind, segment_bytes);
-        if segment_bytes >= self.rules.max_split_bytes {
-            self.tallies.oversize_segments.increase(kind, 1);
-        }
-        self.tallies.num_device_alloc += 1;
-        self.hand_out(id, bytes, requested)
-    }
-
     /// The allocated block of a pointer.
     #[inline]
     pub(super) fn find(&self, ptr: DevicePtr) -> Result<&Block> {
-        if let Some(id) = self.live.get(ptr.address()) {
-            let block = self.arena.get(id);
+        self.look_up(ptr).map(|(_, block)| block)
+    }
+
+    #[inline]
+    fn look_up(&self, ptr: DevicePtr) -> Result<(Found, &Block)> {
+        if let Some(found) = self.live.entry(ptr.address()) {
+            let block = self.arena.get(found.node);
             if ptr.tag() == 0 || ptr.tag() == block.tag.get() {
-                return Ok(block);
+                return Ok((found, block));
             }
         }
         Err(self.not_live(ptr))
@@ -392,28 +312,27 @@ impl Books {
     /// once, which is then done.
     #[inline]
     pub(super) fn free_unless_noted(&mut self, ptr: DevicePtr) -> Result<Option<(Uses, u32)>> {
-        let block = self.find(ptr)?;
+        let (found, block) = self.look_up(ptr)?;
         if block.noted.get() {
             let uses = self.uses.get(&block.id()).cloned().unwrap_or_default();
             return Ok(Some((uses, block.tag.get())));
         }
-        let id = block.id();
-        self.leave_caller(id);
-        self.become_free(id);
+        self.leave_caller(found);
+        self.become_free(found.node);
         Ok(None)
     }
 
     /// Takes an allocation with further uses back from its caller: its block, which waits for so
     /// many streams. Where that is none it is free already.
     pub(super) fn free_noted(&mut self, ptr: DevicePtr, waits: u32) -> Result<u32> {
-        let block = self.find(ptr)?;
+        let (found, block) = self.look_up(ptr)?;
         let id = block.id();
         block.noted.set(false);
         block.waits.set(waits);
         for of in self.uses.remove(&id).unwrap_or_default() {
             self.places[of.place as usize].pins -= 1;
         }
-        self.leave_caller(id);
+        self.leave_caller(found);
         if waits == 0 {
             self.become_free(id);
         } else {
@@ -434,10 +353,10 @@ impl Books {
     }
 
     #[inline]
-    fn leave_caller(&mut self, id: u32) {
-        let block = self.arena.get(id);
+    fn leave_caller(&mut self, found: Found) {
+        self.live.remove_entry(found);
+        let block = self.arena.get(found.node);
         let (kind, bytes) = (block.kind.get(), block.bytes());
-        self.live.remove(block.address());
         self.tallies.allocation.decrease(kind, 1);
         self.tallies.allocated_bytes.decrease(kind, bytes);
         if bytes >= self.rules.max_split_bytes {
@@ -448,165 +367,44 @@ impl Books {
     /// Makes a block that is in no set free, and one with its free neighbours.
     #[inline]
     fn become_free(&mut self, id: u32) {
-        let block = self.arena.get(id);
-        let (kind, bytes) = (block.kind.get(), block.bytes());
+        let arena = &self.arena;
+        let block = arena.get(id);
+        let kind = block.kind.get();
         self.tallies.active.decrease(kind, 1);
-        self.tallies.active_bytes.decrease(kind, bytes);
+        self.tallies.active_bytes.decrease(kind, block.bytes());
         self.tallies.requested_bytes.decrease(kind, block.requested.get());
         let (mut blocks, mut split_bytes) = (0, 0);
-        let mut kept = id;
-        let previous = block.previous.get();
-        let next = block.next.get();
-        if self.is_free(previous) {
-            split_bytes -= self.arena.get(previous).bytes() as i64;
-            blocks -= 1;
-            self.take_free(previous);
-            self.absorb_next(previous);
-            kept = previous;
+        let (mut kept, mut ended) = (block, [NONE; 2]);
+        // Both are looked at before either is one with the block.
+        let (previous, next) = (free(arena, block.previous.get()), free(arena, block.next.get()));
+        if let Some(previous) = previous {
+            (blocks, split_bytes) = (-1, -(previous.bytes() as i64));
+            take_free(&mut self.places, previous);
+            absorb(arena, previous, block);
+            (kept, ended[0]) = (previous, id);
         }
-        if self.is_free(next) {
-            split_bytes -= self.arena.get(next).bytes() as i64;
-            blocks -= 1;
-            self.take_free(next);
-            self.absorb_next(kept);
+        if let Some(next) = next {
+            (blocks, split_bytes) = (blocks - 1, split_bytes - next.bytes() as i64);
+            take_free(&mut self.places, next);
+            absorb(arena, kept, next);
+            ended[1] = next.id();
         }
-        let block = self.arena.get(kept);
-        if block.is_split() {
-            split_bytes += block.bytes() as i64;
-            blocks += 1;
+        if kept.is_split() {
+            (blocks, split_bytes) = (blocks + 1, split_bytes + kept.bytes() as i64);
         }
-        // Taken out of its set above, where it was in one.
-        block.state.set(State::Vacant);
-        self.put_freed(kept);
+        kept.freed_at.set(self.now(kind));
+        put_free(&mut self.places, kept);
+        for id in ended {
+            if id != NONE {
+                self.end(id);
+            }
+        }
         self.tallies.inactive_split.change(kind, blocks);
         self.tallies.inactive_split_bytes.change(kind, split_bytes);
     }
 
-    #[inline]
-    fn is_free(&self, id: u32) -> bool {
-        id != NONE && self.arena.get(id).state.get() == State::Free
-    }
-
-    /// Makes a block one with its right neighbour, whose node ends. Neither is in a set.
-    #[inline]
-    fn absorb_next(&mut self, id: u32) {
-        let block = self.arena.get(id);
-        let absorbed = self.arena.get(block.next.get());
-        let next = absorbed.next.get();
-        block.set_bounds(block.address(), block.bytes() + absorbed.bytes());
-        block.next.set(next);
-        if next != NONE {
-            self.arena.get(next).previous.set(id);
-        }
-        self.end(absorbed.id());
-    }
-
-    /// Takes out every segment that is one free block.
-    pub(super) fn take_idle(&mut self) -> Vec<Leaving> {
-        self.take_where(&[Kind::Large, Kind::Small], |_| true)
-    }
-
-    /// Takes out such whole free segments of these pools.
-    fn take_where(&mut self, kinds: &[Kind], wanted: impl Fn(&Block) -> bool) -> Vec<Leaving> {
-        let sets = self
-            .places
-            .iter()
-            .flat_map(|place| kinds.iter().map(|kind| &place.sets[*kind as usize]));
-        let blocks = sets.flat_map(FreeSet::iter).filter(|block| !block.is_split());
-        let ids: Vec<u32> = blocks.filter(|block| wanted(block)).map(Block::id).collect();
-        ids.into_iter().map(|id| self.take_segment(id)).collect()
-    }
-
-    fn take_segment(&mut self, id: u32) -> Leaving {
-        self.take_free(id);
-        let block = self.arena.get(id);
-        block.state.set(State::Leaving);
-        let (address, bytes, place) = (block.address(), block.bytes(), block.place.get());
-        let segment = self.segments.remove(&address);
-        let ptr = segment.map_or(DevicePtr::from_address(address), |segment| segment.ptr);
-        let leaving = Leaving { id, ptr, bytes, place };
-        self.leaving.insert(id, leaving);
-        leaving
-    }
-
-    /// Takes out segments of at least the maximum split size that the stream has free, so that a
-    /// request finds room: one that is long enough, or else several, the longest first. `false`
-    /// where all that there are do not suffice.
-    pub(super) fn take_oversize(&mut self, place: u32, bytes: u64) -> (Vec<Leaving>, bool) {
-        let least = self.rules.max_split_bytes;
-        if least == u64::MAX {
-            return (Vec::new(), false);
-        }
-        let wanted = bytes.max(least);
-        let set = &self.places[place as usize].sets[Kind::of(bytes) as usize];
-        let mut ids: Vec<u32> = Vec::new();
-        let mut sum = 0;
-        let long_enough = set.best_fit(wanted).filter(|block| !block.is_split());
-        if let Some(block) = long_enough {
-            ids.push(block.id());
-            sum = block.bytes();
-        } else {
-            let all: Vec<&Block> = set.iter().filter(|block| block.bytes() >= least).collect();
-            for block in all.into_iter().rev().filter(|block| !block.is_split()) {
-                if sum >= wanted {
-                    break;
-                }
-                sum += block.bytes();
-                ids.push(block.id());
-            }
-        }
-        (ids.into_iter().map(|id| self.take_segment(id)).collect(), sum >= wanted)
-    }
-
-    /// Takes out whole free segments of the large pool that have been free for longer than is usual
-    /// now, until so many bytes are out or none is older than that.
-    pub(super) fn take_aged(&mut self, bytes: u64) -> Vec<Leaving> {
-        let now = self.searches[Kind::Large as usize];
-        let age = |block: &Block| now - block.freed_at.get();
-        let large = self.places.iter().map(|place| &place.sets[Kind::Large as usize]);
-        let whole = large.flat_map(FreeSet::iter).filter(|block| !block.is_split());
-        let mut ages: Vec<(u64, u64, u32)> =
-            whole.map(|block| (age(block), block.bytes(), block.id())).collect();
-        let mut taken = Vec::new();
-        let mut sum = 0;
-        while sum < bytes && !ages.is_empty() {
-            let mean = ages.iter().map(|of| of.0 as f64).sum::<f64>() / ages.len() as f64;
-            ages.retain(|(age, bytes, id)| {
-                let old = *age as f64 >= mean;
-                if old {
-                    sum += bytes;
-                    taken.push(*id);
-                }
-                !old
-            });
-        }
-        taken.into_iter().map(|id| self.take_segment(id)).collect()
-    }
-
-    /// Upstream has a segment back.
-    pub(super) fn segment_left(&mut self, segment: Leaving) {
-        let kind = self.arena.get(segment.id).kind.get();
-        self.leaving.remove(&segment.id);
-        self.held_bytes -= segment.bytes;
-        self.tallies.segment.decrease(kind, 1);
-        self.tallies.reserved_bytes.decrease(kind, segment.bytes);
-        if segment.bytes >= self.rules.max_split_bytes {
-            self.tallies.oversize_segments.decrease(kind, 1);
-        }
-        self.tallies.num_device_free += 1;
-        self.end(segment.id);
-    }
-
-    /// Upstream did not take a segment.
-    pub(super) fn segment_stays(&mut self, segment: Leaving) {
-        self.leaving.remove(&segment.id);
-        let Leaving { id: head, ptr, bytes, .. } = segment;
-        self.segments.insert(ptr.address(), Segment { ptr, bytes, head });
-        self.put_free(segment.id);
-    }
-
     /// Free blocks, their bytes, and those of the longest.
-    pub(super) fn free(&self) -> (usize, u64, u64) {
+    pub(super) fn cached(&self) -> (usize, u64, u64) {
         let sets = || self.places.iter().flat_map(|place| &place.sets);
         let sizes = || sets().flat_map(FreeSet::iter).map(Block::bytes);
         (sets().map(FreeSet::blocks).sum(), sizes().sum(), sizes().max().unwrap_or(0))
@@ -622,5 +420,45 @@ impl Books {
             + sets.map(FreeSet::heap_bytes).sum::<usize>()
             + self.uses.capacity() * (size_of::<u32>() + size_of::<Uses>())
             + self.segments.len() * (size_of::<u64>() + size_of::<Segment>())
+    }
+}
+
+/// Takes a free block out of its set; it is nothing in particular then.
+#[inline(always)]
+fn take_free(places: &mut [Place], block: &Block) {
+    debug_assert_eq!(block.state.get(), State::Free);
+    block.state.set(State::Vacant);
+    let set = &mut places[block.place.get() as usize].sets[block.kind.get() as usize];
+    // SAFETY: the block was free, and a free block is in the set of its place and pool (C3).
+    unsafe { set.remove(block) };
+}
+
+/// Puts a block of the books' arena that is in no set into its own.
+#[inline(always)]
+fn put_free(places: &mut [Place], block: &Block) {
+    debug_assert_ne!(block.state.get(), State::Free);
+    block.state.set(State::Free);
+    let set = &mut places[block.place.get() as usize].sets[block.kind.get() as usize];
+    // SAFETY: the arena keeps the node in place as long as the books live, and no set looks at its
+    // nodes when it is dropped; its bounds are changed only while it is in no set; it was not free, so
+    // it is in none now (C3).
+    unsafe { set.insert(block) };
+}
+
+/// A neighbour, if it is free.
+#[inline(always)]
+fn free(arena: &Arena<Block>, id: u32) -> Option<&Block> {
+    let block = (id != NONE).then(|| arena.get(id))?;
+    (block.state.get() == State::Free).then_some(block)
+}
+
+/// Gives a block the addresses of its right neighbour, whose node is to be ended. Neither is in a set.
+#[inline(always)]
+fn absorb(arena: &Arena<Block>, block: &Block, right: &Block) {
+    let next = right.next.get();
+    block.set_bounds(block.address(), block.bytes() + right.bytes());
+    block.next.set(next);
+    if next != NONE {
+        arena.get(next).previous.set(block.id());
     }
 }

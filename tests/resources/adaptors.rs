@@ -1,0 +1,455 @@
+//! What each adaptor does that others do not.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use vpmm::resource::*;
+use vpmm::{DevicePtr, Error, MemoryResource, Pool, PoolConfig, StreamHandle};
+
+use crate::subjects::{MIB, plain_pool};
+use crate::support::Rig;
+use crate::watched::Watched;
+
+const STREAM: StreamHandle = StreamHandle::LEGACY;
+
+#[test]
+fn limiting_counts_what_succeeded_only() {
+    let inner = Limiting::new(HostMalloc::new(), 5000);
+    let outer = Limiting::new(&inner, 1 << 20);
+    let ptr = outer.allocate(4000, 256, STREAM).expect("memory");
+    assert_eq!((outer.allocated_bytes(), inner.allocated_bytes()), (4096, 4096));
+    // Refused below: nothing counts above.
+    let error = outer.allocate(1000, 256, STREAM).expect_err("above the limit");
+    assert!(matches!(error, Error::OutOfMemory { limit_bytes: Some(5000), .. }), "{error}");
+    assert!(outer.allocate(usize::MAX - 5, 256, STREAM).is_err());
+    assert_eq!((outer.allocated_bytes(), inner.allocated_bytes()), (4096, 4096));
+    // A free that fails counts nothing either.
+    assert!(outer.deallocate(ptr, 3000, 256, STREAM).is_err());
+    assert_eq!(outer.allocated_bytes(), 4096);
+    outer.deallocate(ptr, 4000, 256, STREAM).expect("freed");
+    assert_eq!((outer.allocated_bytes(), inner.allocated_bytes()), (0, 0));
+    // The limit itself can be had, in the unit given.
+    let bytewise = Limiting::with_alignment(HostMalloc::new(), 1001, 1);
+    let ptr = bytewise.allocate(1001, 256, STREAM).expect("all of it");
+    bytewise.deallocate(ptr, 1001, 256, STREAM).expect("freed");
+}
+
+/// Two threads whose requests fit one after the other never fail each other by asking at the same time.
+#[test]
+fn limiting_refuses_nobody_for_a_request_that_is_refused() {
+    let limiting = Limiting::new(HostMalloc::new(), 1 << 20);
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                assert!(limiting.allocate(2 << 20, 256, STREAM).is_err());
+            }
+        });
+        for _ in 0..20_000 {
+            let ptr = limiting.allocate(1 << 20, 256, STREAM).expect("never in the way");
+            limiting.deallocate(ptr, 1 << 20, 256, STREAM).expect("freed");
+        }
+        done.store(true, Ordering::Relaxed);
+    });
+    assert_eq!(limiting.allocated_bytes(), 0);
+}
+
+#[test]
+fn statistics_nest() {
+    let statistics = Statistics::new(HostMalloc::new());
+    let get = |bytes| statistics.allocate(bytes, 256, STREAM).expect("memory");
+    let free = |ptr, bytes| statistics.deallocate(ptr, bytes, 256, STREAM).expect("freed");
+    let (a, b) = (get(100), get(200));
+    statistics.push();
+    free(b, 200);
+    let c = get(1000);
+    statistics.push();
+    let d = get(50);
+    free(d, 50);
+    let inner = statistics.pop().expect("pushed");
+    assert_eq!(inner.bytes, Counter { current: 0, peak: 50, total: 50 });
+    let outer = statistics.pop().expect("pushed");
+    assert_eq!(outer.bytes, Counter { current: 800, peak: 850, total: 1050 });
+    assert_eq!(outer.allocations, Counter { current: 0, peak: 1, total: 2 });
+    let all = statistics.counters();
+    assert_eq!(all.bytes, Counter { current: 1100, peak: 1150, total: 1350 });
+    assert_eq!(all.allocations, Counter { current: 2, peak: 3, total: 4 });
+    assert_eq!(statistics.pop(), None, "the last are never popped");
+    // What fails, and what is nothing, does not count.
+    assert!(statistics.allocate(usize::MAX, 256, STREAM).is_err());
+    assert!(statistics.deallocate(a, 99, 256, STREAM).is_err());
+    statistics.deallocate(DevicePtr::NULL, 0, 256, STREAM).expect("nothing");
+    assert_eq!(get(0), DevicePtr::NULL);
+    assert_eq!(statistics.counters(), all);
+    free(a, 100);
+    free(c, 1000);
+}
+
+/// A resource below that checks nothing, and counts what comes through.
+fn addresses(calls: &AtomicUsize) -> impl MemoryResource + '_ {
+    let next = AtomicU64::new(0x10_0000);
+    Callback::new(
+        Facts::of_device_memory(),
+        move |bytes, _, _| {
+            let step = bytes.next_multiple_of(256) as u64;
+            Ok(DevicePtr::from_address(next.fetch_add(step, Ordering::Relaxed)))
+        },
+        |_, _, _, _| {
+            calls.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        },
+    )
+}
+
+#[test]
+fn tracking_refuses_and_reports_wrong_frees() {
+    let (frees, findings) = (AtomicUsize::new(0), Arc::new(Mutex::new(Vec::new())));
+    let mut config = TrackingConfig::default();
+    config.backtraces = true;
+    let seen = Arc::clone(&findings);
+    config.report = Report::Callback(Arc::new(move |finding| {
+        seen.lock().expect("no panic").push(finding.to_string());
+    }));
+    let tracking = Tracking::new(addresses(&frees), config);
+    let (a, b) =
+        [100, 200].map(|bytes| tracking.allocate(bytes, 256, STREAM).expect("memory")).into();
+    let wrong = [
+        tracking.deallocate(a, 101, 256, STREAM),
+        tracking.deallocate(DevicePtr::from_address(a.address() + 256 * 99), 100, 256, STREAM),
+        tracking.deallocate(a, 0, 256, STREAM),
+        tracking.deallocate(DevicePtr::NULL, 5, 256, STREAM),
+    ];
+    assert!(matches!(wrong[0], Err(Error::WrongSize { bytes: 100, given_bytes: 101, .. })));
+    assert!(wrong.iter().all(Result::is_err));
+    assert_eq!(frees.load(Ordering::Relaxed), 0, "none of them was passed on");
+    assert_eq!(findings.lock().expect("no panic").len(), 4);
+    tracking.deallocate(a, 100, 256, STREAM).expect("freed");
+    assert!(tracking.deallocate(a, 100, 256, STREAM).is_err(), "a double free");
+    // What is left is reported at the end, with the place where it was made.
+    let left = tracking.outstanding();
+    assert_eq!((left.len(), left.bytes(), tracking.outstanding_bytes()), (1, 200, 200));
+    assert_eq!(left.iter().next().map(|one| (one.ptr, one.number)), Some((b, 1)));
+    drop(tracking);
+    let findings = findings.lock().expect("no panic");
+    let leak = findings.last().expect("a leak");
+    assert!(leak.contains("1 allocation, 200 B") && leak.contains("number 1"), "{leak}");
+    assert!(leak.contains("tracking_refuses_and_reports_wrong_frees"), "no backtrace in {leak}");
+    assert_eq!(findings.len(), 6);
+}
+
+#[test]
+fn tracking_reports_no_leak_where_there_is_none_and_survives_its_reporter() {
+    let mut config = TrackingConfig::default();
+    config.report = Report::Callback(Arc::new(|_| panic!("the reporter fails")));
+    let tracking = Tracking::new(HostMalloc::new(), config.clone());
+    let ptr = tracking.allocate(100, 256, STREAM).expect("memory");
+    tracking.deallocate(ptr, 100, 256, STREAM).expect("freed");
+    drop(tracking);
+    let leaking = Tracking::new(HostMalloc::new(), config);
+    leaking.allocate(100, 256, STREAM).expect("memory");
+    drop(leaking);
+}
+
+/// There is a moment when memory is free below and still known above: another thread that gets the address
+/// then must not be mistaken for its former owner.
+#[test]
+fn an_address_that_comes_again_at_once_is_the_new_owners() {
+    /// Gives one address again and again, and its free takes long.
+    fn one_address(taken: &AtomicBool) -> impl MemoryResource + '_ {
+        Callback::new(
+            Facts::of_device_memory(),
+            |_, _, _| {
+                while taken.swap(true, Ordering::AcqRel) {
+                    std::thread::yield_now();
+                }
+                Ok(DevicePtr::from_address(0x1100))
+            },
+            |_, _, _, _| {
+                taken.store(false, Ordering::Release);
+                for _ in 0..20 {
+                    std::thread::yield_now();
+                }
+                Ok(())
+            },
+        )
+    }
+    let taken = AtomicBool::new(false);
+    let mut config = TrackingConfig::default();
+    config.report = Report::Silent;
+    let tracking = Tracking::new(one_address(&taken), config);
+    let also_taken = AtomicBool::new(false);
+    let aligned = Aligned::new(one_address(&also_taken), 512).expect("a power of two");
+    for resource in [&tracking as &dyn MemoryResource, &aligned] {
+        std::thread::scope(|scope| {
+            for thread in 1..=2 {
+                scope.spawn(move || {
+                    for _ in 0..300 {
+                        let bytes = 100 * thread;
+                        let ptr = resource.allocate(bytes, 256, STREAM).expect("its turn");
+                        resource.deallocate(ptr, bytes, 256, STREAM).expect("its own");
+                    }
+                });
+            }
+        });
+    }
+    assert!(tracking.outstanding().is_empty());
+}
+
+#[test]
+fn a_failure_callback_is_asked_until_it_gives_up() {
+    let limiting = Limiting::new(HostMalloc::new(), 1 << 20);
+    let asked = Mutex::new(Vec::new());
+    let resource = FailureCallback::new(&limiting, |bytes, error: &Error| {
+        assert!(error.is_out_of_memory());
+        let mut asked = asked.lock().expect("no panic");
+        asked.push(bytes);
+        asked.len() < 4
+    });
+    assert!(resource.allocate(2 << 20, 256, STREAM).is_err());
+    assert_eq!(*asked.lock().expect("no panic"), [2 << 20; 4]);
+    // Not for what more memory would not help.
+    assert!(matches!(resource.allocate(1, 3, STREAM), Err(Error::BadAlignment { .. })));
+    assert_eq!(asked.lock().expect("no panic").len(), 4);
+}
+
+#[test]
+fn aligned_hands_out_a_part_and_gives_all_back() {
+    let limiting = Limiting::new(plain_pool(&Rig::simulated(cuda_sim::Schedule::Eager)), 1 << 20);
+    let aligned = Aligned::new(&limiting, 4096).expect("a power of two").from_bytes(5000);
+    // Below the threshold: as asked for.
+    let small = aligned.allocate(4000, 256, STREAM).expect("memory");
+    assert_eq!(limiting.allocated_bytes(), 4096);
+    let asked = aligned.allocate(1000, 1024, STREAM).expect("memory");
+    assert!(asked.address().is_multiple_of(1024));
+    let large = aligned.allocate(6000, 256, STREAM).expect("memory");
+    assert!(large.address().is_multiple_of(4096));
+    assert_eq!(limiting.allocated_bytes(), 4096 + 1792 + 9984);
+    assert!(matches!(
+        aligned.deallocate(large, 6001, 256, STREAM),
+        Err(Error::WrongSize { bytes: 6000, .. })
+    ));
+    for (ptr, bytes, align) in [(small, 4000, 256), (asked, 1000, 1024), (large, 6000, 256)] {
+        aligned.deallocate(ptr, bytes, align, STREAM).expect("freed");
+    }
+    assert!(aligned.deallocate(large, 6000, 256, STREAM).is_err());
+    assert_eq!(limiting.allocated_bytes(), 0);
+    assert!(matches!(
+        aligned.allocate(usize::MAX - 100, 256, STREAM),
+        Err(Error::SizeOverflow { .. })
+    ));
+    assert!(aligned.allocate(1, 1 << 60, STREAM).is_err());
+}
+
+#[test]
+fn thread_safe_lets_one_in_at_a_time() {
+    let inside = AtomicUsize::new(0);
+    let enter = || {
+        assert_eq!(inside.fetch_add(1, Ordering::AcqRel), 0, "two at a time");
+        std::thread::yield_now();
+        inside.fetch_sub(1, Ordering::AcqRel);
+    };
+    let below = Callback::new(
+        Facts::of_device_memory(),
+        |_, _, _| {
+            enter();
+            Ok(DevicePtr::from_address(0x100))
+        },
+        |_, _, _, _| {
+            enter();
+            Ok(())
+        },
+    );
+    let safe = ThreadSafe::new(below);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..500 {
+                    let ptr = safe.allocate(1, 256, STREAM).expect("memory");
+                    safe.deallocate(ptr, 1, 256, STREAM).expect("freed");
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn prefetch_moves_managed_memory_and_no_other() {
+    let rig = Rig::simulated(cuda_sim::Schedule::Late { patience: 3 });
+    let stream = rig.stream();
+    let managed = Managed::new(&rig.device).expect("managed memory");
+    let prefetched = |resource: &dyn MemoryResource| {
+        let before = rig.driver.calls();
+        let ptr = resource.allocate(1 << 20, 256, stream.handle()).expect("memory");
+        resource.deallocate(ptr, 1 << 20, 256, stream.handle()).expect("freed");
+        rig.driver.calls().since(&before).count("cuMemPrefetchAsync")
+    };
+    assert_eq!(prefetched(&Prefetch::new(managed.clone(), &rig.device)), 1);
+    assert_eq!(prefetched(&Prefetch::new(plain_pool(&rig), &rig.device)), 0);
+    // A hint that the driver refuses does no harm.
+    let sim = rig.sim.as_ref().expect("simulated");
+    sim.fail_nth("cuMemPrefetchAsync", 1, cuda_sys::types::CUresult::CUDA_ERROR_UNKNOWN);
+    assert_eq!(prefetched(&Prefetch::new(managed, &rig.device)), 1);
+    rig.assert_clean();
+}
+
+#[test]
+fn a_binning_sends_each_size_to_its_bin() {
+    Rig::everywhere(|rig| {
+        let upstream = Arc::new(Statistics::new(DeviceMalloc::new(&rig.device)));
+        let binning = Binning::new(Arc::clone(&upstream), &rig.device);
+        let watched = Watched::new(rig, &binning);
+        let stream = rig.stream();
+        // Allocated before there is a bin for them, and freed when there is.
+        let early = [1000, 300_000].map(|bytes| watched.allocate(bytes, &stream));
+        binning.add_own_bin(4096).expect("a bin");
+        let middle = Arc::new(Statistics::new(plain_pool(rig)));
+        binning.add_bin(1 << 20, Arc::clone(&middle) as _).expect("a bin");
+        binning.add_own_bin(4096).expect("there already");
+        assert_eq!(binning.bins(), [4096, 1 << 20]);
+        early.into_iter().for_each(|held| watched.free(held, &stream));
+        let before = upstream.counters().allocations.current;
+        let held = [4000, 4096, 4097, 1 << 20, (1 << 20) + 1]
+            .map(|bytes| watched.allocate(bytes, &stream));
+        assert_eq!(middle.counters().allocations.current, 2);
+        // One chunk of blocks, and one that is longer than all bins.
+        assert_eq!(upstream.counters().allocations.current, before + 2);
+        // A size of another bin is no way around the check.
+        assert!(binning.deallocate(held[0].ptr, 5000, 256, stream.handle()).is_err());
+        assert!(binning.deallocate(held[2].ptr, 100, 256, stream.handle()).is_err());
+        held.into_iter().for_each(|held| watched.free(held, &stream));
+        assert_eq!(middle.counters().allocations.current, 0);
+        watched.assert_intact();
+        let blind = Callback::new(
+            Facts::of_device_memory(),
+            |_, _, _| Ok(DevicePtr::NULL),
+            |_, _, _, _| Ok(()),
+        );
+        assert!(matches!(binning.add_bin(512, Arc::new(blind)), Err(Error::Config { .. })));
+        drop(binning);
+        assert_eq!(upstream.counters().allocations.current, 0);
+    });
+}
+
+#[test]
+fn bins_are_added_while_others_allocate() {
+    let rig = Rig::simulated(cuda_sim::Schedule::Late { patience: 3 });
+    let binning = Binning::new(plain_pool(&rig), &rig.device);
+    let watched = Watched::new(&rig, &binning);
+    std::thread::scope(|scope| {
+        for thread in 0..3_usize {
+            let watched = &watched;
+            scope.spawn(move || {
+                let stream = watched.rig.stream();
+                let mut kept = Vec::new();
+                for number in 0..200 {
+                    kept.push(watched.allocate((number * 7919 + thread) % 100_000 + 1, &stream));
+                    if kept.len() > 10 {
+                        watched.free(kept.swap_remove(number % 10), &stream);
+                    }
+                }
+                kept.into_iter().for_each(|held| watched.free(held, &stream));
+            });
+        }
+        for power in 8..17 {
+            binning.add_own_bin(1 << power).expect("a bin");
+            std::thread::yield_now();
+        }
+    });
+    watched.assert_intact();
+}
+
+#[test]
+fn an_arena_says_what_stands_where() {
+    Rig::everywhere(|rig| {
+        let mut config = ArenaConfig::default();
+        config.arena_bytes = Some(64 * MIB);
+        let arena =
+            Arena::new(DeviceMalloc::new(&rig.device), &rig.device, &config).expect("an arena");
+        let (one, two) = (rig.stream(), rig.stream());
+        let small =
+            [&one, &two].map(|stream| arena.allocate(1000, 256, stream.handle()).expect("memory"));
+        let large = arena.allocate(10 << 20, 256, one.handle()).expect("memory");
+        let dump = arena.dump();
+        assert_eq!((dump.arena_bytes(), dump.superblock_bytes()), (64 * MIB, 8 * MIB));
+        assert_eq!(
+            (dump.free_bytes(), dump.largest_free_bytes(), dump.streams()),
+            (46 * MIB, 46 * MIB, 2)
+        );
+        let text = dump.to_string();
+        for line in [
+            "superblocks: 2 of 8 MiB",
+            "large allocations: 1 of 10 MiB",
+            "fragmentation 0.0 %",
+            "1 KiB in 1 allocations",
+        ] {
+            assert!(text.contains(line), "{line} is missing in\n{text}");
+        }
+        // From either stream.
+        arena.deallocate(small[0], 1000, 256, two.handle()).expect("freed");
+        arena.deallocate(small[1], 1000, 256, two.handle()).expect("freed");
+        arena.deallocate(large, 10 << 20, 256, two.handle()).expect("freed");
+        // All of it can be had again, the superblocks too.
+        let all = arena.allocate(64 << 20, 256, one.handle()).expect("all of it");
+        arena.deallocate(all, 64 << 20, 256, one.handle()).expect("freed");
+        rig.assert_clean();
+    });
+}
+
+#[test]
+fn a_stack_prints_as_a_tree_and_says_what_it_can_do() {
+    let rig = Rig::simulated(cuda_sim::Schedule::Eager);
+    let mut config = CoalescingConfig::default();
+    config.max_bytes = Some(1 << 30);
+    let pool =
+        CoalescingPool::new(DeviceMalloc::new(&rig.device), &rig.device, &config).expect("a pool");
+    let binning = Binning::new(pool, &rig.device);
+    binning.add_own_bin(1 << 20).expect("a bin");
+    let stack = Logging::to_writer(
+        Tracking::new(Limiting::new(binning, 1 << 30), TrackingConfig::default()),
+        LogFormat::Full,
+        std::io::sink(),
+    );
+    assert_eq!(
+        stack.describe().to_string(),
+        "logging(format=full to=a writer)
+└─ tracking
+   └─ limiting(limit=1 GiB)
+      └─ binning(bin=1 MiB)
+         ├─ fixed-size(block=1 MiB at-once=32)
+         │  └─ pool(max=1 GiB)
+         │     └─ device-malloc(device=0)
+         └─ pool(max=1 GiB)
+            └─ device-malloc(device=0)"
+    );
+    let facts = stack.facts();
+    assert!(facts.stream_ordered && facts.device_accessible && !facts.host_accessible);
+    assert_eq!(facts.checks, Checks::PointersAndSizes);
+    assert_eq!(stack.device().map(vpmm::Device::ordinal), Some(0));
+}
+
+#[test]
+fn uses_on_further_streams_reach_the_pool_below() {
+    Rig::everywhere(|rig| {
+        let pool = Pool::new(&rig.device, &PoolConfig::default()).expect("a pool");
+        let stack = Statistics::new(Aligned::new(pool, 4096).expect("a power of two"));
+        let watched = Watched::new(rig, &stack);
+        assert!(stack.facts().records_streams);
+        let (own, other) = (rig.stream(), rig.stream());
+        for _ in 0..4 {
+            let held = watched.allocate(3 << 20, &own);
+            rig.order(&own, &other);
+            let stall = rig.stall(other.handle());
+            watched.check(&held, &other);
+            stack.record_stream(held.ptr, other.handle()).expect("noted");
+            watched.free(held, &own);
+            // Not before the other stream has read it.
+            let next = watched.allocate(3 << 20, &own);
+            drop(stall);
+            watched.free(next, &own);
+        }
+        watched.assert_intact();
+        let none = DeviceMalloc::new(&rig.device);
+        let refused = none.record_stream(DevicePtr::NULL, own.handle());
+        assert!(matches!(refused, Err(Error::Unsupported { .. })));
+    });
+}

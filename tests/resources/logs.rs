@@ -1,0 +1,247 @@
+//! Logs: what is in them, who can read them, and that no row is lost.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::{Arc, Mutex};
+
+use vpmm::resource::*;
+use vpmm::{Error, MemoryResource, StreamHandle};
+use vpmm_cli::trace::Trace;
+
+use crate::support::Rig;
+
+const STREAM: StreamHandle = StreamHandle::PER_THREAD;
+
+/// A path of this test's own, taken away at the end.
+struct Path(PathBuf);
+
+impl Path {
+    fn new(name: &str) -> Self {
+        Self(std::env::temp_dir().join(format!("vpmm-{}-{name}.csv", std::process::id())))
+    }
+
+    fn read(&self) -> String {
+        std::fs::read_to_string(&self.0).expect("the log is there")
+    }
+}
+
+impl Drop for Path {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// A writer whose text can be read.
+#[derive(Clone, Default)]
+struct Text(Arc<Mutex<Vec<u8>>>);
+
+impl Text {
+    fn read(&self) -> String {
+        String::from_utf8(self.0.lock().expect("no panic").clone()).expect("text")
+    }
+}
+
+impl Write for Text {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().expect("no panic").extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+fn limited() -> Limiting<HostMalloc> {
+    Limiting::new(HostMalloc::new(), 10_000)
+}
+
+#[test]
+fn rows_say_what_was_called_and_how_it_went() {
+    let (file, text) = (Path::new("rows"), Text::default());
+    let logging = Logging::to_file(limited(), LogFormat::Rmm, &file.0)
+        .expect("a log")
+        .and_to_writer(text.clone());
+    let ptr = logging.allocate(1000, 256, STREAM).expect("memory");
+    logging.allocate(5_000_000, 256, StreamHandle::LEGACY).expect_err("above the limit");
+    logging.allocate(0, 256, STREAM).expect("nothing");
+    logging.deallocate(ptr, 999, 256, STREAM).expect_err("a wrong size");
+    logging.deallocate(ptr, 1000, 256, STREAM).expect("freed");
+    logging.flush().expect("written");
+    assert_eq!(logging.lost_rows(), 0);
+    drop(logging);
+    let log = file.read();
+    assert_eq!(log, text.read(), "both places have the same");
+    let rows: Vec<Vec<&str>> = log.lines().map(|line| line.split(',').collect()).collect();
+    assert_eq!(rows[0], ["Thread", "Time", "Action", "Pointer", "Size", "Stream"]);
+    let address = format!("{:#x}", ptr.address());
+    let expected = [
+        ["allocate", &address, "1000", "0x2"],
+        ["allocate failure", "(nil)", "5000000", "0x1"],
+        ["allocate", "(nil)", "0", "0x2"],
+        ["free", &address, "999", "0x2"],
+        // Taken back: it is still allocated.
+        ["allocate", &address, "999", "0x2"],
+        ["free", &address, "1000", "0x2"],
+    ];
+    assert_eq!(rows.len(), 1 + expected.len());
+    for (row, expected) in rows[1..].iter().zip(expected) {
+        assert_eq!(row[2..], expected);
+        assert!(row[0].parse::<u64>().is_ok_and(|thread| thread > 0));
+        let shape: String =
+            row[1].chars().map(|c| if c.is_ascii_digit() { '9' } else { c }).collect();
+        assert_eq!(shape, "99:99:99.999999");
+    }
+    // RMM's columns are what `vpmm replay` reads.
+    let trace = Trace::read("log", log.as_bytes()).expect("a trace");
+    assert_eq!(trace.allocations.len(), 2);
+}
+
+#[test]
+fn the_full_format_says_more_and_is_read_the_same() {
+    Rig::everywhere(|rig| {
+        let text = Text::default();
+        let mut config = CoalescingConfig::default();
+        (config.initial_bytes, config.max_bytes) = (1 << 20, Some(1 << 20));
+        let pool = CoalescingPool::new(DeviceMalloc::new(&rig.device), &rig.device, &config);
+        let logging = Logging::to_writer(pool.expect("a pool"), LogFormat::Full, text.clone());
+        let stream = rig.stream();
+        let ptr = logging.allocate(1000, 64, stream.handle()).expect("memory");
+        logging.allocate(2 << 20, 256, stream.handle()).expect_err("above the maximum");
+        logging.deallocate(ptr, 1000, 64, stream.handle()).expect("freed");
+        let log = text.read();
+        let mut lines = log.lines();
+        let columns: Vec<_> = lines.next().expect("a header").split(',').collect();
+        assert_eq!(columns.len(), 13);
+        let field = |line: &str, name: &str| {
+            let at = columns.iter().position(|column| *column == name).expect("a column");
+            line.splitn(columns.len(), ',').nth(at).expect("a field").to_owned()
+        };
+        let rows: Vec<_> = lines.collect();
+        assert_eq!(rows.len(), 3);
+        let fields = |line: &str| {
+            ["Action", "Size", "Device", "Align", "Live", "Held"].map(|name| field(line, name))
+        };
+        assert_eq!(fields(rows[0]), ["allocate", "1000", "0", "64", "1000", "1048576"]);
+        assert_eq!(fields(rows[1]), ["allocate failure", "2097152", "0", "256", "1000", "1048576"]);
+        assert_eq!(fields(rows[2]), ["free", "1000", "0", "64", "0", "1048576"]);
+        assert!(field(rows[0], "Nanoseconds").parse::<u64>().is_ok_and(|time| time > 0));
+        assert_eq!(field(rows[2], "Nanoseconds"), "");
+        assert_eq!(field(rows[0], "Date").split('-').count(), 3);
+        let failure = field(rows[1], "Failure");
+        assert!(failure.starts_with("\"out of memory: 2 MiB requested, "), "{failure}");
+        let trace = Trace::read("log", log.as_bytes()).expect("a trace");
+        assert_eq!((trace.allocations.len(), trace.operations.len()), (1, 2));
+        assert_eq!(trace.oddities.recorded_failures, 1);
+    });
+}
+
+/// A file of several windows, written by several threads: every row is whole, and every address is freed
+/// before it is allocated again.
+#[test]
+fn rows_of_many_threads_are_whole_and_in_order() {
+    let file = Path::new("threads");
+    let logging = Logging::to_file(HostMalloc::new(), LogFormat::Rmm, &file.0).expect("a log");
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for number in 1..8000 {
+                    let ptr = logging.allocate(number, 256, STREAM).expect("memory");
+                    logging.deallocate(ptr, number, 256, STREAM).expect("freed");
+                }
+            });
+        }
+    });
+    assert_eq!(logging.lost_rows(), 0);
+    drop(logging);
+    let log = file.read();
+    assert!(log.len() > 2 << 20, "it crosses windows");
+    assert_eq!(log.lines().count(), 1 + 4 * 7999 * 2);
+    assert!(log.lines().all(|line| line.split(',').count() == 6));
+    let trace = Trace::read("log", log.as_bytes()).expect("a trace");
+    assert_eq!((trace.oddities.unknown_frees, trace.oddities.missing_frees), (0, 0));
+    assert_eq!(trace.allocations.len(), 4 * 7999);
+}
+
+#[test]
+fn the_environment_names_the_file() {
+    let file = Path::new("environment");
+    let run = |set: bool| {
+        let mut child = Command::new(std::env::current_exe().expect("known on Linux"));
+        child.args(["--exact", "logs::child", "--ignored", "--nocapture"]);
+        child.env("VPMM_TEST_CHILD", "environment").env_remove("RMM_LOG_FILE");
+        if set {
+            child.env("RMM_LOG_FILE", &file.0);
+        }
+        let output = child.output().expect("the test can run itself");
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    assert!(run(false).contains("RMM_LOG_FILE="));
+    assert!(run(true).contains("logged"));
+    assert_eq!(file.read().lines().count(), 3);
+}
+
+/// A program that is killed loses no row: zero bytes behind the last one are all that tells.
+#[test]
+fn a_crash_loses_no_row() {
+    let file = Path::new("crash");
+    let output = Command::new(std::env::current_exe().expect("known on Linux"))
+        .args(["--exact", "logs::child", "--ignored", "--nocapture"])
+        .env("VPMM_TEST_CHILD", "crash")
+        .env("RMM_LOG_FILE", &file.0)
+        .output()
+        .expect("the test can run itself");
+    assert!(!output.status.success(), "it crashes");
+    let log = file.read();
+    let rows = log.trim_end_matches('\0');
+    assert!(rows.len() < log.len() && rows.ends_with('\n'));
+    assert_eq!(rows.lines().count(), 1 + 30_000);
+    assert!(rows.lines().all(|line| line.split(',').count() == 6));
+}
+
+#[test]
+#[ignore = "started by other tests, in a process with an environment of its own"]
+fn child() {
+    let Some(what) = std::env::var_os("VPMM_TEST_CHILD") else {
+        println!("skipped: means something only when another test starts it");
+        return;
+    };
+    let logging = match Logging::from_environment(HostMalloc::new(), LogFormat::Rmm) {
+        Ok(logging) => logging,
+        Err(error) => {
+            assert!(matches!(error, Error::Config { .. }));
+            return println!("{error}");
+        }
+    };
+    let pairs = if what == "crash" { 15_000 } else { 1 };
+    for _ in 0..pairs {
+        let ptr = logging.allocate(100, 256, STREAM).expect("memory");
+        logging.deallocate(ptr, 100, 256, STREAM).expect("freed");
+    }
+    if what == "crash" {
+        std::process::abort();
+    }
+    println!("logged");
+}
+
+#[test]
+fn a_log_that_cannot_be_made_or_written_is_told() {
+    let missing = Logging::to_file(HostMalloc::new(), LogFormat::Rmm, "/nowhere/at/all.csv");
+    assert!(matches!(missing, Err(Error::LogFile(_))));
+    struct Full;
+    impl Write for Full {
+        fn write(&mut self, _: &[u8]) -> std::io::Result<usize> {
+            Err(std::io::ErrorKind::StorageFull.into())
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Err(std::io::ErrorKind::StorageFull.into())
+        }
+    }
+    let logging = Logging::to_writer(HostMalloc::new(), LogFormat::Rmm, Full);
+    let ptr = logging.allocate(100, 256, STREAM).expect("the call goes on");
+    logging.deallocate(ptr, 100, 256, STREAM).expect("the call goes on");
+    assert_eq!(logging.lost_rows(), 3, "the header too");
+    assert!(matches!(logging.flush(), Err(Error::LogFile(_))));
+}

@@ -1,0 +1,153 @@
+//! What becomes of streams: those that end, and who gets their place.
+
+use std::collections::VecDeque;
+
+use cuda_sys::types::CUresult;
+
+use super::{Deferred, OfPlace, On, Waiter, Waits};
+use crate::caching::books::{Books, Place};
+use crate::caching::core::Core;
+use crate::default::{Recorded, record_beside_captures, stream_is_capturing};
+use crate::device::StreamHandle;
+use crate::driver::Driver;
+use crate::error::Result;
+use crate::event::{BesideCaptures, Event};
+
+/// What is known of the stream at a place.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::caching) enum Life {
+    /// Alive, and its end will be told.
+    Lasting(StreamHandle),
+    /// Nobody tells of its end: its handle is good for a call that it is given to.
+    Foreign,
+    /// Ended; behind this event nothing of its work is left.
+    Ended(Event),
+    /// Ended, and so has all its work.
+    Over,
+    /// Ended where no event could be recorded, at this point in time.
+    Lost(u64),
+}
+
+impl Waits {
+    /// A place has a new stream.
+    pub(in crate::caching) fn begin(&mut self, place: u32, life: Life) {
+        match self.places.get_mut(place as usize) {
+            Some(of) => of.life = life,
+            None => self.places.push(OfPlace { life, queue: VecDeque::new(), deferred: 0 }),
+        }
+    }
+
+    /// A place to give to a new stream, if there is one: of a stream whose work is over, whose memory
+    /// the new one inherits; or of one that nobody may ever name again and that has no memory.
+    pub(in crate::caching) fn vacant(&self, books: &Books) -> Option<u32> {
+        let vacant = |(of, place): (&OfPlace, &Place)| {
+            let unnamed = place.pins == 0 && of.queue.is_empty() && of.deferred == 0;
+            unnamed
+                && match of.life {
+                    Life::Over => true,
+                    Life::Foreign | Life::Lost(_) => place.blocks == 0,
+                    Life::Lasting(_) | Life::Ended(_) => false,
+                }
+        };
+        self.places.iter().zip(&books.places).position(vacant).map(|place| place as u32)
+    }
+
+    /// Asks about streams that have ended whether their work has too.
+    pub(in crate::caching) fn settle_ends(&mut self, core: &Core) -> Result<()> {
+        let driver = core.device.driver();
+        let ended = |of: &OfPlace| matches!(of.life, Life::Ended(_));
+        if !self.places.iter().any(ended) {
+            return Ok(());
+        }
+        let _beside = BesideCaptures::enter(driver)?;
+        self.settle_each_end(core)
+    }
+
+    pub(super) fn settle_each_end(&mut self, core: &Core) -> Result<()> {
+        let mut places = 0..self.places.len();
+        places.try_for_each(|place| self.settle_end(core.device.driver(), place).map(|_| ()))
+    }
+
+    /// Whether a stream that has ended has nothing left to do. Where it never recorded its end,
+    /// nobody can tell.
+    pub(super) fn settle_end(&mut self, driver: &Driver, place: usize) -> Result<bool> {
+        match self.places[place].life {
+            Life::Over => Ok(true),
+            Life::Ended(event) => {
+                let life = match event.is_complete(driver) {
+                    Ok(true) => Life::Over,
+                    Ok(false) => return Ok(false),
+                    // A capture that began and ended in between has taken the record along.
+                    Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
+                        Life::Lost(self.sequence)
+                    }
+                    Err(failure) => return Err(failure.into()),
+                };
+                self.spare.push(event);
+                self.places[place].life = life;
+                Ok(matches!(life, Life::Over))
+            }
+            Life::Lasting(_) | Life::Foreign | Life::Lost(_) => Ok(false),
+        }
+    }
+
+    /// The stream at a place is about to end: a last event covers all that it was given.
+    pub(in crate::caching) fn stream_ends(
+        &mut self,
+        core: &Core,
+        place: u32,
+        handle: StreamHandle,
+    ) {
+        self.sequence += 1;
+        let unused = {
+            let books = core.books.lock();
+            let (of, known) = (&self.places[place as usize], &books.places[place as usize]);
+            known.blocks == 0 && known.pins == 0 && of.queue.is_empty() && of.deferred == 0
+        };
+        let life = if unused { Life::Over } else { self.last_life(core, handle) };
+        self.places[place as usize].life = life;
+        // What was to be recorded on it is covered by that.
+        for index in (0..self.deferred.len()).rev() {
+            let of = &self.deferred[index];
+            if of.place == place && of.on == On::Place {
+                let Deferred { block, since, .. } = self.deferred.swap_remove(index);
+                self.places[place as usize].deferred -= 1;
+                self.enqueue(place, Waiter { event: None, block, since });
+            }
+        }
+        self.publish(core);
+    }
+
+    fn last_life(&mut self, core: &Core, handle: StreamHandle) -> Life {
+        let lost = Life::Lost(self.sequence);
+        let Ok(_context) = core.device.enter() else { return lost };
+        let spare = self.spare.pop();
+        let unused = match record_beside_captures(core.device.driver(), handle, spare) {
+            Ok(Recorded::On(event)) => return Life::Ended(event),
+            Ok(Recorded::Capturing(spare)) => spare,
+            Err(_) => spare,
+        };
+        self.spare.extend(unused);
+        lost
+    }
+
+    /// The stream to give a place's memory back on; `None` where it is not known to be alive, or
+    /// captures. What is over needs no stream in particular. `alive`: a place with a stream that the
+    /// caller vouches for.
+    pub(in crate::caching) fn stream_of(
+        &self,
+        driver: &Driver,
+        place: u32,
+        alive: Option<(u32, StreamHandle)>,
+    ) -> Option<StreamHandle> {
+        match self.places[place as usize].life {
+            Life::Lasting(handle) => {
+                let capturing = stream_is_capturing(driver, handle).unwrap_or(true);
+                (!capturing).then_some(handle)
+            }
+            Life::Over => Some(StreamHandle::LEGACY),
+            Life::Foreign => alive.filter(|of| of.0 == place).map(|(_, handle)| handle),
+            Life::Ended(_) | Life::Lost(_) => None,
+        }
+    }
+}
