@@ -101,8 +101,12 @@ fn a_foreign_stream_that_captures_is_refused_and_nothing_changes() {
         refused(cached.allocator.malloc(1, foreign).map(|_| ()));
         refused(cached.allocator.record_stream(held.ptr, foreign));
         refused(cached.allocator.free(held.ptr));
-        refused(cached.allocator.alloc_copy(&[1], foreign).map(|_| ()));
         assert_eq!(end_capture(rig, raw), 0);
+        // A copy would be the graph's, with an address of the host's in it.
+        let capturing = rig.stream();
+        begin_capture(rig, capturing.handle().raw());
+        refused(cached.allocator.alloc_copy(&[1_u8], &capturing).map(drop));
+        assert_eq!(end_capture(rig, capturing.handle().raw()), 0);
         cached.free(held, &own);
         cached.assert_intact();
         call!(rig.driver, cuStreamDestroy_v2(raw));

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use vpmm::caching::{CachingAllocator, CachingConfig};
 use vpmm::resource::{DeviceMalloc, DriverPool, DriverPoolConfig};
-use vpmm::{MemoryResource, Pool, PoolConfig, StreamHandle};
+use vpmm::{MemoryResource, Pool, PoolConfig, Stream, StreamHandle};
 
 use crate::rig::{KIB, MIB};
 use crate::support::streams::make;
@@ -74,13 +74,14 @@ fn a_thread_needs_no_context() {
             let own = rig.stream();
             std::thread::scope(|scope| {
                 scope.spawn(|| {
-                    for stream in [own.handle(), StreamHandle::LEGACY, StreamHandle::PER_THREAD] {
+                    let defaults = [Stream::legacy(&rig.device), Stream::per_thread(&rig.device)];
+                    for stream in defaults.iter().chain([&own]) {
                         let ptr = allocator.malloc(3 << 20, stream).unwrap();
                         allocator.record_stream(ptr, StreamHandle::LEGACY).unwrap();
                         allocator.record_stream(ptr, own.handle()).unwrap();
                         allocator.free(ptr).unwrap();
                         drop(allocator.alloc_zeros::<u8>(9, stream).unwrap());
-                        drop(allocator.alloc_copy(&[7], stream).unwrap());
+                        drop(allocator.alloc_copy(&[7_u8], stream).unwrap());
                     }
                     allocator.empty_cache().unwrap();
                 });

@@ -48,8 +48,8 @@
 //! | `heaps` | heaps beside a pool's main one: of graphs, of tags |
 //! | `pool` | the public face |
 //! | `resource` | memory resources and adaptors |
-//! | `caching` | PyTorch's caching scheme |
 //! | `container` | memory with an owner |
+//! | `caching` | PyTorch's caching scheme |
 
 mod allocation;
 mod arena;

@@ -3,14 +3,15 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::buffer::CachedBuffer;
 use super::config::CachingConfig;
 use super::core::Core;
 use super::snapshot::SnapshotSegment;
 use super::stats::CachingStats;
+use crate::container::{DeviceVec, Pod};
 use crate::device::{Device, StreamHandle};
 use crate::error::Result;
 use crate::resource::{DeviceMalloc, MemoryResource};
+use crate::stream::Stream;
 use crate::units::DevicePtr;
 use crate::validate::Violation;
 
@@ -186,12 +187,8 @@ impl CachingAllocator {
     ///
     /// # Errors
     /// Those of [`malloc`](Self::malloc); nothing is allocated then.
-    pub fn alloc_zeros<T: Copy>(
-        &self,
-        count: usize,
-        stream: impl Into<StreamHandle>,
-    ) -> Result<CachedBuffer<T>> {
-        CachedBuffer::zeroed(self, count, stream.into())
+    pub fn alloc_zeros<T: Pod>(&self, count: usize, stream: &Stream) -> Result<DeviceVec<T, Self>> {
+        DeviceVec::zeroed(count, stream, self.clone())
     }
 
     /// Allocates room for values and copies them there. Waits until they are.
@@ -199,12 +196,8 @@ impl CachingAllocator {
     /// # Errors
     /// Those of [`malloc`](Self::malloc); [`Error::StreamCapturing`](crate::Error::StreamCapturing)
     /// where the stream captures. Nothing is allocated then.
-    pub fn alloc_copy<T: Copy>(
-        &self,
-        values: &[T],
-        stream: impl Into<StreamHandle>,
-    ) -> Result<CachedBuffer<T>> {
-        CachedBuffer::copied(self, values, stream.into())
+    pub fn alloc_copy<T: Pod>(&self, values: &[T], stream: &Stream) -> Result<DeviceVec<T, Self>> {
+        DeviceVec::from_slice(values, stream, self.clone())
     }
 
     /// Waits for the further streams of freed blocks, and gives every segment back of which nothing

@@ -26,7 +26,6 @@
 mod allocator;
 mod block;
 mod books;
-mod buffer;
 mod config;
 mod core;
 mod free_set;
@@ -43,7 +42,6 @@ mod validate;
 mod waits;
 
 pub use allocator::CachingAllocator;
-pub use buffer::CachedBuffer;
 pub use config::CachingConfig;
 pub use parse::SettingError;
 pub use size::{

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use super::block::Block;
 use super::copy;
 use super::slice::{DeviceSlice, DeviceSliceMut};
+use crate::device::StreamHandle;
 use crate::error::Result;
 use crate::resource::{MIN_ALIGN, MemoryResource};
 use crate::stream::Stream;
@@ -122,6 +123,18 @@ impl<R: MemoryResource> DeviceBuffer<R> {
     /// Those of [`Stream::wait_for_stream`]; the buffer stays where it was.
     pub fn set_stream(&mut self, stream: &Stream) -> Result<()> {
         self.block.home_mut().move_to(stream)
+    }
+
+    /// Notes that the memory is also used on another stream, so that it is not handed out before that
+    /// has finished, whenever it is freed: [`MemoryResource::record_stream`].
+    ///
+    /// # Errors
+    /// As there; nothing for no memory.
+    pub fn record_stream(&self, stream: impl Into<StreamHandle>) -> Result<()> {
+        if self.ptr().is_null() {
+            return Ok(());
+        }
+        self.block.resource().record_stream(self.ptr(), stream.into())
     }
 
     /// Where the memory is from.

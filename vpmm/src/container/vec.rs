@@ -9,6 +9,7 @@ use bytemuck::Pod;
 
 use super::buffer::DeviceBuffer;
 use super::slice::{DeviceSlice, DeviceSliceMut};
+use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::resource::{MIN_ALIGN, MemoryResource};
 use crate::stream::Stream;
@@ -146,6 +147,15 @@ impl<T: Pod, R: MemoryResource> DeviceVec<T, R> {
     /// Those of [`Stream::wait_for_stream`].
     pub fn set_stream(&mut self, stream: &Stream) -> Result<()> {
         self.buffer.set_stream(stream)
+    }
+
+    /// Notes that the memory is also used on another stream, so that it is not handed out before that
+    /// has finished, whenever it is freed: [`MemoryResource::record_stream`].
+    ///
+    /// # Errors
+    /// As there; nothing for no memory.
+    pub fn record_stream(&self, stream: impl Into<StreamHandle>) -> Result<()> {
+        self.buffer.record_stream(stream)
     }
 
     /// Where the memory is from.
