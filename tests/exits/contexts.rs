@@ -148,11 +148,13 @@ fn a_device_is_lost_under_a_pool() {
     });
 }
 
-/// On simulators only: a real driver may crash on the handle of a stream that went with its context.
 #[test]
 fn a_context_is_reset_under_a_pool() {
     bounded("contexts::a_context_is_reset_under_a_pool", || {
         SCHEDULES.into_iter().for_each(|schedule| goes(Rig::simulated(schedule), Loss::Reset));
+        if let Some(rig) = Rig::gpu() {
+            goes(rig, Loss::Reset);
+        }
     });
 }
 

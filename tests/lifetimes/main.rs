@@ -2,9 +2,9 @@
 //! a pointer, pools that nobody has a handle of any more.
 
 mod current;
+mod ends;
 mod orphans;
 mod owners;
 mod rig;
-#[allow(unused_macros, reason = "no driver function is held here")]
 #[path = "../support/pools.rs"]
 mod support;

@@ -65,7 +65,8 @@ pub struct ReplayArgs {
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceChoice,
 
-    /// Allocators to compare, separated by commas: default, paged, cuda-async, cuda-malloc.
+    /// Allocators to compare, separated by commas: default, paged, cuda-async, cuda-malloc, and
+    /// resources and stacks of them, like limiting(1GiB,statistics(default)).
     #[arg(long, value_name = "NAMES", default_value = "default")]
     pub allocator: AllocatorList,
 
@@ -131,7 +132,8 @@ pub struct BenchArgs {
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceChoice,
 
-    /// Allocators to compare, separated by commas: default, paged, cuda-async, cuda-malloc.
+    /// Allocators to compare, separated by commas: default, paged, cuda-async, cuda-malloc, and
+    /// resources and stacks of them, like limiting(1GiB,statistics(default)).
     #[arg(long, value_name = "NAMES", default_value = "default")]
     pub allocator: AllocatorList,
 

@@ -47,6 +47,11 @@ impl<T> Arena<T> {
         unsafe { &block.as_ref()[id as usize % BLOCK] }
     }
 
+    /// Nodes that there are, in use or not.
+    pub(crate) fn capacity(&self) -> usize {
+        self.blocks.len() * BLOCK
+    }
+
     /// Nodes that are in use.
     pub(crate) fn in_use(&self) -> usize {
         self.blocks.len() * BLOCK - self.vacant.len()

@@ -1,4 +1,4 @@
-//! Devices, their primary contexts, and streams.
+//! Devices, their primary contexts, and streams by their handles.
 
 use std::ffi::c_int;
 use std::fmt;
@@ -162,24 +162,6 @@ impl Device {
         Ok(can != 0)
     }
 
-    /// Makes a stream that does not wait for the legacy default stream (`CU_STREAM_NON_BLOCKING`).
-    ///
-    /// # Errors
-    /// [`Error::Driver`], [`Error::ContextLost`].
-    pub fn stream(&self) -> Result<Stream> {
-        let _context = self.enter()?;
-        let flags = CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0;
-        let mut stream: CUstream = ptr::null_mut();
-        // SAFETY: the pointer is to a live CUstream, and the context is current.
-        unsafe { self.0.driver.cuStreamCreate(&mut stream, flags) }?;
-        // From here on the stream is destroyed at drop, whatever comes next.
-        let mut owned = Stream { device: self.clone(), handle: StreamHandle::foreign(stream) };
-        // SAFETY: the stream is alive; the pointer is to a live u64.
-        unsafe { self.0.driver.cuStreamGetId(stream, &mut owned.handle.id) }?;
-        owned.handle.realm = self.0.driver.realm();
-        Ok(owned)
-    }
-
     /// Waits until all work on the device's primary context has finished. What was freed before is
     /// then everybody's in every pool of this driver on the device.
     ///
@@ -220,7 +202,7 @@ impl Device {
         let mut context: CUcontext = ptr::null_mut();
         // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is to a
         // live CUcontext.
-        unsafe { driver.cuStreamGetCtx(stream.raw, &mut context) }?;
+        unsafe { driver.cuStreamGetCtx(stream.raw(), &mut context) }?;
         if context == self.0.context {
             return Ok(());
         }
@@ -268,7 +250,7 @@ impl Drop for ContextGuard<'_> {
 
 /// A stream by its handle.
 ///
-/// Made from a [`Stream`] it also knows which stream that is and that the library sees its end,
+/// Made from a [`Stream`](crate::Stream) it also knows which stream that is and that the library sees its end,
 /// which is what lets a pool serve it without a driver call. Made [from a raw
 /// handle](Self::from_raw) it knows neither, and each call asks the driver.
 ///
@@ -304,8 +286,13 @@ impl StreamHandle {
         if stream.is_null() { Self::LEGACY } else { Self::foreign(stream) }
     }
 
-    const fn foreign(raw: CUstream) -> Self {
+    pub(crate) const fn foreign(raw: CUstream) -> Self {
         Self { raw, id: 0, realm: 0 }
+    }
+
+    /// The same stream, whose end will be told to the pools of a driver.
+    pub(crate) const fn with_number(self, id: u64, realm: usize) -> Self {
+        Self { id, realm, ..self }
     }
 
     /// The raw handle.
@@ -338,57 +325,5 @@ impl std::hash::Hash for StreamHandle {
 impl fmt::Debug for StreamHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "StreamHandle({:p})", self.raw)
-    }
-}
-
-/// A stream that this value owns: destroyed at drop, after which its work still runs to its end.
-pub struct Stream {
-    device: Device,
-    handle: StreamHandle,
-}
-
-impl Stream {
-    /// The handle, valid while this stream lives.
-    pub fn handle(&self) -> StreamHandle {
-        self.handle
-    }
-
-    /// The device that the stream belongs to.
-    pub fn device(&self) -> &Device {
-        &self.device
-    }
-
-    /// Waits until everything enqueued so far has finished. What was freed on the stream before is
-    /// then everybody's in every pool of this driver.
-    ///
-    /// # Errors
-    /// [`Error::Driver`], [`Error::ContextLost`].
-    pub fn synchronize(&self) -> Result<()> {
-        self.device.driver().tell_wait_for(Awaited::Stream(self.handle), || {
-            // SAFETY: the stream is alive while `self` is.
-            unsafe { self.device.driver().cuStreamSynchronize(self.handle.raw) }
-        })
-    }
-}
-
-impl Drop for Stream {
-    fn drop(&mut self) {
-        self.device.driver().tell_end_of(self.handle);
-        // SAFETY: made in `Device::stream`, destroyed once here. An error means that the context
-        // went first and took the stream along.
-        let _: Result<(), Failure> =
-            unsafe { self.device.driver().cuStreamDestroy_v2(self.handle.raw) };
-    }
-}
-
-impl From<&Stream> for StreamHandle {
-    fn from(stream: &Stream) -> Self {
-        stream.handle
-    }
-}
-
-impl fmt::Debug for Stream {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&self.handle, f)
     }
 }

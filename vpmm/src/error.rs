@@ -204,6 +204,26 @@ pub enum Error {
         bytes: u64,
     },
 
+    /// A part of a container that it does not have.
+    #[error("values {first} to {end} of {len} were asked for")]
+    OutOfRange {
+        /// The first value.
+        first: usize,
+        /// The end: one past the last.
+        end: usize,
+        /// How many there are.
+        len: usize,
+    },
+
+    /// Two sides of a copy have different lengths.
+    #[error("{given} values were given for a copy of {len}")]
+    LengthMismatch {
+        /// What came from the caller.
+        given: usize,
+        /// What the container has.
+        len: usize,
+    },
+
     /// A resource cannot do that.
     #[error("the resource has no {what}")]
     Unsupported {

@@ -19,8 +19,27 @@ unsafe impl Sync for Event {}
 impl Event {
     /// Makes an event without timing in the current context: an eighth of the cost of one with.
     pub(crate) fn new(driver: &Driver) -> Result<Self, Failure> {
+        Self::with_flags(driver, CUevent_flags_enum::CU_EVENT_DISABLE_TIMING)
+    }
+
+    /// Makes an event that notes the time in the current context.
+    pub(crate) fn with_timing(driver: &Driver) -> Result<Self, Failure> {
+        Self::with_flags(driver, CUevent_flags_enum::CU_EVENT_DEFAULT)
+    }
+
+    /// An event of somebody else's.
+    pub(crate) fn foreign(event: CUevent) -> Self {
+        Self(event)
+    }
+
+    /// The raw handle.
+    pub(crate) fn handle(self) -> CUevent {
+        self.0
+    }
+
+    fn with_flags(driver: &Driver, flags: CUevent_flags_enum) -> Result<Self, Failure> {
         let mut event: CUevent = ptr::null_mut();
-        let flags = CUevent_flags_enum::CU_EVENT_DISABLE_TIMING.0;
+        let flags = flags.0;
         // SAFETY: the pointer is to a live CUevent.
         unsafe { driver.cuEventCreate(&mut event, flags) }?;
         Ok(Self(event))
@@ -53,6 +72,14 @@ impl Event {
     pub(crate) fn wait(self, driver: &Driver) -> Result<(), Failure> {
         // SAFETY: the event is alive.
         unsafe { driver.cuEventSynchronize(self.0) }
+    }
+
+    /// Milliseconds on the device between two marks that have been passed.
+    pub(crate) fn elapsed_since(self, earlier: Self, driver: &Driver) -> Result<f32, Failure> {
+        let mut milliseconds = 0.0;
+        // SAFETY: both events are alive; the pointer is to a live f32.
+        unsafe { driver.cuEventElapsedTime(&mut milliseconds, earlier.0, self.0) }?;
+        Ok(milliseconds)
     }
 
     /// # Safety

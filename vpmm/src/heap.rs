@@ -33,6 +33,10 @@ pub(crate) trait Beside: Send + Sync {
 /// A pool of one profile. What each call means is said at the method of [`Pool`](crate::Pool) with
 /// the same name.
 pub(crate) trait Heap: Source + Send + Sync {
+    /// The owner lets go: waits for the work that uses the memory, and is told of no stream's end any
+    /// more. Nobody uses the pool from here on.
+    fn retire(&self);
+
     fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()>;
 
     fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()>;

@@ -34,8 +34,9 @@
 //! | `error` | failures |
 //! | `fork` | what a child of the process finds |
 //! | `driver` | the driver's functions; all calls into it |
-//! | `device` | devices, contexts, streams |
+//! | `device` | devices, contexts, handles of streams |
 //! | `physical`, `reservation`, `mapping`, `event` | one kind of driver object each |
+//! | `stream` | streams and events with an owner, or borrowed |
 //! | `budget`, `backing` | how much a pool may hold, and what its memory is made of |
 //! | `ordering`, `allocation` | what callers say about streams and ask about pointers |
 //! | `out_of_memory` | what callers say about waiting for memory |
@@ -47,11 +48,15 @@
 //! | `heaps` | heaps beside a pool's main one: of graphs, of tags |
 //! | `pool` | the public face |
 //! | `resource` | memory resources and adaptors |
+//! | `caching` | PyTorch's caching scheme |
+//! | `container` | memory with an owner |
 
 mod allocation;
 mod arena;
 mod backing;
 mod budget;
+pub mod caching;
+mod container;
 mod default;
 mod device;
 mod driver;
@@ -76,12 +81,17 @@ mod reservation;
 pub mod resource;
 mod sharing;
 mod stats;
+mod stream;
 mod units;
 mod validate;
 
 pub use allocation::Allocation;
+pub use caching::CachingAllocator;
+pub use container::{
+    DeviceBuffer, DeviceScalar, DeviceSlice, DeviceSliceMut, DeviceVec, PinnedVec, Pod, Transfer,
+};
 pub use default::{Background, PoolConfig};
-pub use device::{Device, Stream, StreamHandle};
+pub use device::{Device, StreamHandle};
 pub use driver::{Driver, DriverCalls};
 pub use error::{Error, Result};
 pub use heaps::{Buffers, Contents, Resumed, Suspended};
@@ -95,5 +105,6 @@ pub use pool::{CurrentPool, GraphPool, OutOfMemoryCallback, Pool, Tagged};
 pub use resource::MemoryResource;
 pub use sharing::{Export, Imported};
 pub use stats::Stats;
+pub use stream::{Event, Stream, StreamPool};
 pub use units::DevicePtr;
 pub use validate::Violation;

@@ -34,7 +34,7 @@ impl Backend for CudaAsync<'_> {
         }
     }
 
-    unsafe fn free(&self, address: u64, stream: StreamHandle) -> vpmm::Result<()> {
+    unsafe fn free(&self, address: u64, _bytes: u64, stream: StreamHandle) -> vpmm::Result<()> {
         // SAFETY: the caller vouches for the address.
         unsafe { self.pool.free(address, stream) }
     }

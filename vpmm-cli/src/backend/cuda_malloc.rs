@@ -78,7 +78,7 @@ impl Backend for CudaMalloc<'_> {
     }
 
     /// The driver waits for all of the device's work, on whichever stream.
-    unsafe fn free(&self, address: u64, _stream: StreamHandle) -> vpmm::Result<()> {
+    unsafe fn free(&self, address: u64, _bytes: u64, _stream: StreamHandle) -> vpmm::Result<()> {
         // Forgotten first: once freed, another thread may be given the same address.
         let taken = self.held().bytes_at.remove(&address).unwrap_or(0);
         // SAFETY: the caller vouches for the address.

@@ -4,11 +4,14 @@ mod cuda_async;
 mod cuda_malloc;
 mod pool;
 mod spec;
+mod stack;
 
 pub(crate) use cuda_async::CudaAsync;
 pub(crate) use cuda_malloc::CudaMalloc;
 pub(crate) use pool::PoolBackend;
 pub use spec::{AllocatorList, AllocatorSpec, SpecError};
+pub(crate) use stack::StackBackend;
+pub use stack::{Kind, Stack, StackError};
 
 use vpmm::StreamHandle;
 
@@ -24,7 +27,7 @@ pub trait Backend: Sync {
     /// Out of memory, told by [`vpmm::Error::is_out_of_memory`], or a failure.
     fn allocate(&self, bytes: u64, stream: StreamHandle) -> vpmm::Result<u64>;
 
-    /// Frees an allocation; uses of it enqueued on `stream` before are finished first.
+    /// Frees an allocation of `bytes`, as they were asked for; uses of it enqueued on `stream` before are finished first.
     ///
     /// # Safety
     /// `address` must come from [`Backend::allocate`] of this very allocator and
@@ -32,7 +35,7 @@ pub trait Backend: Sync {
     ///
     /// # Errors
     /// What the allocator or the driver answers.
-    unsafe fn free(&self, address: u64, stream: StreamHandle) -> vpmm::Result<()>;
+    unsafe fn free(&self, address: u64, bytes: u64, stream: StreamHandle) -> vpmm::Result<()>;
 
     /// The most bytes of device memory held at one time so far, in use or not.
     ///

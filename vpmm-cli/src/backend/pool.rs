@@ -49,7 +49,7 @@ impl Backend for PoolBackend<'_> {
         self.pool.malloc(bytes, stream).map(DevicePtr::address)
     }
 
-    unsafe fn free(&self, address: u64, stream: StreamHandle) -> vpmm::Result<()> {
+    unsafe fn free(&self, address: u64, _bytes: u64, stream: StreamHandle) -> vpmm::Result<()> {
         self.pool.free(DevicePtr::from_address(address), stream)
     }
 

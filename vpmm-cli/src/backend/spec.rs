@@ -7,10 +7,11 @@ use super::Backend;
 use super::cuda_async::CudaAsync;
 use super::cuda_malloc::CudaMalloc;
 use super::pool::PoolBackend;
+use super::stack::{Stack, StackBackend, StackError, split_list};
 use crate::device::Machine;
 
 /// An allocator as the command line names it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum AllocatorSpec {
     /// `vpmm`'s pool in the default profile.
     Default,
@@ -20,26 +21,18 @@ pub enum AllocatorSpec {
     CudaAsync,
     /// `cuMemAlloc` and `cuMemFree`.
     CudaMalloc,
+    /// A resource, or a stack of them.
+    Stack(Box<Stack>),
 }
 
 impl AllocatorSpec {
-    /// Every allocator, in the order of the help.
-    pub const ALL: [Self; 4] = [Self::Default, Self::Paged, Self::CudaAsync, Self::CudaMalloc];
-
-    /// The name on the command line and in reports.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Default => "default",
-            Self::Paged => "paged",
-            Self::CudaAsync => "cuda-async",
-            Self::CudaMalloc => "cuda-malloc",
-        }
-    }
+    /// The allocators that are called directly, in the order of the help.
+    pub const DIRECT: [Self; 4] = [Self::Default, Self::Paged, Self::CudaAsync, Self::CudaMalloc];
 
     /// Whether the allocator itself keeps to a limit of device memory, so that it can
     /// give memory back or move it when that is reached. For `cuMemAlloc` the command
     /// only counts what was asked for.
-    pub const fn has_limit(self) -> bool {
+    pub const fn has_limit(&self) -> bool {
         !matches!(self, Self::CudaMalloc)
     }
 
@@ -48,7 +41,7 @@ impl AllocatorSpec {
     /// # Errors
     /// What the allocator or the driver answers; a bad environment variable.
     pub fn open<'a>(
-        self,
+        &self,
         machine: &'a Machine,
         limit_bytes: Option<u64>,
     ) -> vpmm::Result<Box<dyn Backend + 'a>> {
@@ -57,49 +50,50 @@ impl AllocatorSpec {
             Self::Paged => Box::new(PoolBackend::paged(machine, limit_bytes)?),
             Self::CudaAsync => Box::new(CudaAsync::new(machine, limit_bytes)?),
             Self::CudaMalloc => Box::new(CudaMalloc::new(machine, limit_bytes)),
+            Self::Stack(stack) => Box::new(StackBackend::new(stack, machine, limit_bytes)?),
         })
     }
 }
 
+/// The name on the command line and in reports.
 impl fmt::Display for AllocatorSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
+        match self {
+            Self::Default => f.pad("default"),
+            Self::Paged => f.pad("paged"),
+            Self::CudaAsync => f.pad("cuda-async"),
+            Self::CudaMalloc => f.pad("cuda-malloc"),
+            Self::Stack(stack) => stack.fmt(f),
+        }
     }
 }
 
 /// A text that names no allocator.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SpecError {
-    /// There is no such allocator.
-    #[error("there is no allocator {name:?}; known: {}", known())]
-    Unknown {
-        /// What was asked for.
-        name: Box<str>,
-    },
+    /// There is no such allocator, or not with these settings.
+    #[error(transparent)]
+    Stack(#[from] StackError),
     /// One allocator twice: two rows that nothing tells apart.
     #[error("{0} is named twice")]
     Twice(AllocatorSpec),
-}
-
-fn known() -> String {
-    AllocatorSpec::ALL.map(AllocatorSpec::name).join(", ")
 }
 
 impl FromStr for AllocatorSpec {
     type Err = SpecError;
 
     fn from_str(text: &str) -> Result<Self, SpecError> {
-        let text = text.trim();
-        Self::ALL
-            .into_iter()
-            .find(|spec| spec.name() == text)
-            .ok_or_else(|| SpecError::Unknown { name: text.into() })
+        let direct = Self::DIRECT.into_iter().find(|spec| spec.to_string() == text.trim());
+        match direct {
+            Some(direct) => Ok(direct),
+            None => Ok(Self::Stack(Box::new(text.parse()?))),
+        }
     }
 }
 
 /// Allocators to compare, separated by commas.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct AllocatorList(pub Vec<AllocatorSpec>);
 
 impl FromStr for AllocatorList {
@@ -107,7 +101,7 @@ impl FromStr for AllocatorList {
 
     fn from_str(text: &str) -> Result<Self, SpecError> {
         let mut list = Vec::new();
-        for name in text.split(',') {
+        for name in split_list(text)? {
             let spec = name.parse()?;
             if list.contains(&spec) {
                 return Err(SpecError::Twice(spec));
@@ -124,15 +118,17 @@ mod tests {
 
     #[test]
     fn every_name_is_read_back() {
-        for spec in AllocatorSpec::ALL {
-            assert_eq!(spec.name().parse(), Ok(spec));
+        for spec in AllocatorSpec::DIRECT {
+            assert_eq!(spec.to_string().parse(), Ok(spec));
         }
     }
 
     #[test]
     fn lists_keep_their_order() {
-        let list: AllocatorList = "cuda-malloc, paged".parse().unwrap();
-        assert_eq!(list.0, [AllocatorSpec::CudaMalloc, AllocatorSpec::Paged]);
+        let list: AllocatorList = "cuda-malloc, limiting(1GiB,paged) ,paged".parse().unwrap();
+        let [malloc, stack, paged] = &list.0[..] else { panic!("{list:?}") };
+        assert_eq!((malloc, paged), (&AllocatorSpec::CudaMalloc, &AllocatorSpec::Paged));
+        assert_eq!(stack.to_string(), "limiting(1GiB,paged)");
     }
 
     #[test]

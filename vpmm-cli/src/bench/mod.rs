@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 
 use vpmm::{Stream, StreamHandle};
 
-use crate::backend::{AllocatorSpec, CudaAsync, CudaMalloc, PoolBackend};
+use crate::backend::{AllocatorSpec, CudaAsync, CudaMalloc, PoolBackend, StackBackend};
 use crate::device::{Calls, Machine};
 use loops::Hands;
 use script::{Extent, Script, Warm};
@@ -115,13 +115,16 @@ impl<'a> Bench<'a> {
     ///
     /// # Errors
     /// [`BenchError`].
-    pub fn run(&self, case: Case, allocator: AllocatorSpec) -> Result<Figures, BenchError> {
+    pub fn run(&self, case: Case, allocator: &AllocatorSpec) -> Result<Figures, BenchError> {
         let machine = self.machine;
         match allocator {
             AllocatorSpec::Default => self.on(case, |limit| PoolBackend::standard(machine, limit)),
             AllocatorSpec::Paged => self.on(case, |limit| PoolBackend::paged(machine, limit)),
             AllocatorSpec::CudaAsync => self.on(case, |limit| CudaAsync::new(machine, limit)),
             AllocatorSpec::CudaMalloc => self.on(case, |limit| Ok(CudaMalloc::new(machine, limit))),
+            AllocatorSpec::Stack(stack) => {
+                self.on(case, |limit| StackBackend::new(stack, machine, limit))
+            }
         }
     }
 

@@ -1,8 +1,9 @@
 //! Allocators as the timed loops see them: by static calls, which cost nothing to dispatch.
 
+use vpmm::resource::MIN_ALIGN;
 use vpmm::{DevicePtr, StreamHandle};
 
-use crate::backend::{Backend, CudaAsync, CudaMalloc, PoolBackend};
+use crate::backend::{Backend, CudaAsync, CudaMalloc, PoolBackend, StackBackend};
 
 /// An allocator under test.
 pub(super) trait Subject: Sync {
@@ -55,6 +56,38 @@ impl Subject for PoolBackend<'_> {
     }
 }
 
+/// An allocation of a resource: what its free is told.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) struct Sized {
+    ptr: DevicePtr,
+    bytes: usize,
+}
+
+/// By dynamic calls, as stacks are.
+impl Subject for StackBackend<'_> {
+    type Ptr = Sized;
+
+    const NONE: Sized = Sized { ptr: DevicePtr::NULL, bytes: 0 };
+
+    fn allocate(&self, bytes: u64, stream: StreamHandle) -> vpmm::Result<Sized> {
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let ptr = self.resource().allocate(bytes, MIN_ALIGN, stream)?;
+        Ok(Sized { ptr, bytes })
+    }
+
+    unsafe fn free(&self, Sized { ptr, bytes }: Sized, stream: StreamHandle) -> vpmm::Result<()> {
+        self.resource().deallocate(ptr, bytes, MIN_ALIGN, stream)
+    }
+
+    fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {
+        Backend::peak_mapped_bytes(self)
+    }
+
+    fn driver_calls(&self) -> u64 {
+        Backend::driver_calls(self)
+    }
+}
+
 /// An allocator that knows bare addresses only.
 macro_rules! by_address {
     ($( $name:ident ),*) => { $(
@@ -69,7 +102,7 @@ macro_rules! by_address {
 
             unsafe fn free(&self, ptr: u64, stream: StreamHandle) -> vpmm::Result<()> {
                 // SAFETY: the caller keeps the same contract.
-                unsafe { Backend::free(self, ptr, stream) }
+                unsafe { Backend::free(self, ptr, 0, stream) }
             }
 
             fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {

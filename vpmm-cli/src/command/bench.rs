@@ -21,7 +21,7 @@ pub(super) fn bench(args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, Abort
     let mut machine = open()?;
     let bar = bar((cases.len() * allocators.len()) as u64);
     for &case in cases {
-        for &allocator in allocators {
+        for allocator in allocators {
             bar.set_message(format!("{case} {allocator}"));
             bar.tick();
             let result = Bench::new(&machine, amount).run(case, allocator);

@@ -15,8 +15,8 @@ use crate::report::{FitReport, fit_table};
 use crate::trace::Trace;
 
 pub(super) fn fit(args: &FitArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
-    if let Some(&allocator) = args.allocator.0.iter().find(|spec| !spec.has_limit()) {
-        return Err(Abort::bad_input(FitError::Unlimited(allocator)));
+    if let Some(allocator) = args.allocator.0.iter().find(|spec| !spec.has_limit()) {
+        return Err(Abort::bad_input(FitError::Unlimited(allocator.clone())));
     }
     let traces = open_all(&args.traces)?;
     let device = args.device.settle(remark);
@@ -25,7 +25,7 @@ pub(super) fn fit(args: &FitArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
     let mut reports = Vec::new();
     for trace in &traces {
         let mut machine = open(device)?;
-        for &allocator in &args.allocator.0 {
+        for allocator in &args.allocator.0 {
             let (report, end) = fit_one(trace, allocator, &machine)?;
             exit = exit.and(end);
             if end == Exit::Failure {
@@ -55,7 +55,7 @@ fn open(device: DeviceChoice) -> Result<Machine, Abort> {
 
 fn fit_one(
     trace: &Trace,
-    allocator: AllocatorSpec,
+    allocator: &AllocatorSpec,
     machine: &Machine,
 ) -> Result<(FitReport, Exit), Abort> {
     let session = Session::new(trace, machine, false).map_err(|error| abort(trace, &error))?;
@@ -86,7 +86,7 @@ fn fit_one(
 }
 
 /// Says, on standard error, what a single figure cannot.
-fn say(trace: &Trace, allocator: AllocatorSpec, fit: &Fit) {
+fn say(trace: &Trace, allocator: &AllocatorSpec, fit: &Fit) {
     let name = &trace.name;
     match &fit.found {
         None => remark(&format!(

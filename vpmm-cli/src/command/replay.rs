@@ -24,7 +24,7 @@ pub(super) fn replay(args: &ReplayArgs, out: &mut dyn Write) -> Result<Exit, Abo
     let mut exit = Exit::Done;
     let mut reports = Vec::new();
     for trace in &traces {
-        for &allocator in &args.allocator.0 {
+        for allocator in &args.allocator.0 {
             let (report, outcome) = replay_one(trace, allocator, device, args)?;
             explain(trace, allocator, &outcome);
             if outcome.is_failure() {
@@ -50,7 +50,7 @@ pub(super) fn replay(args: &ReplayArgs, out: &mut dyn Write) -> Result<Exit, Abo
 
 fn replay_one(
     trace: &Trace,
-    allocator: AllocatorSpec,
+    allocator: &AllocatorSpec,
     device: DeviceChoice,
     args: &ReplayArgs,
 ) -> Result<(Report, Outcome), Abort> {
@@ -77,7 +77,7 @@ fn verify_stride_bytes(args: &ReplayArgs, machine: &Machine) -> u64 {
     }
 }
 
-fn progress_bar(trace: &Trace, allocator: AllocatorSpec, passes: u32) -> ProgressBar {
+fn progress_bar(trace: &Trace, allocator: &AllocatorSpec, passes: u32) -> ProgressBar {
     let bar = bar(trace.operations.len() as u64 * u64::from(passes));
     bar.set_message(format!("{} {allocator}", trace.name));
     // Drawn when the replay reports; a ticker's thread would run beside what is timed.

@@ -47,7 +47,7 @@ fn remark_on_oddities(trace: &Trace) {
 }
 
 /// Says what went wrong, on standard error.
-pub(super) fn explain(trace: &Trace, allocator: AllocatorSpec, outcome: &Outcome) {
+pub(super) fn explain(trace: &Trace, allocator: &AllocatorSpec, outcome: &Outcome) {
     let name = &trace.name;
     if let Some(stop) = &outcome.stop {
         let allocation = trace.allocations[stop.slot as usize];

@@ -57,8 +57,8 @@ pub enum FitError {
 }
 
 fn limited() -> String {
-    let names = AllocatorSpec::ALL.into_iter().filter(|spec| spec.has_limit());
-    names.map(AllocatorSpec::name).collect::<Vec<_>>().join(", ")
+    let names = AllocatorSpec::DIRECT.iter().filter(|spec| spec.has_limit());
+    names.map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
 /// Searches for the smallest limit at which `trace` completes through `allocator`, each
@@ -68,14 +68,14 @@ fn limited() -> String {
 /// [`FitError`]. Running out of memory is none.
 pub fn fit(
     trace: &Trace,
-    allocator: AllocatorSpec,
+    allocator: &AllocatorSpec,
     machine: &Machine,
     session: &Session<'_>,
     progress: &ProgressBar,
     mut attempt: impl FnMut(u32, u64),
 ) -> Result<Fit, FitError> {
     if !allocator.has_limit() {
-        return Err(FitError::Unlimited(allocator));
+        return Err(FitError::Unlimited(allocator.clone()));
     }
     let device = machine.device();
     let granule_bytes = device.granularity().map_err(RunError::Device)?;

@@ -325,9 +325,10 @@ impl<'a> Replay<'a> {
                 watch.start();
             }
             times.map(Times::note);
+            let bytes = self.trace.allocations[step.slot as usize].bytes;
             // SAFETY: the address came from this allocator, and the slot, which the trace frees
             // once, was emptied above: nobody frees it a second time.
-            unsafe { target.backend.free(address, stream) }?;
+            unsafe { target.backend.free(address, bytes, stream) }?;
         }
         Ok(())
     }
@@ -349,7 +350,7 @@ impl<'a> Replay<'a> {
             let piece = self.piece(target, slot as u32, address);
             let checked = target.checker.map_or(Ok(()), |c| c.check(&piece, piece.stream));
             // SAFETY: the address came from this allocator, and the slot was emptied above.
-            let freed = unsafe { target.backend.free(address, piece.stream) };
+            let freed = unsafe { target.backend.free(address, piece.bytes, piece.stream) };
             if let Err(error) = checked.and(freed)
                 && stop.is_none()
             {

@@ -11,7 +11,7 @@ impl Backend for Nothing {
         Ok(1)
     }
 
-    unsafe fn free(&self, _address: u64, _stream: StreamHandle) -> vpmm::Result<()> {
+    unsafe fn free(&self, _address: u64, _bytes: u64, _stream: StreamHandle) -> vpmm::Result<()> {
         Ok(())
     }
 

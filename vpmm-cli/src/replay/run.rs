@@ -117,7 +117,7 @@ pub enum RunError {
 /// are no errors but outcomes.
 pub fn run(
     trace: &Trace,
-    allocator: AllocatorSpec,
+    allocator: &AllocatorSpec,
     machine: &Machine,
     settings: Settings,
     progress: &ProgressBar,
@@ -155,7 +155,7 @@ impl<'a> Session<'a> {
     /// As [`run`].
     pub fn run(
         &self,
-        allocator: AllocatorSpec,
+        allocator: &AllocatorSpec,
         settings: Settings,
         progress: &ProgressBar,
     ) -> Result<Outcome, RunError> {
@@ -171,7 +171,7 @@ impl<'a> Session<'a> {
         let mut driver_time = DriverTime { machine, spent_us: 0.0 };
         let backend = driver_time
             .of(|| allocator.open(machine, settings.limit_bytes))
-            .map_err(|source| RunError::Allocator { allocator, source })?;
+            .map_err(|source| RunError::Allocator { allocator: allocator.clone(), source })?;
         let mut outcome = Outcome {
             operations: 0,
             threads: replay.threads(),

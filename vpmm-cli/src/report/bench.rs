@@ -48,7 +48,7 @@ impl BenchReport {
     /// Puts a result into a row.
     pub fn new(
         case: Case,
-        allocator: AllocatorSpec,
+        allocator: &AllocatorSpec,
         device: &str,
         result: &Result<Figures, BenchError>,
     ) -> Self {
@@ -56,7 +56,7 @@ impl BenchReport {
         let ns = |of: fn(&Figures) -> f64| figures.map(|figures| round(of(figures), 2));
         Self {
             case: case.name().to_owned(),
-            allocator: allocator.name().to_owned(),
+            allocator: allocator.to_string(),
             device: device.to_owned(),
             threads: case.thread_count(),
             ops: figures.map(|f| f.ops),
@@ -143,7 +143,7 @@ mod tests {
     #[test]
     fn the_keys_are_these_and_no_others() {
         let case: Case = "threads_2".parse().unwrap();
-        let report = BenchReport::new(case, AllocatorSpec::Paged, "sim", &Ok(figures()));
+        let report = BenchReport::new(case, &AllocatorSpec::Paged, "sim", &Ok(figures()));
         assert_eq!(
             serde_json::to_string(&report).unwrap(),
             "{\"case\":\"threads_2\",\"allocator\":\"paged\",\"device\":\"sim\",\"threads\":2,\
@@ -156,7 +156,7 @@ mod tests {
     #[test]
     fn without_figures_there_is_a_reason() {
         let error = BenchError::TooSlow { calls: 1_000_000, call_ns: 24_000.0 };
-        let report = BenchReport::new(Case::Gather, AllocatorSpec::CudaMalloc, "sim", &Err(error));
+        let report = BenchReport::new(Case::Gather, &AllocatorSpec::CudaMalloc, "sim", &Err(error));
         let json = serde_json::to_string(&report).unwrap();
         assert!(json.contains("\"ns_per_op\":null"), "{json}");
         assert!(json.ends_with("each have to be made first\"}"), "{json}");

@@ -35,7 +35,7 @@ pub struct FitReport {
 
 impl FitReport {
     /// Puts a search's result into figures; `None` where it came to nothing.
-    pub fn new(trace: &Trace, allocator: AllocatorSpec, fit: Option<&Fit>) -> Self {
+    pub fn new(trace: &Trace, allocator: &AllocatorSpec, fit: Option<&Fit>) -> Self {
         let found = fit.and_then(|fit| fit.found.as_ref());
         let outcome = found.map(|found| &found.outcome);
         let ratio = |limit_bytes: u64| limit_bytes as f64 / trace.peak_live_bytes as f64;
@@ -45,7 +45,7 @@ impl FitReport {
         });
         Self {
             trace: trace.name.clone(),
-            allocator: allocator.name().to_owned(),
+            allocator: allocator.to_string(),
             peak_live_bytes: trace.peak_live_bytes,
             limit_bytes: found.map(|found| found.limit_bytes),
             ratio: found

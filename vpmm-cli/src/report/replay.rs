@@ -59,7 +59,7 @@ impl Report {
     /// Puts an outcome into figures.
     pub fn new(
         trace: &crate::trace::Trace,
-        allocator: AllocatorSpec,
+        allocator: &AllocatorSpec,
         device: &str,
         settings: &crate::replay::Settings,
         outcome: &Outcome,
@@ -67,7 +67,7 @@ impl Report {
         let stop = outcome.stop.as_ref();
         Self {
             trace: trace.name.clone(),
-            allocator: allocator.name().to_owned(),
+            allocator: allocator.to_string(),
             device: device.to_owned(),
             ops: outcome.operations,
             ns_per_op: outcome.best_ns_per_op().map(|ns| round(ns, 2)),

@@ -4,3 +4,4 @@ mod bench;
 mod fit;
 mod replay;
 mod rig;
+mod stacks;

@@ -491,14 +491,15 @@ impl Core {
     }
 }
 
-enum Recorded {
+/// What came of a record.
+pub(crate) enum Recorded {
     On(Event),
     /// Not recorded, or not where it counts; the event comes back.
     Capturing(Option<Event>),
 }
 
 /// Records an event, unless the stream is capturing.
-fn record_beside_captures(
+pub(crate) fn record_beside_captures(
     driver: &Driver,
     stream: StreamHandle,
     spare: Option<Event>,

@@ -16,6 +16,10 @@ use crate::units::DevicePtr;
 use crate::validate::Violation;
 
 impl Heap for Core {
+    fn retire(&self) {
+        self.retire();
+    }
+
     fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
         self.free(ptr, stream)
     }

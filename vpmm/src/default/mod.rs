@@ -54,11 +54,11 @@ mod trim;
 mod validate;
 
 pub use config::{Background, PoolConfig};
-pub(crate) use fences::stream_is_capturing;
+pub(crate) use fences::{Recorded, record_beside_captures, stream_is_capturing};
 pub(crate) use helper::Helper;
 pub(crate) use sleep::Run;
 
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
@@ -125,6 +125,10 @@ pub(crate) struct Core {
     made: Instant,
     /// Calls the helper, where there is one.
     bell: helper::Bell,
+    /// The end has begun.
+    retired: AtomicBool,
+    /// Nothing uses the memory any more.
+    quiet: AtomicBool,
     /// The addresses; given back last.
     _reservation: Reservation,
 }
@@ -187,6 +191,8 @@ impl Core {
             revoking: Mutex::new(()),
             space: SpinLock::new(space),
             made: Instant::now(),
+            retired: AtomicBool::new(false),
+            quiet: AtomicBool::new(false),
             bell: helper::Bell::default(),
             _reservation: reservation,
         });

@@ -1,5 +1,7 @@
 //! The end of a pool.
 
+use std::sync::atomic::Ordering;
+
 use super::Core;
 use super::memory::Backed;
 use crate::driver::Failure;
@@ -7,10 +9,26 @@ use crate::event::{BesideCaptures, Event};
 use crate::region::State;
 
 impl Core {
+    /// The first part of the end, where the pool's owner lets go of it: waits for the work that uses
+    /// the memory. Events are still recorded for that, so the ends of streams are told to the pool
+    /// until it is done; and then it is out of the driver's list, so that it ends in no other thread
+    /// that happens to tell it something.
+    pub(crate) fn retire(&self) {
+        let driver = self.device.driver();
+        if driver.is_forked() || self.retired.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        if let Ok(_context) = self.device.enter() {
+            self.flush_fronts(|_| true);
+            self.quiet.store(self.wait_for_all().is_ok(), Ordering::Relaxed);
+        }
+        driver.unwatch_streams(self);
+    }
+
     /// Waits until no work uses the pool's memory: for the last event of every stream, and for the
     /// whole context only where callers never freed something (or a stream ended in a capture),
     /// since that ends every capture in it.
-    fn wait_for_all(&mut self) -> Result<(), Failure> {
+    fn wait_for_all(&self) -> Result<(), Failure> {
         let driver = self.device.driver();
         let live = self.stats().live_count > 0;
         let _beside = BesideCaptures::enter(driver)?;
@@ -42,13 +60,13 @@ impl Drop for Core {
     /// way (a context that went first) leaves the rest to the driver, which reclaims it with the
     /// process.
     fn drop(&mut self) {
+        self.retire();
+        if !*self.quiet.get_mut() {
+            return;
+        }
         let device = self.device.clone();
         let driver = device.driver();
         let Ok(_context) = device.enter() else { return };
-        self.flush_fronts(|_| true);
-        if self.wait_for_all().is_err() {
-            return;
-        }
         let space = self.space.get_mut();
         for region in space.memory.map.iter().filter(|region| region.state() != State::Hole) {
             let address = space.memory.address_of(region.start() as u32);

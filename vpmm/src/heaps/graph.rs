@@ -126,3 +126,9 @@ impl Graph {
         self.core.malloc_held(bytes, stream, number)
     }
 }
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        self.core.retire();
+    }
+}

@@ -138,6 +138,11 @@ impl Heaps {
         heaps
     }
 
+    /// The owner lets go: no stream's end is told here any more.
+    pub(crate) fn retire(&self) {
+        self.device().driver().unwatch_streams(self);
+    }
+
     fn device(&self) -> &Device {
         self.main.device()
     }

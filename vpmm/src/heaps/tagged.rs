@@ -173,6 +173,7 @@ impl TaggedHeap {
 
 impl Drop for TaggedHeap {
     fn drop(&mut self) {
+        self.core.retire();
         let limbo = std::mem::take(&mut *lock(&self.limbo));
         if limbo.is_empty() {
             return;

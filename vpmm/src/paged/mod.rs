@@ -35,6 +35,7 @@ mod zombies;
 
 pub use config::PagedConfig;
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use cuda_sys::types::CUstreamCaptureStatus;
@@ -76,6 +77,10 @@ pub(crate) struct PagedPool {
     space: Mutex<Space>,
     /// `None` where the device has no memory pools: small requests then take a whole page.
     small: Option<Small>,
+    /// The end has begun.
+    retired: AtomicBool,
+    /// Nothing uses the memory any more.
+    quiet: AtomicBool,
 }
 
 impl PagedPool {
@@ -94,7 +99,8 @@ impl PagedPool {
         let space = Mutex::new(Space::new(config.page));
         let (device, growing) = (device.clone(), Mutex::new(()));
         let number = next_pool();
-        let pool = Self { number, device, backing, config, growing, space, small };
+        let (retired, quiet) = (AtomicBool::new(false), AtomicBool::new(false));
+        let pool = Self { number, device, backing, config, growing, space, small, retired, quiet };
         if pool.config.page < u64::MAX {
             pool.reserve(pool.config.initial_bytes)?;
         }
@@ -277,6 +283,20 @@ impl PagedPool {
 }
 
 impl PagedPool {
+    /// The first part of the end, where the pool's owner lets go of it: waits for the work that uses
+    /// the memory, and is then out of the driver's list, so that the pool ends in no other thread that
+    /// happens to tell it something.
+    pub(crate) fn retire(&self) {
+        let driver = self.device.driver();
+        if driver.is_forked() || self.retired.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        if let Ok(_context) = self.device.enter() {
+            self.quiet.store(self.wait_for_all().is_ok(), Ordering::Relaxed);
+        }
+        driver.unwatch_streams(self);
+    }
+
     /// Waits until no work uses the pool's memory: for the last fence of every stream, and for the
     /// whole context only where callers never freed something, or a stream could not be recorded on,
     /// since that ends every capture in it.
@@ -304,11 +324,12 @@ impl Drop for PagedPool {
     /// way (a context that went first) leaves the rest to the driver, which reclaims it with the
     /// process.
     fn drop(&mut self) {
-        let driver = self.device.driver();
-        let Ok(_context) = self.device.enter() else { return };
-        if self.wait_for_all().is_err() {
+        self.retire();
+        if !*self.quiet.get_mut() {
             return;
         }
+        let driver = self.device.driver();
+        let Ok(_context) = self.device.enter() else { return };
         if let Some(small) = &self.small {
             small.destroy(driver);
         }

@@ -13,8 +13,7 @@ use crate::sharing::Span;
 /// Everything of a pool: it ends when this does. The registry keeps it when no handle is left and
 /// something is still allocated.
 pub(super) struct Family {
-    /// First, so that its thread has ended when the memory is given back.
-    _helper: Option<Helper>,
+    helper: Option<Helper>,
     /// The heaps beside the main one.
     pub(super) heaps: Arc<Heaps>,
     /// What handles get, to be without an indirection.
@@ -35,7 +34,7 @@ impl Family {
         shortage: Shortage,
     ) -> Self {
         let main = profile.heap();
-        Self { _helper: helper, heaps, profile, main, shortage, abandoned: AtomicBool::new(false) }
+        Self { helper, heaps, profile, main, shortage, abandoned: AtomicBool::new(false) }
     }
 
     pub(super) fn profile(&self) -> Profile {
@@ -69,5 +68,16 @@ impl Family {
             // What the driver would not take back goes when the pool ends.
             let _ = self.heaps.trim_to(0);
         }
+    }
+}
+
+impl Drop for Family {
+    /// Everything ends here, and in this thread: what tells pools about streams owns none of it
+    /// afterwards.
+    fn drop(&mut self) {
+        // Its thread has ended before the memory goes.
+        self.helper = None;
+        self.heaps.retire();
+        self.main.retire();
     }
 }

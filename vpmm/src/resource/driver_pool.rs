@@ -174,6 +174,14 @@ impl DriverPool {
         Ok(self.get(CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?)
     }
 
+    /// The most that the pool has held, in bytes. One driver call.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], [`Error::ContextLost`].
+    pub fn peak_reserved_bytes(&self) -> Result<u64> {
+        Ok(self.get(CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)?)
+    }
+
     /// What of it is in use, in bytes, as the driver counts. One driver call.
     ///
     /// # Errors
@@ -186,7 +194,7 @@ impl DriverPool {
         let driver = self.device.driver();
         let _beside = BesideCaptures::enter(driver)?;
         let mut value = 0_u64;
-        // SAFETY: the pool is alive; both attributes asked for are a cuuint64_t, which the pointer is
+        // SAFETY: the pool is alive; the attributes asked for are each a cuuint64_t, which the pointer is
         // to.
         unsafe {
             driver.cuMemPoolGetAttribute(self.pool, attribute, (&raw mut value).cast::<c_void>())

@@ -1,12 +1,11 @@
 //! The program's own memory.
 
 use std::alloc::{Layout, alloc, dealloc};
-use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
 
 use super::description::Description;
 use super::facts::{Checks, Facts};
 use super::identity::Identity;
+use super::live::Live;
 use super::memory_resource::MemoryResource;
 use super::request::{MIN_ALIGN, check_align, is_of_nothing};
 use crate::device::StreamHandle;
@@ -37,14 +36,8 @@ const MAX_ALIGN: usize = 1 << 21;
 /// ```
 #[derive(Debug)]
 pub struct HostMalloc {
-    live: Mutex<HashMap<u64, Live>>,
+    live: Live<Layout>,
     identity: Identity,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Live {
-    bytes: usize,
-    layout: Layout,
 }
 
 impl Default for HostMalloc {
@@ -56,11 +49,7 @@ impl Default for HostMalloc {
 impl HostMalloc {
     /// With nothing allocated.
     pub fn new() -> Self {
-        Self { live: Mutex::default(), identity: Identity::unique() }
-    }
-
-    fn live(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Live>> {
-        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+        Self { live: Live::default(), identity: Identity::unique() }
     }
 }
 
@@ -76,20 +65,18 @@ impl MemoryResource for HostMalloc {
         let align = align.max(MIN_ALIGN);
         let overflow = Error::SizeOverflow { bytes: bytes as u64, unit_bytes: align as u64 };
         let layout = Layout::from_size_align(bytes, align).map_err(|_| overflow)?;
-        let mut live = self.live();
         // SAFETY: the layout is of at least one byte.
         let memory = unsafe { alloc(layout) };
         if memory.is_null() {
-            let live_bytes = live.values().map(|one| one.bytes as u64).sum();
-            return Err(Error::exhausted(bytes as u64, live_bytes, None));
+            return Err(Error::exhausted(bytes as u64, self.live.bytes(), None));
         }
         let address = memory.expose_provenance() as u64;
-        live.insert(address, Live { bytes, layout });
-        Ok(DevicePtr::from_address(address))
+        Ok(self.live.enter(address, bytes, layout))
     }
 
     /// # Errors
-    /// [`Error::ForeignPointer`], for one freed already too; [`Error::WrongSize`].
+    /// [`Error::ForeignPointer`], for one freed already and for a bare address too;
+    /// [`Error::StalePointer`], [`Error::WrongSize`].
     fn deallocate(
         &self,
         ptr: DevicePtr,
@@ -100,16 +87,10 @@ impl MemoryResource for HostMalloc {
         if is_of_nothing(ptr, bytes)? {
             return Ok(());
         }
-        let address = ptr.address();
-        let mut live = self.live();
-        let known = *live.get(&address).ok_or(Error::ForeignPointer { address })?;
-        if known.bytes != bytes {
-            let (given_bytes, bytes) = (bytes as u64, known.bytes as u64);
-            return Err(Error::WrongSize { address, given_bytes, bytes });
-        }
-        live.remove(&address);
+        let layout = self.live.take(ptr, bytes)?;
+        let memory = std::ptr::with_exposed_provenance_mut(ptr.address() as usize);
         // SAFETY: the table had it, so it came from `alloc` with this layout and was not freed.
-        unsafe { dealloc(std::ptr::with_exposed_provenance_mut(address as usize), known.layout) };
+        unsafe { dealloc(memory, layout) };
         Ok(())
     }
 
@@ -131,9 +112,9 @@ impl MemoryResource for HostMalloc {
 
 impl Drop for HostMalloc {
     fn drop(&mut self) {
-        for (address, one) in self.live().drain() {
+        for (address, layout) in self.live.drain() {
             // SAFETY: as in `deallocate`.
-            unsafe { dealloc(std::ptr::with_exposed_provenance_mut(address as usize), one.layout) };
+            unsafe { dealloc(std::ptr::with_exposed_provenance_mut(address as usize), layout) };
         }
     }
 }

@@ -69,7 +69,9 @@ mod driver_pool;
 mod facts;
 mod forward;
 mod host;
+mod host_memory;
 mod identity;
+mod live;
 mod managed;
 mod memory_resource;
 mod pinned_host;
@@ -88,6 +90,7 @@ pub use device_malloc::DeviceMalloc;
 pub use driver_pool::{DriverPool, DriverPoolConfig};
 pub use facts::{Checks, Facts};
 pub use host::HostMalloc;
+pub use host_memory::HostMemory;
 pub use identity::Identity;
 pub use managed::Managed;
 pub use memory_resource::MemoryResource;
@@ -97,3 +100,4 @@ pub use pools::{
     FixedSizeConfig,
 };
 pub use request::MIN_ALIGN;
+pub(crate) use request::{check_align, is_of_nothing};

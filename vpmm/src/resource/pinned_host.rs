@@ -1,10 +1,13 @@
 //! Page-locked host memory.
 
+use std::sync::Arc;
+
 use cuda_sys::types::CU_MEMHOSTALLOC_PORTABLE;
 
 use super::description::Description;
 use super::facts::{Checks, Facts};
 use super::identity::Identity;
+use super::live::Live;
 use super::memory_resource::MemoryResource;
 use super::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
 use crate::device::{Device, StreamHandle};
@@ -16,18 +19,22 @@ use crate::units::DevicePtr;
 /// stop the host, and for kernels that read over the link. The stream is ignored.
 ///
 /// Both calls take hundreds of microseconds and more; a free waits for the device. Put a
-/// [`CoalescingPool`](super::CoalescingPool) on it. The memory is every device's of the process
-/// (`CU_MEMHOSTALLOC_PORTABLE`), so all values of one driver are equal. RMM calls it
+/// pool on it. The memory is every device's of the process (`CU_MEMHOSTALLOC_PORTABLE`).
+///
+/// A free wants the very pointer that was given: the driver would free whatever page-locked memory it
+/// is asked to, and a program may have slices on it. Clones share what is allocated. RMM calls it
 /// `pinned_host_memory_resource`; the calls are in the CUDA driver API's "Memory Management".
 #[derive(Clone, Debug)]
 pub struct PinnedHost {
     device: Device,
+    live: Arc<Live<()>>,
+    identity: Identity,
 }
 
 impl PinnedHost {
     /// Host memory, for use with this device.
     pub fn new(device: &Device) -> Self {
-        Self { device: device.clone() }
+        Self { device: device.clone(), live: Arc::default(), identity: Identity::unique() }
     }
 }
 
@@ -53,14 +60,16 @@ impl MemoryResource for PinnedHost {
         // SAFETY: the pointer is to a live pointer, and a context of the device is current.
         unsafe { driver.cuMemHostAlloc(&mut memory, rounded as usize, CU_MEMHOSTALLOC_PORTABLE) }
             .map_err(|failure| failure.about(bytes as u64))?;
-        Ok(DevicePtr::from_address(memory.expose_provenance() as u64))
+        Ok(self.live.enter(memory.expose_provenance() as u64, bytes, ()))
     }
 
     /// One driver call, which waits for the device.
     ///
     /// # Errors
-    /// [`Error::Driver`](crate::Error::Driver): `CUDA_ERROR_INVALID_VALUE` for a pointer that the
-    /// driver does not know; [`Error::ContextLost`](crate::Error::ContextLost).
+    /// [`Error::ForeignPointer`](crate::Error::ForeignPointer), for one freed already and for a bare
+    /// address too; [`Error::StalePointer`](crate::Error::StalePointer),
+    /// [`Error::WrongSize`](crate::Error::WrongSize), [`Error::Driver`](crate::Error::Driver),
+    /// [`Error::ContextLost`](crate::Error::ContextLost).
     fn deallocate(
         &self,
         ptr: DevicePtr,
@@ -74,14 +83,17 @@ impl MemoryResource for PinnedHost {
         let _context = self.device.enter()?;
         let driver = self.device.driver();
         let _beside = BesideCaptures::enter(driver)?;
+        self.live.take(ptr, bytes)?;
         let memory = std::ptr::with_exposed_provenance_mut(ptr.address() as usize);
-        // SAFETY: the address is the caller's to free, which the driver checks; it waits for what
-        // uses the memory.
-        unsafe { driver.cuMemFreeHost(memory) }.map_err(|failure| failure.about(bytes as u64))
+        // SAFETY: it was allocated here and not freed; the driver waits for what uses the memory.
+        unsafe { driver.cuMemFreeHost(memory) }.map_err(|failure| {
+            self.live.put_back(ptr, bytes, ());
+            failure.about(bytes as u64)
+        })
     }
 
     fn facts(&self) -> Facts {
-        Facts::of_device_memory().accessible(true, true).with_checks(Checks::Pointers)
+        Facts::of_device_memory().accessible(true, true).with_checks(Checks::PointersAndSizes)
     }
 
     fn describe(&self) -> Description {
@@ -89,7 +101,7 @@ impl MemoryResource for PinnedHost {
     }
 
     fn identity(&self) -> Identity {
-        Identity::of_kind("pinned-host", self.device.driver().realm() as u64)
+        self.identity
     }
 
     fn device(&self) -> Option<&Device> {

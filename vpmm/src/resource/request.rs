@@ -10,7 +10,7 @@ pub const MIN_ALIGN: usize = 256;
 
 /// Fails unless an alignment is a power of two of at most `most` bytes.
 #[inline]
-pub(super) fn check_align(align: usize, most: usize) -> Result<()> {
+pub(crate) fn check_align(align: usize, most: usize) -> Result<()> {
     if !align.is_power_of_two() {
         return Err(Error::BadAlignment { align });
     }
@@ -29,7 +29,7 @@ pub(super) fn rounded(bytes: usize) -> Result<u64> {
 /// # Errors
 /// Where exactly one of the two is zero.
 #[inline]
-pub(super) fn is_of_nothing(ptr: DevicePtr, bytes: usize) -> Result<bool> {
+pub(crate) fn is_of_nothing(ptr: DevicePtr, bytes: usize) -> Result<bool> {
     match (ptr.is_null(), bytes) {
         (true, 0) => Ok(true),
         (true, _) => Err(Error::ForeignPointer { address: 0 }),

@@ -9,12 +9,13 @@ use super::blocks::{Blocks, Chunk, NOBODY, Run};
 use super::lanes::{self, Lanes, Named};
 use super::lock;
 use super::sizes::{MOST_BYTES, Sized, UNIT};
-use crate::device::{Device, Stream, StreamHandle};
+use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::ordering::{Mark, PendingPolicy};
 use crate::resource::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
 use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
+use crate::stream::Stream;
 use crate::units::{Bytes, DevicePtr, round_up};
 
 /// What a [`CoalescingPool`] is made with.

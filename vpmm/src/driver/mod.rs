@@ -5,19 +5,22 @@
 //! what an old driver lacks is one named error at start. Every call is counted
 //! and its answer checked in one place.
 
+mod watchers;
+
 use std::any::Any;
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ushort, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use cuda_sys::types::*;
-use smallvec::SmallVec;
 
 use crate::device::{Device, StreamHandle};
 use crate::error::{Error, Result};
 use crate::fork::Birthmark;
-use crate::ordering::Mark;
+
+use watchers::Watchers;
+pub(crate) use watchers::{Awaited, StreamWatcher};
 
 /// A driver call that did not succeed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -131,6 +134,7 @@ driver_calls! {
     cuEventRecord(event: CUevent, stream: CUstream);
     cuEventQuery(event: CUevent);
     cuEventSynchronize(event: CUevent);
+    cuEventElapsedTime(milliseconds: *mut f32, earlier: CUevent, later: CUevent);
     cuMemGetAllocationGranularity(
         granularity: *mut usize,
         properties: *const CUmemAllocationProp,
@@ -183,6 +187,10 @@ driver_calls! {
     cuMemFreeHost(memory: *mut c_void);
     cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);
     cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
+    cuMemcpyDtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream);
+    cuMemsetD8Async(to: CUdeviceptr, value: c_uchar, count: usize, stream: CUstream);
+    cuMemsetD16Async(to: CUdeviceptr, value: c_ushort, count: usize, stream: CUstream);
+    cuMemsetD32Async(to: CUdeviceptr, value: c_uint, count: usize, stream: CUstream);
     cuMemPoolCreate(pool: *mut CUmemoryPool, properties: *const CUmemPoolProps);
     cuMemPoolDestroy(pool: CUmemoryPool);
     cuMemPoolTrimTo(pool: CUmemoryPool, keep_bytes: usize);
@@ -224,31 +232,10 @@ struct Inner {
     clock: Clock,
     counts: [AtomicU64; NAMES.len()],
     birthmark: Birthmark,
-    /// Who is told when a stream made through this driver ends.
-    watchers: Mutex<Vec<Weak<dyn StreamWatcher>>>,
+    watchers: Watchers,
     /// What rooms above keep for each driver: one value of a type.
     companions: Mutex<Vec<Arc<dyn Any + Send + Sync>>>,
     library: cuda_sys::Driver,
-}
-
-/// Somebody with a stake in streams that the library owns.
-pub(crate) trait StreamWatcher: Send + Sync {
-    /// The stream is about to be destroyed: the last chance to record on it.
-    fn stream_ends(&self, stream: StreamHandle);
-
-    /// The host is about to wait for this: marks of what it has seen complete then.
-    fn marks(&self, of: Awaited) -> SmallVec<[Mark; 2]>;
-
-    /// The host has waited for what was marked.
-    fn passed(&self, mark: &Mark);
-}
-
-/// What the host waits for.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Awaited {
-    Stream(StreamHandle),
-    /// Everything in the primary context of the device with this number.
-    Device(u32),
 }
 
 /// A loaded and initialised CUDA driver. Cheap to clone; all clones share one call count.
@@ -286,7 +273,7 @@ impl Driver {
             table,
             clock: Clock::default(),
             counts,
-            watchers: Mutex::default(),
+            watchers: Watchers::default(),
             companions: Mutex::default(),
             library,
         }));
@@ -360,9 +347,15 @@ impl Driver {
 
     /// Adds somebody to be told of the end of streams.
     pub(crate) fn watch_streams(&self, watcher: Weak<dyn StreamWatcher>) {
-        let mut watchers = self.0.watchers.lock().unwrap_or_else(PoisonError::into_inner);
-        watchers.retain(|watcher| watcher.strong_count() > 0);
-        watchers.push(watcher);
+        self.0.watchers.add(watcher);
+    }
+
+    /// Whoever was added is told nothing from here on, and is in no call. Its own calls must not do
+    /// this.
+    pub(crate) fn unwatch_streams<T: StreamWatcher>(&self, watcher: &T) {
+        if !self.is_forked() {
+            self.0.watchers.remove(watcher);
+        }
     }
 
     /// Whether the process was forked since the driver was started: nothing works any more.
@@ -377,19 +370,15 @@ impl Driver {
         if self.is_forked() { Err(Error::Forked) } else { Ok(()) }
     }
 
-    /// Those who watch now. They are told outside the lock: they call the driver and take locks of
-    /// their own.
-    fn watchers(&self) -> Vec<Arc<dyn StreamWatcher>> {
-        let watchers = self.0.watchers.lock().unwrap_or_else(PoisonError::into_inner);
-        watchers.iter().filter_map(Weak::upgrade).collect()
-    }
-
     /// Tells every watcher that a stream is about to be destroyed.
     pub(crate) fn tell_end_of(&self, stream: StreamHandle) {
         if self.is_forked() {
             return;
         }
-        self.watchers().iter().for_each(|watcher| watcher.stream_ends(stream));
+        let watchers = &self.0.watchers;
+        for id in watchers.ids() {
+            watchers.call(id, |watcher| watcher.stream_ends(stream));
+        }
     }
 
     /// Waits on the host by `wait`, and tells every watcher what has passed by it.
@@ -399,17 +388,12 @@ impl Driver {
         wait: impl FnOnce() -> Result<(), Failure>,
     ) -> Result<()> {
         self.check_process()?;
-        // No pool is kept from its end while the host waits.
-        let marks: Vec<_> = self
-            .watchers()
-            .into_iter()
-            .map(|watcher| (Arc::downgrade(&watcher), watcher.marks(of)))
-            .collect();
+        let watchers = &self.0.watchers;
+        let marks = |id| Some((id, watchers.call(id, |watcher| watcher.marks(of))?));
+        let marks: Vec<_> = watchers.ids().into_iter().filter_map(marks).collect();
         wait()?;
-        for (watcher, marks) in marks {
-            if let Some(watcher) = watcher.upgrade() {
-                marks.iter().for_each(|mark| watcher.passed(mark));
-            }
+        for (id, marks) in marks {
+            watchers.call(id, |watcher| marks.iter().for_each(|mark| watcher.passed(mark)));
         }
         Ok(())
     }

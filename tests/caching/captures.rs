@@ -1,0 +1,145 @@
+//! Captures: no call ends one, and none becomes a part of one.
+
+use vpmm::{Error, StreamHandle};
+
+use crate::rig::{Cached, MIB};
+use crate::support::streams::{begin_capture, end_capture, make};
+use crate::support::{Rig, call};
+
+/// Every call there is, on other streams than the one that captures.
+fn everything(cached: &Cached<'_>) {
+    let rig = cached.rig;
+    let (own, side) = (rig.stream(), rig.stream());
+    let held = cached.malloc(3 * MIB, &own);
+    cached.allocator.record_stream(held.ptr, &side).unwrap();
+    cached.free(held, &own);
+    let again = cached.malloc(40 * MIB, &own);
+    cached.free(again, &own);
+    cached.allocator.empty_cache().unwrap();
+}
+
+#[test]
+fn requests_beside_a_capture_leave_it_alone() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let (raw, _) = make(rig, 1);
+        begin_capture(rig, raw);
+        everything(&cached);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
+                everything(&cached);
+            });
+        });
+        assert_eq!(end_capture(rig, raw), 0, "nothing became a node");
+        cached.assert_intact();
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+    });
+}
+
+#[test]
+fn a_librarys_stream_is_served_while_it_captures() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let stream = rig.stream();
+        begin_capture(rig, stream.handle().raw());
+        let calls = cached.calls(|| {
+            // A miss, then a hit.
+            for _ in 0..2 {
+                let ptr = cached.allocator.malloc(3 << 20, &stream).unwrap();
+                cached.allocator.free(ptr).unwrap();
+            }
+        });
+        assert_eq!(calls.count("cuMemAlloc_v2"), 1);
+        assert_eq!(end_capture(rig, stream.handle().raw()), 0);
+        cached.assert_intact();
+    });
+}
+
+#[test]
+fn the_event_of_a_capturing_stream_is_recorded_when_that_is_over() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let (own, side) = (rig.stream(), rig.stream());
+        let held = cached.malloc(3 * MIB, &own);
+        let stall = rig.stall(side.handle());
+        cached.look_from(&held, &own, &side);
+        begin_capture(rig, side.handle().raw());
+        let calls = cached.calls(|| cached.free(held, &own));
+        assert_eq!(calls.count("cuEventRecord"), 0);
+        for _ in 0..2 {
+            let other = cached.malloc(3 * MIB, &own);
+            assert_ne!(other.address(), held.address());
+            cached.free(other, &own);
+            cached.allocator.empty_cache().unwrap();
+            assert!(cached.reserved() > 0, "it is still in use");
+        }
+        assert_eq!(end_capture(rig, side.handle().raw()), 0);
+        let other = cached.malloc(3 * MIB, &own);
+        assert_ne!(other.address(), held.address(), "the work before the capture still runs");
+        drop(stall);
+        cached.free(other, &own);
+        cached.allocator.empty_cache().unwrap();
+        assert_eq!(cached.reserved(), 0);
+        cached.assert_intact();
+    });
+}
+
+#[test]
+fn a_foreign_stream_that_captures_is_refused_and_nothing_changes() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let own = rig.stream();
+        let (raw, foreign) = make(rig, 1);
+        let held = cached.malloc(3 * MIB, &own);
+        cached.allocator.record_stream(held.ptr, foreign).unwrap();
+        begin_capture(rig, raw);
+        let refused = |result: vpmm::Result<()>| {
+            assert!(matches!(result, Err(Error::StreamCapturing)), "{result:?}");
+        };
+        refused(cached.allocator.malloc(1, foreign).map(|_| ()));
+        refused(cached.allocator.record_stream(held.ptr, foreign));
+        refused(cached.allocator.free(held.ptr));
+        refused(cached.allocator.alloc_copy(&[1], foreign).map(|_| ()));
+        assert_eq!(end_capture(rig, raw), 0);
+        cached.free(held, &own);
+        cached.assert_intact();
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+    });
+}
+
+#[test]
+fn a_stream_that_ends_while_it_captures_is_settled_by_a_wait_for_the_device() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let (own, side) = (rig.stream(), rig.stream());
+        let of_side = cached.malloc(3 * MIB, &side);
+        let held = cached.malloc(3 * MIB, &own);
+        cached.look_from(&held, &own, &side);
+        begin_capture(rig, side.handle().raw());
+        cached.free(held, &own);
+        cached.give_up(&of_side);
+        cached.allocator.free(of_side.ptr).unwrap();
+        drop(side);
+        cached.allocator.empty_cache().unwrap();
+        assert_eq!(cached.reserved(), 20 * MIB, "nobody knows when it has finished");
+        rig.device.synchronize().unwrap();
+        cached.allocator.empty_cache().unwrap();
+        assert_eq!(cached.reserved(), 0);
+        cached.assert_intact();
+    });
+}
+
+#[test]
+fn zeros_in_a_capture_are_a_node_of_the_graph() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let stream = rig.stream();
+        let handle: StreamHandle = stream.handle();
+        begin_capture(rig, handle.raw());
+        let zeros = cached.allocator.alloc_zeros::<u32>(1000, &stream).unwrap();
+        assert_eq!(end_capture(rig, handle.raw()), 1);
+        drop(zeros);
+        cached.assert_intact();
+    });
+}

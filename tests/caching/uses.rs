@@ -1,0 +1,319 @@
+//! Uses on further streams: memory is kept until their events have passed.
+
+use cuda_sim::{Schedule, Simulator};
+use vpmm::{Stream, StreamHandle};
+
+use crate::rig::{Cached, KIB, MIB};
+use crate::support::streams::make;
+use crate::support::{Held, Lcg, Rig, call};
+
+const SIZES: [u64; 3] = [1000, 3 * MIB, 24 * MIB];
+
+/// A request for as much on the stream of the allocation does not get the memory that is kept.
+fn assert_kept(cached: &Cached<'_>, held: &Held, stream: &Stream) {
+    let other = cached.malloc(held.bytes, stream);
+    let apart = other.address() + other.bytes <= held.address()
+        || held.address() + held.bytes <= other.address();
+    assert!(apart, "{:#x} is still in use", held.address());
+    assert!(cached.allocator.stats().active.all.current > 1);
+    cached.free(other, stream);
+}
+
+/// With all work finished, as much as is held is to be had without anything new.
+fn assert_found_again(cached: &Cached<'_>, held: &Held, stream: &Stream) {
+    call!(cached.rig.driver, cuCtxSynchronize());
+    // The request itself asks about the events.
+    let again = cached.malloc(held.bytes, stream);
+    let stats = cached.allocator.stats();
+    assert_eq!(stats.active.all.current, 1, "nothing waits any more");
+    assert_eq!(stats.active_bytes.all.current, stats.allocated_bytes.all.current);
+    cached.free(again, stream);
+    assert_eq!(cached.allocator.stats().inactive_split.all.current, 0);
+}
+
+#[test]
+fn memory_is_kept_until_the_other_streams_use_is_over() {
+    Rig::everywhere(|rig| {
+        for bytes in SIZES {
+            let cached = rig.cached();
+            let (own, side) = (rig.stream(), rig.stream());
+            let held = cached.malloc(bytes, &own);
+            let stall = rig.stall(side.handle());
+            cached.look_from(&held, &own, &side);
+            let calls = cached.calls(|| cached.free(held, &own));
+            assert_eq!(calls.count("cuEventRecord"), 1);
+            let waits = cached.calls(|| {
+                assert_kept(&cached, &held, &own);
+                own.synchronize().unwrap(); // returns, though the other stream is stuck
+                assert_kept(&cached, &held, &own);
+            });
+            assert_eq!(waits.count("cuStreamWaitEvent"), 0, "no stream waits for it");
+            assert_eq!(waits.count("cuEventSynchronize"), 0, "nor the host");
+            drop(stall);
+            assert_found_again(&cached, &held, &own);
+            cached.assert_intact();
+        }
+    });
+}
+
+#[test]
+fn a_use_that_nobody_noted_is_a_race() {
+    // That the tests here would notice.
+    let rig = Rig::on(Simulator::builder().schedule(Schedule::Manual).build().unwrap());
+    let sim = rig.sim.clone().expect("a simulated rig");
+    let cached = rig.cached();
+    let (own, side) = (rig.stream(), rig.stream());
+    let held = cached.malloc(MIB, &own);
+    rig.order(&own, &side);
+    held.check(&rig, &side);
+    cached.free(held, &own);
+    let again = cached.malloc(MIB, &own);
+    assert_eq!(again.address(), held.address());
+    rig.device.synchronize().unwrap();
+    assert!(!sim.report().races.is_empty());
+}
+
+#[test]
+fn memory_is_kept_until_the_last_of_many_uses_is_over() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let own = rig.stream();
+        let sides = [(); 6].map(|()| rig.stream());
+        let held = cached.malloc(3 * MIB, &own);
+        let mut stalls: Vec<_> = sides.iter().map(|side| rig.stall(side.handle())).collect();
+        sides.iter().for_each(|side| cached.look_from(&held, &own, side));
+        let calls = cached.calls(|| cached.free(held, &own));
+        assert_eq!(calls.count("cuEventRecord"), 6);
+        while let Some(stall) = stalls.pop() {
+            assert_kept(&cached, &held, &own);
+            drop(stall);
+            // By the driver itself, so that the allocator learns of it from its events alone.
+            call!(rig.driver, cuStreamSynchronize(sides[stalls.len()].handle().raw()));
+        }
+        assert_found_again(&cached, &held, &own);
+        cached.assert_intact();
+    });
+}
+
+#[test]
+fn a_stream_that_is_stuck_keeps_only_what_it_uses() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let (own, stuck, quick) = (rig.stream(), rig.stream(), rig.stream());
+        let [first, second] = [(); 2].map(|()| cached.malloc(12 * MIB, &own));
+        let stall = rig.stall(stuck.handle());
+        cached.look_from(&first, &own, &stuck);
+        cached.look_from(&second, &own, &quick);
+        cached.free(first, &own);
+        cached.free(second, &own);
+        call!(rig.driver, cuStreamSynchronize(quick.handle().raw()));
+        let again = cached.malloc(12 * MIB, &own);
+        assert_eq!(again.address(), second.address(), "though the other was freed before");
+        drop(stall);
+        cached.free(again, &own);
+        cached.assert_intact();
+    });
+}
+
+#[test]
+fn a_stream_noted_twice_or_the_own_one_costs_one_event_or_none() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let (own, side) = (rig.stream(), rig.stream());
+        let held = cached.malloc(MIB, &own);
+        let calls = cached.calls(|| {
+            cached.allocator.record_stream(held.ptr, &own).unwrap();
+            cached.allocator.free(held.ptr).unwrap();
+        });
+        assert_eq!(calls.total(), 0);
+        cached.give_up(&held);
+        let held = cached.malloc(MIB, &own);
+        (0..3).for_each(|_| cached.look_from(&held, &own, &side));
+        let calls = cached.calls(|| cached.free(held, &own));
+        assert_eq!(calls.count("cuEventRecord"), 1);
+        assert_found_again(&cached, &held, &own);
+        cached.assert_intact();
+    });
+}
+
+#[test]
+fn what_is_free_beside_a_kept_block_is_of_use() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let (own, side) = (rig.stream(), rig.stream());
+        let row = [(); 5].map(|()| cached.malloc(2 * MIB, &own));
+        let stall = rig.stall(side.handle());
+        cached.look_from(&row[2], &own, &side);
+        row.into_iter().for_each(|held| cached.free(held, &own));
+        // 4 MiB before it and 14 after it, in one segment.
+        let [before, after] = [4, 14].map(|mib| cached.malloc(mib * MIB, &own));
+        assert_eq!((before.address(), after.address()), (row[0].address(), row[3].address()));
+        assert_eq!(cached.reserved(), 20 * MIB);
+        let stats = cached.allocator.stats();
+        assert_eq!((stats.active.all.current, stats.allocation.all.current), (3, 2));
+        drop(stall);
+        cached.free(before, &own);
+        cached.free(after, &own);
+        assert_found_again(&cached, &row[2], &own);
+        cached.assert_intact();
+    });
+}
+
+#[test]
+fn a_host_that_has_waited_needs_no_event() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let (own, side) = (rig.stream(), rig.stream());
+        let held = cached.malloc(3 * MIB, &own);
+        cached.look_from(&held, &own, &side);
+        cached.free(held, &own);
+        side.synchronize().unwrap();
+        assert_eq!(cached.allocator.stats().active.all.current, 0, "told by the wait");
+        let calls = cached.calls(|| _ = cached.malloc(3 * MIB, &own));
+        assert_eq!(calls.count("cuEventQuery"), 0);
+        rig.device.synchronize().unwrap();
+        cached.assert_intact();
+    });
+}
+
+#[test]
+fn a_free_on_another_stream_is_a_use_there() {
+    Rig::everywhere(|rig| {
+        use vpmm::MemoryResource;
+        let cached = rig.cached();
+        let (own, side) = (rig.stream(), rig.stream());
+        let held = cached.malloc(3 * MIB, &own);
+        let stall = rig.stall(side.handle());
+        rig.order(&own, &side);
+        held.check(rig, &side);
+        cached.give_up(&held);
+        let bytes = held.bytes as usize;
+        cached.allocator.deallocate(held.ptr, bytes, 256, side.handle()).unwrap();
+        assert_kept(&cached, &held, &own);
+        drop(stall);
+        assert_found_again(&cached, &held, &own);
+        // On its own there is nothing to wait for.
+        let held = cached.malloc(3 * MIB, &own);
+        let calls = cached.calls(|| {
+            cached.allocator.deallocate(held.ptr, bytes, 256, own.handle()).unwrap();
+        });
+        assert_eq!(calls.total(), 0);
+        cached.give_up(&held);
+        cached.assert_intact();
+    });
+}
+
+#[test]
+fn streams_of_every_kind_are_waited_for() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let own = rig.stream();
+        let (raw, foreign) = make(rig, 0);
+        for (side, stalled) in [
+            (StreamHandle::LEGACY, StreamHandle::LEGACY),
+            (StreamHandle::PER_THREAD, StreamHandle::PER_THREAD),
+            (foreign, foreign),
+        ] {
+            let held = cached.malloc(3 * MIB, &own);
+            let stall = rig.stall(stalled);
+            cached.look_from(&held, &own, side);
+            let calls = cached.calls(|| cached.free(held, &own));
+            assert_eq!(calls.count("cuEventRecord"), 1, "{side:?}");
+            assert_kept(&cached, &held, &own);
+            drop(stall);
+            assert_found_again(&cached, &held, &own);
+        }
+        cached.assert_intact();
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+    });
+}
+
+#[test]
+fn another_threads_default_stream_is_waited_for() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let own = rig.stream();
+        let (to_thread, orders) = std::sync::mpsc::channel::<()>();
+        let (to_test, answers) = std::sync::mpsc::channel::<()>();
+        let held = cached.malloc(3 * MIB, &own);
+        std::thread::scope(|scope| {
+            let (cached, own) = (&cached, &own);
+            scope.spawn(move || {
+                call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
+                cached.look_from(&held, own, StreamHandle::PER_THREAD);
+                to_test.send(()).unwrap();
+                orders.recv().unwrap();
+                // Its own next request records what only it can.
+                let other = cached.malloc(KIB, StreamHandle::PER_THREAD);
+                cached.free(other, StreamHandle::PER_THREAD);
+                call!(rig.driver, cuStreamSynchronize(StreamHandle::PER_THREAD.raw()));
+                to_test.send(()).unwrap();
+            });
+            answers.recv().unwrap();
+            let calls = cached.calls(|| cached.free(held, own));
+            assert_eq!(calls.count("cuEventRecord"), 0, "another thread's cannot be recorded on");
+            assert_kept(cached, &held, own);
+            to_thread.send(()).unwrap();
+            answers.recv().unwrap();
+            assert_found_again(cached, &held, own);
+        });
+        cached.assert_intact();
+    });
+}
+
+#[test]
+fn a_wait_of_the_host_settles_a_thread_that_is_gone() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let own = rig.stream();
+        let held = cached.malloc(3 * MIB, &own);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
+                cached.look_from(&held, &own, StreamHandle::PER_THREAD);
+                call!(rig.driver, cuStreamSynchronize(StreamHandle::PER_THREAD.raw()));
+            });
+        });
+        cached.free(held, &own);
+        assert_kept(&cached, &held, &own);
+        cached.allocator.empty_cache().unwrap();
+        assert!(cached.reserved() > 0, "nobody knows about the thread's stream");
+        rig.device.synchronize().unwrap();
+        cached.allocator.empty_cache().unwrap();
+        assert_eq!(cached.reserved(), 0);
+        cached.assert_intact();
+    });
+}
+
+#[test]
+fn random_uses_of_many_streams_never_race() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let streams: Vec<_> = (0..4).map(|_| rig.stream()).collect();
+        let mut random = Lcg(5);
+        let mut live: Vec<(Held, usize)> = Vec::new();
+        for _ in 0..600 {
+            let stream = random.below(4) as usize;
+            match random.below(5) {
+                0 | 1 if live.len() < 24 => {
+                    let bytes =
+                        [700, 90 * KIB, MIB + 5, 5 * MIB, 11 * MIB][random.below(5) as usize];
+                    live.push((cached.malloc(bytes, &streams[stream]), stream));
+                }
+                2 if !live.is_empty() => {
+                    let (held, own) = live[random.below(live.len() as u64) as usize];
+                    cached.look_from(&held, &streams[own], &streams[stream]);
+                }
+                3 | 4 if !live.is_empty() => {
+                    let (held, own) = live.swap_remove(random.below(live.len() as u64) as usize);
+                    cached.free(held, &streams[own]);
+                }
+                _ => {}
+            }
+        }
+        live.into_iter().for_each(|(held, own)| cached.free(held, &streams[own]));
+        cached.allocator.empty_cache().unwrap();
+        assert_eq!((cached.reserved(), cached.allocator.block_count()), (0, 0));
+        cached.assert_intact();
+    });
+}

@@ -1,0 +1,96 @@
+//! Page-locked memory and copies that go on beside the host.
+
+use std::sync::Arc;
+
+use cuda_sim::Schedule;
+use vpmm::resource::{DeviceMalloc, HostMalloc, PinnedHost};
+use vpmm::{DevicePtr, DeviceVec, Error, MemoryResource, PinnedVec};
+
+use crate::resources::pool;
+use crate::support::Rig;
+
+const COUNT: usize = 300_000;
+
+#[test]
+fn a_slice_for_the_host() {
+    Rig::everywhere(|rig| {
+        let stream = rig.stream();
+        let resource = PinnedHost::new(&rig.device);
+        let mut values = PinnedVec::zeroed(1_000, &stream, resource.clone()).unwrap();
+        assert_eq!(values[..], [0_u64; 1_000]);
+        values[7] = 8;
+        values.iter_mut().rev().take(3).for_each(|value| *value = 1);
+        assert_eq!((values[7], values[997], values[996]), (8, 1, 0));
+        let copy = PinnedVec::from_slice(&values, &stream, &resource).unwrap();
+        assert_eq!(copy[..], values[..]);
+        let none = PinnedVec::<u8, _>::zeroed(0, &stream, &resource).unwrap();
+        assert!(none.is_empty());
+        let empty = PinnedVec::from_slice(&[(); 3], &stream, &resource).unwrap();
+        assert_eq!(empty.len(), 3);
+        for len in [usize::MAX, isize::MAX as usize / 8 + 1] {
+            let error = PinnedVec::<u64, _>::zeroed(len, &stream, &resource).unwrap_err();
+            assert!(matches!(error, Error::SizeOverflow { .. }), "{error}");
+        }
+    });
+}
+
+/// Nobody frees a vector's memory under it.
+#[test]
+fn a_bare_address_does_not_free_it() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let stream = rig.stream();
+    let pinned = PinnedHost::new(&rig.device);
+    let host = HostMalloc::new();
+    let of_pinned = PinnedVec::from_slice(&[1_u8, 2, 3], &stream, &pinned).unwrap();
+    let of_host = PinnedVec::from_slice(&[1_u8, 2, 3], &stream, &host).unwrap();
+    let resources: [(&dyn MemoryResource, _); 2] =
+        [(&pinned, of_pinned.as_ptr()), (&host, of_host.as_ptr())];
+    for (resource, address) in resources {
+        let bare = DevicePtr::from_address(address as u64);
+        let error = resource.deallocate(bare, 3, 256, stream.handle()).unwrap_err();
+        assert!(matches!(error, Error::ForeignPointer { .. }), "{error}");
+    }
+    assert_eq!((&of_pinned[..], &of_host[..]), (&[1, 2, 3][..], &[1, 2, 3][..]));
+}
+
+#[test]
+fn there_and_back() {
+    Rig::everywhere(|rig| {
+        let stream = rig.stream();
+        let pool = pool(rig);
+        let resource = Arc::new(PinnedHost::new(&rig.device));
+        let numbers: Vec<u32> = (0..COUNT as u32).collect();
+        let host = PinnedVec::from_slice(&numbers, &stream, Arc::clone(&resource)).unwrap();
+        let mut values = DeviceVec::uninit(COUNT, &stream, &pool).unwrap();
+        let stall = rig.stall(stream.handle());
+        let upload = host.upload(&mut values.as_mut_slice()).unwrap();
+        assert!(!upload.is_complete().unwrap(), "it goes on beside the host");
+        drop(stall);
+        let mut host = upload.wait().unwrap();
+        host.fill(0);
+        let host = host.download(&values.as_slice()).unwrap().wait().unwrap();
+        assert_eq!(host[..], numbers[..]);
+        // A part of the values.
+        let part = PinnedVec::zeroed(10, &stream, resource).unwrap();
+        let part = part.download(&values.slice(100..110).unwrap()).unwrap().wait().unwrap();
+        assert_eq!(part[..], numbers[100..110]);
+        let error = part.upload(&mut values.as_mut_slice()).unwrap_err();
+        assert!(matches!(error, Error::LengthMismatch { given: 10, len: COUNT }), "{error}");
+    });
+}
+
+/// A transfer that nobody waits for is waited for by its drop, and its memory freed after.
+#[test]
+fn a_transfer_is_dropped() {
+    Rig::everywhere(|rig| {
+        let stream = rig.stream();
+        let device_memory = DeviceMalloc::new(&rig.device);
+        let resource = PinnedHost::new(&rig.device);
+        let mut values = DeviceVec::zeroed(COUNT, &stream, &device_memory).unwrap();
+        for round in 1..4_u32 {
+            let host = PinnedVec::from_slice(&vec![round; COUNT], &stream, &resource).unwrap();
+            drop(host.upload(&mut values.as_mut_slice()).unwrap());
+            assert_eq!(values.get(COUNT - 1).unwrap(), round);
+        }
+    });
+}

@@ -1,0 +1,285 @@
+//! Containers on several streams: what they order, what they keep alive, captures.
+
+use cuda_sim::Schedule;
+use vpmm::{DeviceBuffer, DeviceVec, Error, Event, Stream, StreamHandle, StreamPool};
+
+use crate::resources::{each, pool};
+use crate::support::streams::{begin_capture, end_capture, make};
+use crate::support::{Rig, call};
+
+const BYTES: u64 = 3 << 20;
+
+/// A copy comes after what is under way on either's stream, and later uses on either after it.
+#[test]
+fn copies_between_streams() {
+    each(|rig, resource| {
+        let streams = [rig.stream(), rig.stream()];
+        let from = DeviceBuffer::uninit(BYTES as usize, &streams[0], resource).unwrap();
+        let mut to = DeviceBuffer::uninit(BYTES as usize, &streams[1], resource).unwrap();
+        // Without the order of streams a free waits for the device.
+        let ordered = resource.facts().stream_ordered;
+        let stall = ordered.then(|| rig.stall(streams[0].handle()));
+        rig.fill(from.ptr().address(), BYTES, 7, streams[0].handle());
+        rig.fill(to.ptr().address(), BYTES, 8, streams[1].handle());
+        to.as_mut_slice().copy_from(&from.as_slice()).unwrap();
+        // The source is written again, and freed, at once.
+        rig.fill(from.ptr().address(), BYTES, 9, streams[0].handle());
+        drop(from);
+        rig.check(to.ptr().address(), BYTES, 7, streams[1].handle());
+        drop(stall);
+        assert_eq!(rig.mismatches(), 0);
+    });
+}
+
+#[test]
+fn a_container_goes_to_another_stream() {
+    each(|rig, resource| {
+        let streams = [rig.stream(), rig.stream()];
+        let mut buffer = DeviceBuffer::uninit(BYTES as usize, &streams[0], resource).unwrap();
+        // Without the order of streams a free waits for the device.
+        let ordered = resource.facts().stream_ordered;
+        let stall = ordered.then(|| rig.stall(streams[0].handle()));
+        rig.fill(buffer.ptr().address(), BYTES, 5, streams[0].handle());
+        buffer.set_stream(&streams[1]).unwrap();
+        assert_eq!(buffer.stream().handle(), streams[1].handle());
+        rig.check(buffer.ptr().address(), BYTES, 5, streams[1].handle());
+        drop(buffer);
+        // Its memory may come at once, in the order of the stream that freed it.
+        let next = DeviceBuffer::uninit(BYTES as usize, &streams[1], resource).unwrap();
+        drop(stall);
+        rig.fill(next.ptr().address(), BYTES, 6, streams[1].handle());
+        rig.check(next.ptr().address(), BYTES, 6, streams[1].handle());
+        assert_eq!(rig.mismatches(), 0);
+    });
+}
+
+/// A stream lives as long as a container on it.
+#[test]
+fn a_stream_is_dropped_before_its_containers() {
+    each(|rig, resource| {
+        let stream = rig.stream();
+        let mut values = DeviceVec::from_slice(&[1_u32, 2, 3], &stream, resource).unwrap();
+        drop(stream);
+        values.set(1, 20).unwrap();
+        values.resize(4, 7).unwrap();
+        assert_eq!(values.to_vec().unwrap(), [1, 20, 3, 7]);
+    });
+}
+
+/// What waits for the host is refused while the stream captures, and the capture goes on.
+#[test]
+fn a_stream_captures() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let (stream, other) = (rig.stream(), rig.stream());
+    let pool = pool(&rig);
+    let mut values = DeviceVec::from_slice(&[1_u32, 2, 3, 4], &stream, &pool).unwrap();
+    let outside = DeviceVec::from_slice(&[5_u32, 6, 7, 8], &other, &pool).unwrap();
+    begin_capture(&rig, stream.handle().raw());
+    let errors = [
+        values.to_vec().unwrap_err(),
+        values.get(0).unwrap_err(),
+        values.as_mut_slice().copy_from_slice(&[0; 4]).unwrap_err(),
+        values.as_mut_slice().copy_from(&outside.as_slice()).unwrap_err(),
+        values.set_stream(&other).unwrap_err(),
+    ];
+    for error in errors {
+        assert!(matches!(error, Error::StreamCapturing), "{error}");
+    }
+    // These are parts of the graph.
+    values.set(0, 9).unwrap();
+    values.slice_mut(1..).unwrap().fill(3).unwrap();
+    assert_eq!(end_capture(&rig, stream.handle().raw()), 2);
+    assert_eq!(values.to_vec().unwrap(), [1, 2, 3, 4], "a graph that was not launched");
+    rig.assert_clean();
+}
+
+/// Other threads' captures are not harmed by what containers do elsewhere.
+#[test]
+fn another_stream_captures() {
+    each(|rig, resource| {
+        let (capturing, stream) = (rig.stream(), rig.stream());
+        let mut values = DeviceVec::from_slice(&[1_u32; 100], &stream, resource).unwrap();
+        begin_capture(rig, capturing.handle().raw());
+        std::thread::scope(|scope| {
+            let at_work = scope.spawn(|| {
+                values.set(5, 6).unwrap();
+                assert_eq!(values.get(5).unwrap(), 6);
+                values.as_mut_slice().copy_from_slice(&[2; 100]).unwrap();
+                let copy = values.copy(&stream, resource).unwrap();
+                assert_eq!(copy.to_vec().unwrap(), [2; 100]);
+                // Not dropped here: cuMemFree would end the capture.
+                copy
+            });
+            let copy = at_work.join().unwrap();
+            end_capture(rig, capturing.handle().raw());
+            drop(copy);
+        });
+    });
+}
+
+/// The per-thread default stream is another one in each thread.
+#[test]
+fn a_container_of_a_thread_goes_to_another_thread() {
+    each(|rig, resource| {
+        let per_thread = Stream::per_thread(&rig.device);
+        let buffer = DeviceBuffer::uninit(BYTES as usize, &per_thread, resource).unwrap();
+        let stall = rig.stall(StreamHandle::PER_THREAD);
+        rig.fill(buffer.ptr().address(), BYTES, 5, StreamHandle::PER_THREAD);
+        drop(stall);
+        std::thread::scope(|scope| {
+            let elsewhere = scope.spawn(move || {
+                // Behind what the first thread enqueued, though on another stream.
+                let mut buffer = buffer;
+                buffer.resize(2 * BYTES as usize).unwrap();
+                rig.check(buffer.ptr().address(), BYTES, 5, StreamHandle::PER_THREAD);
+                // The work is waited for before the thread ends.
+                rig.device.synchronize().unwrap();
+                drop(buffer);
+            });
+            elsewhere.join().unwrap();
+        });
+        assert_eq!(rig.mismatches(), 0);
+    });
+}
+
+#[test]
+fn streams_and_events() {
+    Rig::everywhere(|rig| {
+        let (first, second) = (rig.stream(), rig.stream());
+        assert!(first.is_owned() && !first.is_capturing().unwrap());
+        let events = [(); 2].map(|()| Event::with_timing(&rig.device).unwrap());
+        let plain = Event::new(&rig.device).unwrap();
+        assert!(plain.is_complete().unwrap(), "never recorded");
+        let stall = rig.stall(first.handle());
+        events[0].record(&first).unwrap();
+        plain.record(&first).unwrap();
+        second.wait_for(&plain).unwrap();
+        events[1].record(&second).unwrap();
+        assert!(!plain.is_complete().unwrap());
+        drop(stall);
+        second.synchronize().unwrap();
+        events[1].synchronize().unwrap();
+        assert!(plain.is_complete().unwrap() && events[0].is_complete().unwrap());
+        let elapsed = events[1].elapsed_since(&events[0]).unwrap();
+        assert!(elapsed.as_secs() < 60, "{elapsed:?}");
+        assert!(matches!(plain.elapsed_since(&events[0]), Err(Error::Driver { .. })));
+        // A clone is the same stream, and keeps it.
+        let clone = first.clone();
+        let handle = first.handle();
+        drop(first);
+        assert_eq!(clone.handle(), handle);
+        clone.wait_for_stream(&clone).unwrap();
+        clone.wait_for_stream(&second).unwrap();
+        clone.synchronize().unwrap();
+    });
+}
+
+/// What is borrowed is its owner's to destroy.
+#[test]
+fn borrowed_streams_and_events() {
+    Rig::everywhere(|rig| {
+        let (raw, handle) = make(rig, 1);
+        let mut raw_event = std::ptr::null_mut();
+        call!(rig.driver, cuEventCreate(&mut raw_event, 2));
+        // SAFETY: both are destroyed at the end of the test.
+        let (stream, event) = unsafe {
+            let stream = Stream::borrowed(&rig.device, handle).unwrap();
+            (stream, Event::borrowed(&rig.device, raw_event))
+        };
+        assert!(!stream.is_owned());
+        let pool = pool(rig);
+        let buffer = DeviceBuffer::from_slice(&[1, 2, 3], &stream, &pool).unwrap();
+        event.record(&stream).unwrap();
+        event.synchronize().unwrap();
+        assert_eq!(buffer.to_vec().unwrap(), [1, 2, 3]);
+        assert_eq!(event.handle(), raw_event);
+        drop((buffer, stream, event));
+        call!(rig.driver, cuEventDestroy_v2(raw_event));
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+    });
+}
+
+/// To a pool a borrowed stream is as its own: hits make no driver call, and its end is told before
+/// its owner destroys it.
+#[test]
+fn a_borrowed_stream_costs_no_driver_call() {
+    Rig::everywhere(|rig| {
+        let (raw, handle) = make(rig, 1);
+        let pool = pool(rig);
+        let other = rig.stream();
+        // SAFETY: the stream is destroyed after both values have been dropped.
+        let [first, second] =
+            [(); 2].map(|()| unsafe { Stream::borrowed(&rig.device, handle) }.unwrap());
+        let bytes = BYTES as usize;
+        let warm = pool.malloc(bytes, &first).unwrap();
+        pool.free(warm, &first).unwrap();
+        let before = rig.driver.calls();
+        for stream in [&first, &second] {
+            let ptr = pool.malloc(bytes, stream).unwrap();
+            assert_eq!(ptr.address(), warm.address());
+            pool.free(ptr, stream).unwrap();
+        }
+        assert_eq!(rig.driver.calls().since(&before).total(), 0);
+        // One of them goes; the stream lives on, by the other.
+        let held = pool.malloc(bytes, &first).unwrap();
+        drop(first);
+        let stall = rig.stall(handle);
+        rig.fill(held.address(), BYTES, 3, handle);
+        rig.check(held.address(), BYTES, 3, handle);
+        pool.free(held, &second).unwrap();
+        let next = pool.malloc(bytes, &other).unwrap();
+        rig.fill(next.address(), BYTES, 4, other.handle());
+        drop(stall);
+        pool.free(next, &other).unwrap();
+        let last = pool.malloc(2 * bytes, &second).unwrap();
+        rig.fill(last.address(), 2 * BYTES, 5, handle);
+        pool.free(last, &second).unwrap();
+        drop(second);
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+        // Nothing is recorded on a stream that is gone.
+        let all = pool.malloc(4 * bytes, &other).unwrap();
+        pool.free(all, &other).unwrap();
+        pool.validate().unwrap();
+        assert_eq!(rig.mismatches(), 0);
+    });
+}
+
+#[test]
+fn a_stream_that_captures_is_not_borrowed() {
+    Rig::everywhere(|rig| {
+        let (raw, handle) = make(rig, 1);
+        begin_capture(rig, raw);
+        // SAFETY: the stream is alive.
+        let error = unsafe { Stream::borrowed(&rig.device, handle) }.unwrap_err();
+        assert!(matches!(error, Error::StreamCapturing), "{error}");
+        end_capture(rig, raw);
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+    });
+}
+
+#[test]
+fn a_pool_of_streams() {
+    Rig::everywhere(|rig| {
+        let error = StreamPool::new(&rig.device, 0).unwrap_err();
+        assert!(matches!(error, Error::Config { name: "streams", .. }), "{error}");
+        let streams = StreamPool::new(&rig.device, 3).unwrap();
+        assert_eq!(streams.len(), 3);
+        let round: Vec<StreamHandle> = (0..6).map(|_| streams.next().handle()).collect();
+        assert_eq!(round[..3], round[3..]);
+        assert!(round[0] != round[1] && round[1] != round[2] && round[0] != round[2]);
+        assert_eq!(streams.get(4).handle(), streams.iter().nth(1).unwrap().handle());
+        // Threads take turns.
+        let counts = std::thread::scope(|scope| {
+            let takers: Vec<_> = (0..4)
+                .map(|_| {
+                    scope.spawn(|| (0..300).map(|_| streams.next().handle()).collect::<Vec<_>>())
+                })
+                .collect();
+            let taken: Vec<_> =
+                takers.into_iter().flat_map(|taker| taker.join().unwrap()).collect();
+            let count = |one: &StreamHandle| taken.iter().filter(|got| *got == one).count();
+            round[..3].iter().map(count).collect::<Vec<_>>()
+        });
+        assert_eq!(counts, [400; 3]);
+    });
+}

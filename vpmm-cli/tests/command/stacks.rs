@@ -1,0 +1,134 @@
+//! Resources and stacks of them by name, in every command that compares allocators.
+
+use crate::rig::{File, json, run, stderr};
+
+/// Everything that has a name, each over something where it stands on something.
+const STACKS: [&str; 19] = [
+    "limiting(1GiB,default)",
+    "statistics(paged)",
+    "thread-safe(cuda-async)",
+    "tracking(cuda-malloc)",
+    "managed",
+    "pinned",
+    "coalescing",
+    "coalescing(initial=64MiB,max=1GiB,default)",
+    "fixed-size(8MiB)",
+    "binning(18,22)",
+    "binning(16,20,coalescing)",
+    "arena(512MiB)",
+    "arena(256MiB,paged)",
+    "caching",
+    "caching(max_split_size_mb=64,garbage_collection_threshold=0.8)",
+    "caching(upstream=default)",
+    "aligned(4096,coalescing)",
+    "prefetch(managed)",
+    "limiting(2GiB,statistics(tracking(thread-safe(caching(arena(1GiB))))))",
+];
+
+/// Threads, streams, sizes of every order, a leak.
+fn rows() -> String {
+    let mut rows = String::new();
+    for i in 1..300_u64 {
+        let (thread, bytes) = (1 + i % 3, 1 + i * 333_333 % (1 << (8 + i % 15)));
+        rows += &format!("{thread},x,allocate,{i:#x},{bytes},{}\n", i % 4);
+        if i > 20 {
+            rows += &format!("{thread},x,free,{:#x},1,{}\n", i - 20, i % 5);
+        }
+    }
+    rows
+}
+
+#[test]
+fn every_name_replays_with_its_contents_checked() {
+    let file = File::rows(&rows());
+    let all = STACKS.join(",");
+    let args = ["replay", file.path(), "--device=sim", "--verify", "--repeat=2", "--json"];
+    for threads in [&[][..], &["--threads"]] {
+        let output = run(&[&args[..], threads, &["--allocator", &all]].concat());
+        let objects = json(&output, 0);
+        let names: Vec<_> = objects.iter().map(|o| o["allocator"].as_str().unwrap()).collect();
+        assert_eq!(names, STACKS);
+        for object in &objects {
+            let [live, mapped] =
+                ["peak_live_bytes", "peak_mapped_bytes"].map(|key| object[key].as_u64().unwrap());
+            assert!(live > 0 && mapped >= live, "{object}");
+            assert_eq!((&object["mismatches"], &object["oom"]), (&0.into(), &false.into()));
+            assert!(object["driver_calls"].as_u64().unwrap() > 0, "{object}");
+        }
+    }
+}
+
+#[test]
+fn a_limit_is_that_of_what_makes_memory() {
+    // 40 MiB live, in pieces that no allocator loses much to.
+    let rows: String = (1..=20).map(|i| format!("1,x,allocate,{i:#x},{},0\n", 2 << 20)).collect();
+    let file = File::rows(&rows);
+    for stack in ["statistics(default)", "coalescing", "caching", "arena", "tracking(pinned)"] {
+        let replay = |limit: &str| {
+            let args = ["replay", file.path(), "--device=sim", "--json", "--limit", limit];
+            run(&[&args[..], &["--allocator", stack]].concat())
+        };
+        let within = &json(&replay("100MiB"), 0)[0];
+        assert_eq!(within["oom"], false, "{stack}");
+        let output = replay("30MiB");
+        let beyond = &json(&output, 3)[0];
+        assert_eq!(beyond["oom"], true, "{stack}");
+        assert!(beyond["peak_mapped_bytes"].as_u64().unwrap() <= 30 << 20, "{beyond}");
+        // What stands on what is told where memory has run out.
+        assert!(stderr(&output).contains("└─") || !stack.contains('('), "{}", stderr(&output));
+    }
+}
+
+/// The log that the logging adaptor writes is a trace that replays to the same.
+#[test]
+fn a_log_is_a_trace() {
+    let file = File::rows(&rows());
+    let log = File::rows("");
+    let logging = format!("logging({},default)", log.path());
+    let replay = |path: &str, allocator: &str| {
+        let args = ["replay", path, "--device=sim", "--json", "--allocator", allocator];
+        json(&run(&args), 0).remove(0)
+    };
+    let (first, again) = (replay(file.path(), &logging), replay(log.path(), "default"));
+    assert_eq!(first["ops"].as_u64().unwrap() + 20, again["ops"].as_u64().unwrap());
+    for key in ["peak_live_bytes", "peak_mapped_bytes", "streams"] {
+        assert_eq!(first[key], again[key], "{key}");
+    }
+}
+
+#[test]
+fn fits_and_benches_take_stacks() {
+    let file = File::rows(&rows());
+    let args = ["fit", file.path(), "--device=sim", "--json", "--allocator"];
+    let fits = json(&run(&[&args[..], &["caching,arena,limiting(1TiB,default)"]].concat()), 0);
+    assert_eq!(fits.len(), 3);
+    for fit in &fits {
+        assert!(fit["ratio"].as_f64().unwrap() >= 1.0, "{fit}");
+    }
+    let args = ["bench", "--quick", "--device=sim", "--json", "--case=pair_1MiB,cross_stream"];
+    let cases = json(&run(&[&args[..], &["--allocator=caching,statistics(default)"]].concat()), 0);
+    assert_eq!(cases.len(), 4);
+    for case in &cases {
+        assert!(case["ns_per_op"].as_f64().unwrap() > 0.0, "{case}");
+    }
+}
+
+#[test]
+fn what_is_wrong_with_a_stack_is_usage() {
+    let file = File::rows(&rows());
+    for (stack, part) in [
+        ("limiting(1GiB)", "lacks its upstream"),
+        ("limiting(1GiB,arenas)", "there is no allocator \"arenas\""),
+        ("caching(max_split_size=1)", "there is no setting \"max_split_size\""),
+        ("caching,caching", "named twice"),
+        ("statistics(default", "brackets"),
+    ] {
+        let output = run(&["replay", file.path(), "--device=sim", "--allocator", stack]);
+        assert_eq!(output.status.code(), Some(2), "{stack}");
+        assert!(stderr(&output).contains(part), "{stack}: {}", stderr(&output));
+    }
+    // Settings that only the resource itself can judge.
+    let output = run(&["replay", file.path(), "--device=sim", "--allocator=aligned(3,default)"]);
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert!(stderr(&output).contains("power of two"), "{}", stderr(&output));
+}

@@ -1,0 +1,351 @@
+//! What every handle of an allocator shares, and the way of a request through it.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use smallvec::{SmallVec, smallvec};
+
+use super::block::Block;
+use super::books::{Books, Rules, Use};
+use super::config::{CachingConfig, check_fraction};
+use super::size::round_plain;
+use super::waits::{Life, Waits};
+use crate::default::stream_is_capturing;
+use crate::device::{Device, StreamHandle};
+use crate::driver::{Awaited, StreamWatcher};
+use crate::error::{Error, Result};
+use crate::lock::SpinLock;
+use crate::ordering::Mark;
+use crate::resource::{Identity, MemoryResource};
+use crate::units::DevicePtr;
+
+/// What upstream is asked to align segments to, where it can.
+const ALIGN: usize = 512;
+
+/// The legacy default stream's number here; the driver's own numbers do not come so far.
+pub(super) const LEGACY: u64 = u64::MAX;
+
+/// No limit.
+const UNLIMITED: u64 = u64::MAX;
+
+/// A place that is not given to another stream while this lives.
+struct Admitted<'a> {
+    core: &'a Core,
+    place: u32,
+    /// Whether it was given to the stream just now.
+    is_new: bool,
+}
+
+impl<'a> Admitted<'a> {
+    /// That of a stream that has one.
+    fn known(core: &'a Core, books: &mut Books, stream: u64) -> Option<Self> {
+        let place = books.place_of(stream)?;
+        books.places[place as usize].pins += 1;
+        Some(Self { core, place, is_new: false })
+    }
+}
+
+impl Drop for Admitted<'_> {
+    fn drop(&mut self) {
+        self.core.books.lock().places[self.place as usize].pins -= 1;
+    }
+}
+
+/// The allocator. Lock order: `reclaiming`, `waits`, `books`; no driver call is made under `books`.
+pub(super) struct Core {
+    pub(super) device: Device,
+    pub(super) upstream: Box<dyn MemoryResource>,
+    pub(super) config: CachingConfig,
+    pub(super) identity: Identity,
+    /// What every address is a multiple of.
+    pub(super) align: usize,
+    /// The device's memory.
+    total_bytes: u64,
+    /// The most that may be held, or [`UNLIMITED`].
+    limit_bytes: AtomicU64,
+    /// Whether sizes are rounded by divisions.
+    divides: bool,
+    realm: usize,
+    pub(super) books: SpinLock<Books>,
+    pub(super) waits: Mutex<Waits>,
+    /// How many waits there are: looked at without the lock.
+    pub(super) outstanding: AtomicUsize,
+    /// One thread at a time gives everything back.
+    pub(super) reclaiming: Mutex<()>,
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Core {
+    pub(super) fn new(
+        device: &Device,
+        upstream: Box<dyn MemoryResource>,
+        config: &CachingConfig,
+    ) -> Result<Arc<Self>> {
+        config.check()?;
+        let driver = device.driver();
+        driver.check_process()?;
+        let ages = config.garbage_collection_threshold.is_some();
+        let rules = Rules {
+            max_split_bytes: config.max_split_size_bytes.unwrap_or(u64::MAX),
+            max_non_split_rounding_bytes: config.max_non_split_rounding_bytes,
+            ages,
+        };
+        let core = Arc::new(Self {
+            device: device.clone(),
+            align: upstream.facts().max_align.min(ALIGN),
+            upstream,
+            config: config.clone(),
+            identity: Identity::unique(),
+            total_bytes: device.total_memory()?,
+            limit_bytes: AtomicU64::new(UNLIMITED),
+            divides: config.roundup_power2_divisions.any(),
+            realm: driver.realm(),
+            books: SpinLock::new(Books::new(rules)),
+            waits: Mutex::new(Waits::default()),
+            outstanding: AtomicUsize::new(0),
+            reclaiming: Mutex::new(()),
+        });
+        if let Some(fraction) = config.memory_fraction {
+            core.set_memory_fraction(fraction)?;
+        }
+        let watcher: Weak<Self> = Arc::downgrade(&core);
+        driver.watch_streams(watcher);
+        Ok(core)
+    }
+
+    pub(super) fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
+        check_fraction(fraction)?;
+        let bytes = (fraction * self.total_bytes as f64) as u64;
+        self.limit_bytes.store(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    pub(super) fn limit_bytes(&self) -> Option<u64> {
+        let limit = self.limit_bytes.load(Ordering::Relaxed);
+        (limit != UNLIMITED).then_some(limit)
+    }
+
+    /// What garbage collection keeps below, where it is on.
+    pub(super) fn collect_above_bytes(&self) -> Option<u64> {
+        let may_hold = self.limit_bytes().unwrap_or(self.total_bytes);
+        Some((self.config.garbage_collection_threshold? * may_hold as f64) as u64)
+    }
+
+    #[inline]
+    fn round(&self, bytes: u64) -> Result<u64> {
+        let rounded = if self.divides {
+            self.config.roundup_power2_divisions.round(bytes)
+        } else {
+            round_plain(bytes)
+        };
+        rounded.ok_or(Error::SizeOverflow { bytes, unit_bytes: super::MIN_BLOCK_SIZE as u64 })
+    }
+
+    /// The number of a stream that is known by its handle alone.
+    #[inline]
+    fn number_of(&self, handle: StreamHandle) -> Option<u64> {
+        let known = handle.known_to(self.realm);
+        known.or_else(|| (handle == StreamHandle::LEGACY).then_some(LEGACY))
+    }
+
+    #[inline]
+    pub(super) fn malloc(&self, requested: usize, handle: StreamHandle) -> Result<DevicePtr> {
+        self.device.driver().check_process()?;
+        if requested == 0 {
+            return Err(Error::ZeroSize);
+        }
+        let requested = requested as u64;
+        let bytes = self.round(requested)?;
+        if self.outstanding.load(Ordering::Relaxed) != 0 {
+            self.advance_waits()?;
+        }
+        let stream = match self.number_of(handle) {
+            Some(stream) => stream,
+            None => self.ask_stream(handle)?,
+        };
+        {
+            let mut books = self.books.lock();
+            if let Some(place) = books.place_of(stream)
+                && let Some((address, tag)) = books.allocate(place, bytes, requested)
+            {
+                books.tallies.hits += 1;
+                return Ok(DevicePtr::tagged(address, tag));
+            }
+        }
+        self.malloc_anew(stream, handle, (bytes, requested))
+    }
+
+    /// A request that nothing cached serves.
+    #[cold]
+    #[inline(never)]
+    fn malloc_anew(
+        &self,
+        stream: u64,
+        handle: StreamHandle,
+        sizes: (u64, u64),
+    ) -> Result<DevicePtr> {
+        let admitted = self.admit(stream, handle)?;
+        if admitted.is_new {
+            // With the memory of a stream that has ended, perhaps.
+            let mut books = self.books.lock();
+            if let Some((address, tag)) = books.allocate(admitted.place, sizes.0, sizes.1) {
+                books.tallies.hits += 1;
+                return Ok(DevicePtr::tagged(address, tag));
+            }
+        }
+        let (address, tag) = self.grow(admitted.place, handle, sizes)?;
+        Ok(DevicePtr::tagged(address, tag))
+    }
+
+    /// The number of a stream that only the driver knows.
+    #[cold]
+    #[inline(never)]
+    fn ask_stream(&self, handle: StreamHandle) -> Result<u64> {
+        let _context = self.device.enter()?;
+        // First of all: on a capturing stream even the question for its number ends the capture.
+        if stream_is_capturing(self.device.driver(), handle)? {
+            return Err(Error::StreamCapturing);
+        }
+        self.ask_number(handle)
+    }
+
+    /// The driver's number of a stream that is not capturing. A context must be current.
+    pub(super) fn ask_number(&self, handle: StreamHandle) -> Result<u64> {
+        let mut stream = 0;
+        // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is live.
+        unsafe { self.device.driver().cuStreamGetId(handle.raw(), &mut stream) }?;
+        Ok(stream)
+    }
+
+    /// The place of a stream, which it is given where it has none, and keeps while this lives.
+    fn admit(&self, stream: u64, handle: StreamHandle) -> Result<Admitted<'_>> {
+        if let Some(admitted) = Admitted::known(self, &mut self.books.lock(), stream) {
+            return Ok(admitted);
+        }
+        let _context = self.device.enter()?;
+        if handle != StreamHandle::LEGACY {
+            self.device.check_stream(handle)?;
+        }
+        let lasting = self.number_of(handle).is_some();
+        let life = if lasting { Life::Lasting(handle) } else { Life::Foreign };
+        let mut waits = lock(&self.waits);
+        waits.settle_ends(self)?;
+        let mut books = self.books.lock();
+        if let Some(admitted) = Admitted::known(self, &mut books, stream) {
+            return Ok(admitted);
+        }
+        let vacant = waits.vacant(&books);
+        let place = books.enrol(stream, vacant);
+        books.places[place as usize].pins += 1;
+        waits.begin(place, life);
+        Ok(Admitted { core: self, place, is_new: true })
+    }
+
+    pub(super) fn record_stream(&self, ptr: DevicePtr, handle: StreamHandle) -> Result<()> {
+        self.device.driver().check_process()?;
+        self.books.lock().find(ptr)?;
+        let stream = match self.number_of(handle) {
+            Some(stream) => stream,
+            None => self.ask_stream(handle)?,
+        };
+        let admitted = self.admit(stream, handle)?;
+        self.books.lock().note_use(ptr, Use { place: admitted.place, on: handle })
+    }
+
+    #[inline]
+    pub(super) fn free(&self, ptr: DevicePtr) -> Result<()> {
+        self.device.driver().check_process()?;
+        let noted = self.books.lock().free_unless_noted(ptr)?;
+        match noted {
+            None => Ok(()),
+            Some((uses, tag)) => self.free_used(DevicePtr::tagged(ptr.address(), tag), &uses),
+        }
+    }
+
+    /// Frees after everything that was enqueued on a stream, which need not be the allocation's.
+    #[inline]
+    pub(super) fn free_on(
+        &self,
+        ptr: DevicePtr,
+        handle: StreamHandle,
+        is_right: impl FnOnce(&Block) -> Result<()>,
+    ) -> Result<()> {
+        self.device.driver().check_process()?;
+        let known = self.number_of(handle);
+        {
+            let mut books = self.books.lock();
+            let block = books.find(ptr)?;
+            is_right(block)?;
+            let (own, plain) = (block.place.get(), !block.noted.get());
+            if plain && known.is_some_and(|stream| books.place_of(stream) == Some(own)) {
+                return books.free_unless_noted(ptr).map(|_| ());
+            }
+        }
+        self.record_stream(ptr, handle)?;
+        self.free(ptr)
+    }
+}
+
+impl Drop for Core {
+    /// What is free goes back; a segment with allocations stays theirs.
+    fn drop(&mut self) {
+        if self.device.driver().is_forked() {
+            return;
+        }
+        // A failure means that the context went first, and took the memory along.
+        let _ = self.wait_for_uses();
+        let idle = self.books.get_mut().take_idle();
+        let _ = self.give_back(idle, None);
+        // Of streams that may be gone: all work is waited for instead of theirs.
+        let idle = self.books.get_mut().take_idle();
+        if !idle.is_empty() && self.device.synchronize().is_ok() {
+            for segment in idle {
+                let (bytes, stream) = (segment.bytes as usize, StreamHandle::LEGACY);
+                let _ = self.upstream.deallocate(segment.ptr, bytes, self.align, stream);
+            }
+        }
+        if let Ok(_context) = self.device.enter() {
+            let waits = self.waits.get_mut().unwrap_or_else(PoisonError::into_inner);
+            waits.destroy_events(self.device.driver());
+        }
+    }
+}
+
+impl StreamWatcher for Core {
+    fn stream_ends(&self, stream: StreamHandle) {
+        let Some(number) = stream.known_to(self.realm) else { return };
+        let mut waits = lock(&self.waits);
+        let place = self.books.lock().place_of(number);
+        if let Some(place) = place {
+            waits.stream_ends(self, place, stream);
+            self.books.lock().forget_stream(place);
+        }
+    }
+
+    fn marks(&self, of: Awaited) -> SmallVec<[Mark; 2]> {
+        let waits = lock(&self.waits);
+        let stream = match of {
+            Awaited::Device(ordinal) if ordinal == self.device.ordinal() => EVERY_PLACE,
+            Awaited::Device(_) => return SmallVec::new(),
+            Awaited::Stream(handle) => {
+                let number = handle.known_to(self.realm);
+                let place = number.and_then(|number| self.books.lock().place_of(number));
+                let Some(place) = place else { return SmallVec::new() };
+                place
+            }
+        };
+        // Who is told is who made it, so it needs no number of an allocator.
+        smallvec![Mark { pool: 0, stream, point: waits.now(), epoch: 0 }]
+    }
+
+    fn passed(&self, mark: &Mark) {
+        let place = (mark.stream != EVERY_PLACE).then_some(mark.stream);
+        lock(&self.waits).passed(self, place, mark.point);
+    }
+}
+
+/// In a mark: all streams'.
+const EVERY_PLACE: u32 = u32::MAX;

@@ -1,0 +1,162 @@
+//! Memory from upstream, and back to it.
+
+use super::books::Leaving;
+use super::core::{Core, lock};
+use super::size::segment_bytes;
+use crate::device::StreamHandle;
+use crate::error::{Error, Result};
+
+impl Core {
+    /// Serves a request that nothing cached serves. In PyTorch's order: collect garbage, get a
+    /// segment; or give back what is too long to be split, and get one; or wait for the further
+    /// streams of freed blocks, give back everything that is free, and get one.
+    pub(super) fn grow(
+        &self,
+        place: u32,
+        handle: StreamHandle,
+        sizes: (u64, u64),
+    ) -> Result<(u64, u32)> {
+        let (bytes, _) = sizes;
+        let segment = segment_bytes(bytes, self.config.large_segment_bytes)
+            .ok_or(Error::SizeOverflow { bytes, unit_bytes: super::ROUND_LARGE as u64 })?;
+        self.books.lock().tallies.misses += 1;
+        self.collect_garbage()?;
+        if let Some(found) = self.get_segment(place, handle, segment, sizes)? {
+            return Ok(found);
+        }
+        let (oversize, suffices) = self.books.lock().take_oversize(place, bytes);
+        self.give_back(oversize, Some((place, handle)))?;
+        if suffices && let Some(found) = self.get_segment(place, handle, segment, sizes)? {
+            return Ok(found);
+        }
+        self.flush_and_retry(place, handle, segment, sizes)
+    }
+
+    /// Gets a segment for a request; `None` where there is no memory for it, or no right to it.
+    fn get_segment(
+        &self,
+        place: u32,
+        handle: StreamHandle,
+        bytes: u64,
+        sizes: (u64, u64),
+    ) -> Result<Option<(u64, u32)>> {
+        if !self.books.lock().reserve(bytes, self.limit_bytes()) {
+            return Ok(None);
+        }
+        match self.upstream.allocate(bytes as usize, self.align, handle) {
+            Ok(ptr) => Ok(Some(self.books.lock().add_segment(place, (ptr, bytes), sizes))),
+            Err(error) => {
+                self.books.lock().unreserve(bytes);
+                if error.is_out_of_memory() { Ok(None) } else { Err(error) }
+            }
+        }
+    }
+
+    /// The last step. What is free once the waits are over is looked at again before it is given
+    /// back: PyTorch does not, and so gives up where a block has become whole that way.
+    fn flush_and_retry(
+        &self,
+        place: u32,
+        handle: StreamHandle,
+        segment: u64,
+        sizes: (u64, u64),
+    ) -> Result<(u64, u32)> {
+        // Who comes while another thread flushes finds what that has given back.
+        let _alone = lock(&self.reclaiming);
+        self.flush_uses()?;
+        let found = {
+            let mut books = self.books.lock();
+            books.tallies.num_alloc_retries += 1;
+            books.allocate(place, sizes.0, sizes.1)
+        };
+        if let Some(found) = found {
+            return Ok(found);
+        }
+        let idle = self.books.lock().take_idle();
+        self.give_back(idle, Some((place, handle)))?;
+        if let Some(found) = self.get_segment(place, handle, segment, sizes)? {
+            return Ok(found);
+        }
+        Err(self.out_of_memory(sizes.0))
+    }
+
+    fn out_of_memory(&self, requested_bytes: u64) -> Error {
+        let limit_bytes = self.limit_bytes();
+        let mut books = self.books.lock();
+        books.tallies.num_ooms += 1;
+        let (_, free_bytes, largest_free_bytes) = books.free();
+        Error::OutOfMemory {
+            requested_bytes,
+            free_bytes,
+            largest_free_bytes,
+            mapped_bytes: books.held_bytes(),
+            live_bytes: books.tallies.allocated_bytes.current(),
+            limit_bytes,
+            map: None,
+        }
+    }
+
+    fn flush_uses(&self) -> Result<()> {
+        self.books.lock().tallies.num_sync_all_streams += 1;
+        self.wait_for_uses()
+    }
+
+    /// Gives back every segment of which nothing is in use.
+    pub(super) fn empty_cache(&self) -> Result<()> {
+        self.device.driver().check_process()?;
+        let _alone = lock(&self.reclaiming);
+        self.flush_uses()?;
+        let idle = self.books.lock().take_idle();
+        self.give_back(idle, None)
+    }
+
+    /// Where more is held than the threshold, gives back segments that nobody used for long.
+    fn collect_garbage(&self) -> Result<()> {
+        let Some(most) = self.collect_above_bytes() else { return Ok(()) };
+        let aged = {
+            let mut books = self.books.lock();
+            let held = books.held_bytes();
+            if held > most { books.take_aged(held - most) } else { Vec::new() }
+        };
+        self.give_back(aged, None)
+    }
+
+    /// Gives segments back upstream; those that it does not take stay. `alive`: a place whose stream
+    /// the caller vouches for.
+    pub(super) fn give_back(
+        &self,
+        segments: Vec<Leaving>,
+        alive: Option<(u32, StreamHandle)>,
+    ) -> Result<()> {
+        let mut outcome = Ok(());
+        for segment in segments {
+            let gone = match &outcome {
+                Ok(()) => self.give_one_back(segment, alive),
+                Err(_) => Ok(false),
+            };
+            let mut books = self.books.lock();
+            match gone {
+                Ok(true) => books.segment_left(segment),
+                Ok(false) => books.segment_stays(segment),
+                Err(error) => {
+                    books.segment_stays(segment);
+                    outcome = Err(error);
+                }
+            }
+        }
+        outcome
+    }
+
+    /// `false` where it cannot go now.
+    fn give_one_back(&self, segment: Leaving, alive: Option<(u32, StreamHandle)>) -> Result<bool> {
+        let driver = self.device.driver();
+        let stream = match lock(&self.waits).stream_of(driver, segment.place, alive) {
+            Some(stream) => stream,
+            // Whose free waits for the device needs no stream.
+            None if !self.upstream.facts().stream_ordered => StreamHandle::LEGACY,
+            None => return Ok(false),
+        };
+        let bytes = segment.bytes as usize;
+        self.upstream.deallocate(segment.ptr, bytes, self.align, stream).map(|()| true)
+    }
+}

@@ -1,0 +1,98 @@
+//! An allocation with an owner.
+
+use std::fmt;
+
+use super::home::Home;
+use crate::error::Result;
+use crate::resource::MemoryResource;
+use crate::stream::Stream;
+use crate::units::DevicePtr;
+
+/// Memory of a resource, freed on its stream at drop.
+pub(super) struct Block<R: MemoryResource> {
+    ptr: DevicePtr,
+    bytes: usize,
+    align: usize,
+    home: Home,
+    resource: R,
+    /// The memory is nobody's any more.
+    freed: bool,
+}
+
+impl<R: MemoryResource> Block<R> {
+    pub(super) fn new(bytes: usize, align: usize, stream: &Stream, resource: R) -> Result<Self> {
+        let ptr = resource.allocate(bytes, align, stream.handle())?;
+        Ok(Self { ptr, bytes, align, home: Home::new(stream), resource, freed: false })
+    }
+
+    pub(super) fn ptr(&self) -> DevicePtr {
+        self.ptr
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(super) fn align(&self) -> usize {
+        self.align
+    }
+
+    pub(super) fn home(&self) -> &Home {
+        &self.home
+    }
+
+    pub(super) fn home_mut(&mut self) -> &mut Home {
+        &mut self.home
+    }
+
+    pub(super) fn resource(&self) -> &R {
+        &self.resource
+    }
+
+    /// Takes other memory of the same resource in the place of this, once `copy` has enqueued what is
+    /// to be kept on the same stream. A failure leaves everything as it was.
+    pub(super) fn replace(
+        &mut self,
+        bytes: usize,
+        copy: impl FnOnce(&Home, DevicePtr, DevicePtr) -> Result<()>,
+    ) -> Result<()> {
+        let stream = self.home.stream()?.handle();
+        let new = self.resource.allocate(bytes, self.align, stream)?;
+        if let Err(error) = copy(&self.home, self.ptr, new) {
+            // The first failure is the one to tell.
+            let _ = self.resource.deallocate(new, bytes, self.align, stream);
+            return Err(error);
+        }
+        let (old, old_bytes) = (self.ptr, self.bytes);
+        (self.ptr, self.bytes) = (new, bytes);
+        // The container has what was asked for. Memory that could not be freed stays the resource's.
+        let _ = self.resource.deallocate(old, old_bytes, self.align, stream);
+        Ok(())
+    }
+
+    fn deallocate(&mut self) -> Result<()> {
+        if std::mem::replace(&mut self.freed, true) {
+            return Ok(());
+        }
+        let stream = self.home.stream()?.handle();
+        self.resource.deallocate(self.ptr, self.bytes, self.align, stream)
+    }
+
+    /// Frees the memory, and says what came of it.
+    pub(super) fn release(mut self) -> Result<()> {
+        self.deallocate()
+    }
+}
+
+impl<R: MemoryResource> Drop for Block<R> {
+    fn drop(&mut self) {
+        // Nobody is left to tell. Memory that could not be freed stays the resource's.
+        let _ = self.deallocate();
+    }
+}
+
+impl<R: MemoryResource> fmt::Debug for Block<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes at {} on {:?}", self.bytes, self.ptr, self.home.given())
+    }
+}

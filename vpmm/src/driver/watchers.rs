@@ -1,0 +1,138 @@
+//! Who is told about the streams that the library owns.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+
+use smallvec::SmallVec;
+
+use crate::device::StreamHandle;
+use crate::ordering::Mark;
+
+/// Somebody with a stake in streams that the library owns.
+pub(crate) trait StreamWatcher: Send + Sync {
+    /// The stream is about to be destroyed: the last chance to record on it.
+    fn stream_ends(&self, stream: StreamHandle);
+
+    /// The host is about to wait for this: marks of what it has seen complete then.
+    fn marks(&self, of: Awaited) -> SmallVec<[Mark; 2]>;
+
+    /// The host has waited for what was marked.
+    fn passed(&self, mark: &Mark);
+}
+
+/// What the host waits for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Awaited {
+    Stream(StreamHandle),
+    /// Everything in the primary context of the device with this number.
+    Device(u32),
+}
+
+/// Which watcher: a number that does not come again.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct WatcherId(u64);
+
+struct Entry {
+    id: WatcherId,
+    watcher: Weak<dyn StreamWatcher>,
+    /// Calls of it that are under way.
+    calls: usize,
+    /// It is being removed: no more calls.
+    leaves: bool,
+}
+
+#[derive(Default)]
+struct List {
+    last_id: u64,
+    entries: Vec<Entry>,
+}
+
+impl List {
+    fn find(&mut self, id: WatcherId) -> Option<&mut Entry> {
+        self.entries.iter_mut().find(|entry| entry.id == id)
+    }
+}
+
+/// The watchers of a driver.
+///
+/// They are called outside the lock, since they call the driver and take locks of their own; and one
+/// at a time, since a call may end another watcher, which waits for the calls of that one.
+#[derive(Default)]
+pub(super) struct Watchers {
+    list: Mutex<List>,
+    /// A call of one that leaves is over.
+    over: Condvar,
+}
+
+impl Watchers {
+    fn list(&self) -> MutexGuard<'_, List> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn add(&self, watcher: Weak<dyn StreamWatcher>) {
+        let mut list = self.list();
+        // One that was never removed, because it could not be made to the end.
+        list.entries.retain(|entry| entry.calls > 0 || entry.watcher.strong_count() > 0);
+        list.last_id += 1;
+        let id = WatcherId(list.last_id);
+        list.entries.push(Entry { id, watcher, calls: 0, leaves: false });
+    }
+
+    /// Takes a watcher out. No call of it is under way afterwards, and nobody here owns it for a
+    /// moment: it ends where its owners say.
+    ///
+    /// Not to be called within a call of the same watcher, whose end it would wait for.
+    pub(super) fn remove<T>(&self, watcher: &T) {
+        // Alive, so nobody else is at its address.
+        let is_it = |entry: &Entry| std::ptr::addr_eq(entry.watcher.as_ptr(), watcher);
+        let mut list = self.list();
+        while let Some(index) = list.entries.iter().position(is_it) {
+            if list.entries[index].calls == 0 {
+                list.entries.swap_remove(index);
+                return;
+            }
+            list.entries[index].leaves = true;
+            list = self.over.wait(list).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Those that there are now.
+    pub(super) fn ids(&self) -> SmallVec<[WatcherId; 8]> {
+        self.list().entries.iter().map(|entry| entry.id).collect()
+    }
+
+    /// Calls a watcher, if it is still there.
+    pub(super) fn call<R>(
+        &self,
+        id: WatcherId,
+        call: impl FnOnce(&dyn StreamWatcher) -> R,
+    ) -> Option<R> {
+        // Declared first, so that the call is over when nothing is owned here any more.
+        let _under_way;
+        let watcher: Arc<dyn StreamWatcher>;
+        {
+            let mut list = self.list();
+            let entry = list.find(id).filter(|entry| !entry.leaves)?;
+            watcher = entry.watcher.upgrade()?;
+            entry.calls += 1;
+            _under_way = UnderWay { watchers: self, id };
+        }
+        Some(call(&*watcher))
+    }
+}
+
+struct UnderWay<'a> {
+    watchers: &'a Watchers,
+    id: WatcherId,
+}
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        let mut list = self.watchers.list();
+        if let Some(entry) = list.find(self.id) {
+            entry.calls -= 1;
+            if entry.leaves {
+                self.watchers.over.notify_all();
+            }
+        }
+    }
+}

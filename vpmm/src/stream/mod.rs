@@ -1,0 +1,9 @@
+//! Streams and events as values with an owner, or borrowed.
+
+mod event;
+mod owned;
+mod pool;
+
+pub use event::Event;
+pub use owned::Stream;
+pub use pool::StreamPool;

@@ -1,0 +1,215 @@
+//! Streams, owned and borrowed.
+
+use std::fmt;
+use std::ptr;
+use std::sync::Arc;
+
+use cuda_sys::types::{CUstream, CUstream_flags_enum, CUstreamCaptureStatus};
+
+use super::Event;
+use crate::device::{Device, StreamHandle};
+use crate::driver::{Awaited, Failure};
+use crate::error::{Error, Result};
+use crate::event::BesideCaptures;
+
+/// A stream with its device: one that the library made, or a borrowed one.
+///
+/// Cheap to clone. What [`Device::stream`] made is destroyed when the last clone is dropped, after
+/// which its work still runs to its end; so whatever keeps a clone (a
+/// [`DeviceBuffer`](crate::DeviceBuffer) does) has a stream that is alive.
+#[derive(Clone)]
+pub struct Stream {
+    handle: StreamHandle,
+    device: Device,
+    /// Tells the stream's end; none for the default streams, which do not end, or of which nobody can
+    /// tell.
+    owner: Option<Arc<Owner>>,
+}
+
+/// Who knows when a stream ends.
+struct Owner {
+    device: Device,
+    handle: StreamHandle,
+    /// It is destroyed here; else by whoever lent it.
+    destroys: bool,
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        let driver = self.device.driver();
+        driver.tell_end_of(self.handle);
+        if !self.destroys {
+            return;
+        }
+        // SAFETY: taken in `Stream::own`, destroyed once here. An error means that the context went
+        // first and took the stream along.
+        let _: Result<(), Failure> = unsafe { driver.cuStreamDestroy_v2(self.handle.raw()) };
+    }
+}
+
+impl Stream {
+    /// Takes a new stream of a device whose context is current.
+    ///
+    /// # Safety
+    /// The stream is alive, and nobody else destroys it.
+    unsafe fn own(device: &Device, stream: CUstream) -> Result<Self> {
+        let handle = StreamHandle::foreign(stream);
+        Self::known(Owner { device: device.clone(), handle, destroys: true })
+    }
+
+    /// Asks the driver for the stream's number. From here on its end is told, whatever comes next.
+    fn known(mut owner: Owner) -> Result<Self> {
+        let (mut id, device) = (0, owner.device.clone());
+        // SAFETY: the stream is alive; the pointer is to a live u64.
+        unsafe { device.driver().cuStreamGetId(owner.handle.raw(), &mut id) }?;
+        owner.handle = owner.handle.with_number(id, device.driver().realm());
+        Ok(Self { handle: owner.handle, device, owner: Some(Arc::new(owner)) })
+    }
+
+    /// A stream of this device that somebody else owns, one of the CUDA runtime's or of another
+    /// library's ([`StreamHandle::from_raw`]), and destroys. To pools it is as one that the library
+    /// made: they serve it without a driver call, and no event is recorded at its frees, since the
+    /// last drop of this value and its clones tells them in time that it may end.
+    ///
+    /// # Errors
+    /// [`Error::StreamCapturing`], with the capture as it was: the question for a stream's number would
+    /// end it. [`Error::WrongDevice`], [`Error::WrongContext`], [`Error::Driver`],
+    /// [`Error::ContextLost`].
+    ///
+    /// # Safety
+    /// The stream is alive while this value or a clone of it is.
+    pub unsafe fn borrowed(device: &Device, handle: StreamHandle) -> Result<Self> {
+        if handle == StreamHandle::LEGACY {
+            return Ok(Self::legacy(device));
+        }
+        if handle == StreamHandle::PER_THREAD {
+            return Ok(Self::per_thread(device));
+        }
+        let _context = device.enter()?;
+        let bare = Self { handle, device: device.clone(), owner: None };
+        if bare.is_capturing()? {
+            return Err(Error::StreamCapturing);
+        }
+        device.check_stream(handle)?;
+        let handle = StreamHandle::foreign(handle.raw());
+        Self::known(Owner { device: device.clone(), handle, destroys: false })
+    }
+
+    /// The legacy default stream of a device: [`StreamHandle::LEGACY`].
+    pub fn legacy(device: &Device) -> Self {
+        Self { handle: StreamHandle::LEGACY, device: device.clone(), owner: None }
+    }
+
+    /// The default stream of whichever thread calls: [`StreamHandle::PER_THREAD`].
+    pub fn per_thread(device: &Device) -> Self {
+        Self { handle: StreamHandle::PER_THREAD, device: device.clone(), owner: None }
+    }
+
+    /// The handle, valid while this stream lives.
+    #[inline]
+    pub fn handle(&self) -> StreamHandle {
+        self.handle
+    }
+
+    /// The device that the stream belongs to.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Whether the library made the stream, and destroys it.
+    pub fn is_owned(&self) -> bool {
+        self.owner.as_ref().is_some_and(|owner| owner.destroys)
+    }
+
+    /// Waits until everything enqueued so far has finished. What was freed on the stream before is
+    /// then everybody's in every pool of this driver. Other streams' captures are not harmed.
+    /// `cuStreamSynchronize`.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], [`Error::ContextLost`].
+    pub fn synchronize(&self) -> Result<()> {
+        let _context = self.device.enter()?;
+        let _beside = BesideCaptures::enter(self.device.driver())?;
+        self.device.driver().tell_wait_for(Awaited::Stream(self.handle), || {
+            // SAFETY: the stream is alive while `self` is.
+            unsafe { self.device.driver().cuStreamSynchronize(self.handle.raw()) }
+        })
+    }
+
+    /// Makes what is enqueued here later wait for an event on the GPU; the host goes on. An event
+    /// that was never recorded holds nothing back. `cuStreamWaitEvent`.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], [`Error::ContextLost`].
+    pub fn wait_for(&self, event: &Event) -> Result<()> {
+        let _context = self.device.enter()?;
+        Ok(event.raw().hold_back(self.device.driver(), self.handle)?)
+    }
+
+    /// Makes what is enqueued here later wait for everything that is enqueued on another stream now:
+    /// an event, recorded there and waited for here. Nothing for the stream itself.
+    ///
+    /// # Errors
+    /// [`Error::StreamCapturing`] where either captures a graph, which is then as it was;
+    /// [`Error::Driver`], [`Error::ContextLost`].
+    pub fn wait_for_stream(&self, other: &Self) -> Result<()> {
+        if self.is_the_same_as(other) {
+            return Ok(());
+        }
+        if self.is_capturing()? || other.is_capturing()? {
+            return Err(Error::StreamCapturing);
+        }
+        let event = Event::new(&other.device)?;
+        event.record(other)?;
+        self.wait_for(&event)
+    }
+
+    /// Whether a graph is captured from the stream. Harms no capture. `cuStreamIsCapturing`.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]; for the legacy stream `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT` while any
+    /// blocking stream captures.
+    pub fn is_capturing(&self) -> Result<bool> {
+        let _context = self.device.enter()?;
+        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let driver = self.device.driver();
+        // SAFETY: the stream is alive while `self` is; the pointer is to a live status.
+        unsafe { driver.cuStreamIsCapturing(self.handle.raw(), &mut status) }?;
+        Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
+    /// Whether the two are one stream: an alias that means different streams to different threads is
+    /// the same only to one thread.
+    fn is_the_same_as(&self, other: &Self) -> bool {
+        self.handle == other.handle && self.device.ordinal() == other.device.ordinal()
+    }
+}
+
+impl Device {
+    /// Makes a stream that does not wait for the legacy default stream (`CU_STREAM_NON_BLOCKING`).
+    ///
+    /// # Errors
+    /// [`Error::Driver`], [`Error::ContextLost`].
+    pub fn stream(&self) -> Result<Stream> {
+        let _context = self.enter()?;
+        let flags = CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0;
+        let mut stream: CUstream = ptr::null_mut();
+        // SAFETY: the pointer is to a live CUstream, and the context is current.
+        unsafe { self.driver().cuStreamCreate(&mut stream, flags) }?;
+        // SAFETY: it was made just now, and nobody else has it.
+        unsafe { Stream::own(self, stream) }
+    }
+}
+
+impl From<&Stream> for StreamHandle {
+    #[inline]
+    fn from(stream: &Stream) -> Self {
+        stream.handle
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.handle, f)
+    }
+}
