@@ -1,0 +1,193 @@
+// C++ on the C ABI of vpmm: handles that are given back by themselves, errors as exceptions, a resource
+// in the shape of RMM's, and one for std::pmr.
+
+#ifndef VPMM_HPP
+#define VPMM_HPP
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <memory_resource>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "vpmm.h"
+
+namespace vpmm {
+
+/// A call that failed.
+class error : public std::runtime_error {
+ public:
+  error(vpmm_status status, const std::string& text) : std::runtime_error(text), status_(status) {}
+  vpmm_status status() const noexcept { return status_; }
+
+ private:
+  vpmm_status status_;
+};
+
+/// A request that there is no memory for. Also a std::bad_alloc, for code that catches that.
+class out_of_memory : public std::bad_alloc {
+ public:
+  explicit out_of_memory(const std::string& text) : text_(std::make_shared<std::string>(text)) {}
+  const char* what() const noexcept override { return text_->c_str(); }
+
+ private:
+  std::shared_ptr<std::string> text_;  // copies of an exception must not throw
+};
+
+/// Throws unless a call went well.
+inline void check(vpmm_status status) {
+  if (status == VPMM_OK) return;
+  const std::string text = std::string(vpmm_status_name(status)) + ": " + vpmm_last_error();
+  if (status == VPMM_OUT_OF_MEMORY) throw out_of_memory(text);
+  throw error(status, text);
+}
+
+/// A driver: CUDA's, or the simulated one.
+class driver {
+ public:
+  /// "cuda", "sim", or null for what VPMM_DEVICE says.
+  explicit driver(const char* device = nullptr) {
+    vpmm_driver* handle = nullptr;
+    check(vpmm_driver_load(device, &handle));
+    handle_.reset(handle, vpmm_driver_release);
+  }
+
+  std::uint32_t device_count() const {
+    std::uint32_t count = 0;
+    check(vpmm_driver_device_count(get(), &count));
+    return count;
+  }
+
+  vpmm_driver* get() const noexcept { return handle_.get(); }
+
+ private:
+  std::shared_ptr<vpmm_driver> handle_;
+};
+
+/// A stream of the library's own, destroyed at the end.
+class stream {
+ public:
+  explicit stream(const driver& of, std::uint32_t device = 0) : driver_(of), device_(device) {
+    check(vpmm_stream_create(driver_.get(), device, &raw_));
+  }
+  stream(const stream&) = delete;
+  stream& operator=(const stream&) = delete;
+  ~stream() { vpmm_stream_destroy(driver_.get(), raw_); }
+
+  /// A CUstream, which is a cudaStream_t.
+  void* get() const noexcept { return raw_; }
+  void synchronize() const { check(vpmm_stream_synchronize(driver_.get(), device_, raw_)); }
+
+ private:
+  driver driver_;
+  std::uint32_t device_;
+  void* raw_ = nullptr;
+};
+
+/// What a pool is made with.
+struct pool_options : vpmm_pool_options {
+  pool_options() noexcept { vpmm_pool_options_init(this); }
+};
+
+/// A pool. Copies share it; it ends with the last of them.
+class pool {
+ public:
+  explicit pool(const driver& of, const pool_options& options = {}) : driver_(of) {
+    vpmm_pool* handle = nullptr;
+    check(vpmm_pool_create(driver_.get(), &options, &handle));
+    handle_.reset(handle, vpmm_pool_release);
+  }
+
+  void* malloc(std::size_t bytes, void* stream) const {
+    void* pointer = nullptr;
+    check(vpmm_malloc(get(), bytes, stream, &pointer));
+    return pointer;
+  }
+  void free(void* pointer, void* stream) const { check(vpmm_free(get(), pointer, stream)); }
+  void record_stream(void* pointer, void* stream) const {
+    check(vpmm_record_stream(get(), pointer, stream));
+  }
+  std::uint64_t trim_to(std::uint64_t keep_bytes) const {
+    std::uint64_t returned = 0;
+    check(vpmm_pool_trim_to(get(), keep_bytes, &returned));
+    return returned;
+  }
+  void reset_peaks() const { check(vpmm_pool_reset_peaks(get())); }
+  vpmm_stats stats() const {
+    vpmm_stats stats;
+    vpmm_stats_init(&stats);
+    check(vpmm_pool_stats(get(), &stats));
+    return stats;
+  }
+  std::string layout() const {
+    std::size_t needed = 0;
+    check(vpmm_pool_layout(get(), nullptr, 0, &needed));
+    std::string text(needed, '\0');
+    check(vpmm_pool_layout(get(), text.data(), text.size(), &needed));
+    text.resize(needed < text.size() ? needed - 1 : text.size() - 1);
+    return text;
+  }
+
+  vpmm_pool* get() const noexcept { return handle_.get(); }
+  bool operator==(const pool& other) const noexcept { return handle_ == other.handle_; }
+  bool operator!=(const pool& other) const noexcept { return !(*this == other); }
+
+ private:
+  driver driver_;  // first, so that it is there when the pool ends
+  std::shared_ptr<vpmm_pool> handle_;
+};
+
+/// In the shape of RMM's device resources: streams with each call, sizes given back, no exception out
+/// of a free.
+class device_memory_resource {
+ public:
+  explicit device_memory_resource(pool of) noexcept : pool_(std::move(of)) {}
+
+  void* allocate(void* stream, std::size_t bytes, std::size_t alignment = 256) const {
+    if (alignment > 256 || (alignment & (alignment - 1)) != 0) {
+      throw error(VPMM_INVALID_ARGUMENT, "alignments are powers of two, of at most 256 bytes");
+    }
+    return pool_.malloc(bytes, stream);
+  }
+  void deallocate(void* stream, void* pointer, std::size_t /*bytes*/,
+                  std::size_t /*alignment*/ = 256) const noexcept {
+    // Nobody to tell; the text stays in vpmm_last_error.
+    static_cast<void>(vpmm_free(pool_.get(), pointer, stream));
+  }
+  bool operator==(const device_memory_resource& other) const noexcept {
+    return pool_ == other.pool_;
+  }
+  bool operator!=(const device_memory_resource& other) const noexcept { return !(*this == other); }
+
+ private:
+  pool pool_;
+};
+
+/// A pool and a stream as a std::pmr::memory_resource. The addresses are a device's: for containers
+/// that only keep them.
+class pmr_resource : public std::pmr::memory_resource {
+ public:
+  pmr_resource(pool of, void* stream) noexcept : pool_(std::move(of)), stream_(stream) {}
+
+ private:
+  void* do_allocate(std::size_t bytes, std::size_t alignment) override {
+    return device_memory_resource(pool_).allocate(stream_, bytes, alignment);
+  }
+  void do_deallocate(void* pointer, std::size_t bytes, std::size_t alignment) override {
+    device_memory_resource(pool_).deallocate(stream_, pointer, bytes, alignment);
+  }
+  bool do_is_equal(const std::pmr::memory_resource& other) const noexcept override {
+    const auto* same = dynamic_cast<const pmr_resource*>(&other);
+    return same != nullptr && same->pool_ == pool_ && same->stream_ == stream_;
+  }
+
+  pool pool_;
+  void* stream_;
+};
+
+}  // namespace vpmm
+
+#endif  // VPMM_HPP

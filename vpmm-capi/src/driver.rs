@@ -1,0 +1,120 @@
+//! Drivers: CUDA's, or the simulated one.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, c_char};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use cuda_sim::Simulator;
+use vpmm_core::{Device, DevicePtr, Driver, Pool, Stream, StreamHandle};
+
+use crate::guard::{Failure, given, guard, put};
+use crate::status::vpmm_status;
+
+/// A driver that was loaded. Whatever was made with it keeps it.
+pub struct vpmm_driver(pub(crate) Arc<Loaded>);
+
+pub(crate) struct Loaded {
+    driver: Driver,
+    devices: Mutex<HashMap<u32, Device>>,
+    /// Streams whose end is told, by their raw handles.
+    pub(crate) streams: RwLock<HashMap<usize, Stream>>,
+    /// Last, so that it is there for all others.
+    _simulator: Option<Simulator>,
+}
+
+impl Loaded {
+    pub(crate) fn free_any(&self, ptr: DevicePtr, stream: StreamHandle) -> vpmm_core::Result<()> {
+        Pool::free_any(&self.driver, ptr, stream)
+    }
+
+    pub(crate) fn device(&self, ordinal: u32) -> Result<Device, Failure> {
+        let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(device) = devices.get(&ordinal) {
+            return Ok(device.clone());
+        }
+        let device = self.driver.device(ordinal)?;
+        devices.insert(ordinal, device.clone());
+        Ok(device)
+    }
+}
+
+/// Loads a driver. `device` is `"cuda"`, `"sim"` for the simulated driver, which needs no GPU, or null
+/// for what the environment variable VPMM_DEVICE says: either, or `"cuda"` where it is not set.
+///
+/// # Safety
+/// `device` is null or ends with a zero byte; `out` is null or has room for a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_driver_load(
+    device: *const c_char,
+    out: *mut *mut vpmm_driver,
+) -> vpmm_status {
+    guard(|| {
+        if out.is_null() {
+            return Err(Failure::null("out"));
+        }
+        let name = if device.is_null() {
+            let set = std::env::var_os("VPMM_DEVICE");
+            set.map_or("cuda".to_owned(), |name| name.to_string_lossy().into_owned())
+        } else {
+            // SAFETY: the caller vouches for it.
+            unsafe { CStr::from_ptr(device) }.to_string_lossy().into_owned()
+        };
+        let (driver, simulator) = match name.as_str() {
+            "cuda" => (Driver::load()?, None),
+            "sim" => {
+                let failed = |error: cuda_sim::SimError| {
+                    Failure::new(vpmm_status::VPMM_OTHER, error.to_string())
+                };
+                let simulator = Simulator::builder().build().map_err(failed)?;
+                (Driver::new(simulator.driver())?, Some(simulator))
+            }
+            other => {
+                let text = format!("there is no device {other:?}; known: cuda, sim");
+                return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
+            }
+        };
+        let loaded = Loaded {
+            driver,
+            devices: Mutex::default(),
+            streams: RwLock::default(),
+            _simulator: simulator,
+        };
+        let handle = Box::new(vpmm_driver(Arc::new(loaded)));
+        // SAFETY: the caller vouches for it.
+        unsafe { put(out, "out", Box::into_raw(handle)) }
+    })
+}
+
+/// Gives a handle back. Streams that were lent by it are the driver's own again: see
+/// `vpmm_stream_lend`.
+///
+/// # Safety
+/// `driver` is null, or a handle that is not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_driver_release(driver: *mut vpmm_driver) {
+    if !driver.is_null() {
+        // SAFETY: made by `Box::into_raw` in `vpmm_driver_load`, given back once.
+        let driver = unsafe { Box::from_raw(driver) };
+        let _ = guard(|| {
+            drop(driver);
+            Ok(())
+        });
+    }
+}
+
+/// How many devices the driver shows.
+///
+/// # Safety
+/// `driver` is null or a handle; `out` is null or has room for a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_driver_device_count(
+    driver: *const vpmm_driver,
+    out: *mut u32,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let count = unsafe { given(driver, "driver") }?.0.driver.device_count()?;
+        // SAFETY: the caller vouches for it.
+        unsafe { put(out, "out", count) }
+    })
+}

@@ -1,0 +1,92 @@
+//! Around every function: errors become a status and a text, and no panic leaves.
+
+use std::cell::RefCell;
+use std::ffi::{CString, c_char};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use vpmm_core::Error;
+
+use crate::status::vpmm_status;
+
+/// Why a call failed.
+pub(crate) struct Failure {
+    status: vpmm_status,
+    text: String,
+}
+
+impl Failure {
+    pub(crate) fn new(status: vpmm_status, text: impl Into<String>) -> Self {
+        Self { status, text: text.into() }
+    }
+
+    pub(crate) fn null(argument: &str) -> Self {
+        Self::new(vpmm_status::VPMM_INVALID_ARGUMENT, format!("{argument} is null"))
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        let map = error.map().map(|map| format!("\n{map}")).unwrap_or_default();
+        Self::new(vpmm_status::of(&error), format!("{error}{map}"))
+    }
+}
+
+thread_local! {
+    static LAST: RefCell<CString> = RefCell::default();
+}
+
+fn remember(text: &str) {
+    // A text with a zero byte in it ends there.
+    let text = text.split('\0').next().unwrap_or_default();
+    let text = CString::new(text).unwrap_or_default();
+    // A thread that is ending has nobody to read it.
+    let _ = LAST.try_with(|last| *last.borrow_mut() = text);
+}
+
+/// Runs what a function does.
+pub(crate) fn guard(work: impl FnOnce() -> Result<(), Failure>) -> vpmm_status {
+    // Whatever a panic left half done is behind the library's own locks, which are not poisoned.
+    let failure = match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(Ok(())) => return vpmm_status::VPMM_OK,
+        Ok(Err(failure)) => failure,
+        Err(panic) => {
+            let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+            let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+            let text = text.unwrap_or_else(|| "a panic".to_owned());
+            // Its own drop may panic as well.
+            std::mem::forget(panic);
+            Failure::new(vpmm_status::VPMM_PANIC, text)
+        }
+    };
+    remember(&failure.text);
+    failure.status
+}
+
+/// The text of this thread's last call that failed; empty before. It stays until the next one that
+/// fails on this thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn vpmm_last_error() -> *const c_char {
+    LAST.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())
+}
+
+/// Refuses a null pointer by the argument's name.
+///
+/// # Safety
+/// A pointer that is not null is to a live value, which nobody changes meanwhile.
+pub(crate) unsafe fn given<'a, T>(pointer: *const T, argument: &str) -> Result<&'a T, Failure> {
+    // SAFETY: the caller vouches for it.
+    unsafe { pointer.as_ref() }.ok_or_else(|| Failure::null(argument))
+}
+
+/// Writes a result.
+///
+/// # Safety
+/// A pointer that is not null is to memory for a value.
+pub(crate) unsafe fn put<T>(out: *mut T, argument: &str, value: T) -> Result<(), Failure> {
+    if out.is_null() {
+        return Err(Failure::null(argument));
+    }
+    // SAFETY: the caller vouches for it.
+    unsafe { out.write(value) };
+    Ok(())
+}

@@ -1,0 +1,58 @@
+//! The C ABI of `vpmm`: what `vpmm.h` declares.
+//!
+//! ```text
+//! C, C++ ─▶ a function of `pool`, `driver`, `stream` ─▶ guard ─▶ vpmm
+//!                                                       └ a status; the text stays with the thread
+//! ```
+//!
+//! - Handles are opaque. Each is given back once, by its `release` function; null is no handle, and
+//!   ignored there.
+//! - Structures begin with their own size, which their `init` function sets, so that they can grow:
+//!   a program that was built with an older header has the newer fields at their defaults.
+//! - Every function that can fail answers a [`vpmm_status`]; [`vpmm_last_error`] has the text. What it
+//!   would write through its pointers is written on success only.
+//! - No panic leaves a function: it is caught and answered as `VPMM_PANIC`.
+//! - All functions may be called from any thread, on the same handles too, except that a handle is
+//!   used by nobody while or after it is released.
+
+#![allow(non_camel_case_types, reason = "names as C has them")]
+
+mod driver;
+mod guard;
+mod options;
+mod pool;
+mod stats;
+mod status;
+mod stream;
+
+pub use driver::{vpmm_driver, vpmm_driver_device_count, vpmm_driver_load, vpmm_driver_release};
+pub use guard::vpmm_last_error;
+pub use options::{vpmm_pool_options, vpmm_pool_options_init, vpmm_profile};
+pub use pool::{
+    vpmm_free, vpmm_free_any, vpmm_malloc, vpmm_pool, vpmm_pool_create, vpmm_pool_destroy,
+    vpmm_pool_layout, vpmm_pool_release, vpmm_pool_reset_peaks, vpmm_pool_stats, vpmm_pool_trim_to,
+    vpmm_pool_validate, vpmm_record_stream,
+};
+pub use stats::{vpmm_stats, vpmm_stats_init};
+pub use status::{vpmm_status, vpmm_status_name};
+pub use stream::{
+    vpmm_stream_create, vpmm_stream_destroy, vpmm_stream_lend, vpmm_stream_synchronize,
+    vpmm_stream_take_back,
+};
+
+/// The version: a million times the major, a thousand times the minor, and the patch number.
+#[unsafe(no_mangle)]
+pub extern "C" fn vpmm_version() -> u32 {
+    const fn number(text: &str) -> u32 {
+        let (bytes, mut at, mut value) = (text.as_bytes(), 0, 0);
+        while at < bytes.len() {
+            value = value * 10 + (bytes[at] - b'0') as u32;
+            at += 1;
+        }
+        value
+    }
+    const VERSION: u32 = number(env!("CARGO_PKG_VERSION_MAJOR")) * 1_000_000
+        + number(env!("CARGO_PKG_VERSION_MINOR")) * 1_000
+        + number(env!("CARGO_PKG_VERSION_PATCH"));
+    VERSION
+}

@@ -1,0 +1,289 @@
+//! Pools.
+
+use std::ffi::{c_char, c_void};
+use std::sync::Arc;
+
+use vpmm_core::{DevicePtr, Pool};
+
+use crate::driver::{Loaded, vpmm_driver};
+use crate::guard::{Failure, given, guard, put};
+use crate::options::vpmm_pool_options;
+use crate::stats::{self, vpmm_stats};
+use crate::status::vpmm_status;
+
+/// A pool.
+pub struct vpmm_pool {
+    // First, so that its driver is there when it ends.
+    pool: Pool,
+    loaded: Arc<Loaded>,
+}
+
+/// Makes a pool; `options` may be null, for a pool of the default profile on device 0.
+///
+/// # Safety
+/// `driver` is null or a handle; `options` is null or begins with its own size; `out` is null or has
+/// room for a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_pool_create(
+    driver: *const vpmm_driver,
+    options: *const vpmm_pool_options,
+    out: *mut *mut vpmm_pool,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let loaded = Arc::clone(&unsafe { given(driver, "driver") }?.0);
+        // SAFETY: the caller vouches for it.
+        let options = unsafe { vpmm_pool_options::read(options) }?;
+        if out.is_null() {
+            return Err(Failure::null("out"));
+        }
+        let device = loaded.device(options.device)?;
+        let pool = if options.is_paged()? {
+            Pool::paged(&device, &options.paged_profile()?)?
+        } else {
+            Pool::new(&device, &options.default_profile()?)?
+        };
+        let handle = Box::into_raw(Box::new(vpmm_pool { pool, loaded }));
+        // SAFETY: the caller vouches for it.
+        unsafe { put(out, "out", handle) }
+    })
+}
+
+/// Gives a handle back. The pool ends, which waits for the work before its frees. If something is still
+/// allocated it lives on, and ends when that has been freed by `vpmm_free_any`; `vpmm_pool_destroy` ends
+/// a pool with all that is allocated.
+///
+/// # Safety
+/// `pool` is null, or a handle that is not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_pool_release(pool: *mut vpmm_pool) {
+    if !pool.is_null() {
+        // SAFETY: made by `Box::into_raw` in `vpmm_pool_create`, given back once.
+        let pool = unsafe { Box::from_raw(pool) };
+        let _ = guard(|| {
+            drop(pool);
+            Ok(())
+        });
+    }
+}
+
+/// Ends a pool with everything that is allocated from it, and gives the handle back. Waits for the
+/// whole device where something is allocated.
+///
+/// # Safety
+/// `pool` is null or a handle; neither it nor the pool's memory is used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_pool_destroy(pool: *mut vpmm_pool) -> vpmm_status {
+    guard(|| {
+        if pool.is_null() {
+            return Err(Failure::null("pool"));
+        }
+        // SAFETY: made by `Box::into_raw` in `vpmm_pool_create`, given back once.
+        let vpmm_pool { pool, loaded } = *unsafe { Box::from_raw(pool) };
+        let ended = pool.destroy().map_err(|(pool, error)| {
+            drop(pool);
+            error
+        });
+        drop(loaded);
+        Ok(ended?)
+    })
+}
+
+/// Allocates for use on a stream. 0 bytes give a null pointer, which can be freed.
+///
+/// # Safety
+/// `pool` is null or a handle; the stream is alive; `out` is null or has room for a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_malloc(
+    pool: *const vpmm_pool,
+    bytes: usize,
+    stream: *mut c_void,
+    out: *mut *mut c_void,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let pool = unsafe { given(pool, "pool") }?;
+        if out.is_null() {
+            return Err(Failure::null("out"));
+        }
+        let address = if bytes == 0 {
+            0
+        } else {
+            // SAFETY: the caller vouches for it.
+            let stream = unsafe { pool.loaded.stream(stream) };
+            pool.pool.malloc(bytes, stream)?.address()
+        };
+        // A device address, as CUDA's own functions give it.
+        let pointer = std::ptr::without_provenance_mut(address as usize);
+        // SAFETY: the caller vouches for it.
+        unsafe { put(out, "out", pointer) }
+    })
+}
+
+/// Frees an allocation once everything enqueued on the stream so far has finished. Null is nothing.
+///
+/// # Safety
+/// `pool` is null or a handle; the stream is alive; nobody uses the memory in work that is enqueued
+/// later, or that is not ordered before.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_free(
+    pool: *const vpmm_pool,
+    pointer: *mut c_void,
+    stream: *mut c_void,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let pool = unsafe { given(pool, "pool") }?;
+        if pointer.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller vouches for it.
+        let stream = unsafe { pool.loaded.stream(stream) };
+        Ok(pool.pool.free(DevicePtr::from_address(pointer.addr() as u64), stream)?)
+    })
+}
+
+/// Frees an allocation of whichever pool of the driver's it is.
+///
+/// # Safety
+/// As `vpmm_free`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_free_any(
+    driver: *const vpmm_driver,
+    pointer: *mut c_void,
+    stream: *mut c_void,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let loaded = &unsafe { given(driver, "driver") }?.0;
+        if pointer.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller vouches for it.
+        let stream = unsafe { loaded.stream(stream) };
+        Ok(loaded.free_any(DevicePtr::from_address(pointer.addr() as u64), stream)?)
+    })
+}
+
+/// Notes that an allocation is used on a further stream: after its free it is not handed out before
+/// what is enqueued there until then has finished.
+///
+/// # Safety
+/// `pool` is null or a handle; the stream is alive.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_record_stream(
+    pool: *const vpmm_pool,
+    pointer: *mut c_void,
+    stream: *mut c_void,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let pool = unsafe { given(pool, "pool") }?;
+        if pointer.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller vouches for it.
+        let stream = unsafe { pool.loaded.stream(stream) };
+        Ok(pool.pool.record_stream(DevicePtr::from_address(pointer.addr() as u64), stream)?)
+    })
+}
+
+/// Gives free memory back to the device until `keep_bytes` are held; `returned` may be null.
+///
+/// # Safety
+/// `pool` is null or a handle; `returned` is null or has room for a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_pool_trim_to(
+    pool: *const vpmm_pool,
+    keep_bytes: u64,
+    returned: *mut u64,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let bytes = unsafe { given(pool, "pool") }?.pool.trim_to(keep_bytes)?;
+        if returned.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller vouches for it.
+        unsafe { put(returned, "returned", bytes) }
+    })
+}
+
+/// Sets the peaks to what is held now.
+///
+/// # Safety
+/// `pool` is null or a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_pool_reset_peaks(pool: *const vpmm_pool) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        unsafe { given(pool, "pool") }?.pool.reset_peaks();
+        Ok(())
+    })
+}
+
+/// What the pool holds now.
+///
+/// # Safety
+/// `pool` is null or a handle; `out` is null or begins with its own size.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_pool_stats(
+    pool: *const vpmm_pool,
+    out: *mut vpmm_stats,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let stats = unsafe { given(pool, "pool") }?.pool.stats();
+        // SAFETY: the caller vouches for it.
+        unsafe { stats::fill(out, &stats) }
+    })
+}
+
+/// Writes what stands where in the pool as text, cut to `length` bytes with the zero byte at its end;
+/// `needed`, which may be null, gets the bytes of all of it, the zero byte included.
+///
+/// # Safety
+/// `pool` is null or a handle; `text` has room for `length` bytes, or is null, and `length` 0; `needed`
+/// is null or has room for a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_pool_layout(
+    pool: *const vpmm_pool,
+    text: *mut c_char,
+    length: usize,
+    needed: *mut usize,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let layout = unsafe { given(pool, "pool") }?.pool.layout().to_string();
+        if let Some(most) = length.checked_sub(1) {
+            if text.is_null() {
+                return Err(Failure::null("text"));
+            }
+            let bytes = layout.len().min(most);
+            // SAFETY: there is room for `length` bytes, of which these and the last are written.
+            unsafe {
+                std::ptr::copy_nonoverlapping(layout.as_ptr(), text.cast::<u8>(), bytes);
+                text.add(bytes).write(0);
+            }
+        }
+        if !needed.is_null() {
+            // SAFETY: the caller vouches for it.
+            unsafe { put(needed, "needed", layout.len() + 1) }?;
+        }
+        Ok(())
+    })
+}
+
+/// Checks the pool's books from scratch: `VPMM_CORRUPT` if something is wrong. No thread may use the
+/// pool meanwhile.
+///
+/// # Safety
+/// `pool` is null or a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_pool_validate(pool: *const vpmm_pool) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let valid = unsafe { given(pool, "pool") }?.pool.validate();
+        valid.map_err(|wrong| Failure::new(vpmm_status::VPMM_CORRUPT, wrong.to_string()))
+    })
+}

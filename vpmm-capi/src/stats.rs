@@ -1,0 +1,102 @@
+//! What a pool holds.
+
+use vpmm_core::Stats;
+
+use crate::guard::Failure;
+use crate::status::vpmm_status;
+
+/// What a pool holds and has done: `size` is set by `vpmm_stats_init`, the rest by `vpmm_pool_stats`.
+/// Bytes unless a name says otherwise.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct vpmm_stats {
+    /// The bytes of this structure, as the program was built with it.
+    pub size: usize,
+    /// In the hands of callers, without small requests of the paged profile.
+    pub live_bytes: u64,
+    /// The most of that since the pool was made or `vpmm_pool_reset_peaks`.
+    pub peak_live_bytes: u64,
+    /// Freed, and kept for their stream's next requests.
+    pub cached_bytes: u64,
+    /// Free to every stream.
+    pub idle_bytes: u64,
+    /// Freed, and still in use by a stream as far as is known.
+    pub pending_bytes: u64,
+    /// Physical memory held.
+    pub mapped_bytes: u64,
+    /// The most of that.
+    pub peak_mapped_bytes: u64,
+    /// Addresses reserved.
+    pub reserved_bytes: u64,
+    /// In the hands of callers of the paged profile's small requests.
+    pub small_live_bytes: u64,
+    /// What the driver holds for them.
+    pub small_mapped_bytes: u64,
+    /// The most of that.
+    pub peak_small_mapped_bytes: u64,
+    /// Allocations in the hands of callers, without small ones.
+    pub live_count: u64,
+    /// Small ones.
+    pub small_live_count: u64,
+    /// Physical handles held.
+    pub extent_count: u64,
+    /// Physical handles made so far.
+    pub extents_created: u64,
+    /// Physical handles moved to other addresses so far.
+    pub extents_moved: u64,
+    /// Waits that streams were made to do so far.
+    pub device_waits: u64,
+    /// Waits of the host so far.
+    pub host_waits: u64,
+}
+
+/// Every field but the size, from whatever gives a number for its name.
+macro_rules! fields {
+    ($size:expr, $from:ident) => {
+        fields!($size, $from, live_bytes peak_live_bytes cached_bytes idle_bytes pending_bytes mapped_bytes peak_mapped_bytes reserved_bytes small_live_bytes small_mapped_bytes peak_small_mapped_bytes live_count small_live_count extent_count extents_created extents_moved device_waits host_waits)
+    };
+    ($size:expr, $from:ident, $( $name:ident )*) => {
+        vpmm_stats { size: $size, $( $name: $from.$name, )* }
+    };
+}
+
+impl vpmm_stats {
+    fn of(stats: &Stats, size: usize) -> Self {
+        fields!(size, stats)
+    }
+}
+
+/// Fills what a program has room for.
+///
+/// # Safety
+/// `out` is null, or to as many bytes as its first field says.
+pub(crate) unsafe fn fill(out: *mut vpmm_stats, stats: &Stats) -> Result<(), Failure> {
+    if out.is_null() {
+        return Err(Failure::null("out"));
+    }
+    // SAFETY: the caller vouches for the first field.
+    let size = unsafe { out.cast::<usize>().read() };
+    if !(size_of::<usize>()..=4096).contains(&size) {
+        let text = format!("statistics of {size} bytes: vpmm_stats_init was not called");
+        return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
+    }
+    let filled = vpmm_stats::of(stats, size);
+    let bytes = size.min(size_of::<vpmm_stats>());
+    // SAFETY: both have so many bytes, of plain numbers, and do not overlap.
+    unsafe {
+        std::ptr::copy_nonoverlapping((&raw const filled).cast::<u8>(), out.cast::<u8>(), bytes);
+    }
+    Ok(())
+}
+
+/// Sets the size, and all numbers to 0.
+///
+/// # Safety
+/// `stats` is null or has room for the structure.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_stats_init(stats: *mut vpmm_stats) {
+    if !stats.is_null() {
+        // SAFETY: the caller vouches for it.
+        unsafe { stats.write(vpmm_stats::of(&Stats::default(), size_of::<vpmm_stats>())) };
+    }
+}

@@ -1,0 +1,117 @@
+//! What a function answers.
+
+use std::ffi::{CStr, c_char};
+
+use vpmm_core::Error;
+
+/// What a function answers. Further kinds may be added.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum vpmm_status {
+    /// It was done.
+    VPMM_OK = 0,
+    /// An argument is null, or no function can be asked for that.
+    VPMM_INVALID_ARGUMENT = 1,
+    /// There is no memory for it.
+    VPMM_OUT_OF_MEMORY = 2,
+    /// No CUDA driver, or too old a one.
+    VPMM_NO_DRIVER = 3,
+    /// The driver answered with an error.
+    VPMM_DRIVER_ERROR = 4,
+    /// The context is destroyed, or the device has failed for good.
+    VPMM_CONTEXT_LOST = 5,
+    /// The device, the driver or the pool cannot do that.
+    VPMM_UNSUPPORTED = 6,
+    /// The pointer is no allocation of the pool's, or is inside one.
+    VPMM_BAD_POINTER = 7,
+    /// The allocation was freed already.
+    VPMM_DOUBLE_FREE = 8,
+    /// The stream is of another device or context, or captures a graph.
+    VPMM_BAD_STREAM = 9,
+    /// Others have handles of the pool.
+    VPMM_IN_USE = 10,
+    /// The process was forked: a driver does not work in the child.
+    VPMM_FORKED = 11,
+    /// The pool's books are wrong: a defect of the library, or memory that was overwritten.
+    VPMM_CORRUPT = 12,
+    /// A defect of the library, caught.
+    VPMM_PANIC = 13,
+    /// Anything else: the text says what.
+    VPMM_OTHER = 14,
+}
+
+use vpmm_status::*;
+
+impl vpmm_status {
+    pub(crate) fn of(error: &Error) -> Self {
+        match error {
+            error if error.is_out_of_memory() => VPMM_OUT_OF_MEMORY,
+            Error::NoDriver(_) | Error::MissingSymbol { .. } => VPMM_NO_DRIVER,
+            Error::Driver { .. } => VPMM_DRIVER_ERROR,
+            Error::ContextLost { .. } => VPMM_CONTEXT_LOST,
+            Error::VmmUnsupported { .. }
+            | Error::LocationUnsupported { .. }
+            | Error::SharingUnsupported { .. }
+            | Error::PeerUnsupported { .. }
+            | Error::Unsupported { .. } => VPMM_UNSUPPORTED,
+            Error::ForeignPointer { .. }
+            | Error::InteriorPointer { .. }
+            | Error::StalePointer { .. } => VPMM_BAD_POINTER,
+            Error::DoubleFree { .. } => VPMM_DOUBLE_FREE,
+            Error::WrongDevice { .. } | Error::WrongContext { .. } | Error::StreamCapturing => {
+                VPMM_BAD_STREAM
+            }
+            Error::ZeroSize | Error::SizeOverflow { .. } | Error::Config { .. } => {
+                VPMM_INVALID_ARGUMENT
+            }
+            Error::PoolShared { .. } => VPMM_IN_USE,
+            Error::Forked => VPMM_FORKED,
+            _ => VPMM_OTHER,
+        }
+    }
+
+    fn name(self) -> &'static CStr {
+        match self {
+            VPMM_OK => c"VPMM_OK",
+            VPMM_INVALID_ARGUMENT => c"VPMM_INVALID_ARGUMENT",
+            VPMM_OUT_OF_MEMORY => c"VPMM_OUT_OF_MEMORY",
+            VPMM_NO_DRIVER => c"VPMM_NO_DRIVER",
+            VPMM_DRIVER_ERROR => c"VPMM_DRIVER_ERROR",
+            VPMM_CONTEXT_LOST => c"VPMM_CONTEXT_LOST",
+            VPMM_UNSUPPORTED => c"VPMM_UNSUPPORTED",
+            VPMM_BAD_POINTER => c"VPMM_BAD_POINTER",
+            VPMM_DOUBLE_FREE => c"VPMM_DOUBLE_FREE",
+            VPMM_BAD_STREAM => c"VPMM_BAD_STREAM",
+            VPMM_IN_USE => c"VPMM_IN_USE",
+            VPMM_FORKED => c"VPMM_FORKED",
+            VPMM_CORRUPT => c"VPMM_CORRUPT",
+            VPMM_PANIC => c"VPMM_PANIC",
+            VPMM_OTHER => c"VPMM_OTHER",
+        }
+    }
+}
+
+const ALL: [vpmm_status; 15] = [
+    VPMM_OK,
+    VPMM_INVALID_ARGUMENT,
+    VPMM_OUT_OF_MEMORY,
+    VPMM_NO_DRIVER,
+    VPMM_DRIVER_ERROR,
+    VPMM_CONTEXT_LOST,
+    VPMM_UNSUPPORTED,
+    VPMM_BAD_POINTER,
+    VPMM_DOUBLE_FREE,
+    VPMM_BAD_STREAM,
+    VPMM_IN_USE,
+    VPMM_FORKED,
+    VPMM_CORRUPT,
+    VPMM_PANIC,
+    VPMM_OTHER,
+];
+
+/// The name of a status as it is written here, for ever; `"?"` for a number that is none.
+#[unsafe(no_mangle)]
+pub extern "C" fn vpmm_status_name(status: i32) -> *const c_char {
+    let known = ALL.into_iter().find(|known| *known as i32 == status);
+    known.map_or(c"?", vpmm_status::name).as_ptr()
+}

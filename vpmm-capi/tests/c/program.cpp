@@ -1,0 +1,67 @@
+// A program in C++: handles, exceptions, both resources. Prints nothing if all is well.
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "vpmm.hpp"
+
+#define MUST(condition)                                                    \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                        \
+    }                                                                      \
+  } while (0)
+
+int main() {
+  vpmm::driver driver;
+  MUST(driver.device_count() > 0);
+  vpmm::stream stream(driver);
+  vpmm::pool_options options;
+  options.limit_bytes = std::uint64_t{64} << 20;
+  vpmm::pool pool(driver, options);
+  const vpmm::pool same = pool;
+  MUST(same == pool && vpmm::pool(driver) != pool);
+
+  void* pointer = pool.malloc(3 << 20, stream.get());
+  same.record_stream(pointer, nullptr);
+  pool.free(pointer, stream.get());
+  MUST(pool.stats().live_count == 0);
+  MUST(!pool.layout().empty());
+  try {
+    pool.free(reinterpret_cast<void*>(0x1000), stream.get());
+    MUST(false);
+  } catch (const vpmm::error& error) {
+    MUST(error.status() == VPMM_BAD_POINTER);
+    MUST(std::strstr(error.what(), "VPMM_BAD_POINTER") != nullptr);
+  }
+  try {
+    pool.malloc(std::size_t{1} << 40, stream.get());
+    MUST(false);
+  } catch (const std::bad_alloc& error) {
+    MUST(std::strstr(error.what(), "out of memory") != nullptr);
+  }
+
+  vpmm::device_memory_resource resource(pool);
+  MUST(resource == vpmm::device_memory_resource(same));
+  void* block = resource.allocate(stream.get(), 1000);
+  resource.deallocate(stream.get(), block, 1000);
+  resource.deallocate(stream.get(), block, 1000);  // noexcept, whatever it is given
+  try {
+    resource.allocate(stream.get(), 1000, 3);
+    MUST(false);
+  } catch (const vpmm::error& error) {
+    MUST(error.status() == VPMM_INVALID_ARGUMENT);
+  }
+
+  vpmm::pmr_resource pmr(pool, stream.get()), equal(same, stream.get()), other(pool, nullptr);
+  MUST(pmr == equal && pmr != other);
+  void* of_pmr = pmr.allocate(5000, 64);
+  MUST(pool.stats().live_count == 1);
+  pmr.deallocate(of_pmr, 5000, 64);
+  stream.synchronize();
+  MUST(pool.trim_to(0) > 0);
+  return 0;
+}
