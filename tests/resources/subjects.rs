@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use cuda_sys::types::{CUmemoryPool, CUresult};
-use vpmm::caching::{CachingAllocator, CachingConfig};
+use vpmm::caching::CachingConfig;
 use vpmm::resource::*;
-use vpmm::{Error, MemoryResource, PagedConfig, PendingPolicy, Pool, PoolConfig};
+use vpmm::{CachingAllocator, Error, MemoryResource, PagedConfig, PendingPolicy, Pool, PoolConfig};
 
 use crate::support::Rig;
 
@@ -55,6 +55,8 @@ pub(crate) const SUBJECTS: &[Subject] = &[
     Subject { name: "binning", make: |rig| shared(binning(rig)?) },
     Subject { name: "arena", make: |rig| shared(arena(rig, malloc(rig))?) },
     Subject { name: "arena(cuda-async)", make: |rig| shared(arena(rig, driver_pool(rig)?)?) },
+    Subject { name: "caching", make: |rig| shared(caching(rig, malloc(rig))?) },
+    Subject { name: "caching(cuda-async)", make: |rig| shared(caching(rig, driver_pool(rig)?)?) },
     Subject {
         name: "limiting(pool)",
         make: |rig| shared(Limiting::new(pool(rig, malloc(rig))?, 8 * GIB)),

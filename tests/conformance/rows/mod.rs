@@ -4,6 +4,7 @@ mod addresses;
 mod capture;
 mod data;
 mod graphs;
+mod managed;
 mod mappings;
 mod physical;
 mod pools;
@@ -73,6 +74,7 @@ pub(crate) fn all() -> Vec<Row> {
         capture::rows(),
         graphs::rows(),
         pools::rows(),
+        managed::rows(),
     ]
     .into_iter()
     .flatten()

@@ -5,9 +5,38 @@
 //!                         any of them on any other
 //! ```
 //!
-//! [`MemoryResource`] is what callers see. What is at the bottom of a stack makes memory
-//! ([`DeviceMalloc`], [`DriverPool`], [`Managed`], [`PinnedHost`], [`HostMalloc`], a
-//! [`Pool`](crate::Pool)).
+//! [`MemoryResource`] is what callers see.
+//!
+//! | what makes memory | RMM's name | |
+//! |---|---|---|
+//! | [`Pool`](crate::Pool) | | this crate's pools, of both profiles |
+//! | [`DeviceMalloc`] | `cuda_memory_resource` | `cuMemAlloc` |
+//! | [`DriverPool`] | `cuda_async_memory_resource` | a pool of the driver's, its own or a borrowed one |
+//! | [`Managed`] | `managed_memory_resource` | `cuMemAllocManaged` |
+//! | [`PinnedHost`] | `pinned_host_memory_resource` | `cuMemHostAlloc` |
+//! | [`Callback`] | `callback_memory_resource` | two functions of the caller's |
+//! | [`HostMalloc`] | | the program's own memory, for tests |
+//!
+//! | what divides memory of another resource | RMM's name | |
+//! |---|---|---|
+//! | [`CoalescingPool`] | `pool_memory_resource` | best fit, free neighbours become one |
+//! | [`FixedSize`] | `fixed_size_memory_resource` | blocks of one size |
+//! | [`Binning`] | `binning_memory_resource` | a resource for each range of sizes |
+//! | [`Arena`] | `arena_memory_resource` | a part for each stream, and one that they share |
+//!
+//! | what stands on one other and does more | RMM's name | |
+//! |---|---|---|
+//! | [`Logging`] | `logging_resource_adaptor` | a row for each call, in RMM's format or a fuller one |
+//! | [`Statistics`] | `statistics_resource_adaptor` | now, at most, in total; nested |
+//! | [`Tracking`] | `tracking_resource_adaptor` | what is allocated, and what was never freed |
+//! | [`Limiting`] | `limiting_resource_adaptor` | a limit |
+//! | [`FailureCallback`] | `failure_callback_resource_adaptor` | a function that makes room |
+//! | [`Aligned`] | `aligned_resource_adaptor` | any alignment |
+//! | [`ThreadSafe`] | `thread_safe_resource_adaptor` | one call at a time |
+//! | [`Prefetch`] | `prefetch_resource_adaptor` | managed memory on the device before it is used |
+//!
+//! [`current`] is a device's current resource. The names in the middle are those of RMM's documentation,
+//! <https://docs.rapids.ai/api/librmm/stable/>.
 //!
 //! ```
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {

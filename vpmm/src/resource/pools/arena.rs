@@ -96,9 +96,8 @@ struct Streams<R: MemoryResource> {
 }
 
 struct Register<R: MemoryResource> {
-    /// Boxed, so that they stay where they are; none is dropped before the register.
-    #[allow(clippy::vec_box, reason = "they stay where they are while the list grows")]
-    all: Vec<Box<Own<R>>>,
+    /// Each stays where it is, and none is dropped before the register.
+    all: Vec<Arc<Own<R>>>,
     /// Places in `all`, by the stream's number.
     by_stream: HashMap<u64, u32>,
     /// Arenas that were given up.
@@ -166,10 +165,10 @@ impl<R: MemoryResource> Streams<R> {
     }
 
     /// An arena of the register, without its lock.
-    fn keep<'a>(&'a self, own: &Own<R>) -> &'a Own<R> {
-        // SAFETY: arenas are boxed, so they stay where they are while the list grows, and none is dropped
-        // before the register, which `self` has.
-        unsafe { &*ptr::from_ref(own) }
+    fn keep<'a>(&'a self, own: &Arc<Own<R>>) -> &'a Own<R> {
+        // SAFETY: arenas stay where they are while the list grows, and none is dropped before the register,
+        // which `self` has.
+        unsafe { &*Arc::as_ptr(own) }
     }
 
     fn at(&self, place: u32) -> Option<&Own<R>> {
@@ -200,7 +199,7 @@ impl<R: MemoryResource> Streams<R> {
         let place = *register.by_stream.get(&stream)?;
         let own = register.all.get(place as usize)?;
         // Under the lock that arenas change streams under.
-        self.route(stream).store(ptr::from_ref::<Own<R>>(own).cast_mut(), Ordering::Release);
+        self.route(stream).store(Arc::as_ptr(own).cast_mut(), Ordering::Release);
         Some(self.keep(own))
     }
 }
@@ -292,7 +291,7 @@ impl<R: MemoryResource + 'static> Arena<R> {
                     Growth::By(SUPERBLOCK),
                 )?;
                 let (stream, has_ended) = (AtomicU64::new(number), AtomicBool::new(false));
-                register.all.push(Box::new(Own { pool, stream, has_ended }));
+                register.all.push(Arc::new(Own { pool, stream, has_ended }));
                 place
             }
         };
@@ -325,6 +324,35 @@ impl<R: MemoryResource + 'static> Arena<R> {
             any |= own.pool.trim(stream, wait)? > 0;
         }
         Ok(any)
+    }
+
+    #[inline(never)]
+    fn search(
+        &self,
+        named: Named,
+        stream: StreamHandle,
+        bytes: u64,
+        asked: u64,
+    ) -> Result<DevicePtr> {
+        let request = || {
+            if bytes > LARGE {
+                self.shared.allocate_named(named, stream, bytes, asked)
+            } else {
+                self.own(named, stream)?.pool.allocate_named(named, stream, bytes, asked)
+            }
+        };
+        let mut result = request();
+        // Longer than all there is: nothing would help.
+        if bytes > self.arena_bytes {
+            return result;
+        }
+        for wait in [false, true] {
+            let lacks = result.as_ref().is_err_and(Error::is_out_of_memory);
+            if lacks && self.call_in(stream, wait)? {
+                result = request();
+            }
+        }
+        result
     }
 
     /// What stands where, in numbers.
@@ -462,25 +490,13 @@ impl<R: MemoryResource + 'static> MemoryResource for Arena<R> {
         }
         let (asked, bytes) = (bytes as u64, rounded(bytes)?);
         let named = lanes::name(&self.device, stream)?;
-        let request = || {
-            if bytes > LARGE {
-                self.shared.allocate_named(named, stream, bytes, asked)
-            } else {
-                self.own(named, stream)?.pool.allocate_named(named, stream, bytes, asked)
-            }
-        };
-        let mut result = request();
-        // Longer than all there is: nothing would help.
-        if bytes > self.arena_bytes {
-            return result;
+        if bytes <= LARGE
+            && let Some(own) = self.streams.find(named.stream())
+            && let Some(ptr) = own.pool.hit_named(named, bytes, asked)
+        {
+            return Ok(ptr);
         }
-        for wait in [false, true] {
-            let lacks = result.as_ref().is_err_and(Error::is_out_of_memory);
-            if lacks && self.call_in(stream, wait)? {
-                result = request();
-            }
-        }
-        result
+        self.search(named, stream, bytes, asked)
     }
 
     /// # Errors
@@ -506,6 +522,9 @@ impl<R: MemoryResource + 'static> MemoryResource for Arena<R> {
         }
         // As a rule it is of this stream.
         if let Some(own) = self.streams.find(named.stream()) {
+            if own.pool.free_known(named, address, asked) {
+                return Ok(());
+            }
             match own.pool.free_named(named, address, asked) {
                 Err(Error::ForeignPointer { .. }) => {}
                 result => return result,

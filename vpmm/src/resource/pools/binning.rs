@@ -1,10 +1,10 @@
 //! A resource for each range of sizes.
 
-#![forbid(unsafe_code)]
-
 use std::collections::HashSet;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Arc, Mutex};
 
 use super::fixed_size::{FixedSize, FixedSizeConfig};
 use super::lock;
@@ -47,8 +47,10 @@ pub struct Binning<R> {
     /// What the bins of its own have from upstream: allocations there, and none of the callers'.
     chunks: Arc<Chunks>,
     device: Device,
-    /// By size, the least first. Replaced as a whole where one is added.
-    bins: RwLock<Arc<[Bin]>>,
+    /// The bins as they are now, the last of `versions`.
+    bins: AtomicPtr<Version>,
+    /// All that they ever were, as many as bins were added; each stays where it is.
+    versions: Mutex<Vec<Arc<Version>>>,
     identity: Identity,
 }
 
@@ -90,9 +92,15 @@ impl<R: MemoryResource> MemoryResource for ForBins<R> {
     }
 }
 
+/// All bins at one time, by size, the least first.
+struct Version {
+    bins: Vec<Bin>,
+}
+
 #[derive(Clone)]
 struct Bin {
     bytes: u64,
+    max_align: usize,
     resource: Arc<dyn MemoryResource>,
 }
 
@@ -103,7 +111,8 @@ impl<R: MemoryResource + 'static> Binning<R> {
             upstream: Arc::new(upstream),
             chunks: Arc::default(),
             device: device.clone(),
-            bins: RwLock::new(Arc::from([])),
+            bins: AtomicPtr::new(ptr::null_mut()),
+            versions: Mutex::default(),
             identity: Identity::unique(),
         }
     }
@@ -151,7 +160,8 @@ impl<R: MemoryResource + 'static> Binning<R> {
         let upstream = ForBins { upstream, chunks };
         let blocks = FixedSize::new(upstream, &self.device, &config)?;
         let bytes = blocks.block_bytes() as u64;
-        self.add(Bin { bytes, resource: Arc::new(blocks) });
+        let max_align = blocks.facts().max_align;
+        self.add(Bin { bytes, max_align, resource: Arc::new(blocks) });
         Ok(())
     }
 
@@ -172,23 +182,30 @@ impl<R: MemoryResource + 'static> Binning<R> {
         if resource.facts().checks == Checks::Nothing {
             return wrong("a bin's resource must find pointers that it does not know");
         }
-        self.add(Bin { bytes: rounded(bytes)?, resource });
+        let max_align = resource.facts().max_align;
+        self.add(Bin { bytes: rounded(bytes)?, max_align, resource });
         Ok(())
     }
 
     fn add(&self, bin: Bin) {
-        let mut bins = self.bins.write().unwrap_or_else(PoisonError::into_inner);
-        if let Err(at) = bins.binary_search_by_key(&bin.bytes, |known| known.bytes) {
-            let mut all = bins.to_vec();
-            all.insert(at, bin);
-            *bins = all.into();
-        }
+        let mut versions = lock(&self.versions);
+        let bins = self.read();
+        let Err(at) = bins.binary_search_by_key(&bin.bytes, |known| known.bytes) else { return };
+        let mut all = bins.to_vec();
+        all.insert(at, bin);
+        let version = Arc::new(Version { bins: all });
+        self.bins.store(Arc::as_ptr(&version).cast_mut(), Ordering::Release);
+        versions.push(version);
     }
 }
 
 impl<R> Binning<R> {
-    fn read(&self) -> RwLockReadGuard<'_, Arc<[Bin]>> {
-        self.bins.read().unwrap_or_else(PoisonError::into_inner)
+    /// The bins as they are now, the least first.
+    #[inline]
+    fn read(&self) -> &[Bin] {
+        // SAFETY: null, or one of `versions`, each of which is never changed, and dropped with `self`.
+        let version = unsafe { self.bins.load(Ordering::Acquire).as_ref() };
+        version.map_or(&[], |version| &version.bins)
     }
 }
 
@@ -207,10 +224,8 @@ impl<R: MemoryResource> MemoryResource for Binning<R> {
         }
         let rounded = rounded(bytes)?;
         let bins = self.read();
-        match bins.get(first_of(&bins, rounded)) {
-            Some(bin) if bin.resource.facts().max_align >= align => {
-                bin.resource.allocate(bytes, align, stream)
-            }
+        match bins.get(first_of(bins, rounded)) {
+            Some(bin) if bin.max_align >= align => bin.resource.allocate(bytes, align, stream),
             _ => self.upstream.allocate(bytes, align, stream),
         }
     }
@@ -229,7 +244,7 @@ impl<R: MemoryResource> MemoryResource for Binning<R> {
         }
         let rounded = rounded(bytes)?;
         let bins = self.read();
-        let first = first_of(&bins, rounded);
+        let first = first_of(bins, rounded);
         // A bin's chunk begins where its first block does: a size too large for that bin must not free the
         // chunk. A lesser bin names what is wrong.
         let is_chunk = || lock(&self.chunks).contains(&ptr.address());

@@ -331,6 +331,14 @@ impl Blocks {
         node.start
     }
 
+    /// The same as [`find`](Self::find), without the reason where there is none.
+    #[inline]
+    pub(super) fn find_live(&self, address: u64, asked: u64) -> Option<u32> {
+        let id = *self.known.get(&address)?;
+        let node = &self.nodes[id as usize];
+        (node.lane == LIVE && node.asked == asked).then_some(id)
+    }
+
     /// The live block that begins at an address and was asked for with this size.
     #[inline]
     pub(super) fn find(&self, address: u64, asked: u64) -> Result<u32> {

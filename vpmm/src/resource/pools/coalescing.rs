@@ -541,6 +541,15 @@ impl<R: MemoryResource> CoalescingPool<R> {
         }
     }
 
+    /// Serves a request of `asked` bytes that was rounded to `bytes` from what a stream that is known by its
+    /// handle has, or nobody.
+    #[inline]
+    pub(super) fn hit_named(&self, named: Named, bytes: u64, asked: u64) -> Option<DevicePtr> {
+        let mut state = self.core.state();
+        let lane = state.lanes.known(named)?;
+        state.hit(lane, bytes, asked).map(DevicePtr::from_address)
+    }
+
     /// Serves a request of `asked` bytes that was rounded to `bytes`.
     #[inline]
     pub(super) fn allocate_named(
@@ -550,6 +559,20 @@ impl<R: MemoryResource> CoalescingPool<R> {
         bytes: u64,
         asked: u64,
     ) -> Result<DevicePtr> {
+        match self.hit_named(named, bytes, asked) {
+            Some(ptr) => Ok(ptr),
+            None => self.search_named(named, stream, bytes, asked).map(DevicePtr::from_address),
+        }
+    }
+
+    #[cold]
+    fn search_named(
+        &self,
+        named: Named,
+        stream: StreamHandle,
+        bytes: u64,
+        asked: u64,
+    ) -> Result<u64> {
         let hit = {
             let mut state = self.core.state();
             if bytes > MOST_BYTES {
@@ -558,12 +581,22 @@ impl<R: MemoryResource> CoalescingPool<R> {
             let lane = state.lane(named)?;
             state.hit(lane, bytes, asked)
         };
-        let address = hit.map_or_else(|| self.miss(named, stream, bytes, asked), Ok)?;
-        Ok(DevicePtr::from_address(address))
+        hit.map_or_else(|| self.miss(named, stream, bytes, asked), Ok)
+    }
+
+    /// Frees what was asked for with `asked` bytes, on a stream that is known by its handle. `false`, and
+    /// nothing done, where there is anything to say to it.
+    #[inline]
+    pub(super) fn free_known(&self, named: Named, address: u64, asked: u64) -> bool {
+        let mut state = self.core.state();
+        let Some(lane) = state.lanes.known(named) else { return false };
+        let Some(node) = state.blocks.find_live(address, asked) else { return false };
+        let epoch = state.lanes.freed_on_known(lane);
+        state.blocks.free(node, lane, epoch);
+        true
     }
 
     /// Frees what was asked for with `asked` bytes.
-    #[inline]
     pub(super) fn free_named(&self, named: Named, address: u64, asked: u64) -> Result<()> {
         let mut state = self.core.state();
         let node = state.blocks.find(address, asked)?;
@@ -607,7 +640,11 @@ impl<R: MemoryResource> MemoryResource for CoalescingPool<R> {
             return Ok(());
         }
         let named = lanes::name(&self.core.device, stream)?;
-        self.free_named(named, ptr.address(), bytes as u64)
+        let (address, asked) = (ptr.address(), bytes as u64);
+        if self.free_known(named, address, asked) {
+            return Ok(());
+        }
+        self.free_named(named, address, asked)
     }
 
     fn facts(&self) -> Facts {

@@ -126,13 +126,17 @@ pub(super) struct Lanes {
 
 /// Finds out which stream a handle means: without a driver call for a stream of this library and the legacy
 /// default stream, with three or more for others.
-#[inline]
+#[inline(always)]
 pub(super) fn name(device: &Device, handle: StreamHandle) -> Result<Named> {
     device.driver().check_process()?;
-    let known = number_of(device, handle);
-    if let Some(stream) = known {
-        return Ok(Named { stream, recording: Recording::Lazy(handle), handle });
+    match number_of(device, handle) {
+        Some(stream) => Ok(Named { stream, recording: Recording::Lazy(handle), handle }),
+        None => name_by_the_driver(device, handle),
     }
+}
+
+#[cold]
+fn name_by_the_driver(device: &Device, handle: StreamHandle) -> Result<Named> {
     let _context = device.enter()?;
     let driver = device.driver();
     // First of all: on a capturing stream even the question for its number ends the capture.
@@ -189,12 +193,34 @@ impl Lanes {
         1..self.lanes.len() as u32
     }
 
+    /// The lane of a stream that has one and is known by its handle.
+    #[inline]
+    pub(super) fn known(&self, named: Named) -> Option<u32> {
+        if named.recording == Recording::Eager {
+            return None;
+        }
+        if self.last.0 == named.stream {
+            return Some(self.last.1);
+        }
+        let lane = *self.by_stream.get(&named.stream)?;
+        (self.lanes[lane as usize].recording != Recording::Eager).then_some(lane)
+    }
+
+    /// What is freed on the stream of a [known](Self::known) lane now carries the epoch that this returns.
+    #[inline]
+    pub(super) fn freed_on_known(&mut self, lane: u32) -> u64 {
+        let known = &mut self.lanes[lane as usize];
+        known.freed = known.epoch;
+        known.epoch
+    }
+
     /// The lane of a stream, made if there is none; `is_empty` tells whether nothing is in a lane, so that
     /// it can be given to another stream.
     #[inline]
     pub(super) fn lane(&mut self, named: Named, is_empty: impl Fn(u32) -> bool) -> Result<u32> {
-        if self.last.0 == named.stream && named.recording != Recording::Eager {
-            return Ok(self.last.1);
+        if let Some(lane) = self.known(named) {
+            self.last = (named.stream, lane);
+            return Ok(lane);
         }
         let lane = self.find(named, is_empty)?;
         if self.lanes[lane as usize].recording != Recording::Eager {
@@ -253,10 +279,8 @@ impl Lanes {
     /// the stream's end, an event is recorded; if that fails nothing has changed.
     #[inline]
     pub(super) fn freed(&mut self, lane: u32, named: Named) -> Result<u64> {
-        let known = &mut self.lanes[lane as usize];
-        if known.recording != Recording::Eager {
-            known.freed = known.epoch;
-            return Ok(known.epoch);
+        if self.lanes[lane as usize].recording != Recording::Eager {
+            return Ok(self.freed_on_known(lane));
         }
         let device = self.device.clone();
         let _context = device.enter()?;

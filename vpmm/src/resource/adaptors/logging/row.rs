@@ -10,7 +10,63 @@ use crate::error::Error;
 use crate::units::DevicePtr;
 
 /// Long enough for every row that has no reason of a failure in it.
-pub(super) type Text = SmallVec<[u8; 192]>;
+pub(super) type Text = SmallVec<[u8; 256]>;
+
+/// RMM's columns at their longest, and some more.
+const COMMON: usize = 128;
+
+/// A line that is being written, without a look at whether there is room: there is.
+struct Line {
+    bytes: [u8; COMMON],
+    used: usize,
+}
+
+impl Line {
+    #[inline]
+    fn push(&mut self, byte: u8) {
+        if let Some(place) = self.bytes.get_mut(self.used) {
+            *place = byte;
+            self.used += 1;
+        }
+    }
+
+    #[inline]
+    fn extend(&mut self, text: &[u8]) {
+        if let Some(place) = self.bytes.get_mut(self.used..self.used + text.len()) {
+            place.copy_from_slice(text);
+            self.used += text.len();
+        }
+    }
+
+    #[inline]
+    fn decimal(&mut self, number: u64) {
+        let digits = number.checked_ilog10().map_or(1, |log| log as usize + 1);
+        let Some(place) = self.bytes.get_mut(self.used..self.used + digits) else { return };
+        let mut rest = number;
+        for digit in place.iter_mut().rev() {
+            *digit = b'0' + (rest % 10) as u8;
+            rest /= 10;
+        }
+        self.used += digits;
+    }
+
+    #[inline]
+    fn hexadecimal(&mut self, number: u64) {
+        self.extend(b"0x");
+        let digits = (64 - number.leading_zeros() as usize).div_ceil(4).max(1);
+        let Some(place) = self.bytes.get_mut(self.used..self.used + digits) else { return };
+        let mut rest = number;
+        for digit in place.iter_mut().rev() {
+            *digit = b"0123456789abcdef"[rest as usize & 15];
+            rest >>= 4;
+        }
+        self.used += digits;
+    }
+
+    fn text(&self) -> &[u8] {
+        &self.bytes[..self.used]
+    }
+}
 
 /// What was called, and how it went.
 #[derive(Clone, Copy)]
@@ -55,26 +111,27 @@ pub(super) fn header(format: LogFormat) -> &'static [u8] {
 
 impl Row<'_> {
     pub(super) fn rmm(&self) -> Text {
-        let mut text = Text::new();
-        self.common(&mut text, &Now::read(), thread_number());
-        text.push(b'\n');
-        text
+        let mut line = self.common(&Now::read(), thread_number());
+        line.push(b'\n');
+        Text::from_slice(line.text())
     }
 
     pub(super) fn full(&self, device: Option<u32>, live: u64, held: Option<u64>) -> Text {
-        let (mut text, now) = (Text::new(), Now::read());
-        self.common(&mut text, &now, thread_number());
+        let now = Now::read();
+        let mut text = Text::from_slice(self.common(&now, thread_number()).text());
+        let mut line = Line { bytes: [0; COMMON], used: 0 };
         let numbers =
             [device.map(u64::from), Some(self.align as u64), Some(live), held, self.nanoseconds];
         for number in numbers {
-            text.push(b',');
+            line.push(b',');
             if let Some(number) = number {
-                decimal(&mut text, number);
+                line.decimal(number);
             }
         }
-        text.push(b',');
-        text.extend_from_slice(&now.date());
-        text.push(b',');
+        line.push(b',');
+        line.extend(&now.date());
+        line.push(b',');
+        text.extend_from_slice(line.text());
         if let Some(failure) = self.failure {
             quoted(&mut text, failure);
         }
@@ -83,47 +140,27 @@ impl Row<'_> {
     }
 
     /// RMM's columns.
-    fn common(&self, text: &mut Text, now: &Now, thread: u64) {
-        decimal(text, thread);
-        text.push(b',');
-        text.extend_from_slice(&now.time());
-        text.push(b',');
-        text.extend_from_slice(self.action.name().as_bytes());
-        text.push(b',');
+    fn common(&self, now: &Now, thread: u64) -> Line {
+        let mut line = Line { bytes: [0; COMMON], used: 0 };
+        line.decimal(thread);
+        line.push(b',');
+        line.extend(&now.time());
+        line.push(b',');
+        line.extend(self.action.name().as_bytes());
+        line.push(b',');
         if self.ptr.is_null() {
-            text.extend_from_slice(b"(nil)");
+            line.extend(b"(nil)");
         } else {
-            hexadecimal(text, self.ptr.address());
+            line.hexadecimal(self.ptr.address());
         }
-        text.push(b',');
-        decimal(text, self.bytes as u64);
-        text.push(b',');
+        line.push(b',');
+        line.decimal(self.bytes as u64);
+        line.push(b',');
         match self.stream as u64 {
-            0 => text.push(b'0'),
-            handle => hexadecimal(text, handle),
+            0 => line.push(b'0'),
+            handle => line.hexadecimal(handle),
         }
-    }
-}
-
-fn decimal(text: &mut Text, mut number: u64) {
-    let mut digits = [0_u8; 20];
-    let mut at = digits.len();
-    loop {
-        at -= 1;
-        digits[at] = b'0' + (number % 10) as u8;
-        number /= 10;
-        if number == 0 {
-            break;
-        }
-    }
-    text.extend_from_slice(&digits[at..]);
-}
-
-fn hexadecimal(text: &mut Text, number: u64) {
-    text.extend_from_slice(b"0x");
-    let digits = (64 - number.leading_zeros()).div_ceil(4).max(1);
-    for digit in (0..digits).rev() {
-        text.push(b"0123456789abcdef"[(number >> (4 * digit)) as usize & 15]);
+        line
     }
 }
 
@@ -153,9 +190,8 @@ mod tests {
     }
 
     fn common(row: Row<'_>, microseconds: u32) -> String {
-        let mut text = Text::new();
-        row.common(&mut text, &Now::for_tests([1, 45, 56], microseconds), 17733);
-        String::from_utf8_lossy(&text).into_owned()
+        let line = row.common(&Now::for_tests([1, 45, 56], microseconds), 17733);
+        String::from_utf8_lossy(line.text()).into_owned()
     }
 
     #[test]
@@ -183,15 +219,27 @@ mod tests {
     #[test]
     fn numbers_are_written_whole() {
         let written = |number| {
-            let (mut ten, mut sixteen) = (Text::new(), Text::new());
-            decimal(&mut ten, number);
-            hexadecimal(&mut sixteen, number);
-            let ten = String::from_utf8_lossy(&ten).into_owned();
-            (ten, String::from_utf8_lossy(&sixteen).into_owned())
+            let [mut ten, mut sixteen] = [0, 1].map(|_| Line { bytes: [0; COMMON], used: 0 });
+            ten.decimal(number);
+            sixteen.hexadecimal(number);
+            let ten = String::from_utf8_lossy(ten.text()).into_owned();
+            (ten, String::from_utf8_lossy(sixteen.text()).into_owned())
         };
         for number in [0, 1, 9, 10, 15, 16, 255, 256, 1 << 40, u64::MAX - 1, u64::MAX] {
             assert_eq!(written(number), (number.to_string(), format!("{number:#x}")));
         }
+    }
+
+    #[test]
+    fn the_longest_row_has_room() {
+        let mut longest = row(Action::AllocateFailure, u64::MAX, usize::MAX, usize::MAX);
+        let line = longest.common(&Now::for_tests([23, 59, 59], 999_999), u64::MAX);
+        assert_eq!(line.text().split(|byte| *byte == b',').count(), 6);
+        assert!(line.used + 1 < COMMON);
+        (longest.align, longest.nanoseconds) = (usize::MAX, Some(u64::MAX));
+        let text = longest.full(Some(u32::MAX), u64::MAX, Some(u64::MAX));
+        assert_eq!(text.split(|byte| *byte == b',').count(), 13);
+        assert!(text.ends_with(b",\n"));
     }
 
     #[test]
