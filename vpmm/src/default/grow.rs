@@ -532,12 +532,17 @@ impl Space {
                     Source::New => {
                         if let Some(handle) = handles.next() {
                             self.memory.enter(handle, at, piece.granules);
+                            tags.add(at * granule_units..(at + piece.granules) * granule_units);
                             self.counters.created += 1;
                             self.counters.created_granules += u64::from(piece.granules);
                         }
                     }
                     Source::Moved { number, owner, .. } => {
                         let fence = self.fence_of(owner);
+                        let from = self.memory.extent(number).start;
+                        let [from, to, units] =
+                            [from, at, piece.granules].map(|granules| granules * granule_units);
+                        tags.carry(from, to, units);
                         self.memory.relocate(number, at, fence);
                         self.transit_units -= u64::from(piece.granules * granule_units);
                         self.counters.moved += 1;
