@@ -231,7 +231,6 @@ impl Tags {
     }
 
     /// The place of a unit in another span than the one before.
-    #[cold]
     #[inline(never)]
     fn elsewhere(&self, unit: u32) -> Place {
         self.place_of(unit)
