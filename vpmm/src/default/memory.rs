@@ -338,23 +338,33 @@ impl Memory {
         self.peak_mapped = self.peak_mapped.max(self.mapped);
     }
 
-    /// A handle was mapped elsewhere: its former addresses are a zombie until `fence`.
-    pub(super) fn relocate(&mut self, number: u32, start: u32, fence: Fence) {
+    /// A handle was mapped elsewhere. Returns where it was, which is to be retired.
+    pub(super) fn rehome(&mut self, number: u32, start: u32) -> u32 {
         let old = self.extents[number as usize];
         self.write(old.start, old.granules, 0);
         self.write(start, old.granules, number + 1);
         let extent = &mut self.extents[number as usize];
         extent.start = start;
         extent.moved = true;
-        let whole =
-            self.map.containing(u64::from(old.start)).map(|region| (region.id(), region.start()));
-        let Some((id, first)) = whole else { return };
-        let before = u64::from(old.start) - first;
-        if before > 0 {
-            self.map.take_head(id, before, State::Live, Fence::PASSED);
+        old.start
+    }
+
+    /// Addresses whose handles were mapped elsewhere are a zombie until `fence`.
+    pub(super) fn retire(&mut self, start: u32, granules: u32, fence: Fence) {
+        let (mut at, end) = (u64::from(start), u64::from(start + granules));
+        while at < end {
+            let region = self.map.containing(at);
+            let Some((id, first, last)) = region.map(|of| (of.id(), of.start(), of.end())) else {
+                return;
+            };
+            if first < at {
+                self.map.take_head(id, at - first, State::Live, Fence::PASSED);
+            }
+            let upto = end.min(last);
+            let zombie = self.map.take_head(id, upto - at, State::Zombie, fence);
+            self.map.coalesce(zombie);
+            at = upto;
         }
-        let zombie = self.map.take_head(id, u64::from(old.granules), State::Zombie, fence);
-        self.map.coalesce(zombie);
     }
 
     /// Takes the addresses of a whole extent for an operation under way.
