@@ -283,9 +283,9 @@ impl Core {
     /// The unit of a pointer, where it is one of this pool's and at the start of a unit.
     #[inline(always)]
     fn unit_of(&self, address: u64) -> Option<u32> {
-        let offset = address.wrapping_sub(self.base);
-        let unit = offset / UNIT_BYTES;
-        let inside = offset.is_multiple_of(UNIT_BYTES) && unit < u64::from(self.tags.units());
+        // What is not a multiple of a unit becomes larger than any unit.
+        let unit = address.wrapping_sub(self.base).rotate_right(UNIT_BYTES.ilog2());
+        let inside = unit < u64::from(self.tags.units());
         (inside && self.tags.may_start(unit as u32)).then_some(unit as u32)
     }
 

@@ -226,8 +226,12 @@ impl Tags {
     /// The place behind that of this unit, which is the first there.
     #[inline(always)]
     fn behind(&self, at: Place, unit: u32) -> Place {
-        let next = unit + self.step(unit);
-        if next.is_multiple_of(SPAN_UNITS) { self.elsewhere(next) } else { Place(at.0 + 1) }
+        // Leaves begin at multiples of the shortest one's length, and end before one.
+        if (at.0 + 1).is_multiple_of(leaf_of(Part::Large) as usize) {
+            self.elsewhere(unit + self.step(unit))
+        } else {
+            Place(at.0 + 1)
+        }
     }
 
     /// The place of a unit in another span than the one before.
@@ -289,7 +293,7 @@ impl Tags {
     #[inline(always)]
     pub(super) fn set_live(&self, start: u32, units: u32, stream: u32) {
         let at = self.place_of(start);
-        if units > self.step(start) {
+        if units > LARGE_STEP || units > self.step(start) {
             self.write(at, LIVE | units);
             self.write(self.behind(at, start), stream & !KIND);
         } else {
