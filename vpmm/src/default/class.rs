@@ -49,7 +49,7 @@ pub(super) fn small_class(units: u32) -> usize {
 }
 
 /// The units of a small class.
-pub(super) fn small_units(class: usize) -> u32 {
+pub(super) const fn small_units(class: usize) -> u32 {
     let class = class as u32;
     match class {
         ..=31 => class + 1,

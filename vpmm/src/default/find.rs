@@ -19,7 +19,7 @@ impl Core {
         let unit = self.unit_with(address)?;
         let space = self.space.lock();
         let (start, units) = space.live_around(&self.tags, unit)?;
-        let stream = self.tags.stream_at(self.tags.place_of(start));
+        let stream = self.tags.stream_at(start);
         let book = stream.and_then(|stream| space.books.get(stream as usize));
         let recording = book.map(|book| book.recording);
         let stream = match recording {

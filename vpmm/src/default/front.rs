@@ -10,17 +10,28 @@
 //! it goes *loose*, holds more, and takes a block that is up to a sixteenth too long. A pool with
 //! a limit is never loose.
 
-use super::class::{LARGE_CLASSES, SMALL_CLASSES, SMALL_UNITS, large_class, small_class};
+use super::class::{
+    LARGE_CLASSES, SMALL_CLASSES, SMALL_UNITS, large_class, small_class, small_units,
+};
+use super::space::Part;
 
-/// Blocks of one small class: as many, as long as they are at most `SMALL_CLASS_UNITS`.
-const SMALL_DEPTH: usize = 128;
+/// Blocks of one small class: so many units of them, or without a limit the stream's share of a
+/// fraction of the pool up to the most that there is place for.
 const SMALL_CLASS_UNITS: u32 = 512;
+const SMALL_CLASS_OF_POOL: u64 = 8192;
+const SMALL_CLASS_MOST: u32 = 4096;
+/// But every class may have a few, and none has more than so many.
+const SMALL_FEW: u16 = 4;
+const SMALL_DEPTH: usize = 512;
+/// Shorter blocks count as so many units.
+const SMALL_LEAST: u32 = 4;
 /// Blocks of one large class.
 const LARGE_DEPTH: usize = 4;
-/// Large blocks in all: 8 MiB, or the stream's share of a fraction of the pool, or a single block
-/// that is longer.
+/// Large blocks in all: 8 MiB, or the stream's share of a fraction of the pool (less with a limit,
+/// more while the front is loose), or a single block that is longer.
 const LARGE_UNITS: u32 = 1 << 14;
-const EXACT_OF_POOL: u64 = 64;
+const EXACT_OF_POOL: u64 = 32;
+const EXACT_OF_LIMITED: u64 = 64;
 const LOOSE_OF_POOL: u64 = 4;
 /// A loose fit leaves at most this fraction of the request unused.
 const LOOSE_FIT: u32 = 16;
@@ -31,6 +42,20 @@ const LOOSE_AT: i16 = -128;
 const EXACT_AT: i16 = 0;
 const MOST: i16 = 128;
 const LARGE_WORDS: usize = LARGE_CLASSES.div_ceil(64);
+
+/// Where the stack of each small class begins, and behind the last one.
+const SMALL_STACKS: [u16; SMALL_CLASSES + 1] = {
+    let mut stacks = [0; SMALL_CLASSES + 1];
+    let mut class = 0;
+    while class < SMALL_CLASSES {
+        let depth = SMALL_CLASS_MOST / small_units(class);
+        let depth = if depth < SMALL_DEPTH as u32 { depth as u16 } else { SMALL_DEPTH as u16 };
+        stacks[class + 1] = stacks[class] + depth;
+        class += 1;
+    }
+    stacks
+};
+const SMALL_PLACES: usize = SMALL_STACKS[SMALL_CLASSES] as usize;
 
 #[derive(Clone, Copy, Default)]
 struct Held {
@@ -47,13 +72,15 @@ pub(super) struct Cached {
 
 /// What one thread has in front of one stream.
 pub(super) struct Front {
-    small_depth: [u8; SMALL_CLASSES],
-    small: [[u32; SMALL_DEPTH]; SMALL_CLASSES],
+    small_depth: [u16; SMALL_CLASSES],
+    small: [u32; SMALL_PLACES],
     large_depth: [u8; LARGE_CLASSES],
     large: [[Held; LARGE_DEPTH]; LARGE_CLASSES],
     occupied: [u64; LARGE_WORDS],
     large_units: u32,
     small_units: u32,
+    /// The most of one small class.
+    small_class_units: u32,
     /// The fewest units since somebody looked last.
     least: u32,
     /// The most of `large_units`.
@@ -67,12 +94,13 @@ impl Front {
     pub(super) fn new(may_be_loose: bool) -> Self {
         Self {
             small_depth: [0; SMALL_CLASSES],
-            small: [[0; SMALL_DEPTH]; SMALL_CLASSES],
+            small: [0; SMALL_PLACES],
             large_depth: [0; LARGE_CLASSES],
             large: [[Held::default(); LARGE_DEPTH]; LARGE_CLASSES],
             occupied: [0; LARGE_WORDS],
             large_units: 0,
             small_units: 0,
+            small_class_units: SMALL_CLASS_UNITS,
             least: 0,
             bound: LARGE_UNITS,
             score: 0,
@@ -86,10 +114,7 @@ impl Front {
     pub(super) fn pop(&mut self, units: u32) -> Option<(u32, u32)> {
         if units <= SMALL_UNITS {
             let class = small_class(units);
-            let depth = self.small_depth[class].checked_sub(1)?;
-            self.small_depth[class] = depth;
-            self.small_units -= units;
-            return Some((self.small[class][depth as usize % SMALL_DEPTH], units));
+            return Some((self.pop_small(class, units)?, units));
         }
         let class = large_class(units);
         if let Some(top) = self.large_depth[class].checked_sub(1)
@@ -99,6 +124,24 @@ impl Front {
             return Some(self.take(class, top as usize % LARGE_DEPTH));
         }
         if self.loose { self.pop_loose(units, class) } else { None }
+    }
+
+    /// The block of a small class, of so many units, that came last: its start.
+    #[inline(always)]
+    fn pop_small(&mut self, class: usize, units: u32) -> Option<u32> {
+        let depth = self.small_depth[class].checked_sub(1)?;
+        let start = *self.small.get(usize::from(SMALL_STACKS[class] + depth))?;
+        self.small_depth[class] = depth;
+        self.small_units -= units;
+        Some(start)
+    }
+
+    /// Takes out a block of the next longer small class that has one: its start, and its units.
+    pub(super) fn take_longer(&mut self, units: u32) -> Option<(u32, u32)> {
+        let longer = small_class(units) + 1..SMALL_CLASSES;
+        let class = longer.into_iter().find(|class| self.small_depth[*class] > 0)?;
+        let units = small_units(class);
+        Some((self.pop_small(class, units)?, units))
     }
 
     /// A block of at least `units` that leaves little unused. Longer ones are in the same class or
@@ -134,14 +177,14 @@ impl Front {
     pub(super) fn push(&mut self, start: u32, units: u32) -> bool {
         if units <= SMALL_UNITS {
             let class = small_class(units);
-            let depth = u32::from(self.small_depth[class]);
-            // One more is within both bounds; every class may have 4.
-            let full = depth as usize >= SMALL_DEPTH || depth * units >= SMALL_CLASS_UNITS;
-            if full && (depth >= 4 || depth as usize >= SMALL_DEPTH) {
+            let depth = self.small_depth[class];
+            let at = SMALL_STACKS[class] + depth;
+            if at >= SMALL_STACKS[class + 1] || self.is_full(depth, units) {
                 return false;
             }
-            self.small[class][depth as usize] = start;
-            self.small_depth[class] = depth as u8 + 1;
+            let Some(place) = self.small.get_mut(usize::from(at)) else { return false };
+            *place = start;
+            self.small_depth[class] = depth + 1;
             self.small_units += units;
             return true;
         }
@@ -157,6 +200,12 @@ impl Front {
         self.occupied[class / 64] |= 1 << (class % 64);
         self.large_units = held + units;
         true
+    }
+
+    /// Whether a small class has enough. One block more may be beyond the bound.
+    #[inline(always)]
+    fn is_full(&self, depth: u16, units: u32) -> bool {
+        depth >= SMALL_FEW && u32::from(depth) * units.max(SMALL_LEAST) >= self.small_class_units
     }
 
     /// Makes room for a block of `units` where the stream's share of the pool is `share`: half of
@@ -176,16 +225,25 @@ impl Front {
             }
             return;
         }
+        if self.may_be_loose {
+            let of_pool = u32::try_from(share / SMALL_CLASS_OF_POOL).unwrap_or(u32::MAX);
+            self.small_class_units = of_pool.clamp(SMALL_CLASS_UNITS, SMALL_CLASS_MOST);
+        }
         let class = small_class(units);
-        let depth = self.small_depth[class] as usize;
+        let [first, end] = [class, class + 1].map(|class| usize::from(SMALL_STACKS[class]));
+        let depth = self.small_depth[class];
+        if first + usize::from(depth) < end && !self.is_full(depth, units) {
+            return;
+        }
         let gone = depth.div_ceil(2);
-        for start in &self.small[class][..gone] {
+        let stack = &mut self.small[first..end];
+        for start in &stack[..usize::from(gone)] {
             spill(*start, units);
         }
         // The oldest go; those freed last, whose tags are in the processor's cache, stay.
-        self.small[class].copy_within(gone..depth, 0);
-        self.small_depth[class] = (depth - gone) as u8;
-        self.small_units -= gone as u32 * units;
+        stack.copy_within(usize::from(gone)..usize::from(depth), 0);
+        self.small_depth[class] = depth - gone;
+        self.small_units -= u32::from(gone) * units;
     }
 
     /// Goes loose, or exact again, as the score says.
@@ -195,7 +253,13 @@ impl Front {
         } else if self.score >= EXACT_AT {
             self.loose = false;
         }
-        let of_pool = if self.loose { LOOSE_OF_POOL } else { EXACT_OF_POOL };
+        let of_pool = if self.loose {
+            LOOSE_OF_POOL
+        } else if self.may_be_loose {
+            EXACT_OF_POOL
+        } else {
+            EXACT_OF_LIMITED
+        };
         let bound = u32::try_from(share / of_pool).unwrap_or(u32::MAX >> 1);
         self.bound = bound.max(LARGE_UNITS);
     }
@@ -215,19 +279,26 @@ impl Front {
         self.large_units = 0;
     }
 
-    /// Empties the front.
-    pub(super) fn spill_all(&mut self, mut spill: impl FnMut(u32, u32)) {
-        if self.large_units > 0 {
+    /// Empties the front, of one part's sizes or all.
+    pub(super) fn spill(&mut self, sizes: Option<Part>, mut spill: impl FnMut(u32, u32)) {
+        if self.large_units > 0 && sizes != Some(Part::Small) {
             self.spill_large(&mut spill);
         }
-        if self.small_units == 0 {
-            return;
+        if self.small_units > 0 && sizes != Some(Part::Large) {
+            self.spill_small(spill);
         }
+    }
+
+    /// The blocks of a small class.
+    fn stack(&self, class: usize) -> &[u32] {
+        let first = usize::from(SMALL_STACKS[class]);
+        &self.small[first..first + usize::from(self.small_depth[class])]
+    }
+
+    fn spill_small(&mut self, mut spill: impl FnMut(u32, u32)) {
         for class in 0..SMALL_CLASSES {
-            let depth = std::mem::take(&mut self.small_depth[class]) as usize;
-            for start in &self.small[class][..depth] {
-                spill(*start, super::class::small_units(class));
-            }
+            self.stack(class).iter().for_each(|start| spill(*start, small_units(class)));
+            self.small_depth[class] = 0;
         }
         self.small_units = 0;
     }
@@ -260,10 +331,8 @@ impl Front {
 
     /// Every block: start and units.
     pub(super) fn each(&self, mut visit: impl FnMut(u32, u32)) {
-        for (class, depth) in self.small_depth.iter().enumerate() {
-            for start in &self.small[class][..usize::from(*depth)] {
-                visit(*start, super::class::small_units(class));
-            }
+        for class in 0..SMALL_CLASSES {
+            self.stack(class).iter().for_each(|start| visit(*start, small_units(class)));
         }
         for (class, depth) in self.large_depth.iter().enumerate() {
             for block in &self.large[class][..usize::from(*depth)] {

@@ -13,6 +13,7 @@ use super::policy::Policy;
 use super::space::{Part, Space};
 use super::tags::Tags;
 use crate::fence::{Fence, TimelineId};
+use crate::physical::Extent;
 use crate::region::{Region, State};
 
 /// Holes looked at for one request, and windows of which memory is sought for.
@@ -42,9 +43,10 @@ pub(super) struct Gap {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Source {
     New,
-    /// An extent by its number, who owned the free memory on it, and the node of that.
+    /// An extent by its number, its handle, who owned the free memory on it, and the node of that.
     Moved {
         number: u32,
+        handle: Extent,
         owner: Owner,
         block: u32,
     },
@@ -124,24 +126,23 @@ impl Space {
         units: u32,
         part: Part,
         policy: &Policy,
-    ) -> Vec<Window> {
+    ) -> SmallVec<[Window; WINDOWS_TRIED + 1]> {
         let range = self.memory.range(part);
         let holes = self.memory.map.holes().filter(|hole| range.contains(&(hole.start() as u32)));
         let whole = units.div_ceil(self.memory.granule_units());
-        let mut found: Vec<Window> = holes
-            .take(HOLES_LOOKED_AT)
-            .flat_map(|hole| {
-                let left = self.window_from(tags, stream, units, hole);
-                let right = self.window_to(tags, stream, units, hole);
-                left.into_iter().chain(right)
-            })
-            .collect();
         let order = |window: &Window| (window.cost, window.start);
-        if found.len() > WINDOWS_TRIED {
-            found.select_nth_unstable_by_key(WINDOWS_TRIED, order);
-            found.truncate(WINDOWS_TRIED);
+        let mut found: SmallVec<[Window; WINDOWS_TRIED + 1]> = SmallVec::new();
+        for hole in holes.take(HOLES_LOOKED_AT) {
+            let left = self.window_from(tags, stream, units, hole);
+            let right = self.window_to(tags, stream, units, hole);
+            for window in left.into_iter().chain(right) {
+                let at = found.partition_point(|better| order(better) <= order(&window));
+                if at < WINDOWS_TRIED {
+                    found.truncate(WINDOWS_TRIED - 1);
+                    found.insert(at, window);
+                }
+            }
         }
-        found.sort_unstable_by_key(order);
         if let Some(fresh) = self.fresh_window(units, part, policy) {
             let saves = if policy.prefers_fresh() { whole } else { whole + 1 };
             let at = found.partition_point(|window| window.cost < saves);
@@ -332,7 +333,7 @@ impl Space {
     fn sources(&self, stream: u32, window: &Window) -> Sources {
         let granule_units = self.memory.granule_units();
         let in_window = |block: &Block| block.end() > window.start && block.start() < window.end;
-        let mut found: Vec<Candidate> = Vec::with_capacity(self.memory.handles().min(1024));
+        let mut sources = Sources::of_at_most(self.memory.handles());
         for part in Part::ALL {
             for block in self
                 .usable_sets(stream, part)
@@ -341,22 +342,14 @@ impl Space {
                 .filter(|block| !in_window(block))
             {
                 self.whole_extents(block, |number, extent| {
-                    if extent.exported {
-                        return;
+                    if !extent.exported {
+                        sources.add(number, extent, block);
                     }
-                    found.push(Candidate {
-                        number,
-                        granules: extent.granules,
-                        owner: block.owner(),
-                        block: block.id(),
-                        rank: Candidate::rank(extent, block.units()),
-                    });
                 });
             }
         }
-        found.sort_unstable_by_key(|candidate| candidate.rank);
-        let granules = found.iter().map(|candidate| u64::from(candidate.granules)).sum();
-        Sources { found, granules }
+        sources.ranks.sort_unstable();
+        sources
     }
 
     /// Calls `visit` with every extent that a free block covers whole.
@@ -517,13 +510,14 @@ impl Space {
         tags: &Tags,
         stream: u32,
         job: &Job,
-        handles: &mut dyn Iterator<Item = crate::physical::Extent>,
+        handles: &mut dyn Iterator<Item = Extent>,
     ) -> u32 {
         let granule_units = self.memory.granule_units();
         for (_, units, _) in &job.taken {
             self.transit_units -= u64::from(*units);
         }
         let mut end = job.start + job.units;
+        let mut left: SmallVec<[(u32, u32, Fence); 8]> = SmallVec::new();
         for fill in &job.fills {
             self.memory.settle(fill.start);
             let mut at = fill.start;
@@ -532,13 +526,17 @@ impl Space {
                     Source::New => {
                         if let Some(handle) = handles.next() {
                             self.memory.enter(handle, at, piece.granules);
+                            tags.add(at * granule_units..(at + piece.granules) * granule_units);
                             self.counters.created += 1;
                             self.counters.created_granules += u64::from(piece.granules);
                         }
                     }
                     Source::Moved { number, owner, .. } => {
-                        let fence = self.fence_of(owner);
-                        self.memory.relocate(number, at, fence);
+                        let from = self.memory.rehome(number, at);
+                        let [first, to, units] =
+                            [from, at, piece.granules].map(|granules| granules * granule_units);
+                        tags.carry(first, to, units);
+                        left.push((from, piece.granules, self.fence_of(owner)));
                         self.transit_units -= u64::from(piece.granules * granule_units);
                         self.counters.moved += 1;
                         self.pace.note(1);
@@ -552,6 +550,7 @@ impl Space {
                 self.growth.frontier = Some(at);
             }
         }
+        self.retire_runs(&mut left);
         self.counters.growths += 1;
         self.growth.streak = self.streak() + 1;
         self.growth.returns_then = self.returns;
@@ -576,6 +575,18 @@ impl Space {
         rest
     }
 
+    /// Makes zombies of the addresses that extents have left: neighbours at once, which most are.
+    fn retire_runs(&mut self, left: &mut [(u32, u32, Fence)]) {
+        left.sort_unstable_by_key(|(start, ..)| *start);
+        let joins = |low: &(u32, u32, Fence), high: &(u32, u32, Fence)| {
+            low.0 + low.1 == high.0 && low.2 == high.2
+        };
+        for run in left.chunk_by(joins) {
+            let granules = run.iter().map(|(_, granules, _)| granules).sum();
+            self.memory.retire(run[0].0, granules, run[0].2);
+        }
+    }
+
     /// The fence behind which nothing uses memory of this owner, as it is now.
     fn fence_of(&self, owner: Owner) -> Fence {
         match owner.of_stream() {
@@ -597,28 +608,41 @@ impl Space {
 /// Free extents that may be moved.
 #[derive(Default)]
 struct Sources {
-    found: Vec<Candidate>,
+    found: Vec<Piece>,
+    /// The order in which they are taken, the least first: what it goes by, above the place among
+    /// them. One number, which sorts several times faster than all of it apart.
+    ranks: Vec<u128>,
     granules: u64,
 }
 
-struct Candidate {
-    number: u32,
-    granules: u32,
-    owner: Owner,
-    block: u32,
-    /// The order in which they are taken, the least first.
-    rank: u128,
-}
-
 impl Sources {
+    /// None yet; with room for so many, or a good part of them.
+    fn of_at_most(extents: usize) -> Self {
+        let room = extents.min(256);
+        Self { found: Vec::with_capacity(room), ranks: Vec::with_capacity(room), granules: 0 }
+    }
+
+    /// The longest first, since each costs the same; of those from the smallest free blocks, which
+    /// makes the fewest pieces of the rest, from their ends.
+    fn add(&mut self, number: u32, extent: &Resident, block: &Block) {
+        let order = [!extent.granules, block.units(), !extent.start, self.found.len() as u32];
+        self.ranks.push(order.into_iter().fold(0, |rank, next| rank << 32 | u128::from(next)));
+        let (handle, owner, block) = (extent.handle, block.owner(), block.id());
+        let source = Source::Moved { number, handle, owner, block };
+        self.found.push(Piece { source, granules: extent.granules });
+        self.granules += u64::from(extent.granules);
+    }
+
     /// Takes extents that fit into what is missing; returns how many granules they come to.
     fn take(&mut self, fill: &mut Fill, missing: u32) -> u32 {
         let mut taken = 0;
-        self.found.retain(|candidate| {
-            let fits = candidate.granules <= missing - taken;
+        let found = &self.found;
+        self.ranks.retain(|rank| {
+            let piece = found[*rank as u32 as usize];
+            let fits = piece.granules <= missing - taken;
             if fits {
-                taken += candidate.granules;
-                fill.pieces.push(candidate.piece());
+                taken += piece.granules;
+                fill.pieces.push(piece);
             }
             !fits
         });
@@ -628,27 +652,14 @@ impl Sources {
 
     /// Takes the smallest extent of `at_least` to `at_most` granules.
     fn take_longer(&mut self, fill: &mut Fill, at_least: u32, at_most: u32) -> Option<u32> {
-        let fitting = |candidate: &&Candidate| (at_least..=at_most).contains(&candidate.granules);
-        let best = self.found.iter().filter(fitting).min_by_key(|candidate| candidate.granules)?;
-        let (number, granules) = (best.number, best.granules);
-        fill.pieces.push(best.piece());
-        self.found.retain(|candidate| candidate.number != number);
-        self.granules -= u64::from(granules);
-        Some(granules)
-    }
-}
-
-impl Candidate {
-    /// The longest first, since each costs the same; of those from the smallest free blocks, which
-    /// makes the fewest pieces of the rest, from their ends. One number, which sorts several times
-    /// faster than the three.
-    fn rank(extent: &Resident, of_units: u32) -> u128 {
-        let [granules, from_end] = [!extent.granules, !extent.start].map(u128::from);
-        granules << 64 | u128::from(of_units) << 32 | from_end
-    }
-
-    fn piece(&self) -> Piece {
-        let Self { number, owner, block, granules, .. } = *self;
-        Piece { source: Source::Moved { number, owner, block }, granules }
+        let piece = |at: &usize| self.found[self.ranks[*at] as u32 as usize];
+        let fitting = (0..self.ranks.len())
+            .filter(|at| (at_least..=at_most).contains(&piece(at).granules))
+            .min_by_key(|at| piece(at).granules)?;
+        let best = piece(&fitting);
+        self.ranks.remove(fitting);
+        fill.pieces.push(best);
+        self.granules -= u64::from(best.granules);
+        Some(best.granules)
     }
 }

@@ -43,6 +43,10 @@ const ASKED_EACH: u64 = 4;
 const ALL_OF_POOL: u64 = 16;
 const ALL_UNITS: u64 = (64 << 20) / super::class::UNIT_BYTES;
 
+/// While the small part has less than this fraction of the pool it grows before what a front has of
+/// small blocks is taken out.
+const SMALL_OF_POOL: u64 = 1024;
+
 /// A request that the front did not serve.
 #[derive(Clone, Copy)]
 pub(super) struct Request {
@@ -78,9 +82,7 @@ impl Core {
 
     #[cold]
     pub(super) fn climb_on(&self, request: Request) -> Result<u32> {
-        if self.flush_own(request.stream)
-            && let Some(start) = self.place(request)
-        {
+        if let Some(start) = self.place_from_own_front(request) {
             return Ok(start);
         }
         if self.space.lock().has_ties(request.stream)
@@ -122,6 +124,35 @@ impl Core {
             }
         }
         self.make_do(request, room)
+    }
+
+    /// Serves a request from what the calling thread has in front of the stream. Without a limit
+    /// small sizes and large ones leave each other's blocks there, since they lie apart; and of the
+    /// small ones all come out only if a single longer one is not enough, and more memory is not
+    /// too little to be worth it.
+    fn place_from_own_front(&self, request: Request) -> Option<u32> {
+        let Request { stream, units, .. } = request;
+        let sizes = self.config.limit_bytes.is_none().then_some(Part::of_size(units));
+        let longer = sizes == Some(Part::Small) && self.take_back_longer(stream, units);
+        if longer && let Some(start) = self.place(request) {
+            return Some(start);
+        }
+        if sizes == Some(Part::Small) && self.space.lock().has_few_small() {
+            return None;
+        }
+        if self.flush_own(stream, sizes) { self.place(request) } else { None }
+    }
+
+    /// Takes a block out of the calling thread's front that is longer than a small request; whether
+    /// there was one.
+    fn take_back_longer(&self, stream: u32, units: u32) -> bool {
+        let Some(token) = Token::current() else { return false };
+        let Some(mut front) = self.shard(stream).enter(token, self.asymmetry) else { return false };
+        let mut space = self.space.lock();
+        space.note_peak(front.cached().least);
+        let Some((start, units)) = front.take_longer(units) else { return false };
+        space.take_back(&self.tags, stream, start, units);
+        true
     }
 
     /// Makes memory that other streams and other threads hold available, where it is enough to be
@@ -276,15 +307,16 @@ impl Core {
         Ok(None)
     }
 
-    /// Empties the calling thread's front of a stream; whether there was anything.
-    pub(super) fn flush_own(&self, stream: u32) -> bool {
+    /// Empties the calling thread's front of a stream, of one part's sizes or all; whether there was
+    /// anything.
+    pub(super) fn flush_own(&self, stream: u32, sizes: Option<Part>) -> bool {
         let Some(token) = Token::current() else { return false };
         let shard = self.shard(stream);
         let Some(mut front) = shard.enter(token, self.asymmetry) else { return false };
         let mut space = self.space.lock();
         space.note_peak(front.cached().least);
         let mut any = false;
-        front.spill_all(|start, units| {
+        front.spill(sizes, |start, units| {
             any = true;
             space.take_back(&self.tags, stream, start, units);
         });
@@ -307,7 +339,7 @@ impl Core {
             super::shard::Shard::reach(some, self.asymmetry, |shard, front| {
                 let mut space = self.space.lock();
                 space.note_peak(front.cached().least);
-                front.spill_all(|start, units| {
+                front.spill(None, |start, units| {
                     any = true;
                     space.take_back(&self.tags, shard.index, start, units);
                 });
@@ -340,6 +372,11 @@ impl Core {
 }
 
 impl super::space::Space {
+    /// Whether more small memory makes no difference to the pool.
+    fn has_few_small(&self) -> bool {
+        self.memory.mapped_small() < self.memory.mapped() / SMALL_OF_POOL
+    }
+
     /// Whether fronts may be emptied for a request while there is room to grow. Not in a pool of
     /// less than two such blocks for each stream: they would take from each other in turn what
     /// each needs again at once.

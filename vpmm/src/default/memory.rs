@@ -57,8 +57,9 @@ pub(super) struct Memory {
     granule_shift: u32,
     /// Granules of addresses.
     granules: u32,
-    /// The first granule of the large part.
+    /// The first granule of the large part, and its first unit.
     split: u32,
+    split_unit: u32,
     /// Holes, zombies and mapped addresses; its numbers are granules. A mapped region is one or
     /// several whole extents.
     pub(super) map: RegionMap,
@@ -70,6 +71,8 @@ pub(super) struct Memory {
     extents: Vec<Resident>,
     vacant: Vec<u32>,
     mapped: u64,
+    /// Of those the granules of the small part.
+    mapped_small: u64,
     peak_mapped: u64,
     /// Granules of exported extents.
     exported: u64,
@@ -89,12 +92,14 @@ impl Memory {
             granule_shift: (granule_bytes / UNIT_BYTES).ilog2(),
             granules,
             split: small + 1,
+            split_unit: (small + 1) * (granule_bytes / UNIT_BYTES) as u32,
             map,
             at: vec![0; granules as usize],
             covered_by: vec![0; granules as usize],
             extents: Vec::new(),
             vacant: Vec::new(),
             mapped: 0,
+            mapped_small: 0,
             peak_mapped: 0,
             exported: 0,
             gone: 0,
@@ -119,7 +124,7 @@ impl Memory {
 
     #[inline]
     pub(super) fn split_unit(&self) -> u32 {
-        self.split << self.granule_shift
+        self.split_unit
     }
 
     /// Notes a block at every granule that begins inside it.
@@ -151,6 +156,11 @@ impl Memory {
     /// Granules of extents, those that are gone while the heap sleeps included.
     pub(super) fn mapped(&self) -> u64 {
         self.mapped
+    }
+
+    /// The same of the small part.
+    pub(super) fn mapped_small(&self) -> u64 {
+        self.mapped_small
     }
 
     pub(super) fn peak_mapped(&self) -> u64 {
@@ -328,23 +338,33 @@ impl Memory {
         self.peak_mapped = self.peak_mapped.max(self.mapped);
     }
 
-    /// A handle was mapped elsewhere: its former addresses are a zombie until `fence`.
-    pub(super) fn relocate(&mut self, number: u32, start: u32, fence: Fence) {
+    /// A handle was mapped elsewhere. Returns where it was, which is to be retired.
+    pub(super) fn rehome(&mut self, number: u32, start: u32) -> u32 {
         let old = self.extents[number as usize];
         self.write(old.start, old.granules, 0);
         self.write(start, old.granules, number + 1);
         let extent = &mut self.extents[number as usize];
         extent.start = start;
         extent.moved = true;
-        let whole =
-            self.map.containing(u64::from(old.start)).map(|region| (region.id(), region.start()));
-        let Some((id, first)) = whole else { return };
-        let before = u64::from(old.start) - first;
-        if before > 0 {
-            self.map.take_head(id, before, State::Live, Fence::PASSED);
+        old.start
+    }
+
+    /// Addresses whose handles were mapped elsewhere are a zombie until `fence`.
+    pub(super) fn retire(&mut self, start: u32, granules: u32, fence: Fence) {
+        let (mut at, end) = (u64::from(start), u64::from(start + granules));
+        while at < end {
+            let region = self.map.containing(at);
+            let Some((id, first, last)) = region.map(|of| (of.id(), of.start(), of.end())) else {
+                return;
+            };
+            if first < at {
+                self.map.take_head(id, at - first, State::Live, Fence::PASSED);
+            }
+            let upto = end.min(last);
+            let zombie = self.map.take_head(id, upto - at, State::Zombie, fence);
+            self.map.coalesce(zombie);
+            at = upto;
         }
-        let zombie = self.map.take_head(id, u64::from(old.granules), State::Zombie, fence);
-        self.map.coalesce(zombie);
     }
 
     /// Takes the addresses of a whole extent for an operation under way.
@@ -373,7 +393,14 @@ impl Memory {
         self.peak_mapped = self.mapped;
     }
 
+    /// Enters what is mapped at some granules: an extent's number and one, or 0. All of them had
+    /// none before, or one.
     fn write(&mut self, start: u32, granules: u32, value: u32) {
+        if start < self.split {
+            let granules = u64::from(granules);
+            let small = &mut self.mapped_small;
+            *small = if value > 0 { *small + granules } else { *small - granules };
+        }
         self.at[start as usize..(start + granules) as usize].fill(value);
     }
 

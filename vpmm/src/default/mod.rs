@@ -10,7 +10,7 @@
 //! ```
 //!
 //! Sizes and addresses are in units of 512 bytes ([`class`]), memory in granules of 2 MiB, in
-//! extents of any number of them ([`memory`]). A flat table of [`tags`] says what every unit is.
+//! extents of any number of them ([`memory`]). [`tags`] say what every unit is.
 //!
 //! Beside them a thread may work ahead of requests ([`helper`]).
 //!
@@ -75,14 +75,14 @@ use crate::units::DevicePtr;
 use admit::{Registry, Routes};
 use aside::Aside;
 use book::Recording;
-use class::{LARGE_STEP, UNIT_BYTES, units_of};
+use class::{UNIT_BYTES, units_of};
 use config::Checked;
 use ladder::Request;
 use memory::Memory;
 use policy::Policy;
 use shard::Shard;
 use space::{Part, Space};
-use tags::{Tag, Tags};
+use tags::{SPAN_UNITS, Tag, Tags};
 
 /// Locks without regard to poison: nothing here panics with a lock held, and a panic elsewhere in
 /// a caller's thread must not take the pool from all others.
@@ -95,8 +95,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// pool.
 const OPEN_BYTES: u64 = 16 << 20;
 
-/// What addresses of large blocks are multiples of.
-const LARGE_BYTES: u64 = UNIT_BYTES * LARGE_STEP as u64;
+/// Granules are at least so long: what the tags count memory in.
+const SPAN_BYTES: u64 = UNIT_BYTES * SPAN_UNITS as u64;
 
 /// A pool of the default profile.
 pub(crate) struct Core {
@@ -146,8 +146,9 @@ impl Core {
         config: &PoolConfig,
         fixed: bool,
     ) -> Result<Arc<Self>> {
-        let granule_bytes = backing.granule_bytes();
-        if granule_bytes < LARGE_BYTES || !granule_bytes.is_power_of_two() {
+        // What is smaller would do for the driver, but not for the tags.
+        let granule_bytes = backing.granule_bytes().max(SPAN_BYTES);
+        if !granule_bytes.is_power_of_two() {
             return Err(Error::VmmUnsupported { ordinal: device.ordinal() });
         }
         let config = config.check(granule_bytes, device.total_memory()?)?;
@@ -157,10 +158,9 @@ impl Core {
         let exhausted = Error::AddressSpaceExhausted { bytes };
         let small = granules / 8;
         // One granule between the parts is never mapped.
-        let granule_units = granule_bytes / UNIT_BYTES;
-        let split = u64::from(small + 1) * granule_units;
-        let units = (bytes / UNIT_BYTES) as u32;
-        let tags = Tags::new(units, split as u32).ok_or_else(|| exhausted.clone())?;
+        let granule_units = (granule_bytes / UNIT_BYTES) as u32;
+        let (units, split) = (granules * granule_units, (small + 1) * granule_units);
+        let tags = Tags::new(units, split).ok_or_else(|| exhausted.clone())?;
         let routes = Routes::new().ok_or_else(|| exhausted.clone())?;
         let refused = |failure: crate::driver::Failure| {
             if failure.is_out_of_memory() { exhausted } else { failure.about(bytes) }
@@ -289,9 +289,9 @@ impl Core {
     /// The unit of a pointer, where it is one of this pool's and at the start of a unit.
     #[inline(always)]
     fn unit_of(&self, address: u64) -> Option<u32> {
-        let offset = address.wrapping_sub(self.base);
-        let unit = offset / UNIT_BYTES;
-        let inside = offset.is_multiple_of(UNIT_BYTES) && unit < u64::from(self.tags.units());
+        // What is not a multiple of a unit becomes larger than any unit.
+        let unit = address.wrapping_sub(self.base).rotate_right(UNIT_BYTES.ilog2());
+        let inside = unit < u64::from(self.tags.units());
         (inside && self.tags.may_start(unit as u32)).then_some(unit as u32)
     }
 

@@ -66,7 +66,7 @@ impl Core {
             uses.push(Use { stream, on: admitted.eager.then_some(handle) });
             space.books[stream as usize].pins += 1;
         }
-        self.tags.set_noted(self.tags.place_of(start), units);
+        self.tags.set_noted(start, units);
         Ok(())
     }
 

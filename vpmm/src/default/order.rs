@@ -28,7 +28,7 @@ impl Core {
     pub(super) fn take_mark(&self, handle: StreamHandle) -> Result<Mark> {
         let admitted = self.admit(handle)?;
         // What is in the front has no place in the books yet.
-        self.flush_own(admitted.stream);
+        self.flush_own(admitted.stream, None);
         Ok(self.space.lock().take_mark(self.number, admitted.stream))
     }
 
@@ -49,7 +49,7 @@ impl Core {
             self.flush_fronts(|shard| streams.contains(&shard.index));
         } else {
             for stream in &streams {
-                self.flush_own(*stream);
+                self.flush_own(*stream, None);
             }
         }
         let mut space = self.space.lock();

@@ -109,9 +109,7 @@ impl Core {
                 let bytes = u64::from(piece.granules) * self.granule_bytes;
                 let extent = match piece.source {
                     Source::New => new.next().copied(),
-                    Source::Moved { number, .. } => {
-                        Some(self.space.lock().memory.extent(number).handle)
-                    }
+                    Source::Moved { handle, .. } => Some(handle),
                 };
                 let Some(extent) = extent else { continue };
                 // SAFETY: the addresses are a reserved part of a hole, this job's alone; the extent

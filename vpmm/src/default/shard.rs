@@ -5,6 +5,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use super::front::{Cached, Front};
+use super::space::Part;
 use crate::lock::{Asymmetry, Biased, BiasedGuard, Life, Token};
 
 /// Threads that can have a front of one stream at a time; more go to the space behind.
@@ -208,13 +209,19 @@ impl Entered<'_> {
         self.front.cached()
     }
 
+    pub(super) fn take_longer(&mut self, units: u32) -> Option<(u32, u32)> {
+        let block = self.front.take_longer(units)?;
+        self.units.store(self.front.units() as u32, Ordering::Relaxed);
+        Some(block)
+    }
+
     pub(super) fn make_room(&mut self, units: u32, share: u64, spill: impl FnMut(u32, u32)) {
         self.front.make_room(units, share, spill);
         self.units.store(self.front.units() as u32, Ordering::Relaxed);
     }
 
-    pub(super) fn spill_all(&mut self, spill: impl FnMut(u32, u32)) {
-        self.front.spill_all(spill);
-        self.units.store(0, Ordering::Relaxed);
+    pub(super) fn spill(&mut self, sizes: Option<Part>, spill: impl FnMut(u32, u32)) {
+        self.front.spill(sizes, spill);
+        self.units.store(self.front.units() as u32, Ordering::Relaxed);
     }
 }

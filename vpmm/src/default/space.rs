@@ -179,12 +179,12 @@ impl Space {
         // The node that becomes the block's.
         let mut kept = None;
         let mut freed_at = freed_at;
-        while let Tag::Free(left) = tags.read(at_first.before())
+        while let Tag::Free(left) = tags.read(tags.before(at_first, first))
             && let left = self.node(left)
             && joins(&left, owner, end - first)
         {
             tags.clear(at_first);
-            tags.clear(at_first.before());
+            tags.clear(tags.before(at_first, first));
             first = left.start();
             at_first = tags.place_of(first);
             freed_at = latest(freed_at, &left, owner);
@@ -194,7 +194,7 @@ impl Space {
             && let right = self.node(right)
             && joins(&right, owner, end - first)
         {
-            tags.clear(at_end.before());
+            tags.clear(tags.before(at_end, end));
             tags.clear(at_end);
             end = right.end();
             at_end = tags.place_of(end);
@@ -219,7 +219,7 @@ impl Space {
         // Of the whole, although parts of it may have been freed before.
         node.set_freed_at(freed_at);
         tags.set_free(at_first, node.id());
-        tags.set_free(at_end.before(), node.id());
+        tags.set_free(tags.before(at_end, end), node.id());
     }
 
     /// Has two owners change sets: what was one's is the other's.
@@ -259,7 +259,7 @@ impl Space {
         let (start, units) = (block.start(), block.units());
         self.unlink(&block, self.part_of(start));
         tags.clear(tags.place_of(start));
-        tags.clear(tags.place_of(start + units).before());
+        tags.clear(tags.place_of(start + units - 1));
         self.blocks.give_back(id);
         (start, units, block.owner())
     }
@@ -267,10 +267,10 @@ impl Space {
     /// Takes the last units of a free block out, which has more: where they start.
     fn cut_tail(&mut self, tags: &Tags, block: &Block, part: Part, units: u32) -> u32 {
         let (first, rest) = (block.start(), block.units() - units);
-        tags.clear(tags.place_of(block.end()).before());
+        tags.clear(tags.place_of(block.end() - 1));
         self.resize(block, part, first, rest);
         // Where one unit is left, it is the first and the last.
-        tags.set_free(tags.place_of(first + rest).before(), block.id());
+        tags.set_free(tags.place_of(first + rest - 1), block.id());
         first + rest
     }
 
@@ -286,7 +286,7 @@ impl Space {
         let end = tags.place_of(start + units);
         tags.clear(tags.place_of(start));
         if rest == 0 {
-            tags.clear(end.before());
+            tags.clear(tags.before(end, start + units));
             self.unlink(block, part);
             self.blocks.give_back(block.id());
         } else {

@@ -11,16 +11,27 @@
 //!
 //! Where large blocks are, one number serves for 4 KiB: everything there is whole pages of that.
 //!
-//! So the size of an allocation, the state of a pointer and both neighbours of a block are one
-//! load each, without a node for anything live. The table is as long as the address space and
-//! costs memory only where it was written: 4 bytes for each 512 (or 4096) at most, a
-//! few for a large block.
+//! So the size of an allocation, the state of a pointer and both neighbours of a block are two
+//! loads each, without a node for anything live.
+//!
+//! ```text
+//! unit ─▶ its span of 2 MiB ─▶ directory ─▶ the span's leaf ─▶ tag      without memory: a leaf of
+//!                                                                       none, the same for all
+//! ```
+//!
+//! A span has a leaf only while it has memory, and where memory moves that goes with it. A table by
+//! address would have another page of the host's memory touched for every few MiB that move, for
+//! ever new addresses; to the system that is a fault of some microseconds, which costs the pool
+//! more than the move's own book-keeping.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::class::{LARGE_STEP, SMALL_UNITS};
+use super::space::Part;
+use crate::lock::SpinLock;
 
 /// A tag: 2 bits of its kind above 30 of a size or a node.
 const KIND: u32 = 3 << 30;
@@ -32,7 +43,21 @@ const FREE: u32 = 3 << 30;
 /// be, with its stream, or a noted one, with its size in short.
 const RARE: u32 = FREE | 1 << 29;
 const NOTED: u32 = RARE | 1 << 28;
-const RARE_VALUE: u32 = (1 << 28) - 1;
+const NOTED_VALUE: u32 = (1 << 28) - 1;
+/// Of those as short as can be: a page of the large part.
+const PAGE: u32 = 1 << 27;
+const RARE_VALUE: u32 = PAGE - 1;
+
+/// A span: what has a leaf of its own. Granules are spans or several of them.
+pub(super) const SPAN_UNITS: u32 = 1 << SPAN_BITS;
+const SPAN_BITS: u32 = 12;
+
+/// An entry of the directory: where the leaf begins, above the number of low bits of a unit's
+/// number that do not tell tags apart.
+const BITS: u32 = 31;
+const LARGE_BITS: u32 = LARGE_STEP.ilog2();
+
+const _: () = assert!(leaf_of(Part::Small) & BITS == 0 && leaf_of(Part::Large) & BITS == 0);
 
 /// What a unit's tag says.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -60,47 +85,101 @@ impl Tag {
     }
 }
 
-/// Where in the table a unit's tag is.
+/// Where among all leaves a unit's tag is, as long as its memory stays where it is.
 #[derive(Clone, Copy)]
 pub(super) struct Place(usize);
 
-impl Place {
-    /// The place of the unit before the one that is the first at this place: of the last unit of
-    /// a block, where this is the place of its end.
+/// Numbers, zero at first, that cost the host's memory only where they were written.
+struct Zeroed {
+    start: NonNull<AtomicU32>,
+    length: usize,
+}
+
+// SAFETY: the memory is of atomics, alive until drop; the pointer itself never changes.
+unsafe impl Send for Zeroed {}
+// SAFETY: as above.
+unsafe impl Sync for Zeroed {}
+
+impl Zeroed {
+    /// `None` for none, and where the system does not give the address space.
+    fn new(length: usize) -> Option<Self> {
+        let layout = Self::layout(length)?;
+        // SAFETY: the layout is not empty, as `layout` makes sure.
+        let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+        Some(Self { start: start.cast(), length })
+    }
+
+    fn layout(length: usize) -> Option<Layout> {
+        Layout::array::<AtomicU32>(length).ok().filter(|layout| layout.size() > 0)
+    }
+
     #[inline(always)]
-    pub(super) fn before(self) -> Self {
-        Self(self.0.wrapping_sub(1))
+    fn get(&self, at: usize) -> Option<&AtomicU32> {
+        // SAFETY: the index is within the memory, which is zeroed (a valid state of atomics) and
+        // alive while `self` is.
+        (at < self.length).then(|| unsafe { self.start.add(at).as_ref() })
+    }
+
+    /// The number there; 0 beyond the end.
+    #[inline(always)]
+    fn load(&self, at: usize) -> u32 {
+        self.get(at).map_or(0, |number| number.load(Ordering::Relaxed))
+    }
+
+    #[inline(always)]
+    fn store(&self, at: usize, number: u32) {
+        if let Some(entry) = self.get(at) {
+            entry.store(number, Ordering::Relaxed);
+        }
     }
 }
 
-/// The table. Any thread may read and write it: a tag is written by whoever owns its unit at that
-/// time, and others only learn from it that they do not.
+impl Drop for Zeroed {
+    fn drop(&mut self) {
+        if let Some(layout) = Self::layout(self.length) {
+            // SAFETY: allocated in `new` with this very layout.
+            unsafe { dealloc(self.start.as_ptr().cast(), layout) };
+        }
+    }
+}
+
+/// Leaves that no span has.
+struct Unused {
+    /// What begins here never was one's.
+    next: u32,
+    /// By part: those that came back, without a tag.
+    vacant: [Vec<u32>; 2],
+}
+
+/// The tags. Any thread may read and write them: a tag is written by whoever owns its unit at that
+/// time, and others only learn from it that they do not. Leaves come and go with memory, under the
+/// space's lock; who owns a unit keeps the leaf.
 pub(super) struct Tags {
-    table: NonNull<AtomicU32>,
-    length: usize,
+    /// By span; 0 where there is no memory.
+    directory: Zeroed,
+    /// All leaves. The first is that of spans without memory.
+    leaves: Zeroed,
+    unused: SpinLock<Unused>,
     units: u32,
     /// The first unit of the large part.
     split: u32,
 }
 
-// SAFETY: the table is of atomics, alive until drop; the pointer itself never changes.
-unsafe impl Send for Tags {}
-// SAFETY: as above.
-unsafe impl Sync for Tags {}
-
 impl Tags {
-    /// A table for so many units, of which those from `split` on are the large part; `None` where
-    /// the system does not give the address space.
+    /// For so many units, of which those from `split` on are the large part, all of them whole
+    /// spans; `None` where the system does not give the address space.
     pub(super) fn new(units: u32, split: u32) -> Option<Self> {
-        let length = (split + units.checked_sub(split)?.div_ceil(LARGE_STEP)) as usize;
-        let layout = Self::layout(length)?;
-        // SAFETY: the layout is not empty, as `layout` makes sure.
-        let table = NonNull::new(unsafe { alloc_zeroed(layout) })?;
-        Some(Self { table: table.cast(), length, units, split })
-    }
-
-    fn layout(units: usize) -> Option<Layout> {
-        Layout::array::<AtomicU32>(units).ok().filter(|layout| layout.size() > 0)
+        let spans = [split, units.checked_sub(split)?].map(|units| (units / SPAN_UNITS) as usize);
+        let [small, large] = Part::ALL.map(|part| leaf_of(part) as usize * spans[part as usize]);
+        // The first leaf is as long as any.
+        let first = leaf_of(Part::Small);
+        Some(Self {
+            directory: Zeroed::new(spans[0] + spans[1])?,
+            leaves: Zeroed::new(first as usize + small + large)?,
+            unused: SpinLock::new(Unused { next: first, vacant: Default::default() }),
+            units,
+            split,
+        })
     }
 
     pub(super) fn units(&self) -> u32 {
@@ -116,78 +195,85 @@ impl Tags {
     /// Whether a block may start at the unit.
     #[inline(always)]
     pub(super) fn may_start(&self, unit: u32) -> bool {
-        unit < self.split || (unit - self.split).is_multiple_of(LARGE_STEP)
+        unit < self.split || unit.is_multiple_of(LARGE_STEP)
     }
 
     /// The first unit of those that have one tag together with this one.
     pub(super) fn first_with(&self, unit: u32) -> u32 {
-        if unit < self.split { unit } else { unit - (unit - self.split) % LARGE_STEP }
-    }
-
-    #[inline(always)]
-    fn entry(&self, at: Place) -> Option<&AtomicU32> {
-        // SAFETY: the index is within the table, which is zeroed (a valid state of atomics) and
-        // alive while `self` is.
-        (at.0 < self.length).then(|| unsafe { self.table.add(at.0).as_ref() })
-    }
-
-    /// The tag of a unit; nothing beyond the table.
-    #[inline(always)]
-    pub(super) fn get(&self, unit: u32) -> Tag {
-        self.read(self.place_of(unit))
-    }
-
-    /// The tag at a place; nothing beyond the table.
-    #[inline(always)]
-    pub(super) fn read(&self, at: Place) -> Tag {
-        let raw = self.entry(at).map_or(0, |tag| tag.load(Ordering::Relaxed));
-        let value = raw & !KIND;
-        match raw & KIND {
-            LIVE => Tag::Live(value),
-            CACHED => Tag::Cached(value),
-            FREE if raw & RARE == RARE => self.rare(at, raw),
-            FREE => Tag::Free(value),
-            _ => Tag::None,
-        }
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn rare(&self, at: Place, raw: u32) -> Tag {
-        if raw & NOTED == NOTED {
-            Tag::Noted(long(raw & RARE_VALUE))
-        } else {
-            Tag::Live(self.step_at(at))
-        }
-    }
-
-    /// The units that have one tag together, at a place.
-    #[inline(always)]
-    fn step_at(&self, at: Place) -> u32 {
-        if at.0 < self.split as usize { 1 } else { LARGE_STEP }
-    }
-
-    /// The index of the stream that the allocation at a place was made on; `None` where there was
-    /// no room for it.
-    pub(super) fn stream_at(&self, at: Place) -> Option<u32> {
-        let load = |at| self.entry(at).map_or(0, |tag| tag.load(Ordering::Relaxed));
-        if self.read(at).live_units()? > self.step_at(at) {
-            return Some(load(Place(at.0 + 1)));
-        }
-        let raw = load(at);
-        (raw & NOTED != NOTED).then_some(raw & RARE_VALUE)
+        unit - unit % self.step(unit)
     }
 
     /// Where the tag of a unit is.
     #[inline(always)]
     pub(super) fn place_of(&self, unit: u32) -> Place {
-        let large = self.split.wrapping_add(unit.wrapping_sub(self.split) / LARGE_STEP);
-        Place((if unit < self.split { unit } else { large }) as usize)
+        let entry = self.directory.load((unit / SPAN_UNITS) as usize);
+        // By the low bits of the entry, which are its `BITS`.
+        let number = (unit % SPAN_UNITS).wrapping_shr(entry);
+        Place(((entry & !BITS) + number) as usize)
+    }
+
+    /// The place of the unit before this one, which is the first at its place: of the last unit of
+    /// a block, where this is its end.
+    #[inline(always)]
+    pub(super) fn before(&self, at: Place, unit: u32) -> Place {
+        if unit.is_multiple_of(SPAN_UNITS) {
+            self.elsewhere(unit.wrapping_sub(1))
+        } else {
+            Place(at.0 - 1)
+        }
+    }
+
+    /// The place behind that of this unit, which is the first there.
+    #[inline(always)]
+    fn behind(&self, at: Place, unit: u32) -> Place {
+        // Leaves begin at multiples of the shortest one's length, and end before one.
+        if (at.0 + 1).is_multiple_of(leaf_of(Part::Large) as usize) {
+            self.elsewhere(unit + self.step(unit))
+        } else {
+            Place(at.0 + 1)
+        }
+    }
+
+    /// The place of a unit in another span than the one before.
+    #[inline(never)]
+    fn elsewhere(&self, unit: u32) -> Place {
+        self.place_of(unit)
+    }
+
+    /// The tag of a unit; nothing where there is no memory.
+    #[inline(always)]
+    pub(super) fn get(&self, unit: u32) -> Tag {
+        self.read(self.place_of(unit))
+    }
+
+    /// The tag at a place.
+    #[inline(always)]
+    pub(super) fn read(&self, at: Place) -> Tag {
+        let raw = self.leaves.load(at.0);
+        let value = raw & !KIND;
+        match raw & KIND {
+            LIVE => Tag::Live(value),
+            CACHED => Tag::Cached(value),
+            FREE if raw & RARE == RARE => rare(raw),
+            FREE => Tag::Free(value),
+            _ => Tag::None,
+        }
+    }
+
+    /// The index of the stream that the allocation at this unit was made on; `None` where there was
+    /// no room for it.
+    pub(super) fn stream_at(&self, unit: u32) -> Option<u32> {
+        let at = self.place_of(unit);
+        if self.read(at).live_units()? > self.step(unit) {
+            return Some(self.leaves.load(self.behind(at, unit).0));
+        }
+        let raw = self.leaves.load(at.0);
+        (raw & NOTED != NOTED).then_some(raw & RARE_VALUE)
     }
 
     /// The first unit of a range, which is of one part, that has a tag. Pages that are not whole in
     /// the range do not count.
-    pub(super) fn first_in(&self, range: std::ops::Range<u32>) -> Option<u32> {
+    pub(super) fn first_in(&self, range: Range<u32>) -> Option<u32> {
         let step = self.step(range.start);
         let first = range.start.checked_next_multiple_of(step)?;
         let end = range.end.min(self.units);
@@ -199,26 +285,26 @@ impl Tags {
 
     #[inline(always)]
     fn write(&self, at: Place, raw: u32) {
-        if let Some(tag) = self.entry(at) {
-            tag.store(raw, Ordering::Relaxed);
-        }
+        debug_assert!(at.0 as u32 >= leaf_of(Part::Small), "a tag where there is no memory");
+        self.leaves.store(at.0, raw);
     }
 
     /// Notes an allocation. The stream beside it stays when the block is freed: it is no tag.
     #[inline(always)]
     pub(super) fn set_live(&self, start: u32, units: u32, stream: u32) {
         let at = self.place_of(start);
-        if units > self.step_at(at) {
+        if units > LARGE_STEP || units > self.step(start) {
             self.write(at, LIVE | units);
-            self.write(Place(at.0 + 1), stream & !KIND);
+            self.write(self.behind(at, start), stream & !KIND);
         } else {
-            self.write(at, RARE | (stream & RARE_VALUE));
+            let page = if units == 1 { 0 } else { PAGE };
+            self.write(at, RARE | page | (stream & RARE_VALUE));
         }
     }
 
-    /// Notes more about the allocation at a place, which keeps its size.
-    pub(super) fn set_noted(&self, at: Place, units: u32) {
-        self.write(at, NOTED | short(units));
+    /// Notes more about the allocation at a unit, which keeps its size.
+    pub(super) fn set_noted(&self, start: u32, units: u32) {
+        self.write(self.place_of(start), NOTED | short(units));
     }
 
     #[inline(always)]
@@ -235,6 +321,77 @@ impl Tags {
     pub(super) fn clear(&self, at: Place) {
         self.write(at, 0);
     }
+
+    /// These units, whole spans, have memory from now on, in which nothing begins or ends yet.
+    pub(super) fn add(&self, units: Range<u32>) {
+        let mut unused = self.unused.lock();
+        for span in units.start / SPAN_UNITS..units.end / SPAN_UNITS {
+            let entry = unused.take(self.part_of(span));
+            self.directory.store(span as usize, entry);
+        }
+    }
+
+    /// Memory that is wholly free goes from one unit, and those behind it, to another.
+    pub(super) fn carry(&self, from: u32, to: u32, units: u32) {
+        let mut unused = self.unused.lock();
+        for step in 0..units / SPAN_UNITS {
+            let [from, to] = [from, to].map(|first| first / SPAN_UNITS + step);
+            let mut entry = self.directory.load(from as usize);
+            self.directory.store(from as usize, 0);
+            if self.part_of(from) != self.part_of(to) {
+                unused.vacant[self.part_of(from) as usize].push(entry);
+                entry = unused.take(self.part_of(to));
+            }
+            self.directory.store(to as usize, entry);
+        }
+    }
+
+    /// These units have no memory any more.
+    pub(super) fn remove(&self, units: Range<u32>) {
+        let mut unused = self.unused.lock();
+        for span in units.start / SPAN_UNITS..units.end / SPAN_UNITS {
+            let entry = self.directory.load(span as usize);
+            self.directory.store(span as usize, 0);
+            unused.vacant[self.part_of(span) as usize].push(entry);
+        }
+    }
+
+    fn part_of(&self, span: u32) -> Part {
+        if span * SPAN_UNITS < self.split { Part::Small } else { Part::Large }
+    }
+}
+
+impl Unused {
+    /// The entry of a leaf for a span of a part.
+    fn take(&mut self, part: Part) -> u32 {
+        self.vacant[part as usize].pop().unwrap_or_else(|| {
+            let start = self.next;
+            self.next += leaf_of(part);
+            match part {
+                Part::Small => start,
+                Part::Large => start | LARGE_BITS,
+            }
+        })
+    }
+}
+
+/// The length of a span's leaf.
+const fn leaf_of(part: Part) -> u32 {
+    match part {
+        Part::Small => SPAN_UNITS,
+        Part::Large => SPAN_UNITS / LARGE_STEP,
+    }
+}
+
+/// What a tag says that is neither a node nor a size.
+#[cold]
+#[inline(never)]
+fn rare(raw: u32) -> Tag {
+    if raw & NOTED == NOTED {
+        Tag::Noted(long(raw & NOTED_VALUE))
+    } else {
+        Tag::Live(if raw & PAGE == 0 { 1 } else { LARGE_STEP })
+    }
 }
 
 /// A size in 28 bits: large ones are whole pages.
@@ -247,75 +404,124 @@ fn long(short: u32) -> u32 {
     if short <= SMALL_UNITS { short } else { (short - SMALL_UNITS) * LARGE_STEP }
 }
 
-impl Drop for Tags {
-    fn drop(&mut self) {
-        if let Some(layout) = Self::layout(self.length) {
-            // SAFETY: allocated in `new` with this very layout.
-            unsafe { dealloc(self.table.as_ptr().cast(), layout) };
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// Six spans, all with memory, of which so many are the small part.
+    fn tags(small: u32) -> Tags {
+        let Some(tags) = Tags::new(6 * SPAN_UNITS, small * SPAN_UNITS) else {
+            panic!("no memory for 120 KiB")
+        };
+        tags.add(0..6 * SPAN_UNITS);
+        tags
+    }
+
     #[test]
     fn tags_say_what_was_written_and_nothing_elsewhere() {
-        let Some(tags) = Tags::new(100, 100) else { panic!("no memory for 400 bytes") };
+        let tags = tags(6);
+        let end = tags.units();
         tags.set_live(0, 5, 7);
         tags.set_cached(tags.place_of(5), 7);
-        tags.set_free(tags.place_of(99), 3);
-        tags.set_live(100, 1, 0);
-        assert_eq!(tags.stream_at(tags.place_of(0)), Some(7));
-        let read = [0, 1, 5, 99, 100, u32::MAX].map(|unit| tags.get(unit));
+        tags.set_free(tags.place_of(end - 1), 3);
+        assert_eq!(tags.stream_at(0), Some(7));
+        let read = [0, 1, 5, end - 1, end, u32::MAX].map(|unit| tags.get(unit));
         let [live, none, cached, free, beyond, far] = read;
         assert_eq!((live, none, cached), (Tag::Live(5), Tag::None, Tag::Cached(7)));
         assert_eq!((free, beyond, far), (Tag::Free(3), Tag::None, Tag::None));
-        let first = [0..100, 1..100, 6..99, 6..200, 200..300].map(|range| tags.first_in(range));
-        assert_eq!(first, [Some(0), Some(5), None, Some(99), None]);
+        let ends = [(0, Tag::None), (SPAN_UNITS, Tag::None), (6, Tag::Cached(7)), (end, free)];
+        assert!(
+            ends.iter()
+                .all(|(end, tag)| { tags.read(tags.before(tags.place_of(*end), *end)) == *tag })
+        );
+        let ranges = [0..end, 1..end, 6..end - 1, 6..end + 9, end..end + 9];
+        let first = ranges.map(|range| tags.first_in(range));
+        assert_eq!(first, [Some(0), Some(5), None, Some(end - 1), None]);
         assert!(Tags::new(0, 0).is_none());
     }
 
     #[test]
     fn allocations_know_their_stream_and_may_be_noted() {
-        let Some(tags) = Tags::new(96, 16) else { panic!("no memory for 104 bytes") };
-        // Of one tag and of more, where each unit has one and where pages have.
-        for (start, units) in [(1, 1), (2, 2), (4, 12), (16, 8), (24, 16), (40, 56)] {
+        let tags = tags(1);
+        // Of one tag and of more, where each unit has one and where pages have, at the end of a
+        // span and over several.
+        let large = SPAN_UNITS;
+        let blocks = [(1, 1), (2, 2), (4, 12), (large - 1, 1), (large, 8), (large + 8, 4080)];
+        for (start, units) in blocks.into_iter().chain([(2 * large - 8, 16), (3 * large, 8192)]) {
             let at = tags.place_of(start);
-            tags.set_live(start, units, (1 << 28) - 3);
+            tags.set_live(start, units, RARE_VALUE - 2);
             assert_eq!(tags.get(start), Tag::Live(units));
-            assert_eq!(tags.stream_at(at), Some((1 << 28) - 3));
+            assert_eq!(tags.stream_at(start), Some(RARE_VALUE - 2));
             assert!(tags.first_in(start + 1..start + units).is_none());
-            tags.set_noted(at, units);
+            tags.set_noted(start, units);
             assert_eq!(tags.get(start), Tag::Noted(units));
             let kept = units > tags.step(start);
-            assert_eq!(tags.stream_at(at), kept.then_some((1 << 28) - 3));
+            assert_eq!(tags.stream_at(start), kept.then_some(RARE_VALUE - 2));
             tags.set_cached(at, units);
-            assert_eq!((tags.get(start), tags.stream_at(at)), (Tag::Cached(units), None));
+            assert_eq!((tags.get(start), tags.stream_at(start)), (Tag::Cached(units), None));
         }
         let most = super::super::class::MAX_UNITS;
         for units in [1, SMALL_UNITS, SMALL_UNITS + LARGE_STEP, most] {
-            assert!(short(units) <= RARE_VALUE && long(short(units)) == units, "{units}");
+            assert!(short(units) <= NOTED_VALUE && long(short(units)) == units, "{units}");
         }
     }
 
     #[test]
     fn pages_of_the_large_part_have_one_tag() {
-        let Some(tags) = Tags::new(96, 16) else { panic!("no memory for 104 bytes") };
-        tags.set_live(15, 1, 0);
-        tags.set_live(16, 8, 0);
-        tags.set_free(tags.place_of(24), 7);
-        tags.set_free(tags.place_of(96).before(), 7);
-        assert_eq!(
-            (tags.get(15), tags.get(16), tags.get(23)),
-            (Tag::Live(1), Tag::Live(8), Tag::Live(8))
-        );
-        assert_eq!(
-            (tags.get(24), tags.get(32), tags.get(88)),
-            (Tag::Free(7), Tag::None, Tag::Free(7))
-        );
-        assert_eq!((tags.step(15), tags.step(16)), (1, 8));
-        assert!(tags.may_start(15) && tags.may_start(24) && !tags.may_start(25));
+        let tags = tags(1);
+        let large = SPAN_UNITS;
+        tags.set_live(large - 1, 1, 0);
+        tags.set_live(large, 8, 0);
+        tags.set_free(tags.place_of(large + 8), 7);
+        tags.set_free(tags.before(tags.place_of(2 * large), 2 * large), 7);
+        let [small, page, same] = [large - 1, large, large + 7].map(|unit| tags.get(unit));
+        assert_eq!((small, page, same), (Tag::Live(1), Tag::Live(8), Tag::Live(8)));
+        let [first, inside, last] =
+            [large + 8, large + 16, 2 * large - 8].map(|unit| tags.get(unit));
+        assert_eq!((first, inside, last), (Tag::Free(7), Tag::None, Tag::Free(7)));
+        assert_eq!((tags.step(large - 1), tags.step(large)), (1, 8));
+        assert!(tags.may_start(large - 1) && tags.may_start(large + 8));
+        assert!(!tags.may_start(large + 9) && tags.first_with(large + 9) == large + 8);
+    }
+
+    #[test]
+    fn leaves_come_and_go_with_memory() {
+        let Some(tags) = Tags::new(6 * SPAN_UNITS, 2 * SPAN_UNITS) else {
+            panic!("no memory for 120 KiB")
+        };
+        let [add, remove] = [Tags::add, Tags::remove].map(|change| {
+            let tags = &tags;
+            move |spans: Range<u32>| change(tags, spans.start * SPAN_UNITS..spans.end * SPAN_UNITS)
+        });
+        let carry = |from: u32, to: u32, spans: u32| {
+            tags.carry(from * SPAN_UNITS, to * SPAN_UNITS, spans * SPAN_UNITS);
+        };
+        let each_has_its_own = |spans: &[u32]| {
+            let with = (0..6).filter(|span| tags.place_of(span * SPAN_UNITS).0 > 0);
+            assert_eq!(with.collect::<Vec<_>>(), spans);
+            let places = || spans.iter().map(|span| (tags.place_of(span * SPAN_UNITS), *span));
+            places().for_each(|(at, span)| tags.set_free(at, span));
+            places().for_each(|(at, span)| assert_eq!(tags.read(at), Tag::Free(span)));
+            places().for_each(|(at, _)| tags.clear(at));
+        };
+        each_has_its_own(&[]);
+        add(0..1);
+        add(3..5);
+        each_has_its_own(&[0, 3, 4]);
+        // Within a part, then into the other and back.
+        carry(3, 2, 2);
+        each_has_its_own(&[0, 2, 3]);
+        carry(2, 1, 1);
+        each_has_its_own(&[0, 1, 3]);
+        carry(0, 4, 1);
+        remove(1..2);
+        each_has_its_own(&[3, 4]);
+        // All that is needed from here on was another's before.
+        let next = tags.unused.lock().next;
+        add(1..2);
+        carry(1, 5, 1);
+        carry(3, 0, 1);
+        each_has_its_own(&[0, 4, 5]);
+        assert_eq!(tags.unused.lock().next, next + leaf_of(Part::Large));
     }
 }
