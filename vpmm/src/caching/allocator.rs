@@ -74,12 +74,24 @@ use crate::validate::Violation;
 /// # }
 /// ```
 #[derive(Clone)]
-pub struct CachingAllocator(Arc<Core>);
+pub struct CachingAllocator {
+    core: Arc<Core>,
+    _owner: Arc<Owner>,
+}
+
+/// What all handles own together.
+struct Owner(Arc<Core>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.0.retire();
+    }
+}
 
 /// Two handles are equal that are of one allocator.
 impl PartialEq for CachingAllocator {
     fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
+        Arc::ptr_eq(&self.core, &other.core)
     }
 }
 
@@ -110,26 +122,27 @@ impl CachingAllocator {
         device: &Device,
         config: &CachingConfig,
     ) -> Result<Self> {
-        Core::new(device, Box::new(upstream), config).map(Self)
+        let core = Core::new(device, Box::new(upstream), config)?;
+        Ok(Self { _owner: Arc::new(Owner(Arc::clone(&core))), core })
     }
 
     pub(super) fn core(&self) -> &Core {
-        &self.0
+        &self.core
     }
 
     /// The device whose streams it takes.
     pub fn device(&self) -> &Device {
-        &self.0.device
+        &self.core.device
     }
 
     /// Where segments come from.
     pub fn upstream(&self) -> &dyn MemoryResource {
-        &*self.0.upstream
+        &*self.core.upstream
     }
 
     /// The settings that it was made with.
     pub fn config(&self) -> &CachingConfig {
-        &self.0.config
+        &self.core.config
     }
 
     /// Allocates memory for a stream. An address is a multiple of 256 bytes, and of 512 where
@@ -150,7 +163,7 @@ impl CachingAllocator {
     /// and what upstream or the driver answers.
     #[inline]
     pub fn malloc(&self, bytes: usize, stream: impl Into<StreamHandle>) -> Result<DevicePtr> {
-        self.0.malloc(bytes, stream.into())
+        self.core.malloc(bytes, stream.into())
     }
 
     /// Frees an allocation: its memory is its stream's again, behind what was enqueued there, or
@@ -167,7 +180,7 @@ impl CachingAllocator {
     /// [`Error::Forked`](crate::Error::Forked), and what the driver answers. Nothing is freed then.
     #[inline]
     pub fn free(&self, ptr: DevicePtr) -> Result<()> {
-        self.0.free(ptr)
+        self.core.free(ptr)
     }
 
     /// Notes that an allocation is used on another stream too: when it is freed, its memory is kept
@@ -180,7 +193,7 @@ impl CachingAllocator {
     /// # Errors
     /// Those of [`free`](Self::free) about pointers, and of [`malloc`](Self::malloc) about streams.
     pub fn record_stream(&self, ptr: DevicePtr, stream: impl Into<StreamHandle>) -> Result<()> {
-        self.0.record_stream(ptr, stream.into())
+        self.core.record_stream(ptr, stream.into())
     }
 
     /// Allocates room for so many values, and enqueues the writing of zeros into it.
@@ -206,7 +219,7 @@ impl CachingAllocator {
     /// # Errors
     /// What the driver or upstream answers: what did not go back stays.
     pub fn empty_cache(&self) -> Result<()> {
-        self.0.empty_cache()
+        self.core.empty_cache()
     }
 
     /// From now on at most this fraction of the device's memory is held. What is held already stays
@@ -215,12 +228,12 @@ impl CachingAllocator {
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) unless it is from 0 to 1.
     pub fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
-        self.0.set_memory_fraction(fraction)
+        self.core.set_memory_fraction(fraction)
     }
 
     /// The most that may be held, where a fraction was set.
     pub fn limit_bytes(&self) -> Option<u64> {
-        self.0.limit_bytes()
+        self.core.limit_bytes()
     }
 
     /// Bytes in the hands of callers, rounded.
@@ -272,7 +285,7 @@ impl CachingAllocator {
 
     /// Everything that is counted.
     pub fn stats(&self) -> CachingStats {
-        let max_split = self.0.config.max_split_size_bytes;
+        let max_split = self.core.config.max_split_size_bytes;
         self.guarded(CachingStats::default(), |core| core.books.lock().tallies.stats(max_split))
     }
 
@@ -288,7 +301,7 @@ impl CachingAllocator {
 
     /// Every segment with its blocks, by address: what `torch.cuda.memory_snapshot` tells.
     pub fn snapshot(&self) -> Vec<SnapshotSegment> {
-        let device = self.0.device.ordinal();
+        let device = self.core.device.ordinal();
         self.guarded(Vec::new(), |core| core.books.lock().snapshot(device))
     }
 
@@ -306,14 +319,14 @@ impl CachingAllocator {
 
     /// In a forked child nothing is known, and no lock is taken that a thread of the parent may hold.
     fn guarded<V>(&self, of_child: V, of: impl FnOnce(&Core) -> V) -> V {
-        if self.0.device.driver().is_forked() { of_child } else { of(&self.0) }
+        if self.core.device.driver().is_forked() { of_child } else { of(&self.core) }
     }
 }
 
 impl fmt::Debug for CachingAllocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CachingAllocator")
-            .field("device", &self.0.device.ordinal())
+            .field("device", &self.core.device.ordinal())
             .field("allocated_bytes", &self.memory_allocated())
             .field("reserved_bytes", &self.memory_reserved())
             .finish_non_exhaustive()

@@ -289,16 +289,28 @@ impl Core {
     }
 }
 
-impl Drop for Core {
-    /// What is free goes back; a segment with allocations stays theirs.
-    fn drop(&mut self) {
+impl Core {
+    /// The first part of the end, where the last handle is dropped: what is free goes back, in the order
+    /// of streams that may end at any time, and are told to until this is done. Afterwards the core is
+    /// out of the driver's list, and ends in no other thread that happens to tell it something.
+    pub(super) fn retire(&self) {
         if self.device.driver().is_forked() {
             return;
         }
         // A failure means that the context went first, and took the memory along.
         let _ = self.wait_for_uses();
-        let idle = self.books.get_mut().take_idle();
+        let idle = self.books.lock().take_idle();
         let _ = self.give_back(idle, None);
+        self.device.driver().unwatch_streams(self);
+    }
+}
+
+impl Drop for Core {
+    /// A segment with allocations stays theirs.
+    fn drop(&mut self) {
+        if self.device.driver().is_forked() {
+            return;
+        }
         // Of streams that may be gone: all work is waited for instead of theirs.
         let idle = self.books.get_mut().take_idle();
         if !idle.is_empty() && self.device.synchronize().is_ok() {
