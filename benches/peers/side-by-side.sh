@@ -9,7 +9,8 @@
 #   --rmm FOLDER       what build-rmm.sh made; without it RMM is left out; or RMM_PEER
 #   --no-torch         leave PyTorch out
 #   --out FILE         where the results go; default results.jsonl
-#   --allocators A,B   of vpmm; default default,paged,cuda-async
+#   --allocators A,B   of vpmm; default default,paged,cuda-async. With semicolons between, where
+#                      names have commas: 'default;binning(18,22)'
 #   --only PART        one of the three parts; may be given again
 #   TRACE...           RMM's CSV logs, plain or gzip; default: traces/*.csv.gz
 #
@@ -132,7 +133,9 @@ for part in "${parts[@]}"; do
     *) usage ;;
     esac
     # One by one: a failure of one allocator must not take the others' results with it.
-    for allocator in ${allocators//,/ }; do
+    [[ $allocators == *";"* ]] && between=';' || between=','
+    IFS=$between read -ra names <<<"$allocators"
+    for allocator in "${names[@]}"; do
         measure "vpmm $part, $allocator" timeout "$limit" "$vpmm" "${ours[@]}" --allocator "$allocator" --json
     done
     if [[ -n $rmm && ${theirs[*]} != none ]]; then
