@@ -34,10 +34,11 @@ fn blur(memory: &dyn MemoryResource, stream: &Stream) -> vpmm::Result<()> {
     memory.deallocate(scratch, IMAGE_BYTES / 4, MIN_ALIGN, stream.handle())
 }
 
-/// The lines of a backtrace that are about this program, not about `vpmm` or the standard library: the
-/// functions, and where in the file.
-fn own_lines(backtrace: &str) -> impl Iterator<Item = &str> {
-    backtrace.lines().filter(|line| line.contains("find_a_leak"))
+/// The functions of a backtrace that are in this file, each with its place. Functions have their full
+/// names or short ones, as the build's debug information has them.
+fn own_frames(backtrace: &str) -> impl Iterator<Item = (&str, &str)> {
+    let lines = || backtrace.lines().map(str::trim);
+    lines().zip(lines().skip(1)).filter(|(_, place)| place.contains("find_a_leak.rs:"))
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -72,9 +73,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     for leak in leaks.iter() {
         println!("never freed: {} bytes at {}, allocation {}", leak.bytes, leak.ptr, leak.number);
         let backtrace = leak.backtrace.as_ref().ok_or("backtraces are on")?.to_string();
-        own_lines(&backtrace).for_each(|line| println!("  {line}"));
+        for (function, place) in own_frames(&backtrace) {
+            println!("    {function} {place}");
+        }
         ensure(
-            own_lines(&backtrace).any(|line| line.contains("find_a_leak::sharpen")),
+            own_frames(&backtrace).any(|(function, _)| function.ends_with("sharpen")),
             "the backtrace does not name the function that forgot",
         )?;
     }
