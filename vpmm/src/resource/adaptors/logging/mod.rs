@@ -140,14 +140,18 @@ impl<R: MemoryResource> Logging<R> {
     }
 
     fn log(&self, row: Row<'_>) {
-        let text = match self.format {
-            LogFormat::Rmm => row.rmm(),
+        match self.format {
+            LogFormat::Rmm => self.write(row.rmm().text()),
             LogFormat::Full => {
                 let device = self.upstream.device().map(crate::device::Device::ordinal);
-                row.full(device, self.live.load(Ordering::Relaxed), self.upstream.held_bytes())
+                let (live, held) = (self.live.load(Ordering::Relaxed), self.upstream.held_bytes());
+                self.write(&row.full(device, live, held));
             }
-        };
-        self.sinks.iter().for_each(|sink| sink.write(&text));
+        }
+    }
+
+    fn write(&self, text: &[u8]) {
+        self.sinks.iter().for_each(|sink| sink.write(text));
     }
 }
 

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use smallvec::SmallVec;
 
 use super::LogFormat;
-use super::time::{Now, thread_number};
+use super::time::{Now, thread_number, two_digits};
 use crate::error::Error;
 use crate::units::DevicePtr;
 
@@ -16,7 +16,7 @@ pub(super) type Text = SmallVec<[u8; 256]>;
 const COMMON: usize = 128;
 
 /// A line that is being written, without a look at whether there is room: there is.
-struct Line {
+pub(super) struct Line {
     bytes: [u8; COMMON],
     used: usize,
 }
@@ -43,9 +43,14 @@ impl Line {
         let digits = number.checked_ilog10().map_or(1, |log| log as usize + 1);
         let Some(place) = self.bytes.get_mut(self.used..self.used + digits) else { return };
         let mut rest = number;
-        for digit in place.iter_mut().rev() {
-            *digit = b'0' + (rest % 10) as u8;
-            rest /= 10;
+        // Two digits at a time, from the end: half as many divisions, each of which waits for the last.
+        let mut pairs = place.rchunks_exact_mut(2);
+        for pair in &mut pairs {
+            pair.copy_from_slice(&two_digits((rest % 100) as u8));
+            rest /= 100;
+        }
+        if let [first] = pairs.into_remainder() {
+            *first = b'0' + rest as u8;
         }
         self.used += digits;
     }
@@ -63,7 +68,7 @@ impl Line {
         self.used += digits;
     }
 
-    fn text(&self) -> &[u8] {
+    pub(super) fn text(&self) -> &[u8] {
         &self.bytes[..self.used]
     }
 }
@@ -110,10 +115,10 @@ pub(super) fn header(format: LogFormat) -> &'static [u8] {
 }
 
 impl Row<'_> {
-    pub(super) fn rmm(&self) -> Text {
+    pub(super) fn rmm(&self) -> Line {
         let mut line = self.common(&Now::read(), thread_number());
         line.push(b'\n');
-        Text::from_slice(line.text())
+        line
     }
 
     pub(super) fn full(&self, device: Option<u32>, live: u64, held: Option<u64>) -> Text {

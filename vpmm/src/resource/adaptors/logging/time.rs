@@ -78,14 +78,14 @@ impl Now {
     /// `HH:MM:SS.uuuuuu`.
     pub(super) fn time(&self) -> [u8; 15] {
         let mut text = *b"00:00:00.000000";
-        two_digits(&mut text[0..2], self.local.hour);
-        two_digits(&mut text[3..5], self.local.minute);
-        two_digits(&mut text[6..8], self.second);
-        let mut rest = self.microseconds;
-        for digit in text[9..15].iter_mut().rev() {
-            *digit = b'0' + (rest % 10) as u8;
-            rest /= 10;
-        }
+        let parts = self.microseconds;
+        let (first, middle, last) = (parts / 10_000 % 100, parts / 100 % 100, parts % 100);
+        text[0..2].copy_from_slice(&two_digits(self.local.hour));
+        text[3..5].copy_from_slice(&two_digits(self.local.minute));
+        text[6..8].copy_from_slice(&two_digits(self.second));
+        text[9..11].copy_from_slice(&two_digits(first as u8));
+        text[11..13].copy_from_slice(&two_digits(middle as u8));
+        text[13..15].copy_from_slice(&two_digits(last as u8));
         text
     }
 
@@ -93,10 +93,10 @@ impl Now {
     pub(super) fn date(&self) -> [u8; 10] {
         let mut text = *b"0000-00-00";
         let year = self.local.year.clamp(0, 9999);
-        two_digits(&mut text[0..2], (year / 100) as u8);
-        two_digits(&mut text[2..4], (year % 100) as u8);
-        two_digits(&mut text[5..7], self.local.month);
-        two_digits(&mut text[8..10], self.local.day);
+        text[0..2].copy_from_slice(&two_digits((year / 100) as u8));
+        text[2..4].copy_from_slice(&two_digits((year % 100) as u8));
+        text[5..7].copy_from_slice(&two_digits(self.local.month));
+        text[8..10].copy_from_slice(&two_digits(self.local.day));
         text
     }
 
@@ -106,9 +106,20 @@ impl Now {
     }
 }
 
-fn two_digits(text: &mut [u8], number: u8) {
-    text[0] = b'0' + number / 10 % 10;
-    text[1] = b'0' + number % 10;
+/// The digits of every number below 100.
+static PAIRS: [[u8; 2]; 100] = {
+    let (mut pairs, mut number) = ([[0; 2]; 100], 0);
+    while number < 100 {
+        pairs[number] = [b'0' + (number / 10) as u8, b'0' + (number % 10) as u8];
+        number += 1;
+    }
+    pairs
+};
+
+/// The last two digits of a number.
+#[inline]
+pub(super) fn two_digits(number: u8) -> [u8; 2] {
+    PAIRS[usize::from(number % 100)]
 }
 
 /// The system's number of the calling thread.
