@@ -313,12 +313,13 @@ enum vpmm_status vpmm_stream_lend(const struct vpmm_driver *driver,
  * Tells pools that a stream that was lent may end from here on.
  *
  * # Safety
- * `driver` is null or a handle; the stream is alive.
+ * `driver` is null or a handle; the stream is alive, and no other thread is in a call with it.
  */
 enum vpmm_status vpmm_stream_take_back(const struct vpmm_driver *driver, void *stream);
 
 /**
- * Waits on the host for everything enqueued on a stream so far; what was freed there before is then
+ * Waits on the host for everything enqueued so far on a stream that was made or lent here, or on a
+ * default one; what was freed there before is then
  * everybody's.
  *
  * # Safety
@@ -664,12 +665,13 @@ enum vpmm_status vpmm_stream_lend(const struct vpmm_driver *driver,
  * Tells pools that a stream that was lent may end from here on.
  *
  * # Safety
- * `driver` is null or a handle; the stream is alive.
+ * `driver` is null or a handle; the stream is alive, and no other thread is in a call with it.
  */
 enum vpmm_status vpmm_stream_take_back(const struct vpmm_driver *driver, void *stream);
 
 /**
- * Waits on the host for everything enqueued on a stream so far; what was freed there before is then
+ * Waits on the host for everything enqueued so far on a stream that was made or lent here, or on a
+ * default one; what was freed there before is then
  * everybody's.
  *
  * # Safety

@@ -23,6 +23,11 @@ impl Loaded {
         }
     }
 
+    fn lent(&self, raw: *mut c_void) -> Option<Stream> {
+        let streams = self.streams.read().unwrap_or_else(PoisonError::into_inner);
+        streams.get(&raw.addr()).cloned()
+    }
+
     fn keep(&self, stream: Stream) -> *mut c_void {
         let raw: *mut c_void = stream.handle().raw().cast();
         let mut streams = self.streams.write().unwrap_or_else(PoisonError::into_inner);
@@ -103,7 +108,9 @@ pub unsafe extern "C" fn vpmm_stream_lend(
         let device = loaded.open(device)?;
         // SAFETY: the caller vouches for it.
         let handle = unsafe { StreamHandle::from_raw(stream.cast()) };
-        if handle != StreamHandle::LEGACY && handle != StreamHandle::PER_THREAD {
+        // Lent twice it stays lent: to replace it would tell the stream's end.
+        let lent = loaded.lent(stream).is_some();
+        if !lent && handle != StreamHandle::LEGACY && handle != StreamHandle::PER_THREAD {
             // SAFETY: the caller vouches for it.
             loaded.keep(unsafe { Stream::borrowed(&device, handle) }?);
         }
@@ -114,7 +121,7 @@ pub unsafe extern "C" fn vpmm_stream_lend(
 /// Tells pools that a stream that was lent may end from here on.
 ///
 /// # Safety
-/// `driver` is null or a handle; the stream is alive.
+/// `driver` is null or a handle; the stream is alive, and no other thread is in a call with it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_stream_take_back(
     driver: *const vpmm_driver,
@@ -124,7 +131,8 @@ pub unsafe extern "C" fn vpmm_stream_take_back(
     unsafe { vpmm_stream_destroy(driver, stream) }
 }
 
-/// Waits on the host for everything enqueued on a stream so far; what was freed there before is then
+/// Waits on the host for everything enqueued so far on a stream that was made or lent here, or on a
+/// default one; what was freed there before is then
 /// everybody's.
 ///
 /// # Safety
@@ -138,20 +146,19 @@ pub unsafe extern "C" fn vpmm_stream_synchronize(
     guard(|| {
         // SAFETY: the caller vouches for it.
         let loaded = &unsafe { given(driver, "driver") }?.0;
-        let known = {
-            let streams = loaded.streams.read().unwrap_or_else(PoisonError::into_inner);
-            streams.get(&stream.addr()).cloned()
-        };
-        let stream = match known {
-            Some(known) => known,
-            None => {
-                let device = loaded.open(device)?;
-                // SAFETY: the caller vouches for it.
-                let handle = unsafe { StreamHandle::from_raw(stream.cast()) };
-                // SAFETY: the caller vouches for it.
-                unsafe { Stream::borrowed(&device, handle) }?
-            }
-        };
-        Ok(stream.synchronize()?)
+        if let Some(known) = loaded.lent(stream) {
+            return Ok(known.synchronize()?);
+        }
+        let device = loaded.open(device)?;
+        // SAFETY: the caller vouches for it.
+        let handle = unsafe { StreamHandle::from_raw(stream.cast()) };
+        if handle == StreamHandle::LEGACY {
+            return Ok(Stream::legacy(&device).synchronize()?);
+        }
+        if handle == StreamHandle::PER_THREAD {
+            return Ok(Stream::per_thread(&device).synchronize()?);
+        }
+        let text = "the stream was neither made nor lent here";
+        Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text))
     })
 }

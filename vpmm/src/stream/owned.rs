@@ -77,7 +77,9 @@ impl Stream {
     /// [`Error::ContextLost`].
     ///
     /// # Safety
-    /// The stream is alive while this value or a clone of it is.
+    /// The stream is alive while this value or a clone of it is. Their last drop counts as the stream's
+    /// end: at that moment no other thread is in a call with the stream, by its bare handle or by
+    /// another borrowed value, since what it frees could be taken for work before the end.
     pub unsafe fn borrowed(device: &Device, handle: StreamHandle) -> Result<Self> {
         if handle == StreamHandle::LEGACY {
             return Ok(Self::legacy(device));
