@@ -71,6 +71,18 @@ typedef enum vpmm_status {
    * Anything else: the text says what.
    */
   VPMM_OTHER = 14,
+  /**
+   * What it is asked of is not in the state for it: asleep, awake, exported, begun, released.
+   */
+  VPMM_BAD_STATE = 15,
+  /**
+   * Nothing has that name.
+   */
+  VPMM_NOT_FOUND = 16,
+  /**
+   * A file, a socket, or what came through it.
+   */
+  VPMM_IO_ERROR = 17,
 } vpmm_status;
 
 /**
@@ -88,14 +100,130 @@ typedef enum vpmm_profile {
 } vpmm_profile;
 
 /**
+ * How a pool's memory can be shared with other processes.
+ */
+typedef enum vpmm_sharing {
+  /**
+   * Not at all.
+   */
+  VPMM_SHARING_NONE = 0,
+  /**
+   * By file descriptors, with processes of this machine.
+   */
+  VPMM_SHARING_FILE_DESCRIPTOR = 1,
+  /**
+   * By fabric handles, with processes of every machine on the NVLink fabric.
+   */
+  VPMM_SHARING_FABRIC = 2,
+} vpmm_sharing;
+
+/**
+ * Where a pool's memory is.
+ */
+typedef enum vpmm_location {
+  /**
+   * On the device.
+   */
+  VPMM_LOCATION_DEVICE = 0,
+  /**
+   * On the host.
+   */
+  VPMM_LOCATION_HOST = 1,
+  /**
+   * On one NUMA node of the host.
+   */
+  VPMM_LOCATION_HOST_NUMA = 2,
+} vpmm_location;
+
+/**
+ * A way in which a stream gets no memory that another stream freed.
+ */
+typedef enum vpmm_reuse_off {
+  /**
+   * Not where the pool finds by an event that the other stream has come past the free.
+   */
+  VPMM_REUSE_OFF_OPPORTUNISTIC = 1,
+  /**
+   * Not by a wait on the GPU that the pool adds.
+   */
+  VPMM_REUSE_OFF_INTERNAL_DEPENDENCIES = 2,
+} vpmm_reuse_off;
+
+/**
+ * What becomes of what a heap's memory holds while the heap sleeps.
+ */
+typedef enum vpmm_contents {
+  /**
+   * It is lost.
+   */
+  VPMM_CONTENTS_DISCARD = 0,
+  /**
+   * It is copied to page-locked memory of the host, which is given back when the heap wakes.
+   */
+  VPMM_CONTENTS_KEEP = 1,
+  /**
+   * The same, but that the host's memory is kept for the next time: to lock pages takes longer than
+   * to copy.
+   */
+  VPMM_CONTENTS_KEEP_BUFFERS = 2,
+  /**
+   * It is written to a file.
+   */
+  VPMM_CONTENTS_SAVE = 3,
+} vpmm_contents;
+
+/**
+ * What a device may do with memory.
+ */
+typedef enum vpmm_access {
+  /**
+   * Nothing.
+   */
+  VPMM_ACCESS_NONE = 0,
+  /**
+   * Read.
+   */
+  VPMM_ACCESS_READ = 1,
+  /**
+   * Read and write.
+   */
+  VPMM_ACCESS_READ_WRITE = 3,
+} vpmm_access;
+
+/**
  * A driver that was loaded. Whatever was made with it keeps it.
  */
 typedef struct vpmm_driver vpmm_driver;
 
 /**
+ * A whole pool on its way to another process.
+ */
+typedef struct vpmm_export vpmm_export;
+
+/**
+ * A pool for the memory of one CUDA graph, or of several that never run at the same time.
+ */
+typedef struct vpmm_graph_pool vpmm_graph_pool;
+
+/**
+ * Memory of another process's pool, mapped in this one.
+ */
+typedef struct vpmm_import vpmm_import;
+
+/**
  * A pool.
  */
 typedef struct vpmm_pool vpmm_pool;
+
+/**
+ * A function that was registered.
+ */
+typedef struct vpmm_shortage vpmm_shortage;
+
+/**
+ * A heap beside a pool's main one, whose memory sleeps and wakes as one.
+ */
+typedef struct vpmm_tagged vpmm_tagged;
 
 /**
  * What a pool is made with: set by `vpmm_pool_options_init`, then changed.
@@ -145,6 +273,23 @@ typedef struct vpmm_pool_options {
    * 2 take it with a wait on the GPU first.
    */
   uint32_t pending_policy;
+  /**
+   * How the memory can be shared with other processes, a `vpmm_sharing`. At first not at all.
+   */
+  uint32_t sharing;
+  /**
+   * Where the memory is, a `vpmm_location`. At first on the device.
+   */
+  uint32_t location;
+  /**
+   * The number of the host's NUMA node, for `VPMM_LOCATION_HOST_NUMA`.
+   */
+  uint32_t numa_node;
+  /**
+   * Ways in which a stream gets no memory that another stream freed, a sum of `vpmm_reuse_off`. At
+   * first 0: all ways are on.
+   */
+  uint32_t reuse_off;
   /**
    * Reserved: 0.
    */
@@ -233,6 +378,15 @@ typedef struct vpmm_stats {
    */
   uint64_t host_waits;
 } vpmm_stats;
+
+/**
+ * Asked when a request finds no memory, with what it was registered with and the error's text. It may
+ * free allocations of the pool, or of others, and answers 1 if the request is to be tried again, 0 if
+ * it can do nothing more.
+ *
+ * It runs in the thread that asked for memory. What it allocates itself asks no callback.
+ */
+typedef uint32_t (*vpmm_shortage_function)(void *context, const char *text);
 
 #ifdef __cplusplus
 extern "C" {
@@ -410,6 +564,18 @@ enum vpmm_status vpmm_free_any(const struct vpmm_driver *driver, void *pointer, 
 enum vpmm_status vpmm_record_stream(const struct vpmm_pool *pool, void *pointer, void *stream);
 
 /**
+ * The allocation of the pool that an address is in: its first byte, and its bytes as the pool rounded
+ * them, either of which may be null. `VPMM_BAD_POINTER` where it is in none.
+ *
+ * # Safety
+ * `pool` is null or a handle; `start` is null or has room for a pointer, `bytes` for a number.
+ */
+enum vpmm_status vpmm_pool_allocation(const struct vpmm_pool *pool,
+                                      void *address,
+                                      void **start,
+                                      uint64_t *bytes);
+
+/**
  * Gives free memory back to the device until `keep_bytes` are held; `returned` may be null.
  *
  * # Safety
@@ -458,6 +624,257 @@ enum vpmm_status vpmm_pool_layout(const struct vpmm_pool *pool,
 enum vpmm_status vpmm_pool_validate(const struct vpmm_pool *pool);
 
 /**
+ * Registers a function for requests that find no memory. Functions are asked in the order of their
+ * registration; one that answers 1 is asked again if the request still fails, 256 times at most.
+ *
+ * # Safety
+ * `pool` is null or a handle; the function may be called with `context` from every thread that
+ * allocates, until the registration was given back and the calls under way have ended, and lets no
+ * exception out; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_pool_on_out_of_memory(const struct vpmm_pool *pool,
+                                            vpmm_shortage_function function,
+                                            void *context,
+                                            struct vpmm_shortage **out);
+
+/**
+ * Removes a function. A call of it that another thread is in goes on to its end.
+ *
+ * # Safety
+ * `shortage` is null, or a handle that is not used again.
+ */
+void vpmm_shortage_release(struct vpmm_shortage *shortage);
+
+/**
+ * Opens the heap of a tag, which is made at the first time; the same tag is the same heap. It counts
+ * towards the pool's limit, and lasts as long as the pool.
+ *
+ * # Safety
+ * `pool` is null or a handle; `tag` is null or ends with a zero byte; `out` is null or has room for a
+ * pointer.
+ */
+enum vpmm_status vpmm_tagged_open(const struct vpmm_pool *pool,
+                                  const char *tag,
+                                  struct vpmm_tagged **out);
+
+/**
+ * Gives a handle back. The heap stays, with what is allocated in it.
+ *
+ * # Safety
+ * `tagged` is null, or a handle that is not used again.
+ */
+void vpmm_tagged_release(struct vpmm_tagged *tagged);
+
+/**
+ * As `vpmm_malloc`, from the heap. Freed by `vpmm_free` of its pool. While the heap sleeps it answers
+ * `VPMM_BAD_STATE`.
+ *
+ * # Safety
+ * `tagged` is null or a handle; the stream is alive; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_tagged_malloc(const struct vpmm_tagged *tagged,
+                                    size_t bytes,
+                                    void *stream,
+                                    void **out);
+
+/**
+ * Whether the heap sleeps: 1 or 0.
+ *
+ * # Safety
+ * `tagged` is null or a handle; `out` is null or has room for a number.
+ */
+enum vpmm_status vpmm_tagged_is_asleep(const struct vpmm_tagged *tagged, uint32_t *out);
+
+/**
+ * What the heap holds.
+ *
+ * # Safety
+ * `tagged` is null or a handle; `out` is null or begins with its own size.
+ */
+enum vpmm_status vpmm_tagged_stats(const struct vpmm_tagged *tagged, struct vpmm_stats *out);
+
+/**
+ * Gives all physical memory of a heap to the device. Its allocations keep their addresses, which
+ * nothing may use until `vpmm_resume`. All work that uses them must come before on `stream`, for which
+ * the host waits. `contents` is a `vpmm_contents`; `path` names the file of `VPMM_CONTENTS_SAVE`, which
+ * is made or cut to nothing, and must stay as it is until the heap was resumed, and is not read else.
+ * `bytes`, which may be null, gets how much the device has again.
+ *
+ * If it fails the heap is awake as it was; the text says so if not.
+ *
+ * # Safety
+ * `pool` is null or a handle; `tag` and `path` are null or end with a zero byte; the stream is alive;
+ * `bytes` is null or has room for a number.
+ */
+enum vpmm_status vpmm_suspend(const struct vpmm_pool *pool,
+                              const char *tag,
+                              void *stream,
+                              uint32_t contents,
+                              const char *path,
+                              uint64_t *bytes);
+
+/**
+ * Brings a heap's memory back at the same addresses. Work that is enqueued on `stream` from here on
+ * finds there what `vpmm_suspend` kept. With `without_contents` that is given up instead, where it
+ * is lost. `bytes`, which may be null, gets how much memory it is.
+ *
+ * If it fails the heap is asleep as it was.
+ *
+ * # Safety
+ * `pool` is null or a handle; `tag` is null or ends with a zero byte; the stream is alive; `bytes` is
+ * null or has room for a number.
+ */
+enum vpmm_status vpmm_resume(const struct vpmm_pool *pool,
+                             const char *tag,
+                             void *stream,
+                             uint32_t without_contents,
+                             uint64_t *bytes);
+
+/**
+ * Makes a pool for the memory of a graph. It counts towards the pool's limit.
+ *
+ * # Safety
+ * `pool` is null or a handle; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_graph_pool_create(const struct vpmm_pool *pool, struct vpmm_graph_pool **out);
+
+/**
+ * From now on until `vpmm_graph_pool_end`, what is allocated of the pool on `stream`, and on streams
+ * that take part in the same capture, comes from here. Before the capture, or in it.
+ *
+ * # Safety
+ * `graph` is null or a handle; the stream is alive until the end.
+ */
+enum vpmm_status vpmm_graph_pool_begin(const struct vpmm_graph_pool *graph,
+                                       void *stream);
+
+/**
+ * The capture on `stream` needs no more memory: best called when it has ended.
+ *
+ * # Safety
+ * `graph` is null or a handle; the stream is alive.
+ */
+enum vpmm_status vpmm_graph_pool_end(const struct vpmm_graph_pool *graph, void *stream);
+
+/**
+ * Gives the memory back once everything enqueued on `stream` so far has finished: all launches of the
+ * graphs come before that. Does not wait.
+ *
+ * # Safety
+ * `graph` is null or a handle; the stream is alive.
+ */
+enum vpmm_status vpmm_graph_pool_finish(const struct vpmm_graph_pool *graph,
+                                        void *stream);
+
+/**
+ * Gives a handle back, which says that the graphs are launched no more. Without
+ * `vpmm_graph_pool_finish` the memory goes back once the host has waited for the whole device, or with
+ * the pool.
+ *
+ * # Safety
+ * `graph` is null, or a handle that is not used again.
+ */
+void vpmm_graph_pool_release(struct vpmm_graph_pool *graph);
+
+/**
+ * Gives a device access to all memory of a pool, or takes it away; `access` is a `vpmm_access`.
+ *
+ * # Safety
+ * `pool` is null or a handle.
+ */
+enum vpmm_status vpmm_pool_set_access(const struct vpmm_pool *pool,
+                                      uint32_t device,
+                                      uint32_t access);
+
+/**
+ * Sends one allocation to a process that is in `vpmm_import_receive` at the other end of a connected
+ * Unix stream socket, and waits until it has mapped it. The pool was made with `sharing`. The memory
+ * stays where it is from then on, and may be freed when the other process has finished with it.
+ *
+ * # Safety
+ * `pool` is null or a handle; `socket` is an open descriptor.
+ */
+enum vpmm_status vpmm_export_send(const struct vpmm_pool *pool,
+                                  void *pointer,
+                                  int socket);
+
+/**
+ * Prepares to send a whole pool, again and again as it grows: one of these for each receiver.
+ *
+ * # Safety
+ * `pool` is null or a handle; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_export_create(const struct vpmm_pool *pool, struct vpmm_export **out);
+
+/**
+ * Sends what the pool has; from the second time on what it has made since, for
+ * `vpmm_import_receive_more`.
+ *
+ * # Safety
+ * `export` is null or a handle; `socket` is an open descriptor.
+ */
+enum vpmm_status vpmm_export_send_all(const struct vpmm_export *export_, int socket);
+
+/**
+ * Gives a handle back. What was sent stays shared.
+ *
+ * # Safety
+ * `export` is null, or a handle that is not used again.
+ */
+void vpmm_export_release(struct vpmm_export *export_);
+
+/**
+ * Takes the memory that the process at the other end of a connected Unix stream socket sends, and maps
+ * it for a device; `access` is `VPMM_ACCESS_READ` or `VPMM_ACCESS_READ_WRITE`. Blocks until it has come;
+ * timeouts are set on the socket.
+ *
+ * # Safety
+ * `driver` is null or a handle; `socket` is an open descriptor; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_import_receive(const struct vpmm_driver *driver,
+                                     uint32_t device,
+                                     int socket,
+                                     uint32_t access,
+                                     struct vpmm_import **out);
+
+/**
+ * Takes what a whole pool has made since it was sent last.
+ *
+ * # Safety
+ * `import` is null or a handle; `socket` is an open descriptor.
+ */
+enum vpmm_status vpmm_import_receive_more(const struct vpmm_import *import, int socket);
+
+/**
+ * The start of an allocation that was sent, null of a whole pool; and its bytes, or of a whole pool all
+ * that is mapped. Either may be null.
+ *
+ * # Safety
+ * `import` is null or a handle; `pointer` is null or has room for a pointer, `bytes` for a number.
+ */
+enum vpmm_status vpmm_import_memory(const struct vpmm_import *import,
+                                    void **pointer,
+                                    uint64_t *bytes);
+
+/**
+ * Where an address of the other process is in this one; `VPMM_BAD_POINTER` where it has no memory here.
+ *
+ * # Safety
+ * `import` is null or a handle; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_import_translate(const struct vpmm_import *import,
+                                       uint64_t there,
+                                       void **out);
+
+/**
+ * Waits for the work of the device's primary context, unmaps the memory and gives the handle back.
+ *
+ * # Safety
+ * `import` is null, or a handle that is not used again, nor is the memory.
+ */
+void vpmm_import_release(struct vpmm_import *import);
+
+/**
  * The version: a million times the major, a thousand times the minor, and the patch number.
  */
 uint32_t vpmm_version(void);
@@ -488,6 +905,52 @@ void vpmm_driver_release(struct vpmm_driver *driver);
  * `driver` is null or a handle; `out` is null or has room for a number.
  */
 enum vpmm_status vpmm_driver_device_count(const struct vpmm_driver *driver, uint32_t *out);
+
+/**
+ * Makes a pool for the memory of a graph. It counts towards the pool's limit.
+ *
+ * # Safety
+ * `pool` is null or a handle; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_graph_pool_create(const struct vpmm_pool *pool, struct vpmm_graph_pool **out);
+
+/**
+ * From now on until `vpmm_graph_pool_end`, what is allocated of the pool on `stream`, and on streams
+ * that take part in the same capture, comes from here. Before the capture, or in it.
+ *
+ * # Safety
+ * `graph` is null or a handle; the stream is alive until the end.
+ */
+enum vpmm_status vpmm_graph_pool_begin(const struct vpmm_graph_pool *graph,
+                                       void *stream);
+
+/**
+ * The capture on `stream` needs no more memory: best called when it has ended.
+ *
+ * # Safety
+ * `graph` is null or a handle; the stream is alive.
+ */
+enum vpmm_status vpmm_graph_pool_end(const struct vpmm_graph_pool *graph, void *stream);
+
+/**
+ * Gives the memory back once everything enqueued on `stream` so far has finished: all launches of the
+ * graphs come before that. Does not wait.
+ *
+ * # Safety
+ * `graph` is null or a handle; the stream is alive.
+ */
+enum vpmm_status vpmm_graph_pool_finish(const struct vpmm_graph_pool *graph,
+                                        void *stream);
+
+/**
+ * Gives a handle back, which says that the graphs are launched no more. Without
+ * `vpmm_graph_pool_finish` the memory goes back once the host has waited for the whole device, or with
+ * the pool.
+ *
+ * # Safety
+ * `graph` is null, or a handle that is not used again.
+ */
+void vpmm_graph_pool_release(struct vpmm_graph_pool *graph);
 
 /**
  * The text of this thread's last call that failed; empty before. It stays until the next one that
@@ -568,6 +1031,18 @@ enum vpmm_status vpmm_free_any(const struct vpmm_driver *driver, void *pointer, 
 enum vpmm_status vpmm_record_stream(const struct vpmm_pool *pool, void *pointer, void *stream);
 
 /**
+ * The allocation of the pool that an address is in: its first byte, and its bytes as the pool rounded
+ * them, either of which may be null. `VPMM_BAD_POINTER` where it is in none.
+ *
+ * # Safety
+ * `pool` is null or a handle; `start` is null or has room for a pointer, `bytes` for a number.
+ */
+enum vpmm_status vpmm_pool_allocation(const struct vpmm_pool *pool,
+                                      void *address,
+                                      void **start,
+                                      uint64_t *bytes);
+
+/**
  * Gives free memory back to the device until `keep_bytes` are held; `returned` may be null.
  *
  * # Safety
@@ -614,6 +1089,126 @@ enum vpmm_status vpmm_pool_layout(const struct vpmm_pool *pool,
  * `pool` is null or a handle.
  */
 enum vpmm_status vpmm_pool_validate(const struct vpmm_pool *pool);
+
+/**
+ * Gives a device access to all memory of a pool, or takes it away; `access` is a `vpmm_access`.
+ *
+ * # Safety
+ * `pool` is null or a handle.
+ */
+enum vpmm_status vpmm_pool_set_access(const struct vpmm_pool *pool,
+                                      uint32_t device,
+                                      uint32_t access);
+
+/**
+ * Sends one allocation to a process that is in `vpmm_import_receive` at the other end of a connected
+ * Unix stream socket, and waits until it has mapped it. The pool was made with `sharing`. The memory
+ * stays where it is from then on, and may be freed when the other process has finished with it.
+ *
+ * # Safety
+ * `pool` is null or a handle; `socket` is an open descriptor.
+ */
+enum vpmm_status vpmm_export_send(const struct vpmm_pool *pool,
+                                  void *pointer,
+                                  int socket);
+
+/**
+ * Prepares to send a whole pool, again and again as it grows: one of these for each receiver.
+ *
+ * # Safety
+ * `pool` is null or a handle; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_export_create(const struct vpmm_pool *pool, struct vpmm_export **out);
+
+/**
+ * Sends what the pool has; from the second time on what it has made since, for
+ * `vpmm_import_receive_more`.
+ *
+ * # Safety
+ * `export` is null or a handle; `socket` is an open descriptor.
+ */
+enum vpmm_status vpmm_export_send_all(const struct vpmm_export *export_, int socket);
+
+/**
+ * Gives a handle back. What was sent stays shared.
+ *
+ * # Safety
+ * `export` is null, or a handle that is not used again.
+ */
+void vpmm_export_release(struct vpmm_export *export_);
+
+/**
+ * Takes the memory that the process at the other end of a connected Unix stream socket sends, and maps
+ * it for a device; `access` is `VPMM_ACCESS_READ` or `VPMM_ACCESS_READ_WRITE`. Blocks until it has come;
+ * timeouts are set on the socket.
+ *
+ * # Safety
+ * `driver` is null or a handle; `socket` is an open descriptor; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_import_receive(const struct vpmm_driver *driver,
+                                     uint32_t device,
+                                     int socket,
+                                     uint32_t access,
+                                     struct vpmm_import **out);
+
+/**
+ * Takes what a whole pool has made since it was sent last.
+ *
+ * # Safety
+ * `import` is null or a handle; `socket` is an open descriptor.
+ */
+enum vpmm_status vpmm_import_receive_more(const struct vpmm_import *import, int socket);
+
+/**
+ * The start of an allocation that was sent, null of a whole pool; and its bytes, or of a whole pool all
+ * that is mapped. Either may be null.
+ *
+ * # Safety
+ * `import` is null or a handle; `pointer` is null or has room for a pointer, `bytes` for a number.
+ */
+enum vpmm_status vpmm_import_memory(const struct vpmm_import *import,
+                                    void **pointer,
+                                    uint64_t *bytes);
+
+/**
+ * Where an address of the other process is in this one; `VPMM_BAD_POINTER` where it has no memory here.
+ *
+ * # Safety
+ * `import` is null or a handle; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_import_translate(const struct vpmm_import *import,
+                                       uint64_t there,
+                                       void **out);
+
+/**
+ * Waits for the work of the device's primary context, unmaps the memory and gives the handle back.
+ *
+ * # Safety
+ * `import` is null, or a handle that is not used again, nor is the memory.
+ */
+void vpmm_import_release(struct vpmm_import *import);
+
+/**
+ * Registers a function for requests that find no memory. Functions are asked in the order of their
+ * registration; one that answers 1 is asked again if the request still fails, 256 times at most.
+ *
+ * # Safety
+ * `pool` is null or a handle; the function may be called with `context` from every thread that
+ * allocates, until the registration was given back and the calls under way have ended, and lets no
+ * exception out; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_pool_on_out_of_memory(const struct vpmm_pool *pool,
+                                            vpmm_shortage_function function,
+                                            void *context,
+                                            struct vpmm_shortage **out);
+
+/**
+ * Removes a function. A call of it that another thread is in goes on to its end.
+ *
+ * # Safety
+ * `shortage` is null, or a handle that is not used again.
+ */
+void vpmm_shortage_release(struct vpmm_shortage *shortage);
 
 /**
  * Sets the size, and all numbers to 0.
@@ -680,6 +1275,91 @@ enum vpmm_status vpmm_stream_take_back(const struct vpmm_driver *driver, void *s
 enum vpmm_status vpmm_stream_synchronize(const struct vpmm_driver *driver,
                                          uint32_t device,
                                          void *stream);
+
+/**
+ * Opens the heap of a tag, which is made at the first time; the same tag is the same heap. It counts
+ * towards the pool's limit, and lasts as long as the pool.
+ *
+ * # Safety
+ * `pool` is null or a handle; `tag` is null or ends with a zero byte; `out` is null or has room for a
+ * pointer.
+ */
+enum vpmm_status vpmm_tagged_open(const struct vpmm_pool *pool,
+                                  const char *tag,
+                                  struct vpmm_tagged **out);
+
+/**
+ * Gives a handle back. The heap stays, with what is allocated in it.
+ *
+ * # Safety
+ * `tagged` is null, or a handle that is not used again.
+ */
+void vpmm_tagged_release(struct vpmm_tagged *tagged);
+
+/**
+ * As `vpmm_malloc`, from the heap. Freed by `vpmm_free` of its pool. While the heap sleeps it answers
+ * `VPMM_BAD_STATE`.
+ *
+ * # Safety
+ * `tagged` is null or a handle; the stream is alive; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_tagged_malloc(const struct vpmm_tagged *tagged,
+                                    size_t bytes,
+                                    void *stream,
+                                    void **out);
+
+/**
+ * Whether the heap sleeps: 1 or 0.
+ *
+ * # Safety
+ * `tagged` is null or a handle; `out` is null or has room for a number.
+ */
+enum vpmm_status vpmm_tagged_is_asleep(const struct vpmm_tagged *tagged, uint32_t *out);
+
+/**
+ * What the heap holds.
+ *
+ * # Safety
+ * `tagged` is null or a handle; `out` is null or begins with its own size.
+ */
+enum vpmm_status vpmm_tagged_stats(const struct vpmm_tagged *tagged, struct vpmm_stats *out);
+
+/**
+ * Gives all physical memory of a heap to the device. Its allocations keep their addresses, which
+ * nothing may use until `vpmm_resume`. All work that uses them must come before on `stream`, for which
+ * the host waits. `contents` is a `vpmm_contents`; `path` names the file of `VPMM_CONTENTS_SAVE`, which
+ * is made or cut to nothing, and must stay as it is until the heap was resumed, and is not read else.
+ * `bytes`, which may be null, gets how much the device has again.
+ *
+ * If it fails the heap is awake as it was; the text says so if not.
+ *
+ * # Safety
+ * `pool` is null or a handle; `tag` and `path` are null or end with a zero byte; the stream is alive;
+ * `bytes` is null or has room for a number.
+ */
+enum vpmm_status vpmm_suspend(const struct vpmm_pool *pool,
+                              const char *tag,
+                              void *stream,
+                              uint32_t contents,
+                              const char *path,
+                              uint64_t *bytes);
+
+/**
+ * Brings a heap's memory back at the same addresses. Work that is enqueued on `stream` from here on
+ * finds there what `vpmm_suspend` kept. With `without_contents` that is given up instead, where it
+ * is lost. `bytes`, which may be null, gets how much memory it is.
+ *
+ * If it fails the heap is asleep as it was.
+ *
+ * # Safety
+ * `pool` is null or a handle; `tag` is null or ends with a zero byte; the stream is alive; `bytes` is
+ * null or has room for a number.
+ */
+enum vpmm_status vpmm_resume(const struct vpmm_pool *pool,
+                             const char *tag,
+                             void *stream,
+                             uint32_t without_contents,
+                             uint64_t *bytes);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <memory_resource>
 #include <new>
@@ -138,6 +139,131 @@ class pool {
  private:
   driver driver_;  // first, so that it is there when the pool ends
   std::shared_ptr<vpmm_pool> handle_;
+};
+
+/// A heap of a pool whose memory sleeps and wakes as one.
+class tagged {
+ public:
+  tagged(pool of, std::string tag) : pool_(std::move(of)), tag_(std::move(tag)) {
+    vpmm_tagged* handle = nullptr;
+    check(vpmm_tagged_open(pool_.get(), tag_.c_str(), &handle));
+    handle_.reset(handle, vpmm_tagged_release);
+  }
+
+  void* malloc(std::size_t bytes, void* stream) const {
+    void* pointer = nullptr;
+    check(vpmm_tagged_malloc(get(), bytes, stream, &pointer));
+    return pointer;
+  }
+  void free(void* pointer, void* stream) const { pool_.free(pointer, stream); }
+  /// Gives the memory to the device; returns how much. What the memory holds is kept on the host.
+  std::uint64_t suspend(void* stream, vpmm_contents contents = VPMM_CONTENTS_KEEP) const {
+    std::uint64_t bytes = 0;
+    check(vpmm_suspend(pool_.get(), tag_.c_str(), stream, contents, nullptr, &bytes));
+    return bytes;
+  }
+  /// The same, but that what the memory holds is written to a file.
+  std::uint64_t suspend_to(const std::string& path, void* stream) const {
+    std::uint64_t bytes = 0;
+    check(vpmm_suspend(pool_.get(), tag_.c_str(), stream, VPMM_CONTENTS_SAVE, path.c_str(), &bytes));
+    return bytes;
+  }
+  /// Brings the memory back; returns how much. Without contents what was kept is given up.
+  std::uint64_t resume(void* stream, bool with_contents = true) const {
+    std::uint64_t bytes = 0;
+    check(vpmm_resume(pool_.get(), tag_.c_str(), stream, with_contents ? 0 : 1, &bytes));
+    return bytes;
+  }
+  bool is_asleep() const {
+    std::uint32_t asleep = 0;
+    check(vpmm_tagged_is_asleep(get(), &asleep));
+    return asleep != 0;
+  }
+  vpmm_stats stats() const {
+    vpmm_stats stats;
+    vpmm_stats_init(&stats);
+    check(vpmm_tagged_stats(get(), &stats));
+    return stats;
+  }
+
+  vpmm_tagged* get() const noexcept { return handle_.get(); }
+
+ private:
+  pool pool_;
+  std::string tag_;
+  std::shared_ptr<vpmm_tagged> handle_;
+};
+
+/// A pool for the memory of one CUDA graph, or of several that never run at the same time.
+class graph_pool {
+ public:
+  explicit graph_pool(const pool& of) {
+    vpmm_graph_pool* handle = nullptr;
+    check(vpmm_graph_pool_create(of.get(), &handle));
+    handle_.reset(handle, vpmm_graph_pool_release);
+  }
+
+  void begin(void* stream) const { check(vpmm_graph_pool_begin(get(), stream)); }
+  void end(void* stream) const { check(vpmm_graph_pool_end(get(), stream)); }
+  void finish(void* stream) const { check(vpmm_graph_pool_finish(get(), stream)); }
+
+  vpmm_graph_pool* get() const noexcept { return handle_.get(); }
+
+ private:
+  std::shared_ptr<vpmm_graph_pool> handle_;
+};
+
+/// Memory of another process's pool.
+class imported {
+ public:
+  imported(const driver& of, std::uint32_t device, int socket, vpmm_access access) {
+    vpmm_import* handle = nullptr;
+    check(vpmm_import_receive(of.get(), device, socket, access, &handle));
+    handle_.reset(handle, vpmm_import_release);
+  }
+
+  /// The start of an allocation; null of a whole pool.
+  void* data() const {
+    void* pointer = nullptr;
+    check(vpmm_import_memory(get(), &pointer, nullptr));
+    return pointer;
+  }
+  std::uint64_t size() const {
+    std::uint64_t bytes = 0;
+    check(vpmm_import_memory(get(), nullptr, &bytes));
+    return bytes;
+  }
+
+  vpmm_import* get() const noexcept { return handle_.get(); }
+
+ private:
+  std::shared_ptr<vpmm_import> handle_;
+};
+
+/// Asks a function whenever memory runs out, as long as it lives: true tries again.
+class shortage_handler {
+ public:
+  shortage_handler(const pool& of, std::function<bool(const char*)> function)
+      : function_(std::make_unique<std::function<bool(const char*)>>(std::move(function))) {
+    vpmm_shortage* handle = nullptr;
+    check(vpmm_pool_on_out_of_memory(of.get(), ask, function_.get(), &handle));
+    handle_.reset(handle);
+  }
+
+ private:
+  static std::uint32_t ask(void* context, const char* text) {
+    try {
+      return (*static_cast<std::function<bool(const char*)>*>(context))(text) ? 1 : 0;
+    } catch (...) {
+      return 0;  // an exception must not pass through the library
+    }
+  }
+  struct release {
+    void operator()(vpmm_shortage* handle) const noexcept { vpmm_shortage_release(handle); }
+  };
+
+  std::unique_ptr<std::function<bool(const char*)>> function_;
+  std::unique_ptr<vpmm_shortage, release> handle_;  // last: removed before the function goes
 };
 
 /// In the shape of RMM's device resources: streams with each call, sizes given back, no exception out

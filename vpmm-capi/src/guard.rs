@@ -1,7 +1,7 @@
 //! Around every function: errors become a status and a text, and no panic leaves.
 
 use std::cell::RefCell;
-use std::ffi::{CString, c_char};
+use std::ffi::{CStr, CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use vpmm_core::Error;
@@ -76,6 +76,21 @@ pub extern "C" fn vpmm_last_error() -> *const c_char {
 pub(crate) unsafe fn given<'a, T>(pointer: *const T, argument: &str) -> Result<&'a T, Failure> {
     // SAFETY: the caller vouches for it.
     unsafe { pointer.as_ref() }.ok_or_else(|| Failure::null(argument))
+}
+
+/// A text that is not null, and is UTF-8.
+///
+/// # Safety
+/// A pointer that is not null is to a text that ends with a zero byte, which nobody changes meanwhile.
+pub(crate) unsafe fn text<'a>(pointer: *const c_char, argument: &str) -> Result<&'a str, Failure> {
+    if pointer.is_null() {
+        return Err(Failure::null(argument));
+    }
+    // SAFETY: the caller vouches for it.
+    unsafe { CStr::from_ptr(pointer) }.to_str().map_err(|_| {
+        let text = format!("{argument} is not UTF-8");
+        Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text)
+    })
 }
 
 /// Writes a result.

@@ -18,26 +18,49 @@
 #![allow(non_camel_case_types, reason = "names as C has them")]
 
 mod driver;
+mod graph;
 mod guard;
 mod options;
 mod pool;
+mod share;
+mod shortage;
 mod stats;
 mod status;
 mod stream;
+mod tagged;
 
 pub use driver::{vpmm_driver, vpmm_driver_device_count, vpmm_driver_load, vpmm_driver_release};
+pub use graph::{
+    vpmm_graph_pool, vpmm_graph_pool_begin, vpmm_graph_pool_create, vpmm_graph_pool_end,
+    vpmm_graph_pool_finish, vpmm_graph_pool_release,
+};
 pub use guard::vpmm_last_error;
-pub use options::{vpmm_pool_options, vpmm_pool_options_init, vpmm_profile};
+pub use options::{
+    vpmm_location, vpmm_pool_options, vpmm_pool_options_init, vpmm_profile, vpmm_reuse_off,
+    vpmm_sharing,
+};
 pub use pool::{
-    vpmm_free, vpmm_free_any, vpmm_malloc, vpmm_pool, vpmm_pool_create, vpmm_pool_destroy,
-    vpmm_pool_layout, vpmm_pool_release, vpmm_pool_reset_peaks, vpmm_pool_stats, vpmm_pool_trim_to,
-    vpmm_pool_validate, vpmm_record_stream,
+    vpmm_free, vpmm_free_any, vpmm_malloc, vpmm_pool, vpmm_pool_allocation, vpmm_pool_create,
+    vpmm_pool_destroy, vpmm_pool_layout, vpmm_pool_release, vpmm_pool_reset_peaks, vpmm_pool_stats,
+    vpmm_pool_trim_to, vpmm_pool_validate, vpmm_record_stream,
+};
+pub use share::{
+    vpmm_access, vpmm_export, vpmm_export_create, vpmm_export_release, vpmm_export_send,
+    vpmm_export_send_all, vpmm_import, vpmm_import_memory, vpmm_import_receive,
+    vpmm_import_receive_more, vpmm_import_release, vpmm_import_translate, vpmm_pool_set_access,
+};
+pub use shortage::{
+    vpmm_pool_on_out_of_memory, vpmm_shortage, vpmm_shortage_function, vpmm_shortage_release,
 };
 pub use stats::{vpmm_stats, vpmm_stats_init};
 pub use status::{vpmm_status, vpmm_status_name};
 pub use stream::{
     vpmm_stream_create, vpmm_stream_destroy, vpmm_stream_lend, vpmm_stream_synchronize,
     vpmm_stream_take_back,
+};
+pub use tagged::{
+    vpmm_contents, vpmm_resume, vpmm_suspend, vpmm_tagged, vpmm_tagged_is_asleep,
+    vpmm_tagged_malloc, vpmm_tagged_open, vpmm_tagged_release, vpmm_tagged_stats,
 };
 
 /// The version: a million times the major, a thousand times the minor, and the patch number.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vpmm_core::{PagedConfig, PendingPolicy, PoolConfig, WaitPolicy};
+use vpmm_core::{Location, PagedConfig, PendingPolicy, PoolConfig, Reuse, Sharing, WaitPolicy};
 
 use crate::guard::Failure;
 use crate::status::vpmm_status;
@@ -45,8 +45,51 @@ pub struct vpmm_pool_options {
     /// Where only other streams' memory is free: 0, as at first, the profile's own way, 1 grow first,
     /// 2 take it with a wait on the GPU first.
     pub pending_policy: u32,
+    /// How the memory can be shared with other processes, a `vpmm_sharing`. At first not at all.
+    pub sharing: u32,
+    /// Where the memory is, a `vpmm_location`. At first on the device.
+    pub location: u32,
+    /// The number of the host's NUMA node, for `VPMM_LOCATION_HOST_NUMA`.
+    pub numa_node: u32,
+    /// Ways in which a stream gets no memory that another stream freed, a sum of `vpmm_reuse_off`. At
+    /// first 0: all ways are on.
+    pub reuse_off: u32,
     /// Reserved: 0.
     pub reserved: u32,
+}
+
+/// How a pool's memory can be shared with other processes.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum vpmm_sharing {
+    /// Not at all.
+    VPMM_SHARING_NONE = 0,
+    /// By file descriptors, with processes of this machine.
+    VPMM_SHARING_FILE_DESCRIPTOR = 1,
+    /// By fabric handles, with processes of every machine on the NVLink fabric.
+    VPMM_SHARING_FABRIC = 2,
+}
+
+/// Where a pool's memory is.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum vpmm_location {
+    /// On the device.
+    VPMM_LOCATION_DEVICE = 0,
+    /// On the host.
+    VPMM_LOCATION_HOST = 1,
+    /// On one NUMA node of the host.
+    VPMM_LOCATION_HOST_NUMA = 2,
+}
+
+/// A way in which a stream gets no memory that another stream freed.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum vpmm_reuse_off {
+    /// Not where the pool finds by an event that the other stream has come past the free.
+    VPMM_REUSE_OFF_OPPORTUNISTIC = 1,
+    /// Not by a wait on the GPU that the pool adds.
+    VPMM_REUSE_OFF_INTERNAL_DEPENDENCIES = 2,
 }
 
 impl vpmm_pool_options {
@@ -61,6 +104,10 @@ impl vpmm_pool_options {
         initial_pages: 0,
         page_size_bytes: 0,
         pending_policy: 0,
+        sharing: 0,
+        location: 0,
+        numa_node: 0,
+        reuse_off: 0,
         reserved: 0,
     };
 
@@ -100,6 +147,34 @@ impl vpmm_pool_options {
         }
     }
 
+    fn sharing(&self) -> Result<Sharing, Failure> {
+        match self.sharing {
+            0 => Ok(Sharing::None),
+            1 => Ok(Sharing::FileDescriptor),
+            2 => Ok(Sharing::Fabric),
+            other => Err(wrong("sharing", u64::from(other))),
+        }
+    }
+
+    fn location(&self) -> Result<Location, Failure> {
+        match self.location {
+            0 => Ok(Location::Device),
+            1 => Ok(Location::Host),
+            2 => Ok(Location::HostNuma(self.numa_node)),
+            other => Err(wrong("location", u64::from(other))),
+        }
+    }
+
+    fn reuse(&self) -> Result<Reuse, Failure> {
+        if self.reuse_off > 3 {
+            return Err(wrong("reuse_off", u64::from(self.reuse_off)));
+        }
+        let mut reuse = Reuse::default();
+        reuse.opportunistic = self.reuse_off & 1 == 0;
+        reuse.internal_dependencies = self.reuse_off & 2 == 0;
+        Ok(reuse)
+    }
+
     fn wait(&self) -> WaitPolicy {
         match self.wait_nanoseconds {
             0 => WaitPolicy::FailAtOnce,
@@ -115,6 +190,9 @@ impl vpmm_pool_options {
         config.release_threshold_bytes = some(self.release_threshold_bytes, u64::MAX);
         config.out_of_memory = self.wait();
         config.pending_policy = self.pending_policy(config.pending_policy)?;
+        config.sharing = self.sharing()?;
+        config.location = self.location()?;
+        config.reuse = self.reuse()?;
         Ok(config)
     }
 
@@ -127,6 +205,9 @@ impl vpmm_pool_options {
         config.va_size_bytes = some(self.va_size_bytes, 0).unwrap_or(config.va_size_bytes);
         config.out_of_memory = self.wait();
         config.pending_policy = self.pending_policy(config.pending_policy)?;
+        config.sharing = self.sharing()?;
+        config.location = self.location()?;
+        config.reuse = self.reuse()?;
         Ok(config)
     }
 

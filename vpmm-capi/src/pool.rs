@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_void};
 use std::sync::Arc;
 
-use vpmm_core::{DevicePtr, Pool};
+use vpmm_core::{DevicePtr, Pool, StreamHandle};
 
 use crate::driver::{Loaded, vpmm_driver};
 use crate::guard::{Failure, given, guard, put};
@@ -16,6 +16,32 @@ pub struct vpmm_pool {
     // First, so that its driver is there when it ends.
     pool: Pool,
     loaded: Arc<Loaded>,
+}
+
+impl vpmm_pool {
+    pub(crate) fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    pub(crate) fn loaded(&self) -> &Arc<Loaded> {
+        &self.loaded
+    }
+
+    /// # Safety
+    /// The stream is alive while the handle is used.
+    pub(crate) unsafe fn stream(&self, raw: *mut c_void) -> StreamHandle {
+        // SAFETY: the caller vouches for it.
+        unsafe { self.loaded.stream(raw) }
+    }
+}
+
+/// A device's address, as CUDA's own functions give it.
+pub(crate) fn to_pointer(address: DevicePtr) -> *mut c_void {
+    std::ptr::without_provenance_mut(address.address() as usize)
+}
+
+pub(crate) fn of_pointer(pointer: *mut c_void) -> DevicePtr {
+    DevicePtr::from_address(pointer.addr() as u64)
 }
 
 /// Makes a pool; `options` may be null, for a pool of the default profile on device 0.
@@ -106,15 +132,13 @@ pub unsafe extern "C" fn vpmm_malloc(
         if out.is_null() {
             return Err(Failure::null("out"));
         }
-        let address = if bytes == 0 {
-            0
+        let pointer = if bytes == 0 {
+            std::ptr::null_mut()
         } else {
             // SAFETY: the caller vouches for it.
-            let stream = unsafe { pool.loaded.stream(stream) };
-            pool.pool.malloc(bytes, stream)?.address()
+            let stream = unsafe { pool.stream(stream) };
+            to_pointer(pool.pool.malloc(bytes, stream)?)
         };
-        // A device address, as CUDA's own functions give it.
-        let pointer = std::ptr::without_provenance_mut(address as usize);
         // SAFETY: the caller vouches for it.
         unsafe { put(out, "out", pointer) }
     })
@@ -138,8 +162,8 @@ pub unsafe extern "C" fn vpmm_free(
             return Ok(());
         }
         // SAFETY: the caller vouches for it.
-        let stream = unsafe { pool.loaded.stream(stream) };
-        Ok(pool.pool.free(DevicePtr::from_address(pointer.addr() as u64), stream)?)
+        let stream = unsafe { pool.stream(stream) };
+        Ok(pool.pool.free(of_pointer(pointer), stream)?)
     })
 }
 
@@ -161,7 +185,7 @@ pub unsafe extern "C" fn vpmm_free_any(
         }
         // SAFETY: the caller vouches for it.
         let stream = unsafe { loaded.stream(stream) };
-        Ok(loaded.free_any(DevicePtr::from_address(pointer.addr() as u64), stream)?)
+        Ok(loaded.free_any(of_pointer(pointer), stream)?)
     })
 }
 
@@ -183,8 +207,39 @@ pub unsafe extern "C" fn vpmm_record_stream(
             return Ok(());
         }
         // SAFETY: the caller vouches for it.
-        let stream = unsafe { pool.loaded.stream(stream) };
-        Ok(pool.pool.record_stream(DevicePtr::from_address(pointer.addr() as u64), stream)?)
+        let stream = unsafe { pool.stream(stream) };
+        Ok(pool.pool.record_stream(of_pointer(pointer), stream)?)
+    })
+}
+
+/// The allocation of the pool that an address is in: its first byte, and its bytes as the pool rounded
+/// them, either of which may be null. `VPMM_BAD_POINTER` where it is in none.
+///
+/// # Safety
+/// `pool` is null or a handle; `start` is null or has room for a pointer, `bytes` for a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_pool_allocation(
+    pool: *const vpmm_pool,
+    address: *mut c_void,
+    start: *mut *mut c_void,
+    bytes: *mut u64,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let pool = unsafe { given(pool, "pool") }?;
+        let Some(found) = pool.pool.allocation(address.addr() as u64) else {
+            let text = format!("{address:p} is in no allocation of the pool");
+            return Err(Failure::new(vpmm_status::VPMM_BAD_POINTER, text));
+        };
+        if !start.is_null() {
+            // SAFETY: the caller vouches for it.
+            unsafe { put(start, "start", to_pointer(found.start)) }?;
+        }
+        if !bytes.is_null() {
+            // SAFETY: the caller vouches for it.
+            unsafe { put(bytes, "bytes", found.bytes) }?;
+        }
+        Ok(())
     })
 }
 

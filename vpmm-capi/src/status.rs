@@ -38,6 +38,12 @@ pub enum vpmm_status {
     VPMM_PANIC = 13,
     /// Anything else: the text says what.
     VPMM_OTHER = 14,
+    /// What it is asked of is not in the state for it: asleep, awake, exported, begun, released.
+    VPMM_BAD_STATE = 15,
+    /// Nothing has that name.
+    VPMM_NOT_FOUND = 16,
+    /// A file, a socket, or what came through it.
+    VPMM_IO_ERROR = 17,
 }
 
 use vpmm_status::*;
@@ -65,6 +71,19 @@ impl vpmm_status {
                 VPMM_INVALID_ARGUMENT
             }
             Error::PoolShared { .. } => VPMM_IN_USE,
+            Error::Asleep
+            | Error::NotAsleep
+            | Error::HalfAsleep { .. }
+            | Error::Exported { .. }
+            | Error::NotShareable { .. }
+            | Error::GraphPool { .. } => VPMM_BAD_STATE,
+            Error::UnknownTag => VPMM_NOT_FOUND,
+            Error::Socket(_)
+            | Error::BadMessage { .. }
+            | Error::PeerRefused
+            | Error::ImportRefused { .. }
+            | Error::ContentsFile(_)
+            | Error::ContentsChanged { .. } => VPMM_IO_ERROR,
             Error::Forked => VPMM_FORKED,
             _ => VPMM_OTHER,
         }
@@ -87,11 +106,14 @@ impl vpmm_status {
             VPMM_CORRUPT => c"VPMM_CORRUPT",
             VPMM_PANIC => c"VPMM_PANIC",
             VPMM_OTHER => c"VPMM_OTHER",
+            VPMM_BAD_STATE => c"VPMM_BAD_STATE",
+            VPMM_NOT_FOUND => c"VPMM_NOT_FOUND",
+            VPMM_IO_ERROR => c"VPMM_IO_ERROR",
         }
     }
 }
 
-const ALL: [vpmm_status; 15] = [
+const ALL: [vpmm_status; 18] = [
     VPMM_OK,
     VPMM_INVALID_ARGUMENT,
     VPMM_OUT_OF_MEMORY,
@@ -107,6 +129,9 @@ const ALL: [vpmm_status; 15] = [
     VPMM_CORRUPT,
     VPMM_PANIC,
     VPMM_OTHER,
+    VPMM_BAD_STATE,
+    VPMM_NOT_FOUND,
+    VPMM_IO_ERROR,
 ];
 
 /// The name of a status as it is written here, for ever; `"?"` for a number that is none.

@@ -3,13 +3,17 @@
 use std::path::Path;
 
 /// In the order in which a reader of the header wants them.
-const SOURCES: [&str; 7] = ["status", "guard", "driver", "stream", "options", "stats", "pool"];
+const SOURCES: [&str; 11] = [
+    "status", "guard", "driver", "stream", "options", "stats", "pool", "shortage", "tagged",
+    "graph", "share",
+];
 
 fn generated() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut config = cbindgen::Config { usize_is_size_t: true, ..Default::default() };
-    // A field has its number, so that no signature names it.
-    config.export.include = vec!["vpmm_profile".to_owned()];
+    // A field or an argument has their number, so that no signature names them.
+    let numbers = ["profile", "sharing", "location", "reuse_off", "contents", "access"];
+    config.export.include = numbers.map(|name| format!("vpmm_{name}")).to_vec();
     let mut builder = cbindgen::Builder::new()
         .with_config(config)
         .with_language(cbindgen::Language::C)

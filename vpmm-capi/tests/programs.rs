@@ -80,6 +80,11 @@ fn a_program_in_c_with_the_static_library() {
 }
 
 #[test]
+fn sleep_graphs_sharing_and_shortage_in_c() {
+    build_and_run("features.c", &["-std=c99"], true);
+}
+
+#[test]
 fn a_program_in_cpp() {
     build_and_run("program.cpp", &["-std=c++17"], true);
 }

@@ -63,5 +63,40 @@ int main() {
   pmr.deallocate(of_pmr, 5000, 64);
   stream.synchronize();
   MUST(pool.trim_to(0) > 0);
+
+  {
+    vpmm::tagged weights(pool, "weights");
+    void* tensor = weights.malloc(40 << 20, stream.get());
+    MUST(weights.suspend(stream.get()) >= 40 << 20 && weights.is_asleep());
+    try {
+      weights.malloc(1, stream.get());
+      MUST(false);
+    } catch (const vpmm::error& error) {
+      MUST(error.status() == VPMM_BAD_STATE);
+    }
+    MUST(weights.resume(stream.get()) >= 40 << 20 && !weights.is_asleep());
+    MUST(weights.stats().live_count == 1);
+    // What is in the way is given up when asked for: here the weights.
+    int asked = 0;
+    vpmm::shortage_handler handler(pool, [&](const char* text) {
+      MUST(std::strstr(text, "out of memory") != nullptr);
+      if (asked++ > 0) throw 1;  // is "no"
+      weights.suspend(stream.get(), VPMM_CONTENTS_DISCARD);
+      return true;
+    });
+    pool.free(pool.malloc(50 << 20, stream.get()), stream.get());
+    MUST(asked == 1 && weights.is_asleep());
+    try {
+      pool.malloc(70 << 20, stream.get());
+      MUST(false);
+    } catch (const vpmm::out_of_memory&) {
+    }
+    weights.free(tensor, stream.get());
+  }
+  vpmm::graph_pool graph(pool);
+  graph.begin(stream.get());
+  pool.free(pool.malloc(1 << 20, stream.get()), stream.get());
+  graph.end(stream.get());
+  graph.finish(stream.get());
   return 0;
 }

@@ -1,0 +1,278 @@
+//! Memory for other processes, and of them: by a connected Unix stream socket.
+
+use std::ffi::{c_int, c_void};
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use vpmm_core::{Access, Export, Imported, Pool};
+
+use crate::driver::{Loaded, vpmm_driver};
+use crate::guard::{Failure, given, guard, put};
+use crate::pool::{of_pointer, to_pointer, vpmm_pool};
+use crate::status::vpmm_status;
+
+/// What a device may do with memory.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum vpmm_access {
+    /// Nothing.
+    VPMM_ACCESS_NONE = 0,
+    /// Read.
+    VPMM_ACCESS_READ = 1,
+    /// Read and write.
+    VPMM_ACCESS_READ_WRITE = 3,
+}
+
+fn access_of(access: u32) -> Result<Access, Failure> {
+    match access {
+        0 => Ok(Access::None),
+        1 => Ok(Access::Read),
+        3 => Ok(Access::ReadWrite),
+        other => {
+            let text = format!("access cannot be {other}");
+            Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text))
+        }
+    }
+}
+
+/// Gives a device access to all memory of a pool, or takes it away; `access` is a `vpmm_access`.
+///
+/// # Safety
+/// `pool` is null or a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_pool_set_access(
+    pool: *const vpmm_pool,
+    device: u32,
+    access: u32,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let pool = unsafe { given(pool, "pool") }?;
+        let device = pool.loaded().device(device)?;
+        Ok(pool.pool().set_access(&device, access_of(access)?)?)
+    })
+}
+
+/// Sends one allocation to a process that is in `vpmm_import_receive` at the other end of a connected
+/// Unix stream socket, and waits until it has mapped it. The pool was made with `sharing`. The memory
+/// stays where it is from then on, and may be freed when the other process has finished with it.
+///
+/// # Safety
+/// `pool` is null or a handle; `socket` is an open descriptor.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_export_send(
+    pool: *const vpmm_pool,
+    pointer: *mut c_void,
+    socket: c_int,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let pool = unsafe { given(pool, "pool") }?;
+        // SAFETY: the caller vouches for it.
+        let socket = unsafe { borrow(socket) }?;
+        Ok(pool.pool().export(of_pointer(pointer))?.send(socket)?)
+    })
+}
+
+/// A whole pool on its way to another process.
+pub struct vpmm_export {
+    // Before the pool that it borrows.
+    export: Mutex<Export<'static>>,
+    _pool: Box<Pool>,
+    _loaded: Arc<Loaded>,
+}
+
+/// Prepares to send a whole pool, again and again as it grows: one of these for each receiver.
+///
+/// # Safety
+/// `pool` is null or a handle; `out` is null or has room for a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_export_create(
+    pool: *const vpmm_pool,
+    out: *mut *mut vpmm_export,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let from = unsafe { given(pool, "pool") }?;
+        if out.is_null() {
+            return Err(Failure::null("out"));
+        }
+        let pool = Box::new(from.pool().clone());
+        // SAFETY: the box keeps the pool in place, and is dropped after what borrows it.
+        let borrowed: &'static Pool = unsafe { &*std::ptr::from_ref(&*pool) };
+        let export = Mutex::new(borrowed.export_all()?);
+        let export = vpmm_export { export, _pool: pool, _loaded: Arc::clone(from.loaded()) };
+        // SAFETY: the caller vouches for it.
+        unsafe { put(out, "out", Box::into_raw(Box::new(export))) }
+    })
+}
+
+/// Sends what the pool has; from the second time on what it has made since, for
+/// `vpmm_import_receive_more`.
+///
+/// # Safety
+/// `export` is null or a handle; `socket` is an open descriptor.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_export_send_all(
+    export: *const vpmm_export,
+    socket: c_int,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let export = unsafe { given(export, "export") }?;
+        // SAFETY: the caller vouches for it.
+        let socket = unsafe { borrow(socket) }?;
+        Ok(export.export.lock().unwrap_or_else(PoisonError::into_inner).send(socket)?)
+    })
+}
+
+/// Gives a handle back. What was sent stays shared.
+///
+/// # Safety
+/// `export` is null, or a handle that is not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_export_release(export: *mut vpmm_export) {
+    if !export.is_null() {
+        // SAFETY: made by `Box::into_raw` in `vpmm_export_create`, given back once.
+        let export = unsafe { Box::from_raw(export) };
+        let _ = guard(|| {
+            drop(export);
+            Ok(())
+        });
+    }
+}
+
+/// Memory of another process's pool, mapped in this one.
+pub struct vpmm_import {
+    // First, so that its driver is there when it ends.
+    imported: Mutex<Imported>,
+    _loaded: Arc<Loaded>,
+}
+
+/// Takes the memory that the process at the other end of a connected Unix stream socket sends, and maps
+/// it for a device; `access` is `VPMM_ACCESS_READ` or `VPMM_ACCESS_READ_WRITE`. Blocks until it has come;
+/// timeouts are set on the socket.
+///
+/// # Safety
+/// `driver` is null or a handle; `socket` is an open descriptor; `out` is null or has room for a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_import_receive(
+    driver: *const vpmm_driver,
+    device: u32,
+    socket: c_int,
+    access: u32,
+    out: *mut *mut vpmm_import,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let loaded = &unsafe { given(driver, "driver") }?.0;
+        if out.is_null() {
+            return Err(Failure::null("out"));
+        }
+        // SAFETY: the caller vouches for it.
+        let socket = unsafe { borrow(socket) }?;
+        let imported = Imported::receive(&loaded.device(device)?, socket, access_of(access)?)?;
+        let import = vpmm_import { imported: Mutex::new(imported), _loaded: Arc::clone(loaded) };
+        // SAFETY: the caller vouches for it.
+        unsafe { put(out, "out", Box::into_raw(Box::new(import))) }
+    })
+}
+
+/// Takes what a whole pool has made since it was sent last.
+///
+/// # Safety
+/// `import` is null or a handle; `socket` is an open descriptor.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_import_receive_more(
+    import: *const vpmm_import,
+    socket: c_int,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let import = unsafe { given(import, "import") }?;
+        // SAFETY: the caller vouches for it.
+        let socket = unsafe { borrow(socket) }?;
+        let mut imported = import.imported.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(imported.receive_more(socket)?)
+    })
+}
+
+/// The start of an allocation that was sent, null of a whole pool; and its bytes, or of a whole pool all
+/// that is mapped. Either may be null.
+///
+/// # Safety
+/// `import` is null or a handle; `pointer` is null or has room for a pointer, `bytes` for a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_import_memory(
+    import: *const vpmm_import,
+    pointer: *mut *mut c_void,
+    bytes: *mut u64,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let import = unsafe { given(import, "import") }?;
+        let imported = import.imported.lock().unwrap_or_else(PoisonError::into_inner);
+        let start = imported.ptr().map_or(std::ptr::null_mut(), to_pointer);
+        if !pointer.is_null() {
+            // SAFETY: the caller vouches for it.
+            unsafe { put(pointer, "pointer", start) }?;
+        }
+        if !bytes.is_null() {
+            // SAFETY: the caller vouches for it.
+            unsafe { put(bytes, "bytes", imported.bytes()) }?;
+        }
+        Ok(())
+    })
+}
+
+/// Where an address of the other process is in this one; `VPMM_BAD_POINTER` where it has no memory here.
+///
+/// # Safety
+/// `import` is null or a handle; `out` is null or has room for a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_import_translate(
+    import: *const vpmm_import,
+    there: u64,
+    out: *mut *mut c_void,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let import = unsafe { given(import, "import") }?;
+        let imported = import.imported.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(here) = imported.translate(there) else {
+            let text = format!("{there:#x} has no memory here");
+            return Err(Failure::new(vpmm_status::VPMM_BAD_POINTER, text));
+        };
+        // SAFETY: the caller vouches for it.
+        unsafe { put(out, "out", to_pointer(here)) }
+    })
+}
+
+/// Waits for the work of the device's primary context, unmaps the memory and gives the handle back.
+///
+/// # Safety
+/// `import` is null, or a handle that is not used again, nor is the memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_import_release(import: *mut vpmm_import) {
+    if !import.is_null() {
+        // SAFETY: made by `Box::into_raw` in `vpmm_import_receive`, given back once.
+        let import = unsafe { Box::from_raw(import) };
+        let _ = guard(|| {
+            drop(import);
+            Ok(())
+        });
+    }
+}
+
+/// Refuses what is no descriptor.
+///
+/// # Safety
+/// Any other is open as long as the result is used.
+unsafe fn borrow<'a>(socket: c_int) -> Result<BorrowedFd<'a>, Failure> {
+    if socket < 0 {
+        let text = format!("{socket} is no descriptor");
+        return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
+    }
+    // SAFETY: not -1; the caller vouches for the rest.
+    Ok(unsafe { BorrowedFd::borrow_raw(socket) })
+}
