@@ -18,6 +18,24 @@ pub struct vpmm_pool {
     loaded: Arc<Loaded>,
 }
 
+impl vpmm_pool {
+    /// A handle, which `vpmm_pool_release` takes back.
+    pub(crate) fn handle(pool: Pool, loaded: Arc<Loaded>) -> *mut Self {
+        Box::into_raw(Box::new(Self { pool, loaded }))
+    }
+}
+
+impl Loaded {
+    pub(crate) fn new_pool(&self, options: &vpmm_pool_options) -> Result<Pool, Failure> {
+        let device = self.device(options.device)?;
+        Ok(if options.is_paged()? {
+            Pool::paged(&device, &options.paged_profile()?)?
+        } else {
+            Pool::new(&device, &options.default_profile()?)?
+        })
+    }
+}
+
 /// Makes a pool; `options` may be null, for a pool of the default profile on device 0.
 ///
 /// # Safety
@@ -37,13 +55,8 @@ pub unsafe extern "C" fn vpmm_pool_create(
         if out.is_null() {
             return Err(Failure::null("out"));
         }
-        let device = loaded.device(options.device)?;
-        let pool = if options.is_paged()? {
-            Pool::paged(&device, &options.paged_profile()?)?
-        } else {
-            Pool::new(&device, &options.default_profile()?)?
-        };
-        let handle = Box::into_raw(Box::new(vpmm_pool { pool, loaded }));
+        let pool = loaded.new_pool(&options)?;
+        let handle = vpmm_pool::handle(pool, loaded);
         // SAFETY: the caller vouches for it.
         unsafe { put(out, "out", handle) }
     })

@@ -3,13 +3,29 @@
 use std::path::Path;
 
 /// In the order in which a reader of the header wants them.
-const SOURCES: [&str; 7] = ["status", "guard", "driver", "stream", "options", "stats", "pool"];
+const SOURCES: [&str; 10] = [
+    "version",
+    "status",
+    "guard",
+    "driver",
+    "stream",
+    "options",
+    "stats",
+    "pool",
+    "process/mod",
+    "torch/mod",
+];
 
 fn generated() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut config = cbindgen::Config { usize_is_size_t: true, ..Default::default() };
     // A field has its number, so that no signature names it.
     config.export.include = vec!["vpmm_profile".to_owned()];
+    // Functions with types of C++: for those who find them by name.
+    let pools = ["begin_allocate_to_pool", "end_allocate_to_pool", "release_pool"];
+    let mut excluded = pools.map(|name| format!("vpmm_torch_{name}")).to_vec();
+    excluded.extend(["MempoolId".to_owned(), "StdFunction".to_owned()]);
+    config.export.exclude = excluded;
     let mut builder = cbindgen::Builder::new()
         .with_config(config)
         .with_language(cbindgen::Language::C)
@@ -25,7 +41,7 @@ fn generated() -> String {
         .with_documentation(true)
         .with_style(cbindgen::Style::Both)
         .with_line_length(100);
-    for source in SOURCES.iter().chain(&["lib"]) {
+    for source in SOURCES {
         builder = builder.with_src(root.join(format!("src/{source}.rs")));
     }
     let mut header = Vec::new();
