@@ -6,7 +6,6 @@
 use std::ffi::{c_char, c_void};
 use std::mem::{MaybeUninit, forget};
 use std::ptr;
-use std::sync::OnceLock;
 
 use libloading::os::unix::{Library, RTLD_LAZY};
 
@@ -55,11 +54,6 @@ struct Thrower {
     /// `typeid(c10::Error)`, `typeid(c10::OutOfMemoryError)`.
     types: [*const c_void; 2],
 }
-
-// SAFETY: addresses of code and constants in libraries that stay loaded.
-unsafe impl Send for Thrower {}
-// SAFETY: as above.
-unsafe impl Sync for Thrower {}
 
 fn loaded(name: &str) -> Option<Library> {
     // SAFETY: it is loaded already, so nothing of it runs now.
@@ -146,8 +140,7 @@ unsafe extern "C-unwind" fn end_error(error: *mut c_void) {
 /// Throws a failure as PyTorch knows it: `c10::OutOfMemoryError` or `c10::Error`. Where PyTorch is not
 /// there, or another than is known here, `std::runtime_error`; where there is no C++ at all it returns.
 pub(super) fn throw(failure: Failure) {
-    static THROWER: OnceLock<Option<Thrower>> = OnceLock::new();
-    if let Some(thrower) = *THROWER.get_or_init(Thrower::find) {
+    if let Some(thrower) = Thrower::find() {
         // SAFETY: the symbols are looked up by their mangled names, which say their types.
         unsafe { thrower.throw(failure) }
     }
