@@ -8,6 +8,11 @@
 #include <stdint.h>
 
 /**
+ * In `vpmm_process_configure`: for every device that has no options of its own.
+ */
+#define VPMM_EVERY_DEVICE UINT32_MAX
+
+/**
  * What a function answers. Further kinds may be added.
  */
 typedef enum vpmm_status {
@@ -393,493 +398,22 @@ extern "C" {
 #endif // __cplusplus
 
 /**
- * The name of a status as it is written here, for ever; `"?"` for a number that is none.
- */
-const char *vpmm_status_name(int32_t status);
-
-/**
- * The text of this thread's last call that failed; empty before. It stays until the next one that
- * fails on this thread.
- */
-const char *vpmm_last_error(void);
-
-/**
- * Loads a driver. `device` is `"cuda"`, `"sim"` for the simulated driver, which needs no GPU, or null
- * for what the environment variable VPMM_DEVICE says: either, or `"cuda"` where it is not set.
- *
- * # Safety
- * `device` is null or ends with a zero byte; `out` is null or has room for a pointer.
- */
-enum vpmm_status vpmm_driver_load(const char *device,
-                                  struct vpmm_driver **out);
-
-/**
- * Gives a handle back. Streams that were lent by it are the driver's own again: see
- * `vpmm_stream_lend`.
- *
- * # Safety
- * `driver` is null, or a handle that is not used again.
- */
-void vpmm_driver_release(struct vpmm_driver *driver);
-
-/**
- * How many devices the driver shows.
- *
- * # Safety
- * `driver` is null or a handle; `out` is null or has room for a number.
- */
-enum vpmm_status vpmm_driver_device_count(const struct vpmm_driver *driver, uint32_t *out);
-
-/**
- * Makes a stream on a device, which does not wait for the default stream. `out` is a `CUstream`, which
- * is a `cudaStream_t`.
- *
- * # Safety
- * `driver` is null or a handle; `out` is null or has room for a pointer.
- */
-enum vpmm_status vpmm_stream_create(const struct vpmm_driver *driver,
-                                    uint32_t device,
-                                    void **out);
-
-/**
- * Destroys a stream that `vpmm_stream_create` made. Its work still runs to its end.
- *
- * # Safety
- * `driver` is null or a handle; the stream is not used again.
- */
-enum vpmm_status vpmm_stream_destroy(const struct vpmm_driver *driver, void *stream);
-
-/**
- * Tells of a stream that was made elsewhere and will not end before `vpmm_stream_take_back`. Pools
- * then serve it without a driver call, and record nothing at its frees; without this a pool asks about
- * the stream at each call, and records an event at each free, since it may end at any time.
- *
- * Not for a stream that captures (`VPMM_BAD_STREAM`). For the default streams nothing is done.
- *
- * # Safety
- * `driver` is null or a handle; the stream is alive, and of the device's primary context.
- */
-enum vpmm_status vpmm_stream_lend(const struct vpmm_driver *driver,
-                                  uint32_t device,
-                                  void *stream);
-
-/**
- * Tells pools that a stream that was lent may end from here on.
- *
- * # Safety
- * `driver` is null or a handle; the stream is alive, and no other thread is in a call with it.
- */
-enum vpmm_status vpmm_stream_take_back(const struct vpmm_driver *driver, void *stream);
-
-/**
- * Waits on the host for everything enqueued so far on a stream that was made or lent here, or on a
- * default one; what was freed there before is then
- * everybody's.
- *
- * # Safety
- * `driver` is null or a handle; the stream is alive.
- */
-enum vpmm_status vpmm_stream_synchronize(const struct vpmm_driver *driver,
-                                         uint32_t device,
-                                         void *stream);
-
-/**
- * Sets everything to its first value.
- *
- * # Safety
- * `options` is null or has room for the structure.
- */
-void vpmm_pool_options_init(struct vpmm_pool_options *options);
-
-/**
- * Sets the size, and all numbers to 0.
- *
- * # Safety
- * `stats` is null or has room for the structure.
- */
-void vpmm_stats_init(struct vpmm_stats *stats);
-
-/**
- * Makes a pool; `options` may be null, for a pool of the default profile on device 0.
- *
- * # Safety
- * `driver` is null or a handle; `options` is null or begins with its own size; `out` is null or has
- * room for a pointer.
- */
-enum vpmm_status vpmm_pool_create(const struct vpmm_driver *driver,
-                                  const struct vpmm_pool_options *options,
-                                  struct vpmm_pool **out);
-
-/**
- * Gives a handle back. The pool ends, which waits for the work before its frees. If something is still
- * allocated it lives on, and ends when that has been freed by `vpmm_free_any`; `vpmm_pool_destroy` ends
- * a pool with all that is allocated.
- *
- * # Safety
- * `pool` is null, or a handle that is not used again.
- */
-void vpmm_pool_release(struct vpmm_pool *pool);
-
-/**
- * Ends a pool with everything that is allocated from it, and gives the handle back. Waits for the
- * whole device where something is allocated.
- *
- * # Safety
- * `pool` is null or a handle; neither it nor the pool's memory is used again.
- */
-enum vpmm_status vpmm_pool_destroy(struct vpmm_pool *pool);
-
-/**
- * Allocates for use on a stream. 0 bytes give a null pointer, which can be freed.
- *
- * # Safety
- * `pool` is null or a handle; the stream is alive; `out` is null or has room for a pointer.
- */
-enum vpmm_status vpmm_malloc(const struct vpmm_pool *pool, size_t bytes, void *stream, void **out);
-
-/**
- * Frees an allocation once everything enqueued on the stream so far has finished. Null is nothing.
- *
- * # Safety
- * `pool` is null or a handle; the stream is alive; nobody uses the memory in work that is enqueued
- * later, or that is not ordered before.
- */
-enum vpmm_status vpmm_free(const struct vpmm_pool *pool, void *pointer, void *stream);
-
-/**
- * Frees an allocation of whichever pool of the driver's it is.
- *
- * # Safety
- * As `vpmm_free`.
- */
-enum vpmm_status vpmm_free_any(const struct vpmm_driver *driver, void *pointer, void *stream);
-
-/**
- * Notes that an allocation is used on a further stream: after its free it is not handed out before
- * what is enqueued there until then has finished.
- *
- * # Safety
- * `pool` is null or a handle; the stream is alive.
- */
-enum vpmm_status vpmm_record_stream(const struct vpmm_pool *pool, void *pointer, void *stream);
-
-/**
- * The allocation of the pool that an address is in: its first byte, and its bytes as the pool rounded
- * them, either of which may be null. `VPMM_BAD_POINTER` where it is in none.
- *
- * # Safety
- * `pool` is null or a handle; `start` is null or has room for a pointer, `bytes` for a number.
- */
-enum vpmm_status vpmm_pool_allocation(const struct vpmm_pool *pool,
-                                      void *address,
-                                      void **start,
-                                      uint64_t *bytes);
-
-/**
- * Gives free memory back to the device until `keep_bytes` are held; `returned` may be null.
- *
- * # Safety
- * `pool` is null or a handle; `returned` is null or has room for a number.
- */
-enum vpmm_status vpmm_pool_trim_to(const struct vpmm_pool *pool,
-                                   uint64_t keep_bytes,
-                                   uint64_t *returned);
-
-/**
- * Sets the peaks to what is held now.
- *
- * # Safety
- * `pool` is null or a handle.
- */
-enum vpmm_status vpmm_pool_reset_peaks(const struct vpmm_pool *pool);
-
-/**
- * What the pool holds now.
- *
- * # Safety
- * `pool` is null or a handle; `out` is null or begins with its own size.
- */
-enum vpmm_status vpmm_pool_stats(const struct vpmm_pool *pool, struct vpmm_stats *out);
-
-/**
- * Writes what stands where in the pool as text, cut to `length` bytes with the zero byte at its end;
- * `needed`, which may be null, gets the bytes of all of it, the zero byte included.
- *
- * # Safety
- * `pool` is null or a handle; `text` has room for `length` bytes, or is null, and `length` 0; `needed`
- * is null or has room for a number.
- */
-enum vpmm_status vpmm_pool_layout(const struct vpmm_pool *pool,
-                                  char *text,
-                                  size_t length,
-                                  size_t *needed);
-
-/**
- * Checks the pool's books from scratch: `VPMM_CORRUPT` if something is wrong. No thread may use the
- * pool meanwhile.
- *
- * # Safety
- * `pool` is null or a handle.
- */
-enum vpmm_status vpmm_pool_validate(const struct vpmm_pool *pool);
-
-/**
- * Registers a function for requests that find no memory. Functions are asked in the order of their
- * registration; one that answers 1 is asked again if the request still fails, 256 times at most.
- *
- * # Safety
- * `pool` is null or a handle; the function may be called with `context` from every thread that
- * allocates, until the registration was given back and the calls under way have ended, and lets no
- * exception out; `out` is null or has room for a pointer.
- */
-enum vpmm_status vpmm_pool_on_out_of_memory(const struct vpmm_pool *pool,
-                                            vpmm_shortage_function function,
-                                            void *context,
-                                            struct vpmm_shortage **out);
-
-/**
- * Removes a function. A call of it that another thread is in goes on to its end.
- *
- * # Safety
- * `shortage` is null, or a handle that is not used again.
- */
-void vpmm_shortage_release(struct vpmm_shortage *shortage);
-
-/**
- * Opens the heap of a tag, which is made at the first time; the same tag is the same heap. It counts
- * towards the pool's limit, and lasts as long as the pool.
- *
- * # Safety
- * `pool` is null or a handle; `tag` is null or ends with a zero byte; `out` is null or has room for a
- * pointer.
- */
-enum vpmm_status vpmm_tagged_open(const struct vpmm_pool *pool,
-                                  const char *tag,
-                                  struct vpmm_tagged **out);
-
-/**
- * Gives a handle back. The heap stays, with what is allocated in it.
- *
- * # Safety
- * `tagged` is null, or a handle that is not used again.
- */
-void vpmm_tagged_release(struct vpmm_tagged *tagged);
-
-/**
- * As `vpmm_malloc`, from the heap. Freed by `vpmm_free` of its pool. While the heap sleeps it answers
- * `VPMM_BAD_STATE`.
- *
- * # Safety
- * `tagged` is null or a handle; the stream is alive; `out` is null or has room for a pointer.
- */
-enum vpmm_status vpmm_tagged_malloc(const struct vpmm_tagged *tagged,
-                                    size_t bytes,
-                                    void *stream,
-                                    void **out);
-
-/**
- * Whether the heap sleeps: 1 or 0.
- *
- * # Safety
- * `tagged` is null or a handle; `out` is null or has room for a number.
- */
-enum vpmm_status vpmm_tagged_is_asleep(const struct vpmm_tagged *tagged, uint32_t *out);
-
-/**
- * What the heap holds.
- *
- * # Safety
- * `tagged` is null or a handle; `out` is null or begins with its own size.
- */
-enum vpmm_status vpmm_tagged_stats(const struct vpmm_tagged *tagged, struct vpmm_stats *out);
-
-/**
- * Gives all physical memory of a heap to the device. Its allocations keep their addresses, which
- * nothing may use until `vpmm_resume`. All work that uses them must come before on `stream`, for which
- * the host waits. `contents` is a `vpmm_contents`; `path` names the file of `VPMM_CONTENTS_SAVE`, which
- * is made or cut to nothing, and must stay as it is until the heap was resumed, and is not read else.
- * `bytes`, which may be null, gets how much the device has again.
- *
- * If it fails the heap is awake as it was; the text says so if not.
- *
- * # Safety
- * `pool` is null or a handle; `tag` and `path` are null or end with a zero byte; the stream is alive;
- * `bytes` is null or has room for a number.
- */
-enum vpmm_status vpmm_suspend(const struct vpmm_pool *pool,
-                              const char *tag,
-                              void *stream,
-                              uint32_t contents,
-                              const char *path,
-                              uint64_t *bytes);
-
-/**
- * Brings a heap's memory back at the same addresses. Work that is enqueued on `stream` from here on
- * finds there what `vpmm_suspend` kept. With `without_contents` that is given up instead, where it
- * is lost. `bytes`, which may be null, gets how much memory it is.
- *
- * If it fails the heap is asleep as it was.
- *
- * # Safety
- * `pool` is null or a handle; `tag` is null or ends with a zero byte; the stream is alive; `bytes` is
- * null or has room for a number.
- */
-enum vpmm_status vpmm_resume(const struct vpmm_pool *pool,
-                             const char *tag,
-                             void *stream,
-                             uint32_t without_contents,
-                             uint64_t *bytes);
-
-/**
- * Makes a pool for the memory of a graph. It counts towards the pool's limit.
- *
- * # Safety
- * `pool` is null or a handle; `out` is null or has room for a pointer.
- */
-enum vpmm_status vpmm_graph_pool_create(const struct vpmm_pool *pool, struct vpmm_graph_pool **out);
-
-/**
- * From now on until `vpmm_graph_pool_end`, what is allocated of the pool on `stream`, and on streams
- * that take part in the same capture, comes from here. Before the capture, or in it.
- *
- * # Safety
- * `graph` is null or a handle; the stream is alive until the end.
- */
-enum vpmm_status vpmm_graph_pool_begin(const struct vpmm_graph_pool *graph,
-                                       void *stream);
-
-/**
- * The capture on `stream` needs no more memory: best called when it has ended.
- *
- * # Safety
- * `graph` is null or a handle; the stream is alive.
- */
-enum vpmm_status vpmm_graph_pool_end(const struct vpmm_graph_pool *graph, void *stream);
-
-/**
- * Gives the memory back once everything enqueued on `stream` so far has finished: all launches of the
- * graphs come before that. Does not wait.
- *
- * # Safety
- * `graph` is null or a handle; the stream is alive.
- */
-enum vpmm_status vpmm_graph_pool_finish(const struct vpmm_graph_pool *graph,
-                                        void *stream);
-
-/**
- * Gives a handle back, which says that the graphs are launched no more. Without
- * `vpmm_graph_pool_finish` the memory goes back once the host has waited for the whole device, or with
- * the pool.
- *
- * # Safety
- * `graph` is null, or a handle that is not used again.
- */
-void vpmm_graph_pool_release(struct vpmm_graph_pool *graph);
-
-/**
- * Gives a device access to all memory of a pool, or takes it away; `access` is a `vpmm_access`.
- *
- * # Safety
- * `pool` is null or a handle.
- */
-enum vpmm_status vpmm_pool_set_access(const struct vpmm_pool *pool,
-                                      uint32_t device,
-                                      uint32_t access);
-
-/**
- * Sends one allocation to a process that is in `vpmm_import_receive` at the other end of a connected
- * Unix stream socket, and waits until it has mapped it. The pool was made with `sharing`. The memory
- * stays where it is from then on, and may be freed when the other process has finished with it.
- *
- * # Safety
- * `pool` is null or a handle; `socket` is an open descriptor.
- */
-enum vpmm_status vpmm_export_send(const struct vpmm_pool *pool,
-                                  void *pointer,
-                                  int socket);
-
-/**
- * Prepares to send a whole pool, again and again as it grows: one of these for each receiver.
- *
- * # Safety
- * `pool` is null or a handle; `out` is null or has room for a pointer.
- */
-enum vpmm_status vpmm_export_create(const struct vpmm_pool *pool, struct vpmm_export **out);
-
-/**
- * Sends what the pool has; from the second time on what it has made since, for
- * `vpmm_import_receive_more`.
- *
- * # Safety
- * `export` is null or a handle; `socket` is an open descriptor.
- */
-enum vpmm_status vpmm_export_send_all(const struct vpmm_export *export_, int socket);
-
-/**
- * Gives a handle back. What was sent stays shared.
- *
- * # Safety
- * `export` is null, or a handle that is not used again.
- */
-void vpmm_export_release(struct vpmm_export *export_);
-
-/**
- * Takes the memory that the process at the other end of a connected Unix stream socket sends, and maps
- * it for a device; `access` is `VPMM_ACCESS_READ` or `VPMM_ACCESS_READ_WRITE`. Blocks until it has come;
- * timeouts are set on the socket.
- *
- * # Safety
- * `driver` is null or a handle; `socket` is an open descriptor; `out` is null or has room for a pointer.
- */
-enum vpmm_status vpmm_import_receive(const struct vpmm_driver *driver,
-                                     uint32_t device,
-                                     int socket,
-                                     uint32_t access,
-                                     struct vpmm_import **out);
-
-/**
- * Takes what a whole pool has made since it was sent last.
- *
- * # Safety
- * `import` is null or a handle; `socket` is an open descriptor.
- */
-enum vpmm_status vpmm_import_receive_more(const struct vpmm_import *import, int socket);
-
-/**
- * The start of an allocation that was sent, null of a whole pool; and its bytes, or of a whole pool all
- * that is mapped. Either may be null.
- *
- * # Safety
- * `import` is null or a handle; `pointer` is null or has room for a pointer, `bytes` for a number.
- */
-enum vpmm_status vpmm_import_memory(const struct vpmm_import *import,
-                                    void **pointer,
-                                    uint64_t *bytes);
-
-/**
- * Where an address of the other process is in this one; `VPMM_BAD_POINTER` where it has no memory here.
- *
- * # Safety
- * `import` is null or a handle; `out` is null or has room for a pointer.
- */
-enum vpmm_status vpmm_import_translate(const struct vpmm_import *import,
-                                       uint64_t there,
-                                       void **out);
-
-/**
- * Waits for the work of the device's primary context, unmaps the memory and gives the handle back.
- *
- * # Safety
- * `import` is null, or a handle that is not used again, nor is the memory.
- */
-void vpmm_import_release(struct vpmm_import *import);
-
-/**
  * The version: a million times the major, a thousand times the minor, and the patch number.
  */
 uint32_t vpmm_version(void);
 
 /**
+ * The name of a status as it is written here, for ever; `"?"` for a number that is none.
+ */
+const char *vpmm_status_name(int32_t status);
+
+/**
+ * The text of this thread's last call that failed; empty before. It stays until the next one that
+ * fails on this thread.
+ */
+const char *vpmm_last_error(void);
+
+/**
  * Loads a driver. `device` is `"cuda"`, `"sim"` for the simulated driver, which needs no GPU, or null
  * for what the environment variable VPMM_DEVICE says: either, or `"cuda"` where it is not set.
  *
@@ -907,56 +441,57 @@ void vpmm_driver_release(struct vpmm_driver *driver);
 enum vpmm_status vpmm_driver_device_count(const struct vpmm_driver *driver, uint32_t *out);
 
 /**
- * Makes a pool for the memory of a graph. It counts towards the pool's limit.
+ * Makes a stream on a device, which does not wait for the default stream. `out` is a `CUstream`, which
+ * is a `cudaStream_t`.
  *
  * # Safety
- * `pool` is null or a handle; `out` is null or has room for a pointer.
+ * `driver` is null or a handle; `out` is null or has room for a pointer.
  */
-enum vpmm_status vpmm_graph_pool_create(const struct vpmm_pool *pool, struct vpmm_graph_pool **out);
+enum vpmm_status vpmm_stream_create(const struct vpmm_driver *driver,
+                                    uint32_t device,
+                                    void **out);
 
 /**
- * From now on until `vpmm_graph_pool_end`, what is allocated of the pool on `stream`, and on streams
- * that take part in the same capture, comes from here. Before the capture, or in it.
+ * Destroys a stream that `vpmm_stream_create` made. Its work still runs to its end.
  *
  * # Safety
- * `graph` is null or a handle; the stream is alive until the end.
+ * `driver` is null or a handle; the stream is not used again.
  */
-enum vpmm_status vpmm_graph_pool_begin(const struct vpmm_graph_pool *graph,
-                                       void *stream);
+enum vpmm_status vpmm_stream_destroy(const struct vpmm_driver *driver, void *stream);
 
 /**
- * The capture on `stream` needs no more memory: best called when it has ended.
+ * Tells of a stream that was made elsewhere and will not end before `vpmm_stream_take_back`. Pools
+ * then serve it without a driver call, and record nothing at its frees; without this a pool asks about
+ * the stream at each call, and records an event at each free, since it may end at any time.
+ *
+ * Not for a stream that captures (`VPMM_BAD_STREAM`). For the default streams nothing is done.
  *
  * # Safety
- * `graph` is null or a handle; the stream is alive.
+ * `driver` is null or a handle; the stream is alive, and of the device's primary context.
  */
-enum vpmm_status vpmm_graph_pool_end(const struct vpmm_graph_pool *graph, void *stream);
+enum vpmm_status vpmm_stream_lend(const struct vpmm_driver *driver,
+                                  uint32_t device,
+                                  void *stream);
 
 /**
- * Gives the memory back once everything enqueued on `stream` so far has finished: all launches of the
- * graphs come before that. Does not wait.
+ * Tells pools that a stream that was lent may end from here on.
  *
  * # Safety
- * `graph` is null or a handle; the stream is alive.
+ * `driver` is null or a handle; the stream is alive, and no other thread is in a call with it.
  */
-enum vpmm_status vpmm_graph_pool_finish(const struct vpmm_graph_pool *graph,
-                                        void *stream);
+enum vpmm_status vpmm_stream_take_back(const struct vpmm_driver *driver, void *stream);
 
 /**
- * Gives a handle back, which says that the graphs are launched no more. Without
- * `vpmm_graph_pool_finish` the memory goes back once the host has waited for the whole device, or with
- * the pool.
+ * Waits on the host for everything enqueued so far on a stream that was made or lent here, or on a
+ * default one; what was freed there before is then
+ * everybody's.
  *
  * # Safety
- * `graph` is null, or a handle that is not used again.
+ * `driver` is null or a handle; the stream is alive.
  */
-void vpmm_graph_pool_release(struct vpmm_graph_pool *graph);
-
-/**
- * The text of this thread's last call that failed; empty before. It stays until the next one that
- * fails on this thread.
- */
-const char *vpmm_last_error(void);
+enum vpmm_status vpmm_stream_synchronize(const struct vpmm_driver *driver,
+                                         uint32_t device,
+                                         void *stream);
 
 /**
  * Sets everything to its first value.
@@ -965,6 +500,14 @@ const char *vpmm_last_error(void);
  * `options` is null or has room for the structure.
  */
 void vpmm_pool_options_init(struct vpmm_pool_options *options);
+
+/**
+ * Sets the size, and all numbers to 0.
+ *
+ * # Safety
+ * `stats` is null or has room for the structure.
+ */
+void vpmm_stats_init(struct vpmm_stats *stats);
 
 /**
  * Makes a pool; `options` may be null, for a pool of the default profile on device 0.
@@ -1091,6 +634,159 @@ enum vpmm_status vpmm_pool_layout(const struct vpmm_pool *pool,
 enum vpmm_status vpmm_pool_validate(const struct vpmm_pool *pool);
 
 /**
+ * Registers a function for requests that find no memory. Functions are asked in the order of their
+ * registration; one that answers 1 is asked again if the request still fails, 256 times at most.
+ *
+ * # Safety
+ * `pool` is null or a handle; the function may be called with `context` from every thread that
+ * allocates, until the registration was given back and the calls under way have ended, and lets no
+ * exception out; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_pool_on_out_of_memory(const struct vpmm_pool *pool,
+                                            vpmm_shortage_function function,
+                                            void *context,
+                                            struct vpmm_shortage **out);
+
+/**
+ * Removes a function. A call of it that another thread is in goes on to its end.
+ *
+ * # Safety
+ * `shortage` is null, or a handle that is not used again.
+ */
+void vpmm_shortage_release(struct vpmm_shortage *shortage);
+
+/**
+ * Opens the heap of a tag, which is made at the first time; the same tag is the same heap. It counts
+ * towards the pool's limit, and lasts as long as the pool.
+ *
+ * # Safety
+ * `pool` is null or a handle; `tag` is null or ends with a zero byte; `out` is null or has room for a
+ * pointer.
+ */
+enum vpmm_status vpmm_tagged_open(const struct vpmm_pool *pool,
+                                  const char *tag,
+                                  struct vpmm_tagged **out);
+
+/**
+ * Gives a handle back. The heap stays, with what is allocated in it.
+ *
+ * # Safety
+ * `tagged` is null, or a handle that is not used again.
+ */
+void vpmm_tagged_release(struct vpmm_tagged *tagged);
+
+/**
+ * As `vpmm_malloc`, from the heap. Freed by `vpmm_free` of its pool. While the heap sleeps it answers
+ * `VPMM_BAD_STATE`.
+ *
+ * # Safety
+ * `tagged` is null or a handle; the stream is alive; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_tagged_malloc(const struct vpmm_tagged *tagged,
+                                    size_t bytes,
+                                    void *stream,
+                                    void **out);
+
+/**
+ * Whether the heap sleeps: 1 or 0.
+ *
+ * # Safety
+ * `tagged` is null or a handle; `out` is null or has room for a number.
+ */
+enum vpmm_status vpmm_tagged_is_asleep(const struct vpmm_tagged *tagged, uint32_t *out);
+
+/**
+ * What the heap holds.
+ *
+ * # Safety
+ * `tagged` is null or a handle; `out` is null or begins with its own size.
+ */
+enum vpmm_status vpmm_tagged_stats(const struct vpmm_tagged *tagged, struct vpmm_stats *out);
+
+/**
+ * Gives all physical memory of a heap to the device. Its allocations keep their addresses, which
+ * nothing may use until `vpmm_resume`. All work that uses them must come before on `stream`, for which
+ * the host waits. `contents` is a `vpmm_contents`; `path` names the file of `VPMM_CONTENTS_SAVE`, which
+ * is made or cut to nothing, and must stay as it is until the heap was resumed, and is not read else.
+ * `bytes`, which may be null, gets how much the device has again.
+ *
+ * If it fails the heap is awake as it was; the text says so if not.
+ *
+ * # Safety
+ * `pool` is null or a handle; `tag` and `path` are null or end with a zero byte; the stream is alive;
+ * `bytes` is null or has room for a number.
+ */
+enum vpmm_status vpmm_suspend(const struct vpmm_pool *pool,
+                              const char *tag,
+                              void *stream,
+                              uint32_t contents,
+                              const char *path,
+                              uint64_t *bytes);
+
+/**
+ * Brings a heap's memory back at the same addresses. Work that is enqueued on `stream` from here on
+ * finds there what `vpmm_suspend` kept. With `without_contents` that is given up instead, where it
+ * is lost. `bytes`, which may be null, gets how much memory it is.
+ *
+ * If it fails the heap is asleep as it was.
+ *
+ * # Safety
+ * `pool` is null or a handle; `tag` is null or ends with a zero byte; the stream is alive; `bytes` is
+ * null or has room for a number.
+ */
+enum vpmm_status vpmm_resume(const struct vpmm_pool *pool,
+                             const char *tag,
+                             void *stream,
+                             uint32_t without_contents,
+                             uint64_t *bytes);
+
+/**
+ * Makes a pool for the memory of a graph. It counts towards the pool's limit.
+ *
+ * # Safety
+ * `pool` is null or a handle; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_graph_pool_create(const struct vpmm_pool *pool, struct vpmm_graph_pool **out);
+
+/**
+ * From now on until `vpmm_graph_pool_end`, what is allocated of the pool on `stream`, and on streams
+ * that take part in the same capture, comes from here. Before the capture, or in it.
+ *
+ * # Safety
+ * `graph` is null or a handle; the stream is alive until the end.
+ */
+enum vpmm_status vpmm_graph_pool_begin(const struct vpmm_graph_pool *graph,
+                                       void *stream);
+
+/**
+ * The capture on `stream` needs no more memory: best called when it has ended.
+ *
+ * # Safety
+ * `graph` is null or a handle; the stream is alive.
+ */
+enum vpmm_status vpmm_graph_pool_end(const struct vpmm_graph_pool *graph, void *stream);
+
+/**
+ * Gives the memory back once everything enqueued on `stream` so far has finished: all launches of the
+ * graphs come before that. Does not wait.
+ *
+ * # Safety
+ * `graph` is null or a handle; the stream is alive.
+ */
+enum vpmm_status vpmm_graph_pool_finish(const struct vpmm_graph_pool *graph,
+                                        void *stream);
+
+/**
+ * Gives a handle back, which says that the graphs are launched no more. Without
+ * `vpmm_graph_pool_finish` the memory goes back once the host has waited for the whole device, or with
+ * the pool.
+ *
+ * # Safety
+ * `graph` is null, or a handle that is not used again.
+ */
+void vpmm_graph_pool_release(struct vpmm_graph_pool *graph);
+
+/**
  * Gives a device access to all memory of a pool, or takes it away; `access` is a `vpmm_access`.
  *
  * # Safety
@@ -1189,177 +885,125 @@ enum vpmm_status vpmm_import_translate(const struct vpmm_import *import,
 void vpmm_import_release(struct vpmm_import *import);
 
 /**
- * Registers a function for requests that find no memory. Functions are asked in the order of their
- * registration; one that answers 1 is asked again if the request still fails, 256 times at most.
+ * Sets what the process's pools will be made with: that of `options->device`, or of every device that
+ * has no options of its own (`VPMM_EVERY_DEVICE`). `VPMM_IN_USE` if a pool that it is for was made
+ * already.
  *
  * # Safety
- * `pool` is null or a handle; the function may be called with `context` from every thread that
- * allocates, until the registration was given back and the calls under way have ended, and lets no
- * exception out; `out` is null or has room for a pointer.
+ * `options` is null or begins with its own size.
  */
-enum vpmm_status vpmm_pool_on_out_of_memory(const struct vpmm_pool *pool,
-                                            vpmm_shortage_function function,
-                                            void *context,
-                                            struct vpmm_shortage **out);
+enum vpmm_status vpmm_process_configure(const struct vpmm_pool_options *options);
 
 /**
- * Removes a function. A call of it that another thread is in goes on to its end.
+ * A handle of the process's own driver, loaded at the first call of this or of a function that needs
+ * a pool of the process.
  *
  * # Safety
- * `shortage` is null, or a handle that is not used again.
+ * `out` is null or has room for a pointer.
  */
-void vpmm_shortage_release(struct vpmm_shortage *shortage);
+enum vpmm_status vpmm_process_driver(struct vpmm_driver **out);
 
 /**
- * Sets the size, and all numbers to 0.
+ * A handle of the process's own pool on a device, made at the first call of this or of a request that
+ * is served from it. The pool lasts until the process ends, whoever releases handles.
  *
  * # Safety
- * `stats` is null or has room for the structure.
+ * `out` is null or has room for a pointer.
  */
-void vpmm_stats_init(struct vpmm_stats *stats);
+enum vpmm_status vpmm_process_pool(uint32_t device,
+                                   struct vpmm_pool **out);
 
 /**
- * The name of a status as it is written here, for ever; `"?"` for a number that is none.
- */
-const char *vpmm_status_name(int32_t status);
-
-/**
- * Makes a stream on a device, which does not wait for the default stream. `out` is a `CUstream`, which
- * is a `cudaStream_t`.
+ * As `vpmm_malloc`, from the process's pool on a device. The stream counts as lent: it lasts, or
+ * `vpmm_process_forget_stream` is called before it ends.
  *
  * # Safety
- * `driver` is null or a handle; `out` is null or has room for a pointer.
+ * The stream is alive, and lasts as said; `out` is null or has room for a pointer.
  */
-enum vpmm_status vpmm_stream_create(const struct vpmm_driver *driver,
-                                    uint32_t device,
-                                    void **out);
+enum vpmm_status vpmm_process_malloc(uint32_t device, size_t bytes, void *stream, void **out);
 
 /**
- * Destroys a stream that `vpmm_stream_create` made. Its work still runs to its end.
+ * As `vpmm_free`, for memory of the process's pool on a device.
  *
  * # Safety
- * `driver` is null or a handle; the stream is not used again.
+ * As `vpmm_free`; the stream lasts as in `vpmm_process_malloc`.
  */
-enum vpmm_status vpmm_stream_destroy(const struct vpmm_driver *driver, void *stream);
+enum vpmm_status vpmm_process_free(uint32_t device, void *pointer, void *stream);
 
 /**
- * Tells of a stream that was made elsewhere and will not end before `vpmm_stream_take_back`. Pools
- * then serve it without a driver call, and record nothing at its frees; without this a pool asks about
- * the stream at each call, and records an event at each free, since it may end at any time.
- *
- * Not for a stream that captures (`VPMM_BAD_STREAM`). For the default streams nothing is done.
+ * Says that a stream which the process's pools were given is about to end. They then know no stream
+ * by that handle; `known`, which may be null, says whether they did. For the streams that a framework
+ * makes and keeps it is not needed.
  *
  * # Safety
- * `driver` is null or a handle; the stream is alive, and of the device's primary context.
+ * The stream is alive, and no other thread is in a call with it; `known` is null or has room for a
+ * number.
  */
-enum vpmm_status vpmm_stream_lend(const struct vpmm_driver *driver,
-                                  uint32_t device,
-                                  void *stream);
+enum vpmm_status vpmm_process_forget_stream(uint32_t device,
+                                            void *stream,
+                                            uint32_t *known);
 
 /**
- * Tells pools that a stream that was lent may end from here on.
+ * PyTorch's `alloc`. Throws.
  *
  * # Safety
- * `driver` is null or a handle; the stream is alive, and no other thread is in a call with it.
+ * The stream is of the device, alive, and lasts (`vpmm_process_forget_stream`); the caller is C++, or
+ * built to be unwound through.
  */
-enum vpmm_status vpmm_stream_take_back(const struct vpmm_driver *driver, void *stream);
+void *vpmm_torch_alloc(ptrdiff_t size,
+                       int device,
+                       void *stream);
 
 /**
- * Waits on the host for everything enqueued so far on a stream that was made or lent here, or on a
- * default one; what was freed there before is then
- * everybody's.
+ * PyTorch's `free`. Throws nothing.
  *
  * # Safety
- * `driver` is null or a handle; the stream is alive.
+ * As in `vpmm_free`; the stream lasts as in `vpmm_torch_alloc`.
  */
-enum vpmm_status vpmm_stream_synchronize(const struct vpmm_driver *driver,
-                                         uint32_t device,
-                                         void *stream);
+void vpmm_torch_free(void *pointer, ptrdiff_t size, int device, void *stream);
 
 /**
- * Opens the heap of a tag, which is made at the first time; the same tag is the same heap. It counts
- * towards the pool's limit, and lasts as long as the pool.
- *
- * # Safety
- * `pool` is null or a handle; `tag` is null or ends with a zero byte; `out` is null or has room for a
- * pointer.
+ * How many frees have failed.
  */
-enum vpmm_status vpmm_tagged_open(const struct vpmm_pool *pool,
-                                  const char *tag,
-                                  struct vpmm_tagged **out);
+uint64_t vpmm_torch_failed_frees(void);
 
 /**
- * Gives a handle back. The heap stays, with what is allocated in it.
- *
- * # Safety
- * `tagged` is null, or a handle that is not used again.
+ * PyTorch's `init`: pools are made when they are first used.
  */
-void vpmm_tagged_release(struct vpmm_tagged *tagged);
+void vpmm_torch_init(int device_count);
 
 /**
- * As `vpmm_malloc`, from the heap. Freed by `vpmm_free` of its pool. While the heap sleeps it answers
- * `VPMM_BAD_STATE`.
+ * PyTorch's `reset`, which is `torch.cuda.empty_cache()`: waits for the devices, and gives them all
+ * free memory back. While a graph is captured it waits for nothing, and gives what it can. Throws.
  *
  * # Safety
- * `tagged` is null or a handle; the stream is alive; `out` is null or has room for a pointer.
+ * The caller is C++, or built to be unwound through.
  */
-enum vpmm_status vpmm_tagged_malloc(const struct vpmm_tagged *tagged,
-                                    size_t bytes,
-                                    void *stream,
-                                    void **out);
+void vpmm_torch_reset(void);
 
 /**
- * Whether the heap sleeps: 1 or 0.
+ * PyTorch's `memory_fraction`: the part of a device's memory that its pool may hold. Throws.
  *
  * # Safety
- * `tagged` is null or a handle; `out` is null or has room for a number.
+ * As in `vpmm_torch_reset`.
  */
-enum vpmm_status vpmm_tagged_is_asleep(const struct vpmm_tagged *tagged, uint32_t *out);
+void vpmm_torch_memory_fraction(double fraction, int device);
 
 /**
- * What the heap holds.
+ * PyTorch's `base_alloc`: the start and the bytes of the allocation that an address is in. Throws.
  *
  * # Safety
- * `tagged` is null or a handle; `out` is null or begins with its own size.
+ * `size` is null or has room for a number; else as in `vpmm_torch_reset`.
  */
-enum vpmm_status vpmm_tagged_stats(const struct vpmm_tagged *tagged, struct vpmm_stats *out);
+void *vpmm_torch_base_alloc(void *pointer, size_t *size);
 
 /**
- * Gives all physical memory of a heap to the device. Its allocations keep their addresses, which
- * nothing may use until `vpmm_resume`. All work that uses them must come before on `stream`, for which
- * the host waits. `contents` is a `vpmm_contents`; `path` names the file of `VPMM_CONTENTS_SAVE`, which
- * is made or cut to nothing, and must stay as it is until the heap was resumed, and is not read else.
- * `bytes`, which may be null, gets how much the device has again.
- *
- * If it fails the heap is awake as it was; the text says so if not.
+ * PyTorch's `record_stream`. Throws.
  *
  * # Safety
- * `pool` is null or a handle; `tag` and `path` are null or end with a zero byte; the stream is alive;
- * `bytes` is null or has room for a number.
+ * As in `vpmm_torch_alloc`.
  */
-enum vpmm_status vpmm_suspend(const struct vpmm_pool *pool,
-                              const char *tag,
-                              void *stream,
-                              uint32_t contents,
-                              const char *path,
-                              uint64_t *bytes);
-
-/**
- * Brings a heap's memory back at the same addresses. Work that is enqueued on `stream` from here on
- * finds there what `vpmm_suspend` kept. With `without_contents` that is given up instead, where it
- * is lost. `bytes`, which may be null, gets how much memory it is.
- *
- * If it fails the heap is asleep as it was.
- *
- * # Safety
- * `pool` is null or a handle; `tag` is null or ends with a zero byte; the stream is alive; `bytes` is
- * null or has room for a number.
- */
-enum vpmm_status vpmm_resume(const struct vpmm_pool *pool,
-                             const char *tag,
-                             void *stream,
-                             uint32_t without_contents,
-                             uint64_t *bytes);
+void vpmm_torch_record_stream(void *pointer, void *stream);
 
 #ifdef __cplusplus
 }  // extern "C"

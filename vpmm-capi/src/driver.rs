@@ -23,6 +23,35 @@ pub(crate) struct Loaded {
 }
 
 impl Loaded {
+    /// Loads a driver by its name; without one, that which VPMM_DEVICE names.
+    pub(crate) fn load(name: Option<&str>) -> Result<Arc<Self>, Failure> {
+        let name = match name {
+            Some(name) => name.to_owned(),
+            None => std::env::var_os("VPMM_DEVICE")
+                .map_or("cuda".to_owned(), |name| name.to_string_lossy().into_owned()),
+        };
+        let (driver, simulator) = match name.as_str() {
+            "cuda" => (Driver::load()?, None),
+            "sim" => {
+                let failed = |error: cuda_sim::SimError| {
+                    Failure::new(vpmm_status::VPMM_OTHER, error.to_string())
+                };
+                let simulator = Simulator::builder().build().map_err(failed)?;
+                (Driver::new(simulator.driver())?, Some(simulator))
+            }
+            other => {
+                let text = format!("there is no device {other:?}; known: cuda, sim");
+                return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
+            }
+        };
+        Ok(Arc::new(Self {
+            driver,
+            devices: Mutex::default(),
+            streams: RwLock::default(),
+            _simulator: simulator,
+        }))
+    }
+
     pub(crate) fn free_any(&self, ptr: DevicePtr, stream: StreamHandle) -> vpmm_core::Result<()> {
         Pool::free_any(&self.driver, ptr, stream)
     }
@@ -53,33 +82,13 @@ pub unsafe extern "C" fn vpmm_driver_load(
             return Err(Failure::null("out"));
         }
         let name = if device.is_null() {
-            let set = std::env::var_os("VPMM_DEVICE");
-            set.map_or("cuda".to_owned(), |name| name.to_string_lossy().into_owned())
+            None
         } else {
             // SAFETY: the caller vouches for it.
-            unsafe { CStr::from_ptr(device) }.to_string_lossy().into_owned()
+            Some(unsafe { CStr::from_ptr(device) }.to_string_lossy())
         };
-        let (driver, simulator) = match name.as_str() {
-            "cuda" => (Driver::load()?, None),
-            "sim" => {
-                let failed = |error: cuda_sim::SimError| {
-                    Failure::new(vpmm_status::VPMM_OTHER, error.to_string())
-                };
-                let simulator = Simulator::builder().build().map_err(failed)?;
-                (Driver::new(simulator.driver())?, Some(simulator))
-            }
-            other => {
-                let text = format!("there is no device {other:?}; known: cuda, sim");
-                return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
-            }
-        };
-        let loaded = Loaded {
-            driver,
-            devices: Mutex::default(),
-            streams: RwLock::default(),
-            _simulator: simulator,
-        };
-        let handle = Box::new(vpmm_driver(Arc::new(loaded)));
+        let loaded = Loaded::load(name.as_deref())?;
+        let handle = Box::new(vpmm_driver(loaded));
         // SAFETY: the caller vouches for it.
         unsafe { put(out, "out", Box::into_raw(handle)) }
     })

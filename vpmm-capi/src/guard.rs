@@ -1,5 +1,6 @@
 //! Around every function: errors become a status and a text, and no panic leaves.
 
+use std::any::Any;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -19,6 +20,28 @@ impl Failure {
         Self { status, text: text.into() }
     }
 
+    /// Of what a panic carried.
+    pub(crate) fn of_panic(panic: Box<dyn Any + Send>) -> Self {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+        // Its own drop may panic as well.
+        std::mem::forget(panic);
+        Self::new(vpmm_status::VPMM_PANIC, text.unwrap_or_else(|| "a panic".to_owned()))
+    }
+
+    pub(crate) fn status(&self) -> vpmm_status {
+        self.status
+    }
+
+    pub(crate) fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// The same, with a line before its text.
+    pub(crate) fn under(self, headline: String) -> Self {
+        Self { text: format!("{headline}\n{}", self.text), ..self }
+    }
+
     pub(crate) fn null(argument: &str) -> Self {
         Self::new(vpmm_status::VPMM_INVALID_ARGUMENT, format!("{argument} is null"))
     }
@@ -35,7 +58,8 @@ thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
 }
 
-fn remember(text: &str) {
+/// Keeps a text as this thread's last error.
+pub(crate) fn remember(text: &str) {
     // A text with a zero byte in it ends there.
     let text = text.split('\0').next().unwrap_or_default();
     let text = CString::new(text).unwrap_or_default();
@@ -49,14 +73,7 @@ pub(crate) fn guard(work: impl FnOnce() -> Result<(), Failure>) -> vpmm_status {
     let failure = match catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(())) => return vpmm_status::VPMM_OK,
         Ok(Err(failure)) => failure,
-        Err(panic) => {
-            let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-            let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
-            let text = text.unwrap_or_else(|| "a panic".to_owned());
-            // Its own drop may panic as well.
-            std::mem::forget(panic);
-            Failure::new(vpmm_status::VPMM_PANIC, text)
-        }
+        Err(panic) => Failure::of_panic(panic),
     };
     remember(&failure.text);
     failure.status

@@ -22,12 +22,15 @@ mod graph;
 mod guard;
 mod options;
 mod pool;
+mod process;
 mod share;
 mod shortage;
 mod stats;
 mod status;
 mod stream;
 mod tagged;
+mod torch;
+mod version;
 
 pub use driver::{vpmm_driver, vpmm_driver_device_count, vpmm_driver_load, vpmm_driver_release};
 pub use graph::{
@@ -43,6 +46,10 @@ pub use pool::{
     vpmm_free, vpmm_free_any, vpmm_malloc, vpmm_pool, vpmm_pool_allocation, vpmm_pool_create,
     vpmm_pool_destroy, vpmm_pool_layout, vpmm_pool_release, vpmm_pool_reset_peaks, vpmm_pool_stats,
     vpmm_pool_trim_to, vpmm_pool_validate, vpmm_record_stream,
+};
+pub use process::{
+    VPMM_EVERY_DEVICE, vpmm_process_configure, vpmm_process_driver, vpmm_process_forget_stream,
+    vpmm_process_free, vpmm_process_malloc, vpmm_process_pool,
 };
 pub use share::{
     vpmm_access, vpmm_export, vpmm_export_create, vpmm_export_release, vpmm_export_send,
@@ -63,19 +70,10 @@ pub use tagged::{
     vpmm_tagged_malloc, vpmm_tagged_open, vpmm_tagged_release, vpmm_tagged_stats,
 };
 
-/// The version: a million times the major, a thousand times the minor, and the patch number.
-#[unsafe(no_mangle)]
-pub extern "C" fn vpmm_version() -> u32 {
-    const fn number(text: &str) -> u32 {
-        let (bytes, mut at, mut value) = (text.as_bytes(), 0, 0);
-        while at < bytes.len() {
-            value = value * 10 + (bytes[at] - b'0') as u32;
-            at += 1;
-        }
-        value
-    }
-    const VERSION: u32 = number(env!("CARGO_PKG_VERSION_MAJOR")) * 1_000_000
-        + number(env!("CARGO_PKG_VERSION_MINOR")) * 1_000
-        + number(env!("CARGO_PKG_VERSION_PATCH"));
-    VERSION
-}
+pub use torch::{
+    vpmm_torch_alloc, vpmm_torch_base_alloc, vpmm_torch_begin_allocate_to_pool,
+    vpmm_torch_end_allocate_to_pool, vpmm_torch_failed_frees, vpmm_torch_free, vpmm_torch_init,
+    vpmm_torch_memory_fraction, vpmm_torch_record_stream, vpmm_torch_release_pool,
+    vpmm_torch_reset,
+};
+pub use version::vpmm_version;

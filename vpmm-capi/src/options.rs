@@ -111,6 +111,10 @@ impl vpmm_pool_options {
         reserved: 0,
     };
 
+    pub(crate) fn initial(device: u32) -> Self {
+        Self { device, ..Self::INITIAL }
+    }
+
     /// What a program gave: the fields that it knows of, and the others at their first values.
     ///
     /// # Safety

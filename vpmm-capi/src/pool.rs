@@ -19,6 +19,11 @@ pub struct vpmm_pool {
 }
 
 impl vpmm_pool {
+    /// A handle, which `vpmm_pool_release` takes back.
+    pub(crate) fn handle(pool: Pool, loaded: Arc<Loaded>) -> *mut Self {
+        Box::into_raw(Box::new(Self { pool, loaded }))
+    }
+
     pub(crate) fn pool(&self) -> &Pool {
         &self.pool
     }
@@ -32,6 +37,17 @@ impl vpmm_pool {
     pub(crate) unsafe fn stream(&self, raw: *mut c_void) -> StreamHandle {
         // SAFETY: the caller vouches for it.
         unsafe { self.loaded.stream(raw) }
+    }
+}
+
+impl Loaded {
+    pub(crate) fn new_pool(&self, options: &vpmm_pool_options) -> Result<Pool, Failure> {
+        let device = self.device(options.device)?;
+        Ok(if options.is_paged()? {
+            Pool::paged(&device, &options.paged_profile()?)?
+        } else {
+            Pool::new(&device, &options.default_profile()?)?
+        })
     }
 }
 
@@ -63,13 +79,8 @@ pub unsafe extern "C" fn vpmm_pool_create(
         if out.is_null() {
             return Err(Failure::null("out"));
         }
-        let device = loaded.device(options.device)?;
-        let pool = if options.is_paged()? {
-            Pool::paged(&device, &options.paged_profile()?)?
-        } else {
-            Pool::new(&device, &options.default_profile()?)?
-        };
-        let handle = Box::into_raw(Box::new(vpmm_pool { pool, loaded }));
+        let pool = loaded.new_pool(&options)?;
+        let handle = vpmm_pool::handle(pool, loaded);
         // SAFETY: the caller vouches for it.
         unsafe { put(out, "out", handle) }
     })

@@ -3,9 +3,21 @@
 use std::path::Path;
 
 /// In the order in which a reader of the header wants them.
-const SOURCES: [&str; 11] = [
-    "status", "guard", "driver", "stream", "options", "stats", "pool", "shortage", "tagged",
-    "graph", "share",
+const SOURCES: [&str; 14] = [
+    "version",
+    "status",
+    "guard",
+    "driver",
+    "stream",
+    "options",
+    "stats",
+    "pool",
+    "shortage",
+    "tagged",
+    "graph",
+    "share",
+    "process/mod",
+    "torch/mod",
 ];
 
 fn generated() -> String {
@@ -14,6 +26,11 @@ fn generated() -> String {
     // A field or an argument has their number, so that no signature names them.
     let numbers = ["profile", "sharing", "location", "reuse_off", "contents", "access"];
     config.export.include = numbers.map(|name| format!("vpmm_{name}")).to_vec();
+    // Functions with types of C++: for those who find them by name.
+    let pools = ["begin_allocate_to_pool", "end_allocate_to_pool", "release_pool"];
+    let mut excluded = pools.map(|name| format!("vpmm_torch_{name}")).to_vec();
+    excluded.extend(["MempoolId".to_owned(), "StdFunction".to_owned()]);
+    config.export.exclude = excluded;
     let mut builder = cbindgen::Builder::new()
         .with_config(config)
         .with_language(cbindgen::Language::C)
@@ -29,7 +46,7 @@ fn generated() -> String {
         .with_documentation(true)
         .with_style(cbindgen::Style::Both)
         .with_line_length(100);
-    for source in SOURCES.iter().chain(&["lib"]) {
+    for source in SOURCES {
         builder = builder.with_src(root.join(format!("src/{source}.rs")));
     }
     let mut header = Vec::new();

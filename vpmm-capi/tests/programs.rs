@@ -28,63 +28,116 @@ fn target() -> String {
     format!("{}-unknown-linux-gnu", std::env::consts::ARCH)
 }
 
-/// Builds a program and runs it on the simulated device.
-fn build_and_run(source: &str, flags: &[&str], shared: bool) {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let folder = std::env::temp_dir().join(format!(
-        "vpmm-capi-{}-{}-{shared}",
-        std::process::id(),
-        source.replace('.', "-")
-    ));
-    std::fs::create_dir_all(&folder).unwrap();
-    let compiler = cc::Build::new()
-        .target(&target())
-        .host(&target())
-        .opt_level(1)
-        .debug(false)
-        .cpp(source.ends_with("cpp"))
-        .out_dir(&folder)
-        .cargo_metadata(false)
-        .try_get_compiler()
-        .expect("a compiler for C and C++");
-    let (libraries, program) = (libraries(), folder.join("program"));
-    let mut command: Command = compiler.to_command();
-    command.args(flags).args(["-Wall", "-Wextra", "-Werror", "-I"]).arg(root.join("include"));
-    command.arg(root.join("tests/c").join(source)).arg("-o").arg(&program);
-    if shared {
-        command.arg("-L").arg(libraries).arg("-lvpmm");
-    } else {
-        command.arg(libraries.join("libvpmm.a"));
+/// How a program is built.
+#[derive(Default)]
+struct Build<'a> {
+    source: &'a str,
+    flags: &'a [&'a str],
+    /// With the library as an archive.
+    is_static: bool,
+    /// A source of a library that stands in for another of this name.
+    beside: Option<(&'a str, &'a str)>,
+}
+
+impl Build<'_> {
+    fn compiler(&self, folder: &Path, is_cpp: bool) -> Command {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let compiler = cc::Build::new()
+            .target(&target())
+            .host(&target())
+            .opt_level(1)
+            .debug(false)
+            .cpp(is_cpp)
+            .out_dir(folder)
+            .cargo_metadata(false)
+            .try_get_compiler()
+            .expect("a compiler for C and C++");
+        let mut command = compiler.to_command();
+        command.args(self.flags).args(["-Wall", "-Wextra", "-Werror", "-I"]);
+        command.arg(root.join("include"));
+        command
     }
-    command.args(["-lpthread", "-ldl", "-lm"]);
-    let built = command.output().unwrap();
-    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
-    let ran = Command::new(&program)
-        .env("VPMM_DEVICE", "sim")
-        .env("LD_LIBRARY_PATH", libraries)
-        .output()
-        .unwrap();
-    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
-    assert!(ran.stderr.is_empty() && ran.stdout.is_empty());
-    std::fs::remove_dir_all(&folder).unwrap();
+
+    /// Builds the program and runs it on the simulated device.
+    fn run(self) {
+        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c");
+        let name = format!(
+            "vpmm-capi-{}-{}-{}-{}",
+            std::process::id(),
+            self.source.replace('.', "-"),
+            self.is_static,
+            self.beside.is_some()
+        );
+        let folder = std::env::temp_dir().join(name);
+        std::fs::create_dir_all(&folder).unwrap();
+        let (libraries, program) = (libraries(), folder.join("program"));
+        let mut command = self.compiler(&folder, self.source.ends_with("cpp"));
+        command.arg(sources.join(self.source)).arg("-o").arg(&program);
+        if self.is_static {
+            command.arg(libraries.join("libvpmm.a"));
+        } else {
+            command.arg("-L").arg(libraries).arg("-lvpmm");
+        }
+        if let Some((source, library)) = self.beside {
+            let path = folder.join(library);
+            let mut beside = self.compiler(&folder, true);
+            beside
+                .args(["-shared", "-fPIC", "-o"])
+                .arg(&path)
+                .arg(format!("-Wl,-soname,{library}"));
+            built(beside.arg(sources.join(source)));
+            command.arg(path);
+        }
+        built(command.args(["-lpthread", "-ldl", "-lm"]));
+        let paths = std::env::join_paths([libraries, &folder]).unwrap();
+        let ran = Command::new(&program)
+            .env("VPMM_DEVICE", "sim")
+            .env("LD_LIBRARY_PATH", paths)
+            .output()
+            .unwrap();
+        assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+        assert!(ran.stderr.is_empty() && ran.stdout.is_empty());
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+}
+
+fn built(command: &mut Command) {
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 #[test]
 fn a_program_in_c_with_the_shared_library() {
-    build_and_run("program.c", &["-std=c99"], true);
+    Build { source: "program.c", flags: &["-std=c99"], ..Build::default() }.run();
 }
 
 #[test]
 fn a_program_in_c_with_the_static_library() {
-    build_and_run("program.c", &["-std=c11"], false);
+    Build { source: "program.c", flags: &["-std=c11"], is_static: true, ..Build::default() }.run();
 }
 
 #[test]
 fn sleep_graphs_sharing_and_shortage_in_c() {
-    build_and_run("features.c", &["-std=c99"], true);
+    Build { source: "features.c", flags: &["-std=c99"], ..Build::default() }.run();
 }
 
 #[test]
 fn a_program_in_cpp() {
-    build_and_run("program.cpp", &["-std=c++17"], true);
+    Build { source: "program.cpp", flags: &["-std=c++17"], ..Build::default() }.run();
+}
+
+#[test]
+fn pytorchs_calls_throw_its_exceptions() {
+    Build {
+        source: "torch.cpp",
+        flags: &["-std=c++17", "-DWITH_C10"],
+        beside: Some(("c10.cpp", "libc10.so")),
+        ..Build::default()
+    }
+    .run();
+}
+
+#[test]
+fn without_pytorch_its_calls_throw_a_runtime_error() {
+    Build { source: "torch.cpp", flags: &["-std=c++17"], ..Build::default() }.run();
 }

@@ -30,6 +30,11 @@ impl Budget {
         self.limit.store(bytes, Ordering::Relaxed);
     }
 
+    /// The limit, where there is one.
+    pub(crate) fn limit(&self) -> Option<u64> {
+        Some(self.limit.load(Ordering::Relaxed)).filter(|limit| *limit != u64::MAX)
+    }
+
     /// What is to be counted too.
     pub(crate) fn count_besides(&self, besides: Weak<dyn Besides>) {
         // Once, when the pool is made.
@@ -88,8 +93,9 @@ mod tests {
     #[test]
     fn a_limit_is_for_all_together() {
         let budget = Budget::new();
-        assert!(budget.take(50) && budget.room() == u64::MAX);
+        assert!(budget.take(50) && budget.room() == u64::MAX && budget.limit().is_none());
         budget.limit_to(100);
+        assert_eq!(budget.limit(), Some(100));
         assert!(budget.take(40) && !budget.take(11) && budget.take(10));
         assert_eq!((budget.held(), budget.room()), (100, 0));
         budget.give_back(30);

@@ -365,7 +365,7 @@ impl Core {
             largest_free_bytes: u64::from(space.largest_free_units()) * unit,
             mapped_bytes: space.memory.mapped() * self.granule_bytes,
             live_bytes: space.out_units * unit,
-            limit_bytes: self.config.limit_bytes,
+            limit_bytes: self.backing.budget().limit(),
             map: None,
         }
     }

@@ -138,6 +138,12 @@ impl Heaps {
         heaps
     }
 
+    /// Changes the limit of all heaps together, to at most the one that the pool was made with.
+    pub(crate) fn limit_to(&self, bytes: Option<u64>) {
+        let least = [bytes, self.terms.limit_bytes].into_iter().flatten().min();
+        self.main.backing().budget().limit_to(least.unwrap_or(u64::MAX));
+    }
+
     /// The owner lets go: no stream's end is told here any more.
     pub(crate) fn retire(&self) {
         self.device().driver().unwatch_streams(self);

@@ -341,7 +341,7 @@ impl PagedPool {
             largest_free_bytes: space.map.largest_free(),
             mapped_bytes: space.mapped + small_mapped,
             live_bytes: space.map.totals().bytes(State::Live) + small_live,
-            limit_bytes: self.config.limit_bytes,
+            limit_bytes: self.backing.budget().limit(),
             map: None,
         }
     }

@@ -24,6 +24,37 @@ impl Pool {
         self.family.heaps.trim_to(keep_bytes)
     }
 
+    /// Changes the most physical memory that the pool may hold, with everything beside its main heap;
+    /// `None` for what it was made with, which is also the most that can be set. What it holds beyond
+    /// that stays until it is free and [trimmed](Self::trim_to); until then the pool does not grow.
+    ///
+    /// A pool that is made with a limit also keeps closer to it in how it places memory; a limit that
+    /// is set later changes nothing in that.
+    ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let sim = cuda_sim::Simulator::builder().build()?;
+    /// # let driver = vpmm::Driver::new(sim.driver())?;
+    /// # let device = driver.device(0)?;
+    /// # let stream = device.stream()?;
+    /// let pool = vpmm::Pool::new(&device, &vpmm::PoolConfig::default())?;
+    /// pool.limit_to(Some(64 << 20))?;
+    /// assert!(pool.malloc(100 << 20, &stream).is_err_and(|error| error.is_out_of_memory()));
+    /// pool.limit_to(None)?;
+    /// let ptr = pool.malloc(100 << 20, &stream)?;
+    /// # pool.free(ptr, &stream)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Forked`](crate::Error::Forked).
+    pub fn limit_to(&self, bytes: Option<u64>) -> Result<()> {
+        self.check_process()?;
+        self.family.heaps.limit_to(bytes);
+        Ok(())
+    }
+
     /// Sets the peaks in [`Stats`](crate::Stats) to what is in use and held now.
     pub fn reset_peaks(&self) {
         if self.check_process().is_ok() {

@@ -1,0 +1,60 @@
+"""GPU memory pools on CUDA's virtual memory management, for PyTorch, CuPy, Numba and by hand.
+
+One pool a device serves the whole process: ``vpmm.torch.use()``, ``vpmm.cupy.allocator`` and
+``vpmm.numba.VpmmNumbaManager`` all take memory from it, and :func:`statistics` says what it holds.
+Nothing of the three is imported before it is asked for. With the environment variable
+``VPMM_DEVICE=sim`` a simulated device takes the GPU's place.
+"""
+
+from __future__ import annotations
+
+from ._errors import (
+    ContextLostError,
+    DriverError,
+    Error,
+    InUseError,
+    InvalidArgumentError,
+    OutOfMemoryError,
+    PointerError,
+    StreamError,
+    UnsupportedError,
+)
+from ._library import library as _library_handle
+from ._pool import (
+    Pool,
+    Statistics,
+    configure,
+    device_count,
+    forget_stream,
+    reset_peaks,
+    statistics,
+    trim,
+)
+
+__all__ = [
+    "ContextLostError",
+    "DriverError",
+    "Error",
+    "InUseError",
+    "InvalidArgumentError",
+    "OutOfMemoryError",
+    "PointerError",
+    "Pool",
+    "Statistics",
+    "StreamError",
+    "UnsupportedError",
+    "configure",
+    "device_count",
+    "forget_stream",
+    "reset_peaks",
+    "statistics",
+    "trim",
+]
+
+
+def _version() -> str:
+    number = _library_handle.vpmm_version()
+    return f"{number // 1_000_000}.{number // 1000 % 1000}.{number % 1000}"
+
+
+__version__ = _version()

@@ -1,0 +1,62 @@
+"""What can go wrong, as exceptions."""
+
+from __future__ import annotations
+
+
+class Error(RuntimeError):
+    """A call of the library failed. ``status`` is the name that ``vpmm.h`` has for why."""
+
+    def __init__(self, text: str, status: str = "VPMM_OTHER"):
+        super().__init__(text)
+        self.status = status
+
+
+class OutOfMemoryError(Error, MemoryError):
+    """There is no memory for a request. The text has a map of the pool."""
+
+
+class InvalidArgumentError(Error, ValueError):
+    """No function can be asked for that."""
+
+
+class PointerError(Error, ValueError):
+    """A pointer is no allocation of the pool's, or was freed already."""
+
+
+class StreamError(Error, ValueError):
+    """A stream is of another device or context, or captures a graph."""
+
+
+class DriverError(Error):
+    """The driver is not there, too old, or answered with an error."""
+
+
+class ContextLostError(DriverError):
+    """The context is destroyed, or the device has failed for good."""
+
+
+class UnsupportedError(Error, NotImplementedError):
+    """The device, the driver or the pool cannot do that."""
+
+
+class InUseError(Error):
+    """Somebody else is using it, or it was made already."""
+
+
+_OF_STATUS = {
+    "VPMM_INVALID_ARGUMENT": InvalidArgumentError,
+    "VPMM_OUT_OF_MEMORY": OutOfMemoryError,
+    "VPMM_NO_DRIVER": DriverError,
+    "VPMM_DRIVER_ERROR": DriverError,
+    "VPMM_CONTEXT_LOST": ContextLostError,
+    "VPMM_UNSUPPORTED": UnsupportedError,
+    "VPMM_BAD_POINTER": PointerError,
+    "VPMM_DOUBLE_FREE": PointerError,
+    "VPMM_BAD_STREAM": StreamError,
+    "VPMM_IN_USE": InUseError,
+}
+
+
+def error_of(status: str, text: str) -> Error:
+    """The exception for a status."""
+    return _OF_STATUS.get(status, Error)(text or status, status)

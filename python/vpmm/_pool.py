@@ -1,0 +1,242 @@
+"""Pools and what they hold."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+import weakref
+from ctypes import byref, c_size_t, c_uint32, c_uint64, c_void_p
+
+from . import _library
+from ._library import EVERY_DEVICE, PoolOptions, answer, library
+
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def bytes_of(size: int | str) -> int:
+    """A number of bytes, given as such or as in ``"20 GB"``, ``"1.5GiB"``."""
+    if isinstance(size, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|)\s*", size, re.IGNORECASE)
+        if not found:
+            raise ValueError(f"{size!r} is no size: a number, and B, KB, KiB and so on")
+        return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """What a pool holds and has done. Bytes unless a name says otherwise."""
+
+    live_bytes: int
+    """In the hands of callers."""
+    peak_live_bytes: int
+    """The most of that since the pool was made or its peaks were reset."""
+    cached_bytes: int
+    """Freed, and kept for their stream's next requests."""
+    idle_bytes: int
+    """Free to every stream."""
+    pending_bytes: int
+    """Freed, and still in use by a stream as far as is known."""
+    mapped_bytes: int
+    """Physical memory held."""
+    peak_mapped_bytes: int
+    """The most of that."""
+    reserved_bytes: int
+    """Addresses reserved."""
+    small_live_bytes: int
+    """In the hands of callers of the paged profile's small requests."""
+    small_mapped_bytes: int
+    """What the driver holds for them."""
+    peak_small_mapped_bytes: int
+    """The most of that."""
+    live_count: int
+    """Allocations in the hands of callers."""
+    small_live_count: int
+    """Small ones of the paged profile."""
+    extent_count: int
+    """Physical handles held."""
+    extents_created: int
+    """Physical handles made so far."""
+    extents_moved: int
+    """Physical handles moved to other addresses so far."""
+    device_waits: int
+    """Waits that streams were made to do so far."""
+    host_waits: int
+    """Waits of the host so far."""
+
+
+_FIELDS = [field.name for field in dataclasses.fields(Statistics)]
+
+
+def _options(
+    device: int,
+    *,
+    limit: int | str | None = None,
+    profile: str = "default",
+    addresses: int | str | None = None,
+    release_threshold: int | str | None = None,
+    wait: float | None = None,
+    initial_pages: int = 0,
+    page_size: int | str | None = None,
+    prefer: str | None = None,
+) -> PoolOptions:
+    options = PoolOptions()
+    library.vpmm_pool_options_init(byref(options))
+    profiles = {"default": 0, "paged": 1}
+    policies = {None: 0, "grow": 1, "wait": 2}
+    if profile not in profiles:
+        raise ValueError(f"{profile!r} is no profile; known: default, paged")
+    if prefer not in policies:
+        raise ValueError(f"prefer cannot be {prefer!r}; known: None, 'grow', 'wait'")
+    options.device, options.profile = device, profiles[profile]
+    options.pending_policy, options.initial_pages = policies[prefer], initial_pages
+    if limit is not None:
+        # 0 stands for none; a limit of nothing is one of a byte.
+        options.limit_bytes = max(1, bytes_of(limit))
+    if addresses is not None:
+        options.va_size_bytes = bytes_of(addresses)
+    if release_threshold is not None:
+        options.release_threshold_bytes = bytes_of(release_threshold)
+    if page_size is not None:
+        options.page_size_bytes = bytes_of(page_size)
+    if wait is not None:
+        # The largest number means something else.
+        options.wait_nanoseconds = min(int(wait * 1e9), 2**63)
+    return options
+
+
+class Pool:
+    """A pool of device memory.
+
+    ``limit``: the most bytes that it may hold (a number, or as in ``"20 GB"``). ``profile``: ``"default"``
+    or ``"paged"``. ``addresses``: bytes of addresses to reserve. ``release_threshold``: free memory above
+    this goes back to the device when the host has waited for it. ``wait``: seconds that a request may wait
+    for memory that is in use; 0 not at all. ``prefer``: where only other streams' memory is free, to
+    ``"grow"`` or to ``"wait"`` for it on the GPU. ``initial_pages``, ``page_size``: of the paged profile.
+    """
+
+    def __init__(self, device: int = 0, **options):
+        handle = c_void_p()
+        made = _options(device, **options)
+        library.vpmm_pool_create(_driver(), byref(made), byref(handle))
+        self._take(handle, device)
+
+    def _take(self, handle: c_void_p, device: int) -> None:
+        self._handle, self.device = handle, device
+        # The pool lives on while something of it is allocated.
+        self._end = weakref.finalize(self, library.vpmm_pool_release, handle)
+        # When the process ends the driver takes everything back.
+        self._end.atexit = False
+
+    @classmethod
+    def of_process(cls, device: int = 0) -> Pool:
+        """The process's own pool on a device, which PyTorch, CuPy and Numba share. Made when it is first
+        asked for."""
+        pool = cls.__new__(cls)
+        pool._take(c_void_p(answer("vpmm_process_pool", c_void_p, device)), device)
+        return pool
+
+    def malloc(self, size: int, stream: int = 0) -> int:
+        """Allocates bytes for use on a stream (a ``cudaStream_t`` as a number); answers the address, 0 for
+        0 bytes."""
+        return answer("vpmm_malloc", c_void_p, self._handle, size, stream) or 0
+
+    def free(self, address: int, stream: int = 0) -> None:
+        """Frees an allocation once everything enqueued on the stream so far has finished."""
+        library.vpmm_free(self._handle, address, stream)
+
+    def record_stream(self, address: int, stream: int) -> None:
+        """Notes that an allocation is used on a further stream."""
+        library.vpmm_record_stream(self._handle, address, stream)
+
+    def trim(self, keep: int | str = 0) -> int:
+        """Gives free memory back to the device until so much is held; answers the bytes given back."""
+        return answer("vpmm_pool_trim_to", c_uint64, self._handle, bytes_of(keep))
+
+    def statistics(self) -> Statistics:
+        """What the pool holds."""
+        stats = _library.Stats()
+        library.vpmm_stats_init(byref(stats))
+        library.vpmm_pool_stats(self._handle, byref(stats))
+        return Statistics(*(getattr(stats, name) for name in _FIELDS))
+
+    def reset_peaks(self) -> None:
+        """Sets the peaks to what is held now."""
+        library.vpmm_pool_reset_peaks(self._handle)
+
+    def layout(self) -> str:
+        """What stands where, in granules: ``[n]`` in use, ``[-n]`` free, ``[~n]`` waiting to be unmapped,
+        ``[*n]`` a hole."""
+        length = answer("vpmm_pool_layout", c_size_t, self._handle, None, 0)
+        while True:
+            text = ctypes.create_string_buffer(length)
+            needed = answer("vpmm_pool_layout", c_size_t, self._handle, text, length)
+            if needed <= length:
+                return text.value.decode()
+            length = needed  # it has grown meanwhile
+
+    def validate(self) -> None:
+        """Checks the pool's books from scratch; raises if something is wrong. No thread may use the pool
+        meanwhile."""
+        library.vpmm_pool_validate(self._handle)
+
+    def __repr__(self) -> str:
+        now = self.statistics()
+        return f"Pool(device={self.device}, live={now.live_bytes}, held={now.mapped_bytes})"
+
+
+def _driver() -> c_void_p:
+    """A handle of the process's driver, kept for ever."""
+    global _DRIVER
+    if _DRIVER is None:
+        _DRIVER = c_void_p(answer("vpmm_process_driver", c_void_p))
+    return _DRIVER
+
+
+_DRIVER: c_void_p | None = None
+
+
+def device_count() -> int:
+    """How many devices there are."""
+    return answer("vpmm_driver_device_count", c_uint32, _driver())
+
+
+def configure(device: int | None = None, **options) -> None:
+    """Sets what the process's pools will be made with: that of a device, or those of all that have no
+    settings of their own. Options as :class:`Pool` has them. :class:`vpmm.InUseError` if a pool that it is
+    for was made already."""
+    made = _options(EVERY_DEVICE if device is None else device, **options)
+    library.vpmm_process_configure(byref(made))
+
+
+def statistics(device: int = 0) -> Statistics:
+    """What the process's pool on a device holds."""
+    return Pool.of_process(device).statistics()
+
+
+def reset_peaks(device: int = 0) -> None:
+    """Sets the peaks of the process's pool to what is held now."""
+    Pool.of_process(device).reset_peaks()
+
+
+def trim(keep: int | str = 0, device: int = 0) -> int:
+    """Gives free memory of the process's pool back to the device until so much is held; answers the
+    bytes given back."""
+    return Pool.of_process(device).trim(keep)
+
+
+def forget_stream(stream: int, device: int = 0) -> bool:
+    """Says that a stream which the process's pools were given is about to be destroyed; answers whether
+    they knew it. Frameworks keep their own streams, so this is for streams made by hand."""
+    return bool(answer("vpmm_process_forget_stream", c_uint32, device, stream))

@@ -1,0 +1,135 @@
+"""PyTorch on vpmm's pools.
+
+>>> import vpmm.torch
+>>> vpmm.torch.use()          # before the first CUDA call
+>>> # … a program as it is …
+
+Two ways: :func:`use` makes the process's pool PyTorch's allocator; :func:`MemPool` backs a region of a
+program that keeps PyTorch's own allocator.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from . import _library, _pool
+
+_SETTERS = {
+    "set_init_fn": "vpmm_torch_init",
+    "set_reset_fn": "vpmm_torch_reset",
+    "set_memory_fraction_fn": "vpmm_torch_memory_fraction",
+    "set_base_alloc_fn": "vpmm_torch_base_alloc",
+    "set_record_stream_fn": "vpmm_torch_record_stream",
+    "set_begin_allocate_to_pool": "vpmm_torch_begin_allocate_to_pool",
+    "set_end_allocate_to_pool_fn": "vpmm_torch_end_allocate_to_pool",
+    "set_release_pool": "vpmm_torch_release_pool",
+}
+
+
+@functools.cache
+def allocator() -> Any:
+    """The ``torch.cuda.memory.CUDAPluggableAllocator``, with everything that it can be told set. Made
+    once."""
+    from torch.cuda.memory import CUDAPluggableAllocator
+
+    plugged = CUDAPluggableAllocator(_library.path(), "vpmm_torch_alloc", "vpmm_torch_free")
+    inner = plugged.allocator()
+    for setter, function in _SETTERS.items():
+        getattr(inner, setter)(_library.address(function))
+    return plugged
+
+
+def use(device: int | None = None, *, report: bool = True, **options) -> None:
+    """Makes the process's pools PyTorch's allocator, for all devices. Before the first CUDA call.
+
+    Options are those of :class:`vpmm.Pool`, for one device or all. With ``report``, as by default,
+    PyTorch's own questions (``torch.cuda.memory_allocated``, ``max_memory_reserved``, ``memory_stats``,
+    ``reset_peak_memory_stats`` and so on) are answered from the pool; PyTorch itself answers that a
+    plugged-in allocator cannot say.
+    """
+    import torch
+
+    if options or device is not None:
+        _pool.configure(device, **options)
+    torch.cuda.memory.change_current_allocator(allocator())
+    if report:
+        _answer_questions()
+
+
+def MemPool(**arguments) -> Any:
+    """A ``torch.cuda.MemPool`` whose memory is the process's pool's, for ``torch.cuda.use_mem_pool``.
+    PyTorch cuts it up by its own scheme, so its statistics, graphs and snapshots are as usual."""
+    import torch
+
+    return torch.cuda.MemPool(allocator().allocator(), **arguments)
+
+
+def statistics(device: int | None = None) -> dict[str, Any]:
+    """What the pool holds, in the shape of ``torch.cuda.memory_stats_as_nested_dict``. What PyTorch calls
+    allocated is live, what it calls reserved is held; active has what is freed but may still be in use.
+    What the pool does not count is not there."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return {}
+    now = _pool.statistics(_index(device))
+
+    def bytes_of(current: int, peak: int | None = None) -> dict[str, Any]:
+        counts = {"current": current} if peak is None else {"current": current, "peak": peak}
+        return {"all": counts}
+
+    live = now.live_bytes + now.small_live_bytes
+    return {
+        "allocation": bytes_of(now.live_count + now.small_live_count),
+        "segment": bytes_of(now.extent_count),
+        "allocated_bytes": bytes_of(live, now.peak_live_bytes),
+        "active_bytes": bytes_of(live + now.pending_bytes),
+        "reserved_bytes": bytes_of(
+            now.mapped_bytes + now.small_mapped_bytes,
+            now.peak_mapped_bytes + now.peak_small_mapped_bytes,
+        ),
+        "inactive_split_bytes": bytes_of(now.idle_bytes + now.cached_bytes),
+        "num_device_alloc": now.extents_created,
+        "num_sync_all_streams": now.host_waits,
+    }
+
+
+def failed_frees() -> int:
+    """How many of PyTorch's frees have failed; the first of them were told on the standard error stream."""
+    return _library.library.vpmm_torch_failed_frees()
+
+
+def forget_stream(stream: Any) -> bool:
+    """Says that a ``torch.cuda.ExternalStream`` that was allocated on is about to be destroyed. PyTorch's own
+    streams live as long as the process."""
+    return _pool.forget_stream(stream.cuda_stream, stream.device.index)
+
+
+def _index(device: Any) -> int:
+    import torch
+
+    if isinstance(device, int):
+        return device
+    index = None if device is None else torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
+
+
+def _answer_questions() -> None:
+    """Has PyTorch's own functions ask the pool. The others are made of these."""
+    import torch
+    from torch.cuda import memory
+
+    def reset_peak_memory_stats(device: Any = None) -> None:
+        """Starts the peaks of the pool anew."""
+        _pool.reset_peaks(_index(device))
+
+    def reset_accumulated_memory_stats(device: Any = None) -> None:
+        """Nothing: the pool counts from its begin."""
+
+    # `memory_stats` wants what its dictionary is made of under this name.
+    memory.memory_stats_as_nested_dict = statistics
+    for function in (reset_peak_memory_stats, reset_accumulated_memory_stats):
+        setattr(memory, function.__name__, function)
+        setattr(torch.cuda, function.__name__, function)
+    torch.cuda.memory_stats_as_nested_dict = statistics

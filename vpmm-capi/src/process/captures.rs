@@ -1,0 +1,122 @@
+//! Memory of graphs, as frameworks ask for it: by the number of a pool, and a question whether a
+//! stream's requests are the pool's.
+//!
+//! ```text
+//! begin(7, filter)       the pool with number 7 is made, or used once more
+//!   request on a stream  the filters are asked; the first yes opens that pool to the stream
+//! end(7)                 closed to all its streams
+//! release(7)             given up, when it was released as often as it was begun
+//! ```
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use vpmm_core::{GraphPool, Pool, StreamHandle};
+
+use super::mode::{self, Mode};
+use crate::guard::Failure;
+use crate::status::vpmm_status;
+
+/// Whether a stream's requests are a pool's.
+pub(crate) trait Filter: Send {
+    fn takes(&self, stream: *mut c_void) -> bool;
+}
+
+/// A framework's number of a pool, on a device.
+type Id = (u32, (u64, u64));
+
+struct Open {
+    id: Id,
+    filter: Box<dyn Filter>,
+    streams: Vec<StreamHandle>,
+}
+
+struct Graphs {
+    pool: GraphPool,
+    uses: u64,
+}
+
+#[derive(Default)]
+struct Captures {
+    open: Vec<Open>,
+    graphs: BTreeMap<Id, Graphs>,
+}
+
+static CAPTURES: Mutex<Captures> =
+    Mutex::new(Captures { open: Vec::new(), graphs: BTreeMap::new() });
+
+fn captures() -> MutexGuard<'static, Captures> {
+    CAPTURES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn wrong(text: &str) -> Failure {
+    Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text)
+}
+
+pub(crate) fn begin(
+    pool: &Pool,
+    number: (u64, u64),
+    filter: Box<dyn Filter>,
+) -> Result<(), Failure> {
+    let id = (pool.device().ordinal(), number);
+    let mut captures = captures();
+    if captures.open.iter().any(|open| open.id == id) {
+        return Err(wrong("the pool has begun, and not ended"));
+    }
+    if let Some(graphs) = captures.graphs.get_mut(&id) {
+        graphs.uses += 1;
+    } else {
+        let graphs = Graphs { pool: pool.graph_pool()?, uses: 1 };
+        captures.graphs.insert(id, graphs);
+    }
+    captures.open.push(Open { id, filter, streams: Vec::new() });
+    mode::set(Mode::Capturing, true);
+    Ok(())
+}
+
+pub(crate) fn end(device: u32, number: (u64, u64)) -> Result<(), Failure> {
+    let mut captures = captures();
+    let at = captures.open.iter().position(|open| open.id == (device, number));
+    let open = captures.open.swap_remove(at.ok_or_else(|| wrong("the pool has not begun"))?);
+    mode::set(Mode::Capturing, !captures.open.is_empty());
+    let Some(graphs) = captures.graphs.get(&open.id) else { return Ok(()) };
+    // Every stream, whatever comes of one.
+    let ended = open.streams.iter().map(|stream| graphs.pool.end(*stream));
+    ended.fold(Ok(()), Result::and).map_err(Failure::from)
+}
+
+pub(crate) fn release(device: u32, number: (u64, u64)) -> Result<(), Failure> {
+    let mut captures = captures();
+    let id = (device, number);
+    let graphs = captures.graphs.get_mut(&id).ok_or_else(|| wrong("there is no such pool"))?;
+    graphs.uses -= 1;
+    if graphs.uses == 0 {
+        let gone = captures.graphs.remove(&id);
+        if let Some(at) = captures.open.iter().position(|open| open.id == id) {
+            captures.open.swap_remove(at);
+            mode::set(Mode::Capturing, !captures.open.is_empty());
+        }
+        drop(captures);
+        drop(gone);
+    }
+    Ok(())
+}
+
+/// Opens the pool that takes a stream's requests to it, if there is one.
+pub(super) fn open_to(device: u32, stream: StreamHandle) -> Result<(), Failure> {
+    let mut captures = captures();
+    let Captures { open, graphs } = &mut *captures;
+    let takes = |open: &&mut Open| {
+        open.id.0 == device
+            && (open.streams.contains(&stream) || open.filter.takes(stream.raw().cast()))
+    };
+    let Some(open) = open.iter_mut().find(takes) else { return Ok(()) };
+    if !open.streams.contains(&stream)
+        && let Some(graphs) = graphs.get(&open.id)
+    {
+        graphs.pool.begin(stream)?;
+        open.streams.push(stream);
+    }
+    Ok(())
+}

@@ -1,0 +1,233 @@
+//! The process's own driver and pools: one pool a device, which everything that plugs into the process
+//! shares. They are made when they are first asked for, and last until the process ends.
+
+mod captures;
+mod mode;
+mod serve;
+mod streams;
+
+pub(crate) use captures::{Filter, begin, end, release};
+pub(crate) use serve::{allocate, free, record_stream};
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use vpmm_core::Pool;
+
+use crate::driver::{Loaded, vpmm_driver};
+use crate::guard::{Failure, guard, put};
+use crate::options::vpmm_pool_options;
+use crate::pool::vpmm_pool;
+use crate::status::vpmm_status;
+
+/// In `vpmm_process_configure`: for every device that has no options of its own.
+pub const VPMM_EVERY_DEVICE: u32 = u32::MAX;
+
+struct Process {
+    loaded: Option<Arc<Loaded>>,
+    /// By the device's number; never dropped, as others may be using them when the process ends.
+    pools: BTreeMap<u32, &'static Pool>,
+    options: BTreeMap<u32, vpmm_pool_options>,
+}
+
+static PROCESS: Mutex<Process> =
+    Mutex::new(Process { loaded: None, pools: BTreeMap::new(), options: BTreeMap::new() });
+
+fn process() -> MutexGuard<'static, Process> {
+    PROCESS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Process {
+    fn loaded(&mut self) -> Result<Arc<Loaded>, Failure> {
+        match &self.loaded {
+            Some(loaded) => Ok(Arc::clone(loaded)),
+            None => Ok(Arc::clone(self.loaded.insert(Loaded::load(None)?))),
+        }
+    }
+
+    fn options_for(&self, device: u32) -> Option<vpmm_pool_options> {
+        let given = self.options.get(&device).or_else(|| self.options.get(&VPMM_EVERY_DEVICE));
+        given.map(|options| vpmm_pool_options { device, ..*options })
+    }
+
+    fn pool(&mut self, device: u32) -> Result<&'static Pool, Failure> {
+        if let Some(pool) = self.pools.get(&device) {
+            return Ok(pool);
+        }
+        let loaded = self.loaded()?;
+        let options = match self.options_for(device) {
+            Some(options) => options,
+            None => vpmm_pool_options::initial(device),
+        };
+        let pool = loaded.new_pool(&options)?;
+        // For Rust code in this process, too.
+        pool.make_current();
+        let pool: &'static Pool = Box::leak(Box::new(pool));
+        self.pools.insert(device, pool);
+        Ok(pool)
+    }
+}
+
+/// The pool of a device.
+pub(crate) fn pool(device: u32) -> Result<&'static Pool, Failure> {
+    process().pool(device)
+}
+
+/// The pools that there are.
+pub(crate) fn pools() -> Vec<&'static Pool> {
+    process().pools.values().copied().collect()
+}
+
+/// Whether a graph's pool is open to some stream.
+pub(crate) fn is_capturing() -> bool {
+    mode::is(mode::Mode::Capturing)
+}
+
+/// Sets a limit as a part of a device's memory, before its pool is made.
+pub(crate) fn limit_to_part(device: u32, part: f64) -> Result<(), Failure> {
+    if !(0.0..=1.0).contains(&part) {
+        let text = format!("a limit of {part} times the memory; it is from 0 to 1");
+        return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
+    }
+    let mut process = process();
+    let memory = process.loaded()?.device(device)?.total_memory()?;
+    let bytes = (memory as f64 * part) as u64;
+    if let Some(pool) = process.pools.get(&device) {
+        return Ok(pool.limit_to(Some(bytes))?);
+    }
+    let own = process.options_for(device).unwrap_or(vpmm_pool_options::initial(device));
+    // 0 stands for no limit.
+    process.options.insert(device, vpmm_pool_options { limit_bytes: bytes.max(1), ..own });
+    Ok(())
+}
+
+/// Sets what the process's pools will be made with: that of `options->device`, or of every device that
+/// has no options of its own (`VPMM_EVERY_DEVICE`). `VPMM_IN_USE` if a pool that it is for was made
+/// already.
+///
+/// # Safety
+/// `options` is null or begins with its own size.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_process_configure(options: *const vpmm_pool_options) -> vpmm_status {
+    guard(|| {
+        if options.is_null() {
+            return Err(Failure::null("options"));
+        }
+        // SAFETY: the caller vouches for it.
+        let options = unsafe { vpmm_pool_options::read(options) }?;
+        // What cannot be is refused here, and not at the first request.
+        if options.is_paged()? {
+            options.paged_profile().map(drop)?;
+        } else {
+            options.default_profile().map(drop)?;
+        }
+        let mut process = process();
+        let made = match options.device {
+            VPMM_EVERY_DEVICE => process.pools.keys().next().copied(),
+            device => process.pools.contains_key(&device).then_some(device),
+        };
+        if let Some(device) = made {
+            let text = format!("the process's pool on device {device} was made already");
+            return Err(Failure::new(vpmm_status::VPMM_IN_USE, text));
+        }
+        process.options.insert(options.device, options);
+        Ok(())
+    })
+}
+
+/// A handle of the process's own driver, loaded at the first call of this or of a function that needs
+/// a pool of the process.
+///
+/// # Safety
+/// `out` is null or has room for a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_process_driver(out: *mut *mut vpmm_driver) -> vpmm_status {
+    guard(|| {
+        if out.is_null() {
+            return Err(Failure::null("out"));
+        }
+        let handle = Box::new(vpmm_driver(process().loaded()?));
+        // SAFETY: the caller vouches for it.
+        unsafe { put(out, "out", Box::into_raw(handle)) }
+    })
+}
+
+/// A handle of the process's own pool on a device, made at the first call of this or of a request that
+/// is served from it. The pool lasts until the process ends, whoever releases handles.
+///
+/// # Safety
+/// `out` is null or has room for a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_process_pool(device: u32, out: *mut *mut vpmm_pool) -> vpmm_status {
+    guard(|| {
+        if out.is_null() {
+            return Err(Failure::null("out"));
+        }
+        let mut process = process();
+        let pool = process.pool(device)?.clone();
+        let handle = vpmm_pool::handle(pool, process.loaded()?);
+        // SAFETY: the caller vouches for it.
+        unsafe { put(out, "out", handle) }
+    })
+}
+
+/// As `vpmm_malloc`, from the process's pool on a device. The stream counts as lent: it lasts, or
+/// `vpmm_process_forget_stream` is called before it ends.
+///
+/// # Safety
+/// The stream is alive, and lasts as said; `out` is null or has room for a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_process_malloc(
+    device: u32,
+    bytes: usize,
+    stream: *mut c_void,
+    out: *mut *mut c_void,
+) -> vpmm_status {
+    guard(|| {
+        if out.is_null() {
+            return Err(Failure::null("out"));
+        }
+        // SAFETY: the caller vouches for it.
+        let pointer = unsafe { allocate(device, bytes, stream) }?;
+        // SAFETY: the caller vouches for it.
+        unsafe { put(out, "out", pointer) }
+    })
+}
+
+/// As `vpmm_free`, for memory of the process's pool on a device.
+///
+/// # Safety
+/// As `vpmm_free`; the stream lasts as in `vpmm_process_malloc`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_process_free(
+    device: u32,
+    pointer: *mut c_void,
+    stream: *mut c_void,
+) -> vpmm_status {
+    // SAFETY: the caller vouches for it.
+    guard(|| unsafe { free(device, pointer, stream) })
+}
+
+/// Says that a stream which the process's pools were given is about to end. They then know no stream
+/// by that handle; `known`, which may be null, says whether they did. For the streams that a framework
+/// makes and keeps it is not needed.
+///
+/// # Safety
+/// The stream is alive, and no other thread is in a call with it; `known` is null or has room for a
+/// number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_process_forget_stream(
+    device: u32,
+    stream: *mut c_void,
+    known: *mut u32,
+) -> vpmm_status {
+    guard(|| {
+        let was_known = streams::forget(device, stream);
+        if known.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller vouches for it.
+        unsafe { put(known, "known", u32::from(was_known)) }
+    })
+}

@@ -1,0 +1,154 @@
+//! Requests of frameworks, by device and raw stream: as short as they can be where the stream is known
+//! and nothing but the pool is to be asked.
+
+use std::ffi::c_void;
+use std::ptr;
+
+use vpmm_core::{DevicePtr, Error, Pool, StreamHandle};
+
+use super::mode::{self, Mode};
+use super::{captures, streams};
+use crate::guard::Failure;
+
+/// A device address, as CUDA's own functions give it.
+#[inline(always)]
+fn pointer(ptr: DevicePtr) -> *mut c_void {
+    ptr::without_provenance_mut(ptr.address() as usize)
+}
+
+#[inline(always)]
+fn address(pointer: *mut c_void) -> DevicePtr {
+    DevicePtr::from_address(pointer.addr() as u64)
+}
+
+/// Allocates from the process's pool on a device. 0 bytes give null.
+///
+/// # Safety
+/// The stream is alive, and lasts until it is forgotten.
+#[inline(always)]
+pub(crate) unsafe fn allocate(
+    device: u32,
+    bytes: usize,
+    stream: *mut c_void,
+) -> Result<*mut c_void, Failure> {
+    if let Some(entry) = streams::find(device, stream)
+        && mode::is_plain()
+    {
+        return match entry.pool.malloc(bytes, entry.stream) {
+            Ok(ptr) => Ok(pointer(ptr)),
+            Err(error) => refused(error),
+        };
+    }
+    // SAFETY: the caller vouches for it.
+    unsafe { allocate_slowly(device, bytes, stream) }
+}
+
+#[cold]
+fn refused(error: Error) -> Result<*mut c_void, Failure> {
+    match error {
+        Error::ZeroSize => Ok(ptr::null_mut()),
+        error => Err(error.into()),
+    }
+}
+
+/// The pool of a device, and a stream as it takes it.
+///
+/// # Safety
+/// As in [`allocate`].
+unsafe fn resolve(
+    device: u32,
+    stream: *mut c_void,
+) -> Result<(&'static Pool, StreamHandle), Failure> {
+    if let Some(entry) = streams::find(device, stream) {
+        return Ok((entry.pool, entry.stream));
+    }
+    let pool = super::pool(device)?;
+    // SAFETY: the caller vouches for it.
+    Ok((pool, unsafe { streams::adopt(pool.device(), pool, stream) }?))
+}
+
+/// A stream's first request, or one beside a capture or a trace.
+///
+/// # Safety
+/// As in [`allocate`].
+#[cold]
+#[inline(never)]
+unsafe fn allocate_slowly(
+    device: u32,
+    bytes: usize,
+    stream: *mut c_void,
+) -> Result<*mut c_void, Failure> {
+    // SAFETY: the caller vouches for it.
+    let (pool, stream) = unsafe { resolve(device, stream) }?;
+    if mode::is(Mode::Capturing) {
+        captures::open_to(device, stream)?;
+    }
+    match pool.malloc(bytes, stream) {
+        Ok(ptr) => Ok(pointer(ptr)),
+        Err(error) => refused(error),
+    }
+}
+
+/// Frees memory of the process's pool on a device. Null is nothing.
+///
+/// # Safety
+/// As in [`allocate`]; nobody uses the memory in work that is enqueued later, or that is not ordered
+/// before.
+#[inline(always)]
+pub(crate) unsafe fn free(
+    device: u32,
+    pointer: *mut c_void,
+    stream: *mut c_void,
+) -> Result<(), Failure> {
+    if let Some(entry) = streams::find(device, stream)
+        && mode::is_plain()
+        && entry.pool.free(address(pointer), entry.stream).is_ok()
+    {
+        return Ok(());
+    }
+    // SAFETY: the caller vouches for it.
+    unsafe { free_slowly(device, pointer, stream) }
+}
+
+/// # Safety
+/// As in [`free`].
+#[cold]
+#[inline(never)]
+unsafe fn free_slowly(
+    device: u32,
+    pointer: *mut c_void,
+    stream: *mut c_void,
+) -> Result<(), Failure> {
+    if pointer.is_null() {
+        return Ok(());
+    }
+    // SAFETY: the caller vouches for it.
+    let (pool, stream) = unsafe { resolve(device, stream) }?;
+    if mode::is(Mode::Capturing) {
+        captures::open_to(device, stream)?;
+    }
+    Ok(pool.free(address(pointer), stream)?)
+}
+
+/// Notes that an allocation of any of the process's pools is used on a further stream.
+///
+/// # Safety
+/// As in [`allocate`].
+pub(crate) unsafe fn record_stream(
+    pointer: *mut c_void,
+    stream: *mut c_void,
+) -> Result<(), Failure> {
+    if pointer.is_null() {
+        return Ok(());
+    }
+    let at = address(pointer);
+    let pools = super::pools();
+    let found = pools.iter().find(|pool| pool.allocation(at.address()).is_some());
+    // None has it: any of them says so.
+    let Some(pool) = found.or(pools.first()) else {
+        return Err(Error::ForeignPointer { address: at.address() }.into());
+    };
+    // SAFETY: the caller vouches for it.
+    let (_, stream) = unsafe { resolve(pool.device().ordinal(), stream) }?;
+    Ok(pool.record_stream(at, stream)?)
+}
