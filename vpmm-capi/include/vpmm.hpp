@@ -90,7 +90,7 @@ class stream {
 
 /// What a pool is made with.
 struct pool_options : vpmm_pool_options {
-  pool_options() noexcept { vpmm_pool_options_init(this); }
+  pool_options() noexcept { vpmm_pool_options_init(this, sizeof(vpmm_pool_options)); }
 };
 
 /// A pool. Copies share it; it ends with the last of them.
@@ -119,7 +119,7 @@ class pool {
   void reset_peaks() const { check(vpmm_pool_reset_peaks(get())); }
   vpmm_stats stats() const {
     vpmm_stats stats;
-    vpmm_stats_init(&stats);
+    vpmm_stats_init(&stats, sizeof stats);
     check(vpmm_pool_stats(get(), &stats));
     return stats;
   }
@@ -181,7 +181,7 @@ class tagged {
   }
   vpmm_stats stats() const {
     vpmm_stats stats;
-    vpmm_stats_init(&stats);
+    vpmm_stats_init(&stats, sizeof stats);
     check(vpmm_tagged_stats(get(), &stats));
     return stats;
   }

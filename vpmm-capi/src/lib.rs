@@ -7,8 +7,8 @@
 //!
 //! - Handles are opaque. Each is given back once, by its `release` function; null is no handle, and
 //!   ignored there.
-//! - Structures begin with their own size, which their `init` function sets, so that they can grow:
-//!   a program that was built with an older header has the newer fields at their defaults.
+//! - Structures begin with their own size, which the program tells their `init` function, so that they
+//!   can grow: a program that was built with an older header has the newer fields at their defaults.
 //! - Every function that can fail answers a [`vpmm_status`]; [`vpmm_last_error`] has the text. What it
 //!   would write through its pointers is written on success only.
 //! - No panic leaves a function: it is caught and answered as `VPMM_PANIC`.
@@ -19,6 +19,7 @@
 
 mod driver;
 mod graph;
+mod grows;
 mod guard;
 mod options;
 mod pool;

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use vpmm_core::{Location, PagedConfig, PendingPolicy, PoolConfig, Reuse, Sharing, WaitPolicy};
 
+use crate::grows::{self, Grows};
 use crate::guard::Failure;
 use crate::status::vpmm_status;
 
@@ -92,7 +93,9 @@ pub enum vpmm_reuse_off {
     VPMM_REUSE_OFF_INTERNAL_DEPENDENCIES = 2,
 }
 
-impl vpmm_pool_options {
+// SAFETY: numbers without padding, the size first.
+unsafe impl Grows for vpmm_pool_options {
+    const NAME: &'static str = "vpmm_pool_options";
     const INITIAL: Self = Self {
         size: size_of::<Self>(),
         device: 0,
@@ -110,36 +113,11 @@ impl vpmm_pool_options {
         reuse_off: 0,
         reserved: 0,
     };
+}
 
+impl vpmm_pool_options {
     pub(crate) fn initial(device: u32) -> Self {
         Self { device, ..Self::INITIAL }
-    }
-
-    /// What a program gave: the fields that it knows of, and the others at their first values.
-    ///
-    /// # Safety
-    /// `given` is null, or to as many bytes as its first field says.
-    pub(crate) unsafe fn read(given: *const Self) -> Result<Self, Failure> {
-        let mut options = Self::INITIAL;
-        if given.is_null() {
-            return Ok(options);
-        }
-        // SAFETY: the caller vouches for the first field.
-        let size = unsafe { given.cast::<usize>().read() };
-        if size < size_of::<usize>() || size > 4096 {
-            let text = format!("options of {size} bytes: vpmm_pool_options_init was not called");
-            return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
-        }
-        let bytes = size.min(size_of::<Self>());
-        // SAFETY: both have so many bytes, of plain numbers, and do not overlap.
-        unsafe {
-            std::ptr::copy_nonoverlapping(
-                given.cast::<u8>(),
-                (&raw mut options).cast::<u8>(),
-                bytes,
-            );
-        }
-        Ok(options)
     }
 
     fn pending_policy(&self, own: PendingPolicy) -> Result<PendingPolicy, Failure> {
@@ -232,14 +210,12 @@ fn wrong(name: &str, value: u64) -> Failure {
     Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, format!("{name} cannot be {value}"))
 }
 
-/// Sets everything to its first value.
+/// Sets everything to its first value. `size` is `sizeof (vpmm_pool_options)`, as the program has it.
 ///
 /// # Safety
-/// `options` is null or has room for the structure.
+/// `options` is null or has room for `size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn vpmm_pool_options_init(options: *mut vpmm_pool_options) {
-    if !options.is_null() {
-        // SAFETY: the caller vouches for it.
-        unsafe { options.write(vpmm_pool_options::INITIAL) };
-    }
+pub unsafe extern "C" fn vpmm_pool_options_init(options: *mut vpmm_pool_options, size: usize) {
+    // SAFETY: the caller vouches for it.
+    unsafe { grows::init(options, size) };
 }

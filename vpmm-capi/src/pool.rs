@@ -6,6 +6,7 @@ use std::sync::Arc;
 use vpmm_core::{DevicePtr, Pool, StreamHandle};
 
 use crate::driver::{Loaded, vpmm_driver};
+use crate::grows;
 use crate::guard::{Failure, given, guard, put};
 use crate::options::vpmm_pool_options;
 use crate::stats::{self, vpmm_stats};
@@ -75,7 +76,7 @@ pub unsafe extern "C" fn vpmm_pool_create(
         // SAFETY: the caller vouches for it.
         let loaded = Arc::clone(&unsafe { given(driver, "driver") }?.0);
         // SAFETY: the caller vouches for it.
-        let options = unsafe { vpmm_pool_options::read(options) }?;
+        let options = unsafe { grows::read(options) }?;
         if out.is_null() {
             return Err(Failure::null("out"));
         }

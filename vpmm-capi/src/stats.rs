@@ -2,6 +2,7 @@
 
 use vpmm_core::Stats;
 
+use crate::grows::{self, Grows};
 use crate::guard::Failure;
 use crate::status::vpmm_status;
 
@@ -50,20 +51,27 @@ pub struct vpmm_stats {
     pub host_waits: u64,
 }
 
-/// Every field but the size, from whatever gives a number for its name.
+/// What all fields but the size are.
 macro_rules! fields {
-    ($size:expr, $from:ident) => {
-        fields!($size, $from, live_bytes peak_live_bytes cached_bytes idle_bytes pending_bytes mapped_bytes peak_mapped_bytes reserved_bytes small_live_bytes small_mapped_bytes peak_small_mapped_bytes live_count small_live_count extent_count extents_created extents_moved device_waits host_waits)
-    };
-    ($size:expr, $from:ident, $( $name:ident )*) => {
-        vpmm_stats { size: $size, $( $name: $from.$name, )* }
+    ($( $name:ident )*) => {
+        impl vpmm_stats {
+            fn of(stats: &Stats) -> Self {
+                Self { size: size_of::<Self>(), $( $name: stats.$name, )* }
+            }
+        }
+
+        // SAFETY: numbers of 8 bytes each, the size first.
+        unsafe impl Grows for vpmm_stats {
+            const NAME: &'static str = "vpmm_stats";
+            const INITIAL: Self = Self { size: size_of::<Self>(), $( $name: 0, )* };
+        }
     };
 }
 
-impl vpmm_stats {
-    fn of(stats: &Stats, size: usize) -> Self {
-        fields!(size, stats)
-    }
+fields! {
+    live_bytes peak_live_bytes cached_bytes idle_bytes pending_bytes mapped_bytes peak_mapped_bytes
+    reserved_bytes small_live_bytes small_mapped_bytes peak_small_mapped_bytes live_count
+    small_live_count extent_count extents_created extents_moved device_waits host_waits
 }
 
 /// Fills what a program has room for.
@@ -71,32 +79,16 @@ impl vpmm_stats {
 /// # Safety
 /// `out` is null, or to as many bytes as its first field says.
 pub(crate) unsafe fn fill(out: *mut vpmm_stats, stats: &Stats) -> Result<(), Failure> {
-    if out.is_null() {
-        return Err(Failure::null("out"));
-    }
-    // SAFETY: the caller vouches for the first field.
-    let size = unsafe { out.cast::<usize>().read() };
-    if !(size_of::<usize>()..=4096).contains(&size) {
-        let text = format!("statistics of {size} bytes: vpmm_stats_init was not called");
-        return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
-    }
-    let filled = vpmm_stats::of(stats, size);
-    let bytes = size.min(size_of::<vpmm_stats>());
-    // SAFETY: both have so many bytes, of plain numbers, and do not overlap.
-    unsafe {
-        std::ptr::copy_nonoverlapping((&raw const filled).cast::<u8>(), out.cast::<u8>(), bytes);
-    }
-    Ok(())
+    // SAFETY: the caller vouches for it.
+    unsafe { grows::fill(out, vpmm_stats::of(stats)) }
 }
 
-/// Sets the size, and all numbers to 0.
+/// Sets all numbers to 0, and the size: `sizeof (vpmm_stats)`, as the program has it.
 ///
 /// # Safety
-/// `stats` is null or has room for the structure.
+/// `stats` is null or has room for `size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn vpmm_stats_init(stats: *mut vpmm_stats) {
-    if !stats.is_null() {
-        // SAFETY: the caller vouches for it.
-        unsafe { stats.write(vpmm_stats::of(&Stats::default(), size_of::<vpmm_stats>())) };
-    }
+pub unsafe extern "C" fn vpmm_stats_init(stats: *mut vpmm_stats, size: usize) {
+    // SAFETY: the caller vouches for it.
+    unsafe { grows::init(stats, size) };
 }

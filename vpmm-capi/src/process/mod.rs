@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vpmm_core::Pool;
 
 use crate::driver::{Loaded, vpmm_driver};
+use crate::grows;
 use crate::guard::{Failure, guard, put};
 use crate::options::vpmm_pool_options;
 use crate::pool::vpmm_pool;
@@ -115,7 +116,7 @@ pub unsafe extern "C" fn vpmm_process_configure(options: *const vpmm_pool_option
             return Err(Failure::null("options"));
         }
         // SAFETY: the caller vouches for it.
-        let options = unsafe { vpmm_pool_options::read(options) }?;
+        let options = unsafe { grows::read(options) }?;
         // What cannot be is refused here, and not at the first request.
         if options.is_paged()? {
             options.paged_profile().map(drop)?;

@@ -25,14 +25,14 @@ static const uint64_t MIB = (uint64_t)1 << 20;
 
 static vpmm_stats stats_of(const vpmm_pool *pool) {
   vpmm_stats stats;
-  vpmm_stats_init(&stats);
+  vpmm_stats_init(&stats, sizeof stats);
   MUST(vpmm_pool_stats(pool, &stats) == VPMM_OK);
   return stats;
 }
 
 static vpmm_pool *limited(vpmm_driver *driver, uint64_t limit_bytes, uint32_t sharing) {
   vpmm_pool_options options;
-  vpmm_pool_options_init(&options);
+  vpmm_pool_options_init(&options, sizeof options);
   options.limit_bytes = limit_bytes;
   options.sharing = sharing;
   vpmm_pool *pool = NULL;
@@ -55,7 +55,7 @@ static void sleep_and_wake(vpmm_driver *driver, const char *file) {
   MUST(start == pointer && bytes == 40 * MIB);
   MUST(vpmm_pool_allocation(pool, (void *)0x1000, &start, &bytes) == VPMM_BAD_POINTER);
   vpmm_stats stats;
-  vpmm_stats_init(&stats);
+  vpmm_stats_init(&stats, sizeof stats);
   MUST(vpmm_tagged_stats(same, &stats) == VPMM_OK && stats.live_bytes == 40 * MIB);
 
   const uint32_t contents[] = {VPMM_CONTENTS_DISCARD, VPMM_CONTENTS_KEEP,
@@ -233,7 +233,7 @@ static void options(vpmm_driver *driver) {
   vpmm_pool_options options;
   vpmm_pool *pool = NULL;
   void *pointer = NULL;
-  vpmm_pool_options_init(&options);
+  vpmm_pool_options_init(&options, sizeof options);
   options.location = VPMM_LOCATION_HOST;
   options.reuse_off = VPMM_REUSE_OFF_OPPORTUNISTIC | VPMM_REUSE_OFF_INTERNAL_DEPENDENCIES;
   MUST(vpmm_pool_create(driver, &options, &pool) == VPMM_OK);
@@ -242,10 +242,10 @@ static void options(vpmm_driver *driver) {
   vpmm_pool_release(pool);
   options.reuse_off = 4;
   MUST(vpmm_pool_create(driver, &options, &pool) == VPMM_INVALID_ARGUMENT);
-  vpmm_pool_options_init(&options);
+  vpmm_pool_options_init(&options, sizeof options);
   options.location = 3;
   MUST(vpmm_pool_create(driver, &options, &pool) == VPMM_INVALID_ARGUMENT);
-  vpmm_pool_options_init(&options);
+  vpmm_pool_options_init(&options, sizeof options);
   options.sharing = 3;
   MUST(vpmm_pool_create(driver, &options, &pool) == VPMM_INVALID_ARGUMENT);
 }

@@ -17,14 +17,14 @@
 
 static vpmm_stats stats_of(const vpmm_pool *pool) {
   vpmm_stats stats;
-  vpmm_stats_init(&stats);
+  vpmm_stats_init(&stats, sizeof stats);
   MUST(vpmm_pool_stats(pool, &stats) == VPMM_OK);
   return stats;
 }
 
 static void allocate_and_free(vpmm_driver *driver, uint32_t profile) {
   vpmm_pool_options options;
-  vpmm_pool_options_init(&options);
+  vpmm_pool_options_init(&options, sizeof options);
   options.profile = profile;
   options.limit_bytes = (uint64_t)64 << 20;
   vpmm_pool *pool = NULL;
@@ -96,13 +96,13 @@ static void mistakes(vpmm_driver *driver) {
   memset(&options, 0, sizeof options);
   MUST(vpmm_pool_create(driver, &options, &pool) == VPMM_INVALID_ARGUMENT);
   MUST(strstr(vpmm_last_error(), "vpmm_pool_options_init") != NULL);
-  vpmm_pool_options_init(&options);
+  vpmm_pool_options_init(&options, sizeof options);
   options.profile = 7;
   MUST(vpmm_pool_create(driver, &options, &pool) == VPMM_INVALID_ARGUMENT);
-  vpmm_pool_options_init(&options);
+  vpmm_pool_options_init(&options, sizeof options);
   options.device = 99;
   MUST(vpmm_pool_create(driver, &options, &pool) == VPMM_DRIVER_ERROR);
-  vpmm_pool_options_init(&options);
+  vpmm_pool_options_init(&options, sizeof options);
   options.profile = VPMM_PROFILE_PAGED;
   options.page_size_bytes = 12345;
   MUST(vpmm_pool_create(driver, &options, &pool) == VPMM_INVALID_ARGUMENT && pool == NULL);
@@ -114,17 +114,16 @@ static void mistakes(vpmm_driver *driver) {
   MUST(strcmp(vpmm_status_name(12345), "?") == 0);
 
   /* A program that was built when the structures ended after a few fields. */
-  vpmm_pool_options_init(&options);
-  options.size = offsetof(vpmm_pool_options, va_size_bytes);
+  options.pending_policy = 77; /* beyond its end: neither written nor read */
+  vpmm_pool_options_init(&options, offsetof(vpmm_pool_options, va_size_bytes));
+  MUST(options.pending_policy == 77 && options.limit_bytes == 0);
   options.limit_bytes = (uint64_t)8 << 20;
-  options.pending_policy = 77; /* beyond its end: not read */
   MUST(vpmm_pool_create(driver, &options, &pool) == VPMM_OK);
   MUST(vpmm_malloc(pool, 16 << 20, NULL, &pointer) == VPMM_OUT_OF_MEMORY);
   MUST(vpmm_malloc(pool, 1 << 20, NULL, &pointer) == VPMM_OK);
   vpmm_stats stats;
-  vpmm_stats_init(&stats);
-  stats.size = offsetof(vpmm_stats, cached_bytes);
   stats.cached_bytes = 0x5a5a;
+  vpmm_stats_init(&stats, offsetof(vpmm_stats, cached_bytes));
   MUST(vpmm_pool_stats(pool, &stats) == VPMM_OK);
   MUST(stats.live_bytes == 1 << 20 && stats.cached_bytes == 0x5a5a);
   stats.size = 0;

@@ -60,7 +60,7 @@ static std::string thrown(Call call) {
 
 static vpmm_stats stats_of(vpmm_pool* pool) {
   vpmm_stats stats;
-  vpmm_stats_init(&stats);
+  vpmm_stats_init(&stats, sizeof stats);
   MUST(vpmm_pool_stats(pool, &stats) == VPMM_OK);
   return stats;
 }
@@ -206,7 +206,7 @@ static void graphs(vpmm_driver* driver, vpmm_pool* pool) {
 int main() {
   vpmm_torch_init(1);
   vpmm_pool_options options;
-  vpmm_pool_options_init(&options);
+  vpmm_pool_options_init(&options, sizeof options);
   options.device = VPMM_EVERY_DEVICE;
   MUST(vpmm_process_configure(&options) == VPMM_OK);
   vpmm_driver* driver = nullptr;
