@@ -10,7 +10,7 @@
 /**
  * In `vpmm_process_configure`: for every device that has no options of its own.
  */
-#define VPMM_EVERY_DEVICE UINT32_MAX
+#define VPMM_EVERY_DEVICE 4294967295
 
 /**
  * What a function answers. Further kinds may be added.

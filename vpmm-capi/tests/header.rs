@@ -18,14 +18,7 @@ const SOURCES: [&str; 10] = [
 
 fn generated() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut config = cbindgen::Config { usize_is_size_t: true, ..Default::default() };
-    // A field has its number, so that no signature names it.
-    config.export.include = vec!["vpmm_profile".to_owned()];
-    // Functions with types of C++: for those who find them by name.
-    let pools = ["begin_allocate_to_pool", "end_allocate_to_pool", "release_pool"];
-    let mut excluded = pools.map(|name| format!("vpmm_torch_{name}")).to_vec();
-    excluded.extend(["MempoolId".to_owned(), "StdFunction".to_owned()]);
-    config.export.exclude = excluded;
+    let config = cbindgen::Config::from_file(root.join("cbindgen.toml")).expect("settings");
     let mut builder = cbindgen::Builder::new()
         .with_config(config)
         .with_language(cbindgen::Language::C)
