@@ -14,55 +14,20 @@ args = arguments(
     batch=(int, 24),
 )
 torch = choose(args)
-nn, functional = torch.nn, torch.nn.functional
 
+from torch.nn import functional  # noqa: E402
+from transformer import Transformer  # noqa: E402
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(args.width) for _ in range(2))
-        self.qkv = nn.Linear(args.width, 3 * args.width)
-        self.out = nn.Linear(args.width, args.width)
-        self.up = nn.Linear(args.width, 4 * args.width)
-        self.down = nn.Linear(4 * args.width, args.width)
-
-    def forward(self, x):
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norms[0](x)).view(batch, length, 3, args.heads, -1)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(functional.gelu(self.up(self.norms[1](x))))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(args.vocabulary, args.width)
-        self.places = nn.Embedding(args.longest, args.width)
-        self.blocks = nn.ModuleList(Block() for _ in range(args.layers))
-        self.norm = nn.LayerNorm(args.width)
-        self.head = nn.Linear(args.width, args.vocabulary, bias=False)
-
-    def forward(self, text):
-        x = self.tokens(text) + self.places(torch.arange(text.shape[1], device=text.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-model = Model().cuda()
+model = Transformer(args.layers, args.width, args.heads, args.vocabulary, args.longest).cuda()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 shapes = random.Random(args.seed)
 sampler = torch.Generator().manual_seed(args.seed)
 
 
 def step(number):
-    batch = shapes.randint(args.batch // 3, args.batch)
+    batch = shapes.randint(max(1, args.batch // 3), args.batch)
     length = shapes.randint(args.longest // 8, args.longest)
-    text = torch.randint(args.vocabulary, (batch, length + 1), generator=sampler)
-    # From pageable memory, as it varies in size; it waits for the copy.
-    text = text.cuda()
+    text = torch.randint(args.vocabulary, (batch, length + 1), generator=sampler).cuda()
     with torch.autocast("cuda", dtype=torch.bfloat16):
         logits = model(text[:, :-1])
     loss = functional.cross_entropy(logits.float().flatten(0, 1), text[:, 1:].flatten())

@@ -13,7 +13,6 @@ import time
 
 #: Before `import torch`, as cuBLAS and PyTorch read them early.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 #: Each by its name on the command line.
 ALLOCATORS = ("torch", "expandable", "vpmm")

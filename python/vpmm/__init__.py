@@ -19,7 +19,7 @@ from ._errors import (
     StreamError,
     UnsupportedError,
 )
-from ._library import library as _library_handle
+from ._library import lib as _lib
 from ._pool import (
     Pool,
     Statistics,
@@ -53,7 +53,7 @@ __all__ = [
 
 
 def _version() -> str:
-    number = _library_handle.vpmm_version()
+    number = _lib.vpmm_version()
     return f"{number // 1_000_000}.{number // 1000 % 1000}.{number % 1000}"
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
+import functools
 import re
-import weakref
-from ctypes import byref, c_size_t, c_uint32, c_uint64, c_void_p
+from typing import Any
 
-from . import _library
-from ._library import EVERY_DEVICE, PoolOptions, answer, library
+from ._library import EVERY_DEVICE, NULL, address, answer, call, ffi, handle, lib
 
 _UNITS = {
     "": 1,
@@ -90,9 +88,9 @@ def _options(
     initial_pages: int = 0,
     page_size: int | str | None = None,
     prefer: str | None = None,
-) -> PoolOptions:
-    options = PoolOptions()
-    library.vpmm_pool_options_init(byref(options))
+) -> Any:
+    options = ffi.new("vpmm_pool_options *")
+    lib.vpmm_pool_options_init(options, ffi.sizeof("vpmm_pool_options"))
     profiles = {"default": 0, "paged": 1}
     policies = {None: 0, "grow": 1, "wait": 2}
     if profile not in profiles:
@@ -127,89 +125,79 @@ class Pool:
     """
 
     def __init__(self, device: int = 0, **options):
-        handle = c_void_p()
         made = _options(device, **options)
-        library.vpmm_pool_create(_driver(), byref(made), byref(handle))
-        self._take(handle, device)
+        self._take(answer("vpmm_pool *", lib.vpmm_pool_create, _driver(), made), device)
 
-    def _take(self, handle: c_void_p, device: int) -> None:
-        self._handle, self.device = handle, device
-        # The pool lives on while something of it is allocated.
-        self._end = weakref.finalize(self, library.vpmm_pool_release, handle)
-        # When the process ends the driver takes everything back.
-        self._end.atexit = False
+    def _take(self, raw: Any, device: int) -> None:
+        # Given back with the last reference. The pool lives on while something of it is allocated.
+        self._handle, self.device = ffi.gc(raw, lib.vpmm_pool_release), device
 
     @classmethod
     def of_process(cls, device: int = 0) -> Pool:
         """The process's own pool on a device, which PyTorch, CuPy and Numba share. Made when it is first
         asked for."""
         pool = cls.__new__(cls)
-        pool._take(c_void_p(answer("vpmm_process_pool", c_void_p, device)), device)
+        pool._take(answer("vpmm_pool *", lib.vpmm_process_pool, device), device)
         return pool
 
     def malloc(self, size: int, stream: int = 0) -> int:
         """Allocates bytes for use on a stream (a ``cudaStream_t`` as a number); answers the address, 0 for
         0 bytes."""
-        return answer("vpmm_malloc", c_void_p, self._handle, size, stream) or 0
+        return address(answer("void *", lib.vpmm_malloc, self._handle, size, handle(stream)))
 
-    def free(self, address: int, stream: int = 0) -> None:
+    def free(self, pointer: int, stream: int = 0) -> None:
         """Frees an allocation once everything enqueued on the stream so far has finished."""
-        library.vpmm_free(self._handle, address, stream)
+        call(lib.vpmm_free, self._handle, handle(pointer), handle(stream))
 
-    def record_stream(self, address: int, stream: int) -> None:
+    def record_stream(self, pointer: int, stream: int) -> None:
         """Notes that an allocation is used on a further stream."""
-        library.vpmm_record_stream(self._handle, address, stream)
+        call(lib.vpmm_record_stream, self._handle, handle(pointer), handle(stream))
 
     def trim(self, keep: int | str = 0) -> int:
         """Gives free memory back to the device until so much is held; answers the bytes given back."""
-        return answer("vpmm_pool_trim_to", c_uint64, self._handle, bytes_of(keep))
+        return answer("uint64_t", lib.vpmm_pool_trim_to, self._handle, bytes_of(keep))
 
     def statistics(self) -> Statistics:
         """What the pool holds."""
-        stats = _library.Stats()
-        library.vpmm_stats_init(byref(stats))
-        library.vpmm_pool_stats(self._handle, byref(stats))
+        stats = ffi.new("vpmm_stats *")
+        lib.vpmm_stats_init(stats, ffi.sizeof("vpmm_stats"))
+        call(lib.vpmm_pool_stats, self._handle, stats)
         return Statistics(*(getattr(stats, name) for name in _FIELDS))
 
     def reset_peaks(self) -> None:
         """Sets the peaks to what is held now."""
-        library.vpmm_pool_reset_peaks(self._handle)
+        call(lib.vpmm_pool_reset_peaks, self._handle)
 
     def layout(self) -> str:
         """What stands where, in granules: ``[n]`` in use, ``[-n]`` free, ``[~n]`` waiting to be unmapped,
         ``[*n]`` a hole."""
-        length = answer("vpmm_pool_layout", c_size_t, self._handle, None, 0)
+        length = answer("size_t", lib.vpmm_pool_layout, self._handle, NULL, 0)
         while True:
-            text = ctypes.create_string_buffer(length)
-            needed = answer("vpmm_pool_layout", c_size_t, self._handle, text, length)
+            text = ffi.new("char[]", length)
+            needed = answer("size_t", lib.vpmm_pool_layout, self._handle, text, length)
             if needed <= length:
-                return text.value.decode()
+                return ffi.string(text).decode()
             length = needed  # it has grown meanwhile
 
     def validate(self) -> None:
         """Checks the pool's books from scratch; raises if something is wrong. No thread may use the pool
         meanwhile."""
-        library.vpmm_pool_validate(self._handle)
+        call(lib.vpmm_pool_validate, self._handle)
 
     def __repr__(self) -> str:
         now = self.statistics()
         return f"Pool(device={self.device}, live={now.live_bytes}, held={now.mapped_bytes})"
 
 
-def _driver() -> c_void_p:
+@functools.cache
+def _driver() -> Any:
     """A handle of the process's driver, kept for ever."""
-    global _DRIVER
-    if _DRIVER is None:
-        _DRIVER = c_void_p(answer("vpmm_process_driver", c_void_p))
-    return _DRIVER
-
-
-_DRIVER: c_void_p | None = None
+    return answer("vpmm_driver *", lib.vpmm_process_driver)
 
 
 def device_count() -> int:
     """How many devices there are."""
-    return answer("vpmm_driver_device_count", c_uint32, _driver())
+    return answer("uint32_t", lib.vpmm_driver_device_count, _driver())
 
 
 def configure(device: int | None = None, **options) -> None:
@@ -217,7 +205,7 @@ def configure(device: int | None = None, **options) -> None:
     settings of their own. Options as :class:`Pool` has them. :class:`vpmm.InUseError` if a pool that it is
     for was made already."""
     made = _options(EVERY_DEVICE if device is None else device, **options)
-    library.vpmm_process_configure(byref(made))
+    call(lib.vpmm_process_configure, made)
 
 
 def statistics(device: int = 0) -> Statistics:
@@ -239,4 +227,4 @@ def trim(keep: int | str = 0, device: int = 0) -> int:
 def forget_stream(stream: int, device: int = 0) -> bool:
     """Says that a stream which the process's pools were given is about to be destroyed; answers whether
     they knew it. Frameworks keep their own streams, so this is for streams made by hand."""
-    return bool(answer("vpmm_process_forget_stream", c_uint32, device, stream))
+    return bool(answer("uint32_t", lib.vpmm_process_forget_stream, device, handle(stream)))

@@ -10,6 +10,7 @@ program that keeps PyTorch's own allocator.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import Any
 
@@ -27,6 +28,12 @@ _SETTERS = {
 }
 
 
+def _address(name: str) -> int:
+    # By name, as PyTorch finds the first two: some have types of C++, which cffi knows nothing of.
+    function = getattr(ctypes.CDLL(_library.path()), name)
+    return ctypes.cast(function, ctypes.c_void_p).value
+
+
 @functools.cache
 def allocator() -> Any:
     """The ``torch.cuda.memory.CUDAPluggableAllocator``, with everything that it can be told set. Made
@@ -36,7 +43,7 @@ def allocator() -> Any:
     plugged = CUDAPluggableAllocator(_library.path(), "vpmm_torch_alloc", "vpmm_torch_free")
     inner = plugged.allocator()
     for setter, function in _SETTERS.items():
-        getattr(inner, setter)(_library.address(function))
+        getattr(inner, setter)(_address(function))
     return plugged
 
 
@@ -97,7 +104,7 @@ def statistics(device: int | None = None) -> dict[str, Any]:
 
 def failed_frees() -> int:
     """How many of PyTorch's frees have failed; the first of them were told on the standard error stream."""
-    return _library.library.vpmm_torch_failed_frees()
+    return _library.lib.vpmm_torch_failed_frees()
 
 
 def forget_stream(stream: Any) -> bool:

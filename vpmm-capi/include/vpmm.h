@@ -10,7 +10,7 @@
 /**
  * In `vpmm_process_configure`: for every device that has no options of its own.
  */
-#define VPMM_EVERY_DEVICE UINT32_MAX
+#define VPMM_EVERY_DEVICE 4294967295
 
 /**
  * What a function answers. Further kinds may be added.
@@ -494,20 +494,21 @@ enum vpmm_status vpmm_stream_synchronize(const struct vpmm_driver *driver,
                                          void *stream);
 
 /**
- * Sets everything to its first value.
+ * Sets everything to its first value. `size` is `sizeof (vpmm_pool_options)`, as the program has it.
  *
  * # Safety
- * `options` is null or has room for the structure.
+ * `options` is null or has room for `size` bytes.
  */
-void vpmm_pool_options_init(struct vpmm_pool_options *options);
+void vpmm_pool_options_init(struct vpmm_pool_options *options,
+                            size_t size);
 
 /**
- * Sets the size, and all numbers to 0.
+ * Sets all numbers to 0, and the size: `sizeof (vpmm_stats)`, as the program has it.
  *
  * # Safety
- * `stats` is null or has room for the structure.
+ * `stats` is null or has room for `size` bytes.
  */
-void vpmm_stats_init(struct vpmm_stats *stats);
+void vpmm_stats_init(struct vpmm_stats *stats, size_t size);
 
 /**
  * Makes a pool; `options` may be null, for a pool of the default profile on device 0.

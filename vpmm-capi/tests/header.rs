@@ -22,15 +22,7 @@ const SOURCES: [&str; 14] = [
 
 fn generated() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut config = cbindgen::Config { usize_is_size_t: true, ..Default::default() };
-    // A field or an argument has their number, so that no signature names them.
-    let numbers = ["profile", "sharing", "location", "reuse_off", "contents", "access"];
-    config.export.include = numbers.map(|name| format!("vpmm_{name}")).to_vec();
-    // Functions with types of C++: for those who find them by name.
-    let pools = ["begin_allocate_to_pool", "end_allocate_to_pool", "release_pool"];
-    let mut excluded = pools.map(|name| format!("vpmm_torch_{name}")).to_vec();
-    excluded.extend(["MempoolId".to_owned(), "StdFunction".to_owned()]);
-    config.export.exclude = excluded;
+    let config = cbindgen::Config::from_file(root.join("cbindgen.toml")).expect("settings");
     let mut builder = cbindgen::Builder::new()
         .with_config(config)
         .with_language(cbindgen::Language::C)

@@ -23,7 +23,7 @@ use crate::pool::vpmm_pool;
 use crate::status::vpmm_status;
 
 /// In `vpmm_process_configure`: for every device that has no options of its own.
-pub const VPMM_EVERY_DEVICE: u32 = u32::MAX;
+pub const VPMM_EVERY_DEVICE: u32 = 0xffff_ffff;
 
 struct Process {
     loaded: Option<Arc<Loaded>>,

@@ -75,17 +75,27 @@ fn first_slot(key: usize) -> usize {
 pub(super) fn find(device: u32, raw: *mut c_void) -> Option<&'static Entry> {
     let key = key_of(device, raw)?;
     let first = first_slot(key);
+    let slot = &TABLE[first];
+    let entry = if slot.key.load(Ordering::Acquire) == key {
+        // SAFETY: the key was published after the entry, which is not written again while the
+        // stream is used.
+        unsafe { (*slot.entry.get()).assume_init_ref() }
+    } else {
+        find_further(key, first)?
+    };
+    (entry.device == device).then_some(entry)
+}
+
+/// The entry of a key that is not in its first slot.
+#[inline(never)]
+fn find_further(key: usize, first: usize) -> Option<&'static Entry> {
     for probe in 0..PROBES {
         let slot = &TABLE[(first + probe) % SLOTS];
-        let found = slot.key.load(Ordering::Acquire);
-        if found == key {
-            // SAFETY: the key was published after the entry, which is not written again while the
-            // stream is used.
-            let entry = unsafe { (*slot.entry.get()).assume_init_ref() };
-            return (entry.device == device).then_some(entry);
-        }
-        if found == EMPTY {
-            return None;
+        match slot.key.load(Ordering::Acquire) {
+            EMPTY => return None,
+            // SAFETY: as in `find`.
+            found if found == key => return Some(unsafe { (*slot.entry.get()).assume_init_ref() }),
+            _ => {}
         }
     }
     None

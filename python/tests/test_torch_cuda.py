@@ -1,0 +1,273 @@
+"""PyTorch on a GPU, with the process's pool as its allocator. Skipped where there is neither."""
+
+import dataclasses
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU that PyTorch can use", allow_module_level=True)
+
+import vpmm  # noqa: E402
+import vpmm.torch  # noqa: E402
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def allocator():
+    vpmm.torch.use()
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    yield
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert vpmm.torch.failed_frees() == 0
+    vpmm.Pool.of_process().validate()
+
+
+def spin(milliseconds=50):
+    """Work that keeps the current stream busy."""
+    torch.cuda._sleep(int(milliseconds * 1e6))
+
+
+def test_tensors_come_from_the_pool():
+    before = vpmm.statistics()
+    x = torch.arange(10 * MIB, device="cuda", dtype=torch.int32)
+    after = vpmm.statistics()
+    assert after.live_bytes - before.live_bytes == 40 * MIB
+    assert torch.cuda.memory_allocated() == after.live_bytes
+    assert torch.cuda.memory_reserved() == after.mapped_bytes
+    assert int(x.sum(dtype=torch.int64)) == sum(range(10 * MIB))
+    assert torch.empty(0, device="cuda").data_ptr() == 0
+    del x
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated()
+    assert "allocated_bytes.all.peak" in torch.cuda.memory_stats()
+
+
+def test_out_of_memory_is_pytorchs_error_with_a_map():
+    total = torch.cuda.get_device_properties(0).total_memory
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(total * 2, dtype=torch.uint8, device="cuda")
+    text = str(caught.value)
+    assert text.startswith("CUDA out of memory. Tried to allocate") and "memory held" in text
+    with pytest.raises(RuntimeError, match="out of memory"):
+        torch.empty(total * 2, dtype=torch.uint8, device="cuda")
+    # In backward it comes through another thread of PyTorch's own.
+    x = torch.ones(4, device="cuda", requires_grad=True)
+
+    class Big(torch.autograd.Function):
+        @staticmethod
+        def forward(context, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            return gradient + torch.empty(total * 2, dtype=torch.uint8, device="cuda")[:4]
+
+    with pytest.raises(torch.OutOfMemoryError):
+        Big.apply(x).sum().backward()
+    assert float(torch.ones(10, device="cuda").sum()) == 10
+
+
+def test_empty_cache_gives_memory_back():
+    x = torch.empty(2048 * MIB, dtype=torch.uint8, device="cuda")
+    del x
+    free = torch.cuda.mem_get_info()[0]
+    assert vpmm.statistics().mapped_bytes >= 2048 * MIB
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] - free >= 2048 * MIB
+
+
+def test_a_fraction_of_the_memory_is_a_limit():
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(0.02)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(int(total * 0.03), dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    del_me = torch.empty(int(total * 0.03), dtype=torch.uint8, device="cuda")
+    assert del_me.numel()
+
+
+def test_a_recorded_stream_is_waited_for():
+    """Without a record the memory would be written while the side stream still has to read it."""
+    side = torch.cuda.Stream()
+    results = []
+    for turn in range(20):
+        x = torch.full((MIB,), turn, dtype=torch.int32, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            spin(5)
+            results.append(x.max())
+        x.record_stream(side)
+        del x
+        # Takes the place of `x` at once, if the pool lets it.
+        torch.full((MIB,), -1, dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    assert [int(result) for result in results] == list(range(20))
+
+
+def test_memory_goes_from_stream_to_stream_in_order():
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    totals = []
+    for turn in range(200):
+        with torch.cuda.stream(streams[turn % 4]):
+            x = torch.full((MIB,), turn, dtype=torch.int64, device="cuda")
+            if turn % 10 == 0:
+                spin(2)
+            totals.append((x + 1).sum())
+    torch.cuda.synchronize()
+    assert [int(total) for total in totals] == [(turn + 1) * MIB for turn in range(200)]
+
+
+def test_pinned_copies_on_a_side_stream():
+    data = torch.utils.data.TensorDataset(torch.arange(4096).repeat(256, 1).t().contiguous())
+    loader = torch.utils.data.DataLoader(data, batch_size=64, pin_memory=True)
+    side, seen = torch.cuda.Stream(), 0
+    for (batch,) in loader:
+        with torch.cuda.stream(side):
+            on_device = batch.to("cuda", non_blocking=True)
+        torch.cuda.current_stream().wait_stream(side)
+        on_device.record_stream(torch.cuda.current_stream())
+        seen += int(on_device.sum())
+    assert seen == 256 * sum(range(4096))
+
+
+def test_threads_on_streams_of_their_own():
+    wrong = []
+
+    def work(seed):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for turn in range(200):
+                x = torch.full((1 + (seed * 7919 + turn * 104729) % MIB,), seed, device="cuda")
+                if turn % 50 == 49 and float(x.double().mean()) != seed:
+                    wrong.append((seed, turn))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_graph_keeps_its_memory_beside_other_work():
+    weights = torch.randn(512, 512, device="cuda")
+    inside = torch.zeros(64, 512, device="cuda")
+
+    def forward():
+        return torch.relu(inside @ weights).sum(1)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            forward()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outside = forward()
+    for turn in range(1000):
+        inside.fill_(turn % 17)
+        graph.replay()
+        noise = torch.full((1 + turn * 37 % MIB,), -1.0, device="cuda")
+        if turn % 100 == 0:
+            torch.testing.assert_close(outside, forward())
+        del noise
+    del graph, outside
+
+
+def test_graphs_that_share_a_pool():
+    x = torch.ones(MIB, device="cuda")
+    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(first):
+        y = x * 2
+    with torch.cuda.graph(second, pool=first.pool()):
+        z = y + 1
+    for value in range(1, 20):
+        x.fill_(value)
+        first.replay()
+        second.replay()
+        torch.empty(value * MIB, device="cuda").fill_(-1)
+        assert float(z.max()) == float(z.min()) == value * 2 + 1
+    first.reset()
+    second.reset()
+    del y, z
+
+
+def test_a_module_of_its_own_is_compiled():
+    pytest.importorskip("triton")
+
+    @torch.compile
+    def step(x):
+        return torch.sin(x) * 2 + x.cumsum(0)
+
+    for length in (100, 1000, 5000):
+        x = torch.randn(length, device="cuda", dtype=torch.float64)
+        torch.testing.assert_close(step(x), torch.sin(x) * 2 + x.cumsum(0))
+
+
+def test_it_trains_as_on_pytorchs_own_allocator():
+    program = textwrap.dedent(
+        """
+        import os, sys, random
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        import torch
+        if sys.argv[1] == "vpmm":
+            import vpmm.torch
+            vpmm.torch.use()
+        torch.manual_seed(0); torch.use_deterministic_algorithms(True)
+        model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1))
+        model.cuda(); optimizer = torch.optim.AdamW(model.parameters())
+        sizes = random.Random(0)
+        for _ in range(30):
+            x = torch.randn(sizes.randint(1, 5000), 256).cuda()
+            loss = (model(x) - x.mean(1, keepdim=True)).square().mean()
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+            print(loss.item().hex())
+        """
+    )
+
+    def losses(name):
+        command = [sys.executable, "-c", program, name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    assert losses("vpmm") == losses("torch")
+
+
+def test_a_region_backed_by_the_pool():
+    program = textwrap.dedent(
+        """
+        import torch, vpmm, vpmm.torch
+        pool = vpmm.torch.MemPool()
+        outside = torch.ones(1 << 20, device="cuda")
+        with torch.cuda.use_mem_pool(pool):
+            inside = torch.ones(64 << 20, device="cuda")
+        live = vpmm.statistics().live_bytes
+        assert live >= 256 << 20, live
+        assert float((inside * 2).sum()) == 128 << 20
+        assert torch.cuda.memory_allocated() >= 260 << 20
+        del inside, pool
+        torch.cuda.empty_cache()
+        assert vpmm.statistics().live_bytes == 0, vpmm.statistics()
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_the_pool_says_fits_together():
+    x = [torch.empty((turn + 1) * MIB, dtype=torch.uint8, device="cuda") for turn in range(10)]
+    now = dataclasses.asdict(vpmm.statistics())
+    assert now["mapped_bytes"] >= now["live_bytes"] >= 55 * MIB
+    assert len(x) == 10
