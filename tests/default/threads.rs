@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 
 use cuda_sim::Schedule;
-use vpmm::{Stream, StreamHandle};
+use vpmm::{Pool, PoolConfig, Stream, StreamHandle};
 
 use crate::rig::{GRANULE, KIB, MIB, config};
 use crate::support::{Held, Lcg, Rig, Watched};
@@ -256,4 +256,31 @@ fn threads_on_their_own_default_streams() {
         watched.free(all, StreamHandle::LEGACY);
         watched.assert_intact();
     }
+}
+
+/// As PyTorch's forward and backward passes are: two threads in turn on one stream. What one of them
+/// has in its front is the other's too before the pool grows, and nobody's as the peak is counted.
+#[test]
+fn two_threads_in_turn_on_one_stream_hold_no_more_than_one() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let pool = Pool::new(&rig.device, &PoolConfig::default()).expect("a pool");
+    let stream = rig.stream();
+    // Each has its own front, the first one's full of what the second needs.
+    let turn = |blocks: u64| {
+        let malloc = |at: u64| pool.malloc(((40 + at % 3) * MIB) as usize, &stream);
+        let held: Vec<_> = (0..blocks).map(|at| malloc(at).expect("served")).collect();
+        held.into_iter().for_each(|ptr| pool.free(ptr, &stream).expect("freed"));
+    };
+    for round in 0..3 {
+        std::thread::scope(|scope| {
+            turn(10);
+            scope.spawn(|| turn(10));
+        });
+        let stats = pool.stats();
+        assert_eq!(stats.live_bytes, 0);
+        assert!(stats.peak_live_bytes <= 410 * MIB, "round {round}: {stats:?}");
+        assert!(stats.mapped_bytes <= 420 * MIB, "round {round}: {stats:?}");
+        assert!(stats.peak_live_bytes >= 409 * MIB, "round {round}: {stats:?}");
+    }
+    pool.validate().expect("intact");
 }

@@ -67,7 +67,10 @@ struct Held {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cached {
     pub(super) now: u64,
+    /// The least since the front was asked last.
     pub(super) least: u64,
+    /// What it has more than then.
+    pub(super) change: i64,
 }
 
 /// What one thread has in front of one stream.
@@ -81,8 +84,9 @@ pub(super) struct Front {
     small_units: u32,
     /// The most of one small class.
     small_class_units: u32,
-    /// The fewest units since somebody looked last.
+    /// The fewest units since somebody looked last, and those that there were then.
     least: u32,
+    told: u32,
     /// The most of `large_units`.
     bound: u32,
     score: i16,
@@ -102,6 +106,7 @@ impl Front {
             small_units: 0,
             small_class_units: SMALL_CLASS_UNITS,
             least: 0,
+            told: 0,
             bound: LARGE_UNITS,
             score: 0,
             loose: false,
@@ -321,7 +326,9 @@ impl Front {
     pub(super) fn cached(&mut self) -> Cached {
         let now = self.units();
         let least = std::mem::replace(&mut self.least, now as u32);
-        Cached { now, least: u64::from(least).min(now) }
+        let told = std::mem::replace(&mut self.told, now as u32);
+        let change = i64::from(now as u32) - i64::from(told);
+        Cached { now, least: u64::from(least).min(now), change }
     }
 
     pub(super) fn blocks(&self) -> u64 {

@@ -555,7 +555,7 @@ impl Space {
         self.growth.streak = self.streak() + 1;
         self.growth.returns_then = self.returns;
         self.hand_out(tags, stream, job.start, job.units);
-        self.note_peak(0);
+        self.note_peak();
         let rest = job.start + job.units;
         if let Some(lead) = job.fills.first().map(|fill| fill.start * granule_units)
             && lead < job.start

@@ -3,6 +3,7 @@
 //! ```text
 //! best fit over the stream's own and nobody's memory
 //! this thread's front emptied, best fit again, then runs of neighbours
+//! what other threads have in front of the same stream
 //! where others hold much: their epochs closed and asked about, their fronts emptied
 //! grow: new memory, or free extents moved where that is due
 //! ── the limit is reached ──
@@ -70,8 +71,7 @@ impl Core {
         let Request { stream, units, .. } = request;
         let mut space = self.space.lock();
         let placed = space.place(&self.tags, stream, units, Part::of_size(units));
-        // Nothing is in the caller's front any more.
-        space.note_peak(0);
+        space.note_peak();
         placed
     }
 
@@ -94,7 +94,14 @@ impl Core {
         // From here on one at a time: what one maps another may use.
         let _growing = lock(&self.growing);
         self.check_awake()?;
-        if let Some(start) = self.place(request).or_else(|| self.place_in_run(request)) {
+        let look = || self.place(request).or_else(|| self.place_in_run(request));
+        if let Some(start) = look() {
+            return Ok(start);
+        }
+        if Part::of_size(request.units) == Part::Large
+            && self.flush_beside(request.stream)
+            && let Some(start) = look()
+        {
             return Ok(start);
         }
         let mut room = self.room()?;
@@ -149,9 +156,10 @@ impl Core {
         let Some(token) = Token::current() else { return false };
         let Some(mut front) = self.shard(stream).enter(token, self.asymmetry) else { return false };
         let mut space = self.space.lock();
-        space.note_peak(front.cached().least);
+        space.note_front(front.cached());
         let Some((start, units)) = front.take_longer(units) else { return false };
         space.take_back(&self.tags, stream, start, units);
+        space.note_front(front.cached());
         true
     }
 
@@ -244,7 +252,7 @@ impl Core {
         let mut space = self.space.lock();
         let found = space.place(&self.tags, stream, units, part);
         let found = found.or_else(|| space.place_in_run(&self.tags, stream, units, part));
-        space.note_peak(0);
+        space.note_peak();
         found
     }
 
@@ -314,13 +322,23 @@ impl Core {
         let shard = self.shard(stream);
         let Some(mut front) = shard.enter(token, self.asymmetry) else { return false };
         let mut space = self.space.lock();
-        space.note_peak(front.cached().least);
+        space.note_front(front.cached());
         let mut any = false;
         front.spill(sizes, |start, units| {
             any = true;
             space.take_back(&self.tags, stream, start, units);
         });
+        space.note_front(front.cached());
         any
+    }
+
+    /// Empties what other threads have in front of a stream, where it comes to a granule; whether
+    /// there was anything. It is the stream's to use at once, and taking it back costs less than to
+    /// make or move memory.
+    fn flush_beside(&self, stream: u32) -> bool {
+        let granule_units = self.granule_bytes / UNIT_BYTES;
+        self.shard(stream).units() >= granule_units
+            && self.flush_fronts(|shard| shard.index == stream)
     }
 
     /// Empties the fronts of some streams, of every thread. A system call, and a wait for those
@@ -338,11 +356,12 @@ impl Core {
         unsafe {
             super::shard::Shard::reach(some, self.asymmetry, |shard, front| {
                 let mut space = self.space.lock();
-                space.note_peak(front.cached().least);
+                space.note_front(front.cached());
                 front.spill(None, |start, units| {
                     any = true;
                     space.take_back(&self.tags, shard.index, start, units);
                 });
+                space.note_front(front.cached());
             });
         }
         any

@@ -221,9 +221,9 @@ impl Core {
             drop(front);
             let placed = {
                 let mut space = self.space.lock();
-                space.note_peak(cached.least);
+                space.note_front(cached);
                 let placed = space.place(&self.tags, shard.index, units, Part::of_size(units));
-                space.note_peak(cached.now);
+                space.note_peak();
                 placed
             };
             if let Some(start) = placed {
@@ -328,13 +328,14 @@ impl Core {
         let mut space = self.space.lock();
         let pool = space.memory.mapped() * u64::from(space.memory.granule_units());
         let share = pool / space.books.len() as u64;
-        space.note_peak(front.cached().least);
+        space.note_front(front.cached());
         front.make_room(units, share, |start, units| {
             space.take_back(&self.tags, stream, start, units);
         });
         if !front.push(start, units) {
             space.take_back(&self.tags, stream, start, units);
         }
+        space.note_front(front.cached());
         let much = self.is_much_open(&space, stream);
         drop(space);
         drop(front);

@@ -172,7 +172,7 @@ impl Space {
         let (id, start) = (best.id(), best.start());
         self.take_head(tags, id, units);
         self.hand_out(tags, stream, start, units);
-        self.note_peak(0);
+        self.note_peak();
         Some(start)
     }
 

@@ -30,10 +30,8 @@ impl Core {
         }
         let mut space = self.space.lock();
         // The most since the last look: what each front held least, beside what the others hold.
-        space.note_peak(cached_units);
-        for front in fronts {
-            space.note_peak(cached_units - front.now + front.least);
-        }
+        fronts.into_iter().for_each(|front| space.note_front(front));
+        space.note_peak();
         let totals = space.memory.map.totals();
         let bytes = |state| totals.bytes(state) * self.granule_bytes;
         let units = |units: u64| units * UNIT_BYTES;

@@ -8,6 +8,7 @@ use super::book::Book;
 use super::class::SMALL_UNITS;
 use super::cut::End;
 use super::free_set::{Block, FreeSet};
+use super::front::Cached;
 use super::memory::Memory;
 use super::owner::Owner;
 use super::tags::{Tag, Tags};
@@ -53,6 +54,8 @@ pub(super) struct Space {
     pub(super) out_units: u64,
     /// Blocks of the same.
     pub(super) out_blocks: u64,
+    /// Units in fronts, each as it was when it was asked last.
+    in_fronts: u64,
     /// The most units that callers had: see [`Stats::peak_live_bytes`](crate::Stats).
     pub(super) peak_live: u64,
     /// Bytes of regions of operations under way.
@@ -95,6 +98,7 @@ impl Space {
             orphans: Vec::new(),
             out_units: 0,
             out_blocks: 0,
+            in_fronts: 0,
             peak_live: 0,
             transit_units: 0,
             deferred: Vec::new(),
@@ -350,10 +354,18 @@ impl Space {
         self.memory.cover(start, units);
     }
 
-    /// Notes what callers have where so many of the units that are out are in fronts.
+    /// Notes what a front has and had, and with it the most that callers had.
     #[inline]
-    pub(super) fn note_peak(&mut self, cached: u64) {
+    pub(super) fn note_front(&mut self, front: Cached) {
+        self.in_fronts = self.in_fronts.wrapping_add_signed(front.change);
+        let cached = self.in_fronts.saturating_sub(front.now) + front.least;
         self.peak_live = self.peak_live.max(self.out_units.saturating_sub(cached));
+    }
+
+    /// Notes what callers have now: what is out and in no front.
+    #[inline]
+    pub(super) fn note_peak(&mut self) {
+        self.peak_live = self.peak_live.max(self.out_units.saturating_sub(self.in_fronts));
     }
 
     /// Takes a block back from a caller or a front, as free memory of the stream's open epoch.
@@ -420,7 +432,7 @@ impl Space {
         let (_, start) = best?;
         self.take_run(tags, start, units);
         self.hand_out(tags, stream, start, units);
-        self.note_peak(0);
+        self.note_peak();
         Some(start)
     }
 
