@@ -1,0 +1,12 @@
+//! The GPU memory service: a process that owns GPU memory for others, so that weights outlive the
+//! worker that loaded them and a second worker maps them instead of loading them again.
+//!
+//! | room | what it is |
+//! |---|---|
+//! | [`wire`] | frames and messages, to the byte those of the Python service's protocol V0 |
+//! | [`layout`] | allocations in their slots, metadata, the hash |
+//! | [`lock`] | who may write and who may read |
+
+pub mod layout;
+pub mod lock;
+pub mod wire;
