@@ -6,7 +6,18 @@
 //! | [`wire`] | frames and messages, to the byte those of the Python service's protocol V0 |
 //! | [`layout`] | allocations in their slots, metadata, the hash |
 //! | [`lock`] | who may write and who may read |
+//! | [`memory`] | physical memory: made, exported, given back |
+//! | [`server`] | the process that owns it |
+//! | [`client`] | the processes that use it |
 
+pub mod client;
+mod cuda;
 pub mod layout;
 pub mod lock;
+pub mod memory;
+pub mod server;
+mod socket;
+mod wake;
 pub mod wire;
+
+pub use cuda::CudaError;

@@ -141,7 +141,9 @@ impl Layout {
         &'a self,
         tag: Option<&'a str>,
     ) -> impl Iterator<Item = &'a Allocation> + 'a {
-        self.by_slot.values().filter(move |allocation| tag.is_none_or(|tag| *allocation.tag == *tag))
+        self.by_slot
+            .values()
+            .filter(move |allocation| tag.is_none_or(|tag| *allocation.tag == *tag))
     }
 
     /// Takes an allocation out, and the metadata about it; `None` if there is none.

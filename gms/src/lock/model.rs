@@ -63,9 +63,7 @@ impl Model {
     }
 
     fn waiting_writers(&self) -> usize {
-        self.count(
-            |at| matches!(at, At::Waiting(Requested::Rw | Requested::RwDataOrRw)),
-        )
+        self.count(|at| matches!(at, At::Waiting(Requested::Rw | Requested::RwDataOrRw)))
     }
 
     /// Takes over what the lock newly granted, each grant checked against the rules at its moment.
@@ -183,10 +181,8 @@ fn run(steps: &[Step]) {
             }
             Step::Commit(index) => {
                 let Some(session) = nth(index) else { continue };
-                let may = matches!(
-                    model.sessions[&session],
-                    At::Inside(Granted::Rw | Granted::RwData)
-                );
+                let may =
+                    matches!(model.sessions[&session], At::Inside(Granted::Rw | Granted::RwData));
                 assert_eq!(lock.commit(session), may);
                 if may {
                     model.sessions.remove(&session);
