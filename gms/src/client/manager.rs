@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::mappings::{Place, Places, runs};
+use super::mappings::{Place, Places, Range, runs};
 use super::{AllocationInfo, ClientError, ConnectOptions, MappingInfo, MetadataValue, Session};
 use crate::cuda::{Context, Cuda, Mapping, PhysicalHandle, Reservation};
 use crate::lock::{Granted, Requested};
@@ -256,7 +256,7 @@ impl MemoryManager {
         let bytes = self.aligned(bytes)?;
         let reservation = Arc::new(Reservation::new(self.context.cuda(), bytes)?);
         let address = reservation.address();
-        let place = Place { mapping: None, _reservation: reservation, bytes, allocation: None };
+        let place = Place { mapping: None, reservation, bytes, allocation: None };
         self.places.insert(address, place);
         Ok(address)
     }
@@ -443,7 +443,7 @@ impl MemoryManager {
             addresses.push(address);
             let reservation = Arc::clone(&reservation);
             let allocation = Some(allocation);
-            let place = Place { mapping: None, _reservation: reservation, bytes, allocation };
+            let place = Place { mapping: None, reservation, bytes, allocation };
             self.places.insert(address, place);
             address += bytes;
         }
@@ -477,10 +477,12 @@ impl MemoryManager {
         exported?;
         let mut ranges = Vec::with_capacity(made.len());
         for (address, _) in &made {
-            ranges.push((*address, self.places.get(*address)?.bytes));
+            let place = self.places.get(*address)?;
+            let (start, reservation) = (*address, place.reservation.address());
+            ranges.push(Range { start, bytes: place.bytes, reservation });
         }
-        for (start, bytes) in runs(ranges) {
-            self.context.set_access(start, bytes, write)?;
+        for run in runs(ranges) {
+            self.context.set_access(run.start, run.bytes, write)?;
         }
         for (address, mapping) in made {
             self.places.get_mut(address)?.mapping = Some(mapping);

@@ -13,7 +13,7 @@ pub(super) struct Place {
     /// The memory, if it is mapped. Before `reservation`, so that it goes first.
     pub(super) mapping: Option<Mapping>,
     /// Addresses, which several places may share.
-    pub(super) _reservation: Arc<Reservation>,
+    pub(super) reservation: Arc<Reservation>,
     pub(super) bytes: u64,
     /// What is there, unless it was only reserved.
     pub(super) allocation: Option<AllocationInfo>,
@@ -117,14 +117,29 @@ impl Places {
     }
 }
 
-/// Joins ranges that lie end to end, in whatever order they come.
-pub(super) fn runs(mut ranges: Vec<(u64, u64)>) -> Vec<(u64, u64)> {
+/// A range of addresses, and which reservation it is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Range {
+    pub(super) start: u64,
+    pub(super) bytes: u64,
+    /// Where the reservation begins.
+    pub(super) reservation: u64,
+}
+
+/// Joins ranges that lie end to end in one reservation, in whatever order they come. Over the end of
+/// a reservation the driver takes no range.
+pub(super) fn runs(mut ranges: Vec<Range>) -> Vec<Range> {
     ranges.sort_unstable();
-    let mut joined: Vec<(u64, u64)> = Vec::new();
-    for (start, bytes) in ranges {
+    let mut joined: Vec<Range> = Vec::new();
+    for range in ranges {
         match joined.last_mut() {
-            Some((at, length)) if *at + *length == start => *length += bytes,
-            _ => joined.push((start, bytes)),
+            Some(last)
+                if last.start + last.bytes == range.start
+                    && last.reservation == range.reservation =>
+            {
+                last.bytes += range.bytes;
+            }
+            _ => joined.push(range),
         }
     }
     joined
@@ -132,11 +147,13 @@ pub(super) fn runs(mut ranges: Vec<(u64, u64)>) -> Vec<(u64, u64)> {
 
 #[cfg(test)]
 mod tests {
-    use super::runs;
+    use super::*;
 
     #[test]
     fn ranges_end_to_end_are_one() {
-        assert_eq!(runs(vec![(8, 2), (0, 4), (4, 2), (10, 1)]), [(0, 6), (8, 3)]);
+        let range = |start, bytes, reservation| Range { start, bytes, reservation };
+        let apart = vec![range(8, 2, 0), range(0, 4, 0), range(4, 2, 0), range(10, 1, 10)];
+        assert_eq!(runs(apart), [range(0, 6, 0), range(8, 2, 0), range(10, 1, 10)]);
         assert_eq!(runs(Vec::new()), []);
     }
 }

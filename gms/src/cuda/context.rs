@@ -101,10 +101,6 @@ impl Reservation {
     pub(crate) fn address(&self) -> u64 {
         self.address
     }
-
-    pub(crate) fn bytes(&self) -> u64 {
-        self.bytes
-    }
 }
 
 impl Drop for Reservation {

@@ -122,7 +122,8 @@ pub struct Server {
     stop: Arc<Waker>,
 }
 
-/// How long sessions have, once their sockets are shut, before the server ends without them.
+/// How long sessions have, once their sockets are shut, and the memory then, before the server ends
+/// without them.
 const LAST_WORDS: Duration = Duration::from_secs(5);
 
 impl Server {
@@ -173,6 +174,7 @@ impl Server {
         let served = accept_until_stopped(&mut listener, &service, &stop);
         drop(listener);
         service.close_sessions(LAST_WORDS);
+        service.release_memory(LAST_WORDS);
         tracing::info!(name = service.settings.name, "stopped");
         match service.take_failure() {
             Some(failure) => Err(failure),

@@ -224,6 +224,16 @@ impl Service {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
+    /// Gives all memory back, and waits until that is done or the time is up.
+    pub(super) fn release_memory(&self, time: Duration) {
+        let deadline = Instant::now() + time;
+        let all = self.core().clear();
+        self.memory.reclaim(all);
+        while self.memory.progress().pending_bytes() > 0 && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     /// Shuts every connection, and waits until their sessions have ended or the time is up.
     pub(super) fn close_sessions(&self, time: Duration) {
         let deadline = Instant::now() + time;
