@@ -15,9 +15,11 @@ mod cuda;
 pub mod layout;
 pub mod lock;
 pub mod memory;
+mod paths;
 pub mod server;
 mod socket;
 mod wake;
 pub mod wire;
 
 pub use cuda::CudaError;
+pub use paths::{SOCKET_DIR, socket_path};

@@ -72,9 +72,7 @@ fn who_waits_gets_what_the_writer_leaves() {
                 granted
             })
         });
-        eventually("all wait", || {
-            (local.metrics)().contains("gms_waiting{name=\"default\",device=\"0\"} 4\n")
-        });
+        eventually("all wait", || local.metric("waiting") == 4);
         drop(writer);
         let granted = either.map(|thread| thread.join().unwrap());
         let writers = granted.iter().filter(|granted| **granted == Granted::Rw).count();

@@ -14,7 +14,7 @@ use cuda_sys::types::CUresult;
 use gms::client::{ConnectOptions, MemoryManager, Session};
 use gms::lock::Requested;
 use gms::memory::Memory;
-use gms::server::{Server, ServerError, Settings, Stopper};
+use gms::server::{Metrics, Server, ServerError, Settings, Stopper};
 
 pub(crate) const GRANULE: u64 = 2 << 20;
 
@@ -53,7 +53,7 @@ impl Drop for Folder {
 pub(crate) struct Local {
     pub(crate) sim: Simulator,
     pub(crate) stopper: Stopper,
-    pub(crate) metrics: Box<dyn Fn() -> String + Send + Sync>,
+    pub(crate) metrics: Metrics,
     socket: PathBuf,
     thread: Option<JoinHandle<Result<(), ServerError>>>,
     _folder: Folder,
@@ -71,7 +71,7 @@ impl Local {
         let mut settings = Settings::new(folder.socket());
         change(&mut settings);
         let server = Server::bind(memory, settings).unwrap();
-        let (stopper, metrics) = (server.stopper(), Box::new(server.metrics()));
+        let (stopper, metrics) = (server.stopper(), server.metrics());
         let thread = Some(std::thread::spawn(move || server.run()));
         Self { sim, stopper, metrics, socket: folder.socket(), thread, _folder: folder }
     }
@@ -93,6 +93,14 @@ impl Local {
             writer.metadata_put(&format!("t.{n}"), &made.allocation_id, 0, b"v").unwrap();
         }
         writer.commit().unwrap();
+    }
+
+    /// A figure of the server's.
+    pub(crate) fn metric(&self, name: &str) -> u64 {
+        let start = format!("gms_{name}{{name=\"default\",device=\"0\"}} ");
+        let text = Metrics::render(std::slice::from_ref(&self.metrics));
+        let line = text.lines().find_map(|line| line.strip_prefix(&start));
+        line.unwrap_or_else(|| panic!("no {name} in {text}")).parse().unwrap()
     }
 
     pub(crate) fn state(&self) -> String {

@@ -47,14 +47,17 @@ impl ConnectOptions {
 /// How long a server may take to be there, where nothing else is said.
 const SERVER_START: Duration = Duration::from_secs(30);
 
-/// Between two attempts to reach it.
-const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(50);
+/// Between two attempts to reach it, at first and at most: a server that was started just now is
+/// there within milliseconds of its driver.
+const FIRST_PAUSE: Duration = Duration::from_millis(1);
+const LONGEST_PAUSE: Duration = Duration::from_millis(50);
 
 /// Connects to a server that is there, or will be before the time is up.
 pub(super) fn reach(path: &Path, timeout: Option<Duration>) -> Result<OwnedFd, ClientError> {
     let failed = |error: Errno| ClientError::Connect { path: path.into(), source: error.into() };
     let address = SocketAddrUnix::new(path).map_err(failed)?;
     let deadline = Instant::now() + timeout.unwrap_or(SERVER_START);
+    let mut pause = FIRST_PAUSE;
     loop {
         let (family, flags) = (AddressFamily::UNIX, SocketFlags::CLOEXEC);
         let socket = socket_with(family, SocketType::STREAM, flags, None).map_err(failed)?;
@@ -65,7 +68,8 @@ pub(super) fn reach(path: &Path, timeout: Option<Duration>) -> Result<OwnedFd, C
                 if left.is_zero() {
                     return Err(failed(error));
                 }
-                std::thread::sleep(left.min(BETWEEN_ATTEMPTS));
+                std::thread::sleep(left.min(pause));
+                pause = (pause * 3 / 2).min(LONGEST_PAUSE);
             }
             Err(error) => return Err(failed(error)),
         }

@@ -4,6 +4,7 @@ use std::fmt::Write;
 use std::io::{self, BufRead, BufReader, Read, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::service::Service;
@@ -37,51 +38,95 @@ pub(super) struct Counters {
     pub(super) exports: Counter,
 }
 
-/// The figures of a server.
-pub(super) fn render(service: &Service) -> String {
+/// The figures of a server, for as long as it runs.
+#[derive(Clone, Debug)]
+pub struct Metrics(Weak<Service>);
+
+/// A figure: its name, whether it only grows, and what it is.
+type Kind = (&'static str, bool, &'static str);
+
+const KINDS: [Kind; 20] = [
+    ("allocations", false, "Allocations of the layout."),
+    ("allocated_bytes", false, "Bytes of the layout's memory."),
+    ("metadata_entries", false, "Entries of metadata."),
+    ("reclaim_pending_bytes", false, "Bytes still to be given back."),
+    ("connections", false, "Connections now."),
+    ("writer", false, "Whether there is a writer."),
+    ("readers", false, "Readers now."),
+    ("waiting", false, "Sessions that wait for a lock."),
+    ("committed", false, "Whether a layout is published."),
+    ("connections_total", true, "Connections accepted."),
+    ("connections_refused_total", true, "Connections refused."),
+    ("requests_total", true, "Requests of sessions."),
+    ("errors_total", true, "Requests refused."),
+    ("unreadable_total", true, "Sessions dropped because a message could not be read."),
+    ("lock_waits_total", true, "Sessions that had to wait for a lock."),
+    ("commits_total", true, "Layouts published."),
+    ("allocations_total", true, "Allocations made."),
+    ("memory_waits_total", true, "Allocations that had to wait for memory."),
+    ("exports_total", true, "Descriptors sent."),
+    ("releases_total", true, "Allocations given back."),
+];
+
+/// The values of [`KINDS`], in their order.
+fn values(service: &Service) -> [u64; KINDS.len()] {
     let (lock, allocations, bytes, entries) = {
         let core = service.core();
         let layout = &core.layout;
         (core.lock.snapshot(), layout.len(), layout.bytes(), layout.entry_count())
     };
-    let counters = &service.counters;
-    let progress = service.memory.progress();
-    let labels = format!(
-        "name=\"{}\",device=\"{}\"",
-        service.settings.name.replace(['"', '\\', '\n'], "_"),
-        service.memory.ordinal()
-    );
-    let mut out = String::new();
-    let mut metric = |name: &str, kind: &str, help: &str, value: u64| {
-        // Writing to a String does not fail.
-        let _ = writeln!(
-            out,
-            "# HELP gms_{name} {help}\n# TYPE gms_{name} {kind}\ngms_{name}{{{labels}}} {value}"
-        );
-    };
-    let mut gauge = |name, help, value: u64| metric(name, "gauge", help, value);
-    gauge("allocations", "Allocations of the layout.", allocations as u64);
-    gauge("allocated_bytes", "Bytes of the layout's memory.", bytes);
-    gauge("metadata_entries", "Entries of metadata.", entries as u64);
-    gauge("reclaim_pending_bytes", "Bytes still to be given back.", progress.pending_bytes());
-    gauge("connections", "Connections now.", service.connections() as u64);
-    gauge("writer", "Whether there is a writer.", lock.has_writer.into());
-    gauge("readers", "Readers now.", lock.readers as u64);
-    gauge("waiting", "Sessions that wait for a lock.", lock.waiting as u64);
-    gauge("committed", "Whether a layout is published.", lock.committed.into());
-    let mut total = |name, help, value: u64| metric(name, "counter", help, value);
-    total("connections_total", "Connections accepted.", counters.connections.get());
-    total("connections_refused_total", "Connections refused.", counters.refused.get());
-    total("requests_total", "Requests of sessions.", counters.requests.get());
-    total("errors_total", "Requests refused.", counters.errors.get());
-    total("unreadable_total", "Sessions dropped as unreadable.", counters.unreadable.get());
-    total("lock_waits_total", "Sessions that had to wait for a lock.", counters.waits.get());
-    total("commits_total", "Layouts published.", counters.commits.get());
-    total("allocations_total", "Allocations made.", counters.allocations.get());
-    total("memory_waits_total", "Allocations that had to wait.", counters.memory_waits.get());
-    total("exports_total", "Descriptors sent.", counters.exports.get());
-    total("releases_total", "Allocations given back.", progress.released());
-    out
+    let (counters, progress) = (&service.counters, service.memory.progress());
+    [
+        allocations as u64,
+        bytes,
+        entries as u64,
+        progress.pending_bytes(),
+        service.connections() as u64,
+        lock.has_writer.into(),
+        lock.readers as u64,
+        lock.waiting as u64,
+        lock.committed.into(),
+        counters.connections.get(),
+        counters.refused.get(),
+        counters.requests.get(),
+        counters.errors.get(),
+        counters.unreadable.get(),
+        counters.waits.get(),
+        counters.commits.get(),
+        counters.allocations.get(),
+        counters.memory_waits.get(),
+        counters.exports.get(),
+        progress.released(),
+    ]
+}
+
+impl Metrics {
+    pub(super) fn of(service: &Arc<Service>) -> Self {
+        Self(Arc::downgrade(service))
+    }
+
+    /// The figures of several servers in Prometheus' text format, told apart by the labels `name` and
+    /// `device`. Servers that have ended are left out.
+    pub fn render(servers: &[Self]) -> String {
+        let alive = servers.iter().filter_map(|metrics| metrics.0.upgrade());
+        let servers: Vec<_> = alive
+            .map(|service| {
+                let name = service.settings.name.replace(['"', '\\', '\n'], "_");
+                let labels = format!("name=\"{name}\",device=\"{}\"", service.memory.ordinal());
+                (labels, values(&service))
+            })
+            .collect();
+        let mut out = String::new();
+        for (index, (name, grows, help)) in KINDS.iter().enumerate() {
+            let kind = if *grows { "counter" } else { "gauge" };
+            // Writing to a String does not fail.
+            let _ = writeln!(out, "# HELP gms_{name} {help}\n# TYPE gms_{name} {kind}");
+            for (labels, values) in &servers {
+                let _ = writeln!(out, "gms_{name}{{{labels}}} {}", values[index]);
+            }
+        }
+        out
+    }
 }
 
 /// Answers `GET /metrics` with what `text` says, one connection after the other, for as long as the

@@ -16,14 +16,16 @@
 
 mod allocate;
 mod history;
+mod limits;
 mod listener;
 mod metrics;
 mod requests;
 mod service;
 mod session;
 
+pub use limits::raise_descriptor_limit;
 pub use listener::ListenError;
-pub use metrics::serve_metrics;
+pub use metrics::{Metrics, serve_metrics};
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -150,10 +152,9 @@ impl Server {
         Stopper(Arc::clone(&self.stop))
     }
 
-    /// A function that tells the figures of this server, in Prometheus' text format.
-    pub fn metrics(&self) -> impl Fn() -> String + Send + Sync + 'static {
-        let service = Arc::clone(&self.service);
-        move || metrics::render(&service)
+    /// The figures of this server.
+    pub fn metrics(&self) -> Metrics {
+        Metrics::of(&self.service)
     }
 
     /// Serves until it is stopped or the driver fails.
