@@ -2,10 +2,14 @@
 //! readers share memory through real descriptors.
 
 mod batches;
+mod crashes;
 mod errors;
 mod flows;
+mod hostile;
 mod locks;
 mod manager;
 mod processes;
+#[path = "../support/random.rs"]
+mod random;
 mod rig;
 mod roles;

@@ -7,10 +7,13 @@ use std::time::{Duration, Instant};
 
 use cuda_sim::Simulator;
 use gms::client::{ConnectOptions, Session};
-use gms::lock::Requested;
+use gms::lock::{Granted, Requested};
 use gms::memory::Memory;
 use gms::server::{Server, Settings};
 
+use rustix::process::{Resource, getrlimit, setrlimit};
+
+use crate::random::Lcg;
 use crate::rig::{GRANULE, Machine, PATIENCE, pattern};
 
 const ROLE: &str = "GMS_TEST_ROLE";
@@ -74,8 +77,9 @@ impl Process {
         self.hear()
     }
 
-    /// kill -9.
+    /// kill -9, of one that has not ended by itself.
     pub(crate) fn kill(mut self) {
+        assert_eq!(self.child.try_wait().unwrap(), None, "it has ended already");
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
@@ -120,13 +124,25 @@ fn enter() {
     let socket = Path::new(&socket);
     match role.as_str() {
         "server" => serve(socket),
+        "small-server" => {
+            let mut limit = getrlimit(Resource::Nofile);
+            limit.current = Some(SMALL);
+            setrlimit(Resource::Nofile, limit).unwrap();
+            serve(socket);
+        }
         "writer" => write(socket),
         "reader" => read(socket),
         "idle-writer" => hold(socket, Requested::Rw),
         "idle-reader" => hold(socket, Requested::Ro),
-        other => panic!("no role {other}"),
+        other => match other.strip_prefix("chaos:") {
+            Some(seed) => chaos(socket, seed.parse().unwrap()),
+            None => panic!("no role {other}"),
+        },
     }
 }
+
+/// Descriptors that a small server may have.
+const SMALL: u64 = 48;
 
 /// Serves until its input ends; answers what it is asked of itself.
 fn serve(socket: &Path) {
@@ -190,6 +206,36 @@ fn hold(socket: &Path, lock: Requested) {
         match asked.as_str() {
             "allocate" => say(session.allocate(GRANULE, "weights").unwrap().allocation_id),
             other => panic!("asked {other}"),
+        }
+    }
+}
+
+/// Takes locks and writes and reads as it comes, without end.
+fn chaos(socket: &Path, seed: u64) {
+    let mut random = Lcg(seed * 2 + 1);
+    say("begins");
+    loop {
+        let locks = [Requested::Rw, Requested::Ro, Requested::RwOrRo, Requested::RwDataOrRw];
+        let lock = locks[random.below(4) as usize];
+        let time = Duration::from_millis(random.below(20));
+        let options = ConnectOptions::new(lock).timeout(time).batch(random.below(2) > 0);
+        let Ok(mut session) = Session::connect(socket, options) else { continue };
+        if session.granted() == Granted::Ro {
+            let ids = session.list(None).unwrap().into_iter().map(|handle| handle.allocation_id);
+            let ids: Vec<String> = ids.collect();
+            session.export_many(&ids, |_, _| Ok(())).unwrap();
+            continue;
+        }
+        for n in 0..random.below(8) {
+            if session.granted() == Granted::Rw {
+                let made = session.allocate_and_export(GRANULE, "t").unwrap().0;
+                session.metadata_put(&format!("k{n}"), &made.allocation_id, n, b"v").unwrap();
+            }
+        }
+        match random.below(4) {
+            0 => drop(session),
+            1 if session.granted() == Granted::Rw => drop(session.commit_layout().unwrap()),
+            _ => session.commit().unwrap(),
         }
     }
 }
