@@ -8,6 +8,7 @@ use crate::backend::AllocatorList;
 use crate::bench::CaseList;
 use crate::bytes::ByteCount;
 use crate::device::DeviceChoice;
+use crate::serve::{ServeArgs, ServeBenchArgs};
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -51,6 +52,14 @@ pub enum Command {
     Bench(BenchArgs),
     /// Show the driver, the devices and what they support.
     Info(InfoArgs),
+    /// Own GPU memory for other processes: the GPU memory service.
+    ///
+    /// Weights outlive the worker that loaded them, and other workers map them instead of loading
+    /// them again. Speaks the protocol V0 of the Python service, whose clients may connect. Ends at
+    /// SIGTERM or SIGINT.
+    Serve(ServeArgs),
+    /// Measure what the GPU memory service costs its clients; one JSON object per case.
+    ServeBench(ServeBenchArgs),
 }
 
 /// The arguments of `vpmm replay`.

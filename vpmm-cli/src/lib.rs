@@ -10,6 +10,7 @@
 //! | [`fit`] | the smallest limit at which a trace completes |
 //! | [`mod@bench`] | what single calls cost, case by case |
 //! | [`report`] | the tables and the JSON |
+//! | [`serve`] | the GPU memory service |
 //! | [`args`], [`command`], [`exit`] | the command line, what it does, how it ends |
 
 pub mod args;
@@ -22,4 +23,5 @@ pub mod exit;
 pub mod fit;
 pub mod replay;
 pub mod report;
+pub mod serve;
 pub mod trace;

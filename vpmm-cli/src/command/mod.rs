@@ -12,13 +12,14 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::args::{Cli, Command};
 use crate::exit::{Abort, Exit};
+use crate::serve;
 
 /// Runs what the command line asks for; results go to `out`, remarks to standard error.
 ///
 /// # Errors
 /// [`Abort`], where the work was not done to its end.
 pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, Abort> {
-    if !matches!(cli.command, Command::Info(_)) {
+    if !matches!(cli.command, Command::Info(_) | Command::Serve(_) | Command::ServeBench(_)) {
         // Told whichever allocator is asked for: who sets a variable means it to be used.
         vpmm::PagedConfig::from_env().map_err(Abort::bad_input)?;
     }
@@ -27,6 +28,8 @@ pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, Abort> {
         Command::Bench(args) => bench::bench(&args, out),
         Command::Fit(args) => fit::fit(&args, out),
         Command::Info(args) => info::info(&args, out),
+        Command::Serve(args) => serve::serve(&args),
+        Command::ServeBench(args) => serve::bench(&args, out),
     }
 }
 

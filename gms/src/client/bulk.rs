@@ -1,0 +1,173 @@
+//! Requests for many things at a time: in batches where the server takes them, else one by one.
+
+use std::os::fd::OwnedFd;
+
+use super::connect::unexpected;
+use super::{AllocationInfo, ClientError, MetadataValue, Session};
+use crate::wire::*;
+
+/// Bytes of entries that go into one message.
+const PAGE_BYTES: usize = 256 << 10;
+
+/// Sizes that go into one message.
+const SIZES: usize = 4096;
+
+type Result<T> = std::result::Result<T, ClientError>;
+
+impl Session {
+    /// Makes allocations of a tag, in this order.
+    pub fn allocate_many(&mut self, sizes: &[u64], tag: &str) -> Result<Vec<AllocationInfo>> {
+        if !self.batches() {
+            return sizes.iter().map(|size| self.allocate(*size, tag)).collect();
+        }
+        let mut made = Vec::with_capacity(sizes.len());
+        for part in sizes.chunks(SIZES) {
+            let sizes = part
+                .iter()
+                .map(|size| i64::try_from(*size).map_err(|_| ClientError::Size { bytes: *size }));
+            let sizes = sizes.collect::<Result<_>>()?;
+            let request = BatchAllocateRequest { sizes, tag: tag.to_owned(), export: false };
+            match self.channel().call(&request, 0)?.0 {
+                Message::BatchAllocateResponse(answer) => {
+                    check_count("BatchAllocateResponse", part.len(), answer.allocations.len())?;
+                    for allocation in answer.allocations {
+                        made.push(allocation.try_into()?);
+                    }
+                }
+                other => return Err(unexpected("BatchAllocateResponse", other)),
+            }
+        }
+        Ok(made)
+    }
+
+    /// Makes an allocation and brings its descriptor, in one request where that can be.
+    pub fn allocate_and_export(
+        &mut self,
+        size: u64,
+        tag: &str,
+    ) -> Result<(AllocationInfo, OwnedFd)> {
+        if !self.batches() {
+            let made = self.allocate(size, tag)?;
+            return self.export(&made.allocation_id);
+        }
+        let sizes = vec![i64::try_from(size).map_err(|_| ClientError::Size { bytes: size })?];
+        let request = BatchAllocateRequest { sizes, tag: tag.to_owned(), export: true };
+        let (answer, files) = self.channel().call(&request, 1)?;
+        match answer {
+            Message::BatchAllocateResponse(answer) => {
+                let (mut made, mut files) = (answer.allocations, files);
+                match (made.pop(), files.pop()) {
+                    (Some(made), Some(file)) => Ok((made.try_into()?, file)),
+                    _ => Err(ClientError::Descriptors { expected: 1, found: 0 }),
+                }
+            }
+            other => Err(unexpected("BatchAllocateResponse", other)),
+        }
+    }
+
+    /// Descriptors of several allocations' memory, given to `each` as they come, in order, so that
+    /// no more than [`MAX_DESCRIPTORS`] are open at a time.
+    pub fn export_many(
+        &mut self,
+        ids: &[String],
+        mut each: impl FnMut(AllocationInfo, OwnedFd) -> Result<()>,
+    ) -> Result<()> {
+        if !self.batches() {
+            for id in ids {
+                let (about, file) = self.export(id)?;
+                each(about, file)?;
+            }
+            return Ok(());
+        }
+        for part in ids.chunks(MAX_DESCRIPTORS) {
+            let request = BatchExportRequest { allocation_ids: part.to_vec() };
+            let (answer, files) = self.channel().call(&request, part.len())?;
+            match answer {
+                Message::BatchExportResponse(answer) => {
+                    check_count("BatchExportResponse", part.len(), answer.allocations.len())?;
+                    for (about, file) in answer.allocations.into_iter().zip(files) {
+                        each(about.try_into()?, file)?;
+                    }
+                }
+                other => return Err(unexpected("BatchExportResponse", other)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts entries of metadata. In batches all of a message are put or none; which came before a
+    /// refusal stay.
+    pub fn metadata_put_many(&mut self, entries: &[(String, MetadataValue)]) -> Result<()> {
+        if !self.batches() {
+            for (key, entry) in entries {
+                self.metadata_put(key, &entry.allocation_id, entry.offset_bytes, &entry.value)?;
+            }
+            return Ok(());
+        }
+        let (mut page, mut bytes) = (Vec::new(), 0);
+        for (key, entry) in entries {
+            let item = MetadataItem {
+                key: key.clone(),
+                allocation_id: entry.allocation_id.clone(),
+                offset_bytes: i64::try_from(entry.offset_bytes)
+                    .map_err(|_| ClientError::Size { bytes: entry.offset_bytes })?,
+                value: entry.value.clone(),
+            };
+            bytes += key.len() + entry.allocation_id.len() + entry.value.len() + 64;
+            if bytes > PAGE_BYTES && !page.is_empty() {
+                self.put_page(std::mem::take(&mut page))?;
+                bytes = 0;
+            }
+            page.push(item);
+        }
+        if page.is_empty() { Ok(()) } else { self.put_page(page) }
+    }
+
+    fn put_page(&mut self, entries: Vec<MetadataItem>) -> Result<()> {
+        match self.channel().call(&BatchMetadataPutRequest { entries }, 0)?.0 {
+            Message::BatchMetadataPutResponse(_) => Ok(()),
+            other => Err(unexpected("BatchMetadataPutResponse", other)),
+        }
+    }
+
+    /// The entries whose names begin so, with their values, sorted.
+    pub fn metadata_get_many(&mut self, prefix: &str) -> Result<Vec<(String, MetadataValue)>> {
+        let mut found = Vec::new();
+        if !self.batches() {
+            for key in self.metadata_list(prefix)? {
+                if let Some(value) = self.metadata_get(&key)? {
+                    found.push((key, value));
+                }
+            }
+            return Ok(found);
+        }
+        let mut after = None;
+        loop {
+            let request = BatchMetadataGetRequest { prefix: prefix.to_owned(), after };
+            let page = match self.channel().call(&request, 0)?.0 {
+                Message::BatchMetadataGetResponse(page) => page,
+                other => return Err(unexpected("BatchMetadataGetResponse", other)),
+            };
+            after = page.entries.last().map(|entry| entry.key.clone());
+            for entry in page.entries {
+                let value = MetadataValue {
+                    allocation_id: entry.allocation_id,
+                    offset_bytes: u64::try_from(entry.offset_bytes).unwrap_or_default(),
+                    value: entry.value,
+                };
+                found.push((entry.key, value));
+            }
+            if !page.more || after.is_none() {
+                return Ok(found);
+            }
+        }
+    }
+}
+
+fn check_count(expected: &'static str, asked: usize, answered: usize) -> Result<()> {
+    if asked == answered {
+        return Ok(());
+    }
+    let found = format!("one about {answered} allocations, not {asked}");
+    Err(ClientError::Unexpected { expected, found })
+}

@@ -1,0 +1,146 @@
+//! The driver, as far as this crate calls it: every foreign call is here and in
+//! [`context`], with its answer checked in one place.
+
+mod context;
+mod handle;
+mod table;
+
+pub(crate) use context::{Context, HostBuffer, Mapping, Reservation, Stream};
+pub(crate) use handle::PhysicalHandle;
+
+use std::ffi::c_int;
+use std::sync::Arc;
+
+use cuda_sys::types::*;
+
+use table::Table;
+
+/// Why the driver cannot be used, or what it answered.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CudaError {
+    /// The driver is too old.
+    #[error("the driver has no {0}")]
+    Missing(&'static str),
+    /// A call failed.
+    #[error("{call}: {code}")]
+    Call {
+        /// The function.
+        call: &'static str,
+        /// What it answered.
+        code: CUresult,
+    },
+}
+
+impl CudaError {
+    /// Whether there was no memory left.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, Self::Call { code: CUresult::CUDA_ERROR_OUT_OF_MEMORY, .. })
+    }
+}
+
+/// An initialised driver and one of its devices. Clones are the same.
+#[derive(Clone)]
+pub(crate) struct Cuda(Arc<Inner>);
+
+struct Inner {
+    table: Table,
+    device: CUdevice,
+    ordinal: u32,
+    granularity: u64,
+    /// Keeps the functions callable.
+    _driver: cuda_sys::Driver,
+}
+
+impl std::fmt::Debug for Cuda {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cuda").field("device", &self.0.ordinal).finish_non_exhaustive()
+    }
+}
+
+impl Cuda {
+    /// Initialises the driver. Makes no context.
+    pub(crate) fn open(driver: &cuda_sys::Driver, ordinal: u32) -> Result<Self, CudaError> {
+        let table = Table::resolve(driver)?;
+        // SAFETY: cuInit may be called at any time and takes no pointer; its flags must be 0.
+        unsafe { table.cuInit(0) }?;
+        let mut device: CUdevice = 0;
+        let number = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
+        // SAFETY: the pointer is to a live CUdevice.
+        unsafe { table.cuDeviceGet(&mut device, number) }?;
+        let mut granularity = 0;
+        let minimum = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
+        let properties = properties(ordinal);
+        // SAFETY: the pointers are to a live size and live properties.
+        unsafe { table.cuMemGetAllocationGranularity(&mut granularity, &properties, minimum) }?;
+        let granularity = (granularity as u64).max(1);
+        let _driver = driver.clone();
+        Ok(Self(Arc::new(Inner { table, device, ordinal, granularity, _driver })))
+    }
+
+    fn table(&self) -> &Table {
+        &self.0.table
+    }
+
+    /// The device's number.
+    pub(crate) fn ordinal(&self) -> u32 {
+        self.0.ordinal
+    }
+
+    /// What sizes of physical memory are multiples of.
+    pub(crate) fn granularity(&self) -> u64 {
+        self.0.granularity
+    }
+
+    /// Bytes in whole granules; `None` where no number of 63 bits is that large.
+    pub(crate) fn aligned(&self, bytes: u64) -> Option<u64> {
+        bytes.checked_next_multiple_of(self.0.granularity).filter(|bytes| *bytes <= i64::MAX as u64)
+    }
+
+    /// All memory of the device.
+    pub(crate) fn total_bytes(&self) -> Result<u64, CudaError> {
+        let mut bytes = 0;
+        // SAFETY: the pointer is to a live size, and the device was found at the start.
+        unsafe { self.table().cuDeviceTotalMem_v2(&mut bytes, self.0.device) }?;
+        Ok(bytes as u64)
+    }
+
+    /// The device's identity, as `GPU-` and hexadecimal digits in five groups.
+    pub(crate) fn uuid(&self) -> Result<String, CudaError> {
+        let mut uuid = CUuuid::default();
+        // SAFETY: the pointer is to a live UUID, and the device was found at the start.
+        unsafe { self.table().cuDeviceGetUuid_v2(&mut uuid, self.0.device) }?;
+        let bytes = uuid.bytes.map(|byte| byte as u8);
+        Ok(format!("GPU-{}", uuid::Uuid::from_bytes(bytes).hyphenated()))
+    }
+}
+
+/// How many devices there are.
+pub(crate) fn device_count(driver: &cuda_sys::Driver) -> Result<u32, CudaError> {
+    let table = Table::resolve(driver)?;
+    // SAFETY: cuInit may be called at any time and takes no pointer; its flags must be 0.
+    unsafe { table.cuInit(0) }?;
+    let mut count = 0;
+    // SAFETY: the pointer is to a live int.
+    unsafe { table.cuDeviceGetCount(&mut count) }?;
+    Ok(u32::try_from(count).unwrap_or(0))
+}
+
+/// The type of handle that processes pass to each other.
+const FILE_DESCRIPTOR: CUmemAllocationHandleType =
+    CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+
+fn location(ordinal: u32) -> CUmemLocation {
+    let id = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
+    CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id }
+}
+
+/// What physical memory is made as.
+fn properties(ordinal: u32) -> CUmemAllocationProp {
+    CUmemAllocationProp {
+        type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+        requestedHandleTypes: FILE_DESCRIPTOR,
+        location: location(ordinal),
+        ..CUmemAllocationProp::default()
+    }
+}

@@ -1,0 +1,115 @@
+//! Making memory for a writer, and waiting for it where there is too little.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::ServerError;
+use super::history::Event;
+use super::session::{End, Session};
+use crate::layout::{Allocation, checked_size};
+use crate::memory::{Extent, Progress};
+use crate::socket::{self, Waited};
+use crate::wake::Waker;
+
+/// How a request for memory ended.
+pub(super) enum Allocated {
+    /// With an allocation.
+    Done(Allocation, Arc<Extent>),
+    /// With words.
+    Refused(String),
+}
+
+/// Ends the telling when a wait does.
+struct Told<'a>(&'a Progress);
+
+impl Drop for Told<'_> {
+    fn drop(&mut self) {
+        self.0.tell(None);
+    }
+}
+
+impl Session {
+    /// Makes memory and puts it into the layout's next slot.
+    ///
+    /// Where the device has too little, this waits: for what this server is giving back, and, asking
+    /// again and again, for what other processes do; and no longer than the client lives.
+    ///
+    /// # Errors
+    /// [`End::Gone`], [`End::Server`] where the driver fails.
+    pub(super) fn allocate(&mut self, size: i64, tag: &str) -> Result<Allocated, End> {
+        let size = match checked_size(size) {
+            Ok(size) => size,
+            Err(error) => return Ok(Allocated::Refused(error.to_string())),
+        };
+        let memory = &self.service.memory;
+        let total = memory.total_bytes();
+        let Some(aligned_size) = memory.aligned(size).filter(|bytes| *bytes <= total) else {
+            return Ok(Allocated::Refused(format!(
+                "More than the device has: requested_size={size}, tag={tag}, device_bytes={total}"
+            )));
+        };
+        let extent = match memory.try_create(aligned_size).map_err(driver)? {
+            Some(extent) => extent,
+            None => match self.wait_for_memory(aligned_size)? {
+                Ok(extent) => extent,
+                Err(waited) => {
+                    return Ok(Allocated::Refused(format!(
+                        "Timed out waiting for GPU memory: requested_size={size}, \
+                         aligned_size={aligned_size}, tag={tag}, waited_sec={:.3}",
+                        waited.as_secs_f64()
+                    )));
+                }
+            },
+        };
+        let id: Arc<str> = uuid::Uuid::new_v4().hyphenated().to_string().into();
+        let mut core = self.service.core();
+        core.extents.insert(Arc::clone(&id), Arc::clone(&extent));
+        let layout = Arc::make_mut(&mut core.layout);
+        let allocation = layout.insert(id, size, aligned_size, tag.into()).clone();
+        drop(core);
+        self.service.counters.allocations.add(1);
+        Ok(Allocated::Done(allocation, extent))
+    }
+
+    /// Asks again until there is memory, or the time is up: how long that took, then.
+    fn wait_for_memory(&self, bytes: u64) -> Result<Result<Arc<Extent>, Duration>, End> {
+        let (service, started) = (&self.service, Instant::now());
+        service.counters.memory_waits.add(1);
+        {
+            let mut core = service.core();
+            let allocations = core.layout.len();
+            core.history.add(Event::OutOfMemory(allocations));
+        }
+        let waker = Arc::new(Waker::new()?);
+        let progress = service.memory.progress();
+        progress.tell(Some(Arc::clone(&waker)));
+        let _told = Told(progress);
+        let (interval, timeout) = (service.settings.retry_interval, service.settings.retry_timeout);
+        loop {
+            waker.clear();
+            if let Some(extent) = service.memory.try_create(bytes).map_err(driver)? {
+                return Ok(Ok(extent));
+            }
+            let waited = started.elapsed();
+            if timeout.is_some_and(|timeout| waited >= timeout) {
+                return Ok(Err(waited));
+            }
+            let left = timeout.map_or(interval, |timeout| interval.min(timeout - waited));
+            tracing::warn!(
+                session = self.id,
+                bytes,
+                pending = progress.pending_bytes(),
+                "out of memory: asking again"
+            );
+            // The writer may be dead: nobody waits for its memory then.
+            if socket::wait(self.socket(), Some(waker.as_fd()), Some(left))? == Waited::HungUp {
+                return Err(End::Gone);
+            }
+        }
+    }
+}
+
+fn driver(error: crate::CudaError) -> End {
+    End::Server(ServerError::Driver(error))
+}

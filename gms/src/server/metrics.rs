@@ -1,0 +1,176 @@
+//! Figures of a server in Prometheus' text format, and a small server of HTTP for them.
+
+use std::fmt::Write;
+use std::io::{self, BufRead, BufReader, Read, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use super::service::Service;
+
+/// A number that only grows.
+#[derive(Debug, Default)]
+pub(super) struct Counter(AtomicU64);
+
+impl Counter {
+    pub(super) fn add(&self, more: u64) {
+        self.0.fetch_add(more, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// What is counted.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub(super) connections: Counter,
+    pub(super) refused: Counter,
+    pub(super) requests: Counter,
+    pub(super) errors: Counter,
+    pub(super) unreadable: Counter,
+    pub(super) waits: Counter,
+    pub(super) commits: Counter,
+    pub(super) allocations: Counter,
+    pub(super) memory_waits: Counter,
+    pub(super) exports: Counter,
+}
+
+/// The figures of a server, for as long as it runs.
+#[derive(Clone, Debug)]
+pub struct Metrics(Weak<Service>);
+
+/// A figure: its name, whether it only grows, and what it is.
+type Kind = (&'static str, bool, &'static str);
+
+const KINDS: [Kind; 20] = [
+    ("allocations", false, "Allocations of the layout."),
+    ("allocated_bytes", false, "Bytes of the layout's memory."),
+    ("metadata_entries", false, "Entries of metadata."),
+    ("reclaim_pending_bytes", false, "Bytes still to be given back."),
+    ("connections", false, "Connections now."),
+    ("writer", false, "Whether there is a writer."),
+    ("readers", false, "Readers now."),
+    ("waiting", false, "Sessions that wait for a lock."),
+    ("committed", false, "Whether a layout is published."),
+    ("connections_total", true, "Connections accepted."),
+    ("connections_refused_total", true, "Connections refused."),
+    ("requests_total", true, "Requests of sessions."),
+    ("errors_total", true, "Requests refused."),
+    ("unreadable_total", true, "Sessions dropped because a message could not be read."),
+    ("lock_waits_total", true, "Sessions that had to wait for a lock."),
+    ("commits_total", true, "Layouts published."),
+    ("allocations_total", true, "Allocations made."),
+    ("memory_waits_total", true, "Allocations that had to wait for memory."),
+    ("exports_total", true, "Descriptors sent."),
+    ("releases_total", true, "Allocations given back."),
+];
+
+/// The values of [`KINDS`], in their order.
+fn values(service: &Service) -> [u64; KINDS.len()] {
+    let (lock, allocations, bytes, entries) = {
+        let core = service.core();
+        let layout = &core.layout;
+        (core.lock.snapshot(), layout.len(), layout.bytes(), layout.entry_count())
+    };
+    let (counters, progress) = (&service.counters, service.memory.progress());
+    [
+        allocations as u64,
+        bytes,
+        entries as u64,
+        progress.pending_bytes(),
+        service.connections() as u64,
+        lock.has_writer.into(),
+        lock.readers as u64,
+        lock.waiting as u64,
+        lock.committed.into(),
+        counters.connections.get(),
+        counters.refused.get(),
+        counters.requests.get(),
+        counters.errors.get(),
+        counters.unreadable.get(),
+        counters.waits.get(),
+        counters.commits.get(),
+        counters.allocations.get(),
+        counters.memory_waits.get(),
+        counters.exports.get(),
+        progress.released(),
+    ]
+}
+
+impl Metrics {
+    pub(super) fn of(service: &Arc<Service>) -> Self {
+        Self(Arc::downgrade(service))
+    }
+
+    /// The figures of several servers in Prometheus' text format, told apart by the labels `name` and
+    /// `device`. Servers that have ended are left out.
+    pub fn render(servers: &[Self]) -> String {
+        let alive = servers.iter().filter_map(|metrics| metrics.0.upgrade());
+        let servers: Vec<_> = alive
+            .map(|service| {
+                let name = service.settings.name.replace(['"', '\\', '\n'], "_");
+                let labels = format!("name=\"{name}\",device=\"{}\"", service.memory.ordinal());
+                (labels, values(&service))
+            })
+            .collect();
+        let mut out = String::new();
+        for (index, (name, grows, help)) in KINDS.iter().enumerate() {
+            let kind = if *grows { "counter" } else { "gauge" };
+            // Writing to a String does not fail.
+            let _ = writeln!(out, "# HELP gms_{name} {help}\n# TYPE gms_{name} {kind}");
+            for (labels, values) in &servers {
+                let _ = writeln!(out, "gms_{name}{{{labels}}} {}", values[index]);
+            }
+        }
+        out
+    }
+}
+
+/// Answers `GET /metrics` with what `text` says, one connection after the other, for as long as the
+/// process lives. The listener should be on a loopback address: there is no authentication.
+///
+/// # Errors
+/// Where connections cannot be accepted any more.
+pub fn serve_metrics(listener: &TcpListener, text: impl Fn() -> String) -> io::Result<()> {
+    loop {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                if let Err(error) = answer(&stream, &text) {
+                    tracing::debug!(%error, "a request for metrics was not answered");
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// The longest request that is read.
+const REQUEST_BYTES: u64 = 8 << 10;
+
+fn answer(stream: &TcpStream, text: &impl Fn() -> String) -> io::Result<()> {
+    let patience = Some(Duration::from_secs(2));
+    stream.set_read_timeout(patience)?;
+    stream.set_write_timeout(patience)?;
+    let mut request = BufReader::new(stream.take(REQUEST_BYTES));
+    let mut first = String::new();
+    request.read_line(&mut first)?;
+    let mut header = String::new();
+    while request.read_line(&mut header)? > 2 {
+        header.clear();
+    }
+    let (status, body) = match first.split_ascii_whitespace().collect::<Vec<_>>()[..] {
+        ["GET", "/metrics" | "/", _] => ("200 OK", text()),
+        _ => ("404 Not Found", "only GET /metrics\n".to_owned()),
+    };
+    let mut stream = stream;
+    write!(
+        stream,
+        "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {}\r\n\
+         Connection: close\r\n\r\n{body}",
+        body.len()
+    )
+}

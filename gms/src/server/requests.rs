@@ -1,0 +1,413 @@
+//! What a session may ask for once it has its lock.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use super::ServerError;
+use super::allocate::Allocated;
+use super::service::Core;
+use super::session::{End, Session};
+use crate::layout::{Allocation, Layout};
+use crate::lock::Granted;
+use crate::memory::Extent;
+use crate::wire::*;
+
+/// A request that is not done, in the words that the client gets.
+pub(super) struct Refused(pub(super) String);
+
+impl<E: std::error::Error> From<E> for Refused {
+    fn from(error: E) -> Self {
+        Self(error.to_string())
+    }
+}
+
+/// Bytes of entries of metadata in one message; the first goes in whatever its size.
+const PAGE_BYTES: usize = 256 << 10;
+
+/// What a kind of request needs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Needs {
+    /// Any lock.
+    Lock,
+    /// The right to change the layout.
+    Layout,
+    /// The writer's place.
+    Writer,
+    /// It is no request, or none for this place.
+    Nothing,
+}
+
+fn needs(message: &Message) -> Needs {
+    match message {
+        Message::GetLockStateRequest(_)
+        | Message::GetAllocationStateRequest(_)
+        | Message::ExportAllocationRequest(_)
+        | Message::GetAllocationRequest(_)
+        | Message::ListAllocationsRequest(_)
+        | Message::MetadataGetRequest(_)
+        | Message::MetadataListRequest(_)
+        | Message::GetStateHashRequest(_)
+        | Message::BatchExportRequest(_)
+        | Message::BatchMetadataGetRequest(_) => Needs::Lock,
+        Message::AllocateRequest(_)
+        | Message::FreeAllocationRequest(_)
+        | Message::MetadataPutRequest(_)
+        | Message::MetadataDeleteRequest(_)
+        | Message::CommitLayoutRequest(_)
+        | Message::BatchAllocateRequest(_)
+        | Message::BatchMetadataPutRequest(_) => Needs::Layout,
+        Message::CommitRequest(_) => Needs::Writer,
+        _ => Needs::Nothing,
+    }
+}
+
+fn is_batch(message: &Message) -> bool {
+    matches!(
+        message,
+        Message::BatchAllocateRequest(_)
+            | Message::BatchExportRequest(_)
+            | Message::BatchMetadataPutRequest(_)
+            | Message::BatchMetadataGetRequest(_)
+    )
+}
+
+fn described(allocation: &Allocation) -> GetAllocationResponse {
+    GetAllocationResponse {
+        allocation_id: allocation.id.to_string(),
+        size: allocation.size as i64,
+        aligned_size: allocation.aligned_size as i64,
+        tag: allocation.tag.to_string(),
+        layout_slot: allocation.slot as i64,
+    }
+}
+
+impl Session {
+    /// Does a request and answers it.
+    ///
+    /// # Errors
+    /// [`End`], where the session ends with it.
+    pub(super) fn request(&mut self, message: Message) -> Result<(), End> {
+        if let Some(refused) = self.not_allowed(&message) {
+            return self.refuse(refused);
+        }
+        match message {
+            Message::CommitRequest(_) => self.commit(),
+            Message::CommitLayoutRequest(_) => self.commit_layout(),
+            Message::AllocateRequest(request) => self.allocate_one(&request),
+            Message::BatchAllocateRequest(request) => self.allocate_many(&request),
+            Message::ExportAllocationRequest(request) => self.export(&request.allocation_id),
+            Message::BatchExportRequest(request) => self.export_many(&request.allocation_ids),
+            Message::FreeAllocationRequest(request) => {
+                let success = self.free(&request.allocation_id);
+                self.answer(&FreeAllocationResponse { success })
+            }
+            Message::GetLockStateRequest(_) => {
+                let lock = self.service.core().lock.snapshot();
+                self.answer(&GetLockStateResponse {
+                    state: lock.state.name().to_owned(),
+                    has_rw_session: lock.has_writer,
+                    ro_session_count: lock.readers as i64,
+                    waiting_writers: lock.waiting_writers as i64,
+                    committed: lock.committed,
+                    is_ready: lock.is_ready(),
+                    layout_committed: lock.layout_committed,
+                })
+            }
+            Message::GetStateHashRequest(_) => {
+                let memory_layout_hash = self.service.core().hash.clone();
+                self.answer(&GetStateHashResponse { memory_layout_hash })
+            }
+            other => match self.of_layout(other) {
+                Ok(answer) => self.answer(&answer),
+                Err(Refused(error)) => self.refuse(error),
+            },
+        }
+    }
+
+    /// Requests that only look at the layout, or change nothing else.
+    fn of_layout(&mut self, message: Message) -> Result<Message, Refused> {
+        let layout = || Arc::clone(&self.service.core().layout);
+        Ok(match message {
+            Message::GetAllocationStateRequest(_) => {
+                GetAllocationStateResponse { allocation_count: layout().len() as i64 }.into()
+            }
+            Message::GetAllocationRequest(request) => {
+                described(layout().get(&request.allocation_id)?).into()
+            }
+            Message::ListAllocationsRequest(request) => {
+                let layout = layout();
+                let allocations = layout.allocations(request.tag.as_deref()).map(described);
+                ListAllocationsResponse { allocations: allocations.collect() }.into()
+            }
+            Message::MetadataGetRequest(request) => match layout().entry(&request.key) {
+                Some(entry) => MetadataGetResponse {
+                    found: true,
+                    allocation_id: Some(entry.allocation_id.to_string()),
+                    offset_bytes: Some(entry.offset_bytes as i64),
+                    value: Some(entry.value.to_vec()),
+                },
+                None => MetadataGetResponse {
+                    found: false,
+                    allocation_id: None,
+                    offset_bytes: None,
+                    value: None,
+                },
+            }
+            .into(),
+            Message::MetadataListRequest(request) => {
+                let layout = layout();
+                let keys = layout.entries(&request.prefix, None).map(|(key, _)| key.to_owned());
+                MetadataListResponse { keys: keys.collect() }.into()
+            }
+            Message::BatchMetadataGetRequest(request) => page(&layout(), &request).into(),
+            Message::MetadataPutRequest(put) => {
+                let mut core = self.service.core();
+                let layout = Arc::make_mut(&mut core.layout);
+                layout.put(&put.key, &put.allocation_id, put.offset_bytes, &put.value)?;
+                MetadataPutResponse { success: true }.into()
+            }
+            Message::BatchMetadataPutRequest(request) => {
+                let mut core = self.service.core();
+                let layout = Arc::make_mut(&mut core.layout);
+                for put in &request.entries {
+                    layout.target(&put.allocation_id, put.offset_bytes)?;
+                }
+                for put in &request.entries {
+                    layout.put(&put.key, &put.allocation_id, put.offset_bytes, &put.value)?;
+                }
+                BatchMetadataPutResponse { success: true }.into()
+            }
+            Message::MetadataDeleteRequest(request) => {
+                let mut core = self.service.core();
+                let deleted = Arc::make_mut(&mut core.layout).delete(&request.key);
+                MetadataDeleteResponse { deleted }.into()
+            }
+            other => return Err(Refused(format!("Unknown request: {}", other.name()))),
+        })
+    }
+
+    /// Why the session may not ask this, if it may not.
+    fn not_allowed(&self, message: &Message) -> Option<String> {
+        let name = message.name();
+        if is_batch(message) && !self.batches {
+            return Some(format!("{name} not allowed: the handshake did not ask for \"{BATCH}\""));
+        }
+        let allowed = match (needs(message), self.granted) {
+            (Needs::Lock, _) => true,
+            (Needs::Layout, Granted::RwData) => {
+                return Some(format!(
+                    "{name} not allowed: the layout is committed. Reconnect with RW to replace it."
+                ));
+            }
+            (Needs::Layout, granted) => granted == Granted::Rw,
+            (Needs::Writer, granted) => granted != Granted::Ro,
+            (Needs::Nothing, _) => false,
+        };
+        if allowed {
+            return None;
+        }
+        let session = match self.granted {
+            Granted::Rw => "RW",
+            Granted::Ro => "RO",
+            Granted::RwData => "RW_DATA",
+        };
+        let state = self.service.core().lock.state().name();
+        Some(format!("{name} not allowed for {session} session in state {state}"))
+    }
+
+    /// The state of everything, for who only looks.
+    pub(super) fn runtime_state(&self) -> GetRuntimeStateResponse {
+        let core = self.service.core();
+        let lock = core.lock.snapshot();
+        GetRuntimeStateResponse {
+            state: lock.state.name().to_owned(),
+            has_rw_session: lock.has_writer,
+            ro_session_count: lock.readers as i64,
+            waiting_writers: lock.waiting_writers as i64,
+            committed: lock.committed,
+            is_ready: lock.is_ready(),
+            allocation_count: core.layout.len() as i64,
+            memory_layout_hash: core.hash.clone(),
+            layout_committed: lock.layout_committed,
+        }
+    }
+
+    /// The hash of the layout as it is. Taken without the mutex: who asks is the only one who could
+    /// change it.
+    fn checked_hash(&self) -> Result<String, End> {
+        let layout = Arc::clone(&self.service.core().layout);
+        match layout.broken().into_iter().next() {
+            Some(broken) => Err(End::Server(ServerError::Broken(broken))),
+            None => Ok(layout.hash()),
+        }
+    }
+
+    fn commit(&mut self) -> Result<(), End> {
+        let hash = self.checked_hash()?;
+        tracing::info!(session = self.id, hash, "layout committed");
+        if !self.service.commit(self.id, hash) {
+            return Err(End::Server(ServerError::Broken("a writer without its lock".to_owned())));
+        }
+        self.service.counters.commits.add(1);
+        self.answer(&CommitResponse { success: true })?;
+        Err(End::Done)
+    }
+
+    fn commit_layout(&mut self) -> Result<(), End> {
+        let hash = self.checked_hash()?;
+        if !self.service.seal(self.id, hash.clone()) {
+            return Err(End::Server(ServerError::Broken("a writer without its lock".to_owned())));
+        }
+        self.granted = Granted::RwData;
+        self.answer(&CommitLayoutResponse {
+            success: true,
+            memory_layout_hash: hash,
+            granted_lock_type: Some(self.granted),
+        })
+    }
+
+    fn allocate_one(&mut self, request: &AllocateRequest) -> Result<(), End> {
+        let (made, extent) = match self.allocate(request.size, &request.tag)? {
+            Allocated::Done(made, extent) => (made, extent),
+            Allocated::Refused(error) => return self.refuse(error),
+        };
+        self.answer(&AllocateResponse {
+            allocation_id: made.id.to_string(),
+            size: made.size as i64,
+            aligned_size: made.aligned_size as i64,
+            layout_slot: made.slot as i64,
+        })?;
+        // The client asks for the descriptor next, and it is made while the answer is on its way.
+        // Where it cannot be, that request says so.
+        let _ = extent.descriptor();
+        Ok(())
+    }
+
+    fn allocate_many(&mut self, request: &BatchAllocateRequest) -> Result<(), End> {
+        if request.export && request.sizes.len() > MAX_DESCRIPTORS {
+            return self.refuse(too_many(request.sizes.len()));
+        }
+        let mut made = Vec::with_capacity(request.sizes.len());
+        let mut refused = None;
+        for size in &request.sizes {
+            match self.allocate(*size, &request.tag)? {
+                Allocated::Done(allocation, extent) => made.push((allocation, extent)),
+                Allocated::Refused(error) => {
+                    refused = Some(error);
+                    break;
+                }
+            }
+        }
+        let mut files = Vec::new();
+        if request.export && refused.is_none() {
+            match descriptors(made.iter().map(|(_, extent)| extent)) {
+                Ok(exported) => files = exported,
+                Err(Refused(error)) => refused = Some(error),
+            }
+        }
+        if let Some(error) = refused {
+            for (allocation, _) in made {
+                self.free(&allocation.id);
+            }
+            return self.refuse(error);
+        }
+        let allocations = made.iter().map(|(allocation, _)| described(allocation)).collect();
+        self.send_with(&BatchAllocateResponse { allocations }, &files)?;
+        if !request.export {
+            for (_, extent) in made {
+                let _ = extent.descriptor();
+            }
+        }
+        Ok(())
+    }
+
+    fn export(&mut self, id: &str) -> Result<(), End> {
+        let found = find(&self.service.core(), id);
+        let exported = found.and_then(|(about, extent)| Ok((about, extent.descriptor()?)));
+        match exported {
+            Ok((about, file)) => {
+                let answer = ExportAllocationResponse {
+                    allocation_id: about.id.to_string(),
+                    size: about.size as i64,
+                    aligned_size: about.aligned_size as i64,
+                    tag: about.tag.to_string(),
+                    layout_slot: about.slot as i64,
+                };
+                self.send_with(&answer, &[file])
+            }
+            Err(Refused(error)) => self.refuse(error),
+        }
+    }
+
+    fn export_many(&mut self, ids: &[String]) -> Result<(), End> {
+        if ids.len() > MAX_DESCRIPTORS {
+            return self.refuse(too_many(ids.len()));
+        }
+        let found: Result<Vec<_>, Refused> = {
+            let core = self.service.core();
+            ids.iter().map(|id| find(&core, id)).collect()
+        };
+        let exported = found
+            .and_then(|found| Ok((descriptors(found.iter().map(|(_, extent)| extent))?, found)));
+        match exported {
+            Ok((files, found)) => {
+                let allocations = found.iter().map(|(about, _)| described(about)).collect();
+                self.send_with(&BatchExportResponse { allocations }, &files)
+            }
+            Err(Refused(error)) => self.refuse(error),
+        }
+    }
+
+    fn send_with(&mut self, message: &impl Encode, files: &[Arc<OwnedFd>]) -> Result<(), End> {
+        self.service.counters.exports.add(files.len() as u64);
+        let borrowed: Vec<BorrowedFd<'_>> = files.iter().map(|file| file.as_fd()).collect();
+        self.send(message, &borrowed)
+    }
+
+    /// Takes an allocation out and gives its memory back; false if there is none.
+    fn free(&mut self, id: &str) -> bool {
+        let mut core = self.service.core();
+        let gone = Arc::make_mut(&mut core.layout).remove(id).is_some();
+        let extent = core.extents.remove(id);
+        drop(core);
+        self.service.memory.reclaim(extent.into_iter().collect());
+        gone
+    }
+}
+
+fn too_many(asked: usize) -> String {
+    format!("{asked} descriptors asked for, {MAX_DESCRIPTORS} is the most in one message")
+}
+
+fn find(core: &Core, id: &str) -> Result<(Allocation, Arc<Extent>), Refused> {
+    let about = core.layout.get(id)?;
+    let extent =
+        core.extents.get(id).ok_or_else(|| Refused(format!("Unknown allocation: {id}")))?;
+    Ok((about.clone(), Arc::clone(extent)))
+}
+
+fn descriptors<'a>(
+    extents: impl Iterator<Item = &'a Arc<Extent>>,
+) -> Result<Vec<Arc<OwnedFd>>, Refused> {
+    extents.map(|extent| Ok(extent.descriptor()?)).collect()
+}
+
+/// As many entries as fit into a message.
+fn page(layout: &Layout, request: &BatchMetadataGetRequest) -> BatchMetadataGetResponse {
+    let (mut entries, mut bytes) = (Vec::new(), 0);
+    let mut rest = layout.entries(&request.prefix, request.after.as_deref()).peekable();
+    while let Some((key, entry)) = rest.peek() {
+        bytes += key.len() + entry.value.len() + entry.allocation_id.len() + 64;
+        if bytes > PAGE_BYTES && !entries.is_empty() {
+            break;
+        }
+        entries.push(MetadataItem {
+            key: (*key).to_owned(),
+            allocation_id: entry.allocation_id.to_string(),
+            offset_bytes: entry.offset_bytes as i64,
+            value: entry.value.to_vec(),
+        });
+        rest.next();
+    }
+    BatchMetadataGetResponse { entries, more: rest.peek().is_some() }
+}

@@ -1,0 +1,281 @@
+//! One connection, from its first message to its end.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::io::{Errno, retry_on_intr};
+use rustix::net::sockopt::socket_peercred;
+
+use super::ServerError;
+use super::service::Service;
+use crate::lock::{Entered, Granted, Requested, SessionId};
+use crate::socket::{self, Waited};
+use crate::wire::{
+    BATCH, Encode, ErrorResponse, Extensions, FrameReader, GetEventHistoryResponse,
+    HandshakeRequest, HandshakeResponse, Message, encode_frame,
+};
+
+/// Stack of a session's thread.
+const STACK_BYTES: usize = 256 << 10;
+
+/// Why a session ends.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum End {
+    /// It has done what it came for.
+    #[error("done")]
+    Done,
+    /// The client has closed, or died.
+    #[error("the client is gone")]
+    Gone,
+    /// The client sent what cannot be read.
+    #[error("{0}")]
+    Unreadable(String),
+    /// The socket failed.
+    #[error("{0}")]
+    Socket(#[from] io::Error),
+    /// The server cannot go on.
+    #[error("{0}")]
+    Server(ServerError),
+}
+
+impl From<Errno> for End {
+    fn from(error: Errno) -> Self {
+        match error {
+            Errno::PIPE | Errno::CONNRESET => Self::Gone,
+            error => Self::Socket(error.into()),
+        }
+    }
+}
+
+/// A connection with its thread's buffers.
+pub(super) struct Session {
+    pub(super) service: Arc<Service>,
+    pub(super) id: SessionId,
+    pub(super) granted: Granted,
+    /// Whether the client speaks the batch extension.
+    pub(super) batches: bool,
+    /// What is to be sent.
+    pub(super) out: Vec<u8>,
+    socket: Arc<OwnedFd>,
+    frames: FrameReader,
+}
+
+/// Begins a session in a thread of its own, unless it may not or cannot be.
+pub(super) fn start(service: &Arc<Service>, socket: OwnedFd) {
+    if let Err(reason) = may_connect(service, &socket) {
+        service.counters.refused.add(1);
+        tracing::warn!(reason, "a connection is refused");
+        return;
+    }
+    let socket = Arc::new(socket);
+    let Some(id) = service.admit(&socket) else {
+        service.counters.refused.add(1);
+        tracing::warn!(most = service.settings.max_connections, "too many connections");
+        return;
+    };
+    service.counters.connections.add(1);
+    let session = Session {
+        service: Arc::clone(service),
+        id,
+        granted: Granted::Ro,
+        batches: false,
+        out: Vec::new(),
+        socket,
+        frames: FrameReader::new(service.settings.max_message_bytes),
+    };
+    let thread = std::thread::Builder::new().name(format!("gms-{id}")).stack_size(STACK_BYTES);
+    if let Err(error) = thread.spawn(move || session.run()) {
+        // The session went with the closure, and so did its place in the list.
+        tracing::warn!(%error, "no thread for a connection: it is closed");
+    }
+}
+
+/// The file's mode keeps others out already where the path is honoured; this does wherever the
+/// descriptor came from.
+fn may_connect(service: &Service, socket: &OwnedFd) -> Result<(), String> {
+    let peer = socket_peercred(socket).map_err(|error| format!("who it is: {error}"))?;
+    let known = peer.uid.is_root() || peer.uid == rustix::process::geteuid();
+    if known || service.settings.group.is_some() {
+        return Ok(());
+    }
+    Err(format!("process {} is of user {}", peer.pid.as_raw_nonzero(), peer.uid.as_raw()))
+}
+
+impl Drop for Session {
+    /// However the thread ends, its lock does.
+    fn drop(&mut self) {
+        self.service.forget(self.id);
+    }
+}
+
+impl Session {
+    fn run(mut self) {
+        let end = match self.serve() {
+            Ok(()) => End::Done,
+            Err(end) => end,
+        };
+        match end {
+            End::Done | End::Gone => tracing::debug!(session = self.id, %end, "session ends"),
+            End::Unreadable(_) => {
+                self.service.counters.unreadable.add(1);
+                tracing::warn!(session = self.id, %end, "session dropped");
+            }
+            End::Socket(_) => tracing::warn!(session = self.id, %end, "session dropped"),
+            End::Server(failure) => self.service.fail(failure),
+        }
+    }
+
+    pub(super) fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    fn serve(&mut self) -> Result<(), End> {
+        let deadline = Instant::now() + self.service.settings.handshake_timeout;
+        match self.receive(Some(deadline))? {
+            Message::HandshakeRequest(handshake) => {
+                if !self.handshake(&handshake)? {
+                    return Ok(());
+                }
+            }
+            Message::GetRuntimeStateRequest(_) => {
+                let state = self.runtime_state();
+                return self.answer(&state);
+            }
+            Message::GetEventHistoryRequest(_) => {
+                let events = self.service.core().history.told();
+                return self.answer(&GetEventHistoryResponse { events });
+            }
+            _ => return self.refuse("Expected HandshakeRequest".to_owned()),
+        }
+        loop {
+            let message = self.receive(None)?;
+            self.service.counters.requests.add(1);
+            self.request(message)?;
+        }
+    }
+
+    /// The next message; until the deadline, if there is one.
+    fn receive(&mut self, deadline: Option<Instant>) -> Result<Message, End> {
+        loop {
+            match self.frames.next_frame() {
+                Ok(Some(bytes)) => {
+                    return Message::decode(bytes).map_err(|e| End::Unreadable(e.to_string()));
+                }
+                Ok(None) => {}
+                Err(error) => {
+                    self.refuse(error.to_string())?;
+                    return Err(End::Unreadable(error.to_string()));
+                }
+            }
+            if let Some(deadline) = deadline {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if !socket::readable(self.socket(), left)? {
+                    return Err(End::Unreadable("no request within the time for it".to_owned()));
+                }
+            }
+            // A plain read: descriptors that a client sends are closed by the kernel.
+            let space = self.frames.space();
+            match retry_on_intr(|| rustix::io::read(&self.socket, &mut *space))? {
+                0 => return Err(End::Gone),
+                bytes => self.frames.arrived(bytes),
+            }
+        }
+    }
+
+    /// Sends a message with descriptors beside it.
+    pub(super) fn send(
+        &mut self,
+        message: &impl Encode,
+        files: &[BorrowedFd<'_>],
+    ) -> Result<(), End> {
+        self.out.clear();
+        encode_frame(message, &mut self.out);
+        match socket::send_all(self.socket.as_fd(), &self.out, files) {
+            // More descriptors are under way than this user may have open, as those who are to
+            // take them do not read. Nothing was sent.
+            Err(Errno::TOOMANYREFS) => {
+                self.refuse("Too many descriptors are on their way to clients".to_owned())
+            }
+            sent => Ok(sent?),
+        }
+    }
+
+    pub(super) fn answer(&mut self, message: &impl Encode) -> Result<(), End> {
+        self.send(message, &[])
+    }
+
+    /// Says why a request is not done.
+    pub(super) fn refuse(&mut self, error: String) -> Result<(), End> {
+        self.service.counters.errors.add(1);
+        tracing::debug!(session = self.id, error, "request refused");
+        self.out.clear();
+        encode_frame(&ErrorResponse { error, code: 0 }, &mut self.out);
+        Ok(socket::send_all(self.socket.as_fd(), &self.out, &[])?)
+    }
+
+    /// Gets the lock that is asked for; false if the time was up first.
+    fn handshake(&mut self, handshake: &HandshakeRequest) -> Result<bool, End> {
+        self.batches = handshake.extensions.contains(BATCH);
+        let names = if self.batches { vec![BATCH.to_owned()] } else { Vec::new() };
+        let extensions = Extensions(names);
+        let entered = self.acquire(handshake.lock_type, handshake.timeout_ms)?;
+        let Some(entered) = entered else {
+            let committed = self.service.core().lock.snapshot().committed;
+            let granted_lock_type = None;
+            let late =
+                HandshakeResponse { success: false, committed, granted_lock_type, extensions };
+            self.answer(&late)?;
+            return Ok(false);
+        };
+        self.granted = entered.granted;
+        tracing::debug!(session = self.id, lock = entered.granted.name(), "lock granted");
+        self.answer(&HandshakeResponse {
+            success: true,
+            committed: entered.committed,
+            granted_lock_type: Some(entered.granted),
+            extensions,
+        })?;
+        Ok(true)
+    }
+
+    /// Waits for a lock, and for the client's end, and takes the lock if there is still somebody who
+    /// wants it.
+    fn acquire(
+        &mut self,
+        requested: Requested,
+        timeout_ms: Option<i64>,
+    ) -> Result<Option<Entered>, End> {
+        let time = timeout_ms.map(|time| Duration::from_millis(time.try_into().unwrap_or(0)));
+        let deadline = time.and_then(|time| Instant::now().checked_add(time));
+        let waker = match self.service.request(self.id, requested) {
+            Ok(waker) => waker,
+            Err(error) => {
+                self.refuse(format!("The server cannot let anybody wait: {error}"))?;
+                return Err(End::Socket(error));
+            }
+        };
+        if let Some(waker) = waker {
+            self.service.counters.waits.add(1);
+            while !self.service.is_granted(self.id) {
+                let left = deadline.map(|time| time.saturating_duration_since(Instant::now()));
+                match socket::wait(self.socket(), Some(waker.as_fd()), left)? {
+                    Waited::HungUp => return Err(End::Gone),
+                    Waited::Woken => {}
+                    // Unless it was granted at the last moment.
+                    Waited::TimedOut if !self.service.is_granted(self.id) => {
+                        self.service.leave(self.id);
+                        return Ok(None);
+                    }
+                    Waited::TimedOut => {}
+                }
+            }
+        }
+        // A client that has died meanwhile replaces nothing: its lock goes to the next.
+        if socket::is_hung_up(self.socket()) {
+            return Err(End::Gone);
+        }
+        self.service.enter(self.id).map(Some).ok_or(End::Gone)
+    }
+}

@@ -1,0 +1,123 @@
+//! Bytes and descriptors over a Unix stream socket, and whether there is anybody at its other end.
+
+#![forbid(unsafe_code)]
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::{Errno, retry_on_intr};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, send, sendmsg,
+};
+
+use crate::wire::MAX_DESCRIPTORS;
+
+/// Sends all bytes, and with the first of them the descriptors. Waits as long as the other end takes.
+pub(crate) fn send_all(
+    socket: BorrowedFd<'_>,
+    mut bytes: &[u8],
+    files: &[BorrowedFd<'_>],
+) -> rustix::io::Result<()> {
+    if !files.is_empty() {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !control.push(SendAncillaryMessage::ScmRights(files)) {
+            return Err(Errno::TOOMANYREFS);
+        }
+        let parts = [IoSlice::new(bytes)];
+        let flags = SendFlags::NOSIGNAL;
+        let sent = retry_on_intr(|| sendmsg(socket, &parts, &mut control, flags))?;
+        bytes = bytes.get(sent..).unwrap_or_default();
+    }
+    while !bytes.is_empty() {
+        let sent = retry_on_intr(|| send(socket, bytes, SendFlags::NOSIGNAL))?;
+        bytes = bytes.get(sent..).unwrap_or_default();
+    }
+    Ok(())
+}
+
+/// Receives what is there, at least a byte unless the other end has closed, and the descriptors that
+/// come with it.
+pub(crate) fn receive(
+    socket: BorrowedFd<'_>,
+    bytes: &mut [u8],
+    files: &mut Vec<OwnedFd>,
+) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut parts = [IoSliceMut::new(bytes)];
+    let flags = RecvFlags::CMSG_CLOEXEC;
+    let got = retry_on_intr(|| recvmsg(socket, &mut parts, &mut control, flags))?;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(received) = message {
+            files.extend(received);
+        }
+    }
+    if got.flags.contains(ReturnFlags::CTRUNC) {
+        // The kernel had descriptors to give and this process no room for them.
+        return Err(Errno::MFILE.into());
+    }
+    Ok(got.bytes)
+}
+
+/// What a wait ended with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Waited {
+    /// The other end of the socket is gone.
+    HungUp,
+    /// The second descriptor is readable.
+    Woken,
+    /// Neither, and the time is up.
+    TimedOut,
+}
+
+/// Waits until the other end of a socket is gone, or something else is readable, or the time is up.
+/// Bytes on the socket do not end it.
+pub(crate) fn wait(
+    socket: BorrowedFd<'_>,
+    other: Option<BorrowedFd<'_>>,
+    time: Option<Duration>,
+) -> io::Result<Waited> {
+    let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+    let mut descriptors = [
+        PollFd::from_borrowed_fd(socket, PollFlags::RDHUP),
+        PollFd::from_borrowed_fd(other.unwrap_or(socket), PollFlags::IN),
+    ];
+    let watched = if other.is_some() { 2 } else { 1 };
+    let time = time.map(timespec);
+    match poll(&mut descriptors[..watched], time.as_ref()) {
+        // A signal: whoever waits looks at the clock and waits again.
+        Err(Errno::INTR) => return Ok(Waited::Woken),
+        Err(error) => return Err(error.into()),
+        Ok(_) => {}
+    }
+    if descriptors[0].revents().intersects(gone) {
+        Ok(Waited::HungUp)
+    } else if watched == 2 && !descriptors[1].revents().is_empty() {
+        Ok(Waited::Woken)
+    } else {
+        Ok(Waited::TimedOut)
+    }
+}
+
+/// Waits until there is something to receive; false if the time is up first.
+pub(crate) fn readable(socket: BorrowedFd<'_>, time: Duration) -> io::Result<bool> {
+    let mut descriptors = [PollFd::new(&socket, PollFlags::IN)];
+    let time = timespec(time);
+    Ok(retry_on_intr(|| poll(&mut descriptors, Some(&time)))? > 0)
+}
+
+/// Whether the other end is gone.
+pub(crate) fn is_hung_up(socket: impl AsFd) -> bool {
+    !matches!(wait(socket.as_fd(), None, Some(Duration::ZERO)), Ok(Waited::TimedOut))
+}
+
+fn timespec(time: Duration) -> Timespec {
+    // What does not fit is longer than any machine runs.
+    let tv_sec = i64::try_from(time.as_secs()).unwrap_or(i64::MAX);
+    Timespec { tv_sec, tv_nsec: time.subsec_nanos().into() }
+}

@@ -1,0 +1,255 @@
+//! Clients that do what they should not, and machines that run short.
+
+use std::io::{IoSlice, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use cuda_sim::Simulator;
+use gms::client::{ClientError, ConnectOptions, Session};
+use gms::lock::Requested;
+use gms::memory::Memory;
+use gms::server::{ListenError, Server, ServerError, Settings};
+use gms::wire::{self, encode_frame};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+use crate::random::{Lcg, cases};
+use crate::rig::{Folder, GRANULE, Local, PATIENCE, eventually, open_descriptors, raw};
+use crate::roles::Process;
+
+fn handshake(lock_type: Requested) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let extensions = wire::Extensions::default();
+    encode_frame(&wire::HandshakeRequest { lock_type, timeout_ms: None, extensions }, &mut bytes);
+    bytes
+}
+
+/// A reader that asks and asks and reads nothing.
+fn deaf_reader(local: &Local) -> UnixStream {
+    let mut deaf = raw(local.socket());
+    let mut bytes = handshake(Requested::Ro);
+    for _ in 0..20_000 {
+        encode_frame(&wire::ListAllocationsRequest { tag: None }, &mut bytes);
+    }
+    deaf.set_nonblocking(true).unwrap();
+    // As much as the sockets hold.
+    let mut at = 0;
+    let mut idle = 0;
+    while at < bytes.len() && idle < 50 {
+        match deaf.write(&bytes[at..]) {
+            Ok(written) => at += written,
+            Err(_) => {
+                idle += 1;
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+    assert!(at < bytes.len(), "the server stops reading what it cannot answer");
+    deaf
+}
+
+#[test]
+fn a_reader_that_does_not_read_stops_nobody() {
+    let local = Local::start();
+    local.publish(50);
+    let deaf: Vec<UnixStream> = (0..4).map(|_| deaf_reader(&local)).collect();
+    let started = Instant::now();
+    for _ in 0..20 {
+        let mut reader = local.session(Requested::Ro);
+        assert_eq!(reader.list(None).unwrap().len(), 50);
+    }
+    assert!(started.elapsed() < Duration::from_secs(10));
+    drop(deaf);
+    local.await_state("COMMITTED");
+}
+
+#[test]
+fn noise_ends_its_own_session_and_nothing_else() {
+    let local = Local::start();
+    local.publish(1);
+    local.await_state("COMMITTED");
+    let mut witness = local.session(Requested::Ro);
+    let mut random = Lcg(99);
+    for _ in 0..cases() * 4 {
+        let mut stream = raw(local.socket());
+        let mut bytes = if random.below(2) == 0 { handshake(Requested::Ro) } else { Vec::new() };
+        let length = random.below(200);
+        // A length that fits, or whatever comes.
+        if random.below(2) == 0 {
+            bytes.extend((length as u32).to_be_bytes());
+        }
+        bytes.extend((0..length).map(|_| random.below(256) as u8));
+        // The server may have closed before all of it is there.
+        let _ = stream.write_all(&bytes);
+    }
+    assert_eq!(witness.allocation_count().unwrap(), 1);
+    drop(witness);
+    local.await_state("COMMITTED");
+    eventually("connections end", || local.metric("connections") == 0);
+    assert!(local.metric("unreadable_total") > 0);
+}
+
+#[test]
+fn descriptors_that_a_client_sends_are_closed() {
+    let local = Local::start();
+    let stream = raw(local.socket());
+    let before = open_descriptors(std::process::id());
+    let file = std::fs::File::open("/dev/null").unwrap();
+    let bytes = handshake(Requested::Rw);
+    for part in bytes.chunks(1) {
+        let files = [file.as_fd(); 8];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
+        sendmsg(&stream, &[IoSlice::new(part)], &mut control, SendFlags::empty()).unwrap();
+    }
+    local.await_state("RW");
+    // Eight for each of some fifty bytes, if they were kept. Other tests run beside this one.
+    assert!(open_descriptors(std::process::id()) < before + 8 * bytes.len() / 2);
+}
+
+/// A server that may have few descriptors: what it lacks is an error to who asks for it.
+#[test]
+fn running_out_of_descriptors_is_an_error_to_one_client() {
+    let folder = Folder::new();
+    let mut server = Process::start("small-server", &folder.socket());
+    assert_eq!(server.hear(), "ready");
+    let options = ConnectOptions::new(Requested::Rw).timeout(PATIENCE);
+    let mut writer = Session::connect(folder.socket(), options).unwrap();
+    let mut ids = Vec::new();
+    let refused = loop {
+        assert!(ids.len() < 1000, "it never runs out");
+        let id = writer.allocate(GRANULE, "t").unwrap().allocation_id;
+        ids.push(id);
+        match writer.export(&ids[ids.len() - 1]) {
+            Ok(_) => {}
+            Err(ClientError::Refused { error }) => break error,
+            Err(error) => panic!("{error}"),
+        }
+    };
+    assert!(refused.starts_with("cuMemExportToShareableHandle"), "{refused}");
+    // There is none for a further connection either; it is closed, not left waiting.
+    let probe = gms::client::runtime_state(folder.socket(), PATIENCE);
+    assert!(matches!(probe, Err(ClientError::Disconnected | ClientError::Socket(_))), "{probe:?}");
+    // The session lives, and so does what it has.
+    drop(writer.export(&ids[0]).unwrap());
+    let last = ids.len() - 1;
+    for id in ids.drain(last - 10..) {
+        assert!(writer.free(&id).unwrap());
+    }
+    eventually("descriptors are there again", || {
+        gms::client::runtime_state(folder.socket(), PATIENCE).is_ok()
+    });
+    drop(writer.export(&ids[last - 11]).unwrap());
+    writer.commit().unwrap();
+    assert_eq!(server.ask("stop"), "stopped");
+    assert!(server.end());
+}
+
+#[test]
+fn connections_over_the_limit_are_closed() {
+    let local = Local::with(1 << 30, |settings| settings.max_connections = 3);
+    let held: Vec<UnixStream> = (0..3).map(|_| raw(local.socket())).collect();
+    eventually("all are there", || local.metric("connections") == 3);
+    let refused = gms::client::runtime_state(local.socket(), PATIENCE);
+    assert!(refused.is_err(), "{refused:?}");
+    drop(held);
+    eventually("they are gone", || local.metric("connections") == 0);
+    assert_eq!(local.state(), "EMPTY");
+}
+
+fn memory() -> Memory {
+    Memory::open(&Simulator::builder().build().unwrap().driver(), 0).unwrap()
+}
+
+#[test]
+fn a_socket_is_its_owners_unless_a_group_is_named() {
+    let mode = |path: &std::path::Path| path.metadata().unwrap().permissions().mode() & 0o777;
+    let local = Local::start();
+    assert_eq!(mode(local.socket()), 0o600);
+    let group = rustix::process::getegid().as_raw();
+    let shared = Local::with(1 << 30, |settings| settings.group = Some(group));
+    assert_eq!(mode(shared.socket()), 0o660);
+}
+
+/// The mode is one thing, the check of who connects another: here the mode lets everybody in.
+#[test]
+fn another_user_is_refused() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: only root can be another user");
+        return;
+    }
+    let local = Local::start();
+    let everybody = std::fs::Permissions::from_mode(0o777);
+    std::fs::set_permissions(local.socket(), everybody.clone()).unwrap();
+    std::fs::set_permissions(local.socket().parent().unwrap(), everybody).unwrap();
+    let socket = local.socket().to_owned();
+    let stranger = std::thread::spawn(move || {
+        let nobody = rustix::process::Uid::from_raw(65534);
+        rustix::thread::set_thread_uid(nobody).unwrap();
+        gms::client::runtime_state(&socket, PATIENCE)
+    });
+    let refused = stranger.join().unwrap();
+    assert!(
+        matches!(refused, Err(ClientError::Disconnected | ClientError::Socket(_))),
+        "{refused:?}"
+    );
+    assert_eq!(local.metric("connections_refused_total"), 1);
+    assert_eq!(local.state(), "EMPTY");
+}
+
+#[test]
+fn a_live_servers_socket_and_other_files_are_left_alone() {
+    let local = Local::start();
+    let second = Server::bind(memory(), Settings::new(local.socket()));
+    let message = second.unwrap_err().to_string();
+    assert_eq!(message, format!("GMS already running at {}", local.socket().display()));
+    assert_eq!(local.state(), "EMPTY");
+
+    let folder = Folder::new();
+    std::fs::write(folder.socket(), "mine").unwrap();
+    let refused = Server::bind(memory(), Settings::new(folder.socket()));
+    assert!(matches!(refused, Err(ServerError::Listen(ListenError::NotASocket { .. }))));
+    assert_eq!(std::fs::read(folder.socket()).unwrap(), b"mine");
+    std::fs::remove_file(folder.socket()).unwrap();
+
+    // One that answers without a lock on a file: another implementation's.
+    let _listener = std::os::unix::net::UnixListener::bind(folder.socket()).unwrap();
+    let refused = Server::bind(memory(), Settings::new(folder.socket()));
+    assert!(matches!(refused, Err(ServerError::Listen(ListenError::Running { .. }))));
+}
+
+#[test]
+fn of_servers_that_start_at_once_one_serves() {
+    let folder = Folder::new();
+    for _ in 0..20 {
+        // What a dead server leaves.
+        drop(std::os::unix::net::UnixListener::bind(folder.socket()).unwrap());
+        let socket = folder.socket();
+        let bound = std::thread::scope(|scope| {
+            let attempts: Vec<_> = (0..4)
+                .map(|_| scope.spawn(|| Server::bind(memory(), Settings::new(&socket))))
+                .collect();
+            attempts.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+        });
+        assert_eq!(bound.iter().filter(|bound| bound.is_ok()).count(), 1);
+        drop(bound);
+        assert!(!socket.exists());
+    }
+}
+
+/// A driver that fails is nothing to go on with: the server ends and says why.
+#[test]
+fn a_driver_that_fails_ends_the_server() {
+    use cuda_sys::types::CUresult;
+    let local = Local::start();
+    let mut writer = local.session(Requested::Rw);
+    local.sim.fail_nth("cuMemCreate", 1, CUresult::CUDA_ERROR_UNKNOWN);
+    assert!(writer.allocate(1, "t").is_err());
+    let socket = local.socket().to_owned();
+    let ended = local.stop();
+    assert!(matches!(ended, Err(ServerError::Driver(_))), "{ended:?}");
+    assert!(!socket.exists());
+}

@@ -1,0 +1,151 @@
+//! Who waits for whom.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use gms::client::{ClientError, ConnectOptions, Session};
+use gms::lock::{Granted, Requested};
+
+use crate::rig::{GRANULE, Local, PATIENCE, eventually};
+
+fn waiting_writers(local: &Local) -> i64 {
+    gms::client::runtime_state(local.socket(), PATIENCE).unwrap().waiting_writers
+}
+
+fn attempt(local: &Local, lock: Requested, time: Duration) -> Result<Session, ClientError> {
+    Session::connect(local.socket(), ConnectOptions::new(lock).timeout(time))
+}
+
+#[test]
+fn a_lock_that_is_free_is_granted_without_time() {
+    let local = Local::start();
+    drop(attempt(&local, Requested::Rw, Duration::ZERO).unwrap());
+    local.await_state("EMPTY");
+    local.publish(1);
+    local.await_state("COMMITTED");
+    assert_eq!(attempt(&local, Requested::Ro, Duration::ZERO).unwrap().granted(), Granted::Ro);
+}
+
+#[test]
+fn the_time_for_a_lock_is_kept() {
+    let local = Local::start();
+    let _writer = local.session(Requested::Rw);
+    for lock in [Requested::Rw, Requested::Ro, Requested::RwOrRo, Requested::RwDataOrRw] {
+        let started = Instant::now();
+        let refused = attempt(&local, lock, Duration::from_millis(50));
+        assert!(matches!(refused, Err(ClientError::LockTimeout)), "{lock:?}");
+        assert!(started.elapsed() >= Duration::from_millis(50));
+    }
+    assert_eq!(waiting_writers(&local), 0);
+}
+
+#[test]
+fn a_waiting_writer_keeps_readers_out_until_its_time_is_up() {
+    let local = Local::start();
+    local.publish(1);
+    let reader = local.session(Requested::Ro);
+    thread::scope(|scope| {
+        let writer = scope.spawn(|| attempt(&local, Requested::Rw, Duration::from_millis(300)));
+        eventually("the writer waits", || waiting_writers(&local) == 1);
+        for lock in [Requested::Ro, Requested::RwOrRo] {
+            let refused = attempt(&local, lock, Duration::from_millis(10));
+            assert!(matches!(refused, Err(ClientError::LockTimeout)), "{lock:?}");
+        }
+        assert!(matches!(writer.join().unwrap(), Err(ClientError::LockTimeout)));
+        assert_eq!(local.session(Requested::Ro).granted(), Granted::Ro);
+    });
+    drop(reader);
+}
+
+#[test]
+fn who_waits_gets_what_the_writer_leaves() {
+    let local = Local::start();
+    let writer = local.session(Requested::Rw);
+    thread::scope(|scope| {
+        let either = [(); 4].map(|()| {
+            scope.spawn(|| {
+                let session = attempt(&local, Requested::RwOrRo, PATIENCE).unwrap();
+                let granted = session.granted();
+                if granted == Granted::Rw {
+                    session.commit().unwrap();
+                }
+                granted
+            })
+        });
+        eventually("all wait", || local.metric("waiting") == 4);
+        drop(writer);
+        let granted = either.map(|thread| thread.join().unwrap());
+        let writers = granted.iter().filter(|granted| **granted == Granted::Rw).count();
+        assert_eq!(writers, 1, "{granted:?}");
+    });
+}
+
+/// What is thrown away comes back before the retry interval is over: the writer is told of it.
+#[test]
+fn a_writer_gets_the_memory_of_the_layout_that_it_replaces() {
+    let local = Local::with(8 * GRANULE, |settings| {
+        settings.retry_interval = Duration::from_secs(20);
+    });
+    for _ in 0..20 {
+        let mut writer = local.session(Requested::Rw);
+        let started = Instant::now();
+        for _ in 0..7 {
+            writer.allocate(GRANULE, "t").unwrap();
+        }
+        assert!(started.elapsed() < Duration::from_secs(10));
+        writer.commit().unwrap();
+    }
+}
+
+#[test]
+fn a_writer_that_waits_for_memory_gets_what_is_freed() {
+    let local = Local::with(4 * GRANULE, |settings| {
+        settings.retry_interval = Duration::from_millis(5);
+        settings.retry_timeout = None;
+    });
+    let held = local.sim.memory_used(0);
+    local.sim.set_memory_limit(0, GRANULE);
+    let mut writer = local.session(Requested::Rw);
+    thread::scope(|scope| {
+        let allocated = scope.spawn(move || writer.allocate(2 * GRANULE, "t").map(|_| writer));
+        eventually("memory ran out", || local.events().contains(&("allocation_oom".to_owned(), 0)));
+        local.sim.set_memory_limit(0, 4 * GRANULE);
+        drop(allocated.join().unwrap().unwrap());
+    });
+    local.await_memory(held);
+}
+
+#[test]
+fn a_writer_that_dies_as_it_waits_for_memory_is_noticed() {
+    let local = Local::with(4 * GRANULE, |settings| settings.retry_timeout = None);
+    local.sim.set_memory_limit(0, 0);
+    let socket = local.socket().to_owned();
+    let stream = {
+        use std::io::Write;
+        let mut stream = crate::rig::raw(&socket);
+        let mut bytes = Vec::new();
+        let extensions = gms::wire::Extensions::default();
+        let lock_type = Requested::Rw;
+        let handshake = gms::wire::HandshakeRequest { lock_type, timeout_ms: None, extensions };
+        gms::wire::encode_frame(&handshake, &mut bytes);
+        let request = gms::wire::AllocateRequest { size: 1, tag: "t".to_owned() };
+        gms::wire::encode_frame(&request, &mut bytes);
+        stream.write_all(&bytes).unwrap();
+        stream
+    };
+    eventually("memory ran out", || local.events().contains(&("allocation_oom".to_owned(), 0)));
+    drop(stream);
+    local.await_state("EMPTY");
+    drop(local.session(Requested::Rw));
+}
+
+#[test]
+fn many_readers_are_there_at_once() {
+    let local = Local::start();
+    local.publish(2);
+    let readers: Vec<Session> = (0..128).map(|_| local.session(Requested::Ro)).collect();
+    let state = gms::client::runtime_state(local.socket(), PATIENCE).unwrap();
+    assert_eq!(state.ro_session_count, 128);
+    drop(readers);
+    local.await_state("COMMITTED");
+}

@@ -1,0 +1,15 @@
+//! The GPU memory service over real sockets and processes, on the simulator: the server, writers and
+//! readers share memory through real descriptors.
+
+mod batches;
+mod crashes;
+mod errors;
+mod flows;
+mod hostile;
+mod locks;
+mod manager;
+mod processes;
+#[path = "../support/random.rs"]
+mod random;
+mod rig;
+mod roles;

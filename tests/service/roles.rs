@@ -1,0 +1,241 @@
+//! What the processes do that tests start: this test program again, told its role.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use cuda_sim::Simulator;
+use gms::client::{ConnectOptions, Session};
+use gms::lock::{Granted, Requested};
+use gms::memory::Memory;
+use gms::server::{Server, Settings};
+
+use rustix::process::{Resource, getrlimit, setrlimit};
+
+use crate::random::Lcg;
+use crate::rig::{GRANULE, Machine, PATIENCE, pattern};
+
+const ROLE: &str = "GMS_TEST_ROLE";
+const SOCKET: &str = "GMS_TEST_SOCKET";
+const MARK: &str = "@ ";
+
+/// A process of ours. Killed when this is dropped.
+pub(crate) struct Process {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Process {
+    pub(crate) fn start(role: &str, socket: &Path) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "roles::enter", "--nocapture", "--test-threads=1"])
+            .env(ROLE, role)
+            .env(SOCKET, socket)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let input = child.stdin.take().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        Self { child, input, output }
+    }
+
+    /// A server that is ready.
+    pub(crate) fn server(socket: &Path) -> Self {
+        let mut server = Self::start("server", socket);
+        assert_eq!(server.hear(), "ready");
+        server
+    }
+
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The next thing it says.
+    pub(crate) fn hear(&mut self) -> String {
+        let mut line = String::new();
+        loop {
+            line.clear();
+            let bytes = self.output.read_line(&mut line).unwrap();
+            assert!(bytes > 0, "the process ended: {:?}", self.child.try_wait());
+            // The test harness writes what it runs before it, on the same line.
+            if let Some(at) = line.find(MARK) {
+                return line[at + MARK.len()..].trim_end().to_owned();
+            }
+        }
+    }
+
+    pub(crate) fn tell(&mut self, what: &str) {
+        writeln!(self.input, "{what}").unwrap();
+    }
+
+    pub(crate) fn ask(&mut self, what: &str) -> String {
+        self.tell(what);
+        self.hear()
+    }
+
+    /// kill -9, of one that has not ended by itself.
+    pub(crate) fn kill(mut self) {
+        assert_eq!(self.child.try_wait().unwrap(), None, "it has ended already");
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// Waits until it has ended by itself; whether all was well.
+    pub(crate) fn end(mut self) -> bool {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.success();
+            }
+            assert!(Instant::now() < deadline, "the process does not end");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn say(what: impl std::fmt::Display) {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "\n{MARK}{what}").unwrap();
+    out.flush().unwrap();
+}
+
+fn heard() -> Option<String> {
+    let mut line = String::new();
+    let bytes = std::io::stdin().read_line(&mut line).unwrap();
+    (bytes > 0).then(|| line.trim_end().to_owned())
+}
+
+/// No test of its own: the entrance of the processes that tests start.
+#[test]
+fn enter() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    let socket = std::env::var(SOCKET).unwrap();
+    let socket = Path::new(&socket);
+    match role.as_str() {
+        "server" => serve(socket),
+        "small-server" => {
+            let mut limit = getrlimit(Resource::Nofile);
+            limit.current = Some(SMALL);
+            setrlimit(Resource::Nofile, limit).unwrap();
+            serve(socket);
+        }
+        "writer" => write(socket),
+        "reader" => read(socket),
+        "idle-writer" => hold(socket, Requested::Rw),
+        "idle-reader" => hold(socket, Requested::Ro),
+        other => match other.strip_prefix("chaos:") {
+            Some(seed) => chaos(socket, seed.parse().unwrap()),
+            None => panic!("no role {other}"),
+        },
+    }
+}
+
+/// Descriptors that a small server may have.
+const SMALL: u64 = 48;
+
+/// Serves until its input ends; answers what it is asked of itself.
+fn serve(socket: &Path) {
+    let sim = Simulator::builder().memory_bytes(1 << 30).build().unwrap();
+    let memory = Memory::open(&sim.driver(), 0).unwrap();
+    let server = Server::bind(memory, Settings::new(socket)).unwrap();
+    let stopper = server.stopper();
+    let thread = std::thread::spawn(move || server.run());
+    say("ready");
+    while let Some(asked) = heard() {
+        match asked.as_str() {
+            "memory" => say(sim.memory_used(0)),
+            "stop" => break,
+            other => panic!("asked {other}"),
+        }
+    }
+    stopper.stop();
+    thread.join().unwrap().unwrap();
+    assert_eq!(sim.memory_used(0), 0, "memory is left");
+    sim.assert_clean();
+    say("stopped");
+}
+
+/// Writes four allocations and publishes them.
+fn write(socket: &Path) {
+    let machine = Machine::new();
+    let mut manager = machine.connected(socket, Requested::Rw);
+    for n in 0..4 {
+        let at = manager.create_mapping((n + 1) * GRANULE, "weights").unwrap();
+        machine.write(at, &pattern(n, 10_000));
+        let mapping = manager.mappings().into_iter().find(|mapping| mapping.address == at).unwrap();
+        manager.metadata_put(&format!("t.{n}"), &mapping.allocation_id, 0, b"v").unwrap();
+    }
+    manager.commit().unwrap();
+    machine.sim.assert_clean();
+    say("committed");
+}
+
+/// Reads what [`write`] wrote, and holds its lock until its input ends.
+fn read(socket: &Path) {
+    let machine = Machine::new();
+    let mut manager = machine.connected(socket, Requested::Ro);
+    for (allocation, at) in manager.import_all(None).unwrap() {
+        let seed = allocation.layout_slot;
+        assert_eq!(machine.read(at, 10_000), pattern(seed, 10_000), "slot {seed}");
+    }
+    assert_eq!(manager.metadata_list("t.").unwrap().len(), 4);
+    say("read");
+    while heard().is_some() {}
+    manager.close().unwrap();
+    machine.sim.assert_clean();
+}
+
+/// Takes a lock and holds it until its input ends.
+fn hold(socket: &Path, lock: Requested) {
+    say("asking");
+    let session = Session::connect(socket, ConnectOptions::new(lock).timeout(PATIENCE));
+    let mut session = session.unwrap();
+    say(session.granted().name());
+    while let Some(asked) = heard() {
+        match asked.as_str() {
+            "allocate" => say(session.allocate(GRANULE, "weights").unwrap().allocation_id),
+            other => panic!("asked {other}"),
+        }
+    }
+}
+
+/// Takes locks and writes and reads as it comes, without end.
+fn chaos(socket: &Path, seed: u64) {
+    let mut random = Lcg(seed * 2 + 1);
+    say("begins");
+    loop {
+        let locks = [Requested::Rw, Requested::Ro, Requested::RwOrRo, Requested::RwDataOrRw];
+        let lock = locks[random.below(4) as usize];
+        let time = Duration::from_millis(random.below(20));
+        let options = ConnectOptions::new(lock).timeout(time).batch(random.below(2) > 0);
+        let Ok(mut session) = Session::connect(socket, options) else { continue };
+        if session.granted() == Granted::Ro {
+            let ids = session.list(None).unwrap().into_iter().map(|handle| handle.allocation_id);
+            let ids: Vec<String> = ids.collect();
+            session.export_many(&ids, |_, _| Ok(())).unwrap();
+            continue;
+        }
+        for n in 0..random.below(8) {
+            if session.granted() == Granted::Rw {
+                let made = session.allocate_and_export(GRANULE, "t").unwrap().0;
+                session.metadata_put(&format!("k{n}"), &made.allocation_id, n, b"v").unwrap();
+            }
+        }
+        match random.below(4) {
+            0 => drop(session),
+            1 if session.granted() == Granted::Rw => drop(session.commit_layout().unwrap()),
+            _ => session.commit().unwrap(),
+        }
+    }
+}

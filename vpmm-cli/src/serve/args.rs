@@ -1,0 +1,187 @@
+//! The command lines.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use clap::Args;
+
+use crate::bytes::ByteCount;
+use crate::device::DeviceChoice;
+
+/// The machine to own memory of: there is no choosing by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ServeDevice {
+    /// The simulator.
+    Sim,
+    /// The GPU of this number.
+    Cuda(u32),
+}
+
+/// A text that is no device to serve.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("expected a GPU's number, cuda:N or sim")]
+pub struct ServeDeviceError;
+
+impl FromStr for ServeDevice {
+    type Err = ServeDeviceError;
+
+    fn from_str(text: &str) -> Result<Self, ServeDeviceError> {
+        if let Ok(ordinal) = text.parse() {
+            return Ok(Self::Cuda(ordinal));
+        }
+        match text.parse() {
+            Ok(DeviceChoice::Sim) => Ok(Self::Sim),
+            Ok(DeviceChoice::Cuda(ordinal)) => Ok(Self::Cuda(ordinal)),
+            Ok(DeviceChoice::Auto) | Err(_) => Err(ServeDeviceError),
+        }
+    }
+}
+
+impl fmt::Display for ServeDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Sim => f.write_str("sim"),
+            Self::Cuda(ordinal) => write!(f, "{ordinal}"),
+        }
+    }
+}
+
+fn positive_seconds(text: &str) -> Result<Duration, String> {
+    let seconds: f64 = text.parse().map_err(|_| "expected a number of seconds".to_owned())?;
+    match Duration::try_from_secs_f64(seconds) {
+        Ok(time) if !time.is_zero() => Ok(time),
+        _ => Err("expected more than 0 seconds".to_owned()),
+    }
+}
+
+/// A time, or that there is no limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limit(pub Option<Duration>);
+
+fn limit(text: &str) -> Result<Limit, String> {
+    match text {
+        "none" | "inf" => Ok(Limit(None)),
+        text => positive_seconds(text).map(|time| Limit(Some(time))),
+    }
+}
+
+fn tag(text: &str) -> Result<String, String> {
+    let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+    if text.is_empty() || text.len() > 64 || !text.chars().all(fits) {
+        return Err("expected up to 64 letters, digits, and _ - .".to_owned());
+    }
+    Ok(text.to_owned())
+}
+
+fn loopback(text: &str) -> Result<SocketAddr, String> {
+    let address: SocketAddr =
+        text.parse().map_err(|_| "expected ADDRESS:PORT, such as 127.0.0.1:9400".to_owned())?;
+    if address.ip().is_loopback() {
+        Ok(address)
+    } else {
+        Err("only a loopback address, as there is no authentication".to_owned())
+    }
+}
+
+/// The arguments of `vpmm serve`.
+#[derive(Args, Clone, Debug)]
+pub struct ServeArgs {
+    /// Whose memory to own: a GPU's number, as CUDA counts, or sim.
+    #[arg(long, value_name = "DEVICE", required_unless_present = "all")]
+    pub device: Option<ServeDevice>,
+
+    /// A name to serve, each with a layout and a socket of its own; may be repeated. weights and
+    /// kv_cache, if none is given.
+    #[arg(long = "tag", value_name = "TAG", value_parser = tag)]
+    pub tags: Vec<String>,
+
+    /// The socket, where one tag is served; else gms_UUID_TAG.sock in $GMS_SOCKET_DIR or the folder
+    /// for temporary files.
+    #[arg(long, value_name = "PATH", conflicts_with = "all")]
+    pub socket_path: Option<PathBuf>,
+
+    /// Seconds between attempts to get memory that there is too little of.
+    #[arg(long, value_name = "S", default_value = "0.5", value_parser = positive_seconds)]
+    pub alloc_retry_interval: Duration,
+
+    /// Seconds after which such a request fails; none waits for ever.
+    #[arg(long, value_name = "S", default_value = "60", value_parser = limit)]
+    pub alloc_retry_timeout: Limit,
+
+    /// A group, by its number, whose members may connect beside this user and root.
+    #[arg(long, value_name = "GID")]
+    pub group: Option<u32>,
+
+    /// The longest message that is taken.
+    #[arg(long, value_name = "BYTES", default_value = "1MiB")]
+    pub max_message: ByteCount,
+
+    /// Answer GET /metrics in Prometheus' text format at this loopback address.
+    #[arg(long, value_name = "ADDRESS:PORT", value_parser = loopback, conflicts_with = "all")]
+    pub metrics: Option<SocketAddr>,
+
+    /// Serve every GPU, each in a process of its own; all end when one does.
+    #[arg(long, conflicts_with = "device")]
+    pub all: bool,
+
+    /// Log requests that are refused and locks that are granted, too.
+    #[arg(long, short)]
+    pub verbose: bool,
+
+    /// End when the process that started this one does.
+    #[arg(long, hide = true)]
+    pub supervised: bool,
+}
+
+/// The arguments of `vpmm serve-bench`.
+#[derive(Args, Clone, Debug)]
+pub struct ServeBenchArgs {
+    /// Where to run: a GPU's number, as CUDA counts, or sim.
+    #[arg(long, value_name = "DEVICE", default_value = "0")]
+    pub device: ServeDevice,
+
+    /// The socket of a server that runs already; one is started if none is given.
+    #[arg(long, value_name = "PATH")]
+    pub socket_path: Option<PathBuf>,
+
+    /// Without batches, as with a server that does not have them.
+    #[arg(long)]
+    pub no_batch: bool,
+
+    /// Do as little as shows that every case works. The figures mean nothing.
+    #[arg(long)]
+    pub quick: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_numbers_or_the_simulator() {
+        assert_eq!("3".parse(), Ok(ServeDevice::Cuda(3)));
+        assert_eq!("cuda:3".parse(), Ok(ServeDevice::Cuda(3)));
+        assert_eq!("sim".parse(), Ok(ServeDevice::Sim));
+        for text in ["", "auto", "-1", "x"] {
+            assert!(text.parse::<ServeDevice>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn limits_are_positive_or_none() {
+        assert_eq!(limit("none"), Ok(Limit(None)));
+        assert_eq!(limit("1.5"), Ok(Limit(Some(Duration::from_millis(1500)))));
+        for text in ["0", "-1", "nan", "x"] {
+            assert!(limit(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn metrics_are_told_to_this_machine_only() {
+        assert!(loopback("127.0.0.1:0").is_ok() && loopback("[::1]:9").is_ok());
+        assert!(loopback("0.0.0.0:9400").is_err());
+    }
+}

@@ -1,0 +1,236 @@
+//! `vpmm serve-bench`: what the service costs its clients, with the server in a process of its own.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use gms::client::{ClientError, ConnectOptions, MemoryManager, Session};
+use gms::lock::Requested;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
+
+use super::run::{driver, ordinal};
+use super::{ServeBenchArgs, ServeDevice};
+use crate::exit::{Abort, Exit};
+
+const MIB: u64 = 1 << 20;
+
+/// How long a server, or a lock, may take to be there.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A server of our own, stopped at the end.
+struct Server(Option<Child>);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let Some(child) = &mut self.0 else { return };
+        if let Some(id) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
+            let _ = kill_process(id, Signal::TERM);
+        }
+        let _ = child.wait();
+    }
+}
+
+struct Bench<'a> {
+    args: &'a ServeBenchArgs,
+    driver: cuda_sys::Driver,
+    socket: PathBuf,
+    out: &'a mut dyn Write,
+}
+
+/// Runs every case and prints a JSON object for each.
+pub(crate) fn bench(args: &ServeBenchArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
+    let own = std::env::temp_dir().join(format!("gms-bench-{}.sock", std::process::id()));
+    let socket = args.socket_path.clone().unwrap_or(own);
+    let started = Instant::now();
+    let server = match &args.socket_path {
+        Some(_) => Server(None),
+        None => Server(Some(start(args.device, &socket).map_err(Abort::failure)?)),
+    };
+    gms::client::runtime_state(&socket, PATIENCE).map_err(Abort::failure)?;
+    let ready = started.elapsed();
+    let driver = driver(args.device)?;
+    let mut bench = Bench { args, driver, socket, out };
+    if server.0.is_some() {
+        // With the start of the process and cuInit, which is most of it on a GPU.
+        bench.say(json!({"case": "server_ready", "ms": ms(ready)}))?;
+    }
+    bench.round_trip()?;
+    bench.create_one_by_one()?;
+    bench.bulk("bulk_import_2MiB", bench.count(1000, 4), 2 * MIB)?;
+    bench.bulk("layout_40GB_in_640", bench.count(640, 4), bench.count(62, 2) as u64 * MIB)?;
+    bench.readers_at_once(bench.count(64, 2))?;
+    Ok(Exit::Done)
+}
+
+fn start(device: ServeDevice, socket: &PathBuf) -> std::io::Result<Child> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(["serve", "--supervised", "--tag", "bench", "--device", &device.to_string()]);
+    command.arg("--socket-path").arg(socket);
+    command.stdout(Stdio::null()).spawn()
+}
+
+fn ms(time: Duration) -> f64 {
+    us(time) / 1e3
+}
+
+fn us(time: Duration) -> f64 {
+    (time.as_secs_f64() * 1e9).round() / 1e3
+}
+
+/// The middle and the 99th percentile, in microseconds.
+fn spread(mut times: Vec<Duration>) -> (f64, f64) {
+    times.sort_unstable();
+    let at = |part: usize| times.get(times.len() * part / 100).copied().unwrap_or_default();
+    (us(at(50)), us(at(99)))
+}
+
+impl Bench<'_> {
+    fn count(&self, full: usize, quick: usize) -> usize {
+        if self.args.quick { quick } else { full }
+    }
+
+    fn say(&mut self, line: serde_json::Value) -> Result<(), Abort> {
+        writeln!(self.out, "{line}")?;
+        Ok(self.out.flush()?)
+    }
+
+    fn options(&self, lock: Requested) -> ConnectOptions {
+        ConnectOptions::new(lock).timeout(PATIENCE).batch(!self.args.no_batch)
+    }
+
+    fn session(&self, lock: Requested) -> Result<Session, Abort> {
+        Session::connect(&self.socket, self.options(lock)).map_err(Abort::failure)
+    }
+
+    fn manager(&self, lock: Requested) -> Result<MemoryManager, Abort> {
+        let open = || -> Result<MemoryManager, ClientError> {
+            let ordinal = ordinal(self.args.device);
+            let mut manager = MemoryManager::new(&self.driver, ordinal, &self.socket)?;
+            manager.connect(self.options(lock))?;
+            Ok(manager)
+        };
+        open().map_err(Abort::failure)
+    }
+
+    fn round_trip(&mut self) -> Result<(), Abort> {
+        let connects = self.count(200, 3);
+        let mut times = Vec::with_capacity(connects);
+        for _ in 0..connects {
+            let started = Instant::now();
+            drop(self.session(Requested::Rw)?);
+            times.push(started.elapsed());
+        }
+        let (p50, p99) = spread(times);
+        self.say(json!({"case": "connect", "us_p50": p50, "us_p99": p99}))?;
+        let mut session = self.session(Requested::Rw)?;
+        let rounds = self.count(20_000, 10);
+        let mut times = Vec::with_capacity(rounds);
+        for _ in 0..rounds {
+            let started = Instant::now();
+            session.allocation_count().map_err(Abort::failure)?;
+            times.push(started.elapsed());
+        }
+        let (p50, p99) = spread(times);
+        self.say(json!({"case": "round_trip", "us_p50": p50, "us_p99": p99}))
+    }
+
+    /// A writer makes mappings of 2 MiB one by one, and a reader maps them one by one.
+    fn create_one_by_one(&mut self) -> Result<(), Abort> {
+        let count = self.count(500, 3);
+        let mut writer = self.manager(Requested::Rw)?;
+        let mut times = Vec::with_capacity(count);
+        for _ in 0..count {
+            let started = Instant::now();
+            writer.create_mapping(2 * MIB, "bench").map_err(Abort::failure)?;
+            times.push(started.elapsed());
+        }
+        writer.commit().map_err(Abort::failure)?;
+        let (p50, p99) = spread(times);
+        self.say(json!({"case": "writer_create_mapping", "us_p50": p50, "us_p99": p99}))?;
+        let mut reader = self.manager(Requested::Ro)?;
+        let handles = reader.list_handles(None).map_err(Abort::failure)?;
+        let mut times = Vec::with_capacity(count);
+        for handle in &handles {
+            let started = Instant::now();
+            reader.import_mapping(&handle.allocation_id).map_err(Abort::failure)?;
+            times.push(started.elapsed());
+        }
+        reader.close().map_err(Abort::failure)?;
+        let (p50, p99) = spread(times);
+        self.say(json!({"case": "reader_create_mapping", "us_p50": p50, "us_p99": p99}))
+    }
+
+    /// A writer makes a layout in bulk; a reader connects and maps all of it, sleeps and wakes.
+    fn bulk(&mut self, case: &str, count: usize, bytes: u64) -> Result<(), Abort> {
+        let mut writer = self.manager(Requested::Rw)?;
+        let started = Instant::now();
+        let sizes = vec![bytes; count];
+        writer.create_mappings(&sizes, "bench").map_err(Abort::failure)?;
+        let created = started.elapsed();
+        let started = Instant::now();
+        writer.commit().map_err(Abort::failure)?;
+        let committed = started.elapsed();
+        let mut imports = Vec::new();
+        let (mut slept, mut woken) = (Vec::new(), Vec::new());
+        let ordinal = ordinal(self.args.device);
+        for _ in 0..self.count(5, 1) {
+            let manager = MemoryManager::new(&self.driver, ordinal, &self.socket);
+            let mut reader = manager.map_err(Abort::failure)?;
+            let started = Instant::now();
+            reader.connect(self.options(Requested::Ro)).map_err(Abort::failure)?;
+            reader.import_all(None).map_err(Abort::failure)?;
+            imports.push(started.elapsed());
+            let started = Instant::now();
+            reader.unmap_all().map_err(Abort::failure)?;
+            reader.abort();
+            slept.push(started.elapsed());
+            let started = Instant::now();
+            reader.connect(self.options(Requested::Ro)).map_err(Abort::failure)?;
+            reader.remap_all().map_err(Abort::failure)?;
+            woken.push(started.elapsed());
+            reader.close().map_err(Abort::failure)?;
+        }
+        let middle = |times| spread(times).0 / 1e3;
+        self.say(json!({
+            "case": case,
+            "allocations": count,
+            "bytes": bytes * count as u64,
+            "writer_create_ms": ms(created),
+            "commit_ms": ms(committed),
+            "reader_import_ms": middle(imports),
+            "reader_unmap_ms": middle(slept),
+            "reader_remap_ms": middle(woken),
+        }))
+    }
+
+    /// Readers in threads of this process, without mapping: how long the slowest of them has to wait
+    /// for all descriptors of the layout.
+    fn readers_at_once(&mut self, readers: usize) -> Result<(), Abort> {
+        let (socket, options) = (&self.socket, self.options(Requested::Ro));
+        let started = Instant::now();
+        let times = std::thread::scope(|scope| {
+            let read = || -> Result<Duration, Abort> {
+                let mut session = Session::connect(socket, options).map_err(Abort::failure)?;
+                let handles = session.list(None).map_err(Abort::failure)?;
+                let ids: Vec<String> = handles.into_iter().map(|h| h.allocation_id).collect();
+                session.export_many(&ids, |_, _| Ok(())).map_err(Abort::failure)?;
+                Ok(started.elapsed())
+            };
+            let threads: Vec<_> = (0..readers).map(|_| scope.spawn(read)).collect();
+            let join = |thread: std::thread::ScopedJoinHandle<'_, Result<Duration, Abort>>| {
+                thread.join().unwrap_or_else(|_| Err(Abort::failure("a reader panicked")))
+            };
+            threads.into_iter().map(join).collect::<Result<Vec<_>, Abort>>()
+        })?;
+        let slowest = times.iter().max().copied().unwrap_or_default();
+        let (p50, _) = spread(times);
+        self.say(json!({
+            "case": "readers_at_once",
+            "readers": readers,
+            "ms_p50": p50 / 1e3,
+            "ms_slowest": ms(slowest),
+        }))
+    }
+}
