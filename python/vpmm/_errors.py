@@ -43,6 +43,34 @@ class InUseError(Error):
     """Somebody else is using it, or it was made already."""
 
 
+class StateError(Error):
+    """What it is asked of is not in the state for it: asleep, awake, connected, closed."""
+
+
+class NotFoundError(Error, LookupError):
+    """Nothing has that name."""
+
+
+class InputOutputError(Error, OSError):
+    """A file, a socket, or what came through it."""
+
+
+class LockTimeoutError(Error, TimeoutError):
+    """A lock was not to be had in the time for it."""
+
+
+class DisconnectedError(Error, ConnectionError):
+    """No server could be reached, or the connection to it has failed."""
+
+
+class RefusedError(Error):
+    """A server would not do it, and says why."""
+
+
+class StaleMemoryLayoutError(Error):
+    """The published layout is not the one whose addresses were kept."""
+
+
 _OF_STATUS = {
     "VPMM_INVALID_ARGUMENT": InvalidArgumentError,
     "VPMM_OUT_OF_MEMORY": OutOfMemoryError,
@@ -54,6 +82,13 @@ _OF_STATUS = {
     "VPMM_DOUBLE_FREE": PointerError,
     "VPMM_BAD_STREAM": StreamError,
     "VPMM_IN_USE": InUseError,
+    "VPMM_BAD_STATE": StateError,
+    "VPMM_NOT_FOUND": NotFoundError,
+    "VPMM_IO_ERROR": InputOutputError,
+    "VPMM_TIMED_OUT": LockTimeoutError,
+    "VPMM_DISCONNECTED": DisconnectedError,
+    "VPMM_REFUSED": RefusedError,
+    "VPMM_STALE": StaleMemoryLayoutError,
 }
 
 

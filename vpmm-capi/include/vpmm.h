@@ -88,6 +88,22 @@ typedef enum vpmm_status {
    * A file, a socket, or what came through it.
    */
   VPMM_IO_ERROR = 17,
+  /**
+   * The lock was not to be had in the time for it.
+   */
+  VPMM_TIMED_OUT = 18,
+  /**
+   * No server could be reached, or the connection to it has failed.
+   */
+  VPMM_DISCONNECTED = 19,
+  /**
+   * The server would not do it: the text is its own.
+   */
+  VPMM_REFUSED = 20,
+  /**
+   * The layout is not the one whose addresses were kept.
+   */
+  VPMM_STALE = 21,
 } vpmm_status;
 
 /**
@@ -196,6 +212,50 @@ typedef enum vpmm_access {
 } vpmm_access;
 
 /**
+ * The locks that a client may ask for.
+ */
+typedef enum vpmm_gms_lock {
+  /**
+   * To write a new layout. Whatever was published before is gone.
+   */
+  VPMM_GMS_RW = 0,
+  /**
+   * To read the published layout, with others.
+   */
+  VPMM_GMS_RO = 1,
+  /**
+   * To read if something is published, else to write.
+   */
+  VPMM_GMS_RW_OR_RO = 2,
+  /**
+   * To write to the memory of a sealed layout, else to write a new one.
+   */
+  VPMM_GMS_RW_DATA_OR_RW = 3,
+} vpmm_gms_lock;
+
+/**
+ * The locks that a client has.
+ */
+typedef enum vpmm_gms_grant {
+  /**
+   * None: it is not connected.
+   */
+  VPMM_GMS_GRANT_NONE = 0,
+  /**
+   * It writes a layout.
+   */
+  VPMM_GMS_GRANT_RW = 1,
+  /**
+   * It reads.
+   */
+  VPMM_GMS_GRANT_RO = 2,
+  /**
+   * It writes to the memory of a layout that stays as it is.
+   */
+  VPMM_GMS_GRANT_RW_DATA = 3,
+} vpmm_gms_grant;
+
+/**
  * A driver that was loaded. Whatever was made with it keeps it.
  */
 typedef struct vpmm_driver vpmm_driver;
@@ -204,6 +264,11 @@ typedef struct vpmm_driver vpmm_driver;
  * A whole pool on its way to another process.
  */
 typedef struct vpmm_export vpmm_export;
+
+/**
+ * A client of a server, with what this process has mapped through it.
+ */
+typedef struct vpmm_gms vpmm_gms;
 
 /**
  * A pool for the memory of one CUDA graph, or of several that never run at the same time.
@@ -392,6 +457,94 @@ typedef struct vpmm_stats {
  * It runs in the thread that asked for memory. What it allocates itself asks no callback.
  */
 typedef uint32_t (*vpmm_shortage_function)(void *context, const char *text);
+
+/**
+ * What a client is in: `size` is set by `vpmm_gms_state_init`, the rest by `vpmm_gms_state_of`.
+ */
+typedef struct vpmm_gms_state {
+  /**
+   * The bytes of this structure, as the program was built with it.
+   */
+  size_t size;
+  /**
+   * A `vpmm_gms_grant`.
+   */
+  uint32_t grant;
+  /**
+   * Whether the memory was given up and only the addresses are kept: 1 or 0.
+   */
+  uint32_t is_unmapped;
+  /**
+   * Bytes of all mappings, whether the memory is there or not.
+   */
+  uint64_t total_bytes;
+  /**
+   * What sizes are rounded up to.
+   */
+  uint64_t granularity;
+} vpmm_gms_state;
+
+/**
+ * Is called with each key.
+ */
+typedef void (*vpmm_gms_visit_key)(void *context, const char *key);
+
+/**
+ * An allocation, as the server knows it, and where it is in this process.
+ */
+typedef struct vpmm_gms_allocation {
+  /**
+   * The bytes of this structure, as the library was built with it: further fields may follow.
+   */
+  size_t size;
+  /**
+   * Its name.
+   */
+  const char *id;
+  /**
+   * What it is for.
+   */
+  const char *tag;
+  /**
+   * The bytes that were asked for.
+   */
+  uint64_t bytes;
+  /**
+   * The bytes that it has.
+   */
+  uint64_t aligned_bytes;
+  /**
+   * Its place in the layout.
+   */
+  uint64_t layout_slot;
+  /**
+   * Where it is mapped, or an address is kept for it; 0 where that was not asked for.
+   */
+  uint64_t address;
+  /**
+   * Whether the memory is there: 1 or 0.
+   */
+  uint32_t is_mapped;
+  /**
+   * Reserved: 0.
+   */
+  uint32_t reserved;
+} vpmm_gms_allocation;
+
+/**
+ * Is called with each allocation.
+ */
+typedef void (*vpmm_gms_visit_allocation)(void *context,
+                                          const struct vpmm_gms_allocation *allocation);
+
+/**
+ * Is called with an entry of metadata.
+ */
+typedef void (*vpmm_gms_visit_value)(void *context,
+                                     const char *allocation_id,
+                                     uint64_t offset_bytes,
+                                     const void *value,
+                                     size_t value_bytes);
 
 #ifdef __cplusplus
 extern "C" {
@@ -884,6 +1037,326 @@ enum vpmm_status vpmm_import_translate(const struct vpmm_import *import,
  * `import` is null, or a handle that is not used again, nor is the memory.
  */
 void vpmm_import_release(struct vpmm_import *import);
+
+/**
+ * Makes a client of the server at a path, for a device. Does not connect.
+ *
+ * # Safety
+ * `driver` is null or a handle; `socket_path` is null or ends with a zero byte; `out` is null or has
+ * room for a pointer.
+ */
+enum vpmm_status vpmm_gms_open(const struct vpmm_driver *driver,
+                               uint32_t device,
+                               const char *socket_path,
+                               struct vpmm_gms **out);
+
+/**
+ * Waits for the device, and gives everything up: memory, addresses, the lock. The handle can only be
+ * released then.
+ *
+ * # Safety
+ * `gms` is null or a handle; the memory is not used again.
+ */
+enum vpmm_status vpmm_gms_close(const struct vpmm_gms *gms);
+
+/**
+ * Gives a handle back, and everything up that was not.
+ *
+ * # Safety
+ * `gms` is null, or a handle that is not used again, nor is its memory.
+ */
+void vpmm_gms_release(struct vpmm_gms *gms);
+
+/**
+ * Sets the size, `sizeof (vpmm_gms_state)` as the program has it, and everything else to 0.
+ *
+ * # Safety
+ * `state` is null or has room for `size` bytes.
+ */
+void vpmm_gms_state_init(struct vpmm_gms_state *state, size_t size);
+
+/**
+ * What a client is in. Asks nobody.
+ *
+ * # Safety
+ * `gms` is null or a handle; `out` is null or begins with its own size.
+ */
+enum vpmm_status vpmm_gms_state_of(const struct vpmm_gms *gms, struct vpmm_gms_state *out);
+
+/**
+ * Connects and waits for a lock, a `vpmm_gms_lock`, so many milliseconds, or for ever if negative.
+ * `grant`, which may be null, gets the `vpmm_gms_grant`. `VPMM_TIMED_OUT` if the lock was not to be had,
+ * `VPMM_DISCONNECTED` if no server was there.
+ *
+ * # Safety
+ * `gms` is null or a handle; `grant` is null or has room for a number.
+ */
+enum vpmm_status vpmm_gms_connect(const struct vpmm_gms *gms,
+                                  uint32_t lock,
+                                  int64_t timeout_milliseconds,
+                                  uint32_t *grant);
+
+/**
+ * Gives the lock up. What is mapped stays mapped.
+ *
+ * # Safety
+ * `gms` is null or a handle.
+ */
+enum vpmm_status vpmm_gms_abort(const struct vpmm_gms *gms);
+
+/**
+ * Publishes the layout: waits for the device, takes the memory away here and keeps the addresses,
+ * publishes, and ends the session.
+ *
+ * # Safety
+ * `gms` is null or a handle.
+ */
+enum vpmm_status vpmm_gms_commit(const struct vpmm_gms *gms);
+
+/**
+ * Seals the layout: its allocations outlive this process. Session and mappings stay. `visit`, which may
+ * be null, is called with the hash.
+ *
+ * # Safety
+ * `gms` is null or a handle; the function may be called with `context`, and lets no exception out.
+ */
+enum vpmm_status vpmm_gms_commit_layout(const struct vpmm_gms *gms,
+                                        vpmm_gms_visit_key visit,
+                                        void *context);
+
+/**
+ * Calls a function with the hash of the published or sealed layout.
+ *
+ * # Safety
+ * As `vpmm_gms_commit_layout`.
+ */
+enum vpmm_status vpmm_gms_layout_hash(const struct vpmm_gms *gms,
+                                      vpmm_gms_visit_key visit,
+                                      void *context);
+
+/**
+ * Makes an allocation at the server, of whole granules, and maps nothing; the function is called with
+ * it.
+ *
+ * # Safety
+ * `gms` is null or a handle; `tag` is null or ends with a zero byte; the function may be called with
+ * `context`, and lets no exception out.
+ */
+enum vpmm_status vpmm_gms_allocate_handle(const struct vpmm_gms *gms,
+                                          uint64_t bytes,
+                                          const char *tag,
+                                          vpmm_gms_visit_allocation visit,
+                                          void *context);
+
+/**
+ * A descriptor of an allocation's memory, for the caller to close.
+ *
+ * # Safety
+ * `gms` is null or a handle; `id` is null or ends with a zero byte; `out` is null or has room for a
+ * descriptor.
+ */
+enum vpmm_status vpmm_gms_export_handle(const struct vpmm_gms *gms, const char *id, int *out);
+
+/**
+ * Calls a function with an allocation.
+ *
+ * # Safety
+ * As `vpmm_gms_allocate_handle`, with `id` for `tag`.
+ */
+enum vpmm_status vpmm_gms_handle_info(const struct vpmm_gms *gms,
+                                      const char *id,
+                                      vpmm_gms_visit_allocation visit,
+                                      void *context);
+
+/**
+ * Calls a function with every allocation of a tag, or all if it is null, in the order of their slots.
+ *
+ * # Safety
+ * As `vpmm_gms_allocate_handle`.
+ */
+enum vpmm_status vpmm_gms_list_handles(const struct vpmm_gms *gms,
+                                       const char *tag,
+                                       vpmm_gms_visit_allocation visit,
+                                       void *context);
+
+/**
+ * Calls a function with everything that is mapped, or an address is kept for, by address. Asks nobody.
+ *
+ * # Safety
+ * As `vpmm_gms_allocate_handle`.
+ */
+enum vpmm_status vpmm_gms_list_mappings(const struct vpmm_gms *gms,
+                                        vpmm_gms_visit_allocation visit,
+                                        void *context);
+
+/**
+ * Gives an allocation back; `freed`, which may be null, gets 1 if there was one, else 0.
+ *
+ * # Safety
+ * `gms` is null or a handle; `id` is null or ends with a zero byte; `freed` is null or has room for a
+ * number.
+ */
+enum vpmm_status vpmm_gms_free_handle(const struct vpmm_gms *gms,
+                                      const char *id,
+                                      uint32_t *freed);
+
+/**
+ * Reserves addresses for so many bytes, in whole granules.
+ *
+ * # Safety
+ * `gms` is null or a handle; `out` is null or has room for a number.
+ */
+enum vpmm_status vpmm_gms_reserve(const struct vpmm_gms *gms, uint64_t bytes, uint64_t *out);
+
+/**
+ * Maps an allocation at an address that was reserved for it. The descriptor, of its memory, is closed
+ * in any case. What the server knows of it is asked for.
+ *
+ * # Safety
+ * `gms` is null or a handle; `file` is an open descriptor, or negative; `id` is null or ends with a
+ * zero byte.
+ */
+enum vpmm_status vpmm_gms_map(const struct vpmm_gms *gms,
+                              int file,
+                              uint64_t address,
+                              const char *id);
+
+/**
+ * Waits for the device, takes the memory at an address away and keeps the address.
+ *
+ * # Safety
+ * `gms` is null or a handle.
+ */
+enum vpmm_status vpmm_gms_unmap(const struct vpmm_gms *gms, uint64_t address);
+
+/**
+ * Gives an address back at which no memory is.
+ *
+ * # Safety
+ * `gms` is null or a handle.
+ */
+enum vpmm_status vpmm_gms_free_address(const struct vpmm_gms *gms, uint64_t address);
+
+/**
+ * Puts an entry of metadata.
+ *
+ * # Safety
+ * `gms` is null or a handle; `key` and `id` are null or end with a zero byte; `value` is to
+ * `value_bytes` bytes, or null and there are none.
+ */
+enum vpmm_status vpmm_gms_metadata_put(const struct vpmm_gms *gms,
+                                       const char *key,
+                                       const char *id,
+                                       uint64_t offset_bytes,
+                                       const void *value,
+                                       size_t value_bytes);
+
+/**
+ * Calls a function with an entry of metadata, if there is one.
+ *
+ * # Safety
+ * `gms` is null or a handle; `key` is null or ends with a zero byte; the function may be called with
+ * `context`, and lets no exception out.
+ */
+enum vpmm_status vpmm_gms_metadata_get(const struct vpmm_gms *gms,
+                                       const char *key,
+                                       vpmm_gms_visit_value visit,
+                                       void *context);
+
+/**
+ * Calls a function with every key that begins so, sorted; all for null.
+ *
+ * # Safety
+ * As `vpmm_gms_metadata_get`.
+ */
+enum vpmm_status vpmm_gms_metadata_list(const struct vpmm_gms *gms,
+                                        const char *prefix,
+                                        vpmm_gms_visit_key visit,
+                                        void *context);
+
+/**
+ * Takes an entry of metadata away; `deleted`, which may be null, gets 1 if there was one, else 0.
+ *
+ * # Safety
+ * `gms` is null or a handle; `key` is null or ends with a zero byte; `deleted` is null or has room for a
+ * number.
+ */
+enum vpmm_status vpmm_gms_metadata_delete(const struct vpmm_gms *gms,
+                                          const char *key,
+                                          uint32_t *deleted);
+
+/**
+ * Makes an allocation of a tag and maps it, or where `id` is not null maps that one, which keeps its
+ * address if it is mapped already: its address.
+ *
+ * # Safety
+ * `gms` is null or a handle; `id` and `tag` are null or end with a zero byte; `out` is null or has room
+ * for a number.
+ */
+enum vpmm_status vpmm_gms_create_mapping(const struct vpmm_gms *gms,
+                                         const char *id,
+                                         uint64_t bytes,
+                                         const char *tag,
+                                         uint64_t *out);
+
+/**
+ * Makes `count` allocations of a tag at once, and maps them side by side: the address of each.
+ *
+ * # Safety
+ * `gms` is null or a handle; `sizes` and `out` are to `count` numbers; `tag` is null or ends with a zero
+ * byte.
+ */
+enum vpmm_status vpmm_gms_create_mappings(const struct vpmm_gms *gms,
+                                          const uint64_t *sizes,
+                                          size_t count,
+                                          const char *tag,
+                                          uint64_t *out);
+
+/**
+ * Maps every allocation of a tag, or all if it is null, side by side; the function is called with each
+ * in the order of their slots. Those that are mapped keep their addresses.
+ *
+ * # Safety
+ * As `vpmm_gms_allocate_handle`.
+ */
+enum vpmm_status vpmm_gms_import_all(const struct vpmm_gms *gms,
+                                     const char *tag,
+                                     vpmm_gms_visit_allocation visit,
+                                     void *context);
+
+/**
+ * Waits for the device, and takes a mapping away with its address, and, as a writer, with its
+ * allocation.
+ *
+ * # Safety
+ * `gms` is null or a handle; the memory is not used again.
+ */
+enum vpmm_status vpmm_gms_destroy_mapping(const struct vpmm_gms *gms, uint64_t address);
+
+/**
+ * Waits for the device, gives all memory up and keeps the addresses.
+ *
+ * # Safety
+ * `gms` is null or a handle; the memory is not used before it is back.
+ */
+enum vpmm_status vpmm_gms_unmap_all(const struct vpmm_gms *gms);
+
+/**
+ * Brings the memory back at the same addresses. `VPMM_STALE` where the layout is another now.
+ *
+ * # Safety
+ * `gms` is null or a handle.
+ */
+enum vpmm_status vpmm_gms_remap_all(const struct vpmm_gms *gms);
+
+/**
+ * As a writer of a new layout, makes an allocation of a tag for every address that is kept;
+ * `vpmm_gms_remap_all` maps them.
+ *
+ * # Safety
+ * `gms` is null or a handle; `tag` is null or ends with a zero byte.
+ */
+enum vpmm_status vpmm_gms_reallocate_all(const struct vpmm_gms *gms, const char *tag);
 
 /**
  * Sets what the process's pools will be made with: that of `options->device`, or of every device that

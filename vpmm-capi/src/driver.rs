@@ -52,6 +52,11 @@ impl Loaded {
         }))
     }
 
+    /// The driver's functions.
+    pub(crate) fn raw(&self) -> &cuda_sys::Driver {
+        self.driver.raw()
+    }
+
     pub(crate) fn free_any(&self, ptr: DevicePtr, stream: StreamHandle) -> vpmm_core::Result<()> {
         Pool::free_any(&self.driver, ptr, stream)
     }

@@ -24,6 +24,7 @@ mod guard;
 mod options;
 mod pool;
 mod process;
+mod service;
 mod share;
 mod shortage;
 mod stats;
@@ -51,6 +52,18 @@ pub use pool::{
 pub use process::{
     VPMM_EVERY_DEVICE, vpmm_process_configure, vpmm_process_driver, vpmm_process_forget_stream,
     vpmm_process_free, vpmm_process_malloc, vpmm_process_pool,
+};
+pub use service::{
+    vpmm_gms, vpmm_gms_abort, vpmm_gms_allocate_handle, vpmm_gms_allocation, vpmm_gms_close,
+    vpmm_gms_commit, vpmm_gms_commit_layout, vpmm_gms_connect, vpmm_gms_create_mapping,
+    vpmm_gms_create_mappings, vpmm_gms_destroy_mapping, vpmm_gms_export_handle,
+    vpmm_gms_free_address, vpmm_gms_free_handle, vpmm_gms_grant, vpmm_gms_handle_info,
+    vpmm_gms_import_all, vpmm_gms_layout_hash, vpmm_gms_list_handles, vpmm_gms_list_mappings,
+    vpmm_gms_lock, vpmm_gms_map, vpmm_gms_metadata_delete, vpmm_gms_metadata_get,
+    vpmm_gms_metadata_list, vpmm_gms_metadata_put, vpmm_gms_open, vpmm_gms_reallocate_all,
+    vpmm_gms_release, vpmm_gms_remap_all, vpmm_gms_reserve, vpmm_gms_state, vpmm_gms_state_init,
+    vpmm_gms_state_of, vpmm_gms_unmap, vpmm_gms_unmap_all, vpmm_gms_visit_allocation,
+    vpmm_gms_visit_key, vpmm_gms_visit_value,
 };
 pub use share::{
     vpmm_access, vpmm_export, vpmm_export_create, vpmm_export_release, vpmm_export_send,

@@ -44,6 +44,14 @@ pub enum vpmm_status {
     VPMM_NOT_FOUND = 16,
     /// A file, a socket, or what came through it.
     VPMM_IO_ERROR = 17,
+    /// The lock was not to be had in the time for it.
+    VPMM_TIMED_OUT = 18,
+    /// No server could be reached, or the connection to it has failed.
+    VPMM_DISCONNECTED = 19,
+    /// The server would not do it: the text is its own.
+    VPMM_REFUSED = 20,
+    /// The layout is not the one whose addresses were kept.
+    VPMM_STALE = 21,
 }
 
 use vpmm_status::*;
@@ -109,11 +117,15 @@ impl vpmm_status {
             VPMM_BAD_STATE => c"VPMM_BAD_STATE",
             VPMM_NOT_FOUND => c"VPMM_NOT_FOUND",
             VPMM_IO_ERROR => c"VPMM_IO_ERROR",
+            VPMM_TIMED_OUT => c"VPMM_TIMED_OUT",
+            VPMM_DISCONNECTED => c"VPMM_DISCONNECTED",
+            VPMM_REFUSED => c"VPMM_REFUSED",
+            VPMM_STALE => c"VPMM_STALE",
         }
     }
 }
 
-const ALL: [vpmm_status; 18] = [
+const ALL: [vpmm_status; 22] = [
     VPMM_OK,
     VPMM_INVALID_ARGUMENT,
     VPMM_OUT_OF_MEMORY,
@@ -132,6 +144,10 @@ const ALL: [vpmm_status; 18] = [
     VPMM_BAD_STATE,
     VPMM_NOT_FOUND,
     VPMM_IO_ERROR,
+    VPMM_TIMED_OUT,
+    VPMM_DISCONNECTED,
+    VPMM_REFUSED,
+    VPMM_STALE,
 ];
 
 /// The name of a status as it is written here, for ever; `"?"` for a number that is none.

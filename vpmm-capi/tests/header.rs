@@ -3,7 +3,7 @@
 use std::path::Path;
 
 /// In the order in which a reader of the header wants them.
-const SOURCES: [&str; 14] = [
+const SOURCES: [&str; 15] = [
     "version",
     "status",
     "guard",
@@ -16,6 +16,7 @@ const SOURCES: [&str; 14] = [
     "tagged",
     "graph",
     "share",
+    "service",
     "process/mod",
     "torch/mod",
 ];

@@ -1,0 +1,368 @@
+"""The client of the GPU memory service (``vpmm serve``): memory that another process owns.
+
+The names are those of the Python service's own client, so that a program written for that one runs with
+another import, against either server::
+
+    from vpmm.gms import GMSClientMemoryManager, RequestedLockType
+
+    manager = GMSClientMemoryManager("/tmp/gms.sock", device=0)
+    manager.connect(RequestedLockType.RW_OR_RO)
+
+``vpmm.gms.torch`` publishes a module's tensors and attaches them in other processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._errors import DisconnectedError, LockTimeoutError, RefusedError, StaleMemoryLayoutError
+from .._library import NULL, answer, call, ffi, lib
+from .._pool import _driver
+
+__all__ = [
+    "DisconnectedError",
+    "GMSClientMemoryManager",
+    "GetAllocationResponse",
+    "GrantedLockType",
+    "LocalMapping",
+    "LockTimeoutError",
+    "RefusedError",
+    "RequestedLockType",
+    "StaleMemoryLayoutError",
+]
+
+
+class RequestedLockType(str, enum.Enum):
+    """The locks that a client may ask for."""
+
+    RW = "rw"
+    """To write a new layout. Whatever was published before is gone."""
+    RO = "ro"
+    """To read the published layout, with others."""
+    RW_OR_RO = "rw_or_ro"
+    """To read if something is published, else to write."""
+    RW_DATA_OR_RW = "rw_data_or_rw"
+    """To write to the memory of a sealed layout, else to write a new one."""
+
+
+class GrantedLockType(str, enum.Enum):
+    """The locks that a client has."""
+
+    RW = "rw"
+    RO = "ro"
+    RW_DATA = "rw_data"
+
+
+_LOCKS = {"rw": 0, "ro": 1, "rw_or_ro": 2, "rw_data_or_rw": 3}
+_GRANTS = {0: None, 1: GrantedLockType.RW, 2: GrantedLockType.RO, 3: GrantedLockType.RW_DATA}
+
+
+@dataclasses.dataclass(frozen=True)
+class GetAllocationResponse:
+    """An allocation, as the server knows it."""
+
+    allocation_id: str
+    size: int
+    aligned_size: int
+    tag: str
+    layout_slot: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalMapping:
+    """What is mapped in this process, or an address is kept for."""
+
+    allocation_id: str
+    va: int
+    size: int
+    aligned_size: int
+    tag: str
+    layout_slot: int
+    is_mapped: bool
+
+
+def _text(text: Any) -> str:
+    return ffi.string(text).decode()
+
+
+def _allocation(raw: Any) -> GetAllocationResponse:
+    return GetAllocationResponse(
+        _text(raw.id), raw.bytes, raw.aligned_bytes, _text(raw.tag), raw.layout_slot
+    )
+
+
+class _Seen:
+    """What a function of the library calls back with. An exception in a callback cannot pass through the
+    library, so nothing is done there but to take down what came."""
+
+    def __init__(self, signature: str, take: Any):
+        self.all: list[Any] = []
+        self.function = ffi.callback(signature, lambda _, *values: self.all.append(take(*values)))
+
+
+def _allocations(take: Any = _allocation) -> _Seen:
+    return _Seen("void(void *, const vpmm_gms_allocation *)", take)
+
+
+def _keys() -> _Seen:
+    return _Seen("void(void *, const char *)", _text)
+
+
+class GMSClientMemoryManager:
+    """A session with a server, and what this process has mapped through it. Does not connect by itself.
+
+    The device's primary context is taken part in. The order of the process's own work on the memory is
+    the process's to see to: what takes memory away here waits for the device first. May be used from any
+    thread, by one at a time.
+    """
+
+    def __init__(self, socket_path: str, *, device: int = 0, tag: str | None = None):
+        self.socket_path, self.device, self.tag = str(socket_path), device, tag
+        path = str(pathlib.Path(socket_path)).encode()
+        raw = answer("vpmm_gms *", lib.vpmm_gms_open, _driver(), device, path)
+        self._handle = ffi.gc(raw, lib.vpmm_gms_release)
+
+    def __enter__(self) -> GMSClientMemoryManager:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close(best_effort=True)
+
+    def _state(self) -> Any:
+        state = ffi.new("vpmm_gms_state *")
+        lib.vpmm_gms_state_init(state, ffi.sizeof("vpmm_gms_state"))
+        call(lib.vpmm_gms_state_of, self._handle, state)
+        return state
+
+    @property
+    def granted_lock_type(self) -> GrantedLockType | None:
+        """The lock that it has."""
+        return _GRANTS[self._state().grant]
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it has a lock."""
+        return self.granted_lock_type is not None
+
+    @property
+    def is_unmapped(self) -> bool:
+        """Whether the memory was given up and only the addresses are kept."""
+        return bool(self._state().is_unmapped)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all mappings, whether the memory is there or not."""
+        return self._state().total_bytes
+
+    @property
+    def granularity(self) -> int:
+        """What sizes are rounded up to."""
+        return self._state().granularity
+
+    @property
+    def mappings(self) -> Mapping[int, LocalMapping]:
+        """What is mapped, or an address is kept for, by address."""
+
+        def take(raw: Any) -> LocalMapping:
+            about = _allocation(raw)
+            return LocalMapping(va=raw.address, is_mapped=bool(raw.is_mapped), **vars(about))
+
+        seen = _allocations(take)
+        call(lib.vpmm_gms_list_mappings, self._handle, seen.function, NULL)
+        return {mapping.va: mapping for mapping in seen.all}
+
+    # The connection.
+
+    def connect(self, lock_type: RequestedLockType | str, timeout_ms: int | None = None) -> None:
+        """Waits for a lock, for ever if no time is said, and half a minute for a server to be there.
+
+        :raises LockTimeoutError: (a ``TimeoutError``) the one failure to simply try again after.
+        :raises DisconnectedError: (a ``ConnectionError``) no server is there.
+        :raises RuntimeError: it is connected already.
+        """
+        lock = _LOCKS[RequestedLockType(lock_type).value]
+        time = -1 if timeout_ms is None else timeout_ms
+        call(lib.vpmm_gms_connect, self._handle, lock, time, NULL)
+
+    def abort(self) -> None:
+        """Gives the lock up; a writer's layout is void then. What is mapped stays mapped."""
+        call(lib.vpmm_gms_abort, self._handle)
+
+    def close(self, best_effort: bool = False) -> None:
+        """Gives everything up: memory, addresses, the lock. With ``best_effort`` without an error."""
+        try:
+            call(lib.vpmm_gms_close, self._handle)
+        except RuntimeError:
+            if not best_effort:
+                raise
+
+    # Allocations at the server.
+
+    def allocate_handle(self, size: int, tag: str = "default") -> tuple[str, int]:
+        """Makes an allocation, of whole granules: its name and its place in the layout. Maps nothing."""
+        seen = _allocations()
+        call(
+            lib.vpmm_gms_allocate_handle, self._handle, size, tag.encode(), seen.function, NULL
+        )
+        return seen.all[0].allocation_id, seen.all[0].layout_slot
+
+    def export_handle(self, allocation_id: str) -> int:
+        """A descriptor of an allocation's memory, for the caller to close."""
+        return answer("int", lib.vpmm_gms_export_handle, self._handle, allocation_id.encode())
+
+    def get_handle_info(self, allocation_id: str) -> GetAllocationResponse:
+        """An allocation."""
+        seen = _allocations()
+        name = allocation_id.encode()
+        call(lib.vpmm_gms_handle_info, self._handle, name, seen.function, NULL)
+        return seen.all[0]
+
+    def free_handle(self, allocation_id: str) -> bool:
+        """Gives an allocation back. What is mapped of it stays mapped."""
+        name = allocation_id.encode()
+        if not answer("uint32_t", lib.vpmm_gms_free_handle, self._handle, name):
+            raise RefusedError(f"Unknown allocation: {allocation_id}", "VPMM_REFUSED")
+        return True
+
+    def list_handles(self, tag: str | None = None) -> list[GetAllocationResponse]:
+        """All allocations, or those of a tag, in the order of their slots."""
+        seen = _allocations()
+        of = NULL if tag is None else tag.encode()
+        call(lib.vpmm_gms_list_handles, self._handle, of, seen.function, NULL)
+        return seen.all
+
+    def commit(self) -> bool:
+        """Publishes the layout: waits for the device, takes the memory away here and keeps the addresses,
+        publishes, and ends the session."""
+        call(lib.vpmm_gms_commit, self._handle)
+        return True
+
+    def commit_layout(self) -> str:
+        """Seals the layout: its allocations outlive this process. Session and mappings stay. The hash."""
+        seen = _keys()
+        call(lib.vpmm_gms_commit_layout, self._handle, seen.function, NULL)
+        return seen.all[0]
+
+    def get_memory_layout_hash(self) -> str:
+        """The hash of the published or sealed layout."""
+        seen = _keys()
+        call(lib.vpmm_gms_layout_hash, self._handle, seen.function, NULL)
+        return seen.all[0]
+
+    # Addresses.
+
+    def reserve_va(self, size: int) -> int:
+        """Reserves addresses for so many bytes, in whole granules."""
+        return answer("uint64_t", lib.vpmm_gms_reserve, self._handle, size)
+
+    def map_va(
+        self, fd: int, va: int, size: int = 0, allocation_id: str = "", tag: str = "default"
+    ) -> int:
+        """Maps an allocation's memory at an address that was reserved for it, for reading, or also for
+        writing if the lock is a writer's. The descriptor is closed. Size and tag are the server's to know.
+        Answers the address, which stands for the memory."""
+        call(lib.vpmm_gms_map, self._handle, fd, va, allocation_id.encode())
+        return va
+
+    def unmap_va(self, va: int) -> None:
+        """Takes the memory at an address away and keeps the address. Waits for the device first."""
+        call(lib.vpmm_gms_unmap, self._handle, va)
+
+    def free_va(self, va: int) -> None:
+        """Gives an address back at which no memory is."""
+        call(lib.vpmm_gms_free_address, self._handle, va)
+
+    # Metadata.
+
+    def metadata_put(self, key: str, allocation_id: str, offset_bytes: int, value: bytes) -> bool:
+        """Puts an entry."""
+        name = allocation_id.encode()
+        buffer = ffi.from_buffer(value)
+        call(
+            lib.vpmm_gms_metadata_put,
+            self._handle,
+            key.encode(),
+            name,
+            offset_bytes,
+            buffer,
+            len(value),
+        )
+        return True
+
+    def metadata_get(self, key: str) -> tuple[str, int, bytes] | None:
+        """An entry, if there is one: the allocation, where in it, the value."""
+
+        def take(name: Any, offset: int, value: Any, length: int) -> tuple[str, int, bytes]:
+            return _text(name), offset, bytes(ffi.buffer(value, length)) if length else b""
+
+        signature = "void(void *, const char *, uint64_t, const void *, size_t)"
+        seen = _Seen(signature, take)
+        call(lib.vpmm_gms_metadata_get, self._handle, key.encode(), seen.function, NULL)
+        return seen.all[0] if seen.all else None
+
+    def metadata_list(self, prefix: str = "") -> list[str]:
+        """The keys that begin so, sorted."""
+        seen = _keys()
+        call(lib.vpmm_gms_metadata_list, self._handle, prefix.encode(), seen.function, NULL)
+        return seen.all
+
+    def metadata_delete(self, key: str) -> bool:
+        """Takes an entry away; whether there was one."""
+        return bool(answer("uint32_t", lib.vpmm_gms_metadata_delete, self._handle, key.encode()))
+
+    # Everything together.
+
+    def create_mapping(
+        self, allocation_id: str | None = None, size: int = 0, tag: str = "default"
+    ) -> int:
+        """Makes an allocation and maps it, or maps the one that is named: its address."""
+        name = NULL if allocation_id is None else allocation_id.encode()
+        return answer(
+            "uint64_t", lib.vpmm_gms_create_mapping, self._handle, name, size, tag.encode()
+        )
+
+    def create_mappings(self, sizes: Sequence[int], tag: str = "default") -> list[int]:
+        """Makes many allocations at once, side by side: the address of each. Not in the Python client."""
+        addresses = ffi.new("uint64_t[]", len(sizes))
+        asked = ffi.new("uint64_t[]", list(sizes))
+        call(
+            lib.vpmm_gms_create_mappings,
+            self._handle,
+            asked,
+            len(sizes),
+            tag.encode(),
+            addresses,
+        )
+        return list(addresses)
+
+    def import_all(self, tag: str | None = None) -> dict[str, int]:
+        """Maps every allocation of the layout, or of a tag, side by side and at once: the address of each.
+        Not in the Python client."""
+        seen = _allocations(lambda raw: (_text(raw.id), raw.address))
+        of = NULL if tag is None else tag.encode()
+        call(lib.vpmm_gms_import_all, self._handle, of, seen.function, NULL)
+        return dict(seen.all)
+
+    def destroy_mapping(self, va: int) -> None:
+        """Takes a mapping away with its address, and, as a writer, with its allocation."""
+        call(lib.vpmm_gms_destroy_mapping, self._handle, va)
+
+    def unmap_all_vas(self) -> None:
+        """Gives all memory up and keeps the addresses. Waits for the device first."""
+        call(lib.vpmm_gms_unmap_all, self._handle)
+
+    def remap_all_vas(self) -> None:
+        """Brings the memory back at the same addresses.
+
+        :raises StaleMemoryLayoutError: the layout is another now.
+        """
+        call(lib.vpmm_gms_remap_all, self._handle)
+
+    def reallocate_all_handles(self, tag: str = "default") -> None:
+        """As a writer of a new layout, makes an allocation for every address that is kept;
+        :meth:`remap_all_vas` maps them."""
+        call(lib.vpmm_gms_reallocate_all, self._handle, tag.encode())

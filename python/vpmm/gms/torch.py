@@ -1,0 +1,160 @@
+"""PyTorch's tensors in memory that the GPU memory service owns.
+
+One process publishes a module, any number of others attach it without a copy::
+
+    with GMSClientMemoryManager(path) as manager:
+        manager.connect(RequestedLockType.RW_OR_RO)
+        if manager.granted_lock_type == GrantedLockType.RW:
+            load_weights(module)
+            publish(module, manager)
+        else:
+            attach(module, manager)
+
+Entries of metadata have the Python service's form, so that either side may be that one's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from . import GMSClientMemoryManager, GrantedLockType, RequestedLockType
+
+__all__ = ["attach", "publish", "tensor_at", "tensors"]
+
+
+class _Memory:
+    """Device memory for ``torch.as_tensor``, which takes it as it is. What keeps the memory alive goes along."""
+
+    def __init__(self, address: int, size: int, keeper: Any):
+        self.keeper = keeper
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def tensor_at(
+    manager: GMSClientMemoryManager, address: int, shape: Any, dtype: Any, stride: Any = None
+) -> Any:
+    """A tensor on memory that a manager has mapped. The manager lives as long as the tensor."""
+    import torch
+
+    width = torch.empty((), dtype=dtype).element_size()
+    if stride is None:
+        stride = torch.empty(shape, device="meta").stride()
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype, device=f"cuda:{manager.device}")
+    last = sum((size - 1) * step for size, step in zip(shape, stride))
+    memory = _Memory(address, (last + 1) * width, manager)
+    flat = torch.as_tensor(memory, device=f"cuda:{manager.device}")
+    return flat.view(dtype).as_strided(tuple(shape), tuple(stride))
+
+
+def _of_module(module: Any) -> Iterator[tuple[str, Any, str]]:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield name, parameter, "parameter"
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        yield name, buffer, "buffer"
+
+
+def _describe(tensor: Any, kind: str) -> bytes:
+    about = {
+        "dtype": str(tensor.dtype),
+        "shape": list(tensor.shape),
+        "stride": list(tensor.stride()),
+        "tensor_type": kind,
+    }
+    return json.dumps(about, sort_keys=True).encode()
+
+
+def publish(module: Any, manager: GMSClientMemoryManager, tag: str = "weights") -> None:
+    """Copies a module's parameters and buffers to memory of the service, has the module use that, and
+    publishes it. The manager is a writer; afterwards it reads, and the module's parameters are read-only
+    on the device: a kernel that writes to them fails. Buffers are copies of the process's own again, as
+    programs write to them. Tensors that share their storage share it there."""
+    import torch
+
+    storages: dict[int, tuple[int, Any]] = {}
+    placed = []
+    with torch.no_grad():
+        for name, tensor, kind in _of_module(module):
+            if tensor.numel() == 0 or not tensor.is_cuda:
+                continue
+            storage = tensor.untyped_storage()
+            key = storage.data_ptr()
+            if key not in storages:
+                address = manager.create_mapping(size=storage.nbytes(), tag=tag)
+                copy = tensor_at(manager, address, (storage.nbytes(),), torch.uint8)
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                copy.copy_(whole)
+                # The storage stays alive, so that no other has its address.
+                storages[key] = (address, storage)
+            placed.append((name, tensor, kind, storages[key][0]))
+    torch.cuda.synchronize(manager.device)
+    names = {va: mapping.allocation_id for va, mapping in manager.mappings.items()}
+    moved = []
+    for name, tensor, kind, address in placed:
+        offset = tensor.storage_offset() * tensor.element_size()
+        manager.metadata_put(name, names[address], offset, _describe(tensor, kind))
+        there = tensor_at(
+            manager, address + offset, tensor.shape, tensor.dtype, tensor.stride()
+        )
+        moved.append((tensor, kind, there))
+    manager.commit()
+    manager.connect(RequestedLockType.RO)
+    manager.remap_all_vas()
+    for tensor, kind, there in moved:
+        if kind == "parameter":
+            tensor.requires_grad_(False)
+            tensor.data = there
+
+
+def tensors(manager: GMSClientMemoryManager) -> dict[str, tuple[Any, str]]:
+    """The published tensors by name, in place and read-only, each with its kind: ``parameter``, ``buffer``
+    or ``tensor_attr``."""
+    import torch
+
+    addresses = manager.import_all()
+    found = {}
+    for name in manager.metadata_list():
+        entry = manager.metadata_get(name)
+        if entry is None:
+            continue
+        allocation_id, offset, value = entry
+        about = json.loads(value)
+        dtype = getattr(torch, about["dtype"].removeprefix("torch."))
+        address = addresses[allocation_id] + offset
+        tensor = tensor_at(manager, address, about["shape"], dtype, about["stride"])
+        found[name] = (tensor, about.get("tensor_type", "parameter"))
+    return found
+
+
+def attach(module: Any, manager: GMSClientMemoryManager) -> None:
+    """Has a module, of the same structure as the one that was published, use the published tensors: the
+    parameters as they are, read-only; buffers are copied, as programs write to them. The manager reads.
+
+    :raises KeyError: the module has a tensor that was not published.
+    :raises ValueError: a tensor was published with another shape or type.
+    """
+    import torch
+
+    if manager.granted_lock_type == GrantedLockType.RW:
+        raise ValueError("the manager writes: nothing is published")
+    published = tensors(manager)
+    with torch.no_grad():
+        for name, tensor, kind in _of_module(module):
+            if tensor.numel() == 0:
+                continue
+            there, _ = published[name]
+            if there.shape != tensor.shape or there.dtype != tensor.dtype:
+                text = f"{name} is {tensor.dtype} of {tuple(tensor.shape)}, published as"
+                raise ValueError(f"{text} {there.dtype} of {tuple(there.shape)}")
+            if kind == "parameter":
+                tensor.requires_grad_(False)
+                tensor.data = there
+            else:
+                tensor.data = there.clone()

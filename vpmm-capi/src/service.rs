@@ -1,0 +1,882 @@
+//! The client of the GPU memory service: memory that another process owns, with addresses that stay
+//! while the memory behind them goes and comes back.
+//!
+//! What comes in numbers comes through a function that is called for each, with texts that end with a
+//! zero byte and are gone when it returns.
+
+use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
+use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use gms::client::{AllocationInfo, ClientError, ConnectOptions, MemoryManager};
+use gms::lock::{Granted, Requested};
+
+use crate::driver::{Loaded, vpmm_driver};
+use crate::grows::{self, Grows};
+use crate::guard::{Failure, given, guard, put, text};
+use crate::status::vpmm_status;
+
+/// A client of a server, with what this process has mapped through it.
+pub struct vpmm_gms {
+    // First, so that its driver is there when it ends. Nothing once it was closed.
+    manager: Mutex<Option<MemoryManager>>,
+    _loaded: Arc<Loaded>,
+}
+
+/// The locks that a client may ask for.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum vpmm_gms_lock {
+    /// To write a new layout. Whatever was published before is gone.
+    VPMM_GMS_RW = 0,
+    /// To read the published layout, with others.
+    VPMM_GMS_RO = 1,
+    /// To read if something is published, else to write.
+    VPMM_GMS_RW_OR_RO = 2,
+    /// To write to the memory of a sealed layout, else to write a new one.
+    VPMM_GMS_RW_DATA_OR_RW = 3,
+}
+
+/// The locks that a client has.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum vpmm_gms_grant {
+    /// None: it is not connected.
+    VPMM_GMS_GRANT_NONE = 0,
+    /// It writes a layout.
+    VPMM_GMS_GRANT_RW = 1,
+    /// It reads.
+    VPMM_GMS_GRANT_RO = 2,
+    /// It writes to the memory of a layout that stays as it is.
+    VPMM_GMS_GRANT_RW_DATA = 3,
+}
+
+fn grant_of(granted: Option<Granted>) -> u32 {
+    use vpmm_gms_grant::*;
+    let grant = match granted {
+        None => VPMM_GMS_GRANT_NONE,
+        Some(Granted::Rw) => VPMM_GMS_GRANT_RW,
+        Some(Granted::Ro) => VPMM_GMS_GRANT_RO,
+        Some(Granted::RwData) => VPMM_GMS_GRANT_RW_DATA,
+    };
+    grant as u32
+}
+
+/// What a client is in: `size` is set by `vpmm_gms_state_init`, the rest by `vpmm_gms_state_of`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct vpmm_gms_state {
+    /// The bytes of this structure, as the program was built with it.
+    pub size: usize,
+    /// A `vpmm_gms_grant`.
+    pub grant: u32,
+    /// Whether the memory was given up and only the addresses are kept: 1 or 0.
+    pub is_unmapped: u32,
+    /// Bytes of all mappings, whether the memory is there or not.
+    pub total_bytes: u64,
+    /// What sizes are rounded up to.
+    pub granularity: u64,
+}
+
+// SAFETY: two numbers of 4 bytes between those of 8, the size first.
+unsafe impl Grows for vpmm_gms_state {
+    const NAME: &'static str = "vpmm_gms_state";
+    const INITIAL: Self =
+        Self { size: size_of::<Self>(), grant: 0, is_unmapped: 0, total_bytes: 0, granularity: 0 };
+}
+
+/// An allocation, as the server knows it, and where it is in this process.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct vpmm_gms_allocation {
+    /// The bytes of this structure, as the library was built with it: further fields may follow.
+    pub size: usize,
+    /// Its name.
+    pub id: *const c_char,
+    /// What it is for.
+    pub tag: *const c_char,
+    /// The bytes that were asked for.
+    pub bytes: u64,
+    /// The bytes that it has.
+    pub aligned_bytes: u64,
+    /// Its place in the layout.
+    pub layout_slot: u64,
+    /// Where it is mapped, or an address is kept for it; 0 where that was not asked for.
+    pub address: u64,
+    /// Whether the memory is there: 1 or 0.
+    pub is_mapped: u32,
+    /// Reserved: 0.
+    pub reserved: u32,
+}
+
+/// Is called with each allocation.
+pub type vpmm_gms_visit_allocation =
+    Option<unsafe extern "C" fn(context: *mut c_void, allocation: *const vpmm_gms_allocation)>;
+
+/// Is called with each key.
+pub type vpmm_gms_visit_key =
+    Option<unsafe extern "C" fn(context: *mut c_void, key: *const c_char)>;
+
+/// Is called with an entry of metadata.
+pub type vpmm_gms_visit_value = Option<
+    unsafe extern "C" fn(
+        context: *mut c_void,
+        allocation_id: *const c_char,
+        offset_bytes: u64,
+        value: *const c_void,
+        value_bytes: usize,
+    ),
+>;
+
+impl From<ClientError> for Failure {
+    fn from(error: ClientError) -> Self {
+        use vpmm_status::*;
+        let status = match &error {
+            ClientError::LockTimeout => VPMM_TIMED_OUT,
+            ClientError::Connect { .. }
+            | ClientError::Disconnected
+            | ClientError::Socket(_)
+            | ClientError::Decode(_)
+            | ClientError::Frame(_)
+            | ClientError::Unexpected { .. }
+            | ClientError::Descriptors { .. } => VPMM_DISCONNECTED,
+            ClientError::Refused { .. } => VPMM_REFUSED,
+            ClientError::Cuda(_) => VPMM_DRIVER_ERROR,
+            ClientError::NotConnected
+            | ClientError::AlreadyConnected { .. }
+            | ClientError::WrongLock { .. }
+            | ClientError::MappingState { .. } => VPMM_BAD_STATE,
+            ClientError::StaleLayout { .. } => VPMM_STALE,
+            ClientError::UnknownAddress { .. } => VPMM_BAD_POINTER,
+            ClientError::Size { .. } => VPMM_INVALID_ARGUMENT,
+            _ => VPMM_OTHER,
+        };
+        Self::new(status, error.to_string())
+    }
+}
+
+/// The manager while one call has it.
+struct Held<'a>(MutexGuard<'a, Option<MemoryManager>>);
+
+impl Held<'_> {
+    fn manager(&mut self) -> Result<&mut MemoryManager, Failure> {
+        let closed = || Failure::new(vpmm_status::VPMM_BAD_STATE, "the client was closed");
+        self.0.as_mut().ok_or_else(closed)
+    }
+}
+
+/// # Safety
+/// `gms` is null or a handle.
+unsafe fn held<'a>(gms: *const vpmm_gms) -> Result<Held<'a>, Failure> {
+    // SAFETY: the caller vouches for it.
+    let gms = unsafe { given(gms, "gms") }?;
+    Ok(Held(gms.manager.lock().unwrap_or_else(PoisonError::into_inner)))
+}
+
+fn c_text(text: &str) -> CString {
+    // A text with a zero byte in it, which no server of ours gives, ends there.
+    let text = text.split('\0').next().unwrap_or_default();
+    CString::new(text).unwrap_or_default()
+}
+
+/// Calls a visitor with an allocation.
+///
+/// # Safety
+/// The function may be called with the context, and lets no exception out.
+unsafe fn show(
+    visit: unsafe extern "C" fn(*mut c_void, *const vpmm_gms_allocation),
+    context: *mut c_void,
+    allocation: &AllocationInfo,
+    address: Option<(u64, bool)>,
+) {
+    let (id, tag) = (c_text(&allocation.allocation_id), c_text(&allocation.tag));
+    let (address, is_mapped) = address.unwrap_or((0, false));
+    let shown = vpmm_gms_allocation {
+        size: size_of::<vpmm_gms_allocation>(),
+        id: id.as_ptr(),
+        tag: tag.as_ptr(),
+        bytes: allocation.size,
+        aligned_bytes: allocation.aligned_size,
+        layout_slot: allocation.layout_slot,
+        address,
+        is_mapped: u32::from(is_mapped),
+        reserved: 0,
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { visit(context, &raw const shown) };
+}
+
+fn visitor<T>(visit: Option<T>) -> Result<T, Failure> {
+    visit.ok_or_else(|| Failure::null("visit"))
+}
+
+/// Makes a client of the server at a path, for a device. Does not connect.
+///
+/// # Safety
+/// `driver` is null or a handle; `socket_path` is null or ends with a zero byte; `out` is null or has
+/// room for a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_open(
+    driver: *const vpmm_driver,
+    device: u32,
+    socket_path: *const c_char,
+    out: *mut *mut vpmm_gms,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let loaded = &unsafe { given(driver, "driver") }?.0;
+        if socket_path.is_null() {
+            return Err(Failure::null("socket_path"));
+        }
+        if out.is_null() {
+            return Err(Failure::null("out"));
+        }
+        // SAFETY: the caller vouches for it.
+        let path = OsStr::from_bytes(unsafe { CStr::from_ptr(socket_path) }.to_bytes());
+        let manager = MemoryManager::new(loaded.raw(), device, path)?;
+        let client = vpmm_gms { manager: Mutex::new(Some(manager)), _loaded: Arc::clone(loaded) };
+        // SAFETY: the caller vouches for it.
+        unsafe { put(out, "out", Box::into_raw(Box::new(client))) }
+    })
+}
+
+/// Waits for the device, and gives everything up: memory, addresses, the lock. The handle can only be
+/// released then.
+///
+/// # Safety
+/// `gms` is null or a handle; the memory is not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_close(gms: *const vpmm_gms) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let manager = unsafe { held(gms) }?.0.take();
+        manager.map_or(Ok(()), |manager| Ok(manager.close()?))
+    })
+}
+
+/// Gives a handle back, and everything up that was not.
+///
+/// # Safety
+/// `gms` is null, or a handle that is not used again, nor is its memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_release(gms: *mut vpmm_gms) {
+    if !gms.is_null() {
+        // SAFETY: made by `Box::into_raw` in `vpmm_gms_open`, given back once.
+        let gms = unsafe { Box::from_raw(gms) };
+        let _ = guard(|| {
+            drop(gms);
+            Ok(())
+        });
+    }
+}
+
+/// Sets the size, `sizeof (vpmm_gms_state)` as the program has it, and everything else to 0.
+///
+/// # Safety
+/// `state` is null or has room for `size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_state_init(state: *mut vpmm_gms_state, size: usize) {
+    // SAFETY: the caller vouches for it.
+    unsafe { grows::init(state, size) };
+}
+
+/// What a client is in. Asks nobody.
+///
+/// # Safety
+/// `gms` is null or a handle; `out` is null or begins with its own size.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_state_of(
+    gms: *const vpmm_gms,
+    out: *mut vpmm_gms_state,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let held = unsafe { held(gms) }?;
+        let state = held.0.as_ref().map_or(vpmm_gms_state::INITIAL, |manager| vpmm_gms_state {
+            grant: grant_of(manager.granted_lock()),
+            is_unmapped: u32::from(manager.is_unmapped()),
+            total_bytes: manager.total_bytes(),
+            granularity: manager.granularity(),
+            ..vpmm_gms_state::INITIAL
+        });
+        // SAFETY: the caller vouches for it.
+        unsafe { grows::fill(out, state) }
+    })
+}
+
+/// Connects and waits for a lock, a `vpmm_gms_lock`, so many milliseconds, or for ever if negative.
+/// `grant`, which may be null, gets the `vpmm_gms_grant`. `VPMM_TIMED_OUT` if the lock was not to be had,
+/// `VPMM_DISCONNECTED` if no server was there.
+///
+/// # Safety
+/// `gms` is null or a handle; `grant` is null or has room for a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_connect(
+    gms: *const vpmm_gms,
+    lock: u32,
+    timeout_milliseconds: i64,
+    grant: *mut u32,
+) -> vpmm_status {
+    guard(|| {
+        let lock = match lock {
+            0 => Requested::Rw,
+            1 => Requested::Ro,
+            2 => Requested::RwOrRo,
+            3 => Requested::RwDataOrRw,
+            other => {
+                let text = format!("lock cannot be {other}");
+                return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
+            }
+        };
+        let mut options = ConnectOptions::new(lock);
+        if let Ok(milliseconds) = u64::try_from(timeout_milliseconds) {
+            options = options.timeout(Duration::from_millis(milliseconds));
+        }
+        // SAFETY: the caller vouches for it.
+        let granted = unsafe { held(gms) }?.manager()?.connect(options)?;
+        if grant.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller vouches for it.
+        unsafe { put(grant, "grant", grant_of(Some(granted))) }
+    })
+}
+
+/// Gives the lock up. What is mapped stays mapped.
+///
+/// # Safety
+/// `gms` is null or a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_abort(gms: *const vpmm_gms) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        unsafe { held(gms) }?.manager()?.abort();
+        Ok(())
+    })
+}
+
+/// Publishes the layout: waits for the device, takes the memory away here and keeps the addresses,
+/// publishes, and ends the session.
+///
+/// # Safety
+/// `gms` is null or a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_commit(gms: *const vpmm_gms) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        Ok(unsafe { held(gms) }?.manager()?.commit()?)
+    })
+}
+
+/// Seals the layout: its allocations outlive this process. Session and mappings stay. `visit`, which may
+/// be null, is called with the hash.
+///
+/// # Safety
+/// `gms` is null or a handle; the function may be called with `context`, and lets no exception out.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_commit_layout(
+    gms: *const vpmm_gms,
+    visit: vpmm_gms_visit_key,
+    context: *mut c_void,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let hash = unsafe { held(gms) }?.manager()?.commit_layout()?;
+        if let Some(visit) = visit {
+            // SAFETY: the caller vouches for it.
+            unsafe { visit(context, c_text(&hash).as_ptr()) };
+        }
+        Ok(())
+    })
+}
+
+/// Calls a function with the hash of the published or sealed layout.
+///
+/// # Safety
+/// As `vpmm_gms_commit_layout`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_layout_hash(
+    gms: *const vpmm_gms,
+    visit: vpmm_gms_visit_key,
+    context: *mut c_void,
+) -> vpmm_status {
+    guard(|| {
+        let visit = visitor(visit)?;
+        // SAFETY: the caller vouches for it.
+        let hash = unsafe { held(gms) }?.manager()?.layout_hash()?;
+        // SAFETY: the caller vouches for it.
+        unsafe { visit(context, c_text(&hash).as_ptr()) };
+        Ok(())
+    })
+}
+
+/// Makes an allocation at the server, of whole granules, and maps nothing; the function is called with
+/// it.
+///
+/// # Safety
+/// `gms` is null or a handle; `tag` is null or ends with a zero byte; the function may be called with
+/// `context`, and lets no exception out.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_allocate_handle(
+    gms: *const vpmm_gms,
+    bytes: u64,
+    tag: *const c_char,
+    visit: vpmm_gms_visit_allocation,
+    context: *mut c_void,
+) -> vpmm_status {
+    guard(|| {
+        let visit = visitor(visit)?;
+        // SAFETY: the caller vouches for both.
+        let (mut held, tag) = unsafe { (held(gms)?, text(tag, "tag")?) };
+        let made = held.manager()?.allocate_handle(bytes, tag)?;
+        // SAFETY: the caller vouches for it.
+        unsafe { show(visit, context, &made, None) };
+        Ok(())
+    })
+}
+
+/// A descriptor of an allocation's memory, for the caller to close.
+///
+/// # Safety
+/// `gms` is null or a handle; `id` is null or ends with a zero byte; `out` is null or has room for a
+/// descriptor.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_export_handle(
+    gms: *const vpmm_gms,
+    id: *const c_char,
+    out: *mut c_int,
+) -> vpmm_status {
+    guard(|| {
+        if out.is_null() {
+            return Err(Failure::null("out"));
+        }
+        // SAFETY: the caller vouches for both.
+        let (mut held, id) = unsafe { (held(gms)?, text(id, "id")?) };
+        let file = held.manager()?.export_handle(id)?;
+        // SAFETY: the caller vouches for it.
+        unsafe { put(out, "out", file.into_raw_fd()) }
+    })
+}
+
+/// Calls a function with an allocation.
+///
+/// # Safety
+/// As `vpmm_gms_allocate_handle`, with `id` for `tag`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_handle_info(
+    gms: *const vpmm_gms,
+    id: *const c_char,
+    visit: vpmm_gms_visit_allocation,
+    context: *mut c_void,
+) -> vpmm_status {
+    guard(|| {
+        let visit = visitor(visit)?;
+        // SAFETY: the caller vouches for both.
+        let (mut held, id) = unsafe { (held(gms)?, text(id, "id")?) };
+        let found = held.manager()?.handle_info(id)?;
+        // SAFETY: the caller vouches for it.
+        unsafe { show(visit, context, &found, None) };
+        Ok(())
+    })
+}
+
+/// Calls a function with every allocation of a tag, or all if it is null, in the order of their slots.
+///
+/// # Safety
+/// As `vpmm_gms_allocate_handle`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_list_handles(
+    gms: *const vpmm_gms,
+    tag: *const c_char,
+    visit: vpmm_gms_visit_allocation,
+    context: *mut c_void,
+) -> vpmm_status {
+    guard(|| {
+        let visit = visitor(visit)?;
+        // SAFETY: the caller vouches for it.
+        let tag = if tag.is_null() { None } else { Some(unsafe { text(tag, "tag") }?) };
+        // SAFETY: the caller vouches for it.
+        let all = unsafe { held(gms) }?.manager()?.list_handles(tag)?;
+        for one in &all {
+            // SAFETY: the caller vouches for it.
+            unsafe { show(visit, context, one, None) };
+        }
+        Ok(())
+    })
+}
+
+/// Calls a function with everything that is mapped, or an address is kept for, by address. Asks nobody.
+///
+/// # Safety
+/// As `vpmm_gms_allocate_handle`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_list_mappings(
+    gms: *const vpmm_gms,
+    visit: vpmm_gms_visit_allocation,
+    context: *mut c_void,
+) -> vpmm_status {
+    guard(|| {
+        let visit = visitor(visit)?;
+        // SAFETY: the caller vouches for it.
+        let all = unsafe { held(gms) }?.manager()?.mappings();
+        for one in all {
+            let allocation = AllocationInfo {
+                allocation_id: one.allocation_id,
+                size: one.bytes,
+                aligned_size: one.bytes,
+                tag: one.tag,
+                layout_slot: one.layout_slot,
+            };
+            // SAFETY: the caller vouches for it.
+            unsafe { show(visit, context, &allocation, Some((one.address, one.is_mapped))) };
+        }
+        Ok(())
+    })
+}
+
+/// Gives an allocation back; `freed`, which may be null, gets 1 if there was one, else 0.
+///
+/// # Safety
+/// `gms` is null or a handle; `id` is null or ends with a zero byte; `freed` is null or has room for a
+/// number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_free_handle(
+    gms: *const vpmm_gms,
+    id: *const c_char,
+    freed: *mut u32,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for both.
+        let (mut held, id) = unsafe { (held(gms)?, text(id, "id")?) };
+        let was_there = held.manager()?.free_handle(id)?;
+        if freed.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller vouches for it.
+        unsafe { put(freed, "freed", u32::from(was_there)) }
+    })
+}
+
+/// Reserves addresses for so many bytes, in whole granules.
+///
+/// # Safety
+/// `gms` is null or a handle; `out` is null or has room for a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_reserve(
+    gms: *const vpmm_gms,
+    bytes: u64,
+    out: *mut u64,
+) -> vpmm_status {
+    guard(|| {
+        if out.is_null() {
+            return Err(Failure::null("out"));
+        }
+        // SAFETY: the caller vouches for it.
+        let address = unsafe { held(gms) }?.manager()?.reserve(bytes)?;
+        // SAFETY: the caller vouches for it.
+        unsafe { put(out, "out", address) }
+    })
+}
+
+/// Maps an allocation at an address that was reserved for it. The descriptor, of its memory, is closed
+/// in any case. What the server knows of it is asked for.
+///
+/// # Safety
+/// `gms` is null or a handle; `file` is an open descriptor, or negative; `id` is null or ends with a
+/// zero byte.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_map(
+    gms: *const vpmm_gms,
+    file: c_int,
+    address: u64,
+    id: *const c_char,
+) -> vpmm_status {
+    guard(|| {
+        if file < 0 {
+            let text = format!("{file} is no descriptor");
+            return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
+        }
+        // SAFETY: the caller vouches for it, and gives it away.
+        let file = unsafe { OwnedFd::from_raw_fd(file) };
+        // SAFETY: the caller vouches for both.
+        let (mut held, id) = unsafe { (held(gms)?, text(id, "id")?) };
+        let manager = held.manager()?;
+        let allocation = manager.handle_info(id)?;
+        Ok(manager.map(address, file, allocation)?)
+    })
+}
+
+/// Waits for the device, takes the memory at an address away and keeps the address.
+///
+/// # Safety
+/// `gms` is null or a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_unmap(gms: *const vpmm_gms, address: u64) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        Ok(unsafe { held(gms) }?.manager()?.unmap(address)?)
+    })
+}
+
+/// Gives an address back at which no memory is.
+///
+/// # Safety
+/// `gms` is null or a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_free_address(gms: *const vpmm_gms, address: u64) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        Ok(unsafe { held(gms) }?.manager()?.free_address(address)?)
+    })
+}
+
+/// Puts an entry of metadata.
+///
+/// # Safety
+/// `gms` is null or a handle; `key` and `id` are null or end with a zero byte; `value` is to
+/// `value_bytes` bytes, or null and there are none.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_metadata_put(
+    gms: *const vpmm_gms,
+    key: *const c_char,
+    id: *const c_char,
+    offset_bytes: u64,
+    value: *const c_void,
+    value_bytes: usize,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for all.
+        let (mut held, key, id) = unsafe { (held(gms)?, text(key, "key")?, text(id, "id")?) };
+        let value: &[u8] = match (value.is_null(), value_bytes) {
+            (_, 0) => &[],
+            (true, _) => return Err(Failure::null("value")),
+            // SAFETY: the caller vouches for it.
+            (false, bytes) => unsafe { std::slice::from_raw_parts(value.cast(), bytes) },
+        };
+        Ok(held.manager()?.metadata_put(key, id, offset_bytes, value)?)
+    })
+}
+
+/// Calls a function with an entry of metadata, if there is one.
+///
+/// # Safety
+/// `gms` is null or a handle; `key` is null or ends with a zero byte; the function may be called with
+/// `context`, and lets no exception out.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_metadata_get(
+    gms: *const vpmm_gms,
+    key: *const c_char,
+    visit: vpmm_gms_visit_value,
+    context: *mut c_void,
+) -> vpmm_status {
+    guard(|| {
+        let visit = visitor(visit)?;
+        // SAFETY: the caller vouches for both.
+        let (mut held, key) = unsafe { (held(gms)?, text(key, "key")?) };
+        if let Some(entry) = held.manager()?.metadata_get(key)? {
+            let id = c_text(&entry.allocation_id);
+            let (value, bytes) = (entry.value.as_ptr().cast(), entry.value.len());
+            // SAFETY: the caller vouches for it.
+            unsafe { visit(context, id.as_ptr(), entry.offset_bytes, value, bytes) };
+        }
+        Ok(())
+    })
+}
+
+/// Calls a function with every key that begins so, sorted; all for null.
+///
+/// # Safety
+/// As `vpmm_gms_metadata_get`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_metadata_list(
+    gms: *const vpmm_gms,
+    prefix: *const c_char,
+    visit: vpmm_gms_visit_key,
+    context: *mut c_void,
+) -> vpmm_status {
+    guard(|| {
+        let visit = visitor(visit)?;
+        // SAFETY: the caller vouches for it.
+        let prefix = if prefix.is_null() { "" } else { unsafe { text(prefix, "prefix") }? };
+        // SAFETY: the caller vouches for it.
+        let keys = unsafe { held(gms) }?.manager()?.metadata_list(prefix)?;
+        for key in keys {
+            // SAFETY: the caller vouches for it.
+            unsafe { visit(context, c_text(&key).as_ptr()) };
+        }
+        Ok(())
+    })
+}
+
+/// Takes an entry of metadata away; `deleted`, which may be null, gets 1 if there was one, else 0.
+///
+/// # Safety
+/// `gms` is null or a handle; `key` is null or ends with a zero byte; `deleted` is null or has room for a
+/// number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_metadata_delete(
+    gms: *const vpmm_gms,
+    key: *const c_char,
+    deleted: *mut u32,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for both.
+        let (mut held, key) = unsafe { (held(gms)?, text(key, "key")?) };
+        let was_there = held.manager()?.metadata_delete(key)?;
+        if deleted.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller vouches for it.
+        unsafe { put(deleted, "deleted", u32::from(was_there)) }
+    })
+}
+
+/// Makes an allocation of a tag and maps it, or where `id` is not null maps that one, which keeps its
+/// address if it is mapped already: its address.
+///
+/// # Safety
+/// `gms` is null or a handle; `id` and `tag` are null or end with a zero byte; `out` is null or has room
+/// for a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_create_mapping(
+    gms: *const vpmm_gms,
+    id: *const c_char,
+    bytes: u64,
+    tag: *const c_char,
+    out: *mut u64,
+) -> vpmm_status {
+    guard(|| {
+        if out.is_null() {
+            return Err(Failure::null("out"));
+        }
+        // SAFETY: the caller vouches for it.
+        let mut held = unsafe { held(gms) }?;
+        let manager = held.manager()?;
+        let address = if id.is_null() {
+            // SAFETY: the caller vouches for it.
+            manager.create_mapping(bytes, unsafe { text(tag, "tag") }?)?
+        } else {
+            // SAFETY: the caller vouches for it.
+            manager.import_mapping(unsafe { text(id, "id") }?)?
+        };
+        // SAFETY: the caller vouches for it.
+        unsafe { put(out, "out", address) }
+    })
+}
+
+/// Makes `count` allocations of a tag at once, and maps them side by side: the address of each.
+///
+/// # Safety
+/// `gms` is null or a handle; `sizes` and `out` are to `count` numbers; `tag` is null or ends with a zero
+/// byte.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_create_mappings(
+    gms: *const vpmm_gms,
+    sizes: *const u64,
+    count: usize,
+    tag: *const c_char,
+    out: *mut u64,
+) -> vpmm_status {
+    guard(|| {
+        if count == 0 {
+            return Ok(());
+        }
+        if sizes.is_null() || out.is_null() {
+            return Err(Failure::null(if out.is_null() { "out" } else { "sizes" }));
+        }
+        // SAFETY: the caller vouches for both.
+        let (mut held, tag) = unsafe { (held(gms)?, text(tag, "tag")?) };
+        // SAFETY: the caller vouches for it.
+        let sizes = unsafe { std::slice::from_raw_parts(sizes, count) };
+        let made = held.manager()?.create_mappings(sizes, tag)?;
+        // SAFETY: there is room for as many as there are sizes.
+        unsafe { out.copy_from_nonoverlapping(made.as_ptr(), made.len().min(count)) };
+        Ok(())
+    })
+}
+
+/// Maps every allocation of a tag, or all if it is null, side by side; the function is called with each
+/// in the order of their slots. Those that are mapped keep their addresses.
+///
+/// # Safety
+/// As `vpmm_gms_allocate_handle`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_import_all(
+    gms: *const vpmm_gms,
+    tag: *const c_char,
+    visit: vpmm_gms_visit_allocation,
+    context: *mut c_void,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let tag = if tag.is_null() { None } else { Some(unsafe { text(tag, "tag") }?) };
+        // SAFETY: the caller vouches for it.
+        let all = unsafe { held(gms) }?.manager()?.import_all(tag)?;
+        if let Some(visit) = visit {
+            for (allocation, address) in &all {
+                // SAFETY: the caller vouches for it.
+                unsafe { show(visit, context, allocation, Some((*address, true))) };
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Waits for the device, and takes a mapping away with its address, and, as a writer, with its
+/// allocation.
+///
+/// # Safety
+/// `gms` is null or a handle; the memory is not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_destroy_mapping(
+    gms: *const vpmm_gms,
+    address: u64,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        Ok(unsafe { held(gms) }?.manager()?.destroy_mapping(address)?)
+    })
+}
+
+/// Waits for the device, gives all memory up and keeps the addresses.
+///
+/// # Safety
+/// `gms` is null or a handle; the memory is not used before it is back.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_unmap_all(gms: *const vpmm_gms) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        Ok(unsafe { held(gms) }?.manager()?.unmap_all()?)
+    })
+}
+
+/// Brings the memory back at the same addresses. `VPMM_STALE` where the layout is another now.
+///
+/// # Safety
+/// `gms` is null or a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_remap_all(gms: *const vpmm_gms) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        Ok(unsafe { held(gms) }?.manager()?.remap_all()?)
+    })
+}
+
+/// As a writer of a new layout, makes an allocation of a tag for every address that is kept;
+/// `vpmm_gms_remap_all` maps them.
+///
+/// # Safety
+/// `gms` is null or a handle; `tag` is null or ends with a zero byte.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_reallocate_all(
+    gms: *const vpmm_gms,
+    tag: *const c_char,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for both.
+        let (mut held, tag) = unsafe { (held(gms)?, text(tag, "tag")?) };
+        Ok(held.manager()?.reallocate_all(tag)?)
+    })
+}
