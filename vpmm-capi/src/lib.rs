@@ -28,7 +28,10 @@ mod stream;
 mod torch;
 mod version;
 
-pub use driver::{vpmm_driver, vpmm_driver_device_count, vpmm_driver_load, vpmm_driver_release};
+pub use driver::{
+    vpmm_driver, vpmm_driver_device_count, vpmm_driver_load, vpmm_driver_memory,
+    vpmm_driver_release,
+};
 pub use guard::vpmm_last_error;
 pub use options::{vpmm_pool_options, vpmm_pool_options_init, vpmm_profile};
 pub use pool::{
@@ -37,8 +40,10 @@ pub use pool::{
     vpmm_pool_validate, vpmm_record_stream,
 };
 pub use process::{
-    VPMM_EVERY_DEVICE, vpmm_process_configure, vpmm_process_driver, vpmm_process_forget_stream,
-    vpmm_process_free, vpmm_process_malloc, vpmm_process_pool,
+    VPMM_EVERY_DEVICE, vpmm_process_configure, vpmm_process_copy, vpmm_process_download,
+    vpmm_process_driver, vpmm_process_fill, vpmm_process_forget_stream, vpmm_process_free,
+    vpmm_process_malloc, vpmm_process_pool, vpmm_process_record_stream, vpmm_process_synchronize,
+    vpmm_process_upload, vpmm_process_wait_for,
 };
 pub use stats::{vpmm_stats, vpmm_stats_init};
 pub use status::{vpmm_status, vpmm_status_name};

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 /// In the order in which a reader of the header wants them.
-const SOURCES: [&str; 10] = [
+const SOURCES: [&str; 11] = [
     "version",
     "status",
     "guard",
@@ -13,6 +13,7 @@ const SOURCES: [&str; 10] = [
     "stats",
     "pool",
     "process/mod",
+    "process/copies",
     "torch/mod",
 ];
 

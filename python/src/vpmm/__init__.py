@@ -8,6 +8,7 @@ Nothing of the three is imported before it is asked for. With the environment va
 
 from __future__ import annotations
 
+from ._buffer import DeviceBuffer
 from ._errors import (
     ContextLostError,
     DriverError,
@@ -25,14 +26,17 @@ from ._pool import (
     Statistics,
     configure,
     device_count,
+    device_memory,
     forget_stream,
     reset_peaks,
     statistics,
     trim,
 )
+from ._profile import Record, forget_records, profile, records, report
 
 __all__ = [
     "ContextLostError",
+    "DeviceBuffer",
     "DriverError",
     "Error",
     "InUseError",
@@ -40,12 +44,18 @@ __all__ = [
     "OutOfMemoryError",
     "PointerError",
     "Pool",
+    "Record",
     "Statistics",
     "StreamError",
     "UnsupportedError",
     "configure",
     "device_count",
+    "device_memory",
+    "forget_records",
     "forget_stream",
+    "profile",
+    "records",
+    "report",
     "reset_peaks",
     "statistics",
     "trim",
