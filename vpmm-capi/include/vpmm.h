@@ -594,6 +594,18 @@ void vpmm_driver_release(struct vpmm_driver *driver);
 enum vpmm_status vpmm_driver_device_count(const struct vpmm_driver *driver, uint32_t *out);
 
 /**
+ * Bytes of a device's memory that nobody uses, and in `total`, which may be null, all of it, as the
+ * driver counts them.
+ *
+ * # Safety
+ * `driver` is null or a handle; `total` and `free` are null or have room for a number.
+ */
+enum vpmm_status vpmm_driver_memory(const struct vpmm_driver *driver,
+                                    uint32_t device,
+                                    uint64_t *total,
+                                    uint64_t *free);
+
+/**
  * Makes a stream on a device, which does not wait for the default stream. `out` is a `CUstream`, which
  * is a `cudaStream_t`.
  *
@@ -1416,6 +1428,138 @@ enum vpmm_status vpmm_process_free(uint32_t device, void *pointer, void *stream)
 enum vpmm_status vpmm_process_forget_stream(uint32_t device,
                                             void *stream,
                                             uint32_t *known);
+
+/**
+ * As `vpmm_record_stream`, for memory of any of the process's pools.
+ *
+ * # Safety
+ * The stream is alive, and lasts as in `vpmm_process_malloc`.
+ */
+enum vpmm_status vpmm_process_record_stream(void *pointer, void *stream);
+
+/**
+ * Copies from the host to a device, and waits for it.
+ *
+ * # Safety
+ * Both have so many bytes; the stream lasts as in `vpmm_process_malloc`; who else uses the device's
+ * memory is ordered before or after.
+ */
+enum vpmm_status vpmm_process_upload(uint32_t device,
+                                     void *to,
+                                     const void *from,
+                                     size_t bytes,
+                                     void *on);
+
+/**
+ * Copies from a device to the host, and waits for it.
+ *
+ * # Safety
+ * As `vpmm_process_upload`.
+ */
+enum vpmm_status vpmm_process_download(uint32_t device,
+                                       void *to,
+                                       void *from,
+                                       size_t bytes,
+                                       void *on);
+
+/**
+ * Copies on a device; returns at once.
+ *
+ * # Safety
+ * As `vpmm_process_upload`; both are there until the copy is done, and do not overlap.
+ */
+enum vpmm_status vpmm_process_copy(uint32_t device, void *to, void *from, size_t bytes, void *on);
+
+/**
+ * Sets bytes on a device; returns at once.
+ *
+ * # Safety
+ * As `vpmm_process_upload`; the memory is there until it is filled.
+ */
+enum vpmm_status vpmm_process_fill(uint32_t device,
+                                   void *to,
+                                   uint8_t value,
+                                   size_t bytes,
+                                   void *on);
+
+/**
+ * Has what is enqueued on a stream later wait, on the GPU, for what is enqueued on another now.
+ *
+ * # Safety
+ * Both streams are alive, and last as in `vpmm_process_malloc`.
+ */
+enum vpmm_status vpmm_process_wait_for(uint32_t device, void *waiting, void *other);
+
+/**
+ * Waits on the host for everything enqueued so far on a stream; what was freed there before is then
+ * everybody's.
+ *
+ * # Safety
+ * As in `vpmm_process_malloc`.
+ */
+enum vpmm_status vpmm_process_synchronize(uint32_t device, void *on);
+
+/**
+ * Copies from the host to a device, and waits for it.
+ *
+ * # Safety
+ * Both have so many bytes; the stream lasts as in `vpmm_process_malloc`; who else uses the device's
+ * memory is ordered before or after.
+ */
+enum vpmm_status vpmm_process_upload(uint32_t device,
+                                     void *to,
+                                     const void *from,
+                                     size_t bytes,
+                                     void *on);
+
+/**
+ * Copies from a device to the host, and waits for it.
+ *
+ * # Safety
+ * As `vpmm_process_upload`.
+ */
+enum vpmm_status vpmm_process_download(uint32_t device,
+                                       void *to,
+                                       void *from,
+                                       size_t bytes,
+                                       void *on);
+
+/**
+ * Copies on a device; returns at once.
+ *
+ * # Safety
+ * As `vpmm_process_upload`; both are there until the copy is done, and do not overlap.
+ */
+enum vpmm_status vpmm_process_copy(uint32_t device, void *to, void *from, size_t bytes, void *on);
+
+/**
+ * Sets bytes on a device; returns at once.
+ *
+ * # Safety
+ * As `vpmm_process_upload`; the memory is there until it is filled.
+ */
+enum vpmm_status vpmm_process_fill(uint32_t device,
+                                   void *to,
+                                   uint8_t value,
+                                   size_t bytes,
+                                   void *on);
+
+/**
+ * Has what is enqueued on a stream later wait, on the GPU, for what is enqueued on another now.
+ *
+ * # Safety
+ * Both streams are alive, and last as in `vpmm_process_malloc`.
+ */
+enum vpmm_status vpmm_process_wait_for(uint32_t device, void *waiting, void *other);
+
+/**
+ * Waits on the host for everything enqueued so far on a stream; what was freed there before is then
+ * everybody's.
+ *
+ * # Safety
+ * As in `vpmm_process_malloc`.
+ */
+enum vpmm_status vpmm_process_synchronize(uint32_t device, void *on);
 
 /**
  * PyTorch's `alloc`. Throws.

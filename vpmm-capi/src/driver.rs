@@ -132,3 +132,29 @@ pub unsafe extern "C" fn vpmm_driver_device_count(
         unsafe { put(out, "out", count) }
     })
 }
+
+/// Bytes of a device's memory that nobody uses, and in `total`, which may be null, all of it, as the
+/// driver counts them.
+///
+/// # Safety
+/// `driver` is null or a handle; `total` and `free` are null or have room for a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_driver_memory(
+    driver: *const vpmm_driver,
+    device: u32,
+    total: *mut u64,
+    free: *mut u64,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let device = unsafe { given(driver, "driver") }?.0.device(device)?;
+        let bytes = (device.free_memory()?, device.total_memory()?);
+        // SAFETY: the caller vouches for it.
+        unsafe { put(free, "free", bytes.0) }?;
+        if total.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller vouches for it.
+        unsafe { put(total, "total", bytes.1) }
+    })
+}

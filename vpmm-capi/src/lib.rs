@@ -34,7 +34,10 @@ mod tagged;
 mod torch;
 mod version;
 
-pub use driver::{vpmm_driver, vpmm_driver_device_count, vpmm_driver_load, vpmm_driver_release};
+pub use driver::{
+    vpmm_driver, vpmm_driver_device_count, vpmm_driver_load, vpmm_driver_memory,
+    vpmm_driver_release,
+};
 pub use graph::{
     vpmm_graph_pool, vpmm_graph_pool_begin, vpmm_graph_pool_create, vpmm_graph_pool_end,
     vpmm_graph_pool_finish, vpmm_graph_pool_release,
@@ -50,8 +53,10 @@ pub use pool::{
     vpmm_pool_trim_to, vpmm_pool_validate, vpmm_record_stream,
 };
 pub use process::{
-    VPMM_EVERY_DEVICE, vpmm_process_configure, vpmm_process_driver, vpmm_process_forget_stream,
-    vpmm_process_free, vpmm_process_malloc, vpmm_process_pool,
+    VPMM_EVERY_DEVICE, vpmm_process_configure, vpmm_process_copy, vpmm_process_download,
+    vpmm_process_driver, vpmm_process_fill, vpmm_process_forget_stream, vpmm_process_free,
+    vpmm_process_malloc, vpmm_process_pool, vpmm_process_record_stream, vpmm_process_synchronize,
+    vpmm_process_upload, vpmm_process_wait_for,
 };
 pub use service::{
     vpmm_gms, vpmm_gms_abort, vpmm_gms_allocate_handle, vpmm_gms_allocation, vpmm_gms_close,

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 /// In the order in which a reader of the header wants them.
-const SOURCES: [&str; 15] = [
+const SOURCES: [&str; 16] = [
     "version",
     "status",
     "guard",
@@ -18,6 +18,7 @@ const SOURCES: [&str; 15] = [
     "share",
     "service",
     "process/mod",
+    "process/copies",
     "torch/mod",
 ];
 

@@ -2,11 +2,16 @@
 //! shares. They are made when they are first asked for, and last until the process ends.
 
 mod captures;
+mod copies;
 mod mode;
 mod serve;
 mod streams;
 
 pub(crate) use captures::{Filter, begin, end, release};
+pub use copies::{
+    vpmm_process_copy, vpmm_process_download, vpmm_process_fill, vpmm_process_synchronize,
+    vpmm_process_upload, vpmm_process_wait_for,
+};
 pub(crate) use serve::{allocate, free, record_stream};
 
 use std::collections::BTreeMap;
@@ -231,4 +236,17 @@ pub unsafe extern "C" fn vpmm_process_forget_stream(
         // SAFETY: the caller vouches for it.
         unsafe { put(known, "known", u32::from(was_known)) }
     })
+}
+
+/// As `vpmm_record_stream`, for memory of any of the process's pools.
+///
+/// # Safety
+/// The stream is alive, and lasts as in `vpmm_process_malloc`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_process_record_stream(
+    pointer: *mut c_void,
+    stream: *mut c_void,
+) -> vpmm_status {
+    // SAFETY: the caller vouches for it.
+    guard(|| unsafe { record_stream(pointer, stream) })
 }

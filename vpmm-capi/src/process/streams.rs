@@ -140,6 +140,21 @@ pub(super) unsafe fn adopt(
     Ok(handle)
 }
 
+/// A stream that was adopted, or a default one, as a value.
+pub(super) fn known(device: &Device, raw: *mut c_void) -> Option<Stream> {
+    match raw.addr() {
+        0 | 1 => return Some(Stream::legacy(device)),
+        2 => return Some(Stream::per_thread(device)),
+        _ => {}
+    }
+    let ordinal = device.ordinal();
+    let kept = kept();
+    let is_it = |(_, stream): &&(usize, Stream)| {
+        stream.handle().raw().addr() == raw.addr() && stream.device().ordinal() == ordinal
+    };
+    kept.iter().find(is_it).map(|(_, stream)| stream.clone())
+}
+
 /// A stream is about to end: pools are told, and its handle may be another stream's from then on.
 /// Answers whether it was known.
 pub(super) fn forget(device: u32, raw: *mut c_void) -> bool {

@@ -5,6 +5,7 @@ use bytemuck::Pod;
 use super::home::Home;
 use crate::error::{Error, Result};
 use crate::stream::Stream;
+use crate::units::DevicePtr;
 
 /// The bytes of a pattern that is made on the host; the rest is copied from there.
 const PATTERN_BYTES: usize = 4096;
@@ -52,12 +53,8 @@ pub(super) unsafe fn enqueue_upload(
     from: *const u8,
     bytes: usize,
 ) -> Result<()> {
-    let _context = stream.device().enter()?;
-    let raw = stream.handle().raw();
-    // SAFETY: the stream is alive; the caller vouches for the host's bytes, the driver checks the
-    // device's.
-    unsafe { stream.device().driver().cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, raw) }
-        .map_err(|failure| failure.about(bytes as u64))
+    // SAFETY: the caller vouches for the host's bytes; containers for the device's.
+    unsafe { stream.upload(DevicePtr::from_address(to), from, bytes) }
 }
 
 /// # Safety
@@ -68,24 +65,17 @@ pub(super) unsafe fn enqueue_download(
     from: u64,
     bytes: usize,
 ) -> Result<()> {
-    let _context = stream.device().enter()?;
-    let raw = stream.handle().raw();
     // SAFETY: as in `enqueue_upload`.
-    unsafe { stream.device().driver().cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, raw) }
-        .map_err(|failure| failure.about(bytes as u64))
+    unsafe { stream.download(to, DevicePtr::from_address(from), bytes) }
 }
 
 /// Copies within one stream.
 pub(super) fn across(stream: &Stream, to: u64, from: u64, bytes: usize) -> Result<()> {
-    if bytes == 0 {
-        return Ok(());
-    }
-    let _context = stream.device().enter()?;
-    let raw = stream.handle().raw();
-    // SAFETY: the stream is alive; the driver checks the addresses. No memory of the host's own is at
-    // either: a container's memory is device memory, or page-locked and not lent out meanwhile.
-    unsafe { stream.device().driver().cuMemcpyDtoDAsync_v2(to, from, bytes, raw) }
-        .map_err(|failure| failure.about(bytes as u64))
+    let (to, from) = (DevicePtr::from_address(to), DevicePtr::from_address(from));
+    // SAFETY: the addresses are containers', which keep their memory until the stream is done with it. No
+    // memory of the host's own is at either: a container's memory is device memory, or page-locked and
+    // not lent out meanwhile.
+    unsafe { stream.copy(to, from, bytes) }
 }
 
 /// Copies between containers: after what is enqueued on either's stream, before what will be.
@@ -104,14 +94,8 @@ pub(super) fn between(
 
 /// Sets `count` bytes.
 pub(super) fn fill_bytes(stream: &Stream, to: u64, value: u8, count: usize) -> Result<()> {
-    if count == 0 {
-        return Ok(());
-    }
-    let _context = stream.device().enter()?;
-    let raw = stream.handle().raw();
-    // SAFETY: the stream is alive; the driver checks the addresses.
-    unsafe { stream.device().driver().cuMemsetD8Async(to, value, count, raw) }
-        .map_err(|failure| failure.about(count as u64))
+    // SAFETY: the address is a container's, as in `across`.
+    unsafe { stream.fill(DevicePtr::from_address(to), value, count) }
 }
 
 fn fill_words(stream: &Stream, to: u64, value: u32, count: usize) -> Result<()> {

@@ -1,5 +1,6 @@
 //! Streams and events as values with an owner, or borrowed.
 
+mod copies;
 mod event;
 mod owned;
 mod pool;

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from typing import Any
+import threading
+from typing import Any, ClassVar
 
 from ._library import EVERY_DEVICE, NULL, address, answer, call, ffi, handle, lib
 
 _UNITS = {
     "": 1,
+    "B": 1,
     "KB": 10**3,
     "MB": 10**6,
     "GB": 10**9,
@@ -25,7 +27,7 @@ _UNITS = {
 def bytes_of(size: int | str) -> int:
     """A number of bytes, given as such or as in ``"20 GB"``, ``"1.5GiB"``."""
     if isinstance(size, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|)\s*", size, re.IGNORECASE)
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]i?)?B|)\s*", size, re.IGNORECASE)
         if not found:
             raise ValueError(f"{size!r} is no size: a number, and B, KB, KiB and so on")
         return int(float(found[1]) * _UNITS[found[2].upper()])
@@ -208,14 +210,86 @@ def configure(device: int | None = None, **options) -> None:
     call(lib.vpmm_process_configure, made)
 
 
+class Peaks:
+    """A stretch of time with peaks of its own. The pool knows one peak of each kind; stretches that are
+    inside each other begin it anew, and hand what they saw to those around them."""
+
+    _lock = threading.RLock()
+    _open: ClassVar[dict[int, list[Peaks]]] = {}
+
+    def __init__(self, device: int, now: Statistics):
+        self.device, self.live_bytes = device, now.live_bytes
+        self.peak_live_bytes, self.peak_mapped_bytes = now.live_bytes, now.mapped_bytes
+
+    @classmethod
+    def enter(cls, device: int) -> Peaks:
+        with cls._lock:
+            pool = Pool.of_process(device)
+            now = pool.statistics()
+            stretches = cls._open.setdefault(device, [cls(device, now)])
+            for stretch in stretches:
+                stretch._note(now)
+            made = cls(device, now)
+            stretches.append(made)
+            pool.reset_peaks()
+            return made
+
+    def leave(self) -> Statistics:
+        """What was seen since the begin."""
+        with self._lock:
+            now = Pool.of_process(self.device).statistics()
+            stretches = self._open[self.device]
+            for stretch in stretches:
+                stretch._note(now)
+            stretches.remove(self)
+            return self._as_seen(now)
+
+    def _note(self, now: Statistics) -> None:
+        self.peak_live_bytes = max(self.peak_live_bytes, now.peak_live_bytes)
+        self.peak_mapped_bytes = max(self.peak_mapped_bytes, now.peak_mapped_bytes)
+
+    def _as_seen(self, now: Statistics) -> Statistics:
+        return dataclasses.replace(
+            now,
+            peak_live_bytes=max(self.peak_live_bytes, now.peak_live_bytes),
+            peak_mapped_bytes=max(self.peak_mapped_bytes, now.peak_mapped_bytes),
+        )
+
+    @classmethod
+    def of_all(cls, device: int, now: Statistics) -> Statistics:
+        """What :func:`statistics` says: the first stretch is since the peaks were reset."""
+        with cls._lock:
+            stretches = cls._open.get(device)
+            return stretches[0]._as_seen(now) if stretches else now
+
+    @classmethod
+    def reset(cls, device: int) -> None:
+        with cls._lock:
+            pool = Pool.of_process(device)
+            now = pool.statistics()
+            stretches = cls._open.get(device, [])
+            for stretch in stretches[1:]:
+                stretch._note(now)
+            if stretches:
+                stretches[0] = cls(device, now)
+            pool.reset_peaks()
+
+
 def statistics(device: int = 0) -> Statistics:
     """What the process's pool on a device holds."""
-    return Pool.of_process(device).statistics()
+    return Peaks.of_all(device, Pool.of_process(device).statistics())
 
 
 def reset_peaks(device: int = 0) -> None:
     """Sets the peaks of the process's pool to what is held now."""
-    Pool.of_process(device).reset_peaks()
+    Peaks.reset(device)
+
+
+def device_memory(device: int = 0) -> tuple[int, int]:
+    """Free and total bytes of a device, as the driver counts them."""
+    total = ffi.new("uint64_t *")
+    free = answer("uint64_t", lib.vpmm_driver_memory, _driver(), device, total)
+    return free, total[0]
 
 
 def trim(keep: int | str = 0, device: int = 0) -> int:

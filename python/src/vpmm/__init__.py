@@ -8,6 +8,7 @@ Nothing of the three is imported before it is asked for. With the environment va
 
 from __future__ import annotations
 
+from ._buffer import DeviceBuffer
 from ._errors import (
     ContextLostError,
     DisconnectedError,
@@ -32,14 +33,17 @@ from ._pool import (
     Statistics,
     configure,
     device_count,
+    device_memory,
     forget_stream,
     reset_peaks,
     statistics,
     trim,
 )
+from ._profile import Record, forget_records, profile, records, report
 
 __all__ = [
     "ContextLostError",
+    "DeviceBuffer",
     "DisconnectedError",
     "DriverError",
     "Error",
@@ -51,6 +55,7 @@ __all__ = [
     "OutOfMemoryError",
     "PointerError",
     "Pool",
+    "Record",
     "RefusedError",
     "StaleMemoryLayoutError",
     "StateError",
@@ -59,7 +64,12 @@ __all__ = [
     "UnsupportedError",
     "configure",
     "device_count",
+    "device_memory",
+    "forget_records",
     "forget_stream",
+    "profile",
+    "records",
+    "report",
     "reset_peaks",
     "statistics",
     "trim",

@@ -1,0 +1,234 @@
+"""Device memory with an owner."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from . import _dlpack
+from ._library import address, answer, call, ffi, handle, lib
+
+#: The legacy default stream where a number may not be 0.
+_LEGACY = 1
+
+
+def _raw(stream: Any) -> int:
+    """A stream as a number: an ``int``, or an object of PyTorch's, CuPy's, Numba's or with
+    ``__cuda_stream__``."""
+    if stream is None:
+        return 0
+    if isinstance(stream, int):
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    for name in ("cuda_stream", "ptr"):
+        if isinstance(getattr(stream, name, None), int):
+            return getattr(stream, name)
+    raw = getattr(stream, "handle", None)
+    if raw is not None:
+        return int(getattr(raw, "value", raw) or 0)
+    raise TypeError(f"{stream!r} is no stream")
+
+
+def _free(device: int, pointer: int, stream: int) -> None:
+    call(lib.vpmm_process_free, device, handle(pointer), handle(stream))
+
+
+class DeviceBuffer:
+    """Bytes on a device, from the process's pool: freed on their stream when the buffer goes.
+
+    NumPy, CuPy, Numba and PyTorch take it for an array of bytes, by ``__cuda_array_interface__`` and
+    DLPack, without a copy. A stream is a number (a ``cudaStream_t``), or an object of those libraries; it
+    must outlive the buffer.
+
+    >>> buffer = DeviceBuffer.from_bytes(b"abc")
+    >>> buffer.to_bytes()
+    b'abc'
+    """
+
+    def __init__(self, size: int, *, stream: Any = None, device: int = 0):
+        if size < 0:
+            raise ValueError(f"a buffer of {size} bytes")
+        self._size, self._device, self._keeps = size, device, stream
+        self._stream = _raw(stream)
+        made = answer("void *", lib.vpmm_process_malloc, device, size, handle(self._stream))
+        self._pointer = address(made)
+        self._end = weakref.finalize(self, _free, device, self._pointer, self._stream)
+        # The driver takes everything back when the process ends.
+        self._end.atexit = False
+
+    @classmethod
+    def from_bytes(cls, data: Any, *, stream: Any = None, device: int = 0) -> DeviceBuffer:
+        """A buffer with the contents of whatever has them in one piece on the host: bytes, a memoryview, a
+        NumPy array. Waits for the copy."""
+        view = _contiguous(data)
+        made = cls(view.nbytes, stream=stream, device=device)
+        made.copy_from(view)
+        return made
+
+    # The same for who looks for the name.
+    from_numpy = from_bytes
+
+    @property
+    def ptr(self) -> int:
+        """The address of the first byte; 0 for a buffer without any."""
+        return self._pointer
+
+    @property
+    def size(self) -> int:
+        """How many bytes there are."""
+        return self._size
+
+    nbytes = size
+
+    @property
+    def device(self) -> int:
+        """The device's number."""
+        return self._device
+
+    @property
+    def stream(self) -> int:
+        """The stream that it was allocated on, and is freed on, as a number."""
+        return self._stream
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __repr__(self) -> str:
+        return f"DeviceBuffer(size={self._size}, ptr={self._pointer:#x}, device={self._device})"
+
+    def copy_from(self, data: Any, offset: int = 0) -> None:
+        """Copies from the host, from ``offset`` on; waits for it."""
+        view = _contiguous(data)
+        self._check(offset, view.nbytes)
+        if view.nbytes:
+            source = ffi.from_buffer(view)
+            self._do(lib.vpmm_process_upload, self._pointer + offset, source, view.nbytes)
+
+    def copy_to(self, out: Any, offset: int = 0) -> None:
+        """Copies to the host, into whatever has room for bytes and can be written; waits for it."""
+        view = _contiguous(out)
+        self._check(offset, view.nbytes)
+        if view.nbytes:
+            target = ffi.from_buffer(view, require_writable=True)
+            call(
+                lib.vpmm_process_download,
+                self._device,
+                target,
+                handle(self._pointer + offset),
+                view.nbytes,
+                handle(self._stream),
+            )
+
+    def copy_from_device(self, source: Any) -> None:
+        """Copies from a buffer, or from anything with ``__cuda_array_interface__`` in one piece, on this
+        buffer's stream. What wrote the source must come before on that stream."""
+        pointer, size = _device_bytes(source)
+        if size > self._size:
+            raise ValueError(f"{size} bytes into a buffer of {self._size}")
+        if size:
+            self._do(lib.vpmm_process_copy, self._pointer, handle(pointer), size)
+
+    def fill(self, value: int = 0) -> None:
+        """Sets every byte, on the buffer's stream."""
+        if not 0 <= value <= 255:
+            raise ValueError(f"{value} is no byte")
+        if self._size:
+            self._do(lib.vpmm_process_fill, self._pointer, value, self._size)
+
+    def to_bytes(self) -> bytes:
+        """The contents, copied to the host."""
+        out = bytearray(self._size)
+        self.copy_to(out)
+        return bytes(out)
+
+    def to_numpy(self, dtype: Any = "uint8", shape: Any = -1) -> Any:
+        """The contents as a NumPy array."""
+        import numpy
+
+        out = numpy.empty(self._size, numpy.uint8)
+        self.copy_to(out)
+        return out.view(dtype).reshape(shape)
+
+    def record_stream(self, stream: Any) -> None:
+        """Notes that the buffer is used on a further stream: after its end the memory is not handed out
+        before what is enqueued there until then has finished."""
+        if self._pointer:
+            call(lib.vpmm_process_record_stream, handle(self._pointer), handle(_raw(stream)))
+
+    def free(self) -> None:
+        """Frees it now, once everything enqueued on its stream has finished."""
+        if self._end.detach():
+            pointer, self._pointer, self._size = self._pointer, 0, 0
+            _free(self._device, pointer, self._stream)
+
+    def __enter__(self) -> DeviceBuffer:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.free()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "data": (self._pointer, False),
+            "shape": (self._size,),
+            "strides": None,
+            "typestr": "|u1",
+            "stream": self._stream or _LEGACY,
+            "version": 3,
+        }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (_dlpack.CUDA, self._device)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError("a buffer is lent on its own device only")
+        if copy:
+            raise BufferError("a buffer is lent, not copied")
+        # None stands for the legacy default stream, -1 for no order at all.
+        consumer = _LEGACY if stream is None else stream
+        if consumer != -1 and self._pointer:
+            own = self._stream or _LEGACY
+            if consumer != own:
+                call(lib.vpmm_process_wait_for, self._device, handle(consumer), handle(own))
+                # Its work may still run when the consumer lets go.
+                self.record_stream(consumer)
+        return _dlpack.capsule(self, self._pointer, self._size, self._device)
+
+    def __reduce__(self) -> Any:
+        return (type(self).from_bytes, (self.to_bytes(),))
+
+    def _do(self, function: Any, pointer: int, *arguments: Any) -> None:
+        call(function, self._device, handle(pointer), *arguments, handle(self._stream))
+
+    def _check(self, offset: int, size: int) -> None:
+        if offset < 0 or offset + size > self._size:
+            raise ValueError(f"bytes {offset} to {offset + size} of a buffer of {self._size}")
+
+
+def _contiguous(data: Any) -> memoryview:
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise ValueError("the data is not in one piece")
+    return view.cast("B") if view.ndim != 1 or view.format != "B" else view
+
+
+def _device_bytes(source: Any) -> tuple[int, int]:
+    if isinstance(source, DeviceBuffer):
+        return source.ptr, source.size
+    interface = source.__cuda_array_interface__
+    if interface.get("strides") is not None:
+        raise ValueError("the source is not in one piece")
+    size = int(interface["typestr"][2:])
+    for extent in interface["shape"]:
+        size *= extent
+    return interface["data"][0], size

@@ -1,0 +1,114 @@
+"""What a part of a program holds at most."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from . import _pool
+
+
+@dataclasses.dataclass
+class Record:
+    """What was seen under a name, over all its calls."""
+
+    name: str
+    calls: int = 0
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    """The most that was live beyond what was live at the begin, of all calls."""
+    kept_bytes: int = 0
+    """What was live at the ends beyond what was at the begins, in sum; what leaks adds up here."""
+    peak_held_bytes: int = 0
+    """The most physical memory held at the time, by the whole pool."""
+
+
+_records: dict[str, Record] = {}
+_lock = threading.Lock()
+
+
+class profile(contextlib.ContextDecorator):
+    """Notes what a block or a function has live and held at most, under a name.
+
+    >>> with vpmm.profile("forward"):
+    ...     ...
+    >>> @vpmm.profile()
+    ... def step(): ...
+    >>> print(vpmm.report())
+
+    It counts the whole pool of the device, whichever thread allocates. Blocks may be nested; the pool's own
+    peaks, as :func:`vpmm.statistics` tells them, go on.
+    """
+
+    def __init__(self, name: str | None = None, *, device: int = 0):
+        self.name, self.device = name, device
+        self._stack: list[Any] = []
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        name = self.name or f"{function.__module__}.{function.__qualname__}"
+        device = self.device
+
+        # One of its own for each call, so that calls may run at the same time, and in each other.
+        @functools.wraps(function)
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            with profile(name, device=device):
+                return function(*arguments, **named)
+
+        return wrapped
+
+    def __enter__(self) -> profile:
+        peaks = _pool.Peaks.enter(self.device)
+        self._stack.append((peaks, time.perf_counter()))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        peaks, begin = self._stack.pop()
+        seen = peaks.leave()
+        with _lock:
+            record = _records.setdefault(self.name or "unnamed", Record(self.name or "unnamed"))
+            record.calls += 1
+            record.seconds += time.perf_counter() - begin
+            record.peak_bytes = max(record.peak_bytes, seen.peak_live_bytes - peaks.live_bytes)
+            record.kept_bytes += seen.live_bytes - peaks.live_bytes
+            record.peak_held_bytes = max(record.peak_held_bytes, seen.peak_mapped_bytes)
+
+
+def records() -> list[Record]:
+    """What was seen so far, in the order of names' first ends."""
+    with _lock:
+        return [dataclasses.replace(record) for record in _records.values()]
+
+
+def forget_records() -> None:
+    """Begins anew."""
+    with _lock:
+        _records.clear()
+
+
+def report() -> str:
+    """What was seen so far, as a table."""
+    head = ("name", "calls", "seconds", "peak bytes", "kept bytes", "peak held")
+    rows = [
+        (
+            record.name,
+            str(record.calls),
+            f"{record.seconds:.3f}",
+            f"{record.peak_bytes:,}",
+            f"{record.kept_bytes:,}",
+            f"{record.peak_held_bytes:,}",
+        )
+        for record in records()
+    ]
+    widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
+
+    def line(row: tuple[str, ...]) -> str:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
+        return "  ".join(cells)
+
+    return "\n".join(line(row) for row in (head, *rows))

@@ -1,0 +1,64 @@
+"""Numba on the process's pool, by its external memory management.
+
+>>> from numba import cuda
+>>> import vpmm.numba
+>>> cuda.set_memory_manager(vpmm.numba.VpmmNumbaManager)   # before the first use of a device
+
+or ``NUMBA_CUDA_MEMORY_MANAGER=vpmm.numba`` in the environment. This module needs Numba.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from numba import cuda
+
+from . import _pool
+from ._buffer import DeviceBuffer
+
+
+class VpmmNumbaManager(cuda.HostOnlyCUDAMemoryManager):
+    """Device memory from the process's pool, on the legacy default stream; host memory as Numba has it."""
+
+    def memalloc(self, size: int) -> Any:
+        """Allocates device memory."""
+        device = self.context.device.id
+        buffer = DeviceBuffer(size, device=device)
+
+        def finalizer() -> None:
+            buffer.free()
+
+        # Numba's driver bindings differ in what they take for an address.
+        pointer = ctypes.c_uint64(buffer.ptr)
+        return cuda.MemoryPointer(self.context, pointer, size, finalizer=finalizer)
+
+    def get_memory_info(self) -> Any:
+        """Free and total bytes of the device, for Numba's questions: what the pool holds free counts as
+        free."""
+        now = _pool.statistics(self.context.device.id)
+        free, total = _pool.device_memory(self.context.device.id)
+        return cuda.MemoryInfo(free=free + now.mapped_bytes - now.live_bytes, total=total)
+
+    def get_ipc_handle(self, memory: Any) -> Any:
+        """Not by CUDA's old handles: memory of this pool is shared by ``vpmm_export``."""
+        raise NotImplementedError("memory of vpmm's pools has no CUDA IPC handle")
+
+    def initialize(self) -> None:
+        """Makes the pool of the context's device."""
+        super().initialize()
+        _pool.Pool.of_process(self.context.device.id)
+
+    def reset(self) -> None:
+        """Gives free memory back to the device."""
+        super().reset()
+        _pool.trim(device=self.context.device.id)
+
+    @property
+    def interface_version(self) -> int:
+        """Of Numba's plug-in interface."""
+        return 1
+
+
+# What Numba looks for in the module that NUMBA_CUDA_MEMORY_MANAGER names.
+_numba_memory_manager = VpmmNumbaManager

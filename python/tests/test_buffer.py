@@ -1,0 +1,169 @@
+"""Buffers, and how other libraries see them."""
+
+import gc
+import pickle
+
+import numpy
+import pytest
+import vpmm
+
+
+def test_bytes_go_there_and_back():
+    data = bytes(range(256)) * 40
+    with vpmm.DeviceBuffer.from_bytes(data) as buffer:
+        assert len(buffer) == buffer.size == buffer.nbytes == len(data)
+        assert buffer.to_bytes() == data
+        buffer.copy_from(b"xyz", offset=100)
+        assert buffer.to_bytes() == data[:100] + b"xyz" + data[103:]
+        part = bytearray(3)
+        buffer.copy_to(part, offset=100)
+        assert part == b"xyz"
+        buffer.fill(7)
+        assert set(buffer.to_bytes()) == {7}
+    assert buffer.ptr == 0 and buffer.size == 0
+
+
+def test_arrays_go_there_and_back():
+    array = numpy.random.default_rng(1).normal(size=(30, 40))
+    buffer = vpmm.DeviceBuffer.from_numpy(array)
+    assert buffer.size == array.nbytes
+    back = buffer.to_numpy("float64", (30, 40))
+    numpy.testing.assert_array_equal(back, array)
+    other = vpmm.DeviceBuffer(array.nbytes)
+    other.copy_from_device(buffer)
+    assert other.to_bytes() == array.tobytes()
+    with pytest.raises(ValueError, match="one piece"):
+        vpmm.DeviceBuffer.from_bytes(array[:, ::2])
+
+
+def test_an_empty_buffer_has_no_address():
+    buffer = vpmm.DeviceBuffer(0)
+    assert buffer.ptr == 0 and buffer.to_bytes() == b"" and len(buffer) == 0
+    buffer.fill(1)
+    buffer.copy_from(b"")
+    assert vpmm.DeviceBuffer.from_bytes(b"").to_numpy().shape == (0,)
+
+
+def test_what_does_not_fit_is_refused():
+    buffer = vpmm.DeviceBuffer(10)
+    for wrong in (
+        lambda: buffer.copy_from(bytes(11)),
+        lambda: buffer.copy_from(b"a", offset=10),
+        lambda: buffer.copy_from(b"a", offset=-1),
+        lambda: buffer.copy_to(bytearray(11)),
+        lambda: buffer.fill(256),
+        lambda: buffer.copy_from_device(vpmm.DeviceBuffer(11)),
+        lambda: vpmm.DeviceBuffer(-1),
+    ):
+        with pytest.raises(ValueError):
+            wrong()
+    with pytest.raises((BufferError, TypeError, ValueError)):
+        buffer.copy_to(b"cannot be written"[:10])
+    with pytest.raises(TypeError):
+        vpmm.DeviceBuffer(1, stream="first")
+    with pytest.raises(vpmm.OutOfMemoryError):
+        vpmm.DeviceBuffer(1 << 50)
+
+
+def test_it_is_freed_with_the_last_reference():
+    before = vpmm.statistics().live_bytes
+    buffer = vpmm.DeviceBuffer(1 << 20)
+    assert vpmm.statistics().live_bytes == before + (1 << 20)
+    buffer.free()
+    buffer.free()
+    assert vpmm.statistics().live_bytes == before
+    buffer = vpmm.DeviceBuffer(1 << 20)
+    del buffer
+    gc.collect()
+    assert vpmm.statistics().live_bytes == before
+
+
+def test_the_array_interface():
+    buffer = vpmm.DeviceBuffer(100)
+    interface = buffer.__cuda_array_interface__
+    assert interface["data"] == (buffer.ptr, False) and interface["shape"] == (100,)
+    assert interface["typestr"] == "|u1" and interface["version"] == 3
+    # 0 is no stream in this protocol: 1 stands for the legacy default one.
+    assert interface["stream"] == 1
+
+    class Array:
+        """Another library's, of two-byte numbers."""
+
+        __cuda_array_interface__ = {
+            "data": (buffer.ptr, True),
+            "shape": (5, 10),
+            "typestr": "<i2",
+            "version": 3,
+        }
+
+    buffer.fill(3)
+    copy = vpmm.DeviceBuffer(100)
+    copy.copy_from_device(Array())
+    assert copy.to_bytes() == bytes([3]) * 100
+
+
+def test_dlpack_keeps_the_memory_until_the_borrower_is_done():
+    before = vpmm.statistics().live_count
+    buffer = vpmm.DeviceBuffer.from_bytes(b"abcd")
+    assert buffer.__dlpack_device__() == (2, 0)
+    capsule = buffer.__dlpack__()
+    assert "dltensor" in repr(capsule)
+    del buffer
+    gc.collect()
+    assert vpmm.statistics().live_count == before + 1
+    del capsule  # nobody took it
+    gc.collect()
+    assert vpmm.statistics().live_count == before
+    buffer = vpmm.DeviceBuffer(4)
+    with pytest.raises(BufferError):
+        buffer.__dlpack__(copy=True)
+    with pytest.raises(BufferError):
+        buffer.__dlpack__(dl_device=(1, 0))
+
+
+def test_dlpack_is_what_a_borrower_reads():
+    import ctypes
+
+    from vpmm import _dlpack
+
+    before = vpmm.statistics().live_count
+    capsule = vpmm.DeviceBuffer.from_bytes(b"abcd").__dlpack__(stream=-1)
+    pointer_of, rename = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_SetName
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    rename.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    managed = _dlpack._Managed.from_address(pointer_of(capsule, b"dltensor"))
+    used = ctypes.c_char_p(b"used_dltensor")
+    rename(capsule, used)
+    tensor = managed.tensor
+    assert (tensor.ndim, tensor.shape[0], tensor.device.type, tensor.device.id) == (1, 4, 2, 0)
+    assert (tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes) == (1, 8, 1)
+    del capsule
+    gc.collect()
+    assert vpmm.statistics().live_count == before + 1
+    managed.deleter(ctypes.addressof(managed))
+    gc.collect()
+    assert vpmm.statistics().live_count == before
+
+
+def test_it_is_pickled_with_its_contents():
+    copy = pickle.loads(pickle.dumps(vpmm.DeviceBuffer.from_bytes(b"abcd")))
+    assert copy.to_bytes() == b"abcd"
+
+
+def test_streams_of_other_libraries():
+    class OfCuPy:
+        ptr = 0
+
+    class OfTorch:
+        cuda_stream = 0
+
+    class OfNumba:
+        class handle:
+            value = None
+
+    class OfAny:
+        def __cuda_stream__(self):
+            return (0, 0)
+
+    for stream in (None, 0, 1, OfCuPy(), OfTorch(), OfNumba(), OfAny()):
+        assert vpmm.DeviceBuffer.from_bytes(b"a", stream=stream).to_bytes() == b"a"

@@ -1,0 +1,80 @@
+"""What CuPy, Numba and PyTorch are given, as far as it can be seen without a GPU. Each is skipped where the
+library is not installed; none is needed otherwise."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+import vpmm
+
+
+def test_none_of_them_is_imported_unasked():
+    program = (
+        "import sys, vpmm, vpmm.torch, vpmm.cupy\n"
+        "found = {'torch', 'cupy', 'numba', 'numpy'} & {*sys.modules}\n"
+        "assert not found, found\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_cupy_s_allocator(monkeypatch):
+    cupy = pytest.importorskip("cupy")
+    import vpmm.cupy
+
+    stream = types.SimpleNamespace(ptr=0)
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: stream)
+    monkeypatch.setattr(cupy.cuda.device, "get_device_id", lambda: 0)
+    before = vpmm.statistics().live_bytes
+    memory = vpmm.cupy.allocator(1000)
+    assert memory.ptr and memory.mem.size == 1000
+    assert vpmm.statistics().live_bytes == before + 1024
+    del memory
+    assert vpmm.statistics().live_bytes == before
+    assert vpmm.cupy.allocator(0).ptr == 0
+    with pytest.raises(cupy.cuda.memory.OutOfMemoryError, match="memory held"):
+        vpmm.cupy.allocator(1 << 50)
+
+
+def test_numba_s_manager():
+    pytest.importorskip("numba")
+    import vpmm.numba
+
+    device = types.SimpleNamespace(id=0)
+    manager = vpmm.numba.VpmmNumbaManager(context=types.SimpleNamespace(device=device))
+    assert manager.interface_version == 1
+    assert vpmm.numba._numba_memory_manager is vpmm.numba.VpmmNumbaManager
+    before = vpmm.statistics().live_bytes
+    memory = manager.memalloc(1000)
+    assert memory.size == 1000 and vpmm.statistics().live_bytes == before + 1024
+    memory.free()
+    assert vpmm.statistics().live_bytes == before
+    info = manager.get_memory_info()
+    assert 0 < info.free <= info.total
+    with pytest.raises(NotImplementedError):
+        manager.get_ipc_handle(memory)
+    with pytest.raises(MemoryError):
+        manager.memalloc(1 << 50)
+
+
+def test_all_that_pytorch_is_told_is_there():
+    import vpmm.torch
+
+    names = [*vpmm.torch._SETTERS.values(), "vpmm_torch_alloc", "vpmm_torch_free"]
+    addresses = {vpmm.torch._address(name) for name in names}
+    assert len(addresses) == len(names) and all(addresses)
+    assert vpmm.torch.failed_frees() == 0
+
+
+def test_pytorch_s_allocator_is_set():
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch._C, "_cuda_customAllocator"):
+        pytest.skip("a PyTorch without CUDA")
+    program = (
+        "import vpmm.torch, torch\n"
+        "vpmm.torch.use(limit='1 GiB')\n"
+        "assert vpmm.torch.allocator() is vpmm.torch.allocator()\n"
+        "assert torch.cuda.memory_stats_as_nested_dict() == {}\n"
+        "assert torch.cuda.memory_allocated() == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,148 @@
+"""Pools, what they hold, and what they refuse."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import vpmm
+from vpmm._pool import bytes_of
+
+MIB = 1 << 20
+
+
+def test_memory_is_allocated_and_freed():
+    pool = vpmm.Pool(limit="64 MiB", addresses="1 GiB")
+    pointers = [pool.malloc(size) for size in (1, 512, 3 * MIB)]
+    assert len({*pointers}) == 3 and all(pointer % 256 == 0 for pointer in pointers)
+    now = pool.statistics()
+    assert now.live_count == 3 and 3 * MIB < now.live_bytes <= now.mapped_bytes
+    assert pool.layout() and "live=" in repr(pool)
+    pool.record_stream(pointers[0], 0)
+    for pointer in pointers:
+        pool.free(pointer)
+    assert pool.statistics().live_bytes == 0
+    pool.reset_peaks()
+    assert pool.statistics().peak_live_bytes == 0
+    assert pool.malloc(0) == 0
+    pool.free(0)
+    pool.validate()
+
+
+@pytest.mark.parametrize("profile", ["default", "paged"])
+def test_too_much_is_a_memory_error_with_a_map(profile):
+    pool = vpmm.Pool(limit=16 * MIB, profile=profile)
+    pointer = pool.malloc(10 * MIB)
+    with pytest.raises(MemoryError) as caught:
+        pool.malloc(10 * MIB)
+    assert isinstance(caught.value, vpmm.OutOfMemoryError)
+    assert caught.value.status == "VPMM_OUT_OF_MEMORY"
+    assert "at most 16 MiB" in str(caught.value)
+    pool.free(pointer)
+    pool.free(pool.malloc(10 * MIB))
+
+
+def test_mistakes_are_errors_of_their_own():
+    pool = vpmm.Pool()
+    pointer = pool.malloc(MIB)
+    pool.free(pointer)
+    for mistake in (pointer, 0x1000):
+        with pytest.raises(vpmm.PointerError):
+            pool.free(mistake)
+    with pytest.raises(ValueError, match="profile"):
+        vpmm.Pool(profile="best")
+    with pytest.raises(ValueError, match="prefer"):
+        vpmm.Pool(prefer="luck")
+    with pytest.raises(vpmm.Error):
+        vpmm.Pool(99)
+    with pytest.raises(OverflowError):
+        pool.malloc(-1)
+
+
+def test_a_pool_that_is_dropped_leaves_what_is_allocated():
+    pool = vpmm.Pool()
+    held = pool.malloc(MIB)
+    del pool
+    # A further one has addresses of its own.
+    pool = vpmm.Pool()
+    assert pool.malloc(MIB) != held
+
+
+def test_sizes_are_numbers_or_text():
+    assert bytes_of("20 GB") == 20 * 10**9
+    assert bytes_of("1.5GiB") == 3 << 29
+    assert bytes_of(" 512 ") == bytes_of("512B") == bytes_of(512)
+    for wrong in ("", "GB", "1 PB", "-1", "1e9"):
+        with pytest.raises(ValueError):
+            bytes_of(wrong)
+
+
+def test_the_process_has_one_pool_a_device():
+    one, same = vpmm.Pool.of_process(), vpmm.Pool.of_process()
+    pointer = one.malloc(MIB)
+    assert same.statistics().live_count == vpmm.statistics().live_count >= 1
+    same.free(pointer)
+    with pytest.raises(vpmm.InUseError):
+        vpmm.configure(limit="1 GiB")
+    assert vpmm.device_count() >= 1
+    free, total = vpmm.device_memory()
+    assert 0 < free <= total
+
+
+def test_the_process_s_pool_takes_options_before_it_is_made():
+    program = (
+        "import vpmm\n"
+        "vpmm.configure(limit='8 MiB')\n"
+        "vpmm.configure(0, limit='16 MiB')\n"
+        "pool = vpmm.Pool.of_process()\n"
+        "pool.free(pool.malloc(12 << 20))\n"
+        "try: pool.malloc(20 << 20)\n"
+        "except MemoryError as error: assert '16 MiB' in str(error), error\n"
+        "else: raise SystemExit('no limit')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_an_unknown_device_is_named():
+    program = "import vpmm\ntry: vpmm.statistics()\nexcept vpmm.Error as error: print(error)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"VPMM_DEVICE": "abacus"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "abacus" in done.stdout
+
+
+def test_free_memory_goes_back():
+    pointer = vpmm.Pool.of_process().malloc(50 * MIB)
+    vpmm.Pool.of_process().free(pointer)
+    assert vpmm.statistics().mapped_bytes >= 50 * MIB
+    assert vpmm.trim("10 MiB") > 0
+    assert vpmm.statistics().mapped_bytes <= 50 * MIB
+
+
+def test_threads_share_a_pool():
+    pool, wrong = vpmm.Pool(addresses="1 GiB"), []
+
+    def work():
+        try:
+            for turn in range(200):
+                pool.free(pool.malloc(1 + turn * 997 % MIB))
+        except vpmm.Error as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and pool.statistics().live_count == 0
+    pool.validate()
+
+
+def test_versions_agree():
+    import importlib.metadata
+
+    assert vpmm.__version__ == importlib.metadata.version("vpmm")

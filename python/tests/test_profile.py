@@ -1,0 +1,102 @@
+"""What a part of a program holds at most."""
+
+import threading
+
+import pytest
+import vpmm
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    vpmm.forget_records()
+    vpmm.reset_peaks()
+    yield
+    vpmm.forget_records()
+
+
+def hold(size):
+    vpmm.DeviceBuffer(size).free()
+
+
+def found(name):
+    (record,) = [record for record in vpmm.records() if record.name == name]
+    return record
+
+
+def test_blocks_inside_each_other():
+    kept = vpmm.DeviceBuffer(2 * MIB)
+    with vpmm.profile("outer"):
+        hold(5 * MIB)
+        with vpmm.profile("inner"):
+            hold(3 * MIB)
+        with vpmm.profile("inner"):
+            hold(1 * MIB)
+    assert found("outer").peak_bytes == 5 * MIB and found("outer").calls == 1
+    assert found("inner").peak_bytes == 3 * MIB and found("inner").calls == 2
+    assert found("inner").kept_bytes == 0
+    assert found("outer").peak_held_bytes >= 7 * MIB
+    # The pool's own peak is of the whole time.
+    assert vpmm.statistics().peak_live_bytes == 7 * MIB
+    vpmm.reset_peaks()
+    assert vpmm.statistics().peak_live_bytes == 2 * MIB
+    del kept
+    assert "inner" in vpmm.report() and "outer" in vpmm.report()
+
+
+def test_functions_that_call_themselves():
+    @vpmm.profile("down")
+    def down(depth):
+        """Goes down."""
+        buffer = vpmm.DeviceBuffer(MIB)
+        if depth:
+            down(depth - 1)
+        return buffer.size
+
+    assert down(3) == MIB and down.__doc__ == "Goes down."
+    assert found("down").calls == 4 and found("down").peak_bytes == 4 * MIB
+    assert found("down").kept_bytes == 0
+
+
+def test_what_is_kept_and_what_fails_counts():
+    kept = []
+
+    @vpmm.profile()
+    def keep():
+        kept.append(vpmm.DeviceBuffer(MIB))
+        if len(kept) == 3:
+            raise KeyError
+
+    keep()
+    keep()
+    with pytest.raises(KeyError):
+        keep()
+    (record,) = vpmm.records()
+    assert record.name.endswith("keep") and record.calls == 3 and record.kept_bytes == 3 * MIB
+    kept.clear()
+
+
+def test_resetting_inside_a_block():
+    with vpmm.profile("block"):
+        hold(4 * MIB)
+        vpmm.reset_peaks()
+        assert vpmm.statistics().peak_live_bytes < 4 * MIB
+        hold(1 * MIB)
+    assert found("block").peak_bytes == 4 * MIB
+
+
+def test_threads():
+    def work():
+        for _ in range(20):
+            with vpmm.profile("threads"):
+                hold(MIB)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # What each thread's front held least counts at its own time, so the sum may be more than 4 MiB.
+    assert found("threads").calls == 80 and MIB <= found("threads").peak_bytes <= 80 * MIB
+    assert found("threads").kept_bytes <= 80 * 4 * MIB
