@@ -252,8 +252,12 @@ impl<R: MemoryResource> FixedSize<R> {
             if let Some(block) = state.hit(lane, None) {
                 return Ok(block);
             }
-            if state.is_worth_asking(&self.core, lane)
-                && let Some(block) = self.ask(&mut state, lane, named)?
+            if let Some(block) = state.take_waited_for(lane, named) {
+                return Ok(block);
+            }
+            let others = state.others(&self.core, lane);
+            if state.is_worth_asking(&others)
+                && let Some(block) = state.ask(&others, lane, named)?
             {
                 state.note_ask();
                 return Ok(block);
@@ -285,7 +289,8 @@ impl<R: MemoryResource> FixedSize<R> {
             }
             Err(error) => {
                 let lane = state.lane(named)?;
-                if let Some(block) = self.ask(&mut state, lane, named)? {
+                let others = state.others(&self.core, lane);
+                if let Some(block) = state.ask(&others, lane, named)? {
                     return Ok(block);
                 }
                 state.find_lost()?;
@@ -308,17 +313,6 @@ impl<R: MemoryResource> FixedSize<R> {
         })
     }
 
-    /// Asks other streams for what they have freed: what is complete becomes nobody's, and what is not is
-    /// waited for on the GPU.
-    fn ask(&self, state: &mut State, lane: u32, named: Named) -> Result<Option<BlockId>> {
-        state.settle_all(&self.core);
-        state.poll()?;
-        match state.hit(lane, None) {
-            Some(block) => Ok(Some(block)),
-            None => state.take_over(lane, named),
-        }
-    }
-
     /// A free on a stream without a front: its first, or one of a stream whose end nobody tells. Those have
     /// none, since their events must cover each free.
     #[cold]
@@ -327,7 +321,13 @@ impl<R: MemoryResource> FixedSize<R> {
         let lane = state.lane(named)?;
         if named.is_told() {
             let (begin, make) = (|front: &Front| front.begin(lane), |_| Ok(Front::new(lane)));
-            self.core.fronts.open(named.stream(), begin, make)?;
+            let front = self.core.fronts.open(named.stream(), begin, make)?;
+            // Another thread of the stream may have opened and filled it.
+            let rest = front.fill([block].into_iter());
+            if !rest.is_empty() {
+                state.add(lane, rest);
+            }
+            return Ok(());
         }
         let epoch = state.lanes.freed(lane, named)?;
         state.add_at(lane, epoch, [block]);

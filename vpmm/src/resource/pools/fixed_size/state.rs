@@ -2,7 +2,10 @@
 
 #![forbid(unsafe_code)]
 
+use std::cmp::Reverse;
 use std::collections::VecDeque;
+
+use smallvec::SmallVec;
 
 use super::Core;
 use super::chunks::BlockId;
@@ -17,6 +20,9 @@ const MOST_WANTED_BYTES: u64 = 64 << 20;
 
 /// After so many questions that found something others must have twice as much.
 const ASKS: u32 = 4;
+
+/// Blocks that other streams have: how many, in which lane, with that one's front.
+pub(super) struct Others<'a>(Vec<(u64, u32, Option<&'a Front>)>);
 
 pub(super) struct State {
     pub(super) lanes: Lanes,
@@ -105,14 +111,41 @@ impl State {
         self.free[NOBODY as usize].append(&mut passed);
     }
 
-    /// Whether other streams have freed so much that it is worth asking about: a question costs some driver
-    /// calls, and those who ask each other for little take what the other needs again at once.
-    pub(super) fn is_worth_asking(&self, core: &Core, lane: u32) -> bool {
-        let in_fronts = core.fronts.all().into_iter().map(|(_, front)| front.look());
-        let in_fronts = in_fronts.filter(|(of, _)| *of != lane).map(|(_, count)| count as u64);
-        let others = self.lanes.all().filter(|other| *other != lane);
-        let in_lanes = others.filter_map(|other| Some(self.free.get(other as usize)?.len() as u64));
-        in_fronts.chain(in_lanes).sum::<u64>() >= self.wanted
+    /// Other streams with something free, and how much that is: whoever has most comes first.
+    pub(super) fn others<'a>(&self, core: &'a Core, lane: u32) -> Others<'a> {
+        let count = |of: u32| self.free.get(of as usize).map_or(0, |free| free.len() as u64);
+        let mut others: Vec<_> = self.lanes.all().map(|of| (count(of), of, None)).collect();
+        for (_, front) in core.fronts.all() {
+            let (of, count) = front.look();
+            // Lanes count from 1.
+            if let Some(other) = others.get_mut((of as usize).wrapping_sub(1)) {
+                *other = (other.0 + count as u64, of, Some(front));
+            }
+        }
+        others.retain(|(count, of, _)| *of != lane && *count > 0);
+        others.sort_unstable_by_key(|(count, of, _)| (Reverse(*count), *of));
+        Others(others)
+    }
+
+    /// Whether others have so much that it is worth asking about: a question costs some driver calls, and
+    /// streams that ask each other for little take what the other needs again at once.
+    pub(super) fn is_worth_asking(&self, others: &Others<'_>) -> bool {
+        others.0.iter().map(|(count, ..)| *count).sum::<u64>() >= self.wanted
+    }
+
+    /// Asks other streams for what they have freed. What is complete becomes nobody's; what is not is
+    /// waited for on the GPU.
+    pub(super) fn ask(
+        &mut self,
+        others: &Others<'_>,
+        lane: u32,
+        named: Named,
+    ) -> Result<Option<BlockId>> {
+        self.poll(others)?;
+        match self.hit(lane, None) {
+            Some(block) => Ok(Some(block)),
+            None => self.take_over(lane, named),
+        }
     }
 
     /// Others were asked, and had something.
@@ -129,38 +162,67 @@ impl State {
         self.asks = 0;
     }
 
-    /// Asks every stream that has freed something how far it has come.
-    pub(super) fn poll(&mut self) -> Result<()> {
-        for lane in self.lanes.all() {
-            if self.has_free(lane)
-                && let Some(epoch) = self.lanes.poll(lane)?
+    /// Asks other streams how far they have come, until one has finished with something: that is
+    /// everybody's then.
+    fn poll(&mut self, others: &Others<'_>) -> Result<()> {
+        for (_, lane, front) in &others.0 {
+            if let Some(front) = front {
+                self.settle(front);
+            }
+            if self.has_free(*lane)
+                && let Some(epoch) = self.lanes.poll(*lane)?
             {
-                self.pass(lane, epoch);
+                self.pass(*lane, epoch);
+                if self.has_free(NOBODY) {
+                    return Ok(());
+                }
             }
         }
         Ok(())
     }
 
-    /// The block that another stream freed first, which this one is made to wait for where it must.
-    pub(super) fn take_over(&mut self, lane: u32, named: Named) -> Result<Option<BlockId>> {
-        let mut offers: Vec<(bool, u32, u64)> = self
-            .lanes
-            .all()
-            .filter(|other| *other != lane)
-            .filter_map(|other| {
-                let (_, epoch) = self.free.get(other as usize)?.front()?;
-                Some((!self.lanes.is_after(lane, other, *epoch), other, *epoch))
-            })
+    /// Blocks that other streams freed, which this one is made to wait for: those that were freed first.
+    fn take_over(&mut self, lane: u32, named: Named) -> Result<Option<BlockId>> {
+        let others = self.lanes.all().filter(|other| *other != lane);
+        let mut offers: Vec<(u64, u32)> = others
+            .filter_map(|other| Some((self.free.get(other as usize)?.front()?.1, other)))
             .collect();
         offers.sort_unstable();
-        for (_, other, epoch) in offers {
-            if self.lanes.come_after(lane, named, other, epoch)?
-                && let Some((block, _)) = self.free[other as usize].pop_front()
-            {
-                return Ok(Some(block));
+        for (_, other) in offers {
+            // One wait for half of what there is; the rest stays the other stream's.
+            let free = &self.free[other as usize];
+            let half = free.len().div_ceil(2).min(BATCH);
+            let Some((_, epoch)) = free.get(half - 1).copied() else { continue };
+            if self.lanes.come_after(lane, named, other, epoch)? {
+                return Ok(self.move_over(lane, named, other));
             }
         }
         Ok(None)
+    }
+
+    /// The same of streams that this one has waited for already.
+    pub(super) fn take_waited_for(&mut self, lane: u32, named: Named) -> Option<BlockId> {
+        let is_after = |other: &u32| {
+            let first = self.free.get(*other as usize).and_then(VecDeque::front);
+            first.is_some_and(|(_, epoch)| self.lanes.is_after(lane, *other, *epoch))
+        };
+        let other = self.lanes.all().filter(|other| *other != lane).find(is_after)?;
+        self.move_over(lane, named, other)
+    }
+
+    /// Gives a lane half of what it has waited for of another: one block at once.
+    fn move_over(&mut self, lane: u32, named: Named, other: u32) -> Option<BlockId> {
+        let free = &mut self.free[other as usize];
+        let lanes = &self.lanes;
+        let waited_for = free.partition_point(|(_, epoch)| lanes.is_after(lane, other, *epoch));
+        let mut taken = free.drain(..waited_for.div_ceil(2).min(BATCH)).map(|(block, _)| block);
+        let first = taken.next()?;
+        let rest: SmallVec<[BlockId; BATCH]> = taken.collect();
+        if !rest.is_empty() {
+            let epoch = self.lanes.put(lane, named);
+            self.add_at(lane, epoch, rest);
+        }
+        Some(first)
     }
 
     /// Waits for the device if there is memory that nothing else proves free.
