@@ -279,9 +279,7 @@ impl Core {
         match freed {
             Freed::Done { due: None } => {}
             Freed::Done { due: Some(place) } => self.close_due(place),
-            Freed::Noted(uses, tag) => {
-                return self.free_used(DevicePtr::tagged(ptr.address(), tag), &uses);
-            }
+            Freed::Noted(tag) => return self.free_used(DevicePtr::tagged(ptr.address(), tag)),
         }
         Ok(())
     }

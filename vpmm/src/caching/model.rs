@@ -294,8 +294,9 @@ impl Both {
                         let on = StreamHandle::LEGACY;
                         assert!(self.books.note_use(ptr, Use { place, on }).is_ok());
                     }
-                    let Ok(Freed::Noted(uses, of)) = self.books.free(ptr) else { panic!("noted") };
-                    assert_eq!((uses.len(), of), (waits as usize, tag));
+                    assert!(matches!(self.books.free(ptr), Ok(Freed::Noted(of)) if of == tag));
+                    let uses = self.books.uses_of(ptr);
+                    assert!(uses.is_ok_and(|uses| uses.len() == waits as usize));
                     let Ok(block) = self.books.free_noted(ptr, waits) else { panic!("live") };
                     self.waiting.extend((0..waits).map(|_| (at, block)));
                 }

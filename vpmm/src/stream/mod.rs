@@ -2,6 +2,7 @@
 
 mod event;
 mod owned;
+mod owner;
 mod pool;
 
 pub use event::Event;

@@ -71,11 +71,12 @@ pub(super) struct Place {
 }
 
 /// What a free has done.
+#[derive(Clone, Copy, Debug)]
 pub(super) enum Freed {
     /// All. Where a place is named, so much waits for its stream that an event is due.
     Done { due: Option<u32> },
-    /// Nothing yet: further streams use the allocation, of which this is the number.
-    Noted(Uses, u32),
+    /// Nothing yet: a further stream that uses the allocation of this number needs an event at once.
+    Noted(u32),
 }
 
 /// A further stream that uses an allocation.

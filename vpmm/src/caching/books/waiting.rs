@@ -5,7 +5,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::{Books, Found, Freed, Result};
+use super::{Books, Found, Freed, Result, Uses};
 use crate::error::Error;
 use crate::units::DevicePtr;
 
@@ -62,11 +62,11 @@ impl Books {
     /// Frees an allocation that further streams use, if none of them needs an event at once.
     #[cold]
     pub(super) fn free_with_uses(&mut self, found: Found) -> Freed {
-        let uses = self.uses.get(&found.node).cloned().unwrap_or_default();
+        let uses = self.uses.get(&found.node).map_or(&[][..], |uses| uses);
         if !uses.iter().all(|of| self.places[of.place as usize].open.is_lazy) {
-            return Freed::Noted(uses, self.arena.get(found.node).tag.get());
+            return Freed::Noted(self.arena.get(found.node).tag.get());
         }
-        self.uses.remove(&found.node);
+        let uses = self.uses.remove(&found.node).unwrap_or_default();
         self.leave_for(found, uses.len() as u32);
         let mut due = None;
         for of in uses {
@@ -74,6 +74,12 @@ impl Books {
             due = self.wait_for(of.place, found.node).or(due);
         }
         Freed::Done { due }
+    }
+
+    /// The further streams that an allocation is noted for.
+    pub(in crate::caching) fn uses_of(&self, ptr: DevicePtr) -> Result<Uses> {
+        let (found, _) = self.look_up(ptr)?;
+        Ok(self.uses.get(&found.node).cloned().unwrap_or_default())
     }
 
     /// Frees an allocation that nobody noted after what a stream was given, at another place than its

@@ -395,12 +395,13 @@ impl Core {
     /// A free of an allocation that further streams use.
     #[cold]
     #[inline(never)]
-    pub(super) fn free_used(&self, ptr: DevicePtr, uses: &[Use]) -> Result<()> {
+    pub(super) fn free_used(&self, ptr: DevicePtr) -> Result<()> {
         let mut waits = lock(&self.waits);
+        let uses = self.books.lock().uses_of(ptr)?;
         let _context = self.device.enter()?;
         let mut made: SmallVec<[(u32, Made); 2]> = SmallVec::new();
         let mut recorded = Ok(());
-        for of in uses {
+        for of in &uses {
             match waits.record(self, of) {
                 Ok(one) => made.extend(one.map(|one| (of.place, one))),
                 Err(error) => {
