@@ -1,9 +1,10 @@
 //! Containers on several streams: what they order, what they keep alive, captures.
 
-use cuda_sim::Schedule;
+use cuda_sim::{Schedule, Simulator};
 use vpmm::{DeviceBuffer, DeviceVec, Error, Event, Stream, StreamHandle, StreamPool};
 
 use crate::resources::{each, pool};
+use crate::support::changed::{changed, gated};
 use crate::support::streams::{begin_capture, end_capture, make};
 use crate::support::{Rig, call};
 
@@ -281,5 +282,114 @@ fn a_pool_of_streams() {
             round[..3].iter().map(count).collect::<Vec<_>>()
         });
         assert_eq!(counts, [400; 3]);
+    });
+}
+
+/// Whatever borrows one stream shares its owner: its end is told once, after the last of them.
+#[test]
+fn a_stream_is_borrowed_twice() {
+    Rig::everywhere(|rig| {
+        let (raw, foreign) = make(rig, 1);
+        let pool = pool(rig);
+        let pair = |stream: &Stream| {
+            let before = rig.driver.calls();
+            let ptr = pool.malloc(BYTES as usize, stream).unwrap();
+            pool.free(ptr, stream).unwrap();
+            rig.driver.calls().since(&before)
+        };
+        // SAFETY: the stream lives to the end of the test.
+        let borrow = || unsafe { Stream::borrowed(&rig.device, foreign) }.unwrap();
+        let (first, second) = (borrow(), borrow());
+        pair(&first);
+        let told = {
+            let before = rig.driver.calls();
+            drop(first);
+            rig.driver.calls().since(&before)
+        };
+        assert_eq!(told.total(), 0, "it has not ended: {told:?}");
+        assert_eq!(pair(&second).total(), 0, "the pool knows it still");
+        let before = rig.driver.calls();
+        drop(second);
+        assert_eq!(rig.driver.calls().since(&before).count("cuEventRecord"), 1, "now it is told");
+        // Anew, after its end.
+        let third = borrow();
+        pair(&third);
+        assert_eq!(pair(&third).total(), 0);
+        assert!(!third.is_owned());
+        drop(third);
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+        // One of the library's own is kept alive by what borrows it.
+        let own = rig.stream();
+        // SAFETY: as long as the borrowed value lives so does the stream.
+        let bare = unsafe { StreamHandle::from_raw(own.handle().raw()) };
+        // SAFETY: as above.
+        let borrowed = unsafe { Stream::borrowed(&rig.device, bare) }.unwrap();
+        drop(own);
+        pair(&borrowed);
+        assert!(borrowed.is_owned());
+        borrowed.synchronize().unwrap();
+    });
+}
+
+gated!(recording: cuEventRecord(event: CUevent, stream: CUstream));
+
+/// Who borrows a stream while another thread tells the end of its last value waits for that, and has
+/// a new one.
+#[test]
+fn a_stream_is_borrowed_while_its_end_is_told() {
+    let sim = Simulator::builder().schedule(Schedule::Eager).build().unwrap();
+    let rig = Rig::with(changed(&sim, recording::put), sim);
+    let (raw, foreign) = make(&rig, 1);
+    let pool = pool(&rig);
+    // SAFETY: the stream lives to the end of the test.
+    let borrow = || unsafe { Stream::borrowed(&rig.device, foreign) }.unwrap();
+    let first = borrow();
+    let ptr = pool.malloc(BYTES as usize, &first).unwrap();
+    pool.free(ptr, &first).unwrap();
+    std::thread::scope(|scope| {
+        recording::BEFORE.arm();
+        let ends = scope.spawn(|| drop(first));
+        recording::BEFORE.wait();
+        let borrows = scope.spawn(|| {
+            let second = borrow();
+            let ptr = pool.malloc(BYTES as usize, &second).unwrap();
+            pool.free(ptr, &second).unwrap();
+        });
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        let early = borrows.is_finished();
+        recording::BEFORE.open();
+        ends.join().unwrap();
+        borrows.join().unwrap();
+        assert!(!early, "its end was still being told");
+    });
+    call!(rig.driver, cuStreamDestroy_v2(raw));
+    drop(pool);
+    rig.assert_clean();
+}
+
+/// Threads that borrow one stream at a time, each for a while.
+#[test]
+fn a_stream_is_borrowed_by_many_threads() {
+    Rig::everywhere(|rig| {
+        let (raw, foreign) = make(rig, 1);
+        let pool = pool(rig);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
+                    for _ in 0..100 {
+                        // SAFETY: the stream lives to the end of the test.
+                        let stream = unsafe { Stream::borrowed(&rig.device, foreign) }.unwrap();
+                        let ptr = pool.malloc(BYTES as usize, &stream).unwrap();
+                        rig.fill(ptr.address(), BYTES, 3, stream.handle());
+                        pool.free(ptr, &stream).unwrap();
+                    }
+                });
+            }
+        });
+        pool.validate().unwrap();
+        rig.device.synchronize().unwrap();
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+        rig.assert_clean();
     });
 }

@@ -294,6 +294,22 @@ fn prefetch_moves_managed_memory_and_no_other() {
 }
 
 #[test]
+fn bins_of_one_upstream_do_not_draw_it_each() {
+    let rig = Rig::simulated(cuda_sim::Schedule::Eager);
+    let binning = Binning::with_powers(DeviceMalloc::new(&rig.device), &rig.device, 18..=19);
+    let binning = binning.expect("bins");
+    binning.add_bin(8 << 20, Arc::new(DeviceMalloc::new(&rig.device)) as _).expect("a bin");
+    assert_eq!(
+        binning.describe().to_string(),
+        "binning(bin=256 KiB bin=512 KiB bin=8 MiB)\n\
+         ├─ fixed-size(block=256 KiB at-once=128)\n\
+         ├─ fixed-size(block=512 KiB at-once=64)\n\
+         ├─ device-malloc(device=0)\n\
+         └─ device-malloc(device=0)"
+    );
+}
+
+#[test]
 fn a_binning_sends_each_size_to_its_bin() {
     Rig::everywhere(|rig| {
         let upstream = Arc::new(Statistics::new(DeviceMalloc::new(&rig.device)));
@@ -417,8 +433,6 @@ fn a_stack_prints_as_a_tree_and_says_what_it_can_do() {
    └─ limiting(limit=1 GiB)
       └─ binning(bin=1 MiB)
          ├─ fixed-size(block=1 MiB at-once=32)
-         │  └─ pool(max=1 GiB)
-         │     └─ device-malloc(device=0)
          └─ pool(max=1 GiB)
             └─ device-malloc(device=0)"
     );

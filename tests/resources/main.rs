@@ -12,6 +12,7 @@ mod failures;
 mod growth;
 mod handovers;
 mod logs;
+mod meetings;
 mod program;
 mod sequences;
 mod sizes;

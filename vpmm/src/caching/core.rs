@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use smallvec::{SmallVec, smallvec};
 
 use super::block::Block;
-use super::books::{Books, Rules, Use};
+use super::books::{Books, Freed, Rules, Use};
 use super::config::{CachingConfig, check_fraction};
 use super::size::round_plain;
 use super::waits::{Life, Waits};
@@ -24,6 +24,10 @@ const ALIGN: usize = 512;
 
 /// The legacy default stream's number here; the driver's own numbers do not come so far.
 pub(super) const LEGACY: u64 = u64::MAX;
+
+/// While events are awaited, each of so many requests asks about them; one that lacks memory does
+/// so anyway.
+const ASK_EACH: usize = 8;
 
 /// No limit.
 const UNLIMITED: u64 = u64::MAX;
@@ -68,8 +72,10 @@ pub(super) struct Core {
     realm: usize,
     pub(super) books: SpinLock<Books>,
     pub(super) waits: Mutex<Waits>,
-    /// How many waits there are: looked at without the lock.
+    /// How many waits there are that have an event, or want one: looked at without the lock.
     pub(super) outstanding: AtomicUsize,
+    /// Requests that came while there were any.
+    requests: AtomicUsize,
     /// One thread at a time gives everything back.
     pub(super) reclaiming: Mutex<()>,
 }
@@ -106,6 +112,7 @@ impl Core {
             books: SpinLock::new(Books::new(rules)),
             waits: Mutex::new(Waits::default()),
             outstanding: AtomicUsize::new(0),
+            requests: AtomicUsize::new(0),
             reclaiming: Mutex::new(()),
         });
         if let Some(fraction) = config.memory_fraction {
@@ -159,7 +166,9 @@ impl Core {
         }
         let requested = requested as u64;
         let bytes = self.round(requested)?;
-        if self.outstanding.load(Ordering::Relaxed) != 0 {
+        if self.outstanding.load(Ordering::Relaxed) != 0
+            && self.requests.fetch_add(1, Ordering::Relaxed).is_multiple_of(ASK_EACH)
+        {
             self.advance_waits()?;
         }
         let stream = match self.number_of(handle) {
@@ -188,8 +197,8 @@ impl Core {
         sizes: (u64, u64),
     ) -> Result<DevicePtr> {
         let admitted = self.admit(stream, handle)?;
-        if admitted.is_new {
-            // With the memory of a stream that has ended, perhaps.
+        // Some may be with what waits; or with a stream that has ended.
+        if self.settle_uses()? || admitted.is_new {
             let mut books = self.books.lock();
             if let Some((address, tag)) = books.allocate(admitted.place, sizes.0, sizes.1) {
                 books.tallies.hits += 1;
@@ -238,7 +247,10 @@ impl Core {
             return Ok(admitted);
         }
         let vacant = waits.vacant(&books);
-        let place = books.enrol(stream, vacant);
+        // A record on the legacy stream is not to be made in somebody else's request: it would be in the
+        // way of another thread's capture.
+        let is_lazy = lasting && handle != StreamHandle::LEGACY;
+        let place = books.enrol(stream, vacant, is_lazy);
         books.places[place as usize].pins += 1;
         waits.begin(place, life);
         Ok(Admitted { core: self, place, is_new: true })
@@ -258,11 +270,18 @@ impl Core {
     #[inline]
     pub(super) fn free(&self, ptr: DevicePtr) -> Result<()> {
         self.device.driver().check_process()?;
-        let noted = self.books.lock().free_unless_noted(ptr)?;
-        match noted {
-            None => Ok(()),
-            Some((uses, tag)) => self.free_used(DevicePtr::tagged(ptr.address(), tag), &uses),
+        let freed = self.books.lock().free(ptr)?;
+        self.end_free(ptr, freed)
+    }
+
+    #[inline]
+    fn end_free(&self, ptr: DevicePtr, freed: Freed) -> Result<()> {
+        match freed {
+            Freed::Done { due: None } => {}
+            Freed::Done { due: Some(place) } => self.close_due(place),
+            Freed::Noted(tag) => return self.free_used(DevicePtr::tagged(ptr.address(), tag)),
         }
+        Ok(())
     }
 
     /// Frees after everything that was enqueued on a stream, which need not be the allocation's.
@@ -275,14 +294,19 @@ impl Core {
     ) -> Result<()> {
         self.device.driver().check_process()?;
         let known = self.number_of(handle);
-        {
+        let freed = {
             let mut books = self.books.lock();
             let block = books.find(ptr)?;
             is_right(block)?;
             let (own, plain) = (block.place.get(), !block.noted.get());
-            if plain && known.is_some_and(|stream| books.place_of(stream) == Some(own)) {
-                return books.free_unless_noted(ptr).map(|_| ());
+            match known.and_then(|stream| books.place_of(stream)) {
+                Some(place) if plain && place == own => Some(books.free(ptr)?),
+                Some(place) if plain => books.free_after(ptr, place)?,
+                _ => None,
             }
+        };
+        if let Some(freed) = freed {
+            return self.end_free(ptr, freed);
         }
         self.record_stream(ptr, handle)?;
         self.free(ptr)
@@ -350,7 +374,9 @@ impl StreamWatcher for Core {
             }
         };
         // Who is told is who made it, so it needs no number of an allocator.
-        smallvec![Mark { pool: 0, stream, point: waits.now(), epoch: 0 }]
+        let point = self.books.lock().waits_so_far();
+        drop(waits);
+        smallvec![Mark { pool: 0, stream, point, epoch: 0 }]
     }
 
     fn passed(&self, mark: &Mark) {

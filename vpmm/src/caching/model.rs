@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
-use super::books::{Books, Leaving, Rules, Use};
+use super::books::{Books, Freed, Leaving, Rules, Use};
 use super::size::{Kind, LARGE_BUFFER, round_plain, segment_bytes};
 use super::stats::Stat;
 use crate::device::StreamHandle;
@@ -271,7 +271,7 @@ struct Both {
 impl Both {
     fn new(rules: Rules) -> Self {
         let mut books = Books::new(rules);
-        let places = (1..4).map(|stream| (stream, books.enrol(stream, None))).collect();
+        let places = (1..4).map(|stream| (stream, books.enrol(stream, None, false))).collect();
         let (live, waiting) = (Vec::new(), Vec::new());
         Self { books, model: Model::new(rules), places, live, waiting, upstream: 0x7F00_0000_0000 }
     }
@@ -283,7 +283,7 @@ impl Both {
                 let (at, tag) = self.live.swap_remove(which % self.live.len());
                 let ptr = DevicePtr::tagged(at, tag);
                 if waits == 0 {
-                    assert!(self.books.free_unless_noted(ptr).is_ok_and(|uses| uses.is_none()));
+                    assert!(matches!(self.books.free(ptr), Ok(Freed::Done { due: None })));
                 } else {
                     // A use on a place of its own for each wait.
                     for of in 0..waits {
@@ -294,10 +294,9 @@ impl Both {
                         let on = StreamHandle::LEGACY;
                         assert!(self.books.note_use(ptr, Use { place, on }).is_ok());
                     }
-                    let noted = self.books.free_unless_noted(ptr);
-                    assert!(noted.is_ok_and(|uses| {
-                        uses.is_some_and(|(uses, of)| uses.len() == waits as usize && of == tag)
-                    }));
+                    assert!(matches!(self.books.free(ptr), Ok(Freed::Noted(of)) if of == tag));
+                    let uses = self.books.uses_of(ptr);
+                    assert!(uses.is_ok_and(|uses| uses.len() == waits as usize));
                     let Ok(block) = self.books.free_noted(ptr, waits) else { panic!("live") };
                     self.waiting.extend((0..waits).map(|_| (at, block)));
                 }
@@ -470,7 +469,7 @@ fn nodes_are_as_many_as_blocks_however_long_it_goes_on() {
                 both.allocate(stream, 1 + random(1 << doubling));
             } else if !both.live.is_empty() {
                 let (at, tag) = both.live.swap_remove(random(both.live.len() as u64) as usize);
-                let freed = both.books.free_unless_noted(DevicePtr::tagged(at, tag));
+                let freed = both.books.free(DevicePtr::tagged(at, tag));
                 assert!(freed.is_ok());
                 both.model.free(at, 0);
             }

@@ -49,6 +49,12 @@ impl Description {
         self
     }
 
+    /// The same without what it stands on: for one of several that stand on the same.
+    pub(crate) fn alone(mut self) -> Self {
+        self.children.clear();
+        self
+    }
+
     /// The resource's name.
     pub fn name(&self) -> &str {
         &self.name

@@ -3,6 +3,7 @@
 mod copies;
 mod event;
 mod owned;
+mod owner;
 mod pool;
 
 pub use event::Event;

@@ -7,8 +7,9 @@ use std::sync::Arc;
 use cuda_sys::types::{CUstream, CUstream_flags_enum, CUstreamCaptureStatus};
 
 use super::Event;
+use super::owner::{self, Owner};
 use crate::device::{Device, StreamHandle};
-use crate::driver::{Awaited, Failure};
+use crate::driver::Awaited;
 use crate::error::{Error, Result};
 use crate::event::BesideCaptures;
 
@@ -26,50 +27,17 @@ pub struct Stream {
     owner: Option<Arc<Owner>>,
 }
 
-/// Who knows when a stream ends.
-struct Owner {
-    device: Device,
-    handle: StreamHandle,
-    /// It is destroyed here; else by whoever lent it.
-    destroys: bool,
-}
-
-impl Drop for Owner {
-    fn drop(&mut self) {
-        let driver = self.device.driver();
-        driver.tell_end_of(self.handle);
-        if !self.destroys {
-            return;
-        }
-        // SAFETY: taken in `Stream::own`, destroyed once here. An error means that the context went
-        // first and took the stream along.
-        let _: Result<(), Failure> = unsafe { driver.cuStreamDestroy_v2(self.handle.raw()) };
-    }
-}
-
 impl Stream {
-    /// Takes a new stream of a device whose context is current.
-    ///
-    /// # Safety
-    /// The stream is alive, and nobody else destroys it.
-    unsafe fn own(device: &Device, stream: CUstream) -> Result<Self> {
-        let handle = StreamHandle::foreign(stream);
-        Self::known(Owner { device: device.clone(), handle, destroys: true })
-    }
-
-    /// Asks the driver for the stream's number. From here on its end is told, whatever comes next.
-    fn known(mut owner: Owner) -> Result<Self> {
-        let (mut id, device) = (0, owner.device.clone());
-        // SAFETY: the stream is alive; the pointer is to a live u64.
-        unsafe { device.driver().cuStreamGetId(owner.handle.raw(), &mut id) }?;
-        owner.handle = owner.handle.with_number(id, device.driver().realm());
-        Ok(Self { handle: owner.handle, device, owner: Some(Arc::new(owner)) })
+    fn of(device: &Device, owner: Arc<Owner>) -> Self {
+        Self { handle: owner.handle(), device: device.clone(), owner: Some(owner) }
     }
 
     /// A stream of this device that somebody else owns, one of the CUDA runtime's or of another
     /// library's ([`StreamHandle::from_raw`]), and destroys. To pools it is as one that the library
     /// made: they serve it without a driver call, and no event is recorded at its frees, since the
-    /// last drop of this value and its clones tells them in time that it may end.
+    /// last drop of this value and its clones tells them in time that it may end. All values that borrow
+    /// one stream, in any thread, count as clones; one that borrows a stream of the library's own keeps
+    /// that alive, too.
     ///
     /// # Errors
     /// [`Error::StreamCapturing`], with the capture as it was: the question for a stream's number would
@@ -78,8 +46,8 @@ impl Stream {
     ///
     /// # Safety
     /// The stream is alive while this value or a clone of it is. Their last drop counts as the stream's
-    /// end: at that moment no other thread is in a call with the stream, by its bare handle or by
-    /// another borrowed value, since what it frees could be taken for work before the end.
+    /// end: at that moment no other thread is in a call with the stream by its bare handle, since what it
+    /// frees could be taken for work before the end.
     pub unsafe fn borrowed(device: &Device, handle: StreamHandle) -> Result<Self> {
         if handle == StreamHandle::LEGACY {
             return Ok(Self::legacy(device));
@@ -93,8 +61,9 @@ impl Stream {
             return Err(Error::StreamCapturing);
         }
         device.check_stream(handle)?;
-        let handle = StreamHandle::foreign(handle.raw());
-        Self::known(Owner { device: device.clone(), handle, destroys: false })
+        // SAFETY: the stream is alive, by the caller, of this device, and does not capture.
+        let owner = unsafe { owner::borrow(device, StreamHandle::foreign(handle.raw())) }?;
+        Ok(Self::of(device, owner))
     }
 
     /// The legacy default stream of a device: [`StreamHandle::LEGACY`].
@@ -120,7 +89,7 @@ impl Stream {
 
     /// Whether the library made the stream, and destroys it.
     pub fn is_owned(&self) -> bool {
-        self.owner.as_ref().is_some_and(|owner| owner.destroys)
+        self.owner.as_ref().is_some_and(|owner| owner.destroys())
     }
 
     /// Waits until everything enqueued so far has finished. What was freed on the stream before is
@@ -198,8 +167,9 @@ impl Device {
         let mut stream: CUstream = ptr::null_mut();
         // SAFETY: the pointer is to a live CUstream, and the context is current.
         unsafe { self.driver().cuStreamCreate(&mut stream, flags) }?;
-        // SAFETY: it was made just now, and nobody else has it.
-        unsafe { Stream::own(self, stream) }
+        // SAFETY: it was made just now, in the context that is current, and nobody else has it.
+        let owner = unsafe { owner::own(self, StreamHandle::foreign(stream)) }?;
+        Ok(Stream::of(self, owner))
     }
 }
 

@@ -8,8 +8,10 @@
 //! - **C5 Counts.** What is counted is what a count from scratch finds.
 
 mod segments;
+mod waiting;
 
 pub(super) use segments::{Leaving, Segment};
+pub(super) use waiting::{Open, Since};
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -64,6 +66,17 @@ pub(super) struct Place {
     pub(super) blocks: u32,
     /// Uses by it that allocations are noted for.
     pub(super) pins: u32,
+    /// Freed blocks that it may still use, without an event yet.
+    pub(super) open: Open,
+}
+
+/// What a free has done.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Freed {
+    /// All. Where a place is named, so much waits for its stream that an event is due.
+    Done { due: Option<u32> },
+    /// Nothing yet: a further stream that uses the allocation of this number needs an event at once.
+    Noted(u32),
 }
 
 /// A further stream that uses an allocation.
@@ -91,6 +104,10 @@ pub(super) struct Books {
     uses: HashMap<u32, Uses>,
     pub(super) tallies: Tallies,
     rules: Rules,
+    /// Blocks that wait for a stream without an event, counted once for each stream.
+    open_waits: usize,
+    /// Counts waits: the time, as far as marks are concerned.
+    waits: u64,
     /// Searches in each pool, while somebody asks for ages.
     searches: [u64; 2],
     /// Bytes of all segments, and of those that are being got.
@@ -119,6 +136,8 @@ impl Books {
             leaving: BTreeMap::new(),
             uses: HashMap::new(),
             tallies: Tallies::default(),
+            open_waits: 0,
+            waits: 0,
             rules,
             searches: [0; 2],
             held_bytes: 0,
@@ -136,15 +155,17 @@ impl Books {
         Some(self.last.1)
     }
 
-    /// Gives a stream a place: a vacant one, or a new one.
-    pub(super) fn enrol(&mut self, stream: u64, vacant: Option<u32>) -> u32 {
+    /// Gives a stream a place: a vacant one, or a new one. `is_lazy`: its end is told, and events can be
+    /// recorded on it until then.
+    pub(super) fn enrol(&mut self, stream: u64, vacant: Option<u32>, is_lazy: bool) -> u32 {
         let place = vacant.unwrap_or_else(|| {
             let sets = [FreeSet::new(), FreeSet::new()];
-            self.places.push(Place { stream, sets, blocks: 0, pins: 0 });
+            self.places.push(Place { stream, sets, blocks: 0, pins: 0, open: Open::default() });
             self.places.len() as u32 - 1
         });
         self.forget_stream(place);
         self.places[place as usize].stream = stream;
+        self.places[place as usize].open.is_lazy = is_lazy;
         self.by_stream.insert(stream, place);
         place
     }
@@ -308,37 +329,41 @@ impl Books {
         Ok(())
     }
 
-    /// The further streams that use an allocation, with its number; none where it can be freed at
-    /// once, which is then done.
+    /// Frees an allocation, unless a further stream that it is noted for needs an event at once.
     #[inline]
-    pub(super) fn free_unless_noted(&mut self, ptr: DevicePtr) -> Result<Option<(Uses, u32)>> {
+    pub(super) fn free(&mut self, ptr: DevicePtr) -> Result<Freed> {
         let (found, block) = self.look_up(ptr)?;
         if block.noted.get() {
-            let uses = self.uses.get(&block.id()).cloned().unwrap_or_default();
-            return Ok(Some((uses, block.tag.get())));
+            return Ok(self.free_with_uses(found));
         }
         self.leave_caller(found);
         self.become_free(found.node);
-        Ok(None)
+        Ok(Freed::Done { due: None })
     }
 
     /// Takes an allocation with further uses back from its caller: its block, which waits for so
     /// many streams. Where that is none it is free already.
     pub(super) fn free_noted(&mut self, ptr: DevicePtr, waits: u32) -> Result<u32> {
-        let (found, block) = self.look_up(ptr)?;
-        let id = block.id();
-        block.noted.set(false);
-        block.waits.set(waits);
-        for of in self.uses.remove(&id).unwrap_or_default() {
+        let (found, _) = self.look_up(ptr)?;
+        for of in self.uses.remove(&found.node).unwrap_or_default() {
             self.places[of.place as usize].pins -= 1;
         }
+        self.leave_for(found, waits);
+        Ok(found.node)
+    }
+
+    /// Takes an allocation back from its caller: a block that waits for so many streams.
+    #[inline]
+    fn leave_for(&mut self, found: Found, waits: u32) {
         self.leave_caller(found);
+        let block = self.arena.get(found.node);
+        block.noted.set(false);
+        block.waits.set(waits);
         if waits == 0 {
-            self.become_free(id);
+            self.become_free(found.node);
         } else {
-            self.arena.get(id).state.set(State::Waiting);
+            block.state.set(State::Waiting);
         }
-        Ok(id)
     }
 
     /// One of the streams that a block waits for has come past its free.
@@ -418,6 +443,7 @@ impl Books {
             + self.by_stream.bytes()
             + self.places.capacity() * size_of::<Place>()
             + sets.map(FreeSet::heap_bytes).sum::<usize>()
+            + self.places.iter().map(|place| place.open.heap_bytes()).sum::<usize>()
             + self.uses.capacity() * (size_of::<u32>() + size_of::<Uses>())
             + self.segments.len() * (size_of::<u64>() + size_of::<Segment>())
     }

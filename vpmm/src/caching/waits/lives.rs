@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use cuda_sys::types::CUresult;
 
-use super::{Deferred, OfPlace, On, Waiter, Waits};
+use super::{Deferred, OfPlace, On, Since, Waiter, Waits};
 use crate::caching::books::{Books, Place};
 use crate::caching::core::Core;
 use crate::default::{Recorded, record_beside_captures, stream_is_capturing};
@@ -65,21 +65,21 @@ impl Waits {
 
     pub(super) fn settle_each_end(&mut self, core: &Core) -> Result<()> {
         let mut places = 0..self.places.len();
-        places.try_for_each(|place| self.settle_end(core.device.driver(), place).map(|_| ()))
+        places.try_for_each(|place| self.settle_end(core, place).map(|_| ()))
     }
 
     /// Whether a stream that has ended has nothing left to do. Where it never recorded its end,
     /// nobody can tell.
-    pub(super) fn settle_end(&mut self, driver: &Driver, place: usize) -> Result<bool> {
+    pub(super) fn settle_end(&mut self, core: &Core, place: usize) -> Result<bool> {
         match self.places[place].life {
             Life::Over => Ok(true),
             Life::Ended(event) => {
-                let life = match event.is_complete(driver) {
+                let life = match event.is_complete(core.device.driver()) {
                     Ok(true) => Life::Over,
                     Ok(false) => return Ok(false),
                     // A capture that began and ended in between has taken the record along.
                     Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
-                        Life::Lost(self.sequence)
+                        Life::Lost(core.books.lock().waits_so_far())
                     }
                     Err(failure) => return Err(failure.into()),
                 };
@@ -98,28 +98,34 @@ impl Waits {
         place: u32,
         handle: StreamHandle,
     ) {
-        self.sequence += 1;
-        let unused = {
-            let books = core.books.lock();
+        let (unused, open) = {
+            let mut books = core.books.lock();
+            // From here on a free comes here first, and finds the last event.
+            books.places[place as usize].open.is_lazy = false;
+            let open = books.take_open(place, Vec::new());
             let (of, known) = (&self.places[place as usize], &books.places[place as usize]);
-            known.blocks == 0 && known.pins == 0 && of.queue.is_empty() && of.deferred == 0
+            let unnamed = known.blocks == 0 && known.pins == 0 && open.is_empty();
+            (unnamed && of.queue.is_empty() && of.deferred == 0, open)
         };
         let life = if unused { Life::Over } else { self.last_life(core, handle) };
         self.places[place as usize].life = life;
+        if !open.is_empty() {
+            self.enqueue(place, Waiter { event: None, blocks: open });
+        }
         // What was to be recorded on it is covered by that.
         for index in (0..self.deferred.len()).rev() {
             let of = &self.deferred[index];
             if of.place == place && of.on == On::Place {
                 let Deferred { block, since, .. } = self.deferred.swap_remove(index);
                 self.places[place as usize].deferred -= 1;
-                self.enqueue(place, Waiter { event: None, block, since });
+                self.enqueue_one(place, None, Since { block, since });
             }
         }
         self.publish(core);
     }
 
     fn last_life(&mut self, core: &Core, handle: StreamHandle) -> Life {
-        let lost = Life::Lost(self.sequence);
+        let lost = Life::Lost(core.books.lock().next_wait());
         let Ok(_context) = core.device.enter() else { return lost };
         let spare = self.spare.pop();
         let unused = match record_beside_captures(core.device.driver(), handle, spare) {

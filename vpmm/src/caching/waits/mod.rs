@@ -1,16 +1,21 @@
-//! Freed blocks that further streams may still use: an event for each such stream, recorded at the
-//! free, and asked about at later requests.
+//! Freed blocks that further streams may still use: for each such stream an event behind the free.
 //!
 //! ```text
-//! allocated ──free──▶ waiting ──every event has passed──▶ free
-//!                     │    ▲
-//!                     ▼    │ recorded when the stream has stopped capturing
-//!                    deferred
+//! allocated ──free──▶ open ──somebody lacks memory, or an event is due──▶ waiting ──passed──▶ free
+//!             │                                                            ▲
+//!             └──foreign and default streams: an event at the free─────────┤
+//!                         │                                                │ recorded when the stream
+//!                         └────────▶ deferred ─────────────────────────────┘ has stopped capturing
 //! ```
 //!
-//! One queue for each stream, oldest first, so that one that is stuck holds nobody else's up. No
-//! event is recorded on a stream that captures: it would become a node of the graph. No event is
-//! recorded on a stream that has ended: its last one, recorded at its end, stands for all.
+//! | stream | event |
+//! |---|---|
+//! | of the library | one for all that was freed until somebody lacks memory ([`books`](super::books) keeps it till then), or until that is much. None while it captures: it would become a node of the graph |
+//! | from elsewhere, legacy default stream | at each free: nobody tells of its end; or it would harm others' captures later |
+//! | another thread's default stream | at the next request of that thread |
+//! | ended | its last one, recorded at its end, stands for all |
+//!
+//! One queue for each stream, oldest first, so that one that is stuck holds nobody else's up.
 
 mod lives;
 
@@ -23,7 +28,7 @@ use std::sync::atomic::Ordering;
 use cuda_sys::types::CUresult;
 use smallvec::SmallVec;
 
-use super::books::Use;
+use super::books::{Since, Use};
 use super::core::{Core, lock};
 use crate::default::{Recorded, record_beside_captures, stream_is_capturing};
 use crate::device::StreamHandle;
@@ -32,12 +37,15 @@ use crate::error::{Error, Result};
 use crate::event::{BesideCaptures, Event};
 use crate::units::DevicePtr;
 
-/// A block that waits for an event.
+/// Looks at an event that was recorded just now.
+const LOOKS: u32 = 4;
+
+/// Blocks that wait for an event.
 struct Waiter {
     /// `None`: the stream's last one.
     event: Option<Event>,
-    block: u32,
-    since: u64,
+    /// The oldest first.
+    blocks: Vec<Since>,
 }
 
 /// A block that waits for an event that is still to be recorded.
@@ -76,22 +84,20 @@ pub(super) struct Waits {
     deferred: Vec<Deferred>,
     /// Events to use again: as many as ever were waited for at a time, at most.
     spare: Vec<Event>,
-    /// Counts waits: the time, as far as marks are concerned.
-    sequence: u64,
+    /// Lists to use again, empty.
+    lists: Vec<Vec<Since>>,
 }
 
 /// What a free has recorded for one stream.
 enum Made {
+    /// Nothing: that can be done at any time.
+    Open,
     Event(Event),
     Last,
     Deferred(On),
 }
 
 impl Waits {
-    pub(super) fn now(&self) -> u64 {
-        self.sequence
-    }
-
     fn enqueue(&mut self, place: u32, waiter: Waiter) {
         let queue = &mut self.places[place as usize].queue;
         if queue.is_empty() {
@@ -100,14 +106,59 @@ impl Waits {
         queue.push_back(waiter);
     }
 
-    fn put(&mut self, place: u32, block: u32, made: Made) {
-        self.sequence += 1;
-        let since = self.sequence;
-        match made {
-            Made::Event(event) => self.enqueue(place, Waiter { event: Some(event), block, since }),
-            Made::Last => self.enqueue(place, Waiter { event: None, block, since }),
-            Made::Deferred(on) => self.defer(Deferred { place, on, block, since }),
+    fn put(&mut self, core: &Core, place: u32, block: u32, made: Made) {
+        let event = match made {
+            Made::Open => {
+                // If an event is due, the next free finds it so.
+                let _ = core.books.lock().wait_for(place, block);
+                return;
+            }
+            Made::Event(event) => Some(event),
+            Made::Last => None,
+            Made::Deferred(on) => {
+                let since = core.books.lock().next_wait();
+                return self.defer(Deferred { place, on, block, since });
+            }
+        };
+        let since = core.books.lock().next_wait();
+        self.enqueue_one(place, event, Since { block, since });
+    }
+
+    fn enqueue_one(&mut self, place: u32, event: Option<Event>, wait: Since) {
+        let mut blocks = self.lists.pop().unwrap_or_default();
+        blocks.push(wait);
+        self.enqueue(place, Waiter { event, blocks });
+    }
+
+    /// An event for all that waits for a place's stream without one, unless that captures. The context
+    /// must be current.
+    fn close(&mut self, core: &Core, place: u32) -> Result<()> {
+        let Life::Lasting(handle) = self.places[place as usize].life else { return Ok(()) };
+        let empty = self.lists.pop().unwrap_or_default();
+        let blocks = core.books.lock().take_open(place, empty);
+        if blocks.is_empty() {
+            self.lists.push(blocks);
+            return Ok(());
         }
+        let spare = self.spare.pop();
+        let (unused, outcome) = match record_beside_captures(core.device.driver(), handle, spare) {
+            Ok(Recorded::On(event)) => {
+                self.enqueue(place, Waiter { event: Some(event), blocks });
+                return Ok(());
+            }
+            Ok(Recorded::Capturing(spare)) => (spare, Ok(())),
+            Err(failure) => (spare, Err(failure.into())),
+        };
+        self.spare.extend(unused);
+        core.books.lock().reopen(place, &blocks);
+        outcome
+    }
+
+    /// The same for every stream: those of them that had something.
+    fn close_all(&mut self, core: &Core) -> Result<Vec<u32>> {
+        let places = core.books.lock().open_places();
+        places.iter().try_for_each(|place| self.close(core, *place))?;
+        Ok(places)
     }
 
     fn defer(&mut self, of: Deferred) {
@@ -128,6 +179,7 @@ impl Waits {
         let (on, deferred) = match self.places[of.place as usize].life {
             Life::Over => return Ok(None),
             Life::Ended(_) | Life::Lost(_) => return Ok(Some(Made::Last)),
+            Life::Lasting(handle) if handle != StreamHandle::LEGACY => return Ok(Some(Made::Open)),
             Life::Lasting(handle) => (handle, On::Place),
             Life::Foreign if of.on == StreamHandle::PER_THREAD => {
                 if !is_of_this_thread(core, of.place)? {
@@ -169,7 +221,7 @@ impl Waits {
                 Ok(Recorded::On(event)) => {
                     let Deferred { block, since, .. } = self.deferred.swap_remove(index);
                     self.places[place as usize].deferred -= 1;
-                    self.enqueue(place, Waiter { event: Some(event), block, since });
+                    self.enqueue_one(place, Some(event), Since { block, since });
                 }
                 Err(failure) => {
                     self.spare.extend(spare);
@@ -196,10 +248,26 @@ impl Waits {
         Ok(())
     }
 
+    /// Looks a few times at events that were recorded just now, on streams that may have nothing to do: a
+    /// segment from upstream costs a hundred times as much.
+    fn look_again(&mut self, core: &Core, places: &[u32]) -> Result<()> {
+        let driver = core.device.driver();
+        for place in places {
+            for _ in 0..LOOKS {
+                if self.places[*place as usize].queue.is_empty() {
+                    break;
+                }
+                self.advance_queue(core, driver, *place)?;
+            }
+        }
+        self.busy.retain(|place| !self.places[*place as usize].queue.is_empty());
+        Ok(())
+    }
+
     fn advance_queue(&mut self, core: &Core, driver: &Driver, place: u32) -> Result<()> {
         while let Some(first) = self.places[place as usize].queue.front() {
             let Some(event) = first.event else {
-                if !self.settle_end(driver, place as usize)? {
+                if !self.settle_end(core, place as usize)? {
                     return Ok(());
                 }
                 self.pop(core, place);
@@ -210,7 +278,7 @@ impl Waits {
                 Ok(false) => return Ok(()),
                 // A capture that began and ended in between has taken the record along.
                 Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
-                    self.defer_first(place);
+                    self.defer_first(core, place);
                 }
                 Err(failure) => return Err(failure.into()),
             }
@@ -220,19 +288,30 @@ impl Waits {
 
     /// The first of a queue has waited long enough.
     fn pop(&mut self, core: &Core, place: u32) {
-        if let Some(waiter) = self.places[place as usize].queue.pop_front() {
+        if let Some(mut waiter) = self.places[place as usize].queue.pop_front() {
             self.spare.extend(waiter.event);
-            core.books.lock().wait_is_over(waiter.block);
+            let mut books = core.books.lock();
+            waiter.blocks.drain(..).for_each(|wait| books.wait_is_over(wait.block));
+            self.lists.push(waiter.blocks);
         }
     }
 
     /// The first of a queue has no event after all.
-    fn defer_first(&mut self, place: u32) {
+    fn defer_first(&mut self, core: &Core, place: u32) {
         let of = &mut self.places[place as usize];
-        let Some(Waiter { event, block, since }) = of.queue.pop_front() else { return };
-        let on = if matches!(of.life, Life::Lasting(_)) { On::Place } else { On::Nowhere };
+        let Some(Waiter { event, mut blocks }) = of.queue.pop_front() else { return };
         self.spare.extend(event);
-        self.defer(Deferred { place, on, block, since });
+        let on = match of.life {
+            Life::Lasting(handle) if handle != StreamHandle::LEGACY => {
+                return core.books.lock().reopen(place, &blocks);
+            }
+            Life::Lasting(_) => On::Place,
+            _ => On::Nowhere,
+        };
+        for Since { block, since } in blocks.drain(..) {
+            self.defer(Deferred { place, on, block, since });
+        }
+        self.lists.push(blocks);
     }
 
     /// Behind these events is everything that can be waited for.
@@ -253,10 +332,22 @@ impl Waits {
     pub(super) fn passed(&mut self, core: &Core, place: Option<u32>, point: u64) {
         let of_mark = |at: u32| place.is_none_or(|place| place == at);
         for at in self.busy.clone().into_iter().filter(|at| of_mark(*at)) {
-            let is_past = |waiter: &Waiter| waiter.since <= point;
+            let is_past =
+                |waiter: &Waiter| waiter.blocks.last().is_none_or(|wait| wait.since <= point);
             while self.places[at as usize].queue.front().is_some_and(is_past) {
                 self.pop(core, at);
             }
+            // Some of those that share an event may have been freed later.
+            if let Some(first) = self.places[at as usize].queue.front_mut() {
+                let passed = first.blocks.partition_point(|wait| wait.since <= point);
+                let mut books = core.books.lock();
+                first.blocks.drain(..passed).for_each(|wait| books.wait_is_over(wait.block));
+            }
+        }
+        {
+            let mut books = core.books.lock();
+            let open = if books.has_open() { books.open_places() } else { Vec::new() };
+            open.into_iter().filter(|at| of_mark(*at)).for_each(|at| books.pass_open(at, point));
         }
         self.busy.retain(|at| !self.places[*at as usize].queue.is_empty());
         for index in (0..self.deferred.len()).rev() {
@@ -304,12 +395,13 @@ impl Core {
     /// A free of an allocation that further streams use.
     #[cold]
     #[inline(never)]
-    pub(super) fn free_used(&self, ptr: DevicePtr, uses: &[Use]) -> Result<()> {
+    pub(super) fn free_used(&self, ptr: DevicePtr) -> Result<()> {
         let mut waits = lock(&self.waits);
+        let uses = self.books.lock().uses_of(ptr)?;
         let _context = self.device.enter()?;
         let mut made: SmallVec<[(u32, Made); 2]> = SmallVec::new();
         let mut recorded = Ok(());
-        for of in uses {
+        for of in &uses {
             match waits.record(self, of) {
                 Ok(one) => made.extend(one.map(|one| (of.place, one))),
                 Err(error) => {
@@ -322,14 +414,14 @@ impl Core {
         let freed = recorded.and_then(|()| self.books.lock().free_noted(ptr, made.len() as u32));
         match freed {
             Ok(block) => {
-                made.into_iter().for_each(|(place, one)| waits.put(place, block, one));
+                made.into_iter().for_each(|(place, one)| waits.put(self, place, block, one));
                 waits.publish(self);
                 Ok(())
             }
             Err(error) => {
                 let events = made.into_iter().filter_map(|(_, one)| match one {
                     Made::Event(event) => Some(event),
-                    Made::Last | Made::Deferred(_) => None,
+                    Made::Open | Made::Last | Made::Deferred(_) => None,
                 });
                 waits.spare.extend(events);
                 Err(error)
@@ -353,6 +445,35 @@ impl Core {
         advanced
     }
 
+    /// An event for what waits for a place's stream. What fails here is tried again when an event is
+    /// due again, or somebody lacks memory; the free that found it due is done.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn close_due(&self, place: u32) {
+        let mut waits = lock(&self.waits);
+        if let Ok(_context) = self.device.enter() {
+            let _ = waits.close(self, place);
+        }
+        waits.publish(self);
+    }
+
+    /// For a request that lacks memory: an event for all that waits, and a look at every one. Whether
+    /// there was any.
+    pub(super) fn settle_uses(&self) -> Result<bool> {
+        if self.outstanding.load(Ordering::Relaxed) == 0 && !self.books.lock().has_open() {
+            return Ok(false);
+        }
+        let mut waits = lock(&self.waits);
+        let _context = self.device.enter()?;
+        let _beside = BesideCaptures::enter(self.device.driver())?;
+        let settled = waits.close_all(self).and_then(|fresh| {
+            waits.advance(self)?;
+            waits.look_again(self, &fresh)
+        });
+        waits.publish(self);
+        settled.map(|()| true)
+    }
+
     /// Waits on the host for everything that can be waited for. Without the lock meanwhile: what is
     /// waited for may depend on a thread that comes here first.
     pub(super) fn wait_for_uses(&self) -> Result<()> {
@@ -374,7 +495,8 @@ impl Core {
     /// Takes every wait as far as it has come: the events that are left.
     fn advance_all(&self) -> Result<Vec<Event>> {
         let mut waits = lock(&self.waits);
-        let advanced = waits.advance(self).and_then(|()| waits.settle_each_end(self));
+        let advanced = waits.close_all(self).and_then(|_| waits.advance(self));
+        let advanced = advanced.and_then(|()| waits.settle_each_end(self));
         waits.publish(self);
         advanced.map(|()| waits.last_events())
     }

@@ -1,13 +1,13 @@
 //! An arena for each stream, and one that they share.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fmt;
-use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 
 use smallvec::SmallVec;
 
+use super::by_stream::ByStream;
 use super::coalescing::{CoalescingConfig, CoalescingPool, Growth};
 use super::lanes::{self, Named};
 use super::lock;
@@ -75,33 +75,17 @@ pub struct Arena<R: MemoryResource + 'static> {
 
 type OwnPool<R> = CoalescingPool<Superblocks<R>>;
 
-/// The arena of one stream.
+/// The arena of one stream. One that was given up goes to another stream.
 struct Own<R: MemoryResource> {
     pool: OwnPool<R>,
-    /// The stream's number. An arena that was given up goes to another stream.
-    stream: AtomicU64,
     /// Its stream is gone.
     has_ended: AtomicBool,
 }
 
-/// Shortcuts from streams to their arenas.
-const ROUTES: usize = 256;
-
 /// Every stream's arena. It sees streams end.
 struct Streams<R: MemoryResource> {
     device: Device,
-    /// A direct-mapped cache of the register: null, or arenas of it.
-    routes: [AtomicPtr<Own<R>>; ROUTES],
-    register: RwLock<Register<R>>,
-}
-
-struct Register<R: MemoryResource> {
-    /// Each stays where it is, and none is dropped before the register.
-    all: Vec<Arc<Own<R>>>,
-    /// Places in `all`, by the stream's number.
-    by_stream: HashMap<u64, u32>,
-    /// Arenas that were given up.
-    vacant: Vec<u32>,
+    of: ByStream<Own<R>>,
 }
 
 /// Whose each superblock is: the place of the arena, by the first address; with its bytes.
@@ -146,74 +130,10 @@ impl<R: MemoryResource> MemoryResource for Superblocks<R> {
     }
 }
 
-impl<R: MemoryResource> Streams<R> {
-    fn new(device: &Device) -> Self {
-        let register = Register { all: Vec::new(), by_stream: HashMap::new(), vacant: Vec::new() };
-        Self {
-            device: device.clone(),
-            routes: [const { AtomicPtr::new(ptr::null_mut()) }; ROUTES],
-            register: RwLock::new(register),
-        }
-    }
-
-    fn read(&self) -> RwLockReadGuard<'_, Register<R>> {
-        self.register.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn write(&self) -> RwLockWriteGuard<'_, Register<R>> {
-        self.register.write().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// An arena of the register, without its lock.
-    fn keep<'a>(&'a self, own: &Arc<Own<R>>) -> &'a Own<R> {
-        // SAFETY: arenas stay where they are while the list grows, and none is dropped before the register,
-        // which `self` has.
-        unsafe { &*Arc::as_ptr(own) }
-    }
-
-    fn at(&self, place: u32) -> Option<&Own<R>> {
-        self.read().all.get(place as usize).map(|own| self.keep(own))
-    }
-
-    fn all(&self) -> Vec<&Own<R>> {
-        self.read().all.iter().map(|own| self.keep(own)).collect()
-    }
-
-    fn route(&self, stream: u64) -> &AtomicPtr<Own<R>> {
-        // Fibonacci hashing: the driver counts streams up.
-        &self.routes[(stream.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as usize % ROUTES]
-    }
-
-    /// The arena of a stream, if it has one: as a rule without a lock.
-    #[inline]
-    fn find(&self, stream: u64) -> Option<&Own<R>> {
-        let own = self.route(stream).load(Ordering::Acquire);
-        // SAFETY: routes hold null or arenas of the register, which live as long as `self`: see `keep`.
-        let own = unsafe { own.as_ref() }.filter(|own| own.is_of(stream));
-        own.or_else(|| self.look_up(stream))
-    }
-
-    #[cold]
-    fn look_up(&self, stream: u64) -> Option<&Own<R>> {
-        let register = self.read();
-        let place = *register.by_stream.get(&stream)?;
-        let own = register.all.get(place as usize)?;
-        // Under the lock that arenas change streams under.
-        self.route(stream).store(Arc::as_ptr(own).cast_mut(), Ordering::Release);
-        Some(self.keep(own))
-    }
-}
-
-impl<R: MemoryResource> Own<R> {
-    fn is_of(&self, stream: u64) -> bool {
-        self.stream.load(Ordering::Relaxed) == stream
-    }
-}
-
 impl<R: MemoryResource> StreamWatcher for Streams<R> {
     fn stream_ends(&self, stream: StreamHandle) {
         let number = lanes::number_of(&self.device, stream);
-        if let Some(own) = number.and_then(|number| self.find(number)) {
+        if let Some(own) = number.and_then(|number| self.of.find(number)) {
             own.has_ended.store(true, Ordering::Relaxed);
         }
     }
@@ -244,7 +164,7 @@ impl<R: MemoryResource + 'static> Arena<R> {
         let (initial_bytes, max_bytes) = (arena_bytes, Some(arena_bytes));
         let all = CoalescingConfig { initial_bytes, max_bytes, ..Default::default() };
         let shared = Arc::new(CoalescingPool::new(upstream, device, &all)?);
-        let streams = Arc::new(Streams::new(device));
+        let streams = Arc::new(Streams { device: device.clone(), of: ByStream::new() });
         let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&streams) as _;
         device.driver().watch_streams(watcher);
         let owners = Arc::default();
@@ -260,7 +180,7 @@ impl<R: MemoryResource + 'static> Arena<R> {
     /// The arena of a stream, made if there is none.
     #[inline]
     fn own(&self, named: Named, stream: StreamHandle) -> Result<&Own<R>> {
-        match self.streams.find(named.stream()) {
+        match self.streams.of.find(named.stream()) {
             Some(own) => Ok(own),
             None => self.open(named, stream),
         }
@@ -269,50 +189,29 @@ impl<R: MemoryResource + 'static> Arena<R> {
     #[cold]
     fn open(&self, named: Named, stream: StreamHandle) -> Result<&Own<R>> {
         self.give_up_ended(stream);
-        let number = named.stream();
-        let mut register = self.streams.write();
-        if let Some(place) = register.by_stream.get(&number) {
-            return Ok(self.streams.keep(&register.all[*place as usize]));
-        }
-        let place = match register.vacant.pop() {
-            Some(place) => {
-                let own = &register.all[place as usize];
-                own.has_ended.store(false, Ordering::Relaxed);
-                own.stream.store(number, Ordering::Relaxed);
-                place
-            }
-            None => {
-                let place = register.all.len() as u32;
-                let (shared, owners) = (Arc::clone(&self.shared), Arc::clone(&self.owners));
-                let pool = CoalescingPool::growing_by(
-                    Superblocks { shared, owners, own: place },
-                    &self.device,
-                    &CoalescingConfig::default(),
-                    Growth::By(SUPERBLOCK),
-                )?;
-                let (stream, has_ended) = (AtomicU64::new(number), AtomicBool::new(false));
-                register.all.push(Arc::new(Own { pool, stream, has_ended }));
-                place
-            }
-        };
-        register.by_stream.insert(number, place);
-        Ok(self.streams.keep(&register.all[place as usize]))
+        let again = |own: &Own<R>| own.has_ended.store(false, Ordering::Relaxed);
+        self.streams.of.open(named.stream(), again, |place| {
+            let (shared, owners) = (Arc::clone(&self.shared), Arc::clone(&self.owners));
+            let pool = CoalescingPool::growing_by(
+                Superblocks { shared, owners, own: place },
+                &self.device,
+                &CoalescingConfig::default(),
+                Growth::By(SUPERBLOCK),
+            )?;
+            Ok(Own { pool, has_ended: AtomicBool::new(false) })
+        })
     }
 
     /// Gives up the arenas of streams that have ended, as far as nothing of them is in use.
     fn give_up_ended(&self, stream: StreamHandle) {
-        for own in self.streams.all() {
+        for (number, own) in self.streams.of.all() {
             if !own.has_ended.load(Ordering::Relaxed) {
                 continue;
             }
             // What fails here is tried again when the next stream comes.
             let _ = own.pool.trim(stream, false);
             if own.pool.pool_bytes() == 0 {
-                let mut register = self.streams.write();
-                let number = own.stream.load(Ordering::Relaxed);
-                if let Some(place) = register.by_stream.remove(&number) {
-                    register.vacant.push(place);
-                }
+                self.streams.of.give_up(number);
             }
         }
     }
@@ -320,7 +219,7 @@ impl<R: MemoryResource + 'static> Arena<R> {
     /// Brings superblocks that are wholly free back to the shared arena; whether there were any.
     fn call_in(&self, stream: StreamHandle, wait: bool) -> Result<bool> {
         let mut any = false;
-        for own in self.streams.all() {
+        for (_, own) in self.streams.of.all() {
             any |= own.pool.trim(stream, wait)? > 0;
         }
         Ok(any)
@@ -362,11 +261,9 @@ impl<R: MemoryResource + 'static> Arena<R> {
         let superblock_bytes = superblocks.values().map(|(bytes, _)| *bytes).sum();
         let superblock_count = superblocks.len();
         drop(superblocks);
-        let mut streams: Vec<(u64, Part)> = self
-            .streams
-            .all()
-            .into_iter()
-            .map(|own| (own.stream.load(Ordering::Relaxed), Part::of(&own.pool)))
+        let streams = self.streams.of.all().into_iter();
+        let mut streams: Vec<(u64, Part)> = streams
+            .map(|(number, own)| (number, Part::of(&own.pool)))
             .filter(|(_, part)| part.bytes > 0)
             .collect();
         streams.sort_unstable_by_key(|(number, _)| *number);
@@ -491,7 +388,7 @@ impl<R: MemoryResource + 'static> MemoryResource for Arena<R> {
         let (asked, bytes) = (bytes as u64, rounded(bytes)?);
         let named = lanes::name(&self.device, stream)?;
         if bytes <= LARGE
-            && let Some(own) = self.streams.find(named.stream())
+            && let Some(own) = self.streams.of.find(named.stream())
             && let Some(ptr) = own.pool.hit_named(named, bytes, asked)
         {
             return Ok(ptr);
@@ -521,7 +418,7 @@ impl<R: MemoryResource + 'static> MemoryResource for Arena<R> {
             return self.shared.free_named(named, address, asked);
         }
         // As a rule it is of this stream.
-        if let Some(own) = self.streams.find(named.stream()) {
+        if let Some(own) = self.streams.of.find(named.stream()) {
             if own.pool.free_known(named, address, asked) {
                 return Ok(());
             }
@@ -535,7 +432,7 @@ impl<R: MemoryResource + 'static> MemoryResource for Arena<R> {
             let below = owners.range(..=address).next_back();
             below.filter(|(start, (bytes, _))| address - **start < *bytes).map(|(_, of)| of.1)
         };
-        match owner.and_then(|place| self.streams.at(place)) {
+        match owner.and_then(|place| self.streams.of.at(place)) {
             Some(own) => own.pool.free_named(named, address, asked),
             // A large one, with a wrong size; or nothing of this arena.
             None => self.shared.free_named(named, address, asked),
@@ -571,11 +468,18 @@ impl<R: MemoryResource + 'static> MemoryResource for Arena<R> {
     }
 }
 
+impl<R: MemoryResource + 'static> Drop for Arena<R> {
+    /// No thread that tells of a stream's end has the streams' arenas for a moment longer: they end here.
+    fn drop(&mut self) {
+        self.device.driver().unwatch_streams(&*self.streams);
+    }
+}
+
 impl<R: MemoryResource + 'static> fmt::Debug for Arena<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Arena")
             .field("shared", &self.shared)
-            .field("streams", &self.streams.all().len())
+            .field("streams", &self.streams.of.all().len())
             .finish_non_exhaustive()
     }
 }

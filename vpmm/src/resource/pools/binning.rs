@@ -101,6 +101,8 @@ struct Version {
 struct Bin {
     bytes: u64,
     max_align: usize,
+    /// Made here, over the same upstream.
+    is_own: bool,
     resource: Arc<dyn MemoryResource>,
 }
 
@@ -161,7 +163,7 @@ impl<R: MemoryResource + 'static> Binning<R> {
         let blocks = FixedSize::new(upstream, &self.device, &config)?;
         let bytes = blocks.block_bytes() as u64;
         let max_align = blocks.facts().max_align;
-        self.add(Bin { bytes, max_align, resource: Arc::new(blocks) });
+        self.add(Bin { bytes, max_align, is_own: true, resource: Arc::new(blocks) });
         Ok(())
     }
 
@@ -183,7 +185,7 @@ impl<R: MemoryResource + 'static> Binning<R> {
             return wrong("a bin's resource must find pointers that it does not know");
         }
         let max_align = resource.facts().max_align;
-        self.add(Bin { bytes: rounded(bytes)?, max_align, resource });
+        self.add(Bin { bytes: rounded(bytes)?, max_align, is_own: false, resource });
         Ok(())
     }
 
@@ -283,7 +285,8 @@ impl<R: MemoryResource> MemoryResource for Binning<R> {
             description = description.with("bin", Bytes(bin.bytes));
         }
         for bin in bins.iter() {
-            description = description.over(bin.resource.describe());
+            let of_bin = bin.resource.describe();
+            description = description.over(if bin.is_own { of_bin.alone() } else { of_bin });
         }
         description.over(self.upstream.describe())
     }

@@ -689,12 +689,8 @@ impl<R: MemoryResource> Drop for CoalescingPool<R> {
         if self.core.device.driver().check_process().is_err() {
             return;
         }
-        let mut state = self.core.state();
-        // A driver that answers with an error has nothing left that could be waited for.
-        let _ = state.lanes.wait_for_all();
-        let chunks = state.blocks.drain();
-        state.lanes.end();
-        drop(state);
+        lanes::retire(&*self.core, &self.core.state, |state| &mut state.lanes);
+        let chunks = self.core.state().blocks.drain();
         if chunks.is_empty() {
             return;
         }

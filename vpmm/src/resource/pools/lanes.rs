@@ -19,16 +19,19 @@
 //!   has waited for.
 //! - **L3** Epochs of a lane only grow, whichever stream has it: an old wait says nothing about a new stream.
 
+use std::sync::Mutex;
+
 use smallvec::SmallVec;
 
 use crate::default::stream_is_capturing;
 use crate::device::{Device, StreamHandle};
-use crate::driver::{Awaited, Driver, Failure};
+use crate::driver::{Awaited, Driver, Failure, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::event::{BesideCaptures, Event};
 use crate::ordering::{Mark, next_pool};
 
 use super::blocks::{ByAddress, NOBODY};
+use super::lock;
 
 /// The legacy default stream's number here; the driver's own numbers do not come so far.
 const LEGACY: u64 = u64::MAX;
@@ -51,6 +54,12 @@ impl Named {
     /// The stream's number, which no other stream ever has.
     pub(super) fn stream(self) -> u64 {
         self.stream
+    }
+
+    /// Whether its end is told, or it has none: then it is known by its handle, too.
+    #[inline]
+    pub(super) fn is_told(self) -> bool {
+        self.recording != Recording::Eager
     }
 }
 
@@ -120,6 +129,8 @@ pub(super) struct Lanes {
     /// The first is nobody's.
     lanes: Vec<Lane>,
     spare: Vec<Event>,
+    /// The pool ends, and waits for some of the events.
+    retires: bool,
     /// What tells this pool's marks from others'.
     number: u64,
 }
@@ -164,6 +175,7 @@ impl Lanes {
             last: (NO_STREAM, NOBODY),
             lanes: Vec::new(),
             spare: Vec::new(),
+            retires: false,
             number: next_pool(),
         };
         lanes.add(0, Recording::Ended);
@@ -316,7 +328,7 @@ impl Lanes {
     }
 
     fn keep(&mut self, event: Event) {
-        if self.spare.len() < SPARES {
+        if self.spare.len() < SPARES || self.retires {
             self.spare.push(event);
         } else {
             // SAFETY: the record that had it is gone. The driver lets an event go once it is complete.
@@ -467,20 +479,12 @@ impl Lanes {
         known.recording == Recording::Lost && self.has_pending(lane)
     }
 
-    /// Whether nothing of any lane is pending.
-    fn all_passed(&self) -> bool {
-        self.all().all(|lane| !self.has_pending(lane))
-    }
-
-    /// Waits on the host for all that was freed so far; for the device where there is no event for it.
-    pub(super) fn wait_for_all(&mut self) -> Result<()> {
-        if self.all_passed() {
-            return Ok(());
-        }
-        let device = self.device.clone();
-        let _context = device.enter()?;
-        let _beside = BesideCaptures::enter(device.driver())?;
-        for lane in self.all() {
+    /// Events behind all that is pending, as far as there can be any; from here on none is destroyed before
+    /// the end.
+    fn last_records(&mut self) -> Result<Vec<(u32, Record)>> {
+        self.retires = true;
+        let mut last = Vec::new();
+        for lane in self.all().filter(|lane| self.has_pending(*lane)).collect::<Vec<_>>() {
             let known = &self.lanes[lane as usize];
             if let Recording::Lazy(handle) = known.recording
                 && known.covered() < known.freed
@@ -493,15 +497,15 @@ impl Lanes {
             }
             let known = &self.lanes[lane as usize];
             let records = [known.asked, known.latest].into_iter().flatten();
-            if let Some(last) = records.max_by_key(|record| record.covers) {
-                last.event.wait(self.driver())?;
-                self.see_passed(lane, last.covers);
-            }
+            last.extend(records.max_by_key(|record| record.covers).map(|record| (lane, record)));
         }
-        if !self.all_passed() {
-            self.wait_for_device()?;
-        }
-        Ok(())
+        Ok(last)
+    }
+
+    /// What is pending of each lane, up to which epoch.
+    fn pending(&self) -> Vec<(u32, u64)> {
+        let pending = self.all().filter(|lane| self.has_pending(*lane));
+        pending.map(|lane| (lane, self.lanes[lane as usize].freed)).collect()
     }
 
     /// Waits on the host for everything in the context: all has passed then.
@@ -598,3 +602,43 @@ impl Lanes {
 }
 
 const _: () = assert!(NOBODY == 0);
+
+/// The end of a pool, before its memory goes back: waits on the host for all that was freed, takes the pool out
+/// of the driver's list, and destroys its events. A failure means that nothing is left to wait for.
+pub(super) fn retire<S, W: StreamWatcher>(
+    watcher: &W,
+    state: &Mutex<S>,
+    lanes: impl Fn(&mut S) -> &mut Lanes,
+) {
+    let _ = wait_for_all(state, &lanes);
+    let driver = lanes(&mut lock(state)).driver().clone();
+    // Streams were told until now; and nobody is in a call of the pool afterwards.
+    driver.unwatch_streams(watcher);
+    lanes(&mut lock(state)).end();
+}
+
+/// Waits for all that was freed so far, for the device where there is no event for it. Without the lock
+/// meanwhile: what is waited for may depend on a thread that comes here first, to tell a stream's end.
+fn wait_for_all<S>(state: &Mutex<S>, lanes: &impl Fn(&mut S) -> &mut Lanes) -> Result<()> {
+    let device = lanes(&mut lock(state)).device.clone();
+    let driver = device.driver();
+    if lanes(&mut lock(state)).pending().is_empty() {
+        return Ok(());
+    }
+    let _context = device.enter()?;
+    let _beside = BesideCaptures::enter(driver)?;
+    let last = lanes(&mut lock(state)).last_records()?;
+    for (lane, record) in last {
+        record.event.wait(driver)?;
+        lanes(&mut lock(state)).see_passed(lane, record.covers);
+    }
+    let left = lanes(&mut lock(state)).pending();
+    if !left.is_empty() {
+        // SAFETY: no arguments; the device's context is current.
+        unsafe { driver.cuCtxSynchronize() }?;
+        for (lane, epoch) in left {
+            lanes(&mut lock(state)).see_passed(lane, epoch);
+        }
+    }
+    Ok(())
+}

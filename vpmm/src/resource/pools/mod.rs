@@ -5,12 +5,14 @@
 //! | `sizes` | free blocks by size |
 //! | `blocks` | what stands where in the pieces, and whose it is |
 //! | `lanes` | what each stream has freed, and how another may come after it |
+//! | `by_stream` | a value for each stream, found without a lock |
 //! | `coalescing`, `fixed_size` | pools made of these |
 //! | `binning`, `arena` | pools made of pools |
 
 mod arena;
 mod binning;
 mod blocks;
+mod by_stream;
 mod coalescing;
 mod fixed_size;
 mod lanes;

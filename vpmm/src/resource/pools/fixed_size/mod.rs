@@ -1,12 +1,32 @@
 //! Blocks of one size.
+//!
+//! ```text
+//! request ──▶ the stream's front ──▶ its lane, nobody's ──▶ other lanes, when they have enough ──▶ upstream
+//!                 ▲ │ older half        ▲
+//! free ───────────┘ └───────────────────┘
+//! ```
+//!
+//! | room | what it is |
+//! |---|---|
+//! | `chunks` | all blocks, found by address without a lock |
+//! | `front` | the blocks that one stream freed last, under a lock of its own |
+//! | `state` | what each stream has freed before, under one lock |
 
-use std::collections::{BTreeMap, VecDeque};
+mod chunks;
+mod front;
+mod state;
+
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use smallvec::SmallVec;
 
+use chunks::{BlockId, Chunks};
+use front::Front;
+use state::State;
+
 use super::blocks::NOBODY;
+use super::by_stream::ByStream;
 use super::lanes::{self, Lanes, Named};
 use super::lock;
 use super::sizes::{MOST_BYTES, UNIT};
@@ -43,9 +63,11 @@ impl Default for FixedSizeConfig {
 /// a request is shorter than a block is lost to it. RMM: `fixed_size_memory_resource`.
 ///
 /// Streams are treated as by [`CoalescingPool`](super::CoalescingPool): a stream's own blocks are its own
-/// at once, the latest first; what other streams have freed is asked about when it is needed, and taken
-/// over with a wait on the GPU before more is taken from upstream. A stream's own blocks cost it no driver
-/// call. Every wrong free is found. Memory goes back to upstream at the drop.
+/// at once, the latest first, without a driver call and without a lock that other streams use. What other
+/// streams have freed is asked about when it is needed, and taken over with a wait on the GPU. Streams that
+/// go on asking each other get some slack for it: up to 16 blocks, and 64 MiB, of others' may then
+/// be left alone and as much be taken from upstream instead, so that one question serves for many blocks.
+/// Every wrong free is found. Memory goes back to upstream at the drop.
 ///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -67,6 +89,7 @@ impl Default for FixedSizeConfig {
 pub struct FixedSize<R: MemoryResource> {
     upstream: R,
     core: Arc<Core>,
+    /// Rounded.
     block_bytes: u64,
     blocks_at_once: u64,
     /// One request at a time makes room.
@@ -74,154 +97,52 @@ pub struct FixedSize<R: MemoryResource> {
     identity: Identity,
 }
 
-#[derive(Debug)]
+/// What there is, and whose it is. It sees streams end.
 struct Core {
     device: Device,
+    chunks: Chunks,
+    /// Of streams whose end is told. Locked after `state`.
+    fronts: ByStream<Front>,
     state: Mutex<State>,
-}
-
-#[derive(Debug)]
-struct State {
-    lanes: Lanes,
-    /// What each lane has freed, the latest last, each with its epoch. The first lane is nobody's.
-    free: Vec<VecDeque<(u32, u64)>>,
-    /// For each block what was asked for, or [`FREE`].
-    asked: Vec<u64>,
-    /// What was got from upstream, by its first address: the pointer, and the number of its first block.
-    chunks: BTreeMap<u64, (DevicePtr, u32)>,
-    /// The address of each block.
-    addresses: Vec<u64>,
-    live: usize,
-}
-
-/// In the place of what was asked for: the block is free. No request has no bytes.
-const FREE: u64 = 0;
-
-impl State {
-    fn lane(&mut self, named: Named) -> Result<u32> {
-        let free = &self.free;
-        let is_empty = |lane: u32| free.get(lane as usize).is_none_or(VecDeque::is_empty);
-        let lane = self.lanes.lane(named, is_empty)?;
-        if lane as usize >= self.free.len() {
-            self.free.resize_with(lane as usize + 1, VecDeque::new);
-        }
-        Ok(lane)
-    }
-
-    fn has_free(&self, lane: u32) -> bool {
-        self.free.get(lane as usize).is_some_and(|free| !free.is_empty())
-    }
-
-    fn hit(&mut self, lane: u32, asked: u64) -> Option<u64> {
-        let own = self.free[lane as usize].pop_back();
-        let (block, _) = own.or_else(|| self.free[NOBODY as usize].pop_back())?;
-        Some(self.take(block, asked))
-    }
-
-    fn take(&mut self, block: u32, asked: u64) -> u64 {
-        self.asked[block as usize] = asked;
-        self.live += 1;
-        self.addresses[block as usize]
-    }
-
-    /// What a lane has up to an epoch becomes nobody's.
-    fn pass(&mut self, lane: u32, epoch: u64) {
-        // Epochs grow, and so what has passed is at the front.
-        let Some(free) = self.free.get_mut(lane as usize) else { return };
-        let passed = free.partition_point(|(_, of)| *of <= epoch);
-        let passed: Vec<_> = free.drain(..passed).map(|(block, _)| (block, 0)).collect();
-        self.free[NOBODY as usize].extend(passed);
-    }
-
-    fn poll(&mut self) -> Result<()> {
-        for lane in self.lanes.all() {
-            if self.has_free(lane)
-                && let Some(epoch) = self.lanes.poll(lane)?
-            {
-                self.pass(lane, epoch);
-            }
-        }
-        Ok(())
-    }
-
-    /// The block that another stream freed first, which this one is made to wait for where it must.
-    fn take_over(&mut self, lane: u32, named: Named, asked: u64) -> Result<Option<u64>> {
-        let mut offers: Vec<(bool, u32, u64)> = self
-            .lanes
-            .all()
-            .filter(|other| *other != lane)
-            .filter_map(|other| {
-                let (_, epoch) = self.free.get(other as usize)?.front()?;
-                Some((!self.lanes.is_after(lane, other, *epoch), other, *epoch))
-            })
-            .collect();
-        offers.sort_unstable();
-        for (_, other, epoch) in offers {
-            if self.lanes.come_after(lane, named, other, epoch)?
-                && let Some((block, _)) = self.free[other as usize].pop_front()
-            {
-                return Ok(Some(self.take(block, asked)));
-            }
-        }
-        Ok(None)
-    }
-
-    fn find_lost(&mut self) -> Result<()> {
-        let lost = |lane: u32| self.lanes.is_lost(lane) && self.has_free(lane);
-        if self.lanes.all().any(lost) {
-            self.lanes.wait_for_device()?;
-            for lane in self.lanes.all() {
-                self.pass(lane, self.lanes.passed(lane));
-            }
-        }
-        Ok(())
-    }
-
-    fn add_chunk(&mut self, ptr: DevicePtr, count: u64, bytes: u64, lane: u32, epoch: u64) {
-        let first = self.addresses.len() as u32;
-        self.chunks.insert(ptr.address(), (ptr, first));
-        for number in 0..count {
-            self.addresses.push(ptr.address() + number * bytes);
-            self.asked.push(FREE);
-        }
-        // From the last to the first, so that the lowest is handed out first.
-        let free = &mut self.free[lane as usize];
-        free.extend((0..count as u32).rev().map(|number| (first + number, epoch)));
-    }
-
-    /// The live block that begins at an address and was asked for with this size.
-    fn find(&self, address: u64, asked: u64, block_bytes: u64, at_once: u64) -> Result<u32> {
-        let foreign = Error::ForeignPointer { address };
-        let Some((start, (_, first))) = self.chunks.range(..=address).next_back() else {
-            return Err(foreign);
-        };
-        let (number, inside) = ((address - start) / block_bytes, (address - start) % block_bytes);
-        if number >= at_once {
-            return Err(foreign);
-        }
-        let block = first + number as u32;
-        match self.asked[block as usize] {
-            FREE => Err(Error::DoubleFree { address }),
-            _ if inside != 0 => Err(Error::InteriorPointer { address, start: address - inside }),
-            bytes if bytes != asked => Err(Error::WrongSize { address, given_bytes: asked, bytes }),
-            _ => Ok(block),
-        }
-    }
 }
 
 impl Core {
     fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }
+
+    /// The front of a stream that has one.
+    #[inline]
+    fn front(&self, named: Named) -> Option<&Front> {
+        if named.is_told() { self.fronts.find(named.stream()) } else { None }
+    }
 }
 
 impl StreamWatcher for Core {
     fn stream_ends(&self, stream: StreamHandle) {
-        self.state().lanes.stream_ends(stream);
+        let mut state = self.state();
+        if let Some(number) = lanes::number_of(&self.device, stream) {
+            if let Some(front) = self.fronts.find(number) {
+                state.settle(front);
+            }
+            self.fronts.give_up(number);
+        }
+        state.lanes.stream_ends(stream);
     }
 
     fn marks(&self, of: Awaited) -> SmallVec<[Mark; 2]> {
-        self.state().lanes.marks(of)
+        let mut state = self.state();
+        // What is in a front was freed before the wait, and gets its epoch now.
+        match of {
+            Awaited::Stream(stream) => {
+                let number = lanes::number_of(&self.device, stream);
+                if let Some(front) = number.and_then(|number| self.fronts.find(number)) {
+                    state.settle(front);
+                }
+            }
+            Awaited::Device(_) => state.settle_all(self),
+        }
+        state.lanes.marks(of)
     }
 
     fn passed(&self, mark: &Mark) {
@@ -253,15 +174,12 @@ impl<R: MemoryResource> FixedSize<R> {
         if !fits || blocks_at_once > u64::from(u32::MAX) / 2 {
             return Err(wrong("blocks_at_once", config.blocks_at_once));
         }
-        let state = State {
-            lanes: Lanes::new(device),
-            free: vec![VecDeque::new()],
-            asked: Vec::new(),
-            chunks: BTreeMap::new(),
-            addresses: Vec::new(),
-            live: 0,
-        };
-        let core = Arc::new(Core { device: device.clone(), state: Mutex::new(state) });
+        let core = Arc::new(Core {
+            device: device.clone(),
+            chunks: Chunks::new(block_bytes, blocks_at_once),
+            fronts: ByStream::new(),
+            state: Mutex::new(State::new(Lanes::new(device), block_bytes)),
+        });
         let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&core) as _;
         device.driver().watch_streams(watcher);
         let (growing, identity) = (Mutex::new(()), Identity::unique());
@@ -276,7 +194,9 @@ impl<R: MemoryResource> FixedSize<R> {
                 blocks.give_chunk(ptr, stream.handle())?;
                 return Err(error);
             }
-            blocks.core.state().add_chunk(ptr, blocks_at_once, block_bytes, NOBODY, 0);
+            if !blocks.add_chunk(&mut blocks.core.state(), ptr, NOBODY, 0) {
+                blocks.give_chunk(ptr, stream.handle())?;
+            }
         }
         Ok(blocks)
     }
@@ -303,21 +223,44 @@ impl<R: MemoryResource> FixedSize<R> {
         self.upstream.deallocate(ptr, self.chunk_bytes(), MIN_ALIGN, stream)
     }
 
+    /// Enters a chunk, free; `false` where no more can be counted.
+    fn add_chunk(&self, state: &mut State, ptr: DevicePtr, lane: u32, epoch: u64) -> bool {
+        let Some(chunk) = self.core.chunks.add(ptr, self.blocks_at_once) else { return false };
+        // From the last to the first, so that the lowest is handed out first.
+        state.add_at(lane, epoch, self.core.chunks.blocks_of(chunk).rev());
+        true
+    }
+
+    /// A request that the stream's front does not serve.
     #[cold]
-    fn miss(&self, named: Named, stream: StreamHandle, asked: u64) -> Result<u64> {
+    fn search(&self, named: Named, stream: StreamHandle) -> Result<BlockId> {
+        let hit = {
+            let mut state = self.core.state();
+            let lane = state.lane(named)?;
+            state.hit(lane, self.core.front(named))
+        };
+        hit.map_or_else(|| self.miss(named, stream), Ok)
+    }
+
+    #[cold]
+    fn miss(&self, named: Named, stream: StreamHandle) -> Result<BlockId> {
         let _growing = lock(&self.growing);
         {
             let mut state = self.core.state();
             let lane = state.lane(named)?;
-            if let Some(address) = state.hit(lane, asked) {
-                return Ok(address);
+            // Whoever was here before may have made room.
+            if let Some(block) = state.hit(lane, None) {
+                return Ok(block);
             }
-            state.poll()?;
-            if let Some(address) = state.hit(lane, asked) {
-                return Ok(address);
+            if let Some(block) = state.take_waited_for(lane, named) {
+                return Ok(block);
             }
-            if let Some(address) = state.take_over(lane, named, asked)? {
-                return Ok(address);
+            let others = state.others(&self.core, lane);
+            if state.is_worth_asking(&others)
+                && let Some(block) = state.ask(&others, lane, named)?
+            {
+                state.note_ask();
+                return Ok(block);
             }
         }
         let more = self.get_chunk(stream);
@@ -335,18 +278,29 @@ impl<R: MemoryResource> FixedSize<R> {
                 let ordered = self.upstream.facts().stream_ordered;
                 let (lane, epoch) =
                     if ordered { (lane, state.lanes.put(lane, named)) } else { (NOBODY, 0) };
-                state.add_chunk(ptr, self.blocks_at_once, self.block_bytes, lane, epoch);
+                if self.add_chunk(&mut state, ptr, lane, epoch) {
+                    state.note_growth();
+                } else {
+                    drop(state);
+                    self.give_chunk(ptr, stream)?;
+                    state = self.core.state();
+                }
                 None
             }
             Err(error) => {
+                let lane = state.lane(named)?;
+                let others = state.others(&self.core, lane);
+                if let Some(block) = state.ask(&others, lane, named)? {
+                    return Ok(block);
+                }
                 state.find_lost()?;
                 Some(error)
             }
         };
         let lane = state.lane(named)?;
-        state.hit(lane, asked).ok_or_else(|| {
-            let held = self.held(&state);
-            let live = state.live as u64 * self.block_bytes;
+        state.hit(lane, None).ok_or_else(|| {
+            let held = self.held();
+            let live = self.core.chunks.live() * self.block_bytes;
             refusal.filter(|error| !error.is_out_of_memory()).unwrap_or(Error::OutOfMemory {
                 requested_bytes: self.block_bytes,
                 free_bytes: held - live,
@@ -359,8 +313,29 @@ impl<R: MemoryResource> FixedSize<R> {
         })
     }
 
-    fn held(&self, state: &State) -> u64 {
-        state.addresses.len() as u64 * self.block_bytes
+    /// A free on a stream without a front: its first, or one of a stream whose end nobody tells. Those have
+    /// none, since their events must cover each free.
+    #[cold]
+    fn free_slowly(&self, named: Named, block: BlockId) -> Result<()> {
+        let mut state = self.core.state();
+        let lane = state.lane(named)?;
+        if named.is_told() {
+            let (begin, make) = (|front: &Front| front.begin(lane), |_| Ok(Front::new(lane)));
+            let front = self.core.fronts.open(named.stream(), begin, make)?;
+            // Another thread of the stream may have opened and filled it.
+            let rest = front.fill([block].into_iter());
+            if !rest.is_empty() {
+                state.add(lane, rest);
+            }
+            return Ok(());
+        }
+        let epoch = state.lanes.freed(lane, named)?;
+        state.add_at(lane, epoch, [block]);
+        Ok(())
+    }
+
+    fn held(&self) -> u64 {
+        u64::from(self.core.chunks.count()) * self.blocks_at_once * self.block_bytes
     }
 }
 
@@ -378,13 +353,12 @@ impl<R: MemoryResource> MemoryResource for FixedSize<R> {
             return Err(Error::RequestTooLong { bytes: asked, most_bytes: self.block_bytes });
         }
         let named = lanes::name(&self.core.device, stream)?;
-        let hit = {
-            let mut state = self.core.state();
-            let lane = state.lane(named)?;
-            state.hit(lane, asked)
+        let block = match self.core.front(named).and_then(Front::pop) {
+            Some(block) => block,
+            None => self.search(named, stream)?,
         };
-        let address = hit.map_or_else(|| self.miss(named, stream, asked), Ok)?;
-        Ok(DevicePtr::from_address(address))
+        let address = self.core.chunks.take(block, asked);
+        Ok(address.map_or(DevicePtr::NULL, DevicePtr::from_address))
     }
 
     /// # Errors
@@ -400,14 +374,16 @@ impl<R: MemoryResource> MemoryResource for FixedSize<R> {
             return Ok(());
         }
         let named = lanes::name(&self.core.device, stream)?;
-        let mut state = self.core.state();
         let (address, asked) = (ptr.address(), bytes as u64);
-        let block = state.find(address, asked, self.block_bytes, self.blocks_at_once)?;
-        let lane = state.lane(named)?;
-        let epoch = state.lanes.freed(lane, named)?;
-        state.asked[block as usize] = FREE;
-        state.live -= 1;
-        state.free[lane as usize].push_back((block, epoch));
+        let block = self.core.chunks.free(address, asked)?;
+        let Some(front) = self.core.front(named) else {
+            return self.free_slowly(named, block).inspect_err(|_| {
+                self.core.chunks.take_back(block, asked);
+            });
+        };
+        if let Some((lane, older)) = front.push(block) {
+            self.core.state().add(lane, older);
+        }
         Ok(())
     }
 
@@ -437,7 +413,7 @@ impl<R: MemoryResource> MemoryResource for FixedSize<R> {
     }
 
     fn held_bytes(&self) -> Option<u64> {
-        Some(self.held(&self.core.state()))
+        Some(self.held())
     }
 }
 
@@ -446,19 +422,16 @@ impl<R: MemoryResource> Drop for FixedSize<R> {
         if self.core.device.driver().check_process().is_err() {
             return;
         }
-        let mut state = self.core.state();
-        // A driver that answers with an error has nothing left that could be waited for.
-        let _ = state.lanes.wait_for_all();
-        let chunks = std::mem::take(&mut state.chunks);
-        state.lanes.end();
-        drop(state);
+        self.core.state().settle_all(&self.core);
+        lanes::retire(&*self.core, &self.core.state, |state| &mut state.lanes);
+        let chunks: Vec<DevicePtr> = self.core.chunks.pointers().collect();
         if chunks.is_empty() {
             return;
         }
         // All is complete, so any stream does; one of its own disturbs no capture.
         let own: Option<Stream> = self.core.device.stream().ok();
         let stream = own.as_ref().map_or(StreamHandle::LEGACY, Stream::handle);
-        for (ptr, _) in chunks.into_values() {
+        for ptr in chunks {
             // There is nobody to tell, and nothing else to be done with it.
             let _ = self.give_chunk(ptr, stream);
         }
@@ -467,12 +440,11 @@ impl<R: MemoryResource> Drop for FixedSize<R> {
 
 impl<R: MemoryResource> fmt::Debug for FixedSize<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let state = self.core.state();
         f.debug_struct("FixedSize")
             .field("block_bytes", &self.block_bytes)
-            .field("blocks", &state.addresses.len())
-            .field("live", &state.live)
-            .field("streams", &state.lanes.len())
+            .field("held_bytes", &self.held())
+            .field("live", &self.core.chunks.live())
+            .field("streams", &self.core.state().lanes.len())
             .finish_non_exhaustive()
     }
 }

@@ -1,0 +1,158 @@
+//! Threads and streams that do not wait for each other, and what they cost each other in driver calls.
+
+use std::sync::mpsc;
+use std::time::Duration;
+
+use cuda_sim::{Schedule, Simulator};
+use vpmm::MemoryResource;
+use vpmm::resource::*;
+
+use crate::subjects::{MIB, arena, malloc, plain_pool};
+use crate::support::Rig;
+use crate::support::changed::{changed, gated};
+use crate::watched::Watched;
+
+gated!(recording: cuEventRecord(event: CUevent, stream: CUstream));
+gated!(waiting: cuEventSynchronize(event: CUevent));
+
+const BLOCK: usize = 1 << 20;
+
+fn blocks(rig: &Rig, at_once: usize) -> FixedSize<DeviceMalloc> {
+    let mut config = FixedSizeConfig::default();
+    (config.block_bytes, config.blocks_at_once) = (BLOCK, at_once);
+    FixedSize::new(malloc(rig), &rig.device, &config).expect("blocks")
+}
+
+/// Whether work is done soon, though something else is held up meanwhile.
+fn is_done_soon(work: impl FnOnce() + Send, then: impl FnOnce()) {
+    std::thread::scope(|scope| {
+        let (done, told) = mpsc::channel();
+        scope.spawn(move || {
+            work();
+            let _ = done.send(());
+        });
+        let soon = told.recv_timeout(Duration::from_secs(20)).is_ok();
+        // Before anything can fail, since whoever is held would never end.
+        then();
+        assert!(soon, "it waited for the other thread");
+    });
+}
+
+#[test]
+fn a_stream_has_its_blocks_while_another_thread_asks_the_driver() {
+    let sim = Simulator::builder().schedule(Schedule::Eager).build().expect("a simulator");
+    let driver = changed(&sim, recording::put);
+    let rig = Rig::with(driver, sim);
+    let blocks = blocks(&rig, 4);
+    let (quick, other, asking) = (rig.stream(), rig.stream(), rig.stream());
+    let take = |stream: &vpmm::Stream| blocks.allocate(BLOCK, 256, stream.handle()).expect("one");
+    let give = |ptr, stream: &vpmm::Stream| {
+        blocks.deallocate(ptr, BLOCK, 256, stream.handle()).expect("freed");
+    };
+    let of_quick = take(&quick);
+    let of_other = [(); 3].map(|()| take(&other));
+    of_other.into_iter().for_each(|ptr| give(ptr, &other));
+    give(of_quick, &quick);
+    std::thread::scope(|scope| {
+        recording::BEFORE.arm();
+        let asks = scope.spawn(|| take(&asking));
+        recording::BEFORE.wait();
+        let pairs = || {
+            for _ in 0..100 {
+                let ptr = take(&quick);
+                assert_eq!(ptr, of_quick, "its own");
+                give(ptr, &quick);
+            }
+        };
+        is_done_soon(pairs, || recording::BEFORE.open());
+        give(asks.join().expect("no panic"), &asking);
+    });
+    assert_eq!(blocks.held_bytes(), Some(4 * MIB));
+    rig.assert_clean();
+}
+
+/// A ring of blocks that are allocated on one stream and freed on the other, then the other way round.
+fn to_and_fro(watched: &Watched<'_>, streams: &[vpmm::Stream; 2], pairs: usize) {
+    let mut ring: Vec<_> = (0..8).map(|_| (watched.allocate(BLOCK, &streams[0]), 0)).collect();
+    for pair in 0..pairs {
+        let own = pair / 64 % 2;
+        let (held, of) = ring.remove(0);
+        watched.rig.order(&streams[of], &streams[1 - of]);
+        watched.free(held, &streams[1 - of]);
+        ring.push((watched.allocate(BLOCK, &streams[own]), own));
+    }
+    ring.into_iter().for_each(|(held, of)| watched.free(held, &streams[of]));
+}
+
+#[test]
+fn streams_that_go_on_asking_each_other_ask_for_many_blocks_at_a_time() {
+    const PAIRS: u64 = 640;
+    for schedule in [Schedule::Eager, Schedule::Late { patience: 3 }, Schedule::Random] {
+        let rig = Rig::simulated(schedule);
+        let blocks = blocks(&rig, 8);
+        let streams = [rig.stream(), rig.stream()];
+        let watched = Watched::new(&rig, &blocks);
+        to_and_fro(&watched, &streams, 640);
+        let before = rig.driver.calls();
+        to_and_fro(&watched, &streams, PAIRS as usize);
+        let calls = rig.driver.calls().since(&before);
+        let asked = ["cuEventRecord", "cuEventQuery", "cuStreamWaitEvent"];
+        for name in asked {
+            let count = calls.count(name);
+            assert!(count <= PAIRS / 8, "{count} calls of {name} for {PAIRS} blocks");
+        }
+        // What that costs in memory: 16 blocks of slack, and what is made at once.
+        assert!(blocks.held_bytes() <= Some((8 + 16 + 8) * MIB), "{:?}", blocks.held_bytes());
+        watched.assert_intact();
+    }
+}
+
+/// Where there is no more to be had, what others have is asked about however little it is.
+#[test]
+fn slack_is_given_up_where_upstream_has_no_more() {
+    Rig::everywhere(|rig| {
+        let mut config = FixedSizeConfig::default();
+        (config.block_bytes, config.blocks_at_once) = (BLOCK, 8);
+        let upstream = Limiting::new(malloc(rig), 16 * MIB);
+        let blocks = FixedSize::new(upstream, &rig.device, &config).expect("blocks");
+        let streams = [rig.stream(), rig.stream()];
+        let watched = Watched::new(rig, &blocks);
+        to_and_fro(&watched, &streams, 640);
+        let all: Vec<_> = (0..16).map(|_| watched.allocate(BLOCK, &streams[0])).collect();
+        assert!(watched.try_allocate(BLOCK, 256, &streams[1]).is_err());
+        all.into_iter().for_each(|held| watched.free(held, &streams[0]));
+        let all: Vec<_> = (0..16).map(|_| watched.allocate(BLOCK, &streams[1])).collect();
+        all.into_iter().for_each(|held| watched.free(held, &streams[1]));
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn a_stream_ends_while_a_pools_end_waits_for_the_device() {
+    let makes: [fn(&Rig) -> Box<dyn MemoryResource>; 4] = [
+        |rig| Box::new(plain_pool(rig)),
+        |rig| Box::new(blocks(rig, 4)),
+        |rig| Box::new(Binning::with_powers(malloc(rig), &rig.device, 20..=20).expect("bins")),
+        |rig| Box::new(arena(rig, malloc(rig)).expect("an arena")),
+    ];
+    for make in makes {
+        let sim = Simulator::builder().schedule(Schedule::Eager).build().expect("a simulator");
+        let driver = changed(&sim, waiting::put);
+        let rig = Rig::with(driver, sim);
+        let resource = make(&rig);
+        let (own, ends) = (rig.stream(), rig.stream());
+        for stream in [&own, &ends] {
+            let ptr = resource.allocate(BLOCK, 256, stream.handle()).expect("memory");
+            resource.deallocate(ptr, BLOCK, 256, stream.handle()).expect("freed");
+        }
+        std::thread::scope(|scope| {
+            waiting::BEFORE.arm();
+            let end = scope.spawn(|| drop(resource));
+            waiting::BEFORE.wait();
+            is_done_soon(|| drop(ends), || waiting::BEFORE.open());
+            end.join().expect("no panic");
+        });
+        drop(own);
+        rig.assert_clean();
+    }
+}

@@ -1,0 +1,123 @@
+//! Who tells a stream's end: one owner for each stream, whoever borrows it.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+
+use crate::device::{Device, StreamHandle};
+use crate::driver::Failure;
+use crate::error::Result;
+
+/// Who knows when a stream ends.
+pub(super) struct Owner {
+    device: Device,
+    /// With the stream's number, as soon as that is known.
+    handle: StreamHandle,
+    /// It is destroyed here; else by whoever lent it.
+    destroys: bool,
+    /// Where it is entered, under its number.
+    entered: Option<(Arc<Owners>, u64)>,
+}
+
+impl Owner {
+    pub(super) fn handle(&self) -> StreamHandle {
+        self.handle
+    }
+
+    pub(super) fn destroys(&self) -> bool {
+        self.destroys
+    }
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        let driver = self.device.driver();
+        driver.tell_end_of(self.handle);
+        if let Some((owners, number)) = self.entered.take()
+            && !driver.is_forked()
+        {
+            owners.remove(number);
+        }
+        if !self.destroys {
+            return;
+        }
+        // SAFETY: taken in `own`, destroyed once here. An error means that the context went first and took
+        // the stream along.
+        let _: Result<(), Failure> = unsafe { driver.cuStreamDestroy_v2(self.handle.raw()) };
+    }
+}
+
+/// The owners of a driver's streams, by the streams' numbers: what is borrowed again shares the owner, so that
+/// the end is told once, after the last of them.
+#[derive(Default)]
+pub(super) struct Owners {
+    by_number: Mutex<HashMap<u64, Weak<Owner>>>,
+    /// One was removed.
+    removed: Condvar,
+}
+
+impl Owners {
+    fn by_number(&self) -> MutexGuard<'_, HashMap<u64, Weak<Owner>>> {
+        self.by_number.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn remove(&self, number: u64) {
+        self.by_number().remove(&number);
+        self.removed.notify_all();
+    }
+}
+
+/// The driver's number of a stream of a device whose context is current.
+///
+/// # Safety
+/// The stream is alive.
+unsafe fn number_of(device: &Device, handle: StreamHandle) -> Result<u64> {
+    let mut number = 0;
+    // SAFETY: the stream is alive, by the caller; the pointer is to a live u64.
+    unsafe { device.driver().cuStreamGetId(handle.raw(), &mut number) }?;
+    Ok(number)
+}
+
+/// The owner of a new stream, from here on destroyed whatever comes next.
+///
+/// # Safety
+/// The stream is alive, of the device whose context is current, and nobody else destroys it.
+pub(super) unsafe fn own(device: &Device, handle: StreamHandle) -> Result<Arc<Owner>> {
+    let mut owner = Owner { device: device.clone(), handle, destroys: true, entered: None };
+    // SAFETY: as the caller vouches.
+    let number = unsafe { number_of(device, handle) }?;
+    let driver = device.driver();
+    let owners = driver.companion::<Owners>();
+    owner.handle = handle.with_number(number, driver.realm());
+    owner.entered = Some((Arc::clone(&owners), number));
+    let owner = Arc::new(owner);
+    owners.by_number().insert(number, Arc::downgrade(&owner));
+    Ok(owner)
+}
+
+/// The owner of a stream that somebody else destroys, or the library itself: a new one only if there is none.
+/// Waits while the end of the last one is told.
+///
+/// # Safety
+/// The stream is alive, of the device whose context is current, and does not capture.
+pub(super) unsafe fn borrow(device: &Device, handle: StreamHandle) -> Result<Arc<Owner>> {
+    // SAFETY: as the caller vouches.
+    let number = unsafe { number_of(device, handle) }?;
+    let driver = device.driver();
+    let owners = driver.companion::<Owners>();
+    let mut by_number = owners.by_number();
+    while let Some(known) = by_number.get(&number) {
+        if let Some(owner) = known.upgrade() {
+            return Ok(owner);
+        }
+        // Its last value is being dropped, by another thread: none of what is told there borrows a stream.
+        by_number = owners.removed.wait(by_number).unwrap_or_else(PoisonError::into_inner);
+    }
+    let owner = Arc::new(Owner {
+        device: device.clone(),
+        handle: handle.with_number(number, driver.realm()),
+        destroys: false,
+        entered: Some((Arc::clone(&owners), number)),
+    });
+    by_number.insert(number, Arc::downgrade(&owner));
+    Ok(owner)
+}
