@@ -53,14 +53,14 @@ def _model():
     )
     model[0].weight = torch.nn.Parameter(model[0].weight.to(torch.bfloat16).float())
     model.register_parameter("tied", model[0].weight)
-    model.register_parameter("half", torch.nn.Parameter(torch.randn(77, 3).to(torch.bfloat16).t()))
+    model.register_parameter("narrow", torch.nn.Parameter(torch.randn(77, 3).to(torch.bfloat16).t()))
     return model.cuda().eval()
 
 
 def _answers(model):
     text = torch.arange(64, device="cuda") * 7
     with torch.no_grad():
-        return model(text).cpu(), model.half.float().cpu()
+        return model(text).cpu(), model.narrow.float().cpu()
 
 
 def _attach(path, queue):
