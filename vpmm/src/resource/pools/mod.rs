@@ -6,6 +6,7 @@
 //! | `blocks` | what stands where in the pieces, and whose it is |
 //! | `lanes` | what each stream has freed, and how another may come after it |
 //! | `by_stream` | a value for each stream, found without a lock |
+//! | `uses` | freed blocks that further streams may still be using |
 //! | `coalescing`, `fixed_size` | pools made of these |
 //! | `binning`, `arena` | pools made of pools |
 
@@ -17,6 +18,7 @@ mod coalescing;
 mod fixed_size;
 mod lanes;
 mod sizes;
+mod uses;
 
 pub use arena::{Arena, ArenaConfig, ArenaDump};
 pub use binning::Binning;
