@@ -7,16 +7,15 @@ use smallvec::SmallVec;
 
 use super::blocks::{Blocks, Chunk, NOBODY, Run};
 use super::lanes::{self, Lanes, Named};
-use super::lock;
 use super::sizes::{MOST_BYTES, Sized, UNIT};
 use super::uses::Uses;
+use super::{give_all_back, lock};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::ordering::{Mark, PendingPolicy};
 use crate::resource::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
 use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
-use crate::stream::Stream;
 use crate::units::{Bytes, DevicePtr, round_up};
 
 /// What a [`CoalescingPool`] is made with.
@@ -736,17 +735,8 @@ impl<R: MemoryResource> Drop for CoalescingPool<R> {
         }
         lanes::retire(&*self.core, &self.core.state, |state| &mut state.lanes);
         let chunks = self.core.state().blocks.drain();
-        if chunks.is_empty() {
-            return;
-        }
-        // All is complete, so any stream does; one of its own disturbs no capture.
-        let own: Option<Stream> = self.core.device.stream().ok();
-        let stream = own.as_ref().map_or(StreamHandle::LEGACY, Stream::handle);
-        for chunk in chunks {
-            let bytes = chunk.bytes as usize;
-            // There is nobody to tell, and nothing else to be done with it.
-            let _ = self.upstream.deallocate(chunk.ptr, bytes, MIN_ALIGN, stream);
-        }
+        let chunks = chunks.into_iter().map(|chunk| (chunk.ptr, chunk.bytes as usize));
+        give_all_back(&self.upstream, &self.core.device, chunks);
     }
 }
 

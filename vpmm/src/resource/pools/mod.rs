@@ -27,6 +27,31 @@ pub use fixed_size::{FixedSize, FixedSizeConfig};
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use super::MemoryResource;
+use super::request::MIN_ALIGN;
+use crate::device::{Device, StreamHandle};
+use crate::stream::Stream;
+use crate::units::DevicePtr;
+
+/// At a pool's end, when all work on its chunks is complete: gives them back to upstream.
+fn give_all_back<R: MemoryResource>(
+    upstream: &R,
+    device: &Device,
+    chunks: impl Iterator<Item = (DevicePtr, usize)>,
+) {
+    let mut chunks = chunks.peekable();
+    if chunks.peek().is_none() {
+        return;
+    }
+    // Any stream does; one of its own disturbs no capture.
+    let own = device.stream().ok();
+    let stream = own.as_ref().map_or(StreamHandle::LEGACY, Stream::handle);
+    for (ptr, bytes) in chunks {
+        // There is nobody to tell, and nothing else to be done with it.
+        let _ = upstream.deallocate(ptr, bytes, MIN_ALIGN, stream);
+    }
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -28,15 +28,14 @@ use state::State;
 use super::blocks::NOBODY;
 use super::by_stream::ByStream;
 use super::lanes::{self, Lanes, Named};
-use super::lock;
 use super::sizes::{MOST_BYTES, UNIT};
+use super::{give_all_back, lock};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::ordering::Mark;
 use crate::resource::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
 use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
-use crate::stream::Stream;
 use crate::units::{Bytes, DevicePtr, round_up};
 
 /// What a [`FixedSize`] is made with.
@@ -456,17 +455,8 @@ impl<R: MemoryResource> Drop for FixedSize<R> {
         }
         self.core.state().settle_all(&self.core);
         lanes::retire(&*self.core, &self.core.state, |state| &mut state.lanes);
-        let chunks: Vec<DevicePtr> = self.core.chunks.pointers().collect();
-        if chunks.is_empty() {
-            return;
-        }
-        // All is complete, so any stream does; one of its own disturbs no capture.
-        let own: Option<Stream> = self.core.device.stream().ok();
-        let stream = own.as_ref().map_or(StreamHandle::LEGACY, Stream::handle);
-        for ptr in chunks {
-            // There is nobody to tell, and nothing else to be done with it.
-            let _ = self.give_chunk(ptr, stream);
-        }
+        let chunks = self.core.chunks.pointers().map(|ptr| (ptr, self.chunk_bytes()));
+        give_all_back(&self.upstream, &self.core.device, chunks);
     }
 }
 
