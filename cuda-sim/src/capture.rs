@@ -110,10 +110,7 @@ impl Call<'_> {
             return Ok(None);
         }
         let gone = CUresult::CUDA_ERROR_INVALID_HANDLE;
-        let (kind, context, capture) = {
-            let stream = self.streams.by_key.get(&stream).ok_or(gone)?;
-            (stream.kind, stream.context, stream.capture)
-        };
+        let capture = self.streams.by_key.get(&stream).ok_or(gone)?.capture;
         if let Some(id) = capture {
             let invalid = self.captures.running.get(&id).is_none_or(|capture| capture.invalid);
             return if invalid {
@@ -122,16 +119,25 @@ impl Call<'_> {
                 Ok(Some(id))
             };
         }
-        if kind == Kind::Legacy {
-            let blocking = self.contexts.by_key.get(&context).ok_or(gone)?.blocking.iter();
-            let capture = |key| self.streams.by_key.get(key).and_then(|stream| stream.capture);
-            let captures: Vec<_> = blocking.filter_map(capture).collect();
-            if !captures.is_empty() {
-                captures.into_iter().for_each(|id| self.invalidate(id));
-                return Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
-            }
+        let beside: Vec<_> = self.captures_beside(stream)?.collect();
+        if beside.is_empty() {
+            return Ok(None);
         }
-        Ok(None)
+        beside.into_iter().for_each(|id| self.invalidate(id));
+        Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
+    }
+
+    /// The captures of streams that the legacy stream orders with; none for other streams.
+    fn captures_beside(
+        &self,
+        stream: StreamKey,
+    ) -> Result<impl Iterator<Item = CaptureId> + '_, CUresult> {
+        let gone = CUresult::CUDA_ERROR_INVALID_HANDLE;
+        let stream = self.streams.by_key.get(&stream).ok_or(gone)?;
+        let context = self.contexts.by_key.get(&stream.context).ok_or(gone)?;
+        let blocking = (stream.kind == Kind::Legacy).then_some(&context.blocking);
+        let capture = |key| self.streams.by_key.get(key).and_then(|stream| stream.capture);
+        Ok(blocking.into_iter().flatten().filter_map(capture))
     }
 
     /// For calls that could break a capture: refuses while one is under way that this thread
@@ -323,8 +329,11 @@ fn status(call: &mut Call<'_>, stream: CUstream) -> Result<(CUstreamCaptureStatu
     let key = call.stream(stream)?;
     let capture = call.streams.by_key.get(&key).and_then(|stream| stream.capture);
     let Some(id) = capture else {
-        // Refuses the legacy stream beside a capture of a blocking one; harms nothing else.
-        call.capture_of(key)?;
+        // Beside a capture of a blocking stream nobody can tell of the legacy one. The documentation says that
+        // the question harms no capture, unlike its use.
+        if call.captures_beside(key)?.next().is_some() {
+            return Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+        }
         return Ok((CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE, 0));
     };
     let valid = call.captures.running.get(&id).is_some_and(|capture| !capture.invalid);

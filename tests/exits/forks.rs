@@ -6,15 +6,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
+use vpmm::caching::CachingConfig;
 use vpmm::{
-    Access, Contents, CurrentPool, DevicePtr, Error, GraphPool, Mark, OutOfMemoryCallback, Pool,
-    Recovery, Result, Stream, StreamHandle, Tagged,
+    Access, CachingAllocator, Contents, CurrentPool, DevicePtr, Error, GraphPool, Mark,
+    MemoryResource, OutOfMemoryCallback, Pool, Recovery, Result, Stream, StreamHandle, Tagged,
 };
 
 use crate::rig::{ASLEEP, AWAKE, GRANULE, MIB, Profile, SIZES, beside, bounded};
 use crate::support::changed::{changed, gated};
 use crate::support::{Held, Rig, Watched};
 
+gated!(recording: cuEventRecord(event: CUevent, stream: CUstream));
 gated!(creation: cuMemCreate(
     handle: *mut CUmemGenericAllocationHandle,
     bytes: usize,
@@ -310,5 +312,111 @@ fn a_child_comes_while_a_thread_holds_the_locks() {
             assert_eq!(sim.leaks(), before);
             rig.assert_clean();
         }
+    });
+}
+
+/// What a process has of a caching allocator: memory that is allocated, cached, and waits for a further
+/// stream.
+struct OwnedCache<'a> {
+    rig: &'a Rig,
+    allocator: CachingAllocator,
+    streams: [Stream; 2],
+    held: DevicePtr,
+}
+
+impl<'a> OwnedCache<'a> {
+    fn new(rig: &'a Rig) -> Self {
+        let allocator = CachingAllocator::new(&rig.device, &CachingConfig::default()).unwrap();
+        let streams = [rig.stream(), rig.stream()];
+        let [held, cached, waiting] =
+            [(); 3].map(|()| allocator.malloc(3 << 20, &streams[0]).unwrap());
+        allocator.free(cached).unwrap();
+        allocator.record_stream(waiting, &streams[1]).unwrap();
+        allocator.free(waiting).unwrap();
+        Self { rig, allocator, streams, held }
+    }
+
+    /// As [`Owned::ends_in_a_child`].
+    fn ends_in_a_child(self) {
+        let Self { rig, allocator, streams: [own, side], held } = self;
+        // Hits, misses, and a stream that was not seen before.
+        for bytes in [3 << 20, 100 << 20] {
+            for stream in [own.handle(), StreamHandle::LEGACY, StreamHandle::PER_THREAD] {
+                told(allocator.malloc(bytes, stream), "malloc");
+            }
+        }
+        told(allocator.free(held), "free");
+        told(allocator.record_stream(held, &side), "record_stream");
+        told(allocator.deallocate(held, 3 << 20, 256, side.handle()), "deallocate");
+        told(allocator.empty_cache(), "empty_cache");
+        told(allocator.alloc_zeros::<u8>(5000, &own).map(drop), "alloc_zeros");
+        told(CachingAllocator::new(&rig.device, &CachingConfig::default()), "an allocator");
+        assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (0, 0));
+        assert!(allocator.snapshot().is_empty() && allocator.validate().is_ok());
+        assert!(!format!("{allocator:?}").is_empty());
+        // The streams first: their end is told to an allocator that is alive.
+        drop((own, side));
+        drop(allocator);
+    }
+
+    /// In the parent everything goes on, and goes back.
+    fn ends(self) {
+        let Self { rig, allocator, streams: [own, side], held } = self;
+        rig.fill(held.address(), 3 << 20, 5, own.handle());
+        rig.check(held.address(), 3 << 20, 5, own.handle());
+        allocator.free(held).unwrap();
+        assert!(matches!(allocator.free(held), Err(Error::DoubleFree { .. })));
+        side.synchronize().unwrap();
+        let again = allocator.malloc(9 << 20, &own).unwrap();
+        assert_eq!(allocator.memory_reserved(), 20 << 20, "what waited is free");
+        allocator.free(again).unwrap();
+        allocator.validate().unwrap();
+        allocator.empty_cache().unwrap();
+        assert_eq!(allocator.memory_reserved(), 0);
+        assert_eq!(rig.mismatches(), 0);
+    }
+}
+
+#[test]
+fn a_child_is_told_of_a_cache_and_the_parent_goes_on() {
+    bounded("forks::a_child_is_told_of_a_cache_and_the_parent_goes_on", || {
+        Rig::everywhere(|rig| {
+            for _ in 0..3 {
+                let owned = OwnedCache::new(rig);
+                let child = fork(|| {
+                    // SAFETY: the child's copy, dropped once in it.
+                    unsafe { std::ptr::read(&owned) }.ends_in_a_child();
+                });
+                let ended = child.end();
+                assert!(ended.success(), "the child: {ended}");
+                owned.ends();
+            }
+        });
+    });
+}
+
+/// The same while a thread is held inside a driver call, with the lock of all that waits.
+#[test]
+fn a_child_comes_while_a_thread_holds_a_caches_locks() {
+    bounded("forks::a_child_comes_while_a_thread_holds_a_caches_locks", || {
+        let sim = Simulator::builder().schedule(Schedule::Eager).build().unwrap();
+        let rig = Rig::with(changed(&sim, recording::put), sim);
+        let owned = OwnedCache::new(&rig);
+        recording::BEFORE.arm();
+        let (ptr, ended) = std::thread::scope(|scope| {
+            let lacks = scope.spawn(|| owned.allocator.malloc(100 << 20, &owned.streams[0]));
+            recording::BEFORE.wait();
+            let child = fork(|| {
+                // SAFETY: the child's copy, dropped once in it.
+                unsafe { std::ptr::read(&owned) }.ends_in_a_child();
+            });
+            let ended = child.end();
+            recording::BEFORE.open();
+            (lacks.join().unwrap().unwrap(), ended)
+        });
+        assert!(ended.success(), "the child: {ended}");
+        owned.allocator.free(ptr).unwrap();
+        owned.allocator.empty_cache().unwrap();
+        owned.ends();
     });
 }

@@ -21,5 +21,6 @@ mod subjects;
 #[allow(unused_macros, reason = "no driver function is held here")]
 #[path = "../support/pools.rs"]
 mod support;
+mod uses;
 mod watched;
 mod wrong;

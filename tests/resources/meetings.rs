@@ -129,7 +129,8 @@ fn slack_is_given_up_where_upstream_has_no_more() {
 
 #[test]
 fn a_stream_ends_while_a_pools_end_waits_for_the_device() {
-    let makes: [fn(&Rig) -> Box<dyn MemoryResource>; 4] = [
+    type Make = fn(&Rig) -> Box<dyn MemoryResource>;
+    let makes: [Make; 4] = [
         |rig| Box::new(plain_pool(rig)),
         |rig| Box::new(blocks(rig, 4)),
         |rig| Box::new(Binning::with_powers(malloc(rig), &rig.device, 20..=20).expect("bins")),

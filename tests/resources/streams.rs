@@ -1,7 +1,7 @@
 //! Streams that end with work under way, that others made, that capture.
 
 use cuda_sys::types::CUstream_flags_enum;
-use vpmm::Error;
+use vpmm::{Error, StreamHandle};
 
 use crate::subjects::each;
 use crate::support::{call, streams};
@@ -115,6 +115,37 @@ fn a_stream_of_the_library_that_captures_is_served() {
             watched.free(elsewhere, &other);
         }
         assert_eq!(streams::end_capture(rig, raw), 0, "nothing of the resource's is in the graph");
+        watched.assert_intact();
+    });
+}
+
+/// While a blocking stream captures nobody may use the legacy stream, nor can tell what it has done: requests
+/// on other streams are served all the same, and the capture goes on.
+#[test]
+fn memory_of_the_legacy_stream_is_left_alone_beside_a_capture() {
+    each(|rig, resource| {
+        if !["pool", "fixed-size", "arena", "binning", "caching"]
+            .contains(&resource.describe().name())
+        {
+            return;
+        }
+        let watched = Watched::new(rig, resource);
+        let other = rig.stream();
+        let most = resource.facts().max_bytes.unwrap_or(64 << 20).min(64 << 20);
+        let warm = watched.allocate(BYTES, &other);
+        watched.free(warm, &other);
+        let held: Vec<_> = (0..4).map(|_| watched.allocate(BYTES, StreamHandle::LEGACY)).collect();
+        held.into_iter().for_each(|held| watched.free(held, StreamHandle::LEGACY));
+        let (raw, _) = streams::make(rig, 0);
+        streams::begin_capture(rig, raw);
+        // More than there is of its own.
+        let all: Vec<_> = (0..6).map(|_| resource.allocate(most, 256, other.handle())).collect();
+        assert_eq!(streams::end_capture(rig, raw), 0);
+        for ptr in all {
+            let ptr = ptr.expect("memory");
+            resource.deallocate(ptr, most, 256, other.handle()).expect("freed");
+        }
+        call!(rig.driver, cuStreamDestroy_v2(raw));
         watched.assert_intact();
     });
 }

@@ -342,7 +342,7 @@ fn capturing(p: &Probe<'_>, mode: CUstreamCaptureMode) -> Result<CUstream, Troub
 }
 
 /// The code, once it is sure that the call did not invalidate the capture.
-fn unharmed(p: &Probe<'_>, stream: CUstream, code: Answer) -> Answer {
+pub(super) fn unharmed(p: &Probe<'_>, stream: CUstream, code: Answer) -> Answer {
     let code = code?;
     if p.capture_status(stream)? != ACTIVE {
         return Err(Trouble::Fact(format!("{code}, and the capture is invalidated")));
@@ -352,7 +352,7 @@ fn unharmed(p: &Probe<'_>, stream: CUstream, code: Answer) -> Answer {
 }
 
 /// The code, once it is sure that the call invalidated the capture.
-fn harmed(p: &Probe<'_>, stream: CUstream, code: Answer) -> Answer {
+pub(super) fn harmed(p: &Probe<'_>, stream: CUstream, code: Answer) -> Answer {
     let code = code?;
     if p.capture_status(stream)? == ACTIVE {
         return Err(Trouble::Fact(format!("{code}, and the capture is still valid")));

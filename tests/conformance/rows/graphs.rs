@@ -1,6 +1,7 @@
 //! Who takes part in a capture, graphs over mapped memory, and copies to page-locked memory beside
 //! captures.
 
+use super::capture::{harmed, unharmed};
 use super::*;
 
 const IMPLICIT: &[CUresult] = &[CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT];
@@ -56,6 +57,34 @@ pub(crate) fn rows() -> Vec<Row> {
             p.begin_capture(stream, RELAXED)?;
             answer(p.capture_info(LEGACY))
         }),
+        // Not seen on a GPU yet: by the documentation the question harms no capture.
+        row(
+            "capture: ask whether the legacy stream captures beside a blocking one",
+            IMPLICIT,
+            |p| {
+                let stream = p.stream(BLOCKING)?;
+                p.begin_capture(stream, RELAXED)?;
+                let code = answer(p.capture_status(LEGACY));
+                unharmed(p, stream, code)
+            },
+        ),
+        // The same, as to what the documentation does not say.
+        row("capture info: asked of the legacy stream it harms no capture", IMPLICIT, |p| {
+            let stream = p.stream(BLOCKING)?;
+            p.begin_capture(stream, GLOBAL)?;
+            let code = answer(p.capture_info(LEGACY));
+            unharmed(p, stream, code)
+        }),
+        row(
+            "capture: an event recorded on the legacy stream ends a blocking one's",
+            IMPLICIT,
+            |p| {
+                let (event, stream) = (p.event()?, p.stream(BLOCKING)?);
+                p.begin_capture(stream, RELAXED)?;
+                let code = answer(p.record(event, LEGACY));
+                harmed(p, stream, code)
+            },
+        ),
         row("capture, global: an event is waited for in relaxed thread mode", SUCCESS, |p| {
             let (event, other) = (p.event()?, p.stream(NON_BLOCKING)?);
             p.record(event, other)?;

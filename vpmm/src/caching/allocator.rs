@@ -149,8 +149,9 @@ impl CachingAllocator {
     /// upstream's are.
     ///
     /// No driver call where cached memory serves it and the stream is the library's or the legacy
-    /// one; three to find out which stream another handle means. Where freed blocks wait for
-    /// further streams, these are asked about first.
+    /// one; three to find out which stream another handle means. Where nothing cached serves it,
+    /// freed blocks that wait for further streams are asked about before anything is got; while
+    /// there are events to wait for, every eighth request does so too.
     ///
     /// # Errors
     /// [`Error::ZeroSize`](crate::Error::ZeroSize),
@@ -169,7 +170,9 @@ impl CachingAllocator {
     /// Frees an allocation: its memory is its stream's again, behind what was enqueued there, or
     /// waits for the further streams that were [recorded](Self::record_stream).
     ///
-    /// No driver call where there are none; else one event for each.
+    /// No driver call where there are none, or only streams of the library's; else an event for each
+    /// foreign or default one. Where much waits for a stream, an event is recorded there for all of
+    /// it.
     ///
     /// # Errors
     /// [`Error::DoubleFree`](crate::Error::DoubleFree),
@@ -188,7 +191,8 @@ impl CachingAllocator {
     /// allocation's own, changes nothing.
     ///
     /// A handle that was not made by this library must stay alive until the allocation is freed: the
-    /// event is recorded then. One of the library's own may end before.
+    /// event is recorded then. One of the library's own may end at any time: its event is recorded
+    /// when memory is lacking, or as it ends.
     ///
     /// # Errors
     /// Those of [`free`](Self::free) about pointers, and of [`malloc`](Self::malloc) about streams.

@@ -6,10 +6,9 @@ use super::description::Description;
 use super::facts::{Checks, Facts};
 use super::identity::Identity;
 use super::memory_resource::MemoryResource;
-use super::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
+use super::plain;
 use crate::device::{Device, StreamHandle};
 use crate::error::{Error, Result};
-use crate::event::BesideCaptures;
 use crate::units::DevicePtr;
 
 /// Managed memory from `cuMemAllocManaged`, given back by `cuMemFree`: the host and every device reach
@@ -44,20 +43,13 @@ impl MemoryResource for Managed {
     /// [`Error::BadAlignment`], [`Error::AlignmentUnsupported`] above 256 bytes,
     /// [`Error::SizeOverflow`], [`Error::Driver`], [`Error::ContextLost`].
     fn allocate(&self, bytes: usize, align: usize, _stream: StreamHandle) -> Result<DevicePtr> {
-        check_align(align, MIN_ALIGN)?;
-        if bytes == 0 {
-            return Ok(DevicePtr::NULL);
-        }
-        let rounded = rounded(bytes)?;
-        let _context = self.device.enter()?;
-        let driver = self.device.driver();
-        let _beside = BesideCaptures::enter(driver)?;
-        let flags = CUmemAttach_flags_enum::CU_MEM_ATTACH_GLOBAL.0;
-        let mut address = 0;
-        // SAFETY: the pointer is to a live CUdeviceptr, and a context of the device is current.
-        unsafe { driver.cuMemAllocManaged(&mut address, rounded as usize, flags) }
-            .map_err(|failure| failure.about(bytes as u64))?;
-        Ok(DevicePtr::from_address(address))
+        let address = plain::allocate(&self.device, bytes, align, |driver, bytes| {
+            let flags = CUmemAttach_flags_enum::CU_MEM_ATTACH_GLOBAL.0;
+            let mut address = 0;
+            // SAFETY: the pointer is to a live CUdeviceptr, and a context of the device is current.
+            unsafe { driver.cuMemAllocManaged(&mut address, bytes, flags) }.map(|()| address)
+        })?;
+        Ok(address.map_or(DevicePtr::NULL, DevicePtr::from_address))
     }
 
     /// One driver call, which waits for the device.
@@ -72,15 +64,7 @@ impl MemoryResource for Managed {
         _align: usize,
         _stream: StreamHandle,
     ) -> Result<()> {
-        if is_of_nothing(ptr, bytes)? {
-            return Ok(());
-        }
-        let _context = self.device.enter()?;
-        let driver = self.device.driver();
-        let _beside = BesideCaptures::enter(driver)?;
-        // SAFETY: the address is the caller's to free, which the driver checks; it waits for what
-        // uses the memory.
-        unsafe { driver.cuMemFree_v2(ptr.address()) }.map_err(|failure| failure.about(bytes as u64))
+        plain::free(&self.device, ptr, bytes)
     }
 
     fn facts(&self) -> Facts {

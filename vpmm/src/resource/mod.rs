@@ -75,6 +75,7 @@ mod live;
 mod managed;
 mod memory_resource;
 mod pinned_host;
+mod plain;
 mod pool;
 mod pools;
 mod request;

@@ -9,10 +9,9 @@ use super::facts::{Checks, Facts};
 use super::identity::Identity;
 use super::live::Live;
 use super::memory_resource::MemoryResource;
-use super::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
+use super::plain;
 use crate::device::{Device, StreamHandle};
 use crate::error::Result;
-use crate::event::BesideCaptures;
 use crate::units::DevicePtr;
 
 /// Page-locked host memory from `cuMemHostAlloc`, given back by `cuMemFreeHost`: for copies that do not
@@ -48,19 +47,13 @@ impl MemoryResource for PinnedHost {
     /// [`Error::Driver`](crate::Error::Driver),
     /// [`Error::ContextLost`](crate::Error::ContextLost).
     fn allocate(&self, bytes: usize, align: usize, _stream: StreamHandle) -> Result<DevicePtr> {
-        check_align(align, MIN_ALIGN)?;
-        if bytes == 0 {
-            return Ok(DevicePtr::NULL);
-        }
-        let rounded = rounded(bytes)?;
-        let _context = self.device.enter()?;
-        let driver = self.device.driver();
-        let _beside = BesideCaptures::enter(driver)?;
-        let mut memory = std::ptr::null_mut();
-        // SAFETY: the pointer is to a live pointer, and a context of the device is current.
-        unsafe { driver.cuMemHostAlloc(&mut memory, rounded as usize, CU_MEMHOSTALLOC_PORTABLE) }
-            .map_err(|failure| failure.about(bytes as u64))?;
-        Ok(self.live.enter(memory.expose_provenance() as u64, bytes, ()))
+        let address = plain::allocate(&self.device, bytes, align, |driver, bytes| {
+            let mut memory = std::ptr::null_mut();
+            // SAFETY: the pointer is to a live pointer, and a context of the device is current.
+            unsafe { driver.cuMemHostAlloc(&mut memory, bytes, CU_MEMHOSTALLOC_PORTABLE) }?;
+            Ok(memory.expose_provenance() as u64)
+        })?;
+        Ok(address.map_or(DevicePtr::NULL, |address| self.live.enter(address, bytes, ())))
     }
 
     /// One driver call, which waits for the device.
@@ -77,18 +70,14 @@ impl MemoryResource for PinnedHost {
         _align: usize,
         _stream: StreamHandle,
     ) -> Result<()> {
-        if is_of_nothing(ptr, bytes)? {
-            return Ok(());
-        }
-        let _context = self.device.enter()?;
-        let driver = self.device.driver();
-        let _beside = BesideCaptures::enter(driver)?;
-        self.live.take(ptr, bytes)?;
-        let memory = std::ptr::with_exposed_provenance_mut(ptr.address() as usize);
-        // SAFETY: it was allocated here and not freed; the driver waits for what uses the memory.
-        unsafe { driver.cuMemFreeHost(memory) }.map_err(|failure| {
-            self.live.put_back(ptr, bytes, ());
-            failure.about(bytes as u64)
+        plain::deallocate(&self.device, ptr, bytes, |driver| {
+            self.live.take(ptr, bytes)?;
+            let memory = std::ptr::with_exposed_provenance_mut(ptr.address() as usize);
+            // SAFETY: it was allocated here and not freed; the driver waits for what uses the memory.
+            unsafe { driver.cuMemFreeHost(memory) }.map_err(|failure| {
+                self.live.put_back(ptr, bytes, ());
+                failure.about(bytes as u64)
+            })
         })
     }
 

@@ -254,6 +254,16 @@ impl<R: MemoryResource + 'static> Arena<R> {
         result
     }
 
+    /// The stream's arena that an address is in a superblock of.
+    fn owner_of(&self, address: u64) -> Option<&Own<R>> {
+        let place = {
+            let owners = lock(&self.owners);
+            let below = owners.range(..=address).next_back();
+            below.filter(|(start, (bytes, _))| address - **start < *bytes).map(|(_, of)| of.1)
+        };
+        place.and_then(|place| self.streams.of.at(place))
+    }
+
     /// What stands where, in numbers.
     pub fn dump(&self) -> ArenaDump {
         let shared = Part::of(&self.shared);
@@ -427,12 +437,7 @@ impl<R: MemoryResource + 'static> MemoryResource for Arena<R> {
                 result => return result,
             }
         }
-        let owner = {
-            let owners = lock(&self.owners);
-            let below = owners.range(..=address).next_back();
-            below.filter(|(start, (bytes, _))| address - **start < *bytes).map(|(_, of)| of.1)
-        };
-        match owner.and_then(|place| self.streams.of.at(place)) {
+        match self.owner_of(address) {
             Some(own) => own.pool.free_named(named, address, asked),
             // A large one, with a wrong size; or nothing of this arena.
             None => self.shared.free_named(named, address, asked),
@@ -445,6 +450,7 @@ impl<R: MemoryResource + 'static> MemoryResource for Arena<R> {
             .accessible(upstream.device_accessible, upstream.host_accessible)
             .with_managed(upstream.managed)
             .with_stream_order(true)
+            .with_recorded_streams(true)
             .with_max_bytes(Some(self.arena_bytes as usize))
             .with_checks(Checks::PointersAndSizes)
     }
@@ -465,6 +471,16 @@ impl<R: MemoryResource + 'static> MemoryResource for Arena<R> {
 
     fn held_bytes(&self) -> Option<u64> {
         Some(self.shared.pool_bytes())
+    }
+
+    /// # Errors
+    /// As for [`CoalescingPool`].
+    fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
+        let named = lanes::name(&self.device, stream)?;
+        match self.owner_of(ptr.address()) {
+            Some(own) => own.pool.note_use(named, ptr.address()),
+            None => self.shared.note_use(named, ptr.address()),
+        }
     }
 }
 

@@ -264,7 +264,7 @@ impl<R: MemoryResource> MemoryResource for Binning<R> {
     fn facts(&self) -> Facts {
         let bins = self.read();
         let all = bins.iter().map(|bin| bin.resource.facts());
-        all.fold(self.upstream.facts().with_recorded_streams(false), |facts, bin| {
+        all.fold(self.upstream.facts(), |facts, bin| {
             let (least, most) = (facts.min_align.min(bin.min_align), facts.max_align);
             facts
                 .accessible(
@@ -274,6 +274,7 @@ impl<R: MemoryResource> MemoryResource for Binning<R> {
                 .with_managed(facts.managed && bin.managed)
                 .with_stream_order(facts.stream_ordered || bin.stream_ordered)
                 .aligned(least, most)
+                .with_recorded_streams(facts.records_streams && bin.records_streams)
                 .with_checks(facts.checks.min(bin.checks))
         })
     }
@@ -297,6 +298,21 @@ impl<R: MemoryResource> MemoryResource for Binning<R> {
 
     fn device(&self) -> Option<&Device> {
         Some(&self.device)
+    }
+
+    /// # Errors
+    /// Those of the bins, or of upstream.
+    fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
+        for bin in self.read() {
+            match bin.resource.record_stream(ptr, stream) {
+                Err(Error::ForeignPointer { .. }) => {}
+                result => return result,
+            }
+        }
+        if lock(&self.chunks).contains(&ptr.address()) {
+            return Err(Error::ForeignPointer { address: ptr.address() });
+        }
+        self.upstream.record_stream(ptr, stream)
     }
 
     /// What the bins hold, and upstream, as far as they say.

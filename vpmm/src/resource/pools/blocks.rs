@@ -27,6 +27,8 @@ pub(super) const NOBODY: u32 = 0;
 const LIVE: u32 = u32::MAX;
 /// In the place of a node: there is none.
 const NONE: u32 = u32::MAX;
+/// In the place of a lane: the block was freed, and further streams may still be using it.
+const KEPT: u32 = u32::MAX - 1;
 /// Added to a lane: the block is free, and stands aside.
 const ASIDE: u32 = 1 << 31;
 
@@ -355,6 +357,13 @@ impl Blocks {
         }
     }
 
+    /// Whether a live block begins at an address; else what is wrong with it.
+    pub(super) fn find_any(&self, address: u64) -> Result<()> {
+        let Some(&id) = self.known.get(&address) else { return Err(self.why_not(address)) };
+        let live = self.nodes[id as usize].lane == LIVE;
+        if live { Ok(()) } else { Err(Error::DoubleFree { address }) }
+    }
+
     /// Whether an address is in a chunk.
     #[cfg(test)]
     pub(super) fn holds(&self, address: u64) -> bool {
@@ -398,6 +407,23 @@ impl Blocks {
             self.known.remove(&start);
             self.enter(id);
         }
+    }
+
+    /// A live block is its caller's no more, and nobody's yet.
+    pub(super) fn keep(&mut self, id: u32) {
+        let node = &mut self.nodes[id as usize];
+        node.lane = KEPT;
+        self.live_bytes -= node.bytes;
+        self.live_count -= 1;
+    }
+
+    /// A kept block becomes nobody's.
+    pub(super) fn let_go(&mut self, id: u32) {
+        let node = &mut self.nodes[id as usize];
+        (node.lane, node.epoch) = (NOBODY, 0);
+        let start = node.start;
+        self.known.remove(&start);
+        self.enter(id);
     }
 
     /// Puts a free block that is in no set into its lane's, joined with its neighbours.
@@ -552,7 +578,7 @@ impl Blocks {
     /// Whether all that must hold does: the name of what does not.
     #[cfg(test)]
     pub(super) fn check(&self) -> std::result::Result<(), &'static str> {
-        let (mut live, mut free, mut aside) = (0, 0, 0);
+        let (mut live, mut free, mut aside, mut kept) = (0, 0, 0, 0);
         for chunk in self.chunks.values() {
             let (mut at, mut previous, mut last_lane) = (chunk.ptr.address(), NONE, LIVE);
             for id in self.chunk_nodes(chunk) {
@@ -565,6 +591,8 @@ impl Blocks {
                 }
                 if node.lane == LIVE {
                     live += node.bytes;
+                } else if node.lane == KEPT {
+                    kept += node.bytes;
                 } else if node.lane >= ASIDE {
                     let front = self.fronts[(node.lane & !ASIDE) as usize].as_ref();
                     let has = |stack: &Stack| {
@@ -592,8 +620,8 @@ impl Blocks {
         }
         let in_sets: u64 = self.free.iter().map(Sizes::bytes).sum();
         let in_fronts: u64 = self.fronts.iter().flatten().map(|front| front.bytes).sum();
-        if aside != in_fronts || live + free + aside != self.chunk_bytes {
-            return Err("every byte is live, free or aside");
+        if aside != in_fronts || live + free + aside + kept != self.chunk_bytes {
+            return Err("every byte is live, free, aside or kept");
         }
         if live != self.live_bytes || free != in_sets {
             return Err("sums are right");
@@ -644,6 +672,8 @@ mod tests {
         Take { lane: u32, units: u64 },
         Again { lane: u32, units: u64 },
         Free { which: usize, lane: u32 },
+        Keep { which: usize },
+        LetGo { which: usize },
         Pass { lane: u32, back: u64 },
         Join { units: u64, lane: u32 },
         Chunk { units: u64, lane: u32 },
@@ -656,6 +686,8 @@ mod tests {
             4 => (lane.clone(), 1_u64..90).prop_map(|(lane, units)| Step::Take { lane, units }),
             2 => (lane.clone(), 1_u64..90).prop_map(|(lane, units)| Step::Again { lane, units }),
             4 => (any::<usize>(), 1_u32..4).prop_map(|(which, lane)| Step::Free { which, lane }),
+            1 => any::<usize>().prop_map(|which| Step::Keep { which }),
+            1 => any::<usize>().prop_map(|which| Step::LetGo { which }),
             1 => (1_u32..4, 0_u64..20).prop_map(|(lane, back)| Step::Pass { lane, back }),
             1 => (1_u64..200, 1_u32..4).prop_map(|(units, lane)| Step::Join { units, lane }),
             1 => (1_u64..400, lane).prop_map(|(units, lane)| Step::Chunk { units, lane }),
@@ -669,6 +701,7 @@ mod tests {
         fn what_must_hold_does(steps in proptest::collection::vec(step(), 1..200)) {
             let mut blocks = Blocks::default();
             let mut live: Vec<(u64, u64)> = Vec::new();
+            let mut kept: Vec<u32> = Vec::new();
             let (mut base, mut epoch) = (1_u64 << 40, 1);
             for step in steps {
                 epoch += 1;
@@ -700,7 +733,21 @@ mod tests {
                         let is_double = matches!(again, Err(Error::DoubleFree { .. }));
                         prop_assert!(is_double);
                     }
-                    Step::Free { .. } => {}
+                    Step::Keep { which } if !live.is_empty() => {
+                        let (address, bytes) = live.swap_remove(which % live.len());
+                        let Some(id) = blocks.find_live(address, bytes - 3) else {
+                            return Err(TestCaseError::fail("it is live"));
+                        };
+                        blocks.keep(id);
+                        let again = blocks.find(address, bytes - 3);
+                        let is_double = matches!(again, Err(Error::DoubleFree { .. }));
+                        prop_assert!(is_double);
+                        kept.push(id);
+                    }
+                    Step::LetGo { which } if !kept.is_empty() => {
+                        blocks.let_go(kept.swap_remove(which % kept.len()));
+                    }
+                    Step::Free { .. } | Step::Keep { .. } | Step::LetGo { .. } => {}
                     Step::Pass { lane, back } => blocks.pass(lane, epoch.saturating_sub(back)),
                     Step::Join { units, lane } => {
                         blocks.settle_all();

@@ -147,7 +147,7 @@ mod tests {
     #[test]
     fn a_stream_finds_its_own_and_an_entry_that_was_given_up_goes_on() {
         let values: ByStream<u32> = ByStream::new();
-        let make = |stream| values.open(stream, |_| (), Ok).map(|value| *value);
+        let make = |stream| values.open(stream, |_| (), Ok).copied();
         // More streams than routes: some share one.
         let many = 3 * ROUTES as u64;
         for stream in 0..many {

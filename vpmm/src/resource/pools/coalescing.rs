@@ -7,15 +7,15 @@ use smallvec::SmallVec;
 
 use super::blocks::{Blocks, Chunk, NOBODY, Run};
 use super::lanes::{self, Lanes, Named};
-use super::lock;
 use super::sizes::{MOST_BYTES, Sized, UNIT};
+use super::uses::Uses;
+use super::{give_all_back, lock};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::ordering::{Mark, PendingPolicy};
 use crate::resource::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
 use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
-use crate::stream::Stream;
 use crate::units::{Bytes, DevicePtr, round_up};
 
 /// What a [`CoalescingPool`] is made with.
@@ -131,14 +131,15 @@ struct Core {
 struct State {
     blocks: Blocks,
     lanes: Lanes,
+    uses: Uses<u32>,
 }
 
 impl State {
     /// The lane of a stream.
     #[inline]
     fn lane(&mut self, named: Named) -> Result<u32> {
-        let blocks = &self.blocks;
-        self.lanes.lane(named, |lane| !blocks.has_free(lane))
+        let (blocks, uses) = (&self.blocks, &self.uses);
+        self.lanes.lane(named, |lane| !blocks.has_free(lane) && !uses.names(lane))
     }
 
     /// The best fit of the stream's own memory and nobody's.
@@ -159,13 +160,20 @@ impl State {
     fn poll(&mut self) -> Result<()> {
         self.blocks.settle_all();
         for lane in self.lanes.all() {
-            if self.blocks.has_free(lane)
+            if (self.blocks.has_free(lane) || self.uses.names(lane))
                 && let Some(epoch) = self.lanes.poll(lane)?
             {
                 self.blocks.pass(lane, epoch);
             }
         }
+        self.settle_uses();
         Ok(())
+    }
+
+    /// What nobody can be using any more is nobody's.
+    fn settle_uses(&mut self) {
+        let blocks = &mut self.blocks;
+        self.uses.settle(&self.lanes, |id| blocks.let_go(id));
     }
 
     /// A block of another stream, which this one is made to wait for: best fit, but one that needs no
@@ -252,7 +260,9 @@ impl State {
 
     /// Waits for the device if there is memory that nothing else proves free.
     fn find_lost(&mut self) -> Result<bool> {
-        let lost = |lane: u32| self.lanes.is_lost(lane) && self.blocks.has_free(lane);
+        let lost = |lane: u32| {
+            self.lanes.is_lost(lane) && (self.blocks.has_free(lane) || self.uses.names(lane))
+        };
         if !self.lanes.all().any(lost) {
             return Ok(false);
         }
@@ -265,6 +275,7 @@ impl State {
         for lane in self.lanes.all() {
             self.blocks.pass(lane, self.lanes.passed(lane));
         }
+        self.settle_uses();
     }
 
     fn exhausted(&self, bytes: u64, limit_bytes: Option<u64>) -> Error {
@@ -282,7 +293,8 @@ impl State {
 
 impl Core {
     fn new(device: &Device) -> Arc<Self> {
-        let state = State { blocks: Blocks::default(), lanes: Lanes::new(device) };
+        let (blocks, lanes) = (Blocks::default(), Lanes::new(device));
+        let state = State { blocks, lanes, uses: Uses::new() };
         let core = Arc::new(Self { device: device.clone(), state: Mutex::new(state) });
         let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&core) as _;
         device.driver().watch_streams(watcher);
@@ -307,6 +319,7 @@ impl StreamWatcher for Core {
         let mut state = self.state();
         if let Some((lane, epoch)) = state.lanes.see_mark(mark) {
             state.blocks.pass(lane, epoch);
+            state.settle_uses();
         }
     }
 }
@@ -591,6 +604,9 @@ impl<R: MemoryResource> CoalescingPool<R> {
         let mut state = self.core.state();
         let Some(lane) = state.lanes.known(named) else { return false };
         let Some(node) = state.blocks.find_live(address, asked) else { return false };
+        if state.uses.is_noted(address) {
+            return false;
+        }
         let epoch = state.lanes.freed_on_known(lane);
         state.blocks.free(node, lane, epoch);
         true
@@ -601,8 +617,26 @@ impl<R: MemoryResource> CoalescingPool<R> {
         let mut state = self.core.state();
         let node = state.blocks.find(address, asked)?;
         let lane = state.lane(named)?;
+        if state.uses.is_noted(address) {
+            let State { blocks, lanes, uses } = &mut *state;
+            uses.keep(address, node, lanes, (lane, named))?;
+            blocks.keep(node);
+            return Ok(());
+        }
         let epoch = state.lanes.freed(lane, named)?;
         state.blocks.free(node, lane, epoch);
+        Ok(())
+    }
+}
+
+impl<R: MemoryResource> CoalescingPool<R> {
+    /// Notes that a stream uses the allocation that begins at an address.
+    pub(super) fn note_use(&self, named: Named, address: u64) -> Result<()> {
+        let mut state = self.core.state();
+        state.blocks.find_any(address)?;
+        let lane = state.lane(named)?;
+        let State { lanes, uses, .. } = &mut *state;
+        uses.note(address, lanes, lane, named);
         Ok(())
     }
 }
@@ -653,6 +687,7 @@ impl<R: MemoryResource> MemoryResource for CoalescingPool<R> {
             .accessible(upstream.device_accessible, upstream.host_accessible)
             .with_managed(upstream.managed)
             .with_stream_order(true)
+            .with_recorded_streams(true)
             .with_max_bytes(self.config.max_bytes.map(|most| most as usize))
             .with_checks(Checks::PointersAndSizes)
     }
@@ -682,6 +717,15 @@ impl<R: MemoryResource> MemoryResource for CoalescingPool<R> {
     fn held_bytes(&self) -> Option<u64> {
         Some(self.pool_bytes())
     }
+
+    /// Whoever lacks memory asks about these uses; no stream waits for them. A stream that was made
+    /// elsewhere must be alive until the free.
+    ///
+    /// # Errors
+    /// Those of [`deallocate`](Self::deallocate), but for the size.
+    fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
+        self.note_use(lanes::name(&self.core.device, stream)?, ptr.address())
+    }
 }
 
 impl<R: MemoryResource> Drop for CoalescingPool<R> {
@@ -691,17 +735,8 @@ impl<R: MemoryResource> Drop for CoalescingPool<R> {
         }
         lanes::retire(&*self.core, &self.core.state, |state| &mut state.lanes);
         let chunks = self.core.state().blocks.drain();
-        if chunks.is_empty() {
-            return;
-        }
-        // All is complete, so any stream does; one of its own disturbs no capture.
-        let own: Option<Stream> = self.core.device.stream().ok();
-        let stream = own.as_ref().map_or(StreamHandle::LEGACY, Stream::handle);
-        for chunk in chunks {
-            let bytes = chunk.bytes as usize;
-            // There is nobody to tell, and nothing else to be done with it.
-            let _ = self.upstream.deallocate(chunk.ptr, bytes, MIN_ALIGN, stream);
-        }
+        let chunks = chunks.into_iter().map(|chunk| (chunk.ptr, chunk.bytes as usize));
+        give_all_back(&self.upstream, &self.core.device, chunks);
     }
 }
 

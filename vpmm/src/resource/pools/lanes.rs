@@ -21,6 +21,7 @@
 
 use std::sync::Mutex;
 
+use cuda_sys::types::CUresult;
 use smallvec::SmallVec;
 
 use crate::default::stream_is_capturing;
@@ -167,6 +168,14 @@ pub(super) fn number_of(device: &Device, handle: StreamHandle) -> Option<u64> {
     known.or_else(|| (handle == StreamHandle::LEGACY).then_some(LEGACY))
 }
 
+/// Whether nothing can be recorded on a stream now; so it is with the legacy one while a blocking one captures.
+fn is_capturing(driver: &Driver, handle: StreamHandle) -> Result<bool, Failure> {
+    match stream_is_capturing(driver, handle) {
+        Err(failure) if failure.code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => Ok(true),
+        answer => answer,
+    }
+}
+
 impl Lanes {
     pub(super) fn new(device: &Device) -> Self {
         let mut lanes = Self {
@@ -299,6 +308,36 @@ impl Lanes {
         self.record_latest(lane, named.handle)
     }
 
+    /// What is given to a lane's stream from here on is somebody's use: if the stream ends, an event is
+    /// to be behind it. One whose end nobody tells must be alive when the use is over.
+    pub(super) fn is_used(&mut self, lane: u32) {
+        let known = &mut self.lanes[lane as usize];
+        if matches!(known.recording, Recording::Lazy(_)) {
+            known.freed = known.epoch;
+        }
+    }
+
+    /// The epoch that all is in that a lane's stream was given so far. `named`: what it was used by.
+    pub(super) fn used_until(&mut self, lane: u32, named: Named) -> Result<u64> {
+        let known = &mut self.lanes[lane as usize];
+        match known.recording {
+            Recording::Lazy(_) => Ok(self.freed_on_known(lane)),
+            // Its last event is behind all of it, or only a wait for the device is.
+            Recording::Ended | Recording::Lost => Ok(known.freed),
+            Recording::Eager => {
+                let own = named.handle != StreamHandle::PER_THREAD
+                    || name(&self.device, named.handle).is_ok_and(|own| own.stream == named.stream);
+                if own {
+                    return self.freed(lane, named);
+                }
+                // Another thread's default stream: that thread's next free records behind it.
+                let known = &mut self.lanes[lane as usize];
+                known.freed = known.epoch;
+                Ok(known.epoch)
+            }
+        }
+    }
+
     /// Puts an event behind everything on a stream so far: what carries the epoch returned is covered.
     fn record_latest(&mut self, lane: u32, handle: StreamHandle) -> Result<u64> {
         let event = match self.lanes[lane as usize].latest {
@@ -344,7 +383,7 @@ impl Lanes {
         handle: StreamHandle,
         into: Option<Event>,
     ) -> Result<Option<Record>, Failure> {
-        if stream_is_capturing(self.driver(), handle)? {
+        if is_capturing(self.driver(), handle)? {
             return Ok(None);
         }
         let event = match into {
@@ -353,7 +392,7 @@ impl Lanes {
         };
         let recorded = event.record(self.driver(), handle);
         // A capture that began in between has the event.
-        let counts = recorded.and_then(|()| stream_is_capturing(self.driver(), handle));
+        let counts = recorded.and_then(|()| is_capturing(self.driver(), handle));
         if !matches!(counts, Ok(false)) {
             if into.is_none() {
                 self.keep(event);
@@ -430,7 +469,7 @@ impl Lanes {
         let device = self.device.clone();
         let _context = device.enter()?;
         let _beside = BesideCaptures::enter(device.driver())?;
-        if stream_is_capturing(self.driver(), named.handle)? {
+        if is_capturing(self.driver(), named.handle)? {
             return Ok(false);
         }
         let known = &self.lanes[from as usize];
@@ -473,10 +512,12 @@ impl Lanes {
         }
     }
 
-    /// Whether a lane's stream is gone without an event behind it.
+    /// Whether nobody can record behind what is pending of a lane: its stream is gone without an event, or
+    /// another thread's.
     pub(super) fn is_lost(&self, lane: u32) -> bool {
         let known = &self.lanes[lane as usize];
-        known.recording == Recording::Lost && self.has_pending(lane)
+        let can_record = matches!(known.recording, Recording::Lazy(_));
+        !can_record && self.has_pending(lane) && known.covered() < known.freed
     }
 
     /// Events behind all that is pending, as far as there can be any; from here on none is destroyed before

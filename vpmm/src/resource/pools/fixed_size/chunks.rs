@@ -20,6 +20,9 @@ use crate::units::DevicePtr;
 /// In the place of what was asked for: the block is free. No request has no bytes.
 const FREE: u64 = 0;
 
+/// Added to it: further streams use the block. No request is so long.
+const NOTED: u64 = 1 << 63;
+
 /// The first table's slots, and the first row's chunks.
 const FIRST: usize = 16;
 
@@ -171,13 +174,39 @@ impl Chunks {
         Err(self.why_not(address, asked))
     }
 
+    /// Notes that further streams use what begins at an address.
+    pub(super) fn note(&self, address: u64) -> Result<()> {
+        if let Some((block, 0)) = self.find(address)
+            && let Some((of, _)) = self.asked(block)
+            && of
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |asked| {
+                    (asked != FREE).then_some(asked | NOTED)
+                })
+                .is_ok()
+        {
+            return Ok(());
+        }
+        // No size is given, and so none is wrong.
+        Err(self.why_not(address, FREE))
+    }
+
+    /// As [`free`](Self::free), of what was noted.
+    pub(super) fn free_noted(&self, address: u64, asked: u64) -> Option<BlockId> {
+        self.free(address, asked | NOTED).ok()
+    }
+
+    /// That free does not come about.
+    pub(super) fn take_back_noted(&self, block: BlockId, asked: u64) {
+        self.take_back(block, asked | NOTED);
+    }
+
     /// What is wrong with a free.
     #[cold]
     fn why_not(&self, address: u64, asked: u64) -> Error {
         let Some((block, inside)) = self.find(address) else {
             return Error::ForeignPointer { address };
         };
-        let bytes = self.asked(block).map_or(FREE, |(of, _)| of.load(Ordering::Relaxed));
+        let bytes = self.asked(block).map_or(FREE, |(of, _)| of.load(Ordering::Relaxed) & !NOTED);
         match (bytes, inside) {
             (FREE, _) => Error::DoubleFree { address },
             (_, 0) => Error::WrongSize { address, given_bytes: asked, bytes },

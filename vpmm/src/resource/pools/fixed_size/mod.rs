@@ -28,15 +28,14 @@ use state::State;
 use super::blocks::NOBODY;
 use super::by_stream::ByStream;
 use super::lanes::{self, Lanes, Named};
-use super::lock;
 use super::sizes::{MOST_BYTES, UNIT};
+use super::{give_all_back, lock};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::ordering::Mark;
 use crate::resource::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
 use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
-use crate::stream::Stream;
 use crate::units::{Bytes, DevicePtr, round_up};
 
 /// What a [`FixedSize`] is made with.
@@ -149,6 +148,7 @@ impl StreamWatcher for Core {
         let mut state = self.state();
         if let Some((lane, epoch)) = state.lanes.see_mark(mark) {
             state.pass(lane, epoch);
+            state.settle_uses();
         }
     }
 }
@@ -255,6 +255,9 @@ impl<R: MemoryResource> FixedSize<R> {
             if let Some(block) = state.take_waited_for(lane, named) {
                 return Ok(block);
             }
+            if let Some(block) = state.ask_uses(lane)? {
+                return Ok(block);
+            }
             let others = state.others(&self.core, lane);
             if state.is_worth_asking(&others)
                 && let Some(block) = state.ask(&others, lane, named)?
@@ -310,6 +313,16 @@ impl<R: MemoryResource> FixedSize<R> {
                 limit_bytes: None,
                 map: None,
             })
+        })
+    }
+
+    /// A free of what further streams use; or a wrong one.
+    #[cold]
+    fn free_noted(&self, named: Named, address: u64, asked: u64, error: Error) -> Result<()> {
+        let mut state = self.core.state();
+        let Some(block) = self.core.chunks.free_noted(address, asked) else { return Err(error) };
+        state.keep(named, address, block).inspect_err(|_| {
+            self.core.chunks.take_back_noted(block, asked);
         })
     }
 
@@ -375,7 +388,10 @@ impl<R: MemoryResource> MemoryResource for FixedSize<R> {
         }
         let named = lanes::name(&self.core.device, stream)?;
         let (address, asked) = (ptr.address(), bytes as u64);
-        let block = self.core.chunks.free(address, asked)?;
+        let block = match self.core.chunks.free(address, asked) {
+            Ok(block) => block,
+            Err(error) => return self.free_noted(named, address, asked, error),
+        };
         let Some(front) = self.core.front(named) else {
             return self.free_slowly(named, block).inspect_err(|_| {
                 self.core.chunks.take_back(block, asked);
@@ -393,6 +409,7 @@ impl<R: MemoryResource> MemoryResource for FixedSize<R> {
             .accessible(upstream.device_accessible, upstream.host_accessible)
             .with_managed(upstream.managed)
             .with_stream_order(true)
+            .with_recorded_streams(true)
             .with_max_bytes(Some(self.block_bytes()))
             .with_checks(Checks::PointersAndSizes)
     }
@@ -415,6 +432,20 @@ impl<R: MemoryResource> MemoryResource for FixedSize<R> {
     fn held_bytes(&self) -> Option<u64> {
         Some(self.held())
     }
+
+    /// Whoever lacks memory asks about these uses; no stream waits for them. A stream that was made
+    /// elsewhere must be alive until the free.
+    ///
+    /// # Errors
+    /// Those of [`deallocate`](Self::deallocate), but for the size.
+    fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
+        let named = lanes::name(&self.core.device, stream)?;
+        let mut state = self.core.state();
+        let lane = state.lane(named)?;
+        self.core.chunks.note(ptr.address())?;
+        state.note(ptr.address(), lane, named);
+        Ok(())
+    }
 }
 
 impl<R: MemoryResource> Drop for FixedSize<R> {
@@ -424,17 +455,8 @@ impl<R: MemoryResource> Drop for FixedSize<R> {
         }
         self.core.state().settle_all(&self.core);
         lanes::retire(&*self.core, &self.core.state, |state| &mut state.lanes);
-        let chunks: Vec<DevicePtr> = self.core.chunks.pointers().collect();
-        if chunks.is_empty() {
-            return;
-        }
-        // All is complete, so any stream does; one of its own disturbs no capture.
-        let own: Option<Stream> = self.core.device.stream().ok();
-        let stream = own.as_ref().map_or(StreamHandle::LEGACY, Stream::handle);
-        for ptr in chunks {
-            // There is nobody to tell, and nothing else to be done with it.
-            let _ = self.give_chunk(ptr, stream);
-        }
+        let chunks = self.core.chunks.pointers().map(|ptr| (ptr, self.chunk_bytes()));
+        give_all_back(&self.upstream, &self.core.device, chunks);
     }
 }
 

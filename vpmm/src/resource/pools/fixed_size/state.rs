@@ -13,6 +13,7 @@ use super::front::{BATCH, Front};
 use crate::error::Result;
 use crate::resource::pools::blocks::NOBODY;
 use crate::resource::pools::lanes::{Lanes, Named};
+use crate::resource::pools::uses::Uses;
 
 /// Blocks that other streams must have before they are asked about, at most; and their bytes.
 const MOST_WANTED: u64 = 16;
@@ -26,6 +27,7 @@ pub(super) struct Others<'a>(Vec<(u64, u32, Option<&'a Front>)>);
 
 pub(super) struct State {
     pub(super) lanes: Lanes,
+    uses: Uses<BlockId>,
     /// What each lane has freed, the latest last, each with its epoch. The first lane is nobody's.
     free: Vec<VecDeque<(BlockId, u64)>>,
     /// Blocks that other streams must have before they are asked about, and not more is made.
@@ -38,13 +40,21 @@ pub(super) struct State {
 impl State {
     pub(super) fn new(lanes: Lanes, block_bytes: u64) -> Self {
         let most_wanted = (MOST_WANTED_BYTES / block_bytes).clamp(1, MOST_WANTED);
-        Self { lanes, free: vec![VecDeque::new()], wanted: 1, most_wanted, asks: 0 }
+        Self {
+            lanes,
+            uses: Uses::new(),
+            free: vec![VecDeque::new()],
+            wanted: 1,
+            most_wanted,
+            asks: 0,
+        }
     }
 
     /// The lane of a stream.
     pub(super) fn lane(&mut self, named: Named) -> Result<u32> {
-        let free = &self.free;
-        let is_empty = |lane: u32| free.get(lane as usize).is_none_or(VecDeque::is_empty);
+        let (free, uses) = (&self.free, &self.uses);
+        let is_empty =
+            |lane: u32| free.get(lane as usize).is_none_or(VecDeque::is_empty) && !uses.names(lane);
         let lane = self.lanes.lane(named, is_empty)?;
         if lane as usize >= self.free.len() {
             self.free.resize_with(lane as usize + 1, VecDeque::new);
@@ -225,14 +235,48 @@ impl State {
         Some(first)
     }
 
+    /// A stream uses what is allocated at an address.
+    pub(super) fn note(&mut self, address: u64, lane: u32, named: Named) {
+        self.uses.note(address, &mut self.lanes, lane, named);
+    }
+
+    /// Keeps a block that was freed until those who use it have come past the free.
+    pub(super) fn keep(&mut self, named: Named, address: u64, block: BlockId) -> Result<()> {
+        let lane = self.lane(named)?;
+        self.uses.keep(address, block, &mut self.lanes, (lane, named))
+    }
+
+    /// What nobody can be using any more is nobody's.
+    pub(super) fn settle_uses(&mut self) {
+        let nobodys = &mut self.free[NOBODY as usize];
+        self.uses.settle(&self.lanes, |block| nobodys.push_back((block, 0)));
+    }
+
+    /// Asks about kept blocks, if there are any.
+    pub(super) fn ask_uses(&mut self, lane: u32) -> Result<Option<BlockId>> {
+        let awaited = self.uses.awaited();
+        if awaited.is_empty() {
+            return Ok(None);
+        }
+        for of in awaited {
+            if let Some(epoch) = self.lanes.poll(of)? {
+                self.pass(of, epoch);
+            }
+        }
+        self.settle_uses();
+        Ok(self.hit(lane, None))
+    }
+
     /// Waits for the device if there is memory that nothing else proves free.
     pub(super) fn find_lost(&mut self) -> Result<()> {
-        let lost = |lane: u32| self.lanes.is_lost(lane) && self.has_free(lane);
+        let lost =
+            |lane: u32| self.lanes.is_lost(lane) && (self.has_free(lane) || self.uses.names(lane));
         if self.lanes.all().any(lost) {
             self.lanes.wait_for_device()?;
             for lane in self.lanes.all() {
                 self.pass(lane, self.lanes.passed(lane));
             }
+            self.settle_uses();
         }
         Ok(())
     }

@@ -1,0 +1,182 @@
+//! Uses on further streams, in every resource that takes notes of them.
+
+use vpmm::resource::Checks;
+use vpmm::{Error, MemoryResource, StreamHandle};
+
+use crate::subjects::each;
+use crate::support::{Rig, Stall, call, streams};
+use crate::watched::{Held, Watched};
+
+const BYTES: usize = 3 << 20;
+
+#[test]
+fn what_keeps_books_takes_notes() {
+    each(|_, resource| {
+        let books = ["pool", "fixed-size", "arena", "binning", "caching"];
+        let (name, facts) = (resource.describe(), resource.facts());
+        assert!(facts.records_streams || !books.contains(&name.name()), "{name}");
+    });
+}
+
+fn each_that_records(test: impl Fn(&Rig, &Watched<'_>)) {
+    each(|rig, resource| {
+        if resource.facts().records_streams {
+            let watched = Watched::new(rig, resource);
+            test(rig, &watched);
+            watched.assert_intact();
+        }
+    });
+}
+
+/// Enqueues a check of an allocation on a stream that is stuck, and notes that.
+fn look<'a>(
+    watched: &'a Watched<'_>,
+    held: &Held,
+    own: StreamHandle,
+    side: StreamHandle,
+) -> Stall<'a> {
+    watched.rig.order(own, side);
+    let stall = watched.rig.stall(side);
+    watched.check(held, side);
+    watched.resource.record_stream(held.ptr, side).expect("noted");
+    stall
+}
+
+/// Fills some memory on a stream, which must not be what is still looked at.
+fn churn(watched: &Watched<'_>, stream: StreamHandle) {
+    let some: Vec<_> = (0..6).map(|_| watched.allocate(BYTES, stream)).collect();
+    some.into_iter().for_each(|held| watched.free(held, stream));
+}
+
+#[test]
+fn memory_is_nobodys_before_all_uses_are_over() {
+    each_that_records(|rig, watched| {
+        let (own, side, other) = (rig.stream(), rig.stream(), rig.stream());
+        for _ in 0..4 {
+            let held = watched.allocate(BYTES, &own);
+            let ptr = held.ptr;
+            let stall = look(watched, &held, own.handle(), side.handle());
+            watched.free(held, &own);
+            let again = watched.resource.deallocate(ptr, BYTES, 256, own.handle());
+            assert!(again.is_err(), "freed twice");
+            churn(watched, own.handle());
+            churn(watched, other.handle());
+            // Neither stream was made to wait for the one that is stuck.
+            own.synchronize().expect("it is not stuck");
+            other.synchronize().expect("it is not stuck");
+            drop(stall);
+            side.synchronize().expect("it goes on");
+            churn(watched, own.handle());
+        }
+    });
+}
+
+/// What is kept comes back: rounds and rounds take no more memory.
+#[test]
+fn kept_memory_comes_back() {
+    each_that_records(|rig, watched| {
+        let (own, side) = (rig.stream(), rig.stream());
+        let mut held_bytes = Vec::new();
+        for round in 0..64 {
+            let held = watched.allocate(BYTES, &own);
+            drop(look(watched, &held, own.handle(), side.handle()));
+            watched.free(held, &own);
+            rig.device.synchronize().expect("all is done");
+            if round >= 32 {
+                held_bytes.push(watched.resource.held_bytes());
+            }
+        }
+        assert!(held_bytes.iter().all(|bytes| *bytes == held_bytes[0]), "{held_bytes:?}");
+    });
+}
+
+#[test]
+fn streams_end_with_uses_noted_and_pending() {
+    each_that_records(|rig, watched| {
+        let own = rig.stream();
+        for before_the_free in [true, false] {
+            let side = rig.stream();
+            let held = watched.allocate(BYTES, &own);
+            let stall = look(watched, &held, own.handle(), side.handle());
+            if before_the_free {
+                drop(side);
+                // Others come to its place.
+                let next = rig.stream();
+                churn(watched, next.handle());
+                watched.free(held, &own);
+            } else {
+                watched.free(held, &own);
+                drop(side);
+            }
+            churn(watched, own.handle());
+            drop(stall);
+            churn(watched, own.handle());
+            rig.device.synchronize().expect("all is done");
+        }
+    });
+}
+
+#[test]
+fn uses_on_streams_of_every_kind() {
+    each_that_records(|rig, watched| {
+        let own = rig.stream();
+        let (raw, foreign) = streams::make(rig, 1);
+        for side in [foreign, StreamHandle::LEGACY, StreamHandle::PER_THREAD, foreign] {
+            let held = watched.allocate(BYTES, &own);
+            let stall = look(watched, &held, own.handle(), side);
+            watched.free(held, &own);
+            churn(watched, own.handle());
+            drop(stall);
+            churn(watched, own.handle());
+        }
+        call!(rig.driver, cuStreamSynchronize(foreign.raw()));
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+        churn(watched, own.handle());
+    });
+}
+
+/// Only a thread can record on its default stream.
+#[test]
+fn a_use_on_another_threads_default_stream() {
+    each_that_records(|rig, watched| {
+        let own = rig.stream();
+        let held = watched.allocate(BYTES, &own);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
+                drop(look(watched, &held, own.handle(), StreamHandle::PER_THREAD));
+                call!(rig.driver, cuStreamSynchronize(StreamHandle::PER_THREAD.raw()));
+            });
+        });
+        watched.free(held, &own);
+        churn(watched, own.handle());
+        rig.device.synchronize().expect("all is done");
+        churn(watched, own.handle());
+    });
+}
+
+#[test]
+fn wrong_notes_are_refused_and_change_nothing() {
+    each_that_records(|rig, watched| {
+        let (own, side) = (rig.stream(), rig.stream());
+        let held = watched.allocate(BYTES, &own);
+        let address = held.ptr.address();
+        let freed = watched.resource.allocate(BYTES, 256, own.handle()).expect("memory");
+        watched.resource.deallocate(freed, BYTES, 256, own.handle()).expect("freed");
+        for wrong in [address + 256, freed.address(), 0x1000] {
+            let ptr = vpmm::DevicePtr::from_address(wrong);
+            let noted = watched.resource.record_stream(ptr, side.handle());
+            assert!(noted.is_err(), "{wrong:#x}");
+        }
+        if watched.resource.facts().checks != Checks::PointersAndSizes {
+            return watched.free(held, &own);
+        }
+        let wrong = watched.resource.deallocate(held.ptr, BYTES - 1, 256, own.handle());
+        watched.resource.record_stream(held.ptr, side.handle()).expect("noted");
+        let noted = watched.resource.deallocate(held.ptr, BYTES - 1, 256, own.handle());
+        assert_eq!(format!("{wrong:?}"), format!("{noted:?}"), "the same mistake");
+        let is_named = |result: &vpmm::Result<()>| matches!(result, Err(Error::WrongSize { .. }));
+        assert!(is_named(&wrong) && is_named(&noted), "{wrong:?} {noted:?}");
+        watched.free(held, &own);
+    });
+}
