@@ -9,6 +9,7 @@
 //! | [`memory`] | physical memory: made, exported, given back |
 //! | [`server`] | the process that owns it |
 //! | [`client`] | the processes that use it |
+//! | [`storage`] | a layout in files, and back |
 
 pub mod client;
 mod cuda;
@@ -18,6 +19,7 @@ pub mod memory;
 mod paths;
 pub mod server;
 mod socket;
+pub mod storage;
 mod wake;
 pub mod wire;
 

@@ -596,8 +596,35 @@ impl MemoryManager {
         Ok(waited?)
     }
 
+    /// The device's number.
+    pub fn ordinal(&self) -> u32 {
+        self.context.cuda().ordinal()
+    }
+
+    /// Makes allocations of exactly these sizes and tags, in this order, and maps them side by side.
+    pub(crate) fn create_layout(
+        &mut self,
+        wanted: &[(u64, &str)],
+    ) -> Result<Vec<(AllocationInfo, u64)>> {
+        let mut made = Vec::with_capacity(wanted.len());
+        for part in wanted.chunk_by(|one, next| one.1 == next.1) {
+            let sizes: Vec<u64> = part.iter().map(|(size, _)| *size).collect();
+            made.extend(self.writer()?.allocate_many(&sizes, part[0].1)?);
+        }
+        let addresses = self.place_many(made.clone())?;
+        Ok(made.into_iter().zip(addresses).collect())
+    }
+
+    /// Gives memory and addresses up, whatever the device says.
+    pub(crate) fn forget_all(&mut self) {
+        if let Err(error) = self.context.synchronize() {
+            tracing::warn!(%error, "the device cannot be waited for");
+        }
+        self.places.clear();
+        self.unmapped = false;
+    }
+
     /// The context, for copies.
-    #[allow(dead_code)]
     pub(crate) fn context(&self) -> &Context {
         &self.context
     }
