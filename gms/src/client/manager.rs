@@ -114,6 +114,11 @@ impl MemoryManager {
         known.collect()
     }
 
+    /// The allocation that belongs at an address, if there is one.
+    pub fn allocation_at(&self, address: u64) -> Option<&AllocationInfo> {
+        self.places.get(address).ok()?.allocation.as_ref()
+    }
+
     // The connection.
 
     /// Connects and waits for a lock. A writer's hash is not known; a reader takes the published
