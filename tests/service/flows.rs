@@ -128,3 +128,23 @@ fn exports_leave_no_descriptors_open() {
     // Other tests run beside this one.
     assert!(open_descriptors(std::process::id()) < before + 500);
 }
+
+/// Looking for messages without sleeping changes nothing but the time.
+#[test]
+fn sessions_that_spin_do_the_same() {
+    let spin = std::time::Duration::from_micros(300);
+    let local = Local::with(1 << 30, |settings| settings.spin = spin);
+    let options = |lock| ConnectOptions::new(lock).timeout(PATIENCE).spin(spin);
+    for round in 0..50 {
+        let mut writer = Session::connect(local.socket(), options(Requested::Rw)).unwrap();
+        let made = writer.allocate(GRANULE, "weights").unwrap();
+        if round % 3 == 0 {
+            // Long enough to fall asleep.
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        writer.commit().unwrap();
+        let mut reader = Session::connect(local.socket(), options(Requested::Ro)).unwrap();
+        let (about, _file) = reader.export(&made.allocation_id).unwrap();
+        assert_eq!(about, made);
+    }
+}

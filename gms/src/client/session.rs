@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
+use std::time::Duration;
 
 use super::ClientError;
 use super::connect::{ConnectOptions, reach, unexpected};
@@ -20,11 +21,13 @@ pub(super) struct Channel {
     socket: OwnedFd,
     frames: FrameReader,
     out: Vec<u8>,
+    spin: Duration,
 }
 
 impl Channel {
-    pub(super) fn new(socket: OwnedFd) -> Self {
-        Self { socket, frames: FrameReader::new(MAX_ANSWER_BYTES), out: Vec::new() }
+    /// Looks for answers without sleeping for so long.
+    pub(super) fn new(socket: OwnedFd, spin: Duration) -> Self {
+        Self { socket, frames: FrameReader::new(MAX_ANSWER_BYTES), out: Vec::new(), spin }
     }
 
     /// Sends a request and waits for the answer, with so many descriptors beside it unless it is an
@@ -43,7 +46,7 @@ impl Channel {
                 break Message::decode(bytes)?;
             }
             let space = self.frames.space();
-            match socket::receive(self.socket.as_fd(), space, &mut files)? {
+            match socket::receive(self.socket.as_fd(), space, &mut files, self.spin)? {
                 0 => return Err(ClientError::Disconnected),
                 bytes => self.frames.arrived(bytes),
             }
@@ -136,7 +139,7 @@ impl Session {
     /// # Errors
     /// [`ClientError::Connect`], [`ClientError::LockTimeout`], and what goes wrong with connections.
     pub fn connect(path: impl AsRef<Path>, options: ConnectOptions) -> Result<Self> {
-        let mut channel = Channel::new(reach(path.as_ref(), options.timeout)?);
+        let mut channel = Channel::new(reach(path.as_ref(), options.timeout)?, options.spin);
         let extensions = if options.batch { vec![BATCH.to_owned()] } else { Vec::new() };
         let handshake = HandshakeRequest {
             lock_type: options.lock,

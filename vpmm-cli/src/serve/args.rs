@@ -124,6 +124,11 @@ pub struct ServeArgs {
     #[arg(long, value_name = "ADDRESS:PORT", value_parser = loopback, conflicts_with = "all")]
     pub metrics: Option<SocketAddr>,
 
+    /// Microseconds that a session looks for its client's next request without sleeping; 50, or 0 on
+    /// machines with fewer than four processors, if not given.
+    #[arg(long, value_name = "US")]
+    pub spin: Option<u64>,
+
     /// Serve every GPU, each in a process of its own; all end when one does.
     #[arg(long, conflicts_with = "device")]
     pub all: bool,
@@ -147,6 +152,10 @@ pub struct ServeBenchArgs {
     /// The socket of a server that runs already; one is started if none is given.
     #[arg(long, value_name = "PATH")]
     pub socket_path: Option<PathBuf>,
+
+    /// Microseconds to look for answers without sleeping; what is usual here, if not given.
+    #[arg(long, value_name = "US")]
+    pub spin: Option<u64>,
 
     /// Without batches, as with a server that does not have them.
     #[arg(long)]

@@ -1,7 +1,7 @@
 //! `vpmm serve-bench`: what the service costs its clients, with the server in a process of its own.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -10,8 +10,8 @@ use gms::lock::Requested;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
+use super::ServeBenchArgs;
 use super::run::{driver, ordinal};
-use super::{ServeBenchArgs, ServeDevice};
 use crate::exit::{Abort, Exit};
 
 const MIB: u64 = 1 << 20;
@@ -46,7 +46,7 @@ pub(crate) fn bench(args: &ServeBenchArgs, out: &mut dyn Write) -> Result<Exit, 
     let started = Instant::now();
     let server = match &args.socket_path {
         Some(_) => Server(None),
-        None => Server(Some(start(args.device, &socket).map_err(Abort::failure)?)),
+        None => Server(Some(start(args, &socket).map_err(Abort::failure)?)),
     };
     gms::client::runtime_state(&socket, PATIENCE).map_err(Abort::failure)?;
     let ready = started.elapsed();
@@ -64,9 +64,12 @@ pub(crate) fn bench(args: &ServeBenchArgs, out: &mut dyn Write) -> Result<Exit, 
     Ok(Exit::Done)
 }
 
-fn start(device: ServeDevice, socket: &PathBuf) -> std::io::Result<Child> {
+fn start(args: &ServeBenchArgs, socket: &Path) -> std::io::Result<Child> {
     let mut command = Command::new(std::env::current_exe()?);
-    command.args(["serve", "--supervised", "--tag", "bench", "--device", &device.to_string()]);
+    command.args(["serve", "--supervised", "--tag", "bench", "--device", &args.device.to_string()]);
+    if let Some(spin) = args.spin {
+        command.args(["--spin", &spin.to_string()]);
+    }
     command.arg("--socket-path").arg(socket);
     command.stdout(Stdio::null()).spawn()
 }
@@ -97,7 +100,11 @@ impl Bench<'_> {
     }
 
     fn options(&self, lock: Requested) -> ConnectOptions {
-        ConnectOptions::new(lock).timeout(PATIENCE).batch(!self.args.no_batch)
+        let options = ConnectOptions::new(lock).timeout(PATIENCE).batch(!self.args.no_batch);
+        match self.args.spin {
+            Some(spin) => options.spin(Duration::from_micros(spin)),
+            None => options,
+        }
     }
 
     fn session(&self, lock: Requested) -> Result<Session, Abort> {
