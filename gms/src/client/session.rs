@@ -21,13 +21,16 @@ pub(super) struct Channel {
     socket: OwnedFd,
     frames: FrameReader,
     out: Vec<u8>,
+    /// Descriptors that have come and belong to no answer yet.
+    files: Vec<OwnedFd>,
     spin: Duration,
 }
 
 impl Channel {
     /// Looks for answers without sleeping for so long.
     pub(super) fn new(socket: OwnedFd, spin: Duration) -> Self {
-        Self { socket, frames: FrameReader::new(MAX_ANSWER_BYTES), out: Vec::new(), spin }
+        let frames = FrameReader::new(MAX_ANSWER_BYTES);
+        Self { socket, frames, out: Vec::new(), files: Vec::new(), spin }
     }
 
     /// Sends a request and waits for the answer, with so many descriptors beside it unless it is an
@@ -37,16 +40,32 @@ impl Channel {
         request: &impl Encode,
         descriptors: usize,
     ) -> Result<(Message, Vec<OwnedFd>)> {
+        self.send(request)?;
+        let answer = self.answer(descriptors)?;
+        match self.files.len() {
+            0 => Ok(answer),
+            more => {
+                let (expected, found) = (descriptors, descriptors + more);
+                Err(ClientError::Descriptors { expected, found })
+            }
+        }
+    }
+
+    /// Sends a request. Several may be under way: answers come in the order of the requests.
+    pub(super) fn send(&mut self, request: &impl Encode) -> Result<()> {
         self.out.clear();
         encode_frame(request, &mut self.out);
-        socket::send_all(self.socket.as_fd(), &self.out, &[])?;
-        let mut files = Vec::new();
+        Ok(socket::send_all(self.socket.as_fd(), &self.out, &[])?)
+    }
+
+    /// Waits for the next answer.
+    pub(super) fn answer(&mut self, descriptors: usize) -> Result<(Message, Vec<OwnedFd>)> {
         let message = loop {
             if let Some(bytes) = self.frames.next_frame()? {
                 break Message::decode(bytes)?;
             }
             let space = self.frames.space();
-            match socket::receive(self.socket.as_fd(), space, &mut files, self.spin)? {
+            match socket::receive(self.socket.as_fd(), space, &mut self.files, self.spin)? {
                 0 => return Err(ClientError::Disconnected),
                 bytes => self.frames.arrived(bytes),
             }
@@ -55,9 +74,10 @@ impl Channel {
             Message::ErrorResponse(_) => 0,
             _ => descriptors,
         };
-        match files.len() {
-            found if found == expected => Ok((message, files)),
-            found => Err(ClientError::Descriptors { expected, found }),
+        // They come with a frame's first byte, in order; those behind are the next answer's.
+        match self.files.len() {
+            found if found < expected => Err(ClientError::Descriptors { expected, found }),
+            _ => Ok((message, self.files.drain(..expected).collect())),
         }
     }
 }

@@ -312,13 +312,9 @@ impl Session {
             return self.refuse(error);
         }
         let allocations = made.iter().map(|(allocation, _)| described(allocation)).collect();
-        self.send_with(&BatchAllocateResponse { allocations }, &files)?;
-        if !request.export {
-            for (_, extent) in made {
-                let _ = extent.descriptor();
-            }
-        }
-        Ok(())
+        // Descriptors that were not asked for are made as they are: while the client maps the first
+        // of them, the next are made.
+        self.send_with(&BatchAllocateResponse { allocations }, &files)
     }
 
     fn export(&mut self, id: &str) -> Result<(), End> {

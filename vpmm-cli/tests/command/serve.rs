@@ -218,6 +218,7 @@ fn the_bench_measures_every_case() {
         let cases: Vec<&str> = lines.iter().map(|line| line["case"].as_str().unwrap()).collect();
         let expected = [
             "server_ready",
+            "server_ready_after_cuinit",
             "connect",
             "round_trip",
             "writer_create_mapping",
