@@ -85,7 +85,8 @@ fn spinning<T>(
         let started = Instant::now();
         loop {
             match receive(RecvFlags::DONTWAIT) {
-                Err(Errno::AGAIN) if started.elapsed() < time => std::hint::spin_loop(),
+                // The other end may be waiting for this very processor.
+                Err(Errno::AGAIN) if started.elapsed() < time => std::thread::yield_now(),
                 Err(Errno::AGAIN) => break,
                 Err(Errno::INTR) => {}
                 received => return received,
