@@ -15,6 +15,7 @@
 //! 3. A client can end its own session and no other; a driver that fails ends the server.
 
 mod allocate;
+mod descriptors;
 mod history;
 mod limits;
 mod listener;

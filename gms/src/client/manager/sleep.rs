@@ -10,7 +10,7 @@ impl MemoryManager {
     ///
     /// # Errors
     /// [`ClientError::UnknownAddress`], [`ClientError::Cuda`], [`ClientError::Refused`] where the
-    /// server does not know the allocation; the mapping is as before then.
+    /// server does not know the allocation; the address is kept then.
     pub fn destroy_mapping(&mut self, address: u64) -> Result<()> {
         let allocation = self.places.get(address)?.allocation.clone();
         self.unmap(address)?;
