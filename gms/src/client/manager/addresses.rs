@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::{MemoryManager, Result};
 use crate::client::mappings::Place;
 use crate::client::{AllocationInfo, ClientError};
-use crate::cuda::{Mapping, PhysicalHandle, Reservation};
+use crate::cuda::{Mapping, Reservation};
 
 impl MemoryManager {
     pub(super) fn aligned(&self, bytes: u64) -> Result<u64> {
@@ -20,7 +20,7 @@ impl MemoryManager {
     /// [`ClientError::Size`], [`ClientError::Cuda`].
     pub fn reserve(&mut self, bytes: u64) -> Result<u64> {
         let bytes = self.aligned(bytes)?;
-        let reservation = Arc::new(Reservation::new(self.context.cuda(), bytes)?);
+        let reservation = Arc::new(Reservation::new(&self.context, bytes)?);
         let address = reservation.address();
         let place = Place { mapping: None, reservation, bytes, allocation: None };
         self.places.insert(address, place);
@@ -53,8 +53,7 @@ impl MemoryManager {
         if place.bytes != bytes {
             return Err(ClientError::MappingState { address, state: "of another size" });
         }
-        let handle = PhysicalHandle::import(self.context.cuda(), file, bytes)?;
-        Ok(Mapping::new(handle, address)?)
+        Ok(Mapping::import(&self.context, file, bytes, address)?)
     }
 
     /// Takes the memory at an address away and keeps the address. Waits for the device first.

@@ -87,7 +87,7 @@ impl MemoryManager {
         if total == 0 {
             return Ok(Vec::new());
         }
-        let reservation = Arc::new(Reservation::new(self.context.cuda(), total)?);
+        let reservation = Arc::new(Reservation::new(&self.context, total)?);
         let mut addresses = Vec::with_capacity(allocations.len());
         let mut address = reservation.address();
         for allocation in allocations {

@@ -39,7 +39,6 @@ type Result<T> = std::result::Result<T, ClientError>;
 #[derive(Debug)]
 pub struct MemoryManager {
     session: Option<Session>,
-    // Before the context, which its mappings need.
     places: Places,
     context: Context,
     path: PathBuf,
