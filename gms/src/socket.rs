@@ -5,13 +5,13 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, send, sendmsg,
+    SendAncillaryMessage, SendFlags, recv, recvmsg, send, sendmsg,
 };
 
 use crate::wire::MAX_DESCRIPTORS;
@@ -41,17 +41,19 @@ pub(crate) fn send_all(
 }
 
 /// Receives what is there, at least a byte unless the other end has closed, and the descriptors that
-/// come with it.
+/// come with it. Looks for it without sleeping for so long first.
 pub(crate) fn receive(
     socket: BorrowedFd<'_>,
     bytes: &mut [u8],
     files: &mut Vec<OwnedFd>,
+    spin: Duration,
 ) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut parts = [IoSliceMut::new(bytes)];
-    let flags = RecvFlags::CMSG_CLOEXEC;
-    let got = retry_on_intr(|| recvmsg(socket, &mut parts, &mut control, flags))?;
+    let got = spinning(spin, |flags| {
+        recvmsg(socket, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC | flags)
+    })?;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(received) = message {
             files.extend(received);
@@ -62,6 +64,45 @@ pub(crate) fn receive(
         return Err(Errno::MFILE.into());
     }
     Ok(got.bytes)
+}
+
+/// Receives bytes in the same way. The kernel closes descriptors that come with them.
+pub(crate) fn receive_bytes(
+    socket: BorrowedFd<'_>,
+    bytes: &mut [u8],
+    spin: Duration,
+) -> rustix::io::Result<usize> {
+    spinning(spin, |flags| recv(socket, &mut *bytes, flags).map(|(read, _)| read))
+}
+
+/// Tries without sleeping for so long, and sleeps then. Waking a thread takes the kernel as long as
+/// everything else about a request together.
+fn spinning<T>(
+    time: Duration,
+    mut receive: impl FnMut(RecvFlags) -> rustix::io::Result<T>,
+) -> rustix::io::Result<T> {
+    if !time.is_zero() {
+        let started = Instant::now();
+        loop {
+            match receive(RecvFlags::DONTWAIT) {
+                // The other end may be waiting for this very processor.
+                Err(Errno::AGAIN) if started.elapsed() < time => std::thread::yield_now(),
+                Err(Errno::AGAIN) => break,
+                Err(Errno::INTR) => {}
+                received => return received,
+            }
+        }
+    }
+    retry_on_intr(|| receive(RecvFlags::empty()))
+}
+
+/// How long to spin where nothing else is said: as long as a driver call or two take, and not at all
+/// where there are too few processors for it.
+pub(crate) fn default_spin() -> Duration {
+    /// Fewer are better used by whoever is waited for.
+    const PROCESSORS: usize = 4;
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    if processors < PROCESSORS { Duration::ZERO } else { Duration::from_micros(50) }
 }
 
 /// What a wait ended with.

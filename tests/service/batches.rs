@@ -12,8 +12,17 @@ fn session(local: &Local, lock: Requested, batch: bool) -> Session {
     session
 }
 
-/// A layout of 300 allocations with an entry each: its hash, and what is read of it.
-fn written_and_read(batch: bool) -> (String, Vec<u64>, Vec<(String, u64, Vec<u8>)>) {
+/// What is read of a layout.
+#[derive(Debug, PartialEq)]
+struct Read {
+    hash: String,
+    slots: Vec<u64>,
+    /// Names, offsets, values.
+    metadata: Vec<(String, u64, Vec<u8>)>,
+}
+
+/// A layout of 300 allocations with an entry each, written and read.
+fn written_and_read(batch: bool) -> Read {
     let local = Local::start();
     let mut writer = session(&local, Requested::Rw, batch);
     let sizes: Vec<u64> = (0..300).map(|n| n % 3 * GRANULE + 1).collect();
@@ -42,8 +51,8 @@ fn written_and_read(batch: bool) -> (String, Vec<u64>, Vec<(String, u64, Vec<u8>
     reader.export_many(&ids, each).unwrap();
     let read = reader.metadata_get_many("layer.").unwrap();
     assert_eq!(read.len(), 300, "in several messages");
-    let read = read.into_iter().map(|(key, value)| (key, value.offset_bytes, value.value));
-    (reader.layout_hash().unwrap(), slots, read.collect())
+    let metadata = read.into_iter().map(|(key, value)| (key, value.offset_bytes, value.value));
+    Read { hash: reader.layout_hash().unwrap(), slots, metadata: metadata.collect() }
 }
 
 #[test]
@@ -74,4 +83,42 @@ fn a_batch_is_done_whole_or_not_at_all() {
     let unknown = [id, "x".to_owned()];
     let refused = writer.export_many(&unknown, |_, _| panic!("nothing comes")).unwrap_err();
     assert_eq!(refused.to_string(), "Unknown allocation: x");
+}
+
+/// Wherever taking descriptors breaks off, the session goes on: no answer is left under way.
+#[test]
+fn exports_may_break_off_anywhere() {
+    let local = Local::start();
+    let mut writer = session(&local, Requested::Rw, true);
+    let made = writer.allocate_many(&vec![1; 700], "t").unwrap();
+    let ids: Vec<String> = made.into_iter().map(|allocation| allocation.allocation_id).collect();
+    for end in [0, 1, 252, 253, 254, 505, 506, 600, 699] {
+        let mut taken = 0;
+        let broken = writer.export_many(&ids, |_, _| {
+            taken += 1;
+            if taken > end { Err(ClientError::NotConnected) } else { Ok(()) }
+        });
+        assert!(matches!(broken, Err(ClientError::NotConnected)), "{end}: {broken:?}");
+        assert_eq!(taken, end + 1, "not called again");
+        assert_eq!(writer.allocation_count().unwrap(), 700, "{end}");
+    }
+    for unknown in [0, 252, 253, 500, 699] {
+        let mut ids = ids.clone();
+        ids[unknown] = "x".to_owned();
+        let mut taken = 0;
+        let refused = writer.export_many(&ids, |_, _| {
+            taken += 1;
+            Ok(())
+        });
+        assert_eq!(refused.unwrap_err().to_string(), "Unknown allocation: x");
+        assert_eq!(taken, unknown / 253 * 253);
+        assert_eq!(writer.allocation_count().unwrap(), 700, "{unknown}");
+    }
+    let mut slots = Vec::new();
+    let each = |about: gms::client::AllocationInfo, _| {
+        slots.push(about.layout_slot);
+        Ok(())
+    };
+    writer.export_many(&ids, each).unwrap();
+    assert_eq!(slots, (0..700).collect::<Vec<u64>>());
 }

@@ -69,6 +69,34 @@ fn a_writer_may_end_at_any_byte() {
     local.sim.assert_clean();
 }
 
+/// A client that was gone before the server first heard of it is not granted anything: it would throw
+/// a layout away that nobody replaces.
+#[test]
+fn a_writer_that_is_dead_already_replaces_nothing() {
+    let folder = Folder::new();
+    let sim = cuda_sim::Simulator::builder().build().unwrap();
+    let memory = gms::memory::Memory::open(&sim.driver(), 0).unwrap();
+    let settings = gms::server::Settings::new(folder.socket());
+    let server = gms::server::Server::bind(memory, settings).unwrap();
+    for lock_type in [Requested::Rw, Requested::RwOrRo, Requested::RwDataOrRw] {
+        let extensions = wire::Extensions::default();
+        let mut bytes = Vec::new();
+        let handshake = wire::HandshakeRequest { lock_type, timeout_ms: None, extensions };
+        encode_frame(&handshake, &mut bytes);
+        // Held by the kernel until the server runs.
+        raw(&folder.socket()).write_all(&bytes).unwrap();
+    }
+    let stopper = server.stopper();
+    let thread = std::thread::spawn(move || server.run());
+    // Accepted after those three, so that they are soon dealt with.
+    let events = || gms::client::event_history(folder.socket(), PATIENCE).unwrap();
+    events();
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(events(), []);
+    stopper.stop();
+    thread.join().unwrap().unwrap();
+}
+
 /// Counts who is inside, as the lock should allow it.
 #[derive(Default)]
 struct Inside {

@@ -21,7 +21,7 @@ fn a_layout_is_published_with_its_metadata() {
 
     let mut reader = local.session(Requested::RwOrRo);
     assert_eq!((reader.granted(), reader.committed()), (Granted::Ro, true));
-    assert_eq!(reader.list(None).unwrap(), [made.clone()]);
+    assert_eq!(reader.list(None).unwrap(), std::slice::from_ref(&made));
     assert_eq!(reader.list(Some("kv_cache")).unwrap(), []);
     assert_eq!(reader.get(&made.allocation_id).unwrap(), made);
     let entry = reader.metadata_get("a.b").unwrap().unwrap();
@@ -83,7 +83,8 @@ fn a_sealed_layout_outlives_its_writers() {
     for _ in 0..2 {
         let mut next = local.session(Requested::RwDataOrRw);
         assert_eq!(next.granted(), Granted::RwData);
-        assert_eq!(next.list(None).unwrap(), [made.clone()], "the same memory");
+        let same = std::slice::from_ref(&made);
+        assert_eq!(next.list(None).unwrap(), same, "the same memory");
         assert_eq!(next.layout_hash().unwrap(), hash);
         drop(next);
         local.await_state("LAYOUT_COMMITTED");
@@ -127,4 +128,24 @@ fn exports_leave_no_descriptors_open() {
     }
     // Other tests run beside this one.
     assert!(open_descriptors(std::process::id()) < before + 500);
+}
+
+/// Looking for messages without sleeping changes nothing but the time.
+#[test]
+fn sessions_that_spin_do_the_same() {
+    let spin = std::time::Duration::from_micros(300);
+    let local = Local::with(1 << 30, |settings| settings.spin = spin);
+    let options = |lock| ConnectOptions::new(lock).timeout(PATIENCE).spin(spin);
+    for round in 0..50 {
+        let mut writer = Session::connect(local.socket(), options(Requested::Rw)).unwrap();
+        let made = writer.allocate(GRANULE, "weights").unwrap();
+        if round % 3 == 0 {
+            // Long enough to fall asleep.
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        writer.commit().unwrap();
+        let mut reader = Session::connect(local.socket(), options(Requested::Ro)).unwrap();
+        let (about, _file) = reader.export(&made.allocation_id).unwrap();
+        assert_eq!(about, made);
+    }
 }

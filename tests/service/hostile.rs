@@ -253,3 +253,45 @@ fn a_driver_that_fails_ends_the_server() {
     assert!(matches!(ended, Err(ServerError::Driver(_))), "{ended:?}");
     assert!(!socket.exists());
 }
+
+/// The other way round: what a server says is not trusted either.
+#[test]
+fn a_server_that_speaks_noise_is_an_error_to_its_client() {
+    let folder = Folder::new();
+    let listener = std::os::unix::net::UnixListener::bind(folder.socket()).unwrap();
+    let rounds = cases() * 2;
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut random = Lcg(7);
+            for _ in 0..rounds {
+                let (mut stream, _) = listener.accept().unwrap();
+                let mut bytes = Vec::new();
+                if random.below(2) == 0 {
+                    // A lock, and noise after that.
+                    let granted = wire::HandshakeResponse {
+                        success: true,
+                        committed: true,
+                        granted_lock_type: Some(gms::lock::Granted::Ro),
+                        extensions: wire::Extensions(vec![wire::BATCH.to_owned()]),
+                    };
+                    encode_frame(&granted, &mut bytes);
+                }
+                let length = random.below(100);
+                if random.below(2) == 0 {
+                    bytes.extend((length as u32).to_be_bytes());
+                }
+                bytes.extend((0..length).map(|_| random.below(256) as u8));
+                // The client may have closed before all of it is there.
+                let _ = stream.write_all(&bytes);
+            }
+        });
+        for _ in 0..rounds {
+            let options = ConnectOptions::new(Requested::Ro).timeout(PATIENCE);
+            if let Ok(mut session) = Session::connect(folder.socket(), options) {
+                session.list(None).unwrap_err();
+                session.export("x").unwrap_err();
+                session.metadata_get_many("").unwrap_err();
+            }
+        }
+    });
+}

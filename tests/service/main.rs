@@ -13,3 +13,4 @@ mod processes;
 mod random;
 mod rig;
 mod roles;
+mod storage;

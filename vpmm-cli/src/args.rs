@@ -8,7 +8,7 @@ use crate::backend::AllocatorList;
 use crate::bench::CaseList;
 use crate::bytes::ByteCount;
 use crate::device::DeviceChoice;
-use crate::serve::{ServeArgs, ServeBenchArgs};
+use crate::serve::{ServeArgs, ServeBenchArgs, SnapshotArgs};
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -58,6 +58,8 @@ pub enum Command {
     /// them again. Speaks the protocol V0 of the Python service, whose clients may connect. Ends at
     /// SIGTERM or SIGINT.
     Serve(ServeArgs),
+    /// Save a layout of the GPU memory service into files, and load it again.
+    Snapshot(SnapshotArgs),
     /// Measure what the GPU memory service costs its clients; one JSON object per case.
     ServeBench(ServeBenchArgs),
 }

@@ -65,8 +65,12 @@ impl Session {
         }
     }
 
-    /// Descriptors of several allocations' memory, given to `each` as they come, in order, so that
-    /// no more than [`MAX_DESCRIPTORS`] are open at a time.
+    /// Descriptors of several allocations' memory, given to `each` as they come, in order. The server
+    /// is asked for the next ones while `each` is busy, so that no more than twice
+    /// [`MAX_DESCRIPTORS`] are open at a time.
+    ///
+    /// # Errors
+    /// The first error of the server's or of `each`, which is not called again then.
     pub fn export_many(
         &mut self,
         ids: &[String],
@@ -79,20 +83,30 @@ impl Session {
             }
             return Ok(());
         }
-        for part in ids.chunks(MAX_DESCRIPTORS) {
-            let request = BatchExportRequest { allocation_ids: part.to_vec() };
-            let (answer, files) = self.channel().call(&request, part.len())?;
-            match answer {
-                Message::BatchExportResponse(answer) => {
-                    check_count("BatchExportResponse", part.len(), answer.allocations.len())?;
-                    for (about, file) in answer.allocations.into_iter().zip(files) {
-                        each(about.try_into()?, file)?;
-                    }
-                }
-                other => return Err(unexpected("BatchExportResponse", other)),
+        let ask = |session: &mut Self, part: &[String]| {
+            session.channel().send(&BatchExportRequest { allocation_ids: part.to_vec() })
+        };
+        let mut parts = ids.chunks(MAX_DESCRIPTORS).peekable();
+        if let Some(first) = parts.peek() {
+            ask(self, first)?;
+        }
+        // An error is kept until no answer is under way any more.
+        let mut done = Ok(());
+        while let Some(part) = parts.next() {
+            let (answer, files) = self.channel().answer(part.len())?;
+            let next = parts.peek().filter(|_| done.is_ok());
+            if let Some(next) = next {
+                ask(self, next)?;
+            }
+            done = match done {
+                Ok(()) => take_exported(part, answer, files, &mut each),
+                Err(error) => return Err(error),
+            };
+            if done.is_err() && next.is_none() {
+                return done;
             }
         }
-        Ok(())
+        done
     }
 
     /// Puts entries of metadata. In batches all of a message are put or none; which came before a
@@ -162,6 +176,24 @@ impl Session {
             }
         }
     }
+}
+
+/// Gives descriptors on that have come with an answer.
+fn take_exported(
+    asked: &[String],
+    answer: Message,
+    files: Vec<OwnedFd>,
+    each: &mut impl FnMut(AllocationInfo, OwnedFd) -> Result<()>,
+) -> Result<()> {
+    let allocations = match answer {
+        Message::BatchExportResponse(answer) => answer.allocations,
+        other => return Err(unexpected("BatchExportResponse", other)),
+    };
+    check_count("BatchExportResponse", asked.len(), allocations.len())?;
+    for (about, file) in allocations.into_iter().zip(files) {
+        each(about.try_into()?, file)?;
+    }
+    Ok(())
 }
 
 fn check_count(expected: &'static str, asked: usize, answered: usize) -> Result<()> {

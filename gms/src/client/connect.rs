@@ -10,6 +10,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 use super::ClientError;
 use super::session::Channel;
 use crate::lock::Requested;
+use crate::socket::default_spin;
 use crate::wire::*;
 
 /// How a session is begun.
@@ -23,17 +24,26 @@ pub struct ConnectOptions {
     pub timeout: Option<Duration>,
     /// Whether to use the batch extension if the server has it.
     pub batch: bool,
+    /// How long to look for an answer without sleeping: 50 µs, or nothing on machines with fewer than
+    /// four processors. It saves the time that waking a thread takes.
+    pub spin: Duration,
 }
 
 impl ConnectOptions {
     /// Without a time limit, and with batches.
     pub fn new(lock: Requested) -> Self {
-        Self { lock, timeout: None, batch: true }
+        Self { lock, timeout: None, batch: true, spin: default_spin() }
     }
 
     /// Waits so long and no longer.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
+        self
+    }
+
+    /// Looks so long for an answer without sleeping.
+    pub fn spin(mut self, spin: Duration) -> Self {
+        self.spin = spin;
         self
     }
 
@@ -84,7 +94,7 @@ pub fn runtime_state(
     path: impl AsRef<Path>,
     timeout: Duration,
 ) -> Result<GetRuntimeStateResponse, ClientError> {
-    let mut channel = Channel::new(reach(path.as_ref(), Some(timeout))?);
+    let mut channel = Channel::new(reach(path.as_ref(), Some(timeout))?, Duration::ZERO);
     match channel.call(&GetRuntimeStateRequest {}, 0)?.0 {
         Message::GetRuntimeStateResponse(state) => Ok(state),
         other => Err(unexpected("GetRuntimeStateResponse", other)),
@@ -99,7 +109,7 @@ pub fn event_history(
     path: impl AsRef<Path>,
     timeout: Duration,
 ) -> Result<Vec<RuntimeEvent>, ClientError> {
-    let mut channel = Channel::new(reach(path.as_ref(), Some(timeout))?);
+    let mut channel = Channel::new(reach(path.as_ref(), Some(timeout))?, Duration::ZERO);
     match channel.call(&GetEventHistoryRequest {}, 0)?.0 {
         Message::GetEventHistoryResponse(history) => Ok(history.events),
         other => Err(unexpected("GetEventHistoryResponse", other)),

@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
+use std::time::Duration;
 
 use super::ClientError;
 use super::connect::{ConnectOptions, reach, unexpected};
@@ -20,11 +21,16 @@ pub(super) struct Channel {
     socket: OwnedFd,
     frames: FrameReader,
     out: Vec<u8>,
+    /// Descriptors that have come and belong to no answer yet.
+    files: Vec<OwnedFd>,
+    spin: Duration,
 }
 
 impl Channel {
-    pub(super) fn new(socket: OwnedFd) -> Self {
-        Self { socket, frames: FrameReader::new(MAX_ANSWER_BYTES), out: Vec::new() }
+    /// Looks for answers without sleeping for so long.
+    pub(super) fn new(socket: OwnedFd, spin: Duration) -> Self {
+        let frames = FrameReader::new(MAX_ANSWER_BYTES);
+        Self { socket, frames, out: Vec::new(), files: Vec::new(), spin }
     }
 
     /// Sends a request and waits for the answer, with so many descriptors beside it unless it is an
@@ -34,16 +40,32 @@ impl Channel {
         request: &impl Encode,
         descriptors: usize,
     ) -> Result<(Message, Vec<OwnedFd>)> {
+        self.send(request)?;
+        let answer = self.answer(descriptors)?;
+        match self.files.len() {
+            0 => Ok(answer),
+            more => {
+                let (expected, found) = (descriptors, descriptors + more);
+                Err(ClientError::Descriptors { expected, found })
+            }
+        }
+    }
+
+    /// Sends a request. Several may be under way: answers come in the order of the requests.
+    pub(super) fn send(&mut self, request: &impl Encode) -> Result<()> {
         self.out.clear();
         encode_frame(request, &mut self.out);
-        socket::send_all(self.socket.as_fd(), &self.out, &[])?;
-        let mut files = Vec::new();
+        Ok(socket::send_all(self.socket.as_fd(), &self.out, &[])?)
+    }
+
+    /// Waits for the next answer.
+    pub(super) fn answer(&mut self, descriptors: usize) -> Result<(Message, Vec<OwnedFd>)> {
         let message = loop {
             if let Some(bytes) = self.frames.next_frame()? {
                 break Message::decode(bytes)?;
             }
             let space = self.frames.space();
-            match socket::receive(self.socket.as_fd(), space, &mut files)? {
+            match socket::receive(self.socket.as_fd(), space, &mut self.files, self.spin)? {
                 0 => return Err(ClientError::Disconnected),
                 bytes => self.frames.arrived(bytes),
             }
@@ -52,9 +74,10 @@ impl Channel {
             Message::ErrorResponse(_) => 0,
             _ => descriptors,
         };
-        match files.len() {
-            found if found == expected => Ok((message, files)),
-            found => Err(ClientError::Descriptors { expected, found }),
+        // They come with a frame's first byte, in order; those behind are the next answer's.
+        match self.files.len() {
+            found if found < expected => Err(ClientError::Descriptors { expected, found }),
+            _ => Ok((message, self.files.drain(..expected).collect())),
         }
     }
 }
@@ -136,7 +159,7 @@ impl Session {
     /// # Errors
     /// [`ClientError::Connect`], [`ClientError::LockTimeout`], and what goes wrong with connections.
     pub fn connect(path: impl AsRef<Path>, options: ConnectOptions) -> Result<Self> {
-        let mut channel = Channel::new(reach(path.as_ref(), options.timeout)?);
+        let mut channel = Channel::new(reach(path.as_ref(), options.timeout)?, options.spin);
         let extensions = if options.batch { vec![BATCH.to_owned()] } else { Vec::new() };
         let handshake = HandshakeRequest {
             lock_type: options.lock,

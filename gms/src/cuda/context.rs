@@ -2,43 +2,49 @@
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
+use std::os::fd::OwnedFd;
 use std::ptr::{self, NonNull};
+use std::sync::Arc;
 
 use cuda_sys::types::*;
 
 use super::{Cuda, CudaError, PhysicalHandle, location};
 
 /// A share in the device's primary context, which this process and its libraries have in common.
+/// Clones are the same share.
+#[derive(Clone, Debug)]
+pub(crate) struct Context(Arc<Share>);
+
 #[derive(Debug)]
-pub(crate) struct Context {
+struct Share {
     cuda: Cuda,
     raw: CUcontext,
 }
 
 // SAFETY: a context may be used from any thread; it is only ever made current by calls that the
 // driver makes safe for threads.
-unsafe impl Send for Context {}
+unsafe impl Send for Share {}
 // SAFETY: as for `Send`.
-unsafe impl Sync for Context {}
+unsafe impl Sync for Share {}
 
 /// Makes a context the thread's current one until it is dropped.
-struct Current<'a>(&'a Context, PhantomData<*mut ()>);
+pub(super) struct Current<'a>(&'a Context, PhantomData<*mut ()>);
 
 impl Context {
     pub(crate) fn retain(cuda: &Cuda) -> Result<Self, CudaError> {
         let mut raw = ptr::null_mut();
         // SAFETY: the pointer is to a live context handle, and the device was found at the start.
         unsafe { cuda.table().cuDevicePrimaryCtxRetain(&mut raw, cuda.0.device) }?;
-        Ok(Self { cuda: cuda.clone(), raw })
+        Ok(Self(Arc::new(Share { cuda: cuda.clone(), raw })))
     }
 
     pub(crate) fn cuda(&self) -> &Cuda {
-        &self.cuda
+        &self.0.cuda
     }
 
-    fn enter(&self) -> Result<Current<'_>, CudaError> {
+    pub(super) fn enter(&self) -> Result<Current<'_>, CudaError> {
         // SAFETY: the context is alive while this has its share in it.
-        unsafe { self.cuda.table().cuCtxPushCurrent_v2(self.raw) }?;
+        unsafe { self.cuda().table().cuCtxPushCurrent_v2(self.0.raw) }?;
         Ok(Current(self, PhantomData))
     }
 
@@ -46,7 +52,7 @@ impl Context {
     pub(crate) fn synchronize(&self) -> Result<(), CudaError> {
         let _current = self.enter()?;
         // SAFETY: no arguments; a context is current.
-        unsafe { self.cuda.table().cuCtxSynchronize() }
+        unsafe { self.cuda().table().cuCtxSynchronize() }
     }
 
     /// Opens a whole range of mappings to the device, for reading or also for writing.
@@ -58,11 +64,11 @@ impl Context {
         } else {
             CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READ
         };
-        let access = CUmemAccessDesc { location: location(self.cuda.ordinal()), flags };
+        let access = CUmemAccessDesc { location: location(self.cuda().ordinal()), flags };
         let _current = self.enter()?;
         // SAFETY: the pointer is to one live descriptor, as the count says; a range that is no
         // whole mapping is answered with an error.
-        unsafe { self.cuda.table().cuMemSetAccess(at, bytes as usize, &access, 1) }
+        unsafe { self.cuda().table().cuMemSetAccess(at, bytes as usize, &access, 1) }
     }
 }
 
@@ -70,11 +76,11 @@ impl Drop for Current<'_> {
     fn drop(&mut self) {
         let mut popped = ptr::null_mut();
         // SAFETY: the pointer is to a live context handle; what was pushed is still on the stack.
-        let _ = unsafe { self.0.cuda.table().cuCtxPopCurrent_v2(&mut popped) };
+        let _ = unsafe { self.0.cuda().table().cuCtxPopCurrent_v2(&mut popped) };
     }
 }
 
-impl Drop for Context {
+impl Drop for Share {
     fn drop(&mut self) {
         // SAFETY: the share was taken in `retain` and is given back once.
         let _ = unsafe { self.cuda.table().cuDevicePrimaryCtxRelease_v2(self.cuda.0.device) };
@@ -84,18 +90,19 @@ impl Drop for Context {
 /// A range of addresses, given back when this is dropped. Nothing may be mapped there then.
 #[derive(Debug)]
 pub(crate) struct Reservation {
-    cuda: Cuda,
+    context: Context,
     address: u64,
     bytes: u64,
 }
 
 impl Reservation {
-    pub(crate) fn new(cuda: &Cuda, bytes: u64) -> Result<Self, CudaError> {
-        let mut address = 0;
+    pub(crate) fn new(context: &Context, bytes: u64) -> Result<Self, CudaError> {
+        let (mut address, cuda) = (0, context.cuda());
         let alignment = cuda.granularity() as usize;
+        let _current = context.enter()?;
         // SAFETY: the pointer is to a live address; there is no hint, and flags must be 0.
         unsafe { cuda.table().cuMemAddressReserve(&mut address, bytes as usize, alignment, 0, 0) }?;
-        Ok(Self { cuda: cuda.clone(), address, bytes })
+        Ok(Self { context: context.clone(), address, bytes })
     }
 
     pub(crate) fn address(&self) -> u64 {
@@ -105,10 +112,11 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        let bytes = self.bytes as usize;
+        let (table, bytes) = (self.context.cuda().table(), self.bytes as usize);
+        let _current = self.context.enter();
         // SAFETY: exactly the range that was reserved; where something is mapped in it still, the
         // driver refuses and the addresses are lost, nothing else.
-        if let Err(error) = unsafe { self.cuda.table().cuMemAddressFree(self.address, bytes) } {
+        if let Err(error) = unsafe { table.cuMemAddressFree(self.address, bytes) } {
             tracing::error!(%error, address = self.address, "addresses could not be given back");
         }
     }
@@ -118,27 +126,37 @@ impl Drop for Reservation {
 /// when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Mapping {
+    context: Context,
     handle: PhysicalHandle,
     address: u64,
 }
 
 impl Mapping {
-    /// Maps a handle at an address of a reservation. Gives no access yet.
-    pub(crate) fn new(handle: PhysicalHandle, address: u64) -> Result<Self, CudaError> {
-        let bytes = handle.bytes() as usize;
-        // SAFETY: the handle is alive; a range that is no free part of a reservation is answered
-        // with an error; offset and flags must be 0.
-        unsafe { handle.cuda.table().cuMemMap(address, bytes, 0, handle.raw, 0) }?;
-        Ok(Self { handle, address })
+    /// Maps memory that another process exported at an address of a reservation. Gives no access
+    /// yet. The descriptor is of no further use.
+    pub(crate) fn import(
+        context: &Context,
+        file: &OwnedFd,
+        bytes: u64,
+        address: u64,
+    ) -> Result<Self, CudaError> {
+        let cuda = context.cuda();
+        let _current = context.enter()?;
+        let handle = PhysicalHandle::import(cuda, file, bytes)?;
+        // SAFETY: the handle is alive; a range that is no free part of a reservation, or not of the
+        // memory's size, is answered with an error; offset and flags must be 0.
+        unsafe { cuda.table().cuMemMap(address, bytes as usize, 0, handle.raw, 0) }?;
+        Ok(Self { context: context.clone(), handle, address })
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        let bytes = self.handle.bytes() as usize;
+        let (table, bytes) = (self.context.cuda().table(), self.handle.bytes() as usize);
+        let _current = self.context.enter();
         // SAFETY: exactly what was mapped, once. That no work uses it is the promise of whoever
         // drops this; the manager waits for the device first.
-        if let Err(error) = unsafe { self.handle.cuda.table().cuMemUnmap(self.address, bytes) } {
+        if let Err(error) = unsafe { table.cuMemUnmap(self.address, bytes) } {
             tracing::error!(%error, address = self.address, "memory could not be unmapped");
         }
     }
@@ -161,7 +179,7 @@ impl<'a> HostBuffer<'a> {
         let _current = context.enter()?;
         let mut memory = ptr::null_mut();
         // SAFETY: the pointer is to a live pointer; a context is current.
-        unsafe { context.cuda.table().cuMemAllocHost_v2(&mut memory, bytes) }?;
+        unsafe { context.cuda().table().cuMemAllocHost_v2(&mut memory, bytes) }?;
         let code = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
         let memory = NonNull::new(memory.cast::<u8>())
             .ok_or(CudaError::Call { call: "cuMemAllocHost_v2", code })?;
@@ -186,7 +204,7 @@ impl Drop for HostBuffer<'_> {
     fn drop(&mut self) {
         let Ok(_current) = self.context.enter() else { return };
         // SAFETY: allocated by `new` and freed once; no copy is under way, as each is waited for.
-        let _ = unsafe { self.context.cuda.table().cuMemFreeHost(self.memory.as_ptr().cast()) };
+        let _ = unsafe { self.context.cuda().table().cuMemFreeHost(self.memory.as_ptr().cast()) };
     }
 }
 
@@ -208,7 +226,7 @@ impl<'a> Stream<'a> {
         let _current = context.enter()?;
         let mut raw = ptr::null_mut();
         // SAFETY: the pointer is to a live stream handle; a context is current.
-        unsafe { context.cuda.table().cuStreamCreate(&mut raw, NON_BLOCKING) }?;
+        unsafe { context.cuda().table().cuStreamCreate(&mut raw, NON_BLOCKING) }?;
         Ok(Self { context, raw })
     }
 
@@ -219,7 +237,7 @@ impl<'a> Stream<'a> {
         to: &mut HostBuffer<'_>,
         bytes: usize,
     ) -> Result<(), CudaError> {
-        let table = self.context.cuda.table();
+        let table = self.context.cuda().table();
         let bytes = bytes.min(to.bytes);
         let _current = self.context.enter()?;
         let to = to.memory.as_ptr().cast::<c_void>();
@@ -237,7 +255,7 @@ impl<'a> Stream<'a> {
         from: &HostBuffer<'_>,
         bytes: usize,
     ) -> Result<(), CudaError> {
-        let table = self.context.cuda.table();
+        let table = self.context.cuda().table();
         let bytes = bytes.min(from.bytes);
         let _current = self.context.enter()?;
         let from = from.memory.as_ptr().cast::<c_void>();
@@ -252,6 +270,6 @@ impl Drop for Stream<'_> {
     fn drop(&mut self) {
         let Ok(_current) = self.context.enter() else { return };
         // SAFETY: made by `new` and destroyed once.
-        let _ = unsafe { self.context.cuda.table().cuStreamDestroy_v2(self.raw) };
+        let _ = unsafe { self.context.cuda().table().cuStreamDestroy_v2(self.raw) };
     }
 }

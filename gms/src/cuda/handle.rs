@@ -12,7 +12,7 @@ use super::{Cuda, CudaError, FILE_DESCRIPTOR, properties};
 /// mappings, exported descriptors or other processes need it.
 #[derive(Debug)]
 pub(crate) struct PhysicalHandle {
-    pub(super) cuda: Cuda,
+    cuda: Cuda,
     pub(super) raw: CUmemGenericAllocationHandle,
     bytes: u64,
 }
@@ -31,7 +31,7 @@ impl PhysicalHandle {
     ///
     /// That the memory is of so many bytes is the other process's word, which the driver holds it to
     /// when it is mapped.
-    pub(crate) fn import(cuda: &Cuda, file: &OwnedFd, bytes: u64) -> Result<Self, CudaError> {
+    pub(super) fn import(cuda: &Cuda, file: &OwnedFd, bytes: u64) -> Result<Self, CudaError> {
         let mut raw = 0;
         let number = ptr::without_provenance_mut(file.as_raw_fd() as usize);
         let kind = FILE_DESCRIPTOR;

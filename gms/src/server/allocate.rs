@@ -81,13 +81,16 @@ impl Session {
             let allocations = core.layout.len();
             core.history.add(Event::OutOfMemory(allocations));
         }
-        let waker = Arc::new(Waker::new()?);
+        // Without a descriptor for it, the clock has to do.
+        let waker = Waker::new().ok().map(Arc::new);
         let progress = service.memory.progress();
-        progress.tell(Some(Arc::clone(&waker)));
+        progress.tell(waker.clone());
         let _told = Told(progress);
         let (interval, timeout) = (service.settings.retry_interval, service.settings.retry_timeout);
         loop {
-            waker.clear();
+            if let Some(waker) = &waker {
+                waker.clear();
+            }
             if let Some(extent) = service.memory.try_create(bytes).map_err(driver)? {
                 return Ok(Ok(extent));
             }
@@ -103,7 +106,8 @@ impl Session {
                 "out of memory: asking again"
             );
             // The writer may be dead: nobody waits for its memory then.
-            if socket::wait(self.socket(), Some(waker.as_fd()), Some(left))? == Waited::HungUp {
+            let woken_by = waker.as_deref().map(AsFd::as_fd);
+            if socket::wait(self.socket(), woken_by, Some(left))? == Waited::HungUp {
                 return Err(End::Gone);
             }
         }

@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, Gid, flock};
+use rustix::fs::{FlockOperation, Gid, OFlags, flock};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen,
@@ -171,7 +171,15 @@ impl LockFile {
         let system = |source| ListenError::System { what: "lock", path: path.clone(), source };
         loop {
             let mut options = OpenOptions::new();
-            let file = options.write(true).create(true).mode(0o600).open(&path).map_err(system)?;
+            // In a folder that others can write to, a link would lead anywhere.
+            let no_link = OFlags::NOFOLLOW.bits() as i32;
+            let file = options
+                .write(true)
+                .create(true)
+                .mode(0o600)
+                .custom_flags(no_link)
+                .open(&path)
+                .map_err(system)?;
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => {

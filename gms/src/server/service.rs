@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -26,6 +26,10 @@ pub(super) struct Service {
     sessions: Mutex<HashMap<SessionId, Arc<OwnedFd>>>,
     session_ended: Condvar,
     next_session: AtomicU64,
+    /// As many as there are in `sessions`.
+    connections: AtomicUsize,
+    /// Connections up to which sessions may spin.
+    spinning: usize,
     stopping: AtomicBool,
     stopper: Stopper,
     failure: Mutex<Option<ServerError>>,
@@ -74,6 +78,8 @@ impl Service {
             sessions: Mutex::default(),
             session_ended: Condvar::new(),
             next_session: AtomicU64::new(1),
+            connections: AtomicUsize::new(0),
+            spinning: std::thread::available_parallelism().map_or(1, usize::from) / 2,
             stopping: AtomicBool::new(false),
             stopper,
             failure: Mutex::default(),
@@ -98,12 +104,18 @@ impl Service {
         }
         let session = self.next_session.fetch_add(1, Ordering::Relaxed);
         sessions.insert(session, Arc::clone(socket));
+        self.connections.store(sessions.len(), Ordering::Relaxed);
         Some(session)
     }
 
     /// How many connections there are.
     pub(super) fn connections(&self) -> usize {
-        self.sessions().len()
+        self.connections.load(Ordering::Relaxed)
+    }
+
+    /// How long a session may look for its next request without sleeping.
+    pub(super) fn spin(&self) -> Duration {
+        if self.connections() > self.spinning { Duration::ZERO } else { self.settings.spin }
     }
 
     /// A session asks for a lock. What it can wait with comes back if it has to.
@@ -184,7 +196,10 @@ impl Service {
     /// A connection has ended.
     pub(super) fn forget(&self, session: SessionId) {
         self.leave(session);
-        self.sessions().remove(&session);
+        let mut sessions = self.sessions();
+        sessions.remove(&session);
+        self.connections.store(sessions.len(), Ordering::Relaxed);
+        drop(sessions);
         self.session_ended.notify_all();
     }
 

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::io::{Errno, retry_on_intr};
+use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 
 use super::ServerError;
@@ -17,8 +17,9 @@ use crate::wire::{
     HandshakeRequest, HandshakeResponse, Message, encode_frame,
 };
 
-/// Stack of a session's thread.
-const STACK_BYTES: usize = 256 << 10;
+/// Stack of a session's thread: addresses, of which pages are taken as they are touched. The driver is
+/// called on it.
+const STACK_BYTES: usize = 1 << 20;
 
 /// Why a session ends.
 #[derive(Debug, thiserror::Error)]
@@ -60,6 +61,8 @@ pub(super) struct Session {
     pub(super) out: Vec<u8>,
     socket: Arc<OwnedFd>,
     frames: FrameReader,
+    /// Whether something was answered, so that a further request may soon be there.
+    answered: bool,
 }
 
 /// Begins a session in a thread of its own, unless it may not or cannot be.
@@ -84,6 +87,7 @@ pub(super) fn start(service: &Arc<Service>, socket: OwnedFd) {
         out: Vec::new(),
         socket,
         frames: FrameReader::new(service.settings.max_message_bytes),
+        answered: false,
     };
     let thread = std::thread::Builder::new().name(format!("gms-{id}")).stack_size(STACK_BYTES);
     if let Err(error) = thread.spawn(move || session.run()) {
@@ -150,6 +154,7 @@ impl Session {
             _ => return self.refuse("Expected HandshakeRequest".to_owned()),
         }
         loop {
+            self.answered = true;
             let message = self.receive(None)?;
             self.service.counters.requests.add(1);
             self.request(message)?;
@@ -175,9 +180,9 @@ impl Session {
                     return Err(End::Unreadable("no request within the time for it".to_owned()));
                 }
             }
-            // A plain read: descriptors that a client sends are closed by the kernel.
+            let spin = if self.answered { self.service.spin() } else { Duration::ZERO };
             let space = self.frames.space();
-            match retry_on_intr(|| rustix::io::read(&self.socket, &mut *space))? {
+            match socket::receive_bytes(self.socket.as_fd(), space, spin)? {
                 0 => return Err(End::Gone),
                 bytes => self.frames.arrived(bytes),
             }

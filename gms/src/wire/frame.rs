@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::message::Encode;
+use super::define::Encode;
 use super::pack::Packer;
 
 /// Bytes of the length before each message.

@@ -15,12 +15,14 @@
 
 #![forbid(unsafe_code)]
 
+mod define;
 mod field;
 mod frame;
 mod message;
 mod pack;
 mod unpack;
 
+pub use define::Encode;
 pub use field::Extensions;
 pub use frame::{FrameError, FrameReader, HEADER_BYTES, encode_frame};
 pub use message::*;

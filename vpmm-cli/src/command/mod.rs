@@ -19,7 +19,8 @@ use crate::serve;
 /// # Errors
 /// [`Abort`], where the work was not done to its end.
 pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, Abort> {
-    if !matches!(cli.command, Command::Info(_) | Command::Serve(_) | Command::ServeBench(_)) {
+    let pools = matches!(cli.command, Command::Replay(_) | Command::Bench(_) | Command::Fit(_));
+    if pools {
         // Told whichever allocator is asked for: who sets a variable means it to be used.
         vpmm::PagedConfig::from_env().map_err(Abort::bad_input)?;
     }
@@ -29,6 +30,7 @@ pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, Abort> {
         Command::Fit(args) => fit::fit(&args, out),
         Command::Info(args) => info::info(&args, out),
         Command::Serve(args) => serve::serve(&args),
+        Command::Snapshot(args) => serve::snapshot(&args, out),
         Command::ServeBench(args) => serve::bench(&args, out),
     }
 }
@@ -39,7 +41,7 @@ fn remark(text: &str) {
 }
 
 /// A bar on standard error where that is a terminal; hidden elsewhere.
-fn bar(length: u64) -> ProgressBar {
+pub(crate) fn bar(length: u64) -> ProgressBar {
     let bar = ProgressBar::with_draw_target(Some(length), ProgressDrawTarget::stderr());
     if let Ok(style) = ProgressStyle::with_template("{msg} {bar:40} {percent:>3} % {eta}") {
         bar.set_style(style);

@@ -2,11 +2,12 @@
 
 use std::fmt;
 use std::net::SocketAddr;
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, Subcommand};
 
 use crate::bytes::ByteCount;
 use crate::device::DeviceChoice;
@@ -123,6 +124,11 @@ pub struct ServeArgs {
     #[arg(long, value_name = "ADDRESS:PORT", value_parser = loopback, conflicts_with = "all")]
     pub metrics: Option<SocketAddr>,
 
+    /// Microseconds that a session looks for its client's next request without sleeping; 50, or 0 on
+    /// machines with fewer than four processors, if not given.
+    #[arg(long, value_name = "US")]
+    pub spin: Option<u64>,
+
     /// Serve every GPU, each in a process of its own; all end when one does.
     #[arg(long, conflicts_with = "device")]
     pub all: bool,
@@ -147,6 +153,10 @@ pub struct ServeBenchArgs {
     #[arg(long, value_name = "PATH")]
     pub socket_path: Option<PathBuf>,
 
+    /// Microseconds to look for answers without sleeping; what is usual here, if not given.
+    #[arg(long, value_name = "US")]
+    pub spin: Option<u64>,
+
     /// Without batches, as with a server that does not have them.
     #[arg(long)]
     pub no_batch: bool,
@@ -154,6 +164,59 @@ pub struct ServeBenchArgs {
     /// Do as little as shows that every case works. The figures mean nothing.
     #[arg(long)]
     pub quick: bool,
+}
+
+/// The arguments of `vpmm snapshot`.
+#[derive(Args, Clone, Debug)]
+pub struct SnapshotArgs {
+    /// Which way.
+    #[command(subcommand)]
+    pub command: SnapshotCommand,
+}
+
+/// Which way a layout goes.
+#[derive(Clone, Debug, Subcommand)]
+pub enum SnapshotCommand {
+    /// Save the published layout of a server into a folder that is not there yet.
+    Save(SnapshotPlace),
+    /// Publish a saved layout at a server. Files that are not whole are refused, and nothing is
+    /// published then.
+    Load(SnapshotPlace),
+}
+
+/// Where a layout is, and where its files are.
+#[derive(Args, Clone, Debug)]
+pub struct SnapshotPlace {
+    /// The folder of the files.
+    pub folder: PathBuf,
+
+    /// Whose memory it is: a GPU's number, as CUDA counts, or sim.
+    #[arg(long, value_name = "DEVICE")]
+    pub device: ServeDevice,
+
+    /// The server's tag, where its socket is at the usual place.
+    #[arg(long, value_name = "TAG", default_value = "weights", value_parser = tag)]
+    pub tag: String,
+
+    /// The server's socket.
+    #[arg(long, value_name = "PATH", conflicts_with = "tag")]
+    pub socket_path: Option<PathBuf>,
+
+    /// Seconds to wait for the server's lock.
+    #[arg(long, value_name = "S", default_value = "30")]
+    pub timeout: f64,
+
+    /// Bytes after which the next file is begun.
+    #[arg(long, value_name = "BYTES", default_value = "4GiB")]
+    pub shard: ByteCount,
+
+    /// How many chunks of 16 MiB are under way at a time.
+    #[arg(long, value_name = "N", default_value = "8")]
+    pub workers: NonZeroUsize,
+
+    /// Through the page cache.
+    #[arg(long)]
+    pub no_direct: bool,
 }
 
 #[cfg(test)]

@@ -1,17 +1,19 @@
 //! `vpmm serve-bench`: what the service costs its clients, with the server in a process of its own.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use gms::client::{ClientError, ConnectOptions, MemoryManager, Session};
 use gms::lock::Requested;
+use gms::memory::Memory;
+use gms::server::{Server as OwnServer, Settings, raise_descriptor_limit};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
+use super::ServeBenchArgs;
 use super::run::{driver, ordinal};
-use super::{ServeBenchArgs, ServeDevice};
 use crate::exit::{Abort, Exit};
 
 const MIB: u64 = 1 << 20;
@@ -41,12 +43,13 @@ struct Bench<'a> {
 
 /// Runs every case and prints a JSON object for each.
 pub(crate) fn bench(args: &ServeBenchArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
+    let descriptors = raise_descriptor_limit();
     let own = std::env::temp_dir().join(format!("gms-bench-{}.sock", std::process::id()));
     let socket = args.socket_path.clone().unwrap_or(own);
     let started = Instant::now();
     let server = match &args.socket_path {
         Some(_) => Server(None),
-        None => Server(Some(start(args.device, &socket).map_err(Abort::failure)?)),
+        None => Server(Some(start(args, &socket).map_err(Abort::failure)?)),
     };
     gms::client::runtime_state(&socket, PATIENCE).map_err(Abort::failure)?;
     let ready = started.elapsed();
@@ -56,19 +59,30 @@ pub(crate) fn bench(args: &ServeBenchArgs, out: &mut dyn Write) -> Result<Exit, 
         // With the start of the process and cuInit, which is most of it on a GPU.
         bench.say(json!({"case": "server_ready", "ms": ms(ready)}))?;
     }
+    bench.ready_after_driver()?;
     bench.round_trip()?;
     bench.create_one_by_one()?;
     bench.bulk("bulk_import_2MiB", bench.count(1000, 4), 2 * MIB)?;
     bench.bulk("layout_40GB_in_640", bench.count(640, 4), bench.count(62, 2) as u64 * MIB)?;
-    bench.readers_at_once(bench.count(64, 2))?;
+    let readers = readers(descriptors);
+    bench.readers_at_once(bench.count(readers, 2))?;
     Ok(Exit::Done)
 }
 
-fn start(device: ServeDevice, socket: &PathBuf) -> std::io::Result<Child> {
+fn start(args: &ServeBenchArgs, socket: &Path) -> std::io::Result<Child> {
     let mut command = Command::new(std::env::current_exe()?);
-    command.args(["serve", "--supervised", "--tag", "bench", "--device", &device.to_string()]);
+    command.args(["serve", "--supervised", "--tag", "bench", "--device", &args.device.to_string()]);
+    if let Some(spin) = args.spin {
+        command.args(["--spin", &spin.to_string()]);
+    }
     command.arg("--socket-path").arg(socket);
     command.stdout(Stdio::null()).spawn()
+}
+
+/// As many readers at once as this process has descriptors for: each holds up to two messages full.
+fn readers(descriptors: Option<u64>) -> usize {
+    let each = 2 * gms::wire::MAX_DESCRIPTORS as u64 + 16;
+    descriptors.map_or(256, |descriptors| (descriptors / each).clamp(1, 256) as usize)
 }
 
 fn ms(time: Duration) -> f64 {
@@ -97,7 +111,11 @@ impl Bench<'_> {
     }
 
     fn options(&self, lock: Requested) -> ConnectOptions {
-        ConnectOptions::new(lock).timeout(PATIENCE).batch(!self.args.no_batch)
+        let options = ConnectOptions::new(lock).timeout(PATIENCE).batch(!self.args.no_batch);
+        match self.args.spin {
+            Some(spin) => options.spin(Duration::from_micros(spin)),
+            None => options,
+        }
     }
 
     fn session(&self, lock: Requested) -> Result<Session, Abort> {
@@ -112,6 +130,27 @@ impl Bench<'_> {
             Ok(manager)
         };
         open().map_err(Abort::failure)
+    }
+
+    /// A server of this process, whose driver is initialised: from nothing to its first answer.
+    fn ready_after_driver(&mut self) -> Result<(), Abort> {
+        let open = || Memory::open(&self.driver, ordinal(self.args.device)).map_err(Abort::failure);
+        // Initialises the driver.
+        drop(open()?);
+        let mut path = self.socket.as_os_str().to_owned();
+        path.push(".ready");
+        let path = PathBuf::from(path);
+        let started = Instant::now();
+        let server = OwnServer::bind(open()?, Settings::new(&path)).map_err(Abort::failure)?;
+        let stopper = server.stopper();
+        let thread = std::thread::spawn(move || server.run());
+        let answered = gms::client::runtime_state(&path, PATIENCE);
+        let ready = started.elapsed();
+        stopper.stop();
+        let ended = thread.join().unwrap_or(Ok(()));
+        answered.map_err(Abort::failure)?;
+        ended.map_err(Abort::failure)?;
+        self.say(json!({"case": "server_ready_after_cuinit", "ms": ms(ready)}))
     }
 
     fn round_trip(&mut self) -> Result<(), Abort> {

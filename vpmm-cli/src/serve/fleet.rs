@@ -76,6 +76,9 @@ fn start(args: &ServeArgs, device: u32) -> std::io::Result<Child> {
     if let Some(group) = args.group {
         command.args(["--group", &group.to_string()]);
     }
+    if let Some(spin) = args.spin {
+        command.args(["--spin", &spin.to_string()]);
+    }
     if args.verbose {
         command.arg("--verbose");
     }

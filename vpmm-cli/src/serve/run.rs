@@ -5,6 +5,7 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::thread;
+use std::time::Duration;
 
 use gms::memory::Memory;
 use gms::server::{
@@ -104,6 +105,9 @@ fn bind(
         settings.retry_interval = args.alloc_retry_interval;
         settings.retry_timeout = args.alloc_retry_timeout.0;
         settings.max_message_bytes = args.max_message.0;
+        if let Some(spin) = args.spin {
+            settings.spin = Duration::from_micros(spin);
+        }
         servers.push(Server::bind(memory, settings).map_err(|error| match error {
             ServerError::Listen(ListenError::NotASocket { .. }) => Abort::bad_input(error),
             error => Abort::failure(error),

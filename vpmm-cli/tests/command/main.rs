@@ -4,4 +4,5 @@ mod bench;
 mod fit;
 mod replay;
 mod rig;
+mod serve;
 mod stacks;

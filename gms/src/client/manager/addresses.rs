@@ -1,0 +1,82 @@
+//! Addresses of this process, and one allocation's memory at one of them.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use super::{MemoryManager, Result};
+use crate::client::mappings::Place;
+use crate::client::{AllocationInfo, ClientError};
+use crate::cuda::{Mapping, Reservation};
+
+impl MemoryManager {
+    pub(super) fn aligned(&self, bytes: u64) -> Result<u64> {
+        let aligned = self.context.cuda().aligned(bytes).filter(|bytes| *bytes > 0);
+        aligned.ok_or(ClientError::Size { bytes })
+    }
+
+    /// Reserves addresses for so many bytes, in whole granules.
+    ///
+    /// # Errors
+    /// [`ClientError::Size`], [`ClientError::Cuda`].
+    pub fn reserve(&mut self, bytes: u64) -> Result<u64> {
+        let bytes = self.aligned(bytes)?;
+        let reservation = Arc::new(Reservation::new(&self.context, bytes)?);
+        let address = reservation.address();
+        let place = Place { mapping: None, reservation, bytes, allocation: None };
+        self.places.insert(address, place);
+        Ok(address)
+    }
+
+    /// Maps an allocation's memory at an address that was reserved for it, for reading, or also for
+    /// writing if the lock is a writer's. The descriptor is closed.
+    ///
+    /// # Errors
+    /// [`ClientError::UnknownAddress`], [`ClientError::MappingState`], [`ClientError::Cuda`]; the
+    /// address is as before then.
+    pub fn map(&mut self, address: u64, file: OwnedFd, allocation: AllocationInfo) -> Result<()> {
+        let write = self.may_write();
+        let mapping = self.import(address, &file, allocation.aligned_size)?;
+        let bytes = self.places.get(address)?.bytes;
+        // Before it is said to be there: an error takes the mapping away again.
+        self.context.set_access(address, bytes, write)?;
+        self.places.bind(address, allocation)?;
+        self.places.get_mut(address)?.mapping = Some(mapping);
+        Ok(())
+    }
+
+    /// Maps a descriptor's memory without access.
+    pub(super) fn import(&self, address: u64, file: &OwnedFd, bytes: u64) -> Result<Mapping> {
+        let place = self.places.get(address)?;
+        if place.mapping.is_some() {
+            return Err(ClientError::MappingState { address, state: "mapped already" });
+        }
+        if place.bytes != bytes {
+            return Err(ClientError::MappingState { address, state: "of another size" });
+        }
+        Ok(Mapping::import(&self.context, file, bytes, address)?)
+    }
+
+    /// Takes the memory at an address away and keeps the address. Waits for the device first.
+    ///
+    /// # Errors
+    /// [`ClientError::UnknownAddress`], [`ClientError::Cuda`].
+    pub fn unmap(&mut self, address: u64) -> Result<()> {
+        if self.places.get(address)?.mapping.is_some() {
+            self.context.synchronize()?;
+            self.places.get_mut(address)?.mapping = None;
+        }
+        Ok(())
+    }
+
+    /// Gives an address back at which no memory is.
+    ///
+    /// # Errors
+    /// [`ClientError::UnknownAddress`], [`ClientError::MappingState`].
+    pub fn free_address(&mut self, address: u64) -> Result<()> {
+        if self.places.get(address)?.mapping.is_some() {
+            return Err(ClientError::MappingState { address, state: "still mapped" });
+        }
+        self.places.remove(address);
+        Ok(())
+    }
+}

@@ -1,0 +1,102 @@
+//! `vpmm snapshot`: a layout in files, and back.
+
+use std::io::Write;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use gms::client::{ConnectOptions, MemoryManager};
+use gms::lock::Requested;
+use gms::memory::Memory;
+use gms::storage::{StorageError, StorageOptions, Stored, load, save};
+use serde_json::json;
+
+use super::args::{SnapshotArgs, SnapshotCommand, SnapshotPlace};
+use super::run::{driver, ordinal};
+use crate::command::bar;
+use crate::exit::{Abort, Exit};
+
+/// `vpmm snapshot save` and `vpmm snapshot load`.
+pub(crate) fn snapshot(args: &SnapshotArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
+    let (place, lock) = match &args.command {
+        SnapshotCommand::Save(place) => (place, Requested::Ro),
+        SnapshotCommand::Load(place) => (place, Requested::Rw),
+    };
+    let mut manager = connect(place, lock)?;
+    let mut options = StorageOptions::default();
+    options.shard_bytes = place.shard.0;
+    options.workers = place.workers.get();
+    options.direct = !place.no_direct;
+    let started = Instant::now();
+    let (what, stored) = match lock {
+        Requested::Ro => ("saved", with_bar(&mut manager, &place.folder, &options, save)),
+        _ => ("loaded", with_bar(&mut manager, &place.folder, &options, load)),
+    };
+    let stored = stored.map_err(|error| match error {
+        error @ (StorageError::Damaged { .. } | StorageError::Exists { .. }) => {
+            Abort::bad_input(error)
+        }
+        error => Abort::failure(error),
+    })?;
+    let seconds = started.elapsed().as_secs_f64();
+    let line = json!({
+        "what": what,
+        "allocations": stored.allocations,
+        "bytes": stored.bytes,
+        "metadata": stored.metadata,
+        "layout_hash": stored.layout_hash,
+        "checked": stored.checked,
+        "seconds": seconds,
+        "gb_per_s": stored.bytes as f64 / 1e9 / seconds.max(1e-9),
+    });
+    writeln!(out, "{line}")?;
+    Ok(Exit::Done)
+}
+
+fn connect(place: &SnapshotPlace, lock: Requested) -> Result<MemoryManager, Abort> {
+    let driver = driver(place.device)?;
+    let ordinal = ordinal(place.device);
+    let socket = match &place.socket_path {
+        Some(path) => path.clone(),
+        None => {
+            let uuid = Memory::open(&driver, ordinal).and_then(|memory| memory.uuid());
+            gms::socket_path(&uuid.map_err(Abort::failure)?, &place.tag)
+        }
+    };
+    let mut manager = MemoryManager::new(&driver, ordinal, socket).map_err(Abort::failure)?;
+    let timeout = Duration::try_from_secs_f64(place.timeout)
+        .map_err(|error| Abort::bad_input(format_args!("--timeout: {error}")))?;
+    let options = ConnectOptions::new(lock).timeout(timeout);
+    manager.connect(options).map_err(Abort::failure)?;
+    Ok(manager)
+}
+
+/// Either direction.
+type Way = fn(
+    &mut MemoryManager,
+    &Path,
+    &StorageOptions,
+    &(dyn Fn(u64) + Sync),
+) -> Result<Stored, StorageError>;
+
+fn with_bar(
+    manager: &mut MemoryManager,
+    folder: &Path,
+    options: &StorageOptions,
+    way: Way,
+) -> Result<Stored, StorageError> {
+    // A reader knows what there is; a writer's bar has no end before it has read the manifest, and
+    // then the bytes are soon there.
+    let total = manager
+        .list_handles(None)
+        .map_or(0, |handles| handles.iter().map(|handle| handle.aligned_size).sum());
+    let bar = bar(total);
+    bar.set_message(folder.display().to_string());
+    let stored = way(manager, folder, options, &|done| {
+        if done > bar.length().unwrap_or(0) {
+            bar.set_length(done);
+        }
+        bar.set_position(done);
+    });
+    bar.finish_and_clear();
+    stored
+}

@@ -1,0 +1,232 @@
+//! The service as a process that is started, used, looked at and stopped.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use gms::client::{ConnectOptions, Session};
+use gms::lock::Requested;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::rig::{stderr, stdout, vpmm};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A folder for sockets, removed when this is dropped.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("vpmm-serve-{}-{number}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    fn names(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(&self.0).unwrap();
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A server, killed when this is dropped.
+struct Server(Child);
+
+impl Server {
+    fn start(folder: &Folder, args: &[&str]) -> Self {
+        let mut command = vpmm(&["serve", "--device", "sim"]);
+        command.args(args).env("GMS_SOCKET_DIR", &folder.0);
+        Self(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
+    }
+
+    /// Ends it as an operator does: the exit code and what it said.
+    fn stop(mut self, signal: Signal) -> (Option<i32>, String) {
+        let id = Pid::from_raw(self.0.id() as i32).unwrap();
+        kill_process(id, signal).unwrap();
+        let status = self.0.wait().unwrap();
+        let mut said = String::new();
+        self.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        (status.code(), said)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn options(lock: Requested) -> ConnectOptions {
+    ConnectOptions::new(lock).timeout(PATIENCE)
+}
+
+fn publish(socket: &Path) {
+    let mut writer = Session::connect(socket, options(Requested::Rw)).unwrap();
+    let made = writer.allocate(5 << 20, "weights").unwrap();
+    writer.metadata_put("a", &made.allocation_id, 0, b"v").unwrap();
+    writer.commit().unwrap();
+}
+
+#[test]
+fn each_tag_is_served_at_its_own_socket_until_a_signal() {
+    for signal in [Signal::TERM, Signal::INT] {
+        let folder = Folder::new();
+        let server = Server::start(&folder, &[]);
+        let started = Instant::now();
+        while folder.names().len() < 4 {
+            assert!(started.elapsed() < PATIENCE, "{:?}", folder.names());
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        let sockets: Vec<String> =
+            folder.names().into_iter().filter(|name| name.ends_with(".sock")).collect();
+        assert_eq!(sockets.len(), 2, "{sockets:?}");
+        for (socket, tag) in sockets.iter().zip(["kv_cache", "weights"]) {
+            assert!(socket.starts_with("gms_GPU-") && socket.ends_with(&format!("_{tag}.sock")));
+            publish(&folder.0.join(socket));
+        }
+        let (code, said) = server.stop(signal);
+        assert_eq!(code, Some(0), "{said}");
+        assert!(said.contains("layout committed") && said.contains("stopped"), "{said}");
+        assert_eq!(folder.names(), [""; 0], "nothing is left");
+    }
+}
+
+#[test]
+fn a_second_server_is_refused_and_a_dead_ones_socket_replaced() {
+    let folder = Folder::new();
+    let socket = folder.0.join("s");
+    let args = ["--tag", "weights", "--socket-path", socket.to_str().unwrap()];
+    let server = Server::start(&folder, &args);
+    publish(&socket);
+    let second = vpmm(&["serve", "--device", "sim"]).args(args).output().unwrap();
+    assert_eq!(second.status.code(), Some(1));
+    let text = format!("vpmm: GMS already running at {}\n", socket.display());
+    assert_eq!(stderr(&second), text);
+    drop(server);
+    assert!(socket.exists(), "it was killed");
+    let next = Server::start(&folder, &args);
+    publish(&socket);
+    assert_eq!(next.stop(Signal::TERM).0, Some(0));
+}
+
+#[test]
+fn bad_usage_is_told_before_anything_is_begun() {
+    for args in [
+        &["serve"][..],
+        &["serve", "--device", "x"],
+        &["serve", "--device", "sim", "--socket-path", "/tmp/x"],
+        &["serve", "--device", "sim", "--tag", "a", "--tag", "a"],
+        &["serve", "--device", "sim", "--tag", "a/b"],
+        &["serve", "--device", "sim", "--alloc-retry-interval", "0"],
+        &["serve", "--device", "sim", "--alloc-retry-timeout", "-1"],
+        &["serve", "--device", "sim", "--metrics", "0.0.0.0:1"],
+        &["serve", "--device", "sim", "--all"],
+    ] {
+        let output = vpmm(args).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {}", stderr(&output));
+    }
+}
+
+#[test]
+fn figures_are_told_over_http() {
+    let folder = Folder::new();
+    // A port that was free a moment ago.
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let address = format!("127.0.0.1:{port}");
+    let socket = folder.0.join("s");
+    let path = socket.to_str().unwrap();
+    let args = ["--tag", "weights", "--socket-path", path, "--metrics", &address];
+    let server = Server::start(&folder, &args);
+    publish(&socket);
+    let get = |path: &str| {
+        let mut stream = TcpStream::connect(&address).unwrap();
+        write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    };
+    let answer = get("/metrics");
+    assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
+    for line in [
+        "# TYPE gms_commits_total counter",
+        "gms_commits_total{name=\"weights\",device=\"0\"} 1",
+        "gms_allocated_bytes{name=\"weights\",device=\"0\"} 6291456",
+    ] {
+        assert!(answer.lines().any(|found| found == line), "{line}: {answer}");
+    }
+    assert!(get("/other").starts_with("HTTP/1.1 404"));
+    assert_eq!(server.stop(Signal::TERM).0, Some(0));
+}
+
+#[test]
+fn a_layout_is_saved_and_loaded_into_another_server() {
+    let folder = Folder::new();
+    let (first, second) = (folder.0.join("1"), folder.0.join("2"));
+    let start = |socket: &Path| {
+        let path = socket.to_str().unwrap().to_owned();
+        Server::start(&folder, &["--tag", "weights", "--socket-path", &path])
+    };
+    let _servers = [start(&first), start(&second)];
+    publish(&first);
+    let saved = folder.0.join("saved");
+    let snapshot = |way: &str, socket: &Path| {
+        let mut command = vpmm(&["snapshot", way, "--device", "sim"]);
+        command.arg("--socket-path").arg(socket).arg(&saved).output().unwrap()
+    };
+    let line = |output: &std::process::Output| -> Value {
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(output));
+        serde_json::from_str(stdout(output)).unwrap()
+    };
+    let one = line(&snapshot("save", &first));
+    let two = line(&snapshot("load", &second));
+    assert_eq!((&one["bytes"], &one["layout_hash"]), (&6_291_456.into(), &two["layout_hash"]));
+    let state = gms::client::runtime_state(&second, PATIENCE).unwrap();
+    assert_eq!(one["layout_hash"], state.memory_layout_hash);
+    let again = snapshot("save", &first);
+    assert_eq!(again.status.code(), Some(2));
+    assert!(stderr(&again).contains("is there already"));
+
+    std::fs::write(saved.join("shards/shard_0000.bin"), "cut").unwrap();
+    let damaged = snapshot("load", &second);
+    assert_eq!(damaged.status.code(), Some(2));
+    assert!(stderr(&damaged).contains("is damaged: it has 3 bytes"), "{}", stderr(&damaged));
+}
+
+#[test]
+fn the_bench_measures_every_case() {
+    for extra in [&[][..], &["--no-batch"]] {
+        let mut command = vpmm(&["serve-bench", "--device", "sim", "--quick"]);
+        let output = command.args(extra).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        let lines: Vec<Value> =
+            stdout(&output).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let cases: Vec<&str> = lines.iter().map(|line| line["case"].as_str().unwrap()).collect();
+        let expected = [
+            "server_ready",
+            "server_ready_after_cuinit",
+            "connect",
+            "round_trip",
+            "writer_create_mapping",
+            "reader_create_mapping",
+            "bulk_import_2MiB",
+            "layout_40GB_in_640",
+            "readers_at_once",
+        ];
+        assert_eq!(cases, expected);
+    }
+}
