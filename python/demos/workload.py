@@ -11,6 +11,8 @@ import struct
 import sys
 import time
 
+import record
+
 #: Before `import torch`, as cuBLAS and PyTorch read them early.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -26,6 +28,7 @@ def arguments(description, **further):
     parser.add_argument("--warmup", type=int, default=20, help="steps that are not timed")
     parser.add_argument("--limit", type=float, help="the most memory in GB (10^9 bytes)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--record", metavar="FILE.csv.gz", help="log the allocations of --allocator torch")
     for name, (kind, default) in further.items():
         parser.add_argument("--" + name.replace("_", "-"), type=kind, default=default)
     return parser.parse_args()
@@ -44,6 +47,8 @@ def choose(args):
     elif args.limit:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(args.limit * 1e9 / total)
+    if args.record:
+        record.begin(torch)
     torch.manual_seed(args.seed)
     torch.use_deterministic_algorithms(True)
     # It would write to every new tensor, which no program does.
@@ -76,6 +81,8 @@ def run(args, torch, step):
     except cuda.OutOfMemoryError as error:
         out_of_memory = str(error).splitlines()[0]
     end = time.perf_counter()
+    if args.record:
+        record.end(torch, args.record)
     peak, held = cuda.max_memory_allocated(), cuda.max_memory_reserved()
     values = [] if out_of_memory else torch.stack(losses).double().tolist()
     free, total = cuda.mem_get_info()
