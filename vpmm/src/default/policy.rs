@@ -10,8 +10,8 @@
 /// New extents are at most this fraction of the pool, or of the request where that is longer:
 /// their number grows with the pool's logarithm, and what one short block can hold in its place
 /// stays the same small share.
-const OF_POOL: u64 = 128;
-const OF_REQUEST: u64 = 32;
+const OF_POOL: u64 = 192;
+const OF_REQUEST: u64 = 48;
 
 /// Where a limit is set: at most this fraction of it, so that nearly everything can be brought
 /// together when the limit is reached; but this fraction of the request where that is longer, so
