@@ -3,7 +3,8 @@
 # lines, and prints them side by side.
 #
 #     benches/peers/side-by-side.sh --vpmm BIN [--rmm FOLDER] [--no-torch] [--out FILE]
-#                                   [--allocators A,B] [--only bench|replay|fit] [TRACE...]
+#                                   [--allocators A,B] [--only bench|replay|fit] [--cases A,B]
+#                                   [TRACE...]
 #
 #   --vpmm BIN         the command, built with --release; or VPMM
 #   --rmm FOLDER       what build-rmm.sh made; without it RMM is left out; or RMM_PEER
@@ -12,6 +13,7 @@
 #   --allocators A,B   of vpmm; default default,paged,cuda-async. With semicolons between, where
 #                      names have commas: 'default;binning(18,22)'
 #   --only PART        one of the three parts; may be given again
+#   --cases A,B        of bench; default all
 #   TRACE...           RMM's CSV logs, plain or gzip; default: traces/*.csv.gz
 #
 # Every allocator runs in a process of its own. One that fails or takes longer than PART_SECONDS
@@ -24,11 +26,11 @@ command_line="side-by-side.sh $*"
 vpmm=${VPMM:-} rmm=${RMM_PEER:-} torch=yes out=results.jsonl
 allocators=default,paged,cuda-async
 limit=${PART_SECONDS:-120}
-parts=() traces=()
+parts=() traces=() cases=()
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" >&2; exit 2; }
 while (($# > 0)); do
     case $1 in
-    --vpmm | --rmm | --out | --allocators | --only)
+    --vpmm | --rmm | --out | --allocators | --only | --cases)
         (($# > 1)) || usage
         case $1 in
         --vpmm) vpmm=$2 ;;
@@ -36,6 +38,7 @@ while (($# > 0)); do
         --out) out=$2 ;;
         --allocators) allocators=$2 ;;
         --only) parts+=("$2") ;;
+        --cases) cases=(--case "$2") ;;
         esac
         shift 2
         ;;
@@ -124,7 +127,7 @@ measure() {
 
 for part in "${parts[@]}"; do
     case $part in
-    bench) ours=(bench) theirs=() torchs=(bench) ;;
+    bench) ours=(bench "${cases[@]}") theirs=("${cases[@]}") torchs=(bench "${cases[@]}") ;;
     replay)
         ours=(replay "${plain[@]}" --repeat 3)
         theirs=(replay "${plain[@]}") torchs=("${theirs[@]}")

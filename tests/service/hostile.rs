@@ -240,6 +240,29 @@ fn of_servers_that_start_at_once_one_serves() {
     }
 }
 
+/// A descriptor that cannot be made is an error to who asked for it, and may be made the next time.
+#[test]
+fn an_export_that_fails_is_an_error_to_its_client() {
+    use cuda_sys::types::CUresult;
+    let local = Local::start();
+    let call = "cuMemExportToShareableHandle";
+    let code = CUresult::CUDA_ERROR_OPERATING_SYSTEM;
+    let mut writer = local.session(Requested::Rw);
+    // One for the attempt ahead of the request, one for the request.
+    local.sim.fail_nth(call, 1, code);
+    local.sim.fail_nth(call, 2, code);
+    let id = writer.allocate(1, "t").unwrap().allocation_id;
+    let refused = writer.export(&id);
+    assert!(matches!(refused, Err(ClientError::Refused { .. })), "{refused:?}");
+    assert_eq!(writer.export(&id).unwrap().0.allocation_id, id);
+    // In a batch, nothing is left of what was made.
+    local.sim.fail_nth(call, 1, code);
+    let refused = writer.allocate_and_export(1, "t");
+    assert!(matches!(refused, Err(ClientError::Refused { .. })), "{refused:?}");
+    assert_eq!(writer.allocation_count().unwrap(), 1);
+    local.await_memory(GRANULE);
+}
+
 /// A driver that fails is nothing to go on with: the server ends and says why.
 #[test]
 fn a_driver_that_fails_ends_the_server() {

@@ -27,6 +27,12 @@ fn a_lock_that_is_free_is_granted_without_time() {
 }
 
 #[test]
+fn a_time_that_no_clock_reaches_is_none() {
+    let local = Local::start();
+    drop(attempt(&local, Requested::Rw, Duration::MAX).unwrap());
+}
+
+#[test]
 fn the_time_for_a_lock_is_kept() {
     let local = Local::start();
     let _writer = local.session(Requested::Rw);

@@ -162,7 +162,13 @@ impl Session {
                 Message::BatchMetadataGetResponse(page) => page,
                 other => return Err(unexpected("BatchMetadataGetResponse", other)),
             };
-            after = page.entries.last().map(|entry| entry.key.clone());
+            let last = page.entries.last().map(|entry| entry.key.clone());
+            if page.more && last <= request.after {
+                // It would go on for ever.
+                let found = "the same again".to_owned();
+                return Err(ClientError::Unexpected { expected: "further entries", found });
+            }
+            after = last;
             for entry in page.entries {
                 let value = MetadataValue {
                     allocation_id: entry.allocation_id,
@@ -171,7 +177,7 @@ impl Session {
                 };
                 found.push((entry.key, value));
             }
-            if !page.more || after.is_none() {
+            if !page.more {
                 return Ok(found);
             }
         }

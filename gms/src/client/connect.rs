@@ -66,7 +66,8 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(50);
 pub(super) fn reach(path: &Path, timeout: Option<Duration>) -> Result<OwnedFd, ClientError> {
     let failed = |error: Errno| ClientError::Connect { path: path.into(), source: error.into() };
     let address = SocketAddrUnix::new(path).map_err(failed)?;
-    let deadline = Instant::now() + timeout.unwrap_or(SERVER_START);
+    // A time that no clock reaches is none.
+    let deadline = Instant::now().checked_add(timeout.unwrap_or(SERVER_START));
     let mut pause = FIRST_PAUSE;
     loop {
         let (family, flags) = (AddressFamily::UNIX, SocketFlags::CLOEXEC);
@@ -74,7 +75,8 @@ pub(super) fn reach(path: &Path, timeout: Option<Duration>) -> Result<OwnedFd, C
         match connect(&socket, &address) {
             Ok(()) => return Ok(socket),
             Err(error @ (Errno::NOENT | Errno::CONNREFUSED | Errno::AGAIN | Errno::INTR)) => {
-                let left = deadline.saturating_duration_since(Instant::now());
+                let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
+                let left = deadline.map_or(pause, left);
                 if left.is_zero() {
                     return Err(failed(error));
                 }

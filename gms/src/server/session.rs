@@ -136,8 +136,8 @@ impl Session {
     }
 
     fn serve(&mut self) -> Result<(), End> {
-        let deadline = Instant::now() + self.service.settings.handshake_timeout;
-        match self.receive(Some(deadline))? {
+        let deadline = Instant::now().checked_add(self.service.settings.handshake_timeout);
+        match self.receive(deadline)? {
             Message::HandshakeRequest(handshake) => {
                 if !self.handshake(&handshake)? {
                     return Ok(());

@@ -129,8 +129,9 @@ pub struct ServeArgs {
     #[arg(long, value_name = "US")]
     pub spin: Option<u64>,
 
-    /// Serve every GPU, each in a process of its own; all end when one does.
-    #[arg(long, conflicts_with = "device")]
+    /// Serve every GPU, each in a process of its own; all end when one does. With --device sim, the
+    /// simulated one.
+    #[arg(long)]
     pub all: bool,
 
     /// Log requests that are refused and locks that are granted, too.

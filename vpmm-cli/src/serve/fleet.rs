@@ -28,19 +28,15 @@ pub(super) fn end_with_parent() -> Result<(), Abort> {
 
 /// One server process for each GPU, until a signal comes or one of them ends.
 pub(super) fn serve_all(args: &ServeArgs) -> Result<Exit, Abort> {
-    let driver = driver(ServeDevice::Cuda(0))?;
-    let devices = Memory::devices(&driver).map_err(Abort::failure)?;
-    if devices == 0 {
-        return Err(Abort::failure("there is no GPU"));
-    }
+    let devices = devices(args)?;
     let mut signals = Signals::new([SIGTERM, SIGINT]).map_err(Abort::failure)?;
     let mut children = Vec::new();
-    for device in 0..devices {
-        match start(args, device) {
+    for device in &devices {
+        match start(args, *device) {
             Ok(child) => children.push(child),
             Err(error) => {
                 stop(&mut children);
-                return Err(Abort::failure(format_args!("no server for GPU {device}: {error}")));
+                return Err(Abort::failure(format_args!("no server for device {device}: {error}")));
             }
         }
     }
@@ -48,9 +44,9 @@ pub(super) fn serve_all(args: &ServeArgs) -> Result<Exit, Abort> {
     let mut ended = None;
     while ended.is_none() && signals.pending().next().is_none() {
         std::thread::sleep(PERIOD);
-        for (device, child) in children.iter_mut().enumerate() {
+        for (device, child) in devices.iter().zip(&mut children) {
             if let Some(status) = child.try_wait().map_err(Abort::failure)? {
-                tracing::error!(device, %status, "a server has ended: all end");
+                tracing::error!(%device, %status, "a server has ended: all end");
                 ended = Some(device);
                 exit = Exit::Failure;
             }
@@ -62,7 +58,22 @@ pub(super) fn serve_all(args: &ServeArgs) -> Result<Exit, Abort> {
     Ok(exit)
 }
 
-fn start(args: &ServeArgs, device: u32) -> std::io::Result<Child> {
+/// The devices to serve.
+fn devices(args: &ServeArgs) -> Result<Vec<ServeDevice>, Abort> {
+    match args.device {
+        Some(ServeDevice::Sim) => Ok(vec![ServeDevice::Sim]),
+        Some(ServeDevice::Cuda(_)) => Err(Abort::bad_input("--all serves every GPU, not one")),
+        None => {
+            let driver = driver(ServeDevice::Cuda(0))?;
+            match Memory::devices(&driver).map_err(Abort::failure)? {
+                0 => Err(Abort::failure("there is no GPU")),
+                count => Ok((0..count).map(ServeDevice::Cuda).collect()),
+            }
+        }
+    }
+}
+
+fn start(args: &ServeArgs, device: ServeDevice) -> std::io::Result<Child> {
     let mut command = Command::new(std::env::current_exe()?);
     command.args(["serve", "--supervised", "--device", &device.to_string()]);
     for tag in &args.tags {

@@ -124,6 +124,53 @@ fn a_second_server_is_refused_and_a_dead_ones_socket_replaced() {
     assert_eq!(next.stop(Signal::TERM).0, Some(0));
 }
 
+/// The processes that a process has started.
+fn children(parent: u32) -> Vec<Pid> {
+    let path = format!("/proc/{parent}/task/{parent}/children");
+    let listed = std::fs::read_to_string(path).unwrap();
+    listed.split_whitespace().map(|id| Pid::from_raw(id.parse().unwrap()).unwrap()).collect()
+}
+
+/// A fleet of one simulated device, whose sockets are there, and its one server process.
+fn fleet(folder: &Folder) -> (Server, Pid) {
+    let fleet = Server::start(folder, &["--all"]);
+    let started = Instant::now();
+    while folder.names().len() < 4 {
+        assert!(started.elapsed() < PATIENCE, "{:?}", folder.names());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let child = children(fleet.0.id());
+    assert_eq!(child.len(), 1);
+    (fleet, child[0])
+}
+
+#[test]
+fn a_fleet_ends_together() {
+    let gone = |folder: &Folder| {
+        let started = Instant::now();
+        while !folder.names().is_empty() {
+            assert!(started.elapsed() < PATIENCE, "{:?}", folder.names());
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    };
+    // As the operator wants it.
+    let folder = Folder::new();
+    let (running, _) = fleet(&folder);
+    assert_eq!(running.stop(Signal::TERM).0, Some(0));
+    assert_eq!(folder.names(), [""; 0]);
+    // When a server dies: one that is killed leaves its sockets, and the fleet says that it failed.
+    let folder = Folder::new();
+    let (mut running, child) = fleet(&folder);
+    kill_process(child, Signal::KILL).unwrap();
+    assert_eq!(running.0.wait().unwrap().code(), Some(1));
+    // When the supervisor is killed, its servers end by themselves, and in order.
+    let folder = Folder::new();
+    let (mut running, _) = fleet(&folder);
+    running.0.kill().unwrap();
+    running.0.wait().unwrap();
+    gone(&folder);
+}
+
 #[test]
 fn bad_usage_is_told_before_anything_is_begun() {
     for args in [
@@ -135,7 +182,8 @@ fn bad_usage_is_told_before_anything_is_begun() {
         &["serve", "--device", "sim", "--alloc-retry-interval", "0"],
         &["serve", "--device", "sim", "--alloc-retry-timeout", "-1"],
         &["serve", "--device", "sim", "--metrics", "0.0.0.0:1"],
-        &["serve", "--device", "sim", "--all"],
+        &["serve", "--device", "0", "--all"],
+        &["serve", "--all", "--socket-path", "/tmp/x"],
     ] {
         let output = vpmm(args).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{args:?}: {}", stderr(&output));
