@@ -96,6 +96,14 @@ def main():
     good = [result for result in results if "failed" not in result and not result["out_of_memory"]]
     names = {result["losses"] for result in good}
     print("losses are the same to the bit" if len(names) == 1 else f"losses differ: {sorted(names)}")
+    # Of one count for all: each allocator rounds in its own way.
+    allocated = {result["peak_allocated_bytes"] for result in good if result["allocator"] == "torch"}
+    if allocated:
+        for allocator in allocators:
+            held = [r["peak_held_bytes"] for r in good if r["allocator"] == allocator]
+            if held:
+                ratio = max(held) / min(allocated)
+                print(f"held by {allocator} / allocated at PyTorch's peak = {ratio:.4f}")
     times = {}
     for result in good:
         if "step_ms" in result:

@@ -17,7 +17,7 @@ args = arguments(
 )
 torch = choose(args)
 
-from transformer import Transformer  # noqa: E402
+from transformer import Transformer
 
 with torch.device("cuda"):
     model = Transformer(args.layers, args.width, args.heads, args.vocabulary, args.longest)

@@ -15,8 +15,8 @@ args = arguments(
 )
 torch = choose(args)
 
-from torch.nn import functional  # noqa: E402
-from transformer import Transformer  # noqa: E402
+from torch.nn import functional
+from transformer import Transformer
 
 model = Transformer(args.layers, args.width, args.heads, args.vocabulary, args.longest).cuda()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)

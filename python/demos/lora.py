@@ -17,8 +17,8 @@ args = arguments(
 )
 torch = choose(args)
 
-from torch.nn import functional  # noqa: E402
-from transformer import Transformer  # noqa: E402
+from torch.nn import functional
+from transformer import Transformer
 
 with torch.device("cuda"):
     model = Transformer(

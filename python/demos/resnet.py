@@ -8,8 +8,8 @@ from workload import arguments, choose, run
 args = arguments(__doc__, batch=(int, 96), largest=(int, 288), classes=(int, 1000))
 torch = choose(args)
 
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
+from torch import nn
+from torch.nn import functional
 
 
 class Bottleneck(nn.Module):

@@ -3,6 +3,7 @@ line of JSON at the end."""
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -104,7 +105,7 @@ def run(args, torch, step):
         "device_used_bytes": total - free,
     }
     if not out_of_memory and timed > 1:
-        gaps = [a.elapsed_time(b) for a, b in zip(marks[args.warmup :], marks[args.warmup + 1 :])]
+        gaps = [a.elapsed_time(b) for a, b in itertools.pairwise(marks[args.warmup :])]
         result["step_ms"] = round((end - begin) / timed * 1e3, 4)
         result["median_step_ms"] = round(statistics.median(gaps), 4)
         result["first_steps_s"] = round(marks[0].elapsed_time(marks[args.warmup]) / 1e3, 3)

@@ -5,6 +5,7 @@ import pickle
 
 import numpy
 import pytest
+
 import vpmm
 
 

@@ -6,7 +6,6 @@ import sys
 import types
 
 import pytest
-import vpmm
 
 
 def test_none_of_them_is_imported_unasked():

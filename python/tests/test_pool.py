@@ -5,6 +5,7 @@ import sys
 import threading
 
 import pytest
+
 import vpmm
 from vpmm._pool import bytes_of
 

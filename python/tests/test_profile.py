@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+
 import vpmm
 
 MIB = 1 << 20

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no GPU that PyTorch can use", allow_module_level=True)
 
-import vpmm  # noqa: E402
-import vpmm.torch  # noqa: E402
+import vpmm
+import vpmm.torch
 
 MIB = 1 << 20
 
@@ -21,6 +21,8 @@ MIB = 1 << 20
 @pytest.fixture(scope="module", autouse=True)
 def allocator():
     vpmm.torch.use()
+    yield
+    vpmm.Pool.of_process().validate()
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +31,6 @@ def clean():
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     assert vpmm.torch.failed_frees() == 0
-    vpmm.Pool.of_process().validate()
 
 
 def spin(milliseconds=50):
@@ -271,3 +272,73 @@ def test_what_the_pool_says_fits_together():
     now = dataclasses.asdict(vpmm.statistics())
     assert now["mapped_bytes"] >= now["live_bytes"] >= 55 * MIB
     assert len(x) == 10
+
+
+def test_weights_sleep_and_wake_at_their_addresses():
+    with vpmm.tag("weights"):
+        model = torch.nn.Linear(4096, 4096).cuda()
+        kept = torch.arange(64 * MIB, device="cuda")
+    x = torch.randn(8, 4096, device="cuda")
+    expected, pointer = model(x), kept.data_ptr()
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    asleep = vpmm.suspend("weights", stream=torch.cuda.current_stream())
+    assert torch.cuda.mem_get_info()[0] - free == asleep >= 576 * MIB
+    other = torch.full((64 * MIB,), -1, device="cuda")
+    vpmm.resume("weights", stream=torch.cuda.current_stream())
+    assert kept.data_ptr() == pointer and int(kept[12345]) == 12345
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+    del other
+
+
+def test_buffers_are_tensors_without_a_copy():
+    buffer = vpmm.DeviceBuffer.from_bytes(bytes(range(200)))
+    for tensor in (torch.from_dlpack(buffer), torch.as_tensor(buffer, device="cuda")):
+        assert tensor.data_ptr() == buffer.ptr and tensor.tolist() == list(range(200))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        tensor = torch.from_dlpack(buffer)
+        tensor.add_(1)
+    side.synchronize()
+    assert buffer.to_bytes() == bytes(range(1, 201))
+    copy = vpmm.DeviceBuffer(200)
+    copy.copy_from_device(tensor)
+    assert copy.to_bytes() == bytes(range(1, 201))
+    del tensor
+
+
+def test_a_snapshot_has_pytorch_s_tensors_and_frames(tmp_path):
+    vpmm.record_history(1000)
+    try:
+        kept = torch.zeros(3 * MIB, dtype=torch.uint8, device="cuda")
+        made = vpmm.snapshot(tmp_path / "pool.pickle")
+    finally:
+        vpmm.record_history(0)
+    blocks = [block for segment in made["segments"] for block in segment["blocks"]]
+    (block,) = [block for block in blocks if block["address"] == kept.data_ptr()]
+    assert block["state"] == "active_allocated" and block["requested_size"] == 3 * MIB
+    assert block["frames"][0]["name"] == "test_a_snapshot_has_pytorch_s_tensors_and_frames"
+
+
+def test_one_pool_for_pytorch_cupy_and_numba():
+    cupy = pytest.importorskip("cupy")
+    numba_cuda = pytest.importorskip("numba.cuda")
+    numpy = pytest.importorskip("numpy")
+    import vpmm.cupy
+    import vpmm.numba
+
+    numba_cuda.set_memory_manager(vpmm.numba.VpmmNumbaManager)
+    cupy.cuda.set_allocator(vpmm.cupy.allocator)
+    try:
+        before = vpmm.statistics().live_bytes
+        arrays = [
+            torch.full((MIB,), 3, dtype=torch.uint8, device="cuda"),
+            cupy.full(MIB, 3, dtype=cupy.uint8),
+            numba_cuda.to_device(numpy.full(MIB, 3, numpy.uint8)),
+        ]
+        assert vpmm.statistics().live_bytes == before + 3 * MIB
+        total = sum(int(torch.as_tensor(array, device="cuda").sum()) for array in arrays)
+        assert total == 9 * MIB
+        del arrays
+    finally:
+        cupy.cuda.set_allocator(None)

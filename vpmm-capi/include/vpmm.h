@@ -546,6 +546,17 @@ typedef void (*vpmm_gms_visit_value)(void *context,
                                      const void *value,
                                      size_t value_bytes);
 
+/**
+ * Takes the next bytes of a text.
+ */
+typedef void (*vpmm_write)(void *context, const char *bytes, size_t length);
+
+/**
+ * Answers a number for where the program is, such as one of a stack of calls, which events keep. Called
+ * in the thread that allocates or frees, before it does.
+ */
+typedef uint64_t (*vpmm_where)(void *context);
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -760,6 +771,16 @@ enum vpmm_status vpmm_pool_allocation(const struct vpmm_pool *pool,
 enum vpmm_status vpmm_pool_trim_to(const struct vpmm_pool *pool,
                                    uint64_t keep_bytes,
                                    uint64_t *returned);
+
+/**
+ * Changes the most bytes that the pool may hold, at most to what it was made with, which 0 stands for.
+ * What it holds beyond that stays until it is free and trimmed.
+ *
+ * # Safety
+ * `pool` is null or a handle.
+ */
+enum vpmm_status vpmm_pool_limit_to(const struct vpmm_pool *pool,
+                                    uint64_t limit_bytes);
 
 /**
  * Sets the peaks to what is held now.
@@ -1400,26 +1421,39 @@ enum vpmm_status vpmm_process_pool(uint32_t device,
                                    struct vpmm_pool **out);
 
 /**
- * As `vpmm_malloc`, from the process's pool on a device. The stream counts as lent: it lasts, or
- * `vpmm_process_forget_stream` is called before it ends.
+ * As `vpmm_malloc`, from the process's pool on a device. Nothing is assumed about how long the stream
+ * lasts, unless `vpmm_process_keep_stream` was called for it.
  *
  * # Safety
- * The stream is alive, and lasts as said; `out` is null or has room for a pointer.
+ * The stream is alive; `out` is null or has room for a pointer.
  */
-enum vpmm_status vpmm_process_malloc(uint32_t device, size_t bytes, void *stream, void **out);
+enum vpmm_status vpmm_process_malloc(uint32_t device,
+                                     size_t bytes,
+                                     void *stream,
+                                     void **out);
 
 /**
  * As `vpmm_free`, for memory of the process's pool on a device.
  *
  * # Safety
- * As `vpmm_free`; the stream lasts as in `vpmm_process_malloc`.
+ * As `vpmm_free`.
  */
 enum vpmm_status vpmm_process_free(uint32_t device, void *pointer, void *stream);
 
 /**
- * Says that a stream which the process's pools were given is about to end. They then know no stream
- * by that handle; `known`, which may be null, says whether they did. For the streams that a framework
- * makes and keeps it is not needed.
+ * Says that a stream lasts until `vpmm_process_forget_stream`: the process's pools serve it without a
+ * driver call from then on. PyTorch's requests do so by themselves, as its streams last as long as the
+ * process.
+ *
+ * # Safety
+ * The stream is alive, and lasts as said.
+ */
+enum vpmm_status vpmm_process_keep_stream(uint32_t device,
+                                          void *stream);
+
+/**
+ * Says that a stream which was kept is about to end. The process's pools then know no stream by that
+ * handle; `known`, which may be null, says whether they did.
  *
  * # Safety
  * The stream is alive, and no other thread is in a call with it; `known` is null or has room for a
@@ -1433,7 +1467,7 @@ enum vpmm_status vpmm_process_forget_stream(uint32_t device,
  * As `vpmm_record_stream`, for memory of any of the process's pools.
  *
  * # Safety
- * The stream is alive, and lasts as in `vpmm_process_malloc`.
+ * The stream is alive.
  */
 enum vpmm_status vpmm_process_record_stream(void *pointer, void *stream);
 
@@ -1441,8 +1475,8 @@ enum vpmm_status vpmm_process_record_stream(void *pointer, void *stream);
  * Copies from the host to a device, and waits for it.
  *
  * # Safety
- * Both have so many bytes; the stream lasts as in `vpmm_process_malloc`; who else uses the device's
- * memory is ordered before or after.
+ * Both have so many bytes; the stream is of the device, and alive; who else uses the device's memory is
+ * ordered before or after.
  */
 enum vpmm_status vpmm_process_upload(uint32_t device,
                                      void *to,
@@ -1486,7 +1520,7 @@ enum vpmm_status vpmm_process_fill(uint32_t device,
  * Has what is enqueued on a stream later wait, on the GPU, for what is enqueued on another now.
  *
  * # Safety
- * Both streams are alive, and last as in `vpmm_process_malloc`.
+ * Both streams are of the device, and alive.
  */
 enum vpmm_status vpmm_process_wait_for(uint32_t device, void *waiting, void *other);
 
@@ -1495,71 +1529,58 @@ enum vpmm_status vpmm_process_wait_for(uint32_t device, void *waiting, void *oth
  * everybody's.
  *
  * # Safety
- * As in `vpmm_process_malloc`.
+ * The stream is of the device, and alive.
  */
 enum vpmm_status vpmm_process_synchronize(uint32_t device, void *on);
 
 /**
- * Copies from the host to a device, and waits for it.
+ * As `vpmm_pool_snapshot`, of all the process's pools, with what `vpmm_process_record_history` kept, by
+ * device, as `device_traces`. In an event `where` is what the callback answered.
  *
  * # Safety
- * Both have so many bytes; the stream lasts as in `vpmm_process_malloc`; who else uses the device's
- * memory is ordered before or after.
+ * `write` is null or can be called with `context`.
  */
-enum vpmm_status vpmm_process_upload(uint32_t device,
-                                     void *to,
-                                     const void *from,
-                                     size_t bytes,
-                                     void *on);
+enum vpmm_status vpmm_process_snapshot(vpmm_write write,
+                                       void *context);
 
 /**
- * Copies from a device to the host, and waits for it.
+ * From now on what this thread asks the process's pools for comes from their heap with a tag
+ * (`vpmm_tagged_malloc`), until `vpmm_process_pop_tag`. May be called again for another tag meanwhile.
  *
  * # Safety
- * As `vpmm_process_upload`.
+ * `tag` is null or ends with a zero byte.
  */
-enum vpmm_status vpmm_process_download(uint32_t device,
-                                       void *to,
-                                       void *from,
-                                       size_t bytes,
-                                       void *on);
+enum vpmm_status vpmm_process_push_tag(const char *tag);
 
 /**
- * Copies on a device; returns at once.
- *
- * # Safety
- * As `vpmm_process_upload`; both are there until the copy is done, and do not overlap.
+ * Ends what this thread's last `vpmm_process_push_tag` has begun.
  */
-enum vpmm_status vpmm_process_copy(uint32_t device, void *to, void *from, size_t bytes, void *on);
+enum vpmm_status vpmm_process_pop_tag(void);
 
 /**
- * Sets bytes on a device; returns at once.
+ * Keeps the last `most` requests, frees and failures of the process's pools, for
+ * `vpmm_process_snapshot`; what was kept before is forgotten. With 0, as at first, nothing is kept, and
+ * a request costs nothing more. `place`, which may be null, is asked at each where the program is.
  *
  * # Safety
- * As `vpmm_process_upload`; the memory is there until it is filled.
+ * `place` can be called with `context`, from any thread, until this is called again and calls under way
+ * have ended.
  */
-enum vpmm_status vpmm_process_fill(uint32_t device,
-                                   void *to,
-                                   uint8_t value,
-                                   size_t bytes,
-                                   void *on);
+enum vpmm_status vpmm_process_record_history(size_t most,
+                                             vpmm_where place,
+                                             void *context);
 
 /**
- * Has what is enqueued on a stream later wait, on the GPU, for what is enqueued on another now.
+ * Writes what the pool holds as JSON, piece by piece: a list of segments, each with its blocks, under
+ * the names of `torch.cuda.memory._snapshot()`. Beyond those, a segment has its `heap`, a block its
+ * `vpmm_state` (`live`, `cached`, `pending`, `idle`).
  *
  * # Safety
- * Both streams are alive, and last as in `vpmm_process_malloc`.
+ * `pool` is null or a handle; `write` is null or can be called with `context`.
  */
-enum vpmm_status vpmm_process_wait_for(uint32_t device, void *waiting, void *other);
-
-/**
- * Waits on the host for everything enqueued so far on a stream; what was freed there before is then
- * everybody's.
- *
- * # Safety
- * As in `vpmm_process_malloc`.
- */
-enum vpmm_status vpmm_process_synchronize(uint32_t device, void *on);
+enum vpmm_status vpmm_pool_snapshot(const struct vpmm_pool *pool,
+                                    vpmm_write write,
+                                    void *context);
 
 /**
  * PyTorch's `alloc`. Throws.

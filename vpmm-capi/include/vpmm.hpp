@@ -116,6 +116,17 @@ class pool {
     check(vpmm_pool_trim_to(get(), keep_bytes, &returned));
     return returned;
   }
+  /// The most bytes that it may hold; 0 for what it was made with.
+  void limit_to(std::uint64_t bytes) const { check(vpmm_pool_limit_to(get(), bytes)); }
+  /// What it holds, block by block, as JSON.
+  std::string snapshot() const {
+    std::string text;
+    const auto append = [](void* context, const char* bytes, std::size_t length) {
+      static_cast<std::string*>(context)->append(bytes, length);
+    };
+    check(vpmm_pool_snapshot(get(), append, &text));
+    return text;
+  }
   void reset_peaks() const { check(vpmm_pool_reset_peaks(get())); }
   vpmm_stats stats() const {
     vpmm_stats stats;

@@ -27,6 +27,7 @@ mod process;
 mod service;
 mod share;
 mod shortage;
+mod snapshot;
 mod stats;
 mod status;
 mod stream;
@@ -49,14 +50,17 @@ pub use options::{
 };
 pub use pool::{
     vpmm_free, vpmm_free_any, vpmm_malloc, vpmm_pool, vpmm_pool_allocation, vpmm_pool_create,
-    vpmm_pool_destroy, vpmm_pool_layout, vpmm_pool_release, vpmm_pool_reset_peaks, vpmm_pool_stats,
-    vpmm_pool_trim_to, vpmm_pool_validate, vpmm_record_stream,
+    vpmm_pool_destroy, vpmm_pool_layout, vpmm_pool_limit_to, vpmm_pool_release,
+    vpmm_pool_reset_peaks, vpmm_pool_stats, vpmm_pool_trim_to, vpmm_pool_validate,
+    vpmm_record_stream,
 };
 pub use process::{
     VPMM_EVERY_DEVICE, vpmm_process_configure, vpmm_process_copy, vpmm_process_download,
     vpmm_process_driver, vpmm_process_fill, vpmm_process_forget_stream, vpmm_process_free,
-    vpmm_process_malloc, vpmm_process_pool, vpmm_process_record_stream, vpmm_process_synchronize,
-    vpmm_process_upload, vpmm_process_wait_for,
+    vpmm_process_keep_stream, vpmm_process_malloc, vpmm_process_pool, vpmm_process_pop_tag,
+    vpmm_process_push_tag, vpmm_process_record_history, vpmm_process_record_stream,
+    vpmm_process_snapshot, vpmm_process_synchronize, vpmm_process_upload, vpmm_process_wait_for,
+    vpmm_where,
 };
 pub use service::{
     vpmm_gms, vpmm_gms_abort, vpmm_gms_allocate_handle, vpmm_gms_allocation, vpmm_gms_close,
@@ -78,6 +82,7 @@ pub use share::{
 pub use shortage::{
     vpmm_pool_on_out_of_memory, vpmm_shortage, vpmm_shortage_function, vpmm_shortage_release,
 };
+pub use snapshot::{vpmm_pool_snapshot, vpmm_write};
 pub use stats::{vpmm_stats, vpmm_stats_init};
 pub use status::{vpmm_status, vpmm_status_name};
 pub use stream::{

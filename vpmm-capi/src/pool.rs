@@ -276,6 +276,23 @@ pub unsafe extern "C" fn vpmm_pool_trim_to(
     })
 }
 
+/// Changes the most bytes that the pool may hold, at most to what it was made with, which 0 stands for.
+/// What it holds beyond that stays until it is free and trimmed.
+///
+/// # Safety
+/// `pool` is null or a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_pool_limit_to(
+    pool: *const vpmm_pool,
+    limit_bytes: u64,
+) -> vpmm_status {
+    guard(|| {
+        let limit = Some(limit_bytes).filter(|bytes| *bytes != 0);
+        // SAFETY: the caller vouches for it.
+        Ok(unsafe { given(pool, "pool") }?.pool.limit_to(limit)?)
+    })
+}
+
 /// Sets the peaks to what is held now.
 ///
 /// # Safety

@@ -4,7 +4,6 @@ use vpmm_core::Stats;
 
 use crate::grows::{self, Grows};
 use crate::guard::Failure;
-use crate::status::vpmm_status;
 
 /// What a pool holds and has done: `size` is set by `vpmm_stats_init`, the rest by `vpmm_pool_stats`.
 /// Bytes unless a name says otherwise.

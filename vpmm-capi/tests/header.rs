@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-/// In the order in which a reader of the header wants them.
+/// In the order in which a reader of the header wants them; with a folder's module come those in it.
 const SOURCES: [&str; 16] = [
     "version",
     "status",
@@ -18,7 +18,7 @@ const SOURCES: [&str; 16] = [
     "share",
     "service",
     "process/mod",
-    "process/copies",
+    "snapshot",
     "torch/mod",
 ];
 

@@ -122,6 +122,11 @@ fn sleep_graphs_sharing_and_shortage_in_c() {
 }
 
 #[test]
+fn the_process_s_pool_in_c() {
+    Build { source: "process.c", flags: &["-std=c11"], ..Build::default() }.run();
+}
+
+#[test]
 fn a_program_in_cpp() {
     Build { source: "program.cpp", flags: &["-std=c++17"], ..Build::default() }.run();
 }

@@ -10,6 +10,7 @@ use crate::location::Access;
 use crate::memory_map::FreePiece;
 use crate::ordering::Mark;
 use crate::sharing::Source;
+use crate::snapshot::Segment;
 use crate::stats::Stats;
 use crate::units::DevicePtr;
 use crate::validate::Violation;
@@ -63,6 +64,7 @@ pub(crate) trait Heap: Source + Send + Sync {
 
     fn stats(&self) -> Stats;
     fn layout(&self) -> Layout;
+    fn snapshot(&self) -> Vec<Segment>;
     fn validate(&self) -> Result<(), Violation>;
     fn debug(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result;
 }

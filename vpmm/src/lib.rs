@@ -30,7 +30,7 @@
 //! | `arena`, `lock` | storage of nodes; locks for short sections (no driver) |
 //! | `fence` | what streams still have to finish (no driver) |
 //! | `region` | the map of addresses and its trees (no driver) |
-//! | `stats`, `layout`, `memory_map` | what a pool holds, and where |
+//! | `stats`, `layout`, `memory_map`, `snapshot` | what a pool holds, and where |
 //! | `error` | failures |
 //! | `fork` | what a child of the process finds |
 //! | `driver` | the driver's functions; all calls into it |
@@ -80,6 +80,7 @@ mod region;
 mod reservation;
 pub mod resource;
 mod sharing;
+pub mod snapshot;
 mod stats;
 mod stream;
 mod units;

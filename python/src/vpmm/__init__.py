@@ -35,11 +35,14 @@ from ._pool import (
     device_count,
     device_memory,
     forget_stream,
+    keep_stream,
     reset_peaks,
     statistics,
     trim,
 )
 from ._profile import Record, forget_records, profile, records, report
+from ._sleep import resume, suspend, tag
+from ._snapshot import record_history, snapshot
 
 __all__ = [
     "ContextLostError",
@@ -67,11 +70,17 @@ __all__ = [
     "device_memory",
     "forget_records",
     "forget_stream",
+    "keep_stream",
     "profile",
+    "record_history",
     "records",
     "report",
     "reset_peaks",
+    "resume",
+    "snapshot",
     "statistics",
+    "suspend",
+    "tag",
     "trim",
 ]
 

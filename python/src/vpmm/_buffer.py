@@ -30,7 +30,8 @@ def _raw(stream: Any) -> int:
     raise TypeError(f"{stream!r} is no stream")
 
 
-def _free(device: int, pointer: int, stream: int) -> None:
+def _free(device: int, pointer: int, stream: int, keeps: Any) -> None:
+    """`keeps` is the stream as its owner knows it, which must not end before."""
     call(lib.vpmm_process_free, device, handle(pointer), handle(stream))
 
 
@@ -38,8 +39,8 @@ class DeviceBuffer:
     """Bytes on a device, from the process's pool: freed on their stream when the buffer goes.
 
     NumPy, CuPy, Numba and PyTorch take it for an array of bytes, by ``__cuda_array_interface__`` and
-    DLPack, without a copy. A stream is a number (a ``cudaStream_t``), or an object of those libraries; it
-    must outlive the buffer.
+    DLPack, without a copy. A stream is a number (a ``cudaStream_t``), or an object of those libraries,
+    which the buffer then keeps; one given as a number must outlive the buffer.
 
     >>> buffer = DeviceBuffer.from_bytes(b"abc")
     >>> buffer.to_bytes()
@@ -49,11 +50,11 @@ class DeviceBuffer:
     def __init__(self, size: int, *, stream: Any = None, device: int = 0):
         if size < 0:
             raise ValueError(f"a buffer of {size} bytes")
-        self._size, self._device, self._keeps = size, device, stream
+        self._size, self._device = size, device
         self._stream = _raw(stream)
         made = answer("void *", lib.vpmm_process_malloc, device, size, handle(self._stream))
         self._pointer = address(made)
-        self._end = weakref.finalize(self, _free, device, self._pointer, self._stream)
+        self._end = weakref.finalize(self, _free, device, self._pointer, self._stream, stream)
         # The driver takes everything back when the process ends.
         self._end.atexit = False
 
@@ -158,9 +159,8 @@ class DeviceBuffer:
 
     def free(self) -> None:
         """Frees it now, once everything enqueued on its stream has finished."""
-        if self._end.detach():
-            pointer, self._pointer, self._size = self._pointer, 0, 0
-            _free(self._device, pointer, self._stream)
+        self._pointer = self._size = 0
+        self._end()
 
     def __enter__(self) -> DeviceBuffer:
         return self

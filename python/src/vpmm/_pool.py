@@ -298,7 +298,13 @@ def trim(keep: int | str = 0, device: int = 0) -> int:
     return Pool.of_process(device).trim(keep)
 
 
+def keep_stream(stream: int, device: int = 0) -> None:
+    """Says that a stream (a ``cudaStream_t`` as a number) lasts until :func:`forget_stream`: the process's
+    pools then serve it without asking the driver about it, and without an event at each free."""
+    call(lib.vpmm_process_keep_stream, device, handle(stream))
+
+
 def forget_stream(stream: int, device: int = 0) -> bool:
-    """Says that a stream which the process's pools were given is about to be destroyed; answers whether
-    they knew it. Frameworks keep their own streams, so this is for streams made by hand."""
+    """Says that a stream which was kept is about to be destroyed; answers whether the process's pools knew
+    it."""
     return bool(answer("uint32_t", lib.vpmm_process_forget_stream, device, handle(stream)))

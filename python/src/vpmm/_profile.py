@@ -108,7 +108,7 @@ def report() -> str:
 
     def line(row: tuple[str, ...]) -> str:
         cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         return "  ".join(cells)
 
     return "\n".join(line(row) for row in (head, *rows))

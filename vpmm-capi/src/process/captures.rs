@@ -120,3 +120,103 @@ pub(super) fn open_to(device: u32, stream: StreamHandle) -> Result<(), Failure> 
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::c_void;
+
+    use cuda_sys::types::{CUresult, CUstreamCaptureMode};
+    use vpmm_core::{Device, Stream, StreamHandle};
+
+    use super::Filter;
+    use crate::process::{self, Life};
+
+    /// As PyTorch asks: whether the stream captures.
+    struct Captures(Device);
+
+    impl Filter for Captures {
+        fn takes(&self, stream: *mut c_void) -> bool {
+            // SAFETY: the test's streams are alive.
+            let handle = unsafe { StreamHandle::from_raw(stream.cast()) };
+            // SAFETY: as above.
+            unsafe { Stream::passing(&self.0, handle) }.is_capturing().unwrap()
+        }
+    }
+
+    fn allocate(stream: &Stream) -> u64 {
+        // SAFETY: the stream lasts as long as the test, which forgets it.
+        let made = unsafe { process::allocate(0, 1 << 20, raw(stream), Life::Lasts) };
+        made.map_err(|failure| failure.text().to_owned()).unwrap().addr() as u64
+    }
+
+    fn free(address: u64, stream: &Stream) {
+        let pointer = std::ptr::without_provenance_mut(address as usize);
+        // SAFETY: allocated above, and used by nothing.
+        let freed = unsafe { process::free(0, pointer, raw(stream), Life::Lasts) };
+        freed.map_err(|failure| failure.text().to_owned()).unwrap();
+    }
+
+    fn raw(stream: &Stream) -> *mut c_void {
+        stream.handle().raw().cast()
+    }
+
+    fn ok(answer: CUresult) {
+        assert_eq!(answer, CUresult::CUDA_SUCCESS);
+    }
+
+    /// The requests of a stream while it captures come from the graph's pool, whether the stream was
+    /// seen before or not; those before, after and beside do not.
+    #[test]
+    fn requests_in_a_capture_are_the_graphs() {
+        process::use_simulator();
+        let pool = process::pool(0).map_err(|failure| failure.text().to_owned()).unwrap();
+        let device = pool.device();
+        let driver = device.driver().raw();
+        let (begin, end) =
+            (driver.cuStreamBeginCapture_v2.unwrap(), driver.cuStreamEndCapture.unwrap());
+        let (known, new, beside) =
+            (device.stream().unwrap(), device.stream().unwrap(), device.stream().unwrap());
+        let of_graph = |address: u64| {
+            let segments = pool.snapshot();
+            let holds = |at: u64, bytes: u64| address >= at && address < at + bytes;
+            let segment = segments.iter().find(|segment| holds(segment.address, segment.bytes));
+            segment.unwrap().heap != vpmm_core::snapshot::HeapName::Main
+        };
+        let before = allocate(&known);
+        for (turn, stream) in [&known, &new].into_iter().enumerate() {
+            let number = (9, turn as u64);
+            super::begin(pool, number, Box::new(Captures(device.clone()))).ok().unwrap();
+            let early = allocate(stream);
+            free(early, stream);
+            assert!(!of_graph(early), "it does not capture yet");
+            let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+            // SAFETY: a live stream of the simulator's.
+            ok(unsafe { begin(stream.handle().raw(), mode) });
+            let inside = allocate(stream);
+            assert!(of_graph(inside));
+            let other = allocate(&beside);
+            assert!(!of_graph(other), "another stream's");
+            free(other, &beside);
+            free(inside, stream);
+            assert_eq!(allocate(stream), inside, "freed in the capture, it serves it again");
+            let mut graph = std::ptr::null_mut();
+            // SAFETY: as above; the pointer is to a live handle.
+            ok(unsafe { end(stream.handle().raw(), &mut graph) });
+            // SAFETY: made just now.
+            ok(unsafe { driver.cuGraphDestroy.unwrap()(graph) });
+            super::end(0, number).ok().unwrap();
+            let late = allocate(stream);
+            assert!(!of_graph(late), "the capture is over");
+            free(late, stream);
+            free(inside, stream);
+            super::release(0, number).ok().unwrap();
+            assert!(super::release(0, number).is_err() && super::end(0, number).is_err());
+        }
+        free(before, &known);
+        for stream in [&known, &new, &beside] {
+            assert!(super::super::streams::forget(0, raw(stream)));
+        }
+        assert_eq!(pool.stats().live_count, 0);
+        pool.validate().unwrap();
+    }
+}

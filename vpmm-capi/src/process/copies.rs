@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use vpmm_core::{DevicePtr, Stream};
+use vpmm_core::{DevicePtr, Stream, StreamHandle};
 
 use super::{pool, streams};
 use crate::guard::{Failure, guard};
@@ -12,28 +12,23 @@ fn address(pointer: *mut c_void) -> DevicePtr {
     DevicePtr::from_address(pointer.addr() as u64)
 }
 
-/// A stream as a value, adopted if it was not before.
+/// A stream as a value.
 ///
 /// # Safety
-/// The stream is alive, and lasts until it is forgotten.
+/// The stream is of the device, and alive while the value is used.
 unsafe fn stream(device: u32, raw: *mut c_void) -> Result<Stream, Failure> {
-    let pool = pool(device)?;
-    let device = pool.device();
-    if streams::known(device, raw).is_none() {
+    let device = pool(device)?.device();
+    Ok(streams::known(device, raw).unwrap_or_else(|| {
         // SAFETY: the caller vouches for it.
-        unsafe { streams::adopt(device, pool, raw) }?;
-    }
-    streams::known(device, raw).ok_or_else(|| {
-        let text = "the stream captures a graph, or too many streams are in use";
-        Failure::new(vpmm_status::VPMM_BAD_STREAM, text)
-    })
+        unsafe { Stream::passing(device, StreamHandle::from_raw(raw.cast())) }
+    }))
 }
 
 /// Copies from the host to a device, and waits for it.
 ///
 /// # Safety
-/// Both have so many bytes; the stream lasts as in `vpmm_process_malloc`; who else uses the device's
-/// memory is ordered before or after.
+/// Both have so many bytes; the stream is of the device, and alive; who else uses the device's memory is
+/// ordered before or after.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_process_upload(
     device: u32,
@@ -115,7 +110,7 @@ pub unsafe extern "C" fn vpmm_process_fill(
 /// Has what is enqueued on a stream later wait, on the GPU, for what is enqueued on another now.
 ///
 /// # Safety
-/// Both streams are alive, and last as in `vpmm_process_malloc`.
+/// Both streams are of the device, and alive.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_process_wait_for(
     device: u32,
@@ -133,7 +128,7 @@ pub unsafe extern "C" fn vpmm_process_wait_for(
 /// everybody's.
 ///
 /// # Safety
-/// As in `vpmm_process_malloc`.
+/// The stream is of the device, and alive.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_process_synchronize(device: u32, on: *mut c_void) -> vpmm_status {
     // SAFETY: the caller vouches for it.

@@ -5,14 +5,20 @@ mod captures;
 mod copies;
 mod mode;
 mod serve;
+mod snapshot;
 mod streams;
+mod tags;
+mod trace;
 
 pub(crate) use captures::{Filter, begin, end, release};
 pub use copies::{
     vpmm_process_copy, vpmm_process_download, vpmm_process_fill, vpmm_process_synchronize,
     vpmm_process_upload, vpmm_process_wait_for,
 };
-pub(crate) use serve::{allocate, free, record_stream};
+pub(crate) use serve::{Life, allocate, free, record_stream};
+pub use snapshot::vpmm_process_snapshot;
+pub use tags::{vpmm_process_pop_tag, vpmm_process_push_tag};
+pub use trace::{vpmm_process_record_history, vpmm_where};
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -75,6 +81,16 @@ impl Process {
     }
 }
 
+/// For tests: the simulated driver, whatever the environment says, and few addresses.
+#[cfg(test)]
+pub(crate) fn use_simulator() {
+    let mut process = process();
+    process.loaded = Some(Loaded::load(Some("sim")).ok().expect("the simulator"));
+    let initial = vpmm_pool_options::initial(VPMM_EVERY_DEVICE);
+    let options = vpmm_pool_options { limit_bytes: 1 << 30, va_size_bytes: 4 << 30, ..initial };
+    process.options.insert(VPMM_EVERY_DEVICE, options);
+}
+
 /// The pool of a device.
 pub(crate) fn pool(device: u32) -> Result<&'static Pool, Failure> {
     process().pool(device)
@@ -98,13 +114,17 @@ pub(crate) fn limit_to_part(device: u32, part: f64) -> Result<(), Failure> {
     }
     let mut process = process();
     let memory = process.loaded()?.device(device)?.total_memory()?;
-    let bytes = (memory as f64 * part) as u64;
+    // All of it is no limit: a pool with one places memory otherwise.
+    let limit = (part < 1.0).then_some((memory as f64 * part) as u64);
     if let Some(pool) = process.pools.get(&device) {
-        return Ok(pool.limit_to(Some(bytes))?);
+        return Ok(pool.limit_to(limit)?);
     }
     let own = process.options_for(device).unwrap_or(vpmm_pool_options::initial(device));
-    // 0 stands for no limit.
-    process.options.insert(device, vpmm_pool_options { limit_bytes: bytes.max(1), ..own });
+    // 0 stands for no limit; one that was given stays the most.
+    let least =
+        [limit, Some(own.limit_bytes).filter(|bytes| *bytes != 0)].into_iter().flatten().min();
+    let limit_bytes = least.map_or(0, |bytes| bytes.max(1));
+    process.options.insert(device, vpmm_pool_options { limit_bytes, ..own });
     Ok(())
 }
 
@@ -178,11 +198,11 @@ pub unsafe extern "C" fn vpmm_process_pool(device: u32, out: *mut *mut vpmm_pool
     })
 }
 
-/// As `vpmm_malloc`, from the process's pool on a device. The stream counts as lent: it lasts, or
-/// `vpmm_process_forget_stream` is called before it ends.
+/// As `vpmm_malloc`, from the process's pool on a device. Nothing is assumed about how long the stream
+/// lasts, unless `vpmm_process_keep_stream` was called for it.
 ///
 /// # Safety
-/// The stream is alive, and lasts as said; `out` is null or has room for a pointer.
+/// The stream is alive; `out` is null or has room for a pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_process_malloc(
     device: u32,
@@ -195,7 +215,7 @@ pub unsafe extern "C" fn vpmm_process_malloc(
             return Err(Failure::null("out"));
         }
         // SAFETY: the caller vouches for it.
-        let pointer = unsafe { allocate(device, bytes, stream) }?;
+        let pointer = unsafe { allocate(device, bytes, stream, Life::Unknown) }?;
         // SAFETY: the caller vouches for it.
         unsafe { put(out, "out", pointer) }
     })
@@ -204,7 +224,7 @@ pub unsafe extern "C" fn vpmm_process_malloc(
 /// As `vpmm_free`, for memory of the process's pool on a device.
 ///
 /// # Safety
-/// As `vpmm_free`; the stream lasts as in `vpmm_process_malloc`.
+/// As `vpmm_free`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_process_free(
     device: u32,
@@ -212,12 +232,27 @@ pub unsafe extern "C" fn vpmm_process_free(
     stream: *mut c_void,
 ) -> vpmm_status {
     // SAFETY: the caller vouches for it.
-    guard(|| unsafe { free(device, pointer, stream) })
+    guard(|| unsafe { free(device, pointer, stream, Life::Unknown) })
 }
 
-/// Says that a stream which the process's pools were given is about to end. They then know no stream
-/// by that handle; `known`, which may be null, says whether they did. For the streams that a framework
-/// makes and keeps it is not needed.
+/// Says that a stream lasts until `vpmm_process_forget_stream`: the process's pools serve it without a
+/// driver call from then on. PyTorch's requests do so by themselves, as its streams last as long as the
+/// process.
+///
+/// # Safety
+/// The stream is alive, and lasts as said.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_process_keep_stream(device: u32, stream: *mut c_void) -> vpmm_status {
+    guard(|| {
+        let pool = pool(device)?;
+        // SAFETY: the caller vouches for it.
+        unsafe { streams::adopt(pool.device(), pool, stream) }?;
+        Ok(())
+    })
+}
+
+/// Says that a stream which was kept is about to end. The process's pools then know no stream by that
+/// handle; `known`, which may be null, says whether they did.
 ///
 /// # Safety
 /// The stream is alive, and no other thread is in a call with it; `known` is null or has room for a
@@ -241,12 +276,12 @@ pub unsafe extern "C" fn vpmm_process_forget_stream(
 /// As `vpmm_record_stream`, for memory of any of the process's pools.
 ///
 /// # Safety
-/// The stream is alive, and lasts as in `vpmm_process_malloc`.
+/// The stream is alive.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_process_record_stream(
     pointer: *mut c_void,
     stream: *mut c_void,
 ) -> vpmm_status {
     // SAFETY: the caller vouches for it.
-    guard(|| unsafe { record_stream(pointer, stream) })
+    guard(|| unsafe { record_stream(pointer, stream, Life::Unknown) })
 }

@@ -10,6 +10,8 @@ pub(crate) enum Mode {
     Capturing = 1,
     /// What is done is written down.
     Tracing = 2,
+    /// Some thread's requests have a tag.
+    Tagging = 4,
 }
 
 static MODES: AtomicU32 = AtomicU32::new(0);

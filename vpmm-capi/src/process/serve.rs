@@ -7,7 +7,8 @@ use std::ptr;
 use vpmm_core::{DevicePtr, Error, Pool, StreamHandle};
 
 use super::mode::{self, Mode};
-use super::{captures, streams};
+use super::trace::{self, Action};
+use super::{captures, streams, tags};
 use crate::guard::Failure;
 
 /// A device address, as CUDA's own functions give it.
@@ -21,15 +22,26 @@ fn address(pointer: *mut c_void) -> DevicePtr {
     DevicePtr::from_address(pointer.addr() as u64)
 }
 
+/// What is known of how long a stream lasts.
+#[derive(Clone, Copy)]
+pub(crate) enum Life {
+    /// Until it is forgotten: it is kept, and served without a driver call.
+    Lasts,
+    /// It may end at any time: each call asks the driver about it, each free records an event; unless it
+    /// is kept already.
+    Unknown,
+}
+
 /// Allocates from the process's pool on a device. 0 bytes give null.
 ///
 /// # Safety
-/// The stream is alive, and lasts until it is forgotten.
+/// The stream is alive, and lasts as `life` says.
 #[inline(always)]
 pub(crate) unsafe fn allocate(
     device: u32,
     bytes: usize,
     stream: *mut c_void,
+    life: Life,
 ) -> Result<*mut c_void, Failure> {
     if let Some(entry) = streams::find(device, stream)
         && mode::is_plain()
@@ -40,7 +52,7 @@ pub(crate) unsafe fn allocate(
         };
     }
     // SAFETY: the caller vouches for it.
-    unsafe { allocate_slowly(device, bytes, stream) }
+    unsafe { allocate_slowly(device, bytes, stream, life) }
 }
 
 #[cold]
@@ -58,16 +70,22 @@ fn refused(error: Error) -> Result<*mut c_void, Failure> {
 unsafe fn resolve(
     device: u32,
     stream: *mut c_void,
+    life: Life,
 ) -> Result<(&'static Pool, StreamHandle), Failure> {
     if let Some(entry) = streams::find(device, stream) {
         return Ok((entry.pool, entry.stream));
     }
     let pool = super::pool(device)?;
-    // SAFETY: the caller vouches for it.
-    Ok((pool, unsafe { streams::adopt(pool.device(), pool, stream) }?))
+    let handle = match life {
+        // SAFETY: the caller vouches for it.
+        Life::Lasts => unsafe { streams::adopt(pool.device(), pool, stream) }?,
+        // SAFETY: the caller vouches for it.
+        Life::Unknown => unsafe { StreamHandle::from_raw(stream.cast()) },
+    };
+    Ok((pool, handle))
 }
 
-/// A stream's first request, or one beside a capture or a trace.
+/// A stream's first request, or one beside a capture, a trace or tags.
 ///
 /// # Safety
 /// As in [`allocate`].
@@ -77,16 +95,32 @@ unsafe fn allocate_slowly(
     device: u32,
     bytes: usize,
     stream: *mut c_void,
+    life: Life,
 ) -> Result<*mut c_void, Failure> {
     // SAFETY: the caller vouches for it.
-    let (pool, stream) = unsafe { resolve(device, stream) }?;
+    let (pool, stream) = unsafe { resolve(device, stream, life) }?;
     if mode::is(Mode::Capturing) {
         captures::open_to(device, stream)?;
     }
-    match pool.malloc(bytes, stream) {
-        Ok(ptr) => Ok(pointer(ptr)),
-        Err(error) => refused(error),
+    let request = || match tags::current().filter(|_| mode::is(Mode::Tagging)) {
+        Some(tag) => pool.tagged(&tag)?.malloc(bytes, stream),
+        None => pool.malloc(bytes, stream),
+    };
+    if !mode::is(Mode::Tracing) {
+        return request().map(pointer).or_else(refused);
     }
+    let (at, raw) = (trace::place(), stream.raw().addr() as u64);
+    let made = request();
+    match &made {
+        Ok(ptr) => trace::note(Action::Alloc, device, ptr.address(), bytes as u64, raw, at),
+        Err(error) if error.is_out_of_memory() => {
+            let stats = pool.stats();
+            let free = stats.free_bytes() + stats.cached_bytes;
+            trace::note(Action::OutOfMemory, device, free, bytes as u64, raw, at);
+        }
+        Err(_) => {}
+    }
+    made.map(pointer).or_else(refused)
 }
 
 /// Frees memory of the process's pool on a device. Null is nothing.
@@ -99,6 +133,7 @@ pub(crate) unsafe fn free(
     device: u32,
     pointer: *mut c_void,
     stream: *mut c_void,
+    life: Life,
 ) -> Result<(), Failure> {
     if let Some(entry) = streams::find(device, stream)
         && mode::is_plain()
@@ -107,7 +142,7 @@ pub(crate) unsafe fn free(
         return Ok(());
     }
     // SAFETY: the caller vouches for it.
-    unsafe { free_slowly(device, pointer, stream) }
+    unsafe { free_slowly(device, pointer, stream, life) }
 }
 
 /// # Safety
@@ -118,16 +153,26 @@ unsafe fn free_slowly(
     device: u32,
     pointer: *mut c_void,
     stream: *mut c_void,
+    life: Life,
 ) -> Result<(), Failure> {
     if pointer.is_null() {
         return Ok(());
     }
     // SAFETY: the caller vouches for it.
-    let (pool, stream) = unsafe { resolve(device, stream) }?;
+    let (pool, stream) = unsafe { resolve(device, stream, life) }?;
     if mode::is(Mode::Capturing) {
         captures::open_to(device, stream)?;
     }
-    Ok(pool.free(address(pointer), stream)?)
+    let at = address(pointer);
+    if !mode::is(Mode::Tracing) {
+        return Ok(pool.free(at, stream)?);
+    }
+    let bytes = pool.allocation(at.address()).map_or(0, |allocation| allocation.bytes);
+    let place = trace::place();
+    // Before it is freed: from there on another thread may get, and note, the same address.
+    let raw = stream.raw().addr() as u64;
+    trace::note(Action::FreeCompleted, device, at.address(), bytes, raw, place);
+    Ok(pool.free(at, stream)?)
 }
 
 /// Notes that an allocation of any of the process's pools is used on a further stream.
@@ -137,6 +182,7 @@ unsafe fn free_slowly(
 pub(crate) unsafe fn record_stream(
     pointer: *mut c_void,
     stream: *mut c_void,
+    life: Life,
 ) -> Result<(), Failure> {
     if pointer.is_null() {
         return Ok(());
@@ -149,6 +195,6 @@ pub(crate) unsafe fn record_stream(
         return Err(Error::ForeignPointer { address: at.address() }.into());
     };
     // SAFETY: the caller vouches for it.
-    let (_, stream) = unsafe { resolve(pool.device().ordinal(), stream) }?;
+    let (_, stream) = unsafe { resolve(pool.device().ordinal(), stream, life) }?;
     Ok(pool.record_stream(at, stream)?)
 }

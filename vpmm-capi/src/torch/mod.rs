@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cxx::{CxxFilter, MempoolId, StdFunction, throw};
 
 use crate::guard::Failure;
-use crate::process;
+use crate::process::{self, Life};
 use crate::status::vpmm_status;
 
 /// Frees that failed and are told of.
@@ -59,8 +59,9 @@ fn throw_other(what: &str, failure: Failure) {
 #[cold]
 #[inline(never)]
 fn tell_failed_free(pointer: *mut c_void, device: c_int, failure: &Failure) {
-    // When the process ends the driver may go before the last tensors do.
-    if failure.status() == vpmm_status::VPMM_CONTEXT_LOST {
+    // When the process ends the driver may go before the last tensors do; in a child of the process
+    // memory is the parent's.
+    if matches!(failure.status(), vpmm_status::VPMM_CONTEXT_LOST | vpmm_status::VPMM_FORKED) {
         return;
     }
     if FAILED_FREES.fetch_add(1, Ordering::Relaxed) < MOST_TOLD {
@@ -80,7 +81,9 @@ pub unsafe extern "C-unwind" fn vpmm_torch_alloc(
     stream: *mut c_void,
 ) -> *mut c_void {
     // What is negative is no device, and no size either. SAFETY: the caller vouches for it.
-    match guarded(|| unsafe { process::allocate(device as u32, size as usize, stream) }) {
+    match guarded(|| unsafe {
+        process::allocate(device as u32, size as usize, stream, Life::Lasts)
+    }) {
         Ok(pointer) => pointer,
         Err(failure) => throw_refusal(size, device, failure),
     }
@@ -100,7 +103,8 @@ pub unsafe extern "C" fn vpmm_torch_free(
     // The pool knows it.
     let _ = size;
     // SAFETY: the caller vouches for it.
-    if let Err(failure) = guarded(|| unsafe { process::free(device as u32, pointer, stream) }) {
+    let done = guarded(|| unsafe { process::free(device as u32, pointer, stream, Life::Lasts) });
+    if let Err(failure) = done {
         tell_failed_free(pointer, device, &failure);
     }
 }
@@ -192,7 +196,8 @@ pub unsafe extern "C-unwind" fn vpmm_torch_record_stream(
     stream: *mut c_void,
 ) {
     // SAFETY: the caller vouches for it.
-    if let Err(failure) = guarded(|| unsafe { process::record_stream(pointer, stream) }) {
+    let done = guarded(|| unsafe { process::record_stream(pointer, stream, Life::Lasts) });
+    if let Err(failure) = done {
         throw_other("record_stream", failure);
     }
 }

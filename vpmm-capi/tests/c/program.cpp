@@ -30,6 +30,14 @@ int main() {
   pool.free(pointer, stream.get());
   MUST(pool.stats().live_count == 0);
   MUST(!pool.layout().empty());
+  MUST(pool.snapshot().find("\"state\":\"inactive\"") != std::string::npos);
+  pool.limit_to(2 << 20);
+  try {
+    pool.malloc(30 << 20, stream.get());
+    MUST(false);
+  } catch (const vpmm::out_of_memory&) {
+  }
+  pool.limit_to(0);
   try {
     pool.free(reinterpret_cast<void*>(0x1000), stream.get());
     MUST(false);

@@ -11,6 +11,7 @@ use crate::layout::Layout;
 use crate::location::Access;
 use crate::memory_map::FreePiece;
 use crate::ordering::Mark;
+use crate::snapshot::Segment;
 use crate::stats::Stats;
 use crate::units::DevicePtr;
 use crate::validate::Violation;
@@ -83,6 +84,10 @@ impl Heap for Core {
 
     fn layout(&self) -> Layout {
         self.layout()
+    }
+
+    fn snapshot(&self) -> Vec<Segment> {
+        self.snapshot()
     }
 
     fn validate(&self) -> Result<(), Violation> {

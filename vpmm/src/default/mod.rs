@@ -47,6 +47,7 @@ mod report;
 mod shard;
 mod shared;
 mod sleep;
+mod snapshot;
 mod space;
 mod tags;
 mod teardown;

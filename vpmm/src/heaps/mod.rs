@@ -37,6 +37,7 @@ use crate::event::{BesideCaptures, Event};
 use crate::heap::{Beside, Heap};
 use crate::location::Access;
 use crate::ordering::{Mark, PendingPolicy, Reuse};
+use crate::snapshot::{HeapName, Segment};
 use crate::stats::Stats;
 use crate::units::DevicePtr;
 use crate::validate::Violation;
@@ -136,6 +137,24 @@ impl Heaps {
             core.set_beside(beside);
         }
         heaps
+    }
+
+    /// Every segment of every heap.
+    pub(crate) fn snapshot(&self) -> Vec<Segment> {
+        let mut segments = self.main.snapshot();
+        let mut graphs = 0;
+        for member in self.members() {
+            let heap = match &member {
+                Member::Graph(_) => {
+                    graphs += 1;
+                    HeapName::Graph(graphs - 1)
+                }
+                Member::Tagged(heap) => HeapName::Tagged(heap.tag().to_owned()),
+            };
+            let of_heap = member.core().snapshot().into_iter();
+            segments.extend(of_heap.map(|segment| Segment { heap: heap.clone(), ..segment }));
+        }
+        segments
     }
 
     /// Changes the limit of all heaps together, to at most the one that the pool was made with.

@@ -13,6 +13,7 @@ use crate::location::Access;
 use crate::memory_map::FreePiece;
 use crate::ordering::Mark;
 use crate::region::State;
+use crate::snapshot::Segment;
 use crate::stats::Stats;
 use crate::units::DevicePtr;
 use crate::validate::Violation;
@@ -85,6 +86,10 @@ impl Heap for PagedPool {
 
     fn layout(&self) -> Layout {
         self.layout()
+    }
+
+    fn snapshot(&self) -> Vec<Segment> {
+        self.snapshot()
     }
 
     fn validate(&self) -> Result<(), Violation> {

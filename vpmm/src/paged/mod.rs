@@ -26,6 +26,7 @@ mod remap;
 mod report;
 mod shared;
 mod small;
+mod snapshot;
 mod space;
 mod trim;
 mod uses;

@@ -25,6 +25,7 @@ use crate::layout::Layout;
 use crate::location::Location;
 use crate::out_of_memory::WaitPolicy;
 use crate::paged::{PagedConfig, PagedPool};
+use crate::snapshot::Segment;
 use crate::stats::Stats;
 use crate::units::DevicePtr;
 use crate::validate::Violation;
@@ -328,6 +329,38 @@ impl Pool {
         match self.check_process() {
             Ok(()) => self.heap().layout(),
             Err(_) => Layout { pieces: Vec::new() },
+        }
+    }
+
+    /// Every segment and block of all the pool's heaps, by heap and address; without small requests of
+    /// the paged profile. For tools: it looks at every block, and requests that have to go beyond their
+    /// front wait meanwhile.
+    ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let sim = cuda_sim::Simulator::builder().build()?;
+    /// # let driver = vpmm::Driver::new(sim.driver())?;
+    /// # let device = driver.device(0)?;
+    /// # let stream = device.stream()?;
+    /// use vpmm::snapshot::BlockState;
+    ///
+    /// let pool = vpmm::Pool::new(&device, &vpmm::PoolConfig::default())?;
+    /// let ptr = pool.malloc(3 << 20, &stream)?;
+    /// let segments = pool.snapshot();
+    /// let live: Vec<_> = segments
+    ///     .iter()
+    ///     .flat_map(|segment| &segment.blocks)
+    ///     .filter(|block| block.state == BlockState::Live)
+    ///     .collect();
+    /// assert_eq!((live[0].address, live[0].bytes), (ptr.address(), 3 << 20));
+    /// # pool.free(ptr, &stream)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn snapshot(&self) -> Vec<Segment> {
+        match self.check_process() {
+            Ok(()) => self.family.heaps.snapshot(),
+            Err(_) => Vec::new(),
         }
     }
 

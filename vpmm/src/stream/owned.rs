@@ -66,6 +66,18 @@ impl Stream {
         Ok(Self::of(device, owner))
     }
 
+    /// A stream of this device that somebody else owns, and that may end at any time after this value's
+    /// last use: to pools it is as its bare handle, so each call asks the driver which stream it is, and
+    /// each free records an event. For [`borrowed`](Self::borrowed) where nobody can say how long the
+    /// stream lasts.
+    ///
+    /// # Safety
+    /// The stream is of the device's primary context, and alive whenever this value or a clone is used.
+    pub unsafe fn passing(device: &Device, handle: StreamHandle) -> Self {
+        let handle = StreamHandle::foreign(handle.raw());
+        Self { handle, device: device.clone(), owner: None }
+    }
+
     /// The legacy default stream of a device: [`StreamHandle::LEGACY`].
     pub fn legacy(device: &Device) -> Self {
         Self { handle: StreamHandle::LEGACY, device: device.clone(), owner: None }

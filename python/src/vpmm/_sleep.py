@@ -1,0 +1,62 @@
+"""Memory that is given to the device for a while, and comes back at the same addresses."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from ._buffer import _raw
+from ._library import NULL, answer, call, ffi, handle, lib
+from ._pool import Pool
+
+_CONTENTS = {"discard": 0, "keep": 1, "keep buffers": 2}
+_SAVE = 3
+
+
+@contextlib.contextmanager
+def tag(name: str) -> Iterator[None]:
+    """What this thread allocates from the process's pools in the block, by whichever library, can be
+    suspended by this name.
+
+    >>> with vpmm.tag("weights"):
+    ...     model.cuda()
+    >>> vpmm.suspend("weights")        # the GPU's memory is others' now
+    >>> vpmm.resume("weights")         # and back, at the same addresses, with its contents
+    """
+    call(lib.vpmm_process_push_tag, name.encode())
+    try:
+        yield
+    finally:
+        call(lib.vpmm_process_pop_tag)
+
+
+def suspend(
+    name: str,
+    *,
+    contents: str = "keep",
+    path: str | os.PathLike[str] | None = None,
+    stream: Any = None,
+    device: int = 0,
+) -> int:
+    """Gives all memory with a tag back to the device. Addresses stay as they are, but nothing may use them
+    until :func:`resume`. All work that uses the memory must come before on the stream, which is waited for.
+
+    ``contents``: ``"keep"`` in page-locked memory of the host, ``"keep buffers"`` the same, with that memory
+    kept for the next time, or ``"discard"``. With a ``path`` they are written to that file instead.
+    Answers the bytes that the device has again.
+    """
+    if contents not in _CONTENTS:
+        raise ValueError(f"contents cannot be {contents!r}; known: {', '.join(_CONTENTS)}")
+    way = _CONTENTS[contents] if path is None else _SAVE
+    file = NULL if path is None else ffi.new("char[]", os.fsencode(path))
+    pool, on = Pool.of_process(device)._handle, handle(_raw(stream))
+    return answer("uint64_t", lib.vpmm_suspend, pool, name.encode(), on, way, file)
+
+
+def resume(name: str, *, empty: bool = False, stream: Any = None, device: int = 0) -> int:
+    """Brings memory with a tag back, with what it held; with ``empty`` that is given up. Work enqueued on the
+    stream afterwards finds it there; other streams must be ordered after. Answers its bytes."""
+    pool, on = Pool.of_process(device)._handle, handle(_raw(stream))
+    return answer("uint64_t", lib.vpmm_resume, pool, name.encode(), on, empty)

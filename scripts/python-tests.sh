@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Builds the Python package into a virtual environment of its own and runs its tests on the simulated
+# device. Installs maturin, cffi, distributed (Dask), numpy and pytest there, from the package index.
+#
+#     scripts/python-tests.sh [ARGUMENTS FOR PYTEST]
+#
+# Without a Python of 3.10 or newer it says so, and is done.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if ! python3 -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+    echo 'skipped: no Python of 3.10 or newer with venv'
+    exit 0
+fi
+
+export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
+environment=$CARGO_TARGET_DIR/python
+packages=('maturin>=1.9,<2' 'cffi>=1.15' distributed numpy pytest)
+# The stamp says what is there.
+if [[ $(cat "$environment/.packages" 2>/dev/null) != "${packages[*]}" ]]; then
+    rm -rf "$environment"
+    python3 -m venv "$environment"
+    "$environment/bin/pip" install --quiet --disable-pip-version-check "${packages[@]}"
+    echo "${packages[*]}" >"$environment/.packages"
+fi
+export PATH=$environment/bin:$PATH
+
+# With the settings of the tests of the C ABI, so that cargo has built most of it before.
+export MATURIN_PEP517_ARGS='--profile dev' CARGO_PROFILE_DEV_OPT_LEVEL=1
+pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall ./python
+cd python
+VPMM_DEVICE=sim python -m pytest tests "$@"
