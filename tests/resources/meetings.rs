@@ -99,10 +99,10 @@ fn streams_that_go_on_asking_each_other_ask_for_many_blocks_at_a_time() {
         let asked = ["cuEventRecord", "cuEventQuery", "cuStreamWaitEvent"];
         for name in asked {
             let count = calls.count(name);
-            assert!(count <= PAIRS / 8, "{count} calls of {name} for {PAIRS} blocks");
+            assert!(count <= PAIRS / 16, "{count} calls of {name} for {PAIRS} blocks");
         }
-        // What that costs in memory: 16 blocks of slack, and what is made at once.
-        assert!(blocks.held_bytes() <= Some((8 + 16 + 8) * MIB), "{:?}", blocks.held_bytes());
+        // What that costs in memory: 32 blocks of slack, and what is made at once.
+        assert!(blocks.held_bytes() <= Some((8 + 32 + 8) * MIB), "{:?}", blocks.held_bytes());
         watched.assert_intact();
     }
 }

@@ -274,7 +274,7 @@ impl Core {
         self.end_free(ptr, freed)
     }
 
-    #[inline]
+    #[inline(always)]
     fn end_free(&self, ptr: DevicePtr, freed: Freed) -> Result<()> {
         match freed {
             Freed::Done { due: None } => {}

@@ -377,7 +377,7 @@ impl Books {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn leave_caller(&mut self, found: Found) {
         self.live.remove_entry(found);
         let block = self.arena.get(found.node);

@@ -64,7 +64,7 @@ impl Default for FixedSizeConfig {
 /// Streams are treated as by [`CoalescingPool`](super::CoalescingPool): a stream's own blocks are its own
 /// at once, the latest first, without a driver call and without a lock that other streams use. What other
 /// streams have freed is asked about when it is needed, and taken over with a wait on the GPU. Streams that
-/// go on asking each other get some slack for it: up to 16 blocks, and 64 MiB, of others' may then
+/// go on asking each other get some slack for it: up to 32 blocks, and 128 MiB, of others' may then
 /// be left alone and as much be taken from upstream instead, so that one question serves for many blocks.
 /// Every wrong free is found. Memory goes back to upstream at the drop.
 ///

@@ -16,8 +16,8 @@ use crate::resource::pools::lanes::{Lanes, Named};
 use crate::resource::pools::uses::Uses;
 
 /// Blocks that other streams must have before they are asked about, at most; and their bytes.
-const MOST_WANTED: u64 = 16;
-const MOST_WANTED_BYTES: u64 = 64 << 20;
+const MOST_WANTED: u64 = 32;
+const MOST_WANTED_BYTES: u64 = 128 << 20;
 
 /// After so many questions that found something others must have twice as much.
 const ASKS: u32 = 4;
