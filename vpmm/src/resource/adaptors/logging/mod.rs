@@ -1,5 +1,6 @@
 //! A log of every call.
 
+mod digits;
 mod row;
 mod sink;
 mod time;
@@ -73,6 +74,7 @@ pub struct Logging<R> {
     upstream: R,
     format: LogFormat,
     sinks: Vec<Sink>,
+    /// Of [`LogFormat::Full`].
     live: AtomicU64,
 }
 
@@ -139,6 +141,28 @@ impl<R: MemoryResource> Logging<R> {
         flushed.map_err(|error| Error::LogFile(Arc::new(error)))
     }
 
+    #[inline]
+    fn is_full(&self) -> bool {
+        self.format == LogFormat::Full
+    }
+
+    /// Live bytes are counted where they are shown: an atomic operation for each row.
+    #[inline]
+    fn count(&self, bytes: usize) {
+        if self.is_full() {
+            self.live.fetch_add(bytes as u64, Ordering::Relaxed);
+        }
+    }
+
+    #[inline]
+    fn discount(&self, bytes: usize) {
+        if self.is_full() {
+            let less = |live: u64| Some(live.saturating_sub(bytes as u64));
+            // Never refused: the closure always has an answer.
+            let _ = self.live.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+        }
+    }
+
     fn log(&self, row: Row<'_>) {
         match self.format {
             LogFormat::Rmm => self.write(row.rmm().text()),
@@ -157,12 +181,12 @@ impl<R: MemoryResource> Logging<R> {
 
 impl<R: MemoryResource> MemoryResource for Logging<R> {
     fn allocate(&self, bytes: usize, align: usize, stream: StreamHandle) -> Result<DevicePtr> {
-        let start = (self.format == LogFormat::Full).then(Instant::now);
+        let start = self.is_full().then(Instant::now);
         let result = self.upstream.allocate(bytes, align, stream);
         let nanoseconds = start.map(|start| start.elapsed().as_nanos() as u64);
         let (action, ptr) = match &result {
             Ok(ptr) => {
-                self.live.fetch_add(bytes as u64, Ordering::Relaxed);
+                self.count(bytes);
                 (Action::Allocate, *ptr)
             }
             Err(_) => (Action::AllocateFailure, DevicePtr::NULL),
@@ -179,9 +203,7 @@ impl<R: MemoryResource> MemoryResource for Logging<R> {
         align: usize,
         stream: StreamHandle,
     ) -> Result<()> {
-        let less = |live: u64| Some(live.saturating_sub(bytes as u64));
-        // Never refused: the closure always has an answer.
-        let _ = self.live.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+        self.discount(bytes);
         let row = Row {
             action: Action::Free,
             ptr,
@@ -194,7 +216,7 @@ impl<R: MemoryResource> MemoryResource for Logging<R> {
         self.log(row);
         let result = self.upstream.deallocate(ptr, bytes, align, stream);
         if let Err(error) = &result {
-            self.live.fetch_add(bytes as u64, Ordering::Relaxed);
+            self.count(bytes);
             // It is still allocated: so must it be for whoever replays the log.
             self.log(Row { action: Action::Allocate, failure: Some(error), ..row });
         }
@@ -203,7 +225,7 @@ impl<R: MemoryResource> MemoryResource for Logging<R> {
 
     fn describe(&self) -> Description {
         let mut description = Description::new("logging");
-        if self.format == LogFormat::Full {
+        if self.is_full() {
             description = description.with("format", "full");
         }
         for sink in &self.sinks {

@@ -5,67 +5,63 @@ use std::fmt::Write as _;
 use smallvec::SmallVec;
 
 use super::LogFormat;
-use super::time::{Now, thread_number, two_digits};
+use super::digits::{self, EIGHT_DIGITS};
+use super::time::Now;
 use crate::error::Error;
 use crate::units::DevicePtr;
 
 /// Long enough for every row that has no reason of a failure in it.
 pub(super) type Text = SmallVec<[u8; 256]>;
 
-/// RMM's columns at their longest, and some more.
+/// RMM's columns at their longest, and some more, for texts that are put down longer than they are.
 const COMMON: usize = 128;
 
-/// A line that is being written, without a look at whether there is room: there is.
+/// A line that is being written. There is room: what has none would be left out.
 pub(super) struct Line {
     bytes: [u8; COMMON],
     used: usize,
 }
 
 impl Line {
+    /// The first `used` bytes of a text. All of it is put down, and overwritten by what comes next: a
+    /// copy of a fixed length is a move or two.
     #[inline]
-    fn push(&mut self, byte: u8) {
-        if let Some(place) = self.bytes.get_mut(self.used) {
-            *place = byte;
-            self.used += 1;
+    fn put<const LENGTH: usize>(&mut self, text: [u8; LENGTH], used: usize) {
+        if let Some(place) = self.bytes.get_mut(self.used..self.used + LENGTH) {
+            place.copy_from_slice(&text);
+            self.used += used;
         }
     }
 
     #[inline]
-    fn extend(&mut self, text: &[u8]) {
-        if let Some(place) = self.bytes.get_mut(self.used..self.used + text.len()) {
-            place.copy_from_slice(text);
-            self.used += text.len();
-        }
+    fn extend<const LENGTH: usize>(&mut self, text: &[u8; LENGTH]) {
+        self.put(*text, LENGTH);
     }
 
     #[inline]
     fn decimal(&mut self, number: u64) {
-        let digits = number.checked_ilog10().map_or(1, |log| log as usize + 1);
-        let Some(place) = self.bytes.get_mut(self.used..self.used + digits) else { return };
-        let mut rest = number;
-        // Two digits at a time, from the end: half as many divisions, each of which waits for the last.
-        let mut pairs = place.rchunks_exact_mut(2);
-        for pair in &mut pairs {
-            pair.copy_from_slice(&two_digits((rest % 100) as u8));
-            rest /= 100;
+        let (above, last) = (number / EIGHT_DIGITS, number % EIGHT_DIGITS);
+        if above != 0 {
+            self.long_decimal(above);
+            return self.put(digits::decimal(last), 8);
         }
-        if let [first] = pairs.into_remainder() {
-            *first = b'0' + rest as u8;
-        }
-        self.used += digits;
+        let text = u64::from_le_bytes(digits::decimal(last));
+        // The first digit that is not '0', the last at the latest.
+        let zeros = ((text ^ digits::ZEROS).trailing_zeros() / 8).min(7);
+        self.put((text >> (8 * zeros)).to_le_bytes(), 8 - zeros as usize);
+    }
+
+    /// A number from which eight digits are taken: rare enough for a call.
+    #[inline(never)]
+    fn long_decimal(&mut self, number: u64) {
+        self.decimal(number);
     }
 
     #[inline]
     fn hexadecimal(&mut self, number: u64) {
         self.extend(b"0x");
-        let digits = (64 - number.leading_zeros() as usize).div_ceil(4).max(1);
-        let Some(place) = self.bytes.get_mut(self.used..self.used + digits) else { return };
-        let mut rest = number;
-        for digit in place.iter_mut().rev() {
-            *digit = b"0123456789abcdef"[rest as usize & 15];
-            rest >>= 4;
-        }
-        self.used += digits;
+        let digits = (64 - number.leading_zeros()).div_ceil(4).max(1);
+        self.put(digits::hexadecimal(number << (64 - 4 * digits)), digits as usize);
     }
 
     pub(super) fn text(&self) -> &[u8] {
@@ -79,16 +75,6 @@ pub(super) enum Action {
     Allocate,
     AllocateFailure,
     Free,
-}
-
-impl Action {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Allocate => "allocate",
-            Self::AllocateFailure => "allocate failure",
-            Self::Free => "free",
-        }
-    }
 }
 
 #[derive(Clone, Copy)]
@@ -116,26 +102,26 @@ pub(super) fn header(format: LogFormat) -> &'static [u8] {
 
 impl Row<'_> {
     pub(super) fn rmm(&self) -> Line {
-        let mut line = self.common(&Now::read(), thread_number());
-        line.push(b'\n');
+        let mut line = self.common(&Now::read());
+        line.extend(b"\n");
         line
     }
 
     pub(super) fn full(&self, device: Option<u32>, live: u64, held: Option<u64>) -> Text {
         let now = Now::read();
-        let mut text = Text::from_slice(self.common(&now, thread_number()).text());
+        let mut text = Text::from_slice(self.common(&now).text());
         let mut line = Line { bytes: [0; COMMON], used: 0 };
         let numbers =
             [device.map(u64::from), Some(self.align as u64), Some(live), held, self.nanoseconds];
         for number in numbers {
-            line.push(b',');
+            line.extend(b",");
             if let Some(number) = number {
                 line.decimal(number);
             }
         }
-        line.push(b',');
-        line.extend(&now.date());
-        line.push(b',');
+        line.extend(b",");
+        line.extend(now.second.date());
+        line.extend(b",");
         text.extend_from_slice(line.text());
         if let Some(failure) = self.failure {
             quoted(&mut text, failure);
@@ -145,25 +131,31 @@ impl Row<'_> {
     }
 
     /// RMM's columns.
-    fn common(&self, now: &Now, thread: u64) -> Line {
+    #[inline]
+    fn common(&self, now: &Now) -> Line {
         let mut line = Line { bytes: [0; COMMON], used: 0 };
-        line.decimal(thread);
-        line.push(b',');
-        line.extend(&now.time());
-        line.push(b',');
-        line.extend(self.action.name().as_bytes());
-        line.push(b',');
+        let (beginning, length) = now.second.beginning();
+        line.put(beginning, length);
+        let [_, _, microseconds @ ..] = digits::decimal(u64::from(now.microseconds));
+        line.put::<6>(microseconds, 6);
+        match self.action {
+            Action::Allocate => line.extend(b",allocate,"),
+            Action::AllocateFailure => line.extend(b",allocate failure,"),
+            Action::Free => line.extend(b",free,"),
+        }
         if self.ptr.is_null() {
             line.extend(b"(nil)");
         } else {
             line.hexadecimal(self.ptr.address());
         }
-        line.push(b',');
+        line.extend(b",");
         line.decimal(self.bytes as u64);
-        line.push(b',');
         match self.stream as u64 {
-            0 => line.push(b'0'),
-            handle => line.hexadecimal(handle),
+            0 => line.extend(b",0"),
+            handle => {
+                line.extend(b",");
+                line.hexadecimal(handle);
+            }
         }
         line
     }
@@ -195,7 +187,7 @@ mod tests {
     }
 
     fn common(row: Row<'_>, microseconds: u32) -> String {
-        let line = row.common(&Now::for_tests([1, 45, 56], microseconds), 17733);
+        let line = row.common(&Now::for_tests(17733, [1, 45, 56], microseconds));
         String::from_utf8_lossy(line.text()).into_owned()
     }
 
@@ -230,7 +222,9 @@ mod tests {
             let ten = String::from_utf8_lossy(ten.text()).into_owned();
             (ten, String::from_utf8_lossy(sixteen.text()).into_owned())
         };
-        for number in [0, 1, 9, 10, 15, 16, 255, 256, 1 << 40, u64::MAX - 1, u64::MAX] {
+        let powers = (0..64).map(|power| 1 << power).chain((0..20).map(|power| 10u64.pow(power)));
+        let edges = powers.flat_map(|power: u64| [power - 1, power, power + 1, power / 2 * 3]);
+        for number in edges.chain([u64::MAX - 1, u64::MAX]) {
             assert_eq!(written(number), (number.to_string(), format!("{number:#x}")));
         }
     }
@@ -238,7 +232,7 @@ mod tests {
     #[test]
     fn the_longest_row_has_room() {
         let mut longest = row(Action::AllocateFailure, u64::MAX, usize::MAX, usize::MAX);
-        let line = longest.common(&Now::for_tests([23, 59, 59], 999_999), u64::MAX);
+        let line = longest.common(&Now::for_tests(u64::MAX, [23, 59, 59], 999_999));
         assert_eq!(line.text().split(|byte| *byte == b',').count(), 6);
         assert!(line.used + 1 < COMMON);
         (longest.align, longest.nanoseconds) = (usize::MAX, Some(u64::MAX));

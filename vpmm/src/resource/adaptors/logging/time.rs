@@ -1,33 +1,65 @@
-//! The local time, and the thread's number, for a few nanoseconds each.
+//! The local time, and the thread's number, as a row begins with them.
 
 use std::cell::Cell;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::io::Write as _;
 
 thread_local! {
-    /// The minute that was asked about last: clocks are set by whole minutes.
-    static MINUTE: Cell<Minute> = const { Cell::new(Minute { number: i64::MIN, local: Local::ZERO }) };
-    static THREAD: Cell<u64> = const { Cell::new(0) };
+    /// The second that this thread's last row was of.
+    static SECOND: Cell<Second> = const { Cell::new(Second::NONE) };
 }
 
+/// A second of one thread: all that its rows have in common.
 #[derive(Clone, Copy)]
-struct Minute {
-    /// Minutes since 1970.
+pub(super) struct Second {
+    /// Seconds since 1970.
     number: i64,
-    local: Local,
+    /// `THREAD,HH:MM:SS.`, and how long that is.
+    beginning: [u8; 32],
+    length: usize,
+    /// `YYYY-MM-DD`.
+    date: [u8; 10],
 }
 
-/// A minute of local time.
-#[derive(Clone, Copy)]
+impl Second {
+    const NONE: Self = Self { number: i64::MIN, beginning: [0; 32], length: 0, date: [0; 10] };
+
+    fn new(number: i64, thread: u64, local: &Local) -> Self {
+        let mut second = Self { number, ..Self::NONE };
+        let Local { year, month, day, hour, minute, second: at } = local;
+        let mut rest = &mut second.beginning[..];
+        // At most 20 digits and these ten bytes: there is room, in the date's ten as well.
+        let _ = write!(rest, "{thread},{hour:02}:{minute:02}:{at:02}.");
+        let left = rest.len();
+        second.length = second.beginning.len() - left;
+        let year = year.clamp(&0, &9999);
+        let _ = write!(&mut second.date[..], "{year:04}-{month:02}-{day:02}");
+        second
+    }
+
+    /// `THREAD,HH:MM:SS.`: so many bytes of the text.
+    #[inline]
+    pub(super) fn beginning(&self) -> ([u8; 32], usize) {
+        (self.beginning, self.length)
+    }
+
+    /// `YYYY-MM-DD`.
+    pub(super) fn date(&self) -> &[u8; 10] {
+        &self.date
+    }
+}
+
+/// A second of local time.
 struct Local {
     year: i32,
     month: u8,
     day: u8,
     hour: u8,
     minute: u8,
+    second: u8,
 }
 
 impl Local {
-    const ZERO: Self = Self { year: 1970, month: 1, day: 1, hour: 0, minute: 0 };
+    const ZERO: Self = Self { year: 1970, month: 1, day: 1, hour: 0, minute: 0, second: 0 };
 
     /// Asks the system: what it says of the time zone, summer time included.
     fn of(seconds: i64) -> Self {
@@ -45,119 +77,95 @@ impl Local {
             day: parts.tm_mday as u8,
             hour: parts.tm_hour as u8,
             minute: parts.tm_min as u8,
+            second: parts.tm_sec as u8,
         }
     }
 }
 
 /// A point in time.
 pub(super) struct Now {
-    local: Local,
-    second: u8,
-    microseconds: u32,
+    pub(super) second: Second,
+    pub(super) microseconds: u32,
 }
 
 impl Now {
+    #[inline]
     pub(super) fn read() -> Self {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let seconds = since.as_secs() as i64;
-        let number = seconds.div_euclid(60);
-        let known = MINUTE.try_with(Cell::get).ok().filter(|minute| minute.number == number);
-        let local = known.map_or_else(
-            || {
-                let local = Local::of(seconds);
-                // A thread that is ending asks each time.
-                let _ = MINUTE.try_with(|minute| minute.set(Minute { number, local }));
-                local
-            },
-            |minute| minute.local,
-        );
-        let second = seconds.rem_euclid(60) as u8;
-        Self { local, second, microseconds: since.subsec_micros() }
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: the pointer is to a live value of the right type. Of this clock it does not fail.
+        let _ = unsafe { libc::clock_gettime(libc::CLOCK_REALTIME, &mut time) };
+        let seconds = time.tv_sec;
+        let known = SECOND.try_with(Cell::get).ok().filter(|second| second.number == seconds);
+        let second = known.unwrap_or_else(|| Self::next_second(seconds));
+        Self { second, microseconds: (time.tv_nsec / 1000) as u32 }
     }
 
-    /// `HH:MM:SS.uuuuuu`.
-    pub(super) fn time(&self) -> [u8; 15] {
-        let mut text = *b"00:00:00.000000";
-        let parts = self.microseconds;
-        let (first, middle, last) = (parts / 10_000 % 100, parts / 100 % 100, parts % 100);
-        text[0..2].copy_from_slice(&two_digits(self.local.hour));
-        text[3..5].copy_from_slice(&two_digits(self.local.minute));
-        text[6..8].copy_from_slice(&two_digits(self.second));
-        text[9..11].copy_from_slice(&two_digits(first as u8));
-        text[11..13].copy_from_slice(&two_digits(middle as u8));
-        text[13..15].copy_from_slice(&two_digits(last as u8));
-        text
-    }
-
-    /// `YYYY-MM-DD`.
-    pub(super) fn date(&self) -> [u8; 10] {
-        let mut text = *b"0000-00-00";
-        let year = self.local.year.clamp(0, 9999);
-        text[0..2].copy_from_slice(&two_digits((year / 100) as u8));
-        text[2..4].copy_from_slice(&two_digits((year % 100) as u8));
-        text[5..7].copy_from_slice(&two_digits(self.local.month));
-        text[8..10].copy_from_slice(&two_digits(self.local.day));
-        text
+    #[cold]
+    #[inline(never)]
+    fn next_second(seconds: i64) -> Second {
+        let second = Second::new(seconds, thread_number(), &Local::of(seconds));
+        // A thread that is ending asks each time.
+        let _ = SECOND.try_with(|known| known.set(second));
+        second
     }
 
     #[cfg(test)]
-    pub(super) fn for_tests([hour, minute, second]: [u8; 3], microseconds: u32) -> Self {
-        Self { local: Local { hour, minute, ..Local::ZERO }, second, microseconds }
+    pub(super) fn for_tests(
+        thread: u64,
+        [hour, minute, second]: [u8; 3],
+        microseconds: u32,
+    ) -> Self {
+        let local = Local { hour, minute, second, ..Local::ZERO };
+        Self { second: Second::new(0, thread, &local), microseconds }
     }
-}
-
-/// The digits of every number below 100.
-static PAIRS: [[u8; 2]; 100] = {
-    let (mut pairs, mut number) = ([[0; 2]; 100], 0);
-    while number < 100 {
-        pairs[number] = [b'0' + (number / 10) as u8, b'0' + (number % 10) as u8];
-        number += 1;
-    }
-    pairs
-};
-
-/// The last two digits of a number.
-#[inline]
-pub(super) fn two_digits(number: u8) -> [u8; 2] {
-    PAIRS[usize::from(number % 100)]
 }
 
 /// The system's number of the calling thread.
-pub(super) fn thread_number() -> u64 {
-    let known = THREAD.try_with(Cell::get).unwrap_or(0);
-    if known != 0 {
-        return known;
-    }
+fn thread_number() -> u64 {
     // SAFETY: takes no arguments, and always succeeds.
-    let number = unsafe { libc::gettid() } as u64;
-    let _ = THREAD.try_with(|thread| thread.set(number));
-    number
+    unsafe { libc::gettid() as u64 }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::{SystemTime, UNIX_EPOCH};
+
     use super::*;
+
+    fn beginning(now: &Now) -> String {
+        let (text, length) = now.second.beginning();
+        String::from_utf8_lossy(&text[..length]).into_owned()
+    }
 
     #[test]
     fn the_time_is_the_systems_local_one() {
         let before = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_secs();
-        let now = Now::read();
+        let shown = beginning(&Now::read());
         let after = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_secs();
-        let shown = String::from_utf8_lossy(&now.time()).into_owned();
         let of = |seconds: u64| {
             let local = Local::of(seconds as i64);
-            format!("{:02}:{:02}:{:02}", local.hour, local.minute, seconds % 60)
+            let time = format!("{:02}:{:02}:{:02}", local.hour, local.minute, seconds % 60);
+            format!("{},{time}.", thread_number())
         };
-        assert!((before..=after).any(|seconds| shown.starts_with(&of(seconds))), "{shown}");
-        assert_eq!(Now::for_tests([23, 59, 7], 42).time(), *b"23:59:07.000042");
-        assert_eq!(Now::for_tests([0, 0, 0], 0).date(), *b"1970-01-01");
+        assert!((before..=after).any(|seconds| shown == of(seconds)), "{shown}");
+        let now = Now::for_tests(u64::MAX, [23, 59, 7], 42);
+        assert_eq!(beginning(&now), format!("{},23:59:07.", u64::MAX));
+        assert_eq!(now.second.date(), b"1970-01-01");
+    }
+
+    #[test]
+    fn a_new_second_is_shown() {
+        let first = Now::read();
+        while Now::read().second.number == first.second.number {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        assert_ne!(beginning(&Now::read()), beginning(&first));
     }
 
     #[test]
     fn each_thread_has_its_number() {
-        let own = thread_number();
-        assert_eq!(own, thread_number());
-        let other = std::thread::spawn(thread_number).join().expect("a number");
-        assert_ne!(own, other);
+        let own = || beginning(&Now::read()).split(',').next().map(str::to_owned);
+        assert_eq!(own(), Some(thread_number().to_string()));
+        assert_ne!(std::thread::spawn(own).join().expect("a number"), own());
     }
 }
