@@ -19,8 +19,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module", autouse=True)
-def allocator():
-    vpmm.torch.use()
+def valid(allocator):
     yield
     vpmm.Pool.of_process().validate()
 
