@@ -14,6 +14,12 @@ from typing import Any
 
 from numba import cuda
 
+try:
+    from numba.cuda.cudadrv.driver import USE_NV_BINDING
+except ImportError:
+    # Newer ones have no other bindings than NVIDIA's.
+    USE_NV_BINDING = True
+
 from . import _pool
 from ._buffer import DeviceBuffer
 
@@ -30,7 +36,7 @@ class VpmmNumbaManager(cuda.HostOnlyCUDAMemoryManager):
             buffer.free()
 
         # Numba's driver bindings differ in what they take for an address.
-        pointer = ctypes.c_uint64(buffer.ptr)
+        pointer = buffer.ptr if USE_NV_BINDING else ctypes.c_uint64(buffer.ptr)
         return cuda.MemoryPointer(self.context, pointer, size, finalizer=finalizer)
 
     def get_memory_info(self) -> Any:
