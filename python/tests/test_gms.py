@@ -25,7 +25,9 @@ def _command():
     root = pathlib.Path(__file__).resolve().parents[2]
     target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", root / "target"))
     built = [target / kind / "vpmm" for kind in ("release", "debug")]
-    named = [os.environ.get("VPMM_COMMAND"), shutil.which("vpmm"), *map(str, built)]
+    # The newest: what is lying there from before may not know of the service.
+    built = sorted((path for path in built if path.is_file()), key=lambda path: -path.stat().st_mtime)
+    named = [os.environ.get("VPMM_COMMAND"), *map(str, built), shutil.which("vpmm")]
     return next((name for name in named if name and pathlib.Path(name).is_file()), None)
 
 
