@@ -74,7 +74,8 @@ impl MemoryManager {
     }
 
     /// Seals the layout: its allocations outlive this process, and the next who asks for
-    /// [`Requested::RwDataOrRw`] gets them. Session and mappings stay. The hash comes back.
+    /// [`Requested::RwDataOrRw`](crate::lock::Requested::RwDataOrRw) gets them. Session and mappings
+    /// stay. The hash comes back.
     ///
     /// # Errors
     /// [`ClientError::WrongLock`].
