@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use cuda_sys::types::*;
 
-use crate::driver::{Awaited, Driver, Failure};
+use crate::driver::{Awaited, Driver, Failure, Realm};
 use crate::error::{Error, Result};
 
 struct Inner {
@@ -259,11 +259,14 @@ impl Drop for ContextGuard<'_> {
 #[derive(Clone, Copy)]
 pub struct StreamHandle {
     raw: CUstream,
-    /// The driver's number for the stream, which it never uses again; 0 where it was not asked.
-    id: u64,
-    /// Which [`Driver`] will tell its pools when the stream ends; 0 for none.
-    realm: usize,
+    /// The [`Driver`] that will tell its pools when the stream ends, above the driver's number for
+    /// the stream, which it never uses again: one word, so that a handle is passed in two registers.
+    /// 0 for a stream whose end nobody tells.
+    key: u64,
 }
+
+/// Bits of the driver's number for a stream. It counts up.
+const NUMBER_BITS: u32 = 64 - Realm::BITS;
 
 // SAFETY: a stream handle is a token that any thread may pass to the driver.
 unsafe impl Send for StreamHandle {}
@@ -272,7 +275,8 @@ unsafe impl Sync for StreamHandle {}
 
 impl StreamHandle {
     /// The legacy default stream, which waits for every blocking stream of its context.
-    pub const LEGACY: Self = Self::foreign(ptr::without_provenance_mut(1));
+    pub const LEGACY: Self =
+        Self { raw: ptr::without_provenance_mut(LEGACY_ADDRESS), key: Self::LEGACY_KEY };
 
     /// The calling thread's own default stream.
     pub const PER_THREAD: Self = Self::foreign(ptr::without_provenance_mut(2));
@@ -282,17 +286,17 @@ impl StreamHandle {
     /// # Safety
     /// The stream must be alive in every call that this handle is passed to: a driver may crash
     /// on the handle of a destroyed stream. The pool keeps no handle after a call returns.
-    pub const unsafe fn from_raw(stream: CUstream) -> Self {
-        if stream.is_null() { Self::LEGACY } else { Self::foreign(stream) }
+    pub unsafe fn from_raw(stream: CUstream) -> Self {
+        if stream.addr() <= LEGACY_ADDRESS { Self::LEGACY } else { Self::foreign(stream) }
     }
 
     pub(crate) const fn foreign(raw: CUstream) -> Self {
-        Self { raw, id: 0, realm: 0 }
+        Self { raw, key: 0 }
     }
 
     /// The same stream, whose end will be told to the pools of a driver.
-    pub(crate) const fn with_number(self, id: u64, realm: usize) -> Self {
-        Self { id, realm, ..self }
+    pub(crate) fn with_number(self, id: u64, realm: Realm) -> Self {
+        Self { key: Self::key_of(id, realm).unwrap_or(0), ..self }
     }
 
     /// The raw handle.
@@ -302,10 +306,31 @@ impl StreamHandle {
 
     /// The stream's number, where its end will be told to the pools of this driver.
     #[inline]
-    pub(crate) fn known_to(self, realm: usize) -> Option<u64> {
-        (self.realm == realm).then_some(self.id)
+    pub(crate) fn known_to(self, realm: Realm) -> Option<u64> {
+        let known = self.key >> NUMBER_BITS == realm.number();
+        (known && realm != Realm::NONE).then_some(self.key & NUMBER)
+    }
+
+    /// What tells the stream from all others of the process whose end is told: the legacy stream,
+    /// which has none, is one of them. 0 for others.
+    #[inline(always)]
+    pub(crate) fn key(self) -> u64 {
+        self.key
+    }
+
+    pub(crate) const LEGACY_KEY: u64 = u64::MAX;
+
+    /// The key of a stream by its number; `None` where that is too large, or drivers were too many.
+    pub(crate) fn key_of(id: u64, realm: Realm) -> Option<u64> {
+        let fits = realm != Realm::NONE && id <= NUMBER;
+        fits.then_some(realm.number() << NUMBER_BITS | id)
     }
 }
+
+const NUMBER: u64 = (1 << NUMBER_BITS) - 1;
+
+/// The legacy stream's handle. Null means it, too.
+const LEGACY_ADDRESS: usize = 1;
 
 /// Two handles are equal that the driver takes for one.
 impl PartialEq for StreamHandle {

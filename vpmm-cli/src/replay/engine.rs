@@ -291,7 +291,7 @@ impl<'a> Replay<'a> {
     /// Whether no other lane has to do something first.
     fn may_run(&self, step: &Step, horizon: u64) -> bool {
         let made = || self.slots[step.slot as usize].load(Ordering::Acquire) != 0;
-        u64::from(step.row) < horizon && (step.bytes > 0 || made())
+        u64::from(step.row) < horizon && (step.action == Action::Allocate || made())
     }
 
     /// One call of the allocator, with the device work around it. The watch
@@ -305,7 +305,7 @@ impl<'a> Replay<'a> {
     ) -> vpmm::Result<()> {
         let slot = &self.slots[step.slot as usize];
         let stream = target.streams[step.stream as usize];
-        if step.bytes > 0 {
+        if step.action == Action::Allocate {
             let address = target.backend.allocate(step.bytes, stream)?;
             times.map(Times::note);
             if let Some(checker) = target.checker {
@@ -325,10 +325,9 @@ impl<'a> Replay<'a> {
                 watch.start();
             }
             times.map(Times::note);
-            let bytes = self.trace.allocations[step.slot as usize].bytes;
             // SAFETY: the address came from this allocator, and the slot, which the trace frees
             // once, was emptied above: nobody frees it a second time.
-            unsafe { target.backend.free(address, bytes, stream) }?;
+            unsafe { target.backend.free(address, step.bytes, stream) }?;
         }
         Ok(())
     }
@@ -372,8 +371,13 @@ impl<'a> Replay<'a> {
         progress.stop();
         let mut stop = stop.lock().unwrap_or_else(PoisonError::into_inner);
         if stop.as_ref().is_none_or(|known| step.row < known.row) {
-            let action = if step.bytes > 0 { Action::Allocate } else { Action::Free };
-            *stop = Some(Stop { action, slot: step.slot, row: step.row, error, map: None });
+            *stop = Some(Stop {
+                action: step.action,
+                slot: step.slot,
+                row: step.row,
+                error,
+                map: None,
+            });
         }
     }
 
@@ -391,6 +395,6 @@ impl<'a> Replay<'a> {
             .into_iter()
             .map(|result| result.times.unwrap_or_else(|| Times::new(Instant::now(), 0)))
             .collect();
-        live::peak_bytes(self.trace, &self.lanes, &times)
+        live::peak_bytes(&self.lanes, &times)
     }
 }

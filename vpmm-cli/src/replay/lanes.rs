@@ -14,7 +14,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::trace::{Action, Trace};
+use crate::trace::{Action, Operation, Trace};
 
 /// How many rows a lane may be ahead of the slowest.
 pub(super) const WINDOW_ROWS: u64 = 1024;
@@ -22,12 +22,14 @@ pub(super) const WINDOW_ROWS: u64 = 1024;
 /// One call of the allocator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Step {
-    /// The bytes to allocate, 0 for a free.
+    /// The bytes of the allocation, also where it is freed: a program that frees has its own size
+    /// at hand, and a table of sizes would be one more cache miss in the time of the allocator.
     pub(super) bytes: u64,
     /// The operation's index in the trace.
     pub(super) row: u32,
     pub(super) slot: u32,
     pub(super) stream: u32,
+    pub(super) action: Action,
 }
 
 /// The steps of each lane, in order.
@@ -35,14 +37,12 @@ pub(super) fn lanes(trace: &Trace, one_per_thread: bool) -> Vec<Vec<Step>> {
     let count = if one_per_thread { trace.threads.max(1) as usize } else { 1 };
     let mut lanes = vec![Vec::new(); count];
     for (row, operation) in trace.operations.iter().enumerate() {
-        let bytes = match operation.action {
-            Action::Allocate => trace.allocations[operation.slot as usize].bytes,
-            Action::Free => 0,
-        };
+        let Operation { action, slot, stream, .. } = *operation;
+        let bytes = trace.allocations[slot as usize].bytes;
         let lane = if one_per_thread { operation.thread as usize } else { 0 };
         // At most two operations per slot, and slots are numbered in u32.
         let row = row as u32;
-        lanes[lane].push(Step { bytes, row, slot: operation.slot, stream: operation.stream });
+        lanes[lane].push(Step { bytes, row, slot, stream, action });
     }
     lanes
 }
@@ -134,9 +134,9 @@ mod tests {
         assert_eq!(
             lanes,
             [[
-                Step { bytes: 64, row: 0, slot: 0, stream: 0 },
-                Step { bytes: 32, row: 1, slot: 1, stream: 1 },
-                Step { bytes: 0, row: 2, slot: 1, stream: 0 },
+                Step { bytes: 64, row: 0, slot: 0, stream: 0, action: Action::Allocate },
+                Step { bytes: 32, row: 1, slot: 1, stream: 1, action: Action::Allocate },
+                Step { bytes: 32, row: 2, slot: 1, stream: 0, action: Action::Free },
             ]]
         );
     }

@@ -8,7 +8,7 @@
 use std::time::Instant;
 
 use super::lanes::Step;
-use crate::trace::Trace;
+use crate::trace::Action;
 
 /// When each step of one lane happened, in nanoseconds from the pass's start.
 #[derive(Debug)]
@@ -31,14 +31,15 @@ impl Times {
 }
 
 /// The largest sum of bytes live at one time over all lanes.
-pub(super) fn peak_bytes(trace: &Trace, lanes: &[Vec<Step>], times: &[Times]) -> u64 {
+pub(super) fn peak_bytes(lanes: &[Vec<Step>], times: &[Times]) -> u64 {
     // At equal times frees come first: false sorts before true.
     let mut changes: Vec<(u64, bool, u64)> = Vec::new();
     for (lane, times) in lanes.iter().zip(times) {
-        changes.extend(lane.iter().zip(&times.steps).map(|(step, time)| {
-            let bytes = trace.allocations[step.slot as usize].bytes;
-            (*time, step.bytes > 0, bytes)
-        }));
+        changes.extend(
+            lane.iter()
+                .zip(&times.steps)
+                .map(|(step, time)| (*time, step.action == Action::Allocate, step.bytes)),
+        );
     }
     changes.sort_unstable();
     let (mut live, mut peak) = (0_u128, 0_u128);
@@ -57,6 +58,7 @@ pub(super) fn peak_bytes(trace: &Trace, lanes: &[Vec<Step>], times: &[Times]) ->
 mod tests {
     use super::super::lanes::lanes;
     use super::*;
+    use crate::trace::Trace;
 
     #[test]
     fn the_peak_follows_the_times_not_the_rows() {
@@ -67,7 +69,7 @@ mod tests {
         let peak = |first: &[u64], second: &[u64]| {
             let times =
                 [first, second].map(|steps| Times { start: Instant::now(), steps: steps.to_vec() });
-            peak_bytes(&trace, &lanes, &times)
+            peak_bytes(&lanes, &times)
         };
         assert_eq!(peak(&[1, 3], &[2, 4]), 30);
         assert_eq!(peak(&[1, 2], &[3, 4]), 20);

@@ -12,7 +12,7 @@ use super::size::round_plain;
 use super::waits::{Life, Waits};
 use crate::default::stream_is_capturing;
 use crate::device::{Device, StreamHandle};
-use crate::driver::{Awaited, StreamWatcher};
+use crate::driver::{Awaited, Realm, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::lock::SpinLock;
 use crate::ordering::Mark;
@@ -69,7 +69,7 @@ pub(super) struct Core {
     limit_bytes: AtomicU64,
     /// Whether sizes are rounded by divisions.
     divides: bool,
-    realm: usize,
+    realm: Realm,
     pub(super) books: SpinLock<Books>,
     pub(super) waits: Mutex<Waits>,
     /// How many waits there are that have an event, or want one: looked at without the lock.

@@ -16,6 +16,9 @@ use crate::lock::Token;
 /// The legacy default stream's number here; the driver's own numbers do not come so far.
 pub(super) const LEGACY: u64 = u64::MAX;
 
+/// A key that no handle has, not even a foreign one.
+pub(super) const NO_KEY: u64 = 1;
+
 /// A stream that may be served. While this lives its place is not given to another.
 pub(super) struct Admitted<'a> {
     /// Its index among books and shards.
@@ -62,7 +65,7 @@ impl Registry {
 
 const ROUTES: usize = 4096;
 
-/// Shortcuts from a stream's number to its shard: a direct-mapped cache of the registry.
+/// Shortcuts from a stream's key to its shard: a direct-mapped cache of the registry.
 ///
 /// A fork wipes it, so that a child meets nothing here and is turned away outside.
 pub(super) struct Routes(Wiped);
@@ -86,9 +89,9 @@ impl Routes {
     }
 
     #[inline(always)]
-    fn at(&self, stream: u64) -> &AtomicPtr<Shard> {
-        // Fibonacci hashing: the driver counts streams up, and handles of a kind are neighbours.
-        let hash = stream.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 52;
+    fn at(&self, key: u64) -> &AtomicPtr<Shard> {
+        // Fibonacci hashing: the driver counts streams up.
+        let hash = key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 52;
         &self.all()[hash as usize % ROUTES]
     }
 }
@@ -97,11 +100,19 @@ impl Core {
     /// The shard of a stream that is known by its handle alone, without any call or lock.
     #[inline(always)]
     pub(super) fn route(&self, handle: StreamHandle) -> Option<&Shard> {
-        let stream = self.number_of(handle)?;
-        let shard = self.routes.at(stream).load(Ordering::Acquire);
+        let key = handle.key();
+        let shard = self.routes.at(key).load(Ordering::Acquire);
         // SAFETY: routes hold null or shards of the registry, which live as long as the pool.
         let shard = unsafe { shard.as_ref() }?;
-        (shard.stream() == stream).then_some(shard)
+        (shard.key() == key).then_some(shard)
+    }
+
+    /// The key of a stream of this number, where its handle has one.
+    fn key_of(&self, stream: u64) -> u64 {
+        match stream {
+            LEGACY => StreamHandle::LEGACY_KEY,
+            number => StreamHandle::key_of(number, self.realm).unwrap_or(NO_KEY),
+        }
     }
 
     #[inline(always)]
@@ -184,7 +195,7 @@ impl Core {
             // Under the lock that shortcuts are closed under.
             let _registry = lock(&self.registry);
             if !self.aside.is_closed() {
-                self.routes.at(stream).store(shard.cast_mut(), Ordering::Release);
+                self.routes.at(self.key_of(stream)).store(shard.cast_mut(), Ordering::Release);
             }
         }
         Ok(Admitted { stream: index, eager: recording == Recording::Eager, shard })
@@ -216,13 +227,14 @@ impl Core {
             Some(index) => {
                 space.books[index as usize].reuse(recording);
                 registry.by_stream.retain(|_, known| *known != index);
-                registry.shards[index as usize].assign(stream);
+                registry.shards[index as usize].assign(stream, self.key_of(stream));
                 index
             }
             None => {
                 let index = space.books.len() as u32;
                 space.books.push(Book::new(recording));
-                registry.shards.push(Box::new(Shard::new(index, stream)));
+                let shard = Shard::new(index, stream, self.key_of(stream));
+                registry.shards.push(Box::new(shard));
                 index
             }
         };

@@ -16,6 +16,10 @@ pub(super) const LARGE_STEP: u32 = 8;
 /// The most units of one block: 512 GiB.
 pub(super) const MAX_UNITS: u32 = (1 << 30) - LARGE_STEP;
 
+const SMALL_BYTES: u64 = SMALL_UNITS as u64 * UNIT_BYTES;
+const STEP_BYTES: u64 = LARGE_STEP as u64 * UNIT_BYTES;
+const MAX_BYTES: u64 = MAX_UNITS as u64 * UNIT_BYTES;
+
 /// How many classes small sizes have.
 pub(super) const SMALL_CLASSES: usize = 64;
 
@@ -24,17 +28,19 @@ pub(super) const LARGE_CLASSES: usize = 23 * 16;
 
 /// The units that a request takes: above 64 KiB whole pages of 4 KiB; below it rounded up by at
 /// most a sixteenth (and to whole units). `None` for none and for more than a block can have.
-#[inline]
+#[inline(always)]
 pub(super) fn units_of(bytes: u64) -> Option<u32> {
-    let units = bytes.div_ceil(UNIT_BYTES);
-    if units <= 32 {
-        return (units > 0).then_some(units as u32);
+    if bytes > SMALL_BYTES {
+        let pages = (bytes <= MAX_BYTES).then(|| bytes.div_ceil(STEP_BYTES))?;
+        return Some(pages as u32 * LARGE_STEP);
     }
-    if units <= u64::from(SMALL_UNITS) {
-        let step = if units <= 64 { 2 } else { 4 };
-        return Some((units as u32).next_multiple_of(step));
+    let units = bytes.div_ceil(UNIT_BYTES) as u32;
+    match units {
+        0 => None,
+        1..=32 => Some(units),
+        33..=64 => Some(units.next_multiple_of(2)),
+        _ => Some(units.next_multiple_of(4)),
     }
-    (units <= u64::from(MAX_UNITS)).then(|| (units as u32).next_multiple_of(LARGE_STEP))
 }
 
 /// The class of a small size, as [`units_of`] rounds it.

@@ -23,6 +23,7 @@ pub(super) enum End {
 impl Space {
     /// The free block of which a request takes the least movable memory, and the end that it
     /// takes; of those that are equal the best fit. It looks at the few smallest only.
+    #[inline(never)]
     pub(super) fn least_loss(&self, stream: u32, units: u32, part: Part) -> Option<(u32, End)> {
         let sets = self.usable_sets(stream, part).into_iter();
         sets.flat_map(|set| {
@@ -55,6 +56,10 @@ impl Space {
             Some((_, next)) => next,
             None => return (0, End::First),
         };
+        let cut = start + units;
+        if cut <= first {
+            return (0, End::First);
+        }
         // … to here.
         let last = match bounds(end - 1) {
             Some((_, last)) if last == end => end,
@@ -64,17 +69,14 @@ impl Space {
         if first >= last {
             return (0, End::First);
         }
-        let cut = start + units;
-        let at_start = if cut <= first {
-            0
-        } else if cut >= last {
+        let at_start = if cut >= last {
             last - first
         } else {
             bounds(cut - 1).map_or(0, |(_, behind)| behind - first)
         };
         // A block that ends at a hole can grow there.
         let grows = end.is_multiple_of(granule_units) && bounds(end).is_none();
-        if at_start == 0 || grows {
+        if grows {
             return (at_start, End::First);
         }
         let cut = end - units;

@@ -23,6 +23,8 @@ pub(super) struct Block {
     /// Size above address, both in units: the order of the trees in one comparison.
     key: Cell<u64>,
     owner: Cell<Owner>,
+    /// Of its size, while it is in a set.
+    class: Cell<u32>,
     id: u32,
     /// The owner's count of marks when something of the block was freed last.
     freed_at: Cell<u64>,
@@ -34,6 +36,7 @@ impl Block {
             link: RBTreeLink::new(),
             key: Cell::new(0),
             owner: Cell::new(Owner::NOBODY),
+            class: Cell::new(0),
             id,
             freed_at: Cell::new(0),
         }
@@ -43,6 +46,11 @@ impl Block {
     #[inline]
     pub(super) fn id(&self) -> u32 {
         self.id
+    }
+
+    #[inline]
+    fn class(&self) -> usize {
+        self.class.get() as usize
     }
 
     #[inline]
@@ -202,7 +210,7 @@ impl FreeSet {
         self.units += u64::from(block.units());
         self.blocks += 1;
         // SAFETY: the caller vouches for the block's life; the reference is not null.
-        self.enter(unsafe { UnsafeRef::from_raw(block) });
+        self.enter(class_of(block.units()), unsafe { UnsafeRef::from_raw(block) });
     }
 
     /// # Safety
@@ -222,21 +230,21 @@ impl FreeSet {
     #[inline(always)]
     pub(super) unsafe fn change(&mut self, block: &Block, start: u32, units: u32) {
         self.units = self.units - u64::from(block.units()) + u64::from(units);
-        let (class, next) = (class_of(block.units()), class_of(units));
+        let (class, next) = (block.class(), class_of(units));
         if class != next || self.is_crowded(class) {
             // SAFETY: passed on to the caller.
             unsafe { self.leave(block) };
             block.set_bounds(start, units);
             // SAFETY: whoever inserted the block vouched for its life; the reference is not null.
-            self.enter(unsafe { UnsafeRef::from_raw(block) });
+            self.enter(next, unsafe { UnsafeRef::from_raw(block) });
         } else {
             block.set_bounds(start, units);
         }
     }
 
     #[inline]
-    fn enter(&mut self, block: UnsafeRef<Block>) {
-        let class = class_of(block.units());
+    fn enter(&mut self, class: usize, block: UnsafeRef<Block>) {
+        block.class.set(class as u32);
         let word = &mut self.words[class / 64];
         let bit = 1 << (class % 64);
         if word.occupied & bit != 0 {
@@ -273,7 +281,7 @@ impl FreeSet {
     /// The block is in this set.
     #[inline]
     unsafe fn leave(&mut self, block: &Block) {
-        let class = class_of(block.units());
+        let class = block.class();
         let word = &mut self.words[class / 64];
         let bit = 1 << (class % 64);
         if word.crowded & bit != 0 {
@@ -379,7 +387,7 @@ impl FreeSet {
                 units += u64::from(block.units());
                 blocks += 1;
                 let ordered = last.replace(block.key.get()) < Some(block.key.get());
-                ordered && class_of(block.units()) == class
+                ordered && class_of(block.units()) == class && block.class() == class
             }) && least.is_some() == self.is_occupied(class)
         });
         let summary = (0..WORDS)

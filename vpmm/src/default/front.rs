@@ -36,12 +36,12 @@ const LOOSE_OF_POOL: u64 = 4;
 /// A loose fit leaves at most this fraction of the request unused.
 const LOOSE_FIT: u32 = 16;
 /// How a front judges itself: every large block that comes counts against it, every one that goes
-/// out for its exact size for it. Down at one bound it goes loose, up at the other exact.
-const HIT: i16 = 4;
-const LOOSE_AT: i16 = -128;
-const EXACT_AT: i16 = 0;
-const MOST: i16 = 128;
-const LARGE_WORDS: usize = LARGE_CLASSES.div_ceil(64);
+/// out for its exact size for it. Where room has to be made the count is cut to its bounds: down at
+/// one the front goes loose, and exact again at the middle.
+const HIT: i64 = 4;
+const LOOSE_AT: i64 = -128;
+const EXACT_AT: i64 = 0;
+const MOST: i64 = 128;
 
 /// Where the stack of each small class begins, and behind the last one.
 const SMALL_STACKS: [u16; SMALL_CLASSES + 1] = {
@@ -55,6 +55,7 @@ const SMALL_STACKS: [u16; SMALL_CLASSES + 1] = {
     }
     stacks
 };
+const _: () = assert!(LARGE_CLASSES.is_multiple_of(8) && LARGE_CLASSES <= 64 * 8);
 const SMALL_PLACES: usize = SMALL_STACKS[SMALL_CLASSES] as usize;
 
 #[derive(Clone, Copy, Default)]
@@ -79,9 +80,11 @@ pub(super) struct Front {
     small: [u32; SMALL_PLACES],
     large_depth: [u8; LARGE_CLASSES],
     large: [[Held; LARGE_DEPTH]; LARGE_CLASSES],
-    occupied: [u64; LARGE_WORDS],
+    /// Large classes, eight for each bit, of which one may have blocks.
+    eights: u64,
     large_units: u32,
-    small_units: u32,
+    /// With those of small blocks.
+    units: u32,
     /// The most of one small class.
     small_class_units: u32,
     /// The fewest units since somebody looked last, and those that there were then.
@@ -89,7 +92,7 @@ pub(super) struct Front {
     told: u32,
     /// The most of `large_units`.
     bound: u32,
-    score: i16,
+    score: i64,
     loose: bool,
     may_be_loose: bool,
 }
@@ -101,9 +104,9 @@ impl Front {
             small: [0; SMALL_PLACES],
             large_depth: [0; LARGE_CLASSES],
             large: [[Held::default(); LARGE_DEPTH]; LARGE_CLASSES],
-            occupied: [0; LARGE_WORDS],
+            eights: 0,
             large_units: 0,
-            small_units: 0,
+            units: 0,
             small_class_units: SMALL_CLASS_UNITS,
             least: 0,
             told: 0,
@@ -123,10 +126,14 @@ impl Front {
         }
         let class = large_class(units);
         if let Some(top) = self.large_depth[class].checked_sub(1)
-            && self.large[class][top as usize % LARGE_DEPTH].units == units
+            && let block = self.large[class][top as usize % LARGE_DEPTH]
+            && block.units == units
         {
-            self.score = (self.score + HIT).min(MOST);
-            return Some(self.take(class, top as usize % LARGE_DEPTH));
+            self.large_depth[class] = top;
+            self.large_units -= units;
+            self.units -= units;
+            self.score += HIT;
+            return Some((block.start, units));
         }
         if self.loose { self.pop_loose(units, class) } else { None }
     }
@@ -137,7 +144,7 @@ impl Front {
         let depth = self.small_depth[class].checked_sub(1)?;
         let start = *self.small.get(usize::from(SMALL_STACKS[class] + depth))?;
         self.small_depth[class] = depth;
-        self.small_units -= units;
+        self.units -= units;
         Some(start)
     }
 
@@ -151,6 +158,7 @@ impl Front {
 
     /// A block of at least `units` that leaves little unused. Longer ones are in the same class or
     /// in the next.
+    #[inline(never)]
     fn pop_loose(&mut self, units: u32, class: usize) -> Option<(u32, u32)> {
         let fits = units..=units + units / LOOSE_FIT;
         for class in class..(class + 2).min(LARGE_CLASSES) {
@@ -164,16 +172,13 @@ impl Front {
     }
 
     /// Takes a large block out; the top of its stack has its place then.
-    #[inline(always)]
     fn take(&mut self, class: usize, at: usize) -> (u32, u32) {
         let block = self.large[class][at];
         let top = self.large_depth[class] - 1;
         self.large[class][at] = self.large[class][top as usize % LARGE_DEPTH];
         self.large_depth[class] = top;
         self.large_units -= block.units;
-        if top == 0 {
-            self.occupied[class / 64] &= !(1 << (class % 64));
-        }
+        self.units -= block.units;
         (block.start, block.units)
     }
 
@@ -190,7 +195,7 @@ impl Front {
             let Some(place) = self.small.get_mut(usize::from(at)) else { return false };
             *place = start;
             self.small_depth[class] = depth + 1;
-            self.small_units += units;
+            self.units += units;
             return true;
         }
         let class = large_class(units);
@@ -199,11 +204,12 @@ impl Front {
         if depth >= LARGE_DEPTH || (held > 0 && units.saturating_add(held) > self.bound) {
             return false;
         }
-        self.score = (self.score - 1).max(LOOSE_AT);
+        self.score -= 1;
         self.large[class][depth] = Held { start, units };
         self.large_depth[class] = depth as u8 + 1;
-        self.occupied[class / 64] |= 1 << (class % 64);
+        self.eights |= 1 << (class / 8);
         self.large_units = held + units;
+        self.units += units;
         true
     }
 
@@ -248,11 +254,12 @@ impl Front {
         // The oldest go; those freed last, whose tags are in the processor's cache, stay.
         stack.copy_within(usize::from(gone)..usize::from(depth), 0);
         self.small_depth[class] = depth - gone;
-        self.small_units -= u32::from(gone) * units;
+        self.units -= u32::from(gone) * units;
     }
 
     /// Goes loose, or exact again, as the score says.
     fn judge(&mut self, share: u64) {
+        self.score = self.score.clamp(LOOSE_AT, MOST);
         if self.score <= LOOSE_AT && self.may_be_loose {
             self.loose = true;
         } else if self.score >= EXACT_AT {
@@ -270,17 +277,17 @@ impl Front {
     }
 
     fn spill_large(&mut self, mut spill: impl FnMut(u32, u32)) {
-        for word in 0..LARGE_WORDS {
-            let mut left = std::mem::take(&mut self.occupied[word]);
-            while left != 0 {
-                let class = word * 64 + left.trailing_zeros() as usize;
-                left &= left - 1;
-                let depth = std::mem::take(&mut self.large_depth[class]) as usize;
-                for block in &self.large[class][..depth] {
-                    spill(block.start, block.units);
-                }
+        let mut eights = std::mem::take(&mut self.eights);
+        while eights != 0 {
+            let first = eights.trailing_zeros() as usize * 8;
+            eights &= eights - 1;
+            for class in first..first + 8 {
+                let depth = usize::from(std::mem::take(&mut self.large_depth[class]));
+                let blocks = &self.large[class][..depth];
+                blocks.iter().for_each(|block| spill(block.start, block.units));
             }
         }
+        self.units -= self.large_units;
         self.large_units = 0;
     }
 
@@ -289,7 +296,7 @@ impl Front {
         if self.large_units > 0 && sizes != Some(Part::Small) {
             self.spill_large(&mut spill);
         }
-        if self.small_units > 0 && sizes != Some(Part::Large) {
+        if self.units > self.large_units && sizes != Some(Part::Large) {
             self.spill_small(spill);
         }
     }
@@ -305,30 +312,27 @@ impl Front {
             self.stack(class).iter().for_each(|start| spill(*start, small_units(class)));
             self.small_depth[class] = 0;
         }
-        self.small_units = 0;
+        self.units = self.large_units;
     }
 
     #[inline(always)]
-    pub(super) fn units(&self) -> u64 {
-        u64::from(self.large_units) + u64::from(self.small_units)
+    pub(super) fn units(&self) -> u32 {
+        self.units
     }
 
     /// Notes how little is left after a block has gone out.
     #[inline(always)]
     pub(super) fn note_least(&mut self) {
-        let units = self.large_units + self.small_units;
-        if units < self.least {
-            self.least = units;
-        }
+        self.least = self.least.min(self.units);
     }
 
     /// What is here now, and the least since this was asked last.
     pub(super) fn cached(&mut self) -> Cached {
-        let now = self.units();
-        let least = std::mem::replace(&mut self.least, now as u32);
-        let told = std::mem::replace(&mut self.told, now as u32);
-        let change = i64::from(now as u32) - i64::from(told);
-        Cached { now, least: u64::from(least).min(now), change }
+        let now = self.units;
+        let least = std::mem::replace(&mut self.least, now);
+        let told = std::mem::replace(&mut self.told, now);
+        let change = i64::from(now) - i64::from(told);
+        Cached { now: u64::from(now), least: u64::from(least.min(now)), change }
     }
 
     pub(super) fn blocks(&self) -> u64 {

@@ -66,7 +66,6 @@ impl Core {
         }
     }
 
-    #[inline]
     fn place(&self, request: Request) -> Option<u32> {
         let Request { stream, units, .. } = request;
         let mut space = self.space.lock();

@@ -67,13 +67,13 @@ use smallvec::SmallVec;
 
 use crate::backing::Backing;
 use crate::device::{Device, StreamHandle};
-use crate::driver::{Awaited, StreamWatcher};
+use crate::driver::{Awaited, Realm, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::lock::{Asymmetry, SpinLock, Token};
 use crate::ordering::{Mark, next_pool};
 use crate::reservation::Reservation;
 use crate::units::DevicePtr;
-use admit::{Registry, Routes};
+use admit::{NO_KEY, Registry, Routes};
 use aside::Aside;
 use book::Recording;
 use class::{UNIT_BYTES, units_of};
@@ -109,7 +109,7 @@ pub(crate) struct Core {
     policy: Policy,
     asymmetry: Asymmetry,
     /// What streams of the same driver say they are of.
-    realm: usize,
+    realm: Realm,
     base: u64,
     granule_bytes: u64,
     granules: u32,
@@ -209,37 +209,60 @@ impl Core {
 
     #[inline]
     pub(crate) fn malloc(&self, bytes: usize, stream: StreamHandle) -> Result<DevicePtr> {
-        if let Some(units) = units_of(bytes as u64)
-            && let Some(shard) = self.route(stream)
-            && let Some(token) = Token::current()
-            && let Some(mut front) = shard.enter(token, self.asymmetry)
-        {
-            if let Some((start, units)) = front.pop(units) {
-                self.tags.set_live(start, units, shard.index);
-                return Ok(self.pointer(start));
-            }
-            let cached = front.cached();
-            drop(front);
-            let placed = {
-                let mut space = self.space.lock();
-                space.note_front(cached);
-                let placed = space.place(&self.tags, shard.index, units, Part::of_size(units));
-                space.note_peak();
-                placed
-            };
-            if let Some(start) = placed {
-                return Ok(self.pointer(start));
-            }
-            let request = Request { stream: shard.index, handle: stream, units };
-            return self.climb_on(request).map(|start| self.pointer(start));
+        match self.malloc_at_hand(bytes, stream) {
+            Some(ptr) => Ok(ptr),
+            None => self.malloc_outside(bytes, stream),
         }
-        self.malloc_outside(bytes, stream)
     }
 
-    /// A request without a front: the first of a stream or a thread, a foreign stream's, or one
-    /// that cannot be served.
+    /// What needs neither the driver nor a lock but the space's: from the front, or from the free
+    /// memory behind it. Apart from the rest, so that nothing on this path can fail: an error's
+    /// place on the stack and the registers kept for it would cost as much as the front does.
+    #[inline]
+    pub(crate) fn malloc_at_hand(&self, bytes: usize, stream: StreamHandle) -> Option<DevicePtr> {
+        let units = units_of(bytes as u64)?;
+        let shard = self.route(stream)?;
+        let mut front = shard.enter(Token::current()?, self.asymmetry)?;
+        let start = match front.pop(units) {
+            Some((start, units)) => {
+                self.tags.set_live(start, units, shard.index);
+                start
+            }
+            None => self.malloc_behind(shard, front, units)?,
+        };
+        Some(self.pointer(start))
+    }
+
+    /// The front has no such block: best fit over what lies behind it.
+    #[inline(never)]
+    fn malloc_behind(
+        &self,
+        shard: &Shard,
+        mut front: shard::Entered<'_>,
+        units: u32,
+    ) -> Option<u32> {
+        let cached = front.cached();
+        drop(front);
+        let mut space = self.space.lock();
+        space.note_front(cached);
+        let placed = space.place(&self.tags, shard.index, units, Part::of_size(units));
+        space.note_peak();
+        placed
+    }
+
+    /// A request that nothing at hand serves: the first of a stream or a thread, a foreign stream's,
+    /// one that memory has to be found for, or one that cannot be served.
     #[cold]
-    fn malloc_outside(&self, bytes: usize, handle: StreamHandle) -> Result<DevicePtr> {
+    #[inline(never)]
+    pub(crate) fn malloc_outside(&self, bytes: usize, handle: StreamHandle) -> Result<DevicePtr> {
+        // One with a front has found nothing at hand: a shortcut leads to streams of ours only.
+        if let Some(units) = units_of(bytes as u64)
+            && let Some(shard) = self.route(handle)
+            && Token::current().is_some_and(|token| shard.has(token))
+        {
+            let request = Request { stream: shard.index, handle, units };
+            return self.climb_on(request).map(|start| self.pointer(start));
+        }
         self.device.driver().check_process()?;
         if let Some(served) = self.malloc_aside(bytes, handle) {
             return served;
@@ -298,6 +321,13 @@ impl Core {
 
     #[inline]
     pub(crate) fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
+        if self.free_at_hand(ptr, stream) { Ok(()) } else { self.free_outside(ptr, stream) }
+    }
+
+    /// The free of an allocation by a thread that has a front of the stream. Like
+    /// [`malloc_at_hand`](Self::malloc_at_hand) it cannot fail.
+    #[inline]
+    pub(crate) fn free_at_hand(&self, ptr: DevicePtr, stream: StreamHandle) -> bool {
         if let Some(start) = self.unit_of(ptr.address())
             && let at = self.tags.place_of(start)
             && let Tag::Live(units) = self.tags.read(at)
@@ -307,24 +337,17 @@ impl Core {
         {
             // Before the push: from there on the block may be handed out again.
             self.tags.set_cached(at, units);
-            if front.push(start, units) {
-                return Ok(());
+            if !front.push(start, units) {
+                self.free_behind(shard, front, start, units);
             }
-            return self.free_behind(shard, front, start, units);
+            return true;
         }
-        self.free_outside(ptr, stream)
+        false
     }
 
     /// The front has no room for the block: others go behind it, and the block where they were.
-    #[cold]
     #[inline(never)]
-    fn free_behind(
-        &self,
-        shard: &Shard,
-        mut front: shard::Entered<'_>,
-        start: u32,
-        units: u32,
-    ) -> Result<()> {
+    fn free_behind(&self, shard: &Shard, mut front: shard::Entered<'_>, start: u32, units: u32) {
         let stream = shard.index;
         let mut space = self.space.lock();
         let pool = space.memory.mapped() * u64::from(space.memory.granule_units());
@@ -340,7 +363,9 @@ impl Core {
         let much = self.is_much_open(&space, stream);
         drop(space);
         drop(front);
-        if much { self.close_own(stream) } else { Ok(()) }
+        if much {
+            self.close_own(stream);
+        }
     }
 
     fn is_much_open(&self, space: &Space, stream: u32) -> bool {
@@ -355,17 +380,18 @@ impl Core {
 
     /// Closes a stream's epoch so that what it has freed is everybody's by the time that somebody
     /// asks. The free has succeeded whatever comes of it.
-    fn close_own(&self, stream: u32) -> Result<()> {
+    #[cold]
+    fn close_own(&self, stream: u32) {
         if let Ok(_context) = self.device.enter() {
             // A failure is met again by the next who asks, and told then.
             let _ = self.advance(stream, false);
         }
-        Ok(())
     }
 
     /// A free without a front, or of a pointer that is not an allocation's.
     #[cold]
-    fn free_outside(&self, ptr: DevicePtr, handle: StreamHandle) -> Result<()> {
+    #[inline(never)]
+    pub(crate) fn free_outside(&self, ptr: DevicePtr, handle: StreamHandle) -> Result<()> {
         self.device.driver().check_process()?;
         if let Some(freed) = self.free_aside(ptr, handle) {
             return freed;
@@ -402,7 +428,10 @@ impl Core {
         space.take_back(&self.tags, stream, start, units);
         let much = self.is_much_open(&space, stream);
         drop(space);
-        if much { self.close_own(stream) } else { Ok(()) }
+        if much {
+            self.close_own(stream);
+        }
+        Ok(())
     }
 
     /// A free on a stream whose end nobody tells: the event is recorded now.
@@ -432,7 +461,7 @@ impl StreamWatcher for Core {
         let Some(id) = stream.known_to(self.realm) else { return };
         let index = lock(&self.registry).forget(id);
         if let Some(index) = index {
-            self.shard(index).assign(0);
+            self.shard(index).assign(0, NO_KEY);
             self.end_stream(stream, index);
         }
     }

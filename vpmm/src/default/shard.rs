@@ -25,6 +25,8 @@ pub(super) struct Slot {
 pub(super) struct Shard {
     /// The stream's number; 0 while the shard serves none.
     stream: AtomicU64,
+    /// The key of the stream's handles.
+    key: AtomicU64,
     /// Calls under way that count on the shard's serving their stream.
     pins: AtomicU32,
     /// Its place among the books.
@@ -37,9 +39,10 @@ pub(super) struct Shard {
 }
 
 impl Shard {
-    pub(super) fn new(index: u32, stream: u64) -> Self {
+    pub(super) fn new(index: u32, stream: u64, key: u64) -> Self {
         Self {
             stream: AtomicU64::new(stream),
+            key: AtomicU64::new(key),
             pins: AtomicU32::new(0),
             index,
             slots: [const { AtomicPtr::new(ptr::null_mut()) }; SLOTS],
@@ -47,14 +50,19 @@ impl Shard {
         }
     }
 
-    #[inline(always)]
     pub(super) fn stream(&self) -> u64 {
         self.stream.load(Ordering::Relaxed)
     }
 
+    #[inline(always)]
+    pub(super) fn key(&self) -> u64 {
+        self.key.load(Ordering::Relaxed)
+    }
+
     /// Takes the shard from one stream that is gone to the next.
-    pub(super) fn assign(&self, stream: u64) {
+    pub(super) fn assign(&self, stream: u64, key: u64) {
         self.stream.store(stream, Ordering::Relaxed);
+        self.key.store(key, Ordering::Relaxed);
     }
 
     /// Under the registry's lock, as is the look at it.
@@ -161,7 +169,7 @@ impl Shard {
         let work = |front: &mut Front| {
             if let Some((shard, slot)) = reached.next() {
                 visit(shard, front);
-                slot.units.store(front.units() as u32, Ordering::Relaxed);
+                slot.units.store(front.units(), Ordering::Relaxed);
             }
         };
         // SAFETY: passed on to the caller.
@@ -192,7 +200,7 @@ impl Entered<'_> {
     pub(super) fn pop(&mut self, units: u32) -> Option<(u32, u32)> {
         let block = self.front.pop(units)?;
         self.front.note_least();
-        self.units.store(self.front.units() as u32, Ordering::Relaxed);
+        self.units.store(self.front.units(), Ordering::Relaxed);
         Some(block)
     }
 
@@ -200,7 +208,7 @@ impl Entered<'_> {
     pub(super) fn push(&mut self, start: u32, units: u32) -> bool {
         let kept = self.front.push(start, units);
         if kept {
-            self.units.store(self.front.units() as u32, Ordering::Relaxed);
+            self.units.store(self.front.units(), Ordering::Relaxed);
         }
         kept
     }
@@ -211,17 +219,17 @@ impl Entered<'_> {
 
     pub(super) fn take_longer(&mut self, units: u32) -> Option<(u32, u32)> {
         let block = self.front.take_longer(units)?;
-        self.units.store(self.front.units() as u32, Ordering::Relaxed);
+        self.units.store(self.front.units(), Ordering::Relaxed);
         Some(block)
     }
 
     pub(super) fn make_room(&mut self, units: u32, share: u64, spill: impl FnMut(u32, u32)) {
         self.front.make_room(units, share, spill);
-        self.units.store(self.front.units() as u32, Ordering::Relaxed);
+        self.units.store(self.front.units(), Ordering::Relaxed);
     }
 
     pub(super) fn spill(&mut self, sizes: Option<Part>, spill: impl FnMut(u32, u32)) {
         self.front.spill(sizes, spill);
-        self.units.store(self.front.units() as u32, Ordering::Relaxed);
+        self.units.store(self.front.units(), Ordering::Relaxed);
     }
 }

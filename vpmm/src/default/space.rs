@@ -11,7 +11,7 @@ use super::free_set::{Block, FreeSet};
 use super::front::Cached;
 use super::memory::Memory;
 use super::owner::Owner;
-use super::tags::{Tag, Tags};
+use super::tags::{Place, Tag, Tags};
 use crate::arena::Arena;
 use crate::event::Event;
 use crate::physical::Extent;
@@ -269,6 +269,7 @@ impl Space {
     }
 
     /// Takes the last units of a free block out, which has more: where they start.
+    #[inline]
     fn cut_tail(&mut self, tags: &Tags, block: &Block, part: Part, units: u32) -> u32 {
         let (first, rest) = (block.start(), block.units() - units);
         tags.clear(tags.place_of(block.end() - 1));
@@ -281,14 +282,15 @@ impl Space {
     /// Takes the first units of a free block out.
     pub(super) fn take_head(&mut self, tags: &Tags, id: u32, units: u32) {
         let block = self.node(id);
-        self.cut_head(tags, &block, self.part_of(block.start()), units);
+        let at = tags.place_of(block.start());
+        self.cut_head(tags, &block, at, self.part_of(block.start()), units);
     }
 
     #[inline(always)]
-    fn cut_head(&mut self, tags: &Tags, block: &Block, part: Part, units: u32) {
+    fn cut_head(&mut self, tags: &Tags, block: &Block, at: Place, part: Part, units: u32) {
         let (start, rest) = (block.start(), block.units() - units);
         let end = tags.place_of(start + units);
-        tags.clear(tags.place_of(start));
+        tags.clear(at);
         if rest == 0 {
             tags.clear(tags.before(end, start + units));
             self.unlink(block, part);
@@ -314,8 +316,7 @@ impl Space {
     }
 
     /// Hands out the best fit, or where memory is scarce what costs the least movable memory.
-    /// Kept out of `malloc`, of which most calls do not come here.
-    #[inline(never)]
+    #[inline]
     pub(super) fn place(
         &mut self,
         tags: &Tags,
@@ -323,32 +324,37 @@ impl Space {
         units: u32,
         part: Part,
     ) -> Option<u32> {
-        let (block, end) = match part {
-            Part::Large if self.scarce => {
-                let (id, end) = self.least_loss(stream, units, part)?;
-                (self.node(id), end)
-            }
-            _ => {
-                let block = self.best_fit(stream, units, part)?;
-                let cut = part == Part::Large && block.units() > units;
-                let end = if cut { self.loss(&block, units).1 } else { End::First };
-                (block, end)
-            }
+        let (block, end) = if part == Part::Large && self.scarce {
+            let (id, end) = self.least_loss(stream, units, part)?;
+            (self.node(id), end)
+        } else {
+            let block = self.best_fit(stream, units, part)?;
+            // What is shorter than a granule holds no extent.
+            let cut = part == Part::Large && block.units() > units.max(self.memory.granule_units());
+            let end = if cut { self.loss(&block, units).1 } else { End::First };
+            (block, end)
         };
-        let start = if end == End::Last && block.units() > units {
-            self.cut_tail(tags, &block, part, units)
+        let (start, at) = if end == End::Last && block.units() > units {
+            let start = self.cut_tail(tags, &block, part, units);
+            (start, tags.place_of(start))
         } else {
             let start = block.start();
-            self.cut_head(tags, &block, part, units);
-            start
+            let at = tags.place_of(start);
+            self.cut_head(tags, &block, at, part, units);
+            (start, at)
         };
-        self.hand_out(tags, stream, start, units);
+        self.hand_out_at(tags, at, stream, start, units);
         Some(start)
     }
 
     #[inline]
     pub(super) fn hand_out(&mut self, tags: &Tags, stream: u32, start: u32, units: u32) {
-        tags.set_live(start, units, stream);
+        self.hand_out_at(tags, tags.place_of(start), stream, start, units);
+    }
+
+    #[inline]
+    fn hand_out_at(&mut self, tags: &Tags, at: Place, stream: u32, start: u32, units: u32) {
+        tags.set_live_at(at, start, units, stream);
         self.out_units += u64::from(units);
         self.out_blocks += 1;
         self.memory.cover(start, units);

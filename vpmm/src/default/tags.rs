@@ -292,7 +292,12 @@ impl Tags {
     /// Notes an allocation. The stream beside it stays when the block is freed: it is no tag.
     #[inline(always)]
     pub(super) fn set_live(&self, start: u32, units: u32, stream: u32) {
-        let at = self.place_of(start);
+        self.set_live_at(self.place_of(start), start, units, stream);
+    }
+
+    /// The same where the place of the first unit is known.
+    #[inline(always)]
+    pub(super) fn set_live_at(&self, at: Place, start: u32, units: u32, stream: u32) {
         if units > LARGE_STEP || units > self.step(start) {
             self.write(at, LIVE | units);
             self.write(self.behind(at, start), stream & !KIND);

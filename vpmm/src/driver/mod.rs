@@ -5,6 +5,7 @@
 //! what an old driver lacks is one named error at start. Every call is counted
 //! and its answer checked in one place.
 
+mod realm;
 mod watchers;
 
 use std::any::Any;
@@ -19,6 +20,7 @@ use crate::device::{Device, StreamHandle};
 use crate::error::{Error, Result};
 use crate::fork::Birthmark;
 
+pub(crate) use realm::Realm;
 use watchers::Watchers;
 pub(crate) use watchers::{Awaited, StreamWatcher};
 
@@ -228,6 +230,7 @@ impl Clock {
 }
 
 struct Inner {
+    realm: Realm,
     table: Table,
     clock: Clock,
     counts: [AtomicU64; NAMES.len()],
@@ -269,6 +272,7 @@ impl Driver {
             bytes: 0,
         })?;
         let driver = Self(Arc::new(Inner {
+            realm: Realm::next(),
             birthmark,
             table,
             clock: Clock::default(),
@@ -328,9 +332,9 @@ impl Driver {
         Duration::from_nanos(self.0.clock.nanoseconds.load(Ordering::Relaxed))
     }
 
-    /// What tells this driver and its clones from others in the process. Never 0.
-    pub(crate) fn realm(&self) -> usize {
-        Arc::as_ptr(&self.0) as usize
+    /// What tells this driver and its clones from others in the process.
+    pub(crate) fn realm(&self) -> Realm {
+        self.0.realm
     }
 
     /// The value of this type that belongs to this driver and its clones, made when it is first

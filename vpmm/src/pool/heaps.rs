@@ -150,6 +150,16 @@ impl Pool {
         self.family.heaps.find_tag(tag)?.resume(stream.into(), false)
     }
 
+    /// A request of the paged profile, or one that the default one has nothing at hand for.
+    #[inline(never)]
+    pub(super) fn malloc_beyond(&self, bytes: usize, stream: StreamHandle) -> Result<DevicePtr> {
+        let once = |pool: &Self| match &pool.profile {
+            Profile::Default(pool) => pool.malloc_outside(bytes, stream),
+            Profile::Paged(paged) => pool.malloc_paged(paged, bytes, stream),
+        };
+        once(self).or_else(|error| self.recover(error, || self.malloc_once(bytes, stream)))
+    }
+
     /// A request, without what is done where it fails.
     pub(super) fn malloc_once(&self, bytes: usize, stream: StreamHandle) -> Result<DevicePtr> {
         match &self.profile {

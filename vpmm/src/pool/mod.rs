@@ -230,11 +230,12 @@ impl Pool {
     #[inline]
     pub fn malloc(&self, bytes: usize, stream: impl Into<StreamHandle>) -> Result<DevicePtr> {
         let stream = stream.into();
-        let result = match &self.profile {
-            Profile::Default(pool) => pool.malloc(bytes, stream),
-            Profile::Paged(pool) => self.malloc_paged(pool, bytes, stream),
-        };
-        if result.is_ok() { result } else { self.after_failure(result, bytes, stream) }
+        if let Profile::Default(pool) = &self.profile
+            && let Some(ptr) = pool.malloc_at_hand(bytes, stream)
+        {
+            return Ok(ptr);
+        }
+        self.malloc_beyond(bytes, stream)
     }
 
     /// Frees an allocation once everything enqueued on `stream` so far has finished. The stream
@@ -257,9 +258,11 @@ impl Pool {
     /// [`Error::Driver`]: crate::Error::Driver
     #[inline]
     pub fn free(&self, ptr: DevicePtr, stream: impl Into<StreamHandle>) -> Result<()> {
+        let stream = stream.into();
         match &self.profile {
-            Profile::Default(pool) => pool.free(ptr, stream.into()),
-            Profile::Paged(pool) => self.free_paged(pool, ptr, stream.into()),
+            Profile::Default(pool) if pool.free_at_hand(ptr, stream) => Ok(()),
+            Profile::Default(pool) => pool.free_outside(ptr, stream),
+            Profile::Paged(pool) => self.free_paged(pool, ptr, stream),
         }
     }
 

@@ -17,11 +17,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::Pool;
-use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::memory_map::MemoryMap;
 use crate::out_of_memory::{Recovery, WaitPolicy};
-use crate::units::DevicePtr;
 
 /// Times that callbacks may ask for a retry during one request: one that always does would else keep
 /// the caller for ever.
@@ -194,19 +192,6 @@ impl Pool {
         let callbacks = &self.family.shortage.callbacks;
         let id = callbacks.add(Arc::new(callback));
         OutOfMemoryCallback { callbacks: Arc::downgrade(callbacks), id }
-    }
-
-    /// What comes of a request that the heap refused.
-    #[cold]
-    #[inline(never)]
-    pub(super) fn after_failure(
-        &self,
-        result: Result<DevicePtr>,
-        bytes: usize,
-        stream: StreamHandle,
-    ) -> Result<DevicePtr> {
-        let Err(error) = result else { return result };
-        self.recover(error, || self.malloc_once(bytes, stream))
     }
 
     /// Where memory ran out, does what may give some, and tries again in between.

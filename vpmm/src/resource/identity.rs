@@ -31,7 +31,7 @@ impl Identity {
 
     /// All resources of a kind on one device of one driver.
     pub(super) fn of_device(kind: &'static str, device: &Device) -> Self {
-        Self { kind, of: (device.driver().realm() as u64, u64::from(device.ordinal())) }
+        Self { kind, of: (device.driver().realm().number(), u64::from(device.ordinal())) }
     }
 
     /// A resource of a kind by a number that no other of that kind has while it lives.

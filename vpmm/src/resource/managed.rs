@@ -79,7 +79,7 @@ impl MemoryResource for Managed {
     }
 
     fn identity(&self) -> Identity {
-        Identity::of_kind("managed", self.device.driver().realm() as u64)
+        Identity::of_kind("managed", self.device.driver().realm().number())
     }
 
     fn device(&self) -> Option<&Device> {
