@@ -12,7 +12,8 @@
 //!
 //! Replays run on the simulated driver. Times are its model of an H200's calls, on any machine the
 //! same; a clock has no part in them, since pools get no moves back with time here
-//! (`moves_per_second` is 0).
+//! (`moves_per_second` is 0) unless told so: with a very large number of them a pool has all the time
+//! in the world, which is what a program that works between its requests comes near.
 
 #![forbid(unsafe_code)]
 
@@ -31,6 +32,7 @@ use clap::Parser;
 use vpmm_cli::trace::Trace;
 
 use measure::{Figures, measure};
+use replay::Run;
 
 /// What went wrong, from any thread.
 type Failure = Box<dyn Error + Send + Sync>;
@@ -53,6 +55,10 @@ struct Arguments {
     /// Passes over each trace on one pool, for what is held in the end.
     #[arg(long, value_name = "N", default_value = "4")]
     passes: NonZeroU32,
+
+    /// Moves, and shorter extents, that each second allows a pool.
+    #[arg(long, value_name = "N", default_value = "0")]
+    moves_per_second: u32,
 
     /// Print one JSON object per trace and factor, one per line.
     #[arg(long)]
@@ -77,7 +83,8 @@ fn run(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
         table::print_header(factors.len(), arguments.passes);
     }
     for path in &paths {
-        let figures = sweep(&Trace::open(path)?, &factors, arguments.passes)
+        let run = Run { passes: arguments.passes, moves_per_second: arguments.moves_per_second };
+        let figures = sweep(&Trace::open(path)?, &factors, run)
             .map_err(|error| format!("{path}: {error}"))?;
         let name = short(path);
         if arguments.json {
@@ -90,10 +97,9 @@ fn run(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
 }
 
 /// The figures of one trace, in the order of `factors`.
-fn sweep(trace: &Trace, factors: &[f64], passes: NonZeroU32) -> Result<Vec<Figures>, Failure> {
+fn sweep(trace: &Trace, factors: &[f64], run: Run) -> Result<Vec<Figures>, Failure> {
     workers::map(factors, |&factor| {
-        measure(trace, factor, passes)
-            .map_err(|error| format!("at factor {factor}: {error}").into())
+        measure(trace, factor, run).map_err(|error| format!("at factor {factor}: {error}").into())
     })
     .into_iter()
     .collect()

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use vpmm_cli::trace::Trace;
 
 use crate::Failure;
-use crate::replay::{DEVICE_BYTES, Outcome, replay};
+use crate::replay::{DEVICE_BYTES, Outcome, Run, replay};
 
 const GRANULE_BYTES: u64 = 2 << 20;
 
@@ -76,18 +76,18 @@ fn outcome_json(outcome: &Outcome) -> Value {
 }
 
 /// Measures `trace` with its requests scaled by `factor`.
-pub(crate) fn measure(trace: &Trace, factor: f64, passes: NonZeroU32) -> Result<Figures, Failure> {
+pub(crate) fn measure(trace: &Trace, factor: f64, run: Run) -> Result<Figures, Failure> {
     let trace = scaled(trace, factor);
     let live_bytes = trace.peak_live_bytes;
     if live_bytes == 0 {
         return Err("the trace allocates nothing".into());
     }
-    let (limit_bytes, at_limit) = smallest_limit(&trace)?;
-    let unlimited = |passes| {
-        replay(&trace, None, passes)?.ok_or_else(|| Failure::from("more than the device has"))
-    };
-    let roomy = unlimited(NonZeroU32::MIN)?;
-    let settled = unlimited(passes)?;
+    let once = Run { passes: NonZeroU32::MIN, ..run };
+    let (limit_bytes, at_limit) = smallest_limit(&trace, once)?;
+    let unlimited =
+        |run| replay(&trace, None, run)?.ok_or_else(|| Failure::from("more than the device has"));
+    let roomy = unlimited(once)?;
+    let settled = unlimited(run)?;
     Ok(Figures { factor, live_bytes, limit_bytes, at_limit, roomy, settled })
 }
 
@@ -106,8 +106,8 @@ fn scaled(trace: &Trace, factor: f64) -> Trace {
 
 /// A limit that is enough, in bytes, although one lower by a granule, or by [`PRECISION`] where that
 /// is more, is not; and one pass at it. Outwards from 4 % above the peak, then by halves.
-fn smallest_limit(trace: &Trace) -> Result<(u64, Outcome), Failure> {
-    let attempt = |granules: u64| replay(trace, Some(granules * GRANULE_BYTES), NonZeroU32::MIN);
+fn smallest_limit(trace: &Trace, run: Run) -> Result<(u64, Outcome), Failure> {
+    let attempt = |granules: u64| replay(trace, Some(granules * GRANULE_BYTES), run);
     let least = trace.peak_live_bytes.div_ceil(GRANULE_BYTES);
     // What is live alone needs `least`: one less is not enough.
     let mut short = least - 1;

@@ -24,18 +24,25 @@ pub(crate) struct Outcome {
     pub(crate) peak_mapped_bytes: u64,
 }
 
+/// How a trace is replayed.
+#[derive(Clone, Copy)]
+pub(crate) struct Run {
+    pub(crate) passes: NonZeroU32,
+    pub(crate) moves_per_second: u32,
+}
+
 /// Replays `trace` so many times on one pool, or tells with `None` that `limit_bytes` is too little.
 /// What the trace never frees is freed after each pass.
 pub(crate) fn replay(
     trace: &Trace,
     limit_bytes: Option<u64>,
-    passes: NonZeroU32,
+    run: Run,
 ) -> Result<Option<Outcome>, Failure> {
     let simulator = Simulator::builder().memory_bytes(DEVICE_BYTES).costs(Costs::h200()).build()?;
     let device = Driver::new(simulator.driver())?.device(0)?;
     let mut config = PoolConfig::default();
     config.limit_bytes = limit_bytes;
-    config.moves_per_second = 0;
+    config.moves_per_second = run.moves_per_second;
     let pool = Pool::new(&device, &config)?;
     let streams = (0..trace.streams).map(|_| device.stream()).collect::<Result<Vec<_>, _>>()?;
     let mut player = Player {
@@ -48,7 +55,7 @@ pub(crate) fn replay(
     };
     let start = simulator.modelled_us();
     let mut pass_start = start;
-    for _ in 0..passes.get() {
+    for _ in 0..run.passes.get() {
         pass_start = simulator.modelled_us();
         let completed = player.pass()?;
         player.free_rest()?;

@@ -75,6 +75,8 @@ pub(super) struct Job {
     /// The free blocks in the window.
     pub(super) taken: SmallVec<[(u32, u32, Owner); 4]>,
     pub(super) fills: SmallVec<[Fill; 2]>,
+    /// Handles to be made beyond what is needed.
+    pub(super) spent: u32,
 }
 
 /// A window that would do.
@@ -93,6 +95,8 @@ pub(super) struct Means {
     pub(super) room: u64,
     /// Extents that moved lately.
     pub(super) moved_lately: u64,
+    /// Handles that may be made beyond what is needed.
+    pub(super) saved: u64,
     /// Whether to grow beyond the need for requests to come.
     pub(super) ahead: bool,
 }
@@ -112,8 +116,8 @@ impl Space {
         let windows = self.windows(tags, stream, units, part, policy);
         // The first that can be filled: between two mappings only exact sums of lengths can.
         windows.into_iter().find_map(|window| {
-            let fills = self.fill(stream, &window, policy, means)?;
-            Some(self.take_out(tags, stream, units, &window, fills))
+            let (fills, spent) = self.fill(stream, &window, policy, means)?;
+            Some(self.take_out(tags, stream, units, &window, fills, spent))
         })
     }
 
@@ -240,14 +244,14 @@ impl Space {
         })
     }
 
-    /// Finds memory for every gap of a window.
+    /// Finds memory for every gap of a window; and how many handles beyond the need that takes.
     fn fill(
         &self,
         stream: u32,
         window: &Window,
         policy: &Policy,
         means: Means,
-    ) -> Option<SmallVec<[Fill; 2]>> {
+    ) -> Option<(SmallVec<[Fill; 2]>, u32)> {
         let live = self.out_units / u64::from(self.memory.granule_units());
         // A first look without walking: free memory that is too little cannot be extents enough.
         let free: u64 = self.free_units() / u64::from(self.memory.granule_units());
@@ -263,6 +267,7 @@ impl Space {
         }
         let mut room = means.room;
         let mut fills = SmallVec::new();
+        let mut spent = 0;
         for gap in &window.gaps {
             let mut fill = Fill { start: gap.start, granules: 0, pieces: SmallVec::new() };
             let mut missing = gap.granules;
@@ -285,7 +290,8 @@ impl Space {
                     // What comes ahead is worth its while in one piece only.
                     fill.pieces.push(Piece { source: Source::New, granules: new + more });
                 } else {
-                    self.create(&mut fill, new, policy, window);
+                    let saved = means.saved.saturating_sub(u64::from(spent));
+                    spent += self.create(&mut fill, new, policy, window, saved);
                 }
                 room -= u64::from(new + more);
             } else {
@@ -296,7 +302,7 @@ impl Space {
             fill.granules = fill.pieces.iter().map(|piece| piece.granules).sum();
             fills.push(fill);
         }
-        Some(fills)
+        Some((fills, spent))
     }
 
     /// Growths in a row with nothing freed between.
@@ -306,8 +312,18 @@ impl Space {
 
     /// Lengths of new extents for a window. Where the policy says so the granule that the window
     /// ends in the midst of is one by itself: the next block begins there, and whichever of the two
-    /// stays keeps no more than that from moving.
-    fn create(&self, fill: &mut Fill, granules: u32, policy: &Policy, window: &Window) {
+    /// stays keeps no more than that from moving. Returns how many of the `saved` handles it takes.
+    fn create(
+        &self,
+        fill: &mut Fill,
+        granules: u32,
+        policy: &Policy,
+        window: &Window,
+        saved: u64,
+    ) -> u32 {
+        if granules == 0 {
+            return 0;
+        }
         let granule_units = self.memory.granule_units();
         let request = (window.end - window.start).div_ceil(granule_units);
         let in_midst = |unit: u32| !unit.is_multiple_of(granule_units);
@@ -318,8 +334,11 @@ impl Space {
         let shares = in_midst(window.start) || in_midst(window.end);
         let mut left = granules - apart;
         let mut mapped = self.memory.mapped();
+        let length = |mapped| policy.extent(mapped, u64::from(request), shares);
+        let longest = policy.at_leisure(length(mapped), left, mapped, saved);
+        let spent = left.div_ceil(longest) - left.div_ceil(length(mapped));
         while left > 0 {
-            let granules = policy.extent(mapped, u64::from(request), shares).min(left);
+            let granules = length(mapped).min(longest).min(left);
             fill.pieces.push(Piece { source: Source::New, granules });
             left -= granules;
             mapped += u64::from(granules);
@@ -327,6 +346,7 @@ impl Space {
         if apart > 0 {
             fill.pieces.push(Piece { source: Source::New, granules: apart });
         }
+        spent
     }
 
     /// Whole extents in free memory that the stream may use, outside the window.
@@ -386,6 +406,7 @@ impl Space {
         units: u32,
         window: &Window,
         fills: SmallVec<[Fill; 2]>,
+        spent: u32,
     ) -> Job {
         let granule_units = self.memory.granule_units();
         let end = window.start + units;
@@ -406,7 +427,7 @@ impl Space {
         self.take_extents(tags, &fills);
         self.transit_units +=
             taken.iter().map(|part: &(u32, u32, Owner)| u64::from(part.1)).sum::<u64>();
-        Job { start: window.start, units, taken, fills }
+        Job { start: window.start, units, taken, fills, spent }
     }
 
     /// Takes free blocks out from `at` to `end`; of the last only what lies before `end`.
@@ -551,6 +572,7 @@ impl Space {
             }
         }
         self.retire_runs(&mut left);
+        self.pace.spend(u64::from(job.spent));
         self.counters.growths += 1;
         self.growth.streak = self.streak() + 1;
         self.growth.returns_then = self.returns;

@@ -340,7 +340,7 @@ impl Space {
         self.memory.reserve(start, granules)?;
         let fills = [Fill { start, granules, pieces }].into_iter().collect();
         let first = start * self.memory.granule_units();
-        Some(Job { start: first, units: 0, taken: SmallVec::new(), fills })
+        Some(Job { start: first, units: 0, taken: SmallVec::new(), fills, spent: 0 })
     }
 
     /// Enters what was mapped ahead, as free memory of nobody's, or of the pool's only stream.

@@ -1,25 +1,36 @@
-//! How much a pool has moved lately.
+//! How much a pool has moved lately, and how much finer than need be it may grow.
 //!
 //! Moving instead of growing keeps the pool small and costs time, again and again where a program's
 //! requests never settle. So moves count against further ones, and time makes up for them: a
 //! program that works between its requests may go on moving, a loop that does nothing else soon
 //! gets more memory instead.
+//!
+//! New memory in shorter extents keeps a pool small, too, and costs time once. That is saved up: a
+//! program that has been at work for a while grows by short extents, one that grows all at once by
+//! long ones.
 
 #![forbid(unsafe_code)]
 
 use std::time::Duration;
 
-/// Moves that count, as of the last look.
+/// Handles that are saved up at most.
+const MOST_SAVED: u64 = 512;
+
+/// Moves that count, and handles that are saved up, as of the last look.
 pub(super) struct Pace {
     per_second: u32,
     moves: u64,
     /// Up to when time has been made up for, since the pool was made.
     until: Duration,
+    saved: u64,
+    /// Up to when time has been saved up.
+    saved_until: Duration,
 }
 
 impl Pace {
     pub(super) fn new(per_second: u32) -> Self {
-        Self { per_second, moves: 0, until: Duration::ZERO }
+        let [until, saved_until] = [Duration::ZERO; 2];
+        Self { per_second, moves: 0, until, saved: 0, saved_until }
     }
 
     pub(super) fn note(&mut self, moves: u64) {
@@ -43,6 +54,25 @@ impl Pace {
         }
         self.moves
     }
+
+    /// The handles that may be made beyond what is needed, so long after the pool was made.
+    pub(super) fn saved(&mut self, now: Duration) -> u64 {
+        let Some(each) = Duration::from_secs(1).checked_div(self.per_second) else { return 0 };
+        let each = each.as_nanos().max(1);
+        let passed = now.saturating_sub(self.saved_until).as_nanos();
+        let earned = u64::try_from(passed / each).unwrap_or(u64::MAX);
+        if earned >= MOST_SAVED {
+            (self.saved, self.saved_until) = (MOST_SAVED, now);
+        } else {
+            self.saved = (self.saved + earned).min(MOST_SAVED);
+            self.saved_until += Duration::from_nanos(each as u64 * earned);
+        }
+        self.saved
+    }
+
+    pub(super) fn spend(&mut self, handles: u64) {
+        self.saved = self.saved.saturating_sub(handles);
+    }
 }
 
 #[cfg(test)]
@@ -64,6 +94,20 @@ mod tests {
         assert_eq!(pace.moves(3600 * 1000 * MILLI), 0);
         pace.note(5);
         assert_eq!(pace.moves(3600 * 1000 * MILLI + 9 * MILLI), 5);
+    }
+
+    #[test]
+    fn handles_are_saved_up_to_a_bound_and_spent() {
+        let mut pace = Pace::new(100);
+        assert_eq!(pace.saved(Duration::ZERO), 0);
+        assert_eq!([pace.saved(25 * MILLI), pace.saved(31 * MILLI)], [2, 3]);
+        pace.spend(2);
+        assert_eq!([pace.saved(31 * MILLI), pace.saved(40 * MILLI)], [1, 2]);
+        assert_eq!(pace.saved(3600 * 1000 * MILLI), MOST_SAVED);
+        pace.spend(MOST_SAVED + 1);
+        assert_eq!(pace.saved(3600 * 1000 * MILLI), 0);
+        assert_eq!(Pace::new(0).saved(Duration::MAX), 0);
+        assert_eq!(Pace::new(u32::MAX).saved(MILLI), MOST_SAVED);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 
 use super::LogFormat;
 use super::digits::{self, EIGHT_DIGITS};
-use super::time::Now;
+use super::time::Last;
 use crate::error::Error;
 use crate::units::DevicePtr;
 
@@ -26,16 +26,17 @@ impl Line {
     /// The first `used` bytes of a text. All of it is put down, and overwritten by what comes next: a
     /// copy of a fixed length is a move or two.
     #[inline]
-    fn put<const LENGTH: usize>(&mut self, text: [u8; LENGTH], used: usize) {
-        if let Some(place) = self.bytes.get_mut(self.used..self.used + LENGTH) {
-            place.copy_from_slice(&text);
+    fn put<const LENGTH: usize>(&mut self, text: &[u8; LENGTH], used: usize) {
+        let rest = self.bytes.get_mut(self.used..);
+        if let Some(place) = rest.and_then(|rest| rest.first_chunk_mut()) {
+            *place = *text;
             self.used += used;
         }
     }
 
     #[inline]
     fn extend<const LENGTH: usize>(&mut self, text: &[u8; LENGTH]) {
-        self.put(*text, LENGTH);
+        self.put(text, LENGTH);
     }
 
     #[inline]
@@ -43,12 +44,12 @@ impl Line {
         let (above, last) = (number / EIGHT_DIGITS, number % EIGHT_DIGITS);
         if above != 0 {
             self.long_decimal(above);
-            return self.put(digits::decimal(last), 8);
+            return self.put(&digits::decimal(last), 8);
         }
         let text = u64::from_le_bytes(digits::decimal(last));
         // The first digit that is not '0', the last at the latest.
         let zeros = ((text ^ digits::ZEROS).trailing_zeros() / 8).min(7);
-        self.put((text >> (8 * zeros)).to_le_bytes(), 8 - zeros as usize);
+        self.put(&(text >> (8 * zeros)).to_le_bytes(), 8 - zeros as usize);
     }
 
     /// A number from which eight digits are taken: rare enough for a call.
@@ -59,9 +60,8 @@ impl Line {
 
     #[inline]
     fn hexadecimal(&mut self, number: u64) {
-        self.extend(b"0x");
         let digits = (64 - number.leading_zeros()).div_ceil(4).max(1);
-        self.put(digits::hexadecimal(number << (64 - 4 * digits)), digits as usize);
+        self.put(&digits::hexadecimal(number << (64 - 4 * digits)), digits as usize);
     }
 
     pub(super) fn text(&self) -> &[u8] {
@@ -102,14 +102,17 @@ pub(super) fn header(format: LogFormat) -> &'static [u8] {
 
 impl Row<'_> {
     pub(super) fn rmm(&self) -> Line {
-        let mut line = self.common(&Now::read());
-        line.extend(b"\n");
-        line
+        Last::with(|last, microseconds| {
+            let mut line = self.common(last, microseconds);
+            line.extend(b"\n");
+            line
+        })
     }
 
     pub(super) fn full(&self, device: Option<u32>, live: u64, held: Option<u64>) -> Text {
-        let now = Now::read();
-        let mut text = Text::from_slice(self.common(&now).text());
+        let (common, date) =
+            Last::with(|last, microseconds| (self.common(last, microseconds), *last.second.date()));
+        let mut text = Text::from_slice(common.text());
         let mut line = Line { bytes: [0; COMMON], used: 0 };
         let numbers =
             [device.map(u64::from), Some(self.align as u64), Some(live), held, self.nanoseconds];
@@ -120,7 +123,7 @@ impl Row<'_> {
             }
         }
         line.extend(b",");
-        line.extend(now.second.date());
+        line.extend(&date);
         line.extend(b",");
         text.extend_from_slice(line.text());
         if let Some(failure) = self.failure {
@@ -132,31 +135,27 @@ impl Row<'_> {
 
     /// RMM's columns.
     #[inline]
-    fn common(&self, now: &Now) -> Line {
+    fn common(&self, last: &mut Last, microseconds: u32) -> Line {
         let mut line = Line { bytes: [0; COMMON], used: 0 };
-        let (beginning, length) = now.second.beginning();
+        let (beginning, length) = last.second.beginning();
         line.put(beginning, length);
-        let [_, _, microseconds @ ..] = digits::decimal(u64::from(now.microseconds));
-        line.put::<6>(microseconds, 6);
+        let [_, _, microseconds @ ..] = digits::decimal(u64::from(microseconds));
+        line.put::<6>(&microseconds, 6);
         match self.action {
-            Action::Allocate => line.extend(b",allocate,"),
-            Action::AllocateFailure => line.extend(b",allocate failure,"),
-            Action::Free => line.extend(b",free,"),
+            Action::Allocate => line.extend(b",allocate,0x"),
+            Action::AllocateFailure => line.extend(b",allocate failure,0x"),
+            Action::Free => line.extend(b",free,0x"),
         }
         if self.ptr.is_null() {
+            line.used -= 2;
             line.extend(b"(nil)");
         } else {
             line.hexadecimal(self.ptr.address());
         }
         line.extend(b",");
         line.decimal(self.bytes as u64);
-        match self.stream as u64 {
-            0 => line.extend(b",0"),
-            handle => {
-                line.extend(b",");
-                line.hexadecimal(handle);
-            }
-        }
+        let (ending, length) = last.ending(self.stream);
+        line.put(ending, length);
         line
     }
 }
@@ -187,7 +186,7 @@ mod tests {
     }
 
     fn common(row: Row<'_>, microseconds: u32) -> String {
-        let line = row.common(&Now::for_tests(17733, [1, 45, 56], microseconds));
+        let line = row.common(&mut Last::for_tests(17733, [1, 45, 56]), microseconds);
         String::from_utf8_lossy(line.text()).into_owned()
     }
 
@@ -225,14 +224,14 @@ mod tests {
         let powers = (0..64).map(|power| 1 << power).chain((0..20).map(|power| 10u64.pow(power)));
         let edges = powers.flat_map(|power: u64| [power - 1, power, power + 1, power / 2 * 3]);
         for number in edges.chain([u64::MAX - 1, u64::MAX]) {
-            assert_eq!(written(number), (number.to_string(), format!("{number:#x}")));
+            assert_eq!(written(number), (number.to_string(), format!("{number:x}")));
         }
     }
 
     #[test]
     fn the_longest_row_has_room() {
         let mut longest = row(Action::AllocateFailure, u64::MAX, usize::MAX, usize::MAX);
-        let line = longest.common(&Now::for_tests(u64::MAX, [23, 59, 59], 999_999));
+        let line = longest.common(&mut Last::for_tests(u64::MAX, [23, 59, 59]), 999_999);
         assert_eq!(line.text().split(|byte| *byte == b',').count(), 6);
         assert!(line.used + 1 < COMMON);
         (longest.align, longest.nanoseconds) = (usize::MAX, Some(u64::MAX));

@@ -1,15 +1,89 @@
-//! The local time, and the thread's number, as a row begins with them.
+//! What a row has in common with the thread's last one: the second, local time, and the thread's
+//! number, as a row begins with them, and the stream, as one ends.
 
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::io::Write as _;
 
 thread_local! {
-    /// The second that this thread's last row was of.
-    static SECOND: Cell<Second> = const { Cell::new(Second::NONE) };
+    /// What this thread's last row had.
+    static LAST: RefCell<Last> = const { RefCell::new(Last::NONE) };
 }
 
-/// A second of one thread: all that its rows have in common.
-#[derive(Clone, Copy)]
+/// What a thread's last row had, as text.
+pub(super) struct Last {
+    pub(super) second: Second,
+    stream: Stream,
+}
+
+impl Last {
+    const NONE: Self = Self { second: Second::NONE, stream: Stream::LEGACY };
+
+    /// Reads the clock, and hands on what there is of the thread, of this second, with the
+    /// microseconds.
+    #[inline]
+    pub(super) fn with<T>(work: impl Fn(&mut Self, u32) -> T) -> T {
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: the pointer is to a live value of the right type. Of this clock it does not fail.
+        let _ = unsafe { libc::clock_gettime(libc::CLOCK_REALTIME, &mut time) };
+        let microseconds = (time.tv_nsec / 1000) as u32;
+        let run = |last: &mut Self| {
+            if last.second.number != time.tv_sec {
+                last.second = Second::of(time.tv_sec);
+            }
+            work(last, microseconds)
+        };
+        let done = LAST.try_with(|last| last.try_borrow_mut().ok().map(|mut last| run(&mut last)));
+        match done {
+            Ok(Some(done)) => done,
+            // A thread that is ending has nothing kept.
+            _ => {
+                let mut last = Self::NONE;
+                run(&mut last)
+            }
+        }
+    }
+
+    /// The end of a row on a stream: so many bytes of the text.
+    #[inline]
+    pub(super) fn ending(&mut self, handle: usize) -> (&[u8; 24], usize) {
+        if self.stream.handle != handle {
+            self.stream = Stream::of(handle);
+        }
+        (&self.stream.ending, self.stream.length)
+    }
+}
+
+/// A stream's handle.
+struct Stream {
+    handle: usize,
+    /// `,HANDLE`, and how long that is.
+    ending: [u8; 24],
+    length: usize,
+}
+
+impl Stream {
+    const LEGACY: Self = {
+        let mut ending = [0; 24];
+        [ending[0], ending[1]] = *b",0";
+        Self { handle: 0, ending, length: 2 }
+    };
+
+    #[cold]
+    #[inline(never)]
+    fn of(handle: usize) -> Self {
+        let mut stream = Self { handle, ..Self::LEGACY };
+        if handle != 0 {
+            let mut rest = &mut stream.ending[..];
+            // At most 16 digits and these three bytes: there is room.
+            let _ = write!(rest, ",{handle:#x}");
+            let left = rest.len();
+            stream.length = stream.ending.len() - left;
+        }
+        stream
+    }
+}
+
+/// A second of one thread.
 pub(super) struct Second {
     /// Seconds since 1970.
     number: i64,
@@ -22,6 +96,12 @@ pub(super) struct Second {
 
 impl Second {
     const NONE: Self = Self { number: i64::MIN, beginning: [0; 32], length: 0, date: [0; 10] };
+
+    #[cold]
+    #[inline(never)]
+    fn of(number: i64) -> Self {
+        Self::new(number, thread_number(), &Local::of(number))
+    }
 
     fn new(number: i64, thread: u64, local: &Local) -> Self {
         let mut second = Self { number, ..Self::NONE };
@@ -38,8 +118,8 @@ impl Second {
 
     /// `THREAD,HH:MM:SS.`: so many bytes of the text.
     #[inline]
-    pub(super) fn beginning(&self) -> ([u8; 32], usize) {
-        (self.beginning, self.length)
+    pub(super) fn beginning(&self) -> (&[u8; 32], usize) {
+        (&self.beginning, self.length)
     }
 
     /// `YYYY-MM-DD`.
@@ -82,48 +162,18 @@ impl Local {
     }
 }
 
-/// A point in time.
-pub(super) struct Now {
-    pub(super) second: Second,
-    pub(super) microseconds: u32,
-}
-
-impl Now {
-    #[inline]
-    pub(super) fn read() -> Self {
-        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: the pointer is to a live value of the right type. Of this clock it does not fail.
-        let _ = unsafe { libc::clock_gettime(libc::CLOCK_REALTIME, &mut time) };
-        let seconds = time.tv_sec;
-        let known = SECOND.try_with(Cell::get).ok().filter(|second| second.number == seconds);
-        let second = known.unwrap_or_else(|| Self::next_second(seconds));
-        Self { second, microseconds: (time.tv_nsec / 1000) as u32 }
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn next_second(seconds: i64) -> Second {
-        let second = Second::new(seconds, thread_number(), &Local::of(seconds));
-        // A thread that is ending asks each time.
-        let _ = SECOND.try_with(|known| known.set(second));
-        second
-    }
-
-    #[cfg(test)]
-    pub(super) fn for_tests(
-        thread: u64,
-        [hour, minute, second]: [u8; 3],
-        microseconds: u32,
-    ) -> Self {
-        let local = Local { hour, minute, second, ..Local::ZERO };
-        Self { second: Second::new(0, thread, &local), microseconds }
-    }
-}
-
 /// The system's number of the calling thread.
 fn thread_number() -> u64 {
     // SAFETY: takes no arguments, and always succeeds.
     unsafe { libc::gettid() as u64 }
+}
+
+#[cfg(test)]
+impl Last {
+    pub(super) fn for_tests(thread: u64, [hour, minute, second]: [u8; 3]) -> Self {
+        let local = Local { hour, minute, second, ..Local::ZERO };
+        Self { second: Second::new(0, thread, &local), ..Self::NONE }
+    }
 }
 
 #[cfg(test)]
@@ -132,15 +182,19 @@ mod tests {
 
     use super::*;
 
-    fn beginning(now: &Now) -> String {
-        let (text, length) = now.second.beginning();
+    fn text(second: &Second) -> String {
+        let (text, length) = second.beginning();
         String::from_utf8_lossy(&text[..length]).into_owned()
+    }
+
+    fn now() -> (i64, String) {
+        Last::with(|last, _| (last.second.number, text(&last.second)))
     }
 
     #[test]
     fn the_time_is_the_systems_local_one() {
         let before = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_secs();
-        let shown = beginning(&Now::read());
+        let (_, shown) = now();
         let after = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_secs();
         let of = |seconds: u64| {
             let local = Local::of(seconds as i64);
@@ -148,24 +202,34 @@ mod tests {
             format!("{},{time}.", thread_number())
         };
         assert!((before..=after).any(|seconds| shown == of(seconds)), "{shown}");
-        let now = Now::for_tests(u64::MAX, [23, 59, 7], 42);
-        assert_eq!(beginning(&now), format!("{},23:59:07.", u64::MAX));
-        assert_eq!(now.second.date(), b"1970-01-01");
+        let last = Last::for_tests(u64::MAX, [23, 59, 7]);
+        assert_eq!(text(&last.second), format!("{},23:59:07.", u64::MAX));
+        assert_eq!(last.second.date(), b"1970-01-01");
     }
 
     #[test]
     fn a_new_second_is_shown() {
-        let first = Now::read();
-        while Now::read().second.number == first.second.number {
+        let (first, shown) = now();
+        while now().0 == first {
             std::thread::sleep(std::time::Duration::from_millis(20));
         }
-        assert_ne!(beginning(&Now::read()), beginning(&first));
+        assert_ne!(now().1, shown);
     }
 
     #[test]
     fn each_thread_has_its_number() {
-        let own = || beginning(&Now::read()).split(',').next().map(str::to_owned);
+        let own = || now().1.split(',').next().map(str::to_owned);
         assert_eq!(own(), Some(thread_number().to_string()));
         assert_ne!(std::thread::spawn(own).join().expect("a number"), own());
+    }
+
+    #[test]
+    fn rows_of_several_streams_end_with_theirs() {
+        let mut last = Last::NONE;
+        for handle in [0, 2, 2, usize::MAX, 0, 0xa0, usize::MAX] {
+            let (text, length) = last.ending(handle);
+            let shown = if handle == 0 { ",0".to_owned() } else { format!(",{handle:#x}") };
+            assert_eq!(String::from_utf8_lossy(&text[..length]), shown);
+        }
     }
 }
