@@ -36,12 +36,11 @@ const LOOSE_OF_POOL: u64 = 4;
 /// A loose fit leaves at most this fraction of the request unused.
 const LOOSE_FIT: u32 = 16;
 /// How a front judges itself: every large block that comes counts against it, every one that goes
-/// out for its exact size for it. Where room has to be made the count is cut to its bounds: down at
-/// one the front goes loose, and exact again at the middle.
-const HIT: i64 = 4;
-const LOOSE_AT: i64 = -128;
-const EXACT_AT: i64 = 0;
-const MOST: i64 = 128;
+/// out for its exact size for it. Down at one bound it goes loose, and exact again at the middle.
+const HIT: i32 = 4;
+const LOOSE_AT: i32 = -128;
+const EXACT_AT: i32 = 0;
+const MOST: i32 = 128;
 
 /// Where the stack of each small class begins, and behind the last one.
 const SMALL_STACKS: [u16; SMALL_CLASSES + 1] = {
@@ -92,7 +91,7 @@ pub(super) struct Front {
     told: u32,
     /// The most of `large_units`.
     bound: u32,
-    score: i64,
+    score: i32,
     loose: bool,
     may_be_loose: bool,
 }
@@ -132,7 +131,7 @@ impl Front {
             self.large_depth[class] = top;
             self.large_units -= units;
             self.units -= units;
-            self.score += HIT;
+            self.score = (self.score + HIT).min(MOST);
             return Some((block.start, units));
         }
         if self.loose { self.pop_loose(units, class) } else { None }
@@ -204,7 +203,7 @@ impl Front {
         if depth >= LARGE_DEPTH || (held > 0 && units.saturating_add(held) > self.bound) {
             return false;
         }
-        self.score -= 1;
+        self.score = (self.score - 1).max(LOOSE_AT);
         self.large[class][depth] = Held { start, units };
         self.large_depth[class] = depth as u8 + 1;
         self.eights |= 1 << (class / 8);
@@ -259,7 +258,6 @@ impl Front {
 
     /// Goes loose, or exact again, as the score says.
     fn judge(&mut self, share: u64) {
-        self.score = self.score.clamp(LOOSE_AT, MOST);
         if self.score <= LOOSE_AT && self.may_be_loose {
             self.loose = true;
         } else if self.score >= EXACT_AT {

@@ -335,7 +335,7 @@ impl Space {
         let mut left = granules - apart;
         let mut mapped = self.memory.mapped();
         let length = |mapped| policy.extent(mapped, u64::from(request), shares);
-        let longest = policy.at_leisure(length(mapped), left, mapped, saved);
+        let longest = policy.at_leisure(length(mapped), left, mapped, u64::from(request), saved);
         let spent = left.div_ceil(longest) - left.div_ceil(length(mapped));
         while left > 0 {
             let granules = length(mapped).min(longest).min(left);

@@ -13,9 +13,10 @@
 const OF_POOL: u64 = 192;
 const OF_REQUEST: u64 = 48;
 
-/// Where time has been saved up extents are as short as this fraction of the pool, and one request
-/// makes so many at once.
+/// Where time has been saved up extents are as short as this fraction of the pool, or of the limit,
+/// and one request makes so many at once.
 const OF_POOL_AT_LEISURE: u64 = 1536;
+const OF_LIMIT_AT_LEISURE: u64 = 4400;
 const AT_ONCE: u32 = 80;
 
 /// Where a limit is set: at most this fraction of it, so that nearly everything can be brought
@@ -83,16 +84,28 @@ impl Policy {
         granules.clamp(1, LONGEST) as u32
     }
 
-    /// The length of new extents at most, where `length` would do for `granules` more and so many
-    /// further handles may be made. At a limit lengths are as they are.
-    pub(super) fn at_leisure(&self, length: u32, granules: u32, mapped: u64, saved: u64) -> u32 {
-        if self.limited || mapped == 0 {
+    /// The length of new extents at most, where `length` would do for `granules` more of a request
+    /// and so many further handles may be made.
+    pub(super) fn at_leisure(
+        &self,
+        length: u32,
+        granules: u32,
+        mapped: u64,
+        request: u64,
+        saved: u64,
+    ) -> u32 {
+        if mapped == 0 {
             return length;
         }
         let needed = granules.div_ceil(length);
         let saved = u32::try_from(saved).unwrap_or(u32::MAX);
         let handles = needed.saturating_add(saved).min(needed.max(AT_ONCE));
-        let shortest = u32::try_from(mapped / OF_POOL_AT_LEISURE).unwrap_or(u32::MAX);
+        let shortest = if self.limited {
+            (self.capacity / OF_LIMIT_AT_LEISURE).max(request / OF_REQUEST_AT_LIMIT)
+        } else {
+            mapped / OF_POOL_AT_LEISURE
+        };
+        let shortest = u32::try_from(shortest).unwrap_or(u32::MAX);
         granules.div_ceil(handles.max(1)).max(shortest).clamp(1, length)
     }
 

@@ -156,7 +156,7 @@ impl MappedFile {
     }
 
     /// Writes the zeroes of the window at `start`. Its pages are then in the kernel's cache and dirty,
-    /// which on ext4 costs a quarter of finding each by a fault: of reading it as zeroes, and of a
+    /// which on ext4 costs a third of finding each by a fault: of reading it as zeroes, and of a
     /// transaction for its first write. In one call, by whose length the kernel chooses how large
     /// the pieces are in which it keeps them.
     fn fill(&self, start: u64) -> io::Result<()> {
