@@ -16,7 +16,6 @@
 pub mod args;
 pub mod backend;
 pub mod bench;
-pub mod bytes;
 pub mod command;
 pub mod device;
 pub mod exit;
@@ -25,3 +24,5 @@ pub mod replay;
 pub mod report;
 pub mod serve;
 pub mod trace;
+
+pub use stacks::bytes;

@@ -11,7 +11,7 @@ pub(crate) use cuda_malloc::CudaMalloc;
 pub(crate) use pool::PoolBackend;
 pub use spec::{AllocatorList, AllocatorSpec, SpecError};
 pub(crate) use stack::StackBackend;
-pub use stack::{Kind, Stack, StackError};
+pub use stacks::{Kind, Stack, StackError};
 
 use vpmm::StreamHandle;
 

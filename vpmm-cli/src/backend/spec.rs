@@ -7,7 +7,8 @@ use super::Backend;
 use super::cuda_async::CudaAsync;
 use super::cuda_malloc::CudaMalloc;
 use super::pool::PoolBackend;
-use super::stack::{Stack, StackBackend, StackError, split_list};
+use super::stack::StackBackend;
+use super::{Stack, StackError};
 use crate::device::Machine;
 
 /// An allocator as the command line names it.
@@ -101,7 +102,7 @@ impl FromStr for AllocatorList {
 
     fn from_str(text: &str) -> Result<Self, SpecError> {
         let mut list = Vec::new();
-        for name in split_list(text)? {
+        for name in stacks::split_list(text)? {
             let spec = name.parse()?;
             if list.contains(&spec) {
                 return Err(SpecError::Twice(spec));

@@ -3,12 +3,11 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
+use stacks::{Any, Builder, Peak, Stack};
 use vpmm::resource::MIN_ALIGN;
 use vpmm::{DevicePtr, MemoryResource, StreamHandle};
 
-use super::build::{Any, Builder, Peak};
-use super::kinds::Stack;
-use crate::backend::Backend;
+use super::Backend;
 use crate::device::Machine;
 
 pub(crate) struct StackBackend<'a> {
@@ -27,9 +26,9 @@ impl<'a> StackBackend<'a> {
         limit_bytes: Option<u64>,
     ) -> vpmm::Result<Self> {
         let calls_before = machine.driver().calls();
-        let mut builder = Builder { device: machine.device(), limit_bytes, peaks: Vec::new() };
-        let resource = builder.build(stack)?;
-        let Builder { peaks, .. } = builder;
+        let mut builder = Builder::new(machine.device()).limited(limit_bytes).measured();
+        let resource = builder.build(stack)?.resource().clone();
+        let peaks = builder.into_peaks();
         Ok(Self { machine, resource, peaks, calls_before, tagged: Mutex::default() })
     }
 

@@ -16,8 +16,8 @@ pub enum StackError {
         /// What there is.
         known: Box<str>,
     },
-    /// The brackets do not match, or something is outside of them.
-    #[error("{text:?}: brackets that do not match")]
+    /// The brackets or quotes do not match, or something is outside of them.
+    #[error("{text:?}: brackets or quotes that do not match")]
     Brackets {
         /// The text.
         text: Box<str>,
@@ -41,6 +41,12 @@ pub enum StackError {
         what: &'static str,
         /// What it takes.
         form: &'static str,
+    },
+    /// One that makes memory itself was to stand on something.
+    #[error("{name} stands on nothing")]
+    OnNothing {
+        /// The resource.
+        name: &'static str,
     },
     /// Settings that the caching allocator does not take.
     #[error("{name}: {source}")]
@@ -77,12 +83,19 @@ pub(super) struct Argument {
     pub(super) text: Box<str>,
 }
 
-/// Splits a list at the commas that are in no brackets.
-pub(in super::super) fn split_list(text: &str) -> Result<Vec<&str>, StackError> {
+/// Splits a list at the commas that are in no brackets and no quotes.
+///
+/// # Errors
+/// [`StackError::Brackets`].
+pub fn split_list(text: &str) -> Result<Vec<&str>, StackError> {
     let brackets = || StackError::Brackets { text: text.into() };
     let (mut parts, mut start, mut depth) = (Vec::new(), 0, 0_usize);
+    let mut is_quoted = false;
     for (at, letter) in text.char_indices() {
         match letter {
+            // A quote in quotes is written twice, which ends and begins them.
+            '"' => is_quoted = !is_quoted,
+            _ if is_quoted => {}
             '(' | '[' => depth += 1,
             ')' | ']' => depth = depth.checked_sub(1).ok_or_else(brackets)?,
             ',' if depth == 0 => {
@@ -92,7 +105,7 @@ pub(in super::super) fn split_list(text: &str) -> Result<Vec<&str>, StackError> 
             _ => {}
         }
     }
-    if depth > 0 {
+    if depth > 0 || is_quoted {
         return Err(brackets());
     }
     parts.push(text[start..].trim());
@@ -109,8 +122,8 @@ pub(super) fn parse(text: &str) -> Result<Expression, StackError> {
     };
     let inside = rest.strip_suffix(')').ok_or(StackError::Brackets { text: text.into() })?;
     let argument = |text: &str| {
-        // An equals sign inside of brackets is somebody else's.
-        let head = text.split('(').next().unwrap_or_default();
+        // An equals sign inside of brackets or quotes is somebody else's.
+        let head = text.split(['(', '"']).next().unwrap_or_default();
         match head.split_once('=') {
             Some((key, _)) => {
                 let value = text[key.len() + 1..].trim();
@@ -124,6 +137,19 @@ pub(super) fn parse(text: &str) -> Result<Expression, StackError> {
         name: name.trim().into(),
         arguments: parts.into_iter().map(argument).collect(),
     })
+}
+
+/// A text in quotes, which may have any letter in it: what [`unquoted`] undoes.
+pub fn quoted(text: &str) -> String {
+    format!("\"{}\"", text.replace('"', "\"\""))
+}
+
+/// A value as it was meant: without the quotes around it, if there are.
+pub(super) fn unquoted(text: &str) -> Box<str> {
+    match text.strip_prefix('"').and_then(|text| text.strip_suffix('"')) {
+        Some(inside) => inside.replace("\"\"", "\"").into(),
+        None => text.into(),
+    }
 }
 
 /// A number of bytes that a setting is.
@@ -156,6 +182,18 @@ mod tests {
     fn lists_are_split_outside_of_brackets() {
         assert_eq!(split_list("a, b(c,d(e,f)) ,g").unwrap(), ["a", "b(c,d(e,f))", "g"]);
         assert_eq!(split_list("").unwrap(), [""]);
+    }
+
+    #[test]
+    fn quotes_have_anything_in_them() {
+        for odd in ["a,b", "(", "x=1", "say \"so\"", "\"", "a)b,\"(\",c=", ""] {
+            let text = format!("f({},g,k={})", quoted(odd), quoted(odd));
+            let arguments = parse(&text).unwrap().arguments;
+            let read: Vec<_> =
+                arguments.iter().map(|one| (one.key.as_deref(), unquoted(&one.text))).collect();
+            assert_eq!(read, [(None, odd.into()), (None, "g".into()), (Some("k"), odd.into())]);
+        }
+        assert!(split_list("\"a").is_err());
     }
 
     #[test]

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use vpmm::caching::CachingConfig;
+use vpmm::resource::LogFormat;
 
-use super::parse::{Argument, Expression, StackError, bytes, number, parse};
+use crate::parse::{Argument, Expression, StackError, bytes, number, parse, unquoted};
 
 /// A resource, and what it stands on.
 #[derive(Clone, Debug, PartialEq)]
@@ -25,7 +26,14 @@ pub enum Kind {
     /// The pool of this project, paged profile.
     Paged,
     /// A pool of the driver's.
-    CudaAsync,
+    CudaAsync {
+        /// Taken at the start.
+        initial_bytes: u64,
+        /// The most that it may hold.
+        max_bytes: Option<u64>,
+        /// What it keeps when the host has waited.
+        threshold_bytes: Option<u64>,
+    },
     /// `cuMemAlloc`.
     CudaMalloc,
     /// Managed memory.
@@ -39,11 +47,24 @@ pub enum Kind {
     /// Counts.
     Statistics,
     /// Keeps what is outstanding.
-    Tracking,
-    /// Writes RMM's rows to a file.
-    Logging(PathBuf),
+    Tracking {
+        /// Whether to note where each allocation was made.
+        backtraces: bool,
+    },
+    /// Writes rows to a file.
+    Logging {
+        /// Its name.
+        file: PathBuf,
+        /// RMM's rows, or fuller ones.
+        format: LogFormat,
+    },
     /// Addresses at multiples of so many bytes.
-    Aligned(u64),
+    Aligned {
+        /// The multiple.
+        bytes: u64,
+        /// Of requests of at least so many bytes.
+        from_bytes: u64,
+    },
     /// One call at a time.
     ThreadSafe,
     /// Brings managed memory to the device.
@@ -59,13 +80,13 @@ pub enum Kind {
     FixedSize {
         /// Of each block.
         block_bytes: u64,
+        /// Taken at a time, if not the resource's own number.
+        blocks_at_once: Option<u32>,
     },
     /// Blocks of powers of two.
     Binning {
-        /// The least power.
-        least: u32,
-        /// The greatest.
-        most: u32,
+        /// The least and the greatest power; `None` for no bins yet.
+        powers: Option<(u32, u32)>,
     },
     /// One piece of memory, divided among streams.
     Arena {
@@ -74,6 +95,8 @@ pub enum Kind {
     },
     /// PyTorch's scheme, set as PyTorch is.
     Caching(Box<CachingConfig>),
+    /// What the stack is to stand on, made before.
+    Given,
 }
 
 /// A name, its form, and how it is read.
@@ -100,9 +123,15 @@ const ENTRIES: &[Entry] = &[
     Entry { name: "paged", form: "paged", over: Over::Nothing, read: |_| Ok(Kind::Paged) },
     Entry {
         name: "cuda-async",
-        form: "cuda-async",
+        form: "cuda-async(initial=BYTES,max=BYTES,threshold=BYTES)",
         over: Over::Nothing,
-        read: |_| Ok(Kind::CudaAsync),
+        read: |given| {
+            Ok(Kind::CudaAsync {
+                initial_bytes: given.bytes_by_key("initial")?.unwrap_or(0),
+                max_bytes: given.bytes_by_key("max")?,
+                threshold_bytes: given.bytes_by_key("threshold")?,
+            })
+        },
     },
     Entry {
         name: "cuda-malloc",
@@ -127,21 +156,33 @@ const ENTRIES: &[Entry] = &[
     },
     Entry {
         name: "tracking",
-        form: "tracking(UPSTREAM)",
+        form: "tracking(backtraces=on,UPSTREAM)",
         over: Over::Something,
-        read: |_| Ok(Kind::Tracking),
+        read: |given| {
+            let backtraces = given.choice("backtraces", "on or off", &["off", "on"])? == 1;
+            Ok(Kind::Tracking { backtraces })
+        },
     },
     Entry {
         name: "logging",
-        form: "logging(FILE,UPSTREAM)",
+        form: "logging(FILE,format=rmm,UPSTREAM), or format=full",
         over: Over::Something,
-        read: |given| Ok(Kind::Logging(given.text("file")?.as_ref().into())),
+        read: |given| {
+            let format = match given.choice("format", "format: rmm or full", &["rmm", "full"])? {
+                0 => LogFormat::Rmm,
+                _ => LogFormat::Full,
+            };
+            Ok(Kind::Logging { file: given.text("file")?.as_ref().into(), format })
+        },
     },
     Entry {
         name: "aligned",
-        form: "aligned(BYTES,UPSTREAM)",
+        form: "aligned(BYTES,from=BYTES,UPSTREAM)",
         over: Over::Something,
-        read: |given| Ok(Kind::Aligned(given.bytes("alignment")?)),
+        read: |given| {
+            let from_bytes = given.bytes_by_key("from")?.unwrap_or(0);
+            Ok(Kind::Aligned { bytes: given.bytes("alignment")?, from_bytes })
+        },
     },
     Entry {
         name: "thread-safe",
@@ -166,16 +207,22 @@ const ENTRIES: &[Entry] = &[
     },
     Entry {
         name: "fixed-size",
-        form: "fixed-size(BYTES,UPSTREAM)",
+        form: "fixed-size(BYTES,blocks=NUMBER,UPSTREAM)",
         over: Over::Else("cuda-malloc"),
-        read: |given| Ok(Kind::FixedSize { block_bytes: given.bytes("block")? }),
+        read: |given| {
+            let blocks_at_once = given.number_by_key("blocks")?;
+            Ok(Kind::FixedSize { block_bytes: given.bytes("block")?, blocks_at_once })
+        },
     },
     Entry {
         name: "binning",
-        form: "binning(LEAST,MOST,UPSTREAM), powers of two",
+        form: "binning(LEAST,MOST,UPSTREAM), powers of two, or binning(UPSTREAM) without bins",
         over: Over::Else("cuda-malloc"),
         read: |given| {
-            Ok(Kind::Binning { least: given.power("least")?, most: given.power("most")? })
+            let Some(least) = given.power_if("least")? else {
+                return Ok(Kind::Binning { powers: None });
+            };
+            Ok(Kind::Binning { powers: Some((least, given.power("most")?)) })
         },
     },
     Entry {
@@ -208,9 +255,15 @@ impl Arguments {
         by_key.or_else(by_place).map(|at| self.left.remove(at).text)
     }
 
+    /// A value that only its key stands for.
+    fn take_by_key(&mut self, key: &str) -> Option<Box<str>> {
+        let at = self.left.iter().position(|one| one.key.as_deref() == Some(key));
+        at.map(|at| self.left.remove(at).text)
+    }
+
     fn text(&mut self, what: &'static str) -> Result<Box<str>, StackError> {
         let Self { name, form, .. } = *self;
-        self.take(what).ok_or(StackError::Missing { name, what, form })
+        self.take(what).map(|text| unquoted(&text)).ok_or(StackError::Missing { name, what, form })
     }
 
     fn bytes(&mut self, what: &'static str) -> Result<u64, StackError> {
@@ -221,8 +274,33 @@ impl Arguments {
         self.take(what).map(|text| bytes(self.name, &text)).transpose()
     }
 
+    fn bytes_by_key(&mut self, key: &'static str) -> Result<Option<u64>, StackError> {
+        self.take_by_key(key).map(|text| bytes(self.name, &text)).transpose()
+    }
+
+    fn number_by_key(&mut self, key: &'static str) -> Result<Option<u32>, StackError> {
+        self.take_by_key(key).map(|text| number(self.name, &text)).transpose()
+    }
+
     fn power(&mut self, what: &'static str) -> Result<u32, StackError> {
         self.text(what).and_then(|text| number(self.name, &text))
+    }
+
+    fn power_if(&mut self, what: &'static str) -> Result<Option<u32>, StackError> {
+        self.take(what).map(|text| number(self.name, &text)).transpose()
+    }
+
+    /// Which of some words a setting is; the first where it is not there.
+    fn choice(
+        &mut self,
+        key: &str,
+        what: &'static str,
+        words: &[&str],
+    ) -> Result<usize, StackError> {
+        let Some(given) = self.take_by_key(key) else { return Ok(0) };
+        let name = self.name;
+        let at = words.iter().position(|word| **word == *given);
+        at.ok_or(StackError::Malformed { name, given, what })
     }
 
     /// All settings, as PyTorch reads them from its variable.
@@ -246,6 +324,9 @@ impl Arguments {
 
 /// Whether a text begins with a resource's name.
 fn is_stack(text: &str) -> bool {
+    if text.starts_with('"') {
+        return false;
+    }
     let name = text.split('(').next().unwrap_or_default().trim();
     ENTRIES.iter().any(|entry| entry.name == name) || text.contains('(')
 }
@@ -256,15 +337,31 @@ impl Stack {
         ENTRIES.iter().map(|entry| entry.form)
     }
 
-    pub(super) fn kind(&self) -> &Kind {
+    /// What it is.
+    pub fn kind(&self) -> &Kind {
         &self.kind
     }
 
-    pub(super) fn upstream(&self) -> Option<&Self> {
+    /// What it stands on.
+    pub fn upstream(&self) -> Option<&Self> {
         self.upstream.as_deref()
     }
 
-    fn read(expression: Expression, text: &str) -> Result<Self, StackError> {
+    /// A stack that is to stand on a resource which is there already: the lowest that the text names says
+    /// nothing of what it stands on, as `limiting(1GiB)` or `statistics(arena)`.
+    ///
+    /// # Errors
+    /// [`StackError`]; [`StackError::OnNothing`] where the lowest makes memory itself.
+    pub fn over_given(text: &str) -> Result<Self, StackError> {
+        Self::read(parse(text)?, text.trim(), true)
+    }
+
+    /// What stands on it.
+    fn given() -> Self {
+        Self { kind: Kind::Given, upstream: None, text: "".into() }
+    }
+
+    fn read(expression: Expression, text: &str, is_given: bool) -> Result<Self, StackError> {
         let known = || ENTRIES.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", ").into();
         let entry = ENTRIES.iter().find(|entry| *entry.name == *expression.name);
         let Some(entry) = entry else {
@@ -283,8 +380,10 @@ impl Stack {
             return Err(StackError::Excess { name, given: excess.text.clone(), form });
         }
         let upstream = match (upstream, over) {
-            (Some(text), _) => Some(Box::new(text.parse()?)),
+            (Some(text), _) => Some(Box::new(Self::read(parse(&text)?, text.trim(), is_given)?)),
+            (None, Over::Nothing) if is_given => return Err(StackError::OnNothing { name }),
             (None, Over::Nothing) => None,
+            (None, _) if is_given => Some(Box::new(Self::given())),
             (None, Over::Else(default)) => Some(Box::new(default.parse()?)),
             (None, Over::Something) => {
                 return Err(StackError::Missing { name, what: "upstream", form });
@@ -298,7 +397,7 @@ impl FromStr for Stack {
     type Err = StackError;
 
     fn from_str(text: &str) -> Result<Self, StackError> {
-        Self::read(parse(text)?, text.trim())
+        Self::read(parse(text)?, text.trim(), false)
     }
 }
 
@@ -328,7 +427,41 @@ mod tests {
         let same: Stack = "limiting(upstream=default, limit=4096)".parse().unwrap();
         assert_eq!(*same.kind(), Kind::Limiting(4096));
         let logging: Stack = "logging(cuda-malloc,a log.csv)".parse().unwrap();
-        assert_eq!(*logging.kind(), Kind::Logging("a log.csv".into()));
+        let rmm = |file: &str| Kind::Logging { file: file.into(), format: LogFormat::Rmm };
+        assert_eq!(*logging.kind(), rmm("a log.csv"));
+        let odd: Stack = "logging(\"a,b(c)=\"\"d.csv\",cuda-malloc)".parse().unwrap();
+        assert_eq!(*odd.kind(), rmm("a,b(c)=\"d.csv"));
+    }
+
+    #[test]
+    fn settings_that_only_their_keys_stand_for() {
+        let stack: Stack = "cuda-async(max=1GiB,initial=2MiB)".parse().unwrap();
+        let kind = Kind::CudaAsync {
+            initial_bytes: 2 << 20,
+            max_bytes: Some(1 << 30),
+            threshold_bytes: None,
+        };
+        assert_eq!(*stack.kind(), kind);
+        let stack: Stack = "fixed-size(4096,blocks=7)".parse().unwrap();
+        assert_eq!(*stack.kind(), Kind::FixedSize { block_bytes: 4096, blocks_at_once: Some(7) });
+        let stack: Stack = "aligned(4096,from=1MiB,default)".parse().unwrap();
+        assert_eq!(*stack.kind(), Kind::Aligned { bytes: 4096, from_bytes: 1 << 20 });
+        let stack: Stack = "tracking(backtraces=on,default)".parse().unwrap();
+        assert_eq!(*stack.kind(), Kind::Tracking { backtraces: true });
+        let stack: Stack = "binning(default)".parse().unwrap();
+        assert_eq!(*stack.kind(), Kind::Binning { powers: None });
+        let stack: Stack = "binning(18,20)".parse().unwrap();
+        assert_eq!(*stack.kind(), Kind::Binning { powers: Some((18, 20)) });
+    }
+
+    #[test]
+    fn a_stack_on_something_given() {
+        let stack = Stack::over_given("limiting(1GiB,arena)").unwrap();
+        let arena = stack.upstream().unwrap();
+        assert_eq!(*arena.kind(), Kind::Arena { bytes: None });
+        assert_eq!(*arena.upstream().unwrap().kind(), Kind::Given);
+        let refused = Stack::over_given("limiting(1GiB,default)").unwrap_err();
+        assert_eq!(refused, StackError::OnNothing { name: "default" });
     }
 
     #[test]
@@ -359,6 +492,10 @@ mod tests {
             ("caching(max_split_size_mb=1x)", "caching: max_split_size_mb:1x"),
             ("caching(expandable_segments=True)", "expandable_segments:True does not apply"),
             ("caching(5)", "no allocator \"5\""),
+            ("binning(18,default)", "lacks its most"),
+            ("cuda-async(5)", "cuda-async takes no \"5\""),
+            ("logging(a.csv,format=xml,default)", "\"xml\" is no format"),
+            ("tracking(backtraces=1,default)", "\"1\" is no on or off"),
             ("limiting(size=1GiB,default)", "lacks its limit"),
         ] {
             assert!(error(text).contains(part), "{text}: {}", error(text));

@@ -1,0 +1,271 @@
+//! Resources made of what a stack says.
+
+use std::fmt;
+use std::sync::Arc;
+
+use vpmm::resource::{
+    Aligned, Arena, ArenaConfig, Binning, CoalescingConfig, CoalescingPool, DeviceMalloc,
+    DriverPool, DriverPoolConfig, FixedSize, FixedSizeConfig, HostMalloc, Limiting, Logging,
+    Managed, PinnedHost, Prefetch, Statistics, ThreadSafe, Tracking, TrackingConfig,
+};
+use vpmm::{CachingAllocator, Device, MemoryResource, PagedConfig, Pool, PoolConfig};
+
+use crate::kinds::{Kind, Stack};
+
+/// Any resource.
+pub type Any = Arc<dyn MemoryResource>;
+
+/// Tells the most bytes that one resource at the bottom of a stack has held.
+pub type Peak = Box<dyn Fn() -> vpmm::Result<u64> + Send + Sync>;
+
+/// A resource, what it stands on, and what it can be asked for beyond what all can.
+#[derive(Clone)]
+pub struct Built {
+    resource: Any,
+    face: Face,
+    upstream: Option<Arc<Self>>,
+}
+
+/// A resource by its own type, where there is more to ask of it.
+#[derive(Clone)]
+#[non_exhaustive]
+pub enum Face {
+    /// A pool of either profile.
+    Pool(Pool),
+    /// Its counters.
+    Statistics(Arc<Statistics<Any>>),
+    /// What is outstanding.
+    Tracking(Arc<Tracking<Any>>),
+    /// How much is left.
+    Limiting(Arc<Limiting<Any>>),
+    /// Its file.
+    Logging(Arc<Logging<Any>>),
+    /// Further bins.
+    Binning(Arc<Binning<Any>>),
+    /// Nothing more.
+    Other,
+}
+
+impl Built {
+    /// A resource that was made elsewhere.
+    pub fn new(resource: Any, upstream: Option<Arc<Self>>) -> Self {
+        Self { resource, face: Face::Other, upstream }
+    }
+
+    /// A pool.
+    pub fn of_pool(pool: Pool) -> Self {
+        Self { resource: Arc::new(pool.clone()), face: Face::Pool(pool), upstream: None }
+    }
+
+    /// One with a face, over something or nothing.
+    fn with<R: MemoryResource + 'static>(
+        resource: R,
+        face: impl FnOnce(Arc<R>) -> Face,
+        upstream: Option<&Arc<Self>>,
+    ) -> Self {
+        let resource = Arc::new(resource);
+        Self { face: face(Arc::clone(&resource)), resource, upstream: upstream.cloned() }
+    }
+
+    /// The resource itself.
+    pub fn resource(&self) -> &Any {
+        &self.resource
+    }
+
+    /// What else can be asked of it.
+    pub fn face(&self) -> &Face {
+        &self.face
+    }
+
+    /// What it stands on, if it stands on one.
+    pub fn upstream(&self) -> Option<&Arc<Self>> {
+        self.upstream.as_ref()
+    }
+}
+
+impl fmt::Debug for Built {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Built").field(&self.resource.describe()).finish()
+    }
+}
+
+/// Makes the resources of a stack, from the bottom up.
+pub struct Builder<'a> {
+    device: &'a Device,
+    limit_bytes: Option<u64>,
+    peaks: Option<Vec<Peak>>,
+    given: Option<Arc<Built>>,
+}
+
+impl<'a> Builder<'a> {
+    /// For a device.
+    pub fn new(device: &'a Device) -> Self {
+        Self { device, limit_bytes: None, peaks: None, given: None }
+    }
+
+    /// The same, where what makes memory may hold so many bytes at most.
+    #[must_use]
+    pub fn limited(self, limit_bytes: Option<u64>) -> Self {
+        Self { limit_bytes, ..self }
+    }
+
+    /// The same, with what makes memory watched: [`into_peaks`](Self::into_peaks). What does not tell how
+    /// much it holds is counted by a [`Statistics`] on it.
+    #[must_use]
+    pub fn measured(self) -> Self {
+        Self { peaks: Some(Vec::new()), ..self }
+    }
+
+    /// The same, for stacks that stand on this: [`Stack::over_given`].
+    #[must_use]
+    pub fn over(self, given: Arc<Built>) -> Self {
+        Self { given: Some(given), ..self }
+    }
+
+    /// How much each resource at a bottom has held, one for each.
+    pub fn into_peaks(self) -> Vec<Peak> {
+        self.peaks.unwrap_or_default()
+    }
+
+    /// Makes them.
+    ///
+    /// # Errors
+    /// Those of the resources; [`vpmm::Error::Unsupported`] for a stack on something given where nothing
+    /// was.
+    pub fn build(&mut self, stack: &Stack) -> vpmm::Result<Arc<Built>> {
+        match (stack.upstream(), stack.kind()) {
+            (None, Kind::Given) => self.given.clone().ok_or(vpmm::Error::Unsupported {
+                what: "a stack on something given without that",
+            }),
+            (None, kind) => self.bottom(kind).map(Arc::new),
+            (Some(below), kind) => {
+                let upstream = self.build(below)?;
+                self.upon(kind, &upstream).map(Arc::new)
+            }
+        }
+    }
+
+    /// What makes memory itself.
+    fn bottom(&mut self, kind: &Kind) -> vpmm::Result<Built> {
+        let device = self.device;
+        match kind {
+            Kind::Default => {
+                let mut config = PoolConfig::default();
+                config.limit_bytes = self.limit_bytes;
+                Ok(self.pool(Pool::new(device, &config)?))
+            }
+            Kind::Paged => {
+                let mut config = PagedConfig::from_env()?;
+                config.limit_bytes = self.limit_bytes.or(config.limit_bytes);
+                Ok(self.pool(Pool::paged(device, &config)?))
+            }
+            Kind::CudaAsync { initial_bytes, max_bytes, threshold_bytes } => {
+                let mut config = DriverPoolConfig::default();
+                config.initial_bytes = *initial_bytes;
+                config.max_bytes = [*max_bytes, self.limit_bytes].into_iter().flatten().min();
+                if let Some(threshold) = *threshold_bytes {
+                    config.release_threshold_bytes = threshold;
+                }
+                let pool = Arc::new(DriverPool::new(device, &config)?);
+                if let Some(peaks) = &mut self.peaks {
+                    let told = Arc::clone(&pool);
+                    peaks.push(Box::new(move || told.peak_reserved_bytes()));
+                }
+                Ok(Built::new(pool, None))
+            }
+            Kind::Managed => Ok(self.maker(Managed::new(device)?)),
+            Kind::Pinned => Ok(self.maker(PinnedHost::new(device))),
+            Kind::Host => Ok(self.maker(HostMalloc::new())),
+            // What is left makes memory by `cuMemAlloc`.
+            _ => Ok(self.maker(DeviceMalloc::new(device))),
+        }
+    }
+
+    fn pool(&mut self, pool: Pool) -> Built {
+        if let Some(peaks) = &mut self.peaks {
+            let told = pool.clone();
+            peaks.push(Box::new(move || {
+                let stats = told.stats();
+                Ok(stats.peak_mapped_bytes + stats.peak_small_mapped_bytes)
+            }));
+        }
+        Built::of_pool(pool)
+    }
+
+    /// A resource that does not tell what it holds and knows no limit.
+    fn maker(&mut self, resource: impl MemoryResource + 'static) -> Built {
+        let mut any: Any = Arc::new(resource);
+        if let Some(peaks) = &mut self.peaks {
+            let counted = Arc::new(Statistics::new(any));
+            let told = Arc::clone(&counted);
+            peaks.push(Box::new(move || {
+                let peak = told.counters().bytes.peak;
+                Ok(u64::try_from(peak).unwrap_or(0))
+            }));
+            any = counted;
+        }
+        if let Some(limit) = self.limit_bytes {
+            any = Arc::new(Limiting::new(any, limit));
+        }
+        Built::new(any, None)
+    }
+
+    /// What stands on something else.
+    fn upon(&mut self, kind: &Kind, below: &Arc<Built>) -> vpmm::Result<Built> {
+        let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+        let (upstream, device) = (Arc::clone(&below.resource), self.device);
+        let plain = |resource: Any| Built::new(resource, Some(Arc::clone(below)));
+        Ok(match kind {
+            Kind::Limiting(limit) => {
+                Built::with(Limiting::new(upstream, *limit), Face::Limiting, Some(below))
+            }
+            Kind::Statistics => {
+                Built::with(Statistics::new(upstream), Face::Statistics, Some(below))
+            }
+            Kind::Tracking { backtraces } => {
+                let mut config = TrackingConfig::default();
+                config.backtraces = *backtraces;
+                Built::with(Tracking::new(upstream, config), Face::Tracking, Some(below))
+            }
+            Kind::Logging { file, format } => {
+                Built::with(Logging::to_file(upstream, *format, file)?, Face::Logging, Some(below))
+            }
+            Kind::Aligned { bytes, from_bytes } => {
+                let aligned = Aligned::new(upstream, size(*bytes))?;
+                plain(Arc::new(aligned.from_bytes(size(*from_bytes))))
+            }
+            Kind::ThreadSafe => plain(Arc::new(ThreadSafe::new(upstream))),
+            Kind::Prefetch => plain(Arc::new(Prefetch::new(upstream, device))),
+            Kind::Coalescing { initial_bytes, max_bytes } => {
+                let mut config = CoalescingConfig::default();
+                (config.initial_bytes, config.max_bytes) = (*initial_bytes, *max_bytes);
+                plain(Arc::new(CoalescingPool::new(upstream, device, &config)?))
+            }
+            Kind::FixedSize { block_bytes, blocks_at_once } => {
+                let mut config = FixedSizeConfig::default();
+                config.block_bytes = size(*block_bytes);
+                if let Some(blocks) = *blocks_at_once {
+                    config.blocks_at_once = blocks as usize;
+                }
+                plain(Arc::new(FixedSize::new(upstream, device, &config)?))
+            }
+            Kind::Binning { powers } => {
+                let binning = match *powers {
+                    Some((least, most)) => Binning::with_powers(upstream, device, least..=most)?,
+                    None => Binning::new(upstream, device),
+                };
+                Built::with(binning, Face::Binning, Some(below))
+            }
+            Kind::Arena { bytes } => {
+                let mut config = ArenaConfig::default();
+                config.arena_bytes = bytes.or(self.limit_bytes);
+                plain(Arc::new(Arena::new(upstream, device, &config)?))
+            }
+            Kind::Caching(config) => {
+                plain(Arc::new(CachingAllocator::over(upstream, device, config)?))
+            }
+            // Nothing else stands on anything.
+            _ => plain(upstream),
+        })
+    }
+}
