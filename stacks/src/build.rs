@@ -1,6 +1,7 @@
 //! Resources made of what a stack says.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use vpmm::resource::{
@@ -38,8 +39,8 @@ pub enum Face {
     Tracking(Arc<Tracking<Any>>),
     /// How much is left.
     Limiting(Arc<Limiting<Any>>),
-    /// Its file.
-    Logging(Arc<Logging<Any>>),
+    /// Its rows, and the name of their file.
+    Logging(Arc<Logging<Any>>, PathBuf),
     /// Further bins.
     Binning(Arc<Binning<Any>>),
     /// Nothing more.
@@ -228,7 +229,8 @@ impl<'a> Builder<'a> {
                 Built::with(Tracking::new(upstream, config), Face::Tracking, Some(below))
             }
             Kind::Logging { file, format } => {
-                Built::with(Logging::to_file(upstream, *format, file)?, Face::Logging, Some(below))
+                let face = |logging| Face::Logging(logging, file.clone());
+                Built::with(Logging::to_file(upstream, *format, file)?, face, Some(below))
             }
             Kind::Aligned { bytes, from_bytes } => {
                 let aligned = Aligned::new(upstream, size(*bytes))?;

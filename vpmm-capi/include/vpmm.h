@@ -286,6 +286,11 @@ typedef struct vpmm_import vpmm_import;
 typedef struct vpmm_pool vpmm_pool;
 
 /**
+ * A resource: something that gives out memory.
+ */
+typedef struct vpmm_resource vpmm_resource;
+
+/**
  * A function that was registered.
  */
 typedef struct vpmm_shortage vpmm_shortage;
@@ -556,6 +561,117 @@ typedef void (*vpmm_write)(void *context, const char *bytes, size_t length);
  * in the thread that allocates or frees, before it does.
  */
 typedef uint64_t (*vpmm_where)(void *context);
+
+/**
+ * What a resource is able to do: `size` is set by `vpmm_facts_init`, the rest by `vpmm_resource_facts`.
+ */
+typedef struct vpmm_facts {
+  /**
+   * The bytes of this structure, as the program was built with it.
+   */
+  size_t size;
+  /**
+   * Work on the device can use the memory: 1 or 0.
+   */
+  uint32_t device_accessible;
+  /**
+   * The host can: 1 or 0.
+   */
+  uint32_t host_accessible;
+  /**
+   * The memory moves between host and device as it is used: 1 or 0.
+   */
+  uint32_t managed;
+  /**
+   * Both calls are in the order of their stream, and do not wait for the GPU: 1 or 0.
+   */
+  uint32_t stream_ordered;
+  /**
+   * Uses on further streams can be noted: 1 or 0.
+   */
+  uint32_t records_streams;
+  /**
+   * Which wrong frees are found: 0 none for certain, 1 pointers that are not allocated, 2 wrong sizes
+   * too.
+   */
+  uint32_t checks;
+  /**
+   * Every address is a multiple of this.
+   */
+  uint64_t min_align;
+  /**
+   * The greatest alignment that can be asked for.
+   */
+  uint64_t max_align;
+  /**
+   * The longest request that can ever be served; `UINT64_MAX` where that is not fixed.
+   */
+  uint64_t max_bytes;
+} vpmm_facts;
+
+/**
+ * A number that goes up and down: now, at most, and all that was ever added. What was allocated before
+ * counters were pushed and freed since makes the first one negative.
+ */
+typedef struct vpmm_counter {
+  /**
+   * Now.
+   */
+  int64_t current;
+  /**
+   * At most.
+   */
+  int64_t peak;
+  /**
+   * All that was added.
+   */
+  uint64_t total;
+} vpmm_counter;
+
+/**
+ * What a `statistics` adaptor has counted: `size` is set by `vpmm_counters_init`.
+ */
+typedef struct vpmm_counters {
+  /**
+   * The bytes of this structure, as the program was built with it.
+   */
+  size_t size;
+  /**
+   * Bytes, as they were asked for.
+   */
+  struct vpmm_counter bytes;
+  /**
+   * Allocations.
+   */
+  struct vpmm_counter allocations;
+} vpmm_counters;
+
+/**
+ * Allocates bytes for use on a stream, at a multiple of `align`; null where there is no memory.
+ */
+typedef void *(*vpmm_resource_allocate_function)(void *context,
+                                                 size_t bytes,
+                                                 size_t align,
+                                                 void *stream);
+
+/**
+ * Frees what the other function has allocated, with the bytes and the alignment of then.
+ */
+typedef void (*vpmm_resource_deallocate_function)(void *context,
+                                                  void *pointer,
+                                                  size_t bytes,
+                                                  size_t align,
+                                                  void *stream);
+
+/**
+ * Called once, when nothing is called with `context` any more.
+ */
+typedef void (*vpmm_finish)(void *context);
+
+/**
+ * Asked when there is no memory for so many bytes: 1 to try once more, 0 to give up.
+ */
+typedef uint32_t (*vpmm_resource_failure_function)(void *context, size_t bytes);
 
 #ifdef __cplusplus
 extern "C" {
@@ -1569,6 +1685,307 @@ enum vpmm_status vpmm_process_pop_tag(void);
 enum vpmm_status vpmm_process_record_history(size_t most,
                                              vpmm_where place,
                                              void *context);
+
+/**
+ * Sets all numbers to 0, and the size: `sizeof (vpmm_facts)`, as the program has it.
+ *
+ * # Safety
+ * `facts` is null or has room for `size` bytes.
+ */
+void vpmm_facts_init(struct vpmm_facts *facts, size_t size);
+
+/**
+ * What a resource is able to do.
+ *
+ * # Safety
+ * `resource` is null or a handle; `out` is null or begins with its own size.
+ */
+enum vpmm_status vpmm_resource_facts(const struct vpmm_resource *resource, struct vpmm_facts *out);
+
+/**
+ * Writes a resource and what it stands on as a tree, cut as `vpmm_pool_layout` cuts: its name and its
+ * settings in the first line.
+ *
+ * # Safety
+ * `resource` is null or a handle; `text` and `needed` as in `vpmm_pool_layout`.
+ */
+enum vpmm_status vpmm_resource_describe(const struct vpmm_resource *resource,
+                                        char *text,
+                                        size_t length,
+                                        size_t *needed);
+
+/**
+ * The bytes that a resource holds of the device or of what is below it, allocated or not;
+ * `VPMM_UNSUPPORTED` for one that holds nothing of its own.
+ *
+ * # Safety
+ * `resource` is null or a handle; `out` is null or has room for a number.
+ */
+enum vpmm_status vpmm_resource_held_bytes(const struct vpmm_resource *resource, uint64_t *out);
+
+/**
+ * Whether each of two resources may deallocate what the other has allocated: 1 or 0.
+ *
+ * # Safety
+ * Both are null or handles; `out` is null or has room for a number.
+ */
+enum vpmm_status vpmm_resource_is_equal(const struct vpmm_resource *resource,
+                                        const struct vpmm_resource *other,
+                                        uint32_t *out);
+
+/**
+ * Sets all numbers to 0, and the size: `sizeof (vpmm_counters)`, as the program has it.
+ *
+ * # Safety
+ * `counters` is null or has room for `size` bytes.
+ */
+void vpmm_counters_init(struct vpmm_counters *counters, size_t size);
+
+/**
+ * What a `statistics` adaptor has counted since it was made, or since counters were pushed.
+ *
+ * # Safety
+ * `resource` is null or a handle; `out` is null or begins with its own size.
+ */
+enum vpmm_status vpmm_resource_counters(const struct vpmm_resource *resource,
+                                        struct vpmm_counters *out);
+
+/**
+ * Has a `statistics` adaptor count from 0, until `vpmm_resource_pop_counters`. `former`, which may be
+ * null, gets what was counted before.
+ *
+ * # Safety
+ * `resource` is null or a handle; `former` is null or begins with its own size.
+ */
+enum vpmm_status vpmm_resource_push_counters(const struct vpmm_resource *resource,
+                                             struct vpmm_counters *former);
+
+/**
+ * Ends what the last `vpmm_resource_push_counters` has begun: what was counted since is added to what was
+ * counted before, and goes to `part`, which may be null. `VPMM_BAD_STATE` where nothing was pushed.
+ *
+ * # Safety
+ * As `vpmm_resource_push_counters`.
+ */
+enum vpmm_status vpmm_resource_pop_counters(const struct vpmm_resource *resource,
+                                            struct vpmm_counters *part);
+
+/**
+ * The bytes allocated through a `limiting`, `tracking` or `statistics` adaptor now: rounded up to 256
+ * each by the first.
+ *
+ * # Safety
+ * `resource` is null or a handle; `out` is null or has room for a number.
+ */
+enum vpmm_status vpmm_resource_allocated_bytes(const struct vpmm_resource *resource,
+                                               uint64_t *out);
+
+/**
+ * The limit of a `limiting` adaptor, in bytes.
+ *
+ * # Safety
+ * `resource` is null or a handle; `out` is null or has room for a number.
+ */
+enum vpmm_status vpmm_resource_limit_bytes(const struct vpmm_resource *resource, uint64_t *out);
+
+/**
+ * Writes what is allocated through a `tracking` adaptor, one line for each allocation, cut as
+ * `vpmm_pool_layout` cuts. `count`, which may be null, gets how many there are.
+ *
+ * # Safety
+ * `resource` is null or a handle; `text` and `needed` as in `vpmm_pool_layout`; `count` is null or has
+ * room for a number.
+ */
+enum vpmm_status vpmm_resource_outstanding(const struct vpmm_resource *resource,
+                                           char *text,
+                                           size_t length,
+                                           size_t *needed,
+                                           uint64_t *count);
+
+/**
+ * Writes the name of a `logging` adaptor's file, cut as `vpmm_pool_layout` cuts. `lost`, which may be
+ * null, gets how many rows found no room on the disk.
+ *
+ * # Safety
+ * `resource` is null or a handle; `text` and `needed` as in `vpmm_pool_layout`; `lost` is null or has
+ * room for a number.
+ */
+enum vpmm_status vpmm_resource_log_file(const struct vpmm_resource *resource,
+                                        char *text,
+                                        size_t length,
+                                        size_t *needed,
+                                        uint64_t *lost);
+
+/**
+ * Has everything that a `logging` adaptor has written so far be in its file.
+ *
+ * # Safety
+ * `resource` is null or a handle.
+ */
+enum vpmm_status vpmm_resource_flush_log(const struct vpmm_resource *resource);
+
+/**
+ * Adds a bin to a `binning` resource, for requests of up to so many bytes: one of blocks of that size,
+ * or, where `bin` is not null, another resource. The greatest bin that there is serves as many bytes as
+ * it says; what is longer goes to what is below.
+ *
+ * # Safety
+ * `resource` is null or a handle, and `bin` too.
+ */
+enum vpmm_status vpmm_resource_add_bin(const struct vpmm_resource *resource,
+                                       size_t bytes,
+                                       const struct vpmm_resource *bin);
+
+/**
+ * A resource of two functions, for memory of a device. They are not called for 0 bytes. `finish`, which
+ * may be null, is called when the resource has ended; it is not where this call fails.
+ *
+ * # Safety
+ * `driver` is null or a handle; the functions may be called with `context` from every thread that uses the
+ * resource, until it has ended, and let no exception out; what `allocate` returns is the caller's until it
+ * is deallocated; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_resource_callback(const struct vpmm_driver *driver,
+                                        uint32_t device,
+                                        vpmm_resource_allocate_function allocate,
+                                        vpmm_resource_deallocate_function deallocate,
+                                        void *context,
+                                        vpmm_finish finish,
+                                        struct vpmm_resource **out);
+
+/**
+ * A resource on another one that asks a function when that has no memory, again and again until it
+ * answers 0. `finish` as in `vpmm_resource_callback`.
+ *
+ * # Safety
+ * `upstream` is null or a handle; the function may be called with `context` from every thread that
+ * allocates, until the resource has ended, and lets no exception out; `out` is null or has room for a
+ * pointer.
+ */
+enum vpmm_status vpmm_resource_failure_callback(const struct vpmm_resource *upstream,
+                                                vpmm_resource_failure_function function,
+                                                void *context,
+                                                vpmm_finish finish,
+                                                struct vpmm_resource **out);
+
+/**
+ * Allocates for use on a stream. `align` is a power of two, and 0 for the resource's own, which is at
+ * least 256. 0 bytes give a null pointer, which can be deallocated.
+ *
+ * # Safety
+ * `resource` is null or a handle; the stream is alive, and of the resource's device; `out` is null or
+ * has room for a pointer.
+ */
+enum vpmm_status vpmm_resource_allocate(const struct vpmm_resource *resource,
+                                        size_t bytes,
+                                        size_t align,
+                                        void *stream,
+                                        void **out);
+
+/**
+ * Frees an allocation of so many bytes with that alignment, both as they were asked for, once everything
+ * enqueued on the stream so far has finished. Null with 0 bytes is nothing.
+ *
+ * # Safety
+ * As `vpmm_resource_allocate`; nobody uses the memory in work that is enqueued later, or that is not
+ * ordered before. Not every resource finds a wrong pointer: `vpmm_resource_facts`.
+ */
+enum vpmm_status vpmm_resource_deallocate(const struct vpmm_resource *resource,
+                                          void *pointer,
+                                          size_t bytes,
+                                          size_t align,
+                                          void *stream);
+
+/**
+ * Notes that an allocation is used on a further stream, as `vpmm_record_stream`. `VPMM_UNSUPPORTED`
+ * where the resource takes no such notes.
+ *
+ * # Safety
+ * `resource` is null or a handle; the stream is alive.
+ */
+enum vpmm_status vpmm_resource_record_stream(const struct vpmm_resource *resource,
+                                             void *pointer,
+                                             void *stream);
+
+/**
+ * A handle of a device's current resource: what was made current by `vpmm_resource_set_current`, else the
+ * device's current pool, which for the driver of `vpmm_process_driver` is the process's.
+ *
+ * # Safety
+ * `driver` is null or a handle; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_resource_current(const struct vpmm_driver *driver,
+                                       uint32_t device,
+                                       struct vpmm_resource **out);
+
+/**
+ * Makes a resource a device's current one, for all threads; with null the device's current pool is it
+ * again. The driver keeps the resource until another one is made current: before the driver's last handle
+ * is released, call this with null.
+ *
+ * # Safety
+ * `driver` is null or a handle; `resource` is null or a handle of the same driver's.
+ */
+enum vpmm_status vpmm_resource_set_current(const struct vpmm_driver *driver,
+                                           uint32_t device,
+                                           const struct vpmm_resource *resource);
+
+/**
+ * Makes a resource, or a stack of them, as `text` says: `"arena"`,
+ * `"statistics(limiting(1GiB,cuda-async))"`. Names are those of the `vpmm` command:
+ *
+ * - what makes memory: `default` and `paged`, pools of this library; `cuda-async`, `cuda-malloc`,
+ *   `managed`, `pinned`, `host`
+ * - what divides it: `coalescing`, `fixed-size`, `binning`, `arena`, `caching`
+ * - adaptors: `limiting`, `statistics`, `tracking`, `logging`, `aligned`, `thread-safe`, `prefetch`
+ *
+ * With an `upstream` that is not null the text is of what stands on that: `"limiting(1GiB)"`. Both
+ * handles are then to be released, in any order. A file's name with commas or brackets in it stands in
+ * quotes.
+ *
+ * # Safety
+ * `driver` is null or a handle, `upstream` too; `text` is null or ends with a zero byte; `out` is null
+ * or has room for a pointer.
+ */
+enum vpmm_status vpmm_resource_open(const struct vpmm_driver *driver,
+                                    uint32_t device,
+                                    const char *text,
+                                    const struct vpmm_resource *upstream,
+                                    struct vpmm_resource **out);
+
+/**
+ * A pool as a resource. The pool lives as long as either handle.
+ *
+ * # Safety
+ * `pool` is null or a handle; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_resource_of_pool(const struct vpmm_pool *pool, struct vpmm_resource **out);
+
+/**
+ * A handle of the pool that a resource is: `VPMM_UNSUPPORTED` where it is none of this library's.
+ *
+ * # Safety
+ * `resource` is null or a handle; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_resource_pool(const struct vpmm_resource *resource, struct vpmm_pool **out);
+
+/**
+ * A further handle of what a resource stands on: `VPMM_NOT_FOUND` where it stands on nothing.
+ *
+ * # Safety
+ * `resource` is null or a handle; `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_resource_upstream(const struct vpmm_resource *resource,
+                                        struct vpmm_resource **out);
+
+/**
+ * Gives a handle back. The resource ends with its last handle, with all that stands on it, and when it
+ * is nowhere current; its memory goes back to what is below, whether it was freed or not.
+ *
+ * # Safety
+ * `resource` is null, or a handle that is not used again; if it is the last, so is its memory.
+ */
+void vpmm_resource_release(struct vpmm_resource *resource);
 
 /**
  * Writes what the pool holds as JSON, piece by piece: a list of segments, each with its blocks, under

@@ -5,6 +5,7 @@ use std::ffi::{CStr, c_char};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use cuda_sim::Simulator;
+use stacks::Built;
 use vpmm_core::{Device, DevicePtr, Driver, Pool, Stream, StreamHandle};
 
 use crate::guard::{Failure, given, guard, put};
@@ -18,6 +19,10 @@ pub(crate) struct Loaded {
     devices: Mutex<HashMap<u32, Device>>,
     /// Streams whose end is told, by their raw handles.
     pub(crate) streams: RwLock<HashMap<usize, Stream>>,
+    /// Resources that were made current, by the device's number.
+    pub(crate) current: Mutex<HashMap<u32, Arc<Built>>>,
+    /// Pointers of resources that want more back than the address, by that.
+    pub(crate) marks: Mutex<HashMap<u64, DevicePtr>>,
     /// Last, so that it is there for all others.
     _simulator: Option<Simulator>,
 }
@@ -48,6 +53,8 @@ impl Loaded {
             driver,
             devices: Mutex::default(),
             streams: RwLock::default(),
+            current: Mutex::default(),
+            marks: Mutex::default(),
             _simulator: simulator,
         }))
     }

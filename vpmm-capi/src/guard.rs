@@ -79,6 +79,53 @@ pub(crate) fn guard(work: impl FnOnce() -> Result<(), Failure>) -> vpmm_status {
     failure.status
 }
 
+/// Runs what a function does with a handle.
+///
+/// # Safety
+/// A handle that is not null is to a live value, which is not released meanwhile.
+pub(crate) unsafe fn with<T>(
+    handle: *const T,
+    argument: &str,
+    work: impl FnOnce(&T) -> Result<(), Failure>,
+) -> vpmm_status {
+    // SAFETY: the caller vouches for it.
+    guard(|| work(unsafe { given(handle, argument) }?))
+}
+
+/// Runs what a function makes, and writes it. Where there is no room for it nothing is made.
+///
+/// # Safety
+/// A pointer that is not null is to memory for a value.
+pub(crate) unsafe fn make<T>(
+    out: *mut T,
+    work: impl FnOnce() -> Result<T, Failure>,
+) -> vpmm_status {
+    guard(|| {
+        if out.is_null() {
+            return Err(Failure::null("out"));
+        }
+        let made = work()?;
+        // SAFETY: the caller vouches for it.
+        unsafe { out.write(made) };
+        Ok(())
+    })
+}
+
+/// Takes a handle back. Null is none.
+///
+/// # Safety
+/// A handle that is not null was made by `Box::into_raw`, and is not used again.
+pub(crate) unsafe fn release<T>(handle: *mut T) {
+    if !handle.is_null() {
+        // SAFETY: the caller vouches for it.
+        let value = unsafe { Box::from_raw(handle) };
+        let _ = guard(|| {
+            drop(value);
+            Ok(())
+        });
+    }
+}
+
 /// The text of this thread's last call that failed; empty before. It stays until the next one that
 /// fails on this thread.
 #[unsafe(no_mangle)]
@@ -120,5 +167,44 @@ pub(crate) unsafe fn put<T>(out: *mut T, argument: &str, value: T) -> Result<(),
     }
     // SAFETY: the caller vouches for it.
     unsafe { out.write(value) };
+    Ok(())
+}
+
+/// Writes a number where somebody wants it.
+///
+/// # Safety
+/// A pointer that is not null is to memory for a value.
+pub(crate) unsafe fn put_if<T>(out: *mut T, value: T) {
+    if !out.is_null() {
+        // SAFETY: the caller vouches for it.
+        unsafe { out.write(value) };
+    }
+}
+
+/// Writes a text, cut to `length` bytes with the zero byte at its end, and how many bytes all of it has,
+/// the zero byte included.
+///
+/// # Safety
+/// `out` has room for `length` bytes, or is null, and `length` 0; `needed` is null or has room for a
+/// number.
+pub(crate) unsafe fn put_text(
+    value: &str,
+    out: *mut c_char,
+    length: usize,
+    needed: *mut usize,
+) -> Result<(), Failure> {
+    if let Some(most) = length.checked_sub(1) {
+        if out.is_null() {
+            return Err(Failure::null("text"));
+        }
+        let bytes = value.len().min(most);
+        // SAFETY: there is room for `length` bytes, of which these and the one behind them are written.
+        unsafe {
+            out.cast::<u8>().copy_from_nonoverlapping(value.as_ptr(), bytes);
+            out.add(bytes).write(0);
+        }
+    }
+    // SAFETY: the caller vouches for it.
+    unsafe { put_if(needed, value.len() + 1) };
     Ok(())
 }

@@ -24,6 +24,7 @@ mod guard;
 mod options;
 mod pool;
 mod process;
+mod resource;
 mod service;
 mod share;
 mod shortage;
@@ -61,6 +62,18 @@ pub use process::{
     vpmm_process_push_tag, vpmm_process_record_history, vpmm_process_record_stream,
     vpmm_process_snapshot, vpmm_process_synchronize, vpmm_process_upload, vpmm_process_wait_for,
     vpmm_where,
+};
+pub use resource::{
+    vpmm_counter, vpmm_counters, vpmm_counters_init, vpmm_facts, vpmm_facts_init, vpmm_finish,
+    vpmm_resource, vpmm_resource_add_bin, vpmm_resource_allocate, vpmm_resource_allocate_function,
+    vpmm_resource_allocated_bytes, vpmm_resource_callback, vpmm_resource_counters,
+    vpmm_resource_current, vpmm_resource_deallocate, vpmm_resource_deallocate_function,
+    vpmm_resource_describe, vpmm_resource_facts, vpmm_resource_failure_callback,
+    vpmm_resource_failure_function, vpmm_resource_flush_log, vpmm_resource_held_bytes,
+    vpmm_resource_is_equal, vpmm_resource_limit_bytes, vpmm_resource_log_file,
+    vpmm_resource_of_pool, vpmm_resource_open, vpmm_resource_outstanding, vpmm_resource_pool,
+    vpmm_resource_pop_counters, vpmm_resource_push_counters, vpmm_resource_record_stream,
+    vpmm_resource_release, vpmm_resource_set_current, vpmm_resource_upstream,
 };
 pub use service::{
     vpmm_gms, vpmm_gms_abort, vpmm_gms_allocate_handle, vpmm_gms_allocation, vpmm_gms_close,

@@ -60,6 +60,9 @@ impl vpmm_status {
     pub(crate) fn of(error: &Error) -> Self {
         match error {
             error if error.is_out_of_memory() => VPMM_OUT_OF_MEMORY,
+            Error::RequestTooLong { .. } | Error::AddressSpaceExhausted { .. } => {
+                VPMM_OUT_OF_MEMORY
+            }
             Error::NoDriver(_) | Error::MissingSymbol { .. } => VPMM_NO_DRIVER,
             Error::Driver { .. } => VPMM_DRIVER_ERROR,
             Error::ContextLost { .. } => VPMM_CONTEXT_LOST,
@@ -67,17 +70,20 @@ impl vpmm_status {
             | Error::LocationUnsupported { .. }
             | Error::SharingUnsupported { .. }
             | Error::PeerUnsupported { .. }
+            | Error::AlignmentUnsupported { .. }
             | Error::Unsupported { .. } => VPMM_UNSUPPORTED,
             Error::ForeignPointer { .. }
             | Error::InteriorPointer { .. }
-            | Error::StalePointer { .. } => VPMM_BAD_POINTER,
+            | Error::StalePointer { .. }
+            | Error::WrongSize { .. } => VPMM_BAD_POINTER,
             Error::DoubleFree { .. } => VPMM_DOUBLE_FREE,
             Error::WrongDevice { .. } | Error::WrongContext { .. } | Error::StreamCapturing => {
                 VPMM_BAD_STREAM
             }
-            Error::ZeroSize | Error::SizeOverflow { .. } | Error::Config { .. } => {
-                VPMM_INVALID_ARGUMENT
-            }
+            Error::ZeroSize
+            | Error::SizeOverflow { .. }
+            | Error::BadAlignment { .. }
+            | Error::Config { .. } => VPMM_INVALID_ARGUMENT,
             Error::PoolShared { .. } => VPMM_IN_USE,
             Error::Asleep
             | Error::NotAsleep
@@ -86,7 +92,8 @@ impl vpmm_status {
             | Error::NotShareable { .. }
             | Error::GraphPool { .. } => VPMM_BAD_STATE,
             Error::UnknownTag => VPMM_NOT_FOUND,
-            Error::Socket(_)
+            Error::LogFile(_)
+            | Error::Socket(_)
             | Error::BadMessage { .. }
             | Error::PeerRefused
             | Error::ImportRefused { .. }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 /// In the order in which a reader of the header wants them; with a folder's module come those in it.
-const SOURCES: [&str; 16] = [
+const SOURCES: [&str; 17] = [
     "version",
     "status",
     "guard",
@@ -18,6 +18,7 @@ const SOURCES: [&str; 16] = [
     "share",
     "service",
     "process/mod",
+    "resource/mod",
     "snapshot",
     "torch/mod",
 ];

@@ -127,6 +127,11 @@ fn the_process_s_pool_in_c() {
 }
 
 #[test]
+fn resources_and_adaptors_in_c() {
+    Build { source: "resources.c", flags: &["-std=c99"], ..Build::default() }.run();
+}
+
+#[test]
 fn a_program_in_cpp() {
     Build { source: "program.cpp", flags: &["-std=c++17"], ..Build::default() }.run();
 }

@@ -8,6 +8,7 @@ Nothing of the three is imported before it is asked for. With the environment va
 
 from __future__ import annotations
 
+from . import mr
 from ._buffer import DeviceBuffer
 from ._errors import (
     ContextLostError,
@@ -71,6 +72,7 @@ __all__ = [
     "forget_records",
     "forget_stream",
     "keep_stream",
+    "mr",
     "profile",
     "record_history",
     "records",

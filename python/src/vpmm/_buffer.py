@@ -7,27 +7,11 @@ from typing import Any
 
 from . import _dlpack
 from ._library import address, answer, call, ffi, handle, lib
+from ._stream import raw_stream
+from .mr import DeviceMemoryResource, PoolMemoryResource, current_or_none
 
 #: The legacy default stream where a number may not be 0.
 _LEGACY = 1
-
-
-def _raw(stream: Any) -> int:
-    """A stream as a number: an ``int``, or an object of PyTorch's, CuPy's, Numba's or with
-    ``__cuda_stream__``."""
-    if stream is None:
-        return 0
-    if isinstance(stream, int):
-        return stream
-    if hasattr(stream, "__cuda_stream__"):
-        return int(stream.__cuda_stream__()[1])
-    for name in ("cuda_stream", "ptr"):
-        if isinstance(getattr(stream, name, None), int):
-            return getattr(stream, name)
-    raw = getattr(stream, "handle", None)
-    if raw is not None:
-        return int(getattr(raw, "value", raw) or 0)
-    raise TypeError(f"{stream!r} is no stream")
 
 
 def _free(device: int, pointer: int, stream: int, keeps: Any) -> None:
@@ -35,8 +19,18 @@ def _free(device: int, pointer: int, stream: int, keeps: Any) -> None:
     call(lib.vpmm_process_free, device, handle(pointer), handle(stream))
 
 
+def _deallocate(
+    mr: DeviceMemoryResource, pointer: int, size: int, stream: int, keeps: Any, used_on: list[Any]
+) -> None:
+    """`used_on` are further streams that the resource takes no notes of."""
+    for other in used_on:
+        call(lib.vpmm_process_wait_for, mr.device, handle(stream), handle(raw_stream(other)))
+    mr.deallocate(pointer, size, stream)
+
+
 class DeviceBuffer:
-    """Bytes on a device, from the process's pool: freed on their stream when the buffer goes.
+    """Bytes on a device: freed on their stream when the buffer goes. From the resource ``mr``, else from the
+    device's current one, which is the process's pool unless another one was set.
 
     NumPy, CuPy, Numba and PyTorch take it for an array of bytes, by ``__cuda_array_interface__`` and
     DLPack, without a copy. A stream is a number (a ``cudaStream_t``), or an object of those libraries,
@@ -47,23 +41,49 @@ class DeviceBuffer:
     b'abc'
     """
 
-    def __init__(self, size: int, *, stream: Any = None, device: int = 0):
+    def __init__(
+        self,
+        size: int,
+        *,
+        stream: Any = None,
+        device: int | None = None,
+        mr: DeviceMemoryResource | None = None,
+    ):
         if size < 0:
             raise ValueError(f"a buffer of {size} bytes")
-        self._size, self._device = size, device
-        self._stream = _raw(stream)
-        made = answer("void *", lib.vpmm_process_malloc, device, size, handle(self._stream))
-        self._pointer = address(made)
-        self._end = weakref.finalize(self, _free, device, self._pointer, self._stream, stream)
+        if device is None:
+            device = 0 if mr is None else mr.device
+        if mr is None:
+            mr = current_or_none(device)
+        elif mr.device != device:
+            raise ValueError(f"a buffer on device {device}, of a resource of device {mr.device}")
+        self._size, self._device, self._mr = size, device, mr
+        self._stream = raw_stream(stream)
+        if mr is None:
+            made = answer("void *", lib.vpmm_process_malloc, device, size, handle(self._stream))
+            self._pointer = address(made)
+            self._end = weakref.finalize(self, _free, device, self._pointer, self._stream, stream)
+        else:
+            self._pointer, self._used_on = mr.allocate(size, self._stream), []
+            self._end = weakref.finalize(
+                self, _deallocate, mr, self._pointer, size, self._stream, stream, self._used_on
+            )
         # The driver takes everything back when the process ends.
         self._end.atexit = False
 
     @classmethod
-    def from_bytes(cls, data: Any, *, stream: Any = None, device: int = 0) -> DeviceBuffer:
+    def from_bytes(
+        cls,
+        data: Any,
+        *,
+        stream: Any = None,
+        device: int | None = None,
+        mr: DeviceMemoryResource | None = None,
+    ) -> DeviceBuffer:
         """A buffer with the contents of whatever has them in one piece on the host: bytes, a memoryview, a
         NumPy array. Waits for the copy."""
         view = _contiguous(data)
-        made = cls(view.nbytes, stream=stream, device=device)
+        made = cls(view.nbytes, stream=stream, device=device, mr=mr)
         made.copy_from(view)
         return made
 
@@ -86,6 +106,11 @@ class DeviceBuffer:
     def device(self) -> int:
         """The device's number."""
         return self._device
+
+    @property
+    def mr(self) -> DeviceMemoryResource:
+        """The resource that the memory is from, and goes back to."""
+        return self._mr or PoolMemoryResource.of_process(self._device)
 
     @property
     def stream(self) -> int:
@@ -153,9 +178,16 @@ class DeviceBuffer:
 
     def record_stream(self, stream: Any) -> None:
         """Notes that the buffer is used on a further stream: after its end the memory is not handed out
-        before what is enqueued there until then has finished."""
-        if self._pointer:
-            call(lib.vpmm_process_record_stream, handle(self._pointer), handle(_raw(stream)))
+        before what is enqueued there until then has finished. The stream must last as long as the buffer
+        where the buffer's resource takes no such notes: the buffer's stream then waits for it at the end."""
+        if not self._pointer:
+            return
+        if self._mr is None:
+            call(lib.vpmm_process_record_stream, handle(self._pointer), handle(raw_stream(stream)))
+        elif self._mr.facts.records_streams:
+            self._mr.record_stream(self._pointer, stream)
+        else:
+            self._used_on.append(stream)
 
     def free(self) -> None:
         """Frees it now, once everything enqueued on its stream has finished."""

@@ -13,7 +13,7 @@ from . import _native
 from ._errors import error_of
 from ._native import ffi, lib
 
-__all__ = ["EVERY_DEVICE", "NULL", "address", "answer", "call", "ffi", "handle", "lib", "path"]
+__all__ = ["EVERY_DEVICE", "NULL", "address", "answer", "call", "ffi", "handle", "lib", "path", "text_of"]
 
 #: Every device that has no options of its own, for :func:`vpmm.configure`.
 EVERY_DEVICE = 0xFFFF_FFFF
@@ -40,6 +40,18 @@ def answer(kind: str, function: Any, *arguments: Any) -> Any:
     value = ffi.new(kind + " *")
     call(function, *arguments, value)
     return value[0]
+
+
+def text_of(function: Any, *arguments: Any, after: tuple[Any, ...] = ()) -> str:
+    """Calls a function that writes a text, with room for it and for how many bytes it needs; ``after`` is
+    what follows these."""
+    length = 256
+    while True:
+        text, needed = ffi.new("char[]", length), ffi.new("size_t *")
+        call(function, *arguments, text, length, needed, *after)
+        if needed[0] <= length:
+            return ffi.string(text).decode()
+        length = needed[0]  # it may have grown meanwhile
 
 
 def handle(raw: int) -> Any:

@@ -8,7 +8,7 @@ import re
 import threading
 from typing import Any, ClassVar
 
-from ._library import EVERY_DEVICE, NULL, address, answer, call, ffi, handle, lib
+from ._library import EVERY_DEVICE, address, answer, call, ffi, handle, lib, text_of
 
 _UNITS = {
     "": 1,
@@ -173,13 +173,7 @@ class Pool:
     def layout(self) -> str:
         """What stands where, in granules: ``[n]`` in use, ``[-n]`` free, ``[~n]`` waiting to be unmapped,
         ``[*n]`` a hole."""
-        length = answer("size_t", lib.vpmm_pool_layout, self._handle, NULL, 0)
-        while True:
-            text = ffi.new("char[]", length)
-            needed = answer("size_t", lib.vpmm_pool_layout, self._handle, text, length)
-            if needed <= length:
-                return ffi.string(text).decode()
-            length = needed  # it has grown meanwhile
+        return text_of(lib.vpmm_pool_layout, self._handle)
 
     def validate(self) -> None:
         """Checks the pool's books from scratch; raises if something is wrong. No thread may use the pool

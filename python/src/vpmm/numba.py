@@ -1,10 +1,11 @@
-"""Numba on the process's pool, by its external memory management.
+"""Numba on the process's pool, or on any resource, by its external memory management.
 
 >>> from numba import cuda
 >>> import vpmm.numba
 >>> cuda.set_memory_manager(vpmm.numba.VpmmNumbaManager)   # before the first use of a device
 
-or ``NUMBA_CUDA_MEMORY_MANAGER=vpmm.numba`` in the environment. This module needs Numba.
+or ``vpmm.numba.manager_of(resource)`` there, or
+``NUMBA_CUDA_MEMORY_MANAGER=vpmm.numba`` in the environment. This module needs Numba.
 """
 
 from __future__ import annotations
@@ -22,15 +23,20 @@ except ImportError:
 
 from . import _pool
 from ._buffer import DeviceBuffer
+from .mr import DeviceMemoryResource
 
 
 class VpmmNumbaManager(cuda.HostOnlyCUDAMemoryManager):
-    """Device memory from the process's pool, on the legacy default stream; host memory as Numba has it."""
+    """Device memory from the device's current resource, which is the process's pool unless another one was
+    set, on the legacy default stream; host memory as Numba has it."""
+
+    #: The resource, if not the current one.
+    mr: DeviceMemoryResource | None = None
 
     def memalloc(self, size: int) -> Any:
         """Allocates device memory."""
         device = self.context.device.id
-        buffer = DeviceBuffer(size, device=device)
+        buffer = DeviceBuffer(size, device=device, mr=self.mr)
 
         def finalizer() -> None:
             buffer.free()
@@ -42,8 +48,10 @@ class VpmmNumbaManager(cuda.HostOnlyCUDAMemoryManager):
     def get_memory_info(self) -> Any:
         """Free and total bytes of the device, for Numba's questions: what the pool holds free counts as
         free."""
-        now = _pool.statistics(self.context.device.id)
         free, total = _pool.device_memory(self.context.device.id)
+        if self.mr is not None:
+            return cuda.MemoryInfo(free=free, total=total)
+        now = _pool.statistics(self.context.device.id)
         return cuda.MemoryInfo(free=free + now.mapped_bytes - now.live_bytes, total=total)
 
     def get_ipc_handle(self, memory: Any) -> Any:
@@ -64,6 +72,11 @@ class VpmmNumbaManager(cuda.HostOnlyCUDAMemoryManager):
     def interface_version(self) -> int:
         """Of Numba's plug-in interface."""
         return 1
+
+
+def manager_of(mr: DeviceMemoryResource) -> type[VpmmNumbaManager]:
+    """The same from a resource, for ``numba.cuda.set_memory_manager``."""
+    return type("VpmmNumbaManager", (VpmmNumbaManager,), {"mr": mr})
 
 
 # What Numba looks for in the module that NUMBA_CUDA_MEMORY_MANAGER names.

@@ -24,7 +24,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use vpmm_core::Pool;
+use vpmm_core::{Pool, StreamHandle};
 
 use crate::driver::{Loaded, vpmm_driver};
 use crate::grows;
@@ -99,6 +99,16 @@ pub(crate) fn pool(device: u32) -> Result<&'static Pool, Failure> {
 /// The pools that there are.
 pub(crate) fn pools() -> Vec<&'static Pool> {
     process().pools.values().copied().collect()
+}
+
+/// Whether a driver is the process's own.
+pub(crate) fn is_own(loaded: &Arc<Loaded>) -> bool {
+    process().loaded.as_ref().is_some_and(|own| Arc::ptr_eq(own, loaded))
+}
+
+/// A stream that was kept, as pools take it.
+pub(crate) fn known_stream(device: u32, raw: *mut c_void) -> Option<StreamHandle> {
+    streams::find(device, raw).map(|entry| entry.stream)
 }
 
 /// Whether a graph's pool is open to some stream.

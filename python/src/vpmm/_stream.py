@@ -1,0 +1,23 @@
+"""Streams, as other libraries have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def raw_stream(stream: Any) -> int:
+    """A stream as a number: an ``int``, or an object of PyTorch's, CuPy's, Numba's or with
+    ``__cuda_stream__``."""
+    if stream is None:
+        return 0
+    if isinstance(stream, int):
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    for name in ("cuda_stream", "ptr"):
+        if isinstance(getattr(stream, name, None), int):
+            return getattr(stream, name)
+    raw = getattr(stream, "handle", None)
+    if raw is not None:
+        return int(getattr(raw, "value", raw) or 0)
+    raise TypeError(f"{stream!r} is no stream")

@@ -1,0 +1,322 @@
+"""Resources and adaptors, by their names and on each other."""
+
+import gc
+import subprocess
+import sys
+import types
+
+import numpy
+import pytest
+
+import vpmm
+from vpmm import mr
+
+MIB = 1 << 20
+
+
+def every_kind(tmp_path):
+    cuda = mr.CudaMemoryResource
+    return [
+        mr.PoolMemoryResource(initial_pool_size="4 MiB", maximum_pool_size="64 MiB"),
+        mr.PoolMemoryResource(cuda(), profile="paged"),
+        cuda(),
+        mr.ManagedMemoryResource(),
+        mr.PinnedHostMemoryResource(),
+        mr.HostMemoryResource(),
+        mr.CudaAsyncMemoryResource("2 MiB", release_threshold="1 GiB", maximum_pool_size="1 GiB"),
+        mr.CoalescingMemoryResource(cuda(), "2 MiB", "64 MiB"),
+        mr.FixedSizeMemoryResource(cuda(), "2 MiB", 4),
+        mr.BinningMemoryResource(cuda(), 18, 22),
+        mr.ArenaMemoryResource(cuda(), "64 MiB"),
+        mr.CachingMemoryResource(max_split_size_mb=64),
+        mr.LimitingResourceAdaptor(cuda(), "64 MiB"),
+        mr.StatisticsResourceAdaptor(mr.PinnedHostMemoryResource()),
+        mr.TrackingResourceAdaptor(cuda(), capture_stacks=True),
+        mr.LoggingResourceAdaptor(cuda(), tmp_path / "every, kind.csv", format="full"),
+        mr.AlignedResourceAdaptor(cuda(), 4096),
+        mr.ThreadSafeResourceAdaptor(cuda()),
+        mr.PrefetchResourceAdaptor(mr.ManagedMemoryResource()),
+        mr.FailureCallbackResourceAdaptor(cuda(), lambda size: False),
+        mr.open("limiting(64MiB,statistics(default))"),
+    ]
+
+
+def test_each_gives_memory_and_takes_it_back(tmp_path):
+    for resource in every_kind(tmp_path):
+        facts = resource.facts
+        for size in (1, 1000, MIB + 1):
+            pointer = resource.allocate(size, 0)
+            assert pointer and pointer % facts.min_align == 0, resource
+            resource.deallocate(pointer, size, 0)
+        assert resource.allocate(0) == 0
+        resource.deallocate(0, 0)
+        with pytest.raises(MemoryError):
+            resource.allocate(1 << 60)
+        with pytest.raises(ValueError):
+            resource.allocate(-1)
+        with vpmm.DeviceBuffer(3000, mr=resource) as buffer:
+            assert buffer.mr is resource and buffer.ptr
+            if facts.device_accessible:
+                buffer.copy_from(b"abc" * 1000)
+                assert buffer.to_bytes() == b"abc" * 1000
+        assert type(resource).__name__ in repr(resource)
+
+
+def test_str_is_the_tree():
+    pool = mr.PoolMemoryResource()
+    counted = mr.StatisticsResourceAdaptor(mr.LimitingResourceAdaptor(pool, "8 GiB"))
+    assert str(counted) == ("statistics\n└─ limiting(limit=8 GiB)\n   └─ vpmm(profile=default device=0)")
+    assert "statistics on limiting(limit=8 GiB) on vpmm" in repr(counted)
+    assert counted.upstream_mr.get_upstream() is pool
+    by_name = mr.open("statistics(limiting(8GiB,default))")
+    assert str(by_name) == str(counted)
+    assert type(by_name) is mr.StatisticsResourceAdaptor
+    limiting = by_name.upstream_mr
+    assert type(limiting) is mr.LimitingResourceAdaptor and limiting is by_name.upstream_mr
+    assert limiting.get_allocation_limit() == 8 << 30
+    assert type(limiting.upstream_mr) is mr.PoolMemoryResource
+    assert limiting.upstream_mr.pool.statistics().live_bytes == 0
+    assert type(mr.open("thread-safe", pool)) is mr.ThreadSafeResourceAdaptor
+
+
+def test_what_is_wrong_is_said():
+    pool = mr.PoolMemoryResource()
+    for wrong, error, text in (
+        (lambda: mr.open("arenas"), ValueError, "no allocator"),
+        (lambda: mr.open("limiting(1GiB)"), ValueError, "lacks its upstream"),
+        (lambda: mr.open("statistics(default)", pool), ValueError, "stands on nothing"),
+        (lambda: mr.LimitingResourceAdaptor("a text", 5), TypeError, "no memory resource"),
+        (lambda: mr.PoolMemoryResource(pool), TypeError, "CoalescingMemoryResource"),
+        (lambda: mr.PoolMemoryResource(colour="red"), TypeError, "colour"),
+        (lambda: mr.BinningMemoryResource(pool, 5), TypeError, "exponents"),
+        (lambda: mr.CoalescingMemoryResource(pool, 100), ValueError, "multiple of 256"),
+        (lambda: mr.LoggingResourceAdaptor(pool, "/nowhere/x.csv"), OSError, "log"),
+        (lambda: mr.LoggingResourceAdaptor(pool), ValueError, "RMM_LOG_FILE"),
+        (lambda: mr.CachingMemoryResource(pool, colour="red"), ValueError, "colour"),
+        (lambda: mr.AlignedResourceAdaptor(pool, 3), ValueError, "3"),
+        (lambda: pool.deallocate(4096, 1), vpmm.PointerError, "0x1000"),
+        (lambda: mr.CudaMemoryResource(device=77), vpmm.DriverError, "DEVICE"),
+        (lambda: vpmm.DeviceBuffer(1, mr=pool, device=1), ValueError, "device 0"),
+    ):
+        with pytest.raises(error, match=text):
+            wrong()
+
+    class Ours(mr.LimitingResourceAdaptor):
+        def __init__(self):
+            pass
+
+    with pytest.raises(TypeError, match="__init__"):
+        mr.StatisticsResourceAdaptor(Ours())
+
+
+def test_a_limit():
+    limiting = mr.LimitingResourceAdaptor(mr.CudaMemoryResource(), "1 MiB")
+    first = limiting.allocate(1000)
+    assert limiting.get_allocated_bytes() == 1024
+    with pytest.raises(vpmm.OutOfMemoryError, match="1 MiB"):
+        limiting.allocate(MIB)
+    limiting.deallocate(first, 1000)
+    assert limiting.get_allocated_bytes() == 0
+
+
+def test_counters_are_nested():
+    counted = mr.StatisticsResourceAdaptor(mr.CudaMemoryResource())
+    first = counted.allocate(1000)
+    assert counted.push_counters() == mr.Counters(1000, 1, 1000, 1, 1000, 1)
+    second = counted.allocate(3000)
+    counted.deallocate(first, 1000)
+    assert counted.allocation_counts == mr.Counters(2000, 0, 3000, 1, 3000, 1)
+    assert counted.pop_counters().peak_bytes == 3000
+    assert counted.allocation_counts == mr.Counters(3000, 1, 4000, 2, 4000, 2)
+    with pytest.raises(vpmm.StateError):
+        counted.pop_counters()
+    counted.deallocate(second, 3000)
+
+
+def test_what_was_never_freed_is_told():
+    program = """
+import vpmm
+tracking = vpmm.mr.TrackingResourceAdaptor(vpmm.mr.CudaMemoryResource())
+pointer = tracking.allocate(1000)
+assert tracking.get_outstanding_allocations_count() == 1 and tracking.get_allocated_bytes() == 1000
+assert "1000 B" in tracking.get_outstanding_allocations_str()
+try:
+    tracking.deallocate(pointer, 999)
+    raise SystemExit("a wrong size was taken")
+except vpmm.PointerError:
+    pass
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "a wrong free" in ran.stderr and "never freed: 1 allocation, 1000 B" in ran.stderr
+
+
+def test_a_log_that_rmm_s_tools_read(tmp_path, monkeypatch):
+    log = mr.LoggingResourceAdaptor(mr.CudaMemoryResource(), tmp_path / 'a=b,(c) "d".csv')
+    name = log.get_file_name()
+    assert name.endswith('/a=b,(c) "d".dev0.csv') and log.lost_rows() == 0
+    log.deallocate(log.allocate(1000), 1000)
+    log.flush()
+    del log
+    gc.collect()
+    with open(name) as file:
+        header, allocate, free = file.read().splitlines()
+    assert header == "Thread,Time,Action,Pointer,Size,Stream"
+    assert ",allocate,0x" in allocate and allocate.endswith(",1000,0x1") and ",free,0x" in free
+    monkeypatch.setenv("RMM_LOG_FILE", str(tmp_path / "named.txt"))
+    assert mr.LoggingResourceAdaptor(mr.CudaMemoryResource()).get_file_name().endswith("named.dev0.txt")
+
+
+def test_bins():
+    binning = mr.BinningMemoryResource(mr.CudaMemoryResource())
+    counted = mr.StatisticsResourceAdaptor(mr.CudaMemoryResource())
+    binning.add_bin("64 KiB")
+    binning.add_bin(MIB, counted)
+    small, middle, large = (binning.allocate(size) for size in (1000, 100_000, 2 * MIB))
+    assert counted.allocation_counts.current_bytes == 100_000
+    for pointer, size in ((small, 1000), (middle, 100_000), (large, 2 * MIB)):
+        binning.deallocate(pointer, size)
+    assert counted.allocation_counts.current_count == 0
+
+
+def test_functions_of_python_as_a_resource():
+    calls, below = [], mr.CudaMemoryResource()
+
+    def allocate(size, stream):
+        calls.append(("allocate", size, stream))
+        return below.allocate(size, stream) if size < MIB else 0
+
+    def deallocate(pointer, size, stream):
+        calls.append(("deallocate", size, stream))
+        below.deallocate(pointer, size, stream)
+
+    counted = mr.StatisticsResourceAdaptor(mr.CallbackMemoryResource(allocate, deallocate))
+    assert str(counted) == "statistics\n└─ callback"
+    pointer = counted.allocate(1000)
+    counted.deallocate(pointer, 1000)
+    # The legacy default stream has the number 1, too.
+    assert calls == [("allocate", 1000, 1), ("deallocate", 1000, 1)]
+    with pytest.raises(MemoryError):
+        counted.allocate(MIB)
+    assert mr._Functions._live
+    del counted
+    gc.collect()
+    assert not mr._Functions._live
+
+
+def test_what_python_s_functions_raise_comes_out():
+    def raises(*_):
+        raise KeyError("ours")
+
+    resource = mr.LimitingResourceAdaptor(mr.CallbackMemoryResource(raises, raises), MIB)
+    with pytest.raises(KeyError, match="ours"):
+        resource.allocate(1)
+    assert resource.get_allocated_bytes() == 0
+    resource = mr.CallbackMemoryResource(lambda *_: 0x10000, raises)
+    pointer = resource.allocate(1)
+    with pytest.raises(KeyError, match="ours"):
+        resource.deallocate(pointer, 1)
+
+
+def test_a_function_that_makes_room():
+    limiting = mr.LimitingResourceAdaptor(mr.CudaMemoryResource(), MIB)
+    kept, asked = [limiting.allocate(MIB // 2), limiting.allocate(MIB // 2)], []
+
+    def make_room(size):
+        asked.append(size)
+        if not kept:
+            return False
+        limiting.deallocate(kept.pop(), MIB // 2)
+        return True
+
+    resource = mr.FailureCallbackResourceAdaptor(limiting, make_room)
+    pointer = resource.allocate(MIB)
+    assert asked == [MIB, MIB] and not kept
+    with pytest.raises(MemoryError):
+        resource.allocate(1)
+    assert asked == [MIB, MIB, 1]
+    resource.deallocate(pointer, MIB)
+
+
+def test_the_current_resource():
+    process = mr.get_current_device_resource()
+    assert process.is_equal(mr.PoolMemoryResource.of_process())
+    assert not process.is_equal(mr.PoolMemoryResource())
+    counted = mr.StatisticsResourceAdaptor(mr.CudaMemoryResource())
+    inner = mr.LimitingResourceAdaptor(counted, MIB)
+    before = vpmm.statistics().live_count
+    with mr.using(counted) as current:
+        assert current is counted is mr.get_current_device_resource()
+        outer = vpmm.DeviceBuffer.from_bytes(b"outer")
+        with mr.using(inner):
+            assert mr.get_current_device_resource() is inner
+            with pytest.raises(MemoryError):
+                vpmm.DeviceBuffer(2 * MIB)
+        assert mr.get_current_device_resource() is counted
+        assert vpmm.statistics().live_count == before
+    assert mr.get_current_device_resource().is_equal(process)
+    # It goes back to where it is from.
+    assert counted.allocation_counts.current_count == 1 and outer.to_bytes() == b"outer"
+    outer.free()
+    assert counted.allocation_counts.current_count == 0
+    with vpmm.DeviceBuffer(1):
+        assert vpmm.statistics().live_count == before + 1
+    mr.set_current_device_resource(counted)
+    try:
+        assert mr.get_current_device_resource() is counted
+    finally:
+        mr.reset_current_device_resource()
+    with pytest.raises(TypeError):
+        mr.set_current_device_resource("counted")
+
+
+def test_a_buffer_keeps_its_resource():
+    counted = mr.StatisticsResourceAdaptor(mr.PoolMemoryResource())
+    buffer = vpmm.DeviceBuffer.from_numpy(numpy.arange(1000), mr=counted)
+    total = counted.allocation_counts.total_bytes
+    assert total == 8000 and buffer.device == 0
+    del counted
+    gc.collect()
+    assert buffer.to_numpy("int64")[999] == 999
+    buffer.record_stream(1)
+    capsule = buffer.__dlpack__(stream=-1)
+    del buffer, capsule
+    gc.collect()
+
+
+def test_streams_that_a_resource_takes_no_notes_of():
+    resource = mr.CudaAsyncMemoryResource()
+    assert not resource.facts.records_streams
+    with pytest.raises(vpmm.UnsupportedError):
+        resource.record_stream(4096, 0)
+    with vpmm.DeviceBuffer(1000, mr=resource) as buffer:
+        buffer.record_stream(2)
+
+
+def test_cupy_and_numba_on_a_resource(monkeypatch):
+    counted = mr.StatisticsResourceAdaptor(mr.CudaMemoryResource())
+
+    def live():
+        return counted.allocation_counts.current_count
+
+    cupy = pytest.importorskip("cupy")
+    import vpmm.cupy
+
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: types.SimpleNamespace(ptr=0))
+    monkeypatch.setattr(cupy.cuda.device, "get_device_id", lambda: 0)
+    memory = vpmm.cupy.allocator_of(counted)(1000)
+    assert live() == 1
+    with mr.using(counted):
+        other = vpmm.cupy.allocator(1000)
+    assert live() == 2
+    del memory, other
+    assert live() == 0
+
+    pytest.importorskip("numba")
+    import vpmm.numba
+
+    context = types.SimpleNamespace(device=types.SimpleNamespace(id=0))
+    manager = vpmm.numba.manager_of(counted)(context=context)
+    memory = manager.memalloc(1000)
+    assert live() == 1 and manager.get_memory_info().free > 0
+    memory.free()
+    assert live() == 0
