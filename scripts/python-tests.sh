@@ -2,7 +2,10 @@
 # Builds the Python package into a virtual environment of its own and runs its tests on the simulated
 # device. Installs maturin, cffi, distributed (Dask), numpy and pytest there, from the package index.
 #
-#     scripts/python-tests.sh [ARGUMENTS FOR PYTEST]
+#     scripts/python-tests.sh [--ray] [ARGUMENTS FOR PYTEST]
+#
+# With --ray it installs Ray as well (370 MB), once, and runs the tests with it, which are skipped
+# otherwise.
 #
 # Without a Python of 3.10 or newer it says so, and is done.
 set -euo pipefail
@@ -16,6 +19,11 @@ fi
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
 environment=$CARGO_TARGET_DIR/python
 packages=('maturin>=1.9,<2' 'cffi>=1.15' distributed numpy pytest)
+is_with_ray=
+if [[ ${1:-} == --ray ]]; then
+    is_with_ray=yes
+    shift
+fi
 # The stamp says what is there.
 if [[ $(cat "$environment/.packages" 2>/dev/null) != "${packages[*]}" ]]; then
     rm -rf "$environment"
@@ -24,6 +32,9 @@ if [[ $(cat "$environment/.packages" 2>/dev/null) != "${packages[*]}" ]]; then
     echo "${packages[*]}" >"$environment/.packages"
 fi
 export PATH=$environment/bin:$PATH
+if [[ -n $is_with_ray ]]; then
+    pip install --quiet --disable-pip-version-check ray
+fi
 
 # With the settings of the tests of the C ABI, so that cargo has built most of it before.
 export MATURIN_PEP517_ARGS='--profile dev' CARGO_PROFILE_DEV_OPT_LEVEL=1

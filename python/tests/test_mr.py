@@ -269,6 +269,22 @@ def test_the_current_resource():
         mr.set_current_device_resource("counted")
 
 
+def test_the_process_s_pool_has_its_tags_and_its_history_as_a_resource():
+    limited = mr.LimitingResourceAdaptor(mr.PoolMemoryResource.of_process(), MIB)
+    vpmm.record_history(10)
+    try:
+        with vpmm.tag("by a resource"):
+            buffer = vpmm.DeviceBuffer.from_bytes(b"abc", mr=limited)
+        assert vpmm.suspend("by a resource") > 0
+        vpmm.resume("by a resource")
+        assert buffer.to_bytes() == b"abc"
+        buffer.free()
+        actions = [event["action"] for event in vpmm.snapshot()["device_traces"][0]]
+        assert actions == ["alloc", "free_completed"]
+    finally:
+        vpmm.record_history(0)
+
+
 def test_a_buffer_keeps_its_resource():
     counted = mr.StatisticsResourceAdaptor(mr.PoolMemoryResource())
     buffer = vpmm.DeviceBuffer.from_numpy(numpy.arange(1000), mr=counted)

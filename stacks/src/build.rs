@@ -55,7 +55,12 @@ impl Built {
 
     /// A pool.
     pub fn of_pool(pool: Pool) -> Self {
-        Self { resource: Arc::new(pool.clone()), face: Face::Pool(pool), upstream: None }
+        Self::through(Arc::new(pool.clone()), pool)
+    }
+
+    /// A pool that is called through a resource of the caller's.
+    pub fn through(resource: Any, pool: Pool) -> Self {
+        Self { resource, face: Face::Pool(pool), upstream: None }
     }
 
     /// One with a face, over something or nothing.

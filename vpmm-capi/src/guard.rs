@@ -3,21 +3,26 @@
 use std::any::Any;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
 use vpmm_core::Error;
 
 use crate::status::vpmm_status;
 
 /// Why a call failed.
+#[derive(Debug)]
 pub(crate) struct Failure {
     status: vpmm_status,
     text: String,
+    /// What it was made of, for who hands it on as that.
+    error: Option<Box<Error>>,
 }
 
 impl Failure {
     pub(crate) fn new(status: vpmm_status, text: impl Into<String>) -> Self {
-        Self { status, text: text.into() }
+        Self { status, text: text.into(), error: None }
     }
 
     /// Of what a panic carried.
@@ -50,9 +55,28 @@ impl Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let map = error.map().map(|map| format!("\n{map}")).unwrap_or_default();
-        Self::new(vpmm_status::of(&error), format!("{error}{map}"))
+        let failure = Self::new(vpmm_status::of(&error), format!("{error}{map}"));
+        Self { error: Some(Box::new(error)), ..failure }
     }
 }
+
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Self {
+        failure.error.map_or_else(|| Self::Resource(Arc::new(Text(failure.text))), |error| *error)
+    }
+}
+
+/// A failure that is none of the library's own.
+#[derive(Debug)]
+struct Text(String);
+
+impl fmt::Display for Text {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Text {}
 
 thread_local! {
     static LAST: RefCell<CString> = RefCell::default();

@@ -85,7 +85,7 @@ impl Process {
 #[cfg(test)]
 pub(crate) fn use_simulator() {
     let mut process = process();
-    process.loaded = Some(Loaded::load(Some("sim")).ok().expect("the simulator"));
+    process.loaded = Some(Loaded::load(Some("sim")).expect("the simulator"));
     let initial = vpmm_pool_options::initial(VPMM_EVERY_DEVICE);
     let options = vpmm_pool_options { limit_bytes: 1 << 30, va_size_bytes: 4 << 30, ..initial };
     process.options.insert(VPMM_EVERY_DEVICE, options);

@@ -6,7 +6,7 @@ use stacks::Built;
 use vpmm_core::Pool;
 use vpmm_core::resource::{reset_current, set_current};
 
-use super::open::vpmm_resource;
+use super::open::{built_of, vpmm_resource};
 use crate::driver::{Loaded, vpmm_driver};
 use crate::guard::{given, make, with};
 use crate::process;
@@ -35,10 +35,8 @@ pub unsafe extern "C" fn vpmm_resource_current(
         let known = currents(&loaded).get(&device).cloned();
         let built = match known {
             Some(built) => built,
-            None if process::is_own(&loaded) => {
-                Arc::new(Built::of_pool(process::pool(device)?.clone()))
-            }
-            None => Arc::new(Built::of_pool(Pool::current(&loaded.device(device)?)?)),
+            None if process::is_own(&loaded) => Arc::new(built_of(process::pool(device)?.clone())),
+            None => Arc::new(built_of(Pool::current(&loaded.device(device)?)?)),
         };
         Ok(vpmm_resource::handle(built, loaded, device))
     };

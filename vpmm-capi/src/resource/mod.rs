@@ -17,6 +17,7 @@ mod callbacks;
 mod calls;
 mod current;
 mod open;
+mod process_pool;
 
 pub use ask::{
     vpmm_facts, vpmm_facts_init, vpmm_resource_describe, vpmm_resource_facts,

@@ -5,7 +5,9 @@ use std::ffi::{c_char, c_void};
 use std::sync::{Arc, MutexGuard, PoisonError};
 
 use stacks::{Builder, Built, Face, Stack, StackError};
-use vpmm_core::{DevicePtr, StreamHandle};
+use vpmm_core::{DevicePtr, Pool, StreamHandle};
+
+use super::process_pool::ProcessPool;
 
 use crate::driver::{Loaded, vpmm_driver};
 use crate::guard::{Failure, given, make, release, text};
@@ -108,6 +110,14 @@ pub unsafe extern "C" fn vpmm_resource_open(
     unsafe { make(out, work) }
 }
 
+/// A pool; one of the process's with all that it does for what plugs in.
+pub(super) fn built_of(pool: Pool) -> Built {
+    match ProcessPool::of(&pool) {
+        Some(own) => Built::through(Arc::new(own), pool),
+        None => Built::of_pool(pool),
+    }
+}
+
 /// A pool as a resource. The pool lives as long as either handle.
 ///
 /// # Safety
@@ -122,7 +132,7 @@ pub unsafe extern "C" fn vpmm_resource_of_pool(
         let handle = unsafe { given(pool, "pool") }?;
         let pool = handle.pool().clone();
         let device = pool.device().ordinal();
-        let built = Arc::new(Built::of_pool(pool));
+        let built = Arc::new(built_of(pool));
         Ok(vpmm_resource::handle(built, Arc::clone(handle.loaded()), device))
     };
     // SAFETY: the caller vouches for it.
