@@ -266,6 +266,50 @@ def test_a_region_backed_by_the_pool():
     assert done.returncode == 0, done.stderr
 
 
+def test_a_heap_of_its_own_beside_the_pool():
+    pool = vpmm.torch.MemPool()
+    assert isinstance(pool, vpmm.torch.HeapMemPool)
+    outside = torch.ones(MIB, device="cuda")
+    with vpmm.torch.use_mem_pool(pool):
+        inside = torch.arange(16 * MIB, device="cuda")
+        # Backward runs in a thread of PyTorch's own.
+        weight = torch.ones(1024, 1024, device="cuda", requires_grad=True)
+        (weight * 2).sum().backward()
+    live = pool.statistics().live_bytes
+    assert 132 * MIB <= live <= 160 * MIB
+    assert torch.cuda.memory_allocated() >= live + 4 * MIB
+    beside = torch.ones(MIB, device="cuda")
+    assert pool.statistics().live_bytes == live
+    torch.cuda.synchronize()
+    free, pointer = torch.cuda.mem_get_info()[0], inside.data_ptr()
+    assert pool.suspend() >= live
+    assert torch.cuda.mem_get_info()[0] >= free + 128 * MIB
+    assert float(beside.sum() + outside.sum()) == 2 * MIB
+    pool.resume()
+    assert inside.data_ptr() == pointer and int(inside[-1]) == 16 * MIB - 1
+    del inside, weight
+    torch.cuda.synchronize()
+    assert pool.statistics().live_bytes == 0
+    held = torch.cuda.memory_reserved()
+    del pool
+    assert torch.cuda.memory_reserved() <= held - 128 * MIB
+
+
+def test_a_heap_of_its_own_in_a_capture():
+    pool, graph = vpmm.torch.MemPool(), torch.cuda.CUDAGraph()
+    with vpmm.torch.use_mem_pool(pool):
+        x = torch.arange(MIB, device="cuda", dtype=torch.float32)
+    (x * 2 + 1).sum()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = x * 2 + 1
+    x.copy_(x + 1)
+    for _ in range(3):
+        graph.replay()
+    torch.testing.assert_close(y, x * 2 + 1)
+    del graph, y, x
+
+
 def test_what_the_pool_says_fits_together():
     x = [torch.empty((turn + 1) * MIB, dtype=torch.uint8, device="cuda") for turn in range(10)]
     now = dataclasses.asdict(vpmm.statistics())

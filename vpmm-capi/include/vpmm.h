@@ -999,6 +999,16 @@ enum vpmm_status vpmm_tagged_malloc(const struct vpmm_tagged *tagged,
 enum vpmm_status vpmm_tagged_is_asleep(const struct vpmm_tagged *tagged, uint32_t *out);
 
 /**
+ * As `vpmm_pool_trim_to`, of the heap alone. Nothing while it sleeps.
+ *
+ * # Safety
+ * `tagged` is null or a handle; `returned` is null or has room for a number.
+ */
+enum vpmm_status vpmm_tagged_trim_to(const struct vpmm_tagged *tagged,
+                                     uint64_t keep_bytes,
+                                     uint64_t *returned);
+
+/**
  * What the heap holds.
  *
  * # Safety
@@ -1669,7 +1679,15 @@ enum vpmm_status vpmm_process_snapshot(vpmm_write write,
 enum vpmm_status vpmm_process_push_tag(const char *tag);
 
 /**
- * Ends what this thread's last `vpmm_process_push_tag` has begun.
+ * The same for requests on one device.
+ *
+ * # Safety
+ * As `vpmm_process_push_tag`.
+ */
+enum vpmm_status vpmm_process_push_tag_on(const char *tag, uint32_t device);
+
+/**
+ * Ends what this thread's last `vpmm_process_push_tag` or `vpmm_process_push_tag_on` has begun.
  */
 enum vpmm_status vpmm_process_pop_tag(void);
 

@@ -59,9 +59,9 @@ pub use process::{
     VPMM_EVERY_DEVICE, vpmm_process_configure, vpmm_process_copy, vpmm_process_download,
     vpmm_process_driver, vpmm_process_fill, vpmm_process_forget_stream, vpmm_process_free,
     vpmm_process_keep_stream, vpmm_process_malloc, vpmm_process_pool, vpmm_process_pop_tag,
-    vpmm_process_push_tag, vpmm_process_record_history, vpmm_process_record_stream,
-    vpmm_process_snapshot, vpmm_process_synchronize, vpmm_process_upload, vpmm_process_wait_for,
-    vpmm_where,
+    vpmm_process_push_tag, vpmm_process_push_tag_on, vpmm_process_record_history,
+    vpmm_process_record_stream, vpmm_process_snapshot, vpmm_process_synchronize,
+    vpmm_process_upload, vpmm_process_wait_for, vpmm_where,
 };
 pub use resource::{
     vpmm_counter, vpmm_counters, vpmm_counters_init, vpmm_facts, vpmm_facts_init, vpmm_finish,
@@ -105,6 +105,7 @@ pub use stream::{
 pub use tagged::{
     vpmm_contents, vpmm_resume, vpmm_suspend, vpmm_tagged, vpmm_tagged_is_asleep,
     vpmm_tagged_malloc, vpmm_tagged_open, vpmm_tagged_release, vpmm_tagged_stats,
+    vpmm_tagged_trim_to,
 };
 
 pub use torch::{

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use vpmm_core::{Buffers, Contents, Tagged};
 
 use crate::driver::Loaded;
-use crate::guard::{Failure, given, guard, put, text};
+use crate::guard::{Failure, given, guard, put, put_if, text, with};
 use crate::pool::{to_pointer, vpmm_pool};
 use crate::stats::{self, vpmm_stats};
 use crate::status::vpmm_status;
@@ -121,6 +121,26 @@ pub unsafe extern "C" fn vpmm_tagged_is_asleep(
         // SAFETY: the caller vouches for it.
         unsafe { put(out, "out", u32::from(asleep)) }
     })
+}
+
+/// As `vpmm_pool_trim_to`, of the heap alone. Nothing while it sleeps.
+///
+/// # Safety
+/// `tagged` is null or a handle; `returned` is null or has room for a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_tagged_trim_to(
+    tagged: *const vpmm_tagged,
+    keep_bytes: u64,
+    returned: *mut u64,
+) -> vpmm_status {
+    let work = |tagged: &vpmm_tagged| {
+        let bytes = tagged.heap.trim_to(keep_bytes)?;
+        // SAFETY: the caller vouches for it.
+        unsafe { put_if(returned, bytes) };
+        Ok(())
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(tagged, "tagged", work) }
 }
 
 /// What the heap holds.

@@ -79,6 +79,14 @@ class Statistics:
 _FIELDS = [field.name for field in dataclasses.fields(Statistics)]
 
 
+def statistics_by(function: Any, *arguments: Any) -> Statistics:
+    """Calls a function that fills what something holds."""
+    stats = ffi.new("vpmm_stats *")
+    lib.vpmm_stats_init(stats, ffi.sizeof("vpmm_stats"))
+    call(function, *arguments, stats)
+    return Statistics(*(getattr(stats, name) for name in _FIELDS))
+
+
 def _options(
     device: int,
     *,
@@ -161,10 +169,7 @@ class Pool:
 
     def statistics(self) -> Statistics:
         """What the pool holds."""
-        stats = ffi.new("vpmm_stats *")
-        lib.vpmm_stats_init(stats, ffi.sizeof("vpmm_stats"))
-        call(lib.vpmm_pool_stats, self._handle, stats)
-        return Statistics(*(getattr(stats, name) for name in _FIELDS))
+        return statistics_by(lib.vpmm_pool_stats, self._handle)
 
     def reset_peaks(self) -> None:
         """Sets the peaks to what is held now."""

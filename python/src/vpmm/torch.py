@@ -4,17 +4,20 @@
 >>> vpmm.torch.use()          # before the first CUDA call
 >>> # … a program as it is …
 
-Two ways: :func:`use` makes the process's pool PyTorch's allocator; :func:`MemPool` backs a region of a
-program that keeps PyTorch's own allocator.
+Two ways: :func:`use` makes the process's pool PyTorch's allocator, of which :func:`MemPool` sets a part
+apart; without it, :func:`MemPool` backs a region of a program that keeps PyTorch's own allocator.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from . import _library, _pool
+from ._mem_pool import HeapMemPool
 
 _SETTERS = {
     "set_init_fn": "vpmm_torch_init",
@@ -60,16 +63,50 @@ def use(device: int | None = None, *, report: bool = True, **options) -> None:
     if options or device is not None:
         _pool.configure(device, **options)
     torch.cuda.memory.change_current_allocator(allocator())
+    global _is_used
+    _is_used = True
     if report:
         _answer_questions()
 
 
-def MemPool(**arguments) -> Any:
-    """A ``torch.cuda.MemPool`` whose memory is the process's pool's, for ``torch.cuda.use_mem_pool``.
-    PyTorch cuts it up by its own scheme, so its statistics, graphs and snapshots are as usual."""
+#: Whether the process's pool is PyTorch's allocator.
+_is_used = False
+
+
+def MemPool(name: str | None = None, *, device: Any = None, **arguments) -> Any:
+    """Memory apart from the other, for :func:`use_mem_pool`.
+
+    After :func:`use` it is a :class:`HeapMemPool`, of the ``name`` if one is given: a heap of its own in the
+    process's pool. PyTorch's own class does not go with a plugged-in allocator.
+
+    Without it is a ``torch.cuda.MemPool`` whose memory is the process's pool's. PyTorch cuts it up by its own
+    scheme, so its statistics, graphs and snapshots are as usual; further arguments are PyTorch's.
+    """
+    if _is_used:
+        if arguments:
+            raise TypeError(f"a heap of the pool takes no {', '.join(arguments)}")
+        return HeapMemPool(name, device=_index(device))
+    if name is not None:
+        raise TypeError("PyTorch's own MemPool has no name: it is a heap after vpmm.torch.use()")
     import torch
 
     return torch.cuda.MemPool(allocator().allocator(), **arguments)
+
+
+@contextlib.contextmanager
+def use_mem_pool(pool: Any, device: Any = None) -> Iterator[None]:
+    """What this thread allocates in the block on the pool's device comes from the :func:`MemPool`. What is
+    freed finds its way back by itself, whichever thread frees it, and wherever."""
+    if isinstance(pool, HeapMemPool):
+        if device is not None and _index(device) != pool.device:
+            raise ValueError(f"the pool is of device {pool.device}")
+        with pool.using():
+            yield
+    else:
+        import torch
+
+        with torch.cuda.use_mem_pool(pool, device):
+            yield
 
 
 def statistics(device: int | None = None) -> dict[str, Any]:
@@ -114,10 +151,10 @@ def forget_stream(stream: Any) -> bool:
 
 
 def _index(device: Any) -> int:
-    import torch
-
     if isinstance(device, int):
         return device
+    import torch
+
     index = None if device is None else torch.device(device).index
     return torch.cuda.current_device() if index is None else index
 

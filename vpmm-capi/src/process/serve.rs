@@ -102,8 +102,8 @@ unsafe fn allocate_slowly(
     if mode::is(Mode::Capturing) {
         captures::open_to(device, stream)?;
     }
-    let request = || match tags::current().filter(|_| mode::is(Mode::Tagging)) {
-        Some(tag) => pool.tagged(&tag)?.malloc(bytes, stream),
+    let request = || match tags::heap_of(pool, device).transpose()? {
+        Some(heap) => heap.malloc(bytes, stream),
         None => pool.malloc(bytes, stream),
     };
     if !mode::is(Mode::Tracing) {

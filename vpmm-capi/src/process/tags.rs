@@ -1,25 +1,67 @@
 //! Tags that a thread's requests have, so that memory of programs that know nothing of tags can sleep.
 
 use std::cell::RefCell;
-use std::ffi::{CStr, c_char};
+use std::ffi::c_char;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use vpmm_core::{Pool, Result, Tagged};
+
+use super::VPMM_EVERY_DEVICE;
 use super::mode::{self, Mode};
-use crate::guard::{Failure, guard};
+use crate::guard::{Failure, guard, text};
 use crate::status::vpmm_status;
 
+/// A tag of a thread's requests, on one device or all.
+struct Open {
+    tag: String,
+    device: u32,
+    /// Its heaps, as far as they were asked for, by the device.
+    heaps: Vec<(u32, Tagged)>,
+}
+
+impl Open {
+    fn is_for(&self, device: u32) -> bool {
+        self.device == VPMM_EVERY_DEVICE || self.device == device
+    }
+
+    fn heap(&self, device: u32) -> Option<Tagged> {
+        self.heaps.iter().find(|(of, _)| *of == device).map(|(_, heap)| heap.clone())
+    }
+}
+
 thread_local! {
-    /// The last is the one that counts.
-    static TAGS: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
+    /// The last that is for a device is the one that counts.
+    static TAGS: RefCell<Vec<Open>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Tags that are open, of all threads. A thread that ends with some open leaves them counted, which only
 /// has every request look here.
 static OPEN: AtomicUsize = AtomicUsize::new(0);
 
-/// The tag of this thread's requests.
-pub(super) fn current() -> Option<String> {
-    TAGS.try_with(|tags| tags.borrow().last().cloned()).ok().flatten()
+/// Runs something with the tag that counts, if there is one. Nothing in it asks for memory: what that
+/// calls may be the program's, and open tags itself.
+fn with_current<T>(device: u32, work: impl FnOnce(&mut Open) -> T) -> Option<T> {
+    let found = TAGS.try_with(|tags| {
+        tags.borrow_mut().iter_mut().rev().find(|open| open.is_for(device)).map(work)
+    });
+    found.ok().flatten()
+}
+
+/// The heap of this thread's requests on a device, whose pool is given.
+pub(super) fn heap_of(pool: &Pool, device: u32) -> Option<Result<Tagged>> {
+    if !mode::is(Mode::Tagging) {
+        return None;
+    }
+    let (known, tag) = with_current(device, |open| match open.heap(device) {
+        Some(heap) => (Some(heap), String::new()),
+        None => (None, open.tag.clone()),
+    })?;
+    if let Some(heap) = known {
+        return Some(Ok(heap));
+    }
+    Some(pool.tagged(&tag).inspect(|heap| {
+        with_current(device, |open| open.heaps.push((device, heap.clone())));
+    }))
 }
 
 /// From now on what this thread asks the process's pools for comes from their heap with a tag
@@ -29,26 +71,33 @@ pub(super) fn current() -> Option<String> {
 /// `tag` is null or ends with a zero byte.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_process_push_tag(tag: *const c_char) -> vpmm_status {
+    // SAFETY: the caller vouches for it.
+    unsafe { vpmm_process_push_tag_on(tag, VPMM_EVERY_DEVICE) }
+}
+
+/// The same for requests on one device.
+///
+/// # Safety
+/// As `vpmm_process_push_tag`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_process_push_tag_on(tag: *const c_char, device: u32) -> vpmm_status {
     guard(|| {
-        if tag.is_null() {
-            return Err(Failure::null("tag"));
-        }
         // SAFETY: the caller vouches for it.
-        let tag = unsafe { CStr::from_ptr(tag) }
-            .to_str()
-            .map_err(|_| Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, "tag is not UTF-8"))?;
-        TAGS.with(|tags| tags.borrow_mut().push(tag.to_owned()));
+        let tag = unsafe { text(tag, "tag") }?.to_owned();
+        let open = Open { tag, device, heaps: Vec::new() };
+        TAGS.with(|tags| tags.borrow_mut().push(open));
         OPEN.fetch_add(1, Ordering::SeqCst);
         mode::set(Mode::Tagging, true);
         Ok(())
     })
 }
 
-/// Ends what this thread's last `vpmm_process_push_tag` has begun.
+/// Ends what this thread's last `vpmm_process_push_tag` or `vpmm_process_push_tag_on` has begun.
 #[unsafe(no_mangle)]
 pub extern "C" fn vpmm_process_pop_tag() -> vpmm_status {
     guard(|| {
-        if TAGS.with(|tags| tags.borrow_mut().pop()).is_none() {
+        let popped = TAGS.with(|tags| tags.borrow_mut().pop());
+        if popped.is_none() {
             let text = "this thread has no tag";
             return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
         }

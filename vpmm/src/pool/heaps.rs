@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use super::{Pool, Profile};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
-use crate::heap::Beside;
+use crate::heap::{Beside, Heap};
 use crate::heaps::{Contents, Graph, Resumed, Suspended, TaggedHeap};
 use crate::paged::PagedPool;
 use crate::sharing::Export;
@@ -383,6 +383,16 @@ impl Tagged {
     pub fn export(&self, ptr: DevicePtr) -> Result<Export<'_>> {
         self.pool.check_process()?;
         Export::new(self.heap.core().as_ref(), Some(ptr.address()))
+    }
+
+    /// As [`Pool::trim_to`], of this heap alone: until it holds no more than `keep_bytes`. Nothing while it
+    /// sleeps.
+    ///
+    /// # Errors
+    /// Those of [`Pool::trim_to`].
+    pub fn trim_to(&self, keep_bytes: u64) -> Result<u64> {
+        self.pool.check_process()?;
+        if self.is_asleep() { Ok(0) } else { Heap::trim_to(self.heap.core().as_ref(), keep_bytes) }
     }
 
     /// The tag.
