@@ -1,57 +1,116 @@
-"""What an allocation and a free cost the host through PyTorch: a loop of raw requests in Python, which
-costs the same under each allocator beside the requests themselves.
+"""What a request and a free cost the host, measured from C++ that is built here (g++): through PyTorch with
+its own allocator, with expandable segments, with vpmm's plug-in, and with a plug-in that does nothing, which
+leaves PyTorch's wrapper; and the plug-in's two functions by themselves.
 
-    python python/demos/host_cost.py            runs all three, each in a process of its own
+    python python/demos/host_cost.py            all of them, each in a process of its own: JSON, a line each
+    python python/demos/host_cost.py raw        one
+
+`raw` needs no PyTorch, and runs on the simulated device with VPMM_DEVICE=sim.
 """
 
+import ctypes
+import functools
 import json
 import os
+import pathlib
+import random
+import statistics
 import subprocess
 import sys
-import time
+import tempfile
 
-ALLOCATORS = ("torch", "expandable", "vpmm")
-SIZES = (512, 64 << 10, 1 << 20, 20 << 20)
+WAYS = ("raw", "nothing", "vpmm", "torch", "expandable")
+MIB = 1 << 20
+ROUNDS = 15
+STEPS = 50_000
+
+#: Sizes, and how many blocks are live.
+CASES = {
+    "512 B": ([512], 1),
+    "64 KiB": ([64 << 10], 1),
+    "1 MiB": ([MIB], 1),
+    "20 MiB": ([20 * MIB], 1),
+    "to 4 MiB, 100 live": ([random.Random(1).randrange(1, 4 * MIB) for _ in range(997)], 100),
+}
 
 
-def measure(name):
-    if name == "expandable":
+def build(folder, with_torch):
+    """The library of host_cost.cpp."""
+    source, library = pathlib.Path(__file__).with_name("host_cost.cpp"), folder / "host_cost.so"
+    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)]
+    if with_torch:
+        import torch
+        from torch.utils import cpp_extension
+
+        home = cpp_extension.CUDA_HOME or "/usr/local/cuda"
+        folders = [*cpp_extension.include_paths(), os.path.join(home, "include")]
+        # The headers of NVIDIA's wheels, where there is no toolkit.
+        folders += map(str, pathlib.Path(torch.__file__).parents[1].glob("nvidia/cu*/include"))
+        libraries = os.path.join(os.path.dirname(torch.__file__), "lib")
+        command += ["-DWITH_TORCH", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+        command += [f"-isystem{folder}" for folder in folders]
+        command += [f"-L{libraries}", "-lc10", "-lc10_cuda", f"-Wl,-rpath,{libraries}"]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(library))
+
+
+def measure(way, call, stream_name, stream):
+    """Prints a line for each case."""
+    for case, (sizes, live) in CASES.items():
+        array = (ctypes.c_size_t * len(sizes))(*sizes)
+        out = (ctypes.c_double * ROUNDS)()
+        numbers = map(ctypes.c_size_t, (len(sizes), live, STEPS, ROUNDS))
+        if call(ctypes.c_void_p(stream), array, *numbers, out):
+            sys.exit(f"{way}, {case}: failed")
+        print(
+            json.dumps(
+                {
+                    "way": way,
+                    "stream": stream_name,
+                    "case": case,
+                    "min_ns": round(min(out), 1),
+                    "median_ns": round(statistics.median(out), 1),
+                }
+            ),
+            flush=True,
+        )
+
+
+def run(way, folder):
+    if way == "raw":
+        from vpmm import _library
+
+        library = build(folder, with_torch=False)
+        plugin = ctypes.CDLL(_library.path())
+        functions = [
+            ctypes.cast(getattr(plugin, name), ctypes.c_void_p)
+            for name in ("vpmm_torch_alloc", "vpmm_torch_free")
+        ]
+        measure(way, functools.partial(library.host_cost_raw, *functions), "default", None)
+        return
+    if way == "expandable":
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     import torch
 
-    if name == "vpmm":
+    library = build(folder, with_torch=True)
+    if way == "vpmm":
         import vpmm.torch
 
         vpmm.torch.use()
+    elif way == "nothing":
+        plugin = torch.cuda.memory.CUDAPluggableAllocator(
+            library._name, "host_cost_nothing_alloc", "host_cost_nothing_free"
+        )
+        torch.cuda.memory.change_current_allocator(plugin)
     torch.cuda.init()
-    allocate = torch._C._cuda_cudaCachingAllocator_raw_alloc
-    free = torch._C._cuda_cudaCachingAllocator_raw_delete
-
-    def per_call(stream, size, calls=100_000):
-        best = float("inf")
-        for _ in range(5):
-            begin = time.perf_counter_ns()
-            for _ in range(calls):
-                free(allocate(size, stream))
-            best = min(best, (time.perf_counter_ns() - begin) / (2 * calls))
-        return round(best, 1)
-
-    side = torch.cuda.Stream().cuda_stream
-    result = {"allocator": name}
-    for label, stream in (("default stream", 0), ("side stream", side)):
-        result[label] = {str(size): per_call(stream, size) for size in SIZES}
-    # The same loop around nothing.
-    begin = time.perf_counter_ns()
-    nothing = int
-    for _ in range(100_000):
-        nothing(nothing(0))
-    result["loop_ns"] = round((time.perf_counter_ns() - begin) / 200_000, 1)
-    print(json.dumps(result))
+    measure(way, library.host_cost_torch, "default", None)
+    measure(way, library.host_cost_torch, "side", torch.cuda.Stream().cuda_stream)
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        measure(sys.argv[1])
+        with tempfile.TemporaryDirectory() as made:
+            run(sys.argv[1], pathlib.Path(made))
     else:
-        for allocator in ALLOCATORS:
-            subprocess.run([sys.executable, __file__, allocator], check=True)
+        for each in WAYS:
+            subprocess.run([sys.executable, __file__, each], check=True)
