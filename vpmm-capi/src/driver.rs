@@ -8,7 +8,7 @@ use cuda_sim::Simulator;
 use stacks::Built;
 use vpmm_core::{Device, DevicePtr, Driver, Pool, Stream, StreamHandle};
 
-use crate::guard::{Failure, given, guard, put};
+use crate::guard::{Failure, given, guard, make, put, put_if, release};
 use crate::status::vpmm_status;
 
 /// A driver that was loaded. Whatever was made with it keeps it.
@@ -89,10 +89,7 @@ pub unsafe extern "C" fn vpmm_driver_load(
     device: *const c_char,
     out: *mut *mut vpmm_driver,
 ) -> vpmm_status {
-    guard(|| {
-        if out.is_null() {
-            return Err(Failure::null("out"));
-        }
+    let work = || {
         let name = if device.is_null() {
             None
         } else {
@@ -101,9 +98,10 @@ pub unsafe extern "C" fn vpmm_driver_load(
         };
         let loaded = Loaded::load(name.as_deref())?;
         let handle = Box::new(vpmm_driver(loaded));
-        // SAFETY: the caller vouches for it.
-        unsafe { put(out, "out", Box::into_raw(handle)) }
-    })
+        Ok(Box::into_raw(handle))
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { make(out, work) }
 }
 
 /// Gives a handle back. Streams that were lent by it are the driver's own again: see
@@ -113,14 +111,8 @@ pub unsafe extern "C" fn vpmm_driver_load(
 /// `driver` is null, or a handle that is not used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_driver_release(driver: *mut vpmm_driver) {
-    if !driver.is_null() {
-        // SAFETY: made by `Box::into_raw` in `vpmm_driver_load`, given back once.
-        let driver = unsafe { Box::from_raw(driver) };
-        let _ = guard(|| {
-            drop(driver);
-            Ok(())
-        });
-    }
+    // SAFETY: made by `Box::into_raw` in `vpmm_driver_load`, given back once.
+    unsafe { release(driver) };
 }
 
 /// How many devices the driver shows.
@@ -158,10 +150,8 @@ pub unsafe extern "C" fn vpmm_driver_memory(
         let bytes = (device.free_memory()?, device.total_memory()?);
         // SAFETY: the caller vouches for it.
         unsafe { put(free, "free", bytes.0) }?;
-        if total.is_null() {
-            return Ok(());
-        }
         // SAFETY: the caller vouches for it.
-        unsafe { put(total, "total", bytes.1) }
+        unsafe { put_if(total, bytes.1) };
+        Ok(())
     })
 }

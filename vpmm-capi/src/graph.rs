@@ -6,7 +6,7 @@ use std::sync::Arc;
 use vpmm_core::GraphPool;
 
 use crate::driver::Loaded;
-use crate::guard::{Failure, given, guard, put};
+use crate::guard::{given, make, release, with};
 use crate::pool::vpmm_pool;
 use crate::status::vpmm_status;
 
@@ -26,18 +26,16 @@ pub unsafe extern "C" fn vpmm_graph_pool_create(
     pool: *const vpmm_pool,
     out: *mut *mut vpmm_graph_pool,
 ) -> vpmm_status {
-    guard(|| {
+    let work = || {
         // SAFETY: the caller vouches for it.
         let pool = unsafe { given(pool, "pool") }?;
-        if out.is_null() {
-            return Err(Failure::null("out"));
-        }
         let graph = pool.pool().graph_pool()?;
         let graph = vpmm_graph_pool { graph, loaded: Arc::clone(pool.loaded()) };
         let handle = Box::into_raw(Box::new(graph));
-        // SAFETY: the caller vouches for it.
-        unsafe { put(out, "out", handle) }
-    })
+        Ok(handle)
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { make(out, work) }
 }
 
 /// From now on until `vpmm_graph_pool_end`, what is allocated of the pool on `stream`, and on streams
@@ -50,12 +48,12 @@ pub unsafe extern "C" fn vpmm_graph_pool_begin(
     graph: *const vpmm_graph_pool,
     stream: *mut c_void,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let graph = unsafe { given(graph, "graph") }?;
+    let work = |graph: &vpmm_graph_pool| {
         // SAFETY: the caller vouches for it.
         Ok(graph.graph.begin(unsafe { graph.loaded.stream(stream) })?)
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(graph, "graph", work) }
 }
 
 /// The capture on `stream` needs no more memory: best called when it has ended.
@@ -67,12 +65,12 @@ pub unsafe extern "C" fn vpmm_graph_pool_end(
     graph: *const vpmm_graph_pool,
     stream: *mut c_void,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let graph = unsafe { given(graph, "graph") }?;
+    let work = |graph: &vpmm_graph_pool| {
         // SAFETY: the caller vouches for it.
         Ok(graph.graph.end(unsafe { graph.loaded.stream(stream) })?)
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(graph, "graph", work) }
 }
 
 /// Gives the memory back once everything enqueued on `stream` so far has finished: all launches of the
@@ -85,12 +83,12 @@ pub unsafe extern "C" fn vpmm_graph_pool_finish(
     graph: *const vpmm_graph_pool,
     stream: *mut c_void,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let graph = unsafe { given(graph, "graph") }?;
+    let work = |graph: &vpmm_graph_pool| {
         // SAFETY: the caller vouches for it.
         Ok(graph.graph.release(unsafe { graph.loaded.stream(stream) })?)
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(graph, "graph", work) }
 }
 
 /// Gives a handle back, which says that the graphs are launched no more. Without
@@ -101,12 +99,6 @@ pub unsafe extern "C" fn vpmm_graph_pool_finish(
 /// `graph` is null, or a handle that is not used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_graph_pool_release(graph: *mut vpmm_graph_pool) {
-    if !graph.is_null() {
-        // SAFETY: made by `Box::into_raw` in `vpmm_graph_pool_create`, given back once.
-        let graph = unsafe { Box::from_raw(graph) };
-        let _ = guard(|| {
-            drop(graph);
-            Ok(())
-        });
-    }
+    // SAFETY: made by `Box::into_raw` in `vpmm_graph_pool_create`, given back once.
+    unsafe { release(graph) };
 }

@@ -3,11 +3,11 @@
 use std::ffi::{c_char, c_void};
 use std::sync::Arc;
 
-use vpmm_core::{DevicePtr, Pool, StreamHandle};
+use vpmm_core::{DevicePtr, Pool, StreamHandle, Violation};
 
 use crate::driver::{Loaded, vpmm_driver};
 use crate::grows;
-use crate::guard::{Failure, given, guard, put};
+use crate::guard::{Failure, given, guard, make, put_if, put_text, release, with};
 use crate::options::vpmm_pool_options;
 use crate::stats::{self, vpmm_stats};
 use crate::status::vpmm_status;
@@ -72,19 +72,17 @@ pub unsafe extern "C" fn vpmm_pool_create(
     options: *const vpmm_pool_options,
     out: *mut *mut vpmm_pool,
 ) -> vpmm_status {
-    guard(|| {
+    let work = || {
         // SAFETY: the caller vouches for it.
         let loaded = Arc::clone(&unsafe { given(driver, "driver") }?.0);
         // SAFETY: the caller vouches for it.
         let options = unsafe { grows::read(options) }?;
-        if out.is_null() {
-            return Err(Failure::null("out"));
-        }
         let pool = loaded.new_pool(&options)?;
         let handle = vpmm_pool::handle(pool, loaded);
-        // SAFETY: the caller vouches for it.
-        unsafe { put(out, "out", handle) }
-    })
+        Ok(handle)
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { make(out, work) }
 }
 
 /// Gives a handle back. The pool ends, which waits for the work before its frees. If something is still
@@ -95,14 +93,8 @@ pub unsafe extern "C" fn vpmm_pool_create(
 /// `pool` is null, or a handle that is not used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_pool_release(pool: *mut vpmm_pool) {
-    if !pool.is_null() {
-        // SAFETY: made by `Box::into_raw` in `vpmm_pool_create`, given back once.
-        let pool = unsafe { Box::from_raw(pool) };
-        let _ = guard(|| {
-            drop(pool);
-            Ok(())
-        });
-    }
+    // SAFETY: made by `Box::into_raw` in `vpmm_pool_create`, given back once.
+    unsafe { release(pool) };
 }
 
 /// Ends a pool with everything that is allocated from it, and gives the handle back. Waits for the
@@ -138,12 +130,9 @@ pub unsafe extern "C" fn vpmm_malloc(
     stream: *mut c_void,
     out: *mut *mut c_void,
 ) -> vpmm_status {
-    guard(|| {
+    let work = || {
         // SAFETY: the caller vouches for it.
         let pool = unsafe { given(pool, "pool") }?;
-        if out.is_null() {
-            return Err(Failure::null("out"));
-        }
         let pointer = if bytes == 0 {
             std::ptr::null_mut()
         } else {
@@ -151,9 +140,10 @@ pub unsafe extern "C" fn vpmm_malloc(
             let stream = unsafe { pool.stream(stream) };
             to_pointer(pool.pool.malloc(bytes, stream)?)
         };
-        // SAFETY: the caller vouches for it.
-        unsafe { put(out, "out", pointer) }
-    })
+        Ok(pointer)
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { make(out, work) }
 }
 
 /// Frees an allocation once everything enqueued on the stream so far has finished. Null is nothing.
@@ -167,16 +157,16 @@ pub unsafe extern "C" fn vpmm_free(
     pointer: *mut c_void,
     stream: *mut c_void,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let pool = unsafe { given(pool, "pool") }?;
+    let work = |pool: &vpmm_pool| {
         if pointer.is_null() {
             return Ok(());
         }
         // SAFETY: the caller vouches for it.
         let stream = unsafe { pool.stream(stream) };
         Ok(pool.pool.free(of_pointer(pointer), stream)?)
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(pool, "pool", work) }
 }
 
 /// Frees an allocation of whichever pool of the driver's it is.
@@ -212,16 +202,16 @@ pub unsafe extern "C" fn vpmm_record_stream(
     pointer: *mut c_void,
     stream: *mut c_void,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let pool = unsafe { given(pool, "pool") }?;
+    let work = |pool: &vpmm_pool| {
         if pointer.is_null() {
             return Ok(());
         }
         // SAFETY: the caller vouches for it.
         let stream = unsafe { pool.stream(stream) };
         Ok(pool.pool.record_stream(of_pointer(pointer), stream)?)
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(pool, "pool", work) }
 }
 
 /// The allocation of the pool that an address is in: its first byte, and its bytes as the pool rounded
@@ -236,23 +226,19 @@ pub unsafe extern "C" fn vpmm_pool_allocation(
     start: *mut *mut c_void,
     bytes: *mut u64,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let pool = unsafe { given(pool, "pool") }?;
+    let work = |pool: &vpmm_pool| {
         let Some(found) = pool.pool.allocation(address.addr() as u64) else {
             let text = format!("{address:p} is in no allocation of the pool");
             return Err(Failure::new(vpmm_status::VPMM_BAD_POINTER, text));
         };
-        if !start.is_null() {
-            // SAFETY: the caller vouches for it.
-            unsafe { put(start, "start", to_pointer(found.start)) }?;
-        }
-        if !bytes.is_null() {
-            // SAFETY: the caller vouches for it.
-            unsafe { put(bytes, "bytes", found.bytes) }?;
-        }
+        // SAFETY: the caller vouches for it.
+        unsafe { put_if(start, to_pointer(found.start)) };
+        // SAFETY: the caller vouches for it.
+        unsafe { put_if(bytes, found.bytes) };
         Ok(())
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(pool, "pool", work) }
 }
 
 /// Gives free memory back to the device until `keep_bytes` are held; `returned` may be null.
@@ -265,15 +251,14 @@ pub unsafe extern "C" fn vpmm_pool_trim_to(
     keep_bytes: u64,
     returned: *mut u64,
 ) -> vpmm_status {
-    guard(|| {
+    let work = |pool: &vpmm_pool| {
+        let bytes = pool.pool.trim_to(keep_bytes)?;
         // SAFETY: the caller vouches for it.
-        let bytes = unsafe { given(pool, "pool") }?.pool.trim_to(keep_bytes)?;
-        if returned.is_null() {
-            return Ok(());
-        }
-        // SAFETY: the caller vouches for it.
-        unsafe { put(returned, "returned", bytes) }
-    })
+        unsafe { put_if(returned, bytes) };
+        Ok(())
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(pool, "pool", work) }
 }
 
 /// Changes the most bytes that the pool may hold, at most to what it was made with, which 0 stands for.
@@ -286,11 +271,9 @@ pub unsafe extern "C" fn vpmm_pool_limit_to(
     pool: *const vpmm_pool,
     limit_bytes: u64,
 ) -> vpmm_status {
-    guard(|| {
-        let limit = Some(limit_bytes).filter(|bytes| *bytes != 0);
-        // SAFETY: the caller vouches for it.
-        Ok(unsafe { given(pool, "pool") }?.pool.limit_to(limit)?)
-    })
+    let limit = Some(limit_bytes).filter(|bytes| *bytes != 0);
+    // SAFETY: the caller vouches for it.
+    unsafe { with(pool, "pool", |pool| Ok(pool.pool.limit_to(limit)?)) }
 }
 
 /// Sets the peaks to what is held now.
@@ -299,11 +282,12 @@ pub unsafe extern "C" fn vpmm_pool_limit_to(
 /// `pool` is null or a handle.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_pool_reset_peaks(pool: *const vpmm_pool) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        unsafe { given(pool, "pool") }?.pool.reset_peaks();
+    let work = |pool: &vpmm_pool| {
+        pool.pool.reset_peaks();
         Ok(())
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(pool, "pool", work) }
 }
 
 /// What the pool holds now.
@@ -315,12 +299,8 @@ pub unsafe extern "C" fn vpmm_pool_stats(
     pool: *const vpmm_pool,
     out: *mut vpmm_stats,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let stats = unsafe { given(pool, "pool") }?.pool.stats();
-        // SAFETY: the caller vouches for it.
-        unsafe { stats::fill(out, &stats) }
-    })
+    // SAFETY: the caller vouches for both.
+    unsafe { with(pool, "pool", |pool| stats::fill(out, &pool.pool.stats())) }
 }
 
 /// Writes what stands where in the pool as text, cut to `length` bytes with the zero byte at its end;
@@ -336,26 +316,12 @@ pub unsafe extern "C" fn vpmm_pool_layout(
     length: usize,
     needed: *mut usize,
 ) -> vpmm_status {
-    guard(|| {
+    let work = |pool: &vpmm_pool| {
         // SAFETY: the caller vouches for it.
-        let layout = unsafe { given(pool, "pool") }?.pool.layout().to_string();
-        if let Some(most) = length.checked_sub(1) {
-            if text.is_null() {
-                return Err(Failure::null("text"));
-            }
-            let bytes = layout.len().min(most);
-            // SAFETY: there is room for `length` bytes, of which these and the last are written.
-            unsafe {
-                std::ptr::copy_nonoverlapping(layout.as_ptr(), text.cast::<u8>(), bytes);
-                text.add(bytes).write(0);
-            }
-        }
-        if !needed.is_null() {
-            // SAFETY: the caller vouches for it.
-            unsafe { put(needed, "needed", layout.len() + 1) }?;
-        }
-        Ok(())
-    })
+        unsafe { put_text(&pool.pool.layout().to_string(), text, length, needed) }
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(pool, "pool", work) }
 }
 
 /// Checks the pool's books from scratch: `VPMM_CORRUPT` if something is wrong. No thread may use the
@@ -365,9 +331,7 @@ pub unsafe extern "C" fn vpmm_pool_layout(
 /// `pool` is null or a handle.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_pool_validate(pool: *const vpmm_pool) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let valid = unsafe { given(pool, "pool") }?.pool.validate();
-        valid.map_err(|wrong| Failure::new(vpmm_status::VPMM_CORRUPT, wrong.to_string()))
-    })
+    let corrupt = |wrong: Violation| Failure::new(vpmm_status::VPMM_CORRUPT, wrong.to_string());
+    // SAFETY: the caller vouches for it.
+    unsafe { with(pool, "pool", |pool| pool.pool.validate().map_err(corrupt)) }
 }

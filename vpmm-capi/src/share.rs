@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use vpmm_core::{Access, Export, Imported, Pool};
 
 use crate::driver::{Loaded, vpmm_driver};
-use crate::guard::{Failure, given, guard, put};
+use crate::guard::{Failure, given, make, put, put_if, release, with};
 use crate::pool::{of_pointer, to_pointer, vpmm_pool};
 use crate::status::vpmm_status;
 
@@ -45,12 +45,12 @@ pub unsafe extern "C" fn vpmm_pool_set_access(
     device: u32,
     access: u32,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let pool = unsafe { given(pool, "pool") }?;
+    let work = |pool: &vpmm_pool| {
         let device = pool.loaded().device(device)?;
         Ok(pool.pool().set_access(&device, access_of(access)?)?)
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(pool, "pool", work) }
 }
 
 /// Sends one allocation to a process that is in `vpmm_import_receive` at the other end of a connected
@@ -65,13 +65,13 @@ pub unsafe extern "C" fn vpmm_export_send(
     pointer: *mut c_void,
     socket: c_int,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let pool = unsafe { given(pool, "pool") }?;
+    let work = |pool: &vpmm_pool| {
         // SAFETY: the caller vouches for it.
         let socket = unsafe { borrow(socket) }?;
         Ok(pool.pool().export(of_pointer(pointer))?.send(socket)?)
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(pool, "pool", work) }
 }
 
 /// A whole pool on its way to another process.
@@ -91,20 +91,18 @@ pub unsafe extern "C" fn vpmm_export_create(
     pool: *const vpmm_pool,
     out: *mut *mut vpmm_export,
 ) -> vpmm_status {
-    guard(|| {
+    let work = || {
         // SAFETY: the caller vouches for it.
         let from = unsafe { given(pool, "pool") }?;
-        if out.is_null() {
-            return Err(Failure::null("out"));
-        }
         let pool = Box::new(from.pool().clone());
         // SAFETY: the box keeps the pool in place, and is dropped after what borrows it.
         let borrowed: &'static Pool = unsafe { &*std::ptr::from_ref(&*pool) };
         let export = Mutex::new(borrowed.export_all()?);
         let export = vpmm_export { export, _pool: pool, _loaded: Arc::clone(from.loaded()) };
-        // SAFETY: the caller vouches for it.
-        unsafe { put(out, "out", Box::into_raw(Box::new(export))) }
-    })
+        Ok(Box::into_raw(Box::new(export)))
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { make(out, work) }
 }
 
 /// Sends what the pool has; from the second time on what it has made since, for
@@ -117,13 +115,13 @@ pub unsafe extern "C" fn vpmm_export_send_all(
     export: *const vpmm_export,
     socket: c_int,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let export = unsafe { given(export, "export") }?;
+    let work = |export: &vpmm_export| {
         // SAFETY: the caller vouches for it.
         let socket = unsafe { borrow(socket) }?;
         Ok(export.export.lock().unwrap_or_else(PoisonError::into_inner).send(socket)?)
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(export, "export", work) }
 }
 
 /// Gives a handle back. What was sent stays shared.
@@ -132,14 +130,8 @@ pub unsafe extern "C" fn vpmm_export_send_all(
 /// `export` is null, or a handle that is not used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_export_release(export: *mut vpmm_export) {
-    if !export.is_null() {
-        // SAFETY: made by `Box::into_raw` in `vpmm_export_create`, given back once.
-        let export = unsafe { Box::from_raw(export) };
-        let _ = guard(|| {
-            drop(export);
-            Ok(())
-        });
-    }
+    // SAFETY: made by `Box::into_raw` in `vpmm_export_create`, given back once.
+    unsafe { release(export) };
 }
 
 /// Memory of another process's pool, mapped in this one.
@@ -163,19 +155,17 @@ pub unsafe extern "C" fn vpmm_import_receive(
     access: u32,
     out: *mut *mut vpmm_import,
 ) -> vpmm_status {
-    guard(|| {
+    let work = || {
         // SAFETY: the caller vouches for it.
         let loaded = &unsafe { given(driver, "driver") }?.0;
-        if out.is_null() {
-            return Err(Failure::null("out"));
-        }
         // SAFETY: the caller vouches for it.
         let socket = unsafe { borrow(socket) }?;
         let imported = Imported::receive(&loaded.device(device)?, socket, access_of(access)?)?;
         let import = vpmm_import { imported: Mutex::new(imported), _loaded: Arc::clone(loaded) };
-        // SAFETY: the caller vouches for it.
-        unsafe { put(out, "out", Box::into_raw(Box::new(import))) }
-    })
+        Ok(Box::into_raw(Box::new(import)))
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { make(out, work) }
 }
 
 /// Takes what a whole pool has made since it was sent last.
@@ -187,14 +177,14 @@ pub unsafe extern "C" fn vpmm_import_receive_more(
     import: *const vpmm_import,
     socket: c_int,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let import = unsafe { given(import, "import") }?;
+    let work = |import: &vpmm_import| {
         // SAFETY: the caller vouches for it.
         let socket = unsafe { borrow(socket) }?;
         let mut imported = import.imported.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(imported.receive_more(socket)?)
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(import, "import", work) }
 }
 
 /// The start of an allocation that was sent, null of a whole pool; and its bytes, or of a whole pool all
@@ -208,21 +198,17 @@ pub unsafe extern "C" fn vpmm_import_memory(
     pointer: *mut *mut c_void,
     bytes: *mut u64,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let import = unsafe { given(import, "import") }?;
+    let work = |import: &vpmm_import| {
         let imported = import.imported.lock().unwrap_or_else(PoisonError::into_inner);
         let start = imported.ptr().map_or(std::ptr::null_mut(), to_pointer);
-        if !pointer.is_null() {
-            // SAFETY: the caller vouches for it.
-            unsafe { put(pointer, "pointer", start) }?;
-        }
-        if !bytes.is_null() {
-            // SAFETY: the caller vouches for it.
-            unsafe { put(bytes, "bytes", imported.bytes()) }?;
-        }
+        // SAFETY: the caller vouches for it.
+        unsafe { put_if(pointer, start) };
+        // SAFETY: the caller vouches for it.
+        unsafe { put_if(bytes, imported.bytes()) };
         Ok(())
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(import, "import", work) }
 }
 
 /// Where an address of the other process is in this one; `VPMM_BAD_POINTER` where it has no memory here.
@@ -235,9 +221,7 @@ pub unsafe extern "C" fn vpmm_import_translate(
     there: u64,
     out: *mut *mut c_void,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let import = unsafe { given(import, "import") }?;
+    let work = |import: &vpmm_import| {
         let imported = import.imported.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(here) = imported.translate(there) else {
             let text = format!("{there:#x} has no memory here");
@@ -245,7 +229,9 @@ pub unsafe extern "C" fn vpmm_import_translate(
         };
         // SAFETY: the caller vouches for it.
         unsafe { put(out, "out", to_pointer(here)) }
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(import, "import", work) }
 }
 
 /// Waits for the work of the device's primary context, unmaps the memory and gives the handle back.
@@ -254,14 +240,8 @@ pub unsafe extern "C" fn vpmm_import_translate(
 /// `import` is null, or a handle that is not used again, nor is the memory.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_import_release(import: *mut vpmm_import) {
-    if !import.is_null() {
-        // SAFETY: made by `Box::into_raw` in `vpmm_import_receive`, given back once.
-        let import = unsafe { Box::from_raw(import) };
-        let _ = guard(|| {
-            drop(import);
-            Ok(())
-        });
-    }
+    // SAFETY: made by `Box::into_raw` in `vpmm_import_receive`, given back once.
+    unsafe { release(import) };
 }
 
 /// Refuses what is no descriptor.

@@ -4,7 +4,7 @@ use std::ffi::{CString, c_char, c_void};
 
 use vpmm_core::{OutOfMemoryCallback, Recovery};
 
-use crate::guard::{Failure, given, guard, put};
+use crate::guard::{Failure, given, make, release};
 use crate::pool::vpmm_pool;
 use crate::status::vpmm_status;
 
@@ -49,13 +49,10 @@ pub unsafe extern "C" fn vpmm_pool_on_out_of_memory(
     context: *mut c_void,
     out: *mut *mut vpmm_shortage,
 ) -> vpmm_status {
-    guard(|| {
+    let work = || {
         // SAFETY: the caller vouches for it.
         let pool = unsafe { given(pool, "pool") }?;
         let Some(function) = function else { return Err(Failure::null("function")) };
-        if out.is_null() {
-            return Err(Failure::null("out"));
-        }
         let context = Context(context);
         let callback = pool.pool().on_out_of_memory(move |_, error| {
             // The text of an error has no zero byte.
@@ -67,9 +64,10 @@ pub unsafe extern "C" fn vpmm_pool_on_out_of_memory(
             }
         });
         let handle = Box::into_raw(Box::new(vpmm_shortage { _callback: callback }));
-        // SAFETY: the caller vouches for it.
-        unsafe { put(out, "out", handle) }
-    })
+        Ok(handle)
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { make(out, work) }
 }
 
 /// Removes a function. A call of it that another thread is in goes on to its end.
@@ -78,12 +76,6 @@ pub unsafe extern "C" fn vpmm_pool_on_out_of_memory(
 /// `shortage` is null, or a handle that is not used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_shortage_release(shortage: *mut vpmm_shortage) {
-    if !shortage.is_null() {
-        // SAFETY: made by `Box::into_raw` in `vpmm_pool_on_out_of_memory`, given back once.
-        let shortage = unsafe { Box::from_raw(shortage) };
-        let _ = guard(|| {
-            drop(shortage);
-            Ok(())
-        });
-    }
+    // SAFETY: made by `Box::into_raw` in `vpmm_pool_on_out_of_memory`, given back once.
+    unsafe { release(shortage) };
 }

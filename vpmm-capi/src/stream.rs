@@ -6,7 +6,7 @@ use std::sync::PoisonError;
 use vpmm_core::{Device, Stream, StreamHandle};
 
 use crate::driver::{Loaded, vpmm_driver};
-use crate::guard::{Failure, given, guard, put};
+use crate::guard::{Failure, given, guard, make};
 use crate::status::vpmm_status;
 
 impl Loaded {
@@ -60,16 +60,14 @@ pub unsafe extern "C" fn vpmm_stream_create(
     device: u32,
     out: *mut *mut c_void,
 ) -> vpmm_status {
-    guard(|| {
+    let work = || {
         // SAFETY: the caller vouches for it.
         let loaded = &unsafe { given(driver, "driver") }?.0;
-        if out.is_null() {
-            return Err(Failure::null("out"));
-        }
         let raw = loaded.keep(loaded.open(device)?.stream()?);
-        // SAFETY: the caller vouches for it.
-        unsafe { put(out, "out", raw) }
-    })
+        Ok(raw)
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { make(out, work) }
 }
 
 /// Destroys a stream that `vpmm_stream_create` made. Its work still runs to its end.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use vpmm_core::{Buffers, Contents, Tagged};
 
 use crate::driver::Loaded;
-use crate::guard::{Failure, given, guard, put, put_if, text, with};
+use crate::guard::{Failure, given, guard, make, put, put_if, release, text, with};
 use crate::pool::{to_pointer, vpmm_pool};
 use crate::stats::{self, vpmm_stats};
 use crate::status::vpmm_status;
@@ -46,18 +46,16 @@ pub unsafe extern "C" fn vpmm_tagged_open(
     tag: *const c_char,
     out: *mut *mut vpmm_tagged,
 ) -> vpmm_status {
-    guard(|| {
+    let work = || {
         // SAFETY: the caller vouches for both.
         let (pool, tag) = unsafe { (given(pool, "pool")?, text(tag, "tag")?) };
-        if out.is_null() {
-            return Err(Failure::null("out"));
-        }
         let heap = pool.pool().tagged(tag)?;
         let tagged = vpmm_tagged { heap, loaded: Arc::clone(pool.loaded()) };
         let handle = Box::into_raw(Box::new(tagged));
-        // SAFETY: the caller vouches for it.
-        unsafe { put(out, "out", handle) }
-    })
+        Ok(handle)
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { make(out, work) }
 }
 
 /// Gives a handle back. The heap stays, with what is allocated in it.
@@ -66,14 +64,8 @@ pub unsafe extern "C" fn vpmm_tagged_open(
 /// `tagged` is null, or a handle that is not used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_tagged_release(tagged: *mut vpmm_tagged) {
-    if !tagged.is_null() {
-        // SAFETY: made by `Box::into_raw` in `vpmm_tagged_open`, given back once.
-        let tagged = unsafe { Box::from_raw(tagged) };
-        let _ = guard(|| {
-            drop(tagged);
-            Ok(())
-        });
-    }
+    // SAFETY: made by `Box::into_raw` in `vpmm_tagged_open`, given back once.
+    unsafe { release(tagged) };
 }
 
 /// As `vpmm_malloc`, from the heap. Freed by `vpmm_free` of its pool. While the heap sleeps it answers
@@ -88,12 +80,9 @@ pub unsafe extern "C" fn vpmm_tagged_malloc(
     stream: *mut c_void,
     out: *mut *mut c_void,
 ) -> vpmm_status {
-    guard(|| {
+    let work = || {
         // SAFETY: the caller vouches for it.
         let tagged = unsafe { given(tagged, "tagged") }?;
-        if out.is_null() {
-            return Err(Failure::null("out"));
-        }
         let pointer = if bytes == 0 {
             std::ptr::null_mut()
         } else {
@@ -101,9 +90,10 @@ pub unsafe extern "C" fn vpmm_tagged_malloc(
             let stream = unsafe { tagged.loaded.stream(stream) };
             to_pointer(tagged.heap.malloc(bytes, stream)?)
         };
-        // SAFETY: the caller vouches for it.
-        unsafe { put(out, "out", pointer) }
-    })
+        Ok(pointer)
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { make(out, work) }
 }
 
 /// Whether the heap sleeps: 1 or 0.
@@ -197,11 +187,9 @@ pub unsafe extern "C" fn vpmm_suspend(
         // SAFETY: the caller vouches for it.
         let stream = unsafe { pool.stream(stream) };
         let asleep = pool.pool().suspend(tag, stream, &contents)?;
-        if bytes.is_null() {
-            return Ok(());
-        }
         // SAFETY: the caller vouches for it.
-        unsafe { put(bytes, "bytes", asleep.bytes) }
+        unsafe { put_if(bytes, asleep.bytes) };
+        Ok(())
     })
 }
 
@@ -232,11 +220,9 @@ pub unsafe extern "C" fn vpmm_resume(
         } else {
             pool.pool().resume_empty(tag, stream)?
         };
-        if bytes.is_null() {
-            return Ok(());
-        }
         // SAFETY: the caller vouches for it.
-        unsafe { put(bytes, "bytes", awake.bytes) }
+        unsafe { put_if(bytes, awake.bytes) };
+        Ok(())
     })
 }
 

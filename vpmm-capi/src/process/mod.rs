@@ -28,7 +28,7 @@ use vpmm_core::{Pool, StreamHandle};
 
 use crate::driver::{Loaded, vpmm_driver};
 use crate::grows;
-use crate::guard::{Failure, guard, put};
+use crate::guard::{Failure, guard, make, put_if};
 use crate::options::vpmm_pool_options;
 use crate::pool::vpmm_pool;
 use crate::status::vpmm_status;
@@ -179,14 +179,12 @@ pub unsafe extern "C" fn vpmm_process_configure(options: *const vpmm_pool_option
 /// `out` is null or has room for a pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_process_driver(out: *mut *mut vpmm_driver) -> vpmm_status {
-    guard(|| {
-        if out.is_null() {
-            return Err(Failure::null("out"));
-        }
+    let work = || {
         let handle = Box::new(vpmm_driver(process().loaded()?));
-        // SAFETY: the caller vouches for it.
-        unsafe { put(out, "out", Box::into_raw(handle)) }
-    })
+        Ok(Box::into_raw(handle))
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { make(out, work) }
 }
 
 /// A handle of the process's own pool on a device, made at the first call of this or of a request that
@@ -196,16 +194,14 @@ pub unsafe extern "C" fn vpmm_process_driver(out: *mut *mut vpmm_driver) -> vpmm
 /// `out` is null or has room for a pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_process_pool(device: u32, out: *mut *mut vpmm_pool) -> vpmm_status {
-    guard(|| {
-        if out.is_null() {
-            return Err(Failure::null("out"));
-        }
+    let work = || {
         let mut process = process();
         let pool = process.pool(device)?.clone();
         let handle = vpmm_pool::handle(pool, process.loaded()?);
-        // SAFETY: the caller vouches for it.
-        unsafe { put(out, "out", handle) }
-    })
+        Ok(handle)
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { make(out, work) }
 }
 
 /// As `vpmm_malloc`, from the process's pool on a device. Nothing is assumed about how long the stream
@@ -220,15 +216,13 @@ pub unsafe extern "C" fn vpmm_process_malloc(
     stream: *mut c_void,
     out: *mut *mut c_void,
 ) -> vpmm_status {
-    guard(|| {
-        if out.is_null() {
-            return Err(Failure::null("out"));
-        }
+    let work = || {
         // SAFETY: the caller vouches for it.
         let pointer = unsafe { allocate(device, bytes, stream, Life::Unknown) }?;
-        // SAFETY: the caller vouches for it.
-        unsafe { put(out, "out", pointer) }
-    })
+        Ok(pointer)
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { make(out, work) }
 }
 
 /// As `vpmm_free`, for memory of the process's pool on a device.
@@ -275,11 +269,9 @@ pub unsafe extern "C" fn vpmm_process_forget_stream(
 ) -> vpmm_status {
     guard(|| {
         let was_known = streams::forget(device, stream);
-        if known.is_null() {
-            return Ok(());
-        }
         // SAFETY: the caller vouches for it.
-        unsafe { put(known, "known", u32::from(was_known)) }
+        unsafe { put_if(known, u32::from(was_known)) };
+        Ok(())
     })
 }
 
