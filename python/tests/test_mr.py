@@ -51,7 +51,7 @@ def test_each_gives_memory_and_takes_it_back(tmp_path):
         assert resource.allocate(0) == 0
         resource.deallocate(0, 0)
         with pytest.raises(MemoryError):
-            resource.allocate(1 << 46)
+            resource.allocate(1 << 50)
         with pytest.raises(ValueError):
             resource.allocate(-1)
         with vpmm.DeviceBuffer(3000, mr=resource) as buffer:

@@ -217,6 +217,44 @@ def test_a_module_of_its_own_is_compiled():
         torch.testing.assert_close(step(x), torch.sin(x) * 2 + x.cumsum(0))
 
 
+def test_callables_made_into_graphs():
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()).cuda()
+    expected_module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()).cuda()
+    expected_module.load_state_dict(module.state_dict())
+    graphed = torch.cuda.make_graphed_callables(module, (torch.randn(8, 64, device="cuda"),))
+    for _ in range(5):
+        x = torch.randn(8, 64, device="cuda")
+        y, expected = graphed(x), expected_module(x)
+        torch.testing.assert_close(y, expected)
+        y.sum().backward()
+        expected.sum().backward()
+    torch.testing.assert_close(module[0].weight.grad, expected_module[0].weight.grad)
+
+
+@pytest.mark.parametrize(
+    "what, needs",
+    [
+        ("torch.backends.cudnn.benchmark = True; torch.nn.Conv2d(3, 8, 3).cuda()(x)", None),
+        ("f = torch.compile(lambda x: x * 2, mode='reduce-overhead'); [f(x) for _ in range(3)]", "triton"),
+    ],
+)
+def test_what_pytorch_does_not_hand_on_says_so(what, needs):
+    """As docs/python.md has it. In a process of its own, which PyTorch may leave in the middle of it."""
+    if needs:
+        pytest.importorskip(needs)
+    program = f"""
+import torch, vpmm.torch
+vpmm.torch.use()
+x = torch.randn(2, 3, 32, 32, device="cuda")
+try:
+    {what}
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "does not yet support" in done.stdout, (done.stdout, done.stderr)
+
+
 def test_it_trains_as_on_pytorchs_own_allocator():
     program = textwrap.dedent(
         """

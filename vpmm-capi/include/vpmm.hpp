@@ -1,5 +1,5 @@
-// C++ on the C ABI of vpmm: handles that are given back by themselves, errors as exceptions, a resource
-// in the shape of RMM's, and one for std::pmr.
+// C++ on the C ABI of vpmm: handles that are given back by themselves, errors as exceptions, resources in
+// the shape of RMM's, and one for std::pmr.
 
 #ifndef VPMM_HPP
 #define VPMM_HPP
@@ -301,6 +301,69 @@ class device_memory_resource {
 
  private:
   pool pool_;
+};
+
+/// Any resource, by its text or on another one: "statistics(limiting(1GiB,arena))". Copies share it; it
+/// ends with the last of them, and of what stands on it. The shape is device_memory_resource's.
+class resource {
+ public:
+  resource(const driver& of, const std::string& text, std::uint32_t device = 0)
+      : resource(of, device, text, nullptr) {}
+  /// What a text says, standing on another resource: "limiting(1GiB)".
+  resource(const std::string& text, const resource& upstream)
+      : resource(upstream.driver_, upstream.device_, text, upstream.get()) {}
+  resource(const driver& of, const pool& from, std::uint32_t device = 0) : driver_(of), device_(device) {
+    vpmm_resource* handle = nullptr;
+    check(vpmm_resource_of_pool(from.get(), &handle));
+    handle_.reset(handle, vpmm_resource_release);
+  }
+
+  void* allocate(void* stream, std::size_t bytes, std::size_t alignment = 0) const {
+    void* pointer = nullptr;
+    check(vpmm_resource_allocate(get(), bytes, alignment, stream, &pointer));
+    return pointer;
+  }
+  void deallocate(void* stream, void* pointer, std::size_t bytes,
+                  std::size_t alignment = 0) const noexcept {
+    // Nobody to tell; the text stays in vpmm_last_error.
+    static_cast<void>(vpmm_resource_deallocate(get(), pointer, bytes, alignment, stream));
+  }
+  /// It and what it stands on, as a tree.
+  std::string describe() const {
+    std::size_t needed = 0;
+    check(vpmm_resource_describe(get(), nullptr, 0, &needed));
+    std::string text(needed, '\0');
+    check(vpmm_resource_describe(get(), text.data(), text.size(), &needed));
+    text.resize(text.size() - 1);
+    return text;
+  }
+  vpmm_counters counters() const {
+    vpmm_counters counters;
+    vpmm_counters_init(&counters, sizeof counters);
+    check(vpmm_resource_counters(get(), &counters));
+    return counters;
+  }
+  void make_current() const { check(vpmm_resource_set_current(driver_.get(), device_, get())); }
+
+  vpmm_resource* get() const noexcept { return handle_.get(); }
+  /// Whether each may deallocate what the other has allocated.
+  bool operator==(const resource& other) const noexcept {
+    std::uint32_t equal = 0;
+    return vpmm_resource_is_equal(get(), other.get(), &equal) == VPMM_OK && equal != 0;
+  }
+  bool operator!=(const resource& other) const noexcept { return !(*this == other); }
+
+ private:
+  resource(const driver& of, std::uint32_t device, const std::string& text, const vpmm_resource* upstream)
+      : driver_(of), device_(device) {
+    vpmm_resource* handle = nullptr;
+    check(vpmm_resource_open(driver_.get(), device_, text.c_str(), upstream, &handle));
+    handle_.reset(handle, vpmm_resource_release);
+  }
+
+  driver driver_;  // first, so that it is there when the resource ends
+  std::uint32_t device_;
+  std::shared_ptr<vpmm_resource> handle_;
 };
 
 /// A pool and a stream as a std::pmr::memory_resource. The addresses are a device's: for containers

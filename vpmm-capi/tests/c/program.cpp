@@ -101,6 +101,28 @@ int main() {
     }
     weights.free(tensor, stream.get());
   }
+  {
+    const vpmm::resource counted("statistics(limiting(1MiB))", vpmm::resource(driver, pool));
+    MUST(counted.describe() ==
+         "statistics\n└─ limiting(limit=1 MiB)\n   └─ vpmm(profile=default device=0)");
+    void* held = counted.allocate(stream.get(), 1000);
+    MUST(counted.counters().bytes.current == 1000);
+    try {
+      counted.allocate(stream.get(), 2 << 20);
+      MUST(false);
+    } catch (const vpmm::out_of_memory&) {
+    }
+    counted.deallocate(stream.get(), held, 1000);
+    MUST(counted.counters().allocations.current == 0);
+    MUST(vpmm::resource(driver, pool) == vpmm::resource(driver, pool));
+    MUST(vpmm::resource(driver, "default") != vpmm::resource(driver, "default"));
+    try {
+      vpmm::resource(driver, "arenas");
+      MUST(false);
+    } catch (const vpmm::error& error) {
+      MUST(error.status() == VPMM_INVALID_ARGUMENT);
+    }
+  }
   vpmm::graph_pool graph(pool);
   graph.begin(stream.get());
   pool.free(pool.malloc(1 << 20, stream.get()), stream.get());

@@ -388,6 +388,25 @@ impl Tagged {
     /// As [`Pool::trim_to`], of this heap alone: until it holds no more than `keep_bytes`. Nothing while it
     /// sleeps.
     ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let sim = cuda_sim::Simulator::builder().build()?;
+    /// # let driver = vpmm::Driver::new(sim.driver())?;
+    /// # let device = driver.device(0)?;
+    /// # let stream = device.stream()?;
+    /// let pool = vpmm::Pool::new(&device, &vpmm::PoolConfig::default())?;
+    /// let cache = pool.tagged("kv cache")?;
+    /// pool.free(pool.malloc(1 << 20, &stream)?, &stream)?;
+    /// pool.free(cache.malloc(1 << 20, &stream)?, &stream)?;
+    /// stream.synchronize()?;
+    /// let (all, held) = (pool.stats().mapped_bytes, cache.stats().mapped_bytes);
+    /// assert_eq!(cache.trim_to(0)?, held);
+    /// assert_eq!((cache.stats().mapped_bytes, pool.stats().mapped_bytes), (0, all - held));
+    /// assert!(held > 0 && all > held);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     /// Those of [`Pool::trim_to`].
     pub fn trim_to(&self, keep_bytes: u64) -> Result<u64> {
