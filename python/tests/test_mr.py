@@ -299,6 +299,20 @@ def test_a_buffer_keeps_its_resource():
     gc.collect()
 
 
+def test_what_dlpack_says_of_memory():
+    for resource, device in (
+        (mr.PoolMemoryResource(), (2, 0)),
+        (mr.ManagedMemoryResource(), (13, 0)),
+        (mr.LimitingResourceAdaptor(mr.PinnedHostMemoryResource(), MIB), (3, 0)),
+        (mr.HostMemoryResource(), (1, 0)),
+    ):
+        buffer = vpmm.DeviceBuffer(10, mr=resource)
+        assert buffer.__dlpack_device__() == device
+        assert "dltensor" in repr(buffer.__dlpack__(stream=-1, dl_device=device))
+    # The host's own memory is NumPy's to read.
+    assert numpy.from_dlpack(buffer).size == 10
+
+
 def test_streams_that_a_resource_takes_no_notes_of():
     resource = mr.CudaAsyncMemoryResource()
     assert not resource.facts.records_streams

@@ -11,18 +11,21 @@ use vpmm_core::Error;
 
 use crate::status::vpmm_status;
 
-/// Why a call failed.
+/// Why a call failed. A pointer, so that results which have it or an address are two registers.
 #[derive(Debug)]
-pub(crate) struct Failure {
+pub(crate) struct Failure(Box<Reasons>);
+
+#[derive(Debug)]
+struct Reasons {
     status: vpmm_status,
     text: String,
     /// What it was made of, for who hands it on as that.
-    error: Option<Box<Error>>,
+    error: Option<Error>,
 }
 
 impl Failure {
     pub(crate) fn new(status: vpmm_status, text: impl Into<String>) -> Self {
-        Self { status, text: text.into(), error: None }
+        Self(Box::new(Reasons { status, text: text.into(), error: None }))
     }
 
     /// Of what a panic carried.
@@ -35,16 +38,17 @@ impl Failure {
     }
 
     pub(crate) fn status(&self) -> vpmm_status {
-        self.status
+        self.0.status
     }
 
     pub(crate) fn text(&self) -> &str {
-        &self.text
+        &self.0.text
     }
 
     /// The same, with a line before its text.
-    pub(crate) fn under(self, headline: String) -> Self {
-        Self { text: format!("{headline}\n{}", self.text), ..self }
+    pub(crate) fn under(mut self, headline: String) -> Self {
+        self.0.text = format!("{headline}\n{}", self.0.text);
+        self
     }
 
     pub(crate) fn null(argument: &str) -> Self {
@@ -55,14 +59,16 @@ impl Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let map = error.map().map(|map| format!("\n{map}")).unwrap_or_default();
-        let failure = Self::new(vpmm_status::of(&error), format!("{error}{map}"));
-        Self { error: Some(Box::new(error)), ..failure }
+        let mut failure = Self::new(vpmm_status::of(&error), format!("{error}{map}"));
+        failure.0.error = Some(error);
+        failure
     }
 }
 
 impl From<Failure> for Error {
     fn from(failure: Failure) -> Self {
-        failure.error.map_or_else(|| Self::Resource(Arc::new(Text(failure.text))), |error| *error)
+        let Reasons { text, error, .. } = *failure.0;
+        error.unwrap_or_else(|| Self::Resource(Arc::new(Text(text))))
     }
 }
 
@@ -99,8 +105,8 @@ pub(crate) fn guard(work: impl FnOnce() -> Result<(), Failure>) -> vpmm_status {
         Ok(Err(failure)) => failure,
         Err(panic) => Failure::of_panic(panic),
     };
-    remember(&failure.text);
-    failure.status
+    remember(failure.text());
+    failure.status()
 }
 
 /// Runs what a function does with a handle.

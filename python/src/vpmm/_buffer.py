@@ -59,12 +59,14 @@ class DeviceBuffer:
             raise ValueError(f"a buffer on device {device}, of a resource of device {mr.device}")
         self._size, self._device, self._mr = size, device, mr
         self._stream = raw_stream(stream)
+        self._used_on: list[Any] = []
+        self._end: weakref.finalize[Any, Any]
         if mr is None:
             made = answer("void *", lib.vpmm_process_malloc, device, size, handle(self._stream))
             self._pointer = address(made)
             self._end = weakref.finalize(self, _free, device, self._pointer, self._stream, stream)
         else:
-            self._pointer, self._used_on = mr.allocate(size, self._stream), []
+            self._pointer = mr.allocate(size, self._stream)
             self._end = weakref.finalize(
                 self, _deallocate, mr, self._pointer, size, self._stream, stream, self._used_on
             )
@@ -212,7 +214,12 @@ class DeviceBuffer:
         }
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (_dlpack.CUDA, self._device)
+        facts = None if self._mr is None else self._mr.facts
+        if facts is None or not facts.host_accessible:
+            return (_dlpack.CUDA, self._device)
+        if facts.managed:
+            return (_dlpack.MANAGED, self._device)
+        return (_dlpack.PINNED if facts.device_accessible else _dlpack.CPU, 0)
 
     def __dlpack__(
         self,
@@ -234,7 +241,7 @@ class DeviceBuffer:
                 call(lib.vpmm_process_wait_for, self._device, handle(consumer), handle(own))
                 # Its work may still run when the consumer lets go.
                 self.record_stream(consumer)
-        return _dlpack.capsule(self, self._pointer, self._size, self._device)
+        return _dlpack.capsule(self, self._pointer, self._size, self.__dlpack_device__())
 
     def __reduce__(self) -> Any:
         return (type(self).from_bytes, (self.to_bytes(),))

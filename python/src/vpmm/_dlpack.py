@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-#: ``kDLCUDA``.
-CUDA = 2
+#: ``kDLCPU``, ``kDLCUDA``, ``kDLCUDAHost``, ``kDLCUDAManaged``.
+CPU, CUDA, PINNED, MANAGED = 1, 2, 3, 13
 _UNSIGNED = 1
 
 
@@ -64,12 +64,12 @@ def _end_capsule(capsule: int) -> None:
         _LENT.pop(_pointer_of(capsule, _NAME), None)
 
 
-def capsule(owner: Any, pointer: int, size: int, device: int) -> Any:
+def capsule(owner: Any, pointer: int, size: int, device: tuple[int, int]) -> Any:
     """A capsule that lends bytes, and keeps their owner until the borrower is done."""
     shape = (ctypes.c_int64 * 1)(size)
     managed = _Managed()
     managed.tensor.data = pointer or None
-    managed.tensor.device = _Device(CUDA, device)
+    managed.tensor.device = _Device(*device)
     managed.tensor.ndim = 1
     managed.tensor.dtype = _Type(_UNSIGNED, 8, 1)
     managed.tensor.shape = shape

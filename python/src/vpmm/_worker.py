@@ -41,8 +41,8 @@ class Worker:
 
     def settings(self) -> dict[str, Any]:
         """What it was made with, as plain values; what is as it is anyway is left out."""
-        given = {**{name: value for name, value in vars(self).items() if name != "options"}}
-        return {**{name: value for name, value in given.items() if value}, **self.options}
+        own = {name: value for name, value in vars(self).items() if name != "options" and value}
+        return {**own, **self.options}
 
     def begin(self, name: str = "") -> None:
         """Makes the process's pool of device 0, which is the worker's own GPU where
