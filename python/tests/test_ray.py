@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import subprocess
+import sys
 import time
 
 import pytest
@@ -85,6 +87,26 @@ def test_an_actor_has_the_pool_that_it_asked_for(tmp_path):
 def test_an_actor_without_has_what_the_library_gives():
     actor = actor_class().remote()
     assert ray.get(actor.ask_too_much.remote()) is None
+
+
+def test_every_worker_of_a_job():
+    """A Ray of its own, beside that of the other tests."""
+    program = """
+import ray, vpmm.ray
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, address="local",
+         **vpmm.ray.job(limit="40 MiB"))
+
+@ray.remote
+def ask_too_much():
+    try:
+        vpmm.DeviceBuffer(64 << 20)
+    except MemoryError as error:
+        return str(error)
+
+assert "at most 40 MiB" in ray.get(ask_too_much.remote())
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_a_hook_of_one_s_own_is_not_taken_away():

@@ -9,8 +9,8 @@ have (:class:`vpmm.dask.VpmmPlugin`). Ray shows the process its own GPU, which i
 
 Ray runs a hook in each process that it starts for ``ray.init``'s runtime environment, but at present not for
 an actor's own. So :func:`options` also sets the variable that Ray makes of such a hook. Two consequences: a
-hook of the job's own is not run for these actors (its function may call :func:`setup`), and with a Ray that
-has another variable the actor has to call :func:`setup` itself, first.
+hook of the job's own is not run for these actors, and with a Ray that has another variable the actor has to
+call :func:`setup` itself, first. :func:`job` is for all workers of a job, by Ray's documented way.
 """
 
 from __future__ import annotations
