@@ -139,7 +139,7 @@ pub(super) fn parse(text: &str) -> Result<Expression, StackError> {
     })
 }
 
-/// A text in quotes, which may have any letter in it: what [`unquoted`] undoes.
+/// A text in quotes, which may have any letter in it: for the name of a file in the text of a stack.
 pub fn quoted(text: &str) -> String {
     format!("\"{}\"", text.replace('"', "\"\""))
 }
