@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import pathlib
 import threading
@@ -573,33 +574,39 @@ def _forwarded(function: Any, *arguments: Any) -> Any:
     return result
 
 
-@ffi.callback("void *(void *, size_t, size_t, void *)")
-def _allocate(context: Any, size: int, align: int, stream: Any) -> Any:
+@contextlib.contextmanager
+def _called(context: Any) -> Iterator[tuple[Callable[..., Any], ...]]:
+    """The functions of a resource, as what stands on it calls them: perhaps with a lock, so that the garbage
+    collector may not free a buffer of the same now. What they raise is kept for who called the library."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        allocate, _ = ffi.from_handle(context).functions
-        return ffi.cast("void *", allocate(size, int(ffi.cast("uintptr_t", stream))))
+        yield ffi.from_handle(context).functions
     except BaseException as error:
         _Functions.note(error)
-        return NULL
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@ffi.callback("void *(void *, size_t, size_t, void *)")
+def _allocate(context: Any, size: int, align: int, stream: Any) -> Any:
+    with _called(context) as (allocate, _):
+        return ffi.cast("void *", allocate(size, int(ffi.cast("uintptr_t", stream))))
+    return NULL
 
 
 @ffi.callback("void(void *, void *, size_t, size_t, void *)")
 def _deallocate(context: Any, pointer: Any, size: int, align: int, stream: Any) -> None:
-    try:
-        _, deallocate = ffi.from_handle(context).functions
+    with _called(context) as (_, deallocate):
         deallocate(address(pointer), size, int(ffi.cast("uintptr_t", stream)))
-    except BaseException as error:
-        _Functions.note(error)
 
 
 @ffi.callback("uint32_t(void *, size_t)")
 def _make_room(context: Any, size: int) -> int:
-    try:
-        (function,) = ffi.from_handle(context).functions
+    with _called(context) as (function,):
         return bool(function(size))
-    except BaseException as error:
-        _Functions.note(error)
-        return 0
+    return 0
 
 
 @ffi.callback("void(void *)")
@@ -609,8 +616,8 @@ def _finish(context: Any) -> None:
 
 class CallbackMemoryResource(DeviceMemoryResource):
     """Memory from two functions: ``allocate_func(size, stream)`` answers an address at a multiple of 256 (0
-    where there is none), ``deallocate_func(ptr, size, stream)`` frees it. Streams come as numbers. What they
-    raise comes out of the call that led to them."""
+    where there is none), ``deallocate_func(ptr, size, stream)`` frees it. Streams come as numbers. They use
+    nothing that stands on the resource. What they raise comes out of the call that led to them."""
 
     def __init__(
         self,
