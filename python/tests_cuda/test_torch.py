@@ -339,8 +339,10 @@ def test_a_heap_of_its_own_in_a_capture():
         x = torch.arange(MIB, device="cuda", dtype=torch.float32)
     (x * 2 + 1).sum()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    live = pool.statistics().live_bytes
+    with vpmm.torch.use_mem_pool(pool), torch.cuda.graph(graph):
         y = x * 2 + 1
+    assert pool.statistics().live_bytes == live, "a graph's memory is the graph's"
     x.copy_(x + 1)
     for _ in range(3):
         graph.replay()

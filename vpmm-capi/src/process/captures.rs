@@ -103,22 +103,22 @@ pub(crate) fn release(device: u32, number: (u64, u64)) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Opens the pool that takes a stream's requests to it, if there is one.
-pub(super) fn open_to(device: u32, stream: StreamHandle) -> Result<(), Failure> {
+/// Opens the pool that takes a stream's requests to it, if there is one; answers whether there is.
+pub(super) fn open_to(device: u32, stream: StreamHandle) -> Result<bool, Failure> {
     let mut captures = captures();
     let Captures { open, graphs } = &mut *captures;
     let takes = |open: &&mut Open| {
         open.id.0 == device
             && (open.streams.contains(&stream) || open.filter.takes(stream.raw().cast()))
     };
-    let Some(open) = open.iter_mut().find(takes) else { return Ok(()) };
+    let Some(open) = open.iter_mut().find(takes) else { return Ok(false) };
     if !open.streams.contains(&stream)
         && let Some(graphs) = graphs.get(&open.id)
     {
         graphs.pool.begin(stream)?;
         open.streams.push(stream);
     }
-    Ok(())
+    Ok(true)
 }
 
 #[cfg(test)]
@@ -130,6 +130,7 @@ mod tests {
 
     use super::Filter;
     use crate::process::{self, Life};
+    use crate::status::vpmm_status;
 
     /// As PyTorch asks: whether the stream captures.
     struct Captures(Device);
@@ -194,6 +195,14 @@ mod tests {
             ok(unsafe { begin(stream.handle().raw(), mode) });
             let inside = allocate(stream);
             assert!(of_graph(inside));
+            // Not of a heap that the thread's requests have at the time.
+            // SAFETY: it ends with a zero byte.
+            let pushed = unsafe { process::vpmm_process_push_tag(c"beside".as_ptr()) };
+            assert_eq!(pushed, vpmm_status::VPMM_OK);
+            let tagged = allocate(stream);
+            assert!(of_graph(tagged) && pool.tagged("beside").unwrap().stats().live_count == 0);
+            free(tagged, stream);
+            assert_eq!(process::vpmm_process_pop_tag(), vpmm_status::VPMM_OK);
             let other = allocate(&beside);
             assert!(!of_graph(other), "another stream's");
             free(other, &beside);

@@ -99,10 +99,10 @@ unsafe fn allocate_slowly(
 ) -> Result<*mut c_void, Failure> {
     // SAFETY: the caller vouches for it.
     let (pool, stream) = unsafe { resolve(device, stream, life) }?;
-    if mode::is(Mode::Capturing) {
-        captures::open_to(device, stream)?;
-    }
-    let request = || match tags::heap_of(pool, device).transpose()? {
+    let is_graphs = mode::is(Mode::Capturing) && captures::open_to(device, stream)?;
+    // What a graph uses is nobody else's, whatever its tag.
+    let tagged = || if is_graphs { None } else { tags::heap_of(pool, device) };
+    let request = || match tagged().transpose()? {
         Some(heap) => heap.malloc(bytes, stream),
         None => pool.malloc(bytes, stream),
     };
