@@ -10,6 +10,7 @@ import pytest
 
 import vpmm
 from vpmm import mr
+from vpmm.mr._functions import Functions
 
 MIB = 1 << 20
 
@@ -197,10 +198,10 @@ def test_functions_of_python_as_a_resource():
     assert calls == [("allocate", 1000, 1), ("deallocate", 1000, 1)]
     with pytest.raises(MemoryError):
         counted.allocate(MIB)
-    assert mr._Functions._live
+    assert Functions._live
     del counted
     gc.collect()
-    assert not mr._Functions._live
+    assert not Functions._live
 
 
 def test_what_python_s_functions_raise_comes_out():

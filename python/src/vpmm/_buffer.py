@@ -8,7 +8,8 @@ from typing import Any
 from . import _dlpack
 from ._library import address, answer, call, ffi, handle, lib
 from ._stream import raw_stream
-from .mr import DeviceMemoryResource, PoolMemoryResource, current_or_none
+from .mr import DeviceMemoryResource, PoolMemoryResource
+from .mr._current import current_or_none
 
 #: The legacy default stream where a number may not be 0.
 _LEGACY = 1

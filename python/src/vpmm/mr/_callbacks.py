@@ -1,0 +1,107 @@
+"""Functions of Python's as a resource, and as what makes room."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .. import _pool
+from .._library import NULL, address, answer, ffi, lib
+from ._functions import Functions
+from ._resource import DeviceMemoryResource, UpstreamResourceAdaptor, handle_of
+
+
+@contextlib.contextmanager
+def _called(context: Any) -> Iterator[tuple[Callable[..., Any], ...]]:
+    """The functions of a resource, as what stands on it calls them: perhaps with a lock, so that the garbage
+    collector may not free a buffer of the same now. What they raise is kept for who called the library."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield ffi.from_handle(context).functions
+    except BaseException as error:
+        Functions.note(error)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@ffi.callback("void *(void *, size_t, size_t, void *)")
+def _allocate(context: Any, size: int, align: int, stream: Any) -> Any:
+    with _called(context) as (allocate, _):
+        return ffi.cast("void *", allocate(size, int(ffi.cast("uintptr_t", stream))))
+    return NULL
+
+
+@ffi.callback("void(void *, void *, size_t, size_t, void *)")
+def _deallocate(context: Any, pointer: Any, size: int, align: int, stream: Any) -> None:
+    with _called(context) as (_, deallocate):
+        deallocate(address(pointer), size, int(ffi.cast("uintptr_t", stream)))
+
+
+@ffi.callback("uint32_t(void *, size_t)")
+def _make_room(context: Any, size: int) -> int:
+    with _called(context) as (function,):
+        return bool(function(size))
+    return 0
+
+
+@ffi.callback("void(void *)")
+def _finish(context: Any) -> None:
+    ffi.from_handle(context).forget()
+
+
+class CallbackMemoryResource(DeviceMemoryResource):
+    """Memory from two functions: ``allocate_func(size, stream)`` answers an address at a multiple of 256 (0
+    where there is none), ``deallocate_func(ptr, size, stream)`` frees it. Streams come as numbers. They use
+    nothing that stands on the resource. What they raise comes out of the call that led to them."""
+
+    def __init__(
+        self,
+        allocate_func: Callable[[int, int], int],
+        deallocate_func: Callable[[int, int, int], None],
+        *,
+        device: int = 0,
+    ):
+        functions = Functions(allocate_func, deallocate_func)
+        with _forgotten_if_it_fails(functions):
+            made = answer(
+                "vpmm_resource *",
+                lib.vpmm_resource_callback,
+                _pool._driver(),
+                device,
+                _allocate,
+                _deallocate,
+                functions.context,
+                _finish,
+            )
+        self._take(made, device)
+
+
+class FailureCallbackResourceAdaptor(UpstreamResourceAdaptor):
+    """Asks ``callback(size)`` when there is no memory, and tries again as long as it answers true."""
+
+    def __init__(self, upstream: DeviceMemoryResource, callback: Callable[[int], bool]):
+        below, functions = handle_of(upstream), Functions(callback)
+        with _forgotten_if_it_fails(functions):
+            made = answer(
+                "vpmm_resource *",
+                lib.vpmm_resource_failure_callback,
+                below,
+                _make_room,
+                functions.context,
+                _finish,
+            )
+        self._upstream = upstream
+        self._take(made, upstream.device)
+
+
+@contextlib.contextmanager
+def _forgotten_if_it_fails(functions: Functions) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        functions.forget()
+        raise

@@ -1,0 +1,61 @@
+"""A device's current resource."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from .. import _pool
+from .._library import NULL, call, lib
+from ._makers import PoolMemoryResource
+from ._resource import DeviceMemoryResource, device_of, handle_of
+
+_current: dict[int, DeviceMemoryResource] = {}
+_current_lock = threading.Lock()
+
+
+def current_or_none(device: int) -> DeviceMemoryResource | None:
+    """The resource that was made current, if one was."""
+    return _current.get(device)
+
+
+def get_current_device_resource(device: int = 0) -> DeviceMemoryResource:
+    """A device's current resource: the one that was set, else the process's pool. Buffers, and what CuPy and
+    Numba allocate, come from it."""
+    return _current.get(device) or PoolMemoryResource.of_process(device)
+
+
+def set_current_device_resource(resource: DeviceMemoryResource) -> None:
+    """Makes a resource its device's current one, for all threads, and for C and C++ code that asks this
+    library. What was allocated before is freed where it came from."""
+    _set(device_of(resource), resource)
+
+
+def reset_current_device_resource(device: int = 0) -> None:
+    """Makes the process's pool the current resource again."""
+    _set(device, None)
+
+
+def _set(device: int, resource: DeviceMemoryResource | None) -> None:
+    raw = NULL if resource is None else handle_of(resource)
+    with _current_lock:
+        # It may end with this, which is not to be under the lock.
+        former = _current.pop(device, None)
+        call(lib.vpmm_resource_set_current, _pool._driver(), device, raw)
+        if resource is not None:
+            _current[device] = resource
+    del former
+
+
+@contextlib.contextmanager
+def using(resource: DeviceMemoryResource) -> Iterator[DeviceMemoryResource]:
+    """Makes a resource its device's current one in a block, for all threads; the former one is current again
+    after it."""
+    device = device_of(resource)
+    former = current_or_none(device)
+    _set(device, resource)
+    try:
+        yield resource
+    finally:
+        _set(device, former)
