@@ -41,9 +41,11 @@ def _set(device: int, resource: DeviceMemoryResource | None) -> None:
     raw = NULL if resource is None else handle_of(resource)
     with _current_lock:
         # It may end with this, which is not to be under the lock.
-        former = _current.pop(device, None)
+        former = _current.get(device)
         call(lib.vpmm_resource_set_current, _pool._driver(), device, raw)
-        if resource is not None:
+        if resource is None:
+            _current.pop(device, None)
+        else:
             _current[device] = resource
     del former
 
