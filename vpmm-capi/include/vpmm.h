@@ -366,9 +366,11 @@ typedef struct vpmm_pool_options {
    */
   uint32_t reuse_off;
   /**
-   * Reserved: 0.
+   * Extents of a default pool that may move each second where new memory could be had instead, and
+   * handles that shorter extents may take beyond the need; 0, as at first, for the pool's own
+   * measure. 1 is next to none, for the least of the host's time; more hold less memory.
    */
-  uint32_t reserved;
+  uint32_t moves_per_second;
 } vpmm_pool_options;
 
 /**

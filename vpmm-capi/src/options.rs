@@ -55,8 +55,10 @@ pub struct vpmm_pool_options {
     /// Ways in which a stream gets no memory that another stream freed, a sum of `vpmm_reuse_off`. At
     /// first 0: all ways are on.
     pub reuse_off: u32,
-    /// Reserved: 0.
-    pub reserved: u32,
+    /// Extents of a default pool that may move each second where new memory could be had instead, and
+    /// handles that shorter extents may take beyond the need; 0, as at first, for the pool's own
+    /// measure. 1 is next to none, for the least of the host's time; more hold less memory.
+    pub moves_per_second: u32,
 }
 
 /// How a pool's memory can be shared with other processes.
@@ -111,7 +113,7 @@ unsafe impl Grows for vpmm_pool_options {
         location: 0,
         numa_node: 0,
         reuse_off: 0,
-        reserved: 0,
+        moves_per_second: 0,
     };
 }
 
@@ -167,6 +169,9 @@ impl vpmm_pool_options {
 
     pub(crate) fn default_profile(&self) -> Result<PoolConfig, Failure> {
         let mut config = PoolConfig::default();
+        if self.moves_per_second != 0 {
+            config.moves_per_second = self.moves_per_second;
+        }
         config.limit_bytes = some(self.limit_bytes, 0);
         config.va_size_bytes = some(self.va_size_bytes, 0);
         config.release_threshold_bytes = some(self.release_threshold_bytes, u64::MAX);

@@ -14,7 +14,7 @@
 use std::time::Duration;
 
 /// Handles that are saved up at most.
-const MOST_SAVED: u64 = 512;
+const MOST_SAVED: u64 = 1024;
 
 /// Moves that count, and handles that are saved up, as of the last look.
 pub(super) struct Pace {
