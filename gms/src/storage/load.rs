@@ -38,6 +38,16 @@ pub fn load(
     loaded
 }
 
+/// Looks at a saved layout as far as that does without reading its bytes: that the manifest and the
+/// table of metadata are there and of one piece, and that no file ends early.
+///
+/// # Errors
+/// [`StorageError::Damaged`], [`StorageError::File`].
+pub fn check(folder: &Path) -> Result<(), StorageError> {
+    let (manifest, _) = Manifest::read(folder)?;
+    open_all(&manifest, folder, false).map(drop)
+}
+
 fn load_and_publish(
     manager: &mut MemoryManager,
     folder: &Path,
@@ -51,7 +61,7 @@ fn load_and_publish(
         None => return Err(ClientError::NotConnected.into()),
     }
     let (manifest, mut metadata) = Manifest::read(folder)?;
-    let files = open_all(&manifest, folder, options)?;
+    let files = open_all(&manifest, folder, options.direct)?;
     // Chunks are those that the checksums are of; where there are none, any will do.
     let chunk_bytes = manifest.checksums.as_ref().map_or(options.chunk_bytes, |c| c.chunk_bytes);
     if !chunk_bytes.is_multiple_of(manager.granularity()) || chunk_bytes > MAX_CHUNK_BYTES {
@@ -126,7 +136,7 @@ const MAX_CHUNK_BYTES: u64 = 1 << 30;
 fn open_all<'a>(
     manifest: &'a Manifest,
     folder: &Path,
-    options: &StorageOptions,
+    direct: bool,
 ) -> Result<BTreeMap<&'a str, (File, File)>, StorageError> {
     let mut files = BTreeMap::new();
     for (name, bytes) in manifest.file_lengths() {
@@ -137,7 +147,7 @@ fn open_all<'a>(
             let reason = format!("it has {there} bytes, and {bytes} were written");
             return Err(StorageError::Damaged { path, reason });
         }
-        let direct = open(&path, false, options.direct)?;
+        let direct = open(&path, false, direct)?;
         files.insert(name, (plain, direct));
     }
     Ok(files)

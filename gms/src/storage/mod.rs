@@ -26,7 +26,7 @@ mod manifest;
 mod save;
 
 pub use error::StorageError;
-pub use load::load;
+pub use load::{check, load};
 pub use save::save;
 
 /// How layouts are saved and loaded.

@@ -21,8 +21,29 @@ const MIB: u64 = 1 << 20;
 /// How long a server, or a lock, may take to be there.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// How long to try before looking whether the server is still running.
+const STEP: Duration = Duration::from_millis(20);
+
 /// A server of our own, stopped at the end.
 struct Server(Option<Child>);
+
+impl Server {
+    /// Waits for the first answer, but not for that of a server that has ended.
+    fn wait_until_it_answers(&mut self, socket: &Path) -> Result<(), Abort> {
+        let started = Instant::now();
+        loop {
+            match gms::client::runtime_state(socket, STEP) {
+                Ok(_) => return Ok(()),
+                Err(ClientError::Connect { .. }) if started.elapsed() < PATIENCE => {}
+                Err(error) => return Err(Abort::failure(error)),
+            }
+            let ended = self.0.as_mut().map(Child::try_wait).transpose().map_err(Abort::failure)?;
+            if let Some(Some(status)) = ended {
+                return Err(Abort::failure(format_args!("the server has ended: {status}")));
+            }
+        }
+    }
+}
 
 impl Drop for Server {
     fn drop(&mut self) {
@@ -44,16 +65,17 @@ struct Bench<'a> {
 /// Runs every case and prints a JSON object for each.
 pub(crate) fn bench(args: &ServeBenchArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
     let descriptors = raise_descriptor_limit();
+    // First, as without a driver no server will come either.
+    let driver = driver(args.device)?;
     let own = std::env::temp_dir().join(format!("gms-bench-{}.sock", std::process::id()));
     let socket = args.socket_path.clone().unwrap_or(own);
     let started = Instant::now();
-    let server = match &args.socket_path {
+    let mut server = match &args.socket_path {
         Some(_) => Server(None),
         None => Server(Some(start(args, &socket).map_err(Abort::failure)?)),
     };
-    gms::client::runtime_state(&socket, PATIENCE).map_err(Abort::failure)?;
+    server.wait_until_it_answers(&socket)?;
     let ready = started.elapsed();
-    let driver = driver(args.device)?;
     let mut bench = Bench { args, driver, socket, out };
     if server.0.is_some() {
         // With the start of the process and cuInit, which is most of it on a GPU.

@@ -1,13 +1,13 @@
 //! `vpmm snapshot`: a layout in files, and back.
 
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use gms::client::{ConnectOptions, MemoryManager};
 use gms::lock::Requested;
 use gms::memory::Memory;
-use gms::storage::{StorageError, StorageOptions, Stored, load, save};
+use gms::storage::{StorageError, StorageOptions, Stored, check, load, save};
 use serde_json::json;
 
 use super::args::{SnapshotArgs, SnapshotCommand, SnapshotPlace};
@@ -21,6 +21,12 @@ pub(crate) fn snapshot(args: &SnapshotArgs, out: &mut dyn Write) -> Result<Exit,
         SnapshotCommand::Save(place) => (place, Requested::Ro),
         SnapshotCommand::Load(place) => (place, Requested::Rw),
     };
+    if lock == Requested::Rw {
+        // Before anybody's lock is asked for, which throws away what is published.
+        check(&place.folder).map_err(abort)?;
+    } else if place.folder.symlink_metadata().is_ok() {
+        return Err(abort(StorageError::Exists { path: place.folder.clone() }));
+    }
     let mut manager = connect(place, lock)?;
     let mut options = StorageOptions::default();
     options.shard_bytes = place.shard.0;
@@ -31,12 +37,7 @@ pub(crate) fn snapshot(args: &SnapshotArgs, out: &mut dyn Write) -> Result<Exit,
         Requested::Ro => ("saved", with_bar(&mut manager, &place.folder, &options, save)),
         _ => ("loaded", with_bar(&mut manager, &place.folder, &options, load)),
     };
-    let stored = stored.map_err(|error| match error {
-        error @ (StorageError::Damaged { .. } | StorageError::Exists { .. }) => {
-            Abort::bad_input(error)
-        }
-        error => Abort::failure(error),
-    })?;
+    let stored = stored.map_err(abort)?;
     let seconds = started.elapsed().as_secs_f64();
     let line = json!({
         "what": what,
@@ -50,6 +51,17 @@ pub(crate) fn snapshot(args: &SnapshotArgs, out: &mut dyn Write) -> Result<Exit,
     });
     writeln!(out, "{line}")?;
     Ok(Exit::Done)
+}
+
+/// Files that are not as they must be are the caller's to mend; the rest went wrong here.
+fn abort(error: StorageError) -> Abort {
+    match error {
+        StorageError::Damaged { .. } | StorageError::Exists { .. } => Abort::bad_input(error),
+        StorageError::File { ref source, .. } if source.kind() == ErrorKind::NotFound => {
+            Abort::bad_input(error)
+        }
+        error => Abort::failure(error),
+    }
 }
 
 fn connect(place: &SnapshotPlace, lock: Requested) -> Result<MemoryManager, Abort> {

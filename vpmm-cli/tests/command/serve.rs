@@ -255,6 +255,48 @@ fn a_layout_is_saved_and_loaded_into_another_server() {
     assert!(stderr(&damaged).contains("is damaged: it has 3 bytes"), "{}", stderr(&damaged));
 }
 
+/// How long a command takes that has nothing to wait for; it would wait 30 s for a server.
+const AT_ONCE: Duration = Duration::from_secs(15);
+
+#[test]
+fn a_folder_that_cannot_be_loaded_is_told_before_any_server_is_waited_for() {
+    let folder = Folder::new();
+    let (missing, broken) = (folder.0.join("missing"), folder.0.join("broken"));
+    std::fs::create_dir(&broken).unwrap();
+    std::fs::write(broken.join("manifest.json"), "{").unwrap();
+    let nobody = folder.0.join("nobody.sock");
+    for (way, place, word) in [
+        ("load", &missing, "manifest.json"),
+        ("load", &broken, "manifest.json"),
+        ("save", &broken, "is there already"),
+    ] {
+        let started = Instant::now();
+        let mut command = vpmm(&["snapshot", way, "--device", "sim", "--timeout", "60"]);
+        let output = command.arg("--socket-path").arg(&nobody).arg(place).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{way}: {}", stderr(&output));
+        assert!(stderr(&output).contains(word), "{way}: {}", stderr(&output));
+        assert!(started.elapsed() < AT_ONCE, "{way} waited");
+    }
+}
+
+#[test]
+fn a_bench_without_a_driver_or_a_server_ends_at_once() {
+    if std::fs::exists("/dev/nvidiactl").unwrap_or(false) {
+        println!("skipped: this machine has a driver");
+        return;
+    }
+    let started = Instant::now();
+    let output = vpmm(&["serve-bench", "--device", "0"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert_eq!(stdout(&output), "");
+    // A server that cannot have its socket ends, and that is noticed.
+    let mut command = vpmm(&["serve-bench", "--device", "sim"]);
+    let output = command.env("TMPDIR", "/nonexistent").output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert!(stderr(&output).contains("the server has ended"), "{}", stderr(&output));
+    assert!(started.elapsed() < AT_ONCE, "it waited");
+}
+
 #[test]
 fn the_bench_measures_every_case() {
     for extra in [&[][..], &["--no-batch"]] {
