@@ -89,16 +89,22 @@ fn a_sealed_layout_outlives_its_writers() {
         drop(next);
         local.await_state("LAYOUT_COMMITTED");
     }
+    // It is nobody's to publish any more, or to seal again.
     let last = local.session(Requested::RwDataOrRw);
-    last.commit().unwrap();
-    assert_eq!(local.session(Requested::Ro).layout_hash().unwrap(), hash);
-    local.await_state("COMMITTED");
+    let refused = last.commit().unwrap_err().to_string();
+    assert_eq!(refused, "CommitRequest not allowed for RW_DATA session in state RW");
+    local.await_state("LAYOUT_COMMITTED");
+    let refused = local.session(Requested::RwDataOrRw).commit_layout().unwrap_err().to_string();
+    assert_eq!(refused, "CommitLayoutRequest not allowed for RW_DATA session in state RW");
+    local.await_state("LAYOUT_COMMITTED");
     assert_eq!(local.session(Requested::Rw).allocation_count().unwrap(), 0);
-    let kinds: Vec<String> = local.events().into_iter().map(|(kind, _)| kind).collect();
+    let events = local.events();
+    assert_eq!(events[1], ("layout_committed".to_owned(), 1));
+    let kinds: Vec<String> = events.into_iter().map(|(kind, _)| kind).collect();
     let expected = "rw_connected layout_committed rw_disconnected rw_connected rw_disconnected \
-                    rw_connected rw_disconnected rw_connected committed allocations_cleared \
-                    rw_connected";
-    assert_eq!(kinds[..11].join(" "), expected);
+                    rw_connected rw_disconnected rw_connected rw_disconnected rw_connected \
+                    rw_disconnected rw_connected";
+    assert_eq!(kinds[..12].join(" "), expected);
 }
 
 #[test]

@@ -235,7 +235,8 @@ fn chaos(socket: &Path, seed: u64) {
         match random.below(4) {
             0 => drop(session),
             1 if session.granted() == Granted::Rw => drop(session.commit_layout().unwrap()),
-            _ => session.commit().unwrap(),
+            _ if session.granted() == Granted::Rw => session.commit().unwrap(),
+            _ => drop(session.commit().unwrap_err()),
         }
     }
 }

@@ -167,10 +167,14 @@ impl Lock {
         left
     }
 
-    /// The writer publishes its layout and has the lock no more; false if that is not the writer.
+    /// The writer publishes its layout and has the lock no more; false if that is not a writer of
+    /// layouts, as who has sealed one is not any more.
     #[must_use]
     pub fn commit(&mut self, session: SessionId) -> bool {
-        if !self.is_writing(session) {
+        let writes = |writer: &Writer| {
+            writer.session == session && writer.entered && writer.granted == Granted::Rw
+        };
+        if !self.writer.as_ref().is_some_and(writes) {
             return false;
         }
         self.writer = None;
@@ -197,10 +201,6 @@ impl Lock {
     /// Sessions whose lock was reserved since this was last called: those that wait are to be told.
     pub fn take_newly_granted(&mut self) -> Vec<SessionId> {
         std::mem::take(&mut self.newly_granted)
-    }
-
-    fn is_writing(&self, session: SessionId) -> bool {
-        self.writer.is_some_and(|writer| writer.session == session && writer.entered)
     }
 
     fn waiting_writers(&self) -> usize {

@@ -181,8 +181,7 @@ fn run(steps: &[Step]) {
             }
             Step::Commit(index) => {
                 let Some(session) = nth(index) else { continue };
-                let may =
-                    matches!(model.sessions[&session], At::Inside(Granted::Rw | Granted::RwData));
+                let may = model.sessions[&session] == At::Inside(Granted::Rw);
                 assert_eq!(lock.commit(session), may);
                 if may {
                     model.sessions.remove(&session);

@@ -14,8 +14,8 @@ pub(super) enum Event {
     WriterConnected,
     /// A layout was published.
     Committed,
-    /// A layout was sealed.
-    LayoutCommitted,
+    /// A layout of so many allocations was sealed.
+    LayoutCommitted(usize),
     /// A writer left without either.
     WriterAborted,
     /// A writer left a sealed layout of so many allocations.
@@ -31,7 +31,7 @@ impl Event {
         let (kind, allocations) = match self {
             Self::WriterConnected => ("rw_connected", 0),
             Self::Committed => ("committed", 0),
-            Self::LayoutCommitted => ("layout_committed", 0),
+            Self::LayoutCommitted(allocations) => ("layout_committed", allocations),
             Self::WriterAborted => ("rw_aborted", 0),
             Self::WriterDisconnected(allocations) => ("rw_disconnected", allocations),
             Self::Cleared(allocations) => ("allocations_cleared", allocations),

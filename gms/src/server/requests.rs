@@ -25,9 +25,9 @@ const PAGE_BYTES: usize = 256 << 10;
 enum Needs {
     /// Any lock.
     Lock,
-    /// The right to change the layout.
+    /// The right to change the layout; whoever has sealed it is told so.
     Layout,
-    /// The writer's place.
+    /// The same, of which a seal or a commit is the end.
     Writer,
     /// It is no request, or none for this place.
     Nothing,
@@ -49,10 +49,9 @@ fn needs(message: &Message) -> Needs {
         | Message::FreeAllocationRequest(_)
         | Message::MetadataPutRequest(_)
         | Message::MetadataDeleteRequest(_)
-        | Message::CommitLayoutRequest(_)
         | Message::BatchAllocateRequest(_)
         | Message::BatchMetadataPutRequest(_) => Needs::Layout,
-        Message::CommitRequest(_) => Needs::Writer,
+        Message::CommitRequest(_) | Message::CommitLayoutRequest(_) => Needs::Writer,
         _ => Needs::Nothing,
     }
 }
@@ -195,8 +194,7 @@ impl Session {
                     "{name} not allowed: the layout is committed. Reconnect with RW to replace it."
                 ));
             }
-            (Needs::Layout, granted) => granted == Granted::Rw,
-            (Needs::Writer, granted) => granted != Granted::Ro,
+            (Needs::Layout | Needs::Writer, granted) => granted == Granted::Rw,
             (Needs::Nothing, _) => false,
         };
         if allowed {

@@ -223,7 +223,8 @@ impl Service {
             return false;
         }
         core.hash = hash;
-        core.history.add(Event::LayoutCommitted);
+        let allocations = core.layout.len();
+        core.history.add(Event::LayoutCommitted(allocations));
         true
     }
 

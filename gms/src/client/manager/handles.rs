@@ -65,11 +65,11 @@ impl MemoryManager {
     /// next [`connect`](Self::connect).
     pub fn commit(&mut self) -> Result<()> {
         match self.session()?.granted() {
-            Granted::Ro => Err(ClientError::WrongLock { needed: "RW", has: Granted::Ro }),
-            Granted::Rw | Granted::RwData => {
+            Granted::Rw => {
                 self.unmap_all()?;
                 self.session.take().ok_or(ClientError::NotConnected)?.commit()
             }
+            has => Err(ClientError::WrongLock { needed: "RW", has }),
         }
     }
 
