@@ -1,15 +1,18 @@
 """The client of the GPU memory service against a server of `vpmm serve`, on the simulator."""
 
+import ctypes
 import multiprocessing
 import os
 import pathlib
 import shutil
 import subprocess
+import threading
 import time
 
 import pytest
 
 import vpmm
+from vpmm import _library
 from vpmm.gms import (
     GMSClientMemoryManager,
     GrantedLockType,
@@ -102,10 +105,9 @@ def test_each_step_by_itself(server):
         address = manager.reserve_va(about.aligned_size)
         assert manager.map_va(descriptor, address, about.aligned_size, name, "weights") == address
         assert manager.mappings[address].is_mapped
-        with pytest.raises(RuntimeError, match="still mapped"):
-            manager.free_va(address)
+        assert manager.mappings[address].handle == address
         manager.unmap_va(address)
-        assert not manager.mappings[address].is_mapped
+        assert not manager.mappings[address].is_mapped and manager.mappings[address].handle == 0
         manager.free_va(address)
         assert manager.mappings == {}
         assert manager.free_handle(name)
@@ -113,7 +115,38 @@ def test_each_step_by_itself(server):
             manager.free_handle(name)
         with pytest.raises(RuntimeError, match="size"):
             manager.allocate_handle(0)
-        assert len(manager.commit_layout()) == 64
+        # What is mapped is unmapped first, as with the Python service's own.
+        manager.free_va(manager.create_mapping(size=MIB, tag="weights"))
+        assert manager.mappings == {}
+        sealed = manager.commit_layout()
+        assert sealed.memory_layout_hash == manager.get_memory_layout_hash()
+        assert sealed.granted_lock_type is manager.granted_lock_type is GrantedLockType.RW_DATA
+        with pytest.raises(RuntimeError, match="RW"):
+            manager.commit()
+
+
+def test_scratch_becomes_memory(server):
+    with GMSClientMemoryManager(server, scratch_size=4 * MIB) as manager:
+        vas = [manager.create_scratch_mapping(size) for size in (9 * MIB, MIB)]
+        assert manager.scratch_summary() == (2, 10 * MIB, 4 * MIB)
+        assert manager.mappings == {} and all(va % (4 * MIB) == 0 for va in vas)
+        with pytest.raises(RuntimeError, match="still mapped"):
+            manager.prepare_scratch_for_reallocation()
+        spare = manager.create_scratch_mapping(MIB, tag="t")
+        assert manager.destroy_scratch_mapping(spare) and not manager.destroy_scratch_mapping(spare)
+        manager.unmap_all_vas()
+        assert manager.scratch_summary() == (2, 10 * MIB, 0)
+        manager.connect(RequestedLockType.RW)
+        manager.prepare_scratch_for_reallocation()
+        assert manager.scratch_summary() == (0, 0, 0)
+        manager.reallocate_all_handles("kv_cache")
+        manager.remap_all_vas()
+        assert set(manager.mappings) == set(vas)
+        assert [handle.size for handle in manager.list_handles("kv_cache")] == [9 * MIB, MIB]
+    for size in (MIB, 6 * MIB):
+        with GMSClientMemoryManager(server, scratch_size=size) as manager:
+            with pytest.raises(ValueError, match="power of two"):
+                manager.create_scratch_mapping(MIB)
 
 
 def test_sleep_and_wake_and_another_layout(server):
@@ -180,3 +213,137 @@ def test_another_process_reads(server):
     assert queue.get(timeout=60) == (20, b"value")
     process.join(60)
     assert process.exitcode == 0
+
+
+class _Torch:
+    """What PyTorch calls for a pool of tensors."""
+
+    def __init__(self):
+        library = ctypes.CDLL(_library.path())
+        self._alloc, self._free = library.vpmm_gms_torch_alloc, library.vpmm_gms_torch_free
+        self._alloc.restype = ctypes.c_void_p
+        self._alloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        self._free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+
+    def alloc(self, size):
+        return self._alloc(size, 0, None)
+
+    def free(self, address):
+        self._free(address, 0, 0, None)
+
+    @staticmethod
+    def end():
+        _library.call(_library.lib.vpmm_gms_torch_end)
+
+
+def test_pytorchs_memory_is_a_writers_layout(server):
+    torch = _Torch()
+    with GMSClientMemoryManager(server) as manager:
+        manager.connect(RequestedLockType.RW)
+        with pytest.raises(RuntimeError, match="begun nothing"):
+            torch.end()
+        manager.begin_torch("weights")
+        segments = [torch.alloc(size) for size in (2 * MIB, 20 * MIB, 3 * MIB)]
+        torch.end()
+        assert set(manager.mappings) == set(segments)
+        assert [handle.tag for handle in manager.list_handles()] == ["weights"] * 3
+        torch.free(segments[1])
+        assert set(manager.mappings) == {segments[0], segments[2]}
+        assert len(manager.list_handles()) == 2
+        manager.begin_torch("weights")
+        late = torch.alloc(MIB)
+        torch.end()
+        assert set(manager.mappings) == {segments[0], segments[2], late}
+        torch.free(segments[0])
+        # What is published stays whole, whatever the process lets go.
+        manager.commit()
+        torch.free(late)
+        manager.connect(RequestedLockType.RO)
+        manager.remap_all_vas()
+        torch.free(segments[2])
+        assert all(mapping.is_mapped for mapping in manager.mappings.values())
+        manager.unmap_all_vas()
+        manager.abort()
+        # A writer of the next layout has what is left.
+        manager.connect(RequestedLockType.RW)
+        manager.reallocate_all_handles("weights")
+        manager.remap_all_vas()
+        assert manager.mappings == {} and manager.list_handles() == []
+    torch.free(late)
+
+
+def test_pytorchs_cache_sleeps_and_takes_over(server):
+    torch = _Torch()
+    with GMSClientMemoryManager(server, scratch_size=4 * MIB) as manager:
+        manager.begin_torch("kv_cache", scratch=True)
+        cache = [torch.alloc(20 * MIB) for _ in range(3)]
+        torch.end()
+        assert manager.scratch_summary() == (3, 60 * MIB, 4 * MIB)
+        torch.free(cache.pop())
+        assert manager.scratch_summary() == (2, 40 * MIB, 4 * MIB)
+        manager.unmap_all_vas()
+        manager.connect(RequestedLockType.RW)
+        manager.prepare_scratch_for_reallocation()
+        manager.reallocate_all_handles("kv_cache")
+        manager.remap_all_vas()
+        assert set(manager.mappings) == set(cache)
+        manager.unmap_all_vas()
+        manager.abort()
+        # One goes while the memory is away.
+        torch.free(cache.pop())
+        manager.connect(RequestedLockType.RW)
+        manager.reallocate_all_handles("kv_cache")
+        manager.remap_all_vas()
+        assert list(manager.mappings) == cache and manager.total_bytes == 20 * MIB
+        assert len(manager.list_handles("kv_cache")) == 1
+
+
+def test_a_free_waits_for_no_other_call(server):
+    torch = _Torch()
+    with GMSClientMemoryManager(server) as manager, GMSClientMemoryManager(server) as other:
+        manager.connect(RequestedLockType.RW)
+        manager.begin_torch("kv_cache")
+        cache = [torch.alloc(2 * MIB) for _ in range(2)]
+        torch.end()
+        manager.unmap_all_vas()
+        manager.abort()
+        other.connect(RequestedLockType.RW)
+        connecting = threading.Thread(target=manager.connect, args=(RequestedLockType.RW,))
+        connecting.start()
+        time.sleep(0.1)
+        # The thread has the manager, and waits for its lock.
+        torch.free(cache.pop())
+        assert connecting.is_alive()
+        other.abort()
+        connecting.join(30)
+        assert manager.granted_lock_type is GrantedLockType.RW
+        manager.reallocate_all_handles("kv_cache")
+        manager.remap_all_vas()
+        assert list(manager.mappings) == cache and len(manager.list_handles()) == 1
+
+
+def test_a_tag_has_one_manager(server, tmp_path):
+    from vpmm.gms import torch as pools
+
+    assert pools.get_gms_client_memory_manager("t") is None
+    create = pools.get_or_create_gms_client_memory_manager
+    manager = create(server, 0, RequestedLockType.RW_OR_RO, tag="t")
+    try:
+        assert create(server, 0, "rw", tag="t") is manager
+        assert pools.get_gms_client_memory_manager("t") is manager
+        assert pools.get_gms_client_memory_managers() == (manager,)
+        with pytest.raises(RuntimeError, match="not ro"):
+            create(server, 0, "ro", tag="t")
+        with pytest.raises(RuntimeError, match="is of"):
+            create(str(tmp_path / "other"), 0, "rw", tag="t")
+        with pytest.raises(RuntimeError, match="there is a manager"):
+            pools.create_scratch_manager(server, 0, tag="t")
+        va = manager.create_mapping(size=MIB, tag="t")
+        manager.create_mapping(size=MIB, tag="t")
+        name = manager.mappings[va].allocation_id
+        pools.prune_allocations(manager, referenced_allocation_ids={name}, synchronize=False)
+        assert set(manager.mappings) == {va}
+    finally:
+        pools.evict_gms_client_memory_manager(manager)
+        manager.close()
+    assert pools.get_gms_client_memory_managers() == ()

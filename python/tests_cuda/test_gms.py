@@ -14,7 +14,15 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
 from vpmm.gms import GMSClientMemoryManager, GrantedLockType, RequestedLockType
-from vpmm.gms.torch import attach, publish, tensor_at
+from vpmm.gms.torch import (
+    attach,
+    create_scratch_manager,
+    evict_gms_client_memory_manager,
+    get_or_create_gms_client_memory_manager,
+    publish,
+    tensor_at,
+    use_pool,
+)
 
 MIB = 1 << 20
 
@@ -74,8 +82,7 @@ def _attach(path, queue):
         attach(model, manager)
         held = [mapping for mapping in manager.mappings.values() if mapping.is_mapped]
         inside = any(
-            mapping.va <= model[1].weight.data_ptr() < mapping.va + mapping.aligned_size
-            for mapping in held
+            mapping.va <= model[1].weight.data_ptr() < mapping.va + mapping.aligned_size for mapping in held
         )
         out, half = _answers(model)
         queue.put((inside, out.numpy(), half.numpy()))
@@ -92,10 +99,9 @@ def test_weights_are_published_and_attached_elsewhere(servers):
         assert manager.granted_lock_type is GrantedLockType.RO
         pointer = model[1].weight.data_ptr()
         assert any(
-            mapping.va <= pointer < mapping.va + mapping.aligned_size
-            for mapping in manager.mappings.values()
+            mapping.va <= pointer < mapping.va + mapping.aligned_size for mapping in manager.mappings.values()
         )
-        assert all(torch.equal(a, b) for a, b in zip(_answers(model), expected))
+        assert all(torch.equal(a, b) for a, b in zip(_answers(model), expected, strict=True))
         spawn = multiprocessing.get_context("spawn")
         queue = spawn.Queue()
         process = spawn.Process(target=_attach, args=(servers["weights"], queue))
@@ -113,7 +119,7 @@ def test_weights_are_published_and_attached_elsewhere(servers):
         manager.connect(RequestedLockType.RO)
         manager.remap_all_vas()
         assert model[1].weight.data_ptr() == pointer
-        assert all(torch.equal(a, b) for a, b in zip(_answers(model), expected))
+        assert all(torch.equal(a, b) for a, b in zip(_answers(model), expected, strict=True))
         assert torch.cuda.mem_get_info()[0] <= free + 64 * MIB
         del model
 
@@ -142,3 +148,122 @@ def test_a_cache_sleeps_and_wakes(servers):
     assert cache.float().mean().item() == 5
     del cache
     manager.close()
+
+
+def _inside(manager, tensor):
+    pointer = tensor.data_ptr()
+    return any(
+        mapping.va <= pointer < mapping.va + mapping.aligned_size for mapping in manager.mappings.values()
+    )
+
+
+def _captured(cache):
+    """A graph that adds 1 to a cache."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        cache.add_(1)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cache.add_(1)
+    return graph
+
+
+def test_a_module_that_is_made_in_a_pool_is_published_without_a_copy(servers):
+    manager = get_or_create_gms_client_memory_manager(servers["weights"], 0, RequestedLockType.RW)
+    try:
+        with use_pool("weights"):
+            model = _model()
+            # What is needed only for a moment is not published.
+            del_me = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+        del del_me
+        expected = _answers(model)
+        tensors = [*model.parameters(), *model.buffers()]
+        assert all(_inside(manager, tensor) for tensor in tensors)
+        pointers = [parameter.data_ptr() for parameter in model.parameters()]
+        publish(model, manager)
+        assert pointers == [parameter.data_ptr() for parameter in model.parameters()]
+        assert manager.total_bytes < 128 * MIB, "the temporary's memory went back"
+        assert not any(_inside(manager, buffer) for buffer in model.buffers())
+        assert all(torch.equal(a, b) for a, b in zip(_answers(model), expected, strict=True))
+        model[2].running_mean.add_(0)
+        spawn = multiprocessing.get_context("spawn")
+        queue = spawn.Queue()
+        process = spawn.Process(target=_attach, args=(servers["weights"], queue))
+        process.start()
+        inside, out, half = queue.get(timeout=120)
+        process.join(60)
+        assert process.exitcode == 0 and inside
+        assert torch.equal(torch.from_numpy(out), expected[0])
+        assert torch.equal(torch.from_numpy(half), expected[1])
+        del model, tensors
+        torch.cuda.empty_cache()
+        assert all(mapping.is_mapped for mapping in manager.mappings.values())
+    finally:
+        evict_gms_client_memory_manager(manager)
+        manager.close()
+
+
+def test_a_pools_cache_sleeps_and_wakes_under_a_graph(servers):
+    manager = get_or_create_gms_client_memory_manager(
+        servers["kv_cache"], 0, RequestedLockType.RW, tag="kv_cache"
+    )
+    try:
+        with use_pool("kv_cache"):
+            layers = [torch.zeros(128 * MIB, device="cuda") for _ in range(2)]
+        assert all(_inside(manager, layer) for layer in layers)
+        graph = _captured(layers[0])
+        pointers = [layer.data_ptr() for layer in layers]
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info()[0]
+        manager.unmap_all_vas()
+        manager.abort()
+        deadline = time.monotonic() + 10
+        while torch.cuda.mem_get_info()[0] < before + 1024 * MIB:
+            assert time.monotonic() < deadline, "the memory did not go back"
+            time.sleep(0.005)
+        manager.connect(RequestedLockType.RW)
+        manager.reallocate_all_handles("kv_cache")
+        manager.remap_all_vas()
+        assert pointers == [layer.data_ptr() for layer in layers]
+        layers[0].zero_()
+        layers[1].fill_(7)
+        graph.replay()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert layers[0].min().item() == layers[0].max().item() == 2
+        assert layers[1].sum().item() == 7 * layers[1].numel()
+        with pytest.raises(torch.OutOfMemoryError, match="GPU memory service"):
+            with use_pool("kv_cache"):
+                torch.empty(1 << 42, dtype=torch.uint8, device="cuda")
+        del layers, graph
+    finally:
+        evict_gms_client_memory_manager(manager)
+        manager.close()
+
+
+def test_a_standbys_cache_stands_on_scratch_until_it_takes_over(servers):
+    manager = create_scratch_manager(servers["kv_cache"], 0, scratch_size=64 * MIB)
+    try:
+        before = torch.cuda.mem_get_info()[0]
+        with use_pool("kv_cache"):
+            cache = torch.zeros(1024 * MIB, dtype=torch.uint8, device="cuda")
+        assert manager.scratch_summary() == (1, 1024 * MIB, 64 * MIB)
+        assert before - torch.cuda.mem_get_info()[0] < 256 * MIB
+        graph = _captured(cache)
+        pointer = cache.data_ptr()
+        manager.unmap_all_vas()
+        manager.connect(RequestedLockType.RW)
+        manager.prepare_scratch_for_reallocation()
+        manager.reallocate_all_handles("kv_cache")
+        manager.remap_all_vas()
+        assert cache.data_ptr() == pointer
+        cache.fill_(4)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert cache.min().item() == cache.max().item() == 5
+        del cache, graph
+    finally:
+        evict_gms_client_memory_manager(manager)
+        manager.close()

@@ -13,4 +13,5 @@ mod processes;
 mod random;
 mod rig;
 mod roles;
+mod scratch;
 mod storage;

@@ -1520,6 +1520,93 @@ enum vpmm_status vpmm_gms_remap_all(const struct vpmm_gms *gms);
 enum vpmm_status vpmm_gms_reallocate_all(const struct vpmm_gms *gms, const char *tag);
 
 /**
+ * Sets the bytes of the block behind scratch mappings, 512 MiB if this is not called: a power of two, and
+ * a multiple of the granularity. Before there are scratch mappings.
+ *
+ * # Safety
+ * `gms` is null or a handle.
+ */
+enum vpmm_status vpmm_gms_set_scratch_block(const struct vpmm_gms *gms,
+                                            uint64_t bytes);
+
+/**
+ * Reserves addresses for so many bytes with the block behind all of them, for reading and writing, for
+ * allocations of a tag to come. Needs no lock. What is written there is lost.
+ *
+ * # Safety
+ * `gms` is null or a handle; `tag` is null or ends with a zero byte; `address` is null or has room for a
+ * number.
+ */
+enum vpmm_status vpmm_gms_create_scratch_mapping(const struct vpmm_gms *gms,
+                                                 uint64_t bytes,
+                                                 const char *tag,
+                                                 uint64_t *address);
+
+/**
+ * Gives a scratch mapping up, with its address. Waits for the device first. `found`, which may be null,
+ * gets 0 if there is none at the address, else 1.
+ *
+ * # Safety
+ * `gms` is null or a handle; `found` is null or has room for a number; the memory is not used again.
+ */
+enum vpmm_status vpmm_gms_destroy_scratch_mapping(const struct vpmm_gms *gms,
+                                                  uint64_t address,
+                                                  uint32_t *found);
+
+/**
+ * How many scratch mappings there are, the bytes that were asked for, and those of the memory behind
+ * them. Each may be null.
+ *
+ * # Safety
+ * `gms` is null or a handle; the others are null or have room for a number each.
+ */
+enum vpmm_status vpmm_gms_scratch_summary(const struct vpmm_gms *gms,
+                                          uint64_t *count,
+                                          uint64_t *virtual_bytes,
+                                          uint64_t *physical_bytes);
+
+/**
+ * Makes scratch mappings, whose block was given up by `vpmm_gms_unmap_all`, mappings whose memory is
+ * away: `vpmm_gms_reallocate_all` makes allocations for them and `vpmm_gms_remap_all` maps these.
+ *
+ * # Safety
+ * `gms` is null or a handle.
+ */
+enum vpmm_status vpmm_gms_prepare_scratch(const struct vpmm_gms *gms);
+
+/**
+ * Has allocations of PyTorch's in this thread come from a manager, until `vpmm_gms_torch_end`: as
+ * allocations of a tag, or with `scratch` (1) as scratch mappings for them.
+ *
+ * # Safety
+ * `gms` is null or a handle; `tag` is null or ends with a zero byte.
+ */
+enum vpmm_status vpmm_gms_torch_begin(const struct vpmm_gms *gms,
+                                      const char *tag,
+                                      uint32_t scratch);
+
+/**
+ * Ends what this thread began last.
+ */
+enum vpmm_status vpmm_gms_torch_end(void);
+
+/**
+ * A PyTorch pool's `alloc`, for `CUDAPluggableAllocator`. Throws.
+ *
+ * # Safety
+ * The caller is C++, or built to be unwound through.
+ */
+void *vpmm_gms_torch_alloc(ptrdiff_t size, int device, void *stream);
+
+/**
+ * A PyTorch pool's `free`. Throws nothing, and waits for no other call.
+ *
+ * # Safety
+ * The pointer is `vpmm_gms_torch_alloc`'s, or null, and is not used again.
+ */
+void vpmm_gms_torch_free(void *pointer, ptrdiff_t size, int device, void *stream);
+
+/**
  * Sets what the process's pools will be made with: that of `options->device`, or of every device that
  * has no options of its own (`VPMM_EVERY_DEVICE`). `VPMM_IN_USE` if a pool that it is for was made
  * already.

@@ -4,6 +4,17 @@
 //! What comes in numbers comes through a function that is called for each, with texts that end with a
 //! zero byte and are gone when it returns.
 
+mod scratch;
+mod tensors;
+
+pub use scratch::{
+    vpmm_gms_create_scratch_mapping, vpmm_gms_destroy_scratch_mapping, vpmm_gms_prepare_scratch,
+    vpmm_gms_scratch_summary, vpmm_gms_set_scratch_block,
+};
+pub use tensors::{
+    vpmm_gms_torch_alloc, vpmm_gms_torch_begin, vpmm_gms_torch_end, vpmm_gms_torch_free,
+};
+
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
@@ -18,10 +29,13 @@ use crate::grows::{self, Grows};
 use crate::guard::{Failure, given, guard, put, text};
 use crate::status::vpmm_status;
 
+/// A manager; nothing once it was closed. Tensors of PyTorch's know theirs as well.
+type Shared = Arc<Mutex<Option<MemoryManager>>>;
+
 /// A client of a server, with what this process has mapped through it.
 pub struct vpmm_gms {
-    // First, so that its driver is there when it ends. Nothing once it was closed.
-    manager: Mutex<Option<MemoryManager>>,
+    // First, so that its driver is there when it ends.
+    manager: Shared,
     _loaded: Arc<Loaded>,
 }
 
@@ -150,7 +164,7 @@ impl From<ClientError> for Failure {
             | ClientError::MappingState { .. } => VPMM_BAD_STATE,
             ClientError::StaleLayout { .. } => VPMM_STALE,
             ClientError::UnknownAddress { .. } => VPMM_BAD_POINTER,
-            ClientError::Size { .. } => VPMM_INVALID_ARGUMENT,
+            ClientError::Size { .. } | ClientError::ScratchBlock { .. } => VPMM_INVALID_ARGUMENT,
             _ => VPMM_OTHER,
         };
         Self::new(status, error.to_string())
@@ -236,7 +250,8 @@ pub unsafe extern "C" fn vpmm_gms_open(
         // SAFETY: the caller vouches for it.
         let path = OsStr::from_bytes(unsafe { CStr::from_ptr(socket_path) }.to_bytes());
         let manager = MemoryManager::new(loaded.raw(), device, path)?;
-        let client = vpmm_gms { manager: Mutex::new(Some(manager)), _loaded: Arc::clone(loaded) };
+        let manager = Arc::new(Mutex::new(Some(manager)));
+        let client = vpmm_gms { manager, _loaded: Arc::clone(loaded) };
         // SAFETY: the caller vouches for it.
         unsafe { put(out, "out", Box::into_raw(Box::new(client))) }
     })
@@ -266,6 +281,8 @@ pub unsafe extern "C" fn vpmm_gms_release(gms: *mut vpmm_gms) {
         // SAFETY: made by `Box::into_raw` in `vpmm_gms_open`, given back once.
         let gms = unsafe { Box::from_raw(gms) };
         let _ = guard(|| {
+            // Here and not where a tensor that goes may be the last to know of it.
+            drop(Held(gms.manager.lock().unwrap_or_else(PoisonError::into_inner)).0.take());
             drop(gms);
             Ok(())
         });
@@ -876,7 +893,11 @@ pub unsafe extern "C" fn vpmm_gms_reallocate_all(
 ) -> vpmm_status {
     guard(|| {
         // SAFETY: the caller vouches for both.
-        let (mut held, tag) = unsafe { (held(gms)?, text(tag, "tag")?) };
-        Ok(held.manager()?.reallocate_all(tag)?)
+        let (shared, tag) = unsafe { (&given(gms, "gms")?.manager, text(tag, "tag")?) };
+        // SAFETY: the caller vouches for it.
+        let mut held = unsafe { held(gms) }?;
+        let manager = held.manager()?;
+        tensors::settle(shared, manager);
+        Ok(manager.reallocate_all(tag)?)
     })
 }

@@ -97,6 +97,17 @@ pub enum ClientError {
         /// What it is.
         state: &'static str,
     },
+    /// A size that the block behind scratch mappings cannot have, or not any more.
+    #[error(
+        "a scratch block of {bytes} bytes: it must be a power of two, a multiple of {granularity}, and \
+         be set before there are scratch mappings"
+    )]
+    ScratchBlock {
+        /// The size.
+        bytes: u64,
+        /// What it must be a multiple of.
+        granularity: u64,
+    },
     /// A size that is no size of memory.
     #[error("a size of {bytes} bytes cannot be")]
     Size {

@@ -17,6 +17,19 @@ pub(super) struct Place {
     pub(super) bytes: u64,
     /// What is there, unless it was only reserved.
     pub(super) allocation: Option<AllocationInfo>,
+    /// How many were put in before it.
+    order: u64,
+}
+
+impl Place {
+    /// Addresses with nothing mapped.
+    pub(super) fn new(
+        reservation: Arc<Reservation>,
+        bytes: u64,
+        allocation: Option<AllocationInfo>,
+    ) -> Self {
+        Self { mapping: None, reservation, bytes, allocation, order: 0 }
+    }
 }
 
 /// A mapping as callers see it.
@@ -41,11 +54,16 @@ pub struct MappingInfo {
 pub(super) struct Places {
     by_address: BTreeMap<u64, Place>,
     addresses: HashMap<String, u64>,
+    inserted: u64,
 }
 
 impl Places {
-    pub(super) fn insert(&mut self, address: u64, place: Place) {
-        if let Some(allocation) = &place.allocation {
+    pub(super) fn insert(&mut self, address: u64, mut place: Place) {
+        place.order = self.inserted;
+        self.inserted += 1;
+        if let Some(allocation) = &place.allocation
+            && !allocation.allocation_id.is_empty()
+        {
             self.addresses.insert(allocation.allocation_id.clone(), address);
         }
         self.by_address.insert(address, place);
@@ -107,13 +125,15 @@ impl Places {
         self.addresses.clear();
     }
 
-    /// The addresses that have an allocation, in the order of its slots.
+    /// The addresses that have an allocation, in the order of its slots; those that are to get one,
+    /// which have no slot yet, in the order in which they came.
     pub(super) fn in_slot_order(&self) -> Vec<(u64, AllocationInfo)> {
         let placed = self.iter();
-        let placed = placed.filter_map(|(at, place)| Some((at, place.allocation.clone()?)));
+        let placed =
+            placed.filter_map(|(at, place)| Some((place.order, at, place.allocation.clone()?)));
         let mut placed: Vec<_> = placed.collect();
-        placed.sort_by_key(|(_, allocation)| allocation.layout_slot);
-        placed
+        placed.sort_by_key(|(order, _, allocation)| (allocation.layout_slot, *order));
+        placed.into_iter().map(|(_, at, allocation)| (at, allocation)).collect()
     }
 }
 

@@ -13,6 +13,6 @@ mod session;
 
 pub use connect::{ConnectOptions, event_history, runtime_state};
 pub use error::ClientError;
-pub use manager::MemoryManager;
+pub use manager::{MemoryManager, ScratchSummary};
 pub use mappings::MappingInfo;
 pub use session::{AllocationInfo, MetadataValue, Session};

@@ -97,11 +97,20 @@ pub(crate) struct Reservation {
 
 impl Reservation {
     pub(crate) fn new(context: &Context, bytes: u64) -> Result<Self, CudaError> {
-        let (mut address, cuda) = (0, context.cuda());
-        let alignment = cuda.granularity() as usize;
+        Self::aligned(context, bytes, context.cuda().granularity())
+    }
+
+    /// Addresses that begin at a multiple of a power of two.
+    pub(crate) fn aligned(
+        context: &Context,
+        bytes: u64,
+        alignment: u64,
+    ) -> Result<Self, CudaError> {
+        let (mut address, table) = (0, context.cuda().table());
+        let (size, alignment) = (bytes as usize, alignment as usize);
         let _current = context.enter()?;
         // SAFETY: the pointer is to a live address; there is no hint, and flags must be 0.
-        unsafe { cuda.table().cuMemAddressReserve(&mut address, bytes as usize, alignment, 0, 0) }?;
+        unsafe { table.cuMemAddressReserve(&mut address, size, alignment, 0, 0) }?;
         Ok(Self { context: context.clone(), address, bytes })
     }
 
@@ -157,6 +166,55 @@ impl Drop for Mapping {
         // SAFETY: exactly what was mapped, once. That no work uses it is the promise of whoever
         // drops this; the manager waits for the device first.
         if let Err(error) = unsafe { table.cuMemUnmap(self.address, bytes) } {
+            tracing::error!(%error, address = self.address, "memory could not be unmapped");
+        }
+    }
+}
+
+/// One piece of memory at many addresses, end to end. As with [`Mapping`], nobody may use them any
+/// more when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Aliases {
+    context: Context,
+    /// What is mapped, as many times as it takes.
+    block: Arc<PhysicalHandle>,
+    address: u64,
+    times: u64,
+}
+
+impl Aliases {
+    /// Maps a block over so many bytes, a multiple of its own, at an address of a reservation. Gives no
+    /// access yet.
+    pub(crate) fn map(
+        context: &Context,
+        block: &Arc<PhysicalHandle>,
+        address: u64,
+        bytes: u64,
+    ) -> Result<Self, CudaError> {
+        let table = context.cuda().table();
+        let _current = context.enter()?;
+        let size = block.bytes();
+        // Counts what is mapped, so that an error takes it away again.
+        let mut made = Self { context: context.clone(), block: block.clone(), address, times: 0 };
+        while made.times * size < bytes {
+            let at = address + made.times * size;
+            // SAFETY: as in `Mapping::import`.
+            unsafe { table.cuMemMap(at, size as usize, 0, block.raw, 0) }?;
+            made.times += 1;
+        }
+        Ok(made)
+    }
+}
+
+impl Drop for Aliases {
+    fn drop(&mut self) {
+        if self.times == 0 {
+            return;
+        }
+        let bytes = (self.times * self.block.bytes()) as usize;
+        let _current = self.context.enter();
+        // SAFETY: whole mappings end to end, once; as in `Mapping`.
+        if let Err(error) = unsafe { self.context.cuda().table().cuMemUnmap(self.address, bytes) } {
             tracing::error!(%error, address = self.address, "memory could not be unmapped");
         }
     }

@@ -5,7 +5,7 @@ mod context;
 mod handle;
 mod table;
 
-pub(crate) use context::{Context, HostBuffer, Mapping, Reservation, Stream};
+pub(crate) use context::{Aliases, Context, HostBuffer, Mapping, Reservation, Stream};
 pub(crate) use handle::PhysicalHandle;
 
 use std::ffi::c_int;

@@ -139,7 +139,7 @@ unsafe extern "C-unwind" fn end_error(error: *mut c_void) {
 
 /// Throws a failure as PyTorch knows it: `c10::OutOfMemoryError` or `c10::Error`. Where PyTorch is not
 /// there, or another than is known here, `std::runtime_error`; where there is no C++ at all it returns.
-pub(super) fn throw(failure: Failure) {
+pub(crate) fn throw(failure: Failure) {
     if let Some(thrower) = Thrower::find() {
         // SAFETY: the symbols are looked up by their mangled names, which say their types.
         unsafe { thrower.throw(failure) }

@@ -12,7 +12,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use cxx::{CxxFilter, MempoolId, StdFunction, throw};
+pub(crate) use cxx::throw;
+use cxx::{CxxFilter, MempoolId, StdFunction};
 
 use crate::guard::Failure;
 use crate::process::{self, Life};
@@ -25,7 +26,7 @@ static FAILED_FREES: AtomicU64 = AtomicU64::new(0);
 
 /// Runs what a function does; a panic is a failure.
 #[inline(always)]
-fn guarded<T>(work: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
+pub(crate) fn guarded<T>(work: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(Failure::of_panic(panic)))
 }
 
@@ -58,7 +59,7 @@ fn throw_other(what: &str, failure: Failure) {
 
 #[cold]
 #[inline(never)]
-fn tell_failed_free(pointer: *mut c_void, device: c_int, failure: &Failure) {
+pub(crate) fn tell_failed_free(pointer: *mut c_void, device: c_int, failure: &Failure) {
     // When the process ends the driver may go before the last tensors do; in a child of the process
     // memory is the parent's.
     if matches!(failure.status(), vpmm_status::VPMM_CONTEXT_LOST | vpmm_status::VPMM_FORKED) {

@@ -22,8 +22,7 @@ impl MemoryManager {
         let bytes = self.aligned(bytes)?;
         let reservation = Arc::new(Reservation::new(&self.context, bytes)?);
         let address = reservation.address();
-        let place = Place { mapping: None, reservation, bytes, allocation: None };
-        self.places.insert(address, place);
+        self.places.insert(address, Place::new(reservation, bytes, None));
         Ok(address)
     }
 

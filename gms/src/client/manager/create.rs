@@ -94,9 +94,7 @@ impl MemoryManager {
             let bytes = allocation.aligned_size;
             addresses.push(address);
             let reservation = Arc::clone(&reservation);
-            let allocation = Some(allocation);
-            let place = Place { mapping: None, reservation, bytes, allocation };
-            self.places.insert(address, place);
+            self.places.insert(address, Place::new(reservation, bytes, Some(allocation)));
             address += bytes;
         }
         match self.map_at(&addresses) {

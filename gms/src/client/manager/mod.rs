@@ -3,7 +3,11 @@
 mod addresses;
 mod create;
 mod handles;
+mod scratch;
 mod sleep;
+
+pub use scratch::ScratchSummary;
+use scratch::Scratches;
 
 use std::path::{Path, PathBuf};
 
@@ -40,6 +44,7 @@ type Result<T> = std::result::Result<T, ClientError>;
 pub struct MemoryManager {
     session: Option<Session>,
     places: Places,
+    scratches: Scratches,
     context: Context,
     path: PathBuf,
     /// The hash of the layout whose addresses are kept; empty where it is not known.
@@ -61,6 +66,7 @@ impl MemoryManager {
         Ok(Self {
             session: None,
             places: Places::default(),
+            scratches: Scratches::default(),
             context,
             path: socket_path.into(),
             hash: String::new(),
@@ -177,6 +183,7 @@ impl MemoryManager {
     pub fn close(mut self) -> Result<()> {
         let waited = self.context.synchronize();
         self.places.clear();
+        self.scratches.clear();
         Ok(waited?)
     }
 
@@ -186,6 +193,7 @@ impl MemoryManager {
             tracing::warn!(%error, "the device cannot be waited for");
         }
         self.places.clear();
+        self.scratches.clear();
         self.unmapped = false;
     }
 
@@ -197,7 +205,7 @@ impl MemoryManager {
 
 impl Drop for MemoryManager {
     fn drop(&mut self) {
-        if !self.places.is_empty()
+        if !(self.places.is_empty() && self.scratches.is_empty())
             && let Err(error) = self.context.synchronize()
         {
             tracing::warn!(%error, "the device cannot be waited for");

@@ -32,6 +32,7 @@ impl MemoryManager {
         for (_, place) in self.places.iter_mut() {
             place.mapping = None;
         }
+        self.scratches.unmap();
         self.unmapped = true;
         Ok(())
     }
@@ -92,7 +93,8 @@ impl MemoryManager {
                 return Err(ClientError::MappingState { address, state: "still mapped" });
             }
         }
-        let sizes: Vec<u64> = kept.iter().map(|(_, allocation)| allocation.aligned_size).collect();
+        // What was asked for, not what that was rounded up to: the layout's hash knows both.
+        let sizes: Vec<u64> = kept.iter().map(|(_, allocation)| allocation.size).collect();
         let made = self.writer()?.allocate_many(&sizes, tag)?;
         for ((address, _), allocation) in kept.into_iter().zip(made) {
             self.places.bind(address, allocation)?;

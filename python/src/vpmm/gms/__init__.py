@@ -28,6 +28,7 @@ __all__ = [
     "GMSClientMemoryManager",
     "GetAllocationResponse",
     "GrantedLockType",
+    "LayoutCommit",
     "LocalMapping",
     "LockTimeoutError",
     "RefusedError",
@@ -84,15 +85,26 @@ class LocalMapping:
     layout_slot: int
     is_mapped: bool
 
+    @property
+    def handle(self) -> int:
+        """What stands for the memory; 0 while only the address is kept."""
+        return self.va if self.is_mapped else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutCommit:
+    """What :meth:`GMSClientMemoryManager.commit_layout` did."""
+
+    memory_layout_hash: str
+    granted_lock_type: GrantedLockType
+
 
 def _text(text: Any) -> str:
     return ffi.string(text).decode()
 
 
 def _allocation(raw: Any) -> GetAllocationResponse:
-    return GetAllocationResponse(
-        _text(raw.id), raw.bytes, raw.aligned_bytes, _text(raw.tag), raw.layout_slot
-    )
+    return GetAllocationResponse(_text(raw.id), raw.bytes, raw.aligned_bytes, _text(raw.tag), raw.layout_slot)
 
 
 class _Seen:
@@ -120,11 +132,20 @@ class GMSClientMemoryManager:
     thread, by one at a time.
     """
 
-    def __init__(self, socket_path: str, *, device: int = 0, tag: str | None = None):
+    def __init__(
+        self,
+        socket_path: str,
+        *,
+        device: int = 0,
+        tag: str | None = None,
+        scratch_size: int = 512 << 20,
+    ):
         self.socket_path, self.device, self.tag = str(socket_path), device, tag
+        self.scratch_size = scratch_size
         path = str(pathlib.Path(socket_path)).encode()
         raw = answer("vpmm_gms *", lib.vpmm_gms_open, _driver(), device, path)
         self._handle = ffi.gc(raw, lib.vpmm_gms_release)
+        self._scratch_size_is_set = False
 
     def __enter__(self) -> GMSClientMemoryManager:
         return self
@@ -205,9 +226,7 @@ class GMSClientMemoryManager:
     def allocate_handle(self, size: int, tag: str = "default") -> tuple[str, int]:
         """Makes an allocation, of whole granules: its name and its place in the layout. Maps nothing."""
         seen = _allocations()
-        call(
-            lib.vpmm_gms_allocate_handle, self._handle, size, tag.encode(), seen.function, NULL
-        )
+        call(lib.vpmm_gms_allocate_handle, self._handle, size, tag.encode(), seen.function, NULL)
         return seen.all[0].allocation_id, seen.all[0].layout_slot
 
     def export_handle(self, allocation_id: str) -> int:
@@ -241,11 +260,14 @@ class GMSClientMemoryManager:
         call(lib.vpmm_gms_commit, self._handle)
         return True
 
-    def commit_layout(self) -> str:
-        """Seals the layout: its allocations outlive this process. Session and mappings stay. The hash."""
+    def commit_layout(self) -> LayoutCommit:
+        """Seals the layout: its allocations outlive this process. Session and mappings stay, but the lock is
+        to write contents only from now on."""
         seen = _keys()
         call(lib.vpmm_gms_commit_layout, self._handle, seen.function, NULL)
-        return seen.all[0]
+        granted = self.granted_lock_type
+        assert granted is not None
+        return LayoutCommit(seen.all[0], granted)
 
     def get_memory_layout_hash(self) -> str:
         """The hash of the published or sealed layout."""
@@ -260,11 +282,17 @@ class GMSClientMemoryManager:
         return answer("uint64_t", lib.vpmm_gms_reserve, self._handle, size)
 
     def map_va(
-        self, fd: int, va: int, size: int = 0, allocation_id: str = "", tag: str = "default"
+        self,
+        fd: int,
+        va: int,
+        size: int = 0,
+        allocation_id: str = "",
+        tag: str = "default",
+        layout_slot: int = 0,
     ) -> int:
         """Maps an allocation's memory at an address that was reserved for it, for reading, or also for
-        writing if the lock is a writer's. The descriptor is closed. Size and tag are the server's to know.
-        Answers the address, which stands for the memory."""
+        writing if the lock is a writer's. The descriptor is closed. Size, tag and slot are the server's to
+        know. Answers the address, which stands for the memory."""
         call(lib.vpmm_gms_map, self._handle, fd, va, allocation_id.encode())
         return va
 
@@ -273,7 +301,9 @@ class GMSClientMemoryManager:
         call(lib.vpmm_gms_unmap, self._handle, va)
 
     def free_va(self, va: int) -> None:
-        """Gives an address back at which no memory is."""
+        """Gives an address back; memory that is there still is taken away first, after waiting for the
+        device."""
+        self.unmap_va(va)
         call(lib.vpmm_gms_free_address, self._handle, va)
 
     # Metadata.
@@ -316,14 +346,10 @@ class GMSClientMemoryManager:
 
     # Everything together.
 
-    def create_mapping(
-        self, allocation_id: str | None = None, size: int = 0, tag: str = "default"
-    ) -> int:
+    def create_mapping(self, allocation_id: str | None = None, size: int = 0, tag: str = "default") -> int:
         """Makes an allocation and maps it, or maps the one that is named: its address."""
         name = NULL if allocation_id is None else allocation_id.encode()
-        return answer(
-            "uint64_t", lib.vpmm_gms_create_mapping, self._handle, name, size, tag.encode()
-        )
+        return answer("uint64_t", lib.vpmm_gms_create_mapping, self._handle, name, size, tag.encode())
 
     def create_mappings(self, sizes: Sequence[int], tag: str = "default") -> list[int]:
         """Makes many allocations at once, side by side: the address of each. Not in the Python client."""
@@ -366,3 +392,46 @@ class GMSClientMemoryManager:
         """As a writer of a new layout, makes an allocation for every address that is kept;
         :meth:`remap_all_vas` maps them."""
         call(lib.vpmm_gms_reallocate_all, self._handle, tag.encode())
+
+    def begin_torch(self, tag: str, scratch: bool = False) -> None:
+        """Has PyTorch's pools that this thread uses allocate here, until ``vpmm_gms_torch_end``:
+        :func:`vpmm.gms.torch.gms_use_mem_pool` does both."""
+        if scratch:
+            self._set_scratch_size()
+        call(lib.vpmm_gms_torch_begin, self._handle, tag.encode(), int(scratch))
+
+    # Addresses before there is memory for them.
+
+    def create_scratch_mapping(self, size: int, tag: str = "kv_cache") -> int:
+        """Reserves addresses for a cache to come, with one block of ``scratch_size`` bytes behind all such
+        addresses, so that tensors can be made and graphs captured: the address. Needs no server. What is
+        written there is lost.
+
+        A worker that takes over then calls :meth:`unmap_all_vas`, :meth:`connect`,
+        :meth:`prepare_scratch_for_reallocation`, :meth:`reallocate_all_handles` and
+        :meth:`remap_all_vas`, and has memory at the same addresses.
+        """
+        self._set_scratch_size()
+        create = lib.vpmm_gms_create_scratch_mapping
+        return answer("uint64_t", create, self._handle, size, tag.encode())
+
+    def _set_scratch_size(self) -> None:
+        # Not before it is needed: sizes that cannot be are refused here.
+        if not self._scratch_size_is_set:
+            call(lib.vpmm_gms_set_scratch_block, self._handle, self.scratch_size)
+            self._scratch_size_is_set = True
+
+    def destroy_scratch_mapping(self, base_va: int) -> bool:
+        """Gives a scratch mapping up, with its address; whether there was one."""
+        return bool(answer("uint32_t", lib.vpmm_gms_destroy_scratch_mapping, self._handle, base_va))
+
+    def scratch_summary(self) -> tuple[int, int, int]:
+        """How many scratch mappings there are, their bytes, and the bytes of memory behind them."""
+        numbers = ffi.new("uint64_t[3]")
+        call(lib.vpmm_gms_scratch_summary, self._handle, numbers, numbers + 1, numbers + 2)
+        return numbers[0], numbers[1], numbers[2]
+
+    def prepare_scratch_for_reallocation(self) -> None:
+        """Makes scratch mappings, whose block :meth:`unmap_all_vas` has given up, mappings that
+        :meth:`reallocate_all_handles` makes allocations for."""
+        call(lib.vpmm_gms_prepare_scratch, self._handle)

@@ -10,6 +10,14 @@ One process publishes a module, any number of others attach it without a copy::
         else:
             attach(module, manager)
 
+A module that is made in the service's memory is published without a copy, and a cache can be given up and
+had back with its tensors' addresses kept::
+
+    manager = get_or_create_gms_client_memory_manager(path, 0, RequestedLockType.RW, tag="weights")
+    with use_pool("weights"):
+        module = load_model()
+    publish(module, manager)
+
 Entries of metadata have the Python service's form, so that either side may be that one's.
 """
 
@@ -19,13 +27,38 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from . import GMSClientMemoryManager, GrantedLockType, RequestedLockType
+from . import GMSClientMemoryManager, GrantedLockType, LocalMapping, RequestedLockType
+from ._pools import (
+    create_scratch_manager,
+    evict_gms_client_memory_manager,
+    get_gms_client_memory_manager,
+    get_gms_client_memory_managers,
+    get_or_create_gms_client_memory_manager,
+    gms_use_mem_pool,
+    prune_allocations,
+    release_unused,
+    use_pool,
+)
 
-__all__ = ["attach", "publish", "tensor_at", "tensors"]
+__all__ = [
+    "attach",
+    "create_scratch_manager",
+    "evict_gms_client_memory_manager",
+    "get_gms_client_memory_manager",
+    "get_gms_client_memory_managers",
+    "get_or_create_gms_client_memory_manager",
+    "gms_use_mem_pool",
+    "prune_allocations",
+    "publish",
+    "release_unused",
+    "tensor_at",
+    "tensors",
+    "use_pool",
+]
 
 
 class _Memory:
-    """Device memory for ``torch.as_tensor``, which takes it as it is. What keeps the memory alive goes along."""
+    """Device memory for ``torch.as_tensor``, which takes it as it is. What keeps it alive goes along."""
 
     def __init__(self, address: int, size: int, keeper: Any):
         self.keeper = keeper
@@ -48,7 +81,7 @@ def tensor_at(
         stride = torch.empty(shape, device="meta").stride()
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device=f"cuda:{manager.device}")
-    last = sum((size - 1) * step for size, step in zip(shape, stride))
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     memory = _Memory(address, (last + 1) * width, manager)
     flat = torch.as_tensor(memory, device=f"cuda:{manager.device}")
     return flat.view(dtype).as_strided(tuple(shape), tuple(stride))
@@ -71,22 +104,38 @@ def _describe(tensor: Any, kind: str) -> bytes:
     return json.dumps(about, sort_keys=True).encode()
 
 
+def _holder(mappings: dict[int, LocalMapping], address: int, size: int) -> int | None:
+    """Where the mapping begins that has these bytes."""
+    for va, mapping in mappings.items():
+        if va <= address and address + size <= va + mapping.aligned_size:
+            return va
+    return None
+
+
 def publish(module: Any, manager: GMSClientMemoryManager, tag: str = "weights") -> None:
-    """Copies a module's parameters and buffers to memory of the service, has the module use that, and
-    publishes it. The manager is a writer; afterwards it reads, and the module's parameters are read-only
-    on the device: a kernel that writes to them fails. Buffers are copies of the process's own again, as
-    programs write to them. Tensors that share their storage share it there."""
+    """Copies a module's parameters and buffers to memory of the service, unless they are there, has the
+    module use that, and publishes it. The manager is a writer; afterwards it reads, and the module's
+    parameters are read-only on the device: a kernel that writes to them fails. Buffers are in memory of the
+    process's own, as programs write to them. Tensors that share their storage share it there.
+
+    What was made with :func:`use_pool` is there. All that stands in such a pool is published with its
+    memory, read-only as well: nothing but the module is to live there."""
     import torch
 
     storages: dict[int, tuple[int, Any]] = {}
     placed = []
+    release_unused(manager)
+    mappings = dict(manager.mappings)
     with torch.no_grad():
         for name, tensor, kind in _of_module(module):
             if tensor.numel() == 0 or not tensor.is_cuda:
                 continue
             storage = tensor.untyped_storage()
             key = storage.data_ptr()
-            if key not in storages:
+            held = _holder(mappings, key, storage.nbytes())
+            if held is not None:
+                storages[key] = (key, storage)
+            elif key not in storages:
                 address = manager.create_mapping(size=storage.nbytes(), tag=tag)
                 copy = tensor_at(manager, address, (storage.nbytes(),), torch.uint8)
                 whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
@@ -95,14 +144,21 @@ def publish(module: Any, manager: GMSClientMemoryManager, tag: str = "weights") 
                 storages[key] = (address, storage)
             placed.append((name, tensor, kind, storages[key][0]))
     torch.cuda.synchronize(manager.device)
-    names = {va: mapping.allocation_id for va, mapping in manager.mappings.items()}
-    moved = []
+    mappings = dict(manager.mappings)
+    moved, copied = [], []
     for name, tensor, kind, address in placed:
         offset = tensor.storage_offset() * tensor.element_size()
-        manager.metadata_put(name, names[address], offset, _describe(tensor, kind))
-        there = tensor_at(
-            manager, address + offset, tensor.shape, tensor.dtype, tensor.stride()
-        )
+        va = _holder(mappings, address, 1)
+        assert va is not None
+        name_there = mappings[va].allocation_id
+        manager.metadata_put(name, name_there, address - va + offset, _describe(tensor, kind))
+        if tensor.data_ptr() == address + offset:
+            if kind == "buffer":
+                copied.append(tensor)
+            else:
+                tensor.requires_grad_(False)
+            continue
+        there = tensor_at(manager, address + offset, tensor.shape, tensor.dtype, tensor.stride())
         moved.append((tensor, kind, there))
     manager.commit()
     manager.connect(RequestedLockType.RO)
@@ -111,6 +167,8 @@ def publish(module: Any, manager: GMSClientMemoryManager, tag: str = "weights") 
         if kind == "parameter":
             tensor.requires_grad_(False)
             tensor.data = there
+    for tensor in copied:
+        tensor.data = tensor.clone()
 
 
 def tensors(manager: GMSClientMemoryManager) -> dict[str, tuple[Any, str]]:

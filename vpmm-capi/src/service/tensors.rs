@@ -1,0 +1,251 @@
+//! What PyTorch's `CUDAPluggableAllocator` calls for a `MemPool` whose memory is the service's: each of the
+//! pool's segments is an allocation of a writer's layout, or a scratch mapping.
+//!
+//! 1. An allocation comes from the manager whose pool the thread uses, or, in a thread that uses none
+//!    (autograd's, say), from the only one in use.
+//! 2. A free finds its manager by the address. It waits for nobody: where another call has the manager,
+//!    which may be waiting for Python's lock that this thread holds, the address is taken down and freed
+//!    later.
+//! 3. What is freed while its manager does not write stays mapped, or reserved, until it writes anew or
+//!    ends: the layout's other addresses go with it.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ffi::{c_char, c_int, c_void};
+use std::ptr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+
+use gms::client::{ClientError, MemoryManager};
+use gms::lock::Granted;
+
+use super::{Held, Shared, vpmm_gms};
+use crate::guard::{Failure, given, guard, text};
+use crate::status::vpmm_status;
+use crate::torch::{guarded, tell_failed_free, throw};
+
+type Owner = Weak<Mutex<Option<MemoryManager>>>;
+
+/// Where a pool's memory comes from.
+struct Source {
+    manager: Shared,
+    tag: String,
+    scratch: bool,
+}
+
+/// What all threads know.
+#[derive(Default)]
+struct Registry {
+    /// The pools in use, however often.
+    used: Vec<Arc<Source>>,
+    /// Whose memory is at an address that PyTorch has.
+    owners: HashMap<u64, Owner>,
+    /// Addresses that PyTorch gave back and that are there still.
+    freed: Vec<(Owner, u64)>,
+}
+
+static REGISTRY: Mutex<Option<Registry>> = Mutex::new(None);
+
+thread_local! {
+    /// The pools that this thread uses, the innermost last.
+    static USED_HERE: RefCell<Vec<Arc<Source>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Does something short with the registry.
+fn registry<T>(work: impl FnOnce(&mut Registry) -> T) -> T {
+    let mut registry: MutexGuard<'_, _> = REGISTRY.lock().unwrap_or_else(PoisonError::into_inner);
+    work(registry.get_or_insert_default())
+}
+
+fn is(owner: &Owner, shared: &Shared) -> bool {
+    ptr::eq(owner.as_ptr(), Arc::as_ptr(shared))
+}
+
+/// Has allocations of PyTorch's in this thread come from a manager, until `vpmm_gms_torch_end`: as
+/// allocations of a tag, or with `scratch` (1) as scratch mappings for them.
+///
+/// # Safety
+/// `gms` is null or a handle; `tag` is null or ends with a zero byte.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_torch_begin(
+    gms: *const vpmm_gms,
+    tag: *const c_char,
+    scratch: u32,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for both.
+        let (gms, tag) = unsafe { (given(gms, "gms")?, text(tag, "tag")?) };
+        let manager = Arc::clone(&gms.manager);
+        let source = Arc::new(Source { manager, tag: tag.to_owned(), scratch: scratch != 0 });
+        registry(|registry| registry.used.push(Arc::clone(&source)));
+        USED_HERE.with_borrow_mut(|used| used.push(source));
+        Ok(())
+    })
+}
+
+/// Ends what this thread began last.
+#[unsafe(no_mangle)]
+pub extern "C" fn vpmm_gms_torch_end() -> vpmm_status {
+    guard(|| {
+        let Some(source) = USED_HERE.with_borrow_mut(Vec::pop) else {
+            let text = "this thread has begun nothing";
+            return Err(Failure::new(vpmm_status::VPMM_BAD_STATE, text));
+        };
+        registry(|registry| {
+            let at = registry.used.iter().rposition(|used| Arc::ptr_eq(used, &source));
+            at.map(|at| registry.used.remove(at));
+        });
+        Ok(())
+    })
+}
+
+fn source() -> Result<Arc<Source>, Failure> {
+    if let Some(source) = USED_HERE.with_borrow(|used| used.last().cloned()) {
+        return Ok(source);
+    }
+    registry(|registry| match registry.used.as_slice() {
+        [only] => Ok(Arc::clone(only)),
+        _ => {
+            Err(Failure::new(vpmm_status::VPMM_BAD_STATE, "no pool of the service is in use here"))
+        }
+    })
+}
+
+fn allocate(bytes: isize, device: c_int) -> Result<u64, Failure> {
+    let source = source()?;
+    let mut held = Held(source.manager.lock().unwrap_or_else(PoisonError::into_inner));
+    let manager = held.manager()?;
+    if i64::from(device) != i64::from(manager.ordinal()) {
+        let text = format!("the pool is of device {}", manager.ordinal());
+        return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
+    }
+    settle(&source.manager, manager);
+    let bytes = u64::try_from(bytes).map_err(|_| ClientError::Size { bytes: u64::MAX })?;
+    let made = match source.scratch {
+        true => manager.create_scratch_mapping(bytes, &source.tag),
+        false => manager.create_mapping(bytes, &source.tag),
+    };
+    let address = made.map_err(out_of_memory)?;
+    registry(|registry| registry.owners.insert(address, Arc::downgrade(&source.manager)));
+    Ok(address)
+}
+
+/// The service says that there is too little memory in words; PyTorch's programs look for the kind of
+/// error.
+fn out_of_memory(error: ClientError) -> Failure {
+    let is_full = match &error {
+        ClientError::Refused { error } => {
+            error.starts_with("Timed out waiting for GPU memory")
+                || error.starts_with("More than the device has")
+        }
+        ClientError::Cuda(error) => error.is_out_of_memory(),
+        _ => false,
+    };
+    match is_full {
+        true => Failure::new(vpmm_status::VPMM_OUT_OF_MEMORY, error.to_string()),
+        false => error.into(),
+    }
+}
+
+/// Frees what was given back meanwhile, as far as that can be now.
+pub(super) fn settle(shared: &Shared, manager: &mut MemoryManager) {
+    let mine = registry(|registry| {
+        registry.freed.retain(|(owner, _)| owner.strong_count() > 0);
+        let (mine, others) = std::mem::take(&mut registry.freed)
+            .into_iter()
+            .partition::<Vec<_>, _>(|(owner, _)| is(owner, shared));
+        registry.freed = others;
+        mine
+    });
+    for (owner, address) in mine {
+        if !release(manager, address) {
+            registry(|registry| registry.freed.push((owner, address)));
+        }
+    }
+}
+
+/// Frees an address; false if it has to stay for now.
+fn release(manager: &mut MemoryManager, address: u64) -> bool {
+    let released = match manager.destroy_scratch_mapping(address) {
+        Ok(true) => Ok(()),
+        Ok(false) if manager.granted_lock() != Some(Granted::Rw) => return false,
+        Ok(false) => match manager.destroy_mapping(address) {
+            // An address of a layout before this one, which the server knows no allocation for.
+            Err(ClientError::Refused { .. }) => manager.free_address(address),
+            done => done,
+        },
+        Err(error) => Err(error),
+    };
+    match released {
+        // Taken away by its address already.
+        Ok(()) | Err(ClientError::UnknownAddress { .. }) => {}
+        Err(error) => {
+            let pointer = ptr::without_provenance_mut(address as usize);
+            tell_failed_free(pointer, manager.ordinal() as c_int, &error.into());
+        }
+    }
+    true
+}
+
+/// A PyTorch pool's `alloc`, for `CUDAPluggableAllocator`. Throws.
+///
+/// # Safety
+/// The caller is C++, or built to be unwound through.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn vpmm_gms_torch_alloc(
+    size: isize,
+    device: c_int,
+    stream: *mut c_void,
+) -> *mut c_void {
+    // The memory is fresh, so that no stream has to be waited for.
+    let _ = stream;
+    match guarded(|| allocate(size, device)) {
+        Ok(address) => ptr::without_provenance_mut(address as usize),
+        Err(failure) => {
+            let text = format!(
+                "CUDA out of memory. Tried to allocate {size} bytes on device {device} from the GPU \
+                 memory service."
+            );
+            throw(match failure.status() {
+                vpmm_status::VPMM_OUT_OF_MEMORY => failure.under(text),
+                _ => failure.under(format!(
+                    "vpmm: {size} bytes on device {device} could not be had from the GPU memory service"
+                )),
+            });
+            ptr::null_mut()
+        }
+    }
+}
+
+/// A PyTorch pool's `free`. Throws nothing, and waits for no other call.
+///
+/// # Safety
+/// The pointer is `vpmm_gms_torch_alloc`'s, or null, and is not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_torch_free(
+    pointer: *mut c_void,
+    size: isize,
+    device: c_int,
+    stream: *mut c_void,
+) {
+    let _ = (size, stream);
+    let address = pointer.addr() as u64;
+    let done = guarded(|| {
+        let owner = registry(|registry| registry.owners.remove(&address));
+        // Of a manager that has ended, with everything.
+        let Some(shared) = owner.as_ref().and_then(Weak::upgrade) else { return Ok(()) };
+        registry(|registry| registry.freed.push((Arc::downgrade(&shared), address)));
+        let held = match shared.try_lock() {
+            Ok(held) => held,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return Ok(()),
+        };
+        let mut held = Held(held);
+        if let Ok(manager) = held.manager() {
+            settle(&shared, manager);
+        }
+        Ok(())
+    });
+    if let Err(failure) = done {
+        tell_failed_free(pointer, device, &failure);
+    }
+}
