@@ -40,18 +40,46 @@ pub(crate) fn send_all(
     Ok(())
 }
 
+/// How long to look for bytes without sleeping: a time that is given, or longer where it was just too
+/// short lately. A writer that maps what it has made is back in little more than that, and a sleep in
+/// between costs more than all of its request.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Spin {
+    learned: Duration,
+}
+
+impl Spin {
+    /// How many times as long it may become.
+    const MOST: u32 = 8;
+
+    fn time(self, given: Duration) -> Duration {
+        if given.is_zero() { given } else { self.learned.clamp(given, given * Self::MOST) }
+    }
+
+    /// Learns from how long it took until something came.
+    fn learn(&mut self, given: Duration, took: Duration) {
+        self.learned = match took <= given * Self::MOST {
+            // Half as long again, and less only by and by.
+            true => (took + took / 2).max(self.learned - self.learned / 8),
+            // The other end has something else to do.
+            false => Duration::ZERO,
+        };
+    }
+}
+
 /// Receives what is there, at least a byte unless the other end has closed, and the descriptors that
 /// come with it. Looks for it without sleeping for so long first.
 pub(crate) fn receive(
     socket: BorrowedFd<'_>,
     bytes: &mut [u8],
     files: &mut Vec<OwnedFd>,
-    spin: Duration,
+    spin: &mut Spin,
+    given: Duration,
 ) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut parts = [IoSliceMut::new(bytes)];
-    let got = spinning(spin, |flags| {
+    let got = spinning(spin, given, |flags| {
         recvmsg(socket, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC | flags)
     })?;
     for message in control.drain() {
@@ -70,30 +98,35 @@ pub(crate) fn receive(
 pub(crate) fn receive_bytes(
     socket: BorrowedFd<'_>,
     bytes: &mut [u8],
-    spin: Duration,
+    spin: &mut Spin,
+    given: Duration,
 ) -> rustix::io::Result<usize> {
-    spinning(spin, |flags| recv(socket, &mut *bytes, flags).map(|(read, _)| read))
+    spinning(spin, given, |flags| recv(socket, &mut *bytes, flags).map(|(read, _)| read))
 }
 
 /// Tries without sleeping for so long, and sleeps then. Waking a thread takes the kernel as long as
 /// everything else about a request together.
 fn spinning<T>(
-    time: Duration,
+    spin: &mut Spin,
+    given: Duration,
     mut receive: impl FnMut(RecvFlags) -> rustix::io::Result<T>,
 ) -> rustix::io::Result<T> {
-    if !time.is_zero() {
-        let started = Instant::now();
-        loop {
-            match receive(RecvFlags::DONTWAIT) {
-                // The other end may be waiting for this very processor.
-                Err(Errno::AGAIN) if started.elapsed() < time => std::thread::yield_now(),
-                Err(Errno::AGAIN) => break,
-                Err(Errno::INTR) => {}
-                received => return received,
-            }
-        }
+    let time = spin.time(given);
+    if time.is_zero() {
+        return retry_on_intr(|| receive(RecvFlags::empty()));
     }
-    retry_on_intr(|| receive(RecvFlags::empty()))
+    let started = Instant::now();
+    let received = loop {
+        match receive(RecvFlags::DONTWAIT) {
+            // The other end may be waiting for this very processor.
+            Err(Errno::AGAIN) if started.elapsed() < time => std::thread::yield_now(),
+            Err(Errno::AGAIN) => break retry_on_intr(|| receive(RecvFlags::empty())),
+            Err(Errno::INTR) => {}
+            received => break received,
+        }
+    };
+    spin.learn(given, started.elapsed());
+    received
 }
 
 /// How long to spin where nothing else is said: as long as a driver call or two take, and not at all
@@ -161,4 +194,29 @@ fn timespec(time: Duration) -> Timespec {
     // What does not fit is longer than any machine runs.
     let tv_sec = i64::try_from(time.as_secs()).unwrap_or(i64::MAX);
     Timespec { tv_sec, tv_nsec: time.subsec_nanos().into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIVEN: Duration = Duration::from_micros(50);
+
+    fn learned(spin: &mut Spin, took_us: u64) -> u128 {
+        spin.learn(GIVEN, Duration::from_micros(took_us));
+        spin.time(GIVEN).as_micros()
+    }
+
+    #[test]
+    fn a_spin_that_is_just_too_short_becomes_longer_and_one_that_is_no_use_does_not() {
+        let mut spin = Spin::default();
+        assert_eq!(spin.time(GIVEN), GIVEN);
+        assert_eq!(learned(&mut spin, 80), 120);
+        // A short gap between two long ones does not undo it.
+        assert_eq!(learned(&mut spin, 3), 105);
+        assert_eq!(learned(&mut spin, 80), 120);
+        assert_eq!(learned(&mut spin, 390), 400, "not for ever");
+        assert_eq!(learned(&mut spin, 401), 50);
+        assert_eq!(spin.time(Duration::ZERO), Duration::ZERO, "never where it was not wanted");
+    }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::ClientError;
 use super::connect::{ConnectOptions, reach, unexpected};
 use crate::lock::Granted;
-use crate::socket;
+use crate::socket::{self, Spin};
 use crate::wire::*;
 
 type Result<T> = std::result::Result<T, ClientError>;
@@ -23,14 +23,16 @@ pub(super) struct Channel {
     out: Vec<u8>,
     /// Descriptors that have come and belong to no answer yet.
     files: Vec<OwnedFd>,
-    spin: Duration,
+    spin: Spin,
+    spin_time: Duration,
 }
 
 impl Channel {
     /// Looks for answers without sleeping for so long.
     pub(super) fn new(socket: OwnedFd, spin: Duration) -> Self {
         let frames = FrameReader::new(MAX_ANSWER_BYTES);
-        Self { socket, frames, out: Vec::new(), files: Vec::new(), spin }
+        let (out, files) = (Vec::new(), Vec::new());
+        Self { socket, frames, out, files, spin: Spin::default(), spin_time: spin }
     }
 
     /// Sends a request and waits for the answer, with so many descriptors beside it unless it is an
@@ -65,7 +67,8 @@ impl Channel {
                 break Message::decode(bytes)?;
             }
             let space = self.frames.space();
-            match socket::receive(self.socket.as_fd(), space, &mut self.files, self.spin)? {
+            let (spin, given) = (&mut self.spin, self.spin_time);
+            match socket::receive(self.socket.as_fd(), space, &mut self.files, spin, given)? {
                 0 => return Err(ClientError::Disconnected),
                 bytes => self.frames.arrived(bytes),
             }

@@ -11,7 +11,7 @@ use rustix::net::sockopt::socket_peercred;
 use super::ServerError;
 use super::service::Service;
 use crate::lock::{Entered, Granted, Requested, SessionId};
-use crate::socket::{self, Waited};
+use crate::socket::{self, Spin, Waited};
 use crate::wire::{
     BATCH, Encode, ErrorResponse, Extensions, FrameReader, GetEventHistoryResponse,
     HandshakeRequest, HandshakeResponse, Message, encode_frame,
@@ -61,6 +61,7 @@ pub(super) struct Session {
     pub(super) out: Vec<u8>,
     socket: Arc<OwnedFd>,
     frames: FrameReader,
+    spin: Spin,
     /// Whether something was answered, so that a further request may soon be there.
     answered: bool,
 }
@@ -87,6 +88,7 @@ pub(super) fn start(service: &Arc<Service>, socket: OwnedFd) {
         out: Vec::new(),
         socket,
         frames: FrameReader::new(service.settings.max_message_bytes),
+        spin: Spin::default(),
         answered: false,
     };
     let thread = std::thread::Builder::new().name(format!("gms-{id}")).stack_size(STACK_BYTES);
@@ -180,9 +182,9 @@ impl Session {
                     return Err(End::Unreadable("no request within the time for it".to_owned()));
                 }
             }
-            let spin = if self.answered { self.service.spin() } else { Duration::ZERO };
+            let given = if self.answered { self.service.spin() } else { Duration::ZERO };
             let space = self.frames.space();
-            match socket::receive_bytes(self.socket.as_fd(), space, spin)? {
+            match socket::receive_bytes(self.socket.as_fd(), space, &mut self.spin, given)? {
                 0 => return Err(End::Gone),
                 bytes => self.frames.arrived(bytes),
             }

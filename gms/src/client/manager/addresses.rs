@@ -8,7 +8,39 @@ use crate::client::mappings::Place;
 use crate::client::{AllocationInfo, ClientError};
 use crate::cuda::{Mapping, Reservation};
 
+/// Bytes that are reserved at a time for mappings that are made one by one. Addresses cost nothing, and
+/// each reservation a call of the driver.
+const ROOM_BYTES: u64 = 1 << 30;
+
+/// Addresses that are reserved and belong to nobody yet.
+#[derive(Debug)]
+pub(super) struct Room {
+    reservation: Arc<Reservation>,
+    next: u64,
+    end: u64,
+}
+
 impl MemoryManager {
+    /// Addresses for a mapping: the next ones of what was reserved before, or, for large ones, of their
+    /// own. They are given back when all that were reserved together are.
+    fn room(&mut self, bytes: u64) -> Result<(u64, Arc<Reservation>)> {
+        if bytes > ROOM_BYTES / 4 {
+            let reservation = Arc::new(Reservation::new(&self.context, bytes)?);
+            return Ok((reservation.address(), reservation));
+        }
+        let room = match self.room.take() {
+            Some(room) if bytes <= room.end - room.next => room,
+            _ => {
+                let reservation = Arc::new(Reservation::new(&self.context, ROOM_BYTES)?);
+                let next = reservation.address();
+                Room { reservation, next, end: next + ROOM_BYTES }
+            }
+        };
+        let (address, reservation) = (room.next, Arc::clone(&room.reservation));
+        self.room = Some(Room { next: address + bytes, ..room });
+        Ok((address, reservation))
+    }
+
     pub(super) fn aligned(&self, bytes: u64) -> Result<u64> {
         let aligned = self.context.cuda().aligned(bytes).filter(|bytes| *bytes > 0);
         aligned.ok_or(ClientError::Size { bytes })
@@ -20,8 +52,7 @@ impl MemoryManager {
     /// [`ClientError::Size`], [`ClientError::Cuda`].
     pub fn reserve(&mut self, bytes: u64) -> Result<u64> {
         let bytes = self.aligned(bytes)?;
-        let reservation = Arc::new(Reservation::new(&self.context, bytes)?);
-        let address = reservation.address();
+        let (address, reservation) = self.room(bytes)?;
         self.places.insert(address, Place::new(reservation, bytes, None));
         Ok(address)
     }

@@ -6,6 +6,7 @@ mod handles;
 mod scratch;
 mod sleep;
 
+use addresses::Room;
 pub use scratch::ScratchSummary;
 use scratch::Scratches;
 
@@ -45,6 +46,7 @@ pub struct MemoryManager {
     session: Option<Session>,
     places: Places,
     scratches: Scratches,
+    room: Option<Room>,
     context: Context,
     path: PathBuf,
     /// The hash of the layout whose addresses are kept; empty where it is not known.
@@ -67,6 +69,7 @@ impl MemoryManager {
             session: None,
             places: Places::default(),
             scratches: Scratches::default(),
+            room: None,
             context,
             path: socket_path.into(),
             hash: String::new(),
