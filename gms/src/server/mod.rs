@@ -61,7 +61,8 @@ pub struct Settings {
     pub max_message_bytes: u64,
     /// The most connections at a time.
     pub max_connections: usize,
-    /// How long a client that has connected may take to say what it wants.
+    /// How long a client that has connected may take to say what it wants; also how long an answer
+    /// waits while the kernel has as many descriptors under way as it takes.
     pub handshake_timeout: Duration,
     /// How long a session looks for the next request without sleeping, once it has answered one: 50 µs,
     /// or nothing on machines with fewer than four processors. Not done where there are more

@@ -199,13 +199,23 @@ impl Session {
     ) -> Result<(), End> {
         self.out.clear();
         encode_frame(message, &mut self.out);
-        match socket::send_all(self.socket.as_fd(), &self.out, files) {
-            // More descriptors are under way than this user may have open, as those who are to
-            // take them do not read. Nothing was sent.
-            Err(Errno::TOOMANYREFS) => {
-                self.refuse("Too many descriptors are on their way to clients".to_owned())
+        let started = Instant::now();
+        let mut pause = Duration::from_micros(200);
+        loop {
+            match socket::send_all(self.socket.as_fd(), &self.out, files) {
+                // More descriptors are under way than this user may have open, to readers that
+                // import what they got before. Nothing was sent.
+                Err(Errno::TOOMANYREFS) => {}
+                sent => return Ok(sent?),
             }
-            sent => Ok(sent?),
+            if started.elapsed() > self.service.settings.handshake_timeout {
+                let text = "Too many descriptors are on their way to clients";
+                return self.refuse(text.to_owned());
+            }
+            if socket::wait(self.socket(), None, Some(pause))? == Waited::HungUp {
+                return Err(End::Gone);
+            }
+            pause = (pause * 2).min(Duration::from_millis(10));
         }
     }
 

@@ -21,11 +21,13 @@
 mod chunks;
 mod error;
 mod files;
+mod limits;
 mod load;
 mod manifest;
 mod save;
 
 pub use error::StorageError;
+pub use limits::{Limits, measure};
 pub use load::{check, load};
 pub use save::save;
 

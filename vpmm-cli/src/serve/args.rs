@@ -162,6 +162,19 @@ pub struct ServeBenchArgs {
     #[arg(long)]
     pub no_batch: bool,
 
+    /// Also save and load a layout, in a folder of this one, beside what the disk and page-locked
+    /// memory give by themselves.
+    #[arg(long, value_name = "FOLDER")]
+    pub folder: Option<PathBuf>,
+
+    /// How much to save and load.
+    #[arg(long, value_name = "BYTES", default_value = "8GiB", requires = "folder")]
+    pub bytes: ByteCount,
+
+    /// Be so many of the readers that read at once.
+    #[arg(long, hide = true, requires = "socket_path")]
+    pub readers: Option<usize>,
+
     /// Do as little as shows that every case works. The figures mean nothing.
     #[arg(long)]
     pub quick: bool,

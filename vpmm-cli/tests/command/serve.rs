@@ -300,8 +300,9 @@ fn a_bench_without_a_driver_or_a_server_ends_at_once() {
 #[test]
 fn the_bench_measures_every_case() {
     for extra in [&[][..], &["--no-batch"]] {
-        let mut command = vpmm(&["serve-bench", "--device", "sim", "--quick"]);
-        let output = command.args(extra).output().unwrap();
+        let folder = Folder::new();
+        let mut command = vpmm(&["serve-bench", "--device", "sim", "--quick", "--folder"]);
+        let output = command.arg(&folder.0).args(extra).output().unwrap();
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
         let lines: Vec<Value> =
             stdout(&output).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -316,7 +317,18 @@ fn the_bench_measures_every_case() {
             "bulk_import_2MiB",
             "layout_40GB_in_640",
             "readers_at_once",
+            "save",
+            "load",
         ];
         assert_eq!(cases, expected);
+        let [.., readers, saved, loaded] = lines.as_slice() else { panic!("{lines:?}") };
+        assert_eq!((&readers["readers"], &readers["processes"]), (&4.into(), &2.into()));
+        for line in [saved, loaded] {
+            assert_eq!(line["bytes"], 6 << 20);
+            for rate in ["gb_per_s", "disk_gb_per_s", "pinned_copy_gb_per_s", "of_the_slower"] {
+                assert!(line[rate].as_f64().is_some_and(|rate| rate > 0.0), "{rate}: {line}");
+            }
+        }
+        assert_eq!(folder.names(), [""; 0], "nothing is left");
     }
 }

@@ -1,5 +1,8 @@
 //! `vpmm serve-bench`: what the service costs its clients, with the server in a process of its own.
 
+mod disk;
+mod readers;
+
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -64,9 +67,13 @@ struct Bench<'a> {
 
 /// Runs every case and prints a JSON object for each.
 pub(crate) fn bench(args: &ServeBenchArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
-    let descriptors = raise_descriptor_limit();
+    raise_descriptor_limit();
     // First, as without a driver no server will come either.
     let driver = driver(args.device)?;
+    if let (Some(readers), Some(socket)) = (args.readers, &args.socket_path) {
+        let socket = socket.clone();
+        return readers::read(&mut Bench { args, driver, socket, out }, readers);
+    }
     let own = std::env::temp_dir().join(format!("gms-bench-{}.sock", std::process::id()));
     let socket = args.socket_path.clone().unwrap_or(own);
     let started = Instant::now();
@@ -86,8 +93,10 @@ pub(crate) fn bench(args: &ServeBenchArgs, out: &mut dyn Write) -> Result<Exit, 
     bench.create_one_by_one()?;
     bench.bulk("bulk_import_2MiB", bench.count(1000, 4), 2 * MIB)?;
     bench.bulk("layout_40GB_in_640", bench.count(640, 4), bench.count(62, 2) as u64 * MIB)?;
-    let readers = readers(descriptors);
-    bench.readers_at_once(bench.count(readers, 2))?;
+    bench.readers_at_once()?;
+    if let Some(folder) = &args.folder {
+        bench.disk(folder)?;
+    }
     Ok(Exit::Done)
 }
 
@@ -99,12 +108,6 @@ fn start(args: &ServeBenchArgs, socket: &Path) -> std::io::Result<Child> {
     }
     command.arg("--socket-path").arg(socket);
     command.stdout(Stdio::null()).spawn()
-}
-
-/// As many readers at once as this process has descriptors for: each holds up to two messages full.
-fn readers(descriptors: Option<u64>) -> usize {
-    let each = 2 * gms::wire::MAX_DESCRIPTORS as u64 + 16;
-    descriptors.map_or(256, |descriptors| (descriptors / each).clamp(1, 256) as usize)
 }
 
 fn ms(time: Duration) -> f64 {
@@ -263,35 +266,6 @@ impl Bench<'_> {
             "reader_import_ms": middle(imports),
             "reader_unmap_ms": middle(slept),
             "reader_remap_ms": middle(woken),
-        }))
-    }
-
-    /// Readers in threads of this process, without mapping: how long the slowest of them has to wait
-    /// for all descriptors of the layout.
-    fn readers_at_once(&mut self, readers: usize) -> Result<(), Abort> {
-        let (socket, options) = (&self.socket, self.options(Requested::Ro));
-        let started = Instant::now();
-        let times = std::thread::scope(|scope| {
-            let read = || -> Result<Duration, Abort> {
-                let mut session = Session::connect(socket, options).map_err(Abort::failure)?;
-                let handles = session.list(None).map_err(Abort::failure)?;
-                let ids: Vec<String> = handles.into_iter().map(|h| h.allocation_id).collect();
-                session.export_many(&ids, |_, _| Ok(())).map_err(Abort::failure)?;
-                Ok(started.elapsed())
-            };
-            let threads: Vec<_> = (0..readers).map(|_| scope.spawn(read)).collect();
-            let join = |thread: std::thread::ScopedJoinHandle<'_, Result<Duration, Abort>>| {
-                thread.join().unwrap_or_else(|_| Err(Abort::failure("a reader panicked")))
-            };
-            threads.into_iter().map(join).collect::<Result<Vec<_>, Abort>>()
-        })?;
-        let slowest = times.iter().max().copied().unwrap_or_default();
-        let (p50, _) = spread(times);
-        self.say(json!({
-            "case": "readers_at_once",
-            "readers": readers,
-            "ms_p50": p50 / 1e3,
-            "ms_slowest": ms(slowest),
         }))
     }
 }
