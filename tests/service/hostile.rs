@@ -148,6 +148,53 @@ fn running_out_of_descriptors_is_an_error_to_one_client() {
     assert!(server.end());
 }
 
+/// The kernel takes so many descriptors of a user that nobody has received yet. Readers that come when
+/// others have these wait, and are not refused.
+#[test]
+fn readers_wait_while_too_many_descriptors_are_under_way() {
+    let folder = Folder::new();
+    let mut server = Process::start("narrow-server", &folder.socket());
+    assert_eq!(server.hear(), "ready");
+    let options = |lock| ConnectOptions::new(lock).timeout(PATIENCE);
+    let mut writer = Session::connect(folder.socket(), options(Requested::Rw)).unwrap();
+    let made = writer.allocate_many(&[GRANULE; 250], "t").unwrap();
+    let ids: Vec<String> = made.into_iter().map(|made| made.allocation_id).collect();
+    writer.commit().unwrap();
+    let deaf: Vec<UnixStream> = (0..3)
+        .map(|_| {
+            let mut stream = raw(&folder.socket());
+            let extensions = wire::Extensions(vec![wire::BATCH.to_owned()]);
+            let (lock_type, timeout_ms) = (Requested::Ro, None);
+            let mut bytes = Vec::new();
+            let handshake = wire::HandshakeRequest { lock_type, timeout_ms, extensions };
+            encode_frame(&handshake, &mut bytes);
+            encode_frame(&wire::BatchExportRequest { allocation_ids: ids.clone() }, &mut bytes);
+            stream.write_all(&bytes).unwrap();
+            stream
+        })
+        .collect();
+    // All three have been answered once a request that comes later has.
+    let mut reader = Session::connect(folder.socket(), options(Requested::Ro)).unwrap();
+    eventually("readers are there", || reader.lock_state().unwrap().ro_session_count == 4);
+    std::thread::sleep(Duration::from_millis(100));
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let reading = std::thread::spawn(move || {
+        let mut count = 0;
+        let done = reader.export_many(&ids, |_, _| {
+            count += 1;
+            Ok(())
+        });
+        sender.send(()).unwrap();
+        done.map(|()| count)
+    });
+    let early = receiver.recv_timeout(Duration::from_millis(300));
+    assert!(early.is_err(), "750 descriptors are under way, and 600 may be");
+    drop(deaf);
+    assert_eq!(reading.join().unwrap().unwrap(), 250);
+    assert_eq!(server.ask("stop"), "stopped");
+    assert!(server.end());
+}
+
 #[test]
 fn connections_over_the_limit_are_closed() {
     let local = Local::with(1 << 30, |settings| settings.max_connections = 3);

@@ -12,6 +12,7 @@ use gms::memory::Memory;
 use gms::server::{Server, Settings};
 
 use rustix::process::{Resource, getrlimit, setrlimit};
+use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 
 use crate::random::Lcg;
 use crate::rig::{GRANULE, Machine, PATIENCE, pattern};
@@ -130,6 +131,16 @@ fn enter() {
             setrlimit(Resource::Nofile, limit).unwrap();
             serve(socket);
         }
+        "narrow-server" => {
+            let mut limit = getrlimit(Resource::Nofile);
+            limit.current = Some(NARROW);
+            setrlimit(Resource::Nofile, limit).unwrap();
+            // Whoever may set limits may have more under way than they say.
+            let none = CapabilitySet::empty();
+            let sets = CapabilitySets { effective: none, permitted: none, inheritable: none };
+            set_capabilities(None, sets).unwrap();
+            serve(socket);
+        }
         "writer" => write(socket),
         "reader" => read(socket),
         "idle-writer" => hold(socket, Requested::Rw),
@@ -143,6 +154,9 @@ fn enter() {
 
 /// Descriptors that a small server may have.
 const SMALL: u64 = 48;
+
+/// Descriptors that a narrow server may have, or have under way.
+const NARROW: u64 = 600;
 
 /// Serves until its input ends; answers what it is asked of itself.
 fn serve(socket: &Path) {
