@@ -5,6 +5,8 @@
 #
 #     scripts/gms-interop.sh FOLDER [ARGUMENTS FOR PYTEST]
 #
+# GMS_SEEDS says how many random conversations there are.
+#
 # FOLDER holds the package gpu_memory_service (lib/ of a checkout of NVIDIA Dynamo), which is not part
 # of this repository. Without it this says so, and is done. Installs maturin, cffi, cuda-bindings,
 # msgspec, uvloop and pytest into a virtual environment of its own, from the package index.

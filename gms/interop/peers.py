@@ -123,6 +123,11 @@ class Side:
         peer = self.peers[number]
         peer.send(data)
         got = peer.read(0.05) if quiet else peer.answer()
+        # A commit ends the session, with its answer or right after it.
+        if any(b"commit_response" in data for data, _ in got if data != "end"):
+            deadline = time.monotonic() + 10
+            while not peer.ended and time.monotonic() < deadline:
+                got += peer.read(0.1)
         return self._note(got)
 
     def drop(self, number):

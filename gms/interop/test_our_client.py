@@ -199,6 +199,38 @@ def test_sleep_seal_and_another_layout(tap):
     assert "CommitLayoutRequest" in check(tap)
 
 
+def test_scratch_becomes_the_same_layout_with_either_manager(servers, tap):
+    from cuda.bindings import driver as cuda
+    from gpu_memory_service.client.memory_manager import GMSClientMemoryManager as Theirs
+    from gpu_memory_service.common.locks import RequestedLockType as TheirLock
+
+    cuda.cuInit(0)
+    cuda.cuCtxSetCurrent(cuda.cuDevicePrimaryCtxRetain(cuda.cuDeviceGet(0)[1])[1])
+    hashes = []
+    for path in (tap.path, servers.start("ours")):
+        for manager_type, lock in ((Theirs, TheirLock), (GMSClientMemoryManager, RequestedLockType)):
+            manager = manager_type(path, scratch_size=4 * MIB)
+            for size in (9 * MIB + 5, MIB, 4 * MIB):
+                manager.create_scratch_mapping(size, tag="kv_cache")
+            assert manager.scratch_summary() == (3, 14 * MIB + 5, 4 * MIB)
+            manager.unmap_all_vas()
+            manager.connect(lock.RW)
+            manager.prepare_scratch_for_reallocation()
+            manager.reallocate_all_handles("kv_cache")
+            manager.remap_all_vas()
+            # Asleep and awake in a layout of its own.
+            manager.unmap_all_vas()
+            manager.abort()
+            manager.connect(lock.RW)
+            manager.reallocate_all_handles("kv_cache")
+            manager.remap_all_vas()
+            sealed = manager.commit_layout()
+            hashes.append((sealed.memory_layout_hash, sealed.granted_lock_type.value))
+            manager.close()
+    assert len(set(hashes)) == 1, hashes
+    check(tap)
+
+
 def run(*arguments):
     done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
