@@ -347,3 +347,37 @@ def test_a_tag_has_one_manager(server, tmp_path):
         pools.evict_gms_client_memory_manager(manager)
         manager.close()
     assert pools.get_gms_client_memory_managers() == ()
+
+
+class _Published:
+    """A reader of tensors that are in this test's memory, as there is no device."""
+
+    device, granted_lock_type = 0, GrantedLockType.RO
+
+
+def test_a_module_without_memory_is_attached(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from vpmm.gms import torch as gms_torch
+
+    def model(device):
+        with torch.device(device):
+            made = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+            made.register_parameter("tied", made[0].weight)
+        return made.eval()
+
+    source = model("cpu")
+    published = {name: (tensor.detach(), kind) for name, tensor, kind in gms_torch._of_module(source)}
+    monkeypatch.setattr(gms_torch, "tensors", lambda manager: published)
+    with pytest.raises(RuntimeError, match="device 0, not 1"):
+        gms_torch.materialize_module_from_gms(_Published(), source, device_index=1)
+    for device in ("meta", "cpu"):
+        module = model(device)
+        gms_torch.materialize_module_from_gms(_Published(), module, device_index=0)
+        value = torch.randn(5, 3)
+        assert torch.equal(module(value), source(value))
+        weight = source[0].weight.data_ptr()
+        assert module[0].weight.data_ptr() == module.tied.data_ptr() == weight, "in place"
+        assert not module[0].weight.requires_grad
+        assert module[1].running_mean.data_ptr() != source[1].running_mean.data_ptr(), "a copy"
+    with pytest.raises(ValueError, match="published as"):
+        gms_torch.attach(torch.nn.Sequential(torch.nn.Linear(4, 2)), _Published())

@@ -48,8 +48,10 @@ __all__ = [
     "get_gms_client_memory_managers",
     "get_or_create_gms_client_memory_manager",
     "gms_use_mem_pool",
+    "materialize_module_from_gms",
     "prune_allocations",
     "publish",
+    "register_module_tensors",
     "release_unused",
     "tensor_at",
     "tensors",
@@ -110,6 +112,27 @@ def _holder(mappings: dict[int, LocalMapping], address: int, size: int) -> int |
         if va <= address and address + size <= va + mapping.aligned_size:
             return va
     return None
+
+
+def register_module_tensors(manager: GMSClientMemoryManager, model: Any) -> set[str]:
+    """Puts metadata for a module's tensors, which are in the manager's memory: the allocations' names.
+    :func:`publish` does this and all the rest.
+
+    :raises RuntimeError: a parameter is not in the manager's memory; buffers need not be.
+    """
+    mappings, names = dict(manager.mappings), set()
+    for name, tensor, kind in _of_module(model):
+        if tensor.numel() == 0:
+            continue
+        address = tensor.data_ptr()
+        va = _holder(mappings, address, 1)
+        if va is not None:
+            allocation_id = mappings[va].allocation_id
+            manager.metadata_put(name, allocation_id, address - va, _describe(tensor, kind))
+            names.add(allocation_id)
+        elif kind == "parameter":
+            raise RuntimeError(f"{name} is not in the memory of the service")
+    return names
 
 
 def publish(module: Any, manager: GMSClientMemoryManager, tag: str = "weights") -> None:
@@ -193,7 +216,8 @@ def tensors(manager: GMSClientMemoryManager) -> dict[str, tuple[Any, str]]:
 
 def attach(module: Any, manager: GMSClientMemoryManager) -> None:
     """Has a module, of the same structure as the one that was published, use the published tensors: the
-    parameters as they are, read-only; buffers are copied, as programs write to them. The manager reads.
+    parameters as they are, read-only; buffers are copied, as programs write to them. The manager reads. The
+    module may have been made on PyTorch's ``meta`` device, without memory of its own.
 
     :raises KeyError: the module has a tensor that was not published.
     :raises ValueError: a tensor was published with another shape or type.
@@ -203,16 +227,39 @@ def attach(module: Any, manager: GMSClientMemoryManager) -> None:
     if manager.granted_lock_type == GrantedLockType.RW:
         raise ValueError("the manager writes: nothing is published")
     published = tensors(manager)
+    replaced: dict[int, Any] = {}
     with torch.no_grad():
-        for name, tensor, kind in _of_module(module):
+        for name, tensor, kind in list(_of_module(module)):
             if tensor.numel() == 0:
                 continue
             there, _ = published[name]
             if there.shape != tensor.shape or there.dtype != tensor.dtype:
                 text = f"{name} is {tensor.dtype} of {tuple(tensor.shape)}, published as"
                 raise ValueError(f"{text} {there.dtype} of {tuple(there.shape)}")
+            there = there if kind == "parameter" else there.clone()
+            if tensor.device != there.device:
+                replaced.setdefault(id(tensor), there)
+                _replace(module, name, replaced[id(tensor)], kind)
+                continue
             if kind == "parameter":
                 tensor.requires_grad_(False)
-                tensor.data = there
-            else:
-                tensor.data = there.clone()
+            tensor.data = there
+
+
+def _replace(module: Any, name: str, tensor: Any, kind: str) -> None:
+    """Puts another tensor in a module's place, for one that is elsewhere."""
+    import torch
+
+    owner_name, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(owner_name)
+    if kind == "parameter":
+        owner._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
+    else:
+        owner._buffers[leaf] = tensor
+
+
+def materialize_module_from_gms(manager: GMSClientMemoryManager, model: Any, *, device_index: int) -> None:
+    """:func:`attach`, as the Python service calls it."""
+    if manager.device != device_index:
+        raise RuntimeError(f"the manager is of device {manager.device}, not {device_index}")
+    attach(model, manager)

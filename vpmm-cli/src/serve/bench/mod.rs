@@ -92,7 +92,8 @@ pub(crate) fn bench(args: &ServeBenchArgs, out: &mut dyn Write) -> Result<Exit, 
     bench.round_trip()?;
     bench.create_one_by_one()?;
     bench.bulk("bulk_import_2MiB", bench.count(1000, 4), 2 * MIB)?;
-    bench.bulk("layout_40GB_in_640", bench.count(640, 4), bench.count(62, 2) as u64 * MIB)?;
+    let (count, bytes) = bench.layout();
+    bench.bulk("layout_40GB_in_640", count, bytes)?;
     bench.readers_at_once()?;
     if let Some(folder) = &args.folder {
         bench.disk(folder)?;
@@ -126,6 +127,11 @@ fn spread(mut times: Vec<Duration>) -> (f64, f64) {
 }
 
 impl Bench<'_> {
+    /// A layout of 40 GB: how many allocations, and of how many bytes each.
+    fn layout(&self) -> (usize, u64) {
+        (self.count(640, 4), self.count(60, 2) as u64 * MIB)
+    }
+
     fn count(&self, full: usize, quick: usize) -> usize {
         if self.args.quick { quick } else { full }
     }

@@ -12,7 +12,7 @@ use gms::lock::Requested;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::{Bench, MIB, ms, ordinal, spread};
+use super::{Bench, ms, ordinal, spread};
 use crate::exit::{Abort, Exit};
 
 /// Processes, and managers in each.
@@ -115,7 +115,7 @@ impl Bench<'_> {
     pub(super) fn readers_at_once(&mut self) -> Result<(), Abort> {
         let processes = self.count(PROCESSES, 2);
         let managers = self.count(MANAGERS, 2);
-        let (count, bytes) = (self.count(640, 4), self.count(62, 2) as u64 * MIB);
+        let (count, bytes) = self.layout();
         let mut writer = self.manager(Requested::Rw)?;
         writer.create_mappings(&vec![bytes; count], "bench").map_err(Abort::failure)?;
         writer.commit().map_err(Abort::failure)?;
