@@ -29,6 +29,12 @@ pub struct Limits {
     pub disk_read: Duration,
 }
 
+/// How many times the bytes are copied.
+const ROUNDS: u32 = 4;
+
+/// What a worker does with a chunk.
+type Work<'a> = dyn Fn(&mut Worker<'_>, Chunk) -> Result<(), StorageError> + Sync + 'a;
+
 /// Each file twice, as in saving.
 type Files<'a> = BTreeMap<&'a str, (File, File)>;
 
@@ -68,19 +74,23 @@ fn in_folder(
     let bytes = placed.iter().map(|one| one.aligned_size).sum();
     let chunks = cut(&placed, options.chunk_bytes);
     let address = |chunk: Chunk| addresses[chunk.allocation] + chunk.offset;
-    let timed = |work: &(dyn Fn(&mut Worker<'_>, Chunk) -> Result<(), StorageError> + Sync)| {
+    let timed = |chunks: &[Chunk], work: &Work<'_>| {
         let started = Instant::now();
-        for_each(manager.context(), options, &chunks, &|_| {}, work)?;
+        for_each(manager.context(), options, chunks, &|_| {}, work)?;
         Ok::<_, StorageError>(started.elapsed())
     };
-    let to_device = |worker: &mut Worker<'_>, chunk: Chunk| {
+    // Several times, as locking the pages takes its time as well.
+    let copies = chunks.repeat(ROUNDS as usize);
+    let copy_to_device = timed(&copies, &|worker, chunk| {
+        Ok(worker.stream.write(address(chunk), &worker.buffer, chunk.bytes as usize)?)
+    })? / ROUNDS;
+    let copy_to_host = timed(&copies, &|worker, chunk| {
+        Ok(worker.stream.read(address(chunk), &mut worker.buffer, chunk.bytes as usize)?)
+    })? / ROUNDS;
+    timed(&chunks, &|worker, chunk| {
         fill(worker.buffer.bytes_mut());
         Ok(worker.stream.write(address(chunk), &worker.buffer, chunk.bytes as usize)?)
-    };
-    let to_host = |worker: &mut Worker<'_>, chunk: Chunk| {
-        Ok(worker.stream.read(address(chunk), &mut worker.buffer, chunk.bytes as usize)?)
-    };
-    let (copy_to_device, copy_to_host) = (timed(&to_device)?, timed(&to_host)?);
+    })?;
 
     let path = |name: &str| folder.join(name.replace('/', "-"));
     let open_all = |write: bool| -> Result<Files<'_>, StorageError> {
@@ -93,7 +103,7 @@ fn in_folder(
     };
     let files = open_all(true)?;
     let started = Instant::now();
-    timed(&|worker, chunk| {
+    timed(&chunks, &|worker, chunk| {
         fill(worker.buffer.bytes_mut());
         let contents = &worker.buffer.bytes()[..chunk.bytes as usize];
         let (file, at) = place(&files, &placed[chunk.allocation], contents);
@@ -104,7 +114,7 @@ fn in_folder(
     }
     let disk_write = started.elapsed();
     let files = open_all(false)?;
-    let disk_read = timed(&|worker, chunk| {
+    let disk_read = timed(&chunks, &|worker, chunk| {
         let contents = &mut worker.buffer.bytes_mut()[..chunk.bytes as usize];
         let (file, at) = place(&files, &placed[chunk.allocation], contents);
         file.read_exact_at(contents, at + chunk.offset).map_err(failed("read", folder))
