@@ -1534,13 +1534,13 @@ enum vpmm_status vpmm_gms_set_scratch_block(const struct vpmm_gms *gms,
  * allocations of a tag to come. Needs no lock. What is written there is lost.
  *
  * # Safety
- * `gms` is null or a handle; `tag` is null or ends with a zero byte; `address` is null or has room for a
- * number.
+ * `gms` is null or a handle; `tag` is null or ends with a zero byte; `out` is null or has room for an
+ * address.
  */
 enum vpmm_status vpmm_gms_create_scratch_mapping(const struct vpmm_gms *gms,
                                                  uint64_t bytes,
                                                  const char *tag,
-                                                 uint64_t *address);
+                                                 uint64_t *out);
 
 /**
  * Gives a scratch mapping up, with its address. Waits for the device first. `found`, which may be null,

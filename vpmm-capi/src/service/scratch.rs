@@ -3,7 +3,7 @@
 use std::ffi::c_char;
 
 use super::{held, vpmm_gms};
-use crate::guard::{guard, put, text};
+use crate::guard::{guard, make, put, text};
 use crate::status::vpmm_status;
 
 /// Sets the bytes of the block behind scratch mappings, 512 MiB if this is not called: a power of two, and
@@ -26,22 +26,22 @@ pub unsafe extern "C" fn vpmm_gms_set_scratch_block(
 /// allocations of a tag to come. Needs no lock. What is written there is lost.
 ///
 /// # Safety
-/// `gms` is null or a handle; `tag` is null or ends with a zero byte; `address` is null or has room for a
-/// number.
+/// `gms` is null or a handle; `tag` is null or ends with a zero byte; `out` is null or has room for an
+/// address.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_gms_create_scratch_mapping(
     gms: *const vpmm_gms,
     bytes: u64,
     tag: *const c_char,
-    address: *mut u64,
+    out: *mut u64,
 ) -> vpmm_status {
-    guard(|| {
+    let work = || {
         // SAFETY: the caller vouches for both.
         let (mut held, tag) = unsafe { (held(gms)?, text(tag, "tag")?) };
-        let made = held.manager()?.create_scratch_mapping(bytes, tag)?;
-        // SAFETY: the caller vouches for it.
-        unsafe { put(address, "address", made) }
-    })
+        Ok(held.manager()?.create_scratch_mapping(bytes, tag)?)
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { make(out, work) }
 }
 
 /// Gives a scratch mapping up, with its address. Waits for the device first. `found`, which may be null,
