@@ -1,5 +1,5 @@
-"""All of these tests are on the process's pool, which has to be PyTorch's allocator before its first CUDA
-call, whichever of them comes first."""
+"""These tests are on the process's pool, which has to be PyTorch's allocator before its first CUDA call,
+whichever of them comes first. With --own-allocator PyTorch keeps its own, as the service's pools need it."""
 
 import pytest
 
@@ -9,9 +9,21 @@ except ImportError:
     torch = None
 
 
+def pytest_addoption(parser):
+    parser.addoption("--own-allocator", action="store_true", help="PyTorch keeps its own allocator")
+
+
 @pytest.fixture(scope="session", autouse=True)
-def allocator():
+def allocator(request):
+    if request.config.getoption("--own-allocator"):
+        return
     if torch is not None and torch.cuda.is_available():
         import vpmm.torch
 
         vpmm.torch.use()
+
+
+@pytest.fixture
+def own_allocator(request):
+    if not request.config.getoption("--own-allocator"):
+        pytest.skip("PyTorch has pools with its own allocator only: pytest tests_cuda/test_gms.py --own-allocator")

@@ -170,7 +170,7 @@ def _captured(cache):
     return graph
 
 
-def test_a_module_that_is_made_in_a_pool_is_published_without_a_copy(servers):
+def test_a_module_that_is_made_in_a_pool_is_published_without_a_copy(own_allocator, servers):
     manager = get_or_create_gms_client_memory_manager(servers["weights"], 0, RequestedLockType.RW)
     try:
         with use_pool("weights"):
@@ -205,7 +205,7 @@ def test_a_module_that_is_made_in_a_pool_is_published_without_a_copy(servers):
         manager.close()
 
 
-def test_a_pools_cache_sleeps_and_wakes_under_a_graph(servers):
+def test_a_pools_cache_sleeps_and_wakes_under_a_graph(own_allocator, servers):
     manager = get_or_create_gms_client_memory_manager(
         servers["kv_cache"], 0, RequestedLockType.RW, tag="kv_cache"
     )
@@ -243,7 +243,7 @@ def test_a_pools_cache_sleeps_and_wakes_under_a_graph(servers):
         manager.close()
 
 
-def test_a_standbys_cache_stands_on_scratch_until_it_takes_over(servers):
+def test_a_standbys_cache_stands_on_scratch_until_it_takes_over(own_allocator, servers):
     manager = create_scratch_manager(servers["kv_cache"], 0, scratch_size=64 * MIB)
     try:
         before = torch.cuda.mem_get_info()[0]

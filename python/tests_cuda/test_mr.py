@@ -64,6 +64,7 @@ def test_contents_in_memory_of_each(text):
             del tensor, buffer
             # Written at once by what gets the same memory.
             vpmm.DeviceBuffer(SIZE, stream=stream, mr=resource).fill(255)
+            side.synchronize()
             assert int(total) == int(expected)
     with pytest.raises(MemoryError):
         resource.allocate(1 << 50)

@@ -69,8 +69,12 @@ def use(device: int | None = None, *, report: bool = True, **options) -> None:
         _answer_questions()
 
 
-#: Whether the process's pool is PyTorch's allocator.
 _is_used = False
+
+
+def is_used() -> bool:
+    """Whether the process's pools are PyTorch's allocator: :func:`use`."""
+    return _is_used
 
 
 def MemPool(name: str | None = None, *, device: Any = None, **arguments) -> Any:

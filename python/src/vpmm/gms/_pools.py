@@ -104,10 +104,15 @@ def gms_use_mem_pool(tag: str = "weights", device: Any = None) -> Iterator[None]
     """Tensors that this thread makes meanwhile are in memory of the tag's manager, which writes. Publishing
     them copies nothing.
 
-    :raises RuntimeError: there is no manager for the tag, or it does not write.
+    :raises RuntimeError: there is no manager for the tag, or it does not write, or
+        :func:`vpmm.torch.use` has taken the place of PyTorch's own allocator, which alone has such pools.
     """
     import torch
 
+    from .. import torch as plugged
+
+    if plugged.is_used():
+        raise RuntimeError("PyTorch has such pools with its own allocator only: not after vpmm.torch.use()")
     pool = _pools.get(tag)
     if pool is None:
         raise RuntimeError(f"there is no manager for {tag!r}")
