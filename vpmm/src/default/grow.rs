@@ -27,6 +27,8 @@ pub(super) struct Growth {
     returns_then: u64,
     /// Growths in a row with nothing freed between.
     streak: u32,
+    /// Handles made beyond what was needed, ever: they are no reason to move more.
+    spent: u64,
     /// The granule behind the memory made last.
     pub(super) frontier: Option<u32>,
 }
@@ -255,7 +257,8 @@ impl Space {
         let live = self.out_units / u64::from(self.memory.granule_units());
         // A first look without walking: free memory that is too little cannot be extents enough.
         let free: u64 = self.free_units() / u64::from(self.memory.granule_units());
-        let enough = policy.moves_first(live, self.counters.created, means.moved_lately);
+        let needed = self.counters.created.saturating_sub(self.growth.spent);
+        let enough = policy.moves_first(live, needed, means.moved_lately);
         let short = means.room < u64::from(window.cost);
         let mut sources = Sources::default();
         if !policy.fixed && (short || free >= enough) {
@@ -573,6 +576,7 @@ impl Space {
         }
         self.retire_runs(&mut left);
         self.pace.spend(u64::from(job.spent));
+        self.growth.spent += u64::from(job.spent);
         self.counters.growths += 1;
         self.growth.streak = self.streak() + 1;
         self.growth.returns_then = self.returns;
