@@ -94,7 +94,7 @@ impl Policy {
         request: u64,
         saved: u64,
     ) -> u32 {
-        if mapped == 0 {
+        if mapped == 0 || saved == 0 {
             return length;
         }
         let needed = granules.div_ceil(length);
