@@ -4,9 +4,7 @@ use std::cell::UnsafeCell;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Looks at the lock this often before the thread gives its turn away: the holder may be waiting
-/// for a processor.
-const SPINS: u32 = 100;
+use super::backoff::Backoff;
 
 /// A test-and-test-and-set lock. No driver call and no system call belongs under it.
 pub(crate) struct SpinLock<T> {
@@ -33,17 +31,14 @@ impl<T> SpinLock<T> {
 
     #[cold]
     fn contend(&self) {
+        let mut backoff = Backoff::new();
         loop {
-            let mut spins = 0;
-            while self.held.load(Ordering::Relaxed) {
-                if spins < SPINS {
-                    std::hint::spin_loop();
-                    spins += 1;
-                } else {
-                    std::thread::yield_now();
-                }
+            if !backoff.pause() {
+                std::thread::yield_now();
+                backoff.reset();
             }
-            if !self.held.swap(true, Ordering::Acquire) {
+            let is_free = !self.held.load(Ordering::Relaxed);
+            if is_free && !self.held.swap(true, Ordering::Acquire) {
                 return;
             }
         }

@@ -1,7 +1,7 @@
 //! A pool that coalesces, over any other resource.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use smallvec::SmallVec;
 
@@ -13,6 +13,7 @@ use super::{give_all_back, lock};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, StreamWatcher};
 use crate::error::{Error, Result};
+use crate::lock::{PatientGuard, PatientMutex};
 use crate::ordering::{Mark, PendingPolicy};
 use crate::resource::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
 use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
@@ -124,7 +125,7 @@ pub struct CoalescingPool<R: MemoryResource> {
 #[derive(Debug)]
 struct Core {
     device: Device,
-    state: Mutex<State>,
+    state: PatientMutex<State>,
 }
 
 #[derive(Debug)]
@@ -295,14 +296,14 @@ impl Core {
     fn new(device: &Device) -> Arc<Self> {
         let (blocks, lanes) = (Blocks::default(), Lanes::new(device));
         let state = State { blocks, lanes, uses: Uses::new() };
-        let core = Arc::new(Self { device: device.clone(), state: Mutex::new(state) });
+        let core = Arc::new(Self { device: device.clone(), state: PatientMutex::new(state) });
         let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&core) as _;
         device.driver().watch_streams(watcher);
         core
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
+    fn state(&self) -> PatientGuard<'_, State> {
+        self.state.lock()
     }
 }
 

@@ -19,8 +19,6 @@
 //!   has waited for.
 //! - **L3** Epochs of a lane only grow, whichever stream has it: an old wait says nothing about a new stream.
 
-use std::sync::Mutex;
-
 use cuda_sys::types::CUresult;
 use smallvec::SmallVec;
 
@@ -29,10 +27,10 @@ use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, Driver, Failure, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::event::{BesideCaptures, Event};
+use crate::lock::PatientMutex;
 use crate::ordering::{Mark, next_pool};
 
 use super::blocks::{ByAddress, NOBODY};
-use super::lock;
 
 /// The legacy default stream's number here; the driver's own numbers do not come so far.
 const LEGACY: u64 = u64::MAX;
@@ -648,37 +646,37 @@ const _: () = assert!(NOBODY == 0);
 /// of the driver's list, and destroys its events. A failure means that nothing is left to wait for.
 pub(super) fn retire<S, W: StreamWatcher>(
     watcher: &W,
-    state: &Mutex<S>,
+    state: &PatientMutex<S>,
     lanes: impl Fn(&mut S) -> &mut Lanes,
 ) {
     let _ = wait_for_all(state, &lanes);
-    let driver = lanes(&mut lock(state)).driver().clone();
+    let driver = lanes(&mut state.lock()).driver().clone();
     // Streams were told until now; and nobody is in a call of the pool afterwards.
     driver.unwatch_streams(watcher);
-    lanes(&mut lock(state)).end();
+    lanes(&mut state.lock()).end();
 }
 
 /// Waits for all that was freed so far, for the device where there is no event for it. Without the lock
 /// meanwhile: what is waited for may depend on a thread that comes here first, to tell a stream's end.
-fn wait_for_all<S>(state: &Mutex<S>, lanes: &impl Fn(&mut S) -> &mut Lanes) -> Result<()> {
-    let device = lanes(&mut lock(state)).device.clone();
+fn wait_for_all<S>(state: &PatientMutex<S>, lanes: &impl Fn(&mut S) -> &mut Lanes) -> Result<()> {
+    let device = lanes(&mut state.lock()).device.clone();
     let driver = device.driver();
-    if lanes(&mut lock(state)).pending().is_empty() {
+    if lanes(&mut state.lock()).pending().is_empty() {
         return Ok(());
     }
     let _context = device.enter()?;
     let _beside = BesideCaptures::enter(driver)?;
-    let last = lanes(&mut lock(state)).last_records()?;
+    let last = lanes(&mut state.lock()).last_records()?;
     for (lane, record) in last {
         record.event.wait(driver)?;
-        lanes(&mut lock(state)).see_passed(lane, record.covers);
+        lanes(&mut state.lock()).see_passed(lane, record.covers);
     }
-    let left = lanes(&mut lock(state)).pending();
+    let left = lanes(&mut state.lock()).pending();
     if !left.is_empty() {
         // SAFETY: no arguments; the device's context is current.
         unsafe { driver.cuCtxSynchronize() }?;
         for (lane, epoch) in left {
-            lanes(&mut lock(state)).see_passed(lane, epoch);
+            lanes(&mut state.lock()).see_passed(lane, epoch);
         }
     }
     Ok(())

@@ -17,7 +17,7 @@ mod front;
 mod state;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use smallvec::SmallVec;
 
@@ -33,6 +33,7 @@ use super::{give_all_back, lock};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, StreamWatcher};
 use crate::error::{Error, Result};
+use crate::lock::{PatientGuard, PatientMutex};
 use crate::ordering::Mark;
 use crate::resource::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
 use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
@@ -102,12 +103,12 @@ struct Core {
     chunks: Chunks,
     /// Of streams whose end is told. Locked after `state`.
     fronts: ByStream<Front>,
-    state: Mutex<State>,
+    state: PatientMutex<State>,
 }
 
 impl Core {
-    fn state(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
+    fn state(&self) -> PatientGuard<'_, State> {
+        self.state.lock()
     }
 
     /// The front of a stream that has one.
@@ -178,7 +179,7 @@ impl<R: MemoryResource> FixedSize<R> {
             device: device.clone(),
             chunks: Chunks::new(block_bytes, blocks_at_once),
             fronts: ByStream::new(),
-            state: Mutex::new(State::new(Lanes::new(device), block_bytes)),
+            state: PatientMutex::new(State::new(Lanes::new(device), block_bytes)),
         });
         let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&core) as _;
         device.driver().watch_streams(watcher);
