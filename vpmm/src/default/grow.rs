@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use super::free_set::Block;
 use super::memory::Resident;
 use super::owner::Owner;
-use super::policy::Policy;
+use super::policy::{Growths, Policy};
 use super::space::{Part, Space};
 use super::tags::Tags;
 use crate::fence::{Fence, TimelineId};
@@ -258,7 +258,10 @@ impl Space {
         // A first look without walking: free memory that is too little cannot be extents enough.
         let free: u64 = self.free_units() / u64::from(self.memory.granule_units());
         let needed = self.counters.created.saturating_sub(self.growth.spent);
-        let enough = policy.moves_first(live, needed, means.moved_lately);
+        let moved = means.moved_lately;
+        let peak_live = self.peak_live / u64::from(self.memory.granule_units());
+        let growths = Growths { streak: self.streak(), created: needed, moved, peak_live };
+        let enough = policy.moves_first(live, growths);
         let short = means.room < u64::from(window.cost);
         let mut sources = Sources::default();
         if !policy.fixed && (short || free >= enough) {
@@ -285,9 +288,8 @@ impl Space {
             }
             let new = u64::from(missing).min(room) as u32;
             if new == missing {
-                let streak = self.streak();
                 let mapped = self.memory.mapped();
-                let ahead = if means.ahead { policy.ahead(streak, missing, mapped) } else { 0 };
+                let ahead = if means.ahead { policy.ahead(growths, missing, mapped) } else { 0 };
                 let more = u64::from(ahead.min(gap.beyond)).min(room - u64::from(new)) as u32;
                 if more > 0 {
                     // What comes ahead is worth its while in one piece only.

@@ -51,6 +51,14 @@ const STREAK: u32 = 5;
 const AHEAD_NEEDED: u32 = 4;
 const AHEAD_MOST: u64 = 128;
 
+/// Once so many extents have moved lately for each that was made, the program's requests do not settle
+/// in what the pool has, and would go on to have it moved for every few of them. Then growth maps this
+/// fraction of the pool ahead, whatever the request; until the pool has so many sixteenths of the most
+/// that was live.
+const RESTLESS: u64 = 8;
+const OF_POOL_RESTLESS: u64 = 64;
+const SIXTEENTHS_RESTLESS: u64 = 21;
+
 /// The numbers behind growth.
 #[derive(Clone, Debug)]
 pub(super) struct Policy {
@@ -128,18 +136,40 @@ impl Policy {
     }
 
     /// From how many granules of free extents on they move before more are made.
-    pub(super) fn moves_first(&self, live: u64, created: u64, moved: u64) -> u64 {
+    pub(super) fn moves_first(&self, live: u64, growths: Growths) -> u64 {
         let part = if self.limited { MOVED_FIRST_WITH_LIMIT } else { MOVED_FIRST };
-        let doublings = moved / (created.max(1) * MOVES_EACH);
+        let doublings = growths.moved / (growths.created.max(1) * MOVES_EACH);
         (live / part).max(1) << doublings.min(24)
     }
 
     /// Granules to map beyond the need of a request that needs `needed`.
-    pub(super) fn ahead(&self, streak: u32, needed: u32, mapped: u64) -> u32 {
-        if self.limited || streak < STREAK || needed > AHEAD_NEEDED {
+    pub(super) fn ahead(&self, growths: Growths, needed: u32, mapped: u64) -> u32 {
+        if self.limited {
             return 0;
         }
-        let most = mapped.min(AHEAD_MOST);
-        (u64::from(needed) << (streak - STREAK + 2).min(16)).min(most) as u32
+        let Growths { streak, created, moved, peak_live } = growths;
+        let is_slim = mapped * 16 < peak_live * SIXTEENTHS_RESTLESS;
+        let granules = if is_slim && moved > created.max(1) * RESTLESS {
+            mapped / OF_POOL_RESTLESS
+        } else if streak >= STREAK && needed <= AHEAD_NEEDED {
+            let most = mapped.min(AHEAD_MOST);
+            (u64::from(needed) << (streak - STREAK + 2).min(16)).min(most)
+        } else {
+            0
+        };
+        u32::try_from(granules).unwrap_or(u32::MAX)
     }
+}
+
+/// How a pool has grown.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Growths {
+    /// Growths in a row, with nothing freed between.
+    pub(super) streak: u32,
+    /// Extents made, for need.
+    pub(super) created: u64,
+    /// Extents moved lately.
+    pub(super) moved: u64,
+    /// The most granules that were live.
+    pub(super) peak_live: u64,
 }
