@@ -33,8 +33,12 @@ const COUNTED: usize = 5_000;
 /// One case on a pool: calls [`measure`] with its step.
 type Case = fn(Vpmm);
 
-const CASES: [(&str, Case); 3] =
-    [("pair_1MiB", pair), ("random_4MiB", random), ("cross_stream", cross_stream)];
+const CASES: [(&str, Case); 4] = [
+    ("pair_1MiB", pair),
+    ("random_4MiB", random),
+    ("random_64MiB", random_large),
+    ("cross_stream", cross_stream),
+];
 
 fn main() -> ExitCode {
     let Some(name) = std::env::args().nth(1) else {
@@ -62,6 +66,12 @@ fn pair(mut subject: Vpmm) {
 fn random(subject: Vpmm) {
     let driver = subject.pool.device().driver().clone();
     let mut churn = Churn::new(subject, 2_500, 1, 4 * MIB);
+    measure(&driver, || churn.step());
+}
+
+fn random_large(subject: Vpmm) {
+    let driver = subject.pool.device().driver().clone();
+    let mut churn = Churn::new(subject, 100, 2 * MIB, 64 * MIB);
     measure(&driver, || churn.step());
 }
 

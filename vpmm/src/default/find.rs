@@ -66,15 +66,15 @@ impl Core {
 
 impl Space {
     /// The allocation that a unit is in: its first unit and its units. It begins in the unit's own
-    /// granule, or was noted when it was handed out as the one across that granule's beginning.
+    /// stretch, or was noted when it was handed out as the one across that stretch's beginning.
     fn live_around(&self, tags: &Tags, unit: u32) -> Option<(u32, u32)> {
-        let granule = self.memory.granule_of(unit);
-        self.memory.extent_at(granule)?;
+        self.memory.extent_at(self.memory.granule_of(unit))?;
         let live = |start: u32| {
             let units = tags.get(start).live_units()?;
             (start <= unit && unit < start + units).then_some((start, units))
         };
-        let first = granule * self.memory.granule_units();
+        let stretch = self.memory.stretch_of(unit);
+        let first = self.memory.start_of_stretch(stretch);
         let mut at = tags.first_with(unit);
         while at >= first {
             if tags.get(at) != Tag::None {
@@ -85,6 +85,6 @@ impl Space {
                 None => break,
             }
         }
-        live(self.memory.covered_by(granule))
+        live(self.memory.covered_by(stretch))
     }
 }

@@ -10,6 +10,10 @@ use crate::physical::Extent;
 use crate::region::{NodeId, Region, RegionMap, State};
 use crate::sharing::{SharedExtent, Span};
 
+/// Granules of which one note tells what reaches across their beginning. Most blocks are shorter, and cost
+/// no note; who asks what an address is inside of looks through the tags of one stretch at most.
+const STRETCH: u32 = 64;
+
 /// What is behind an extent's addresses. Anything but mapped only while the heap sleeps.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Backed {
@@ -65,8 +69,8 @@ pub(super) struct Memory {
     pub(super) map: RegionMap,
     /// For each granule of addresses one more than the number of its extent, 0 for none.
     at: Vec<u32>,
-    /// For each granule the first unit of the block that was handed out last across its beginning:
-    /// to be believed where that block is still there.
+    /// For each stretch of [`STRETCH`] granules the first unit of the block that was handed out last across
+    /// its beginning: to be believed where that block is still there.
     covered_by: Vec<u32>,
     extents: Vec<Resident>,
     vacant: Vec<u32>,
@@ -95,7 +99,7 @@ impl Memory {
             split_unit: (small + 1) * (granule_bytes / UNIT_BYTES) as u32,
             map,
             at: vec![0; granules as usize],
-            covered_by: vec![0; granules as usize],
+            covered_by: vec![0; granules.div_ceil(STRETCH) as usize],
             extents: Vec::new(),
             vacant: Vec::new(),
             mapped: 0,
@@ -127,18 +131,34 @@ impl Memory {
         self.split_unit
     }
 
-    /// Notes a block at every granule that begins inside it.
+    /// The stretch of granules that a unit is in.
+    #[inline]
+    pub(super) fn stretch_of(&self, unit: u32) -> u32 {
+        unit >> self.granule_shift >> STRETCH.ilog2()
+    }
+
+    /// The first unit of a stretch.
+    pub(super) fn start_of_stretch(&self, stretch: u32) -> u32 {
+        (stretch * STRETCH) << self.granule_shift
+    }
+
+    /// Notes a block at every stretch that begins inside it.
     #[inline]
     pub(super) fn cover(&mut self, start: u32, units: u32) {
-        let (first, last) = (self.granule_of(start), self.granule_of(start + units - 1));
+        let (first, last) = (self.stretch_of(start), self.stretch_of(start + units - 1));
         if first < last {
-            self.covered_by[first as usize + 1..=last as usize].fill(start);
+            self.cover_stretches(first + 1, last, start);
         }
     }
 
-    /// The first unit of the block that was handed out last across the beginning of a granule.
-    pub(super) fn covered_by(&self, granule: u32) -> u32 {
-        self.covered_by[granule as usize]
+    #[inline(never)]
+    fn cover_stretches(&mut self, first: u32, last: u32, start: u32) {
+        self.covered_by[first as usize..=last as usize].fill(start);
+    }
+
+    /// The first unit of the block that was handed out last across the beginning of a stretch.
+    pub(super) fn covered_by(&self, stretch: u32) -> u32 {
+        self.covered_by[stretch as usize]
     }
 
     /// The granules of addresses of a part.

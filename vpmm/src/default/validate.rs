@@ -198,10 +198,11 @@ impl Space {
                         return broken(I1, format!("unit {at} is noted on one side only"));
                     }
                     noted_seen += usize::from(noted);
-                    let mut across =
-                        (at + 1).div_ceil(granule_units)..(at + units).div_ceil(granule_units);
-                    if let Some(granule) = across.find(|of| self.memory.covered_by(*of) != at) {
-                        return broken(I1, format!("granule {granule} is not noted as of {at}"));
+                    let [first, last] =
+                        [at, at + units - 1].map(|unit| self.memory.stretch_of(unit));
+                    let mut across = first + 1..=last;
+                    if let Some(stretch) = across.find(|of| self.memory.covered_by(*of) != at) {
+                        return broken(I1, format!("stretch {stretch} is not noted as of {at}"));
                     }
                     out_units += u64::from(units);
                     out_blocks += 1;
