@@ -99,8 +99,8 @@ def fullest(torch, work):
             nonlocal most, segments, statistics
             made = function(*arguments, **(further or {}))
             now = vpmm.statistics()
-            # Another one for each thousandth is often enough.
-            if now.live_bytes > most * 1.001:
+            # Another one for each few thousandths is often enough.
+            if now.live_bytes > most * 1.003:
                 most, segments, statistics = now.live_bytes, vpmm.snapshot()["segments"], now
             return made
 
