@@ -44,3 +44,7 @@ cargo build --quiet --locked --profile test -p vpmm-cli --bin vpmm
 export VPMM_COMMAND=$CARGO_TARGET_DIR/debug/vpmm
 cd python
 VPMM_DEVICE=sim python -m pytest tests "$@"
+if (($# == 0)); then
+    # For two GPUs; here so that it is not there that it runs for the first time.
+    VPMM_DEVICE=sim python -m pytest tests_cuda/test_dask.py
+fi

@@ -7,6 +7,8 @@ from workload import arguments, choose, run
 
 args = arguments(
     __doc__,
+    steps=12,
+    warmup=3,
     layers=(int, 24),
     width=(int, 2048),
     heads=(int, 16),

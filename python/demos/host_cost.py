@@ -4,10 +4,13 @@ leaves PyTorch's wrapper; and the plug-in's two functions by themselves.
 
     python python/demos/host_cost.py            all of them, each in a process of its own: JSON, a line each
     python python/demos/host_cost.py raw        one
+    python python/demos/host_cost.py vpmm --case "1 MiB" --folder /tmp/built
 
-`raw` needs no PyTorch, and runs on the simulated device with VPMM_DEVICE=sim.
+The library is built once for all, or stays in a folder for the next time. `raw` needs no PyTorch, and runs on
+the simulated device with VPMM_DEVICE=sim.
 """
 
+import argparse
 import ctypes
 import functools
 import json
@@ -35,8 +38,11 @@ CASES = {
 
 
 def build(folder, with_torch):
-    """The library of host_cost.cpp."""
-    source, library = pathlib.Path(__file__).with_name("host_cost.cpp"), folder / "host_cost.so"
+    """The library of host_cost.cpp, if it is not there."""
+    source = pathlib.Path(__file__).with_name("host_cost.cpp")
+    library = folder / ("host_cost_torch.so" if with_torch else "host_cost.so")
+    if library.exists():
+        return ctypes.CDLL(str(library))
     command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)]
     if with_torch:
         import torch
@@ -54,9 +60,10 @@ def build(folder, with_torch):
     return ctypes.CDLL(str(library))
 
 
-def measure(way, call, stream_name, stream):
+def measure(way, cases, call, stream_name, stream):
     """Prints a line for each case."""
-    for case, (sizes, live) in CASES.items():
+    for case in cases:
+        sizes, live = CASES[case]
         array = (ctypes.c_size_t * len(sizes))(*sizes)
         out = (ctypes.c_double * ROUNDS)()
         numbers = map(ctypes.c_size_t, (len(sizes), live, STEPS, ROUNDS))
@@ -76,7 +83,8 @@ def measure(way, call, stream_name, stream):
         )
 
 
-def run(way, folder):
+def run(way, cases, folder):
+    """One of them, in this process."""
     if way == "raw":
         from vpmm import _library
 
@@ -86,7 +94,7 @@ def run(way, folder):
             ctypes.cast(getattr(plugin, name), ctypes.c_void_p)
             for name in ("vpmm_torch_alloc", "vpmm_torch_free")
         ]
-        measure(way, functools.partial(library.host_cost_raw, *functions), "default", None)
+        measure(way, cases, functools.partial(library.host_cost_raw, *functions), "default", None)
         return
     if way == "expandable":
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -103,14 +111,26 @@ def run(way, folder):
         )
         torch.cuda.memory.change_current_allocator(plugin)
     torch.cuda.init()
-    measure(way, library.host_cost_torch, "default", None)
-    measure(way, library.host_cost_torch, "side", torch.cuda.Stream().cuda_stream)
+    measure(way, cases, library.host_cost_torch, "default", None)
+    measure(way, cases, library.host_cost_torch, "side", torch.cuda.Stream().cuda_stream)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("way", nargs="?", choices=WAYS)
+    parser.add_argument("--case", action="append", choices=CASES, help="one of them; may be given again")
+    parser.add_argument("--folder", type=pathlib.Path, help="where what is built stays")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        folder = args.folder or pathlib.Path(made)
+        if args.way:
+            run(args.way, args.case or list(CASES), folder)
+            return
+        named = [word for case in args.case or () for word in ("--case", case)]
+        for way in WAYS:
+            command = [sys.executable, __file__, way, "--folder", str(folder), *named]
+            subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        with tempfile.TemporaryDirectory() as made:
-            run(sys.argv[1], pathlib.Path(made))
-    else:
-        for each in WAYS:
-            subprocess.run([sys.executable, __file__, each], check=True)
+    main()

@@ -7,6 +7,8 @@ from workload import arguments, choose, run
 
 args = arguments(
     __doc__,
+    steps=40,
+    warmup=8,
     layers=(int, 24),
     width=(int, 2048),
     heads=(int, 16),

@@ -95,6 +95,27 @@ def test_a_layout_is_written_published_and_read(server):
                 reader.allocate_handle(MIB)
 
 
+def test_a_visitor_may_ask_as_well(server):
+    """Of the C ABI: nobody is kept waiting while somebody is shown something."""
+    lib, ffi, null = _library.lib, _library.ffi, _library.NULL
+    with GMSClientMemoryManager(server) as writer:
+        writer.connect(RequestedLockType.RW)
+        address = writer.create_mapping(size=MIB, tag="weights")
+        made = writer.mappings[address].allocation_id
+        writer.metadata_put("key", made, 0, b"value")
+        answers = []
+
+        def ask(*_):
+            answers.append(writer.granted_lock_type)
+
+        allocation = ffi.callback("void(void *, const vpmm_gms_allocation *)", ask)
+        value = ffi.callback("void(void *, const char *, uint64_t, const void *, size_t)", ask)
+        assert lib.vpmm_gms_handle_info(writer._handle, made.encode(), allocation, null) == 0
+        assert lib.vpmm_gms_list_mappings(writer._handle, allocation, null) == 0
+        assert lib.vpmm_gms_metadata_get(writer._handle, b"key", value, null) == 0
+        assert answers == [GrantedLockType.RW] * 3
+
+
 def test_each_step_by_itself(server):
     with GMSClientMemoryManager(server) as manager:
         manager.connect(RequestedLockType.RW)

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import shutil
+import statistics
 import subprocess
 import sys
 
@@ -17,17 +18,28 @@ if not shutil.which("g++"):
 DEMO = pathlib.Path(__file__).parents[1] / "demos" / "host_cost.py"
 
 
-def measured(way):
-    ran = subprocess.run([sys.executable, str(DEMO), way], capture_output=True, text=True)
+CASE = "1 MiB"
+
+
+def measured(way, folder):
+    """Nanoseconds of a request or a free, by stream."""
+    command = [sys.executable, str(DEMO), way, "--case", CASE, "--folder", str(folder)]
+    ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     lines = map(json.loads, ran.stdout.splitlines())
-    return {(line["stream"], line["case"]): line["min_ns"] for line in lines}
+    return {line["stream"]: line["min_ns"] for line in lines}
 
 
-def test_the_plug_in_is_a_small_part_of_pytorch_s_wrapper():
-    vpmm, nothing, torch_s = measured("vpmm"), measured("nothing"), measured("torch")
-    for case, ns in vpmm.items():
-        print(case, "vpmm", ns, "nothing", nothing[case], "torch", torch_s[case])
-    own = [vpmm[case] - nothing[case] for case in vpmm if case[1] == "1 MiB"]
-    # Generous: machines differ, and share their cores.
-    assert all(ns <= 60 for ns in own), own
+def test_the_plug_in_is_a_small_part_of_pytorch_s_wrapper(tmp_path):
+    """Machines differ in speed, and each from minute to minute, so they take turns, and are compared with
+    what came just before or after."""
+    by_wrapper, by_pytorch = [], []
+    for _ in range(3):
+        nothing, vpmm, torch_s = (measured(way, tmp_path) for way in ("nothing", "vpmm", "torch"))
+        for stream, ns in vpmm.items():
+            print(stream, "vpmm", ns, "nothing", nothing[stream], "torch", torch_s[stream])
+        by_wrapper += [vpmm[stream] / nothing[stream] for stream in vpmm]
+        by_pytorch += [vpmm[stream] / torch_s[stream] for stream in vpmm]
+    # The wrapper alone is 40 ns of 70 on the machine that the aim was set for.
+    assert statistics.median(by_wrapper) <= 1.75, by_wrapper
+    assert statistics.median(by_pytorch) <= 0.8, by_pytorch

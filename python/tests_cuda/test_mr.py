@@ -58,7 +58,7 @@ def test_contents_in_memory_of_each(text):
             expected = torch.frombuffer(bytearray(data), dtype=torch.uint8).sum(dtype=torch.int64)
             with torch.cuda.stream(side):
                 # Work of another stream that is still queued when the buffer goes.
-                torch.cuda._sleep(1_000_000)
+                torch.cuda._sleep(10_000_000)
                 total = tensor.sum(dtype=torch.int64)
             buffer.record_stream(side)
             del tensor, buffer
@@ -66,8 +66,10 @@ def test_contents_in_memory_of_each(text):
             vpmm.DeviceBuffer(SIZE, stream=stream, mr=resource).fill(255)
             side.synchronize()
             assert int(total) == int(expected)
-    with pytest.raises(MemoryError):
-        resource.allocate(1 << 50)
+    # The driver promises managed memory that a device does not have.
+    if not resource.facts.managed:
+        with pytest.raises(MemoryError):
+            resource.allocate(1 << 50)
 
 
 def test_cupy_s_arrays_from_a_resource():

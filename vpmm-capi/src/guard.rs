@@ -88,11 +88,14 @@ thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
 }
 
+/// A text for C. One with a zero byte in it ends there.
+pub(crate) fn c_text(text: &str) -> CString {
+    CString::new(text.split('\0').next().unwrap_or_default()).unwrap_or_default()
+}
+
 /// Keeps a text as this thread's last error.
 pub(crate) fn remember(text: &str) {
-    // A text with a zero byte in it ends there.
-    let text = text.split('\0').next().unwrap_or_default();
-    let text = CString::new(text).unwrap_or_default();
+    let text = c_text(text);
     // A thread that is ending has nobody to read it.
     let _ = LAST.try_with(|last| *last.borrow_mut() = text);
 }

@@ -15,7 +15,7 @@ pub use tensors::{
     vpmm_gms_torch_alloc, vpmm_gms_torch_begin, vpmm_gms_torch_end, vpmm_gms_torch_free,
 };
 
-use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
+use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -26,7 +26,7 @@ use gms::lock::{Granted, Requested};
 
 use crate::driver::{Loaded, vpmm_driver};
 use crate::grows::{self, Grows};
-use crate::guard::{Failure, given, guard, put, text};
+use crate::guard::{Failure, c_text, given, guard, make, put_if, release, text, with};
 use crate::status::vpmm_status;
 
 /// A manager; nothing once it was closed. Tensors of PyTorch's know theirs as well.
@@ -181,18 +181,71 @@ impl Held<'_> {
     }
 }
 
-/// # Safety
-/// `gms` is null or a handle.
-unsafe fn held<'a>(gms: *const vpmm_gms) -> Result<Held<'a>, Failure> {
-    // SAFETY: the caller vouches for it.
-    let gms = unsafe { given(gms, "gms") }?;
-    Ok(Held(gms.manager.lock().unwrap_or_else(PoisonError::into_inner)))
+impl vpmm_gms {
+    fn held(&self) -> Held<'_> {
+        Held(self.manager.lock().unwrap_or_else(PoisonError::into_inner))
+    }
 }
 
-fn c_text(text: &str) -> CString {
-    // A text with a zero byte in it, which no server of ours gives, ends there.
-    let text = text.split('\0').next().unwrap_or_default();
-    CString::new(text).unwrap_or_default()
+impl Drop for vpmm_gms {
+    fn drop(&mut self) {
+        // Here and not where a tensor that goes may be the last to know of it.
+        let manager = self.held().0.take();
+        drop(manager);
+    }
+}
+
+/// Asks a manager for something. It is let go of then: what calls a visitor does so afterwards, so that the
+/// visitor may ask as well.
+///
+/// # Safety
+/// `gms` is null or a handle, which is not released meanwhile.
+unsafe fn ask<T>(
+    gms: *const vpmm_gms,
+    work: impl FnOnce(&mut MemoryManager) -> Result<T, Failure>,
+) -> Result<T, Failure> {
+    // SAFETY: the caller vouches for it.
+    let gms = unsafe { given(gms, "gms") }?;
+    work(gms.held().manager()?)
+}
+
+/// Runs what a function does with a manager.
+///
+/// # Safety
+/// As `ask`.
+unsafe fn with_manager(
+    gms: *const vpmm_gms,
+    work: impl FnOnce(&mut MemoryManager) -> Result<(), Failure>,
+) -> vpmm_status {
+    // SAFETY: the caller vouches for it.
+    guard(|| unsafe { ask(gms, work) })
+}
+
+/// Runs what a function makes with a manager, and writes it.
+///
+/// # Safety
+/// As `ask`; `out` is null or to memory for a value.
+unsafe fn make_with_manager<T>(
+    gms: *const vpmm_gms,
+    out: *mut T,
+    work: impl FnOnce(&mut MemoryManager) -> Result<T, Failure>,
+) -> vpmm_status {
+    // SAFETY: the caller vouches for it.
+    let work = || unsafe { ask(gms, work) };
+    // SAFETY: the caller vouches for it.
+    unsafe { make(out, work) }
+}
+
+/// A text, or none for null.
+///
+/// # Safety
+/// As `text`.
+unsafe fn text_if<'a>(pointer: *const c_char, argument: &str) -> Result<Option<&'a str>, Failure> {
+    if pointer.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the caller vouches for it.
+    unsafe { text(pointer, argument) }.map(Some)
 }
 
 /// Calls a visitor with an allocation.
@@ -238,23 +291,21 @@ pub unsafe extern "C" fn vpmm_gms_open(
     socket_path: *const c_char,
     out: *mut *mut vpmm_gms,
 ) -> vpmm_status {
-    guard(|| {
+    let work = || {
         // SAFETY: the caller vouches for it.
         let loaded = &unsafe { given(driver, "driver") }?.0;
         if socket_path.is_null() {
             return Err(Failure::null("socket_path"));
-        }
-        if out.is_null() {
-            return Err(Failure::null("out"));
         }
         // SAFETY: the caller vouches for it.
         let path = OsStr::from_bytes(unsafe { CStr::from_ptr(socket_path) }.to_bytes());
         let manager = MemoryManager::new(loaded.raw(), device, path)?;
         let manager = Arc::new(Mutex::new(Some(manager)));
         let client = vpmm_gms { manager, _loaded: Arc::clone(loaded) };
-        // SAFETY: the caller vouches for it.
-        unsafe { put(out, "out", Box::into_raw(Box::new(client))) }
-    })
+        Ok(Box::into_raw(Box::new(client)))
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { make(out, work) }
 }
 
 /// Waits for the device, and gives everything up: memory, addresses, the lock. The handle can only be
@@ -264,11 +315,12 @@ pub unsafe extern "C" fn vpmm_gms_open(
 /// `gms` is null or a handle; the memory is not used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_gms_close(gms: *const vpmm_gms) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let manager = unsafe { held(gms) }?.0.take();
+    let work = |gms: &vpmm_gms| {
+        let manager = gms.held().0.take();
         manager.map_or(Ok(()), |manager| Ok(manager.close()?))
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(gms, "gms", work) }
 }
 
 /// Gives a handle back, and everything up that was not.
@@ -277,16 +329,8 @@ pub unsafe extern "C" fn vpmm_gms_close(gms: *const vpmm_gms) -> vpmm_status {
 /// `gms` is null, or a handle that is not used again, nor is its memory.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_gms_release(gms: *mut vpmm_gms) {
-    if !gms.is_null() {
-        // SAFETY: made by `Box::into_raw` in `vpmm_gms_open`, given back once.
-        let gms = unsafe { Box::from_raw(gms) };
-        let _ = guard(|| {
-            // Here and not where a tensor that goes may be the last to know of it.
-            drop(Held(gms.manager.lock().unwrap_or_else(PoisonError::into_inner)).0.take());
-            drop(gms);
-            Ok(())
-        });
-    }
+    // SAFETY: made by `Box::into_raw` in `vpmm_gms_open`, given back once.
+    unsafe { release(gms) };
 }
 
 /// Sets the size, `sizeof (vpmm_gms_state)` as the program has it, and everything else to 0.
@@ -308,9 +352,8 @@ pub unsafe extern "C" fn vpmm_gms_state_of(
     gms: *const vpmm_gms,
     out: *mut vpmm_gms_state,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let held = unsafe { held(gms) }?;
+    let work = |gms: &vpmm_gms| {
+        let held = gms.held();
         let state = held.0.as_ref().map_or(vpmm_gms_state::INITIAL, |manager| vpmm_gms_state {
             grant: grant_of(manager.granted_lock()),
             is_unmapped: u32::from(manager.is_unmapped()),
@@ -320,7 +363,9 @@ pub unsafe extern "C" fn vpmm_gms_state_of(
         });
         // SAFETY: the caller vouches for it.
         unsafe { grows::fill(out, state) }
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(gms, "gms", work) }
 }
 
 /// Connects and waits for a lock, a `vpmm_gms_lock`, so many milliseconds, or for ever if negative.
@@ -336,7 +381,7 @@ pub unsafe extern "C" fn vpmm_gms_connect(
     timeout_milliseconds: i64,
     grant: *mut u32,
 ) -> vpmm_status {
-    guard(|| {
+    let work = |manager: &mut MemoryManager| {
         let lock = match lock {
             0 => Requested::Rw,
             1 => Requested::Ro,
@@ -351,14 +396,13 @@ pub unsafe extern "C" fn vpmm_gms_connect(
         if let Ok(milliseconds) = u64::try_from(timeout_milliseconds) {
             options = options.timeout(Duration::from_millis(milliseconds));
         }
+        let granted = manager.connect(options)?;
         // SAFETY: the caller vouches for it.
-        let granted = unsafe { held(gms) }?.manager()?.connect(options)?;
-        if grant.is_null() {
-            return Ok(());
-        }
-        // SAFETY: the caller vouches for it.
-        unsafe { put(grant, "grant", grant_of(Some(granted))) }
-    })
+        unsafe { put_if(grant, grant_of(Some(granted))) };
+        Ok(())
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, work) }
 }
 
 /// Gives the lock up. What is mapped stays mapped.
@@ -367,11 +411,12 @@ pub unsafe extern "C" fn vpmm_gms_connect(
 /// `gms` is null or a handle.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_gms_abort(gms: *const vpmm_gms) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        unsafe { held(gms) }?.manager()?.abort();
+    let work = |manager: &mut MemoryManager| {
+        manager.abort();
         Ok(())
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, work) }
 }
 
 /// Publishes the layout: waits for the device, takes the memory away here and keeps the addresses,
@@ -381,10 +426,8 @@ pub unsafe extern "C" fn vpmm_gms_abort(gms: *const vpmm_gms) -> vpmm_status {
 /// `gms` is null or a handle.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_gms_commit(gms: *const vpmm_gms) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        Ok(unsafe { held(gms) }?.manager()?.commit()?)
-    })
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, |manager| Ok(manager.commit()?)) }
 }
 
 /// Seals the layout: its allocations outlive this process. Session and mappings stay. `visit`, which may
@@ -400,7 +443,7 @@ pub unsafe extern "C" fn vpmm_gms_commit_layout(
 ) -> vpmm_status {
     guard(|| {
         // SAFETY: the caller vouches for it.
-        let hash = unsafe { held(gms) }?.manager()?.commit_layout()?;
+        let hash = unsafe { ask(gms, |manager| Ok(manager.commit_layout()?)) }?;
         if let Some(visit) = visit {
             // SAFETY: the caller vouches for it.
             unsafe { visit(context, c_text(&hash).as_ptr()) };
@@ -422,7 +465,7 @@ pub unsafe extern "C" fn vpmm_gms_layout_hash(
     guard(|| {
         let visit = visitor(visit)?;
         // SAFETY: the caller vouches for it.
-        let hash = unsafe { held(gms) }?.manager()?.layout_hash()?;
+        let hash = unsafe { ask(gms, |manager| Ok(manager.layout_hash()?)) }?;
         // SAFETY: the caller vouches for it.
         unsafe { visit(context, c_text(&hash).as_ptr()) };
         Ok(())
@@ -445,9 +488,10 @@ pub unsafe extern "C" fn vpmm_gms_allocate_handle(
 ) -> vpmm_status {
     guard(|| {
         let visit = visitor(visit)?;
-        // SAFETY: the caller vouches for both.
-        let (mut held, tag) = unsafe { (held(gms)?, text(tag, "tag")?) };
-        let made = held.manager()?.allocate_handle(bytes, tag)?;
+        // SAFETY: the caller vouches for it.
+        let tag = unsafe { text(tag, "tag") }?;
+        // SAFETY: the caller vouches for it.
+        let made = unsafe { ask(gms, |manager| Ok(manager.allocate_handle(bytes, tag)?)) }?;
         // SAFETY: the caller vouches for it.
         unsafe { show(visit, context, &made, None) };
         Ok(())
@@ -465,16 +509,13 @@ pub unsafe extern "C" fn vpmm_gms_export_handle(
     id: *const c_char,
     out: *mut c_int,
 ) -> vpmm_status {
-    guard(|| {
-        if out.is_null() {
-            return Err(Failure::null("out"));
-        }
-        // SAFETY: the caller vouches for both.
-        let (mut held, id) = unsafe { (held(gms)?, text(id, "id")?) };
-        let file = held.manager()?.export_handle(id)?;
+    let work = |manager: &mut MemoryManager| {
         // SAFETY: the caller vouches for it.
-        unsafe { put(out, "out", file.into_raw_fd()) }
-    })
+        let id = unsafe { text(id, "id") }?;
+        Ok(manager.export_handle(id)?.into_raw_fd())
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { make_with_manager(gms, out, work) }
 }
 
 /// Calls a function with an allocation.
@@ -490,9 +531,10 @@ pub unsafe extern "C" fn vpmm_gms_handle_info(
 ) -> vpmm_status {
     guard(|| {
         let visit = visitor(visit)?;
-        // SAFETY: the caller vouches for both.
-        let (mut held, id) = unsafe { (held(gms)?, text(id, "id")?) };
-        let found = held.manager()?.handle_info(id)?;
+        // SAFETY: the caller vouches for it.
+        let id = unsafe { text(id, "id") }?;
+        // SAFETY: the caller vouches for it.
+        let found = unsafe { ask(gms, |manager| Ok(manager.handle_info(id)?)) }?;
         // SAFETY: the caller vouches for it.
         unsafe { show(visit, context, &found, None) };
         Ok(())
@@ -513,9 +555,9 @@ pub unsafe extern "C" fn vpmm_gms_list_handles(
     guard(|| {
         let visit = visitor(visit)?;
         // SAFETY: the caller vouches for it.
-        let tag = if tag.is_null() { None } else { Some(unsafe { text(tag, "tag") }?) };
+        let tag = unsafe { text_if(tag, "tag") }?;
         // SAFETY: the caller vouches for it.
-        let all = unsafe { held(gms) }?.manager()?.list_handles(tag)?;
+        let all = unsafe { ask(gms, |manager| Ok(manager.list_handles(tag)?)) }?;
         for one in &all {
             // SAFETY: the caller vouches for it.
             unsafe { show(visit, context, one, None) };
@@ -537,7 +579,7 @@ pub unsafe extern "C" fn vpmm_gms_list_mappings(
     guard(|| {
         let visit = visitor(visit)?;
         // SAFETY: the caller vouches for it.
-        let all = unsafe { held(gms) }?.manager()?.mappings();
+        let all = unsafe { ask(gms, |manager| Ok(manager.mappings())) }?;
         for one in all {
             let allocation = AllocationInfo {
                 allocation_id: one.allocation_id,
@@ -564,16 +606,16 @@ pub unsafe extern "C" fn vpmm_gms_free_handle(
     id: *const c_char,
     freed: *mut u32,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for both.
-        let (mut held, id) = unsafe { (held(gms)?, text(id, "id")?) };
-        let was_there = held.manager()?.free_handle(id)?;
-        if freed.is_null() {
-            return Ok(());
-        }
+    let work = |manager: &mut MemoryManager| {
         // SAFETY: the caller vouches for it.
-        unsafe { put(freed, "freed", u32::from(was_there)) }
-    })
+        let id = unsafe { text(id, "id") }?;
+        let was_there = manager.free_handle(id)?;
+        // SAFETY: the caller vouches for it.
+        unsafe { put_if(freed, u32::from(was_there)) };
+        Ok(())
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, work) }
 }
 
 /// Reserves addresses for so many bytes, in whole granules.
@@ -586,15 +628,8 @@ pub unsafe extern "C" fn vpmm_gms_reserve(
     bytes: u64,
     out: *mut u64,
 ) -> vpmm_status {
-    guard(|| {
-        if out.is_null() {
-            return Err(Failure::null("out"));
-        }
-        // SAFETY: the caller vouches for it.
-        let address = unsafe { held(gms) }?.manager()?.reserve(bytes)?;
-        // SAFETY: the caller vouches for it.
-        unsafe { put(out, "out", address) }
-    })
+    // SAFETY: the caller vouches for both.
+    unsafe { make_with_manager(gms, out, |manager| Ok(manager.reserve(bytes)?)) }
 }
 
 /// Maps an allocation at an address that was reserved for it. The descriptor, of its memory, is closed
@@ -610,19 +645,19 @@ pub unsafe extern "C" fn vpmm_gms_map(
     address: u64,
     id: *const c_char,
 ) -> vpmm_status {
-    guard(|| {
-        if file < 0 {
+    // SAFETY: the caller vouches for it, and gives it away.
+    let file = (file >= 0).then(|| unsafe { OwnedFd::from_raw_fd(file) }).ok_or(file);
+    let work = |manager: &mut MemoryManager| {
+        let file = file.map_err(|file| {
             let text = format!("{file} is no descriptor");
-            return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
-        }
-        // SAFETY: the caller vouches for it, and gives it away.
-        let file = unsafe { OwnedFd::from_raw_fd(file) };
-        // SAFETY: the caller vouches for both.
-        let (mut held, id) = unsafe { (held(gms)?, text(id, "id")?) };
-        let manager = held.manager()?;
-        let allocation = manager.handle_info(id)?;
+            Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text)
+        })?;
+        // SAFETY: the caller vouches for it.
+        let allocation = manager.handle_info(unsafe { text(id, "id") }?)?;
         Ok(manager.map(address, file, allocation)?)
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, work) }
 }
 
 /// Waits for the device, takes the memory at an address away and keeps the address.
@@ -631,10 +666,8 @@ pub unsafe extern "C" fn vpmm_gms_map(
 /// `gms` is null or a handle.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_gms_unmap(gms: *const vpmm_gms, address: u64) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        Ok(unsafe { held(gms) }?.manager()?.unmap(address)?)
-    })
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, |manager| Ok(manager.unmap(address)?)) }
 }
 
 /// Gives an address back at which no memory is.
@@ -643,10 +676,8 @@ pub unsafe extern "C" fn vpmm_gms_unmap(gms: *const vpmm_gms, address: u64) -> v
 /// `gms` is null or a handle.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_gms_free_address(gms: *const vpmm_gms, address: u64) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        Ok(unsafe { held(gms) }?.manager()?.free_address(address)?)
-    })
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, |manager| Ok(manager.free_address(address)?)) }
 }
 
 /// Puts an entry of metadata.
@@ -663,17 +694,19 @@ pub unsafe extern "C" fn vpmm_gms_metadata_put(
     value: *const c_void,
     value_bytes: usize,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for all.
-        let (mut held, key, id) = unsafe { (held(gms)?, text(key, "key")?, text(id, "id")?) };
+    let work = |manager: &mut MemoryManager| {
+        // SAFETY: the caller vouches for both.
+        let (key, id) = unsafe { (text(key, "key")?, text(id, "id")?) };
         let value: &[u8] = match (value.is_null(), value_bytes) {
             (_, 0) => &[],
             (true, _) => return Err(Failure::null("value")),
             // SAFETY: the caller vouches for it.
             (false, bytes) => unsafe { std::slice::from_raw_parts(value.cast(), bytes) },
         };
-        Ok(held.manager()?.metadata_put(key, id, offset_bytes, value)?)
-    })
+        Ok(manager.metadata_put(key, id, offset_bytes, value)?)
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, work) }
 }
 
 /// Calls a function with an entry of metadata, if there is one.
@@ -690,9 +723,11 @@ pub unsafe extern "C" fn vpmm_gms_metadata_get(
 ) -> vpmm_status {
     guard(|| {
         let visit = visitor(visit)?;
-        // SAFETY: the caller vouches for both.
-        let (mut held, key) = unsafe { (held(gms)?, text(key, "key")?) };
-        if let Some(entry) = held.manager()?.metadata_get(key)? {
+        // SAFETY: the caller vouches for it.
+        let key = unsafe { text(key, "key") }?;
+        // SAFETY: the caller vouches for it.
+        let found = unsafe { ask(gms, |manager| Ok(manager.metadata_get(key)?)) }?;
+        if let Some(entry) = found {
             let id = c_text(&entry.allocation_id);
             let (value, bytes) = (entry.value.as_ptr().cast(), entry.value.len());
             // SAFETY: the caller vouches for it.
@@ -716,9 +751,9 @@ pub unsafe extern "C" fn vpmm_gms_metadata_list(
     guard(|| {
         let visit = visitor(visit)?;
         // SAFETY: the caller vouches for it.
-        let prefix = if prefix.is_null() { "" } else { unsafe { text(prefix, "prefix") }? };
+        let prefix = unsafe { text_if(prefix, "prefix") }?.unwrap_or_default();
         // SAFETY: the caller vouches for it.
-        let keys = unsafe { held(gms) }?.manager()?.metadata_list(prefix)?;
+        let keys = unsafe { ask(gms, |manager| Ok(manager.metadata_list(prefix)?)) }?;
         for key in keys {
             // SAFETY: the caller vouches for it.
             unsafe { visit(context, c_text(&key).as_ptr()) };
@@ -738,16 +773,16 @@ pub unsafe extern "C" fn vpmm_gms_metadata_delete(
     key: *const c_char,
     deleted: *mut u32,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for both.
-        let (mut held, key) = unsafe { (held(gms)?, text(key, "key")?) };
-        let was_there = held.manager()?.metadata_delete(key)?;
-        if deleted.is_null() {
-            return Ok(());
-        }
+    let work = |manager: &mut MemoryManager| {
         // SAFETY: the caller vouches for it.
-        unsafe { put(deleted, "deleted", u32::from(was_there)) }
-    })
+        let key = unsafe { text(key, "key") }?;
+        let was_there = manager.metadata_delete(key)?;
+        // SAFETY: the caller vouches for it.
+        unsafe { put_if(deleted, u32::from(was_there)) };
+        Ok(())
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, work) }
 }
 
 /// Makes an allocation of a tag and maps it, or where `id` is not null maps that one, which keeps its
@@ -764,23 +799,16 @@ pub unsafe extern "C" fn vpmm_gms_create_mapping(
     tag: *const c_char,
     out: *mut u64,
 ) -> vpmm_status {
-    guard(|| {
-        if out.is_null() {
-            return Err(Failure::null("out"));
-        }
+    let work = |manager: &mut MemoryManager| {
         // SAFETY: the caller vouches for it.
-        let mut held = unsafe { held(gms) }?;
-        let manager = held.manager()?;
-        let address = if id.is_null() {
+        Ok(match unsafe { text_if(id, "id") }? {
             // SAFETY: the caller vouches for it.
-            manager.create_mapping(bytes, unsafe { text(tag, "tag") }?)?
-        } else {
-            // SAFETY: the caller vouches for it.
-            manager.import_mapping(unsafe { text(id, "id") }?)?
-        };
-        // SAFETY: the caller vouches for it.
-        unsafe { put(out, "out", address) }
-    })
+            None => manager.create_mapping(bytes, unsafe { text(tag, "tag") }?)?,
+            Some(id) => manager.import_mapping(id)?,
+        })
+    };
+    // SAFETY: the caller vouches for both.
+    unsafe { make_with_manager(gms, out, work) }
 }
 
 /// Makes `count` allocations of a tag at once, and maps them side by side: the address of each.
@@ -796,22 +824,24 @@ pub unsafe extern "C" fn vpmm_gms_create_mappings(
     tag: *const c_char,
     out: *mut u64,
 ) -> vpmm_status {
-    guard(|| {
-        if count == 0 {
-            return Ok(());
-        }
+    if count == 0 {
+        return vpmm_status::VPMM_OK;
+    }
+    let work = |manager: &mut MemoryManager| {
         if sizes.is_null() || out.is_null() {
             return Err(Failure::null(if out.is_null() { "out" } else { "sizes" }));
         }
-        // SAFETY: the caller vouches for both.
-        let (mut held, tag) = unsafe { (held(gms)?, text(tag, "tag")?) };
+        // SAFETY: the caller vouches for it.
+        let tag = unsafe { text(tag, "tag") }?;
         // SAFETY: the caller vouches for it.
         let sizes = unsafe { std::slice::from_raw_parts(sizes, count) };
-        let made = held.manager()?.create_mappings(sizes, tag)?;
+        let made = manager.create_mappings(sizes, tag)?;
         // SAFETY: there is room for as many as there are sizes.
         unsafe { out.copy_from_nonoverlapping(made.as_ptr(), made.len().min(count)) };
         Ok(())
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, work) }
 }
 
 /// Maps every allocation of a tag, or all if it is null, side by side; the function is called with each
@@ -828,9 +858,9 @@ pub unsafe extern "C" fn vpmm_gms_import_all(
 ) -> vpmm_status {
     guard(|| {
         // SAFETY: the caller vouches for it.
-        let tag = if tag.is_null() { None } else { Some(unsafe { text(tag, "tag") }?) };
+        let tag = unsafe { text_if(tag, "tag") }?;
         // SAFETY: the caller vouches for it.
-        let all = unsafe { held(gms) }?.manager()?.import_all(tag)?;
+        let all = unsafe { ask(gms, |manager| Ok(manager.import_all(tag)?)) }?;
         if let Some(visit) = visit {
             for (allocation, address) in &all {
                 // SAFETY: the caller vouches for it.
@@ -851,10 +881,8 @@ pub unsafe extern "C" fn vpmm_gms_destroy_mapping(
     gms: *const vpmm_gms,
     address: u64,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        Ok(unsafe { held(gms) }?.manager()?.destroy_mapping(address)?)
-    })
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, |manager| Ok(manager.destroy_mapping(address)?)) }
 }
 
 /// Waits for the device, gives all memory up and keeps the addresses.
@@ -863,10 +891,8 @@ pub unsafe extern "C" fn vpmm_gms_destroy_mapping(
 /// `gms` is null or a handle; the memory is not used before it is back.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_gms_unmap_all(gms: *const vpmm_gms) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        Ok(unsafe { held(gms) }?.manager()?.unmap_all()?)
-    })
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, |manager| Ok(manager.unmap_all()?)) }
 }
 
 /// Brings the memory back at the same addresses. `VPMM_STALE` where the layout is another now.
@@ -875,10 +901,8 @@ pub unsafe extern "C" fn vpmm_gms_unmap_all(gms: *const vpmm_gms) -> vpmm_status
 /// `gms` is null or a handle.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_gms_remap_all(gms: *const vpmm_gms) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        Ok(unsafe { held(gms) }?.manager()?.remap_all()?)
-    })
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, |manager| Ok(manager.remap_all()?)) }
 }
 
 /// As a writer of a new layout, makes an allocation of a tag for every address that is kept;
@@ -891,13 +915,14 @@ pub unsafe extern "C" fn vpmm_gms_reallocate_all(
     gms: *const vpmm_gms,
     tag: *const c_char,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for both.
-        let (shared, tag) = unsafe { (&given(gms, "gms")?.manager, text(tag, "tag")?) };
+    let work = |gms: &vpmm_gms| {
         // SAFETY: the caller vouches for it.
-        let mut held = unsafe { held(gms) }?;
+        let tag = unsafe { text(tag, "tag") }?;
+        let mut held = gms.held();
         let manager = held.manager()?;
-        tensors::settle(shared, manager);
+        tensors::settle(&gms.manager, manager);
         Ok(manager.reallocate_all(tag)?)
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(gms, "gms", work) }
 }

@@ -39,29 +39,14 @@ class Worker:
         self.torch, self.cupy, self.numba = torch, cupy, numba
         self.history, self.snapshot, self.log = history, snapshot, log
 
-    def settings(self) -> dict[str, Any]:
-        """What it was made with, as plain values; what is as it is anyway is left out."""
-        own = {name: value for name, value in vars(self).items() if name != "options" and value}
-        return {**own, **self.options}
-
-    def begin(self, name: str = "") -> None:
-        """Makes the process's pool of device 0, which is the worker's own GPU where
-        ``CUDA_VISIBLE_DEVICES`` says so. ``name`` tells workers' files apart."""
+    def prepare(self) -> None:
+        """Has the process's pool be so once it is made, and libraries allocate from it. Touches no device, so
+        that ``CUDA_VISIBLE_DEVICES`` may still be set."""
         try:
             _pool.configure(**self.options)
         except InUseError:
             # Made by something before, or by a worker's settings that are given once more.
             _LOGGER.warning("the worker's pool was made before, and stays as it is")
-        pool = _pool.Pool.of_process()
-        if self.pool_size:
-            pool.free(pool.malloc(self.pool_size))
-        if self.history:
-            _snapshot.record_history(self.history)
-        if self.log:
-            stem, ending = os.path.splitext(self.log)
-            file = f"{stem}{_in_a_file_s_name(name)}{ending}"
-            process = mr.PoolMemoryResource.of_process()
-            mr.set_current_device_resource(mr.LoggingResourceAdaptor(process, file))
         if self.cupy:
             import cupy
 
@@ -78,6 +63,21 @@ class Worker:
             from . import torch
 
             torch.use()
+
+    def begin(self, name: str = "") -> None:
+        """Makes the process's pool of device 0, which is the worker's own GPU where
+        ``CUDA_VISIBLE_DEVICES`` says so. ``name`` tells workers' files apart."""
+        self.prepare()
+        pool = _pool.Pool.of_process()
+        if self.pool_size:
+            pool.free(pool.malloc(self.pool_size))
+        if self.history:
+            _snapshot.record_history(self.history)
+        if self.log:
+            stem, ending = os.path.splitext(self.log)
+            file = f"{stem}{_in_a_file_s_name(name)}{ending}"
+            process = mr.PoolMemoryResource.of_process()
+            mr.set_current_device_resource(mr.LoggingResourceAdaptor(process, file))
         _LOGGER.info("vpmm's pool on device 0: %s", self.options or "no limit")
 
     def end(self, name: str) -> None:

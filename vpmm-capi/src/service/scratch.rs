@@ -2,8 +2,10 @@
 
 use std::ffi::c_char;
 
-use super::{held, vpmm_gms};
-use crate::guard::{guard, make, put, text};
+use gms::client::MemoryManager;
+
+use super::{make_with_manager, vpmm_gms, with_manager};
+use crate::guard::{put_if, text};
 use crate::status::vpmm_status;
 
 /// Sets the bytes of the block behind scratch mappings, 512 MiB if this is not called: a power of two, and
@@ -16,10 +18,8 @@ pub unsafe extern "C" fn vpmm_gms_set_scratch_block(
     gms: *const vpmm_gms,
     bytes: u64,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        Ok(unsafe { held(gms) }?.manager()?.set_scratch_block(bytes)?)
-    })
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, |manager| Ok(manager.set_scratch_block(bytes)?)) }
 }
 
 /// Reserves addresses for so many bytes with the block behind all of them, for reading and writing, for
@@ -35,13 +35,13 @@ pub unsafe extern "C" fn vpmm_gms_create_scratch_mapping(
     tag: *const c_char,
     out: *mut u64,
 ) -> vpmm_status {
-    let work = || {
-        // SAFETY: the caller vouches for both.
-        let (mut held, tag) = unsafe { (held(gms)?, text(tag, "tag")?) };
-        Ok(held.manager()?.create_scratch_mapping(bytes, tag)?)
+    let work = |manager: &mut MemoryManager| {
+        // SAFETY: the caller vouches for it.
+        let tag = unsafe { text(tag, "tag") }?;
+        Ok(manager.create_scratch_mapping(bytes, tag)?)
     };
-    // SAFETY: the caller vouches for it.
-    unsafe { make(out, work) }
+    // SAFETY: the caller vouches for both.
+    unsafe { make_with_manager(gms, out, work) }
 }
 
 /// Gives a scratch mapping up, with its address. Waits for the device first. `found`, which may be null,
@@ -55,15 +55,14 @@ pub unsafe extern "C" fn vpmm_gms_destroy_scratch_mapping(
     address: u64,
     found: *mut u32,
 ) -> vpmm_status {
-    guard(|| {
+    let work = |manager: &mut MemoryManager| {
+        let gone = manager.destroy_scratch_mapping(address)?;
         // SAFETY: the caller vouches for it.
-        let gone = unsafe { held(gms) }?.manager()?.destroy_scratch_mapping(address)?;
-        if found.is_null() {
-            return Ok(());
-        }
-        // SAFETY: the caller vouches for it.
-        unsafe { put(found, "found", u32::from(gone)) }
-    })
+        unsafe { put_if(found, u32::from(gone)) };
+        Ok(())
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, work) }
 }
 
 /// How many scratch mappings there are, the bytes that were asked for, and those of the memory behind
@@ -78,20 +77,18 @@ pub unsafe extern "C" fn vpmm_gms_scratch_summary(
     virtual_bytes: *mut u64,
     physical_bytes: *mut u64,
 ) -> vpmm_status {
-    guard(|| {
+    let work = |manager: &mut MemoryManager| {
+        let summary = manager.scratch_summary();
         // SAFETY: the caller vouches for it.
-        let summary = unsafe { held(gms) }?.manager()?.scratch_summary();
-        let numbers = [
-            (count, summary.count as u64),
-            (virtual_bytes, summary.virtual_bytes),
-            (physical_bytes, summary.physical_bytes),
-        ];
-        for (out, number) in numbers.into_iter().filter(|(out, _)| !out.is_null()) {
-            // SAFETY: the caller vouches for it.
-            unsafe { put(out, "out", number) }?;
-        }
+        unsafe { put_if(count, summary.count as u64) };
+        // SAFETY: the caller vouches for it.
+        unsafe { put_if(virtual_bytes, summary.virtual_bytes) };
+        // SAFETY: the caller vouches for it.
+        unsafe { put_if(physical_bytes, summary.physical_bytes) };
         Ok(())
-    })
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, work) }
 }
 
 /// Makes scratch mappings, whose block was given up by `vpmm_gms_unmap_all`, mappings whose memory is
@@ -101,8 +98,6 @@ pub unsafe extern "C" fn vpmm_gms_scratch_summary(
 /// `gms` is null or a handle.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_gms_prepare_scratch(gms: *const vpmm_gms) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        Ok(unsafe { held(gms) }?.manager()?.prepare_scratch_for_reallocation()?)
-    })
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, |manager| Ok(manager.prepare_scratch_for_reallocation()?)) }
 }

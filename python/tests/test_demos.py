@@ -1,0 +1,174 @@
+"""What the demos are measured by, with a workload that needs neither PyTorch nor a GPU."""
+
+import collections
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import vpmm
+
+DEMOS = pathlib.Path(__file__).parents[1] / "demos"
+sys.path.insert(0, str(DEMOS))
+
+import busy
+import held
+import ratios
+import rounds
+
+STAND_IN = str(pathlib.Path(__file__).with_name("stand_in.py"))
+MIB = 1 << 20
+
+
+def compare(tmp_path, *arguments):
+    """What it prints, what it writes, and how it ends."""
+    output = tmp_path / "out.jsonl"
+    command = [sys.executable, str(DEMOS / "compare.py"), "--output", str(output), *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert not ran.stderr, ran.stderr
+    return ran.stdout, list(map(json.loads, output.read_text().splitlines())), ran.returncode
+
+
+IN_ROUNDS = ["--rounds", "6", "--turn-seconds", "0.01", STAND_IN]
+
+
+def test_turns_come_one_after_another(tmp_path):
+    log = tmp_path / "log"
+    text, lines, status = compare(tmp_path, "--moves-per-second", "600", *IN_ROUNDS, "--", "--log", str(log))
+    assert status == 0, text
+    *results, summary = lines
+    assert [result["allocator"] for result in results] == ["torch", "expandable", "vpmm"]
+    assert len({(result["losses"], result["steps"]) for result in results}) == 1
+    steps = summary["turn_steps"]
+    assert steps >= 1 and all(result["steps"] == 2 + 6 * steps for result in results)
+    # Of three that take turns each has a third of the time.
+    assert results[2]["moves_per_second"] == 200
+    assert len(summary["rounds_s"]) == 6
+    for peer in ("torch", "expandable"):
+        summed = summary["ratios"]["vpmm"][peer]
+        assert summed["count"] == 6 and 0.2 < summed["median"] < 0.95, text
+    assert "losses are the same to the bit" in text
+    assert "the best of the others" in text
+    # PyTorch, which these need, is not there.
+    assert summary["busy"] is None and summary["where"] is None
+
+    stretches = sorted(
+        (float(begin), float(end), name, int(number))
+        for name, number, begin, end in map(str.split, log.read_text().splitlines())
+    )
+    assert all(one[1] <= next_[0] for one, next_ in itertools.pairwise(stretches))
+    turns = [
+        (name, [number for *_, number in group])
+        for name, group in itertools.groupby(stretches, lambda stretch: stretch[2])
+    ]
+    # Turns of one side by side, at the end of a round and the begin of the next, are one here.
+    done = {name: [] for name in ("torch", "expandable", "vpmm")}
+    for name, numbers in turns:
+        done[name] += numbers
+    assert all(numbers == list(range(2 + 6 * steps)) for numbers in done.values())
+
+
+def test_one_that_is_measured_twice_says_what_is_noise(tmp_path):
+    text, lines, status = compare(tmp_path, "--allocators", "torch,torch,vpmm", *IN_ROUNDS)
+    assert status == 0, text
+    assert list(lines[-1]["ratios"]) == ["vpmm", "torch#2"]
+    assert list(lines[-1]["ratios"]["torch#2"]) == ["torch"]
+    assert [line["label"] for line in lines[:-1]] == ["torch", "torch#2", "vpmm"]
+
+
+@pytest.mark.parametrize(
+    "what, said",
+    [
+        ("end", "vpmm: it ended\nthis one has had enough"),
+        ("no memory", "vpmm: at step 5: no memory for this one"),
+        ("differ", "losses differ"),
+    ],
+)
+def test_what_goes_wrong_is_told(tmp_path, what, said):
+    text, lines, status = compare(tmp_path, *IN_ROUNDS, "--", "--at", "5", "--what", what)
+    assert status == 1
+    assert said in text
+    assert lines
+
+
+def test_one_run_after_another(tmp_path):
+    text, lines, status = compare(tmp_path, "--repeat", "2", STAND_IN)
+    assert status == 0, text
+    names = [line["allocator"] for line in lines]
+    assert names == ["torch", "expandable", "vpmm", "expandable", "vpmm", "torch"]
+    assert all(line["steps"] == 6 and 1 < line["step_ms"] < 1000 for line in lines)
+    # The GPU of the stand-in has done its work when the host has.
+    assert all(line["caught_up"] == 1 for line in lines)
+    text, lines, status = compare(tmp_path, STAND_IN, "--", "--at", "3", "--what", "no memory")
+    assert status == 1 and "out of memory at step 3" in text
+
+
+def test_whose_turn_it_is():
+    names = ["a", "b", "c"]
+    made = [rounds.order(names, number) for number in range(6)]
+    assert made[0] == names
+    for place in range(3):
+        assert collections.Counter(one[place] for one in made) == {"a": 2, "b": 2, "c": 2}
+    before = collections.Counter(pair for one in made for pair in itertools.pairwise(one))
+    assert set(before.values()) == {2} and len(before) == 6
+
+
+def test_where_a_median_lies():
+    # The ranks that tables of the sign test have.
+    for count, rank in ((6, 1), (8, 1), (9, 2), (12, 3), (15, 4), (20, 6), (25, 8), (30, 10)):
+        summed = ratios.summary(range(count, 0, -1))
+        assert summed["interval"] == [rank, count + 1 - rank], count
+        assert summed["median"] == (count + 1) / 2
+    assert ratios.summary([3])["quartiles"] == [3, 3]
+    assert ratios.summary([1, 2])["interval"] == [1, 2]
+    assert "95" not in ratios.told(ratios.summary(range(5)))
+
+
+def test_how_long_at_least_one_works():
+    assert busy.together([]) == 0
+    assert busy.together([(5, 6), (0, 2), (1, 3), (1, 2), (3, 4)]) == 5
+
+
+def test_where_memory_is():
+    def block(address, size, state):
+        return {"address": address * MIB, "size": size * MIB, "vpmm_state": state}
+
+    blocks = [
+        block(0, 3, "live"),
+        block(3, 2, "cached"),
+        block(5, 4, "pending"),
+        block(9, 1, "live"),
+        # Two that nobody has.
+        block(12, 28, "idle"),
+    ]
+    awake = {"address": 0, "total_size": 40 * MIB, "is_asleep": False, "blocks": blocks}
+    found = held.where([awake, {**awake, "is_asleep": True}])
+    assert (found["live_bytes"], found["held_bytes"]) == (4 * MIB, 40 * MIB)
+    # 4 to 8, and 10 to 40.
+    assert found["whole_granule_bytes"] == 34 * MIB
+    sizes = list(held.SIZES)
+    for kind, size, count in (
+        ("front", sizes[1], 2),
+        ("shards", sizes[1], 4),
+        ("in transit", sizes[1], 2),
+        ("common", sizes[2], 28),
+        ("between live", sizes[1], 6),
+        ("between live", sizes[2], 30),
+    ):
+        assert found["kinds"][kind][size] == [count * MIB, 1], kind
+
+
+def test_where_a_pool_s_memory_is():
+    sizes = [1000 + 37 * MIB * turn // 5 for turn in range(12)]
+    buffers = [vpmm.DeviceBuffer(size) for size in sizes]
+    del buffers[1::3]
+    found = held.where(vpmm.snapshot()["segments"])
+    now = vpmm.statistics()
+    assert (found["live_bytes"], found["held_bytes"]) == (now.live_bytes, now.mapped_bytes)
+    together = {kind: sum(count for count, _ in kinds.values()) for kind, kinds in found["kinds"].items()}
+    free = now.mapped_bytes - now.live_bytes
+    assert together.pop("between live") == sum(together.values()) == free
+    assert together["front"] == now.cached_bytes
