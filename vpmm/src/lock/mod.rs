@@ -1,14 +1,12 @@
 //! Locks for paths where a mutex of the standard library costs as much as the work under it.
 //!
-//! [`SpinLock`] is one atomic exchange. [`PatientMutex`] is the standard library's, for sections that may
-//! be long, and waits awake before it sleeps. [`Biased`] is no exchange: one thread enters by a plain store
-//! and a plain load, and pays for that with a system call in whoever must take it from that thread.
+//! [`SpinLock`] is one atomic exchange. [`Biased`] is none: one thread enters by a plain store and a plain
+//! load, and pays for that with a system call in whoever must take it from that thread.
 
 mod backoff;
 mod biased;
 #[cfg(all(loom, test))]
 mod model;
-mod patient;
 mod spin;
 mod thread;
 
@@ -29,6 +27,5 @@ mod sync {
 }
 
 pub(crate) use biased::{Asymmetry, Biased, BiasedGuard};
-pub(crate) use patient::{PatientGuard, PatientMutex};
-pub(crate) use spin::SpinLock;
+pub(crate) use spin::{SpinGuard, SpinLock};
 pub(crate) use thread::{Life, Token};

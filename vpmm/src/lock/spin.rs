@@ -1,12 +1,14 @@
-//! A lock that spins, for sections of well under a microsecond.
+//! A lock that spins, for sections of well under a microsecond as a rule.
 
 use std::cell::UnsafeCell;
+use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::backoff::Backoff;
 
-/// A test-and-test-and-set lock. No driver call and no system call belongs under it.
+/// A test-and-test-and-set lock: one exchange to take it, and a plain store to let it go, as nobody is ever
+/// to be woken. Where a section calls the driver at times, those who come then sleep by themselves.
 pub(crate) struct SpinLock<T> {
     held: AtomicBool,
     value: UnsafeCell<T>,
@@ -33,10 +35,7 @@ impl<T> SpinLock<T> {
     fn contend(&self) {
         let mut backoff = Backoff::new();
         loop {
-            if !backoff.pause() {
-                std::thread::yield_now();
-                backoff.reset();
-            }
+            backoff.pause();
             let is_free = !self.held.load(Ordering::Relaxed);
             if is_free && !self.held.swap(true, Ordering::Acquire) {
                 return;
@@ -46,6 +45,12 @@ impl<T> SpinLock<T> {
 
     pub(crate) fn get_mut(&mut self) -> &mut T {
         self.value.get_mut()
+    }
+}
+
+impl<T> fmt::Debug for SpinLock<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SpinLock").finish_non_exhaustive()
     }
 }
 
@@ -93,5 +98,25 @@ mod tests {
             }
         });
         assert_eq!(*lock.lock(), 4 * rounds);
+    }
+
+    #[test]
+    fn it_is_taken_after_a_long_section_and_after_a_panic() {
+        let lock = SpinLock::new(0);
+        std::thread::scope(|scope| {
+            let held = lock.lock();
+            scope.spawn(|| *lock.lock() += 1);
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            drop(held);
+        });
+        let panicked = std::thread::scope(|scope| {
+            let thread = scope.spawn(|| {
+                let _guard = lock.lock();
+                panic!("with the lock held, for the test");
+            });
+            thread.join()
+        });
+        assert!(panicked.is_err());
+        assert_eq!(*lock.lock(), 1);
     }
 }

@@ -13,7 +13,7 @@ use super::{give_all_back, lock};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, StreamWatcher};
 use crate::error::{Error, Result};
-use crate::lock::{PatientGuard, PatientMutex};
+use crate::lock::{SpinGuard, SpinLock};
 use crate::ordering::{Mark, PendingPolicy};
 use crate::resource::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
 use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
@@ -125,7 +125,7 @@ pub struct CoalescingPool<R: MemoryResource> {
 #[derive(Debug)]
 struct Core {
     device: Device,
-    state: PatientMutex<State>,
+    state: SpinLock<State>,
 }
 
 #[derive(Debug)]
@@ -296,13 +296,13 @@ impl Core {
     fn new(device: &Device) -> Arc<Self> {
         let (blocks, lanes) = (Blocks::default(), Lanes::new(device));
         let state = State { blocks, lanes, uses: Uses::new() };
-        let core = Arc::new(Self { device: device.clone(), state: PatientMutex::new(state) });
+        let core = Arc::new(Self { device: device.clone(), state: SpinLock::new(state) });
         let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&core) as _;
         device.driver().watch_streams(watcher);
         core
     }
 
-    fn state(&self) -> PatientGuard<'_, State> {
+    fn state(&self) -> SpinGuard<'_, State> {
         self.state.lock()
     }
 }

@@ -27,7 +27,7 @@ use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, Driver, Failure, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::event::{BesideCaptures, Event};
-use crate::lock::PatientMutex;
+use crate::lock::SpinLock;
 use crate::ordering::{Mark, next_pool};
 
 use super::blocks::{ByAddress, NOBODY};
@@ -646,7 +646,7 @@ const _: () = assert!(NOBODY == 0);
 /// of the driver's list, and destroys its events. A failure means that nothing is left to wait for.
 pub(super) fn retire<S, W: StreamWatcher>(
     watcher: &W,
-    state: &PatientMutex<S>,
+    state: &SpinLock<S>,
     lanes: impl Fn(&mut S) -> &mut Lanes,
 ) {
     let _ = wait_for_all(state, &lanes);
@@ -658,7 +658,7 @@ pub(super) fn retire<S, W: StreamWatcher>(
 
 /// Waits for all that was freed so far, for the device where there is no event for it. Without the lock
 /// meanwhile: what is waited for may depend on a thread that comes here first, to tell a stream's end.
-fn wait_for_all<S>(state: &PatientMutex<S>, lanes: &impl Fn(&mut S) -> &mut Lanes) -> Result<()> {
+fn wait_for_all<S>(state: &SpinLock<S>, lanes: &impl Fn(&mut S) -> &mut Lanes) -> Result<()> {
     let device = lanes(&mut state.lock()).device.clone();
     let driver = device.driver();
     if lanes(&mut state.lock()).pending().is_empty() {

@@ -33,7 +33,7 @@ use super::{give_all_back, lock};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, StreamWatcher};
 use crate::error::{Error, Result};
-use crate::lock::{PatientGuard, PatientMutex};
+use crate::lock::{SpinGuard, SpinLock};
 use crate::ordering::Mark;
 use crate::resource::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
 use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
@@ -103,11 +103,11 @@ struct Core {
     chunks: Chunks,
     /// Of streams whose end is told. Locked after `state`.
     fronts: ByStream<Front>,
-    state: PatientMutex<State>,
+    state: SpinLock<State>,
 }
 
 impl Core {
-    fn state(&self) -> PatientGuard<'_, State> {
+    fn state(&self) -> SpinGuard<'_, State> {
         self.state.lock()
     }
 
@@ -179,7 +179,7 @@ impl<R: MemoryResource> FixedSize<R> {
             device: device.clone(),
             chunks: Chunks::new(block_bytes, blocks_at_once),
             fronts: ByStream::new(),
-            state: PatientMutex::new(State::new(Lanes::new(device), block_bytes)),
+            state: SpinLock::new(State::new(Lanes::new(device), block_bytes)),
         });
         let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&core) as _;
         device.driver().watch_streams(watcher);
