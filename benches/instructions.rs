@@ -24,20 +24,24 @@ use cuda_sys::types::{
 };
 use rig::{Churn, MIB, Machine, Profile, Ring, Subject, Vpmm, simulator};
 use vpmm::Driver;
+use vpmm_cli::trace::{Action, Trace};
 
 /// Steps of a case before counting, so that the pool is warm, and while counting. A step is two
 /// calls: a malloc and a free.
 const WARM_UP: usize = 5_000;
 const COUNTED: usize = 5_000;
 
+const GPT_TRAIN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/traces/gpt_train.csv.gz");
+
 /// One case on a pool: calls [`measure`] with its step.
 type Case = fn(Vpmm);
 
-const CASES: [(&str, Case); 4] = [
+const CASES: [(&str, Case); 5] = [
     ("pair_1MiB", pair),
     ("random_4MiB", random),
     ("random_64MiB", random_large),
     ("cross_stream", cross_stream),
+    ("gpt_train", gpt_train),
 ];
 
 fn main() -> ExitCode {
@@ -81,14 +85,73 @@ fn cross_stream(subject: Vpmm) {
     measure(&driver, || ring.step());
 }
 
+/// A training program, on one stream: its second pass over the pool.
+fn gpt_train(subject: Vpmm) {
+    let driver = subject.pool.device().driver().clone();
+    let trace = Trace::open(GPT_TRAIN).expect("the repository's trace");
+    assert_eq!(trace.streams, 1);
+    let mut player = Player { subject, live: vec![None; trace.allocations.len()] };
+    let mut steps: Vec<Step> = trace
+        .operations
+        .iter()
+        .map(|operation| Step {
+            slot: operation.slot as usize,
+            bytes: match operation.action {
+                Action::Allocate => {
+                    let bytes = trace.allocations[operation.slot as usize].bytes;
+                    Some(usize::try_from(bytes).expect("sizes are usize"))
+                }
+                Action::Free => None,
+            },
+        })
+        .collect();
+    // What the trace leaves allocated.
+    let mut is_live = vec![false; trace.allocations.len()];
+    steps.iter().for_each(|step| is_live[step.slot] = step.bytes.is_some());
+    let left = is_live.iter().enumerate().filter(|(_, is_live)| **is_live);
+    steps.extend(left.map(|(slot, _)| Step { slot, bytes: None }));
+    player.pass(&steps);
+    count(&driver, steps.len(), || player.pass(&steps));
+}
+
+/// One call of a trace: an allocation of so many bytes, or a free.
+struct Step {
+    slot: usize,
+    bytes: Option<usize>,
+}
+
+struct Player {
+    subject: Vpmm,
+    live: Vec<Option<<Vpmm as Subject>::Block>>,
+}
+
+impl Player {
+    fn pass(&mut self, steps: &[Step]) {
+        for step in steps {
+            match step.bytes {
+                Some(bytes) => self.live[step.slot] = Some(self.subject.malloc(bytes, 0)),
+                None => {
+                    let block = self.live[step.slot].take().expect("it is live");
+                    self.subject.free(block, 0);
+                }
+            }
+        }
+    }
+}
+
 fn measure(driver: &Driver, mut step: impl FnMut()) {
     (0..WARM_UP).for_each(|_| step());
+    count(driver, 2 * COUNTED, || (0..COUNTED).for_each(|_| step()));
+}
+
+/// Runs what makes so many calls, and counts.
+fn count(driver: &Driver, calls: usize, mut run: impl FnMut()) {
     let before = driver.calls();
     COUNTING.store(true, Ordering::Relaxed);
-    vpmm_counted(&mut || (0..COUNTED).for_each(|_| step()));
+    vpmm_counted(&mut run);
     COUNTING.store(false, Ordering::Relaxed);
     let driver_calls = driver.calls().since(&before).total();
-    println!("calls={} driver_calls={driver_calls}", 2 * COUNTED);
+    println!("calls={calls} driver_calls={driver_calls}");
 }
 
 /// Whether callgrind is collecting: it turns over at each entry of the functions below, so that
