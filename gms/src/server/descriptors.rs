@@ -47,6 +47,9 @@ impl Session {
                 }
             }
         }
+        if request.sizes.len() > 1 {
+            self.ahead.forget();
+        }
         let mut files = Vec::new();
         if request.export && refused.is_none() {
             match descriptors(made.iter().map(|(_, extent)| extent)) {

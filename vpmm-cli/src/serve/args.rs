@@ -129,6 +129,11 @@ pub struct ServeArgs {
     #[arg(long, value_name = "US")]
     pub spin: Option<u64>,
 
+    /// The largest allocation of which a writer that makes one after the other has the next one made
+    /// ahead, between its requests; 0 for none.
+    #[arg(long, value_name = "BYTES", default_value = "64MiB")]
+    pub ahead: ByteCount,
+
     /// Serve every GPU, each in a process of its own; all end when one does. With --device sim, the
     /// simulated one.
     #[arg(long)]
@@ -157,6 +162,10 @@ pub struct ServeBenchArgs {
     /// Microseconds to look for answers without sleeping; what is usual here, if not given.
     #[arg(long, value_name = "US")]
     pub spin: Option<u64>,
+
+    /// As with vpmm serve, for the server that is started.
+    #[arg(long, value_name = "BYTES", conflicts_with = "socket_path")]
+    pub ahead: Option<ByteCount>,
 
     /// Without batches, as with a server that does not have them.
     #[arg(long)]

@@ -84,6 +84,7 @@ fn start(args: &ServeArgs, device: ServeDevice) -> std::io::Result<Child> {
     command.args(["--alloc-retry-interval", &seconds(args.alloc_retry_interval)]);
     command.args(["--alloc-retry-timeout", &timeout]);
     command.args(["--max-message", &args.max_message.0.to_string()]);
+    command.args(["--ahead", &args.ahead.0.to_string()]);
     if let Some(group) = args.group {
         command.args(["--group", &group.to_string()]);
     }

@@ -299,7 +299,7 @@ fn a_bench_without_a_driver_or_a_server_ends_at_once() {
 
 #[test]
 fn the_bench_measures_every_case() {
-    for extra in [&[][..], &["--no-batch"]] {
+    for extra in [&[][..], &["--no-batch"], &["--ahead", "0"]] {
         let folder = Folder::new();
         let mut command = vpmm(&["serve-bench", "--device", "sim", "--quick", "--folder"]);
         let output = command.arg(&folder.0).args(extra).output().unwrap();
@@ -313,7 +313,9 @@ fn the_bench_measures_every_case() {
             "connect",
             "round_trip",
             "writer_create_mapping",
+            "writer_create_and_fill",
             "reader_create_mapping",
+            "driver_floor",
             "bulk_import_2MiB",
             "layout_40GB_in_640",
             "readers_at_once",
