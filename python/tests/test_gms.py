@@ -366,7 +366,7 @@ def test_a_module_without_memory_is_attached(monkeypatch):
         return made.eval()
 
     source = model("cpu")
-    published = {name: (tensor.detach(), kind) for name, tensor, kind in gms_torch._of_module(source)}
+    published = {name: (tensor.detach(), kind) for name, tensor, kind in gms_torch.registered(source)}
     monkeypatch.setattr(gms_torch, "tensors", lambda manager: published)
     with pytest.raises(RuntimeError, match="device 0, not 1"):
         gms_torch.materialize_module_from_gms(_Published(), source, device_index=1)
@@ -381,3 +381,68 @@ def test_a_module_without_memory_is_attached(monkeypatch):
         assert module[1].running_mean.data_ptr() != source[1].running_mean.data_ptr(), "a copy"
     with pytest.raises(ValueError, match="published as"):
         gms_torch.attach(torch.nn.Sequential(torch.nn.Linear(4, 2)), _Published())
+
+
+def test_tensors_that_are_plain_attributes_are_attached(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from vpmm.gms import torch as gms_torch
+    from vpmm.gms._module import attributes
+
+    class Quantised(torch.nn.Module):
+        def __init__(self, fill):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((3, 2), float(fill)))
+            self.scale = torch.full((3,), float(fill))
+            self.ranges = [torch.full((2,), fill + item) for item in range(11)]
+            self.pair = (torch.full((1,), float(fill)), torch.full((1,), -float(fill)))
+            # Not tensors of their own.
+            self.known, self.mixed, self.number = [self.weight], [self.scale, 3], 5
+
+        @property
+        def halved(self):
+            return self.scale / 2
+
+    def model(fill, **late):
+        made = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ModuleDict({"q": Quantised(fill)}))
+        for name, value in late.items():
+            setattr(made[1]["q"], name, value)
+        return made
+
+    source = model(7, late=torch.arange(4), more=[torch.ones(1), torch.zeros(2)])
+    found = {name: (tensor.detach(), kind) for name, tensor, kind in attributes(source)}
+    lists = [f"1.q.ranges.{item}" for item in range(11)] + ["1.q.pair.0", "1.q.pair.1"]
+    assert set(found) == {"1.q.scale", "1.q.late", "1.q.more.0", "1.q.more.1", *lists}
+    assert {kind for _, kind in found.values()} == {"tensor_attr"}
+    for name, tensor, kind in gms_torch.registered(source):
+        found[name] = tensor.detach(), kind
+    # What the Python service's client publishes beside: what properties make, and what the module that
+    # attaches has no place for; a parameter that it has not made yet.
+    found["1.q.halved"] = torch.zeros(3), "tensor_attr"
+    found["2.scale"] = torch.zeros(3), "tensor_attr"
+    found["1.q.known.0"] = torch.zeros(3, 2), "tensor_attr"
+    found["1.q.qweight"] = torch.ones(5), "parameter"
+    monkeypatch.setattr(gms_torch, "tensors", lambda manager: found)
+    module = model(1)
+    part = module[1]["q"]
+    scale, ranges, pair = part.scale, part.ranges, part.pair
+    gms_torch.attach(module, _Published())
+    assert part.scale is scale and part.ranges is ranges, "who knows them already sees it"
+    assert scale.tolist() == [7, 7, 7] and part.halved.tolist() == [3.5] * 3
+    assert part.mixed[0] is scale
+    assert [item.tolist() for item in ranges] == [[7 + item] * 2 for item in range(11)]
+    assert part.pair[0] is pair[0] and [item.item() for item in part.pair] == [7, -7]
+    assert part.late.tolist() == [0, 1, 2, 3]
+    assert [item.tolist() for item in part.more] == [[1], [0, 0]]
+    assert part.known[0] is part.weight and part.weight.data_ptr() == source[1]["q"].weight.data_ptr()
+    assert part.qweight.data_ptr() == found["1.q.qweight"][0].data_ptr(), "in place"
+    # Copies: programs write to them.
+    assert all(
+        tensor.data_ptr() != found[name][0].data_ptr()
+        for name, tensor, _ in attributes(module)
+        if name != "1.q.qweight"
+    )
+    # Tensors without memory, or of another kind, are replaced.
+    module = model(1, scale=torch.empty(3, device="meta"), pair=(torch.zeros(9), torch.zeros(1)))
+    gms_torch.attach(module, _Published())
+    assert module[1]["q"].scale.tolist() == [7, 7, 7]
+    assert [item.item() for item in module[1]["q"].pair] == [7, -7]

@@ -62,13 +62,18 @@ def _model():
     model[0].weight = torch.nn.Parameter(model[0].weight.to(torch.bfloat16).float())
     model.register_parameter("tied", model[0].weight)
     model.register_parameter("narrow", torch.nn.Parameter(torch.randn(77, 3).to(torch.bfloat16).t()))
-    return model.cuda().eval()
+    model.cuda().eval()
+    # Neither a parameter nor a buffer, as quantised layers have them.
+    model.scale = torch.full((256,), 3.0, device="cuda")
+    model.offsets = [torch.arange(256.0, device="cuda"), torch.ones(1, device="cuda")]
+    return model
 
 
 def _answers(model):
     text = torch.arange(64, device="cuda") * 7
     with torch.no_grad():
-        return model(text).cpu(), model.narrow.float().cpu()
+        out = model(text) * model.scale + model.offsets[0] + model.offsets[1]
+        return out.cpu(), model.narrow.float().cpu()
 
 
 def _attach(path, queue):
@@ -79,11 +84,16 @@ def _attach(path, queue):
         model = _model()
         for parameter in model.parameters():
             parameter.data.zero_()
+        scale = model.scale
+        for attribute in (scale, *model.offsets):
+            attribute.zero_()
         attach(model, manager)
         held = [mapping for mapping in manager.mappings.values() if mapping.is_mapped]
         inside = any(
             mapping.va <= model[1].weight.data_ptr() < mapping.va + mapping.aligned_size for mapping in held
         )
+        # A copy, at which whoever knew the tensor looks, too.
+        assert model.scale is scale and not _inside(manager, scale)
         out, half = _answers(model)
         queue.put((inside, out.numpy(), half.numpy()))
         del model
@@ -179,15 +189,17 @@ def test_a_module_that_is_made_in_a_pool_is_published_without_a_copy(own_allocat
             del_me = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
         del del_me
         expected = _answers(model)
-        tensors = [*model.parameters(), *model.buffers()]
+        tensors = [*model.parameters(), *model.buffers(), model.scale, *model.offsets]
         assert all(_inside(manager, tensor) for tensor in tensors)
         pointers = [parameter.data_ptr() for parameter in model.parameters()]
         publish(model, manager)
         assert pointers == [parameter.data_ptr() for parameter in model.parameters()]
         assert manager.total_bytes < 128 * MIB, "the temporary's memory went back"
-        assert not any(_inside(manager, buffer) for buffer in model.buffers())
+        copied = [*model.buffers(), model.scale, *model.offsets]
+        assert not any(_inside(manager, tensor) for tensor in copied)
         assert all(torch.equal(a, b) for a, b in zip(_answers(model), expected, strict=True))
-        model[2].running_mean.add_(0)
+        for tensor in copied:
+            tensor.add_(0)
         spawn = multiprocessing.get_context("spawn")
         queue = spawn.Queue()
         process = spawn.Process(target=_attach, args=(servers["weights"], queue))
@@ -197,7 +209,7 @@ def test_a_module_that_is_made_in_a_pool_is_published_without_a_copy(own_allocat
         assert process.exitcode == 0 and inside
         assert torch.equal(torch.from_numpy(out), expected[0])
         assert torch.equal(torch.from_numpy(half), expected[1])
-        del model, tensors
+        del model, tensors, copied
         torch.cuda.empty_cache()
         assert all(mapping.is_mapped for mapping in manager.mappings.values())
     finally:
