@@ -1,11 +1,13 @@
 """The client of the GPU memory service against a server of `vpmm serve`, on the simulator."""
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
 import pathlib
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 
@@ -34,25 +36,32 @@ def _command():
     return next((name for name in named if name and pathlib.Path(name).is_file()), None)
 
 
-@pytest.fixture
-def server(tmp_path):
+@contextlib.contextmanager
+def _served(folder, *arguments):
+    """A server, whose socket is in a folder: its path."""
     command = _command()
     if command is None:
         pytest.skip("no `vpmm` program: cargo build -p vpmm-cli, or name it in VPMM_COMMAND")
-    path = tmp_path / "gms.sock"
-    arguments = [command, "serve", "--device", "sim", "--tag", "weights", "--socket-path", str(path)]
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE)
+    arguments = [command, "serve", "--device", "sim", "--tag", "weights", *arguments]
+    environment = os.environ | {"GMS_SOCKET_DIR": str(folder)}
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, env=environment)
     try:
         deadline = time.monotonic() + 30
-        while not path.exists():
+        while not (paths := list(folder.glob("*.sock"))):
             assert process.poll() is None, process.stderr.read().decode()
             assert time.monotonic() < deadline, "the server has no socket"
             time.sleep(0.01)
-        yield str(path)
+        yield str(paths[0])
     finally:
         process.terminate()
         process.wait(30)
         process.stderr.close()
+
+
+@pytest.fixture
+def server(tmp_path):
+    with _served(tmp_path, "--socket-path", str(tmp_path / "gms.sock")) as path:
+        yield path
 
 
 def test_a_layout_is_written_published_and_read(server):
@@ -190,6 +199,47 @@ def test_locks_that_are_not_to_be_had(server, tmp_path):
             lost.connect(RequestedLockType.RO, timeout_ms=50)
         with pytest.raises(vpmm.StateError):
             lost.list_handles()
+
+
+def test_the_usual_server_is_found_anew_after_an_abort(monkeypatch):
+    # Not the test's own folder: sockets' paths are short.
+    with (
+        tempfile.TemporaryDirectory() as one,
+        tempfile.TemporaryDirectory() as two,
+        _served(pathlib.Path(one)) as here,
+        _served(pathlib.Path(two)) as there,
+    ):
+        assert pathlib.Path(here).name == pathlib.Path(there).name != "gms.sock"
+        monkeypatch.setenv("GMS_SOCKET_DIR", one)
+        with (
+            GMSClientMemoryManager(here, tag="weights") as usual,
+            GMSClientMemoryManager(here) as without,
+            GMSClientMemoryManager(here, tag="kv_cache") as other,
+        ):
+            # As where a process was moved to a GPU with another name.
+            monkeypatch.setenv("GMS_SOCKET_DIR", two)
+            usual.connect(RequestedLockType.RW)
+            assert usual.socket_path == here, "only after an abort"
+            va = usual.create_mapping(size=MIB, tag="weights")
+            usual.commit()
+            usual.connect(RequestedLockType.RO)
+            assert usual.socket_path == here and len(usual.list_handles()) == 1, "a commit is none"
+            usual.unmap_all_vas()
+            usual.abort()
+            with pytest.raises(TimeoutError):
+                usual.connect(RequestedLockType.RO, timeout_ms=20)
+            assert usual.socket_path == there, "nothing is published there"
+            usual.connect(RequestedLockType.RW)
+            usual.reallocate_all_handles("weights")
+            usual.remap_all_vas()
+            assert set(usual.mappings) == {va} and len(usual.list_handles()) == 1
+            # Who has said no tag, or has a path of their own, stays there.
+            for manager in (without, other):
+                manager.connect(RequestedLockType.RO)
+                manager.abort()
+                manager.connect(RequestedLockType.RO)
+                assert manager.socket_path == here and len(manager.list_handles()) == 1
+                manager.abort()
 
 
 def _read(path, queue):

@@ -1520,6 +1520,28 @@ enum vpmm_status vpmm_gms_remap_all(const struct vpmm_gms *gms);
 enum vpmm_status vpmm_gms_reallocate_all(const struct vpmm_gms *gms, const char *tag);
 
 /**
+ * Says which tag's server it is. If the path is the device's usual one for it,
+ * `gms_UUID_TAG.sock` in the folder of the sockets, it is found anew by the first `vpmm_gms_connect`
+ * after each `vpmm_gms_abort`: a process that was moved to another GPU finds that one's server. A path
+ * of the caller's own stays.
+ *
+ * # Safety
+ * `gms` is null or a handle; `tag` is null or ends with a zero byte.
+ */
+enum vpmm_status vpmm_gms_set_tag(const struct vpmm_gms *gms,
+                                  const char *tag);
+
+/**
+ * Calls a function with the path of the server's socket.
+ *
+ * # Safety
+ * `gms` is null or a handle; the function may be called with `context`, and lets no exception out.
+ */
+enum vpmm_status vpmm_gms_socket_path(const struct vpmm_gms *gms,
+                                      vpmm_gms_visit_key visit,
+                                      void *context);
+
+/**
  * Sets the bytes of the block behind scratch mappings, 512 MiB if this is not called: a power of two, and
  * a multiple of the granularity. Before there are scratch mappings.
  *

@@ -4,9 +4,11 @@
 //! What comes in numbers comes through a function that is called for each, with texts that end with a
 //! zero byte and are gone when it returns.
 
+mod place;
 mod scratch;
 mod tensors;
 
+pub use place::{vpmm_gms_set_tag, vpmm_gms_socket_path};
 pub use scratch::{
     vpmm_gms_create_scratch_mapping, vpmm_gms_destroy_scratch_mapping, vpmm_gms_prepare_scratch,
     vpmm_gms_scratch_summary, vpmm_gms_set_scratch_block,
