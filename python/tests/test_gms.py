@@ -399,6 +399,225 @@ def test_a_tag_has_one_manager(server, tmp_path):
     assert pools.get_gms_client_memory_managers() == ()
 
 
+class _Plugged:
+    """What PyTorch calls where the process's pools are its allocator."""
+
+    def __init__(self):
+        library = ctypes.CDLL(_library.path())
+        self._alloc, self._free = library.vpmm_torch_alloc, library.vpmm_torch_free
+        self._alloc.restype = ctypes.c_void_p
+        self._alloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        self._free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        self._base = library.vpmm_torch_base_alloc
+        self._base.restype = ctypes.c_void_p
+        self._base.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t)]
+        self._record = library.vpmm_torch_record_stream
+        self._record.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._failed = library.vpmm_torch_failed_frees
+        self._failed.restype = ctypes.c_uint64
+
+    def alloc(self, size):
+        return self._alloc(size, 0, None)
+
+    def free(self, address):
+        before = self._failed()
+        self._free(address, 0, 0, None)
+        assert self._failed() == before
+
+    def base(self, address):
+        size = ctypes.c_size_t()
+        return self._base(address, ctypes.byref(size)), size.value
+
+    def record(self, address, stream):
+        self._record(address, stream)
+
+
+@pytest.fixture
+def plugged(monkeypatch):
+    """As after ``vpmm.torch.use()``, without PyTorch."""
+    import vpmm.torch
+
+    monkeypatch.setattr(vpmm.torch, "_is_used", True)
+    return _Plugged()
+
+
+def _held(manager):
+    return sorted(mapping.aligned_size for mapping in manager.mappings.values())
+
+
+def _holds(manager, address):
+    mappings = manager.mappings.items()
+    return any(va <= address < va + mapping.aligned_size for va, mapping in mappings)
+
+
+def test_pools_beside_our_allocator(server, plugged):
+    from vpmm.gms import _pools
+    from vpmm.gms import torch as gms_torch
+
+    manager = gms_torch.get_or_create_gms_client_memory_manager(server, 0, RequestedLockType.RW)
+    try:
+        live = vpmm.statistics().live_bytes
+        outside, elsewhere = plugged.alloc(MIB), []
+        with gms_torch.use_pool():
+            small = [plugged.alloc(1000) for _ in range(4)]
+            large = plugged.alloc(30 * MIB)
+            assert plugged.alloc(0) is None
+            thread = threading.Thread(target=lambda: elsewhere.append(plugged.alloc(MIB)))
+            thread.start()
+            thread.join()
+            # What is the process's goes back there, from here too.
+            plugged.free(outside)
+        assert _held(manager) == [2 * MIB, 30 * MIB], "small tensors share a segment"
+        assert all(_holds(manager, address) for address in (*small, large))
+        assert not _holds(manager, elsewhere[0])
+        assert vpmm.statistics().live_bytes == live + MIB
+        plugged.free(elsewhere[0])
+        # Found by the address, wherever it is freed; it serves the pool again, and nobody else.
+        thread = threading.Thread(target=plugged.free, args=(small[1],))
+        thread.start()
+        thread.join()
+        after = plugged.alloc(1000)
+        assert not _holds(manager, after)
+        plugged.free(after)
+        with gms_torch.use_pool():
+            assert plugged.alloc(1000) == small[1]
+        assert plugged.base(small[2] + 7) == (small[2], 1024)
+        plugged.record(large, None)
+        with pytest.raises(RuntimeError, match="this thread has no tag"):
+            _library.call(_library.lib.vpmm_process_pop_tag)
+        with pytest.raises(RuntimeError, match="of device 0"):
+            with gms_torch.use_pool(device=1):
+                pass
+        # Inside each other and inside a tag, the innermost counts; beyond the device's memory the words
+        # are the service's, and the error is as usual.
+        with vpmm.tag("a tag"), gms_torch.use_pool():
+            inner = plugged.alloc(MIB)
+            with vpmm.tag("a tag"):
+                tagged = plugged.alloc(MIB)
+            with pytest.raises(vpmm.OutOfMemoryError, match="GPU memory service.*More than the device"):
+                vpmm.DeviceBuffer(1 << 42)
+        assert _holds(manager, inner) and not _holds(manager, tagged)
+        plugged.free(tagged)
+
+        # Contents: what is made in the pool is what others read.
+        with gms_torch.use_pool():
+            buffer = vpmm.DeviceBuffer.from_bytes(b"weights!" * 5000)
+        (va,) = (va for va, one in manager.mappings.items() if va <= buffer.ptr < va + one.aligned_size)
+        name = manager.mappings[va].allocation_id
+        manager.metadata_put("key", name, buffer.ptr - va, b"")
+        # What nobody has any more is not published.
+        plugged.free(large)
+        assert _held(manager) == [2 * MIB, 30 * MIB]
+        ended, _pools._pools["weights"].memory = _pools._pools["weights"].memory, None
+        ended.end()
+        assert _held(manager) == [2 * MIB]
+        # A pool that has ended gives back what becomes free, and there may be another.
+        with gms_torch.use_pool():
+            late = plugged.alloc(5 * MIB)
+        assert _held(manager) == [2 * MIB, 20 * MIB]
+        ended, _pools._pools["weights"].memory = _pools._pools["weights"].memory, None
+        ended.end()
+        assert _held(manager) == [2 * MIB, 20 * MIB]
+        plugged.free(inner)
+        plugged.free(late)
+        assert _held(manager) == [2 * MIB]
+        manager.commit()
+        manager.connect(RequestedLockType.RO)
+        manager.remap_all_vas()
+        with GMSClientMemoryManager(server) as reader:
+            reader.connect(RequestedLockType.RO)
+            addresses = reader.import_all()
+            found, offset, _ = reader.metadata_get("key")
+            copy = vpmm.DeviceBuffer(40_000)
+            source = addresses[found] + offset
+            copy.copy_from_device(_Device(source, 40_000))
+            assert copy.to_bytes() == b"weights!" * 5000
+        with pytest.raises(RuntimeError, match="does not write"):
+            with gms_torch.use_pool():
+                pass
+        # What is published stays whole, whatever the process lets go.
+        before = _held(manager)
+        buffer.free()
+        for address in small:
+            plugged.free(address)
+        assert _held(manager) == before and all(one.is_mapped for one in manager.mappings.values())
+    finally:
+        gms_torch.evict_gms_client_memory_manager(manager)
+        manager.close()
+
+
+class _Device:
+    """Device memory for whoever takes the array interface."""
+
+    def __init__(self, address, size):
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, True),
+            "version": 3,
+        }
+
+
+def test_a_cache_beside_our_allocator_sleeps_and_takes_over(server, plugged):
+    from vpmm.gms import torch as gms_torch
+
+    manager = gms_torch.create_scratch_manager(server, 0, scratch_size=4 * MIB)
+    try:
+        with gms_torch.use_pool("kv_cache"):
+            cache = [plugged.alloc(20 * MIB) for _ in range(3)]
+        assert manager.scratch_summary() == (3, 60 * MIB, 4 * MIB)
+        manager.unmap_all_vas()
+        with pytest.raises(RuntimeError, match="is away"):
+            with gms_torch.use_pool("kv_cache"):
+                pass
+        manager.connect(RequestedLockType.RW)
+        manager.prepare_scratch_for_reallocation()
+        manager.reallocate_all_handles("kv_cache")
+        manager.remap_all_vas()
+        assert set(manager.mappings) == set(cache)
+        # The same pool, with memory now.
+        with gms_torch.use_pool("kv_cache"):
+            more = plugged.alloc(20 * MIB)
+        assert set(manager.mappings) == {*cache, more} and len(manager.list_handles("kv_cache")) == 4
+        # What is freed serves again, while the pool is one: its addresses stay through sleep and waking.
+        plugged.free(cache[1])
+        manager.unmap_all_vas()
+        manager.abort()
+        manager.connect(RequestedLockType.RW)
+        manager.reallocate_all_handles("kv_cache")
+        manager.remap_all_vas()
+        with gms_torch.use_pool("kv_cache"):
+            assert plugged.alloc(20 * MIB) == cache[1]
+        for address in (*cache, more):
+            plugged.free(address)
+        assert len(manager.mappings) == 4
+    finally:
+        gms_torch.evict_gms_client_memory_manager(manager)
+        assert manager.mappings == {}, "the pool went with the last that knew it"
+        manager.close()
+
+
+def test_a_manager_that_ends_before_its_tensors(server, plugged):
+    from vpmm.gms import torch as gms_torch
+
+    manager = gms_torch.get_or_create_gms_client_memory_manager(server, 0, RequestedLockType.RW)
+    with gms_torch.use_pool():
+        kept = [plugged.alloc(size) for size in (1000, 3 * MIB)]
+    gms_torch.evict_gms_client_memory_manager(manager)
+    manager.close()
+    for address in kept:
+        plugged.free(address)
+    # The next one is another's, whoever has the addresses now.
+    manager = gms_torch.get_or_create_gms_client_memory_manager(server, 0, RequestedLockType.RW)
+    try:
+        with gms_torch.use_pool():
+            plugged.free(plugged.alloc(1000))
+        assert _held(manager) == [2 * MIB]
+    finally:
+        gms_torch.evict_gms_client_memory_manager(manager)
+        manager.close()
+
+
 class _Published:
     """A reader of tensors that are in this test's memory, as there is no device."""
 

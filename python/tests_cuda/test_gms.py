@@ -1,4 +1,5 @@
-"""PyTorch's tensors in the memory of a `vpmm serve` on a GPU. Run with VPMM_COMMAND naming the program."""
+"""PyTorch's tensors in the memory of a `vpmm serve` on a GPU. Run with VPMM_COMMAND naming the program, once
+as it is, on the process's pool, and once with --own-allocator."""
 
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from vpmm.gms.torch import (
     evict_gms_client_memory_manager,
     get_or_create_gms_client_memory_manager,
     publish,
+    release_unused,
     tensor_at,
     use_pool,
 )
@@ -180,7 +182,7 @@ def _captured(cache):
     return graph
 
 
-def test_a_module_that_is_made_in_a_pool_is_published_without_a_copy(own_allocator, servers):
+def test_a_module_that_is_made_in_a_pool_is_published_without_a_copy(servers):
     manager = get_or_create_gms_client_memory_manager(servers["weights"], 0, RequestedLockType.RW)
     try:
         with use_pool("weights"):
@@ -217,7 +219,46 @@ def test_a_module_that_is_made_in_a_pool_is_published_without_a_copy(own_allocat
         manager.close()
 
 
-def test_a_pools_cache_sleeps_and_wakes_under_a_graph(own_allocator, servers):
+def test_what_is_made_in_a_pool_is_the_services_and_nothing_else(servers):
+    manager = get_or_create_gms_client_memory_manager(servers["weights"], 0, RequestedLockType.RW)
+    try:
+        outside = torch.ones(MIB, device="cuda")
+        side = torch.cuda.Stream()
+        with use_pool("weights"):
+            first = torch.full((MIB,), 2.0, device="cuda")
+            tiny = [torch.full((3,), float(n), device="cuda") for n in range(50)]
+            with torch.cuda.stream(side):
+                other = torch.full((MIB,), 3.0, device="cuda")
+        late = torch.ones(MIB, device="cuda")
+        assert all(_inside(manager, tensor) for tensor in (first, other, *tiny))
+        assert not _inside(manager, outside) and not _inside(manager, late)
+        assert len({tensor.data_ptr() >> 21 for tensor in tiny}) == 1, "they share a granule"
+        # Used on a further stream, freed while that is busy, and handed out again only behind it.
+        pointer = first.data_ptr()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(200_000_000)
+            total = first.sum()
+            first.record_stream(side)
+        del first
+        with use_pool("weights"):
+            again = [torch.full((MIB,), 9.0, device="cuda") for _ in range(8)]
+        torch.cuda.synchronize()
+        assert total.item() == 2 * MIB and other.sum().item() == 3 * MIB
+        assert all(tensor.sum().item() == 9 * MIB for tensor in again)
+        assert all(tensor.data_ptr() != pointer for tensor in again)
+        assert [tensor[0].item() for tensor in tiny] == list(range(50))
+        del other, tiny, again, late, outside, total
+        held = manager.total_bytes
+        torch.cuda.empty_cache()
+        assert manager.total_bytes == held, "the pool keeps its memory while it is one"
+        release_unused(manager)
+        assert manager.total_bytes == 0
+    finally:
+        evict_gms_client_memory_manager(manager)
+        manager.close()
+
+
+def test_a_pools_cache_sleeps_and_wakes_under_a_graph(servers):
     manager = get_or_create_gms_client_memory_manager(
         servers["kv_cache"], 0, RequestedLockType.RW, tag="kv_cache"
     )
@@ -255,7 +296,7 @@ def test_a_pools_cache_sleeps_and_wakes_under_a_graph(own_allocator, servers):
         manager.close()
 
 
-def test_a_standbys_cache_stands_on_scratch_until_it_takes_over(own_allocator, servers):
+def test_a_standbys_cache_stands_on_scratch_until_it_takes_over(servers):
     manager = create_scratch_manager(servers["kv_cache"], 0, scratch_size=64 * MIB)
     try:
         before = torch.cuda.mem_get_info()[0]
