@@ -193,6 +193,27 @@ pub(crate) fn readable(socket: BorrowedFd<'_>, time: Duration) -> rustix::io::Re
     Ok(retry_on_intr(|| poll(&mut descriptors, Some(&time)))? > 0)
 }
 
+/// Whether there is nothing to receive for a time: the answer comes at once when there is. Looks for it
+/// without sleeping if `spin` is not zero.
+pub(crate) fn is_silent(
+    socket: BorrowedFd<'_>,
+    time: Duration,
+    spin: Duration,
+) -> rustix::io::Result<bool> {
+    if spin.is_zero() || time.is_zero() {
+        return Ok(!readable(socket, time)?);
+    }
+    let started = Instant::now();
+    while !readable(socket, Duration::ZERO)? {
+        if started.elapsed() >= time {
+            return Ok(true);
+        }
+        // The other end may be waiting for this very processor.
+        std::thread::yield_now();
+    }
+    Ok(false)
+}
+
 /// Whether the other end is gone.
 pub(crate) fn is_hung_up(socket: impl AsFd) -> bool {
     !matches!(wait(socket.as_fd(), None, Some(Duration::ZERO)), Ok(Waited::TimedOut))

@@ -2,6 +2,7 @@
 //! memory that a session makes before it is asked for.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use gms::client::{ClientError, ConnectOptions, MemoryManager};
 use gms::lock::Requested;
@@ -37,7 +38,10 @@ fn patient(settings: &mut Settings) {
     settings.ahead_time = PATIENCE;
 }
 
+/// Waits for what is made ahead of a writer that fills what it got. Of one that comes back at once none
+/// may be made.
 fn await_ahead(local: &Local, bytes: u64) {
+    std::thread::sleep(Duration::from_millis(1));
     eventually("memory made ahead", || local.metric("ahead_bytes") == bytes);
 }
 
@@ -172,6 +176,29 @@ fn the_next_of_a_size_is_made_before_it_is_asked_for() {
     local.sim.assert_clean();
 }
 
+/// And one that comes back at once is answered whatever it is made beside.
+#[test]
+fn sessions_that_do_not_sleep_make_it_too() {
+    let spinning = |settings: &mut Settings| {
+        patient(settings);
+        settings.spin = Duration::from_micros(300);
+    };
+    let (local, machine) = (Local::with(141 << 30, spinning), Machine::new());
+    let (mut manager, _) = writer_of(&local, &machine, 4);
+    assert_eq!(local.metric("ahead_total"), 2);
+    for made in 4..300 {
+        assert_eq!(manager.session().unwrap().allocation_count().unwrap(), made);
+        manager.create_mapping(GRANULE, "t").unwrap();
+        // Every other time the client has something to do.
+        if made % 20 > 10 {
+            std::thread::sleep(Duration::from_micros(made * 5));
+        }
+    }
+    manager.commit().unwrap();
+    local.await_memory(300 * GRANULE);
+    assert_eq!(local.metric("ahead_bytes"), 0);
+}
+
 /// With a client that knows no batches: while it maps what it got, not before it has its descriptor.
 #[test]
 fn clients_without_batches_have_it_too() {
@@ -201,6 +228,8 @@ fn it_is_given_back_when_the_layout_is_done() {
     manager.commit().unwrap();
     assert_eq!((local.sim.memory_used(0), local.metric("ahead_bytes")), (3 * GRANULE, 0));
     let (mut manager, _) = writer_of(&local, &machine, 2);
+    // The layout before goes in the background.
+    local.await_memory(3 * GRANULE);
     manager.commit_layout().unwrap();
     assert_eq!((local.sim.memory_used(0), local.metric("ahead_bytes")), (2 * GRANULE, 0));
     drop(manager);
@@ -229,7 +258,7 @@ fn it_is_given_back_when_another_size_is_asked_for() {
 #[test]
 fn it_is_given_back_when_the_writer_does_something_else() {
     let local = Local::with(141 << 30, |settings| {
-        settings.ahead_time = std::time::Duration::from_millis(1);
+        settings.ahead_time = Duration::from_millis(1);
     });
     let machine = Machine::new();
     let mut manager = machine.connected(local.socket(), Requested::Rw);
@@ -270,8 +299,7 @@ fn there_is_a_limit_to_it() {
     let mut manager = machine.connected(local.socket(), Requested::Rw);
     for made in 1..4 {
         manager.create_mapping(2 * GRANULE, "t").unwrap();
-        // Answered after whatever is made ahead.
-        manager.session().unwrap().allocation_count().unwrap();
+        await_ahead(&local, 0);
         assert_eq!(local.sim.memory_used(0), 2 * made * GRANULE);
     }
     drop(manager);
@@ -285,8 +313,11 @@ fn a_driver_that_fails_meanwhile_ends_the_server() {
     let (local, machine) = (Local::with(141 << 30, patient), Machine::new());
     let mut manager = machine.connected(local.socket(), Requested::Rw);
     manager.create_mapping(GRANULE, "t").unwrap();
+    await_ahead(&local, 0);
+    let before = local.sim.call_counts()["cuMemCreate"];
     local.sim.fail_nth("cuMemCreate", 2, CUresult::CUDA_ERROR_OUT_OF_MEMORY);
     manager.create_mapping(GRANULE, "t").unwrap();
+    eventually("an attempt", || local.sim.call_counts()["cuMemCreate"] == before + 2);
     manager.create_mapping(GRANULE, "t").unwrap();
     await_ahead(&local, GRANULE);
     // The descriptor is not the server's to fail for: whoever asks for it is told.

@@ -11,15 +11,17 @@
 //!    seen it, so it is as fresh as any.
 //! 3. Whoever needs its room has it: before a request waits for memory it is given back, and after
 //!    [`Settings::ahead_time`](super::Settings::ahead_time) without a request of any kind.
-
-use std::sync::Arc;
-use std::time::Duration;
+//!
+//! When it is made depends on what the writer does ([`Pace`]): the driver has a lock for all processes,
+//! and a client that maps is not to wait for it.
 
 use super::allocate::driver;
 use super::metrics::Gauge;
+use super::pace::Pace;
 use super::session::{End, Session};
 use crate::memory::Extent;
 use crate::socket;
+use std::sync::Arc;
 
 /// What a session has made ahead, and what it goes by.
 #[derive(Debug, Default)]
@@ -29,6 +31,7 @@ pub(super) struct Ahead {
     /// Bytes to make more of as soon as there is time.
     wanted: Option<u64>,
     spare: Option<Arc<Extent>>,
+    pub(super) pace: Pace,
 }
 
 impl Ahead {
@@ -75,8 +78,11 @@ impl Session {
             self.give_up_ahead();
         }
         let Some(bytes) = self.ahead.wanted else { return Ok(()) };
-        let busy = self.has_bytes() || socket::readable(self.socket(), Duration::ZERO)?;
-        if busy || bytes > self.service.settings.ahead_bytes {
+        if self.has_bytes() || bytes > self.service.settings.ahead_bytes {
+            return Ok(());
+        }
+        let Some(silence) = self.ahead.pace.silence() else { return Ok(()) };
+        if !socket::is_silent(self.socket(), silence, self.service.spin())? {
             return Ok(());
         }
         self.ahead.wanted = None;
@@ -85,6 +91,7 @@ impl Session {
         };
         // Where there is none, the request for it says so.
         let _ = extent.descriptor();
+        self.ahead.pace.made(silence);
         self.service.counters.ahead_bytes.set(bytes);
         self.ahead.spare = Some(extent);
         Ok(())

@@ -18,7 +18,7 @@ impl Counter {
         self.0.fetch_add(more, Ordering::Relaxed);
     }
 
-    fn get(&self) -> u64 {
+    pub(super) fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
