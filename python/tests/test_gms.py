@@ -1,10 +1,12 @@
 """The client of the GPU memory service against a server of `vpmm serve`, on the simulator."""
 
+import collections
 import contextlib
 import ctypes
 import multiprocessing
 import os
 import pathlib
+import random
 import shutil
 import subprocess
 import tempfile
@@ -594,6 +596,55 @@ def test_a_cache_beside_our_allocator_sleeps_and_takes_over(server, plugged):
     finally:
         gms_torch.evict_gms_client_memory_manager(manager)
         assert manager.mappings == {}, "the pool went with the last that knew it"
+        manager.close()
+
+
+def test_many_threads_use_a_pool(server, plugged):
+    from vpmm.gms import _pools
+    from vpmm.gms import torch as gms_torch
+
+    manager = gms_torch.get_or_create_gms_client_memory_manager(server, 0, RequestedLockType.RW)
+    failed_before = plugged._failed()
+    live = vpmm.statistics().live_count
+    # What one thread makes another frees.
+    shared, errors = collections.deque(), []
+
+    def work(seed):
+        draw = random.Random(seed)
+        try:
+            for _ in range(300):
+                if draw.random() < 0.6:
+                    size = draw.choice((100, 5000, MIB, 3 * MIB))
+                    if draw.random() < 0.7:
+                        with gms_torch.use_pool():
+                            address = plugged.alloc(size)
+                    else:
+                        address = plugged.alloc(size)
+                    shared.append(address)
+                elif shared:
+                    plugged._free(shared.popleft(), 0, 0, None)
+        except Exception as error:
+            errors.append(error)
+
+    try:
+        with gms_torch.use_pool():
+            plugged.free(plugged.alloc(1))
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert errors == [] and len(set(shared)) == len(shared), "nothing is given out twice"
+        assert any(_holds(manager, address) for address in shared)
+        assert not all(_holds(manager, address) for address in shared)
+        for address in shared:
+            plugged._free(address, 0, 0, None)
+        ended, _pools._pools["weights"].memory = _pools._pools["weights"].memory, None
+        ended.end()
+        assert manager.mappings == {} and manager.list_handles() == []
+        assert vpmm.statistics().live_count == live and plugged._failed() == failed_before
+    finally:
+        gms_torch.evict_gms_client_memory_manager(manager)
         manager.close()
 
 

@@ -176,7 +176,8 @@ fn the_next_of_a_size_is_made_before_it_is_asked_for() {
     local.sim.assert_clean();
 }
 
-/// And one that comes back at once is answered whatever it is made beside.
+/// On machines with processors to spare; and a client that now comes back at once and now does not gets
+/// what it asks for, whatever was made.
 #[test]
 fn sessions_that_do_not_sleep_make_it_too() {
     let spinning = |settings: &mut Settings| {
