@@ -79,9 +79,9 @@ pub(crate) fn receive(
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut parts = [IoSliceMut::new(bytes)];
-    let got = spinning(spin, given, |flags| {
-        recvmsg(socket, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC | flags)
-    })?;
+    let receive =
+        |flags| recvmsg(socket, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC | flags);
+    let got = spinning(spin, given, receive, || Ok(()))?;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(received) = message {
             files.extend(received);
@@ -94,14 +94,17 @@ pub(crate) fn receive(
     Ok(got.bytes)
 }
 
-/// Receives bytes in the same way. The kernel closes descriptors that come with them.
+/// Receives bytes in the same way. The kernel closes descriptors that come with them. Where none are
+/// there in time, something is done before sleeping.
 pub(crate) fn receive_bytes(
     socket: BorrowedFd<'_>,
     bytes: &mut [u8],
     spin: &mut Spin,
     given: Duration,
+    before_sleep: impl FnOnce() -> rustix::io::Result<()>,
 ) -> rustix::io::Result<usize> {
-    spinning(spin, given, |flags| recv(socket, &mut *bytes, flags).map(|(read, _)| read))
+    let receive = |flags| recv(socket, &mut *bytes, flags).map(|(read, _)| read);
+    spinning(spin, given, receive, before_sleep)
 }
 
 /// Tries without sleeping for so long, and sleeps then. Waking a thread takes the kernel as long as
@@ -110,9 +113,11 @@ fn spinning<T>(
     spin: &mut Spin,
     given: Duration,
     mut receive: impl FnMut(RecvFlags) -> rustix::io::Result<T>,
+    before_sleep: impl FnOnce() -> rustix::io::Result<()>,
 ) -> rustix::io::Result<T> {
     let time = spin.time(given);
     if time.is_zero() {
+        before_sleep()?;
         return retry_on_intr(|| receive(RecvFlags::empty()));
     }
     let started = Instant::now();
@@ -120,7 +125,10 @@ fn spinning<T>(
         match receive(RecvFlags::DONTWAIT) {
             // The other end may be waiting for this very processor.
             Err(Errno::AGAIN) if started.elapsed() < time => std::thread::yield_now(),
-            Err(Errno::AGAIN) => break retry_on_intr(|| receive(RecvFlags::empty())),
+            Err(Errno::AGAIN) => {
+                before_sleep()?;
+                break retry_on_intr(|| receive(RecvFlags::empty()));
+            }
             Err(Errno::INTR) => {}
             received => break received,
         }
@@ -179,10 +187,31 @@ pub(crate) fn wait(
 }
 
 /// Waits until there is something to receive; false if the time is up first.
-pub(crate) fn readable(socket: BorrowedFd<'_>, time: Duration) -> io::Result<bool> {
+pub(crate) fn readable(socket: BorrowedFd<'_>, time: Duration) -> rustix::io::Result<bool> {
     let mut descriptors = [PollFd::new(&socket, PollFlags::IN)];
     let time = timespec(time);
     Ok(retry_on_intr(|| poll(&mut descriptors, Some(&time)))? > 0)
+}
+
+/// Whether there is nothing to receive for a time: the answer comes at once when there is. Looks for it
+/// without sleeping if `spin` is not zero.
+pub(crate) fn is_silent(
+    socket: BorrowedFd<'_>,
+    time: Duration,
+    spin: Duration,
+) -> rustix::io::Result<bool> {
+    if spin.is_zero() || time.is_zero() {
+        return Ok(!readable(socket, time)?);
+    }
+    let started = Instant::now();
+    while !readable(socket, Duration::ZERO)? {
+        if started.elapsed() >= time {
+            return Ok(true);
+        }
+        // The other end may be waiting for this very processor.
+        std::thread::yield_now();
+    }
+    Ok(false)
 }
 
 /// Whether the other end is gone.

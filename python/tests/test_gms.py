@@ -1,11 +1,15 @@
 """The client of the GPU memory service against a server of `vpmm serve`, on the simulator."""
 
+import collections
+import contextlib
 import ctypes
 import multiprocessing
 import os
 import pathlib
+import random
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 
@@ -34,25 +38,32 @@ def _command():
     return next((name for name in named if name and pathlib.Path(name).is_file()), None)
 
 
-@pytest.fixture
-def server(tmp_path):
+@contextlib.contextmanager
+def _served(folder, *arguments):
+    """A server, whose socket is in a folder: its path."""
     command = _command()
     if command is None:
         pytest.skip("no `vpmm` program: cargo build -p vpmm-cli, or name it in VPMM_COMMAND")
-    path = tmp_path / "gms.sock"
-    arguments = [command, "serve", "--device", "sim", "--tag", "weights", "--socket-path", str(path)]
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE)
+    arguments = [command, "serve", "--device", "sim", "--tag", "weights", *arguments]
+    environment = os.environ | {"GMS_SOCKET_DIR": str(folder)}
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, env=environment)
     try:
         deadline = time.monotonic() + 30
-        while not path.exists():
+        while not (paths := list(folder.glob("*.sock"))):
             assert process.poll() is None, process.stderr.read().decode()
             assert time.monotonic() < deadline, "the server has no socket"
             time.sleep(0.01)
-        yield str(path)
+        yield str(paths[0])
     finally:
         process.terminate()
         process.wait(30)
         process.stderr.close()
+
+
+@pytest.fixture
+def server(tmp_path):
+    with _served(tmp_path, "--socket-path", str(tmp_path / "gms.sock")) as path:
+        yield path
 
 
 def test_a_layout_is_written_published_and_read(server):
@@ -213,6 +224,47 @@ def test_locks_that_are_not_to_be_had(server, tmp_path):
             lost.list_handles()
 
 
+def test_the_usual_server_is_found_anew_after_an_abort(monkeypatch):
+    # Not the test's own folder: sockets' paths are short.
+    with (
+        tempfile.TemporaryDirectory() as one,
+        tempfile.TemporaryDirectory() as two,
+        _served(pathlib.Path(one)) as here,
+        _served(pathlib.Path(two)) as there,
+    ):
+        assert pathlib.Path(here).name == pathlib.Path(there).name != "gms.sock"
+        monkeypatch.setenv("GMS_SOCKET_DIR", one)
+        with (
+            GMSClientMemoryManager(here, tag="weights") as usual,
+            GMSClientMemoryManager(here) as without,
+            GMSClientMemoryManager(here, tag="kv_cache") as other,
+        ):
+            # As where a process was moved to a GPU with another name.
+            monkeypatch.setenv("GMS_SOCKET_DIR", two)
+            usual.connect(RequestedLockType.RW)
+            assert usual.socket_path == here, "only after an abort"
+            va = usual.create_mapping(size=MIB, tag="weights")
+            usual.commit()
+            usual.connect(RequestedLockType.RO)
+            assert usual.socket_path == here and len(usual.list_handles()) == 1, "a commit is none"
+            usual.unmap_all_vas()
+            usual.abort()
+            with pytest.raises(TimeoutError):
+                usual.connect(RequestedLockType.RO, timeout_ms=20)
+            assert usual.socket_path == there, "nothing is published there"
+            usual.connect(RequestedLockType.RW)
+            usual.reallocate_all_handles("weights")
+            usual.remap_all_vas()
+            assert set(usual.mappings) == {va} and len(usual.list_handles()) == 1
+            # Who has said no tag, or has a path of their own, stays there.
+            for manager in (without, other):
+                manager.connect(RequestedLockType.RO)
+                manager.abort()
+                manager.connect(RequestedLockType.RO)
+                assert manager.socket_path == here and len(manager.list_handles()) == 1
+                manager.abort()
+
+
 def _read(path, queue):
     with GMSClientMemoryManager(path) as reader:
         reader.connect(RequestedLockType.RO)
@@ -370,6 +422,274 @@ def test_a_tag_has_one_manager(server, tmp_path):
     assert pools.get_gms_client_memory_managers() == ()
 
 
+class _Plugged:
+    """What PyTorch calls where the process's pools are its allocator."""
+
+    def __init__(self):
+        library = ctypes.CDLL(_library.path())
+        self._alloc, self._free = library.vpmm_torch_alloc, library.vpmm_torch_free
+        self._alloc.restype = ctypes.c_void_p
+        self._alloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        self._free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        self._base = library.vpmm_torch_base_alloc
+        self._base.restype = ctypes.c_void_p
+        self._base.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t)]
+        self._record = library.vpmm_torch_record_stream
+        self._record.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._failed = library.vpmm_torch_failed_frees
+        self._failed.restype = ctypes.c_uint64
+
+    def alloc(self, size):
+        return self._alloc(size, 0, None)
+
+    def free(self, address):
+        before = self._failed()
+        self._free(address, 0, 0, None)
+        assert self._failed() == before
+
+    def base(self, address):
+        size = ctypes.c_size_t()
+        return self._base(address, ctypes.byref(size)), size.value
+
+    def record(self, address, stream):
+        self._record(address, stream)
+
+
+@pytest.fixture
+def plugged(monkeypatch):
+    """As after ``vpmm.torch.use()``, without PyTorch."""
+    import vpmm.torch
+
+    monkeypatch.setattr(vpmm.torch, "_is_used", True)
+    return _Plugged()
+
+
+def _held(manager):
+    return sorted(mapping.aligned_size for mapping in manager.mappings.values())
+
+
+def _holds(manager, address):
+    mappings = manager.mappings.items()
+    return any(va <= address < va + mapping.aligned_size for va, mapping in mappings)
+
+
+def test_pools_beside_our_allocator(server, plugged):
+    from vpmm.gms import _pools
+    from vpmm.gms import torch as gms_torch
+
+    manager = gms_torch.get_or_create_gms_client_memory_manager(server, 0, RequestedLockType.RW)
+    try:
+        live = vpmm.statistics().live_bytes
+        outside, elsewhere = plugged.alloc(MIB), []
+        with gms_torch.use_pool():
+            small = [plugged.alloc(1000) for _ in range(4)]
+            large = plugged.alloc(30 * MIB)
+            assert plugged.alloc(0) is None
+            thread = threading.Thread(target=lambda: elsewhere.append(plugged.alloc(MIB)))
+            thread.start()
+            thread.join()
+            # What is the process's goes back there, from here too.
+            plugged.free(outside)
+        assert _held(manager) == [2 * MIB, 30 * MIB], "small tensors share a segment"
+        assert all(_holds(manager, address) for address in (*small, large))
+        assert not _holds(manager, elsewhere[0])
+        assert vpmm.statistics().live_bytes == live + MIB
+        plugged.free(elsewhere[0])
+        # Found by the address, wherever it is freed; it serves the pool again, and nobody else.
+        thread = threading.Thread(target=plugged.free, args=(small[1],))
+        thread.start()
+        thread.join()
+        after = plugged.alloc(1000)
+        assert not _holds(manager, after)
+        plugged.free(after)
+        with gms_torch.use_pool():
+            assert plugged.alloc(1000) == small[1]
+        assert plugged.base(small[2] + 7) == (small[2], 1024)
+        plugged.record(large, None)
+        with pytest.raises(RuntimeError, match="this thread has no tag"):
+            _library.call(_library.lib.vpmm_process_pop_tag)
+        with pytest.raises(RuntimeError, match="of device 0"):
+            with gms_torch.use_pool(device=1):
+                pass
+        # Inside each other and inside a tag, the innermost counts; beyond the device's memory the words
+        # are the service's, and the error is as usual.
+        with vpmm.tag("a tag"), gms_torch.use_pool():
+            inner = plugged.alloc(MIB)
+            with vpmm.tag("a tag"):
+                tagged = plugged.alloc(MIB)
+            with pytest.raises(vpmm.OutOfMemoryError, match="GPU memory service.*More than the device"):
+                vpmm.DeviceBuffer(1 << 42)
+        assert _holds(manager, inner) and not _holds(manager, tagged)
+        plugged.free(tagged)
+
+        # Contents: what is made in the pool is what others read.
+        with gms_torch.use_pool():
+            buffer = vpmm.DeviceBuffer.from_bytes(b"weights!" * 5000)
+        (va,) = (va for va, one in manager.mappings.items() if va <= buffer.ptr < va + one.aligned_size)
+        name = manager.mappings[va].allocation_id
+        manager.metadata_put("key", name, buffer.ptr - va, b"")
+        # What nobody has any more is not published.
+        plugged.free(large)
+        assert _held(manager) == [2 * MIB, 30 * MIB]
+        ended, _pools._pools["weights"].memory = _pools._pools["weights"].memory, None
+        ended.end()
+        assert _held(manager) == [2 * MIB]
+        # A pool that has ended gives back what becomes free, and there may be another.
+        with gms_torch.use_pool():
+            late = plugged.alloc(5 * MIB)
+        assert _held(manager) == [2 * MIB, 20 * MIB]
+        ended, _pools._pools["weights"].memory = _pools._pools["weights"].memory, None
+        ended.end()
+        assert _held(manager) == [2 * MIB, 20 * MIB]
+        plugged.free(inner)
+        plugged.free(late)
+        assert _held(manager) == [2 * MIB]
+        manager.commit()
+        manager.connect(RequestedLockType.RO)
+        manager.remap_all_vas()
+        with GMSClientMemoryManager(server) as reader:
+            reader.connect(RequestedLockType.RO)
+            addresses = reader.import_all()
+            found, offset, _ = reader.metadata_get("key")
+            copy = vpmm.DeviceBuffer(40_000)
+            source = addresses[found] + offset
+            copy.copy_from_device(_Device(source, 40_000))
+            assert copy.to_bytes() == b"weights!" * 5000
+        with pytest.raises(RuntimeError, match="does not write"):
+            with gms_torch.use_pool():
+                pass
+        # What is published stays whole, whatever the process lets go.
+        before = _held(manager)
+        buffer.free()
+        for address in small:
+            plugged.free(address)
+        assert _held(manager) == before and all(one.is_mapped for one in manager.mappings.values())
+    finally:
+        gms_torch.evict_gms_client_memory_manager(manager)
+        manager.close()
+
+
+class _Device:
+    """Device memory for whoever takes the array interface."""
+
+    def __init__(self, address, size):
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, True),
+            "version": 3,
+        }
+
+
+def test_a_cache_beside_our_allocator_sleeps_and_takes_over(server, plugged):
+    from vpmm.gms import torch as gms_torch
+
+    manager = gms_torch.create_scratch_manager(server, 0, scratch_size=4 * MIB)
+    try:
+        with gms_torch.use_pool("kv_cache"):
+            cache = [plugged.alloc(20 * MIB) for _ in range(3)]
+        assert manager.scratch_summary() == (3, 60 * MIB, 4 * MIB)
+        manager.unmap_all_vas()
+        with pytest.raises(RuntimeError, match="is away"):
+            with gms_torch.use_pool("kv_cache"):
+                pass
+        manager.connect(RequestedLockType.RW)
+        manager.prepare_scratch_for_reallocation()
+        manager.reallocate_all_handles("kv_cache")
+        manager.remap_all_vas()
+        assert set(manager.mappings) == set(cache)
+        # The same pool, with memory now.
+        with gms_torch.use_pool("kv_cache"):
+            more = plugged.alloc(20 * MIB)
+        assert set(manager.mappings) == {*cache, more} and len(manager.list_handles("kv_cache")) == 4
+        # What is freed serves again, while the pool is one: its addresses stay through sleep and waking.
+        plugged.free(cache[1])
+        manager.unmap_all_vas()
+        manager.abort()
+        manager.connect(RequestedLockType.RW)
+        manager.reallocate_all_handles("kv_cache")
+        manager.remap_all_vas()
+        with gms_torch.use_pool("kv_cache"):
+            assert plugged.alloc(20 * MIB) == cache[1]
+        for address in (*cache, more):
+            plugged.free(address)
+        assert len(manager.mappings) == 4
+    finally:
+        gms_torch.evict_gms_client_memory_manager(manager)
+        assert manager.mappings == {}, "the pool went with the last that knew it"
+        manager.close()
+
+
+def test_many_threads_use_a_pool(server, plugged):
+    from vpmm.gms import _pools
+    from vpmm.gms import torch as gms_torch
+
+    manager = gms_torch.get_or_create_gms_client_memory_manager(server, 0, RequestedLockType.RW)
+    failed_before = plugged._failed()
+    live = vpmm.statistics().live_count
+    # What one thread makes another frees.
+    shared, errors = collections.deque(), []
+
+    def work(seed):
+        draw = random.Random(seed)
+        try:
+            for _ in range(300):
+                if draw.random() < 0.6:
+                    size = draw.choice((100, 5000, MIB, 3 * MIB))
+                    if draw.random() < 0.7:
+                        with gms_torch.use_pool():
+                            address = plugged.alloc(size)
+                    else:
+                        address = plugged.alloc(size)
+                    shared.append(address)
+                elif shared:
+                    plugged._free(shared.popleft(), 0, 0, None)
+        except Exception as error:
+            errors.append(error)
+
+    try:
+        with gms_torch.use_pool():
+            plugged.free(plugged.alloc(1))
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert errors == [] and len(set(shared)) == len(shared), "nothing is given out twice"
+        assert any(_holds(manager, address) for address in shared)
+        assert not all(_holds(manager, address) for address in shared)
+        for address in shared:
+            plugged._free(address, 0, 0, None)
+        ended, _pools._pools["weights"].memory = _pools._pools["weights"].memory, None
+        ended.end()
+        assert manager.mappings == {} and manager.list_handles() == []
+        assert vpmm.statistics().live_count == live and plugged._failed() == failed_before
+    finally:
+        gms_torch.evict_gms_client_memory_manager(manager)
+        manager.close()
+
+
+def test_a_manager_that_ends_before_its_tensors(server, plugged):
+    from vpmm.gms import torch as gms_torch
+
+    manager = gms_torch.get_or_create_gms_client_memory_manager(server, 0, RequestedLockType.RW)
+    with gms_torch.use_pool():
+        kept = [plugged.alloc(size) for size in (1000, 3 * MIB)]
+    gms_torch.evict_gms_client_memory_manager(manager)
+    manager.close()
+    for address in kept:
+        plugged.free(address)
+    # The next one is another's, whoever has the addresses now.
+    manager = gms_torch.get_or_create_gms_client_memory_manager(server, 0, RequestedLockType.RW)
+    try:
+        with gms_torch.use_pool():
+            plugged.free(plugged.alloc(1000))
+        assert _held(manager) == [2 * MIB]
+    finally:
+        gms_torch.evict_gms_client_memory_manager(manager)
+        manager.close()
+
+
 class _Published:
     """A reader of tensors that are in this test's memory, as there is no device."""
 
@@ -387,7 +707,7 @@ def test_a_module_without_memory_is_attached(monkeypatch):
         return made.eval()
 
     source = model("cpu")
-    published = {name: (tensor.detach(), kind) for name, tensor, kind in gms_torch._of_module(source)}
+    published = {name: (tensor.detach(), kind) for name, tensor, kind in gms_torch.registered(source)}
     monkeypatch.setattr(gms_torch, "tensors", lambda manager: published)
     with pytest.raises(RuntimeError, match="device 0, not 1"):
         gms_torch.materialize_module_from_gms(_Published(), source, device_index=1)
@@ -402,3 +722,68 @@ def test_a_module_without_memory_is_attached(monkeypatch):
         assert module[1].running_mean.data_ptr() != source[1].running_mean.data_ptr(), "a copy"
     with pytest.raises(ValueError, match="published as"):
         gms_torch.attach(torch.nn.Sequential(torch.nn.Linear(4, 2)), _Published())
+
+
+def test_tensors_that_are_plain_attributes_are_attached(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from vpmm.gms import torch as gms_torch
+    from vpmm.gms._module import attributes
+
+    class Quantised(torch.nn.Module):
+        def __init__(self, fill):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((3, 2), float(fill)))
+            self.scale = torch.full((3,), float(fill))
+            self.ranges = [torch.full((2,), fill + item) for item in range(11)]
+            self.pair = (torch.full((1,), float(fill)), torch.full((1,), -float(fill)))
+            # Not tensors of their own.
+            self.known, self.mixed, self.number = [self.weight], [self.scale, 3], 5
+
+        @property
+        def halved(self):
+            return self.scale / 2
+
+    def model(fill, **late):
+        made = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ModuleDict({"q": Quantised(fill)}))
+        for name, value in late.items():
+            setattr(made[1]["q"], name, value)
+        return made
+
+    source = model(7, late=torch.arange(4), more=[torch.ones(1), torch.zeros(2)])
+    found = {name: (tensor.detach(), kind) for name, tensor, kind in attributes(source)}
+    lists = [f"1.q.ranges.{item}" for item in range(11)] + ["1.q.pair.0", "1.q.pair.1"]
+    assert set(found) == {"1.q.scale", "1.q.late", "1.q.more.0", "1.q.more.1", *lists}
+    assert {kind for _, kind in found.values()} == {"tensor_attr"}
+    for name, tensor, kind in gms_torch.registered(source):
+        found[name] = tensor.detach(), kind
+    # What the Python service's client publishes beside: what properties make, and what the module that
+    # attaches has no place for; a parameter that it has not made yet.
+    found["1.q.halved"] = torch.zeros(3), "tensor_attr"
+    found["2.scale"] = torch.zeros(3), "tensor_attr"
+    found["1.q.known.0"] = torch.zeros(3, 2), "tensor_attr"
+    found["1.q.qweight"] = torch.ones(5), "parameter"
+    monkeypatch.setattr(gms_torch, "tensors", lambda manager: found)
+    module = model(1)
+    part = module[1]["q"]
+    scale, ranges, pair = part.scale, part.ranges, part.pair
+    gms_torch.attach(module, _Published())
+    assert part.scale is scale and part.ranges is ranges, "who knows them already sees it"
+    assert scale.tolist() == [7, 7, 7] and part.halved.tolist() == [3.5] * 3
+    assert part.mixed[0] is scale
+    assert [item.tolist() for item in ranges] == [[7 + item] * 2 for item in range(11)]
+    assert part.pair[0] is pair[0] and [item.item() for item in part.pair] == [7, -7]
+    assert part.late.tolist() == [0, 1, 2, 3]
+    assert [item.tolist() for item in part.more] == [[1], [0, 0]]
+    assert part.known[0] is part.weight and part.weight.data_ptr() == source[1]["q"].weight.data_ptr()
+    assert part.qweight.data_ptr() == found["1.q.qweight"][0].data_ptr(), "in place"
+    # Copies: programs write to them.
+    assert all(
+        tensor.data_ptr() != found[name][0].data_ptr()
+        for name, tensor, _ in attributes(module)
+        if name != "1.q.qweight"
+    )
+    # Tensors without memory, or of another kind, are replaced.
+    module = model(1, scale=torch.empty(3, device="meta"), pair=(torch.zeros(9), torch.zeros(1)))
+    gms_torch.attach(module, _Published())
+    assert module[1]["q"].scale.tolist() == [7, 7, 7]
+    assert [item.item() for item in module[1]["q"].pair] == [7, -7]

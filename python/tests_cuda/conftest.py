@@ -1,5 +1,5 @@
 """These tests are on the process's pool, which has to be PyTorch's allocator before its first CUDA call,
-whichever of them comes first. With --own-allocator PyTorch keeps its own, as the service's pools need it."""
+whichever of them comes first. With --own-allocator PyTorch keeps its own: the service's are for both."""
 
 import pytest
 
@@ -21,9 +21,3 @@ def allocator(request):
         import vpmm.torch
 
         vpmm.torch.use()
-
-
-@pytest.fixture
-def own_allocator(request):
-    if not request.config.getoption("--own-allocator"):
-        pytest.skip("PyTorch has pools with its own allocator only: pytest tests_cuda/test_gms.py --own-allocator")

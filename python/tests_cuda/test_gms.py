@@ -1,4 +1,5 @@
-"""PyTorch's tensors in the memory of a `vpmm serve` on a GPU. Run with VPMM_COMMAND naming the program."""
+"""PyTorch's tensors in the memory of a `vpmm serve` on a GPU. Run with VPMM_COMMAND naming the program, once
+as it is, on the process's pool, and once with --own-allocator."""
 
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from vpmm.gms.torch import (
     evict_gms_client_memory_manager,
     get_or_create_gms_client_memory_manager,
     publish,
+    release_unused,
     tensor_at,
     use_pool,
 )
@@ -62,13 +64,18 @@ def _model():
     model[0].weight = torch.nn.Parameter(model[0].weight.to(torch.bfloat16).float())
     model.register_parameter("tied", model[0].weight)
     model.register_parameter("narrow", torch.nn.Parameter(torch.randn(77, 3).to(torch.bfloat16).t()))
-    return model.cuda().eval()
+    model.cuda().eval()
+    # Neither a parameter nor a buffer, as quantised layers have them.
+    model.scale = torch.full((256,), 3.0, device="cuda")
+    model.offsets = [torch.arange(256.0, device="cuda"), torch.ones(1, device="cuda")]
+    return model
 
 
 def _answers(model):
     text = torch.arange(64, device="cuda") * 7
     with torch.no_grad():
-        return model(text).cpu(), model.narrow.float().cpu()
+        out = model(text) * model.scale + model.offsets[0] + model.offsets[1]
+        return out.cpu(), model.narrow.float().cpu()
 
 
 def _attach(path, queue):
@@ -79,11 +86,16 @@ def _attach(path, queue):
         model = _model()
         for parameter in model.parameters():
             parameter.data.zero_()
+        scale = model.scale
+        for attribute in (scale, *model.offsets):
+            attribute.zero_()
         attach(model, manager)
         held = [mapping for mapping in manager.mappings.values() if mapping.is_mapped]
         inside = any(
             mapping.va <= model[1].weight.data_ptr() < mapping.va + mapping.aligned_size for mapping in held
         )
+        # A copy, at which whoever knew the tensor looks, too.
+        assert model.scale is scale and not _inside(manager, scale)
         out, half = _answers(model)
         queue.put((inside, out.numpy(), half.numpy()))
         del model
@@ -170,7 +182,7 @@ def _captured(cache):
     return graph
 
 
-def test_a_module_that_is_made_in_a_pool_is_published_without_a_copy(own_allocator, servers):
+def test_a_module_that_is_made_in_a_pool_is_published_without_a_copy(servers):
     manager = get_or_create_gms_client_memory_manager(servers["weights"], 0, RequestedLockType.RW)
     try:
         with use_pool("weights"):
@@ -179,15 +191,17 @@ def test_a_module_that_is_made_in_a_pool_is_published_without_a_copy(own_allocat
             del_me = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
         del del_me
         expected = _answers(model)
-        tensors = [*model.parameters(), *model.buffers()]
+        tensors = [*model.parameters(), *model.buffers(), model.scale, *model.offsets]
         assert all(_inside(manager, tensor) for tensor in tensors)
         pointers = [parameter.data_ptr() for parameter in model.parameters()]
         publish(model, manager)
         assert pointers == [parameter.data_ptr() for parameter in model.parameters()]
         assert manager.total_bytes < 128 * MIB, "the temporary's memory went back"
-        assert not any(_inside(manager, buffer) for buffer in model.buffers())
+        copied = [*model.buffers(), model.scale, *model.offsets]
+        assert not any(_inside(manager, tensor) for tensor in copied)
         assert all(torch.equal(a, b) for a, b in zip(_answers(model), expected, strict=True))
-        model[2].running_mean.add_(0)
+        for tensor in copied:
+            tensor.add_(0)
         spawn = multiprocessing.get_context("spawn")
         queue = spawn.Queue()
         process = spawn.Process(target=_attach, args=(servers["weights"], queue))
@@ -197,7 +211,7 @@ def test_a_module_that_is_made_in_a_pool_is_published_without_a_copy(own_allocat
         assert process.exitcode == 0 and inside
         assert torch.equal(torch.from_numpy(out), expected[0])
         assert torch.equal(torch.from_numpy(half), expected[1])
-        del model, tensors
+        del model, tensors, copied
         torch.cuda.empty_cache()
         assert all(mapping.is_mapped for mapping in manager.mappings.values())
     finally:
@@ -205,7 +219,46 @@ def test_a_module_that_is_made_in_a_pool_is_published_without_a_copy(own_allocat
         manager.close()
 
 
-def test_a_pools_cache_sleeps_and_wakes_under_a_graph(own_allocator, servers):
+def test_what_is_made_in_a_pool_is_the_services_and_nothing_else(servers):
+    manager = get_or_create_gms_client_memory_manager(servers["weights"], 0, RequestedLockType.RW)
+    try:
+        outside = torch.ones(MIB, device="cuda")
+        side = torch.cuda.Stream()
+        with use_pool("weights"):
+            first = torch.full((MIB,), 2.0, device="cuda")
+            tiny = [torch.full((3,), float(n), device="cuda") for n in range(50)]
+            with torch.cuda.stream(side):
+                other = torch.full((MIB,), 3.0, device="cuda")
+        late = torch.ones(MIB, device="cuda")
+        assert all(_inside(manager, tensor) for tensor in (first, other, *tiny))
+        assert not _inside(manager, outside) and not _inside(manager, late)
+        assert len({tensor.data_ptr() >> 21 for tensor in tiny}) == 1, "they share a granule"
+        # Used on a further stream, freed while that is busy, and handed out again only behind it.
+        pointer = first.data_ptr()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(200_000_000)
+            total = first.sum()
+            first.record_stream(side)
+        del first
+        with use_pool("weights"):
+            again = [torch.full((MIB,), 9.0, device="cuda") for _ in range(8)]
+        torch.cuda.synchronize()
+        assert total.item() == 2 * MIB and other.sum().item() == 3 * MIB
+        assert all(tensor.sum().item() == 9 * MIB for tensor in again)
+        assert all(tensor.data_ptr() != pointer for tensor in again)
+        assert [tensor[0].item() for tensor in tiny] == list(range(50))
+        del other, tiny, again, late, outside, total
+        held = manager.total_bytes
+        torch.cuda.empty_cache()
+        assert manager.total_bytes == held, "the pool keeps its memory while it is one"
+        release_unused(manager)
+        assert manager.total_bytes == 0
+    finally:
+        evict_gms_client_memory_manager(manager)
+        manager.close()
+
+
+def test_a_pools_cache_sleeps_and_wakes_under_a_graph(servers):
     manager = get_or_create_gms_client_memory_manager(
         servers["kv_cache"], 0, RequestedLockType.RW, tag="kv_cache"
     )
@@ -243,7 +296,7 @@ def test_a_pools_cache_sleeps_and_wakes_under_a_graph(own_allocator, servers):
         manager.close()
 
 
-def test_a_standbys_cache_stands_on_scratch_until_it_takes_over(own_allocator, servers):
+def test_a_standbys_cache_stands_on_scratch_until_it_takes_over(servers):
     manager = create_scratch_manager(servers["kv_cache"], 0, scratch_size=64 * MIB)
     try:
         before = torch.cuda.mem_get_info()[0]

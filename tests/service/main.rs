@@ -1,6 +1,7 @@
 //! The GPU memory service over real sockets and processes, on the simulator: the server, writers and
 //! readers share memory through real descriptors.
 
+mod ahead;
 mod batches;
 mod crashes;
 mod errors;

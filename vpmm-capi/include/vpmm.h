@@ -271,6 +271,11 @@ typedef struct vpmm_export vpmm_export;
 typedef struct vpmm_gms vpmm_gms;
 
 /**
+ * A heap of the service's memory.
+ */
+typedef struct vpmm_gms_heap vpmm_gms_heap;
+
+/**
  * A pool for the memory of one CUDA graph, or of several that never run at the same time.
  */
 typedef struct vpmm_graph_pool vpmm_graph_pool;
@@ -1520,6 +1525,57 @@ enum vpmm_status vpmm_gms_remap_all(const struct vpmm_gms *gms);
 enum vpmm_status vpmm_gms_reallocate_all(const struct vpmm_gms *gms, const char *tag);
 
 /**
+ * Makes a heap for tensors on a device in the service's memory, for programs whose allocator the
+ * process's pools are. It has nothing at first; its segments are allocations of the manager that the
+ * thread uses as they are needed (`vpmm_gms_torch_begin`), of one manager for one heap.
+ *
+ * # Safety
+ * `out` is null or has room for a pointer.
+ */
+enum vpmm_status vpmm_gms_heap_open(uint32_t device,
+                                    struct vpmm_gms_heap **out);
+
+/**
+ * From now on what this thread asks the process's pool on the heap's device for comes from the heap, until
+ * `vpmm_process_pop_tag`. Frees find it by the address, whoever frees.
+ *
+ * # Safety
+ * `heap` is null or a handle.
+ */
+enum vpmm_status vpmm_gms_heap_push(const struct vpmm_gms_heap *heap);
+
+/**
+ * Gives a handle back: free memory of the heap goes back to the server, and what is allocated still
+ * follows as it is freed. Waits for the device.
+ *
+ * # Safety
+ * `heap` is null, or a handle that is not used again.
+ */
+void vpmm_gms_heap_release(struct vpmm_gms_heap *heap);
+
+/**
+ * Says which tag's server it is. If the path is the device's usual one for it,
+ * `gms_UUID_TAG.sock` in the folder of the sockets, it is found anew by the first `vpmm_gms_connect`
+ * after each `vpmm_gms_abort`: a process that was moved to another GPU finds that one's server. A path
+ * of the caller's own stays.
+ *
+ * # Safety
+ * `gms` is null or a handle; `tag` is null or ends with a zero byte.
+ */
+enum vpmm_status vpmm_gms_set_tag(const struct vpmm_gms *gms,
+                                  const char *tag);
+
+/**
+ * Calls a function with the path of the server's socket.
+ *
+ * # Safety
+ * `gms` is null or a handle; the function may be called with `context`, and lets no exception out.
+ */
+enum vpmm_status vpmm_gms_socket_path(const struct vpmm_gms *gms,
+                                      vpmm_gms_visit_key visit,
+                                      void *context);
+
+/**
  * Sets the bytes of the block behind scratch mappings, 512 MiB if this is not called: a power of two, and
  * a multiple of the granularity. Before there are scratch mappings.
  *
@@ -1776,7 +1832,8 @@ enum vpmm_status vpmm_process_push_tag(const char *tag);
 enum vpmm_status vpmm_process_push_tag_on(const char *tag, uint32_t device);
 
 /**
- * Ends what this thread's last `vpmm_process_push_tag` or `vpmm_process_push_tag_on` has begun.
+ * Ends what this thread's last `vpmm_process_push_tag`, `vpmm_process_push_tag_on` or
+ * `vpmm_gms_heap_push` has begun.
  */
 enum vpmm_status vpmm_process_pop_tag(void);
 

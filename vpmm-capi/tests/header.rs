@@ -3,7 +3,7 @@
 use std::path::Path;
 
 /// In the order in which a reader of the header wants them; with a folder's module come those in it.
-const SOURCES: [&str; 19] = [
+const SOURCES: [&str; 21] = [
     "version",
     "status",
     "guard",
@@ -17,6 +17,8 @@ const SOURCES: [&str; 19] = [
     "graph",
     "share",
     "service",
+    "service/heap",
+    "service/place",
     "service/scratch",
     "service/tensors",
     "process/mod",

@@ -7,12 +7,14 @@
 mod bulk;
 mod connect;
 mod error;
+mod floor;
 mod manager;
 mod mappings;
 mod session;
 
 pub use connect::{ConnectOptions, event_history, runtime_state};
 pub use error::ClientError;
+pub use floor::MappingFloor;
 pub use manager::{MemoryManager, ScratchSummary};
 pub use mappings::MappingInfo;
 pub use session::{AllocationInfo, MetadataValue, Session};

@@ -27,8 +27,15 @@ unsafe impl Send for Share {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Share {}
 
-/// Makes a context the thread's current one until it is dropped.
-pub(super) struct Current<'a>(&'a Context, PhantomData<*mut ()>);
+/// A context is the thread's current one as long as this lives.
+pub(crate) struct Current<'a> {
+    context: &'a Context,
+    /// Whether it was made that here; it is not where it was already, as in programs that use the
+    /// device's runtime.
+    is_pushed: bool,
+    /// What is current is a matter of the thread.
+    _thread: PhantomData<*mut ()>,
+}
 
 impl Context {
     pub(crate) fn retain(cuda: &Cuda) -> Result<Self, CudaError> {
@@ -42,10 +49,18 @@ impl Context {
         &self.0.cuda
     }
 
-    pub(super) fn enter(&self) -> Result<Current<'_>, CudaError> {
-        // SAFETY: the context is alive while this has its share in it.
-        unsafe { self.cuda().table().cuCtxPushCurrent_v2(self.0.raw) }?;
-        Ok(Current(self, PhantomData))
+    /// Makes this the thread's current context, unless it is. Whoever makes several calls enters once
+    /// for all of them: those within find it current.
+    pub(crate) fn enter(&self) -> Result<Current<'_>, CudaError> {
+        let (mut current, table) = (ptr::null_mut(), self.cuda().table());
+        // SAFETY: the pointer is to a live context handle.
+        unsafe { table.cuCtxGetCurrent(&mut current) }?;
+        let is_pushed = current != self.0.raw;
+        if is_pushed {
+            // SAFETY: the context is alive while this has its share in it.
+            unsafe { table.cuCtxPushCurrent_v2(self.0.raw) }?;
+        }
+        Ok(Current { context: self, is_pushed, _thread: PhantomData })
     }
 
     /// Waits until the device has done everything that was given to it in this context.
@@ -74,9 +89,12 @@ impl Context {
 
 impl Drop for Current<'_> {
     fn drop(&mut self) {
+        if !self.is_pushed {
+            return;
+        }
         let mut popped = ptr::null_mut();
         // SAFETY: the pointer is to a live context handle; what was pushed is still on the stack.
-        let _ = unsafe { self.0.cuda().table().cuCtxPopCurrent_v2(&mut popped) };
+        let _ = unsafe { self.context.cuda().table().cuCtxPopCurrent_v2(&mut popped) };
     }
 }
 

@@ -48,6 +48,7 @@ driver_calls! {
     cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice);
     cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
     cuDevicePrimaryCtxRelease_v2(device: CUdevice);
+    cuCtxGetCurrent(context: *mut CUcontext);
     cuCtxPushCurrent_v2(context: CUcontext);
     cuCtxPopCurrent_v2(context: *mut CUcontext);
     cuCtxSynchronize();

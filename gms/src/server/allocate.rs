@@ -49,7 +49,14 @@ impl Session {
                 "More than the device has: requested_size={size}, tag={tag}, device_bytes={total}"
             )));
         };
-        let extent = match memory.try_create(aligned_size).map_err(driver)? {
+        let made = match self.ahead.take(aligned_size, &self.service.counters.ahead_bytes) {
+            Some(extent) => {
+                self.service.counters.ahead.add(1);
+                Some(extent)
+            }
+            None => self.create(aligned_size)?,
+        };
+        let extent = match made {
             Some(extent) => extent,
             None => match self.wait_for_memory(aligned_size)? {
                 Ok(extent) => extent,
@@ -70,6 +77,15 @@ impl Session {
         drop(core);
         self.service.counters.allocations.add(1);
         Ok(Allocated::Done(allocation, extent))
+    }
+
+    /// Makes memory, with the room of what was made ahead if it takes that.
+    fn create(&mut self, bytes: u64) -> Result<Option<Arc<Extent>>, End> {
+        let made = self.service.memory.try_create(bytes).map_err(driver)?;
+        if made.is_some() || !self.give_up_ahead() {
+            return Ok(made);
+        }
+        self.service.memory.try_create(bytes).map_err(driver)
     }
 
     /// Asks again until there is memory, or the time is up: how long that took, then.
@@ -114,6 +130,6 @@ impl Session {
     }
 }
 
-fn driver(error: crate::CudaError) -> End {
+pub(super) fn driver(error: crate::CudaError) -> End {
     End::Server(ServerError::Driver(error))
 }

@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::allocate::Allocated;
 use super::requests::{Refused, described};
@@ -36,6 +37,7 @@ impl Session {
         if request.export && request.sizes.len() > MAX_DESCRIPTORS {
             return self.refuse(too_many(request.sizes.len()));
         }
+        let (started, hits) = (Instant::now(), self.service.counters.ahead.get());
         let mut made = Vec::with_capacity(request.sizes.len());
         let mut refused = None;
         for size in &request.sizes {
@@ -46,6 +48,9 @@ impl Session {
                     break;
                 }
             }
+        }
+        if request.sizes.len() > 1 {
+            self.ahead.forget();
         }
         let mut files = Vec::new();
         if request.export && refused.is_none() {
@@ -60,10 +65,16 @@ impl Session {
             }
             return self.refuse(error);
         }
+        let was_there = self.service.counters.ahead.get() > hits;
+        if request.export && request.sizes.len() == 1 && !was_there {
+            self.ahead.pace.made_alone(started.elapsed());
+        }
         let allocations = made.iter().map(|(allocation, _)| described(allocation)).collect();
         // Descriptors that were not asked for are made as they are: while the client maps the first
         // of them, the next are made.
-        self.send_with(&BatchAllocateResponse { allocations }, &files)
+        self.send_with(&BatchAllocateResponse { allocations }, &files)?;
+        self.ahead.pace.answered();
+        Ok(())
     }
 
     pub(super) fn export(&mut self, id: &str) -> Result<(), End> {
@@ -78,7 +89,9 @@ impl Session {
                     tag: about.tag.to_string(),
                     layout_slot: about.slot as i64,
                 };
-                self.send_with(&answer, &[file])
+                self.send_with(&answer, &[file])?;
+                self.ahead.pace.answered();
+                Ok(())
             }
             Err(Refused(error)) => self.refuse(error),
         }

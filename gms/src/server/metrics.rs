@@ -18,6 +18,20 @@ impl Counter {
         self.0.fetch_add(more, Ordering::Relaxed);
     }
 
+    pub(super) fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// A number that is as it was last set.
+#[derive(Debug, Default)]
+pub(super) struct Gauge(AtomicU64);
+
+impl Gauge {
+    pub(super) fn set(&self, now: u64) {
+        self.0.store(now, Ordering::Relaxed);
+    }
+
     fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
@@ -34,6 +48,10 @@ pub(super) struct Counters {
     pub(super) waits: Counter,
     pub(super) commits: Counter,
     pub(super) allocations: Counter,
+    /// Those of them whose memory was there already.
+    pub(super) ahead: Counter,
+    /// Bytes of the memory that the writer's session has made ahead; there is one writer at most.
+    pub(super) ahead_bytes: Gauge,
     pub(super) memory_waits: Counter,
     pub(super) exports: Counter,
 }
@@ -45,11 +63,12 @@ pub struct Metrics(Weak<Service>);
 /// A figure: its name, whether it only grows, and what it is.
 type Kind = (&'static str, bool, &'static str);
 
-const KINDS: [Kind; 20] = [
+const KINDS: [Kind; 22] = [
     ("allocations", false, "Allocations of the layout."),
     ("allocated_bytes", false, "Bytes of the layout's memory."),
     ("metadata_entries", false, "Entries of metadata."),
     ("reclaim_pending_bytes", false, "Bytes still to be given back."),
+    ("ahead_bytes", false, "Bytes made ahead for the next allocation; in no other figure."),
     ("connections", false, "Connections now."),
     ("writer", false, "Whether there is a writer."),
     ("readers", false, "Readers now."),
@@ -63,6 +82,7 @@ const KINDS: [Kind; 20] = [
     ("lock_waits_total", true, "Sessions that had to wait for a lock."),
     ("commits_total", true, "Layouts published."),
     ("allocations_total", true, "Allocations made."),
+    ("ahead_total", true, "Allocations whose memory had been made ahead."),
     ("memory_waits_total", true, "Allocations that had to wait for memory."),
     ("exports_total", true, "Descriptors sent."),
     ("releases_total", true, "Allocations given back."),
@@ -81,6 +101,7 @@ fn values(service: &Service) -> [u64; KINDS.len()] {
         bytes,
         entries as u64,
         progress.pending_bytes(),
+        counters.ahead_bytes.get(),
         service.connections() as u64,
         lock.has_writer.into(),
         lock.readers as u64,
@@ -94,6 +115,7 @@ fn values(service: &Service) -> [u64; KINDS.len()] {
         counters.waits.get(),
         counters.commits.get(),
         counters.allocations.get(),
+        counters.ahead.get(),
         counters.memory_waits.get(),
         counters.exports.get(),
         progress.released(),

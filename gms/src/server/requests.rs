@@ -237,6 +237,7 @@ impl Session {
     }
 
     fn commit(&mut self) -> Result<(), End> {
+        self.give_up_ahead();
         let hash = self.checked_hash()?;
         tracing::info!(session = self.id, hash, "layout committed");
         if !self.service.commit(self.id, hash) {
@@ -248,6 +249,7 @@ impl Session {
     }
 
     fn commit_layout(&mut self) -> Result<(), End> {
+        self.give_up_ahead();
         let hash = self.checked_hash()?;
         if !self.service.seal(self.id, hash.clone()) {
             return Err(End::Server(ServerError::Broken("a writer without its lock".to_owned())));

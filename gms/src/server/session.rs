@@ -9,6 +9,7 @@ use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 
 use super::ServerError;
+use super::ahead::Ahead;
 use super::service::Service;
 use crate::lock::{Entered, Granted, Requested, SessionId};
 use crate::socket::{self, Spin, Waited};
@@ -57,6 +58,8 @@ pub(super) struct Session {
     pub(super) granted: Granted,
     /// Whether the client speaks the batch extension.
     pub(super) batches: bool,
+    /// The next allocation's memory, perhaps.
+    pub(super) ahead: Ahead,
     /// What is to be sent.
     pub(super) out: Vec<u8>,
     socket: Arc<OwnedFd>,
@@ -85,6 +88,7 @@ pub(super) fn start(service: &Arc<Service>, socket: OwnedFd) {
         id,
         granted: Granted::Ro,
         batches: false,
+        ahead: Ahead::default(),
         out: Vec::new(),
         socket,
         frames: FrameReader::new(service.settings.max_message_bytes),
@@ -112,6 +116,8 @@ fn may_connect(service: &Service, socket: &OwnedFd) -> Result<(), String> {
 impl Drop for Session {
     /// However the thread ends, its lock does.
     fn drop(&mut self) {
+        // Whoever gets the lock may need the room.
+        self.give_up_ahead();
         self.service.forget(self.id);
     }
 }
@@ -131,6 +137,11 @@ impl Session {
             End::Socket(_) => tracing::warn!(session = self.id, %end, "session dropped"),
             End::Server(failure) => self.service.fail(failure),
         }
+    }
+
+    /// Whether a request, or the begin of one, was read already.
+    pub(super) fn has_bytes(&self) -> bool {
+        self.frames.pending() > 0
     }
 
     pub(super) fn socket(&self) -> BorrowedFd<'_> {
@@ -158,8 +169,14 @@ impl Session {
         loop {
             self.answered = true;
             let message = self.receive(None)?;
+            self.ahead.pace.asked();
             self.service.counters.requests.add(1);
+            // The descriptor of what was allocated is asked for next, and is not to wait.
+            let export_follows = matches!(message, Message::AllocateRequest(_));
             self.request(message)?;
+            if !export_follows {
+                self.make_ahead()?;
+            }
         }
     }
 
@@ -184,7 +201,15 @@ impl Session {
             }
             let given = if self.answered { self.service.spin() } else { Duration::ZERO };
             let space = self.frames.space();
-            match socket::receive_bytes(self.socket.as_fd(), space, &mut self.spin, given)? {
+            let (socket, ahead, service) = (self.socket.as_fd(), &mut self.ahead, &self.service);
+            let before_sleep = || {
+                // Kept for a while, and not for a client that has something else to do.
+                if ahead.is_held() && !socket::readable(socket, service.settings.ahead_time)? {
+                    ahead.give_up(&service.counters.ahead_bytes);
+                }
+                Ok(())
+            };
+            match socket::receive_bytes(socket, space, &mut self.spin, given, before_sleep)? {
                 0 => return Err(End::Gone),
                 bytes => self.frames.arrived(bytes),
             }

@@ -10,6 +10,8 @@ use super::mode::{self, Mode};
 use super::trace::{self, Action};
 use super::{captures, streams, tags};
 use crate::guard::Failure;
+use crate::service::heap as service;
+use crate::status::vpmm_status;
 
 /// A device address, as CUDA's own functions give it.
 #[inline(always)]
@@ -100,30 +102,33 @@ unsafe fn allocate_slowly(
     // SAFETY: the caller vouches for it.
     let (pool, stream) = unsafe { resolve(device, stream, life) }?;
     let is_graphs = mode::is(Mode::Capturing) && captures::open_to(device, stream)?;
+    if bytes == 0 {
+        return Ok(ptr::null_mut());
+    }
     // What a graph uses is nobody else's, whatever its tag.
     let tagged = || if is_graphs { None } else { tags::heap_of(pool, device) };
     let request = || match tagged().transpose()? {
         Some(heap) => heap.malloc(bytes, stream),
-        None => pool.malloc(bytes, stream),
+        None => Ok(pool.malloc(bytes, stream)?),
     };
     if !mode::is(Mode::Tracing) {
-        return request().map(pointer).or_else(refused);
+        return request().map(pointer);
     }
     let (at, raw) = (trace::place(), stream.raw().addr() as u64);
     let made = request();
     match &made {
         Ok(ptr) => trace::note(Action::Alloc, device, ptr.address(), bytes as u64, raw, at),
-        Err(error) if error.is_out_of_memory() => {
+        Err(failure) if failure.status() == vpmm_status::VPMM_OUT_OF_MEMORY => {
             let stats = pool.stats();
             let free = stats.free_bytes() + stats.cached_bytes;
             trace::note(Action::OutOfMemory, device, free, bytes as u64, raw, at);
         }
         Err(_) => {}
     }
-    made.map(pointer).or_else(refused)
+    made.map(pointer)
 }
 
-/// Frees memory of the process's pool on a device. Null is nothing.
+/// Frees memory of the process's pool on a device, or of a heap of the memory service's. Null is nothing.
 ///
 /// # Safety
 /// As in [`allocate`]; nobody uses the memory in work that is enqueued later, or that is not ordered
@@ -164,15 +169,25 @@ unsafe fn free_slowly(
         captures::open_to(device, stream)?;
     }
     let at = address(pointer);
+    let heap = service::of(at.address());
+    // Memory of the service's is its own stream's again, behind what is enqueued there.
+    let free = || match &heap {
+        Some(heap) => heap.free(at),
+        None => Ok(pool.free(at, stream)?),
+    };
     if !mode::is(Mode::Tracing) {
-        return Ok(pool.free(at, stream)?);
+        return free();
     }
-    let bytes = pool.allocation(at.address()).map_or(0, |allocation| allocation.bytes);
+    let bytes = match &heap {
+        Some(heap) => heap.allocation(at.address()).map(|(_, bytes)| bytes),
+        None => pool.allocation(at.address()).map(|allocation| allocation.bytes),
+    };
+    let bytes = bytes.unwrap_or(0);
     let place = trace::place();
     // Before it is freed: from there on another thread may get, and note, the same address.
     let raw = stream.raw().addr() as u64;
     trace::note(Action::FreeCompleted, device, at.address(), bytes, raw, place);
-    Ok(pool.free(at, stream)?)
+    free()
 }
 
 /// Notes that an allocation of any of the process's pools is used on a further stream.
@@ -188,6 +203,11 @@ pub(crate) unsafe fn record_stream(
         return Ok(());
     }
     let at = address(pointer);
+    if let Some(heap) = service::of(at.address()) {
+        // SAFETY: the caller vouches for it.
+        let (_, stream) = unsafe { resolve(heap.device(), stream, life) }?;
+        return heap.record_stream(at, stream);
+    }
     let pools = super::pools();
     let found = pools.iter().find(|pool| pool.allocation(at.address()).is_some());
     // None has it: any of them says so.

@@ -1,31 +1,52 @@
-//! Tags that a thread's requests have, so that memory of programs that know nothing of tags can sleep.
+//! What a thread's requests are for: a tag, so that memory of programs that know nothing of tags can sleep,
+//! or a heap of the memory service's, which knows as little of them.
 
 use std::cell::RefCell;
 use std::ffi::c_char;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use vpmm_core::{Pool, Result, Tagged};
+use vpmm_core::{DevicePtr, Pool, StreamHandle, Tagged};
 
 use super::VPMM_EVERY_DEVICE;
 use super::mode::{self, Mode};
 use crate::guard::{Failure, guard, text};
+use crate::service::heap as service;
 use crate::status::vpmm_status;
 
-/// A tag of a thread's requests, on one device or all.
+/// Where a thread's requests go, on one device or all.
 struct Open {
-    tag: String,
     device: u32,
-    /// Its heaps, as far as they were asked for, by the device.
-    heaps: Vec<(u32, Tagged)>,
+    goal: Goal,
+}
+
+enum Goal {
+    Tag {
+        tag: String,
+        /// Its heaps, as far as they were asked for, by the device.
+        heaps: Vec<(u32, Tagged)>,
+    },
+    Service(Arc<service::Heap>),
 }
 
 impl Open {
     fn is_for(&self, device: u32) -> bool {
         self.device == VPMM_EVERY_DEVICE || self.device == device
     }
+}
 
-    fn heap(&self, device: u32) -> Option<Tagged> {
-        self.heaps.iter().find(|(of, _)| *of == device).map(|(_, heap)| heap.clone())
+/// What serves a request instead of the pool's main heap.
+pub(super) enum Heap {
+    Tagged(Tagged),
+    Service(Arc<service::Heap>),
+}
+
+impl Heap {
+    pub(super) fn malloc(&self, bytes: usize, stream: StreamHandle) -> Result<DevicePtr, Failure> {
+        match self {
+            Self::Tagged(heap) => Ok(heap.malloc(bytes, stream)?),
+            Self::Service(heap) => heap.malloc(bytes, stream),
+        }
     }
 }
 
@@ -48,20 +69,41 @@ fn with_current<T>(device: u32, work: impl FnOnce(&mut Open) -> T) -> Option<T> 
 }
 
 /// The heap of this thread's requests on a device, whose pool is given.
-pub(super) fn heap_of(pool: &Pool, device: u32) -> Option<Result<Tagged>> {
+pub(super) fn heap_of(pool: &Pool, device: u32) -> Option<Result<Heap, Failure>> {
     if !mode::is(Mode::Tagging) {
         return None;
     }
-    let (known, tag) = with_current(device, |open| match open.heap(device) {
-        Some(heap) => (Some(heap), String::new()),
-        None => (None, open.tag.clone()),
+    let found = with_current(device, |open| match &open.goal {
+        Goal::Service(heap) => Ok(Heap::Service(Arc::clone(heap))),
+        Goal::Tag { tag, heaps } => match heaps.iter().find(|(of, _)| *of == device) {
+            Some((_, heap)) => Ok(Heap::Tagged(heap.clone())),
+            None => Err(tag.clone()),
+        },
     })?;
-    if let Some(heap) = known {
-        return Some(Ok(heap));
-    }
-    Some(pool.tagged(&tag).inspect(|heap| {
-        with_current(device, |open| open.heaps.push((device, heap.clone())));
-    }))
+    let tag = match found {
+        Ok(heap) => return Some(Ok(heap)),
+        Err(tag) => tag,
+    };
+    let heap = pool.tagged(&tag).inspect(|heap| {
+        with_current(device, |open| {
+            if let Goal::Tag { heaps, .. } = &mut open.goal {
+                heaps.push((device, heap.clone()));
+            }
+        });
+    });
+    Some(heap.map(Heap::Tagged).map_err(Failure::from))
+}
+
+fn push(open: Open) {
+    TAGS.with(|tags| tags.borrow_mut().push(open));
+    OPEN.fetch_add(1, Ordering::SeqCst);
+    mode::set(Mode::Tagging, true);
+}
+
+/// From now on what this thread asks a device's pool for comes from a heap of the memory service's, until
+/// `vpmm_process_pop_tag`.
+pub(crate) fn push_heap(heap: Arc<service::Heap>) {
+    push(Open { device: heap.device(), goal: Goal::Service(heap) });
 }
 
 /// From now on what this thread asks the process's pools for comes from their heap with a tag
@@ -84,18 +126,17 @@ pub unsafe extern "C" fn vpmm_process_push_tag_on(tag: *const c_char, device: u3
     guard(|| {
         // SAFETY: the caller vouches for it.
         let tag = unsafe { text(tag, "tag") }?.to_owned();
-        let open = Open { tag, device, heaps: Vec::new() };
-        TAGS.with(|tags| tags.borrow_mut().push(open));
-        OPEN.fetch_add(1, Ordering::SeqCst);
-        mode::set(Mode::Tagging, true);
+        push(Open { device, goal: Goal::Tag { tag, heaps: Vec::new() } });
         Ok(())
     })
 }
 
-/// Ends what this thread's last `vpmm_process_push_tag` or `vpmm_process_push_tag_on` has begun.
+/// Ends what this thread's last `vpmm_process_push_tag`, `vpmm_process_push_tag_on` or
+/// `vpmm_gms_heap_push` has begun.
 #[unsafe(no_mangle)]
 pub extern "C" fn vpmm_process_pop_tag() -> vpmm_status {
     guard(|| {
+        // Dropped when the list is not borrowed any more: with the last of a heap, memory goes.
         let popped = TAGS.with(|tags| tags.borrow_mut().pop());
         if popped.is_none() {
             let text = "this thread has no tag";

@@ -1,5 +1,6 @@
-//! What PyTorch's `CUDAPluggableAllocator` calls for a `MemPool` whose memory is the service's: each of the
-//! pool's segments is an allocation of a writer's layout, or a scratch mapping.
+//! What PyTorch's `CUDAPluggableAllocator` calls for a `MemPool` whose memory is the service's, and the
+//! process's own [`heap`](super::heap): each of the pool's segments is an allocation of a writer's layout,
+//! or a scratch mapping.
 //!
 //! 1. An allocation comes from the manager whose pool the thread uses, or, in a thread that uses none
 //!    (autograd's, say), from the only one in use.
@@ -110,16 +111,17 @@ fn source() -> Result<Arc<Source>, Failure> {
     })
 }
 
-fn allocate(bytes: isize, device: c_int) -> Result<u64, Failure> {
+/// Makes an allocation with the manager that this thread uses: its address.
+pub(super) fn allocate(bytes: usize, device: u32) -> Result<u64, Failure> {
     let source = source()?;
     let mut held = Held(source.manager.lock().unwrap_or_else(PoisonError::into_inner));
     let manager = held.manager()?;
-    if i64::from(device) != i64::from(manager.ordinal()) {
+    if device != manager.ordinal() {
         let text = format!("the pool is of device {}", manager.ordinal());
         return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
     }
     settle(&source.manager, manager);
-    let bytes = u64::try_from(bytes).map_err(|_| ClientError::Size { bytes: u64::MAX })?;
+    let bytes = bytes as u64;
     let made = match source.scratch {
         true => manager.create_scratch_mapping(bytes, &source.tag),
         false => manager.create_mapping(bytes, &source.tag),
@@ -163,6 +165,23 @@ pub(super) fn settle(shared: &Shared, manager: &mut MemoryManager) {
     }
 }
 
+/// Frees what `allocate` has made, now or later.
+pub(super) fn give_back(address: u64) {
+    let owner = registry(|registry| registry.owners.remove(&address));
+    // Of a manager that has ended, with everything.
+    let Some(shared) = owner.as_ref().and_then(Weak::upgrade) else { return };
+    registry(|registry| registry.freed.push((Arc::downgrade(&shared), address)));
+    let held = match shared.try_lock() {
+        Ok(held) => held,
+        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        Err(TryLockError::WouldBlock) => return,
+    };
+    let mut held = Held(held);
+    if let Ok(manager) = held.manager() {
+        settle(&shared, manager);
+    }
+}
+
 /// Frees an address; false if it has to stay for now.
 fn release(manager: &mut MemoryManager, address: u64) -> bool {
     let released = match manager.destroy_scratch_mapping(address) {
@@ -198,7 +217,8 @@ pub unsafe extern "C-unwind" fn vpmm_gms_torch_alloc(
 ) -> *mut c_void {
     // The memory is fresh, so that no stream has to be waited for.
     let _ = stream;
-    match guarded(|| allocate(size, device)) {
+    // What is negative is no size, and no device either.
+    match guarded(|| allocate(size as usize, device as u32)) {
         Ok(address) => ptr::without_provenance_mut(address as usize),
         Err(failure) => {
             let text = format!(
@@ -230,19 +250,7 @@ pub unsafe extern "C" fn vpmm_gms_torch_free(
     let _ = (size, stream);
     let address = pointer.addr() as u64;
     let done = guarded(|| {
-        let owner = registry(|registry| registry.owners.remove(&address));
-        // Of a manager that has ended, with everything.
-        let Some(shared) = owner.as_ref().and_then(Weak::upgrade) else { return Ok(()) };
-        registry(|registry| registry.freed.push((Arc::downgrade(&shared), address)));
-        let held = match shared.try_lock() {
-            Ok(held) => held,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return Ok(()),
-        };
-        let mut held = Held(held);
-        if let Ok(manager) = held.manager() {
-            settle(&shared, manager);
-        }
+        give_back(address);
         Ok(())
     });
     if let Err(failure) = done {

@@ -166,19 +166,23 @@ pub unsafe extern "C-unwind" fn vpmm_torch_base_alloc(
 ) -> *mut c_void {
     let work = || {
         let address = pointer.addr() as u64;
-        let found = process::pools().into_iter().find_map(|pool| pool.allocation(address));
-        found.ok_or_else(|| {
+        let of_pools = || {
+            let found = process::pools().into_iter().find_map(|pool| pool.allocation(address))?;
+            Some((found.start.address(), found.bytes))
+        };
+        let of_service = || crate::service::heap::of(address)?.allocation(address);
+        of_pools().or_else(of_service).ok_or_else(|| {
             let text = format!("{pointer:p} is in no allocation of the process's pools");
             Failure::new(vpmm_status::VPMM_BAD_POINTER, text)
         })
     };
     match guarded(work) {
-        Ok(found) => {
+        Ok((start, bytes)) => {
             if !size.is_null() {
                 // SAFETY: the caller vouches for it.
-                unsafe { size.write(found.bytes as usize) };
+                unsafe { size.write(bytes as usize) };
             }
-            ptr::without_provenance_mut(found.start.address() as usize)
+            ptr::without_provenance_mut(start as usize)
         }
         Err(failure) => {
             throw_other("getBaseAllocation", failure);

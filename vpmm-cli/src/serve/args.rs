@@ -15,15 +15,15 @@ use crate::device::DeviceChoice;
 /// The machine to own memory of: there is no choosing by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ServeDevice {
-    /// The simulator.
-    Sim,
+    /// The device of this number of a simulator, which has as many as that takes.
+    Sim(u32),
     /// The GPU of this number.
     Cuda(u32),
 }
 
 /// A text that is no device to serve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("expected a GPU's number, cuda:N or sim")]
+#[error("expected a GPU's number, cuda:N, sim or sim:N")]
 pub struct ServeDeviceError;
 
 impl FromStr for ServeDevice {
@@ -33,8 +33,13 @@ impl FromStr for ServeDevice {
         if let Ok(ordinal) = text.parse() {
             return Ok(Self::Cuda(ordinal));
         }
+        if let Some(number) = text.strip_prefix("sim:") {
+            // As many devices are made.
+            let few = number.parse().ok().filter(|number| *number < 64);
+            return few.map(Self::Sim).ok_or(ServeDeviceError);
+        }
         match text.parse() {
-            Ok(DeviceChoice::Sim) => Ok(Self::Sim),
+            Ok(DeviceChoice::Sim) => Ok(Self::Sim(0)),
             Ok(DeviceChoice::Cuda(ordinal)) => Ok(Self::Cuda(ordinal)),
             Ok(DeviceChoice::Auto) | Err(_) => Err(ServeDeviceError),
         }
@@ -44,7 +49,8 @@ impl FromStr for ServeDevice {
 impl fmt::Display for ServeDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Sim => f.write_str("sim"),
+            Self::Sim(0) => f.write_str("sim"),
+            Self::Sim(number) => write!(f, "sim:{number}"),
             Self::Cuda(ordinal) => write!(f, "{ordinal}"),
         }
     }
@@ -129,10 +135,19 @@ pub struct ServeArgs {
     #[arg(long, value_name = "US")]
     pub spin: Option<u64>,
 
-    /// Serve every GPU, each in a process of its own; all end when one does. With --device sim, the
-    /// simulated one.
+    /// The largest allocation of which a writer that makes one after the other has the next one made
+    /// ahead, between its requests; 0 for none.
+    #[arg(long, value_name = "BYTES", default_value = "64MiB")]
+    pub ahead: ByteCount,
+
+    /// Serve every GPU, each in a process of its own, which is started again if it fails. With --device
+    /// sim, the simulated one; with sim:N those up to that number.
     #[arg(long)]
     pub all: bool,
+
+    /// With --all: if one server ends, all do.
+    #[arg(long, requires = "all")]
+    pub end_together: bool,
 
     /// Log requests that are refused and locks that are granted, too.
     #[arg(long, short)]
@@ -157,6 +172,10 @@ pub struct ServeBenchArgs {
     /// Microseconds to look for answers without sleeping; what is usual here, if not given.
     #[arg(long, value_name = "US")]
     pub spin: Option<u64>,
+
+    /// As with vpmm serve, for the server that is started.
+    #[arg(long, value_name = "BYTES", conflicts_with = "socket_path")]
+    pub ahead: Option<ByteCount>,
 
     /// Without batches, as with a server that does not have them.
     #[arg(long)]
@@ -241,8 +260,12 @@ mod tests {
     fn devices_are_numbers_or_the_simulator() {
         assert_eq!("3".parse(), Ok(ServeDevice::Cuda(3)));
         assert_eq!("cuda:3".parse(), Ok(ServeDevice::Cuda(3)));
-        assert_eq!("sim".parse(), Ok(ServeDevice::Sim));
-        for text in ["", "auto", "-1", "x"] {
+        assert_eq!("sim".parse(), Ok(ServeDevice::Sim(0)));
+        assert_eq!("sim:3".parse(), Ok(ServeDevice::Sim(3)));
+        for device in [ServeDevice::Sim(0), ServeDevice::Sim(2), ServeDevice::Cuda(1)] {
+            assert_eq!(device.to_string().parse(), Ok(device));
+        }
+        for text in ["", "auto", "-1", "x", "sim:", "sim:-1", "sim:64"] {
             assert!(text.parse::<ServeDevice>().is_err(), "{text}");
         }
     }

@@ -1,8 +1,10 @@
-//! A server for every GPU, each in a process of its own, so that a driver that fails takes one along
-//! and no more than the operator wants: all end together, and whoever supervises this starts anew.
+//! A server for every GPU, each in a process of its own, so that a driver that fails takes its own server
+//! along and no other's memory. One that fails is started again; with `--end-together` all end, and
+//! whoever supervises this starts anew.
 
-use std::process::{Child, Command};
-use std::time::Duration;
+use std::io::Read;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
 
 use gms::memory::Memory;
 use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_death_signal};
@@ -16,6 +18,15 @@ use crate::exit::{Abort, Exit};
 /// How often the processes are looked after.
 const PERIOD: Duration = Duration::from_millis(20);
 
+/// Before one that has failed is started again; twice as long each time that it fails again within
+/// [`QUIET`] of its start, up to the other.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+const QUIET: Duration = Duration::from_secs(60);
+
+/// What a server says on its standard output, to the supervisor, once its sockets are there.
+pub(super) const SERVING: &str = "serving";
+
 /// Has this process told to stop when the one that started it ends.
 pub(super) fn end_with_parent() -> Result<(), Abort> {
     set_parent_process_death_signal(Some(Signal::TERM)).map_err(Abort::failure)?;
@@ -26,33 +37,137 @@ pub(super) fn end_with_parent() -> Result<(), Abort> {
     }
 }
 
-/// One server process for each GPU, until a signal comes or one of them ends.
+/// One device's server.
+struct Member {
+    device: ServeDevice,
+    process: Process,
+    /// Whether it has had its sockets, at any time.
+    has_served: bool,
+    started: Instant,
+    pause: Duration,
+}
+
+enum Process {
+    Runs(Child),
+    /// It is started again then.
+    Failed(Instant),
+    /// Somebody has stopped it.
+    Stopped,
+}
+
+/// How one server's end is taken.
+enum Verdict {
+    /// It runs, or will.
+    GoesOn,
+    /// It was stopped, and stays so.
+    Stopped,
+    /// It cannot be had at all, or its end is to be everybody's.
+    EndsAll,
+}
+
+impl Member {
+    fn start(args: &ServeArgs, device: ServeDevice) -> std::io::Result<Self> {
+        let process = Process::Runs(start(args, device)?);
+        let (has_served, started) = (false, Instant::now());
+        Ok(Self { device, process, has_served, started, pause: FIRST_PAUSE })
+    }
+
+    /// Sees how it does, and starts it again when it is time.
+    fn look_after(&mut self, args: &ServeArgs) -> std::io::Result<Verdict> {
+        match &mut self.process {
+            Process::Runs(child) => match child.try_wait()? {
+                None => Ok(Verdict::GoesOn),
+                Some(status) => {
+                    self.has_served |= has_served(child);
+                    Ok(self.ended(args, status))
+                }
+            },
+            Process::Failed(again) if Instant::now() >= *again => {
+                // Where there is no process for it now, there may be later.
+                match start(args, self.device) {
+                    Ok(child) => {
+                        self.process = Process::Runs(child);
+                        self.started = Instant::now();
+                    }
+                    Err(error) => {
+                        tracing::error!(device = %self.device, %error, "no server");
+                        self.fail();
+                    }
+                }
+                Ok(Verdict::GoesOn)
+            }
+            Process::Failed(_) => Ok(Verdict::GoesOn),
+            Process::Stopped => Ok(Verdict::Stopped),
+        }
+    }
+
+    fn ended(&mut self, args: &ServeArgs, status: ExitStatus) -> Verdict {
+        let device = self.device;
+        if args.end_together || !self.has_served {
+            tracing::error!(%device, %status, "a server has ended: all end");
+            self.process = Process::Stopped;
+            return Verdict::EndsAll;
+        }
+        if status.success() {
+            tracing::warn!(%device, "a server was stopped");
+            self.process = Process::Stopped;
+            return Verdict::Stopped;
+        }
+        if self.started.elapsed() >= QUIET {
+            self.pause = FIRST_PAUSE;
+        }
+        tracing::error!(%device, %status, pause = ?self.pause, "a server has ended: it starts again");
+        self.fail();
+        Verdict::GoesOn
+    }
+
+    fn fail(&mut self) {
+        self.process = Process::Failed(Instant::now() + self.pause);
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+/// Whether a process that has ended said that it was serving.
+fn has_served(child: &mut Child) -> bool {
+    let mut said = String::new();
+    // What cannot be read was not said.
+    let _ = child.stdout.take().map(|mut out| out.read_to_string(&mut said));
+    said.lines().any(|line| line == SERVING)
+}
+
+/// One server process for each GPU, until a signal comes or all of them have been stopped.
 pub(super) fn serve_all(args: &ServeArgs) -> Result<Exit, Abort> {
     let devices = devices(args)?;
     let mut signals = Signals::new([SIGTERM, SIGINT]).map_err(Abort::failure)?;
-    let mut children = Vec::new();
-    for device in &devices {
-        match start(args, *device) {
-            Ok(child) => children.push(child),
+    let mut members = Vec::new();
+    for device in devices {
+        match Member::start(args, device) {
+            Ok(member) => members.push(member),
             Err(error) => {
-                stop(&mut children);
+                stop(&mut members);
                 return Err(Abort::failure(format_args!("no server for device {device}: {error}")));
             }
         }
     }
     let mut exit = Exit::Done;
-    let mut ended = None;
-    while ended.is_none() && signals.pending().next().is_none() {
+    'looking: while signals.pending().next().is_none() {
         std::thread::sleep(PERIOD);
-        for (device, child) in devices.iter().zip(&mut children) {
-            if let Some(status) = child.try_wait().map_err(Abort::failure)? {
-                tracing::error!(%device, %status, "a server has ended: all end");
-                ended = Some(device);
-                exit = Exit::Failure;
+        let mut all_stopped = true;
+        for member in &mut members {
+            match member.look_after(args).map_err(Abort::failure)? {
+                Verdict::GoesOn => all_stopped = false,
+                Verdict::Stopped => {}
+                Verdict::EndsAll => {
+                    exit = Exit::Failure;
+                    break 'looking;
+                }
             }
         }
+        if all_stopped {
+            break;
+        }
     }
-    if !stop(&mut children) {
+    if !stop(&mut members) {
         exit = Exit::Failure;
     }
     Ok(exit)
@@ -61,7 +176,7 @@ pub(super) fn serve_all(args: &ServeArgs) -> Result<Exit, Abort> {
 /// The devices to serve.
 fn devices(args: &ServeArgs) -> Result<Vec<ServeDevice>, Abort> {
     match args.device {
-        Some(ServeDevice::Sim) => Ok(vec![ServeDevice::Sim]),
+        Some(ServeDevice::Sim(last)) => Ok((0..=last).map(ServeDevice::Sim).collect()),
         Some(ServeDevice::Cuda(_)) => Err(Abort::bad_input("--all serves every GPU, not one")),
         None => {
             let driver = driver(ServeDevice::Cuda(0))?;
@@ -84,6 +199,7 @@ fn start(args: &ServeArgs, device: ServeDevice) -> std::io::Result<Child> {
     command.args(["--alloc-retry-interval", &seconds(args.alloc_retry_interval)]);
     command.args(["--alloc-retry-timeout", &timeout]);
     command.args(["--max-message", &args.max_message.0.to_string()]);
+    command.args(["--ahead", &args.ahead.0.to_string()]);
     if let Some(group) = args.group {
         command.args(["--group", &group.to_string()]);
     }
@@ -93,12 +209,20 @@ fn start(args: &ServeArgs, device: ServeDevice) -> std::io::Result<Child> {
     if args.verbose {
         command.arg("--verbose");
     }
-    command.spawn()
+    command.stdout(Stdio::piped()).spawn()
 }
 
 /// Tells all to stop and waits for them; whether all ended well.
-fn stop(children: &mut [Child]) -> bool {
-    for child in children.iter_mut() {
+fn stop(members: &mut [Member]) -> bool {
+    let children = |members: &mut [Member]| -> Vec<Child> {
+        let taken =
+            members.iter_mut().map(|it| std::mem::replace(&mut it.process, Process::Stopped));
+        taken
+            .filter_map(|it| if let Process::Runs(child) = it { Some(child) } else { None })
+            .collect()
+    };
+    let mut children = children(members);
+    for child in &mut children {
         // One that was waited for already has no number any more.
         if matches!(child.try_wait(), Ok(None))
             && let Some(id) = i32::try_from(child.id()).ok().and_then(Pid::from_raw)

@@ -1,6 +1,6 @@
 //! The servers of one device.
 
-use std::io;
+use std::io::{self, Write};
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -53,6 +53,10 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<Exit, Abort> {
         let answer = move || serve_metrics(&listener, || Metrics::render(&metrics));
         thread::Builder::new().name("metrics".to_owned()).spawn(answer).map_err(Abort::failure)?;
     }
+    if args.supervised {
+        // Whoever started it may not listen.
+        let _ = writeln!(io::stdout(), "{}", fleet::SERVING);
+    }
     run(servers, signals)
 }
 
@@ -71,8 +75,9 @@ fn start_log(verbose: bool) {
 pub(super) fn driver(device: ServeDevice) -> Result<cuda_sys::Driver, Abort> {
     match device {
         ServeDevice::Cuda(_) => cuda_sys::Driver::load().map_err(Abort::failure),
-        ServeDevice::Sim => {
+        ServeDevice::Sim(number) => {
             let builder = cuda_sim::Simulator::builder().detect_races(false);
+            let builder = builder.devices(number as usize + 1);
             Ok(builder.build().map_err(Abort::failure)?.driver())
         }
     }
@@ -80,8 +85,7 @@ pub(super) fn driver(device: ServeDevice) -> Result<cuda_sys::Driver, Abort> {
 
 pub(super) fn ordinal(device: ServeDevice) -> u32 {
     match device {
-        ServeDevice::Sim => 0,
-        ServeDevice::Cuda(ordinal) => ordinal,
+        ServeDevice::Sim(ordinal) | ServeDevice::Cuda(ordinal) => ordinal,
     }
 }
 
@@ -105,6 +109,7 @@ fn bind(
         settings.retry_interval = args.alloc_retry_interval;
         settings.retry_timeout = args.alloc_retry_timeout.0;
         settings.max_message_bytes = args.max_message.0;
+        settings.ahead_bytes = args.ahead.0;
         if let Some(spin) = args.spin {
             settings.spin = Duration::from_micros(spin);
         }

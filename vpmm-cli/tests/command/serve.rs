@@ -131,44 +131,151 @@ fn children(parent: u32) -> Vec<Pid> {
     listed.split_whitespace().map(|id| Pid::from_raw(id.parse().unwrap()).unwrap()).collect()
 }
 
-/// A fleet of one simulated device, whose sockets are there, and its one server process.
-fn fleet(folder: &Folder) -> (Server, Pid) {
-    let fleet = Server::start(folder, &["--all"]);
+/// Waits until something is so.
+fn eventually(folder: &Folder, mut is_so: impl FnMut() -> bool) {
     let started = Instant::now();
-    while folder.names().len() < 4 {
+    while !is_so() {
         assert!(started.elapsed() < PATIENCE, "{:?}", folder.names());
         std::thread::sleep(Duration::from_millis(2));
     }
-    let child = children(fleet.0.id());
-    assert_eq!(child.len(), 1);
-    (fleet, child[0])
+}
+
+/// A fleet of two simulated devices, each with two sockets, which answer: the sockets by their devices, and
+/// the server processes.
+struct Fleet {
+    supervisor: Server,
+    sockets: [[PathBuf; 2]; 2],
+    servers: Vec<Pid>,
+}
+
+impl Fleet {
+    fn start(folder: &Folder, extra: &[&str]) -> Self {
+        let mut command = vpmm(&["serve", "--device", "sim:1", "--all"]);
+        command.args(extra).env("GMS_SOCKET_DIR", &folder.0);
+        let command = command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let supervisor = Server(command.spawn().unwrap());
+        // A file beside each says that its server lives.
+        eventually(folder, || folder.names().len() == 8);
+        let names = folder.names().into_iter().filter(|name| name.ends_with(".sock"));
+        let paths: Vec<PathBuf> = names.map(|name| folder.0.join(name)).collect();
+        paths.iter().for_each(|path| assert_eq!(state(path), "EMPTY"));
+        // In the order of the devices' names, whose last digits are their numbers.
+        let [a, b, c, d] = paths.try_into().unwrap();
+        let servers = children(supervisor.0.id());
+        assert_eq!(servers.len(), 2);
+        Self { supervisor, sockets: [[a, b], [c, d]], servers }
+    }
+
+    fn all_sockets(&self) -> impl Iterator<Item = &PathBuf> {
+        self.sockets.iter().flatten()
+    }
+}
+
+fn state(socket: &Path) -> String {
+    gms::client::runtime_state(socket, PATIENCE).unwrap().state
 }
 
 #[test]
-fn a_fleet_ends_together() {
-    let gone = |folder: &Folder| {
-        let started = Instant::now();
-        while !folder.names().is_empty() {
-            assert!(started.elapsed() < PATIENCE, "{:?}", folder.names());
-            std::thread::sleep(Duration::from_millis(2));
-        }
+fn a_fleet_has_a_server_for_each_device_and_ends_in_order() {
+    let folder = Folder::new();
+    let fleet = Fleet::start(&folder, &[]);
+    let tag = |path: &PathBuf| {
+        path.to_str()
+            .unwrap()
+            .rsplit_once('_')
+            .map(|(device, tag)| (device.to_owned(), tag.to_owned()))
     };
-    // As the operator wants it.
+    let [first, second] = &fleet.sockets;
+    for (one, other) in first.iter().zip(second) {
+        let ((device, tag), (other, same)) = (tag(one).unwrap(), tag(other).unwrap());
+        assert!(device != other && tag == same, "{device} {other} {tag} {same}");
+    }
+    // Each has a layout of its own.
+    publish(&first[1]);
+    assert_eq!((state(&first[1]).as_str(), state(&second[1]).as_str()), ("COMMITTED", "EMPTY"));
+    publish(&second[1]);
+    let (code, said) = fleet.supervisor.stop(Signal::TERM);
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(said.matches("stopped").count(), 4, "{said}");
+    assert_eq!(folder.names(), [""; 0], "nothing is left");
+}
+
+/// The memory of the others is nothing to a server that dies, and its own device has another soon.
+#[test]
+fn a_server_of_a_fleet_that_dies_is_started_again_and_the_others_go_on() {
     let folder = Folder::new();
-    let (running, _) = fleet(&folder);
-    assert_eq!(running.stop(Signal::TERM).0, Some(0));
+    let fleet = Fleet::start(&folder, &[]);
+    fleet.all_sockets().for_each(|socket| publish(socket));
+    let states = || {
+        let all = fleet.all_sockets().map(|socket| {
+            gms::client::runtime_state(socket, Duration::from_millis(20))
+                .map_or_else(|_| "none".to_owned(), |state| state.state)
+        });
+        all.collect::<Vec<_>>()
+    };
+    let supervisor = fleet.supervisor.0.id();
+    let mut running = fleet.servers.clone();
+    for turn in 0..3 {
+        let (dies, stays) = (running[turn % 2], running[(turn + 1) % 2]);
+        kill_process(dies, Signal::KILL).unwrap();
+        eventually(&folder, || {
+            running = children(supervisor);
+            running.len() == 2 && !running.contains(&dies)
+        });
+        assert!(running.contains(&stays), "the same process");
+        // Two layouts that are new, and two that were never away.
+        eventually(&folder, || {
+            let states = states();
+            let count = |name| states.iter().filter(|state| *state == name).count();
+            (count("EMPTY"), count("COMMITTED")) == (2, 2)
+        });
+        fleet.all_sockets().for_each(|socket| publish(socket));
+    }
+    let (code, said) = fleet.supervisor.stop(Signal::INT);
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(said.matches("it starts again").count(), 3, "{said}");
+    assert_eq!(folder.names(), [""; 0], "nothing is left");
+}
+
+#[test]
+fn a_server_of_a_fleet_that_was_stopped_stays_so() {
+    let folder = Folder::new();
+    let mut fleet = Fleet::start(&folder, &[]);
+    kill_process(fleet.servers[0], Signal::TERM).unwrap();
+    eventually(&folder, || folder.names().len() == 4);
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(children(fleet.supervisor.0.id()).len(), 1);
+    // With the last of them the fleet is over.
+    kill_process(fleet.servers[1], Signal::TERM).unwrap();
+    assert_eq!(fleet.supervisor.0.wait().unwrap().code(), Some(0));
     assert_eq!(folder.names(), [""; 0]);
-    // When a server dies: one that is killed leaves its sockets, and the fleet says that it failed.
+}
+
+#[test]
+fn a_fleet_may_end_together() {
     let folder = Folder::new();
-    let (mut running, child) = fleet(&folder);
-    kill_process(child, Signal::KILL).unwrap();
-    assert_eq!(running.0.wait().unwrap().code(), Some(1));
+    // One that is killed leaves its sockets, and the fleet says that it failed.
+    let mut fleet = Fleet::start(&folder, &["--end-together"]);
+    kill_process(fleet.servers[1], Signal::KILL).unwrap();
+    assert_eq!(fleet.supervisor.0.wait().unwrap().code(), Some(1));
     // When the supervisor is killed, its servers end by themselves, and in order.
     let folder = Folder::new();
-    let (mut running, _) = fleet(&folder);
-    running.0.kill().unwrap();
-    running.0.wait().unwrap();
-    gone(&folder);
+    let mut fleet = Fleet::start(&folder, &[]);
+    fleet.supervisor.0.kill().unwrap();
+    fleet.supervisor.0.wait().unwrap();
+    eventually(&folder, || folder.names().is_empty());
+}
+
+/// Where a device cannot be served from the start there is something for the operator to mend.
+#[test]
+fn a_fleet_that_cannot_begin_ends() {
+    let folder = Folder::new();
+    let running = Fleet::start(&folder, &[]);
+    let mut command = vpmm(&["serve", "--device", "sim:1", "--all"]);
+    let second = command.env("GMS_SOCKET_DIR", &folder.0).output().unwrap();
+    assert_eq!(second.status.code(), Some(1), "{}", stderr(&second));
+    assert!(stderr(&second).contains("GMS already running at"), "{}", stderr(&second));
+    running.all_sockets().for_each(|socket| assert_eq!(state(socket), "EMPTY"));
 }
 
 #[test]
@@ -183,6 +290,7 @@ fn bad_usage_is_told_before_anything_is_begun() {
         &["serve", "--device", "sim", "--alloc-retry-timeout", "-1"],
         &["serve", "--device", "sim", "--metrics", "0.0.0.0:1"],
         &["serve", "--device", "0", "--all"],
+        &["serve", "--device", "0", "--end-together"],
         &["serve", "--all", "--socket-path", "/tmp/x"],
     ] {
         let output = vpmm(args).output().unwrap();
@@ -299,7 +407,7 @@ fn a_bench_without_a_driver_or_a_server_ends_at_once() {
 
 #[test]
 fn the_bench_measures_every_case() {
-    for extra in [&[][..], &["--no-batch"]] {
+    for extra in [&[][..], &["--no-batch"], &["--ahead", "0"]] {
         let folder = Folder::new();
         let mut command = vpmm(&["serve-bench", "--device", "sim", "--quick", "--folder"]);
         let output = command.arg(&folder.0).args(extra).output().unwrap();
@@ -313,7 +421,9 @@ fn the_bench_measures_every_case() {
             "connect",
             "round_trip",
             "writer_create_mapping",
+            "writer_create_and_fill",
             "reader_create_mapping",
+            "driver_floor",
             "bulk_import_2MiB",
             "layout_40GB_in_640",
             "readers_at_once",

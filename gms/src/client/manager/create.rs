@@ -41,6 +41,8 @@ impl MemoryManager {
     }
 
     pub(super) fn place(&mut self, allocation: AllocationInfo, file: OwnedFd) -> Result<u64> {
+        let context = self.context.clone();
+        let _current = context.enter()?;
         let address = self.reserve(allocation.aligned_size)?;
         match self.map(address, file, allocation) {
             Ok(()) => Ok(address),
@@ -114,6 +116,8 @@ impl MemoryManager {
             let state = ClientError::MappingState { address: *address, state: "only reserved" };
             ids.push(allocation.ok_or(state)?.allocation_id.clone());
         }
+        let context = self.context.clone();
+        let _current = context.enter()?;
         let write = self.may_write();
         let mut made: Vec<(u64, Mapping)> = Vec::with_capacity(addresses.len());
         // Out of its place, as what it calls needs the rest.

@@ -49,6 +49,10 @@ pub struct MemoryManager {
     room: Option<Room>,
     context: Context,
     path: PathBuf,
+    /// The tag whose server is looked for where that is, if it is at the device's usual place.
+    tag: Option<String>,
+    /// Whether a session was given up since the path was last found.
+    aborted: bool,
     /// The hash of the layout whose addresses are kept; empty where it is not known.
     hash: String,
     unmapped: bool,
@@ -72,6 +76,8 @@ impl MemoryManager {
             room: None,
             context,
             path: socket_path.into(),
+            tag: None,
+            aborted: false,
             hash: String::new(),
             unmapped: false,
         })
@@ -100,6 +106,23 @@ impl MemoryManager {
     /// What sizes are rounded up to.
     pub fn granularity(&self) -> u64 {
         self.context.cuda().granularity()
+    }
+
+    /// Says which tag's server it is. If that is at the device's usual place ([`crate::socket_path`]), it
+    /// is looked for anew by the first [`connect`](Self::connect) after each [`abort`](Self::abort): a
+    /// process that was moved to another GPU meanwhile, as a checkpoint that is restored elsewhere, finds
+    /// that one's server, whose socket has another name. A path of the caller's own stays.
+    ///
+    /// # Errors
+    /// [`ClientError::Cuda`].
+    pub fn set_tag(&mut self, tag: &str) -> Result<()> {
+        let is_usual = self.path == self.usual_path(tag)?;
+        self.tag = is_usual.then(|| tag.to_owned());
+        Ok(())
+    }
+
+    fn usual_path(&self, tag: &str) -> Result<PathBuf> {
+        Ok(crate::socket_path(&self.context.cuda().uuid()?, tag))
     }
 
     /// The server's socket.
@@ -142,6 +165,10 @@ impl MemoryManager {
         if let Some(session) = &self.session {
             return Err(ClientError::AlreadyConnected { has: session.granted() });
         }
+        if let (true, Some(tag)) = (self.aborted, &self.tag) {
+            self.path = self.usual_path(tag)?;
+        }
+        self.aborted = false;
         let mut session = Session::connect(&self.path, options)?;
         let granted = session.granted();
         let keeps = !self.places.is_empty() && !self.hash.is_empty();
@@ -157,6 +184,7 @@ impl MemoryManager {
     /// Gives the lock up. What is mapped stays mapped.
     pub fn abort(&mut self) {
         self.session = None;
+        self.aborted = true;
     }
 
     /// The session, for requests that this has no method for.

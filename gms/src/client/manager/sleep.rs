@@ -28,6 +28,7 @@ impl MemoryManager {
     /// # Errors
     /// [`ClientError::Cuda`].
     pub fn unmap_all(&mut self) -> Result<()> {
+        let _current = self.context.enter()?;
         self.context.synchronize()?;
         for (_, place) in self.places.iter_mut() {
             place.mapping = None;

@@ -130,6 +130,10 @@ class GMSClientMemoryManager:
     The device's primary context is taken part in. The order of the process's own work on the memory is
     the process's to see to: what takes memory away here waits for the device first. May be used from any
     thread, by one at a time.
+
+    With a ``tag``, and the server at the device's usual place for it, that place is found anew by the first
+    :meth:`connect` after each :meth:`abort`: a process that was moved to another GPU meanwhile finds that
+    one's server. A path of one's own stays.
     """
 
     def __init__(
@@ -146,6 +150,8 @@ class GMSClientMemoryManager:
         raw = answer("vpmm_gms *", lib.vpmm_gms_open, _driver(), device, path)
         self._handle = ffi.gc(raw, lib.vpmm_gms_release)
         self._scratch_size_is_set = False
+        if tag is not None:
+            call(lib.vpmm_gms_set_tag, self._handle, tag.encode())
 
     def __enter__(self) -> GMSClientMemoryManager:
         return self
@@ -207,7 +213,13 @@ class GMSClientMemoryManager:
         """
         lock = _LOCKS[RequestedLockType(lock_type).value]
         time = -1 if timeout_ms is None else timeout_ms
-        call(lib.vpmm_gms_connect, self._handle, lock, time, NULL)
+        try:
+            call(lib.vpmm_gms_connect, self._handle, lock, time, NULL)
+        finally:
+            if self.tag is not None:
+                seen = _keys()
+                call(lib.vpmm_gms_socket_path, self._handle, seen.function, NULL)
+                self.socket_path = seen.all[0]
 
     def abort(self) -> None:
         """Gives the lock up; a writer's layout is void then. What is mapped stays mapped."""

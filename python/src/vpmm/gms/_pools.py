@@ -1,4 +1,5 @@
-"""PyTorch's ``MemPool`` on a writer's layout: tensors are made in memory that the service owns."""
+"""PyTorch's tensors in a writer's layout: they are made in memory that the service owns, by a ``MemPool`` of
+PyTorch's own allocator or, beside :func:`vpmm.torch.use`, by a heap that cuts up in the same way."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from .. import _library
-from .._library import call, lib
+from .._library import answer, call, ffi, lib
 from . import GMSClientMemoryManager, GrantedLockType, RequestedLockType
 
 
@@ -17,8 +18,8 @@ from . import GMSClientMemoryManager, GrantedLockType, RequestedLockType
 class _Pool:
     manager: GMSClientMemoryManager
     is_scratch: bool = False
-    # PyTorch's pool, once it is used and until what was made there is published.
-    memory: Any = None
+    # The pool, once it is used and until what was made there is published.
+    memory: _OfPyTorch | _OfProcess | None = None
 
 
 _pools: dict[str, _Pool] = {}
@@ -31,10 +32,52 @@ def _allocator() -> Any:
     return CUDAPluggableAllocator(_library.path(), "vpmm_gms_torch_alloc", "vpmm_gms_torch_free")
 
 
-def _new_memory() -> Any:
-    import torch
+class _OfPyTorch:
+    """A pool of PyTorch's own allocator."""
 
-    return torch.cuda.MemPool(_allocator().allocator())
+    def __init__(self, device: int):
+        import torch
+
+        self._device = device
+        self._pool = torch.cuda.MemPool(_allocator().allocator())
+
+    def using(self) -> contextlib.AbstractContextManager[None]:
+        import torch
+
+        return torch.cuda.use_mem_pool(self._pool, self._device)
+
+    def end(self) -> None:
+        """Segments of which nothing is allocated go, and the others as they become free."""
+        import torch
+
+        del self._pool
+        torch.cuda.empty_cache()
+
+
+class _OfProcess:
+    """A heap for programs whose allocator the process's pools are."""
+
+    def __init__(self, device: int):
+        raw = answer("vpmm_gms_heap *", lib.vpmm_gms_heap_open, device)
+        self._handle = ffi.gc(raw, lib.vpmm_gms_heap_release)
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[None]:
+        call(lib.vpmm_gms_heap_push, self._handle)
+        try:
+            yield
+        finally:
+            call(lib.vpmm_process_pop_tag)
+
+    def end(self) -> None:
+        """As :meth:`_OfPyTorch.end`."""
+        ffi.release(self._handle)
+
+
+def _new_memory(device: int) -> _OfPyTorch | _OfProcess:
+    from .. import torch as plugged
+
+    return _OfProcess(device) if plugged.is_used() else _OfPyTorch(device)
 
 
 def get_or_create_gms_client_memory_manager(
@@ -102,17 +145,11 @@ def evict_gms_client_memory_manager(manager: GMSClientMemoryManager) -> None:
 @contextlib.contextmanager
 def gms_use_mem_pool(tag: str = "weights", device: Any = None) -> Iterator[None]:
     """Tensors that this thread makes meanwhile are in memory of the tag's manager, which writes. Publishing
-    them copies nothing.
+    them copies nothing. With PyTorch's own allocator and after :func:`vpmm.torch.use`; what that
+    function's pool tells of its memory does not have these in it.
 
-    :raises RuntimeError: there is no manager for the tag, or it does not write, or
-        :func:`vpmm.torch.use` has taken the place of PyTorch's own allocator, which alone has such pools.
+    :raises RuntimeError: there is no manager for the tag, or it does not write, or its memory is away.
     """
-    import torch
-
-    from .. import torch as plugged
-
-    if plugged.is_used():
-        raise RuntimeError("PyTorch has such pools with its own allocator only: not after vpmm.torch.use()")
     pool = _pools.get(tag)
     if pool is None:
         raise RuntimeError(f"there is no manager for {tag!r}")
@@ -120,17 +157,31 @@ def gms_use_mem_pool(tag: str = "weights", device: Any = None) -> Iterator[None]
     is_scratch = pool.is_scratch and not manager.is_connected
     if not (is_scratch or manager.granted_lock_type is GrantedLockType.RW):
         raise RuntimeError(f"the manager for {tag!r} does not write: no tensors can be made there")
+    if manager.is_unmapped:
+        # What is free in the pool has addresses and no memory.
+        raise RuntimeError(f"the memory of {tag!r} is away: no tensors can be made there")
+    if device is not None and _index(device) != manager.device:
+        raise RuntimeError(f"the manager for {tag!r} is of device {manager.device}")
     if pool.memory is None:
-        pool.memory = _new_memory()
+        pool.memory = _new_memory(manager.device)
     manager.begin_torch(tag, is_scratch)
     try:
-        with torch.cuda.use_mem_pool(pool.memory, manager.device if device is None else device):
+        with pool.memory.using():
             yield
     finally:
         call(lib.vpmm_gms_torch_end)
 
 
 use_pool = gms_use_mem_pool
+
+
+def _index(device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    import torch
+
+    index = torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
 
 
 def release_unused(manager: GMSClientMemoryManager) -> None:
@@ -141,9 +192,8 @@ def release_unused(manager: GMSClientMemoryManager) -> None:
     for pool in _pools.values():
         if pool.manager is manager and pool.memory is not None:
             torch.cuda.synchronize(manager.device)
-            # PyTorch gives the segments of a pool that has ended back as they become free.
-            pool.memory = None
-            torch.cuda.empty_cache()
+            ended, pool.memory = pool.memory, None
+            ended.end()
 
 
 def prune_allocations(

@@ -23,11 +23,12 @@ Entries of metadata have the Python service's form, so that either side may be t
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from . import GMSClientMemoryManager, GrantedLockType, LocalMapping, RequestedLockType
+from ._module import attributes, put_attributes, registered
 from ._pools import (
     create_scratch_manager,
     evict_gms_client_memory_manager,
@@ -89,13 +90,6 @@ def tensor_at(
     return flat.view(dtype).as_strided(tuple(shape), tuple(stride))
 
 
-def _of_module(module: Any) -> Iterator[tuple[str, Any, str]]:
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield name, parameter, "parameter"
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        yield name, buffer, "buffer"
-
-
 def _describe(tensor: Any, kind: str) -> bytes:
     about = {
         "dtype": str(tensor.dtype),
@@ -118,11 +112,12 @@ def register_module_tensors(manager: GMSClientMemoryManager, model: Any) -> set[
     """Puts metadata for a module's tensors, which are in the manager's memory: the allocations' names.
     :func:`publish` does this and all the rest.
 
-    :raises RuntimeError: a parameter is not in the manager's memory; buffers need not be.
+    :raises RuntimeError: a parameter is not in the manager's memory; buffers and tensors that are plain
+        attributes need not be.
     """
     mappings, names = dict(manager.mappings), set()
-    for name, tensor, kind in _of_module(model):
-        if tensor.numel() == 0:
+    for name, tensor, kind in itertools.chain(registered(model), attributes(model)):
+        if tensor.numel() == 0 or (kind == "tensor_attr" and not tensor.is_cuda):
             continue
         address = tensor.data_ptr()
         va = _holder(mappings, address, 1)
@@ -135,11 +130,16 @@ def register_module_tensors(manager: GMSClientMemoryManager, model: Any) -> set[
     return names
 
 
-def publish(module: Any, manager: GMSClientMemoryManager, tag: str = "weights") -> None:
+def publish(
+    module: Any, manager: GMSClientMemoryManager, tag: str = "weights", *, with_attributes: bool = True
+) -> None:
     """Copies a module's parameters and buffers to memory of the service, unless they are there, has the
     module use that, and publishes it. The manager is a writer; afterwards it reads, and the module's
     parameters are read-only on the device: a kernel that writes to them fails. Buffers are in memory of the
     process's own, as programs write to them. Tensors that share their storage share it there.
+
+    Tensors that are plain attributes of the module or its parts, or in lists or tuples that are, go with the
+    buffers; without ``with_attributes`` only those that are in memory of the service.
 
     What was made with :func:`use_pool` is there. All that stands in such a pool is published with its
     memory, read-only as well: nothing but the module is to live there."""
@@ -150,7 +150,7 @@ def publish(module: Any, manager: GMSClientMemoryManager, tag: str = "weights") 
     release_unused(manager)
     mappings = dict(manager.mappings)
     with torch.no_grad():
-        for name, tensor, kind in _of_module(module):
+        for name, tensor, kind in itertools.chain(registered(module), attributes(module)):
             if tensor.numel() == 0 or not tensor.is_cuda:
                 continue
             storage = tensor.untyped_storage()
@@ -158,6 +158,8 @@ def publish(module: Any, manager: GMSClientMemoryManager, tag: str = "weights") 
             held = _holder(mappings, key, storage.nbytes())
             if held is not None:
                 storages[key] = (key, storage)
+            elif kind == "tensor_attr" and not with_attributes and key not in storages:
+                continue
             elif key not in storages:
                 address = manager.create_mapping(size=storage.nbytes(), tag=tag)
                 copy = tensor_at(manager, address, (storage.nbytes(),), torch.uint8)
@@ -176,10 +178,10 @@ def publish(module: Any, manager: GMSClientMemoryManager, tag: str = "weights") 
         name_there = mappings[va].allocation_id
         manager.metadata_put(name, name_there, address - va + offset, _describe(tensor, kind))
         if tensor.data_ptr() == address + offset:
-            if kind == "buffer":
-                copied.append(tensor)
-            else:
+            if kind == "parameter":
                 tensor.requires_grad_(False)
+            else:
+                copied.append(tensor)
             continue
         there = tensor_at(manager, address + offset, tensor.shape, tensor.dtype, tensor.stride())
         moved.append((tensor, kind, there))
@@ -219,6 +221,9 @@ def attach(module: Any, manager: GMSClientMemoryManager) -> None:
     parameters as they are, read-only; buffers are copied, as programs write to them. The manager reads. The
     module may have been made on PyTorch's ``meta`` device, without memory of its own.
 
+    What was published and is no parameter or buffer of the module becomes an attribute of the part of it
+    that the name says, if there is one: a copy, but for parameters.
+
     :raises KeyError: the module has a tensor that was not published.
     :raises ValueError: a tensor was published with another shape or type.
     """
@@ -227,9 +232,11 @@ def attach(module: Any, manager: GMSClientMemoryManager) -> None:
     if manager.granted_lock_type == GrantedLockType.RW:
         raise ValueError("the manager writes: nothing is published")
     published = tensors(manager)
+    others = dict(published)
     replaced: dict[int, Any] = {}
     with torch.no_grad():
-        for name, tensor, kind in list(_of_module(module)):
+        for name, tensor, kind in list(registered(module)):
+            others.pop(name, None)
             if tensor.numel() == 0:
                 continue
             there, _ = published[name]
@@ -244,6 +251,7 @@ def attach(module: Any, manager: GMSClientMemoryManager) -> None:
             if kind == "parameter":
                 tensor.requires_grad_(False)
             tensor.data = there
+        put_attributes(module, others)
 
 
 def _replace(module: Any, name: str, tensor: Any, kind: str) -> None:
