@@ -3,7 +3,9 @@
 use std::ffi::{CString, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
 
-use super::{held, visitor, vpmm_gms, vpmm_gms_visit_key};
+use super::{ask, visitor, vpmm_gms, vpmm_gms_visit_key, with_manager};
+use gms::client::MemoryManager;
+
 use crate::guard::{guard, text};
 use crate::status::vpmm_status;
 
@@ -16,11 +18,12 @@ use crate::status::vpmm_status;
 /// `gms` is null or a handle; `tag` is null or ends with a zero byte.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_gms_set_tag(gms: *const vpmm_gms, tag: *const c_char) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for both.
-        let (mut held, tag) = unsafe { (held(gms)?, text(tag, "tag")?) };
-        Ok(held.manager()?.set_tag(tag)?)
-    })
+    let work = |manager: &mut MemoryManager| {
+        // SAFETY: the caller vouches for it.
+        Ok(manager.set_tag(unsafe { text(tag, "tag") }?)?)
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with_manager(gms, work) }
 }
 
 /// Calls a function with the path of the server's socket.
@@ -36,7 +39,7 @@ pub unsafe extern "C" fn vpmm_gms_socket_path(
     guard(|| {
         let visit = visitor(visit)?;
         // SAFETY: the caller vouches for it.
-        let path = unsafe { held(gms) }?.manager()?.socket_path().to_owned();
+        let path = unsafe { ask(gms, |manager| Ok(manager.socket_path().to_owned())) }?;
         // A path that was made from one without a zero byte has none.
         let path = CString::new(path.as_os_str().as_bytes()).unwrap_or_default();
         // SAFETY: the caller vouches for it.
