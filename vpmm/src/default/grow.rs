@@ -291,11 +291,13 @@ impl Space {
                 let mapped = self.memory.mapped();
                 let ahead = if means.ahead { policy.ahead(growths, missing, mapped) } else { 0 };
                 let more = u64::from(ahead.min(gap.beyond)).min(room - u64::from(new)) as u32;
+                let saved = means.saved.saturating_sub(u64::from(spent));
                 if more > 0 {
-                    // What comes ahead is worth its while in one piece only.
-                    fill.pieces.push(Piece { source: Source::New, granules: new + more });
+                    let pieces = policy.ahead_pieces(new + more, saved);
+                    spent += pieces.len() as u32 - 1;
+                    let new = |granules| Piece { source: Source::New, granules };
+                    fill.pieces.extend(pieces.map(new));
                 } else {
-                    let saved = means.saved.saturating_sub(u64::from(spent));
                     spent += self.create(&mut fill, new, policy, window, saved);
                 }
                 room -= u64::from(new + more);

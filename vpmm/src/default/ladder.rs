@@ -39,8 +39,8 @@ const FREED_UNITS: u64 = (2 << 20) / super::class::UNIT_BYTES;
 /// from each other in turn get some slack, and ask more rarely.
 const ASKED_EACH: u64 = 4;
 
-/// At most they come to this. Only from here on fronts are emptied too: their threads would soon
-/// take from each other what each needs again, and every thread is stopped for it.
+/// At most they come to this. Only from here on, or where time has been saved up, fronts are emptied too:
+/// their threads would soon take from each other what each needs again, and every thread is stopped for it.
 const ALL_OF_POOL: u64 = 16;
 const ALL_UNITS: u64 = (64 << 20) / super::class::UNIT_BYTES;
 
@@ -183,7 +183,9 @@ impl Core {
     /// Whether it is worth asking for what other streams freed; and for that and what is in fronts.
     fn is_worth_calling_in(&self, request: Request, room: u64) -> (bool, bool) {
         let in_fronts: u64 = self.shards().iter().map(|shard| shard.units()).sum();
+        let now = self.made.elapsed();
         let mut space = self.space.lock();
+        let at_leisure = space.pace.saved(now) > 0;
         let granule_units = u64::from(space.memory.granule_units());
         let pool = space.memory.mapped() * granule_units;
         let short = room * granule_units < u64::from(request.units);
@@ -195,7 +197,9 @@ impl Core {
         let some = (pool / FREED_OF_POOL).max(FREED_UNITS) << doublings.min(16);
         let freed = space.want_from_others(request.stream);
         let from_streams = space.opportunistic && worth(freed, some.min(much));
-        let from_fronts = space.may_empty_fronts(request.units) && worth(freed + in_fronts, much);
+        let enough = if at_leisure { some.min(much) } else { much };
+        let from_fronts = space.may_empty_fronts(request.units) && worth(freed + in_fronts, enough);
+        space.pace.spend(u64::from(from_fronts));
         space.counters.called_in += u64::from(from_streams || from_fronts);
         (from_streams, from_fronts)
     }

@@ -15,9 +15,9 @@ const OF_REQUEST: u64 = 48;
 
 /// Where time has been saved up extents are as short as this fraction of the pool, or of the limit,
 /// and one request makes so many at once.
-const OF_POOL_AT_LEISURE: u64 = 1536;
+const OF_POOL_AT_LEISURE: u64 = 3072;
 const OF_LIMIT_AT_LEISURE: u64 = 4400;
-const AT_ONCE: u32 = 80;
+const AT_ONCE: u32 = 128;
 
 /// Where a limit is set: at most this fraction of it, so that nearly everything can be brought
 /// together when the limit is reached; but this fraction of the request where that is longer, so
@@ -50,6 +50,12 @@ const MOVES_EACH: u64 = 2;
 const STREAK: u32 = 5;
 const AHEAD_NEEDED: u32 = 4;
 const AHEAD_MOST: u64 = 128;
+
+/// That is mapped in extents of so many granules; of few where time has been saved up. One short block
+/// holds all of its extent in its place, and a program that has loaded what it works on asks for other
+/// sizes.
+const AHEAD_PIECE: u32 = 16;
+const AHEAD_PIECE_AT_LEISURE: u32 = 4;
 
 /// Once so many extents have moved lately for each that was made, the program's requests do not settle
 /// in what the pool has, and would go on to have it moved for every few of them. Then growth maps this
@@ -140,6 +146,17 @@ impl Policy {
         let part = if self.limited { MOVED_FIRST_WITH_LIMIT } else { MOVED_FIRST };
         let doublings = growths.moved / (growths.created.max(1) * MOVES_EACH);
         (live / part).max(1) << doublings.min(24)
+    }
+
+    /// The lengths of extents for so many granules, of which some are ahead, where so many handles are
+    /// saved up.
+    pub(super) fn ahead_pieces(
+        &self,
+        granules: u32,
+        saved: u64,
+    ) -> impl ExactSizeIterator<Item = u32> + use<> {
+        let piece = if saved == 0 { AHEAD_PIECE } else { AHEAD_PIECE_AT_LEISURE };
+        (0..granules.div_ceil(piece)).map(move |at| piece.min(granules - at * piece))
     }
 
     /// Granules to map beyond the need of a request that needs `needed`.
