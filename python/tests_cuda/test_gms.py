@@ -233,7 +233,9 @@ def test_what_is_made_in_a_pool_is_the_services_and_nothing_else(servers):
         assert all(_inside(manager, tensor) for tensor in (first, other, *tiny))
         assert not _inside(manager, outside) and not _inside(manager, late)
         assert len({tensor.data_ptr() >> 21 for tensor in tiny}) == 1, "they share a granule"
-        # Used on a further stream, freed while that is busy, and handed out again only behind it.
+        # Used on a further stream, freed while that is busy, and handed out again only behind it. What is
+        # launched for the first time waits for what runs, so that is done before.
+        outside.sum().item()
         pointer = first.data_ptr()
         with torch.cuda.stream(side):
             torch.cuda._sleep(200_000_000)

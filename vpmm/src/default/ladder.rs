@@ -16,6 +16,7 @@
 
 use super::book::Recording;
 use super::class::{LARGE_STEP, UNIT_BYTES};
+use super::pace::AT_LEISURE;
 use super::remap::Grown;
 use super::space::Part;
 use super::{Core, lock};
@@ -39,7 +40,7 @@ const FREED_UNITS: u64 = (2 << 20) / super::class::UNIT_BYTES;
 /// from each other in turn get some slack, and ask more rarely.
 const ASKED_EACH: u64 = 4;
 
-/// At most they come to this. Only from here on, or where time has been saved up, fronts are emptied too:
+/// At most they come to this. Only from here on, or at leisure, fronts are emptied too:
 /// their threads would soon take from each other what each needs again, and every thread is stopped for it.
 const ALL_OF_POOL: u64 = 16;
 const ALL_UNITS: u64 = (64 << 20) / super::class::UNIT_BYTES;
@@ -185,7 +186,7 @@ impl Core {
         let in_fronts: u64 = self.shards().iter().map(|shard| shard.units()).sum();
         let now = self.made.elapsed();
         let mut space = self.space.lock();
-        let at_leisure = space.pace.saved(now) > 0;
+        let at_leisure = space.pace.saved(now) >= AT_LEISURE;
         let granule_units = u64::from(space.memory.granule_units());
         let pool = space.memory.mapped() * granule_units;
         let short = room * granule_units < u64::from(request.units);

@@ -16,6 +16,10 @@ use std::time::Duration;
 /// Handles that are saved up at most.
 const MOST_SAVED: u64 = 1024;
 
+/// From so many on a program is at leisure: it has been at work for a quarter of a second at least, and can
+/// bear what costs more than it gains at once.
+pub(super) const AT_LEISURE: u64 = MOST_SAVED / 4;
+
 /// Moves that count, and handles that are saved up, as of the last look.
 pub(super) struct Pace {
     per_second: u32,

@@ -7,6 +7,8 @@
 
 #![forbid(unsafe_code)]
 
+use super::pace::AT_LEISURE;
+
 /// New extents are at most this fraction of the pool, or of the request where that is longer:
 /// their number grows with the pool's logarithm, and what one short block can hold in its place
 /// stays the same small share.
@@ -51,11 +53,9 @@ const STREAK: u32 = 5;
 const AHEAD_NEEDED: u32 = 4;
 const AHEAD_MOST: u64 = 128;
 
-/// That is mapped in extents of so many granules; of few where time has been saved up. One short block
-/// holds all of its extent in its place, and a program that has loaded what it works on asks for other
-/// sizes.
-const AHEAD_PIECE: u32 = 16;
-const AHEAD_PIECE_AT_LEISURE: u32 = 4;
+/// That is mapped in one piece, or at leisure in extents of so many granules: one short block holds all of
+/// its extent in its place, and a program that has loaded what it works on asks for other sizes.
+const AHEAD_PIECE: u32 = 4;
 
 /// Once so many extents have moved lately for each that was made, the program's requests do not settle
 /// in what the pool has, and would go on to have it moved for every few of them. Then growth maps this
@@ -155,7 +155,7 @@ impl Policy {
         granules: u32,
         saved: u64,
     ) -> impl ExactSizeIterator<Item = u32> + use<> {
-        let piece = if saved == 0 { AHEAD_PIECE } else { AHEAD_PIECE_AT_LEISURE };
+        let piece = if saved < AT_LEISURE { granules.max(1) } else { AHEAD_PIECE };
         (0..granules.div_ceil(piece)).map(move |at| piece.min(granules - at * piece))
     }
 
