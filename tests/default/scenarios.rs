@@ -119,6 +119,56 @@ fn moves_keep_a_pool_small_and_few_moves_let_it_grow() {
     assert!(10 * few.1 < many.1, "{few:?} {many:?}");
 }
 
+/// The same with sizes that hardly fit each other: after some moves the pool grows ahead, and then moves
+/// no more.
+#[test]
+fn what_never_settles_grows_ahead_until_it_does() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let mut settings = vpmm::PoolConfig::default();
+    settings.moves_per_second = 0;
+    let pool = vpmm::Pool::new(&rig.device, &settings).expect("a pool");
+    let stream = rig.stream();
+    let mut state = 1_u64;
+    let mut random = |bound: u64| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 33) % bound
+    };
+    let mut held = Vec::new();
+    let mut late = 0;
+    for round in 0..60_000 {
+        if round == 45_000 {
+            late = pool.stats().extents_moved;
+        }
+        if held.len() == 100 {
+            let at = random(100) as usize;
+            pool.free(held.swap_remove(at), &stream).unwrap();
+        }
+        let bytes = (2 * MIB + random(62 * MIB)) as usize;
+        held.push(pool.malloc(bytes, &stream).unwrap());
+    }
+    let stats = pool.stats();
+    assert!(stats.extents_moved - late < 20, "{late} {stats:?}");
+    assert!(3 * stats.peak_mapped_bytes < 4 * stats.peak_live_bytes, "{stats:?}");
+}
+
+/// A program that loads small parts one after the other is served ahead. Few of them that stay keep little
+/// from what it asks for next.
+#[test]
+fn what_was_mapped_ahead_at_leisure_can_move() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let mut settings = vpmm::PoolConfig::default();
+    settings.moves_per_second = u32::MAX;
+    let pool = vpmm::Pool::new(&rig.device, &settings).expect("a pool");
+    let stream = rig.stream();
+    let parts: Vec<_> = (0..200).map(|_| pool.malloc(GRANULE as usize, &stream).unwrap()).collect();
+    assert!(pool.stats().mapped_bytes > 210 * GRANULE, "ahead: {:?}", pool.stats());
+    let gone = parts.iter().enumerate().filter(|(at, _)| at % 40 != 0);
+    gone.for_each(|(_, part)| pool.free(*part, &stream).unwrap());
+    pool.malloc(400 * GRANULE as usize, &stream).unwrap();
+    let stats = pool.stats();
+    assert!(stats.mapped_bytes - stats.live_bytes < 20 * GRANULE, "{stats:?}");
+}
+
 #[test]
 fn at_the_limit_a_stream_waits_for_another_on_the_device_and_the_host_does_not() {
     Rig::everywhere(|rig| {
