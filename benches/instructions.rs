@@ -31,8 +31,6 @@ use vpmm_cli::trace::{Action, Trace};
 const WARM_UP: usize = 5_000;
 const COUNTED: usize = 5_000;
 
-const GPT_TRAIN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/traces/gpt_train.csv.gz");
-
 /// One case on a pool: calls [`measure`] with its step.
 type Case = fn(Vpmm);
 
@@ -40,7 +38,12 @@ const CASES: [(&str, Case); 3] =
     [("pair_1MiB", pair), ("random_4MiB", random), ("cross_stream", cross_stream)];
 
 /// To look at with callgrind. They have no baseline: how a pool grows depends on time as well.
-const FURTHER: [(&str, Case); 2] = [("random_64MiB", random_large), ("gpt_train", gpt_train)];
+const FURTHER: [(&str, Case); 4] = [
+    ("random_64MiB", random_large),
+    ("gpt_train", |subject| replay(subject, "gpt_train")),
+    ("resnet_train", |subject| replay(subject, "resnet_train")),
+    ("cupy_mix", |subject| replay(subject, "cupy_mix")),
+];
 
 fn main() -> ExitCode {
     let Some(name) = std::env::args().nth(1) else {
@@ -83,10 +86,11 @@ fn cross_stream(subject: Vpmm) {
     measure(&driver, || ring.step());
 }
 
-/// A training program, on one stream: its second pass over the pool.
-fn gpt_train(subject: Vpmm) {
+/// One of the repository's traces, on one stream: its second pass over the pool.
+fn replay(subject: Vpmm, name: &str) {
     let driver = subject.pool.device().driver().clone();
-    let trace = Trace::open(GPT_TRAIN).expect("the repository's trace");
+    let path = format!("{}/traces/{name}.csv.gz", env!("CARGO_MANIFEST_DIR"));
+    let trace = Trace::open(&path).expect("the repository's trace");
     assert_eq!(trace.streams, 1);
     let mut player = Player { subject, live: vec![None; trace.allocations.len()] };
     let mut steps: Vec<Step> = trace

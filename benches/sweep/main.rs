@@ -12,8 +12,8 @@
 //!
 //! Replays run on the simulated driver. Times are its model of an H200's calls, on any machine the
 //! same; a clock has no part in them, since pools get no moves back with time here
-//! (`moves_per_second` is 0) unless told so: with a very large number of them a pool has all the time
-//! in the world, which is what a program that works between its requests comes near.
+//! (`moves_per_second` is 0) unless told so. With a very large number of them a pool has all the time
+//! in the world; with the default 1,000 and `--paced`, as much as it had in the program.
 
 #![forbid(unsafe_code)]
 
@@ -60,6 +60,11 @@ struct Arguments {
     #[arg(long, value_name = "N", default_value = "0")]
     moves_per_second: u32,
 
+    /// Make each call at its time in the trace, where no limit is set: what a program holds that works
+    /// between its requests. Takes as long as the program did.
+    #[arg(long)]
+    paced: bool,
+
     /// Print one JSON object per trace and factor, one per line.
     #[arg(long)]
     json: bool,
@@ -83,9 +88,13 @@ fn run(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
         table::print_header(factors.len(), arguments.passes);
     }
     for path in &paths {
-        let run = Run { passes: arguments.passes, moves_per_second: arguments.moves_per_second };
-        let figures = sweep(&Trace::open(path)?, &factors, run)
-            .map_err(|error| format!("{path}: {error}"))?;
+        let Arguments { passes, moves_per_second, paced, .. } = *arguments;
+        let run = Run { passes, moves_per_second, paced };
+        let trace = Trace::open(path)?;
+        if paced && trace.times.is_empty() {
+            return Err(format!("{path}: its rows have no times").into());
+        }
+        let figures = sweep(&trace, &factors, run).map_err(|error| format!("{path}: {error}"))?;
         let name = short(path);
         if arguments.json {
             figures.iter().for_each(|of_factor| println!("{}", of_factor.json(name)));

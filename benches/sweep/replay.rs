@@ -1,6 +1,7 @@
 //! One replay: a trace through a fresh pool on a fresh simulator.
 
 use std::num::NonZeroU32;
+use std::time::{Duration, Instant};
 
 use cuda_sim::{Costs, Simulator};
 use vpmm::{DevicePtr, Driver, Pool, PoolConfig, Stream};
@@ -29,6 +30,8 @@ pub(crate) struct Outcome {
 pub(crate) struct Run {
     pub(crate) passes: NonZeroU32,
     pub(crate) moves_per_second: u32,
+    /// Whether each call waits for its time in the trace, where no limit is set.
+    pub(crate) paced: bool,
 }
 
 /// Replays `trace` so many times on one pool, or tells with `None` that `limit_bytes` is too little.
@@ -52,6 +55,7 @@ pub(crate) fn replay(
         streams: &streams,
         live: vec![None; trace.allocations.len()],
         longest_us: 0.0,
+        paced: run.paced && limit_bytes.is_none(),
     };
     let start = simulator.modelled_us();
     let mut pass_start = start;
@@ -72,6 +76,15 @@ pub(crate) fn replay(
     }))
 }
 
+/// Sleeps where there is enough time for it: the calls of one burst come together anyway.
+fn wait_until(time: Instant) {
+    const WORTH_IT: Duration = Duration::from_micros(200);
+    let left = time.saturating_duration_since(Instant::now());
+    if left >= WORTH_IT {
+        std::thread::sleep(left);
+    }
+}
+
 /// A trace being replayed.
 struct Player<'a> {
     simulator: &'a Simulator,
@@ -81,13 +94,18 @@ struct Player<'a> {
     /// Where each allocation of the trace is, while it is live.
     live: Vec<Option<DevicePtr>>,
     longest_us: f64,
+    paced: bool,
 }
 
 impl Player<'_> {
     /// The trace once, to its end or to where memory runs out: `false` there.
     fn pass(&mut self) -> Result<bool, Failure> {
         let mut before = self.simulator.modelled_us();
-        for operation in &self.trace.operations {
+        let start = Instant::now();
+        for (at, operation) in self.trace.operations.iter().enumerate() {
+            if self.paced {
+                self.trace.times.get(at).into_iter().for_each(|time| wait_until(start + *time));
+            }
             let slot = operation.slot as usize;
             match operation.action {
                 Action::Allocate => {

@@ -6,9 +6,10 @@
 
 use std::collections::HashMap;
 use std::hash::Hash;
+use std::time::Duration;
 
 use super::error::Problem;
-use super::row::{Recorded, Row, StreamKey};
+use super::row::{DAY, Recorded, Row, StreamKey};
 use super::{Action, Allocation, Operation, Trace};
 
 /// A live address of no bytes: nothing to replay, but no unknown pointer either.
@@ -20,11 +21,13 @@ pub(super) struct Compiler {
     live: HashMap<u64, u32>,
     streams: HashMap<StreamKey, u32>,
     threads: HashMap<u64, u32>,
+    clock: Clock,
 }
 
 impl Compiler {
     /// Takes the row at `line`.
     pub(super) fn push(&mut self, row: Row, line: u64) -> Result<(), Problem> {
+        self.clock.turn_to(row.time);
         match row.recorded {
             Recorded::AllocateFailure => self.trace.oddities.recorded_failures += 1,
             Recorded::Allocate => self.allocate(row, line)?,
@@ -95,6 +98,7 @@ impl Compiler {
     ) -> Result<(), Problem> {
         let thread = index(&mut self.threads, thread)?;
         self.trace.operations.push(Operation { action, slot, stream, thread });
+        self.trace.times.push(self.clock.now);
         Ok(())
     }
 
@@ -104,8 +108,11 @@ impl Compiler {
 
     /// The finished trace, with its peak and what it leaves allocated.
     pub(super) fn finish(self, name: &str) -> Trace {
-        let Self { mut trace, live, streams, threads } = self;
+        let Self { mut trace, live, streams, threads, clock } = self;
         trace.name = name.to_owned();
+        if !clock.goes {
+            trace.times = Vec::new();
+        }
         trace.leaked = live.into_values().filter(|&slot| slot != NO_SLOT).collect();
         trace.leaked.sort_unstable();
         // Each map holds at most one entry per allocation or free, counted in u32 by `index`.
@@ -113,6 +120,38 @@ impl Compiler {
         trace.threads = threads.len() as u32;
         trace.peak_live_bytes = trace.peak_live_bytes_of(|_| true);
         trace
+    }
+}
+
+/// The time since the first row.
+struct Clock {
+    /// Of the row before this one.
+    time_of_day: Option<Duration>,
+    now: Duration,
+    /// Whether every row had a time.
+    goes: bool,
+}
+
+impl Default for Clock {
+    fn default() -> Self {
+        Self { time_of_day: None, now: Duration::ZERO, goes: true }
+    }
+}
+
+impl Clock {
+    fn turn_to(&mut self, time_of_day: Option<Duration>) {
+        let Some(time) = time_of_day else {
+            self.goes = false;
+            return;
+        };
+        let last = self.time_of_day.replace(time).unwrap_or(time);
+        // Rows of several threads may be a little out of order; half a day back is another day.
+        let passed =
+            if time + DAY / 2 < last { time + DAY - last } else { time.saturating_sub(last) };
+        self.now += passed;
+        if time < last && passed.is_zero() {
+            self.time_of_day = Some(last);
+        }
     }
 }
 

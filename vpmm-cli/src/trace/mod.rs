@@ -21,6 +21,7 @@ use fields::Fields;
 use row::Columns;
 use source::Lines;
 use std::io::Read;
+use std::time::Duration;
 
 /// One allocation of the trace. Its index in [`Trace::allocations`] is its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,6 +79,9 @@ pub struct Trace {
     pub allocations: Vec<Allocation>,
     /// Every call, in the order of the file.
     pub operations: Vec<Operation>,
+    /// When each call was made, since the first; never before the one before it. Empty where a row has no
+    /// time that can be read.
+    pub times: Vec<Duration>,
     /// Slots that the trace never frees, in the order of allocation.
     pub leaked: Vec<u32>,
     /// How many different streams the operations name.

@@ -4,6 +4,8 @@
 //! others, which are not read: the fuller logs have more. A file without a
 //! header is taken to be in RMM's own order.
 
+use std::time::Duration;
+
 use super::error::{Column, Problem};
 use super::fields::Fields;
 
@@ -36,9 +38,15 @@ pub(super) struct Row {
     pub(super) bytes: u64,
     pub(super) thread: u64,
     pub(super) stream: StreamKey,
+    /// The time of day, where the row has one that can be read.
+    pub(super) time: Option<Duration>,
 }
 
+/// No time of day is later.
+pub(super) const DAY: Duration = Duration::from_secs(24 * 3600);
+
 const THREAD: &str = "Thread";
+const TIME: &str = "Time";
 const ACTION: &str = "Action";
 const POINTER: &str = "Pointer";
 const SIZE: &str = "Size";
@@ -50,6 +58,7 @@ const RMM_ORDER: Columns = Columns {
     pointer: Column { number: 4, name: POINTER },
     size: Column { number: 5, name: SIZE },
     thread: Some(Column { number: 1, name: THREAD }),
+    time: Some(Column { number: 2, name: TIME }),
     stream: Some(Column { number: 6, name: STREAM }),
 };
 
@@ -62,6 +71,7 @@ pub(super) struct Columns {
     pointer: Column,
     size: Column,
     thread: Option<Column>,
+    time: Option<Column>,
     stream: Option<Column>,
 }
 
@@ -75,7 +85,7 @@ impl Columns {
                 .map(|i| Column { number: i + 1, name })
         };
         // A misspelt header is told from a first row by any one name it got right.
-        let names = [THREAD, "Time", ACTION, POINTER, SIZE, STREAM];
+        let names = [THREAD, TIME, ACTION, POINTER, SIZE, STREAM];
         if names.into_iter().any(|name| find(name).is_some()) {
             let need = |name| {
                 find(name).ok_or((Column { number: fields.count() + 1, name }, Problem::NoColumn))
@@ -85,6 +95,7 @@ impl Columns {
                 pointer: need(POINTER)?,
                 size: need(SIZE)?,
                 thread: find(THREAD),
+                time: find(TIME),
                 stream: find(STREAM),
             };
             return Ok((columns, true));
@@ -131,7 +142,8 @@ impl Columns {
             }
             None => StreamKey::Legacy,
         };
-        Ok(Row { recorded, pointer, bytes, thread, stream })
+        let time = self.time.and_then(|column| time(fields.get(column.number - 1)?));
+        Ok(Row { recorded, pointer, bytes, thread, stream, time })
     }
 }
 
@@ -165,6 +177,20 @@ fn stream(text: &[u8], thread: u64) -> Option<StreamKey> {
         (_, true) => StreamKey::Handle(value),
         (_, false) => StreamKey::Number(value),
     })
+}
+
+/// Hours, minutes and seconds with or without a fraction, as RMM writes the time of day.
+fn time(text: &[u8]) -> Option<Duration> {
+    let mut parts = str::from_utf8(text).ok()?.splitn(3, ':');
+    let (hours, minutes) = (parts.next()?, parts.next()?);
+    let whole =
+        [(hours, 3600), (minutes, 60)].into_iter().try_fold(0_u64, |sum, (part, each)| {
+            from_digits(part.as_bytes(), 10)?.checked_mul(each)?.checked_add(sum)
+        })?;
+    let seconds: f64 = parts.next()?.parse().ok()?;
+    let time =
+        Duration::from_secs(whole).checked_add(Duration::try_from_secs_f64(seconds).ok()?)?;
+    (time <= DAY).then_some(time)
 }
 
 fn hexadecimal(text: &[u8]) -> Option<&[u8]> {

@@ -165,6 +165,31 @@ fn the_fault_is_named_by_file_line_and_column() {
 }
 
 #[test]
+fn times_are_since_the_first_row_and_never_go_back() {
+    let trace = good(
+        "1,23:59:59.500000,allocate,0x10,64,0\n\
+         2,23:59:59.400000,allocate,0x20,64,0\n\
+         1,23:59:59.75,free,0x10,64,0\n\
+         1,00:00:01,free,0x20,64,0\n",
+    );
+    assert_eq!(trace.times, [0, 0, 250, 1500].map(Duration::from_millis));
+    let rows = "1,00:00:00.1,allocate,0x10,64,0\n1,x,free,0x10,64,0\n";
+    assert!(good(rows).times.is_empty());
+    for time in [
+        "1:2",
+        "::",
+        "-1:0:0",
+        "0:0:-1",
+        "99999999999999999999:0:0",
+        "0:0:inf",
+        "0:0:1e30",
+        "25:0:0",
+    ] {
+        assert!(good(&format!("1,{time},allocate,0x10,64,0\n")).times.is_empty(), "{time}");
+    }
+}
+
+#[test]
 fn a_header_without_a_needed_column_is_refused() {
     let error = refused("Thread,Time,Action,Size,Stream\n");
     assert!(error.contains("line 1") && error.contains("Pointer"), "{error}");

@@ -5,19 +5,20 @@
 //! program that works between its requests may go on moving, a loop that does nothing else soon
 //! gets more memory instead.
 //!
-//! New memory in shorter extents keeps a pool small, too, and costs time once. That is saved up: a
-//! program that has been at work for a while grows by short extents, one that grows all at once by
-//! long ones.
+//! New memory in shorter extents keeps a pool small, too, and costs time once. That is saved up while the
+//! program does something else than grow: one that has been at work for a while grows by short extents, one
+//! that grows all at once by long ones.
 
 #![forbid(unsafe_code)]
 
 use std::time::Duration;
 
-/// Handles that are saved up at most.
+/// Handles that are saved up at most; and while one move is made up for.
 const MOST_SAVED: u64 = 1024;
+const SAVED_EACH: u32 = 4;
 
-/// From so many on a program is at leisure: it has been at work for a quarter of a second at least, and can
-/// bear what costs more than it gains at once.
+/// From so many on a program is at leisure: it has been at work for some time, and can bear what costs more
+/// than it gains at once.
 pub(super) const AT_LEISURE: u64 = MOST_SAVED / 4;
 
 /// Moves that count, and handles that are saved up, as of the last look.
@@ -27,14 +28,16 @@ pub(super) struct Pace {
     /// Up to when time has been made up for, since the pool was made.
     until: Duration,
     saved: u64,
-    /// Up to when time has been saved up.
+    /// Up to when time has been saved up, of the program's own.
     saved_until: Duration,
+    /// What growth has taken: no time of the program's own.
+    grown: Duration,
 }
 
 impl Pace {
     pub(super) fn new(per_second: u32) -> Self {
-        let [until, saved_until] = [Duration::ZERO; 2];
-        Self { per_second, moves: 0, until, saved: 0, saved_until }
+        let [until, saved_until, grown] = [Duration::ZERO; 3];
+        Self { per_second, moves: 0, until, saved: 0, saved_until, grown }
     }
 
     pub(super) fn note(&mut self, moves: u64) {
@@ -59,14 +62,21 @@ impl Pace {
         self.moves
     }
 
+    /// The pool has grown for so long.
+    pub(super) fn note_growth(&mut self, took: Duration) {
+        self.grown = self.grown.saturating_add(took);
+    }
+
     /// The handles that may be made beyond what is needed, so long after the pool was made.
     pub(super) fn saved(&mut self, now: Duration) -> u64 {
-        let Some(each) = Duration::from_secs(1).checked_div(self.per_second) else { return 0 };
+        let per_second = self.per_second.saturating_mul(SAVED_EACH);
+        let Some(each) = Duration::from_secs(1).checked_div(per_second) else { return 0 };
         let each = each.as_nanos().max(1);
-        let passed = now.saturating_sub(self.saved_until).as_nanos();
+        let own = now.saturating_sub(self.grown);
+        let passed = own.saturating_sub(self.saved_until).as_nanos();
         let earned = u64::try_from(passed / each).unwrap_or(u64::MAX);
         if earned >= MOST_SAVED {
-            (self.saved, self.saved_until) = (MOST_SAVED, now);
+            (self.saved, self.saved_until) = (MOST_SAVED, own);
         } else {
             self.saved = (self.saved + earned).min(MOST_SAVED);
             self.saved_until += Duration::from_nanos(each as u64 * earned);
@@ -102,7 +112,7 @@ mod tests {
 
     #[test]
     fn handles_are_saved_up_to_a_bound_and_spent() {
-        let mut pace = Pace::new(100);
+        let mut pace = Pace::new(100 / SAVED_EACH);
         assert_eq!(pace.saved(Duration::ZERO), 0);
         assert_eq!([pace.saved(25 * MILLI), pace.saved(31 * MILLI)], [2, 3]);
         pace.spend(2);
@@ -112,6 +122,15 @@ mod tests {
         assert_eq!(pace.saved(3600 * 1000 * MILLI), 0);
         assert_eq!(Pace::new(0).saved(Duration::MAX), 0);
         assert_eq!(Pace::new(u32::MAX).saved(MILLI), MOST_SAVED);
+    }
+
+    #[test]
+    fn nothing_is_saved_up_while_the_pool_grows() {
+        let mut pace = Pace::new(100 / SAVED_EACH);
+        pace.note_growth(40 * MILLI);
+        assert_eq!([pace.saved(40 * MILLI), pace.saved(60 * MILLI)], [0, 2]);
+        pace.note_growth(20 * MILLI);
+        assert_eq!([pace.saved(80 * MILLI), pace.saved(90 * MILLI)], [2, 3]);
     }
 
     #[test]

@@ -47,11 +47,14 @@ const MOVES_EACH: u64 = 2;
 
 /// From this many growths in a row on, with nothing freed between, a program is filling its
 /// memory and will ask again. Requests of up to 8 MiB (in granules of 2 MiB) then get an extent for
-/// those to come too, each time longer, until the pool has doubled and up to 128 MiB. Not where a
-/// limit is set: what is ahead of one request may be missing for another.
+/// those to come too, each time longer, until the pool has doubled and up to 256 MiB; in a pool of more
+/// than five times that up to 32 MiB, since whatever stays in the last of them may hold it in its place. Not
+/// where a limit is set: what is ahead of one request may be missing for another.
 const STREAK: u32 = 5;
 const AHEAD_NEEDED: u32 = 4;
 const AHEAD_MOST: u64 = 128;
+const AHEAD_MOST_OF_LARGE: u64 = 16;
+const LARGE: u64 = 5 * AHEAD_MOST;
 
 /// That is mapped in one piece, or at leisure in extents of so many granules: one short block holds all of
 /// its extent in its place, and a program that has loaded what it works on asks for other sizes.
@@ -169,7 +172,7 @@ impl Policy {
         let granules = if is_slim && moved > created.max(1) * RESTLESS {
             mapped / OF_POOL_RESTLESS
         } else if streak >= STREAK && needed <= AHEAD_NEEDED {
-            let most = mapped.min(AHEAD_MOST);
+            let most = if mapped > LARGE { AHEAD_MOST_OF_LARGE } else { mapped.min(AHEAD_MOST) };
             (u64::from(needed) << (streak - STREAK + 2).min(16)).min(most)
         } else {
             0

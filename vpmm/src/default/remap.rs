@@ -46,6 +46,7 @@ impl Core {
             Ok(handles) => {
                 let mut space = self.space.lock();
                 space.commit(&self.tags, request.stream, &job, &mut handles.into_iter());
+                space.pace.note_growth(self.made.elapsed().saturating_sub(now));
                 drop(space);
                 self.call_helper();
                 Ok(Grown::Block(job.start))
