@@ -1,6 +1,8 @@
 //! A log of every call.
 
+mod clock;
 mod digits;
+mod file;
 mod row;
 mod sink;
 mod time;
@@ -16,8 +18,9 @@ use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::resource::{Description, MemoryResource};
 use crate::units::DevicePtr;
-use row::{Action, Row};
+use row::{Action, Line, Row};
 use sink::Sink;
+use time::Last;
 
 /// How a [`Logging`] writes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -165,17 +168,17 @@ impl<R: MemoryResource> Logging<R> {
 
     fn log(&self, row: Row<'_>) {
         match self.format {
-            LogFormat::Rmm => self.write(row.rmm().text()),
+            LogFormat::Rmm => Last::with(row.stream, |last, microseconds| {
+                let put = |line: &mut Line<'_>| row.rmm(line, last, microseconds);
+                self.sinks.iter().for_each(|sink| sink.put(put));
+            }),
             LogFormat::Full => {
                 let device = self.upstream.device().map(crate::device::Device::ordinal);
                 let (live, held) = (self.live.load(Ordering::Relaxed), self.upstream.held_bytes());
-                self.write(&row.full(device, live, held));
+                let text = row.full(device, live, held);
+                self.sinks.iter().for_each(|sink| sink.write(&text));
             }
         }
-    }
-
-    fn write(&self, text: &[u8]) {
-        self.sinks.iter().for_each(|sink| sink.write(text));
     }
 }
 
