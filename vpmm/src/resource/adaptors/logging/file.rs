@@ -241,3 +241,102 @@ fn fill(file: &File, start: u64) -> io::Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Path(std::path::PathBuf);
+
+    impl Drop for Path {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_file(&self.0);
+        }
+    }
+
+    fn log(name: &str) -> (Path, LogFile) {
+        let name = format!("vpmm-log-file-{}-{name}", std::process::id());
+        let path = Path(std::env::temp_dir().join(name));
+        let mut options = File::options();
+        options.read(true).write(true).create(true).truncate(true);
+        let file = options.open(&path.0).and_then(LogFile::new);
+        (path, file.expect("a file"))
+    }
+
+    /// A row of a number, so long.
+    fn row(number: usize, length: usize) -> Vec<u8> {
+        let mut row = format!("{number:x},").into_bytes();
+        row.resize(length - 1, b'a' + (number % 26) as u8);
+        row.push(b'\n');
+        row
+    }
+
+    #[test]
+    fn rows_of_every_length_follow_each_other_through_windows() {
+        let (path, mut file) = log("lengths");
+        let mut expected = Vec::new();
+        let mut add = |text: &[u8]| expected.extend_from_slice(text);
+        for number in 0..30_000 {
+            // Most are lines; some end where a window does, or begin there.
+            let text = match number % 97 {
+                0 => row(number, 1000 + number % 300),
+                1 => row(number, 8),
+                _ => row(number, 20 + number % 80),
+            };
+            if text.len() > COMMON {
+                file.write(&text).expect("written");
+            } else {
+                let put = |line: &mut Line<'_>| text.iter().for_each(|byte| line.extend(&[*byte]));
+                file.put(put).expect("written");
+            }
+            add(&text);
+        }
+        for length in [WINDOW, WINDOW - 1, 7, WINDOW] {
+            let text = row(length, length);
+            file.write(&text).expect("written");
+            add(&text);
+        }
+        assert!(file.write(&row(1, WINDOW + 1)).is_err(), "longer than a window");
+        file.flush().expect("on the disk");
+        let before = std::fs::read(&path.0).expect("there");
+        assert!(before[..expected.len()] == expected[..]);
+        assert!(before[expected.len()..].iter().all(|byte| *byte == 0), "zeroes are behind it");
+        file.cut();
+        drop(file);
+        assert!(std::fs::read(&path.0).expect("there") == expected);
+    }
+
+    #[test]
+    fn rows_of_many_threads_are_all_there() {
+        let (path, mut file) = log("threads");
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let file = &file;
+                scope.spawn(move || {
+                    for number in 0..10_000 {
+                        let text = row(4 * number + thread, 40 + number % 50);
+                        let put = |line: &mut Line<'_>| {
+                            text.iter().for_each(|byte| line.extend(&[*byte]));
+                        };
+                        file.put(put).expect("written");
+                    }
+                });
+            }
+        });
+        file.cut();
+        drop(file);
+        let text = std::fs::read_to_string(&path.0).expect("text");
+        let mut numbers: Vec<_> = text
+            .lines()
+            .map(|line| {
+                let (number, rest) = line.split_once(',').expect("a number");
+                let number = usize::from_str_radix(number, 16).expect("a number");
+                assert_eq!(line.len() + 1, 40 + number / 4 % 50);
+                assert!(rest.bytes().all(|byte| byte == b'a' + (number % 26) as u8));
+                number
+            })
+            .collect();
+        numbers.sort_unstable();
+        assert!(numbers.into_iter().eq(0..40_000));
+    }
+}

@@ -41,7 +41,7 @@ impl<'a> Line<'a> {
     }
 
     #[inline]
-    fn extend<const LENGTH: usize>(&mut self, text: &[u8; LENGTH]) {
+    pub(super) fn extend<const LENGTH: usize>(&mut self, text: &[u8; LENGTH]) {
         self.put(text, LENGTH);
     }
 
