@@ -362,7 +362,7 @@ fn what_many_frees_leave_waiting_has_an_event_before_anybody_lacks_it() {
 /// A stream has done a thousand things or none: one or two questions tell which.
 #[test]
 fn the_last_event_of_a_stream_answers_for_all_before() {
-    let rig = Rig::simulated();
+    let rig = Rig::simulated(Schedule::Eager);
     let cached = rig.cached();
     let (own, side) = (rig.stream(), rig.stream());
     // Six events: one each 32 blocks.
@@ -398,7 +398,7 @@ fn the_last_event_of_a_stream_answers_for_all_before() {
 /// everything when memory is lacking.
 #[test]
 fn a_stream_that_is_stuck_is_asked_about_ever_more_rarely() {
-    let rig = Rig::simulated();
+    let rig = Rig::simulated(Schedule::Eager);
     let cached = rig.cached();
     let (own, side) = (rig.stream(), rig.stream());
     let stall = rig.stall(side.handle());

@@ -47,7 +47,8 @@ pub enum LogFormat {
 ///
 /// An allocation is logged when it has succeeded or failed, a free before it is passed on: an address
 /// is never logged as allocated again before it is logged as freed. A free that fails is taken back by
-/// a row that allocates the address again. Times are local, as RMM's are.
+/// a row that allocates the address again. Times are local, as RMM's are; where
+/// somebody sets the system's clock, a thread's rows may show it a millisecond late.
 ///
 /// A file is written through a mapping of it, so that a row costs no system call, and none is lost when
 /// the program crashes: what is in the mapping is the kernel's. At the drop the file is cut to its rows;
