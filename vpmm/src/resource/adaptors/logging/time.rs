@@ -3,8 +3,10 @@
 
 use std::cell::RefCell;
 use std::io::Write as _;
+use std::num::NonZeroU64;
 
 use super::clock::Clock;
+use super::digits;
 
 thread_local! {
     /// What this thread's last row had.
@@ -68,16 +70,21 @@ impl Stream {
         Self { handle: 0, ending, length: 2 }
     };
 
-    #[cold]
-    #[inline(never)]
+    /// Cheap, since a program that frees on another stream changes streams at every row.
+    #[inline]
     fn of(handle: usize) -> Self {
         let mut stream = Self { handle, ..Self::LEGACY };
-        if handle != 0 {
-            let mut rest = &mut stream.ending[..];
-            // At most 16 digits and these three bytes: there is room.
-            let _ = write!(rest, ",{handle:#x}");
-            let left = rest.len();
-            stream.length = stream.ending.len() - left;
+        if let Some(number) = NonZeroU64::new(handle as u64) {
+            let unused = number.leading_zeros() / 4;
+            let text = u128::from_le_bytes(digits::hexadecimal(number.get() << (4 * unused)));
+            // Zeroes behind it, as elsewhere.
+            let text = text & (u128::MAX >> (8 * unused));
+            let [comma, zero, x, digits @ ..] = &mut stream.ending;
+            [*comma, *zero, *x] = *b",0x";
+            if let Some(place) = digits.first_chunk_mut() {
+                *place = text.to_le_bytes();
+            }
+            stream.length = 19 - unused as usize;
         }
         stream
     }
@@ -226,7 +233,7 @@ mod tests {
 
     #[test]
     fn rows_of_several_streams_end_with_theirs() {
-        for handle in [0, 2, 2, usize::MAX, 0, 0xa0, usize::MAX] {
+        for handle in [0, 2, 2, usize::MAX, 0, 0xa0, 0x55d0_c0ff_ee00, 16, usize::MAX] {
             let ending = Last::with(handle, |last, _| {
                 let (text, length) = last.ending();
                 String::from_utf8_lossy(&text[..length]).into_owned()
