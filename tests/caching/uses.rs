@@ -359,6 +359,70 @@ fn what_many_frees_leave_waiting_has_an_event_before_anybody_lacks_it() {
     });
 }
 
+/// A stream has done a thousand things or none: one or two questions tell which.
+#[test]
+fn the_last_event_of_a_stream_answers_for_all_before() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let cached = rig.cached();
+    let (own, side) = (rig.stream(), rig.stream());
+    // Six events: one each 32 blocks.
+    let all: Vec<_> = (0..192).map(|_| cached.malloc(2 * MIB, &own)).collect();
+    all.iter().for_each(|held| cached.look_from(held, &own, &side));
+    let stall = rig.stall(side.handle());
+    let calls = cached.calls(|| all.iter().for_each(|held| cached.free(*held, &own)));
+    assert_eq!((calls.count("cuEventRecord"), calls.count("cuEventQuery")), (6, 0));
+    drop(stall);
+    call!(rig.driver, cuCtxSynchronize());
+    // One that lacks memory: the first has passed, and the last has.
+    let calls = cached.calls(|| {
+        let lacking = cached.malloc(LARGE, &own);
+        cached.free(lacking, &own);
+    });
+    assert_eq!(cached.allocator.stats().active.all.current, 0);
+    assert_eq!(calls.count("cuEventQuery"), 2);
+    // With something freed since, the event for that answers for all.
+    let all: Vec<_> = (0..70).map(|_| cached.malloc(2 * MIB, &own)).collect();
+    all.iter().for_each(|held| cached.look_from(held, &own, &side));
+    all.iter().for_each(|held| cached.free(*held, &own));
+    call!(rig.driver, cuCtxSynchronize());
+    let calls = cached.calls(|| {
+        let lacking = cached.malloc(2 * LARGE, &own);
+        cached.free(lacking, &own);
+    });
+    assert_eq!(cached.allocator.stats().active.all.current, 0);
+    assert_eq!((calls.count("cuEventRecord"), calls.count("cuEventQuery")), (1, 1));
+    cached.assert_intact();
+}
+
+/// Requests that find something ask ever more rarely about a stream that gets nowhere, and at once about
+/// everything when memory is lacking.
+#[test]
+fn a_stream_that_is_stuck_is_asked_about_ever_more_rarely() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let cached = rig.cached();
+    let (own, side) = (rig.stream(), rig.stream());
+    let stall = rig.stall(side.handle());
+    drop(freed(&cached, &own, &side, 32));
+    let hits = |count: usize| {
+        let calls = cached.calls(|| {
+            for _ in 0..count {
+                let held = cached.malloc(1000, &own);
+                cached.free(held, &own);
+            }
+        });
+        calls.count("cuEventQuery")
+    };
+    // The first of them gets a segment, and so asks about everything.
+    assert!(hits(1) > 0);
+    // After 8, 16, 32 and then each 64.
+    assert_eq!(hits(8 + 16 + 32 + 64 * 4), 7);
+    drop(stall);
+    call!(rig.driver, cuCtxSynchronize());
+    assert_eq!(hits(64), 1);
+    assert_eq!(cached.allocator.stats().active.all.current, 0);
+    cached.assert_intact();
+}
+
 #[test]
 fn a_stream_that_ends_with_uses_open_has_one_event_for_all() {
     Rig::everywhere(|rig| {

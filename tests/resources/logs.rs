@@ -164,6 +164,30 @@ fn rows_of_many_threads_are_whole_and_in_order() {
     assert_eq!(trace.allocations.len(), 4 * 7999);
 }
 
+/// A writer that panics loses that row alone.
+#[test]
+fn a_writer_that_panics_has_the_next_row() {
+    struct Panics(Text, u32);
+    impl Write for Panics {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.1 += 1;
+            assert_ne!(self.1, 2, "for the test");
+            self.0.write(bytes)
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let text = Text::default();
+    let logging = Logging::to_writer(HostMalloc::new(), LogFormat::Rmm, Panics(text.clone(), 0));
+    let panicked = std::thread::scope(|scope| {
+        scope.spawn(|| logging.allocate(0, 256, STREAM)).join().is_err()
+    });
+    assert!(panicked);
+    logging.allocate(0, 256, STREAM).expect("nothing");
+    assert_eq!(text.read().lines().count(), 2, "the header and the second row");
+}
+
 #[test]
 fn the_environment_names_the_file() {
     let file = Path::new("environment");

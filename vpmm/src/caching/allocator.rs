@@ -151,7 +151,8 @@ impl CachingAllocator {
     /// No driver call where cached memory serves it and the stream is the library's or the legacy
     /// one; three to find out which stream another handle means. Where nothing cached serves it,
     /// freed blocks that wait for further streams are asked about before anything is got; while
-    /// there are events to wait for, every eighth request does so too.
+    /// there are events to wait for, every eighth request does so too, and ever fewer, of 64 one at
+    /// last, while none of them passes.
     ///
     /// # Errors
     /// [`Error::ZeroSize`](crate::Error::ZeroSize),

@@ -25,9 +25,10 @@ const ALIGN: usize = 512;
 /// The legacy default stream's number here; the driver's own numbers do not come so far.
 pub(super) const LEGACY: u64 = u64::MAX;
 
-/// While events are awaited, each of so many requests asks about them; one that lacks memory does
-/// so anyway.
-const ASK_EACH: usize = 8;
+/// While events are awaited, each of so many requests asks about them; of so many at last while none has
+/// passed. One that lacks memory does so anyway.
+pub(super) const ASK_EACH: usize = 8;
+pub(super) const ASK_SELDOM: usize = 64;
 
 /// No limit.
 const UNLIMITED: u64 = u64::MAX;
@@ -44,8 +45,18 @@ impl<'a> Admitted<'a> {
     /// That of a stream that has one.
     fn known(core: &'a Core, books: &mut Books, stream: u64) -> Option<Self> {
         let place = books.place_of(stream)?;
+        Some(Self::pinned(core, books, place))
+    }
+
+    fn pinned(core: &'a Core, books: &mut Books, place: u32) -> Self {
         books.places[place as usize].pins += 1;
-        Some(Self { core, place, is_new: false })
+        Self { core, place, is_new: false }
+    }
+
+    /// Its end, for whoever has the books.
+    fn leave(self, books: &mut Books) {
+        books.places[self.place as usize].pins -= 1;
+        std::mem::forget(self);
     }
 }
 
@@ -75,7 +86,9 @@ pub(super) struct Core {
     /// How many waits there are that have an event, or want one: looked at without the lock.
     pub(super) outstanding: AtomicUsize,
     /// Requests that came while there were any.
-    requests: AtomicUsize,
+    pub(super) requests: AtomicUsize,
+    /// The number of the first of them that is to ask again.
+    pub(super) ask_at: AtomicUsize,
     /// One thread at a time gives everything back.
     pub(super) reclaiming: Mutex<()>,
 }
@@ -113,6 +126,7 @@ impl Core {
             waits: Mutex::new(Waits::default()),
             outstanding: AtomicUsize::new(0),
             requests: AtomicUsize::new(0),
+            ask_at: AtomicUsize::new(0),
             reclaiming: Mutex::new(()),
         });
         if let Some(fraction) = config.memory_fraction {
@@ -166,42 +180,53 @@ impl Core {
         }
         let requested = requested as u64;
         let bytes = self.round(requested)?;
-        if self.outstanding.load(Ordering::Relaxed) != 0
-            && self.requests.fetch_add(1, Ordering::Relaxed).is_multiple_of(ASK_EACH)
-        {
-            self.advance_waits()?;
+        if self.outstanding.load(Ordering::Relaxed) != 0 {
+            let request = self.requests.fetch_add(1, Ordering::Relaxed);
+            // A number comes again after all numbers: the nearer half is what is to come.
+            let late = request.wrapping_sub(self.ask_at.load(Ordering::Relaxed));
+            if late <= usize::MAX / 2 {
+                self.advance_waits(request)?;
+            }
         }
         let stream = match self.number_of(handle) {
             Some(stream) => stream,
             None => self.ask_stream(handle)?,
         };
+        let (mut known, mut has_open) = (None, true);
         {
             let mut books = self.books.lock();
-            if let Some(place) = books.place_of(stream)
-                && let Some((address, tag)) = books.allocate(place, bytes, requested)
-            {
-                books.tallies.hits += 1;
-                return Ok(DevicePtr::tagged(address, tag));
+            if let Some(place) = books.place_of(stream) {
+                if let Some((address, tag)) = books.allocate(place, bytes, requested) {
+                    books.tallies.hits += 1;
+                    return Ok(DevicePtr::tagged(address, tag));
+                }
+                has_open = books.has_open();
+                known = Some(Admitted::pinned(self, &mut books, place));
             }
         }
-        self.malloc_anew(stream, handle, (bytes, requested))
+        let admitted = match known {
+            Some(known) => known,
+            None => self.admit(stream, handle)?,
+        };
+        self.malloc_anew(admitted, has_open, handle, (bytes, requested))
     }
 
-    /// A request that nothing cached serves.
+    /// A request that nothing cached serves. `has_open`: whether anything freed may wait without an event.
     #[cold]
     #[inline(never)]
     fn malloc_anew(
         &self,
-        stream: u64,
+        admitted: Admitted<'_>,
+        has_open: bool,
         handle: StreamHandle,
         sizes: (u64, u64),
     ) -> Result<DevicePtr> {
-        let admitted = self.admit(stream, handle)?;
         // Some may be with what waits; or with a stream that has ended.
-        if self.settle_uses()? || admitted.is_new {
+        if self.settle_uses(has_open)? || admitted.is_new {
             let mut books = self.books.lock();
             if let Some((address, tag)) = books.allocate(admitted.place, sizes.0, sizes.1) {
                 books.tallies.hits += 1;
+                admitted.leave(&mut books);
                 return Ok(DevicePtr::tagged(address, tag));
             }
         }
@@ -258,8 +283,15 @@ impl Core {
 
     pub(super) fn record_stream(&self, ptr: DevicePtr, handle: StreamHandle) -> Result<()> {
         self.device.driver().check_process()?;
-        self.books.lock().find(ptr)?;
-        let stream = match self.number_of(handle) {
+        let known = self.number_of(handle);
+        {
+            let mut books = self.books.lock();
+            books.find(ptr)?;
+            if let Some(place) = known.and_then(|stream| books.place_of(stream)) {
+                return books.note_use(ptr, Use { place, on: handle });
+            }
+        }
+        let stream = match known {
             Some(stream) => stream,
             None => self.ask_stream(handle)?,
         };

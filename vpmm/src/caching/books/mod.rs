@@ -7,6 +7,7 @@
 //! - **C4 Pointers.** The table of pointers has the allocated blocks, and no others.
 //! - **C5 Counts.** What is counted is what a count from scratch finds.
 
+mod ids;
 mod segments;
 mod waiting;
 
@@ -15,6 +16,7 @@ pub(super) use waiting::{Open, Since};
 
 use std::collections::{BTreeMap, HashMap};
 
+use ids::Ids;
 use smallvec::SmallVec;
 
 use super::block::{Block, NONE, State};
@@ -101,7 +103,7 @@ pub(super) struct Books {
     /// here that they have arrived.
     pub(super) leaving: BTreeMap<u32, Leaving>,
     /// Of blocks with `noted`.
-    uses: HashMap<u32, Uses>,
+    uses: HashMap<u32, Uses, Ids>,
     pub(super) tallies: Tallies,
     rules: Rules,
     /// Blocks that wait for a stream without an event, counted once for each stream.
@@ -134,7 +136,7 @@ impl Books {
             live: Table::new(),
             segments: BTreeMap::new(),
             leaving: BTreeMap::new(),
-            uses: HashMap::new(),
+            uses: HashMap::default(),
             tallies: Tallies::default(),
             open_waits: 0,
             waits: 0,

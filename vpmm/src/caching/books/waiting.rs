@@ -5,6 +5,8 @@
 
 #![forbid(unsafe_code)]
 
+use smallvec::SmallVec;
+
 use super::{Books, Found, Freed, Result, Uses};
 use crate::error::Error;
 use crate::units::DevicePtr;
@@ -111,7 +113,7 @@ impl Books {
     }
 
     /// Places with something open.
-    pub(in crate::caching) fn open_places(&self) -> Vec<u32> {
+    pub(in crate::caching) fn open_places(&self) -> SmallVec<[u32; 8]> {
         let is_open = |(_, place): &(usize, &super::Place)| !place.open.waits.is_empty();
         let places = self.places.iter().enumerate().filter(is_open);
         places.map(|(index, _)| index as u32).collect()

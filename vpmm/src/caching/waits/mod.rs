@@ -29,7 +29,7 @@ use cuda_sys::types::CUresult;
 use smallvec::SmallVec;
 
 use super::books::{Since, Use};
-use super::core::{Core, lock};
+use super::core::{ASK_EACH, ASK_SELDOM, Core, lock};
 use crate::default::{Recorded, record_beside_captures, stream_is_capturing};
 use crate::device::StreamHandle;
 use crate::driver::Driver;
@@ -86,6 +86,8 @@ pub(super) struct Waits {
     spare: Vec<Event>,
     /// Lists to use again, empty.
     lists: Vec<Vec<Since>>,
+    /// So many requests go by before one asks again: while nothing passes, twice as many each time.
+    pause: usize,
 }
 
 /// What a free has recorded for one stream.
@@ -155,7 +157,7 @@ impl Waits {
     }
 
     /// The same for every stream: those of them that had something.
-    fn close_all(&mut self, core: &Core) -> Result<Vec<u32>> {
+    fn close_all(&mut self, core: &Core) -> Result<SmallVec<[u32; 8]>> {
         let places = core.books.lock().open_places();
         places.iter().try_for_each(|place| self.close(core, *place))?;
         Ok(places)
@@ -167,10 +169,19 @@ impl Waits {
     }
 
     /// Tells those who look without the lock how many waits there are.
-    fn publish(&self, core: &Core) {
+    fn publish(&mut self, core: &Core) {
         let queues = self.busy.iter().map(|place| self.places[*place as usize].queue.len());
         let count = queues.sum::<usize>() + self.deferred.len();
-        core.outstanding.store(count, Ordering::Relaxed);
+        let before = core.outstanding.swap(count, Ordering::Relaxed);
+        if before == 0 && count != 0 {
+            self.pause(core, core.requests.load(Ordering::Relaxed), ASK_EACH);
+        }
+    }
+
+    /// So many requests go by before one asks again.
+    fn pause(&mut self, core: &Core, request: usize, requests: usize) {
+        self.pause = requests;
+        core.ask_at.store(request.wrapping_add(requests), Ordering::Relaxed);
     }
 
     /// Records what a free has to wait for on one stream; nothing where its work is over.
@@ -234,11 +245,17 @@ impl Waits {
 
     /// Takes everything as far as it has come. The context must be current, beside captures.
     fn advance(&mut self, core: &Core) -> Result<()> {
+        self.advance_but(core, &[])
+    }
+
+    /// The same but for the queues of some places.
+    fn advance_but(&mut self, core: &Core, settled: &[u32]) -> Result<()> {
         self.retry_deferred(core)?;
-        let driver = core.device.driver();
         let mut at = 0;
         while let Some(place) = self.busy.get(at).copied() {
-            self.advance_queue(core, driver, place)?;
+            if !settled.contains(&place) {
+                self.advance_queue(core, place)?;
+            }
             if self.places[place as usize].queue.is_empty() {
                 self.busy.swap_remove(at);
             } else {
@@ -248,33 +265,67 @@ impl Waits {
         Ok(())
     }
 
-    /// Looks a few times at events that were recorded just now, on streams that may have nothing to do: a
-    /// segment from upstream costs a hundred times as much.
-    fn look_again(&mut self, core: &Core, places: &[u32]) -> Result<()> {
-        let driver = core.device.driver();
-        for place in places {
-            for _ in 0..LOOKS {
-                if self.places[*place as usize].queue.is_empty() {
-                    break;
-                }
-                self.advance_queue(core, driver, *place)?;
-            }
-        }
+    /// An event for all that waits, and a look at every one.
+    fn settle(&mut self, core: &Core) -> Result<()> {
+        // All of them before any is asked about: they pass meanwhile.
+        let fresh = self.close_all(core)?;
+        let looked = fresh.iter().try_for_each(|place| self.look_at_fresh(core, *place));
         self.busy.retain(|place| !self.places[*place as usize].queue.is_empty());
-        Ok(())
+        looked?;
+        self.advance_but(core, &fresh)
     }
 
-    fn advance_queue(&mut self, core: &Core, driver: &Driver, place: u32) -> Result<()> {
+    /// Looks a few times at an event that was recorded just now, on a stream that may have nothing to do: a
+    /// segment from upstream costs a hundred times as much. All earlier ones have passed with it.
+    fn look_at_fresh(&mut self, core: &Core, place: u32) -> Result<()> {
+        for _ in 0..LOOKS {
+            match self.last_has_passed(core, place)? {
+                Some(true) => {
+                    let waiting = self.places[place as usize].queue.len();
+                    self.pop(core, place, waiting);
+                    return Ok(());
+                }
+                Some(false) => {}
+                None => break,
+            }
+        }
+        self.advance_queue(core, place)
+    }
+
+    /// Whether a queue's last event has passed; `None` where it has none, or no answer.
+    fn last_has_passed(&self, core: &Core, place: u32) -> Result<Option<bool>> {
+        let last = self.places[place as usize].queue.back().and_then(|waiter| waiter.event);
+        let Some(event) = last else { return Ok(None) };
+        match event.is_complete(core.device.driver()) {
+            Ok(passed) => Ok(Some(passed)),
+            // It is found out again where its turn comes.
+            Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => Ok(None),
+            Err(failure) => Err(failure.into()),
+        }
+    }
+
+    fn advance_queue(&mut self, core: &Core, place: u32) -> Result<()> {
+        let mut passed = 0_u32;
         while let Some(first) = self.places[place as usize].queue.front() {
-            let Some(event) = first.event else {
+            let event = first.event;
+            let waiting = self.places[place as usize].queue.len();
+            // Where one has passed all may have: the last one answers for the others.
+            if passed == 1 && waiting > 1 && self.last_has_passed(core, place)? == Some(true) {
+                self.pop(core, place, waiting);
+                return Ok(());
+            }
+            let Some(event) = event else {
                 if !self.settle_end(core, place as usize)? {
                     return Ok(());
                 }
-                self.pop(core, place);
+                self.pop(core, place, 1);
                 continue;
             };
-            match event.is_complete(driver) {
-                Ok(true) => self.pop(core, place),
+            match event.is_complete(core.device.driver()) {
+                Ok(true) => {
+                    self.pop(core, place, 1);
+                    passed += 1;
+                }
                 Ok(false) => return Ok(()),
                 // A capture that began and ended in between has taken the record along.
                 Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
@@ -286,11 +337,11 @@ impl Waits {
         Ok(())
     }
 
-    /// The first of a queue has waited long enough.
-    fn pop(&mut self, core: &Core, place: u32) {
-        if let Some(mut waiter) = self.places[place as usize].queue.pop_front() {
+    /// The first of a queue have waited long enough.
+    fn pop(&mut self, core: &Core, place: u32, count: usize) {
+        let mut books = core.books.lock();
+        for mut waiter in self.places[place as usize].queue.drain(..count) {
             self.spare.extend(waiter.event);
-            let mut books = core.books.lock();
             waiter.blocks.drain(..).for_each(|wait| books.wait_is_over(wait.block));
             self.lists.push(waiter.blocks);
         }
@@ -334,8 +385,10 @@ impl Waits {
         for at in self.busy.clone().into_iter().filter(|at| of_mark(*at)) {
             let is_past =
                 |waiter: &Waiter| waiter.blocks.last().is_none_or(|wait| wait.since <= point);
-            while self.places[at as usize].queue.front().is_some_and(is_past) {
-                self.pop(core, at);
+            let queue = &self.places[at as usize].queue;
+            let past = queue.iter().take_while(|waiter| is_past(waiter)).count();
+            if past != 0 {
+                self.pop(core, at, past);
             }
             // Some of those that share an event may have been freed later.
             if let Some(first) = self.places[at as usize].queue.front_mut() {
@@ -346,7 +399,7 @@ impl Waits {
         }
         {
             let mut books = core.books.lock();
-            let open = if books.has_open() { books.open_places() } else { Vec::new() };
+            let open = books.open_places();
             open.into_iter().filter(|at| of_mark(*at)).for_each(|at| books.pass_open(at, point));
         }
         self.busy.retain(|at| !self.places[*at as usize].queue.is_empty());
@@ -429,10 +482,11 @@ impl Core {
         }
     }
 
-    /// Asks about what is waited for, unless another thread does so now.
+    /// Asks about what is waited for, unless another thread does so now. `request`: the number of the one
+    /// that does.
     #[cold]
     #[inline(never)]
-    pub(super) fn advance_waits(&self) -> Result<()> {
+    pub(super) fn advance_waits(&self, request: usize) -> Result<()> {
         let mut waits = match self.waits.try_lock() {
             Ok(waits) => waits,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -440,8 +494,12 @@ impl Core {
         };
         let _context = self.device.enter()?;
         let _beside = BesideCaptures::enter(self.device.driver())?;
+        let before = self.outstanding.load(Ordering::Relaxed);
         let advanced = waits.advance(self);
         waits.publish(self);
+        let has_passed = self.outstanding.load(Ordering::Relaxed) < before;
+        let pause = if has_passed { ASK_EACH } else { (2 * waits.pause).min(ASK_SELDOM) };
+        waits.pause(self, request, pause);
         advanced
     }
 
@@ -458,18 +516,15 @@ impl Core {
     }
 
     /// For a request that lacks memory: an event for all that waits, and a look at every one. Whether
-    /// there was any.
-    pub(super) fn settle_uses(&self) -> Result<bool> {
-        if self.outstanding.load(Ordering::Relaxed) == 0 && !self.books.lock().has_open() {
+    /// there was any. `has_open`: whether any may wait without an event.
+    pub(super) fn settle_uses(&self, has_open: bool) -> Result<bool> {
+        if self.outstanding.load(Ordering::Relaxed) == 0 && !has_open {
             return Ok(false);
         }
         let mut waits = lock(&self.waits);
         let _context = self.device.enter()?;
         let _beside = BesideCaptures::enter(self.device.driver())?;
-        let settled = waits.close_all(self).and_then(|fresh| {
-            waits.advance(self)?;
-            waits.look_again(self, &fresh)
-        });
+        let settled = waits.settle(self);
         waits.publish(self);
         settled.map(|()| true)
     }

@@ -1,6 +1,8 @@
 //! A log of every call.
 
+mod clock;
 mod digits;
+mod file;
 mod row;
 mod sink;
 mod time;
@@ -16,8 +18,9 @@ use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::resource::{Description, MemoryResource};
 use crate::units::DevicePtr;
-use row::{Action, Row};
+use row::{Action, Line, Row};
 use sink::Sink;
+use time::Last;
 
 /// How a [`Logging`] writes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -44,7 +47,8 @@ pub enum LogFormat {
 ///
 /// An allocation is logged when it has succeeded or failed, a free before it is passed on: an address
 /// is never logged as allocated again before it is logged as freed. A free that fails is taken back by
-/// a row that allocates the address again. Times are local, as RMM's are.
+/// a row that allocates the address again. Times are local, as RMM's are; where
+/// somebody sets the system's clock, a thread's rows may show it a millisecond late.
 ///
 /// A file is written through a mapping of it, so that a row costs no system call, and none is lost when
 /// the program crashes: what is in the mapping is the kernel's. At the drop the file is cut to its rows;
@@ -165,17 +169,17 @@ impl<R: MemoryResource> Logging<R> {
 
     fn log(&self, row: Row<'_>) {
         match self.format {
-            LogFormat::Rmm => self.write(row.rmm().text()),
+            LogFormat::Rmm => Last::with(row.stream, |last, microseconds| {
+                let put = |line: &mut Line<'_>| row.rmm(line, last, microseconds);
+                self.sinks.iter().for_each(|sink| sink.put(put));
+            }),
             LogFormat::Full => {
                 let device = self.upstream.device().map(crate::device::Device::ordinal);
                 let (live, held) = (self.live.load(Ordering::Relaxed), self.upstream.held_bytes());
-                self.write(&row.full(device, live, held));
+                let text = row.full(device, live, held);
+                self.sinks.iter().for_each(|sink| sink.write(&text));
             }
         }
-    }
-
-    fn write(&self, text: &[u8]) {
-        self.sinks.iter().for_each(|sink| sink.write(text));
     }
 }
 

@@ -14,15 +14,21 @@ use crate::units::DevicePtr;
 pub(super) type Text = SmallVec<[u8; 256]>;
 
 /// RMM's columns at their longest, and some more, for texts that are put down longer than they are.
-const COMMON: usize = 128;
+pub(super) const COMMON: usize = 128;
 
-/// A line that is being written. There is room: what has none would be left out.
-pub(super) struct Line {
-    bytes: [u8; COMMON],
+/// A line that is being written, into zeroes. There is room: what has none would be left out. Behind the
+/// finished line are zeroes again.
+pub(super) struct Line<'a> {
+    bytes: &'a mut [u8; COMMON],
     used: usize,
 }
 
-impl Line {
+impl<'a> Line<'a> {
+    #[inline]
+    pub(super) fn new(bytes: &'a mut [u8; COMMON]) -> Self {
+        Self { bytes, used: 0 }
+    }
+
     /// The first `used` bytes of a text. All of it is put down, and overwritten by what comes next: a
     /// copy of a fixed length is a move or two.
     #[inline]
@@ -35,7 +41,7 @@ impl Line {
     }
 
     #[inline]
-    fn extend<const LENGTH: usize>(&mut self, text: &[u8; LENGTH]) {
+    pub(super) fn extend<const LENGTH: usize>(&mut self, text: &[u8; LENGTH]) {
         self.put(text, LENGTH);
     }
 
@@ -64,6 +70,7 @@ impl Line {
         self.put(&digits::hexadecimal(number << (64 - 4 * digits)), digits as usize);
     }
 
+    #[inline]
     pub(super) fn text(&self) -> &[u8] {
         &self.bytes[..self.used]
     }
@@ -101,19 +108,23 @@ pub(super) fn header(format: LogFormat) -> &'static [u8] {
 }
 
 impl Row<'_> {
-    pub(super) fn rmm(&self) -> Line {
-        Last::with(|last, microseconds| {
-            let mut line = self.common(last, microseconds);
-            line.extend(b"\n");
-            line
-        })
+    /// RMM's row.
+    #[inline]
+    pub(super) fn rmm(&self, line: &mut Line<'_>, last: &Last, microseconds: u32) {
+        self.common(line, last, microseconds);
+        line.extend(b"\n");
     }
 
     pub(super) fn full(&self, device: Option<u32>, live: u64, held: Option<u64>) -> Text {
-        let (common, date) =
-            Last::with(|last, microseconds| (self.common(last, microseconds), *last.second.date()));
-        let mut text = Text::from_slice(common.text());
-        let mut line = Line { bytes: [0; COMMON], used: 0 };
+        let mut bytes = [0; COMMON];
+        let mut line = Line::new(&mut bytes);
+        let date = Last::with(self.stream, |last, microseconds| {
+            self.common(&mut line, last, microseconds);
+            *last.second.date()
+        });
+        let mut text = Text::from_slice(line.text());
+        let mut bytes = [0; COMMON];
+        let mut line = Line::new(&mut bytes);
         let numbers =
             [device.map(u64::from), Some(self.align as u64), Some(live), held, self.nanoseconds];
         for number in numbers {
@@ -135,8 +146,7 @@ impl Row<'_> {
 
     /// RMM's columns.
     #[inline]
-    fn common(&self, last: &mut Last, microseconds: u32) -> Line {
-        let mut line = Line { bytes: [0; COMMON], used: 0 };
+    fn common(&self, line: &mut Line<'_>, last: &Last, microseconds: u32) {
         let (beginning, length) = last.second.beginning();
         line.put(beginning, length);
         let [_, _, microseconds @ ..] = digits::decimal(u64::from(microseconds));
@@ -154,9 +164,8 @@ impl Row<'_> {
         }
         line.extend(b",");
         line.decimal(self.bytes as u64);
-        let (ending, length) = last.ending(self.stream);
+        let (ending, length) = last.ending();
         line.put(ending, length);
-        line
     }
 }
 
@@ -186,8 +195,12 @@ mod tests {
     }
 
     fn common(row: Row<'_>, microseconds: u32) -> String {
-        let line = row.common(&mut Last::for_tests(17733, [1, 45, 56]), microseconds);
-        String::from_utf8_lossy(line.text()).into_owned()
+        let mut bytes = [0; COMMON];
+        let mut line = Line::new(&mut bytes);
+        row.common(&mut line, &Last::for_tests(17733, [1, 45, 56], row.stream), microseconds);
+        let text = String::from_utf8_lossy(line.text()).into_owned();
+        assert!(bytes[text.len()..].iter().all(|byte| *byte == 0), "{text} has zeroes behind it");
+        text
     }
 
     #[test]
@@ -215,11 +228,16 @@ mod tests {
     #[test]
     fn numbers_are_written_whole() {
         let written = |number| {
-            let [mut ten, mut sixteen] = [0, 1].map(|_| Line { bytes: [0; COMMON], used: 0 });
-            ten.decimal(number);
-            sixteen.hexadecimal(number);
-            let ten = String::from_utf8_lossy(ten.text()).into_owned();
-            (ten, String::from_utf8_lossy(sixteen.text()).into_owned())
+            let text = |put: fn(&mut Line<'_>, u64)| {
+                let mut bytes = [0; COMMON];
+                let mut line = Line::new(&mut bytes);
+                put(&mut line, number);
+                String::from_utf8_lossy(line.text()).into_owned()
+            };
+            (
+                text(|line, number| line.decimal(number)),
+                text(|line, number| line.hexadecimal(number)),
+            )
         };
         let powers = (0..64).map(|power| 1 << power).chain((0..20).map(|power| 10u64.pow(power)));
         let edges = powers.flat_map(|power: u64| [power - 1, power, power + 1, power / 2 * 3]);
@@ -231,9 +249,13 @@ mod tests {
     #[test]
     fn the_longest_row_has_room() {
         let mut longest = row(Action::AllocateFailure, u64::MAX, usize::MAX, usize::MAX);
-        let line = longest.common(&mut Last::for_tests(u64::MAX, [23, 59, 59]), 999_999);
+        let mut bytes = [0; COMMON];
+        let mut line = Line::new(&mut bytes);
+        let last = Last::for_tests(u64::MAX, [23, 59, 59], longest.stream);
+        longest.rmm(&mut line, &last, 999_999);
         assert_eq!(line.text().split(|byte| *byte == b',').count(), 6);
-        assert!(line.used + 1 < COMMON);
+        // Nothing was left out for want of room.
+        assert!(line.text().ends_with(b",18446744073709551615,0xffffffffffffffff\n"));
         (longest.align, longest.nanoseconds) = (usize::MAX, Some(u64::MAX));
         let text = longest.full(Some(u32::MAX), u64::MAX, Some(u64::MAX));
         assert_eq!(text.split(|byte| *byte == b',').count(), 13);

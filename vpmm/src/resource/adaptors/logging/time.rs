@@ -3,6 +3,10 @@
 
 use std::cell::RefCell;
 use std::io::Write as _;
+use std::num::NonZeroU64;
+
+use super::clock::Clock;
+use super::digits;
 
 thread_local! {
     /// What this thread's last row had.
@@ -11,31 +15,32 @@ thread_local! {
 
 /// What a thread's last row had, as text.
 pub(super) struct Last {
+    clock: Clock,
     pub(super) second: Second,
     stream: Stream,
 }
 
 impl Last {
-    const NONE: Self = Self { second: Second::NONE, stream: Stream::LEGACY };
+    const NONE: Self = Self { clock: Clock::NEW, second: Second::NONE, stream: Stream::LEGACY };
 
-    /// Reads the clock, and hands on what there is of the thread, of this second, with the
-    /// microseconds.
+    /// Reads the clock, and hands on what there is of the thread, of this second and of a stream, with
+    /// the microseconds.
     #[inline]
-    pub(super) fn with<T>(work: impl Fn(&mut Self, u32) -> T) -> T {
-        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: the pointer is to a live value of the right type. Of this clock it does not fail.
-        let _ = unsafe { libc::clock_gettime(libc::CLOCK_REALTIME, &mut time) };
-        let microseconds = (time.tv_nsec / 1000) as u32;
-        let run = |last: &mut Self| {
-            if last.second.number != time.tv_sec {
-                last.second = Second::of(time.tv_sec);
+    pub(super) fn with<T>(stream: usize, mut work: impl FnMut(&Self, u32) -> T) -> T {
+        let mut run = |last: &mut Self| {
+            let (second, microseconds) = last.clock.now();
+            if last.second.number != second {
+                last.second = Second::of(second);
+            }
+            if last.stream.handle != stream {
+                last.stream = Stream::of(stream);
             }
             work(last, microseconds)
         };
         let done = LAST.try_with(|last| last.try_borrow_mut().ok().map(|mut last| run(&mut last)));
         match done {
             Ok(Some(done)) => done,
-            // A thread that is ending has nothing kept.
+            // A thread that is ending has nothing kept; nor has a writer that logs by itself.
             _ => {
                 let mut last = Self::NONE;
                 run(&mut last)
@@ -43,12 +48,9 @@ impl Last {
         }
     }
 
-    /// The end of a row on a stream: so many bytes of the text.
+    /// The end of a row: so many bytes of the text.
     #[inline]
-    pub(super) fn ending(&mut self, handle: usize) -> (&[u8; 24], usize) {
-        if self.stream.handle != handle {
-            self.stream = Stream::of(handle);
-        }
+    pub(super) fn ending(&self) -> (&[u8; 24], usize) {
         (&self.stream.ending, self.stream.length)
     }
 }
@@ -68,16 +70,21 @@ impl Stream {
         Self { handle: 0, ending, length: 2 }
     };
 
-    #[cold]
-    #[inline(never)]
+    /// Cheap, since a program that frees on another stream changes streams at every row.
+    #[inline]
     fn of(handle: usize) -> Self {
         let mut stream = Self { handle, ..Self::LEGACY };
-        if handle != 0 {
-            let mut rest = &mut stream.ending[..];
-            // At most 16 digits and these three bytes: there is room.
-            let _ = write!(rest, ",{handle:#x}");
-            let left = rest.len();
-            stream.length = stream.ending.len() - left;
+        if let Some(number) = NonZeroU64::new(handle as u64) {
+            let unused = number.leading_zeros() / 4;
+            let text = u128::from_le_bytes(digits::hexadecimal(number.get() << (4 * unused)));
+            // Zeroes behind it, as elsewhere.
+            let text = text & (u128::MAX >> (8 * unused));
+            let [comma, zero, x, digits @ ..] = &mut stream.ending;
+            [*comma, *zero, *x] = *b",0x";
+            if let Some(place) = digits.first_chunk_mut() {
+                *place = text.to_le_bytes();
+            }
+            stream.length = 19 - unused as usize;
         }
         stream
     }
@@ -170,9 +177,10 @@ fn thread_number() -> u64 {
 
 #[cfg(test)]
 impl Last {
-    pub(super) fn for_tests(thread: u64, [hour, minute, second]: [u8; 3]) -> Self {
+    pub(super) fn for_tests(thread: u64, [hour, minute, second]: [u8; 3], stream: usize) -> Self {
         let local = Local { hour, minute, second, ..Local::ZERO };
-        Self { second: Second::new(0, thread, &local), ..Self::NONE }
+        let second = Second::new(0, thread, &local);
+        Self { second, stream: Stream::of(stream), ..Self::NONE }
     }
 }
 
@@ -188,7 +196,7 @@ mod tests {
     }
 
     fn now() -> (i64, String) {
-        Last::with(|last, _| (last.second.number, text(&last.second)))
+        Last::with(0, |last, _| (last.second.number, text(&last.second)))
     }
 
     #[test]
@@ -202,7 +210,7 @@ mod tests {
             format!("{},{time}.", thread_number())
         };
         assert!((before..=after).any(|seconds| shown == of(seconds)), "{shown}");
-        let last = Last::for_tests(u64::MAX, [23, 59, 7]);
+        let last = Last::for_tests(u64::MAX, [23, 59, 7], 0);
         assert_eq!(text(&last.second), format!("{},23:59:07.", u64::MAX));
         assert_eq!(last.second.date(), b"1970-01-01");
     }
@@ -225,11 +233,13 @@ mod tests {
 
     #[test]
     fn rows_of_several_streams_end_with_theirs() {
-        let mut last = Last::NONE;
-        for handle in [0, 2, 2, usize::MAX, 0, 0xa0, usize::MAX] {
-            let (text, length) = last.ending(handle);
+        for handle in [0, 2, 2, usize::MAX, 0, 0xa0, 0x55d0_c0ff_ee00, 16, usize::MAX] {
+            let ending = Last::with(handle, |last, _| {
+                let (text, length) = last.ending();
+                String::from_utf8_lossy(&text[..length]).into_owned()
+            });
             let shown = if handle == 0 { ",0".to_owned() } else { format!(",{handle:#x}") };
-            assert_eq!(String::from_utf8_lossy(&text[..length]), shown);
+            assert_eq!(ending, shown);
         }
     }
 }
