@@ -62,8 +62,10 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<Exit, Abort> {
 
 fn start_log(verbose: bool) {
     let level = if verbose { LevelFilter::DEBUG } else { LevelFilter::INFO };
-    // Already there only in tests that call this twice.
+    // Already there only in tests that call this twice. What is logged to nobody, as the reader of a pipe
+    // has gone, is not told either: to fail to tell is a panic, in the thread that stops the servers.
     let _ = tracing_subscriber::fmt()
+        .log_internal_errors(false)
         .with_writer(io::stderr)
         .with_max_level(level)
         .with_target(false)

@@ -124,6 +124,24 @@ fn a_second_server_is_refused_and_a_dead_ones_socket_replaced() {
     assert_eq!(next.stop(Signal::TERM).0, Some(0));
 }
 
+/// Where its log goes nobody may be reading any more: it serves all the same, and stops.
+#[test]
+fn a_server_whose_log_is_not_read_goes_on_and_stops() {
+    let folder = Folder::new();
+    let socket = folder.0.join("s");
+    let path = socket.to_str().unwrap();
+    let mut server =
+        Server::start(&folder, &["--verbose", "--tag", "weights", "--socket-path", path]);
+    drop(server.0.stderr.take());
+    for _ in 0..3 {
+        publish(&socket);
+    }
+    kill_process(Pid::from_raw(server.0.id() as i32).unwrap(), Signal::TERM).unwrap();
+    eventually(&folder, || server.0.try_wait().unwrap().is_some());
+    assert_eq!(server.0.wait().unwrap().code(), Some(0));
+    assert_eq!(folder.names(), [""; 0]);
+}
+
 /// The processes that a process has started.
 fn children(parent: u32) -> Vec<Pid> {
     let path = format!("/proc/{parent}/task/{parent}/children");
