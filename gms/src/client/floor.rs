@@ -21,8 +21,36 @@ pub struct MappingFloor {
 }
 
 impl MappingFloor {
+    /// What a writer cannot do without.
+    pub fn writer(&self) -> Duration {
+        self.create + self.export + self.reader()
+    }
+
+    /// What a reader cannot do without.
+    pub fn reader(&self) -> Duration {
+        self.import_and_map + self.set_access
+    }
+
+    /// The middle ones of several, each by itself.
+    pub fn middle(of: &[Self]) -> Self {
+        Self::of([
+            of.iter().map(|floor| floor.create).collect(),
+            of.iter().map(|floor| floor.export).collect(),
+            of.iter().map(|floor| floor.import_and_map).collect(),
+            of.iter().map(|floor| floor.set_access).collect(),
+        ])
+    }
+
+    fn of(times: [Vec<Duration>; 4]) -> Self {
+        let [create, export, import_and_map, set_access] = times.map(|mut times| {
+            times.sort_unstable();
+            times.get(times.len() / 2).copied().unwrap_or_default()
+        });
+        Self { create, export, import_and_map, set_access }
+    }
+
     /// Makes as much memory as there are descriptors, of so many bytes each, and maps what the
-    /// descriptors name, one after the other. Everything is given back.
+    /// descriptors name, one after the other, also for writing if that is said. Everything is given back.
     ///
     /// # Errors
     /// [`ClientError::Cuda`], [`ClientError::Size`].
@@ -31,6 +59,7 @@ impl MappingFloor {
         ordinal: u32,
         bytes: u64,
         files: &[OwnedFd],
+        write: bool,
     ) -> Result<Self, ClientError> {
         let context = Context::retain(&Cuda::open(driver, ordinal)?)?;
         let _current = context.enter()?;
@@ -48,7 +77,7 @@ impl MappingFloor {
             let out = Instant::now();
             mappings.push(Mapping::import(&context, file, bytes, at)?);
             let mapped = Instant::now();
-            context.set_access(at, bytes, false)?;
+            context.set_access(at, bytes, write)?;
             let opened = Instant::now();
             handles.push(handle);
             at += bytes;
@@ -59,10 +88,6 @@ impl MappingFloor {
         }
         // Before the addresses go.
         drop(mappings);
-        let [create, export, import_and_map, set_access] = times.map(|mut times| {
-            times.sort_unstable();
-            times.get(times.len() / 2).copied().unwrap_or_default()
-        });
-        Ok(Self { create, export, import_and_map, set_access })
+        Ok(Self::of(times))
     }
 }

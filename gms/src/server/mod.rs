@@ -21,7 +21,6 @@ mod history;
 mod limits;
 mod listener;
 mod metrics;
-mod pace;
 mod requests;
 mod service;
 mod session;

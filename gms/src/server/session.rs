@@ -169,7 +169,6 @@ impl Session {
         loop {
             self.answered = true;
             let message = self.receive(None)?;
-            self.ahead.pace.asked();
             self.service.counters.requests.add(1);
             // The descriptor of what was allocated is asked for next, and is not to wait.
             let export_follows = matches!(message, Message::AllocateRequest(_));

@@ -149,7 +149,8 @@ pub struct ServeArgs {
     #[arg(long, requires = "all")]
     pub end_together: bool,
 
-    /// Log requests that are refused and locks that are granted, too.
+    /// Log requests that are refused, locks that are granted, and how long the driver takes to make and to
+    /// export memory, too.
     #[arg(long, short)]
     pub verbose: bool,
 
