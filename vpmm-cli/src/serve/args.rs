@@ -126,8 +126,9 @@ pub struct ServeArgs {
     #[arg(long, value_name = "BYTES", default_value = "1MiB")]
     pub max_message: ByteCount,
 
-    /// Answer GET /metrics in Prometheus' text format at this loopback address.
-    #[arg(long, value_name = "ADDRESS:PORT", value_parser = loopback, conflicts_with = "all")]
+    /// Answer GET /metrics in Prometheus' text format at this loopback address; with --all that is the first
+    /// device's, and each further one's has the next port.
+    #[arg(long, value_name = "ADDRESS:PORT", value_parser = loopback)]
     pub metrics: Option<SocketAddr>,
 
     /// Microseconds that a session looks for its client's next request without sleeping; 50, or 0 on

@@ -316,6 +316,32 @@ fn bad_usage_is_told_before_anything_is_begun() {
     }
 }
 
+/// What a server answers to a request of HTTP.
+fn get(address: &str, path: &str) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer
+}
+
+#[test]
+fn a_fleet_tells_the_figures_of_each_device() {
+    let folder = Folder::new();
+    // A port that was free a moment ago, and so was the next.
+    let free = |port| TcpListener::bind(("127.0.0.1", port)).and_then(|it| it.local_addr());
+    let two_free = || Some(free(0).ok()?.port()).filter(|port| free(port + 1).is_ok());
+    let port = std::iter::repeat_with(two_free).flatten().next().unwrap();
+    let fleet = Fleet::start(&folder, &["--metrics", &format!("127.0.0.1:{port}")]);
+    publish(&fleet.sockets[1][1]);
+    for (device, commits) in [(0, 0), (1, 1)] {
+        let answer = get(&format!("127.0.0.1:{}", port + device), "/metrics");
+        let line = format!("gms_commits_total{{name=\"weights\",device=\"{device}\"}} {commits}");
+        assert!(answer.lines().any(|found| found == line), "{line}: {answer}");
+    }
+    assert_eq!(fleet.supervisor.stop(Signal::TERM).0, Some(0));
+}
+
 #[test]
 fn figures_are_told_over_http() {
     let folder = Folder::new();
@@ -327,14 +353,7 @@ fn figures_are_told_over_http() {
     let args = ["--tag", "weights", "--socket-path", path, "--metrics", &address];
     let server = Server::start(&folder, &args);
     publish(&socket);
-    let get = |path: &str| {
-        let mut stream = TcpStream::connect(&address).unwrap();
-        write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        answer
-    };
-    let answer = get("/metrics");
+    let answer = get(&address, "/metrics");
     assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
     for line in [
         "# TYPE gms_commits_total counter",
@@ -343,7 +362,7 @@ fn figures_are_told_over_http() {
     ] {
         assert!(answer.lines().any(|found| found == line), "{line}: {answer}");
     }
-    assert!(get("/other").starts_with("HTTP/1.1 404"));
+    assert!(get(&address, "/other").starts_with("HTTP/1.1 404"));
     assert_eq!(server.stop(Signal::TERM).0, Some(0));
 }
 
