@@ -77,10 +77,11 @@ impl Bench<'_> {
                 };
                 times.step(&mut writer, ask, map)?;
             }
-            floors.push(self.floor(&mut writer, turn, true)?);
+            let floor = MappingFloor::writer(&self.driver, ordinal(self.args.device), BYTES, turn);
+            floors.push(floor.map_err(Abort::failure)?);
         }
         let writers = MappingFloor::middle(&floors);
-        self.say_one_by_one("writer_create_mapping", times, writers.writer())?;
+        self.say_one_by_one("writer_create_mapping", times, writers.total())?;
         let mut filled = Vec::with_capacity(count);
         for _ in 0..count {
             let started = Instant::now();
@@ -112,29 +113,29 @@ impl Bench<'_> {
                 };
                 times.step(&mut reader, ask, map)?;
             }
-            floors.push(self.floor(&mut reader, turn, false)?);
+            floors.push(self.reader_floor(&mut reader, turn)?);
         }
         reader.close().map_err(Abort::failure)?;
         let readers = MappingFloor::middle(&floors);
-        self.say_one_by_one("reader_create_mapping", times, readers.reader())?;
+        self.say_one_by_one("reader_create_mapping", times, readers.total())?;
         self.say(json!({
             "case": "driver_floor",
             "create_us": us(writers.create),
             "export_us": us(writers.export),
-            "import_and_map_us": us(writers.import_and_map),
-            "set_write_us": us(writers.set_access),
-            "set_read_us": us(readers.set_access),
-            "writer_us": us(writers.writer()),
-            "reader_us": us(readers.reader()),
+            "writer_import_and_map_us": us(writers.import_and_map),
+            "writer_set_access_us": us(writers.set_access),
+            "writer_us": us(writers.total()),
+            "reader_import_and_map_us": us(readers.import_and_map),
+            "reader_set_access_us": us(readers.set_access),
+            "reader_us": us(readers.total()),
         }))
     }
 
-    /// The driver's own calls, in this process, for the memory of the last mappings.
-    fn floor(
+    /// The driver's own calls for the memory of the last mappings.
+    fn reader_floor(
         &self,
         manager: &mut MemoryManager,
         count: usize,
-        write: bool,
     ) -> Result<MappingFloor, Abort> {
         let known = manager.mappings();
         let mut files = Vec::with_capacity(count);
@@ -142,7 +143,7 @@ impl Bench<'_> {
             files.push(manager.export_handle(&mapping.allocation_id).map_err(Abort::failure)?);
         }
         let ordinal = ordinal(self.args.device);
-        MappingFloor::measure(&self.driver, ordinal, BYTES, &files, write).map_err(Abort::failure)
+        MappingFloor::reader(&self.driver, ordinal, BYTES, &files).map_err(Abort::failure)
     }
 
     fn say_one_by_one(&mut self, case: &str, times: Times, driver: Duration) -> Result<(), Abort> {
