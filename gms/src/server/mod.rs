@@ -21,6 +21,7 @@ mod history;
 mod limits;
 mod listener;
 mod metrics;
+mod peer;
 mod requests;
 mod service;
 mod session;
