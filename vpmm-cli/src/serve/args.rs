@@ -155,9 +155,9 @@ pub struct ServeArgs {
     #[arg(long, short)]
     pub verbose: bool,
 
-    /// End when the process that started this one does.
-    #[arg(long, hide = true)]
-    pub supervised: bool,
+    /// End when the process of this number does, which started this one.
+    #[arg(long, value_name = "PID", hide = true)]
+    pub supervised: Option<u32>,
 }
 
 /// The arguments of `vpmm serve-bench`.

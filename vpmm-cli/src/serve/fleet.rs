@@ -29,13 +29,12 @@ const QUIET: Duration = Duration::from_secs(60);
 pub(super) const SERVING: &str = "serving";
 
 /// Has this process told to stop when the one that started it ends.
-pub(super) fn end_with_parent() -> Result<(), Abort> {
+pub(super) fn end_with(parent: u32) -> Result<(), Abort> {
     set_parent_process_death_signal(Some(Signal::TERM)).map_err(Abort::failure)?;
-    // It may have ended before that.
-    match getppid() {
-        Some(parent) if !parent.is_init() => Ok(()),
-        _ => Err(Abort::failure("the supervisor is gone")),
-    }
+    // It may have ended before that. As the first process of a container its number is that of those who
+    // take orphans in.
+    let now = getppid().and_then(|now| u32::try_from(now.as_raw_nonzero().get()).ok());
+    if now == Some(parent) { Ok(()) } else { Err(Abort::failure("the supervisor is gone")) }
 }
 
 /// One device's server.
@@ -191,7 +190,8 @@ fn devices(args: &ServeArgs) -> Result<Vec<ServeDevice>, Abort> {
 
 fn start(args: &ServeArgs, device: ServeDevice) -> std::io::Result<Child> {
     let mut command = Command::new(std::env::current_exe()?);
-    command.args(["serve", "--supervised", "--device", &device.to_string()]);
+    command.args(["serve", "--supervised", &std::process::id().to_string()]);
+    command.args(["--device", &device.to_string()]);
     for tag in &args.tags {
         command.args(["--tag", tag]);
     }

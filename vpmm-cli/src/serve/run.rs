@@ -40,8 +40,8 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<Exit, Abort> {
     let Some(device) = args.device else {
         return Err(Abort::bad_input("--device is required"));
     };
-    if args.supervised {
-        fleet::end_with_parent()?;
+    if let Some(parent) = args.supervised {
+        fleet::end_with(parent)?;
     }
     raise_descriptor_limit();
     let signals = Signals::new([SIGTERM, SIGINT]).map_err(Abort::failure)?;
@@ -53,7 +53,7 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<Exit, Abort> {
         let answer = move || serve_metrics(&listener, || Metrics::render(&metrics));
         thread::Builder::new().name("metrics".to_owned()).spawn(answer).map_err(Abort::failure)?;
     }
-    if args.supervised {
+    if args.supervised.is_some() {
         // Whoever started it may not listen.
         let _ = writeln!(io::stdout(), "{}", fleet::SERVING);
     }

@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -282,6 +282,24 @@ fn a_fleet_may_end_together() {
     fleet.supervisor.0.kill().unwrap();
     fleet.supervisor.0.wait().unwrap();
     eventually(&folder, || folder.names().is_empty());
+}
+
+/// A container's program is the first process of its own numbers, as whose children orphans are taken in.
+#[test]
+fn a_fleet_may_be_the_first_process_of_a_container() {
+    let alone = ["--pid", "--fork", "--kill-child"];
+    if !Command::new("unshare").args(alone).arg("true").status().is_ok_and(|it| it.success()) {
+        println!("skipped: there are no namespaces for this process");
+        return;
+    }
+    let folder = Folder::new();
+    let mut command = Command::new("unshare");
+    command.args(alone).arg(vpmm(&[]).get_program());
+    command.args(["serve", "--device", "sim:1", "--all"]).env("GMS_SOCKET_DIR", &folder.0);
+    let _fleet = Server(command.stderr(Stdio::null()).spawn().unwrap());
+    eventually(&folder, || folder.names().len() == 8);
+    let names = folder.names().into_iter().filter(|name| name.ends_with(".sock"));
+    names.for_each(|name| publish(&folder.0.join(name)));
 }
 
 /// Where a device cannot be served from the start there is something for the operator to mend.

@@ -104,7 +104,8 @@ pub(crate) fn bench(args: &ServeBenchArgs, out: &mut dyn Write) -> Result<Exit, 
 
 fn start(args: &ServeBenchArgs, socket: &Path) -> std::io::Result<Child> {
     let mut command = Command::new(std::env::current_exe()?);
-    command.args(["serve", "--supervised", "--tag", "bench", "--device", &args.device.to_string()]);
+    command.args(["serve", "--supervised", &std::process::id().to_string()]);
+    command.args(["--tag", "bench", "--device", &args.device.to_string()]);
     if let Some(spin) = args.spin {
         command.args(["--spin", &spin.to_string()]);
     }
