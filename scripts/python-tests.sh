@@ -47,4 +47,5 @@ VPMM_DEVICE=sim python -m pytest tests "$@"
 if (($# == 0)); then
     # For two GPUs; here so that it is not there that it runs for the first time.
     VPMM_DEVICE=sim python -m pytest tests_cuda/test_dask.py
+    VPMM_DEVICE=sim:1 python -m pytest tests_cuda/test_gms_all.py
 fi

@@ -123,8 +123,8 @@ impl Inside {
     }
 }
 
-/// Writes a layout of which every part says which generation it is of, and may break off anywhere.
-/// Whether it was published.
+/// Writes a layout of which every part says which generation it is of, and may break off anywhere, or leave
+/// it sealed. Whether it was published.
 fn write(
     mut session: Session,
     generation: u64,
@@ -151,17 +151,23 @@ fn write(
         Ok(random.below(4) > 0)
     };
     let whole = build();
+    let sealed = random.below(3) == 0 && matches!(whole, Ok(true));
+    if sealed {
+        // What is left is for who asks for it, and only whole.
+        session.commit_layout()?;
+    }
     inside.leave(granted);
     match whole {
-        Ok(true) => session.commit().map(|()| true),
-        Ok(false) => Ok(false),
+        Ok(true) if !sealed => session.commit().map(|()| true),
+        Ok(_) => Ok(false),
         Err(error) => Err(error),
     }
 }
 
-/// Reads a layout: every part must be of one generation, and all parts be there.
+/// Reads a layout, published or sealed: every part must be of one generation, and all parts be there.
 fn read(mut session: Session, random: &mut Lcg, inside: &Inside) -> Result<(), ClientError> {
-    inside.enter(Granted::Ro);
+    let granted = session.granted();
+    inside.enter(granted);
     let mut check = || -> Result<(), ClientError> {
         let handles = session.list(None)?;
         if random.below(6) == 0 {
@@ -179,7 +185,7 @@ fn read(mut session: Session, random: &mut Lcg, inside: &Inside) -> Result<(), C
         session.export_many(&ids, |_, _| Ok(()))
     };
     let checked = check();
-    inside.leave(Granted::Ro);
+    inside.leave(granted);
     checked
 }
 
@@ -191,15 +197,17 @@ fn layouts_are_never_mixed_whoever_breaks_off() {
     let inside = Inside::default();
     let (generations, committed) = (AtomicU64::new(1), AtomicU64::new(0));
     let rounds = cases() / 2;
-    let locks = [Requested::Rw, Requested::Ro, Requested::Ro, Requested::RwOrRo];
+    let locks =
+        [Requested::Rw, Requested::Ro, Requested::Ro, Requested::RwOrRo, Requested::RwDataOrRw];
+    let adopted = AtomicU64::new(0);
     std::thread::scope(|scope| {
         for seed in 1..9 {
             let (local, inside) = (&local, &inside);
-            let (generations, committed) = (&generations, &committed);
+            let (generations, committed, adopted) = (&generations, &committed, &adopted);
             scope.spawn(move || {
                 let mut random = Lcg(seed * 7919);
                 for _ in 0..rounds {
-                    let lock = locks[random.below(4) as usize];
+                    let lock = locks[random.below(5) as usize];
                     let time = Duration::from_millis(random.below(30));
                     let options =
                         ConnectOptions::new(lock).timeout(time).batch(random.below(2) > 0);
@@ -208,7 +216,9 @@ fn layouts_are_never_mixed_whoever_breaks_off() {
                         Err(ClientError::LockTimeout) => continue,
                         Err(error) => panic!("{error}"),
                     };
-                    if session.granted() == Granted::Ro {
+                    if session.granted() != Granted::Rw {
+                        let is_sealed = session.granted() == Granted::RwData;
+                        adopted.fetch_add(is_sealed.into(), Ordering::SeqCst);
                         read(session, &mut random, inside).unwrap();
                     } else {
                         let generation = generations.fetch_add(1, Ordering::SeqCst);
@@ -220,7 +230,7 @@ fn layouts_are_never_mixed_whoever_breaks_off() {
         }
     });
     assert_eq!(local.metric("commits_total"), committed.load(Ordering::SeqCst));
-    assert!(committed.load(Ordering::SeqCst) > 0);
+    assert!(committed.load(Ordering::SeqCst) > 0 && adopted.load(Ordering::SeqCst) > 0);
     drop(local.session(Requested::Rw));
     local.await_state("EMPTY");
     local.await_memory(0);

@@ -232,19 +232,52 @@ fn another_user_is_refused() {
     let everybody = std::fs::Permissions::from_mode(0o777);
     std::fs::set_permissions(local.socket(), everybody.clone()).unwrap();
     std::fs::set_permissions(local.socket().parent().unwrap(), everybody).unwrap();
-    let socket = local.socket().to_owned();
-    let stranger = std::thread::spawn(move || {
-        let nobody = rustix::process::Uid::from_raw(65534);
-        rustix::thread::set_thread_uid(nobody).unwrap();
-        gms::client::runtime_state(&socket, PATIENCE)
-    });
-    let refused = stranger.join().unwrap();
-    assert!(
-        matches!(refused, Err(ClientError::Disconnected | ClientError::Socket(_))),
-        "{refused:?}"
-    );
+    assert!(as_stranger(local.socket(), 65534, &[]).is_err());
     assert_eq!(local.metric("connections_refused_total"), 1);
     assert_eq!(local.state(), "EMPTY");
+}
+
+/// What a process of another user, and of these groups, is told.
+fn as_stranger(socket: &std::path::Path, group: u32, others: &[u32]) -> Result<(), ClientError> {
+    use rustix::process::{Gid, Uid};
+    use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
+    let others: Vec<Gid> = others.iter().map(|group| Gid::from_raw(*group)).collect();
+    let become_and_ask = || {
+        set_thread_groups(&others).unwrap();
+        set_thread_gid(Gid::from_raw(group)).unwrap();
+        set_thread_uid(Uid::from_raw(65534)).unwrap();
+        gms::client::runtime_state(socket, PATIENCE).map(drop)
+    };
+    let asked = std::thread::scope(|scope| scope.spawn(become_and_ask).join().unwrap());
+    let refused = matches!(asked, Err(ClientError::Disconnected | ClientError::Socket(_)));
+    assert!(asked.is_ok() || refused, "{asked:?}");
+    asked
+}
+
+#[test]
+fn a_group_that_is_named_lets_its_members_in_and_nobody_else() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: only root can be another user");
+        return;
+    }
+    let local = Local::with(1 << 30, |settings| settings.group = Some(4321));
+    let everybody = std::fs::Permissions::from_mode(0o777);
+    std::fs::set_permissions(local.socket(), everybody.clone()).unwrap();
+    std::fs::set_permissions(local.socket().parent().unwrap(), everybody).unwrap();
+    let many: Vec<u32> = (5000..5100).collect();
+    let one_of_many: Vec<u32> = many.iter().copied().chain([4321]).collect();
+    for (group, others, may) in [
+        (4321, &[][..], true),
+        (65534, &[4321], true),
+        (65534, &[1, 2, 4321], true),
+        (65534, &one_of_many, true),
+        (65534, &[], false),
+        (65534, &[1, 4320], false),
+        (65534, &many, false),
+    ] {
+        assert_eq!(as_stranger(local.socket(), group, others).is_ok(), may, "{group} {others:?}");
+    }
+    assert_eq!(local.metric("connections_refused_total"), 3);
 }
 
 #[test]

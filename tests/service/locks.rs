@@ -155,3 +155,50 @@ fn many_readers_are_there_at_once() {
     drop(readers);
     local.await_state("COMMITTED");
 }
+
+/// A driver that takes long to release memory keeps only the thread that gives it back.
+#[test]
+fn a_large_layout_is_given_back_beside_the_next_writer() {
+    use std::ffi::{CStr, c_void};
+    use std::sync::{Arc, OnceLock};
+
+    use cuda_sys::Driver;
+    use cuda_sys::types::{CUmemGenericAllocationHandle, CUresult};
+
+    type Release = unsafe extern "C" fn(CUmemGenericAllocationHandle) -> CUresult;
+    static RELEASE: OnceLock<Release> = OnceLock::new();
+    const TAKES: Duration = Duration::from_millis(100);
+    const COUNT: u64 = 8;
+
+    unsafe extern "C" fn slowly(handle: CUmemGenericAllocationHandle) -> CUresult {
+        std::thread::sleep(TAKES);
+        // SAFETY: the caller keeps this function's contract, which is that one's.
+        unsafe { RELEASE.get().unwrap()(handle) }
+    }
+
+    let sim = cuda_sim::Simulator::builder().build().unwrap();
+    let real = sim.driver();
+    RELEASE.set(real.cuMemRelease.unwrap()).unwrap();
+    let lookup = |name: &'static CStr| match name.to_bytes() {
+        b"cuMemRelease" => slowly as *const c_void,
+        _ => real.symbol(name),
+    };
+    // SAFETY: all functions are the simulator's, which the last argument keeps, or have the signature of
+    // the one whose place they take.
+    let driver = unsafe { Driver::from_symbols("slow", lookup, Arc::new(real.clone())) };
+    let local = Local::on(sim, &driver, |settings| settings.ahead_bytes = 0);
+    local.publish(COUNT as usize);
+    let started = Instant::now();
+    let mut writer = local.session(Requested::Rw);
+    let made = writer.allocate(GRANULE, "t").unwrap();
+    writer.export(&made.allocation_id).unwrap();
+    writer.commit().unwrap();
+    let mut reader = local.session(Requested::Ro);
+    reader.export(&made.allocation_id).unwrap();
+    // All of that while most of the old layout is still there.
+    assert!(started.elapsed() < TAKES * COUNT as u32 / 2, "{:?}", started.elapsed());
+    assert!(local.metric("reclaim_pending_bytes") > 0);
+    drop(reader);
+    local.await_memory(GRANULE);
+    assert_eq!(local.metric("reclaim_pending_bytes"), 0);
+}

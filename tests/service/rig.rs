@@ -65,9 +65,15 @@ impl Local {
     }
 
     pub(crate) fn with(memory_bytes: u64, change: impl FnOnce(&mut Settings)) -> Self {
-        let folder = Folder::new();
         let sim = Simulator::builder().memory_bytes(memory_bytes).build().unwrap();
-        let memory = Memory::open(&sim.driver(), 0).unwrap();
+        let driver = sim.driver();
+        Self::on(sim, &driver, change)
+    }
+
+    /// With a driver that is the simulator's in the end.
+    pub(crate) fn on(sim: Simulator, driver: &Driver, change: impl FnOnce(&mut Settings)) -> Self {
+        let folder = Folder::new();
+        let memory = Memory::open(driver, 0).unwrap();
         let mut settings = Settings::new(folder.socket());
         change(&mut settings);
         let server = Server::bind(memory, settings).unwrap();

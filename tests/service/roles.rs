@@ -242,6 +242,10 @@ fn chaos(socket: &Path, seed: u64) {
         }
         for n in 0..random.below(8) {
             if session.granted() == Granted::Rw {
+                if random.below(4) == 0 {
+                    // Long enough for the next one's memory to be made.
+                    std::thread::sleep(Duration::from_micros(300));
+                }
                 let made = session.allocate_and_export(GRANULE, "t").unwrap().0;
                 session.metadata_put(&format!("k{n}"), &made.allocation_id, n, b"v").unwrap();
             }

@@ -49,7 +49,7 @@ inline void check(vpmm_status status) {
 /// A driver: CUDA's, or the simulated one.
 class driver {
  public:
-  /// "cuda", "sim", or null for what VPMM_DEVICE says.
+  /// "cuda", "sim", "sim:1" for two simulated devices, or null for what VPMM_DEVICE says.
   explicit driver(const char* device = nullptr) {
     vpmm_driver* handle = nullptr;
     check(vpmm_driver_load(device, &handle));

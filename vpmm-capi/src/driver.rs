@@ -37,16 +37,13 @@ impl Loaded {
         };
         let (driver, simulator) = match name.as_str() {
             "cuda" => (Driver::load()?, None),
-            "sim" => {
+            name => {
                 let failed = |error: cuda_sim::SimError| {
                     Failure::new(vpmm_status::VPMM_OTHER, error.to_string())
                 };
-                let simulator = Simulator::builder().build().map_err(failed)?;
+                let simulator = Simulator::builder().devices(simulated_devices(name)?);
+                let simulator = simulator.build().map_err(failed)?;
                 (Driver::new(simulator.driver())?, Some(simulator))
-            }
-            other => {
-                let text = format!("there is no device {other:?}; known: cuda, sim");
-                return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
             }
         };
         Ok(Arc::new(Self {
@@ -79,8 +76,21 @@ impl Loaded {
     }
 }
 
-/// Loads a driver. `device` is `"cuda"`, `"sim"` for the simulated driver, which needs no GPU, or null
-/// for what the environment variable VPMM_DEVICE says: either, or `"cuda"` where it is not set.
+/// As many as there are up to the last one that is named, of which each is made.
+fn simulated_devices(name: &str) -> Result<usize, Failure> {
+    let last = match name.strip_prefix("sim:") {
+        Some(last) => last.parse().ok().filter(|last| *last < 64),
+        None => (name == "sim").then_some(0),
+    };
+    last.map(|last: usize| last + 1).ok_or_else(|| {
+        let text = format!("there is no device {name:?}; known: cuda, sim, sim:1 to sim:63");
+        Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text)
+    })
+}
+
+/// Loads a driver. `device` is `"cuda"`, `"sim"` for the simulated driver, which needs no GPU, `"sim:1"`
+/// for one with two devices (up to `"sim:63"`), or null for what the environment variable VPMM_DEVICE
+/// says: one of these, or `"cuda"` where it is not set.
 ///
 /// # Safety
 /// `device` is null or ends with a zero byte; `out` is null or has room for a pointer.

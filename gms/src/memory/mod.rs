@@ -11,6 +11,7 @@ pub use reclaim::Progress;
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use crate::cuda::{self, Cuda, CudaError, PhysicalHandle};
 use reclaim::Reclaimer;
@@ -34,7 +35,9 @@ impl Extent {
         if let Some(file) = &*cached {
             return Ok(Arc::clone(file));
         }
+        let started = Instant::now();
         let file = Arc::new(self.handle.export()?);
+        tracing::debug!(us = since(started), "memory exported");
         *cached = Some(Arc::clone(&file));
         Ok(file)
     }
@@ -105,8 +108,12 @@ impl Memory {
     /// # Errors
     /// Any other answer of the driver.
     pub fn try_create(&self, bytes: u64) -> Result<Option<Arc<Extent>>, CudaError> {
+        let started = Instant::now();
         match PhysicalHandle::create(&self.cuda, bytes) {
-            Ok(handle) => Ok(Some(Arc::new(Extent { handle, descriptor: Mutex::new(None) }))),
+            Ok(handle) => {
+                tracing::debug!(bytes, us = since(started), "memory made");
+                Ok(Some(Arc::new(Extent { handle, descriptor: Mutex::new(None) })))
+            }
             Err(error) if error.is_out_of_memory() => Ok(None),
             Err(error) => Err(error),
         }
@@ -121,4 +128,9 @@ impl Memory {
     pub fn progress(&self) -> &Progress {
         self.reclaimer.progress()
     }
+}
+
+/// Microseconds, for the log: what is told of a slow driver is told by the driver's own time.
+fn since(started: Instant) -> f64 {
+    started.elapsed().as_secs_f64() * 1e6
 }

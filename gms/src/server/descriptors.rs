@@ -2,7 +2,6 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Instant;
 
 use super::allocate::Allocated;
 use super::requests::{Refused, described};
@@ -37,7 +36,6 @@ impl Session {
         if request.export && request.sizes.len() > MAX_DESCRIPTORS {
             return self.refuse(too_many(request.sizes.len()));
         }
-        let (started, hits) = (Instant::now(), self.service.counters.ahead.get());
         let mut made = Vec::with_capacity(request.sizes.len());
         let mut refused = None;
         for size in &request.sizes {
@@ -65,16 +63,10 @@ impl Session {
             }
             return self.refuse(error);
         }
-        let was_there = self.service.counters.ahead.get() > hits;
-        if request.export && request.sizes.len() == 1 && !was_there {
-            self.ahead.pace.made_alone(started.elapsed());
-        }
         let allocations = made.iter().map(|(allocation, _)| described(allocation)).collect();
         // Descriptors that were not asked for are made as they are: while the client maps the first
         // of them, the next are made.
-        self.send_with(&BatchAllocateResponse { allocations }, &files)?;
-        self.ahead.pace.answered();
-        Ok(())
+        self.send_with(&BatchAllocateResponse { allocations }, &files)
     }
 
     pub(super) fn export(&mut self, id: &str) -> Result<(), End> {
@@ -89,9 +81,7 @@ impl Session {
                     tag: about.tag.to_string(),
                     layout_slot: about.slot as i64,
                 };
-                self.send_with(&answer, &[file])?;
-                self.ahead.pace.answered();
-                Ok(())
+                self.send_with(&answer, &[file])
             }
             Err(Refused(error)) => self.refuse(error),
         }

@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use rustix::io::Errno;
+
 use super::service::Service;
 
 /// A number that only grows.
@@ -165,9 +167,17 @@ pub fn serve_metrics(listener: &TcpListener, text: impl Fn() -> String) -> io::R
                 }
             }
             Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+            Err(error) if is_short_of_descriptors(&error) => std::thread::sleep(AGAIN),
             Err(error) => return Err(error),
         }
     }
+}
+
+/// How long to wait where there is no descriptor for a connection.
+const AGAIN: Duration = Duration::from_millis(100);
+
+fn is_short_of_descriptors(error: &io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
 }
 
 /// The longest request that is read.

@@ -21,7 +21,7 @@ mod history;
 mod limits;
 mod listener;
 mod metrics;
-mod pace;
+mod peer;
 mod requests;
 mod service;
 mod session;

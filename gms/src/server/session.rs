@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
-use rustix::net::sockopt::socket_peercred;
 
 use super::ServerError;
 use super::ahead::Ahead;
+use super::peer::may_connect;
 use super::service::Service;
 use crate::lock::{Entered, Granted, Requested, SessionId};
 use crate::socket::{self, Spin, Waited};
@@ -71,7 +71,7 @@ pub(super) struct Session {
 
 /// Begins a session in a thread of its own, unless it may not or cannot be.
 pub(super) fn start(service: &Arc<Service>, socket: OwnedFd) {
-    if let Err(reason) = may_connect(service, &socket) {
+    if let Err(reason) = may_connect(socket.as_fd(), service.settings.group) {
         service.counters.refused.add(1);
         tracing::warn!(reason, "a connection is refused");
         return;
@@ -100,17 +100,6 @@ pub(super) fn start(service: &Arc<Service>, socket: OwnedFd) {
         // The session went with the closure, and so did its place in the list.
         tracing::warn!(%error, "no thread for a connection: it is closed");
     }
-}
-
-/// The file's mode keeps others out already where the path is honoured; this does wherever the
-/// descriptor came from.
-fn may_connect(service: &Service, socket: &OwnedFd) -> Result<(), String> {
-    let peer = socket_peercred(socket).map_err(|error| format!("who it is: {error}"))?;
-    let known = peer.uid.is_root() || peer.uid == rustix::process::geteuid();
-    if known || service.settings.group.is_some() {
-        return Ok(());
-    }
-    Err(format!("process {} is of user {}", peer.pid.as_raw_nonzero(), peer.uid.as_raw()))
 }
 
 impl Drop for Session {
@@ -169,7 +158,6 @@ impl Session {
         loop {
             self.answered = true;
             let message = self.receive(None)?;
-            self.ahead.pace.asked();
             self.service.counters.requests.add(1);
             // The descriptor of what was allocated is asked for next, and is not to wait.
             let export_follows = matches!(message, Message::AllocateRequest(_));

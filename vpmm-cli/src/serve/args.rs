@@ -126,8 +126,9 @@ pub struct ServeArgs {
     #[arg(long, value_name = "BYTES", default_value = "1MiB")]
     pub max_message: ByteCount,
 
-    /// Answer GET /metrics in Prometheus' text format at this loopback address.
-    #[arg(long, value_name = "ADDRESS:PORT", value_parser = loopback, conflicts_with = "all")]
+    /// Answer GET /metrics in Prometheus' text format at this loopback address; with --all that is the first
+    /// device's, and each further one's has the next port.
+    #[arg(long, value_name = "ADDRESS:PORT", value_parser = loopback)]
     pub metrics: Option<SocketAddr>,
 
     /// Microseconds that a session looks for its client's next request without sleeping; 50, or 0 on
@@ -149,13 +150,14 @@ pub struct ServeArgs {
     #[arg(long, requires = "all")]
     pub end_together: bool,
 
-    /// Log requests that are refused and locks that are granted, too.
+    /// Log requests that are refused, locks that are granted, and how long the driver takes to make and to
+    /// export memory, too.
     #[arg(long, short)]
     pub verbose: bool,
 
-    /// End when the process that started this one does.
-    #[arg(long, hide = true)]
-    pub supervised: bool,
+    /// End when the process of this number does, which started this one.
+    #[arg(long, value_name = "PID", hide = true)]
+    pub supervised: Option<u32>,
 }
 
 /// The arguments of `vpmm serve-bench`.

@@ -3,6 +3,7 @@
 //! whoever supervises this starts anew.
 
 use std::io::Read;
+use std::net::SocketAddr;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -11,7 +12,7 @@ use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_dea
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use super::run::driver;
+use super::run::{driver, ordinal};
 use super::{ServeArgs, ServeDevice};
 use crate::exit::{Abort, Exit};
 
@@ -28,13 +29,12 @@ const QUIET: Duration = Duration::from_secs(60);
 pub(super) const SERVING: &str = "serving";
 
 /// Has this process told to stop when the one that started it ends.
-pub(super) fn end_with_parent() -> Result<(), Abort> {
+pub(super) fn end_with(parent: u32) -> Result<(), Abort> {
     set_parent_process_death_signal(Some(Signal::TERM)).map_err(Abort::failure)?;
-    // It may have ended before that.
-    match getppid() {
-        Some(parent) if !parent.is_init() => Ok(()),
-        _ => Err(Abort::failure("the supervisor is gone")),
-    }
+    // It may have ended before that. As the first process of a container its number is that of those who
+    // take orphans in.
+    let now = getppid().and_then(|now| u32::try_from(now.as_raw_nonzero().get()).ok());
+    if now == Some(parent) { Ok(()) } else { Err(Abort::failure("the supervisor is gone")) }
 }
 
 /// One device's server.
@@ -190,7 +190,8 @@ fn devices(args: &ServeArgs) -> Result<Vec<ServeDevice>, Abort> {
 
 fn start(args: &ServeArgs, device: ServeDevice) -> std::io::Result<Child> {
     let mut command = Command::new(std::env::current_exe()?);
-    command.args(["serve", "--supervised", "--device", &device.to_string()]);
+    command.args(["serve", "--supervised", &std::process::id().to_string()]);
+    command.args(["--device", &device.to_string()]);
     for tag in &args.tags {
         command.args(["--tag", tag]);
     }
@@ -200,6 +201,9 @@ fn start(args: &ServeArgs, device: ServeDevice) -> std::io::Result<Child> {
     command.args(["--alloc-retry-timeout", &timeout]);
     command.args(["--max-message", &args.max_message.0.to_string()]);
     command.args(["--ahead", &args.ahead.0.to_string()]);
+    if let Some(first) = args.metrics {
+        command.args(["--metrics", &metrics_of(first, device)?.to_string()]);
+    }
     if let Some(group) = args.group {
         command.args(["--group", &group.to_string()]);
     }
@@ -210,6 +214,14 @@ fn start(args: &ServeArgs, device: ServeDevice) -> std::io::Result<Child> {
         command.arg("--verbose");
     }
     command.stdout(Stdio::piped()).spawn()
+}
+
+/// Where a device's server tells its figures: as many ports behind the first one's as its number.
+fn metrics_of(first: SocketAddr, device: ServeDevice) -> std::io::Result<SocketAddr> {
+    let port =
+        u16::try_from(ordinal(device)).ok().and_then(|number| first.port().checked_add(number));
+    let port = port.ok_or_else(|| std::io::Error::other("there is no port for its metrics"))?;
+    Ok(SocketAddr::new(first.ip(), port))
 }
 
 /// Tells all to stop and waits for them; whether all ended well.

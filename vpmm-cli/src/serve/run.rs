@@ -40,8 +40,8 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<Exit, Abort> {
     let Some(device) = args.device else {
         return Err(Abort::bad_input("--device is required"));
     };
-    if args.supervised {
-        fleet::end_with_parent()?;
+    if let Some(parent) = args.supervised {
+        fleet::end_with(parent)?;
     }
     raise_descriptor_limit();
     let signals = Signals::new([SIGTERM, SIGINT]).map_err(Abort::failure)?;
@@ -53,7 +53,7 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<Exit, Abort> {
         let answer = move || serve_metrics(&listener, || Metrics::render(&metrics));
         thread::Builder::new().name("metrics".to_owned()).spawn(answer).map_err(Abort::failure)?;
     }
-    if args.supervised {
+    if args.supervised.is_some() {
         // Whoever started it may not listen.
         let _ = writeln!(io::stdout(), "{}", fleet::SERVING);
     }
@@ -62,8 +62,10 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<Exit, Abort> {
 
 fn start_log(verbose: bool) {
     let level = if verbose { LevelFilter::DEBUG } else { LevelFilter::INFO };
-    // Already there only in tests that call this twice.
+    // Already there only in tests that call this twice. What is logged to nobody, as the reader of a pipe
+    // has gone, is not told either: to fail to tell is a panic, in the thread that stops the servers.
     let _ = tracing_subscriber::fmt()
+        .log_internal_errors(false)
         .with_writer(io::stderr)
         .with_max_level(level)
         .with_target(false)

@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -122,6 +122,24 @@ fn a_second_server_is_refused_and_a_dead_ones_socket_replaced() {
     let next = Server::start(&folder, &args);
     publish(&socket);
     assert_eq!(next.stop(Signal::TERM).0, Some(0));
+}
+
+/// Where its log goes nobody may be reading any more: it serves all the same, and stops.
+#[test]
+fn a_server_whose_log_is_not_read_goes_on_and_stops() {
+    let folder = Folder::new();
+    let socket = folder.0.join("s");
+    let path = socket.to_str().unwrap();
+    let mut server =
+        Server::start(&folder, &["--verbose", "--tag", "weights", "--socket-path", path]);
+    drop(server.0.stderr.take());
+    for _ in 0..3 {
+        publish(&socket);
+    }
+    kill_process(Pid::from_raw(server.0.id() as i32).unwrap(), Signal::TERM).unwrap();
+    eventually(&folder, || server.0.try_wait().unwrap().is_some());
+    assert_eq!(server.0.wait().unwrap().code(), Some(0));
+    assert_eq!(folder.names(), [""; 0]);
 }
 
 /// The processes that a process has started.
@@ -266,6 +284,24 @@ fn a_fleet_may_end_together() {
     eventually(&folder, || folder.names().is_empty());
 }
 
+/// A container's program is the first process of its own numbers, as whose children orphans are taken in.
+#[test]
+fn a_fleet_may_be_the_first_process_of_a_container() {
+    let alone = ["--pid", "--fork", "--kill-child"];
+    if !Command::new("unshare").args(alone).arg("true").status().is_ok_and(|it| it.success()) {
+        println!("skipped: there are no namespaces for this process");
+        return;
+    }
+    let folder = Folder::new();
+    let mut command = Command::new("unshare");
+    command.args(alone).arg(vpmm(&[]).get_program());
+    command.args(["serve", "--device", "sim:1", "--all"]).env("GMS_SOCKET_DIR", &folder.0);
+    let _fleet = Server(command.stderr(Stdio::null()).spawn().unwrap());
+    eventually(&folder, || folder.names().len() == 8);
+    let names = folder.names().into_iter().filter(|name| name.ends_with(".sock"));
+    names.for_each(|name| publish(&folder.0.join(name)));
+}
+
 /// Where a device cannot be served from the start there is something for the operator to mend.
 #[test]
 fn a_fleet_that_cannot_begin_ends() {
@@ -298,6 +334,32 @@ fn bad_usage_is_told_before_anything_is_begun() {
     }
 }
 
+/// What a server answers to a request of HTTP.
+fn get(address: &str, path: &str) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer
+}
+
+#[test]
+fn a_fleet_tells_the_figures_of_each_device() {
+    let folder = Folder::new();
+    // A port that was free a moment ago, and so was the next.
+    let free = |port| TcpListener::bind(("127.0.0.1", port)).and_then(|it| it.local_addr());
+    let two_free = || Some(free(0).ok()?.port()).filter(|port| free(port + 1).is_ok());
+    let port = std::iter::repeat_with(two_free).flatten().next().unwrap();
+    let fleet = Fleet::start(&folder, &["--metrics", &format!("127.0.0.1:{port}")]);
+    publish(&fleet.sockets[1][1]);
+    for (device, commits) in [(0, 0), (1, 1)] {
+        let answer = get(&format!("127.0.0.1:{}", port + device), "/metrics");
+        let line = format!("gms_commits_total{{name=\"weights\",device=\"{device}\"}} {commits}");
+        assert!(answer.lines().any(|found| found == line), "{line}: {answer}");
+    }
+    assert_eq!(fleet.supervisor.stop(Signal::TERM).0, Some(0));
+}
+
 #[test]
 fn figures_are_told_over_http() {
     let folder = Folder::new();
@@ -309,14 +371,7 @@ fn figures_are_told_over_http() {
     let args = ["--tag", "weights", "--socket-path", path, "--metrics", &address];
     let server = Server::start(&folder, &args);
     publish(&socket);
-    let get = |path: &str| {
-        let mut stream = TcpStream::connect(&address).unwrap();
-        write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        answer
-    };
-    let answer = get("/metrics");
+    let answer = get(&address, "/metrics");
     assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
     for line in [
         "# TYPE gms_commits_total counter",
@@ -325,7 +380,7 @@ fn figures_are_told_over_http() {
     ] {
         assert!(answer.lines().any(|found| found == line), "{line}: {answer}");
     }
-    assert!(get("/other").starts_with("HTTP/1.1 404"));
+    assert!(get(&address, "/other").starts_with("HTTP/1.1 404"));
     assert_eq!(server.stop(Signal::TERM).0, Some(0));
 }
 

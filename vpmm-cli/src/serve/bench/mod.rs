@@ -1,6 +1,7 @@
 //! `vpmm serve-bench`: what the service costs its clients, with the server in a process of its own.
 
 mod disk;
+mod one_by_one;
 mod readers;
 
 use std::io::Write;
@@ -8,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use gms::client::{ClientError, ConnectOptions, MappingFloor, MemoryManager, Session};
+use gms::client::{ClientError, ConnectOptions, MemoryManager, Session};
 use gms::lock::Requested;
 use gms::memory::Memory;
 use gms::server::{Server as OwnServer, Settings, raise_descriptor_limit};
@@ -23,10 +24,6 @@ const MIB: u64 = 1 << 20;
 
 /// How long a server, or a lock, may take to be there.
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// What a writer does with a mapping before it makes the next, as long as 2 MiB take to be copied there
-/// from memory that is not page-locked.
-const FILL: Duration = Duration::from_micros(200);
 
 /// How long to try before looking whether the server is still running.
 const STEP: Duration = Duration::from_millis(20);
@@ -107,7 +104,8 @@ pub(crate) fn bench(args: &ServeBenchArgs, out: &mut dyn Write) -> Result<Exit, 
 
 fn start(args: &ServeBenchArgs, socket: &Path) -> std::io::Result<Child> {
     let mut command = Command::new(std::env::current_exe()?);
-    command.args(["serve", "--supervised", "--tag", "bench", "--device", &args.device.to_string()]);
+    command.args(["serve", "--supervised", &std::process::id().to_string()]);
+    command.args(["--tag", "bench", "--device", &args.device.to_string()]);
     if let Some(spin) = args.spin {
         command.args(["--spin", &spin.to_string()]);
     }
@@ -211,62 +209,6 @@ impl Bench<'_> {
         }
         let (p50, p99) = spread(times);
         self.say(json!({"case": "round_trip", "us_p50": p50, "us_p99": p99}))
-    }
-
-    /// A writer makes mappings of 2 MiB one by one, without and with something to do in between, and
-    /// a reader maps them one by one; what the driver's own calls take for one, in this process.
-    fn create_one_by_one(&mut self) -> Result<(), Abort> {
-        let count = self.count(500, 3);
-        let mut writer = self.manager(Requested::Rw)?;
-        let mut times = Vec::with_capacity(count);
-        for _ in 0..count {
-            let started = Instant::now();
-            writer.create_mapping(2 * MIB, "bench").map_err(Abort::failure)?;
-            times.push(started.elapsed());
-        }
-        let (p50, p99) = spread(times);
-        self.say(json!({"case": "writer_create_mapping", "us_p50": p50, "us_p99": p99}))?;
-        let mut times = Vec::with_capacity(count);
-        for _ in 0..count {
-            let started = Instant::now();
-            writer.create_mapping(2 * MIB, "bench").map_err(Abort::failure)?;
-            times.push(started.elapsed());
-            let filled = Instant::now();
-            while filled.elapsed() < FILL {
-                std::hint::spin_loop();
-            }
-        }
-        writer.commit().map_err(Abort::failure)?;
-        let (p50, p99) = spread(times);
-        self.say(json!({"case": "writer_create_and_fill", "us_p50": p50, "us_p99": p99}))?;
-        let mut reader = self.manager(Requested::Ro)?;
-        let handles = reader.list_handles(None).map_err(Abort::failure)?;
-        let mut times = Vec::with_capacity(count);
-        for handle in &handles[..count] {
-            let started = Instant::now();
-            reader.import_mapping(&handle.allocation_id).map_err(Abort::failure)?;
-            times.push(started.elapsed());
-        }
-        let (p50, p99) = spread(times);
-        self.say(json!({"case": "reader_create_mapping", "us_p50": p50, "us_p99": p99}))?;
-        let mut files = Vec::with_capacity(count);
-        for handle in &handles[count..] {
-            files.push(reader.export_handle(&handle.allocation_id).map_err(Abort::failure)?);
-        }
-        reader.close().map_err(Abort::failure)?;
-        let ordinal = ordinal(self.args.device);
-        let floor = MappingFloor::measure(&self.driver, ordinal, 2 * MIB, &files);
-        let floor = floor.map_err(Abort::failure)?;
-        let reader = floor.import_and_map + floor.set_access;
-        self.say(json!({
-            "case": "driver_floor",
-            "create_us": us(floor.create),
-            "export_us": us(floor.export),
-            "import_and_map_us": us(floor.import_and_map),
-            "set_access_us": us(floor.set_access),
-            "writer_us": us(floor.create + floor.export + reader),
-            "reader_us": us(reader),
-        }))
     }
 
     /// A writer makes a layout in bulk; a reader connects and maps all of it, sleeps and wakes.
