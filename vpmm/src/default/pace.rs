@@ -14,12 +14,16 @@
 use std::time::Duration;
 
 /// Handles that are saved up at most; and while one move is made up for.
-const MOST_SAVED: u64 = 1024;
-const SAVED_EACH: u32 = 4;
+const MOST_SAVED: u64 = 4096;
+const SAVED_EACH: u32 = 16;
+
+/// The time of the first so many is not saved up: 32 milliseconds by default. What ends within them gains
+/// nothing by a smaller pool.
+const NOT_SAVED: u128 = 512;
 
 /// From so many on a program is at leisure: it has been at work for some time, and can bear what costs more
 /// than it gains at once.
-pub(super) const AT_LEISURE: u64 = MOST_SAVED / 4;
+pub(super) const AT_LEISURE: u64 = 256;
 
 /// Moves that count, and handles that are saved up, as of the last look.
 pub(super) struct Pace {
@@ -73,6 +77,7 @@ impl Pace {
         let Some(each) = Duration::from_secs(1).checked_div(per_second) else { return 0 };
         let each = each.as_nanos().max(1);
         let own = now.saturating_sub(self.grown);
+        let own = own.saturating_sub(Duration::from_nanos((each * NOT_SAVED) as u64));
         let passed = own.saturating_sub(self.saved_until).as_nanos();
         let earned = u64::try_from(passed / each).unwrap_or(u64::MAX);
         if earned >= MOST_SAVED {
@@ -112,11 +117,12 @@ mod tests {
 
     #[test]
     fn handles_are_saved_up_to_a_bound_and_spent() {
-        let mut pace = Pace::new(100 / SAVED_EACH);
-        assert_eq!(pace.saved(Duration::ZERO), 0);
-        assert_eq!([pace.saved(25 * MILLI), pace.saved(31 * MILLI)], [2, 3]);
+        let mut pace = Pace::new(PER_SECOND);
+        let saved = |pace: &mut Pace, halves| pace.saved(START + EACH * halves / 2);
+        assert_eq!([pace.saved(Duration::ZERO), pace.saved(START)], [0, 0]);
+        assert_eq!([saved(&mut pace, 5), saved(&mut pace, 6)], [2, 3]);
         pace.spend(2);
-        assert_eq!([pace.saved(31 * MILLI), pace.saved(40 * MILLI)], [1, 2]);
+        assert_eq!([saved(&mut pace, 6), saved(&mut pace, 8)], [1, 2]);
         assert_eq!(pace.saved(3600 * 1000 * MILLI), MOST_SAVED);
         pace.spend(MOST_SAVED + 1);
         assert_eq!(pace.saved(3600 * 1000 * MILLI), 0);
@@ -126,12 +132,17 @@ mod tests {
 
     #[test]
     fn nothing_is_saved_up_while_the_pool_grows() {
-        let mut pace = Pace::new(100 / SAVED_EACH);
-        pace.note_growth(40 * MILLI);
-        assert_eq!([pace.saved(40 * MILLI), pace.saved(60 * MILLI)], [0, 2]);
-        pace.note_growth(20 * MILLI);
-        assert_eq!([pace.saved(80 * MILLI), pace.saved(90 * MILLI)], [2, 3]);
+        let mut pace = Pace::new(PER_SECOND);
+        pace.note_growth(4 * EACH);
+        assert_eq!([pace.saved(START + 4 * EACH), pace.saved(START + 6 * EACH)], [0, 2]);
+        pace.note_growth(2 * EACH);
+        assert_eq!([pace.saved(START + 8 * EACH), pace.saved(START + 9 * EACH)], [2, 3]);
     }
+
+    /// What saves one handle at so many moves a second, and from when on.
+    const PER_SECOND: u32 = 2000 / SAVED_EACH;
+    const EACH: Duration = Duration::from_micros(500);
+    const START: Duration = Duration::from_micros(500 * NOT_SAVED as u64);
 
     #[test]
     fn without_a_rate_all_moves_count_for_ever() {

@@ -19,7 +19,7 @@ const OF_REQUEST: u64 = 48;
 /// and one request makes so many at once.
 const OF_POOL_AT_LEISURE: u64 = 3072;
 const OF_LIMIT_AT_LEISURE: u64 = 4400;
-const AT_ONCE: u32 = 128;
+const AT_ONCE: u32 = 256;
 
 /// Where a limit is set: at most this fraction of it, so that nearly everything can be brought
 /// together when the limit is reached; but this fraction of the request where that is longer, so

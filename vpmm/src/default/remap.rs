@@ -45,10 +45,17 @@ impl Core {
         match self.carry_out(&job) {
             Ok(handles) => {
                 let mut space = self.space.lock();
-                space.commit(&self.tags, request.stream, &job, &mut handles.into_iter());
+                let rest = space.commit(&self.tags, request.stream, &job, &mut handles.into_iter());
+                let granule_units = space.memory.granule_units();
                 space.pace.note_growth(self.made.elapsed().saturating_sub(now));
                 drop(space);
                 self.call_helper();
+                if let Some(fill) = job.fills.last()
+                    && let end = (fill.start + fill.granules) * granule_units
+                    && end > rest + granule_units
+                {
+                    self.tags.prepare(rest..end);
+                }
                 Ok(Grown::Block(job.start))
             }
             Err((failure, _)) if failure.is_out_of_memory() && failure.call == "cuMemCreate" => {

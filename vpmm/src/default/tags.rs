@@ -29,6 +29,8 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use rustix::mm::{Advice, madvise};
+
 use super::class::{LARGE_STEP, SMALL_UNITS};
 use super::space::Part;
 use crate::lock::SpinLock;
@@ -124,6 +126,27 @@ impl Zeroed {
     #[inline(always)]
     fn load(&self, at: usize) -> u32 {
         self.get(at).map_or(0, |number| number.load(Ordering::Relaxed))
+    }
+
+    /// Has pages behind some of the numbers, which stay as they are.
+    fn touch(&self, range: Range<usize>) {
+        if cfg!(miri) {
+            return;
+        }
+        let page = rustix::param::page_size();
+        let (first, end) =
+            (range.start * size_of::<u32>(), range.end.min(self.length) * size_of::<u32>());
+        let start = self.start.as_ptr().addr();
+        // Whole pages of this memory alone.
+        let Some(first) = (start + first).checked_next_multiple_of(page) else { return };
+        let end = (start + end) / page * page;
+        if first >= end {
+            return;
+        }
+        let pages = self.start.as_ptr().with_addr(first).cast();
+        // Linux before 5.14 refuses, and has them touched one by one later.
+        // SAFETY: the range lies within this allocation, of which the call changes no byte.
+        let _ = unsafe { madvise(pages, end - first, Advice::LinuxPopulateWrite) };
     }
 
     #[inline(always)]
@@ -333,6 +356,21 @@ impl Tags {
         for span in units.start / SPAN_UNITS..units.end / SPAN_UNITS {
             let entry = unused.take(self.part_of(span));
             self.directory.store(span as usize, entry);
+        }
+    }
+
+    /// Has the system find the host's memory for the tags of these units at once: a fault for each page of
+    /// them, as blocks are handed out there one by one, costs several times as much. Only a help.
+    pub(super) fn prepare(&self, units: Range<u32>) {
+        let Some(last) = units.end.checked_sub(1).filter(|last| *last >= units.start) else {
+            return;
+        };
+        let [first, last] = [units.start, last].map(|unit| self.place_of(unit).0);
+        // Leaves that other spans had before may be anywhere, and have their pages.
+        let each = leaf_of(self.part_of(units.start / SPAN_UNITS)) as usize;
+        let spans = ((units.end - 1) / SPAN_UNITS - units.start / SPAN_UNITS) as usize;
+        if last.checked_sub(first).is_some_and(|tags| tags / each <= spans) {
+            self.leaves.touch(first..last + 1);
         }
     }
 
