@@ -49,6 +49,7 @@ class Peer:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.connect(path)
         self.buffer, self.files, self.ended = bytearray(), 0, False
+        self.had_files = False
 
     def send(self, data):
         try:
@@ -70,6 +71,7 @@ class Peer:
             for file in files:
                 os.close(file)
             self.files += len(files)
+            self.had_files |= bool(files)
             self.buffer += data
             if not data:
                 self.ended = True
@@ -98,9 +100,14 @@ class Peer:
 
 
 class Side:
-    """One server with its connections, by number."""
+    """One server with its connections, by number.
 
-    def __init__(self, path):
+    ``keeps_open``: it may keep a connection open that it has sent a descriptor on, though its session has
+    ended. The Python server sends one by a duplicate of the connection, which it does not close.
+    """
+
+    def __init__(self, path, keeps_open=False):
+        self.keeps_open = keeps_open
         self.path, self.names, self.peers, self.waiting = path, Names(), {}, set()
 
     def _note(self, got):
@@ -125,9 +132,13 @@ class Side:
         got = peer.read(0.05) if quiet else peer.answer()
         # A commit ends the session, with its answer or right after it.
         if any(b"commit_response" in data for data, _ in got if data != "end"):
-            deadline = time.monotonic() + 10
+            kept = self.keeps_open and peer.had_files
+            deadline = time.monotonic() + (0.5 if kept else 10)
             while not peer.ended and time.monotonic() < deadline:
                 got += peer.read(0.1)
+            if kept and not peer.ended:
+                peer.ended = True
+                got.append(("end", 0))
         return self._note(got)
 
     def drop(self, number):

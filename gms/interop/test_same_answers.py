@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 
 import pytest
 from peers import Side, frame
@@ -18,7 +19,7 @@ class Both:
     """Does everything twice and compares."""
 
     def __init__(self, servers):
-        self.sides = [Side(servers.start("theirs")), Side(servers.start("ours"))]
+        self.sides = [Side(servers.start("theirs"), keeps_open=True), Side(servers.start("ours"))]
         self.frames = 0
 
     def each(self, do, what):
@@ -48,8 +49,15 @@ class Both:
         return self.each(lambda side: side.settle(seconds), what)
 
     def probe(self):
-        self.each(lambda side: side.probe("get_runtime_state_request"), "runtime state")
-        return self.each(lambda side: side.probe("get_event_history_request"), "events")
+        self.each_in_the_end(lambda side: side.probe("get_runtime_state_request"), "runtime state")
+        return self.each_in_the_end(lambda side: side.probe("get_event_history_request"), "events")
+
+    def each_in_the_end(self, do, what):
+        """A connection's end and a probe on another one after it may be noticed in either order."""
+        deadline = time.monotonic() + 2
+        while do(self.sides[0]) != do(self.sides[1]) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self.each(do, what)
 
     def close(self):
         for side in self.sides:
