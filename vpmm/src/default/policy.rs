@@ -193,3 +193,18 @@ pub(super) struct Growths {
     /// The most granules that were live.
     pub(super) peak_live: u64,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What stays in the last extent that was mapped ahead pins it: in a large pool that is little.
+    #[test]
+    fn ahead_doubles_a_small_pool_and_is_short_in_a_large_one() {
+        let policy = Policy::new(1 << 20, false, false);
+        let growths = Growths { streak: 20, created: 100, moved: 0, peak_live: 100 };
+        let ahead =
+            [1, 40, LARGE, LARGE + 1, 100_000].map(|mapped| policy.ahead(growths, 1, mapped));
+        assert_eq!(ahead, [1, 40, 128, 16, 16]);
+    }
+}

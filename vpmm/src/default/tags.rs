@@ -362,7 +362,7 @@ impl Tags {
     }
 
     /// Has the system find the host's memory for the tags of these units at once: a fault for each page of
-    /// them, as blocks are handed out there one by one, costs several times as much. Only a help.
+    /// them, as blocks are handed out there one by one, costs more. Only a help.
     pub(super) fn prepare(&self, units: Range<u32>) {
         let Some(last) = units.end.checked_sub(1).filter(|last| *last >= units.start) else {
             return;
@@ -460,6 +460,22 @@ mod tests {
         };
         tags.add(0..6 * SPAN_UNITS);
         tags
+    }
+
+    #[test]
+    fn to_prepare_pages_changes_no_tag() {
+        let tags = tags(2);
+        let starts = [3, SPAN_UNITS + 8, 2 * SPAN_UNITS, 6 * SPAN_UNITS - 16];
+        starts.iter().for_each(|start| tags.set_live(*start, 16, 5));
+        // Over both parts, within a span, over all there is, beyond it, and nothing.
+        let [all, some] = [6 * SPAN_UNITS, SPAN_UNITS + 9];
+        for units in
+            [0..all, 3..some, some..all, 0..all + SPAN_UNITS, 7..7, Range { start: 9, end: 2 }]
+        {
+            tags.prepare(units);
+            let live = starts.map(|start| tags.get(start).live_units());
+            assert_eq!(live, [Some(16); 4]);
+        }
     }
 
     #[test]
