@@ -260,14 +260,15 @@ impl Space {
         let needed = self.counters.created.saturating_sub(self.growth.spent);
         let moved = means.moved_lately;
         let peak_live = self.peak_live / u64::from(self.memory.granule_units());
-        let growths = Growths { streak: self.streak(), created: needed, moved, peak_live };
+        let mapped = self.memory.mapped();
+        let growths = Growths { streak: self.streak(), created: needed, moved, peak_live, mapped };
         let enough = policy.moves_first(live, growths);
         let short = means.room < u64::from(window.cost);
         let mut sources = Sources::default();
-        if !policy.fixed && (short || free >= enough) {
+        if !policy.fixed && (short || enough.is_some_and(|enough| free >= enough)) {
             sources = self.sources(stream, window);
         }
-        let move_first = sources.granules >= enough;
+        let move_first = enough.is_some_and(|enough| sources.granules >= enough);
         if u64::from(window.cost) > means.room + sources.granules {
             return None;
         }
@@ -288,8 +289,7 @@ impl Space {
             }
             let new = u64::from(missing).min(room) as u32;
             if new == missing {
-                let mapped = self.memory.mapped();
-                let ahead = if means.ahead { policy.ahead(growths, missing, mapped) } else { 0 };
+                let ahead = if means.ahead { policy.ahead(growths, missing) } else { 0 };
                 let more = u64::from(ahead.min(gap.beyond)).min(room - u64::from(new)) as u32;
                 let saved = means.saved.saturating_sub(u64::from(spent));
                 if more > 0 {

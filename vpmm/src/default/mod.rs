@@ -51,6 +51,7 @@ mod snapshot;
 mod space;
 mod tags;
 mod teardown;
+mod tide;
 mod trim;
 mod validate;
 
@@ -245,6 +246,11 @@ impl Core {
         drop(front);
         let mut space = self.space.lock();
         space.note_front(cached);
+        if space.ebbs() {
+            drop(space);
+            self.flush_own(shard.index, Some(Part::Large));
+            space = self.space.lock();
+        }
         let placed = space.place(&self.tags, shard.index, units, Part::of_size(units));
         space.note_peak();
         placed

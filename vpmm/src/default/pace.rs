@@ -15,11 +15,11 @@ use std::time::Duration;
 
 /// Handles that are saved up at most; and while one move is made up for.
 const MOST_SAVED: u64 = 4096;
-const SAVED_EACH: u32 = 16;
+const SAVED_EACH: u32 = 32;
 
-/// The time of the first so many is not saved up: 32 milliseconds by default. What ends within them gains
+/// The time of the first so many is not saved up: 8 milliseconds by default. What ends within them gains
 /// nothing by a smaller pool.
-const NOT_SAVED: u128 = 512;
+const NOT_SAVED: u128 = 256;
 
 /// From so many on a program is at leisure: it has been at work for some time, and can bear what costs more
 /// than it gains at once.
@@ -140,9 +140,9 @@ mod tests {
     }
 
     /// What saves one handle at so many moves a second, and from when on.
-    const PER_SECOND: u32 = 2000 / SAVED_EACH;
-    const EACH: Duration = Duration::from_micros(500);
-    const START: Duration = Duration::from_micros(500 * NOT_SAVED as u64);
+    const PER_SECOND: u32 = 4000 / SAVED_EACH;
+    const EACH: Duration = Duration::from_micros(250);
+    const START: Duration = Duration::from_micros(250 * NOT_SAVED as u64);
 
     #[test]
     fn without_a_rate_all_moves_count_for_ever() {

@@ -15,6 +15,11 @@ use super::pace::AT_LEISURE;
 const OF_POOL: u64 = 192;
 const OF_REQUEST: u64 = 48;
 
+/// The first request of all has few to be held in place by: it is one extent from so many granules on,
+/// and this many below.
+const WHOLE: u64 = 256;
+const OF_FIRST: u64 = 8;
+
 /// Where time has been saved up extents are as short as this fraction of the pool, or of the limit,
 /// and one request makes so many at once.
 const OF_POOL_AT_LEISURE: u64 = 3072;
@@ -38,7 +43,7 @@ const APART: u64 = 8;
 /// live: moving one costs hardly more than making one. With a limit to grow to it may come to
 /// more: each move leaves two ends of granules behind that nothing fits in.
 const MOVED_FIRST: u64 = 400;
-const MOVED_FIRST_WITH_LIMIT: u64 = 12;
+const MOVED_FIRST_WITH_LIMIT: u64 = 4;
 
 /// That fraction doubles whenever this many more extents have moved lately for each that was made:
 /// while a pool finds its size moves are worth their time, but a loop whose requests never settle
@@ -61,10 +66,11 @@ const LARGE: u64 = 5 * AHEAD_MOST;
 const AHEAD_PIECE: u32 = 4;
 
 /// Once so many extents have moved lately for each that was made, the program's requests do not settle
-/// in what the pool has, and would go on to have it moved for every few of them. Then growth maps this
-/// fraction of the pool ahead, whatever the request; until the pool has so many sixteenths of the most
-/// that was live.
+/// in what the pool has, and would go on to have it moved for every few of them. Then nothing moves first
+/// until the pool has so many sixteenths of the most that was live; and up to fewer of them growth maps
+/// this fraction of the pool ahead, whatever the request.
 const RESTLESS: u64 = 8;
+const SIXTEENTHS_AT_REST: u64 = 24;
 const OF_POOL_RESTLESS: u64 = 64;
 const SIXTEENTHS_RESTLESS: u64 = 21;
 
@@ -88,9 +94,9 @@ impl Policy {
     /// `shares` no granule with others.
     pub(super) fn extent(&self, mapped: u64, request: u64, shares: bool) -> u32 {
         const LONGEST: u64 = 1 << 18;
-        // An empty pool has nothing that a long extent could hold in its place.
         if mapped == 0 {
-            return request.clamp(1, LONGEST) as u32;
+            let parts = if request < WHOLE { OF_FIRST } else { 1 };
+            return request.div_ceil(parts).clamp(1, LONGEST) as u32;
         }
         let granules = if self.limited {
             let of_pool = (mapped / OF_POOL_WITH_LIMIT).min(self.capacity / OF_LIMIT);
@@ -144,11 +150,17 @@ impl Policy {
         self.limited
     }
 
-    /// From how many granules of free extents on they move before more are made.
-    pub(super) fn moves_first(&self, live: u64, growths: Growths) -> u64 {
+    /// From how many granules of free extents on they move before more are made; none where moving is
+    /// no use.
+    pub(super) fn moves_first(&self, live: u64, growths: Growths) -> Option<u64> {
         let part = if self.limited { MOVED_FIRST_WITH_LIMIT } else { MOVED_FIRST };
-        let doublings = growths.moved / (growths.created.max(1) * MOVES_EACH);
-        (live / part).max(1) << doublings.min(24)
+        let granules = (live / part).max(1);
+        if self.limited || !growths.is_restless() {
+            let doublings = growths.moved / (growths.created.max(1) * MOVES_EACH);
+            Some(granules << doublings.min(24))
+        } else {
+            growths.has_sixteenths(SIXTEENTHS_AT_REST).then_some(granules)
+        }
     }
 
     /// The lengths of extents for so many granules, of which some are ahead, where so many handles are
@@ -163,13 +175,13 @@ impl Policy {
     }
 
     /// Granules to map beyond the need of a request that needs `needed`.
-    pub(super) fn ahead(&self, growths: Growths, needed: u32, mapped: u64) -> u32 {
+    pub(super) fn ahead(&self, growths: Growths, needed: u32) -> u32 {
         if self.limited {
             return 0;
         }
-        let Growths { streak, created, moved, peak_live } = growths;
-        let is_slim = mapped * 16 < peak_live * SIXTEENTHS_RESTLESS;
-        let granules = if is_slim && moved > created.max(1) * RESTLESS {
+        let Growths { streak, mapped, .. } = growths;
+        let is_slim = !growths.has_sixteenths(SIXTEENTHS_RESTLESS);
+        let granules = if is_slim && growths.is_restless() {
             mapped / OF_POOL_RESTLESS
         } else if streak >= STREAK && needed <= AHEAD_NEEDED {
             let most = if mapped > LARGE { AHEAD_MOST_OF_LARGE } else { mapped.min(AHEAD_MOST) };
@@ -192,6 +204,19 @@ pub(super) struct Growths {
     pub(super) moved: u64,
     /// The most granules that were live.
     pub(super) peak_live: u64,
+    /// The granules that the pool has.
+    pub(super) mapped: u64,
+}
+
+impl Growths {
+    fn is_restless(&self) -> bool {
+        self.moved > self.created.max(1) * RESTLESS
+    }
+
+    /// Whether the pool has so many sixteenths of the most that was live.
+    fn has_sixteenths(&self, sixteenths: u64) -> bool {
+        self.mapped * 16 >= self.peak_live * sixteenths
+    }
 }
 
 #[cfg(test)]
@@ -202,9 +227,21 @@ mod tests {
     #[test]
     fn ahead_doubles_a_small_pool_and_is_short_in_a_large_one() {
         let policy = Policy::new(1 << 20, false, false);
-        let growths = Growths { streak: 20, created: 100, moved: 0, peak_live: 100 };
-        let ahead =
-            [1, 40, LARGE, LARGE + 1, 100_000].map(|mapped| policy.ahead(growths, 1, mapped));
+        let growths = Growths { streak: 20, created: 100, moved: 0, peak_live: 100, mapped: 0 };
+        let ahead = [1, 40, LARGE, LARGE + 1, 100_000]
+            .map(|mapped| policy.ahead(Growths { mapped, ..growths }, 1));
         assert_eq!(ahead, [1, 40, 128, 16, 16]);
+    }
+
+    /// Else a loop whose requests never settle grows without end, since less and less moves.
+    #[test]
+    fn a_restless_pool_moves_nothing_until_it_has_half_more_than_was_live() {
+        let policy = Policy::new(1 << 20, false, false);
+        let calm = Growths { streak: 0, created: 100, moved: 800, peak_live: 4000, mapped: 4000 };
+        let restless = Growths { moved: 801, ..calm };
+        let first = |growths| policy.moves_first(4000, growths);
+        assert_eq!([first(calm), first(restless)], [Some(10 << 4), None]);
+        assert_eq!(first(Growths { mapped: 5999, ..restless }), None);
+        assert_eq!(first(Growths { mapped: 6000, ..restless }), Some(10));
     }
 }

@@ -71,6 +71,7 @@ pub(super) struct Space {
     pub(super) awaits: bool,
     /// Blocks that came back, ever: tells growth whether anything was freed since the last.
     pub(super) returns: u64,
+    tide: super::tide::Tide,
     pub(super) growth: super::grow::Growth,
     pub(super) pace: super::pace::Pace,
     pub(super) counters: super::counters::Counters,
@@ -107,6 +108,7 @@ impl Space {
             opportunistic,
             awaits: false,
             returns: 0,
+            tide: super::tide::Tide::default(),
             growth: super::grow::Growth::default(),
             pace: super::pace::Pace::new(moves_per_second),
             counters: super::counters::Counters::default(),
@@ -368,10 +370,23 @@ impl Space {
         self.peak_live = self.peak_live.max(self.out_units.saturating_sub(cached));
     }
 
-    /// Notes what callers have now: what is out and in no front.
+    /// What callers have: what is out and in no front.
+    #[inline]
+    fn live_units(&self) -> u64 {
+        self.out_units.saturating_sub(self.in_fronts)
+    }
+
+    /// Notes what callers have now.
     #[inline]
     pub(super) fn note_peak(&mut self) {
-        self.peak_live = self.peak_live.max(self.out_units.saturating_sub(self.in_fronts));
+        self.peak_live = self.peak_live.max(self.live_units());
+    }
+
+    /// Whether callers have so much less than they had that fronts are better emptied.
+    #[inline]
+    pub(super) fn ebbs(&mut self) -> bool {
+        let live = self.live_units();
+        self.tide.ebbs(live)
     }
 
     /// Takes a block back from a caller or a front, as free memory of the stream's open epoch.

@@ -1,0 +1,47 @@
+//! Ebbs of what callers have.
+//!
+//! What a front keeps pins memory in places that the last requests left to chance. A program that
+//! goes round and round would find other gaps in each round for that, and where memory is short
+//! each of them would move something. Emptied while most memory is free, fronts leave no trace: the
+//! same requests find the same free blocks and are placed as they were the round before.
+
+#![forbid(unsafe_code)]
+
+/// An ebb begins below this share of the crest before it.
+const EBB: (u64, u64) = (5, 8);
+
+/// On the way down the next comes when less than this share is left of what the last one saw.
+const LOWER: (u64, u64) = (7, 8);
+
+/// What callers have, as far as an ebb depends on it. Units.
+#[derive(Default)]
+pub(super) struct Tide {
+    /// Less than this is an ebb.
+    mark: u64,
+}
+
+impl Tide {
+    /// Whether this is an ebb that has not been told yet.
+    #[inline]
+    pub(super) fn ebbs(&mut self, live: u64) -> bool {
+        let share = |(part, whole)| live / whole * part;
+        let ebbs = live < self.mark;
+        self.mark = if ebbs { share(LOWER) } else { self.mark.max(share(EBB)) };
+        ebbs
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_ebb_is_told_once_for_each_step_down_and_again_after_a_crest() {
+        let mut tide = Tide::default();
+        let mut ebbs = |live| tide.ebbs(live);
+        assert_eq!([0, 400, 800, 500].map(&mut ebbs), [false; 4]);
+        assert_eq!([496, 440, 432, 0, 0].map(&mut ebbs), [true, false, true, true, false]);
+        // Half of what a crest was is a low tide only after that crest.
+        assert_eq!([80, 40, 800, 400].map(&mut ebbs), [false, true, false, true]);
+    }
+}
