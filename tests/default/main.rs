@@ -12,6 +12,7 @@ mod failures;
 mod hits;
 mod program;
 mod rig;
+mod rounds;
 mod scenarios;
 mod sizes;
 mod streams;
