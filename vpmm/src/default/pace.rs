@@ -17,9 +17,9 @@ use std::time::Duration;
 const MOST_SAVED: u64 = 4096;
 const SAVED_EACH: u32 = 32;
 
-/// The time of the first so many is not saved up: 8 milliseconds by default. What ends within them gains
+/// The time of the first so many is not saved up: 16 milliseconds by default. What ends within them gains
 /// nothing by a smaller pool.
-const NOT_SAVED: u128 = 256;
+const NOT_SAVED: u128 = 512;
 
 /// From so many on a program is at leisure: it has been at work for some time, and can bear what costs more
 /// than it gains at once.

@@ -12,13 +12,13 @@ use super::pace::AT_LEISURE;
 /// New extents are at most this fraction of the pool, or of the request where that is longer:
 /// their number grows with the pool's logarithm, and what one short block can hold in its place
 /// stays the same small share.
-const OF_POOL: u64 = 192;
-const OF_REQUEST: u64 = 48;
+const OF_POOL: u64 = 160;
+const OF_REQUEST: u64 = 96;
 
 /// The first request of all has few to be held in place by: it is one extent from so many granules on,
 /// and this many below.
 const WHOLE: u64 = 256;
-const OF_FIRST: u64 = 8;
+const OF_FIRST: u64 = 4;
 
 /// Where time has been saved up extents are as short as this fraction of the pool, or of the limit,
 /// and one request makes so many at once.
