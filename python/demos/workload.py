@@ -183,7 +183,10 @@ class Session:
             result["pool"] = dataclasses.asdict(vpmm.statistics())
             result["failed_frees"] = vpmm.torch.failed_frees()
         else:
-            result["retries"] = cuda.memory_stats().get("num_alloc_retries", 0)
+            counts = cuda.memory_stats()
+            result["retries"] = counts.get("num_alloc_retries", 0)
+            # With what was freed while another stream was at work on it, as far as the host knew.
+            result["peak_active_bytes"] = counts.get("active_bytes.all.peak")
         return result
 
 

@@ -287,6 +287,14 @@ impl Space {
             } else {
                 missing -= sources.take(&mut fill, missing);
             }
+            // What is short now is less than any extent that is left: the shortest of those that are
+            // not too long, and less of what is new.
+            let short = missing - u64::from(missing).min(room) as u32;
+            if short > 0
+                && let Some(longer) = sources.take_longer(&mut fill, short, missing)
+            {
+                missing -= longer;
+            }
             let new = u64::from(missing).min(room) as u32;
             if new == missing {
                 let ahead = if means.ahead { policy.ahead(growths, missing) } else { 0 };
@@ -302,7 +310,7 @@ impl Space {
                 }
                 room -= u64::from(new + more);
             } else {
-                // Only a longer extent is left, and there must be addresses for all of it.
+                // Only extents are left that are too long, and there must be addresses for all of one.
                 let extra = sources.take_longer(&mut fill, missing, missing + gap.beyond)?;
                 debug_assert!(extra >= missing);
             }
@@ -341,7 +349,10 @@ impl Space {
         let shares = in_midst(window.start) || in_midst(window.end);
         let mut left = granules - apart;
         let mut mapped = self.memory.mapped();
-        let length = |mapped| policy.extent(mapped, u64::from(request), shares);
+        // The first request of all stays the first throughout.
+        let is_first = mapped == 0;
+        let length =
+            |mapped| policy.extent(if is_first { 0 } else { mapped }, u64::from(request), shares);
         let longest = policy.at_leisure(length(mapped), left, mapped, u64::from(request), saved);
         let spent = left.div_ceil(longest) - left.div_ceil(length(mapped));
         while left > 0 {

@@ -69,7 +69,7 @@ const AHEAD_PIECE: u32 = 4;
 /// in what the pool has, and would go on to have it moved for every few of them. Then nothing moves first
 /// until the pool has so many sixteenths of the most that was live; and up to fewer of them growth maps
 /// this fraction of the pool ahead, whatever the request.
-const RESTLESS: u64 = 6;
+const RESTLESS: u64 = 8;
 const SIXTEENTHS_AT_REST: u64 = 24;
 const OF_POOL_RESTLESS: u64 = 64;
 const SIXTEENTHS_RESTLESS: u64 = 21;
@@ -237,10 +237,10 @@ mod tests {
     #[test]
     fn a_restless_pool_moves_nothing_until_it_has_half_more_than_was_live() {
         let policy = Policy::new(1 << 20, false, false);
-        let calm = Growths { streak: 0, created: 100, moved: 600, peak_live: 4000, mapped: 4000 };
-        let restless = Growths { moved: 601, ..calm };
+        let calm = Growths { streak: 0, created: 100, moved: 800, peak_live: 4000, mapped: 4000 };
+        let restless = Growths { moved: 801, ..calm };
         let first = |growths| policy.moves_first(4000, growths);
-        assert_eq!([first(calm), first(restless)], [Some(10 << 3), None]);
+        assert_eq!([first(calm), first(restless)], [Some(10 << 4), None]);
         assert_eq!(first(Growths { mapped: 5999, ..restless }), None);
         assert_eq!(first(Growths { mapped: 6000, ..restless }), Some(10));
     }
