@@ -46,8 +46,8 @@ pub struct PoolConfig {
     /// 1,000 by default, 3 to 4 % of one thread's time at most. Moving keeps the pool about as large
     /// as what is live, growing costs its time only once. While a pool finds its size more may move:
     /// some for each extent that was made. At the limit they move whenever that helps. For each move's
-    /// time 16 handles more than needed may be made, in shorter extents, of which a block keeps
-    /// less from moving: once, while the pool grows, and not in a program's first 32 milliseconds.
+    /// time 32 handles more than needed may be made, in shorter extents, of which a block keeps
+    /// less from moving: once, while the pool grows, and not in a program's first 16 milliseconds.
     pub moves_per_second: u32,
     /// A thread that works ahead of requests; none by default.
     pub background: Option<Background>,

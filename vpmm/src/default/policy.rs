@@ -15,8 +15,9 @@ use super::pace::AT_LEISURE;
 const OF_POOL: u64 = 160;
 const OF_REQUEST: u64 = 96;
 
-/// The first request of all has few to be held in place by: it is one extent from so many granules on,
-/// and this many below.
+/// The first request of all, when nothing is known of how the program goes on: one extent from so many
+/// granules on, which is the quickest, and so many extents below, of which one short block that comes
+/// later holds one in its place.
 const WHOLE: u64 = 256;
 const OF_FIRST: u64 = 4;
 

@@ -2,8 +2,9 @@
 //!
 //! What a front keeps pins memory in places that the last requests left to chance. A program that
 //! goes round and round would find other gaps in each round for that, and where memory is short
-//! each of them would move something. Emptied while most memory is free, fronts leave no trace: the
-//! same requests find the same free blocks and are placed as they were the round before.
+//! each of them would move something. Emptied of large blocks while most memory is free, fronts leave
+//! little of one round to the next: the same requests find much the same free blocks. (Small blocks
+//! lie apart, and to take them out too would cost more than it gains.)
 
 #![forbid(unsafe_code)]
 
