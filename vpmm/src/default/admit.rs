@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::book::{Book, Recording, Stage};
 use super::fences::stream_is_capturing;
-use super::shard::Shard;
+use super::shard::{Shard, Slot};
 use super::space::Space;
 use super::{Core, lock};
 use crate::device::StreamHandle;
@@ -17,7 +17,7 @@ use crate::lock::Token;
 pub(super) const LEGACY: u64 = u64::MAX;
 
 /// A key that no handle has, not even a foreign one.
-pub(super) const NO_KEY: u64 = 1;
+const NO_KEY: u64 = 1;
 
 /// A stream that may be served. While this lives its place is not given to another.
 pub(super) struct Admitted<'a> {
@@ -25,6 +25,8 @@ pub(super) struct Admitted<'a> {
     pub(super) stream: u32,
     /// Whether an event is recorded at every free.
     pub(super) eager: bool,
+    /// Whether an event is recorded when one is needed.
+    is_lazy: bool,
     shard: &'a Shard,
 }
 
@@ -46,7 +48,9 @@ pub(super) struct Registry {
 impl Registry {
     /// A stream has ended: its number will not come again.
     pub(super) fn forget(&mut self, stream: u64) -> Option<u32> {
-        self.by_stream.remove(&stream)
+        let index = self.by_stream.remove(&stream)?;
+        self.shards[index as usize].assign(0, NO_KEY);
+        Some(index)
     }
 
     pub(super) fn knows(&self, stream: u64) -> bool {
@@ -63,9 +67,11 @@ impl Registry {
     }
 }
 
-const ROUTES: usize = 4096;
+const ROUTES: usize = 1 << ROUTE_BITS;
+const ROUTE_BITS: u32 = 14;
 
-/// Shortcuts from a stream's key to its shard: a direct-mapped cache of the registry.
+/// Shortcuts from a stream's key and a thread's number to the front that the one has of the other:
+/// a direct-mapped cache of what registry and shards know.
 ///
 /// A fork wipes it, so that a child meets nothing here and is turned away outside.
 pub(super) struct Routes(Wiped);
@@ -73,14 +79,14 @@ pub(super) struct Routes(Wiped);
 impl Routes {
     /// `None` where the system has no memory.
     pub(super) fn new() -> Option<Self> {
-        Wiped::new(ROUTES * size_of::<AtomicPtr<Shard>>()).map(Self)
+        Wiped::new(ROUTES * size_of::<AtomicPtr<Slot>>()).map(Self)
     }
 
     #[inline(always)]
-    fn all(&self) -> &[AtomicPtr<Shard>; ROUTES] {
+    fn all(&self) -> &[AtomicPtr<Slot>; ROUTES] {
         // SAFETY: the mapping is page-aligned and as long as that, of zeroes at first, which are
         // null pointers, and alive while `self` is.
-        unsafe { self.0.start().cast::<[AtomicPtr<Shard>; ROUTES]>().as_ref() }
+        unsafe { self.0.start().cast::<[AtomicPtr<Slot>; ROUTES]>().as_ref() }
     }
 
     /// Forgets every shortcut.
@@ -89,22 +95,25 @@ impl Routes {
     }
 
     #[inline(always)]
-    fn at(&self, key: u64) -> &AtomicPtr<Shard> {
-        // Fibonacci hashing: the driver counts streams up.
-        let hash = key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 52;
+    fn at(&self, key: u64, thread: u64) -> &AtomicPtr<Slot> {
+        // Fibonacci hashing: the driver counts streams up, and threads are counted, too.
+        let both = key.wrapping_add(thread << 20);
+        let hash = both.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (64 - ROUTE_BITS);
         &self.all()[hash as usize % ROUTES]
     }
 }
 
 impl Core {
-    /// The shard of a stream that is known by its handle alone, without any call or lock.
+    /// The calling thread's front of a stream, where it is known by the handle alone, without any
+    /// call or lock.
     #[inline(always)]
-    pub(super) fn route(&self, handle: StreamHandle) -> Option<&Shard> {
-        let key = handle.key();
-        let shard = self.routes.at(key).load(Ordering::Acquire);
-        // SAFETY: routes hold null or shards of the registry, which live as long as the pool.
-        let shard = unsafe { shard.as_ref() }?;
-        (shard.key() == key).then_some(shard)
+    pub(super) fn route(&self, handle: StreamHandle) -> Option<&Slot> {
+        let (key, thread) = (handle.key(), Token::number_at_once());
+        let slot = self.routes.at(key, thread).load(Ordering::Acquire);
+        // SAFETY: routes hold null or slots of the registry's shards, which live as long as the
+        // pool.
+        let slot = unsafe { slot.as_ref() }?;
+        slot.is_of(key, thread).then_some(slot)
     }
 
     /// The key of a stream of this number, where its handle has one.
@@ -189,16 +198,12 @@ impl Core {
             }
             book.recording
         };
-        let shard = self.shard(index);
-        if matches!(recording, Recording::Lazy(_)) {
-            let shard: *const Shard = shard;
-            // Under the lock that shortcuts are closed under.
-            let _registry = lock(&self.registry);
-            if !self.aside.is_closed() {
-                self.routes.at(self.key_of(stream)).store(shard.cast_mut(), Ordering::Release);
-            }
-        }
-        Ok(Admitted { stream: index, eager: recording == Recording::Eager, shard })
+        Ok(Admitted {
+            stream: index,
+            eager: recording == Recording::Eager,
+            is_lazy: matches!(recording, Recording::Lazy(_)),
+            shard: self.shard(index),
+        })
     }
 
     /// The place of a stream that is known by its handle alone, if it has one.
@@ -243,16 +248,26 @@ impl Core {
         index
     }
 
-    /// Gives the calling thread a front of the stream, where there is a place for it.
-    pub(super) fn claim_front(&self, stream: u32) -> bool {
-        let Some(token) = Token::current() else { return false };
-        let shard = self.shard(stream);
-        if shard.has(token) {
-            return true;
+    /// Gives the calling thread a front of the stream, where there is a place for it, and a
+    /// shortcut there.
+    pub(super) fn claim_front(&self, admitted: &Admitted<'_>) -> Option<&Slot> {
+        let token = Token::current()?;
+        let shard = self.shard(admitted.stream);
+        if shard.slot_of(token).is_none() {
+            let _revoking = lock(&self.revoking);
+            let _registry = lock(&self.registry);
+            let may_be_loose = self.config.limit_bytes.is_none();
+            // SAFETY: `revoking` is held, so nobody else revokes.
+            unsafe { shard.claim(token, self.asymmetry, may_be_loose) };
         }
-        let _revoking = lock(&self.revoking);
-        // SAFETY: `revoking` is held, so nobody else revokes.
-        unsafe { shard.claim(token, self.asymmetry, self.config.limit_bytes.is_none()) }
+        let slot = shard.slot_of(token)?;
+        // Under the lock that shortcuts are closed under.
+        let _registry = lock(&self.registry);
+        if admitted.is_lazy && !self.aside.is_closed() {
+            let route = self.routes.at(slot.key(), token.number());
+            route.store(std::ptr::from_ref(slot).cast_mut(), Ordering::Release);
+        }
+        Some(slot)
     }
 }
 

@@ -23,8 +23,24 @@ const MAX_BYTES: u64 = MAX_UNITS as u64 * UNIT_BYTES;
 /// How many classes small sizes have.
 pub(super) const SMALL_CLASSES: usize = 64;
 
-/// How many classes large sizes have: 16 for each doubling.
-pub(super) const LARGE_CLASSES: usize = 23 * 16;
+/// How many classes large sizes have: 16 for each doubling, and one to which the largest round.
+pub(super) const LARGE_CLASSES: usize = 23 * 16 + 1;
+
+/// By whole units, up to [`SMALL_UNITS`]: what a small size of so many takes, and its class. Looked
+/// up, since programs mix small sizes in ways that no processor foresees; and as long as a byte
+/// goes, so that nothing is out of bounds.
+const SMALL: [(u8, u8); 256] = {
+    let mut sizes = [(0, 0); 256];
+    let (mut units, mut class) = (1, 0);
+    while units <= SMALL_UNITS {
+        if units > small_units(class) {
+            class += 1;
+        }
+        sizes[units as usize] = (small_units(class) as u8, class as u8);
+        units += 1;
+    }
+    sizes
+};
 
 /// The units that a request takes: above 64 KiB whole pages of 4 KiB; below it rounded up by at
 /// most a sixteenth (and to whole units). `None` for none and for more than a block can have.
@@ -34,12 +50,9 @@ pub(super) fn units_of(bytes: u64) -> Option<u32> {
         let pages = (bytes <= MAX_BYTES).then(|| bytes.div_ceil(STEP_BYTES))?;
         return Some(pages as u32 * LARGE_STEP);
     }
-    let units = bytes.div_ceil(UNIT_BYTES) as u32;
-    match units {
+    match SMALL[usize::from(bytes.div_ceil(UNIT_BYTES) as u8)].0 {
         0 => None,
-        1..=32 => Some(units),
-        33..=64 => Some(units.next_multiple_of(2)),
-        _ => Some(units.next_multiple_of(4)),
+        units => Some(u32::from(units)),
     }
 }
 
@@ -47,11 +60,7 @@ pub(super) fn units_of(bytes: u64) -> Option<u32> {
 #[inline]
 pub(super) fn small_class(units: u32) -> usize {
     debug_assert!((1..=SMALL_UNITS).contains(&units));
-    (match units {
-        ..=32 => units - 1,
-        33..=64 => 32 + (units - 33) / 2,
-        _ => 48 + (units - 65) / 4,
-    }) as usize
+    usize::from(SMALL[usize::from(units as u8)].1)
 }
 
 /// The units of a small class.
@@ -65,11 +74,18 @@ pub(super) const fn small_units(class: usize) -> u32 {
 }
 
 /// The class that a large size is in: sizes of one class differ by less than a sixteenth.
+///
+/// It is the exponent and the first four bits of the fraction that the size has as a float, which
+/// takes a third of the instructions that finding the highest bit does. What has more bits than a
+/// float rounds, at the upper end of a class to the next one.
 #[inline]
 pub(super) fn large_class(units: u32) -> usize {
     debug_assert!(units > SMALL_UNITS && units <= MAX_UNITS);
-    let doubling = units.ilog2();
-    ((doubling - 7) * 16 + ((units >> (doubling - 4)) & 15)) as usize
+    const FRACTION: u32 = f32::MANTISSA_DIGITS - 1;
+    const FIRST: u32 = (SMALL_UNITS as f32).to_bits() >> (FRACTION - 4);
+    // Signed, since that is one instruction.
+    let float = units.cast_signed() as f32;
+    ((float.to_bits() >> (FRACTION - 4)) - FIRST) as usize
 }
 
 #[cfg(test)]

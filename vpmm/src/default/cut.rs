@@ -39,6 +39,9 @@ impl Space {
 
     /// The units of wholly free extents that a request breaks or covers at the end of a free block
     /// where those are fewer; and that end.
+    ///
+    /// Reckoned without a branch wherever it may go either way: nobody foresees where in a block
+    /// extents begin and end.
     #[inline]
     pub(super) fn loss(&self, block: &Block, units: u32) -> (u32, End) {
         let (start, end) = (block.start(), block.end());
@@ -50,44 +53,25 @@ impl Space {
             let extent = self.memory.extent_at(self.memory.granule_of(unit));
             extent.map(|(_, extent)| (extent.start * granule_units, extent.end() * granule_units))
         };
-        // Whole extents lie from here …
-        let first = match bounds(start) {
-            Some((first, _)) if first == start => start,
-            Some((_, next)) => next,
-            None => return (0, End::First),
-        };
-        let cut = start + units;
-        if cut <= first {
+        // All of a free block has memory.
+        let (Some(at_start), Some(at_end), Some(at_cut), Some(at_last_cut)) =
+            (bounds(start), bounds(end - 1), bounds(start + units - 1), bounds(end - units))
+        else {
             return (0, End::First);
-        }
-        // … to here.
-        let last = match bounds(end - 1) {
-            Some((_, last)) if last == end => end,
-            Some((last, _)) => last,
-            None => return (0, End::First),
         };
-        if first >= last {
-            return (0, End::First);
-        }
-        let at_start = if cut >= last {
-            last - first
-        } else {
-            bounds(cut - 1).map_or(0, |(_, behind)| behind - first)
-        };
+        // Whole extents lie from here to there, if any do.
+        let first = if at_start.0 == start { start } else { at_start.1 };
+        let last = if at_end.1 == end { end } else { at_end.0 };
+        let last = last.max(first);
+        let lost_at_start = at_cut.1.clamp(first, last) - first;
+        let lost_at_end = last - at_last_cut.0.clamp(first, last);
         // A block that ends at a hole can grow there.
         let grows = end.is_multiple_of(granule_units) && bounds(end).is_none();
-        if grows {
-            return (at_start, End::First);
-        }
-        let cut = end - units;
-        let at_end = if cut >= last {
-            0
-        } else if cut <= first {
-            last - first
+        if lost_at_end < lost_at_start && !grows {
+            (lost_at_end, End::Last)
         } else {
-            bounds(cut).map_or(0, |(before, _)| last - before)
-        };
-        if at_end < at_start { (at_end, End::Last) } else { (at_start, End::First) }
+            (lost_at_start, End::First)
+        }
     }
 }
 

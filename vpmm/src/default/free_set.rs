@@ -8,14 +8,16 @@ use std::cell::Cell;
 
 use intrusive_collections::{Bound, KeyAdapter, RBTree, RBTreeLink, UnsafeRef, intrusive_adapter};
 
+use super::class::MAX_UNITS;
 use super::owner::Owner;
 
-/// Classes for each doubling, as a power of two.
+/// Classes for each doubling, as a power of two: one word of them.
 const FINENESS: u32 = 6;
-const CLASSES: usize = ((30 - FINENESS + 1) << FINENESS) as usize;
-const WORDS: usize = CLASSES / 64;
+/// A word for each doubling, and one for what rounds to the next.
+const WORDS: usize = MAX_UNITS.ilog2() as usize + 2;
+const CLASSES: usize = WORDS << FINENESS;
 
-const _: () = assert!(WORDS <= 64 && CLASSES.is_multiple_of(64));
+const _: () = assert!(WORDS <= 64);
 
 /// A free block: the node that its first and last tag name.
 pub(super) struct Block {
@@ -118,15 +120,15 @@ impl<'a> KeyAdapter<'a> for SizeAdapter {
     }
 }
 
-/// The class of a size; sizes up to 2^[`FINENESS`] have one each.
+/// The class of a size, by its exponent and fraction as a float, like the front's classes. Larger
+/// sizes are in the same class or in higher ones, and where they round the same holds; sizes up to
+/// 2^[`FINENESS`] have one each.
 #[inline]
 fn class_of(units: u32) -> usize {
-    let doubling = units.ilog2();
-    if doubling < FINENESS {
-        return units as usize;
-    }
-    let step = doubling - FINENESS;
-    ((step << FINENESS) + (units >> step)) as usize
+    const DROPPED: u32 = f32::MANTISSA_DIGITS - 1 - FINENESS;
+    const FIRST: u32 = 1_f32.to_bits() >> DROPPED;
+    let float = units.cast_signed() as f32;
+    ((float.to_bits() >> DROPPED) - FIRST) as usize
 }
 
 /// Which classes of a run of 64 have blocks.
@@ -289,9 +291,8 @@ impl FreeSet {
             return unsafe { self.leave_crowd(class, block) };
         }
         word.occupied &= !bit;
-        if word.occupied == 0 {
-            self.summary &= !(1 << (class / 64));
-        }
+        // Without a branch: whether a word has another class goes either way.
+        self.summary &= !(u64::from(word.occupied == 0) << (class / 64));
     }
 
     /// # Safety

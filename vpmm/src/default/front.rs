@@ -54,13 +54,87 @@ const SMALL_STACKS: [u16; SMALL_CLASSES + 1] = {
     }
     stacks
 };
-const _: () = assert!(LARGE_CLASSES.is_multiple_of(8) && LARGE_CLASSES <= 64 * 8);
+const EIGHTS: usize = LARGE_CLASSES.div_ceil(8).next_multiple_of(8);
 const SMALL_PLACES: usize = SMALL_STACKS[SMALL_CLASSES] as usize;
 
 #[derive(Clone, Copy, Default)]
 struct Held {
     start: u32,
     units: u32,
+}
+
+/// The blocks of one large class: a line of the processor's cache.
+///
+/// The first place holds the depth, as a block of no units: who looks for a size at the top of an
+/// empty stack finds that it is not there by the comparison that he makes anyway.
+#[repr(align(64))]
+struct Stack {
+    units: [u32; 8],
+    starts: [u32; 8],
+}
+
+const _: () = assert!(LARGE_DEPTH < 8);
+
+impl Stack {
+    const EMPTY: Self = Self { units: [0; 8], starts: [0; 8] };
+
+    #[inline(always)]
+    fn depth(&self) -> usize {
+        self.starts[0] as usize
+    }
+
+    #[inline(always)]
+    fn set_depth(&mut self, depth: usize) {
+        self.starts[0] = depth as u32;
+    }
+
+    #[inline(always)]
+    fn at(&self, place: usize) -> Held {
+        Held { start: self.starts[place % 8], units: self.units[place % 8] }
+    }
+
+    #[inline(always)]
+    fn put(&mut self, place: usize, block: Held) {
+        self.starts[place % 8] = block.start;
+        self.units[place % 8] = block.units;
+    }
+
+    /// The block that came last, or one of no units.
+    #[inline(always)]
+    fn top(&self) -> Held {
+        self.at(self.depth())
+    }
+
+    /// Where there is room.
+    #[inline(always)]
+    fn push(&mut self, block: Held) {
+        let depth = self.depth() + 1;
+        self.put(depth, block);
+        self.set_depth(depth);
+    }
+
+    fn blocks(&self) -> impl Iterator<Item = Held> {
+        (1..=self.depth()).map(|place| self.at(place))
+    }
+
+    /// Takes the block at a place out; the top has its place then.
+    fn take(&mut self, place: usize) -> Held {
+        let block = self.at(place);
+        self.put(place, self.top());
+        self.set_depth(self.depth() - 1);
+        block
+    }
+
+    /// Where blocks have at least `units` and at most so many more: a bit for each place. Without
+    /// a branch, since nobody foresees which.
+    #[inline(always)]
+    fn fitting(&self, units: u32, more: u32) -> u32 {
+        let fits = |place: usize| {
+            u32::from(self.units[place].wrapping_sub(units) <= more) << place
+        };
+        let all = (1..=LARGE_DEPTH).fold(0, |all, place| all | fits(place));
+        all & ((2 << self.depth()) - 1)
+    }
 }
 
 /// Units in a front.
@@ -73,76 +147,100 @@ pub(super) struct Cached {
     pub(super) change: i64,
 }
 
-/// What one thread has in front of one stream.
+/// What one thread has in front of one stream. What every call needs comes first.
+#[repr(C)]
 pub(super) struct Front {
-    small_depth: [u16; SMALL_CLASSES],
-    small: [u32; SMALL_PLACES],
-    large_depth: [u8; LARGE_CLASSES],
-    large: [[Held; LARGE_DEPTH]; LARGE_CLASSES],
-    /// Large classes, eight for each bit, of which one may have blocks.
-    eights: u64,
     large_units: u32,
     /// With those of small blocks.
     units: u32,
-    /// The most of one small class.
-    small_class_units: u32,
     /// The fewest units since somebody looked last, and those that there were then.
     least: u32,
     told: u32,
     /// The most of `large_units`.
     bound: u32,
+    /// Brought between its bounds whenever somebody asks what is here.
     score: i32,
     loose: bool,
     may_be_loose: bool,
+    /// The most of one small class.
+    small_class_units: u32,
+    /// How many blocks each small class has, and how many it may have.
+    small_depths: [Depth; SMALL_CLASSES],
+    small: [u32; SMALL_PLACES],
+    /// Not 0 for each eight large classes of which one may have blocks.
+    eights: [u8; EIGHTS],
+    large: [Stack; LARGE_CLASSES],
+}
+
+#[derive(Clone, Copy)]
+struct Depth {
+    now: u16,
+    most: u16,
+}
+
+/// How many blocks each small class may have, where each may have so many units.
+fn small_depths(class_units: u32) -> impl Iterator<Item = u16> {
+    (0..SMALL_CLASSES).map(move |class| {
+        let places = SMALL_STACKS[class + 1] - SMALL_STACKS[class];
+        let blocks = class_units.div_ceil(small_units(class).max(SMALL_LEAST));
+        places.min(SMALL_FEW.max(u16::try_from(blocks).unwrap_or(u16::MAX)))
+    })
 }
 
 impl Front {
     pub(super) fn new(may_be_loose: bool) -> Self {
-        Self {
-            small_depth: [0; SMALL_CLASSES],
-            small: [0; SMALL_PLACES],
-            large_depth: [0; LARGE_CLASSES],
-            large: [[Held::default(); LARGE_DEPTH]; LARGE_CLASSES],
-            eights: 0,
+        let mut front = Self {
             large_units: 0,
             units: 0,
-            small_class_units: SMALL_CLASS_UNITS,
             least: 0,
             told: 0,
             bound: LARGE_UNITS,
             score: 0,
             loose: false,
             may_be_loose,
+            small_class_units: 0,
+            small_depths: [Depth { now: 0, most: 0 }; SMALL_CLASSES],
+            small: [0; SMALL_PLACES],
+            eights: [0; EIGHTS],
+            large: [const { Stack::EMPTY }; LARGE_CLASSES],
+        };
+        front.bound_small(SMALL_CLASS_UNITS);
+        front
+    }
+
+    fn bound_small(&mut self, class_units: u32) {
+        if self.small_class_units != class_units {
+            self.small_class_units = class_units;
+            let depths = self.small_depths.iter_mut().zip(small_depths(class_units));
+            depths.for_each(|(depth, most)| depth.most = most);
         }
     }
 
-    /// A block for `units`, as `units_of` rounds them: its start, and its units.
+    /// A block of exactly so many units, as `units_of` rounds them: its start.
     #[inline(always)]
-    pub(super) fn pop(&mut self, units: u32) -> Option<(u32, u32)> {
+    pub(super) fn pop(&mut self, units: u32) -> Option<u32> {
         if units <= SMALL_UNITS {
-            let class = small_class(units);
-            return Some((self.pop_small(class, units)?, units));
+            return self.pop_small(small_class(units), units);
         }
-        let class = large_class(units);
-        if let Some(top) = self.large_depth[class].checked_sub(1)
-            && let block = self.large[class][top as usize % LARGE_DEPTH]
-            && block.units == units
-        {
-            self.large_depth[class] = top;
-            self.large_units -= units;
-            self.units -= units;
-            self.score = (self.score + HIT).min(MOST);
-            return Some((block.start, units));
+        let stack = self.large.get_mut(large_class(units))?;
+        let block = stack.top();
+        if block.units != units {
+            return None;
         }
-        if self.loose { self.pop_loose(units, class) } else { None }
+        stack.set_depth(stack.depth() - 1);
+        self.large_units -= units;
+        self.units -= units;
+        self.score = self.score.wrapping_add(HIT);
+        Some(block.start)
     }
 
     /// The block of a small class, of so many units, that came last: its start.
     #[inline(always)]
     fn pop_small(&mut self, class: usize, units: u32) -> Option<u32> {
-        let depth = self.small_depth[class].checked_sub(1)?;
-        let start = *self.small.get(usize::from(SMALL_STACKS[class] + depth))?;
-        self.small_depth[class] = depth;
+        let depth = self.small_depths.get_mut(class)?;
+        let now = depth.now.checked_sub(1)?;
+        let start = *self.small.get(usize::from(SMALL_STACKS[class] + now))?;
+        depth.now = now;
         self.units -= units;
         Some(start)
     }
@@ -150,32 +248,35 @@ impl Front {
     /// Takes out a block of the next longer small class that has one: its start, and its units.
     pub(super) fn take_longer(&mut self, units: u32) -> Option<(u32, u32)> {
         let longer = small_class(units) + 1..SMALL_CLASSES;
-        let class = longer.into_iter().find(|class| self.small_depth[*class] > 0)?;
+        let class = longer.into_iter().find(|class| self.small_depths[*class].now > 0)?;
         let units = small_units(class);
         Some((self.pop_small(class, units)?, units))
     }
 
-    /// A block of at least `units` that leaves little unused. Longer ones are in the same class or
-    /// in the next.
-    #[inline(never)]
-    fn pop_loose(&mut self, units: u32, class: usize) -> Option<(u32, u32)> {
-        let fits = units..=units + units / LOOSE_FIT;
-        for class in class..(class + 2).min(LARGE_CLASSES) {
-            let depth = usize::from(self.large_depth[class]);
-            let held = &self.large[class][..depth];
-            if let Some(at) = held.iter().rposition(|block| fits.contains(&block.units)) {
-                return Some(self.take(class, at));
-            }
+    #[inline(always)]
+    pub(super) fn is_loose(&self) -> bool {
+        self.loose
+    }
+
+    /// A block of at least `units` that leaves little unused, where the front is loose: its start,
+    /// and its units. Longer ones are in the same class or in the next.
+    #[inline]
+    pub(super) fn pop_loose(&mut self, units: u32) -> Option<(u32, u32)> {
+        if !self.loose || units <= SMALL_UNITS {
+            return None;
         }
-        None
+        let class = large_class(units);
+        let [own, next] = self.large.get(class..class + 2)? else { return None };
+        let more = units / LOOSE_FIT;
+        // The class's own before the next one's, and of those what came last.
+        let fitting = own.fitting(units, more) << 8 | next.fitting(units, more);
+        let best = fitting.checked_ilog2()? as usize;
+        Some(self.take(if best < 8 { class + 1 } else { class }, best % 8))
     }
 
     /// Takes a large block out; the top of its stack has its place then.
-    fn take(&mut self, class: usize, at: usize) -> (u32, u32) {
-        let block = self.large[class][at];
-        let top = self.large_depth[class] - 1;
-        self.large[class][at] = self.large[class][top as usize % LARGE_DEPTH];
-        self.large_depth[class] = top;
+    fn take(&mut self, class: usize, place: usize) -> (u32, u32) {
+        let block = self.large[class].take(place);
         self.large_units -= block.units;
         self.units -= block.units;
         (block.start, block.units)
@@ -186,36 +287,30 @@ impl Front {
     pub(super) fn push(&mut self, start: u32, units: u32) -> bool {
         if units <= SMALL_UNITS {
             let class = small_class(units);
-            let depth = self.small_depth[class];
-            let at = SMALL_STACKS[class] + depth;
-            if at >= SMALL_STACKS[class + 1] || self.is_full(depth, units) {
+            let Some(depth) = self.small_depths.get_mut(class) else { return false };
+            if depth.now >= depth.most {
                 return false;
             }
-            let Some(place) = self.small.get_mut(usize::from(at)) else { return false };
+            let at = usize::from(SMALL_STACKS[class] + depth.now);
+            let Some(place) = self.small.get_mut(at) else { return false };
             *place = start;
-            self.small_depth[class] = depth + 1;
+            depth.now += 1;
             self.units += units;
             return true;
         }
         let class = large_class(units);
-        let depth = self.large_depth[class] as usize;
+        let Some(stack) = self.large.get_mut(class) else { return false };
         let held = self.large_units;
-        if depth >= LARGE_DEPTH || (held > 0 && units.saturating_add(held) > self.bound) {
+        // The sum is not too large: nothing beyond the bound is kept but one single block.
+        if stack.depth() >= LARGE_DEPTH || (held + units > self.bound && held > 0) {
             return false;
         }
-        self.score = (self.score - 1).max(LOOSE_AT);
-        self.large[class][depth] = Held { start, units };
-        self.large_depth[class] = depth as u8 + 1;
-        self.eights |= 1 << (class / 8);
+        stack.push(Held { start, units });
+        self.eights[class / 8] = 1;
         self.large_units = held + units;
         self.units += units;
+        self.score = self.score.wrapping_sub(1);
         true
-    }
-
-    /// Whether a small class has enough. One block more may be beyond the bound.
-    #[inline(always)]
-    fn is_full(&self, depth: u16, units: u32) -> bool {
-        depth >= SMALL_FEW && u32::from(depth) * units.max(SMALL_LEAST) >= self.small_class_units
     }
 
     /// Makes room for a block of `units` where the stream's share of the pool is `share`: half of
@@ -224,9 +319,9 @@ impl Front {
         if units > SMALL_UNITS {
             self.judge(share);
             let class = large_class(units);
-            if usize::from(self.large_depth[class]) == LARGE_DEPTH {
-                for at in (0..LARGE_DEPTH / 2).rev() {
-                    let (start, units) = self.take(class, at);
+            if self.large[class].depth() == LARGE_DEPTH {
+                for place in (1..=LARGE_DEPTH / 2).rev() {
+                    let (start, units) = self.take(class, place);
                     spill(start, units);
                 }
             }
@@ -237,12 +332,12 @@ impl Front {
         }
         if self.may_be_loose {
             let of_pool = u32::try_from(share / SMALL_CLASS_OF_POOL).unwrap_or(u32::MAX);
-            self.small_class_units = of_pool.clamp(SMALL_CLASS_UNITS, SMALL_CLASS_MOST);
+            self.bound_small(of_pool.clamp(SMALL_CLASS_UNITS, SMALL_CLASS_MOST));
         }
         let class = small_class(units);
         let [first, end] = [class, class + 1].map(|class| usize::from(SMALL_STACKS[class]));
-        let depth = self.small_depth[class];
-        if first + usize::from(depth) < end && !self.is_full(depth, units) {
+        let Depth { now: depth, most } = self.small_depths[class];
+        if depth < most {
             return;
         }
         let gone = depth.div_ceil(2);
@@ -252,7 +347,7 @@ impl Front {
         }
         // The oldest go; those freed last, whose tags are in the processor's cache, stay.
         stack.copy_within(usize::from(gone)..usize::from(depth), 0);
-        self.small_depth[class] = depth - gone;
+        self.small_depths[class].now = depth - gone;
         self.units -= u32::from(gone) * units;
     }
 
@@ -275,14 +370,16 @@ impl Front {
     }
 
     fn spill_large(&mut self, mut spill: impl FnMut(u32, u32)) {
-        let mut eights = std::mem::take(&mut self.eights);
-        while eights != 0 {
-            let first = eights.trailing_zeros() as usize * 8;
-            eights &= eights - 1;
-            for class in first..first + 8 {
-                let depth = usize::from(std::mem::take(&mut self.large_depth[class]));
-                let blocks = &self.large[class][..depth];
-                blocks.iter().for_each(|block| spill(block.start, block.units));
+        let (words, _) = self.eights.as_chunks_mut::<8>();
+        for (word, stacks) in words.iter_mut().zip(self.large.chunks_mut(64)) {
+            let mut marks = u64::from_le_bytes(std::mem::take(word));
+            while marks != 0 {
+                let first = marks.trailing_zeros() as usize & !7;
+                marks &= !(0xff << first);
+                for stack in stacks.iter_mut().skip(first).take(8) {
+                    stack.blocks().for_each(|block| spill(block.start, block.units));
+                    stack.set_depth(0);
+                }
             }
         }
         self.units -= self.large_units;
@@ -302,13 +399,13 @@ impl Front {
     /// The blocks of a small class.
     fn stack(&self, class: usize) -> &[u32] {
         let first = usize::from(SMALL_STACKS[class]);
-        &self.small[first..first + usize::from(self.small_depth[class])]
+        &self.small[first..first + usize::from(self.small_depths[class].now)]
     }
 
     fn spill_small(&mut self, mut spill: impl FnMut(u32, u32)) {
         for class in 0..SMALL_CLASSES {
             self.stack(class).iter().for_each(|start| spill(*start, small_units(class)));
-            self.small_depth[class] = 0;
+            self.small_depths[class].now = 0;
         }
         self.units = self.large_units;
     }
@@ -326,6 +423,7 @@ impl Front {
 
     /// What is here now, and the least since this was asked last.
     pub(super) fn cached(&mut self) -> Cached {
+        self.score = self.score.clamp(LOOSE_AT, MOST);
         let now = self.units;
         let least = std::mem::replace(&mut self.least, now);
         let told = std::mem::replace(&mut self.told, now);
@@ -334,8 +432,8 @@ impl Front {
     }
 
     pub(super) fn blocks(&self) -> u64 {
-        let small: u64 = self.small_depth.iter().map(|depth| u64::from(*depth)).sum();
-        small + self.large_depth.iter().map(|depth| u64::from(*depth)).sum::<u64>()
+        let small: u64 = self.small_depths.iter().map(|depth| u64::from(depth.now)).sum();
+        small + self.large.iter().map(|stack| stack.depth() as u64).sum::<u64>()
     }
 
     /// Every block: start and units.
@@ -343,10 +441,7 @@ impl Front {
         for class in 0..SMALL_CLASSES {
             self.stack(class).iter().for_each(|start| visit(*start, small_units(class)));
         }
-        for (class, depth) in self.large_depth.iter().enumerate() {
-            for block in &self.large[class][..usize::from(*depth)] {
-                visit(block.start, block.units);
-            }
-        }
+        let large = self.large.iter().flat_map(Stack::blocks);
+        large.for_each(|block| visit(block.start, block.units));
     }
 }

@@ -8,7 +8,6 @@
 
 use std::sync::Arc;
 
-use super::admit::NO_KEY;
 use super::book::{Recording, Stage};
 use super::ladder::Request;
 use super::{Core, PoolConfig, lock};
@@ -71,9 +70,7 @@ impl Core {
     }
 
     fn forget_held(&self, number: u64) -> Option<u32> {
-        let index = lock(&self.registry).forget(number)?;
-        self.shard(index).assign(0, NO_KEY);
-        Some(index)
+        lock(&self.registry).forget(number)
     }
 
     /// Whether the number was ever used here.

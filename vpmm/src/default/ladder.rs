@@ -154,7 +154,7 @@ impl Core {
     /// there was one.
     fn take_back_longer(&self, stream: u32, units: u32) -> bool {
         let Some(token) = Token::current() else { return false };
-        let Some(mut front) = self.shard(stream).enter(token, self.asymmetry) else { return false };
+        let Some(mut front) = self.shard(stream).enter(token) else { return false };
         let mut space = self.space.lock();
         space.note_front(front.cached());
         let Some((start, units)) = front.take_longer(units) else { return false };
@@ -324,7 +324,7 @@ impl Core {
     pub(super) fn flush_own(&self, stream: u32, sizes: Option<Part>) -> bool {
         let Some(token) = Token::current() else { return false };
         let shard = self.shard(stream);
-        let Some(mut front) = shard.enter(token, self.asymmetry) else { return false };
+        let Some(mut front) = shard.enter(token) else { return false };
         let mut space = self.space.lock();
         space.note_front(front.cached());
         let mut any = false;

@@ -70,11 +70,11 @@ use crate::backing::Backing;
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, Realm, StreamWatcher};
 use crate::error::{Error, Result};
-use crate::lock::{Asymmetry, SpinLock, Token};
+use crate::lock::{Asymmetry, SpinLock};
 use crate::ordering::{Mark, next_pool};
 use crate::reservation::Reservation;
 use crate::units::DevicePtr;
-use admit::{NO_KEY, Registry, Routes};
+use admit::{Registry, Routes};
 use aside::Aside;
 use book::Recording;
 use class::{UNIT_BYTES, units_of};
@@ -82,7 +82,7 @@ use config::Checked;
 use ladder::Request;
 use memory::Memory;
 use policy::Policy;
-use shard::Shard;
+use shard::Slot;
 use space::{Part, Space};
 use tags::{SPAN_UNITS, Tag, Tags};
 
@@ -217,41 +217,80 @@ impl Core {
     }
 
     /// What needs neither the driver nor a lock but the space's: from the front, or from the free
-    /// memory behind it. Apart from the rest, so that nothing on this path can fail: an error's
-    /// place on the stack and the registers kept for it would cost as much as the front does.
-    #[inline]
+    /// memory behind it.
+    #[inline(always)]
     pub(crate) fn malloc_at_hand(&self, bytes: usize, stream: StreamHandle) -> Option<DevicePtr> {
-        let units = units_of(bytes as u64)?;
-        let shard = self.route(stream)?;
-        let mut front = shard.enter(Token::current()?, self.asymmetry)?;
-        let start = match front.pop(units) {
-            Some((start, units)) => {
-                self.tags.set_live(start, units, shard.index);
-                start
-            }
-            None => self.malloc_behind(shard, front, units)?,
-        };
-        Some(self.pointer(start))
+        self.unit_at_hand(bytes, stream).map(|start| self.pointer(start))
     }
 
-    /// The front has no such block: best fit over what lies behind it.
-    #[inline(never)]
-    fn malloc_behind(
-        &self,
-        shard: &Shard,
-        mut front: shard::Entered<'_>,
-        units: u32,
-    ) -> Option<u32> {
-        let cached = front.cached();
+    /// The first unit of the same.
+    ///
+    /// Nothing here can fail or panic, and nothing is called but at the end: an error's place on
+    /// the stack, and registers saved for what comes after a call, would cost as much as the front
+    /// does.
+    #[inline]
+    fn unit_at_hand(&self, bytes: usize, stream: StreamHandle) -> Option<u32> {
+        let units = units_of(bytes as u64)?;
+        let slot = self.route(stream)?;
+        // SAFETY: the shortcut is the calling thread's, which is inside no front between calls.
+        let Some(mut front) = (unsafe { slot.enter_at_once() }) else {
+            return self.malloc_in_time(slot, units);
+        };
+        if let Some(start) = front.pop(units) {
+            self.tags.set_live(start, units, slot.index);
+            return Some(start);
+        }
+        if front.is_loose() {
+            drop(front);
+            return self.malloc_loosely(slot, units);
+        }
         drop(front);
+        self.malloc_behind(slot, units)
+    }
+
+    /// The front has no block of exactly this size: one that is a little longer.
+    #[inline(never)]
+    fn malloc_loosely(&self, slot: &Slot, units: u32) -> Option<u32> {
+        // SAFETY: as in `unit_at_hand`; the front was left before the call.
+        if let Some(mut front) = unsafe { slot.enter_at_once() }
+            && let Some((start, units)) = front.pop_loose(units)
+        {
+            self.tags.set_live(start, units, slot.index);
+            return Some(start);
+        }
+        self.malloc_behind(slot, units)
+    }
+
+    /// The front cannot be entered at once.
+    #[cold]
+    #[inline(never)]
+    fn malloc_in_time(&self, slot: &Slot, units: u32) -> Option<u32> {
+        // SAFETY: as in `unit_at_hand`.
+        if let Some(mut front) = unsafe { slot.enter() } {
+            let exact = front.pop(units).map(|start| (start, units));
+            if let Some((start, units)) = exact.or_else(|| front.pop_loose(units)) {
+                self.tags.set_live(start, units, slot.index);
+                return Some(start);
+            }
+        }
+        self.malloc_behind(slot, units)
+    }
+
+    /// The front has no block for the request: best fit over what lies behind it.
+    #[inline(never)]
+    fn malloc_behind(&self, slot: &Slot, units: u32) -> Option<u32> {
+        // SAFETY: as in `unit_at_hand`; the front was left before the call.
+        let cached = unsafe { slot.enter() }.map(|mut front| front.cached());
         let mut space = self.space.lock();
-        space.note_front(cached);
+        if let Some(cached) = cached {
+            space.note_front(cached);
+        }
         if space.ebbs() {
             drop(space);
-            self.flush_own(shard.index, Some(Part::Large));
+            self.flush_own(slot.index, Some(Part::Large));
             space = self.space.lock();
         }
-        let placed = space.place(&self.tags, shard.index, units, Part::of_size(units));
+        let placed = space.place(&self.tags, slot.index, units, Part::of_size(units));
         space.note_peak();
         placed
     }
@@ -261,12 +300,11 @@ impl Core {
     #[cold]
     #[inline(never)]
     pub(crate) fn malloc_outside(&self, bytes: usize, handle: StreamHandle) -> Result<DevicePtr> {
-        // One with a front has found nothing at hand: a shortcut leads to streams of ours only.
+        // One with a shortcut has found nothing at hand: that leads to streams of ours only.
         if let Some(units) = units_of(bytes as u64)
-            && let Some(shard) = self.route(handle)
-            && Token::current().is_some_and(|token| shard.has(token))
+            && let Some(slot) = self.route(handle)
         {
-            let request = Request { stream: shard.index, handle, units };
+            let request = Request { stream: slot.index, handle, units };
             return self.climb_on(request).map(|start| self.pointer(start));
         }
         self.device.driver().check_process()?;
@@ -275,13 +313,14 @@ impl Core {
         }
         let units = self.check_size(bytes as u64)?;
         let admitted = self.admit(handle)?;
-        if !admitted.eager && self.claim_front(admitted.stream) {
-            let shard = self.shard(admitted.stream);
-            let front = Token::current().and_then(|token| shard.enter(token, self.asymmetry));
-            if let Some((start, units)) = front.and_then(|mut front| front.pop(units)) {
-                self.tags.set_live(start, units, shard.index);
-                return Ok(self.pointer(start));
-            }
+        if !admitted.eager
+            && let Some(slot) = self.claim_front(&admitted)
+            // SAFETY: the front is the calling thread's, which is inside none.
+            && let Some(mut front) = unsafe { slot.enter() }
+            && let Some(start) = front.pop(units)
+        {
+            self.tags.set_live(start, units, slot.index);
+            return Ok(self.pointer(start));
         }
         let request = Request { stream: admitted.stream, handle, units };
         self.climb(request).map(|start| self.pointer(start))
@@ -331,47 +370,68 @@ impl Core {
     }
 
     /// The free of an allocation by a thread that has a front of the stream. Like
-    /// [`malloc_at_hand`](Self::malloc_at_hand) it cannot fail.
+    /// [`unit_at_hand`](Self::unit_at_hand) it cannot fail, and calls nothing but at its end.
     #[inline]
     pub(crate) fn free_at_hand(&self, ptr: DevicePtr, stream: StreamHandle) -> bool {
-        if let Some(start) = self.unit_of(ptr.address())
-            && let at = self.tags.place_of(start)
-            && let Tag::Live(units) = self.tags.read(at)
-            && let Some(shard) = self.route(stream)
-            && let Some(token) = Token::current()
-            && let Some(mut front) = shard.enter(token, self.asymmetry)
-        {
-            // Before the push: from there on the block may be handed out again.
-            self.tags.set_cached(at, units);
-            if !front.push(start, units) {
-                self.free_behind(shard, front, start, units);
-            }
+        let Some(start) = self.unit_of(ptr.address()) else { return false };
+        let at = self.tags.place_of(start);
+        let Some(units) = self.tags.live_at(at) else { return false };
+        let Some(slot) = self.route(stream) else { return false };
+        // SAFETY: the shortcut is the calling thread's, which is inside no front between calls.
+        let Some(mut front) = (unsafe { slot.enter_at_once() }) else {
+            return self.free_in_time(slot, start, units);
+        };
+        // Before the push: from there on the block may be handed out again.
+        self.tags.set_cached(at, units);
+        if front.push(start, units) {
             return true;
         }
-        false
+        drop(front);
+        self.free_behind(slot, start, units)
     }
 
-    /// The front has no room for the block: others go behind it, and the block where they were.
+    /// The front cannot be entered at once.
+    #[cold]
     #[inline(never)]
-    fn free_behind(&self, shard: &Shard, mut front: shard::Entered<'_>, start: u32, units: u32) {
-        let stream = shard.index;
+    fn free_in_time(&self, slot: &Slot, start: u32, units: u32) -> bool {
+        // SAFETY: as in `free_at_hand`.
+        let Some(mut front) = (unsafe { slot.enter() }) else { return false };
+        self.tags.set_cached(self.tags.place_of(start), units);
+        if front.push(start, units) {
+            return true;
+        }
+        drop(front);
+        self.free_behind(slot, start, units)
+    }
+
+    /// The front has no room for the block, which is nobody's: others go behind it, and the block
+    /// where they were. True: the block is freed.
+    #[inline(never)]
+    fn free_behind(&self, slot: &Slot, start: u32, units: u32) -> bool {
+        let stream = slot.index;
+        // SAFETY: as in `free_at_hand`; the front was left before the call.
+        let front = unsafe { slot.enter() };
         let mut space = self.space.lock();
         let pool = space.memory.mapped() * u64::from(space.memory.granule_units());
         let share = pool / space.books.len() as u64;
-        space.note_front(front.cached());
-        front.make_room(units, share, |start, units| {
-            space.take_back(&self.tags, stream, start, units);
+        let kept = front.is_some_and(|mut front| {
+            space.note_front(front.cached());
+            front.make_room(units, share, |start, units| {
+                space.take_back(&self.tags, stream, start, units);
+            });
+            let kept = front.push(start, units);
+            space.note_front(front.cached());
+            kept
         });
-        if !front.push(start, units) {
+        if !kept {
             space.take_back(&self.tags, stream, start, units);
         }
-        space.note_front(front.cached());
         let much = self.is_much_open(&space, stream);
         drop(space);
-        drop(front);
         if much {
             self.close_own(stream);
         }
+        true
     }
 
     fn is_much_open(&self, space: &Space, stream: u32) -> bool {
@@ -424,7 +484,7 @@ impl Core {
         if admitted.eager {
             return self.free_eagerly(start, handle, stream, ptr);
         }
-        self.claim_front(stream);
+        self.claim_front(&admitted);
         let mut space = self.space.lock();
         // Again, under the lock: two threads may free one pointer at a time.
         let Tag::Live(units) = self.tags.get(start) else {
@@ -467,7 +527,6 @@ impl StreamWatcher for Core {
         let Some(id) = stream.known_to(self.realm) else { return };
         let index = lock(&self.registry).forget(id);
         if let Some(index) = index {
-            self.shard(index).assign(0, NO_KEY);
             self.end_stream(stream, index);
         }
     }

@@ -11,14 +11,53 @@ use crate::lock::{Asymmetry, Biased, BiasedGuard, Life, Token};
 /// Threads that can have a front of one stream at a time; more go to the space behind.
 const SLOTS: usize = 32;
 
-/// A front with its owner.
-#[repr(align(128))]
+/// A front with its owner. What every call needs comes first, in one line of the processor's cache.
+#[repr(C, align(128))]
 pub(super) struct Slot {
+    /// The key of the stream's handles, as the shard has it.
+    key: AtomicU64,
     owner: AtomicU64,
+    /// The stream's place among the books.
+    pub(super) index: u32,
     /// Units in the front, for those who only want to know whether to look.
     units: AtomicU32,
-    life: Mutex<Life>,
     front: Biased<Front>,
+    life: Mutex<Life>,
+}
+
+impl Slot {
+    /// Whether this is the front that the calling thread, by its number, has of the stream whose
+    /// handles have this key.
+    #[inline(always)]
+    pub(super) fn is_of(&self, key: u64, thread: u64) -> bool {
+        self.key.load(Ordering::Relaxed) == key && self.owner.load(Ordering::Relaxed) == thread
+    }
+
+    pub(super) fn key(&self) -> u64 {
+        self.key.load(Ordering::Relaxed)
+    }
+
+    /// The front, unless somebody has revoked it.
+    ///
+    /// # Safety
+    /// The owner is the calling thread, and is not inside already.
+    pub(super) unsafe fn enter(&self) -> Option<Entered<'_>> {
+        // SAFETY: the owner calls, and changes only when it has ended; guards do not outlive a call
+        // of the pool, and no call is made from within another.
+        let front = unsafe { self.front.enter() }?;
+        Some(Entered { units: &self.units, front })
+    }
+
+    /// As [`enter`](Self::enter), but only where that takes no time.
+    ///
+    /// # Safety
+    /// As for [`enter`](Self::enter).
+    #[inline(always)]
+    pub(super) unsafe fn enter_at_once(&self) -> Option<Entered<'_>> {
+        // SAFETY: as in `enter`.
+        let front = unsafe { self.front.enter_at_once() }?;
+        Some(Entered { units: &self.units, front })
+    }
 }
 
 /// A stream's fronts.
@@ -54,15 +93,12 @@ impl Shard {
         self.stream.load(Ordering::Relaxed)
     }
 
-    #[inline(always)]
-    pub(super) fn key(&self) -> u64 {
-        self.key.load(Ordering::Relaxed)
-    }
-
-    /// Takes the shard from one stream that is gone to the next.
+    /// Takes the shard from one stream that is gone to the next. Under the registry's lock, as are
+    /// claims.
     pub(super) fn assign(&self, stream: u64, key: u64) {
         self.stream.store(stream, Ordering::Relaxed);
         self.key.store(key, Ordering::Relaxed);
+        self.all().for_each(|slot| slot.key.store(key, Ordering::Relaxed));
     }
 
     /// Under the registry's lock, as is the look at it.
@@ -79,7 +115,6 @@ impl Shard {
         self.pins.load(Ordering::Acquire) > 0
     }
 
-    #[inline(always)]
     fn slot(&self, place: usize) -> Option<&Slot> {
         let slot = self.slots[place].load(Ordering::Acquire);
         // SAFETY: slots are leaked boxes, freed when the shard is dropped.
@@ -90,26 +125,21 @@ impl Shard {
         (0..SLOTS).filter_map(|place| self.slot(place))
     }
 
-    /// The calling thread's front, unless it has none or somebody has revoked it.
-    #[inline(always)]
-    pub(super) fn enter(&self, token: Token, asymmetry: Asymmetry) -> Option<Entered<'_>> {
-        let slot = self.slot(token.place(SLOTS))?;
-        if slot.owner.load(Ordering::Relaxed) != token.number() {
-            return None;
-        }
-        // SAFETY: the owner is the calling thread, and changes only when that has ended; guards do
-        // not outlive a call of the pool, and no call is made from within another.
-        let front = unsafe { slot.front.enter(asymmetry) }?;
-        Some(Entered { units: &slot.units, front })
+    /// The calling thread's front, where it has one.
+    pub(super) fn slot_of(&self, token: Token) -> Option<&Slot> {
+        let slot = self.slot(token.place(SLOTS));
+        slot.filter(|slot| slot.owner.load(Ordering::Relaxed) == token.number())
     }
 
-    /// Whether the calling thread has a front here.
-    pub(super) fn has(&self, token: Token) -> bool {
-        let slot = self.slot(token.place(SLOTS));
-        slot.is_some_and(|slot| slot.owner.load(Ordering::Relaxed) == token.number())
+    /// The calling thread is inside its front, unless it has none or somebody has revoked it.
+    pub(super) fn enter(&self, token: Token) -> Option<Entered<'_>> {
+        let slot = self.slot_of(token)?;
+        // SAFETY: the owner is the calling thread, which leaves a front before it calls further.
+        unsafe { slot.enter() }
     }
 
     /// Gives the calling thread a front, if its place is free, or that of a thread that has ended.
+    /// Under the registry's lock, so that the stream does not change meanwhile.
     ///
     /// # Safety
     /// The caller is the one thread that revokes fronts of this pool now.
@@ -122,10 +152,12 @@ impl Shard {
         let place = token.place(SLOTS);
         let Some(slot) = self.slot(place) else {
             let slot = Box::new(Slot {
+                key: AtomicU64::new(self.key.load(Ordering::Relaxed)),
                 owner: AtomicU64::new(token.number()),
+                index: self.index,
                 units: AtomicU32::new(0),
+                front: Biased::new(Front::new(may_be_loose), asymmetry),
                 life: Mutex::new(Life::current()),
-                front: Biased::new(Front::new(may_be_loose)),
             });
             // Claims are made one at a time, so the place is still empty.
             self.slots[place].store(Box::into_raw(slot), Ordering::Release);
@@ -197,11 +229,28 @@ pub(super) struct Entered<'a> {
 
 impl Entered<'_> {
     #[inline(always)]
-    pub(super) fn pop(&mut self, units: u32) -> Option<(u32, u32)> {
-        let block = self.front.pop(units)?;
+    pub(super) fn pop(&mut self, units: u32) -> Option<u32> {
+        let start = self.front.pop(units)?;
+        self.note_pop();
+        Some(start)
+    }
+
+    #[inline(always)]
+    pub(super) fn is_loose(&self) -> bool {
+        self.front.is_loose()
+    }
+
+    #[inline]
+    pub(super) fn pop_loose(&mut self, units: u32) -> Option<(u32, u32)> {
+        let block = self.front.pop_loose(units)?;
+        self.note_pop();
+        Some(block)
+    }
+
+    #[inline(always)]
+    fn note_pop(&mut self) {
         self.front.note_least();
         self.units.store(self.front.units(), Ordering::Relaxed);
-        Some(block)
     }
 
     #[inline(always)]

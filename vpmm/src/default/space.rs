@@ -182,6 +182,8 @@ impl Space {
         let part = self.part_of(start);
         let (mut first, mut end) = (start, start + units);
         let (mut at_first, mut at_end) = (tags.place_of(first), tags.place_of(end));
+        // Beyond a neighbour of the same owner only something of nobody's can join.
+        let alone = self.common[part as usize].is_empty();
         // The node that becomes the block's.
         let mut kept = None;
         let mut freed_at = freed_at;
@@ -194,7 +196,11 @@ impl Space {
             first = left.start();
             at_first = tags.place_of(first);
             freed_at = latest(freed_at, &left, owner);
+            let last = alone && left.owner() == owner;
             self.absorb(left, part, owner, &mut kept);
+            if last {
+                break;
+            }
         }
         while let Tag::Free(right) = tags.read(at_end)
             && let right = self.node(right)
@@ -205,7 +211,11 @@ impl Space {
             end = right.end();
             at_end = tags.place_of(end);
             freed_at = latest(freed_at, &right, owner);
+            let last = alone && right.owner() == owner;
             self.absorb(right, part, owner, &mut kept);
+            if last {
+                break;
+            }
         }
         let node = match kept {
             Some(node) if node.owner() == owner => {

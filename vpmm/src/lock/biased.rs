@@ -10,7 +10,7 @@ use std::cell::UnsafeCell;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{Ordering, compiler_fence};
 
-use super::sync::{AtomicBool, fence, spin_loop, yield_now};
+use super::sync::{AtomicBool, AtomicU8, fence, spin_loop, yield_now};
 
 /// How the two sides order their store before their load.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -25,19 +25,6 @@ impl Asymmetry {
     /// Asks the system, and registers the process with it.
     pub(crate) fn detect() -> Self {
         if membarrier::register() { Self::Kernel } else { Self::None }
-    }
-
-    #[inline(always)]
-    fn light(self) {
-        match self {
-            Self::Kernel => {
-                compiler_fence(Ordering::SeqCst);
-                // The kernel may fence here.
-                #[cfg(all(loom, test))]
-                super::model::interrupt();
-            }
-            Self::None => fence(Ordering::SeqCst),
-        }
     }
 
     /// The revoker's fence, once for any number of locks.
@@ -103,10 +90,20 @@ mod membarrier {
     pub(super) fn run() {}
 }
 
+/// What keeps an owner from going in at once: that somebody has revoked the lock …
+const REVOKED: u8 = 1;
+/// … or that the owner has to run a fence, always.
+const FENCED: u8 = 2;
+
 /// A value that one thread, its owner, enters cheaply, and others after revoking it.
+#[repr(C)]
 pub(crate) struct Biased<T> {
     busy: AtomicBool,
-    revoked: AtomicBool,
+    /// [`REVOKED`] and [`FENCED`]: both in one number, so that the owner looks once.
+    state: AtomicU8,
+    /// Whether the model's kernel fences for the owner.
+    #[cfg(all(loom, test))]
+    asymmetry: Asymmetry,
     value: UnsafeCell<T>,
 }
 
@@ -116,10 +113,16 @@ pub(crate) struct Biased<T> {
 unsafe impl<T: Send> Sync for Biased<T> {}
 
 impl<T> Biased<T> {
-    pub(crate) fn new(value: T) -> Self {
+    pub(crate) fn new(value: T, asymmetry: Asymmetry) -> Self {
+        let state = match asymmetry {
+            Asymmetry::Kernel => 0,
+            Asymmetry::None => FENCED,
+        };
         Self {
             busy: AtomicBool::new(false),
-            revoked: AtomicBool::new(false),
+            state: AtomicU8::new(state),
+            #[cfg(all(loom, test))]
+            asymmetry,
             value: UnsafeCell::new(value),
         }
     }
@@ -127,14 +130,47 @@ impl<T> Biased<T> {
     /// The owner's entry; `None` while somebody has revoked it.
     ///
     /// # Safety
-    /// No two threads call this on one lock without synchronising in between, no guard of it lives
-    /// already, and every user of the lock passes the same `asymmetry`.
-    #[inline(always)]
-    pub(crate) unsafe fn enter(&self, asymmetry: Asymmetry) -> Option<BiasedGuard<'_, T>> {
+    /// No two threads call this on one lock without synchronising in between, and no guard of it
+    /// lives already.
+    pub(crate) unsafe fn enter(&self) -> Option<BiasedGuard<'_, T>> {
         self.busy.store(true, Ordering::Relaxed);
-        asymmetry.light();
-        // Acquires what a former revoker did to the value.
-        if self.revoked.load(Ordering::Acquire) {
+        self.owners_fence();
+        let mut state = self.state.load(Ordering::Acquire);
+        if state & FENCED != 0 {
+            fence(Ordering::SeqCst);
+            state = self.state.load(Ordering::Acquire);
+        }
+        self.unless(state & REVOKED != 0)
+    }
+
+    /// The owner's entry where nothing is in its way, in a handful of instructions and without a
+    /// call: `None` while somebody has revoked the lock, and always where owners run a fence, which
+    /// leaves [`enter`](Self::enter) to be tried.
+    ///
+    /// # Safety
+    /// As for [`enter`](Self::enter).
+    #[inline(always)]
+    pub(crate) unsafe fn enter_at_once(&self) -> Option<BiasedGuard<'_, T>> {
+        self.busy.store(true, Ordering::Relaxed);
+        self.owners_fence();
+        self.unless(self.state.load(Ordering::Acquire) != 0)
+    }
+
+    /// Where the kernel fences for owners, if it does.
+    #[inline(always)]
+    fn owners_fence(&self) {
+        compiler_fence(Ordering::SeqCst);
+        #[cfg(all(loom, test))]
+        if self.asymmetry == Asymmetry::Kernel {
+            super::model::interrupt();
+        }
+    }
+
+    /// The guard, unless something is in the way. Whoever comes in has acquired what a former
+    /// revoker did to the value, by its look at the state.
+    #[inline(always)]
+    fn unless(&self, barred: bool) -> Option<BiasedGuard<'_, T>> {
+        if barred {
             self.busy.store(false, Ordering::Release);
             return None;
         }
@@ -145,7 +181,7 @@ impl<T> Biased<T> {
     /// and restores the locks.
     ///
     /// # Safety
-    /// One thread at a time revokes, and it is inside none of these locks; every user passes the
+    /// One thread at a time revokes, and it is inside none of these locks, which were made for the
     /// same `asymmetry`.
     pub(crate) unsafe fn revoke<'a>(
         locks: impl Iterator<Item = &'a Self> + Clone,
@@ -155,7 +191,9 @@ impl<T> Biased<T> {
         T: 'a,
     {
         for lock in locks.clone() {
-            lock.revoked.store(true, Ordering::Relaxed);
+            // Nobody else writes it.
+            let state = lock.state.load(Ordering::Relaxed);
+            lock.state.store(state | REVOKED, Ordering::Relaxed);
         }
         asymmetry.heavy();
         for lock in locks {
@@ -165,9 +203,10 @@ impl<T> Biased<T> {
                 if spins < 100 { spin_loop() } else { yield_now() }
             }
             // SAFETY: the owner left before we saw `busy` clear, and whoever sets it from now on
-            // sees `revoked`; the caller vouches that no other revoker is here.
+            // sees `REVOKED`; the caller vouches that no other revoker is here.
             work(unsafe { &mut *lock.value.get() });
-            lock.revoked.store(false, Ordering::Release);
+            let state = lock.state.load(Ordering::Relaxed);
+            lock.state.store(state & !REVOKED, Ordering::Release);
         }
     }
 }
@@ -206,11 +245,20 @@ impl<T> Drop for BiasedGuard<'_, T> {
 mod tests {
     use super::*;
 
+    /// The two ways in, as owners take them.
+    ///
+    /// # Safety
+    /// As for [`Biased::enter`].
+    unsafe fn enter<T>(lock: &Biased<T>) -> Option<BiasedGuard<'_, T>> {
+        // SAFETY: passed on to the caller; the second is tried where the first gave no guard.
+        unsafe { lock.enter_at_once().or_else(|| lock.enter()) }
+    }
+
     /// An owner and a revoker both add to a number without an atomic operation: every addition
     /// counts only if they exclude each other.
     fn additions_all_count(asymmetry: Asymmetry) {
         let rounds: u64 = if cfg!(miri) { 30 } else { 3_000 };
-        let lock = Biased::new(0_u64);
+        let lock = Biased::new(0_u64, asymmetry);
         let mut mine = 0;
         std::thread::scope(|scope| {
             let revoker = scope.spawn(|| {
@@ -222,7 +270,7 @@ mod tests {
             while !revoker.is_finished() {
                 for _ in 0..100 {
                     // SAFETY: the only thread that enters; the guard ends with the statement.
-                    if let Some(mut value) = unsafe { lock.enter(asymmetry) } {
+                    if let Some(mut value) = unsafe { enter(&lock) } {
                         *value += 1;
                         mine += 1;
                     }
@@ -230,7 +278,7 @@ mod tests {
             }
         });
         // SAFETY: as above.
-        assert_eq!(unsafe { lock.enter(asymmetry) }.map(|value| *value), Some(rounds + mine));
+        assert_eq!(unsafe { lock.enter() }.map(|value| *value), Some(rounds + mine));
     }
 
     #[test]

@@ -15,13 +15,13 @@ mod sync {
     #[cfg(all(loom, test))]
     pub(super) use loom::{
         hint::spin_loop,
-        sync::atomic::{AtomicBool, fence},
+        sync::atomic::{AtomicBool, AtomicU8, fence},
         thread::yield_now,
     };
     #[cfg(not(all(loom, test)))]
     pub(super) use std::{
         hint::spin_loop,
-        sync::atomic::{AtomicBool, fence},
+        sync::atomic::{AtomicBool, AtomicU8, fence},
         thread::yield_now,
     };
 }

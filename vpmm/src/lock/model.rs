@@ -93,14 +93,20 @@ struct Place {
 
 impl Place {
     fn new(asymmetry: Asymmetry) -> Arc<Self> {
-        let lock = Biased::new(Count::new());
+        let lock = Biased::new(Count::new(), asymmetry);
         Arc::new(Self { asymmetry, revoking: Mutex::new(()), lock })
     }
 
     /// The owner's way in, once; whether it was let in.
     fn enter(&self) -> bool {
         // SAFETY: each model has one owner at a time, and no guard outlives the call.
-        let guard = unsafe { self.lock.enter(self.asymmetry) };
+        let guard = unsafe {
+            match self.asymmetry {
+                Asymmetry::Kernel => self.lock.enter_at_once(),
+                // Where owners fence the other way in is never open.
+                Asymmetry::None => self.lock.enter(),
+            }
+        };
         let entered = guard.is_some();
         if let Some(count) = guard {
             self.interrupt();

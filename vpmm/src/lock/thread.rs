@@ -38,6 +38,12 @@ impl Token {
         }
     }
 
+    /// The calling thread's number where it has one; else what no thread's is.
+    #[inline(always)]
+    pub(crate) fn number_at_once() -> u64 {
+        TOKEN.with(Cell::get)
+    }
+
     #[cold]
     fn first() -> Option<Self> {
         /// Counts threads: nothing but their names depends on it.
