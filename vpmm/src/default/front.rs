@@ -63,6 +63,10 @@ struct Held {
     units: u32,
 }
 
+impl Held {
+    const NONE: Self = Self { start: 0, units: 0 };
+}
+
 /// The blocks of one large class: a line of the processor's cache.
 ///
 /// The first place holds the depth, as a block of no units: who looks for a size at the top of an
@@ -129,9 +133,7 @@ impl Stack {
     /// a branch, since nobody foresees which.
     #[inline(always)]
     fn fitting(&self, units: u32, more: u32) -> u32 {
-        let fits = |place: usize| {
-            u32::from(self.units[place].wrapping_sub(units) <= more) << place
-        };
+        let fits = |place: usize| u32::from(self.units[place].wrapping_sub(units) <= more) << place;
         let all = (1..=LARGE_DEPTH).fold(0, |all, place| all | fits(place));
         all & ((2 << self.depth()) - 1)
     }
@@ -150,6 +152,12 @@ pub(super) struct Cached {
 /// What one thread has in front of one stream. What every call needs comes first.
 #[repr(C)]
 pub(super) struct Front {
+    /// The block of any class that came last, which is not on its stack yet; or one of no units.
+    ///
+    /// A program that frees and asks for the same again has it back through this one place. By way
+    /// of a stack the processor would have to know the block's size, and so read its tag, before it
+    /// could know whether the next request finds another block there.
+    last: Held,
     large_units: u32,
     /// With those of small blocks.
     units: u32,
@@ -190,6 +198,7 @@ fn small_depths(class_units: u32) -> impl Iterator<Item = u16> {
 impl Front {
     pub(super) fn new(may_be_loose: bool) -> Self {
         let mut front = Self {
+            last: Held::NONE,
             large_units: 0,
             units: 0,
             least: 0,
@@ -220,18 +229,38 @@ impl Front {
     #[inline(always)]
     pub(super) fn pop(&mut self, units: u32) -> Option<u32> {
         if units <= SMALL_UNITS {
-            return self.pop_small(small_class(units), units);
+            return match self.pop_last(units) {
+                Some(start) => Some(start),
+                None => self.pop_small(small_class(units), units),
+            };
         }
-        let stack = self.large.get_mut(large_class(units))?;
-        let block = stack.top();
-        if block.units != units {
+        let start = match self.pop_last(units) {
+            Some(start) => start,
+            None => {
+                let stack = self.large.get_mut(large_class(units))?;
+                let block = stack.top();
+                if block.units != units {
+                    return None;
+                }
+                stack.set_depth(stack.depth() - 1);
+                self.units -= units;
+                block.start
+            }
+        };
+        self.large_units -= units;
+        self.score = self.score.wrapping_add(HIT);
+        Some(start)
+    }
+
+    /// The block that came last, if it is of so many units: its start.
+    #[inline(always)]
+    fn pop_last(&mut self, units: u32) -> Option<u32> {
+        if self.last.units != units {
             return None;
         }
-        stack.set_depth(stack.depth() - 1);
-        self.large_units -= units;
+        self.last.units = 0;
         self.units -= units;
-        self.score = self.score.wrapping_add(HIT);
-        Some(block.start)
+        Some(self.last.start)
     }
 
     /// The block of a small class, of so many units, that came last: its start.
@@ -285,6 +314,27 @@ impl Front {
     /// Keeps a block, if there is room for it.
     #[inline(always)]
     pub(super) fn push(&mut self, start: u32, units: u32) -> bool {
+        let large = units > SMALL_UNITS;
+        // The sum is not too large: nothing beyond the bound is kept but one single block.
+        if large && self.large_units + units > self.bound && self.large_units > 0 {
+            return false;
+        }
+        if self.last.units != 0 && !self.put_away() {
+            return false;
+        }
+        self.last = Held { start, units };
+        self.units += units;
+        if large {
+            self.large_units += units;
+            self.score = self.score.wrapping_sub(1);
+        }
+        true
+    }
+
+    /// Puts the block that came last on its stack, where there is room for it.
+    #[inline(always)]
+    fn put_away(&mut self) -> bool {
+        let Held { start, units } = self.last;
         if units <= SMALL_UNITS {
             let class = small_class(units);
             let Some(depth) = self.small_depths.get_mut(class) else { return false };
@@ -295,41 +345,46 @@ impl Front {
             let Some(place) = self.small.get_mut(at) else { return false };
             *place = start;
             depth.now += 1;
-            self.units += units;
             return true;
         }
         let class = large_class(units);
         let Some(stack) = self.large.get_mut(class) else { return false };
-        let held = self.large_units;
-        // The sum is not too large: nothing beyond the bound is kept but one single block.
-        if stack.depth() >= LARGE_DEPTH || (held + units > self.bound && held > 0) {
+        if stack.depth() >= LARGE_DEPTH {
             return false;
         }
         stack.push(Held { start, units });
         self.eights[class / 8] = 1;
-        self.large_units = held + units;
-        self.units += units;
-        self.score = self.score.wrapping_sub(1);
         true
     }
 
     /// Makes room for a block of `units` where the stream's share of the pool is `share`: half of
-    /// its class goes to `spill`, or everything large, where all of it is too much.
+    /// the stack that the block before it goes to is for `spill`, where that is full; or everything
+    /// large, where all of it is too much.
     pub(super) fn make_room(&mut self, units: u32, share: u64, mut spill: impl FnMut(u32, u32)) {
-        if units > SMALL_UNITS {
-            self.judge(share);
-            let class = large_class(units);
-            if self.large[class].depth() == LARGE_DEPTH {
-                for place in (1..=LARGE_DEPTH / 2).rev() {
-                    let (start, units) = self.take(class, place);
-                    spill(start, units);
-                }
-            }
-            if self.large_units.saturating_add(units) > self.bound {
-                self.spill_large(spill);
-            }
-            return;
+        self.judge(share);
+        match self.last.units {
+            0 => {}
+            small @ ..=SMALL_UNITS => self.halve_small(small, share, &mut spill),
+            large => self.halve_large(large, &mut spill),
         }
+        if units > SMALL_UNITS && self.large_units.saturating_add(units) > self.bound {
+            self.spill_large(spill);
+        }
+    }
+
+    /// Has half of a large class go where its stack is full. The oldest go.
+    fn halve_large(&mut self, units: u32, mut spill: impl FnMut(u32, u32)) {
+        let class = large_class(units);
+        if self.large[class].depth() == LARGE_DEPTH {
+            for place in (1..=LARGE_DEPTH / 2).rev() {
+                let (start, units) = self.take(class, place);
+                spill(start, units);
+            }
+        }
+    }
+
+    /// The same of a small class.
+    fn halve_small(&mut self, units: u32, share: u64, mut spill: impl FnMut(u32, u32)) {
         if self.may_be_loose {
             let of_pool = u32::try_from(share / SMALL_CLASS_OF_POOL).unwrap_or(u32::MAX);
             self.bound_small(of_pool.clamp(SMALL_CLASS_UNITS, SMALL_CLASS_MOST));
@@ -370,6 +425,10 @@ impl Front {
     }
 
     fn spill_large(&mut self, mut spill: impl FnMut(u32, u32)) {
+        if self.last.units > SMALL_UNITS {
+            spill(self.last.start, self.last.units);
+            self.last = Held::NONE;
+        }
         let (words, _) = self.eights.as_chunks_mut::<8>();
         for (word, stacks) in words.iter_mut().zip(self.large.chunks_mut(64)) {
             let mut marks = u64::from_le_bytes(std::mem::take(word));
@@ -403,6 +462,10 @@ impl Front {
     }
 
     fn spill_small(&mut self, mut spill: impl FnMut(u32, u32)) {
+        if (1..=SMALL_UNITS).contains(&self.last.units) {
+            spill(self.last.start, self.last.units);
+            self.last = Held::NONE;
+        }
         for class in 0..SMALL_CLASSES {
             self.stack(class).iter().for_each(|start| spill(*start, small_units(class)));
             self.small_depths[class].now = 0;
@@ -433,7 +496,9 @@ impl Front {
 
     pub(super) fn blocks(&self) -> u64 {
         let small: u64 = self.small_depths.iter().map(|depth| u64::from(depth.now)).sum();
-        small + self.large.iter().map(|stack| stack.depth() as u64).sum::<u64>()
+        u64::from(self.last.units > 0)
+            + small
+            + self.large.iter().map(|stack| stack.depth() as u64).sum::<u64>()
     }
 
     /// Every block: start and units.
@@ -441,7 +506,8 @@ impl Front {
         for class in 0..SMALL_CLASSES {
             self.stack(class).iter().for_each(|start| visit(*start, small_units(class)));
         }
+        let last = std::iter::once(self.last).filter(|block| block.units > 0);
         let large = self.large.iter().flat_map(Stack::blocks);
-        large.for_each(|block| visit(block.start, block.units));
+        last.chain(large).for_each(|block| visit(block.start, block.units));
     }
 }
