@@ -336,15 +336,12 @@ impl Space {
         units: u32,
         part: Part,
     ) -> Option<u32> {
+        // Without a limit it makes no difference to what is held which end is taken.
         let (block, end) = if part == Part::Large && self.scarce {
             let (id, end) = self.least_loss(stream, units, part)?;
             (self.node(id), end)
         } else {
-            let block = self.best_fit(stream, units, part)?;
-            // What is shorter than a granule holds no extent.
-            let cut = part == Part::Large && block.units() > units.max(self.memory.granule_units());
-            let end = if cut { self.loss(&block, units).1 } else { End::First };
-            (block, end)
+            (self.best_fit(stream, units, part)?, End::First)
         };
         let (start, at) = if end == End::Last && block.units() > units {
             let start = self.cut_tail(tags, &block, part, units);
