@@ -196,9 +196,25 @@ impl Device {
         Ok(ContextGuard { driver, pushed, _thread: PhantomData })
     }
 
+    /// Fails where somebody has reset the device. Its streams went with the context then, which a
+    /// driver does not always notice: of a stream that is gone it may name any context, or crash.
+    fn check_context(&self) -> Result<()> {
+        let (mut flags, mut active) = (0, 0);
+        // SAFETY: the pointers are to live numbers.
+        unsafe {
+            self.0.driver.cuDevicePrimaryCtxGetState(self.0.device, &mut flags, &mut active)
+        }?;
+        if active != 0 {
+            return Ok(());
+        }
+        let code = CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED;
+        Err(Error::ContextLost { call: "cuDevicePrimaryCtxGetState", code })
+    }
+
     /// Fails unless the stream belongs to this device's primary context, which must be current.
     pub(crate) fn check_stream(&self, stream: StreamHandle) -> Result<()> {
         let driver = &self.0.driver;
+        self.check_context()?;
         let mut context: CUcontext = ptr::null_mut();
         // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is to a
         // live CUcontext.
