@@ -190,16 +190,19 @@ impl Core {
         let granule_units = u64::from(space.memory.granule_units());
         let pool = space.memory.mapped() * granule_units;
         let short = room * granule_units < u64::from(request.units);
-        let worth =
-            |held: u64, much: u64| held >= u64::from(request.units) && (short || held >= much);
+        let enough_for_it = |held: u64| held >= u64::from(request.units);
         let counters = &space.counters;
         let doublings = counters.called_in / ((counters.growths + 1) * ASKED_EACH);
         let much = (pool / ALL_OF_POOL).max(ALL_UNITS);
         let some = (pool / FREED_OF_POOL).max(FREED_UNITS) << doublings.min(16);
         let freed = space.want_from_others(request.stream);
-        let from_streams = space.opportunistic && worth(freed, some.min(much));
+        // Where it is less than the request: what is free may move to where that grows.
+        let from_streams =
+            space.opportunistic && (freed >= some.min(much) || (short && enough_for_it(freed)));
         let enough = if at_leisure { some.min(much) } else { much };
-        let from_fronts = space.may_empty_fronts(request.units) && worth(freed + in_fronts, enough);
+        let all = freed + in_fronts;
+        let from_fronts =
+            space.may_empty_fronts(request.units) && enough_for_it(all) && (short || all >= enough);
         space.pace.spend(u64::from(from_fronts));
         space.counters.called_in += u64::from(from_streams || from_fronts);
         (from_streams, from_fronts)
