@@ -147,7 +147,7 @@ fn what_never_settles_grows_ahead_until_it_does() {
         held.push(pool.malloc(bytes, &stream).unwrap());
     }
     let stats = pool.stats();
-    assert!(stats.extents_moved - late < 20, "{late} {stats:?}");
+    assert!(100 * (stats.extents_moved - late) < late, "{late} {stats:?}");
     assert!(3 * stats.peak_mapped_bytes < 4 * stats.peak_live_bytes, "{stats:?}");
 }
 

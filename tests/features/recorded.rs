@@ -122,6 +122,29 @@ fn many_allocations_are_used_on_one_stream() {
 }
 
 #[test]
+fn what_was_used_is_free_again_though_the_other_stream_has_more_to_do() {
+    Rig::everywhere(|rig| {
+        let watched = rig.pool(Profile::Default);
+        let (own, side) = (rig.stream(), rig.stream());
+        // More of them than events are kept.
+        let held: Vec<_> = (0..12).map(|_| watched.malloc(BLOCK, &own)).collect();
+        for held in &held {
+            watched.look_from(held, &own, &side);
+            watched.free(*held, &own);
+        }
+        // Not by the library, which would take note.
+        call!(rig.driver, cuCtxSynchronize());
+        let stall = rig.stall(side.handle());
+        let mapped = watched.mapped();
+        let again: Vec<_> = held.iter().map(|_| watched.malloc(BLOCK, &own)).collect();
+        assert_eq!(watched.mapped(), mapped, "{}", watched.layout());
+        drop(stall);
+        again.into_iter().for_each(|held| watched.free(held, &own));
+        watched.assert_intact();
+    });
+}
+
+#[test]
 fn a_stream_noted_twice_or_freed_on_is_noted_once_or_not_at_all() {
     Rig::each(|rig, profile| {
         for bytes in SIZES {

@@ -230,7 +230,10 @@ impl Core {
         let unpinned = |index: u32| !registry.shards[index as usize].is_pinned();
         let index = match space.vacant_book(unpinned) {
             Some(index) => {
-                space.books[index as usize].reuse(recording);
+                let space = &mut *space;
+                let book = &mut space.books[index as usize];
+                space.events.extend(book.fences.drain(..).map(|fence| fence.event));
+                book.reuse(recording);
                 registry.by_stream.retain(|_, known| *known != index);
                 registry.shards[index as usize].assign(stream, self.key_of(stream));
                 index

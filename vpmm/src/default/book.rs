@@ -15,6 +15,7 @@ use super::owner::Owner;
 use super::space::Part;
 use crate::device::StreamHandle;
 use crate::event::Event;
+use crate::ordering::Mark;
 
 /// How far the closed epoch has come.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -73,8 +74,17 @@ pub(super) struct Book {
     pub(super) awaited: u64,
     /// The highest epoch that a deferred free waits for.
     pub(super) deferred_until: u64,
+    /// Events recorded for deferred frees, in order.
+    pub(super) fences: SmallVec<[Fence; 1]>,
     /// Noted uses and deferred frees that name this book: it is not given to another stream.
     pub(super) pins: u32,
+}
+
+/// An event, and the mark that it is behind.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(super) struct Fence {
+    pub(super) mark: Mark,
+    pub(super) event: Event,
 }
 
 /// A stream comes after another one, up to a mark of that.
@@ -101,6 +111,7 @@ impl Book {
             seen: 0,
             awaited: 0,
             deferred_until: 0,
+            fences: SmallVec::new(),
             pins: 0,
         }
     }

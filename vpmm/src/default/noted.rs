@@ -5,20 +5,28 @@
 //! live ──record_stream──▶ noted ──free──▶ deferred ──the others' epochs have passed──▶ free
 //! ```
 //!
-//! Nothing is recorded for it but the events that close epochs anyway: a deferred block waits for
-//! the epoch that was open on each further stream when it was freed. No stream waits on the GPU.
+//! A deferred block waits for the epoch that was open on each further stream when it was freed. For
+//! one of a granule or more an event is recorded at the free, too, and asked about at the next such
+//! free and when memory is short; for others nothing is but what closes epochs anyway. No stream
+//! waits on the GPU.
 
+use cuda_sys::types::CUresult;
 use smallvec::SmallVec;
 
-use super::book::Recording;
-use super::fences::stream_is_capturing;
+use super::book::{Fence, Recording};
+use super::fences::{Recorded, record_beside_captures, stream_is_capturing};
 use super::owner::Owner;
 use super::space::Space;
 use super::tags::{Tag, Tags};
 use super::{Core, lock};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
+use crate::event::BesideCaptures;
+use crate::ordering::Mark;
 use crate::units::DevicePtr;
+
+/// Events for deferred frees on one stream at a time.
+pub(super) const FENCES: usize = 8;
 
 /// A further stream that uses an allocation.
 #[derive(Clone, Copy)]
@@ -108,8 +116,99 @@ impl Core {
             }
         }
         let own = own.unwrap_or_else(|| space.wait_for_open(stream));
+        let mut marks: SmallVec<[Mark; 2]> = SmallVec::new();
+        if units >= space.memory.granule_units() {
+            let further = waits.iter().map(|wait| wait.stream);
+            let lazy = further.filter(|stream| {
+                matches!(space.books[*stream as usize].recording, Recording::Lazy(_))
+            });
+            let lazy: SmallVec<[u32; 2]> = lazy.collect();
+            marks.extend(lazy.into_iter().map(|stream| space.take_mark(self.number, stream)));
+        }
         space.defer(&self.tags, Deferred { start, units, own, waits });
+        drop(space);
+        if !marks.is_empty()
+            && let Ok(_context) = self.device.enter()
+        {
+            for mark in marks {
+                // The free has succeeded whatever comes of it: a failure is met again by the next
+                // who asks, and told then.
+                let _ = self.ask_fences(mark.stream);
+                let _ = self.fence_behind(mark);
+            }
+        }
         Ok(())
+    }
+
+    /// Records an event behind a mark of a further stream, at the free of a block that is worth it:
+    /// one that is recorded when somebody lacks memory is behind all that the stream was given
+    /// since.
+    fn fence_behind(&self, mark: Mark) -> Result<()> {
+        // As in `record_closed`.
+        let _not_ending = lock(&self.shard(mark.stream).eager);
+        let (on, spare) = {
+            let mut space = self.space.lock();
+            let space = &mut *space;
+            let book = &mut space.books[mark.stream as usize];
+            let Recording::Lazy(on) = book.recording else { return Ok(()) };
+            // The last one is recorded anew where there are many, and is behind more.
+            let last = if book.fences.len() < FENCES { None } else { book.fences.pop() };
+            (on, last.map(|fence| fence.event).or_else(|| space.events.pop()))
+        };
+        let recorded = record_beside_captures(self.device.driver(), on, spare);
+        let mut space = self.space.lock();
+        match recorded {
+            Ok(Recorded::On(event)) => {
+                let space = &mut *space;
+                let book = &mut space.books[mark.stream as usize];
+                // Nothing may wait for it any more.
+                match book.pins {
+                    0 => space.events.push(event),
+                    _ => book.fences.push(Fence { mark, event }),
+                }
+                Ok(())
+            }
+            // The next who asks closes the epoch.
+            Ok(Recorded::Capturing(spare)) => {
+                space.events.extend(spare);
+                Ok(())
+            }
+            Err(failure) => {
+                space.events.extend(spare);
+                Err(failure.into())
+            }
+        }
+    }
+
+    /// Asks about the events that were recorded for deferred frees on a stream, until one is found
+    /// that has not passed: whether there is one.
+    fn ask_fences(&self, stream: u32) -> Result<bool> {
+        let driver = self.device.driver();
+        loop {
+            let first = self.space.lock().books[stream as usize].fences.first().copied();
+            let Some(fence) = first else { return Ok(false) };
+            let answer = {
+                let _beside = BesideCaptures::enter(driver)?;
+                fence.event.is_complete(driver)
+            };
+            match answer {
+                Ok(false) => return Ok(true),
+                Ok(true) => {}
+                // It is part of a graph, and proves nothing.
+                Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {}
+                Err(failure) => return Err(failure.into()),
+            }
+            let mut space = self.space.lock();
+            let book = &mut space.books[stream as usize];
+            // Another thread may have asked, too; and events are used again.
+            if book.fences.first() == Some(&fence) {
+                book.fences.remove(0);
+                space.events.push(fence.event);
+                if answer.is_ok() {
+                    space.settle_epoch(&self.tags, &fence.mark, false);
+                }
+            }
+        }
     }
 
     /// Whether a handle still means the stream: another thread's default stream cannot be recorded
@@ -157,7 +256,9 @@ impl Core {
         streams.sort_unstable();
         streams.dedup();
         for stream in streams {
-            self.advance(stream, false)?;
+            if !self.ask_fences(stream)? {
+                self.advance(stream, false)?;
+            }
         }
         Ok(())
     }
@@ -198,6 +299,7 @@ impl Space {
                 book.pins -= 1;
                 if book.pins == 0 {
                     book.deferred_until = 0;
+                    self.events.extend(book.fences.drain(..).map(|fence| fence.event));
                 }
             }
             self.deferred_units -= u64::from(units);

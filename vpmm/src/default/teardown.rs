@@ -83,6 +83,7 @@ impl Drop for Core {
         let mut events: Vec<Event> = space.events.drain(..).collect();
         for book in &mut space.books {
             events.extend(book.last_record.take());
+            events.extend(book.fences.drain(..).map(|fence| fence.event));
             if let super::book::Stage::Recorded(event) = book.stage {
                 events.push(event);
             }

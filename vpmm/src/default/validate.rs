@@ -6,6 +6,7 @@ use super::book::{Book, Recording, Stage};
 use super::class::UNIT_BYTES;
 use super::free_set::Block;
 use super::memory::Backed;
+use super::noted::FENCES;
 use super::owner::Owner;
 use super::shard::Shard;
 use super::space::{Part, Space};
@@ -315,7 +316,8 @@ impl Space {
                 Stage::Recorded(event) => Some(event),
                 _ => None,
             };
-            for event in recorded.into_iter().chain(book.last_record) {
+            let fences = book.fences.iter().map(|fence| fence.event);
+            for event in recorded.into_iter().chain(book.last_record).chain(fences) {
                 if !events.insert(format!("{event:?}")) {
                     return broken(I3, format!("stream {index} shares an event"));
                 }
@@ -358,7 +360,7 @@ impl Space {
             let nodes = self.memory.map.nodes();
             return broken(I7, format!("{nodes} nodes for {regions} regions"));
         }
-        let most = 2 * self.books.len() + 64;
+        let most = (2 + FENCES) * self.books.len() + 64;
         if self.events.len() > most {
             return broken(I7, format!("{} spare events", self.events.len()));
         }
