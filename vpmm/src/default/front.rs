@@ -37,10 +37,10 @@ const LOOSE_OF_POOL: u64 = 4;
 const LOOSE_FIT: u32 = 16;
 /// How a front judges itself: every large block that comes counts against it, every one that goes
 /// out for its exact size for it. Down at one bound it goes loose, and exact again at the middle.
-const HIT: i32 = 4;
-const LOOSE_AT: i32 = -128;
-const EXACT_AT: i32 = 0;
-const MOST: i32 = 128;
+const HIT: i64 = 4;
+const LOOSE_AT: i64 = -128;
+const EXACT_AT: i64 = 0;
+const MOST: i64 = 128;
 
 /// Where the stack of each small class begins, and behind the last one.
 const SMALL_STACKS: [u16; SMALL_CLASSES + 1] = {
@@ -166,8 +166,9 @@ pub(super) struct Front {
     told: u32,
     /// The most of `large_units`.
     bound: u32,
-    /// Brought between its bounds whenever somebody asks what is here.
-    score: i32,
+    /// Brought between its bounds whenever somebody asks what is here, and wide enough for all hits
+    /// until then.
+    score: i64,
     loose: bool,
     may_be_loose: bool,
     /// The most of one small class.
@@ -248,7 +249,7 @@ impl Front {
             }
         };
         self.large_units -= units;
-        self.score = self.score.wrapping_add(HIT);
+        self.score += HIT;
         Some(start)
     }
 
@@ -326,7 +327,7 @@ impl Front {
         self.units += units;
         if large {
             self.large_units += units;
-            self.score = self.score.wrapping_sub(1);
+            self.score -= 1;
         }
         true
     }
@@ -509,5 +510,25 @@ impl Front {
         let last = std::iter::once(self.last).filter(|block| block.units > 0);
         let large = self.large.iter().flat_map(Stack::blocks);
         last.chain(large).for_each(|block| visit(block.start, block.units));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_number_of_hits_makes_a_front_loose() {
+        let units = 2 * SMALL_UNITS;
+        let mut front = Front::new(true);
+        // As after some hundred million hits that nobody asked about.
+        front.score = i64::from(i32::MAX);
+        for _ in 0..3 {
+            assert!(front.push(8, units));
+            assert_eq!(front.pop(units), Some(8));
+        }
+        front.cached();
+        front.make_room(units, 0, |_, _| ());
+        assert!(!front.is_loose() && front.score == MOST);
     }
 }
