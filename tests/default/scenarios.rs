@@ -1,6 +1,9 @@
 //! The steps of the ladder one by one, each with contents checked and with work that finishes at
 //! once, late, at random, and on a GPU.
 
+use std::thread;
+use std::time::{Duration, Instant};
+
 use cuda_sim::{Schedule, Simulator};
 use vpmm::{PendingPolicy, StreamHandle};
 
@@ -225,6 +228,43 @@ fn growing_comes_before_waiting_for_another_stream_unless_asked_otherwise() {
             let other = watched.malloc(2 * GRANULE, &b);
             let stats = watched.pool.stats();
             assert_eq!((stats.device_waits, watched.usage()), (waits, usage), "{policy:?}");
+            drop(stall);
+            watched.free(other, &b);
+            watched.assert_intact();
+        }
+    });
+}
+
+/// A patient pool holds less where the GPU is just behind, and grows where it is not.
+#[test]
+fn a_patient_pool_looks_a_little_longer_and_then_grows() {
+    Rig::everywhere(|rig| {
+        for (stalled, patience_ms, usage) in [(false, 50, 2), (true, 50, 4), (true, 0, 4)] {
+            let mut config = config(16, 96);
+            config.patience = Duration::from_millis(patience_ms);
+            let watched = rig.pool(&config);
+            let (a, b) = (rig.stream(), rig.stream());
+            // A 64th of it may be waited.
+            thread::sleep(Duration::from_millis(320));
+            let held = watched.malloc(2 * GRANULE, &a);
+            let stall = stalled.then(|| rig.stall(a.handle()));
+            watched.free(held, &a);
+            // Which takes it out of the front.
+            watched.pool.mark(&a).unwrap();
+            let begin = Instant::now();
+            let other = watched.malloc(2 * GRANULE, &b);
+            let took = begin.elapsed();
+            let stats = watched.pool.stats();
+            assert_eq!((stats.device_waits, watched.usage()), (0, usage), "{stalled}");
+            if stalled {
+                assert_eq!(stats.host_waits, u64::from(patience_ms > 0));
+                let waits = Duration::from_millis(4);
+                assert!(patience_ms == 0 || took >= waits, "{took:?}");
+                // Nor does it ask again at once: the time is used up.
+                let next = watched.malloc(2 * GRANULE, &b);
+                assert!(watched.pool.stats().host_waits <= 2);
+                watched.free(next, &b);
+            }
             drop(stall);
             watched.free(other, &b);
             watched.assert_intact();

@@ -59,6 +59,11 @@ pub struct vpmm_pool_options {
     /// handles that shorter extents may take beyond the need; 0, as at first, for the pool's own
     /// measure. 1 is next to none, for the least of the host's time; more hold less memory.
     pub moves_per_second: u32,
+    /// How long a request of a default pool may look whether memory that other streams freed becomes
+    /// ready, before the pool grows; never for more than a 64th of the time since the pool was made, in
+    /// sum. `UINT64_MAX`, as at first, for the pool's own measure: not at all, but 20 ms in the process's
+    /// own pools, which are for programs that would rather hold less.
+    pub patience_nanoseconds: u64,
 }
 
 /// How a pool's memory can be shared with other processes.
@@ -114,6 +119,7 @@ unsafe impl Grows for vpmm_pool_options {
         numa_node: 0,
         reuse_off: 0,
         moves_per_second: 0,
+        patience_nanoseconds: u64::MAX,
     };
 }
 
@@ -171,6 +177,9 @@ impl vpmm_pool_options {
         let mut config = PoolConfig::default();
         if self.moves_per_second != 0 {
             config.moves_per_second = self.moves_per_second;
+        }
+        if self.patience_nanoseconds != u64::MAX {
+            config.patience = Duration::from_nanos(self.patience_nanoseconds);
         }
         config.limit_bytes = some(self.limit_bytes, 0);
         config.va_size_bytes = some(self.va_size_bytes, 0);

@@ -95,6 +95,7 @@ def _options(
     addresses: int | str | None = None,
     release_threshold: int | str | None = None,
     moves_per_second: int | None = None,
+    patience: float | None = None,
     wait: float | None = None,
     initial_pages: int = 0,
     page_size: int | str | None = None,
@@ -117,6 +118,8 @@ def _options(
         options.va_size_bytes = bytes_of(addresses)
     if moves_per_second is not None:
         options.moves_per_second = max(moves_per_second, 1)
+    if patience is not None:
+        options.patience_nanoseconds = min(int(patience * 1e9), 2**63)
     if release_threshold is not None:
         options.release_threshold_bytes = bytes_of(release_threshold)
     if page_size is not None:
@@ -136,7 +139,9 @@ class Pool:
     for memory that is in use; 0 not at all. ``prefer``: where only other streams' memory is free, to
     ``"grow"`` or to ``"wait"`` for it on the GPU. ``moves_per_second``: of the default profile, how much
     driver time goes into holding little; 1,000 at first, 3 to 4 % of one thread's time at most, 0 for
-    hardly any. ``initial_pages``, ``page_size``: of the paged profile.
+    hardly any. ``patience``: seconds that a request may look whether other streams' freed memory becomes
+    ready before the pool grows, in sum a 64th of the time at most; the process's own pools have 0.02, others
+    0. ``initial_pages``, ``page_size``: of the paged profile.
     """
 
     def __init__(self, device: int = 0, **options):

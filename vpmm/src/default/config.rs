@@ -49,6 +49,12 @@ pub struct PoolConfig {
     /// time 32 handles more than needed may be made, in shorter extents, of which a block keeps
     /// less from moving: once, while the pool grows, and not in a program's first 16 milliseconds.
     pub moves_per_second: u32,
+    /// How long a request may look, before the pool grows, whether memory that other streams freed
+    /// becomes ready, where that would be enough; not at all by default. The host waits meanwhile,
+    /// though never for more than a 64th of the time since the pool was made, in sum. Where the
+    /// host is just ahead of the GPU a millisecond or two keep a pool smaller; nothing that the
+    /// program enqueues waits for anything by it, unlike by [`PendingPolicy::WaitFirst`].
+    pub patience: Duration,
     /// A thread that works ahead of requests; none by default.
     pub background: Option<Background>,
     /// Where the memory is; on the device by default. The default limit and addresses follow the
@@ -68,6 +74,7 @@ impl Default for PoolConfig {
             reuse: Reuse::default(),
             release_threshold_bytes: None,
             moves_per_second: 1000,
+            patience: Duration::ZERO,
             background: None,
             location: Location::default(),
             sharing: Sharing::default(),
@@ -123,6 +130,7 @@ pub(super) struct Checked {
     pub(super) reuse: Reuse,
     pub(super) release_threshold_bytes: Option<u64>,
     pub(super) moves_per_second: u32,
+    pub(super) patience: Duration,
     pub(super) background: Option<Background>,
     /// Granules of addresses.
     pub(super) granules: u32,
@@ -153,6 +161,7 @@ impl PoolConfig {
             reuse: self.reuse,
             release_threshold_bytes: self.release_threshold_bytes,
             moves_per_second: self.moves_per_second,
+            patience: self.patience,
             background: self.background.clone(),
             granules: granules as u32,
             capacity,

@@ -5,6 +5,7 @@
 //! this thread's front emptied, best fit again, then runs of neighbours
 //! what other threads have in front of the same stream
 //! where others hold much: their epochs closed and asked about, their fronts emptied
+//! where the pool is told to be patient: a short look at whether what they freed becomes ready
 //! grow: new memory, or free extents moved where that is due
 //! ── the limit is reached ──
 //! free extents moved, whatever it costs
@@ -111,6 +112,9 @@ impl Core {
             room = self.room()?;
         }
         if let Some(start) = self.call_in(request, room)? {
+            return Ok(start);
+        }
+        if let Some(start) = self.wait_for_others(request, look)? {
             return Ok(start);
         }
         self.tidy()?;

@@ -41,6 +41,7 @@ mod noted;
 mod order;
 mod owner;
 mod pace;
+mod patience;
 mod policy;
 mod remap;
 mod report;

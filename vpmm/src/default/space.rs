@@ -74,6 +74,7 @@ pub(super) struct Space {
     tide: super::tide::Tide,
     pub(super) growth: super::grow::Growth,
     pub(super) pace: super::pace::Pace,
+    pub(super) waited: super::patience::Waited,
     pub(super) counters: super::counters::Counters,
     /// Last, so that it outlives the sets.
     pub(super) blocks: Arena<Block>,
@@ -111,6 +112,7 @@ impl Space {
             tide: super::tide::Tide::default(),
             growth: super::grow::Growth::default(),
             pace: super::pace::Pace::new(moves_per_second),
+            waited: super::patience::Waited::default(),
             counters: super::counters::Counters::default(),
             blocks: Arena::new(),
         }

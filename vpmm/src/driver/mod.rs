@@ -109,11 +109,11 @@ driver_calls! {
     cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, owner: CUdevice);
     cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
     cuDevicePrimaryCtxRelease_v2(device: CUdevice);
-    cuDevicePrimaryCtxGetState(device: CUdevice, flags: *mut c_uint, active: *mut c_int);
     cuCtxGetCurrent(context: *mut CUcontext);
     cuCtxPushCurrent_v2(context: CUcontext);
     cuCtxPopCurrent_v2(context: *mut CUcontext);
     cuCtxGetDevice(device: *mut CUdevice);
+    cuCtxGetId(context: CUcontext, id: *mut u64);
     cuCtxSynchronize();
     cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
     cuStreamCreate(stream: *mut CUstream, flags: c_uint);
