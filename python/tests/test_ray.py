@@ -17,6 +17,9 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ray = pytest.importorskip("ray")
 
+#: An actor without a part of a GPU sees none.
+GPUS = 0 if os.environ["VPMM_DEVICE"].startswith("sim") else 0.25
+
 
 def plain_class():
     """In a function, so that it goes to the workers whole: they know nothing of this file."""
@@ -56,7 +59,7 @@ def plain_class():
 
 
 def actor_class(**settings):
-    return ray.remote(num_cpus=0)(vpmm.ray.actor(**settings)(plain_class()))
+    return ray.remote(num_cpus=0, num_gpus=GPUS)(vpmm.ray.actor(**settings)(plain_class()))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -135,7 +138,7 @@ def test_a_pool_is_made_on_the_gpu_that_ray_gives():
 
 
 def test_an_actor_without_has_what_the_library_gives():
-    actor = ray.remote(num_cpus=0)(plain_class()).remote()
+    actor = ray.remote(num_cpus=0, num_gpus=GPUS)(plain_class()).remote()
     assert ray.get(actor.ask_too_much.remote()) is None
 
 
@@ -145,8 +148,11 @@ def test_every_worker_of_a_job(tmp_path):
 import os, pathlib, time
 import ray, vpmm.ray
 folder = pathlib.Path({str(tmp_path)!r})
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, address="local",
+ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False, address="local",
          **vpmm.ray.job(limit="40 MiB", history=10, snapshot=str(folder)))
+
+def share(what):
+    return ray.remote(num_gpus={GPUS})(what)
 
 def pools():
     return len(vpmm.snapshot()["segments"])
@@ -160,19 +166,19 @@ def ask_too_much():
 def hold():
     return vpmm.DeviceBuffer(1000).size
 
-@ray.remote
+@share
 class Actor:
     def do(self, what):
         return what()
 
 # Nothing is made before it is asked for.
-assert ray.get(ray.remote(pools).remote()) == 0
-assert "at most 40 MiB" in ray.get(ray.remote(ask_too_much).remote())
+assert ray.get(share(pools).remote()) == 0
+assert "at most 40 MiB" in ray.get(share(ask_too_much).remote())
 one = Actor.options(**vpmm.ray.options(limit="50 MiB")).remote()
 assert "at most 50 MiB" in ray.get(one.do.remote(ask_too_much))
 
 # Without a begin of its own.
-@ray.remote
+@share
 @vpmm.ray.actor(limit="60 MiB", pool_size="4 MiB")
 class Other:
     def do(self, what):
