@@ -115,6 +115,8 @@ def in_rounds(workload, args, keep):
     commands = {}
     for label, allocator in zip(names, allocators, strict=True):
         commands[label] = command(workload, allocator, args.further)
+        if args.cycle:
+            commands[label] += ["--cycle", str(args.cycle)]
         if allocator == rounds.OURS:
             # The pool counts all time; the process works in its own turns only.
             rate = DEFAULT_MOVES if args.moves_per_second is None else args.moves_per_second
@@ -143,6 +145,8 @@ def in_rounds(workload, args, keep):
         compared = made["ratios"][rounds.OURS]
         best = rounds.best(compared)
         print(f"step time: {rounds.OURS} / the best of the others, {best}, = {ratios.told(compared[best])}")
+    if made["undisturbed"]:
+        tell_undisturbed(made["undisturbed"])
     for result in results:
         if result["allocator"] == rounds.OURS:
             rate = result["handles_per_s"]
@@ -153,6 +157,14 @@ def in_rounds(workload, args, keep):
         print("\n".join(f"    {line}" for line in held.table(made["where"])))
     print(f"{workload} took {time.perf_counter() - begin:.0f} s", flush=True)
     return same
+
+
+def tell_undisturbed(undisturbed):
+    each = ", ".join(f"{label} {took:.3f}" for label, took in undisturbed["step_ms"].items())
+    print(f"ms a step, each step at its fastest of {undisturbed['rounds']} rounds: {each}")
+    for label, one in undisturbed["ratios"].items():
+        quarters = ", ".join(f"{ratio:.4f}" for ratio in one["quarters"])
+        print(f"    {rounds.OURS} / {label} = {one['ratio']:.4f}, of quarters of the rounds {quarters}")
 
 
 def tell_busy(busy):
@@ -209,6 +221,7 @@ def arguments():
     turn.add_argument("--rounds", type=int, default=0, help="at most so many; 0: one run after another")
     turn.add_argument("--seconds", type=float, default=60.0, help="no further rounds after so long")
     turn.add_argument("--turn-seconds", type=float, default=0.5, help="about what a turn takes")
+    turn.add_argument("--cycle", type=int, default=0, metavar="STEPS", help="the same steps in every turn")
     turn.add_argument("--profile", type=int, default=8, metavar="STEPS", help="how long the GPU works then")
     turn.add_argument("--where", type=int, default=2, metavar="TURNS", help="where vpmm's memory is then")
     runs = parser.add_argument_group("one run after another")

@@ -41,4 +41,4 @@ def step(number):
     return logits.float().mean()
 
 
-run(args, torch, step)
+run(args, torch, step, shapes, sampler)

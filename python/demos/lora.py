@@ -43,4 +43,4 @@ def step(number):
     return loss
 
 
-run(args, torch, step)
+run(args, torch, step, shapes, sampler)

@@ -2,6 +2,7 @@
 a quick or a slow phase it does to all, so what counts is the ratio of two turns of one round, which have the
 same steps."""
 
+import math
 import statistics
 import time
 
@@ -59,14 +60,18 @@ class Measurement:
             raise OutOfMemory(f"{label}: at step {made['steps']}: {made['out_of_memory']}")
         return made
 
-    def warm_up(self, seconds):
-        """The first steps; how many of them take so many seconds where they take longest."""
+    def warm_up(self, seconds, cycle):
+        """The first steps, in whole cycles where there are any; how many of them take so many seconds where
+        they take longest, or a cycle."""
         slowest = 0.0
+        first = max(self._warmup, 1)
+        if cycle:
+            first = cycle * max(math.ceil(first / cycle), 2)
         for label in self._processes:
-            made = self.turn(label, max(self._warmup, 1))
+            made = self.turn(label, first)
             slowest = max(slowest, statistics.median(made["gaps_ms"]))
             self._say(f"    first {made['steps']} steps, {label}: {made['wall_s']:.1f} s")
-        return max(round(seconds * 1e3 / max(slowest, 1e-3)), 1)
+        return cycle or max(round(seconds * 1e3 / max(slowest, 1e-3)), 1)
 
     def run(self, steps, most, seconds):
         """Rounds of so many steps a turn, until there are enough or the time is over; but each allocator has
@@ -128,6 +133,29 @@ def compared(rounds, base):
     }
 
 
+def undisturbed(rounds, base):
+    """Where every turn has the same steps: what a cycle of them takes each, taking each step from the turn
+    where it was fastest, since whatever disturbs a step makes it slower. Of each other the base's by its own;
+    and the same by each quarter of the rounds."""
+
+    def cycle(label, some):
+        return sum(map(min, zip(*(made[label]["gaps_ms"] for made in some), strict=True)))
+
+    labels_ = list(rounds[0])
+    quarters = [rounds[at::4] for at in range(4) if len(rounds) >= 4]
+
+    def by(label):
+        ratio = cycle(base, rounds) / cycle(label, rounds)
+        return {"ratio": ratio, "quarters": [cycle(base, some) / cycle(label, some) for some in quarters]}
+
+    steps = len(rounds[0][base]["gaps_ms"])
+    return {
+        "rounds": len(rounds),
+        "step_ms": {label: cycle(label, rounds) / steps for label in labels_},
+        "ratios": {label: by(label) for label in labels_ if label != base},
+    }
+
+
 def best(compared_):
     """Which of the others the base does worst against."""
     return max(compared_, key=lambda label: compared_[label]["median"])
@@ -137,9 +165,9 @@ def measure(workload, commands, options, say=print):
     """A workload under allocators in turns: what came of each, and what the turns say of ours, and of one
     that was measured twice."""
     measurement = Measurement(commands, say)
-    made = {"workload": workload, "results": {}, "ratios": {}, "busy": None, "where": None}
+    made = {"workload": workload, "results": {}, "ratios": {}, "undisturbed": None, "busy": None, "where": None}
     try:
-        steps = measurement.warm_up(options.turn_seconds)
+        steps = measurement.warm_up(options.turn_seconds, options.cycle)
         measurement.run(steps, options.rounds, options.seconds)
         made["turn_steps"] = steps
         made["rounds_s"] = [
@@ -149,6 +177,8 @@ def measure(workload, commands, options, say=print):
         names = list(commands)
         if OURS in names and len(names) > 1:
             made["ratios"][OURS] = compared(measurement.rounds, OURS)
+            if options.cycle:
+                made["undisturbed"] = undisturbed(measurement.rounds, OURS)
         for label in names:
             if "#" in label and not label.startswith(OURS):
                 first = label.partition("#")[0]

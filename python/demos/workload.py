@@ -35,6 +35,7 @@ def arguments(description, steps=100, warmup=20, **further):
     parser.add_argument("--warmup", type=int, default=warmup, help="steps that are not timed")
     parser.add_argument("--limit", type=float, help="the most memory in GB (10^9 bytes)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cycle", type=int, default=0, metavar="STEPS", help="the same ones again and again")
     parser.add_argument("--moves-per-second", type=int, help="of vpmm's pool, as vpmm.Pool has it")
     parser.add_argument("--where", type=int, metavar="STEPS", help="where vpmm's memory is in further steps")
     parser.add_argument("--turns", type=int, metavar="DESCRIPTOR", help="do what comes over this pipe")
@@ -77,8 +78,8 @@ def fingerprint(values):
 class Session:
     """A workload's steps, some at a time, and what came of them all."""
 
-    def __init__(self, args, torch, step):
-        self._args, self._torch, self._step = args, torch, step
+    def __init__(self, args, torch, step, rewind):
+        self._args, self._torch, self._step, self._rewind = args, torch, step, rewind
         self._number = 0
         self._values = []
         self._out_of_memory = None
@@ -103,9 +104,8 @@ class Session:
         try:
             mark()
             for _ in range(steps):
-                losses.append(self._step(self._number).detach())
+                losses.append(self._next().detach())
                 mark()
-                self._number += 1
             cuda.synchronize()
         except cuda.OutOfMemoryError as error:
             self._out_of_memory = str(error).splitlines()[0]
@@ -145,9 +145,15 @@ class Session:
 
     def _further(self, steps):
         for _ in range(steps):
-            self._step(self._number)
-            self._number += 1
+            self._next()
         self._torch.cuda.synchronize()
+
+    def _next(self):
+        if self._args.cycle and self._number % self._args.cycle == 0:
+            self._rewind()
+        loss = self._step(self._number)
+        self._number += 1
+        return loss
 
     def result(self):
         """What came of the turns."""
@@ -203,10 +209,15 @@ def times(turns):
     }
 
 
-def run(args, torch, step):
+def run(args, torch, step, shapes, sampler):
     """Has ``step(number)``, which answers a loss on the device, called: in turns with other processes, or by
-    itself, with a line of JSON at the end."""
-    session = Session(args, torch, step)
+    itself, with a line of JSON at the end. What it does by chance it does by ``shapes`` and ``sampler``."""
+
+    def rewind():
+        shapes.seed(args.seed)
+        sampler.manual_seed(args.seed)
+
+    session = Session(args, torch, step, rewind)
     if args.turns is not None:
         names = ("turn", "profile", "where", "result")
         functions = {name: getattr(session, name) for name in names}

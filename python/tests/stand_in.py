@@ -1,6 +1,7 @@
 """A workload of the demos without PyTorch and a GPU, for test_demos.py: its steps sleep."""
 
 import pathlib
+import random
 import sys
 import time
 
@@ -78,6 +79,14 @@ class Torch:
     stack = Losses
 
 
+class Sampler:
+    """A generator of PyTorch's, as far as it goes."""
+
+    @staticmethod
+    def manual_seed(seed):
+        pass
+
+
 if __name__ == "__main__":
     args = arguments(
         __doc__,
@@ -92,10 +101,14 @@ if __name__ == "__main__":
         what=(str, ""),
         # A file for the begin and the end of each step.
         log=(str, ""),
+        # Numbers that are drawn, one at each step, are less than this.
+        draw=(int, 1),
     )
+    shapes = random.Random(args.seed)
 
     def step(number):
         begin = time.monotonic()
+        drawn = shapes.randrange(args.draw)
         if number == args.at and args.allocator == args.who:
             if args.what == "end":
                 sys.exit("this one has had enough")
@@ -106,7 +119,7 @@ if __name__ == "__main__":
         time.sleep((args.ours if args.allocator == "vpmm" else args.others) / 1e3)
         if args.log:
             with open(args.log, "a") as file:
-                print(args.allocator, number, begin, time.monotonic(), file=file)
+                print(args.allocator, number, begin, time.monotonic(), *[drawn] * (args.draw > 1), file=file)
         return Loss(number)
 
-    run(args, Torch, step)
+    run(args, Torch, step, shapes, Sampler)

@@ -71,6 +71,32 @@ def test_turns_come_one_after_another(tmp_path):
     assert all(numbers == list(range(2 + 6 * steps)) for numbers in done.values())
 
 
+def test_the_same_steps_again_and_again(tmp_path):
+    # Of a cycle of three the second takes long, of which nobody knows but the numbers that are drawn.
+    log = tmp_path / "log"
+    text, lines, status = compare(tmp_path, "--cycle", "3", *IN_ROUNDS, "--", "--draw", "4", "--log", str(log))
+    assert status == 0, text
+    summary = lines[-1]
+    assert summary["turn_steps"] == 3
+    told = summary["undisturbed"]
+    assert told["rounds"] == 6 and set(told["ratios"]) == {"torch", "expandable"}
+    for peer in told["ratios"].values():
+        assert 0.2 < peer["ratio"] < 0.95 and len(peer["quarters"]) == 4, text
+    assert "each step at its fastest of 6 rounds" in text
+    # Every turn drew the same.
+    ours = [line.split() for line in log.read_text().splitlines() if line.startswith("vpmm")]
+    drawn = [number for *_, number in ours]
+    assert len(drawn) == 6 + 6 * 3 and drawn == drawn[:3] * 8 and len(set(drawn[:3])) > 1
+
+
+def test_each_step_at_its_fastest():
+    made = [{"vpmm": {"gaps_ms": [3, 1]}, "torch": {"gaps_ms": [2, 4]}}] * 3
+    made += [{"vpmm": {"gaps_ms": [1, 9]}, "torch": {"gaps_ms": [7, 2]}}]
+    told = rounds.undisturbed(made, "vpmm")
+    assert told["ratios"] == {"torch": {"ratio": 2 / 4, "quarters": [4 / 6, 4 / 6, 4 / 6, 10 / 9]}}
+    assert told["step_ms"] == {"vpmm": 1, "torch": 2}
+
+
 def test_one_that_is_measured_twice_says_what_is_noise(tmp_path):
     text, lines, status = compare(tmp_path, "--allocators", "torch,torch,vpmm", *IN_ROUNDS)
     assert status == 0, text
