@@ -370,6 +370,10 @@ pub(crate) fn get_id(
     out: Out<u64>,
 ) -> Result<(), CUresult> {
     let key = call.context_or_current(handle)?;
+    // The handle of a primary context that was reset stays known.
+    if !call.contexts.by_key.contains_key(&key) {
+        return Err(CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED);
+    }
     out.set(key.0)
 }
 

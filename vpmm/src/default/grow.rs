@@ -262,7 +262,7 @@ impl Space {
         let peak_live = self.peak_live / u64::from(self.memory.granule_units());
         let mapped = self.memory.mapped();
         let growths = Growths { streak: self.streak(), created: needed, moved, peak_live, mapped };
-        let enough = policy.moves_first(live, growths);
+        let enough = policy.moves_first(live, growths, means.saved);
         let short = means.room < u64::from(window.cost);
         let mut sources = Sources::default();
         if !policy.fixed && (short || enough.is_some_and(|enough| free >= enough)) {

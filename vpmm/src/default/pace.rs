@@ -3,7 +3,8 @@
 //! Moving instead of growing keeps the pool small and costs time, again and again where a program's
 //! requests never settle. So moves count against further ones, and time makes up for them: a
 //! program that works between its requests may go on moving, a loop that does nothing else soon
-//! gets more memory instead.
+//! gets more memory instead. So does one that does the same for a long time: what it moves for then is
+//! less and less, until it has what it needs.
 //!
 //! New memory in shorter extents keeps a pool small, too, and costs time once. That is saved up while the
 //! program does something else than grow: one that has been at work for a while grows by short extents, one
@@ -29,6 +30,8 @@ pub(super) const AT_LEISURE: u64 = 256;
 pub(super) struct Pace {
     per_second: u32,
     moves: u64,
+    /// All moves that there were.
+    ever: u64,
     /// Up to when time has been made up for, since the pool was made.
     until: Duration,
     saved: u64,
@@ -41,18 +44,24 @@ pub(super) struct Pace {
 impl Pace {
     pub(super) fn new(per_second: u32) -> Self {
         let [until, saved_until, grown] = [Duration::ZERO; 3];
-        Self { per_second, moves: 0, until, saved: 0, saved_until, grown }
+        Self { per_second, moves: 0, ever: 0, until, saved: 0, saved_until, grown }
     }
 
     pub(super) fn note(&mut self, moves: u64) {
         self.moves += moves;
+        self.ever += moves;
     }
 
-    /// The moves that still count, so long after the pool was made.
-    pub(super) fn moves(&mut self, now: Duration) -> u64 {
+    /// The moves that still count, so long after the pool was made, which has made so many handles.
+    ///
+    /// Time makes up for the fewer the more often each handle has moved already, by the square of that: a
+    /// pool that goes on moving for requests that come again and again had better grow a little.
+    pub(super) fn moves(&mut self, now: Duration, made: u64) -> u64 {
         let Some(each) = Duration::from_secs(1).checked_div(self.per_second) else {
             return self.moves;
         };
+        let times = u32::try_from(self.ever / made.max(1)).unwrap_or(u32::MAX).clamp(1, 1 << 15);
+        let each = each.saturating_mul(times * times);
         let passed = now.saturating_sub(self.until).as_nanos();
         // Idle time is not saved up: no move counts less than nothing.
         let made_up = u64::try_from(passed / each.as_nanos().max(1)).unwrap_or(u64::MAX);
@@ -103,16 +112,30 @@ mod tests {
     #[test]
     fn time_makes_up_for_moves_and_is_not_saved() {
         let mut pace = Pace::new(100);
-        assert_eq!(pace.moves(500 * MILLI), 0);
+        assert_eq!(pace.moves(500 * MILLI, 100), 0);
         pace.note(10);
-        assert_eq!(pace.moves(500 * MILLI), 10);
+        assert_eq!(pace.moves(500 * MILLI, 100), 10);
         // One each ten milliseconds; what is left of one counts at the next look.
-        assert_eq!(pace.moves(515 * MILLI), 9);
-        assert_eq!(pace.moves(520 * MILLI), 8);
-        assert_eq!(pace.moves(519 * MILLI), 8);
-        assert_eq!(pace.moves(3600 * 1000 * MILLI), 0);
+        assert_eq!(pace.moves(515 * MILLI, 100), 9);
+        assert_eq!(pace.moves(520 * MILLI, 100), 8);
+        assert_eq!(pace.moves(519 * MILLI, 100), 8);
+        assert_eq!(pace.moves(3600 * 1000 * MILLI, 100), 0);
         pace.note(5);
-        assert_eq!(pace.moves(3600 * 1000 * MILLI + 9 * MILLI), 5);
+        assert_eq!(pace.moves(3600 * 1000 * MILLI + 9 * MILLI, 100), 5);
+    }
+
+    #[test]
+    fn the_more_often_handles_have_moved_the_less_time_makes_up_for() {
+        let mut pace = Pace::new(100);
+        pace.note(39);
+        // Each of ten has moved three times: one move each 90 milliseconds.
+        assert_eq!(pace.moves(90 * MILLI, 10), 38);
+        assert_eq!(pace.moves(179 * MILLI, 10), 38);
+        assert_eq!(pace.moves(180 * MILLI, 10), 37);
+        // None has twice.
+        assert_eq!(pace.moves(190 * MILLI, 20), 36);
+        pace.note(u64::MAX / 2);
+        assert!(pace.moves(3600 * 1000 * MILLI, 0) > u64::MAX / 4);
     }
 
     #[test]
@@ -148,9 +171,9 @@ mod tests {
     fn without_a_rate_all_moves_count_for_ever() {
         let mut pace = Pace::new(0);
         pace.note(7);
-        assert_eq!(pace.moves(Duration::MAX), 7);
+        assert_eq!(pace.moves(Duration::MAX, 100), 7);
         let mut pace = Pace::new(u32::MAX);
         pace.note(u64::MAX / 2);
-        assert_eq!(pace.moves(Duration::MAX), 0);
+        assert_eq!(pace.moves(Duration::MAX, 100), 0);
     }
 }

@@ -44,6 +44,7 @@ const APART: u64 = 8;
 /// live: moving one costs hardly more than making one. With a limit to grow to it may come to
 /// more: each move leaves two ends of granules behind that nothing fits in.
 const MOVED_FIRST: u64 = 400;
+const MOVED_FIRST_AT_LEISURE: u64 = 800;
 const MOVED_FIRST_WITH_LIMIT: u64 = 4;
 
 /// That fraction doubles whenever this many more extents have moved lately for each that was made:
@@ -151,10 +152,14 @@ impl Policy {
         self.limited
     }
 
-    /// From how many granules of free extents on they move before more are made; none where moving is
-    /// no use.
-    pub(super) fn moves_first(&self, live: u64, growths: Growths) -> Option<u64> {
-        let part = if self.limited { MOVED_FIRST_WITH_LIMIT } else { MOVED_FIRST };
+    /// From how many granules of free extents on they move before more are made, where so many handles
+    /// are saved up; none where moving is no use.
+    pub(super) fn moves_first(&self, live: u64, growths: Growths, saved: u64) -> Option<u64> {
+        let part = match saved {
+            _ if self.limited => MOVED_FIRST_WITH_LIMIT,
+            AT_LEISURE.. => MOVED_FIRST_AT_LEISURE,
+            _ => MOVED_FIRST,
+        };
         let granules = (live / part).max(1);
         if self.limited || !growths.is_restless() {
             let doublings = growths.moved / (growths.created.max(1) * MOVES_EACH);
@@ -240,7 +245,7 @@ mod tests {
         let policy = Policy::new(1 << 20, false, false);
         let calm = Growths { streak: 0, created: 100, moved: 800, peak_live: 4000, mapped: 4000 };
         let restless = Growths { moved: 801, ..calm };
-        let first = |growths| policy.moves_first(4000, growths);
+        let first = |growths| policy.moves_first(4000, growths, 0);
         assert_eq!([first(calm), first(restless)], [Some(10 << 4), None]);
         assert_eq!(first(Growths { mapped: 5999, ..restless }), None);
         assert_eq!(first(Growths { mapped: 6000, ..restless }), Some(10));

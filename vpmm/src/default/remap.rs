@@ -34,7 +34,8 @@ impl Core {
         let now = self.made.elapsed();
         let job = {
             let mut space = self.space.lock();
-            let (moved_lately, saved) = (space.pace.moves(now), space.pace.saved(now));
+            let made = space.counters.created;
+            let (moved_lately, saved) = (space.pace.moves(now, made), space.pace.saved(now));
             let means = Means { room, moved_lately, saved, ahead };
             let Request { stream, units, .. } = request;
             match space.plan(&self.tags, stream, units, part, &self.policy, means) {

@@ -296,7 +296,11 @@ impl Heaps {
     }
 
     pub(crate) fn end(&self, graph: &Arc<Graph>, stream: StreamHandle) -> Result<()> {
-        let _context = self.device().enter()?;
+        let context = match self.device().enter() {
+            // The capture went with it, and is over all the same.
+            Err(error @ Error::ContextLost { .. }) => Err(error),
+            entered => Ok(entered?),
+        };
         {
             let mut captures = lock(&self.captures);
             let streams = captures.end(graph, stream)?;
@@ -304,8 +308,11 @@ impl Heaps {
                 self.end_participant(&mut captures, participant);
             }
             self.set_open(captures.is_open());
-            self.finish_ended(&mut captures);
+            if context.is_ok() {
+                self.finish_ended(&mut captures);
+            }
         }
+        let _context = context?;
         self.reap(false);
         Ok(())
     }

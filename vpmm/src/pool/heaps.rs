@@ -264,7 +264,8 @@ impl GraphPool {
     /// must live until then.
     ///
     /// # Errors
-    /// [`Error::GraphPool`] where it has not begun on the stream; [`Error::ContextLost`],
+    /// [`Error::GraphPool`] where it has not begun on the stream; [`Error::ContextLost`], after which it
+    /// has ended all the same;
     /// [`Error::Driver`].
     pub fn end(&self, stream: impl Into<StreamHandle>) -> Result<()> {
         self.pool.check_process()?;

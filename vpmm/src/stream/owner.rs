@@ -40,8 +40,9 @@ impl Drop for Owner {
         if !self.destroys {
             return;
         }
-        // SAFETY: taken in `own`, destroyed once here. An error means that the context went first and took
-        // the stream along.
+        // A context that went first took the stream along, and not every driver notices.
+        let Ok(_context) = self.device.enter() else { return };
+        // SAFETY: taken in `own`, destroyed once here.
         let _: Result<(), Failure> = unsafe { driver.cuStreamDestroy_v2(self.handle.raw()) };
     }
 }
