@@ -60,17 +60,21 @@ impl Pace {
         let Some(each) = Duration::from_secs(1).checked_div(self.per_second) else {
             return self.moves;
         };
-        let times = u32::try_from(self.ever / made.max(1)).unwrap_or(u32::MAX).clamp(1, 1 << 15);
-        let each = each.saturating_mul(times * times);
+        let squared = |moves: u64| u128::from(moves) * u128::from(moves);
+        let each = each.as_nanos().max(1);
+        let worn = each.saturating_mul(squared(self.ever)) / squared(made.max(1));
+        let each = worn.max(each);
         let passed = now.saturating_sub(self.until).as_nanos();
         // Idle time is not saved up: no move counts less than nothing.
-        let made_up = u64::try_from(passed / each.as_nanos().max(1)).unwrap_or(u64::MAX);
+        let made_up = u64::try_from(passed / each).unwrap_or(u64::MAX);
         if made_up >= self.moves {
             self.moves = 0;
             self.until = now;
         } else {
             self.moves -= made_up;
-            self.until += Duration::from_nanos(each.as_nanos() as u64 * made_up);
+            // No more than what has passed.
+            let nanos = u64::try_from(each * u128::from(made_up)).unwrap_or(u64::MAX);
+            self.until += Duration::from_nanos(nanos);
         }
         self.moves
     }
@@ -127,13 +131,14 @@ mod tests {
     #[test]
     fn the_more_often_handles_have_moved_the_less_time_makes_up_for() {
         let mut pace = Pace::new(100);
-        pace.note(39);
-        // Each of ten has moved three times: one move each 90 milliseconds.
-        assert_eq!(pace.moves(90 * MILLI, 10), 38);
-        assert_eq!(pace.moves(179 * MILLI, 10), 38);
-        assert_eq!(pace.moves(180 * MILLI, 10), 37);
-        // None has twice.
-        assert_eq!(pace.moves(190 * MILLI, 20), 36);
+        pace.note(30);
+        // Each of twenty has moved one and a half times: one move in 22.5 milliseconds.
+        assert_eq!(pace.moves(22 * MILLI, 20), 30);
+        assert_eq!(pace.moves(23 * MILLI, 20), 29);
+        assert_eq!(pace.moves(45 * MILLI, 20), 28);
+        // Each of thirty once: one in ten. And of more.
+        assert_eq!(pace.moves(55 * MILLI, 30), 27);
+        assert_eq!(pace.moves(65 * MILLI, 90), 26);
         pace.note(u64::MAX / 2);
         assert!(pace.moves(3600 * 1000 * MILLI, 0) > u64::MAX / 4);
     }
@@ -174,6 +179,6 @@ mod tests {
         assert_eq!(pace.moves(Duration::MAX, 100), 7);
         let mut pace = Pace::new(u32::MAX);
         pace.note(u64::MAX / 2);
-        assert_eq!(pace.moves(Duration::MAX, 100), 0);
+        assert_eq!(pace.moves(Duration::MAX, u64::MAX), 0);
     }
 }
