@@ -60,8 +60,8 @@ pub struct vpmm_pool_options {
     /// measure. 1 is next to none, for the least of the host's time; more hold less memory.
     pub moves_per_second: u32,
     /// How long a request of a default pool may look whether memory that other streams freed becomes
-    /// ready, before the pool grows; never for more than a 64th of the time since the pool was made, in
-    /// sum. `UINT64_MAX`, as at first, for the pool's own measure: not at all, but 20 ms in the process's
+    /// ready, before the pool grows; in sum never for more than a 64th of the time since the pool was
+    /// made, nor for more than 64 ms and a 1024th of it. `UINT64_MAX`, as at first, for the pool's own measure: not at all, but 20 ms in the process's
     /// own pools, which are for programs that would rather hold less.
     pub patience_nanoseconds: u64,
 }

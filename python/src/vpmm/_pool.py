@@ -140,8 +140,8 @@ class Pool:
     ``"grow"`` or to ``"wait"`` for it on the GPU. ``moves_per_second``: of the default profile, how much
     driver time goes into holding little; 1,000 at first, 3 to 4 % of one thread's time at most, 0 for
     hardly any. ``patience``: seconds that a request may look whether other streams' freed memory becomes
-    ready before the pool grows, in sum a 64th of the time at most; the process's own pools have 0.02, others
-    0. ``initial_pages``, ``page_size``: of the paged profile.
+    ready before the pool grows, in sum a 64th of the time at most, and 64 ms and a 1024th; the process's own
+    pools have 0.02, others 0. ``initial_pages``, ``page_size``: of the paged profile.
     """
 
     def __init__(self, device: int = 0, **options):

@@ -51,7 +51,8 @@ pub struct PoolConfig {
     pub moves_per_second: u32,
     /// How long a request may look, before the pool grows, whether memory that other streams freed
     /// becomes ready, where that would be enough; not at all by default. The host waits meanwhile,
-    /// though never for more than a 64th of the time since the pool was made, in sum. Where the
+    /// though in sum never for more than a 64th of the time since the pool was made, nor for more
+    /// than 64 ms and a 1024th of it: what it waits for again and again it grows for then. Where the
     /// host is just ahead of the GPU a millisecond or two keep a pool smaller; nothing that the
     /// program enqueues waits for anything by it, unlike by [`PendingPolicy::WaitFirst`].
     pub patience: Duration,

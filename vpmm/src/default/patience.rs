@@ -11,8 +11,11 @@ use super::ladder::Request;
 use super::space::{Part, Space};
 use crate::error::Result;
 
-/// Of the time since the pool was made at most this fraction goes into waiting.
+/// Of the time since the pool was made at most this fraction goes into waiting. And after so long only
+/// this one: what is waited for again and again is better grown for.
 const OF_TIME: u32 = 64;
+const AT_FIRST: Duration = Duration::from_millis(64);
+const OF_TIME_LATER: u32 = 1024;
 
 /// Pauses between two looks: a look costs about as long.
 const PAUSES: u32 = 32;
@@ -24,7 +27,8 @@ pub(super) struct Waited(Duration);
 impl Waited {
     /// How long a request may wait, so long after the pool was made.
     fn may(&self, patience: Duration, now: Duration) -> Duration {
-        patience.min((now / OF_TIME).saturating_sub(self.0))
+        let all = (now / OF_TIME).min(AT_FIRST + now / OF_TIME_LATER);
+        patience.min(all.saturating_sub(self.0))
     }
 }
 
@@ -93,12 +97,17 @@ mod tests {
     #[test]
     fn waiting_takes_a_small_part_of_the_time_and_no_more_than_the_patience() {
         let mut waited = Waited::default();
+        let later = AT_FIRST * OF_TIME_LATER;
         assert_eq!(waited.may(2 * MILLI, Duration::ZERO), Duration::ZERO);
         assert_eq!(waited.may(2 * MILLI, OF_TIME * MILLI), MILLI);
-        assert_eq!(waited.may(2 * MILLI, 100 * OF_TIME * MILLI), 2 * MILLI);
-        waited.0 = 99 * MILLI;
-        assert_eq!(waited.may(2 * MILLI, 100 * OF_TIME * MILLI), MILLI);
-        waited.0 = 101 * MILLI;
-        assert_eq!(waited.may(2 * MILLI, 100 * OF_TIME * MILLI), Duration::ZERO);
+        assert_eq!(waited.may(2 * MILLI, 50 * OF_TIME * MILLI), 2 * MILLI);
+        waited.0 = 49 * MILLI;
+        assert_eq!(waited.may(2 * MILLI, 50 * OF_TIME * MILLI), MILLI);
+        waited.0 = 51 * MILLI;
+        assert_eq!(waited.may(2 * MILLI, 50 * OF_TIME * MILLI), Duration::ZERO);
+        waited.0 = 2 * AT_FIRST - MILLI;
+        assert_eq!(waited.may(2 * MILLI, later), MILLI);
+        waited.0 += MILLI;
+        assert_eq!(waited.may(2 * MILLI, later), Duration::ZERO);
     }
 }
