@@ -158,6 +158,37 @@ fn a_context_is_reset_under_a_pool() {
     });
 }
 
+/// What tells a pool of a reset: the handle stays, also to the next primary context, the number does not.
+#[test]
+fn a_context_that_was_reset_has_no_number_and_the_next_one_another() {
+    let goes = |rig: Rig| {
+        let api = &rig.driver;
+        let number = |context| {
+            let mut number = 0;
+            // SAFETY: the handle is a primary context's, and the pointer is to a live number.
+            let code = unsafe { api.raw().cuCtxGetId.expect("a function")(context, &mut number) };
+            (code, number)
+        };
+        let context = rig.device.context();
+        let (code, former) = number(context);
+        assert_eq!(code, CUresult::CUDA_SUCCESS);
+        call!(api, cuDevicePrimaryCtxReset_v2(0));
+        assert_eq!(number(context).0, CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED);
+        let mut next = std::ptr::null_mut();
+        call!(api, cuDevicePrimaryCtxRetain(&mut next, 0));
+        assert_eq!(next, context, "the handle stays");
+        let (code, number) = number(next);
+        assert!(code == CUresult::CUDA_SUCCESS && number != former, "{code:?}: {number}, {former}");
+        let told = rig.device.stream().map(drop);
+        assert!(matches!(told, Err(Error::ContextLost { .. })), "{told:?}");
+        std::mem::forget(rig);
+    };
+    bounded("contexts::a_context_that_was_reset_has_no_number_and_the_next_one_another", || {
+        goes(Rig::simulated(Schedule::Eager));
+        Rig::gpu().into_iter().for_each(goes);
+    });
+}
+
 #[test]
 fn a_kernel_fails_under_a_pool() {
     bounded("contexts::a_kernel_fails_under_a_pool", || {
