@@ -45,7 +45,8 @@ pub struct PoolConfig {
     /// Extents that may move each second, in the long run, where new memory could be had instead;
     /// 1,000 by default, 3 to 4 % of one thread's time at most. Moving keeps the pool about as large
     /// as what is live, growing costs its time only once. While a pool finds its size more may move:
-    /// some for each extent that was made. At the limit they move whenever that helps. For each move's
+    /// some for each extent that was made; once there have been more moves than extents were made, fewer
+    /// may, by the square of that ratio. At the limit they move whenever that helps. For each move's
     /// time 32 handles more than needed may be made, in shorter extents, of which a block keeps
     /// less from moving: once, while the pool grows, and not in a program's first 16 milliseconds.
     pub moves_per_second: u32,
