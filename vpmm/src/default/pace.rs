@@ -60,8 +60,13 @@ impl Pace {
         let Some(each) = Duration::from_secs(1).checked_div(self.per_second) else {
             return self.moves;
         };
+        if each.is_zero() {
+            // More than anybody can count: as many as there are.
+            self.moves = 0;
+            return 0;
+        }
         let squared = |moves: u64| u128::from(moves) * u128::from(moves);
-        let each = each.as_nanos().max(1);
+        let each = each.as_nanos();
         let worn = each.saturating_mul(squared(self.ever)) / squared(made.max(1));
         let each = worn.max(each);
         let passed = now.saturating_sub(self.until).as_nanos();
@@ -179,6 +184,6 @@ mod tests {
         assert_eq!(pace.moves(Duration::MAX, 100), 7);
         let mut pace = Pace::new(u32::MAX);
         pace.note(u64::MAX / 2);
-        assert_eq!(pace.moves(Duration::MAX, u64::MAX), 0);
+        assert_eq!(pace.moves(Duration::ZERO, 0), 0);
     }
 }
