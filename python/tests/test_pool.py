@@ -147,3 +147,10 @@ def test_versions_agree():
     import importlib.metadata
 
     assert vpmm.__version__ == importlib.metadata.version("vpmm")
+
+
+def test_a_pool_may_be_patient():
+    pool = vpmm.Pool(patience=0.005, limit="64 MiB", addresses="256 MiB")
+    pool.free(pool.malloc(1000))
+    with pytest.raises(OverflowError):
+        vpmm.Pool(patience=-1)

@@ -233,3 +233,19 @@ pub unsafe extern "C" fn vpmm_pool_options_init(options: *mut vpmm_pool_options,
     // SAFETY: the caller vouches for it.
     unsafe { grows::init(options, size) };
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patience_is_none_unless_it_is_asked_for() {
+        let patience = |patience_nanoseconds| {
+            let options = vpmm_pool_options { patience_nanoseconds, ..vpmm_pool_options::INITIAL };
+            options.default_profile().map(|config| config.patience).ok()
+        };
+        let initial = vpmm_pool_options::INITIAL.patience_nanoseconds;
+        assert_eq!([initial, 0].map(patience), [Some(Duration::ZERO); 2]);
+        assert_eq!(patience(3_000_000), Some(Duration::from_millis(3)));
+    }
+}

@@ -51,11 +51,12 @@ pub struct PoolConfig {
     /// less from moving: once, while the pool grows, and not in a program's first 16 milliseconds.
     pub moves_per_second: u32,
     /// How long a request may look, before the pool grows, whether memory that other streams freed
-    /// becomes ready, where that would be enough; not at all by default. The host waits meanwhile,
-    /// though in sum never for more than a 64th of the time since the pool was made, nor for more
-    /// than 64 ms and a 1024th of it: what it waits for again and again it grows for then. Where the
-    /// host is just ahead of the GPU a millisecond or two keep a pool smaller; nothing that the
-    /// program enqueues waits for anything by it, unlike by [`PendingPolicy::WaitFirst`].
+    /// becomes ready, where that would be enough; not at all by default. The calling thread waits
+    /// meanwhile, and with it every other that needs the pool to grow. In sum that is never more than
+    /// a 64th of the time since the pool was made, nor than 64 ms and a 1024th of it: what it waits
+    /// for again and again it grows for then. Where the host is just ahead of the GPU a millisecond
+    /// or two keep a pool smaller; nothing that the program enqueues waits for anything by it, unlike
+    /// by [`PendingPolicy::WaitFirst`].
     pub patience: Duration,
     /// A thread that works ahead of requests; none by default.
     pub background: Option<Background>,

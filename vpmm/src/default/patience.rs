@@ -7,6 +7,7 @@
 use std::time::{Duration, Instant};
 
 use super::Core;
+use super::book::Recording;
 use super::ladder::Request;
 use super::space::{Part, Space};
 use crate::error::Result;
@@ -79,7 +80,11 @@ impl Space {
     /// Whether what waits for other streams, in the part of a request's size, comes to the request.
     fn others_may_serve(&self, request: Request) -> bool {
         let part = Part::of_size(request.units);
-        let others = self.books.iter().enumerate().filter(|(at, _)| *at as u32 != request.stream);
+        // What a capture holds, and what no event can be behind, does not become ready by waiting.
+        let others = self.books.iter().enumerate().filter(|(at, book)| {
+            let never = matches!(book.recording, Recording::Held | Recording::Lost);
+            *at as u32 != request.stream && !never
+        });
         let freed: u64 =
             others.flat_map(|(_, book)| &book.sets).map(|sets| sets[part as usize].units()).sum();
         let deferred = self.deferred.iter().filter(|block| self.part_of(block.start) == part);

@@ -42,7 +42,8 @@ impl Drop for Owner {
         }
         // A context that went first took the stream along, and not every driver notices.
         let Ok(_context) = self.device.enter() else { return };
-        // SAFETY: taken in `own`, destroyed once here.
+        // SAFETY: taken in `own`, destroyed once here; it is alive, as the context is still the one that it
+        // was made in.
         let _: Result<(), Failure> = unsafe { driver.cuStreamDestroy_v2(self.handle.raw()) };
     }
 }
