@@ -166,6 +166,8 @@ struct Program {
     seed: u64,
     policy: PendingPolicy,
     reuse: [bool; 3],
+    /// Whether requests may wait before the pool grows.
+    patient: bool,
     /// Of addresses.
     granules: u64,
     /// Of memory on the device, where that is less than the limit.
@@ -187,15 +189,16 @@ fn program(helper: impl Strategy<Value = Option<u64>>) -> impl Strategy<Value = 
     let device = prop_oneof![3 => Just(2 * LIMIT), 1 => LIMIT / 2..LIMIT];
     let space = (granules, device);
     let reuse = prop_oneof![2 => Just([true; 3]), 1 => any::<[bool; 3]>()];
-    let policies = (policy, reuse);
+    let policies = (policy, reuse, any::<bool>());
     (actions, schedule(), any::<u64>(), policies, space, any::<bool>(), helper).prop_map(
-        |((kinds, actions), schedule, seed, (policy, reuse), space, leaves_rest, helper)| Program {
+        |((kinds, actions), schedule, seed, policies, space, leaves_rest, helper)| Program {
             kinds,
             actions,
             schedule,
             seed,
-            policy,
-            reuse,
+            policy: policies.0,
+            reuse: policies.1,
+            patient: policies.2,
             granules: space.0,
             device_granules: space.1,
             leaves_rest,
@@ -415,6 +418,7 @@ fn run(program: &Program, reached: &Reached) -> Result<(), TestCaseError> {
     config.reuse.follow_event_dependencies = follow;
     config.reuse.opportunistic = ask;
     config.reuse.internal_dependencies = wait;
+    config.patience = Duration::from_micros(if program.patient { 100 } else { 0 });
     config.background = program.helper.map(|ahead_granules| {
         let mut background = Background::default();
         // It looks all the time, and meets the program at every step.

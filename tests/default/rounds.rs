@@ -1,6 +1,8 @@
 //! Programs that go round and round: recorded ones, replayed on one pool.
 
-use cuda_sim::Simulator;
+use std::time::Duration;
+
+use cuda_sim::{Simulator, SpinHandle};
 use vpmm::{DevicePtr, Driver, Pool, PoolConfig, Stream};
 use vpmm_cli::trace::{Action, Trace};
 
@@ -87,4 +89,44 @@ fn a_restless_program_stops_growing() {
     let changes: Vec<u64> = (0..40).map(|_| rounds.round()).collect();
     assert!(rounds.held() < 1.65, "holds {} after {changes:?}", rounds.held());
     rounds.end();
+}
+
+/// A loader's stream asks for the next batch when all that a step freed still waits for the GPU, which is a
+/// step behind. Were that no use to it the pool would grow with each step, for whoever has it next.
+#[test]
+fn a_loader_beside_a_training_does_not_make_the_pool_grow() {
+    const STEPS: usize = 60;
+    let sim = Simulator::builder().build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let (training, loading) = (device.stream().unwrap(), device.stream().unwrap());
+    let mut config = PoolConfig::default();
+    config.moves_per_second = u32::MAX;
+    config.patience = Duration::from_nanos(1);
+    let pool = Pool::new(&device, &config).unwrap();
+    let malloc =
+        |mib: f64, stream: &Stream| pool.malloc((mib * 1048576.0) as usize, stream).unwrap();
+    let size = |step: usize| [1.0, 0.55, 0.8, 0.35][step % 4];
+    let mut ahead = malloc(90.0 * size(0), &loading);
+    let mut behind: Option<SpinHandle> = None;
+    let mut mapped = Vec::new();
+    for step in 0..STEPS {
+        let batch = std::mem::replace(&mut ahead, malloc(90.0 * size(step + 1), &loading));
+        pool.record_stream(batch, &training).unwrap();
+        let forward: Vec<DevicePtr> = (0..60)
+            .map(|layer| malloc(size(step) * [61.0, 30.7, 61.0, 15.3][layer * 4 / 60], &training))
+            .collect();
+        let now = sim.spin(training.handle().raw()).unwrap();
+        behind.replace(now).into_iter().for_each(SpinHandle::release);
+        forward.into_iter().rev().for_each(|ptr| pool.free(ptr, &training).unwrap());
+        pool.free(batch, &loading).unwrap();
+        mapped.push(pool.stats().mapped_bytes >> 20);
+    }
+    let stats = pool.stats();
+    assert!(mapped[STEPS - 1] * 100 <= mapped[3] * 104, "{mapped:?} {stats:?}");
+    assert!(stats.host_waits < 20, "{stats:?}");
+    pool.free(ahead, &loading).unwrap();
+    drop(behind);
+    drop(pool);
+    drop((training, loading));
+    sim.assert_clean();
 }

@@ -8,7 +8,8 @@ use cuda_sim::{Schedule, Simulator};
 use vpmm::{PendingPolicy, StreamHandle};
 
 use crate::rig::{GRANULE, KIB, MIB, bare, config};
-use crate::support::Rig;
+use crate::support::streams::{begin_capture, end_capture};
+use crate::support::{Rig, call};
 
 #[test]
 fn memory_grows_in_place_behind_what_is_free() {
@@ -242,6 +243,7 @@ fn a_patient_pool_looks_a_little_longer_and_then_grows() {
         for (stalled, patience_ms, usage) in [(false, 50, 2), (true, 50, 4), (true, 0, 4)] {
             let mut config = config(16, 96);
             config.patience = Duration::from_millis(patience_ms);
+            config.reuse.internal_dependencies = false;
             let watched = rig.pool(&config);
             let (a, b) = (rig.stream(), rig.stream());
             // A 64th of it may be waited.
@@ -270,6 +272,82 @@ fn a_patient_pool_looks_a_little_longer_and_then_grows() {
             watched.assert_intact();
         }
     });
+}
+
+/// Where the host is ahead: the asking stream waits for the block, on the GPU, and the rest stays whose
+/// it was, also when it is ready.
+#[test]
+fn a_patient_pool_borrows_a_block_rather_than_grow() {
+    Rig::everywhere(|rig| {
+        let mut config = config(16, 96);
+        config.patience = Duration::from_millis(1);
+        let watched = rig.pool(&config);
+        let (a, b) = (rig.stream(), rig.stream());
+        let held = watched.malloc(5 * GRANULE, &a);
+        let stall = rig.stall(a.handle());
+        watched.free(held, &a);
+        // Which takes it out of the front.
+        watched.pool.mark(&a).unwrap();
+        let first = watched.malloc(GRANULE, &b);
+        let stats = watched.pool.stats();
+        assert_eq!((stats.device_waits, stats.host_waits, watched.usage()), (1, 0, 5));
+        drop(stall);
+        // Not told to the pool.
+        call!(rig.driver, cuStreamSynchronize(a.handle().raw()));
+        let second = watched.malloc(GRANULE, &b);
+        let rest = watched.malloc(3 * GRANULE, &a);
+        assert_eq!((watched.pool.stats().device_waits, watched.usage()), (1, 5));
+        watched.free(first, &b);
+        watched.free(second, &b);
+        watched.free(rest, &a);
+        watched.assert_intact();
+    });
+}
+
+/// A server's streams would go on waiting for each other.
+#[test]
+fn a_patient_pool_borrows_seldom() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let mut config = config(400, 1024);
+    config.patience = Duration::from_nanos(1);
+    let watched = rig.pool(&config);
+    let (a, b) = (rig.stream(), rig.stream());
+    let held = watched.malloc(200 * GRANULE, &a);
+    let stall = rig.stall(a.handle());
+    watched.free(held, &a);
+    watched.pool.mark(&a).unwrap();
+    let begin = Instant::now();
+    let blocks: Vec<_> = (0..180).map(|_| watched.malloc(GRANULE, &b)).collect();
+    let waits = watched.pool.stats().device_waits;
+    assert!((128..=128 + 4 * begin.elapsed().as_secs()).contains(&waits), "{waits}");
+    assert_eq!(watched.usage(), 200 + 180 - waits);
+    blocks.into_iter().for_each(|held| watched.free(held, &b));
+    drop(stall);
+    watched.assert_intact();
+}
+
+/// An event on either stream would become part of the graph.
+#[test]
+fn nothing_is_borrowed_from_or_for_a_stream_that_captures() {
+    let rig = Rig::simulated(Schedule::Eager);
+    for which in [0, 1] {
+        let mut config = config(16, 96);
+        config.patience = Duration::from_nanos(1);
+        let watched = rig.pool(&config);
+        let (a, b) = (rig.stream(), rig.stream());
+        let held = watched.malloc(2 * GRANULE, &a);
+        watched.free(held, &a);
+        let stall = rig.stall(a.handle());
+        watched.pool.mark(&a).unwrap();
+        let capturing = [&a, &b][which].handle().raw();
+        begin_capture(&rig, capturing);
+        let other = watched.pool.malloc(2 * GRANULE as usize, &b).unwrap();
+        watched.pool.free(other, &b).unwrap();
+        assert_eq!((watched.pool.stats().device_waits, watched.usage()), (0, 4));
+        assert_eq!(end_capture(&rig, capturing), 0, "nodes");
+        drop(stall);
+        watched.assert_intact();
+    }
 }
 
 /// The freeing stream's work counts, not the allocating one's.

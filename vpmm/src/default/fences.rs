@@ -53,7 +53,7 @@ impl Space {
 
     /// Notes that the event of a stream's closed epoch was seen complete. An answer that comes
     /// after the epoch was settled otherwise is about nothing any more.
-    fn pass(&mut self, tags: &Tags, stream: u32, record: Record) {
+    pub(super) fn pass(&mut self, tags: &Tags, stream: u32, record: Record) {
         if self.record_of(stream) != Some(record) {
             return;
         }
@@ -91,10 +91,11 @@ impl Space {
             return false;
         }
         let ended = book.recording == Recording::Ended;
-        // What is nobody's already must not stay apart from it: an extent moves in one piece.
+        // What is nobody's already must not stay apart from it: an extent moves in one piece. (A
+        // stream of many has most of it in one set that way, and others ask for the block.)
         let alone = self.is_sole(stream) && self.common.iter().all(FreeSet::is_empty);
         let asked = !self.opportunistic && !self.awaits && !ended && book.passed > book.awaited;
-        let keeps = alone || asked;
+        let keeps = alone || asked || self.keeps_its_own(stream);
         if keeps && book.recording == Recording::Eager {
             // Its open epoch is for what an event is recorded for.
             return false;
@@ -205,6 +206,7 @@ impl Core {
     pub(super) fn advance(&self, stream: u32, own: bool) -> Result<bool> {
         let driver = self.device.driver();
         let mut gained = false;
+        let mut has_recorded = false;
         // Ask, drain, close and record, ask, drain: but for a great many blocks each at most once.
         for _ in 0..5 {
             match self.next_of(stream, own) {
@@ -214,7 +216,10 @@ impl Core {
                     if !self.record_closed(stream, on, epoch, spare)? {
                         break;
                     }
+                    has_recorded = true;
                 }
+                // Whoever wants a block of that asks: see `take_ready`.
+                Next::Ask(_) if has_recorded && self.space.lock().keeps_its_own(stream) => break,
                 Next::Ask(record) => {
                     let answer = {
                         let _beside = BesideCaptures::enter(driver)?;

@@ -81,6 +81,14 @@ pub(super) struct Job {
     pub(super) spent: u32,
 }
 
+impl Job {
+    /// The extents that it moves.
+    pub(super) fn moves(&self) -> u64 {
+        let pieces = self.fills.iter().flat_map(|fill| &fill.pieces);
+        pieces.filter(|piece| matches!(piece.source, Source::Moved { .. })).count() as u64
+    }
+}
+
 /// A window that would do.
 struct Window {
     /// Units, as the request is long; what its last gap is filled beyond that does not count.
@@ -578,7 +586,6 @@ impl Space {
                         left.push((from, piece.granules, self.fence_of(owner)));
                         self.transit_units -= u64::from(piece.granules * granule_units);
                         self.counters.moved += 1;
-                        self.pace.note(1);
                         self.counters.moved_granules += u64::from(piece.granules);
                     }
                 }

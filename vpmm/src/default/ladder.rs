@@ -4,8 +4,10 @@
 //! best fit over the stream's own and nobody's memory
 //! this thread's front emptied, best fit again, then runs of neighbours
 //! what other threads have in front of the same stream
+//! where the pool is told to be patient: a block of what the stream that has most freed, if that is ready
 //! where others hold much: their epochs closed and asked about, their fronts emptied
-//! where the pool is told to be patient: a short look at whether what they freed becomes ready
+//! where the pool is told to be patient: a block that another stream freed, with a wait on the GPU;
+//!     else a short look at whether what they freed becomes ready
 //! grow: new memory, or free extents moved where that is due
 //! ── the limit is reached ──
 //! free extents moved, whatever it costs
@@ -111,7 +113,17 @@ impl Core {
         {
             room = self.room()?;
         }
+        if let Some(start) = self.take_ready(request)? {
+            return Ok(start);
+        }
         if let Some(start) = self.call_in(request, room)? {
+            return Ok(start);
+        }
+        // Its epoch may have been closed just now, and have passed.
+        if let Some(start) = self.take_ready(request)? {
+            return Ok(start);
+        }
+        if let Some(start) = self.borrow(request)? {
             return Ok(start);
         }
         if let Some(start) = self.wait_for_others(request, look)? {
@@ -214,6 +226,13 @@ impl Core {
 
     /// The last steps, at the limit.
     fn make_do(&self, request: Request, room: u64) -> Result<u32> {
+        self.space.lock().gathers = true;
+        let made = self.gather(request, room);
+        self.space.lock().gathers = false;
+        made
+    }
+
+    fn gather(&self, request: Request, room: u64) -> Result<u32> {
         let flushed = self.flush_fronts(|_| true);
         if (self.poll(Some(request.stream), true)? || flushed)
             && let Some(start) = self.retry(request, room)?

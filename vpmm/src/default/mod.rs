@@ -22,6 +22,7 @@ mod access;
 mod admit;
 mod aside;
 mod book;
+mod borrow;
 mod class;
 mod config;
 mod counters;
@@ -36,6 +37,7 @@ mod heap;
 mod held;
 mod helper;
 mod ladder;
+mod lead;
 mod memory;
 mod noted;
 mod order;
@@ -172,8 +174,9 @@ impl Core {
         let base = reservation.base();
         let memory = Memory::new(base, granules, granule_bytes, small);
         let limited = config.limit_bytes.is_some();
-        let space =
+        let mut space =
             Space::new(memory, limited, config.reuse.opportunistic, config.moves_per_second);
+        space.patient = !config.patience.is_zero();
         let core = Arc::new(Self {
             number: next_pool(),
             device: device.clone(),

@@ -47,6 +47,11 @@ impl Pace {
         Self { per_second, moves: 0, ever: 0, until, saved: 0, saved_until, grown }
     }
 
+    /// Whether time makes up for moves.
+    pub(super) fn has_rate(&self) -> bool {
+        self.per_second > 0
+    }
+
     pub(super) fn note(&mut self, moves: u64) {
         self.moves += moves;
         self.ever += moves;

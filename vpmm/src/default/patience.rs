@@ -56,6 +56,9 @@ impl Core {
         }
         let begin = Instant::now();
         let found = loop {
+            if let Some(start) = self.take_ready(request)? {
+                break Some(start);
+            }
             // Where nothing became nobody's a deferred free may have become the stream's own.
             self.poll(Some(request.stream), false)?;
             if let Some(start) = look() {

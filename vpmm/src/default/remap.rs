@@ -43,9 +43,15 @@ impl Core {
                 None => return Ok(Grown::TooLittle),
             }
         };
-        match self.carry_out(&job) {
+        let end_of_stream = self.mark_end(request, &job);
+        let done = self.carry_out(&job);
+        let unnoticed = self.is_ahead_of(end_of_stream);
+        match done {
             Ok(handles) => {
                 let mut space = self.space.lock();
+                if !unnoticed {
+                    space.pace.note(job.moves());
+                }
                 let rest = space.commit(&self.tags, request.stream, &job, &mut handles.into_iter());
                 let granule_units = space.memory.granule_units();
                 space.pace.note_growth(self.made.elapsed().saturating_sub(now));

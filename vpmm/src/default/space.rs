@@ -67,6 +67,11 @@ pub(super) struct Space {
     pub(super) uses: std::collections::HashMap<u32, super::noted::Uses>,
     /// Whether memory becomes everybody's because a query says so.
     pub(super) opportunistic: bool,
+    /// Whether requests may wait, here or on the GPU, before the pool grows.
+    pub(super) patient: bool,
+    /// Whether all memory is to come together for a request that would fail else.
+    pub(super) gathers: bool,
+    pub(super) borrowed: super::borrow::Borrowed,
     /// Whether the host waits for all that was freed now.
     pub(super) awaits: bool,
     /// Blocks that came back, ever: tells growth whether anything was freed since the last.
@@ -107,6 +112,9 @@ impl Space {
             deferred_units: 0,
             uses: std::collections::HashMap::new(),
             opportunistic,
+            patient: false,
+            gathers: false,
+            borrowed: super::borrow::Borrowed::default(),
             awaits: false,
             returns: 0,
             tide: super::tide::Tide::default(),
