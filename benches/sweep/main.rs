@@ -17,6 +17,7 @@
 
 #![forbid(unsafe_code)]
 
+mod behind;
 mod factors;
 mod measure;
 mod replay;
@@ -27,6 +28,7 @@ use std::error::Error;
 use std::num::NonZeroU32;
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Parser;
 use vpmm_cli::trace::Trace;
@@ -65,6 +67,14 @@ struct Arguments {
     #[arg(long)]
     paced: bool,
 
+    /// Have the GPU come to the work before a call on the first stream N calls later, where no limit is set. What further streams free is in use on the first one up to then, as a loader's batch is.
+    #[arg(long, value_name = "N")]
+    behind: Option<u64>,
+
+    /// Microseconds of patience that pools have.
+    #[arg(long, value_name = "US", default_value = "0")]
+    patience: u64,
+
     /// Print one JSON object per trace and factor, one per line.
     #[arg(long)]
     json: bool,
@@ -88,8 +98,9 @@ fn run(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
         table::print_header(factors.len(), arguments.passes);
     }
     for path in &paths {
-        let Arguments { passes, moves_per_second, paced, .. } = *arguments;
-        let run = Run { passes, moves_per_second, paced };
+        let Arguments { passes, moves_per_second, paced, behind, .. } = *arguments;
+        let patience = Duration::from_micros(arguments.patience);
+        let run = Run { passes, moves_per_second, paced, behind, patience };
         let trace = Trace::open(path)?;
         if paced && trace.times.is_empty() {
             return Err(format!("{path}: its rows have no times").into());

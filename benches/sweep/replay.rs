@@ -8,6 +8,7 @@ use vpmm::{DevicePtr, Driver, Pool, PoolConfig, Stream};
 use vpmm_cli::trace::{Action, Trace};
 
 use crate::Failure;
+use crate::behind::Behind;
 
 /// The simulated device: two H200s' worth, so that scaled traces have room to grow.
 pub(crate) const DEVICE_BYTES: u64 = 281 << 30;
@@ -32,6 +33,9 @@ pub(crate) struct Run {
     pub(crate) moves_per_second: u32,
     /// Whether each call waits for its time in the trace, where no limit is set.
     pub(crate) paced: bool,
+    /// By how many calls the GPU is behind on the first stream, where no limit is set.
+    pub(crate) behind: Option<u64>,
+    pub(crate) patience: Duration,
 }
 
 /// Replays `trace` so many times on one pool, or tells with `None` that `limit_bytes` is too little.
@@ -46,8 +50,10 @@ pub(crate) fn replay(
     let mut config = PoolConfig::default();
     config.limit_bytes = limit_bytes;
     config.moves_per_second = run.moves_per_second;
+    config.patience = run.patience;
     let pool = Pool::new(&device, &config)?;
     let streams = (0..trace.streams).map(|_| device.stream()).collect::<Result<Vec<_>, _>>()?;
+    let behind = run.behind.filter(|_| limit_bytes.is_none() && trace.streams > 0);
     let mut player = Player {
         simulator: &simulator,
         trace,
@@ -56,6 +62,7 @@ pub(crate) fn replay(
         live: vec![None; trace.allocations.len()],
         longest_us: 0.0,
         paced: run.paced && limit_bytes.is_none(),
+        behind: behind.map(|calls| Behind::new(&simulator, &streams[0], calls)),
     };
     let start = simulator.modelled_us();
     let mut pass_start = start;
@@ -95,6 +102,7 @@ struct Player<'a> {
     live: Vec<Option<DevicePtr>>,
     longest_us: f64,
     paced: bool,
+    behind: Option<Behind<'a>>,
 }
 
 impl Player<'_> {
@@ -114,6 +122,9 @@ impl Player<'_> {
                     }
                 }
                 Action::Free => self.free(slot, operation.stream)?,
+            }
+            if let Some(behind) = &mut self.behind {
+                behind.step(operation.stream == 0)?;
             }
             let after = self.simulator.modelled_us();
             self.longest_us = self.longest_us.max(after - before);
@@ -135,6 +146,9 @@ impl Player<'_> {
     /// Nothing where the allocation is not live.
     fn free(&mut self, slot: usize, stream: u32) -> Result<(), Failure> {
         if let Some(block) = self.live[slot].take() {
+            if self.behind.is_some() && stream != 0 {
+                self.pool.record_stream(block, &self.streams[0])?;
+            }
             self.pool.free(block, &self.streams[stream as usize])?;
         }
         Ok(())

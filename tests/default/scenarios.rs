@@ -9,7 +9,7 @@ use vpmm::{PendingPolicy, StreamHandle};
 
 use crate::rig::{GRANULE, KIB, MIB, bare, config};
 use crate::support::streams::{begin_capture, end_capture};
-use crate::support::{Rig, call};
+use crate::support::{Lcg, Rig, call};
 
 #[test]
 fn memory_grows_in_place_behind_what_is_free() {
@@ -348,6 +348,36 @@ fn nothing_is_borrowed_from_or_for_a_stream_that_captures() {
         drop(stall);
         watched.assert_intact();
     }
+}
+
+/// A loop that never settles is given more memory for its moves; not while its stream is busy anyway.
+#[test]
+fn moves_that_a_busy_stream_does_not_notice_do_not_count() {
+    Rig::everywhere(|rig| {
+        let [idle, busy] = [false, true].map(|stalls| {
+            let mut config = config(256, 2048);
+            config.limit_bytes = None;
+            config.moves_per_second = 1;
+            let watched = rig.pool(&config);
+            let (pool, stream) = (&watched.pool, rig.stream());
+            let malloc =
+                |granules: u64| pool.malloc((granules * GRANULE) as usize, &stream).unwrap();
+            let free = |ptr| pool.free(ptr, &stream).unwrap();
+            let stall = stalls.then(|| rig.stall(stream.handle()));
+            let mut random = Lcg(3);
+            let mut blocks: Vec<_> = (0..12).map(|_| malloc(1 + random.below(12))).collect();
+            for _ in 0..400 {
+                free(blocks.swap_remove(random.below(12) as usize));
+                blocks.push(malloc(1 + random.below(12)));
+            }
+            blocks.into_iter().for_each(free);
+            drop(stall);
+            let stats = pool.stats();
+            watched.validate();
+            (stats.extents_moved, stats.mapped_bytes / GRANULE)
+        });
+        assert!(busy.0 > idle.0 && busy.1 <= idle.1, "{idle:?} {busy:?}");
+    });
 }
 
 /// The freeing stream's work counts, not the allocating one's.

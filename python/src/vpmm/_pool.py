@@ -140,8 +140,9 @@ class Pool:
     ``"grow"`` or to ``"wait"`` for it on the GPU. ``moves_per_second``: of the default profile, how much
     driver time goes into holding little; 1,000 at first, 3 to 4 % of one thread's time at most, 0 for
     hardly any. ``patience``: seconds that a request may look whether other streams' freed memory becomes
-    ready before the pool grows, in sum a 64th of the time at most, and 64 ms and a 1024th; the process's own
-    pools have 0.02, others 0. ``initial_pages``, ``page_size``: of the paged profile.
+    ready before the pool grows, in sum a 64th of the time at most, and 64 ms and a 1024th; where it is not 0
+    the stream may wait for a block of it on the GPU, too, 128 times and 4 times more each second. The
+    process's own pools have 0.02, others 0. ``initial_pages``, ``page_size``: of the paged profile.
     """
 
     def __init__(self, device: int = 0, **options):

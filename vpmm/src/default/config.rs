@@ -46,17 +46,26 @@ pub struct PoolConfig {
     /// 1,000 by default, 3 to 4 % of one thread's time at most. Moving keeps the pool about as large
     /// as what is live, growing costs its time only once. While a pool finds its size more may move:
     /// some for each extent that was made; once there have been more moves than extents were made, fewer
-    /// may, by the square of that ratio. At the limit they move whenever that helps. For each move's
+    /// may, by the square of that ratio. Moves during which the requesting stream was busy throughout with
+    /// what it had been given before do not count, since they keep nobody waiting but the host. At the
+    /// limit extents move whenever that helps. For each move's
     /// time 32 handles more than needed may be made, in shorter extents, of which a block keeps
     /// less from moving: once, while the pool grows, and not in a program's first 16 milliseconds.
     pub moves_per_second: u32,
-    /// How long a request may look, before the pool grows, whether memory that other streams freed
-    /// becomes ready, where that would be enough; not at all by default. The calling thread waits
-    /// meanwhile, and with it every other that needs the pool to grow. In sum that is never more than
-    /// a 64th of the time since the pool was made, nor than 64 ms and a 1024th of it: what it waits
-    /// for again and again it grows for then. Where the host is just ahead of the GPU a millisecond
-    /// or two keep a pool smaller; nothing that the program enqueues waits for anything by it, unlike
-    /// by [`PendingPolicy::WaitFirst`].
+    /// Makes the pool rather wait than grow, where memory that other streams freed would do but is not
+    /// ready; not at all by default. Three things happen then before it grows.
+    ///
+    /// The stream that most of the free memory waits for keeps it when it is ready, for others to have by
+    /// the block. Where [`Reuse::internal_dependencies`] is on the asking stream waits on the GPU for one
+    /// such block that is not ready, behind everything that the other stream has been given: 128 times,
+    /// and 4 times more each second. The host goes on meanwhile; but the two streams do not run side by
+    /// side up to there. Else the calling thread looks for so long whether the memory becomes ready, and
+    /// with it waits every other that needs the pool to grow; in sum never for more than a 64th of the
+    /// time since the pool was made, nor than 64 ms and a 1024th of it. What is waited for again and
+    /// again the pool grows for.
+    ///
+    /// A program whose host is ahead of the GPU, and that loads the next step's data on a stream of its
+    /// own, holds a few batches less for it.
     pub patience: Duration,
     /// A thread that works ahead of requests; none by default.
     pub background: Option<Background>,

@@ -52,6 +52,9 @@ const ALL_UNITS: u64 = (64 << 20) / super::class::UNIT_BYTES;
 /// small blocks is taken out.
 const SMALL_OF_POOL: u64 = 1024;
 
+/// Where the pool may grow by less than this fraction of itself all memory is to come together.
+const NEAR: u64 = 4;
+
 /// A request that the front did not serve.
 #[derive(Clone, Copy)]
 pub(super) struct Request {
@@ -112,6 +115,10 @@ impl Core {
             && self.aside.make_room(false)
         {
             room = self.room()?;
+        }
+        {
+            let mut space = self.space.lock();
+            space.gathers = room < space.memory.mapped() / NEAR;
         }
         if let Some(start) = self.take_ready(request)? {
             return Ok(start);
@@ -227,12 +234,6 @@ impl Core {
     /// The last steps, at the limit.
     fn make_do(&self, request: Request, room: u64) -> Result<u32> {
         self.space.lock().gathers = true;
-        let made = self.gather(request, room);
-        self.space.lock().gathers = false;
-        made
-    }
-
-    fn gather(&self, request: Request, room: u64) -> Result<u32> {
         let flushed = self.flush_fronts(|_| true);
         if (self.poll(Some(request.stream), true)? || flushed)
             && let Some(start) = self.retry(request, room)?

@@ -69,7 +69,7 @@ pub(super) struct Space {
     pub(super) opportunistic: bool,
     /// Whether requests may wait, here or on the GPU, before the pool grows.
     pub(super) patient: bool,
-    /// Whether all memory is to come together for a request that would fail else.
+    /// Whether all memory is to come together, since there is hardly any more to be had.
     pub(super) gathers: bool,
     pub(super) borrowed: super::borrow::Borrowed,
     /// Whether the host waits for all that was freed now.
