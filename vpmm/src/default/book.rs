@@ -59,6 +59,8 @@ pub(super) struct Book {
     pub(super) passed: u64,
     pub(super) stage: Stage,
     pub(super) recording: Recording,
+    /// Whether the closed epoch had passed when its event was recorded: the GPU is not behind.
+    pub(super) at_once: bool,
     /// Whether another stream lacked memory since the open epoch was opened.
     pub(super) wanted: bool,
     /// The event recorded at the last free, where recording is eager.
@@ -104,6 +106,7 @@ impl Book {
             passed: 0,
             stage: Stage::Clear,
             recording,
+            at_once: false,
             wanted: false,
             last_record: None,
             marks: 1,
@@ -173,6 +176,7 @@ impl Book {
         debug_assert!(self.stage == Stage::Clear && self.units_of(self.open_parity() ^ 1) == 0);
         self.epoch += 1;
         self.wanted = false;
+        self.at_once = false;
         self.stage = match self.recording {
             // Recorded at the last free, hence after everything that is closed now.
             Recording::Eager => match self.last_record.take() {

@@ -137,13 +137,14 @@ impl Core {
 
 impl Space {
     /// Whether what a stream freed stays its own when it is ready, for others to have by the block: in a
-    /// patient pool, the stream that most of the free memory waits for. Not where memory is short, so that
-    /// all of it is to come together.
+    /// patient pool, the stream that most of the free memory waits for. Not where that has passed as soon as
+    /// it was closed, so that all the stream freed becomes nobody's in one piece; and not where memory is
+    /// short, so that all of it is to come together.
     pub(super) fn keeps_its_own(&self, stream: u32) -> bool {
         let book = &self.books[stream as usize];
         let keeps = self.patient && !self.awaits && !self.gathers;
         let is_lazy = matches!(book.recording, Recording::Lazy(_));
-        keeps && is_lazy && book.units() > self.free_units() / 2
+        keeps && is_lazy && !book.at_once && book.units() > self.free_units() / 2
     }
 
     /// The best fit of what has become ready and has not been given back to its stream yet.

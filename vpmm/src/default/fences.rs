@@ -218,15 +218,17 @@ impl Core {
                     }
                     has_recorded = true;
                 }
-                // Whoever wants a block of that asks: see `take_ready`.
-                Next::Ask(_) if has_recorded && self.space.lock().keeps_its_own(stream) => break,
                 Next::Ask(record) => {
                     let answer = {
                         let _beside = BesideCaptures::enter(driver)?;
                         record.event.is_complete(driver)
                     };
                     match answer {
-                        Ok(true) => self.space.lock().pass(&self.tags, stream, record),
+                        Ok(true) => {
+                            let mut space = self.space.lock();
+                            space.books[stream as usize].at_once = has_recorded;
+                            space.pass(&self.tags, stream, record);
+                        }
                         Ok(false) => break,
                         Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
                             self.space.lock().unrecord(stream, record);

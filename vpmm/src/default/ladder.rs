@@ -126,10 +126,6 @@ impl Core {
         if let Some(start) = self.call_in(request, room)? {
             return Ok(start);
         }
-        // Its epoch may have been closed just now, and have passed.
-        if let Some(start) = self.take_ready(request)? {
-            return Ok(start);
-        }
         if let Some(start) = self.borrow(request)? {
             return Ok(start);
         }
