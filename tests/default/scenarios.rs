@@ -8,7 +8,7 @@ use cuda_sim::{Schedule, Simulator};
 use vpmm::{PendingPolicy, StreamHandle};
 
 use crate::rig::{GRANULE, KIB, MIB, bare, config};
-use crate::support::streams::{begin_capture, end_capture};
+use crate::support::streams::{begin_capture, end_capture, make};
 use crate::support::{Lcg, Rig, call};
 
 #[test]
@@ -348,6 +348,34 @@ fn nothing_is_borrowed_from_or_for_a_stream_that_captures() {
         drop(stall);
         watched.assert_intact();
     }
+}
+
+/// The legacy stream does not say whether it captures while a blocking one does: it grows then.
+#[test]
+fn nothing_is_borrowed_for_the_legacy_stream_beside_a_capture() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let mut config = config(16, 96);
+    config.patience = Duration::from_nanos(1);
+    let watched = rig.pool(&config);
+    let (pool, a) = (&watched.pool, rig.stream());
+    let malloc = |granules: u64, stream: StreamHandle| {
+        pool.malloc((granules * GRANULE) as usize, stream).unwrap()
+    };
+    let held = malloc(2, a.handle());
+    // The legacy stream is known to the pool by then.
+    pool.free(malloc(1, StreamHandle::LEGACY), StreamHandle::LEGACY).unwrap();
+    let stall = rig.stall(a.handle());
+    pool.free(held, &a).unwrap();
+    pool.mark(&a).unwrap();
+    let (raw, _) = make(&rig, 0);
+    begin_capture(&rig, raw);
+    let other = malloc(2, StreamHandle::LEGACY);
+    assert_eq!(pool.stats().device_waits, 0);
+    assert_eq!(end_capture(&rig, raw), 0, "nodes");
+    drop(stall);
+    pool.free(other, StreamHandle::LEGACY).unwrap();
+    call!(rig.driver, cuStreamDestroy_v2(raw));
+    watched.assert_intact();
 }
 
 /// A loop that never settles is given more memory for its moves; not while its stream is busy anyway.

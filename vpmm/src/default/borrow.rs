@@ -78,9 +78,9 @@ impl Core {
 
     /// Serves a request from what another stream has freed, which the request's stream waits for. Where
     /// there is no such block, or either stream takes part in a capture, nothing has happened.
-    pub(super) fn borrow(&self, request: Request) -> Result<Option<u32>> {
+    pub(super) fn borrow(&self, request: Request) -> Option<u32> {
         if self.config.patience.is_zero() || !self.config.reuse.internal_dependencies {
-            return Ok(None);
+            return None;
         }
         let loan = {
             let mut space = self.space.lock();
@@ -89,49 +89,49 @@ impl Core {
                 false => None,
             }
         };
-        let Some(loan) = loan else { return Ok(None) };
+        let loan = loan?;
         let waits = self.hold_back(request, &loan);
         let mut space = self.space.lock();
         space.transit_units -= u64::from(request.units);
-        if let Ok(true) = waits {
+        if waits {
             space.borrowed.0 += 1;
             space.counters.device_waits += 1;
             space.hand_out(&self.tags, request.stream, loan.start, request.units);
             space.note_peak();
-            return Ok(Some(loan.start));
+            return Some(loan.start);
         }
         let owner = space.now(loan.owner);
         space.give(&self.tags, loan.start, request.units, owner);
-        waits.map(|_| None)
+        None
     }
 
     /// Makes the request's stream wait for everything that the loan's has been given; `false` where either
-    /// cannot now. The loan was freed before, and is nobody's but this call's.
-    fn hold_back(&self, request: Request, loan: &Loan) -> Result<bool> {
+    /// cannot now, for whatever reason: the pool may still grow. The loan was freed before, and is nobody's
+    /// but this call's.
+    fn hold_back(&self, request: Request, loan: &Loan) -> bool {
         let driver = self.device.driver();
         // Its owner may be about to destroy the stream, and waits for us here; or has done so.
         let _not_ending = lock(&self.shard(loan.from).eager);
         let recording = self.space.lock().books[loan.from as usize].recording;
-        let capturing = stream_is_capturing(driver, request.handle);
-        let recorded = match capturing {
-            Ok(false) if recording == Recording::Lazy(loan.on) => {
-                record_beside_captures(driver, loan.on, loan.spare)
-            }
-            Ok(_) => Ok(Recorded::Capturing(loan.spare)),
-            Err(failure) => Err(failure),
+        // The legacy stream does not answer while a blocking one captures.
+        let is_free = stream_is_capturing(driver, request.handle).is_ok_and(|captures| !captures);
+        let recorded = if is_free && recording == Recording::Lazy(loan.on) {
+            record_beside_captures(driver, loan.on, loan.spare)
+        } else {
+            Ok(Recorded::Capturing(loan.spare))
         };
         let (event, waits) = match recorded {
             Ok(Recorded::On(event)) => {
                 let waits = BesideCaptures::enter(driver)
                     .and_then(|_beside| event.hold_back(driver, request.handle));
-                (Some(event), waits.map(|()| true))
+                (Some(event), waits.is_ok())
             }
-            Ok(Recorded::Capturing(spare)) => (spare, Ok(false)),
-            Err(failure) => (loan.spare, Err(failure)),
+            Ok(Recorded::Capturing(spare)) => (spare, false),
+            Err(_) => (loan.spare, false),
         };
         // The wait is for this record, whatever the event is used for from here on.
         self.space.lock().events.extend(event);
-        Ok(waits?)
+        waits
     }
 }
 

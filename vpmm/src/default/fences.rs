@@ -226,7 +226,9 @@ impl Core {
                     match answer {
                         Ok(true) => {
                             let mut space = self.space.lock();
-                            space.books[stream as usize].at_once = has_recorded;
+                            if space.record_of(stream) == Some(record) {
+                                space.books[stream as usize].at_once = has_recorded;
+                            }
                             space.pass(&self.tags, stream, record);
                         }
                         Ok(false) => break,

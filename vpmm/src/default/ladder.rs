@@ -126,7 +126,7 @@ impl Core {
         if let Some(start) = self.call_in(request, room)? {
             return Ok(start);
         }
-        if let Some(start) = self.borrow(request)? {
+        if let Some(start) = self.borrow(request) {
             return Ok(start);
         }
         if let Some(start) = self.wait_for_others(request, look)? {

@@ -25,8 +25,8 @@ impl Core {
         };
         match record_beside_captures(self.device.driver(), request.handle, spare) {
             Ok(Recorded::On(event)) => Some(event),
-            Ok(Recorded::Capturing(spare)) => {
-                self.space.lock().events.extend(spare);
+            Ok(Recorded::Capturing(unused)) => {
+                self.space.lock().events.extend(unused);
                 None
             }
             Err(_) => {
