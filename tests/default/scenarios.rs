@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
-use vpmm::{PendingPolicy, StreamHandle};
+use vpmm::{Error, PendingPolicy, StreamHandle, WaitPolicy};
 
 use crate::rig::{GRANULE, KIB, MIB, bare, config};
 use crate::support::streams::{begin_capture, end_capture, make};
@@ -350,32 +350,45 @@ fn nothing_is_borrowed_from_or_for_a_stream_that_captures() {
     }
 }
 
-/// The legacy stream does not say whether it captures while a blocking one does: it grows then.
+/// The legacy stream is captured, as good as, while a blocking one is: it makes no wait, and grows.
 #[test]
-fn nothing_is_borrowed_for_the_legacy_stream_beside_a_capture() {
-    let rig = Rig::simulated(Schedule::Eager);
-    let mut config = config(16, 96);
-    config.patience = Duration::from_nanos(1);
-    let watched = rig.pool(&config);
-    let (pool, a) = (&watched.pool, rig.stream());
-    let malloc = |granules: u64, stream: StreamHandle| {
-        pool.malloc((granules * GRANULE) as usize, stream).unwrap()
-    };
-    let held = malloc(2, a.handle());
-    // The legacy stream is known to the pool by then.
-    pool.free(malloc(1, StreamHandle::LEGACY), StreamHandle::LEGACY).unwrap();
-    let stall = rig.stall(a.handle());
-    pool.free(held, &a).unwrap();
-    pool.mark(&a).unwrap();
-    let (raw, _) = make(&rig, 0);
-    begin_capture(&rig, raw);
-    let other = malloc(2, StreamHandle::LEGACY);
-    assert_eq!(pool.stats().device_waits, 0);
-    assert_eq!(end_capture(&rig, raw), 0, "nodes");
-    drop(stall);
-    pool.free(other, StreamHandle::LEGACY).unwrap();
-    call!(rig.driver, cuStreamDestroy_v2(raw));
-    watched.assert_intact();
+fn the_legacy_stream_waits_for_nobody_beside_a_capture() {
+    let patient = Duration::from_nanos(1);
+    let waits = [
+        (PendingPolicy::GrowFirst, patient),
+        (PendingPolicy::GrowFirst, Duration::ZERO),
+        (PendingPolicy::WaitFirst, Duration::ZERO),
+    ];
+    for ((policy, patience), limit) in waits.into_iter().flat_map(|how| [(how, 2), (how, 16)]) {
+        let rig = Rig::simulated(Schedule::Eager);
+        let mut config = config(limit, 96);
+        (config.patience, config.pending_policy) = (patience, policy);
+        config.out_of_memory = WaitPolicy::FailAtOnce;
+        let watched = rig.pool(&config);
+        let (pool, a) = (&watched.pool, rig.stream());
+        let malloc = |granules: u64, stream: StreamHandle| {
+            pool.malloc((granules * GRANULE) as usize, stream)
+        };
+        // The legacy stream is known to the pool by then.
+        pool.free(malloc(1, StreamHandle::LEGACY).unwrap(), StreamHandle::LEGACY).unwrap();
+        let held = malloc(2, a.handle()).unwrap();
+        let stall = rig.stall(a.handle());
+        pool.free(held, &a).unwrap();
+        pool.mark(&a).unwrap();
+        let (raw, _) = make(&rig, 0);
+        begin_capture(&rig, raw);
+        match malloc(2, StreamHandle::LEGACY) {
+            Ok(other) => pool.free(other, StreamHandle::LEGACY).unwrap(),
+            Err(error) => {
+                assert!(limit == 2 && matches!(error, Error::OutOfMemory { .. }), "{error}")
+            }
+        }
+        assert_eq!(pool.stats().device_waits, 0);
+        assert_eq!(end_capture(&rig, raw), 0, "nodes");
+        drop(stall);
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+        watched.assert_intact();
+    }
 }
 
 /// A loop that never settles is given more memory for its moves; not while its stream is busy anyway.

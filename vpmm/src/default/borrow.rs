@@ -113,7 +113,6 @@ impl Core {
         // Its owner may be about to destroy the stream, and waits for us here; or has done so.
         let _not_ending = lock(&self.shard(loan.from).eager);
         let recording = self.space.lock().books[loan.from as usize].recording;
-        // The legacy stream does not answer while a blocking one captures.
         let is_free = stream_is_capturing(driver, request.handle).is_ok_and(|captures| !captures);
         let recorded = if is_free && recording == Recording::Lazy(loan.on) {
             record_beside_captures(driver, loan.on, loan.spare)

@@ -513,14 +513,8 @@ pub(crate) fn record_beside_captures(
     stream: StreamHandle,
     spare: Option<Event>,
 ) -> Result<Recorded, Failure> {
-    match stream_is_capturing(driver, stream) {
-        Ok(false) => {}
-        Ok(true) => return Ok(Recorded::Capturing(spare)),
-        // The legacy stream, while a blocking one captures, which forbids its use.
-        Err(failure) if failure.code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
-            return Ok(Recorded::Capturing(spare));
-        }
-        Err(failure) => return Err(failure),
+    if stream_is_capturing(driver, stream)? {
+        return Ok(Recorded::Capturing(spare));
     }
     let event = match spare {
         Some(event) => event,
@@ -543,12 +537,16 @@ pub(crate) fn record_beside_captures(
     }
 }
 
-/// Whether what is enqueued on the stream becomes part of a graph.
+/// Whether nothing can be enqueued on the stream now but as part of a graph. So it is with the legacy
+/// stream while a blocking one captures, which forbids its use: the driver refuses to answer then.
 pub(crate) fn stream_is_capturing(driver: &Driver, stream: StreamHandle) -> Result<bool, Failure> {
     let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is live.
-    unsafe { driver.cuStreamIsCapturing(stream.raw(), &mut status) }?;
-    Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    match unsafe { driver.cuStreamIsCapturing(stream.raw(), &mut status) } {
+        Ok(()) => Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE),
+        Err(failure) if failure.code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => Ok(true),
+        Err(failure) => Err(failure),
+    }
 }
 
 #[cfg(test)]

@@ -19,7 +19,6 @@
 //!   has waited for.
 //! - **L3** Epochs of a lane only grow, whichever stream has it: an old wait says nothing about a new stream.
 
-use cuda_sys::types::CUresult;
 use smallvec::SmallVec;
 
 use crate::default::stream_is_capturing;
@@ -164,14 +163,6 @@ fn name_by_the_driver(device: &Device, handle: StreamHandle) -> Result<Named> {
 pub(super) fn number_of(device: &Device, handle: StreamHandle) -> Option<u64> {
     let known = handle.known_to(device.driver().realm());
     known.or_else(|| (handle == StreamHandle::LEGACY).then_some(LEGACY))
-}
-
-/// Whether nothing can be recorded on a stream now; so it is with the legacy one while a blocking one captures.
-fn is_capturing(driver: &Driver, handle: StreamHandle) -> Result<bool, Failure> {
-    match stream_is_capturing(driver, handle) {
-        Err(failure) if failure.code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => Ok(true),
-        answer => answer,
-    }
 }
 
 impl Lanes {
@@ -381,7 +372,7 @@ impl Lanes {
         handle: StreamHandle,
         into: Option<Event>,
     ) -> Result<Option<Record>, Failure> {
-        if is_capturing(self.driver(), handle)? {
+        if stream_is_capturing(self.driver(), handle)? {
             return Ok(None);
         }
         let event = match into {
@@ -390,7 +381,7 @@ impl Lanes {
         };
         let recorded = event.record(self.driver(), handle);
         // A capture that began in between has the event.
-        let counts = recorded.and_then(|()| is_capturing(self.driver(), handle));
+        let counts = recorded.and_then(|()| stream_is_capturing(self.driver(), handle));
         if !matches!(counts, Ok(false)) {
             if into.is_none() {
                 self.keep(event);
@@ -467,7 +458,7 @@ impl Lanes {
         let device = self.device.clone();
         let _context = device.enter()?;
         let _beside = BesideCaptures::enter(device.driver())?;
-        if is_capturing(self.driver(), named.handle)? {
+        if stream_is_capturing(self.driver(), named.handle)? {
             return Ok(false);
         }
         let known = &self.lanes[from as usize];
