@@ -4,6 +4,8 @@
 //! filled with new extents or with wholly free ones from elsewhere. A free block that ends at a
 //! hole grows in place: that window lacks the least.
 
+use std::cmp::Reverse;
+
 use smallvec::SmallVec;
 
 use super::free_set::Block;
@@ -98,6 +100,21 @@ struct Window {
     cost: u32,
 }
 
+impl Window {
+    /// Units of its free memory before the first gap and behind the last that are no whole granule.
+    fn used_up(&self, granule_units: u32) -> u32 {
+        let before = self
+            .gaps
+            .first()
+            .map_or(0, |gap| (gap.start * granule_units).saturating_sub(self.start));
+        let behind = self
+            .gaps
+            .last()
+            .map_or(0, |gap| self.end.saturating_sub((gap.start + gap.granules) * granule_units));
+        before % granule_units + behind % granule_units
+    }
+}
+
 /// What growth may use.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Means {
@@ -123,7 +140,7 @@ impl Space {
         policy: &Policy,
         means: Means,
     ) -> Option<Job> {
-        let windows = self.windows(tags, stream, units, part, policy);
+        let windows = self.windows(tags, stream, units, part, policy, means.saved);
         // The first that can be filled: between two mappings only exact sums of lengths can.
         windows.into_iter().find_map(|window| {
             let (fills, spent) = self.fill(stream, &window, policy, means)?;
@@ -131,8 +148,9 @@ impl Space {
         })
     }
 
-    /// The windows that lack the least memory, of those with as little the lowest first; and a
-    /// fresh one, before those that save nothing.
+    /// The windows that lack the least memory, of those with as little first the one that uses up the
+    /// most of granules which others have a part of, then the lowest; and a fresh one, before or after
+    /// those that save nothing.
     fn windows(
         &self,
         tags: &Tags,
@@ -140,11 +158,14 @@ impl Space {
         units: u32,
         part: Part,
         policy: &Policy,
+        saved: u64,
     ) -> SmallVec<[Window; WINDOWS_TRIED + 1]> {
         let range = self.memory.range(part);
         let holes = self.memory.map.holes().filter(|hole| range.contains(&(hole.start() as u32)));
         let whole = units.div_ceil(self.memory.granule_units());
-        let order = |window: &Window| (window.cost, window.start);
+        let order = |window: &Window| {
+            (window.cost, Reverse(window.used_up(self.memory.granule_units())), window.start)
+        };
         let mut found: SmallVec<[Window; WINDOWS_TRIED + 1]> = SmallVec::new();
         for hole in holes.take(HOLES_LOOKED_AT) {
             let left = self.window_from(tags, stream, units, hole);
@@ -158,7 +179,7 @@ impl Space {
             }
         }
         if let Some(fresh) = self.fresh_window(units, part, policy) {
-            let saves = if policy.prefers_fresh() { whole } else { whole + 1 };
+            let saves = if policy.prefers_fresh(saved) { whole } else { whole + 1 };
             let at = found.partition_point(|window| window.cost < saves);
             found.insert(at, fresh);
         }

@@ -141,9 +141,10 @@ impl Policy {
     }
 
     /// Whether a fresh window comes before a window among what is there already that lacks as
-    /// much. It leaves better holes; but at a limit every end of a granule counts.
-    pub(super) fn prefers_fresh(&self) -> bool {
-        !self.limited
+    /// much. It leaves better holes, and long extents one by one; but at a limit every end of a
+    /// granule counts, and so it does where so many handles are saved up that extents are short.
+    pub(super) fn prefers_fresh(&self, saved: u64) -> bool {
+        !self.limited && saved < AT_LEISURE
     }
 
     /// Whether the granule that a request ends in is an extent by itself. One handle more for each
