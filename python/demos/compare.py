@@ -8,8 +8,8 @@ by the others' of the same round, how much of a step the GPU waits, and where vp
 
 One run after another, each in a process of its own:
 
-    python python/demos/compare.py gpt --repeat 2 -- --steps 100
-    python python/demos/compare.py gpt --largest batch --limit 20 -- --steps 12 --warmup 2
+    python python/demos/compare.py --repeat 2 gpt -- --steps 100
+    python python/demos/compare.py --largest batch --limit 20 gpt -- --steps 12 --warmup 2
 """
 
 import argparse
