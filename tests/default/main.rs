@@ -15,6 +15,7 @@ mod rig;
 mod rounds;
 mod scenarios;
 mod sizes;
+mod splits;
 mod streams;
 #[path = "../support/pools.rs"]
 mod support;

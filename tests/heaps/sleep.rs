@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use vpmm::{Access, Buffers, Contents, DevicePtr, Error, Location, Sharing, Tagged};
 
 use crate::graph;
-use crate::rig::{GRANULE, MIB, Profile};
+use crate::rig::{GRANULE, LIMIT, MIB, Profile};
 use crate::support::{Rig, Watched};
 
 fn everywhere(test: impl Fn(&Rig, Profile)) {
@@ -102,6 +102,46 @@ fn cycle(rig: &Rig, watched: &Watched<'_>, contents: &Contents) {
         pool.free(ptr, &stream).unwrap();
     }
     watched.assert_intact();
+}
+
+/// Two addresses have a part each of two of the heap's extents: both are mapped again, with what they had.
+#[test]
+fn extents_in_two_parts_sleep_and_wake() {
+    everywhere(|rig, profile| {
+        if profile != Profile::Default {
+            return;
+        }
+        let watched = rig.pool(profile, Location::Device);
+        let (pool, stream) = (&watched.pool, rig.stream());
+        let tagged = pool.tagged("weights").unwrap();
+        let short = 204 * 4096;
+        let malloc = |bytes: u64, seed: u64| {
+            let ptr = tagged.malloc(bytes as usize, &stream).unwrap();
+            rig.fill(ptr.address(), bytes, seed, stream.handle());
+            (ptr, bytes, seed)
+        };
+        let long = GRANULE - short;
+        let [a, b, c, d] =
+            [(short, 1), (long, 2), (long, 3), (short, 4)].map(|(bytes, seed)| malloc(bytes, seed));
+        let rest = malloc((LIMIT - 2) * GRANULE, 5);
+        [a, d].into_iter().for_each(|(ptr, ..)| tagged.free(ptr, &stream).unwrap());
+        let split = malloc(2 * short, 6);
+        assert_eq!(tagged.stats().mapped_bytes, LIMIT * GRANULE);
+        let held = [b, c, rest, split];
+        for contents in [Contents::Keep(Buffers::Retain), Contents::Keep(Buffers::Release)] {
+            let asleep = pool.suspend("weights", &stream, &contents).unwrap();
+            assert_eq!((asleep.bytes, asleep.saved_bytes), (LIMIT * GRANULE, LIMIT * GRANULE));
+            watched.validate();
+            pool.resume("weights", &stream).unwrap();
+            watched.validate();
+            check(rig, &held, &stream);
+        }
+        for (ptr, ..) in held {
+            pool.free(ptr, &stream).unwrap();
+            watched.validate();
+        }
+        watched.assert_intact();
+    });
 }
 
 #[test]

@@ -9,7 +9,7 @@ use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::*;
 use vpmm::{Access, Error, Imported, Location, Pool, Sharing};
 
-use crate::rig::{GRANULE, Profile};
+use crate::rig::{GRANULE, LIMIT, Profile};
 use crate::support::{Held, Rig, Watched};
 
 const FILES: Sharing = Sharing::FileDescriptor;
@@ -58,11 +58,14 @@ fn hear<const N: usize>(mut socket: &UnixStream) -> [u64; N] {
     })
 }
 
-/// One allocation over several handles: written there, read here, written here, read there.
+/// One allocation over several handles: written there, read here, written here, read there. Of the last one
+/// two of the handles are elsewhere, too.
 #[test]
 fn two_processes_share_an_allocation() {
+    const PLACES: [(Profile, bool); 3] =
+        [(Profile::Default, false), (Profile::Paged, false), (Profile::Default, true)];
     if let Some((rig, socket)) = started() {
-        for _ in Profile::BOTH {
+        for _ in PLACES {
             let memory = Imported::receive(&rig.device, &socket, Access::ReadWrite).unwrap();
             let [seed, bytes] = hear(&socket);
             assert!(memory.bytes() >= bytes);
@@ -80,20 +83,32 @@ fn two_processes_share_an_allocation() {
     }
     Rig::everywhere(|rig| {
         let (mut child, socket) = start("sharing::two_processes_share_an_allocation", rig);
-        for profile in Profile::BOTH {
+        for (profile, splits) in PLACES {
             let watched = shareable(rig, profile);
             let stream = rig.stream();
-            // Made piece by piece, so that it lies on several handles.
-            let parts = [(); 3].map(|()| watched.malloc(GRANULE, &stream));
-            parts.into_iter().for_each(|part| watched.free(part, &stream));
-            let held = watched.malloc(5 * GRANULE, &stream);
+            let (short, bytes) = (204 * 4096, 5 * GRANULE);
+            let beside = if splits {
+                let parts = [short, GRANULE - short, GRANULE - short, short, (LIMIT - 7) * GRANULE]
+                    .map(|bytes| watched.malloc(bytes, &stream));
+                let [a, b, c, d, rest] = parts;
+                [a, d].into_iter().for_each(|part| watched.free(part, &stream));
+                vec![b, c, rest]
+            } else {
+                // Made piece by piece, so that it lies on several handles.
+                let parts = [(); 3].map(|()| watched.malloc(GRANULE, &stream));
+                parts.into_iter().for_each(|part| watched.free(part, &stream));
+                vec![]
+            };
+            let bytes = if splits { bytes + 2 * short } else { bytes };
+            let held = watched.malloc(bytes, &stream);
             stream.synchronize().unwrap();
             watched.pool.export(held.ptr).unwrap().send(&socket).unwrap();
-            assert!(watched.pool.stats().exported_bytes >= 5 * GRANULE);
+            assert!(watched.pool.stats().exported_bytes >= bytes);
             say(&socket, &[held.seed, held.bytes]);
             assert_eq!(hear(&socket), [1]);
             let theirs = Held { seed: held.seed + 1, ..held };
             watched.free(theirs, &stream);
+            beside.into_iter().for_each(|part| watched.free(part, &stream));
             watched.assert_intact();
         }
         assert!(child.wait().unwrap().success());

@@ -162,7 +162,7 @@ impl Space {
     pub(super) fn has_open(&self, stream: u32) -> bool {
         let book = &self.books[stream as usize];
         let deferred = book.deferred_until >= book.epoch;
-        book.open_units() > 0 || deferred || self.zombie_waits(stream)
+        book.open_units() > 0 || deferred || self.zombie_waits(stream) || self.split_waits(stream)
     }
 
     pub(super) fn zombie_waits(&self, stream: u32) -> bool {

@@ -36,6 +36,9 @@ impl Core {
         let foreign = Error::ForeignPointer { address };
         let Some(unit) = self.unit_with(address) else { return foreign };
         let space = self.space.lock();
+        if !space.memory.units_at(space.memory.granule_of(unit)).contains(&unit) {
+            return foreign;
+        }
         if let Some((start, _)) = space.live_around(&self.tags, unit) {
             let start = self.pointer(start).address();
             return if start == address {

@@ -13,6 +13,7 @@ use super::memory::Resident;
 use super::owner::Owner;
 use super::policy::{Growths, Policy};
 use super::space::{Part, Space};
+use super::split::Rest;
 use super::tags::Tags;
 use crate::fence::{Fence, TimelineId};
 use crate::physical::Extent;
@@ -41,7 +42,7 @@ pub(super) struct Gap {
     pub(super) start: u32,
     pub(super) granules: u32,
     /// Granules of hole behind it: how far it could be filled beyond the need.
-    beyond: u32,
+    pub(super) beyond: u32,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -54,6 +55,8 @@ pub(super) enum Source {
         owner: Owner,
         block: u32,
     },
+    /// A part of an extent that stays where it is, too.
+    Shared(Rest),
 }
 
 /// An extent to be mapped, behind the one before it in its gap.
@@ -87,17 +90,21 @@ impl Job {
     /// The extents that it moves.
     pub(super) fn moves(&self) -> u64 {
         let pieces = self.fills.iter().flat_map(|fill| &fill.pieces);
-        pieces.filter(|piece| matches!(piece.source, Source::Moved { .. })).count() as u64
+        pieces.filter(|piece| !matches!(piece.source, Source::New)).count() as u64
     }
 }
 
 /// A window that would do.
-struct Window {
+pub(super) struct Window {
     /// Units, as the request is long; what its last gap is filled beyond that does not count.
-    start: u32,
-    end: u32,
-    gaps: SmallVec<[Gap; 2]>,
-    cost: u32,
+    pub(super) start: u32,
+    pub(super) end: u32,
+    pub(super) gaps: SmallVec<[Gap; 2]>,
+    pub(super) cost: u32,
+    /// Parts of extents at the ends of its gaps, which it does not lack; and what it would lack without.
+    pub(super) first: Option<Rest>,
+    pub(super) last: Option<Rest>,
+    pub(super) instead: u32,
 }
 
 impl Window {
@@ -183,6 +190,13 @@ impl Space {
             let at = found.partition_point(|window| window.cost < saves);
             found.insert(at, fresh);
         }
+        if policy.shares(saved)
+            && part == Part::Large
+            && let Some(between) = self.between(stream, units, policy)
+        {
+            let at = found.partition_point(|window| window.cost <= between.cost);
+            found.insert(at, between);
+        }
         found
     }
 
@@ -195,8 +209,15 @@ impl Space {
         }
         // The whole hole may be part of it only if the window ends there or goes on behind it.
         let end = u64::from(start) + u64::from(units);
-        let mut window =
-            Window { start, end: u32::try_from(end).ok()?, gaps: SmallVec::new(), cost: 0 };
+        let mut window = Window {
+            start,
+            end: u32::try_from(end).ok()?,
+            gaps: SmallVec::new(),
+            cost: 0,
+            first: None,
+            last: None,
+            instead: 0,
+        };
         let mut hole = hole;
         loop {
             let (first, last) = (hole.start() as u32, hole.end() as u32);
@@ -243,11 +264,35 @@ impl Space {
         let from = self.memory.granule_of(start);
         let granules = hole.end() as u32 - from;
         let gap = Gap { start: from, granules, beyond: 0 };
-        Some(Window { start, end, gaps: [gap].into_iter().collect(), cost: granules })
+        Some(Window {
+            start,
+            end,
+            gaps: [gap].into_iter().collect(),
+            cost: granules,
+            first: None,
+            last: None,
+            instead: granules,
+        })
     }
 
     /// A window of its own, with room behind it to grow into.
     fn fresh_window(&self, units: u32, part: Part, policy: &Policy) -> Option<Window> {
+        let cost = units.div_ceil(self.memory.granule_units());
+        let (at, beyond) = self.fresh_addresses(cost, part, policy)?;
+        let start = at * self.memory.granule_units();
+        let gaps = [Gap { start: at, granules: cost, beyond }].into_iter().collect();
+        let (end, instead) = (start + units, cost);
+        Some(Window { start, end, gaps, cost, first: None, last: None, instead })
+    }
+
+    /// The first of so many granules of unmapped addresses, in the midst of most of them; and how many
+    /// more follow.
+    pub(super) fn fresh_addresses(
+        &self,
+        granules: u32,
+        part: Part,
+        policy: &Policy,
+    ) -> Option<(u32, u32)> {
         let range = self.memory.range(part);
         let largest = self
             .memory
@@ -255,7 +300,6 @@ impl Space {
             .holes()
             .filter(|hole| range.contains(&(hole.start() as u32)))
             .max_by_key(|hole| hole.bytes())?;
-        let granules = units.div_ceil(self.memory.granule_units());
         let (first, length) = (largest.start() as u32, largest.bytes() as u32);
         if granules > length {
             return None;
@@ -265,14 +309,7 @@ impl Space {
         let roomy = half >= granules && u64::from(half) >= policy.apart();
         let apart = part == Part::Large && extends && roomy;
         let start = if apart { first + length / 2 } else { first };
-        let gap = Gap { start, granules, beyond: first + length - start - granules };
-        let first_unit = start * self.memory.granule_units();
-        Some(Window {
-            start: first_unit,
-            end: first_unit + units,
-            gaps: [gap].into_iter().collect(),
-            cost: granules,
-        })
+        Some((start, first + length - start - granules))
     }
 
     /// Finds memory for every gap of a window; and how many handles beyond the need that takes.
@@ -301,12 +338,20 @@ impl Space {
         if u64::from(window.cost) > means.room + sources.granules {
             return None;
         }
+        // Sharing is for what would be missing, not instead of memory that is there.
+        let there = sources.granules + if policy.limited { means.room } else { 0 };
+        if window.shares() && there >= u64::from(window.instead) {
+            return None;
+        }
         let mut room = means.room;
         let mut fills = SmallVec::new();
         let mut spent = 0;
-        for gap in &window.gaps {
+        for (at, gap) in window.gaps.iter().enumerate() {
             let mut fill = Fill { start: gap.start, granules: 0, pieces: SmallVec::new() };
-            let mut missing = gap.granules;
+            let (first, last) = window.shared_pieces(at);
+            let shared = |piece: &Option<Piece>| piece.map_or(0, |piece| piece.granules);
+            let mut missing = gap.granules - shared(&first) - shared(&last);
+            fill.pieces.extend(first);
             if !move_first {
                 let new = u64::from(missing).min(room) as u32;
                 // What has to be moved goes first, where its lengths leave something over.
@@ -343,6 +388,7 @@ impl Space {
                 let extra = sources.take_longer(&mut fill, missing, missing + gap.beyond)?;
                 debug_assert!(extra >= missing);
             }
+            fill.pieces.extend(last);
             fill.granules = fill.pieces.iter().map(|piece| piece.granules).sum();
             fills.push(fill);
         }
@@ -439,7 +485,7 @@ impl Space {
         while at < end {
             let Some((number, extent)) = self.memory.extent_at(at) else { return };
             if extent.start >= first && extent.end() <= end {
-                visit(number, extent);
+                visit(number, &extent);
             }
             at = extent.end();
         }
@@ -509,6 +555,7 @@ impl Space {
                     let extent = self.memory.extent(number);
                     Some((block, extent.start * granule_units, extent.end() * granule_units))
                 }
+                Source::Shared(rest) => Some((rest.block, rest.start, rest.end())),
             })
             .collect();
         self.take_ranges(tags, &mut moved);
@@ -552,12 +599,16 @@ impl Space {
             self.memory.unreserve(fill.start, stuck);
             self.counters.failed_unmaps += u64::from(stuck);
             for piece in &fill.pieces {
-                if let Source::Moved { number, owner, .. } = piece.source {
-                    let extent = *self.memory.extent(number);
-                    let units = extent.granules * granule_units;
-                    self.transit_units -= u64::from(units);
-                    self.give(tags, extent.start * granule_units, units, self.now(owner));
-                }
+                let (start, units, owner) = match piece.source {
+                    Source::New => continue,
+                    Source::Moved { number, owner, .. } => {
+                        let extent = self.memory.extent(number);
+                        (extent.start * granule_units, extent.granules * granule_units, owner)
+                    }
+                    Source::Shared(rest) => (rest.start, rest.units, rest.owner),
+                };
+                self.transit_units -= u64::from(units);
+                self.give(tags, start, units, self.now(owner));
             }
         }
     }
@@ -609,10 +660,18 @@ impl Space {
                         self.counters.moved += 1;
                         self.counters.moved_granules += u64::from(piece.granules);
                     }
+                    Source::Shared(rest) => {
+                        self.split(tags, &rest, at);
+                        self.counters.moved += 1;
+                        self.counters.moved_granules += u64::from(rest.granules);
+                    }
                 }
                 at += piece.granules;
             }
-            end = end.max(at * granule_units);
+            // What is not the block's of a shared extent is elsewhere.
+            if !fill.pieces.last().is_some_and(|piece| matches!(piece.source, Source::Shared(_))) {
+                end = end.max(at * granule_units);
+            }
             if fill.pieces.last().is_some_and(|piece| matches!(piece.source, Source::New)) {
                 self.growth.frontier = Some(at);
             }
@@ -628,6 +687,7 @@ impl Space {
         let rest = job.start + job.units;
         if let Some(lead) = job.fills.first().map(|fill| fill.start * granule_units)
             && lead < job.start
+            && !self.memory.is_split_at(self.memory.granule_of(job.start))
         {
             let owner = self.books[stream as usize].own_again(stream);
             self.give(tags, lead, job.start - lead, owner);
@@ -657,7 +717,7 @@ impl Space {
     }
 
     /// The fence behind which nothing uses memory of this owner, as it is now.
-    fn fence_of(&self, owner: Owner) -> Fence {
+    pub(super) fn fence_of(&self, owner: Owner) -> Fence {
         match owner.of_stream() {
             None => Fence::PASSED,
             Some((index, _)) => {

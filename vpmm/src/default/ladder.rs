@@ -8,6 +8,7 @@
 //! where others hold much: their epochs closed and asked about, their fronts emptied
 //! where the pool is told to be patient: a block that another stream freed, with a wait on the GPU;
 //!     else a short look at whether what they freed becomes ready
+//! what two addresses have of one extent together again
 //! grow: new memory, or free extents moved where that is due
 //! ── the limit is reached ──
 //! free extents moved, whatever it costs
@@ -132,6 +133,9 @@ impl Core {
         if let Some(start) = self.wait_for_others(request, look)? {
             return Ok(start);
         }
+        if let Some(start) = self.place_rejoined(request) {
+            return Ok(start);
+        }
         self.tidy()?;
         let waits = self.config.reuse.internal_dependencies;
         if waits && self.config.pending_policy == PendingPolicy::WaitFirst {
@@ -231,7 +235,9 @@ impl Core {
     fn make_do(&self, request: Request, room: u64) -> Result<u32> {
         self.space.lock().gathers = true;
         let flushed = self.flush_fronts(|_| true);
-        if (self.poll(Some(request.stream), true)? || flushed)
+        let gained = self.poll(Some(request.stream), true)?;
+        let rejoined = self.space.lock().rejoin(&self.tags, true);
+        if (gained || flushed || rejoined)
             && let Some(start) = self.retry(request, room)?
         {
             return Ok(start);
@@ -250,6 +256,7 @@ impl Core {
         if self.config.out_of_memory == WaitPolicy::WaitForPending {
             self.wait_for_frees()?;
         }
+        self.space.lock().rejoin(&self.tags, true);
         if let Some(start) = self.retry(request, room)? {
             return Ok(start);
         }
@@ -268,6 +275,15 @@ impl Core {
             Grown::Block(start) => Ok(Some(start)),
             Grown::DeviceFull | Grown::TooLittle => Ok(None),
         }
+    }
+
+    /// Serves a request from extents that are whole again.
+    fn place_rejoined(&self, request: Request) -> Option<u32> {
+        let rejoined = self.space.lock().rejoin(&self.tags, false);
+        if !rejoined {
+            return None;
+        }
+        self.place(request).or_else(|| self.place_in_run(request))
     }
 
     /// A block in the part that is not the size's own, rather than none.

@@ -31,7 +31,7 @@ pub(super) enum Backed {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Resident {
     pub(super) handle: Extent,
-    /// Its first granule.
+    /// Its first granule; of a split one where it is mapped for its low part.
     pub(super) start: u32,
     /// Its granules; 0 for an entry of the table that is vacant.
     pub(super) granules: u32,
@@ -40,16 +40,42 @@ pub(super) struct Resident {
     /// It was mapped elsewhere before, and may still be.
     pub(super) moved: bool,
     pub(super) backed: Backed,
+    /// Of a split one: the granule from which on it is mapped for its high part, with which of its units that
+    /// begins, and what is behind those addresses. See [`split`](super::split).
+    pub(super) twin: u32,
+    pub(super) cut: u32,
+    twin_backed: Backed,
 }
 
 impl Resident {
     fn vacant(handle: Extent) -> Self {
         let backed = Backed::Mapped;
-        Self { handle, start: 0, granules: 0, exported: false, moved: false, backed }
+        let (exported, moved, twin_backed) = (false, false, backed);
+        Self {
+            handle,
+            start: 0,
+            granules: 0,
+            exported,
+            moved,
+            backed,
+            twin: 0,
+            cut: 0,
+            twin_backed,
+        }
     }
 
     pub(super) fn end(&self) -> u32 {
         self.start + self.granules
+    }
+
+    /// What is behind all its addresses, the worst where they differ.
+    fn backed_at_all(&self) -> Backed {
+        match (self.backed, self.twin_backed) {
+            (one, other) if !self.is_split() || one == other => one,
+            (Backed::Stuck, _) | (_, Backed::Stuck) => Backed::Stuck,
+            (Backed::Mapped, _) | (_, Backed::Mapped) => Backed::Mapped,
+            (one, _) => one,
+        }
     }
 }
 
@@ -73,6 +99,7 @@ pub(super) struct Memory {
     /// its beginning: to be believed where that block is still there.
     covered_by: Vec<u32>,
     extents: Vec<Resident>,
+    pub(super) splits: Vec<super::split::Split>,
     vacant: Vec<u32>,
     mapped: u64,
     /// Of those the granules of the small part.
@@ -101,6 +128,7 @@ impl Memory {
             at: vec![0; granules as usize],
             covered_by: vec![0; granules.div_ceil(STRETCH) as usize],
             extents: Vec::new(),
+            splits: Vec::new(),
             vacant: Vec::new(),
             mapped: 0,
             mapped_small: 0,
@@ -192,11 +220,19 @@ impl Memory {
         self.extents.len() - self.vacant.len()
     }
 
-    /// The extent at a granule.
+    /// The extent at a granule: one that is split as it is there.
     #[inline]
-    pub(super) fn extent_at(&self, granule: u32) -> Option<(u32, &Resident)> {
+    pub(super) fn extent_at(&self, granule: u32) -> Option<(u32, Resident)> {
         let number = self.at.get(granule as usize)?.checked_sub(1)?;
-        Some((number, &self.extents[number as usize]))
+        let mut extent = self.extents[number as usize];
+        if extent.is_split() && !(extent.start..extent.end()).contains(&granule) {
+            (extent.start, extent.backed) = (extent.twin, extent.twin_backed);
+        }
+        Some((number, extent))
+    }
+
+    pub(super) fn extent_mut(&mut self, number: u32) -> &mut Resident {
+        &mut self.extents[number as usize]
     }
 
     pub(super) fn extent(&self, number: u32) -> &Resident {
@@ -210,7 +246,7 @@ impl Memory {
 
     /// The numbers of all extents with this behind them.
     pub(super) fn numbers_of(&self, backed: Backed) -> Vec<u32> {
-        let of = self.extents().filter(|(_, extent)| extent.backed == backed);
+        let of = self.extents().filter(|(_, extent)| extent.backed_at_all() == backed);
         of.map(|(number, _)| number).collect()
     }
 
@@ -220,7 +256,7 @@ impl Memory {
         let mut at = start;
         while at < start + granules {
             let Some((_, extent)) = self.extent_at(at) else { break };
-            found.push(*extent);
+            found.push(extent);
             at = extent.end();
         }
         found
@@ -234,7 +270,11 @@ impl Memory {
             else {
                 break;
             };
-            self.extents[number as usize].backed = backed;
+            let extent = &mut self.extents[number as usize];
+            match extent.is_split() && !(extent.start..extent.end()).contains(&at) {
+                false => extent.backed = backed,
+                true => extent.twin_backed = backed,
+            }
             at = end;
         }
     }
@@ -242,14 +282,15 @@ impl Memory {
     /// An extent's handle was given back.
     pub(super) fn set_gone(&mut self, number: u32) {
         let extent = &mut self.extents[number as usize];
-        extent.backed = Backed::Gone;
+        (extent.backed, extent.twin_backed) = (Backed::Gone, Backed::Gone);
         self.gone += u64::from(extent.granules);
     }
 
     /// An extent that was gone has memory again, not mapped yet.
     pub(super) fn renew(&mut self, number: u32, handle: Extent) {
         let extent = &mut self.extents[number as usize];
-        (extent.handle, extent.backed) = (handle, Backed::Unmapped);
+        extent.handle = handle;
+        (extent.backed, extent.twin_backed) = (Backed::Unmapped, Backed::Unmapped);
         self.gone -= u64::from(extent.granules);
     }
 
@@ -271,7 +312,7 @@ impl Memory {
         let mut found = Vec::new();
         let mut at = first;
         while at < end {
-            let Some((number, extent)) = self.extent_at(at).map(|(n, extent)| (n, *extent)) else {
+            let Some((number, extent)) = self.extent_at(at) else {
                 at += 1;
                 continue;
             };
@@ -411,6 +452,11 @@ impl Memory {
 
     pub(super) fn reset_peak(&mut self) {
         self.peak_mapped = self.mapped;
+    }
+
+    /// Enters what is mapped at further addresses of an extent, or 0.
+    pub(super) fn write_twin(&mut self, start: u32, granules: u32, value: u32) {
+        self.at[start as usize..(start + granules) as usize].fill(value);
     }
 
     /// Enters what is mapped at some granules: an extent's number and one, or 0. All of them had

@@ -52,6 +52,7 @@ mod shared;
 mod sleep;
 mod snapshot;
 mod space;
+mod split;
 mod tags;
 mod teardown;
 mod tide;

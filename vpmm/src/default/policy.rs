@@ -82,7 +82,7 @@ pub(super) struct Policy {
     /// The most that the pool may hold: its limit, or what the device has.
     pub(super) capacity: u64,
     /// Whether that is a limit that somebody set.
-    limited: bool,
+    pub(super) limited: bool,
     /// Whether free memory stays where it is, too.
     pub(super) fixed: bool,
 }
@@ -145,6 +145,12 @@ impl Policy {
     /// granule counts, and so it does where so many handles are saved up that extents are short.
     pub(super) fn prefers_fresh(&self, saved: u64) -> bool {
         !self.limited && saved < AT_LEISURE
+    }
+
+    /// Whether a window may have parts of extents that others have the rest of, where so many handles are
+    /// saved up: those are mapped once more for it. Where memory is short, and at leisure.
+    pub(super) fn shares(&self, saved: u64) -> bool {
+        !self.fixed && (self.limited || saved >= AT_LEISURE)
     }
 
     /// Whether the granule that a request ends in is an extent by itself. One handle more for each

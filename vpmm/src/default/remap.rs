@@ -126,11 +126,12 @@ impl Core {
                 let extent = match piece.source {
                     Source::New => new.next().copied(),
                     Source::Moved { handle, .. } => Some(handle),
+                    Source::Shared(rest) => Some(rest.handle),
                 };
                 let Some(extent) = extent else { continue };
                 // SAFETY: the addresses are a reserved part of a hole, this job's alone; the extent
                 // is alive and has these bytes, and its memory, if it was mapped before, is free
-                // and in this job's hands.
+                // and in this job's hands: of a shared one the part that will be used here.
                 unsafe { mappings.push(extent, bytes) }.map_err(|f| (f, bytes))?;
             }
             let bytes = u64::from(fill.granules) * self.granule_bytes;

@@ -51,7 +51,8 @@ impl Core {
             pending_bytes: units(
                 sets().map(super::free_set::FreeSet::units).sum::<u64>() + space.deferred_units,
             ),
-            hole_bytes: bytes(State::Hole) + self.granule_bytes,
+            hole_bytes: bytes(State::Hole)
+                + (1 + space.memory.split_granules()) * self.granule_bytes,
             zombie_bytes: bytes(State::Zombie),
             transit_bytes: transit + units(space.transit_units),
             asleep_bytes: asleep,

@@ -114,6 +114,12 @@ impl Core {
             })
             .filter(|(start, end)| end - start >= gap_bytes.max(1))
             .collect();
+        // What is at another address is copied there.
+        free.extend(space.memory.elsewhere().map(|units| {
+            let [start, end] =
+                [units.start, units.end].map(|unit| self.base + u64::from(unit) * UNIT_BYTES);
+            (start, end)
+        }));
         free.sort_unstable();
         let mut used = Vec::new();
         let mut put = |start: u64, end: u64| {

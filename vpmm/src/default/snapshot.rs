@@ -31,8 +31,9 @@ impl Core {
                 }
                 let address = space.memory.address_of(granule);
                 segments.extend_to(address, self.granule_bytes, part == Part::Small);
-                at = at.max(granule * granule_units);
-                let end = (granule + 1) * granule_units;
+                let units = space.memory.units_at(granule);
+                at = at.max(units.start);
+                let end = units.end;
                 while at < end {
                     let tag = self.tags.get(at);
                     let (units, state, stream) = match tag {
@@ -60,7 +61,7 @@ impl Core {
                     });
                     at += units.max(1);
                 }
-                at = at.max(end);
+                at = at.max((granule + 1) * granule_units);
             }
         }
         let mut segments = segments.into_vec();

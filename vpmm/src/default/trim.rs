@@ -47,6 +47,11 @@ impl Core {
         }
         self.flush_fronts(|_| true);
         self.look_around()?;
+        // That leaves addresses, which something may still be using.
+        let rejoined = self.space.lock().rejoin(&self.tags, true);
+        if rejoined {
+            self.look_around()?;
+        }
         self.reap(u64::MAX);
         let runs = self.space.lock().take_surplus(&self.tags, keep_bytes);
         let mut released = 0;

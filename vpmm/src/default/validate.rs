@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashSet};
 
 use super::book::{Book, Recording, Stage};
-use super::class::UNIT_BYTES;
+use super::class::{LARGE_STEP, UNIT_BYTES};
 use super::free_set::Block;
 use super::memory::Backed;
 use super::noted::FENCES;
@@ -120,12 +120,25 @@ impl Space {
             if extent.backed != Backed::Gone && !seen.insert(extent.handle) {
                 return broken(I2, format!("{:?} has two current mappings", extent.handle));
             }
-            for at in extent.start..extent.end() {
+            let twin = if extent.is_split() { extent.granules } else { 0 };
+            let twin = extent.twin..extent.twin + twin;
+            for at in (extent.start..extent.end()).chain(twin) {
                 if self.memory.extent_at(at).map(|(found, _)| found) != Some(number) {
                     return broken(I2, format!("granule {at} is not of extent {number}"));
                 }
             }
+            let is_cut = extent.cut < extent.granules * self.memory.granule_units()
+                && extent.cut.is_multiple_of(LARGE_STEP);
+            if extent.is_split()
+                && !(is_cut && self.memory.splits.iter().any(|split| split.number == number))
+            {
+                return broken(I2, format!("extent {number} is split at unit {}", extent.cut));
+            }
             granules += u64::from(extent.granules);
+        }
+        let splits = self.memory.extents().filter(|(_, extent)| extent.is_split()).count() as u64;
+        if splits != self.memory.splits.len() as u64 {
+            return broken(I2, format!("{splits} extents are split, others are noted"));
         }
         if granules != self.memory.mapped() {
             let counted = self.memory.mapped();
@@ -151,7 +164,7 @@ impl Space {
                 );
             }
         }
-        if resident != granules {
+        if resident != granules + self.memory.split_granules() {
             return broken(I2, format!("{resident} granules mapped, {granules} of extents"));
         }
         Ok(())
@@ -187,8 +200,25 @@ impl Space {
         let mut last_owner = None;
         let total = self.memory.range(Part::Large).end * granule_units;
         while at < total {
-            if self.memory.extent_at(self.memory.granule_of(at)).is_none() {
-                at = (at / granule_units + 1) * granule_units;
+            let granule = self.memory.granule_of(at);
+            let here = self.memory.units_at(granule);
+            let skips = match here.contains(&at) {
+                _ if self.memory.extent_at(granule).is_none() => {
+                    Some(at..(granule + 1) * granule_units)
+                }
+                true => None,
+                // What another address has of a split granule is nothing here.
+                false if at < here.start => Some(at..here.start),
+                false => Some(at..(granule + 1) * granule_units),
+            };
+            if let Some(skipped) = skips {
+                if let Some(unit) = tags.first_in(skipped.clone()) {
+                    return broken(
+                        I1,
+                        format!("unit {unit} is elsewhere, but has {:?}", tags.get(unit)),
+                    );
+                }
+                at = skipped.end;
                 last_owner = None;
                 continue;
             }
