@@ -257,6 +257,26 @@ fn peaks_are_the_most_since_they_were_reset() {
     });
 }
 
+/// What is free in front of one stream no longer is when it has gone out again, though nobody has asked that
+/// front since.
+#[test]
+fn peaks_count_what_has_gone_out_of_a_front() {
+    Rig::each(|rig, profile| {
+        let watched = rig.pool(profile);
+        let (first, second) = (rig.stream(), rig.stream());
+        let held = watched.malloc(BLOCK, &first);
+        watched.free(held, &first);
+        watched.pool.reset_peaks();
+        let held = watched.malloc(BLOCK, &first);
+        watched.pool.reset_peaks();
+        let more = watched.malloc(2 * BLOCK, &second);
+        watched.free(more, &second);
+        assert_eq!(watched.pool.stats().peak_live_bytes, 3 * BLOCK);
+        watched.free(held, &first);
+        watched.assert_intact();
+    });
+}
+
 #[test]
 fn small_requests_leave_nothing_at_the_limit() {
     Rig::each(|rig, profile| {

@@ -13,7 +13,8 @@ pub struct Stats {
     pub live_bytes: u64,
     /// The most that `live_bytes` has been since the pool was made or
     /// [`Pool::reset_peaks`](crate::Pool::reset_peaks) was called; where several threads or streams
-    /// allocate, at most too much by what the others' fronts held then.
+    /// allocate, off by at most what went into the others' fronts, or out of them, since the pool was
+    /// asked for its numbers before.
     pub peak_live_bytes: u64,
     /// Freed just now, and kept in front for the same stream: see the default profile's front.
     pub cached_bytes: u64,

@@ -495,6 +495,11 @@ impl Front {
         Cached { now: u64::from(now), least: u64::from(least.min(now)), change }
     }
 
+    /// What was here when somebody asked last.
+    pub(super) fn told(&self) -> u32 {
+        self.told
+    }
+
     pub(super) fn blocks(&self) -> u64 {
         let small: u64 = self.small_depths.iter().map(|depth| u64::from(depth.now)).sum();
         u64::from(self.last.units > 0)

@@ -22,6 +22,9 @@ pub(super) struct Slot {
     /// Units in the front, for those who only want to know whether to look.
     units: AtomicU32,
     front: Biased<Front>,
+    /// Units in the front when the space was told last: it takes the front for that full until it is told
+    /// again, though blocks go out.
+    told: AtomicU32,
     life: Mutex<Life>,
 }
 
@@ -45,7 +48,7 @@ impl Slot {
         // SAFETY: the owner calls, and changes only when it has ended; guards do not outlive a call
         // of the pool, and no call is made from within another.
         let front = unsafe { self.front.enter() }?;
-        Some(Entered { units: &self.units, front })
+        Some(Entered { slot: self, front })
     }
 
     /// As [`enter`](Self::enter), but only where that takes no time.
@@ -56,7 +59,7 @@ impl Slot {
     pub(super) unsafe fn enter_at_once(&self) -> Option<Entered<'_>> {
         // SAFETY: as in `enter`.
         let front = unsafe { self.front.enter_at_once() }?;
-        Some(Entered { units: &self.units, front })
+        Some(Entered { slot: self, front })
     }
 }
 
@@ -157,6 +160,7 @@ impl Shard {
                 index: self.index,
                 units: AtomicU32::new(0),
                 front: Biased::new(Front::new(may_be_loose), asymmetry),
+                told: AtomicU32::new(0),
                 life: Mutex::new(Life::current()),
             });
             // Claims are made one at a time, so the place is still empty.
@@ -180,7 +184,7 @@ impl Shard {
         self.all().map(|slot| u64::from(slot.units.load(Ordering::Relaxed))).sum()
     }
 
-    /// Reaches into every front of these shards that holds something.
+    /// Reaches into every front of these shards that holds something, or that the space takes to.
     ///
     /// # Safety
     /// The calling thread is the only one that revokes, and is inside no front.
@@ -189,7 +193,8 @@ impl Shard {
         asymmetry: Asymmetry,
         mut visit: impl FnMut(&'a Shard, &mut Front),
     ) {
-        let held = |slot: &&Slot| slot.units.load(Ordering::Relaxed) > 0;
+        let count = |count: &AtomicU32| count.load(Ordering::Relaxed);
+        let held = |slot: &&Slot| count(&slot.units) > 0 || count(&slot.told) > 0;
         let slots = shards.flat_map(|shard| shard.all().filter(held).map(move |s| (shard, s)));
         // What is held may change until the fronts are revoked: look at one list throughout.
         let slots: smallvec::SmallVec<[(&Shard, &Slot); 8]> = slots.collect();
@@ -202,6 +207,7 @@ impl Shard {
             if let Some((shard, slot)) = reached.next() {
                 visit(shard, front);
                 slot.units.store(front.units(), Ordering::Relaxed);
+                slot.told.store(front.told(), Ordering::Relaxed);
             }
         };
         // SAFETY: passed on to the caller.
@@ -223,7 +229,7 @@ impl Drop for Shard {
 
 /// The calling thread is inside its front, until drop.
 pub(super) struct Entered<'a> {
-    units: &'a AtomicU32,
+    slot: &'a Slot,
     front: BiasedGuard<'a, Front>,
 }
 
@@ -250,35 +256,37 @@ impl Entered<'_> {
     #[inline(always)]
     fn note_pop(&mut self) {
         self.front.note_least();
-        self.units.store(self.front.units(), Ordering::Relaxed);
+        self.slot.units.store(self.front.units(), Ordering::Relaxed);
     }
 
     #[inline(always)]
     pub(super) fn push(&mut self, start: u32, units: u32) -> bool {
         let kept = self.front.push(start, units);
         if kept {
-            self.units.store(self.front.units(), Ordering::Relaxed);
+            self.slot.units.store(self.front.units(), Ordering::Relaxed);
         }
         kept
     }
 
     pub(super) fn cached(&mut self) -> Cached {
-        self.front.cached()
+        let cached = self.front.cached();
+        self.slot.told.store(self.front.told(), Ordering::Relaxed);
+        cached
     }
 
     pub(super) fn take_longer(&mut self, units: u32) -> Option<(u32, u32)> {
         let block = self.front.take_longer(units)?;
-        self.units.store(self.front.units(), Ordering::Relaxed);
+        self.slot.units.store(self.front.units(), Ordering::Relaxed);
         Some(block)
     }
 
     pub(super) fn make_room(&mut self, units: u32, share: u64, spill: impl FnMut(u32, u32)) {
         self.front.make_room(units, share, spill);
-        self.units.store(self.front.units(), Ordering::Relaxed);
+        self.slot.units.store(self.front.units(), Ordering::Relaxed);
     }
 
     pub(super) fn spill(&mut self, sizes: Option<Part>, spill: impl FnMut(u32, u32)) {
         self.front.spill(sizes, spill);
-        self.units.store(self.front.units(), Ordering::Relaxed);
+        self.slot.units.store(self.front.units(), Ordering::Relaxed);
     }
 }
