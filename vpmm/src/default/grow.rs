@@ -338,9 +338,13 @@ impl Space {
         if u64::from(window.cost) > means.room + sources.granules {
             return None;
         }
-        // Sharing is for what would be missing, not instead of memory that is there.
-        let there = sources.granules + if policy.limited { means.room } else { 0 };
-        if window.shares() && there >= u64::from(window.instead) {
+        // Sharing is for what would be missing, not instead of memory that is there: missing for this
+        // request, or where memory can be made also on the way back to the most that was live.
+        let (there, ahead) = match policy.limited {
+            true => (sources.granules + means.room, 0),
+            false => (sources.granules, peak_live.saturating_sub(live)),
+        };
+        if window.shares() && there >= ahead.max(u64::from(window.instead)) {
             return None;
         }
         let mut room = means.room;
