@@ -35,7 +35,7 @@ const OF_REQUEST_AT_LIMIT: u64 = 112;
 
 /// The fraction of the pool while it is far from the limit: less than without one, since a limit
 /// bounds the length anyway.
-const OF_POOL_WITH_LIMIT: u64 = 32;
+const OF_POOL_WITH_LIMIT: u64 = 24;
 
 /// The distance of fresh windows: a fraction of what the pool may hold.
 const APART: u64 = 8;
