@@ -5,47 +5,29 @@
 //! threads that the child does not have. So a child must be turned away before it takes a lock or
 //! makes a call; on the hot path by what is wiped there anyway (`MADV_WIPEONFORK`).
 
-use std::ptr::{self, NonNull};
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use crate::pages::Pages;
 
 /// A mapping of zeroes, which is one of zeroes again in a child.
 pub(crate) struct Wiped {
-    start: NonNull<u8>,
-    bytes: usize,
+    pages: Pages,
     /// Whether the system wipes it.
     wipes: bool,
 }
 
-// SAFETY: plain memory that stays where it is until drop; who uses it from several threads does so
-// by atomics.
-unsafe impl Send for Wiped {}
-// SAFETY: as above.
-unsafe impl Sync for Wiped {}
-
 impl Wiped {
     /// `None` where the system has no memory.
     pub(crate) fn new(bytes: usize) -> Option<Self> {
-        let flags = MapFlags::PRIVATE;
-        let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping anywhere, of nothing else's memory.
-        let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes, access, flags) }.ok()?;
-        // SAFETY: the mapping just made, which holds nothing yet. Linux before 4.14 refuses.
-        let wipes = unsafe { madvise(start, bytes, Advice::LinuxWipeOnFork) }.is_ok();
-        Some(Self { start: NonNull::new(start.cast())?, bytes, wipes })
+        let pages = Pages::new(bytes)?;
+        let wipes = pages.wipe_on_fork();
+        Some(Self { pages, wipes })
     }
 
     /// Its first byte: zeroed memory, aligned to a page.
     pub(crate) fn start(&self) -> NonNull<u8> {
-        self.start
-    }
-}
-
-impl Drop for Wiped {
-    fn drop(&mut self) {
-        // SAFETY: made in `new`, with this length; nobody uses it after its owner's end.
-        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };
+        self.pages.start()
     }
 }
 

@@ -74,6 +74,7 @@ mod memory_map;
 mod ordering;
 mod out_of_memory;
 mod paged;
+mod pages;
 mod physical;
 mod pool;
 mod region;

@@ -80,8 +80,6 @@ struct Stack {
 const _: () = assert!(LARGE_DEPTH < 8);
 
 impl Stack {
-    const EMPTY: Self = Self { units: [0; 8], starts: [0; 8] };
-
     #[inline(always)]
     fn depth(&self) -> usize {
         self.starts[0] as usize
@@ -197,25 +195,20 @@ fn small_depths(class_units: u32) -> impl Iterator<Item = u16> {
 }
 
 impl Front {
-    pub(super) fn new(may_be_loose: bool) -> Self {
-        let mut front = Self {
-            last: Held::NONE,
-            large_units: 0,
-            units: 0,
-            least: 0,
-            told: 0,
-            bound: LARGE_UNITS,
-            score: 0,
-            loose: false,
-            may_be_loose,
-            small_class_units: 0,
-            small_depths: [Depth { now: 0, most: 0 }; SMALL_CLASSES],
-            small: [0; SMALL_PLACES],
-            eights: [0; EIGHTS],
-            large: [const { Stack::EMPTY }; LARGE_CLASSES],
-        };
-        front.bound_small(SMALL_CLASS_UNITS);
+    #[cfg(test)]
+    fn new(may_be_loose: bool) -> Self {
+        // SAFETY: zeros are an empty front.
+        let mut front: Self = unsafe { std::mem::zeroed() };
+        front.begin(may_be_loose);
         front
+    }
+
+    /// Makes a front of memory that is all zeros, with no block in it. Its stacks, sixteen pages and more,
+    /// stay untouched.
+    pub(super) fn begin(&mut self, may_be_loose: bool) {
+        self.bound = LARGE_UNITS;
+        self.may_be_loose = may_be_loose;
+        self.bound_small(SMALL_CLASS_UNITS);
     }
 
     fn bound_small(&mut self, class_units: u32) {

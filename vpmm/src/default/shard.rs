@@ -1,5 +1,6 @@
 //! One stream's part of the pool that needs no lock: its fronts, one for each thread that uses it.
 
+use std::mem::ManuallyDrop;
 use std::ptr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
@@ -7,6 +8,7 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use super::front::{Cached, Front};
 use super::space::Part;
 use crate::lock::{Asymmetry, Biased, BiasedGuard, Life, Token};
+use crate::pages::Pages;
 
 /// Threads that can have a front of one stream at a time; more go to the space behind.
 const SLOTS: usize = 32;
@@ -26,9 +28,48 @@ pub(super) struct Slot {
     /// again, though blocks go out.
     told: AtomicU32,
     life: Mutex<Life>,
+    /// What the slot is in. Of its own, so that pages are taken as they are needed: few fronts ever fill
+    /// many of their stacks.
+    pages: ManuallyDrop<Pages>,
 }
 
 impl Slot {
+    /// A slot with an empty front, until [`drop_leaked`](Self::drop_leaked); `None` where the
+    /// system has no memory for it.
+    fn leak(
+        shard: &Shard,
+        owner: u64,
+        asymmetry: Asymmetry,
+        may_be_loose: bool,
+    ) -> Option<*mut Self> {
+        let pages = Pages::new(size_of::<Self>())?;
+        let slot = pages.start().cast::<Self>().as_ptr();
+        // SAFETY: the memory is long enough, aligned to a page, and nobody else's; every field is written, but
+        // what of the front is zeros, which are an empty one.
+        unsafe {
+            (&raw mut (*slot).key).write(AtomicU64::new(shard.key.load(Ordering::Relaxed)));
+            (&raw mut (*slot).owner).write(AtomicU64::new(owner));
+            (&raw mut (*slot).index).write(shard.index);
+            (&raw mut (*slot).units).write(AtomicU32::new(0));
+            let front = Biased::make_around(&raw mut (*slot).front, asymmetry);
+            (*front).begin(may_be_loose);
+            (&raw mut (*slot).told).write(AtomicU32::new(0));
+            (&raw mut (*slot).life).write(Mutex::new(Life::current()));
+            (&raw mut (*slot).pages).write(ManuallyDrop::new(pages));
+        }
+        Some(slot)
+    }
+
+    /// # Safety
+    /// It was leaked, was not dropped before, and nobody has or gets a reference to it.
+    unsafe fn drop_leaked(slot: *mut Self) {
+        // SAFETY: by the caller's word nobody uses the slot, nor takes its pages again; these go last.
+        unsafe {
+            let _pages = ManuallyDrop::take(&mut (*slot).pages);
+            ptr::drop_in_place(slot);
+        }
+    }
+
     /// Whether this is the front that the calling thread, by its number, has of the stream whose
     /// handles have this key.
     #[inline(always)]
@@ -120,7 +161,7 @@ impl Shard {
 
     fn slot(&self, place: usize) -> Option<&Slot> {
         let slot = self.slots[place].load(Ordering::Acquire);
-        // SAFETY: slots are leaked boxes, freed when the shard is dropped.
+        // SAFETY: slots are leaked, and freed when the shard is dropped.
         unsafe { slot.as_ref() }
     }
 
@@ -154,17 +195,10 @@ impl Shard {
     ) -> bool {
         let place = token.place(SLOTS);
         let Some(slot) = self.slot(place) else {
-            let slot = Box::new(Slot {
-                key: AtomicU64::new(self.key.load(Ordering::Relaxed)),
-                owner: AtomicU64::new(token.number()),
-                index: self.index,
-                units: AtomicU32::new(0),
-                front: Biased::new(Front::new(may_be_loose), asymmetry),
-                told: AtomicU32::new(0),
-                life: Mutex::new(Life::current()),
-            });
+            let leaked = Slot::leak(self, token.number(), asymmetry, may_be_loose);
+            let Some(slot) = leaked else { return false };
             // Claims are made one at a time, so the place is still empty.
-            self.slots[place].store(Box::into_raw(slot), Ordering::Release);
+            self.slots[place].store(slot, Ordering::Release);
             return true;
         };
         let mut life = slot.life.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -220,8 +254,8 @@ impl Drop for Shard {
         for slot in &mut self.slots {
             let slot = std::mem::replace(slot.get_mut(), ptr::null_mut());
             if !slot.is_null() {
-                // SAFETY: leaked from a box in `claim`; nobody else can reach the shard now.
-                drop(unsafe { Box::from_raw(slot) });
+                // SAFETY: leaked in `claim`; nobody else can reach the shard now.
+                unsafe { Slot::drop_leaked(slot) };
             }
         }
     }
@@ -288,5 +322,34 @@ impl Entered<'_> {
     pub(super) fn spill(&mut self, sizes: Option<Part>, spill: impl FnMut(u32, u32)) {
         self.front.spill(sizes, spill);
         self.slot.units.store(self.front.units(), Ordering::Relaxed);
+    }
+}
+
+#[cfg(all(test, not(loom), not(miri)))]
+mod tests {
+    use super::*;
+
+    /// A program of many threads and streams has thousands of fronts, most of which hold a few sizes.
+    #[test]
+    fn a_front_takes_pages_of_the_host_as_it_needs_them() {
+        let shard = Shard::new(0, 1, 1);
+        let token = Token::current().unwrap();
+        // SAFETY: nobody else has the shard.
+        assert!(unsafe { shard.claim(token, Asymmetry::None, true) });
+        let slot = shard.slot_of(token).unwrap();
+        // SAFETY: the front is this thread's, which is not inside.
+        let mut front = unsafe { slot.enter() }.unwrap();
+        assert!(front.push(0, 8) && front.push(1 << 12, 1 << 12) && front.push(1 << 13, 1 << 12));
+        drop(front);
+
+        // SAFETY: no arguments that matter.
+        let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap();
+        let mut resident = vec![0u8; size_of::<Slot>().div_ceil(page)];
+        let pages = slot.pages.start().as_ptr().cast();
+        // SAFETY: the slot's own mapping, and a byte for each of its pages.
+        let asked = unsafe { libc::mincore(pages, size_of::<Slot>(), resident.as_mut_ptr()) };
+        assert_eq!(asked, 0);
+        let touched: usize = resident.iter().map(|page| usize::from(page & 1)).sum();
+        assert!((1..=5).contains(&touched), "{touched} of {} pages", resident.len());
     }
 }

@@ -113,17 +113,37 @@ pub(crate) struct Biased<T> {
 unsafe impl<T: Send> Sync for Biased<T> {}
 
 impl<T> Biased<T> {
+    #[cfg(test)]
     pub(crate) fn new(value: T, asymmetry: Asymmetry) -> Self {
-        let state = match asymmetry {
-            Asymmetry::Kernel => 0,
-            Asymmetry::None => FENCED,
-        };
         Self {
             busy: AtomicBool::new(false),
-            state: AtomicU8::new(state),
+            state: AtomicU8::new(Self::first_state(asymmetry)),
             #[cfg(all(loom, test))]
             asymmetry,
             value: UnsafeCell::new(value),
+        }
+    }
+
+    /// Makes a lock of the memory around a value, and returns the value's place, which is not written.
+    ///
+    /// # Safety
+    /// The memory is the caller's alone, for writing, and aligned; the lock counts as made only once there is
+    /// a value.
+    pub(crate) unsafe fn make_around(place: *mut Self, asymmetry: Asymmetry) -> *mut T {
+        // SAFETY: the caller vouches for the memory; nothing is read, and fields do not overlap.
+        unsafe {
+            (&raw mut (*place).busy).write(AtomicBool::new(false));
+            (&raw mut (*place).state).write(AtomicU8::new(Self::first_state(asymmetry)));
+            #[cfg(all(loom, test))]
+            (&raw mut (*place).asymmetry).write(asymmetry);
+            UnsafeCell::raw_get(&raw const (*place).value)
+        }
+    }
+
+    fn first_state(asymmetry: Asymmetry) -> u8 {
+        match asymmetry {
+            Asymmetry::Kernel => 0,
+            Asymmetry::None => FENCED,
         }
     }
 

@@ -1,0 +1,47 @@
+//! Memory straight from the system: zeros, and no page of it taken before it is touched.
+
+use std::ptr::{self, NonNull};
+
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+/// A private mapping, of zeros at first. An allocator's zeroed memory need not be fresh, and is written for it
+/// then.
+pub(crate) struct Pages {
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: plain memory that stays where it is until drop; who uses it from several threads does so
+// by atomics.
+unsafe impl Send for Pages {}
+// SAFETY: as above.
+unsafe impl Sync for Pages {}
+
+impl Pages {
+    /// `None` where the system has no memory.
+    pub(crate) fn new(bytes: usize) -> Option<Self> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping anywhere, of nothing else's memory.
+        let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) };
+        Some(Self { start: NonNull::new(start.ok()?.cast())?, bytes })
+    }
+
+    /// Has a fork make it zeros again in the child. Whether it will: Linux before 4.14 refuses.
+    pub(crate) fn wipe_on_fork(&self) -> bool {
+        let start = self.start.as_ptr().cast();
+        // SAFETY: the whole mapping; in this process nothing of it changes.
+        unsafe { madvise(start, self.bytes, Advice::LinuxWipeOnFork) }.is_ok()
+    }
+
+    /// Its first byte, aligned to a page.
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: made in `new`, with this length; nobody uses it after its owner's end.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };
+    }
+}
