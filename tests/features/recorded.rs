@@ -39,6 +39,55 @@ fn assert_found_again(watched: &Watched<'_>, bytes: u64, stream: &Stream) {
     assert_eq!((stats.live_bytes, stats.small_live_bytes), (0, 0));
 }
 
+/// A loader's data, which the GPU still reads: what is enqueued behind that may write there.
+#[test]
+fn what_waits_for_one_stream_alone_serves_that_one() {
+    Rig::everywhere(|rig| {
+        for bytes in [GRANULE, BLOCK] {
+            let watched = rig.pool(Profile::Default);
+            let (loader, training) = (rig.stream(), rig.stream());
+            let batch = watched.malloc(bytes, &loader);
+            let stall = rig.stall(training.handle());
+            watched.look_from(&batch, &loader, &training);
+            watched.free(batch, &loader);
+            loader.synchronize().unwrap();
+            let (mapped, host_waits) = (watched.mapped(), watched.pool.stats().host_waits);
+            let more = watched.malloc(bytes, &training);
+            assert_eq!(more.address(), batch.address());
+            let stats = watched.pool.stats();
+            assert_eq!((watched.mapped(), stats.host_waits), (mapped, host_waits));
+            drop(stall);
+            watched.free(more, &training);
+            watched.assert_intact();
+        }
+    });
+}
+
+#[test]
+fn what_waits_for_others_too_does_not() {
+    Rig::everywhere(|rig| {
+        // The stream that freed it, or a third one that uses it as well, has not come so far.
+        for busy in 0..2 {
+            let watched = rig.pool(Profile::Default);
+            let streams = [rig.stream(), rig.stream(), rig.stream()];
+            let [loader, training, third] = &streams;
+            let batch = watched.malloc(BLOCK, loader);
+            watched.look_from(&batch, loader, training);
+            let stall = rig.stall([loader, third][busy].handle());
+            if busy == 1 {
+                watched.look_from(&batch, loader, third);
+                loader.synchronize().unwrap();
+            }
+            watched.free(batch, loader);
+            let more = watched.malloc(BLOCK, training);
+            assert_ne!(more.address(), batch.address(), "{busy}");
+            drop(stall);
+            watched.free(more, training);
+            watched.assert_intact();
+        }
+    });
+}
+
 #[test]
 fn memory_is_kept_until_the_other_streams_use_is_over() {
     Rig::each(|rig, profile| {

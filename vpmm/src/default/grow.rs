@@ -469,6 +469,21 @@ impl Space {
         sources
     }
 
+    /// Whether the whole free extents that a stream may use come to less than a request.
+    pub(super) fn lacks_whole(&self, stream: u32, units: u32) -> bool {
+        let granule_units = self.memory.granule_units();
+        let needed = u64::from(units.div_ceil(granule_units));
+        let mut there = 0;
+        let sets = Part::ALL.map(|part| self.usable_sets(stream, part));
+        for block in sets.into_iter().flatten().flat_map(|set| set.of_at_least(granule_units)) {
+            self.whole_extents(block, |_, extent| there += u64::from(extent.granules));
+            if there >= needed {
+                return false;
+            }
+        }
+        true
+    }
+
     /// Calls `visit` with every extent that a free block covers whole.
     pub(super) fn whole_extents(&self, block: &Block, visit: impl FnMut(u32, &Resident)) {
         self.extents_within(block.start(), block.end(), visit);

@@ -6,6 +6,7 @@
 //! what other threads have in front of the same stream
 //! where the pool is told to be patient: a block of what the stream that has most freed, if that is ready
 //! where others hold much: their epochs closed and asked about, their fronts emptied
+//! what is freed and waits for this stream alone
 //! where the pool is told to be patient: a block that another stream freed, with a wait on the GPU;
 //!     else a short look at whether what they freed becomes ready
 //! what two addresses have of one extent together again
@@ -125,6 +126,11 @@ impl Core {
             return Ok(start);
         }
         if let Some(start) = self.call_in(request, room)? {
+            return Ok(start);
+        }
+        if self.take_deferred(request)?
+            && let Some(start) = look()
+        {
             return Ok(start);
         }
         if let Some(start) = self.borrow(request) {

@@ -9,12 +9,18 @@
 //! one of a granule or more an event is recorded at the free, too, and asked about at the next such
 //! free and when memory is short; for others nothing is but what closes epochs anyway. No stream
 //! waits on the GPU.
+//!
+//! Where one further stream is all that a block waits for, that one need not: its next work comes behind
+//! its uses by itself. A host that is a whole step ahead has freed the data of a step or two, which the GPU
+//! still reads; a loader that asks for more has to get new memory, but the stream that reads may have it
+//! before it grows (`take_deferred`).
 
 use cuda_sys::types::CUresult;
 use smallvec::SmallVec;
 
 use super::book::{Fence, Recording};
 use super::fences::{Recorded, record_beside_captures, stream_is_capturing};
+use super::ladder::Request;
 use super::owner::Owner;
 use super::space::Space;
 use super::tags::{Tag, Tags};
@@ -242,6 +248,31 @@ impl Core {
         Ok(space.wait_for_open(stream))
     }
 
+    /// Has a stream whose whole free extents come to less than a request own the deferred blocks that wait
+    /// for nobody but it: its work comes behind its own uses of them anyway. Whether there were any.
+    pub(super) fn take_deferred(&self, request: Request) -> Result<bool> {
+        let stream = request.stream;
+        let freed_on: SmallVec<[u32; 4]> = {
+            let space = self.space.lock();
+            let mine =
+                space.deferred.iter().filter(|block| space.waits_for_it_alone(block, stream));
+            let freed_on: SmallVec<[u32; 4]> = mine.map(|block| block.own.stream).collect();
+            if freed_on.is_empty()
+                || !space.opportunistic
+                || !space.lacks_whole(stream, request.units)
+            {
+                return Ok(false);
+            }
+            freed_on
+        };
+        for (at, other) in freed_on.iter().enumerate() {
+            if !freed_on[..at].contains(other) {
+                self.advance(*other, false)?;
+            }
+        }
+        Ok(self.space.lock().give_deferred(&self.tags, stream))
+    }
+
     /// Takes the epochs that deferred frees wait for as far as they go now.
     pub(super) fn poll_deferred(&self) -> Result<()> {
         let mut streams: SmallVec<[u32; 8]> = {
@@ -293,19 +324,45 @@ impl Space {
                 at += 1;
                 continue;
             };
-            let Deferred { start, units, own, waits } = self.deferred.swap_remove(at);
-            for of in waits.iter().chain([&own]) {
-                let book = &mut self.books[of.stream as usize];
-                book.pins -= 1;
-                if book.pins == 0 {
-                    book.deferred_until = 0;
-                    self.events.extend(book.fences.drain(..).map(|fence| fence.event));
-                }
-            }
-            self.deferred_units -= u64::from(units);
-            self.returns += 1;
-            self.give(tags, start, units, owner);
+            self.settle(tags, at, owner);
         }
+    }
+
+    /// Frees a deferred block.
+    fn settle(&mut self, tags: &Tags, at: usize, owner: Owner) {
+        let Deferred { start, units, own, waits } = self.deferred.swap_remove(at);
+        for of in waits.iter().chain([&own]) {
+            let book = &mut self.books[of.stream as usize];
+            book.pins -= 1;
+            if book.pins == 0 {
+                book.deferred_until = 0;
+                self.events.extend(book.fences.drain(..).map(|fence| fence.event));
+            }
+        }
+        self.deferred_units -= u64::from(units);
+        self.returns += 1;
+        self.give(tags, start, units, owner);
+    }
+
+    /// Whether this stream, which did not free the block, is the only further one that it waits for.
+    fn waits_for_it_alone(&self, block: &Deferred, stream: u32) -> bool {
+        let lazy = matches!(self.books[stream as usize].recording, Recording::Lazy(_));
+        let alone = block.waits.iter().all(|wait| wait.stream == stream || self.is_over(wait));
+        lazy && alone && block.own.stream != stream
+    }
+
+    /// Frees the deferred blocks that wait for this stream alone, and no more for the one that freed them, as
+    /// if it had: whether there were any.
+    fn give_deferred(&mut self, tags: &Tags, stream: u32) -> bool {
+        let before = self.deferred.len();
+        for at in (0..before).rev() {
+            let block = &self.deferred[at];
+            if self.waits_for_it_alone(block, stream) && self.is_over(&block.own) {
+                let owner = self.books[stream as usize].open_owner(stream);
+                self.settle(tags, at, owner);
+            }
+        }
+        self.deferred.len() < before
     }
 
     /// Whose a deferred block is, once the further streams have come past its free.
