@@ -27,6 +27,10 @@ const OF_POOL_AT_LEISURE: u64 = 3072;
 const OF_LIMIT_AT_LEISURE: u64 = 4400;
 const AT_ONCE: u32 = 256;
 
+/// With a limit only what is saved up beyond this: a program that fills its memory within a tenth of a
+/// second has no time for shorter extents, and moves little enough with those that it has.
+const KEPT_AT_LIMIT: u64 = 2048;
+
 /// Where a limit is set: at most this fraction of it, so that nearly everything can be brought
 /// together when the limit is reached; but this fraction of the request where that is longer, so
 /// that no request moves too many.
@@ -123,6 +127,7 @@ impl Policy {
             return length;
         }
         let needed = granules.div_ceil(length);
+        let saved = if self.limited { saved.saturating_sub(KEPT_AT_LIMIT) } else { saved };
         let saved = u32::try_from(saved).unwrap_or(u32::MAX);
         let handles = needed.saturating_add(saved).min(needed.max(AT_ONCE));
         let shortest = if self.limited {
