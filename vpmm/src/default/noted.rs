@@ -252,7 +252,7 @@ impl Core {
     /// for nobody but it: its work comes behind its own uses of them anyway. Whether there were any.
     pub(super) fn take_deferred(&self, request: Request) -> Result<bool> {
         let stream = request.stream;
-        let freed_on: SmallVec<[u32; 4]> = {
+        let mut freed_on: SmallVec<[u32; 4]> = {
             let space = self.space.lock();
             let mine =
                 space.deferred.iter().filter(|block| space.waits_for_it_alone(block, stream));
@@ -265,10 +265,10 @@ impl Core {
             }
             freed_on
         };
-        for (at, other) in freed_on.iter().enumerate() {
-            if !freed_on[..at].contains(other) {
-                self.advance(*other, false)?;
-            }
+        freed_on.sort_unstable();
+        freed_on.dedup();
+        for other in freed_on {
+            self.advance(other, false)?;
         }
         Ok(self.space.lock().give_deferred(&self.tags, stream))
     }
