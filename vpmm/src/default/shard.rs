@@ -13,6 +13,9 @@ use crate::pages::Pages;
 /// Threads that can have a front of one stream at a time; more go to the space behind.
 const SLOTS: usize = 32;
 
+/// Places within a page where a slot may begin: 4 KiB of them.
+const COLOURS: usize = 4096 / align_of::<Slot>();
+
 /// A front with its owner. What every call needs comes first, in one line of the processor's cache.
 #[repr(C, align(128))]
 pub(super) struct Slot {
@@ -42,10 +45,14 @@ impl Slot {
         asymmetry: Asymmetry,
         may_be_loose: bool,
     ) -> Option<*mut Self> {
-        let pages = Pages::new(size_of::<Self>())?;
-        let slot = pages.start().cast::<Self>().as_ptr();
-        // SAFETY: the memory is long enough, aligned to a page, and nobody else's; every field is written, but
-        // what of the front is zeros, which are an empty one.
+        // All at the beginning of a page the fronts of many streams would take each other's place in the
+        // processor's cache, which goes by the address within a page.
+        let colour = shard.index as usize % COLOURS * align_of::<Self>();
+        let pages = Pages::new(size_of::<Self>() + COLOURS * align_of::<Self>())?;
+        // SAFETY: the mapping is longer than a slot by all colours.
+        let slot = unsafe { pages.start().byte_add(colour) }.cast::<Self>().as_ptr();
+        // SAFETY: the memory is long enough, aligned by what a page is and a multiple of what it has to be, and
+        // nobody else's; every field is written, but what of the front is zeros, which are an empty one.
         unsafe {
             (&raw mut (*slot).key).write(AtomicU64::new(shard.key.load(Ordering::Relaxed)));
             (&raw mut (*slot).owner).write(AtomicU64::new(owner));
