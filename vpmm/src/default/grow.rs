@@ -8,10 +8,9 @@ use std::cmp::Reverse;
 
 use smallvec::SmallVec;
 
-use super::free_set::Block;
-use super::memory::Resident;
 use super::owner::Owner;
 use super::policy::{Growths, Policy};
+use super::sources::Sources;
 use super::space::{Part, Space};
 use super::split::Rest;
 use super::tags::Tags;
@@ -147,6 +146,7 @@ impl Space {
         policy: &Policy,
         means: Means,
     ) -> Option<Job> {
+        self.scarce_from = policy.scarce_from(self.peak_live, means.saved);
         let windows = self.windows(tags, stream, units, part, policy, means.saved);
         // The first that can be filled: between two mappings only exact sums of lengths can.
         windows.into_iter().find_map(|window| {
@@ -332,7 +332,7 @@ impl Space {
         let short = means.room < u64::from(window.cost);
         let mut sources = Sources::default();
         if !policy.fixed && (short || enough.is_some_and(|enough| free >= enough)) {
-            sources = self.sources(stream, window);
+            sources = self.sources(stream, window, policy.leaves_least(means.saved));
         }
         let move_first = enough.is_some_and(|enough| sources.granules >= enough);
         if u64::from(window.cost) > means.room + sources.granules {
@@ -444,70 +444,6 @@ impl Space {
             fill.pieces.push(Piece { source: Source::New, granules: apart });
         }
         spent
-    }
-
-    /// Whole extents in free memory that the stream may use, outside the window.
-    fn sources(&self, stream: u32, window: &Window) -> Sources {
-        let granule_units = self.memory.granule_units();
-        let in_window = |block: &Block| block.end() > window.start && block.start() < window.end;
-        let mut sources = Sources::of_at_most(self.memory.handles());
-        for part in Part::ALL {
-            for block in self
-                .usable_sets(stream, part)
-                .into_iter()
-                .flat_map(|set| set.of_at_least(granule_units))
-                .filter(|block| !in_window(block))
-            {
-                self.whole_extents(block, |number, extent| {
-                    if !extent.exported {
-                        sources.add(number, extent, block);
-                    }
-                });
-            }
-        }
-        sources.ranks.sort_unstable();
-        sources
-    }
-
-    /// Whether the whole free extents that a stream may use come to less than a request.
-    pub(super) fn lacks_whole(&self, stream: u32, units: u32) -> bool {
-        let granule_units = self.memory.granule_units();
-        let needed = u64::from(units.div_ceil(granule_units));
-        let mut there = 0;
-        let sets = Part::ALL.map(|part| self.usable_sets(stream, part));
-        for block in sets.into_iter().flatten().flat_map(|set| set.of_at_least(granule_units)) {
-            self.whole_extents(block, |_, extent| there += u64::from(extent.granules));
-            if there >= needed {
-                return false;
-            }
-        }
-        true
-    }
-
-    /// Calls `visit` with every extent that a free block covers whole.
-    pub(super) fn whole_extents(&self, block: &Block, visit: impl FnMut(u32, &Resident)) {
-        self.extents_within(block.start(), block.end(), visit);
-    }
-
-    /// Calls `visit` with every extent that lies whole within a range of units, all of which have
-    /// memory.
-    pub(super) fn extents_within(
-        &self,
-        start: u32,
-        end: u32,
-        mut visit: impl FnMut(u32, &Resident),
-    ) {
-        let granule_units = self.memory.granule_units();
-        let first = start.div_ceil(granule_units);
-        let end = end / granule_units;
-        let mut at = first;
-        while at < end {
-            let Some((number, extent)) = self.memory.extent_at(at) else { return };
-            if extent.start >= first && extent.end() <= end {
-                visit(number, &extent);
-            }
-            at = extent.end();
-        }
     }
 
     /// Takes the window and the sources out of the space: nobody else finds them from here on.
@@ -750,64 +686,5 @@ impl Space {
     /// Granules that are zombies, waiting or not.
     pub(super) fn zombie_granules(&self) -> u64 {
         self.memory.map.totals().bytes(State::Zombie)
-    }
-}
-
-/// Free extents that may be moved.
-#[derive(Default)]
-struct Sources {
-    found: Vec<Piece>,
-    /// The order in which they are taken, the least first: what it goes by, above the place among
-    /// them. One number, which sorts several times faster than all of it apart.
-    ranks: Vec<u128>,
-    granules: u64,
-}
-
-impl Sources {
-    /// None yet; with room for so many, or a good part of them.
-    fn of_at_most(extents: usize) -> Self {
-        let room = extents.min(256);
-        Self { found: Vec::with_capacity(room), ranks: Vec::with_capacity(room), granules: 0 }
-    }
-
-    /// The longest first, since each costs the same; of those from the smallest free blocks, which
-    /// makes the fewest pieces of the rest, from their ends.
-    fn add(&mut self, number: u32, extent: &Resident, block: &Block) {
-        let order = [!extent.granules, block.units(), !extent.start, self.found.len() as u32];
-        self.ranks.push(order.into_iter().fold(0, |rank, next| rank << 32 | u128::from(next)));
-        let (handle, owner, block) = (extent.handle, block.owner(), block.id());
-        let source = Source::Moved { number, handle, owner, block };
-        self.found.push(Piece { source, granules: extent.granules });
-        self.granules += u64::from(extent.granules);
-    }
-
-    /// Takes extents that fit into what is missing; returns how many granules they come to.
-    fn take(&mut self, fill: &mut Fill, missing: u32) -> u32 {
-        let mut taken = 0;
-        let found = &self.found;
-        self.ranks.retain(|rank| {
-            let piece = found[*rank as u32 as usize];
-            let fits = piece.granules <= missing - taken;
-            if fits {
-                taken += piece.granules;
-                fill.pieces.push(piece);
-            }
-            !fits
-        });
-        self.granules -= u64::from(taken);
-        taken
-    }
-
-    /// Takes the smallest extent of `at_least` to `at_most` granules.
-    fn take_longer(&mut self, fill: &mut Fill, at_least: u32, at_most: u32) -> Option<u32> {
-        let piece = |at: &usize| self.found[self.ranks[*at] as u32 as usize];
-        let fitting = (0..self.ranks.len())
-            .filter(|at| (at_least..=at_most).contains(&piece(at).granules))
-            .min_by_key(|at| piece(at).granules)?;
-        let best = piece(&fitting);
-        self.ranks.remove(fitting);
-        fill.pieces.push(best);
-        self.granules -= u64::from(best.granules);
-        Some(best.granules)
     }
 }

@@ -48,7 +48,7 @@ pub(super) struct Resident {
 }
 
 impl Resident {
-    fn vacant(handle: Extent) -> Self {
+    pub(super) fn vacant(handle: Extent) -> Self {
         let backed = Backed::Mapped;
         let (exported, moved, twin_backed) = (false, false, backed);
         Self {

@@ -51,6 +51,7 @@ mod shard;
 mod shared;
 mod sleep;
 mod snapshot;
+mod sources;
 mod space;
 mod split;
 mod tags;

@@ -80,6 +80,10 @@ const SIXTEENTHS_AT_REST: u64 = 24;
 const OF_POOL_RESTLESS: u64 = 64;
 const SIXTEENTHS_RESTLESS: u64 = 21;
 
+/// Where time has been saved up blocks are placed with care from this part of the most on that was live.
+/// Below it what they are placed in comes to an end before memory does.
+const SCARCE_FROM: (u64, u64) = (9, 10);
+
 /// The numbers behind growth.
 #[derive(Clone, Debug)]
 pub(super) struct Policy {
@@ -156,6 +160,22 @@ impl Policy {
     /// saved up: those are mapped once more for it. Where memory is short, and at leisure.
     pub(super) fn shares(&self, saved: u64) -> bool {
         !self.fixed && (self.limited || saved >= AT_LEISURE)
+    }
+
+    /// Whether what moves comes from where the least is left beside it, which nobody else could have.
+    pub(super) fn leaves_least(&self, saved: u64) -> bool {
+        !self.limited && saved >= AT_LEISURE
+    }
+
+    /// From how much on that is out large blocks are placed where others lose the least, if so much was live
+    /// at the most and so many handles are saved up. Without a limit and in haste it makes no difference to
+    /// what is held.
+    pub(super) fn scarce_from(&self, peak_live: u64, saved: u64) -> u64 {
+        match saved {
+            _ if self.limited => 0,
+            AT_LEISURE.. => peak_live / SCARCE_FROM.1 * SCARCE_FROM.0,
+            _ => u64::MAX,
+        }
     }
 
     /// Whether the granule that a request ends in is an extent by itself. One handle more for each

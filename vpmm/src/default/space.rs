@@ -44,8 +44,9 @@ pub(super) struct Space {
     pub(super) common: [FreeSet; 2],
     pub(super) books: Vec<Book>,
     pub(super) memory: Memory,
-    /// Whether somebody set a limit: large blocks are then placed where others lose the least.
-    scarce: bool,
+    /// From so many units out on large blocks are placed where others lose the least. All where somebody
+    /// set a limit.
+    pub(super) scarce_from: u64,
     /// Events that nobody uses now.
     pub(super) events: Vec<Event>,
     /// Handles that the driver would not take back.
@@ -92,7 +93,7 @@ unsafe impl Send for Space {}
 impl Space {
     pub(super) fn new(
         memory: Memory,
-        scarce: bool,
+        limited: bool,
         opportunistic: bool,
         moves_per_second: u32,
     ) -> Self {
@@ -100,7 +101,7 @@ impl Space {
             common: [const { FreeSet::new() }; 2],
             books: Vec::new(),
             memory,
-            scarce,
+            scarce_from: if limited { 0 } else { u64::MAX },
             events: Vec::new(),
             orphans: Vec::new(),
             out_units: 0,
@@ -346,8 +347,7 @@ impl Space {
         units: u32,
         part: Part,
     ) -> Option<u32> {
-        // Without a limit it makes no difference to what is held which end is taken.
-        let (block, end) = if part == Part::Large && self.scarce {
+        let (block, end) = if part == Part::Large && self.out_units >= self.scarce_from {
             let (id, end) = self.least_loss(stream, units, part)?;
             (self.node(id), end)
         } else {
