@@ -162,9 +162,9 @@ impl Policy {
         !self.fixed && (self.limited || saved >= AT_LEISURE)
     }
 
-    /// Whether what moves comes from where the least is left beside it, which nobody else could have.
+    /// Whether what moves comes from where the least is left beside it.
     pub(super) fn leaves_least(&self, saved: u64) -> bool {
-        !self.limited && saved >= AT_LEISURE
+        self.limited || saved >= AT_LEISURE
     }
 
     /// From how much on that is out large blocks are placed where others lose the least, if so much was live

@@ -21,7 +21,7 @@ impl Space {
                 .flat_map(|set| set.of_at_least(granule_units))
                 .filter(|block| !in_window(block))
             {
-                let left = if leaving_least { quarters_left(block, granule_units) } else { 0 };
+                let left = if leaving_least { left_for_each(block, granule_units) } else { 0 };
                 self.whole_extents(block, |number, extent| {
                     if !extent.exported {
                         sources.add(number, extent, block, left);
@@ -75,12 +75,14 @@ impl Space {
     }
 }
 
-/// What would be left of a free block if all of its whole granules moved away, in quarters of a granule:
-/// the beginning of one and the end of another, less than eight.
-fn quarters_left(block: &Block, granule_units: u32) -> u32 {
+/// What would be left of a free block if all of its whole granules moved away, for each of those: the
+/// beginning of one more and the end of another, which hardly anybody else could have. In 64ths of a granule,
+/// less than 128.
+fn left_for_each(block: &Block, granule_units: u32) -> u32 {
     let before = block.start().next_multiple_of(granule_units) - block.start();
-    let behind = block.end() % granule_units;
-    4 * (before + behind) / granule_units
+    let left = before + block.end() % granule_units;
+    let whole = block.units().saturating_sub(left) / granule_units;
+    64 * left / granule_units / whole.max(1)
 }
 
 /// Free extents that may be moved.
@@ -100,12 +102,12 @@ impl Sources {
         Self { found: Vec::with_capacity(room), ranks: Vec::with_capacity(room), granules: 0 }
     }
 
-    /// The longest first, since each costs the same; of those from the free blocks that leave the least
-    /// (fewer than eight); of those from the smallest, which makes the fewest pieces of the rest, from their
+    /// The longest first, since each costs the same; of those from the free blocks that leave the least (less
+    /// than 128) for each; of those from the smallest, which makes the fewest pieces of the rest, from their
     /// ends.
     fn add(&mut self, number: u32, extent: &Resident, block: &Block, left: u32) {
-        // No extent has so many granules that three bits less would not do.
-        let first = !extent.granules << 3 | left;
+        // No extent has so many granules that seven bits less would not do.
+        let first = !extent.granules << 7 | left;
         let order = [first, block.units(), !extent.start, self.found.len() as u32];
         self.ranks.push(order.into_iter().fold(0, |rank, next| rank << 32 | u128::from(next)));
         let (handle, owner, block) = (extent.handle, block.owner(), block.id());
@@ -174,7 +176,7 @@ mod tests {
     fn order(of: &[(&Block, u32, u32)], leaving_least: bool) -> Vec<u32> {
         let mut sources = Sources::default();
         for (number, (block, start, granules)) in of.iter().enumerate() {
-            let left = if leaving_least { quarters_left(block, UNITS) } else { 0 };
+            let left = if leaving_least { left_for_each(block, UNITS) } else { 0 };
             sources.add(number as u32, &resident(*start, *granules), block, left);
         }
         sources.ranks.sort_unstable();
@@ -189,19 +191,20 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_counts_in_quarters_of_a_granule_and_never_comes_to_eight() {
-        let left = |start, end: u32| quarters_left(&free(start, end - start), UNITS);
+    fn what_is_left_counts_by_what_moves_and_never_comes_to_128() {
+        let left = |start, end: u32| left_for_each(&free(start, end - start), UNITS);
         assert_eq!([left(0, UNITS), left(3 * UNITS, 9 * UNITS)], [0, 0]);
-        assert_eq!([left(1, 3 * UNITS), left(0, 3 * UNITS + UNITS / 2)], [3, 2]);
-        assert_eq!([left(1, 3 * UNITS - 1), left(UNITS - 1, 3 * UNITS + 1)], [7, 0]);
+        assert_eq!([left(UNITS / 2, 2 * UNITS), left(0, 4 * UNITS + UNITS / 2)], [32, 8]);
+        assert_eq!([left(1, 3 * UNITS - 1), left(UNITS - 1, 3 * UNITS + 1)], [127, 0]);
+        assert_eq!(left(1, UNITS + UNITS / 2), 95);
     }
 
     #[test]
-    fn the_longest_move_first_then_what_leaves_least_then_the_smallest_blocks_from_their_ends() {
+    fn the_longest_move_first_then_what_leaves_least_then_the_smallest_from_their_ends() {
         let (whole, odd) = (free(10 * UNITS, 2 * UNITS), free(20 * UNITS, UNITS + UNITS / 2));
         let long = free(30 * UNITS - UNITS / 2, 4 * UNITS + UNITS / 2);
         let of = [(&whole, 10, 1), (&whole, 11, 1), (&odd, 20, 1), (&long, 30, 1), (&long, 31, 3)];
-        assert_eq!(order(&of, true), [31, 11, 10, 20, 30]);
+        assert_eq!(order(&of, true), [31, 11, 10, 30, 20]);
         assert_eq!(order(&of, false), [31, 20, 11, 10, 30]);
     }
 }
