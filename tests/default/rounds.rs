@@ -123,7 +123,8 @@ fn a_loader_beside_a_training_does_not_make_the_pool_grow() {
     }
     let stats = pool.stats();
     assert!(mapped[STEPS - 1] * 100 <= mapped[3] * 104, "{mapped:?} {stats:?}");
-    assert!(stats.host_waits < 40, "{stats:?}");
+    // Most steps look in vain; not all do, since some find a block to borrow.
+    assert!(stats.host_waits < STEPS as u64 * 3 / 4, "{stats:?}");
     pool.free(ahead, &loading).unwrap();
     drop(behind);
     drop(pool);
