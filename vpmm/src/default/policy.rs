@@ -33,9 +33,10 @@ const KEPT_AT_LIMIT: u64 = 2048;
 
 /// Where a limit is set: at most this fraction of it, so that nearly everything can be brought
 /// together when the limit is reached; but this fraction of the request where that is longer, so
-/// that no request moves too many.
+/// that no request moves too many, nor at leisure.
 const OF_LIMIT: u64 = 1100;
-const OF_REQUEST_AT_LIMIT: u64 = 112;
+const OF_REQUEST_AT_LIMIT: u64 = 72;
+const OF_REQUEST_AT_LEISURE: u64 = 112;
 
 /// The fraction of the pool while it is far from the limit: less than without one, since a limit
 /// bounds the length anyway.
@@ -135,7 +136,7 @@ impl Policy {
         let saved = u32::try_from(saved).unwrap_or(u32::MAX);
         let handles = needed.saturating_add(saved).min(needed.max(AT_ONCE));
         let shortest = if self.limited {
-            (self.capacity / OF_LIMIT_AT_LEISURE).max(request / OF_REQUEST_AT_LIMIT)
+            (self.capacity / OF_LIMIT_AT_LEISURE).max(request / OF_REQUEST_AT_LEISURE)
         } else {
             mapped / OF_POOL_AT_LEISURE
         };
