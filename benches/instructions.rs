@@ -213,6 +213,7 @@ uncounted! {
     cuCtxPushCurrent_v2(context: CUcontext);
     cuCtxPopCurrent_v2(context: *mut CUcontext);
     cuCtxGetDevice(device: *mut CUdevice);
+    cuCtxGetId(context: CUcontext, id: *mut u64);
     cuStreamGetId(stream: CUstream, id: *mut u64);
     cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
     cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus);

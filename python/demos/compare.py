@@ -145,6 +145,8 @@ def in_rounds(workload, args, keep):
         compared = made["ratios"][rounds.OURS]
         best = rounds.best(compared)
         print(f"step time: {rounds.OURS} / the best of the others, {best}, = {ratios.told(compared[best])}")
+    for label, summed in made["processor"].items():
+        print(f"time of the processor: {rounds.OURS} / {label} = {ratios.told(summed)}")
     if made["undisturbed"]:
         tell_undisturbed(made["undisturbed"])
     for result in results:

@@ -124,10 +124,10 @@ class Measurement:
         }
 
 
-def compared(rounds, base):
+def compared(rounds, base, what="wall_s"):
     """Of each other, the time of a base's turn by that of its own in the same round."""
     return {
-        label: ratios.summary([made[base]["wall_s"] / made[label]["wall_s"] for made in rounds])
+        label: ratios.summary([made[base][what] / made[label][what] for made in rounds])
         for label in rounds[0]
         if label != base
     }
@@ -165,7 +165,8 @@ def measure(workload, commands, options, say=print):
     """A workload under allocators in turns: what came of each, and what the turns say of ours, and of one
     that was measured twice."""
     measurement = Measurement(commands, say)
-    made = {"workload": workload, "results": {}, "ratios": {}, "undisturbed": None, "busy": None, "where": None}
+    made = {"workload": workload, "results": {}, "ratios": {}, "processor": {}, "undisturbed": None}
+    made |= {"busy": None, "where": None}
     try:
         steps = measurement.warm_up(options.turn_seconds, options.cycle)
         measurement.run(steps, options.rounds, options.seconds)
@@ -177,6 +178,7 @@ def measure(workload, commands, options, say=print):
         names = list(commands)
         if OURS in names and len(names) > 1:
             made["ratios"][OURS] = compared(measurement.rounds, OURS)
+            made["processor"] = compared(measurement.rounds, OURS, "processor_s")
             if options.cycle:
                 made["undisturbed"] = undisturbed(measurement.rounds, OURS)
         for label in names:

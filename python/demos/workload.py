@@ -87,8 +87,9 @@ class Session:
     def turn(self, steps):
         """Further steps, from an idle GPU to an idle GPU. A step's ``gap`` is the GPU's time from its begin
         to that of the next. Its ``lead`` is how far behind the host the GPU was when the host had the step
-        behind it: where that is nothing the GPU waited for the host. ``handles`` are vpmm's that moved or
-        were made."""
+        behind it: where that is nothing the GPU waited for the host. ``processor_s`` is what all threads of
+        the process worked until the last step was enqueued. ``handles`` are vpmm's that moved or were
+        made."""
         cuda = self._torch.cuda
         losses, marks, returned = [], [], []
 
@@ -100,12 +101,13 @@ class Session:
 
         cuda.synchronize()
         handles = self._handles()
-        begin = time.perf_counter()
+        begin, worked = time.perf_counter(), time.process_time()
         try:
             mark()
             for _ in range(steps):
                 losses.append(self._next().detach())
                 mark()
+            worked = time.process_time() - worked
             cuda.synchronize()
         except cuda.OutOfMemoryError as error:
             self._out_of_memory = str(error).splitlines()[0]
@@ -119,6 +121,7 @@ class Session:
         return {
             "steps": steps,
             "wall_s": end - begin,
+            "processor_s": worked,
             "gaps_ms": [b - a for a, b in itertools.pairwise(at)],
             "leads_ms": [device - host for device, host in zip(at[1:], ahead[1:], strict=True)],
             "handles": self._handles() - handles,
@@ -205,6 +208,7 @@ def times(turns):
         "median_step_ms": round(statistics.median(gap for turn in turns for gap in turn["gaps_ms"]), 4),
         "lead_ms": round(statistics.median(leads), 3),
         "caught_up": round(sum(lead < CAUGHT_UP_MS for lead in leads) / len(leads), 3),
+        "processor_ms": round(sum(turn["processor_s"] for turn in turns) / steps * 1e3, 4),
         "handles_per_s": round(sum(turn["handles"] for turn in turns) / wall, 1),
     }
 

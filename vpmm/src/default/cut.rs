@@ -78,8 +78,11 @@ impl Space {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::default::book::{Book, Recording};
+    use crate::default::front::Cached;
     use crate::default::memory::Memory;
     use crate::default::owner::Owner;
+    use crate::default::tags::Tags;
     use crate::physical::Extent;
 
     const GRANULES: u32 = 64;
@@ -146,5 +149,25 @@ mod tests {
             ends[found.1 as usize] += 1;
         }
         assert!(ends.iter().all(|times| *times > 0), "{ends:?}");
+    }
+
+    /// It gives away more for each hit than care would save, and its requests come from here more often.
+    #[test]
+    fn requests_of_a_loose_front_have_the_best_fit() {
+        for is_loose in [false, true] {
+            let mut space = mapped_by(&[2, 2, 2]);
+            space.books.push(Book::new(Recording::Eager));
+            let base = space.memory.split_unit();
+            let Some(tags) = Tags::new(GRANULES * UNITS, base) else {
+                panic!("no memory for the tags")
+            };
+            tags.add(base..base + 6 * UNITS);
+            // A whole extent, and one with what is left of another before it.
+            space.give(&tags, base, 2 * UNITS, Owner::NOBODY);
+            space.give(&tags, base + 3 * UNITS, 3 * UNITS, Owner::NOBODY);
+            space.note_front(Cached { now: 0, least: 0, change: 0, is_loose });
+            let expected = if is_loose { base } else { base + 3 * UNITS };
+            assert_eq!(space.place(&tags, 0, UNITS, Part::Large), Some(expected));
+        }
     }
 }

@@ -54,7 +54,7 @@ const SMALL_STACKS: [u16; SMALL_CLASSES + 1] = {
     }
     stacks
 };
-const EIGHTS: usize = LARGE_CLASSES.div_ceil(8).next_multiple_of(8);
+const _: () = assert!(LARGE_CLASSES.div_ceil(8) <= u64::BITS as usize);
 const SMALL_PLACES: usize = SMALL_STACKS[SMALL_CLASSES] as usize;
 
 #[derive(Clone, Copy, Default)]
@@ -145,6 +145,7 @@ pub(super) struct Cached {
     pub(super) least: u64,
     /// What it has more than then.
     pub(super) change: i64,
+    pub(super) is_loose: bool,
 }
 
 /// What one thread has in front of one stream. What every call needs comes first.
@@ -174,8 +175,8 @@ pub(super) struct Front {
     /// How many blocks each small class has, and how many it may have.
     small_depths: [Depth; SMALL_CLASSES],
     small: [u32; SMALL_PLACES],
-    /// Not 0 for each eight large classes of which one may have blocks.
-    eights: [u8; EIGHTS],
+    /// A bit for each eight large classes of which one may have blocks.
+    eights: u64,
     large: [Stack; LARGE_CLASSES],
 }
 
@@ -289,6 +290,9 @@ impl Front {
             return None;
         }
         let class = large_class(units);
+        if self.eights & (1 << (class / 8) | 1 << ((class + 1) / 8)) == 0 {
+            return None;
+        }
         let [own, next] = self.large.get(class..class + 2)? else { return None };
         let more = units / LOOSE_FIT;
         // The class's own before the next one's, and of those what came last.
@@ -347,7 +351,7 @@ impl Front {
             return false;
         }
         stack.push(Held { start, units });
-        self.eights[class / 8] = 1;
+        self.eights |= 1 << (class / 8);
         true
     }
 
@@ -423,16 +427,13 @@ impl Front {
             spill(self.last.start, self.last.units);
             self.last = Held::NONE;
         }
-        let (words, _) = self.eights.as_chunks_mut::<8>();
-        for (word, stacks) in words.iter_mut().zip(self.large.chunks_mut(64)) {
-            let mut marks = u64::from_le_bytes(std::mem::take(word));
-            while marks != 0 {
-                let first = marks.trailing_zeros() as usize & !7;
-                marks &= !(0xff << first);
-                for stack in stacks.iter_mut().skip(first).take(8) {
-                    stack.blocks().for_each(|block| spill(block.start, block.units));
-                    stack.set_depth(0);
-                }
+        let mut eights = std::mem::take(&mut self.eights);
+        while eights != 0 {
+            let first = 8 * eights.trailing_zeros() as usize;
+            eights &= eights - 1;
+            for stack in self.large.iter_mut().skip(first).take(8) {
+                stack.blocks().for_each(|block| spill(block.start, block.units));
+                stack.set_depth(0);
             }
         }
         self.units -= self.large_units;
@@ -485,7 +486,8 @@ impl Front {
         let least = std::mem::replace(&mut self.least, now);
         let told = std::mem::replace(&mut self.told, now);
         let change = i64::from(now) - i64::from(told);
-        Cached { now: u64::from(now), least: u64::from(least.min(now)), change }
+        let least = u64::from(least.min(now));
+        Cached { now: u64::from(now), least, change, is_loose: self.loose }
     }
 
     /// What was here when somebody asked last.

@@ -57,6 +57,8 @@ pub(super) struct Space {
     pub(super) out_blocks: u64,
     /// Units in fronts, each as it was when it was asked last.
     in_fronts: u64,
+    /// Whether the front that was asked last is loose.
+    is_loose: bool,
     /// The most units that callers had: see [`Stats::peak_live_bytes`](crate::Stats).
     pub(super) peak_live: u64,
     /// Bytes of regions of operations under way.
@@ -107,6 +109,7 @@ impl Space {
             out_units: 0,
             out_blocks: 0,
             in_fronts: 0,
+            is_loose: false,
             peak_live: 0,
             transit_units: 0,
             deferred: Vec::new(),
@@ -338,6 +341,13 @@ impl Space {
         smaller(own, &self.common[part])
     }
 
+    /// Whether large blocks are placed with care. That is in vain where the front gives away a sixteenth of a
+    /// block for a hit, as it does where sizes do not come again, and would be most of what a request costs.
+    #[inline]
+    fn is_scarce(&self) -> bool {
+        self.out_units >= self.scarce_from && !self.is_loose
+    }
+
     /// Hands out the best fit, or where memory is scarce what costs the least movable memory.
     #[inline]
     pub(super) fn place(
@@ -347,7 +357,7 @@ impl Space {
         units: u32,
         part: Part,
     ) -> Option<u32> {
-        let (block, end) = if part == Part::Large && self.out_units >= self.scarce_from {
+        let (block, end) = if part == Part::Large && self.is_scarce() {
             let (id, end) = self.least_loss(stream, units, part)?;
             (self.node(id), end)
         } else {
@@ -382,6 +392,7 @@ impl Space {
     /// Notes what a front has and had, and with it the most that callers had.
     #[inline]
     pub(super) fn note_front(&mut self, front: Cached) {
+        self.is_loose = front.is_loose;
         self.in_fronts = self.in_fronts.wrapping_add_signed(front.change);
         let cached = self.in_fronts.saturating_sub(front.now) + front.least;
         self.peak_live = self.peak_live.max(self.out_units.saturating_sub(cached));
