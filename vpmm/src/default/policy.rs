@@ -34,8 +34,8 @@ const KEPT_AT_LIMIT: u64 = 2048;
 /// Where a limit is set: at most this fraction of it, so that nearly everything can be brought
 /// together when the limit is reached; but this fraction of the request where that is longer, so
 /// that no request moves too many, nor at leisure.
-const OF_LIMIT: u64 = 1100;
-const OF_REQUEST_AT_LIMIT: u64 = 72;
+const OF_LIMIT: u64 = 1025;
+const OF_REQUEST_AT_LIMIT: u64 = 68;
 const OF_REQUEST_AT_LEISURE: u64 = 112;
 
 /// The fraction of the pool while it is far from the limit: less than without one, since a limit
