@@ -2,7 +2,8 @@
 with ``--output``, writes lines of JSON.
 
 In rounds: a process for each allocator, which take turns of some steps each. Says how long vpmm's turns take
-by the others' of the same round, how much of a step the GPU waits, and where vpmm's free memory is.
+by the others' of the same round, and how long the processor works in them, how much of a step the GPU
+waits, and where vpmm's free memory is.
 
     python python/demos/compare.py --rounds 30 gpt,resnet,lora,generate
 

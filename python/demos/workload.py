@@ -121,7 +121,8 @@ class Session:
         return {
             "steps": steps,
             "wall_s": end - begin,
-            "processor_s": worked,
+            # A ratio is made of it.
+            "processor_s": max(worked, 1e-9),
             "gaps_ms": [b - a for a, b in itertools.pairwise(at)],
             "leads_ms": [device - host for device, host in zip(at[1:], ahead[1:], strict=True)],
             "handles": self._handles() - handles,

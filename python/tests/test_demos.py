@@ -83,6 +83,8 @@ def test_the_same_steps_again_and_again(tmp_path):
     for peer in told["ratios"].values():
         assert 0.2 < peer["ratio"] < 0.95 and len(peer["quarters"]) == 4, text
     assert "each step at its fastest of 6 rounds" in text
+    assert set(summary["processor"]) == {"torch", "expandable"}
+    assert "time of the processor: vpmm / torch = " in text
     # Every turn drew the same.
     ours = [line.split() for line in log.read_text().splitlines() if line.startswith("vpmm")]
     drawn = [number for *_, number in ours]
