@@ -90,6 +90,10 @@ static void requests(vpmm_driver* driver, vpmm_pool* pool) {
   void* two = vpmm_torch_alloc(3 << 20, 0, stream);
   MUST(one == two);
   vpmm_torch_free(two, 3 << 20, 0, stream);
+  // Nothing is nothing of a stream that is known, too.
+  MUST(vpmm_torch_alloc(0, 0, stream) == nullptr);
+  vpmm_torch_free(nullptr, 0, 0, stream);
+  MUST(vpmm_torch_failed_frees() == 0 && stats_of(pool).live_count == 0);
   MUST(stats_of(pool).mapped_bytes > 0);
   vpmm_torch_reset();
   MUST(stats_of(pool).mapped_bytes == 0);
