@@ -48,7 +48,7 @@ pub(crate) unsafe fn allocate(
     if let Some(entry) = streams::find(device, stream)
         && mode::is_plain()
     {
-        // PyTorch asks for nothing dozens of times in a step, which the pool would make an error of.
+        // PyTorch asks for nothing, too, which the pool would make an error of.
         if bytes == 0 {
             return Ok(ptr::null_mut());
         }
