@@ -82,11 +82,19 @@ fn sizes() -> Vec<u64> {
     powers.flat_map(|bytes| [bytes, bytes + bytes / 3]).collect()
 }
 
+/// At once after the pool was made, and when the program has been at work for a while: memory is then
+/// called in before the pool grows, so that streams take longer to settle.
 #[test]
 fn pairs_on_one_stream_and_on_many() {
     Rig::everywhere(|rig| {
-        for (streams, limited) in [(1, false), (1, true), (64, false), (64, true)] {
+        let cases = [(1, false), (1, true), (64, false), (64, true)];
+        for ((streams, limited), at_leisure) in
+            cases.map(|case| [(case, false), (case, true)]).concat()
+        {
             let pool = vpmm::Pool::new(&rig.device, &settings(limited)).unwrap();
+            if at_leisure {
+                std::thread::sleep(std::time::Duration::from_millis(50));
+            }
             let streams: Vec<Stream> = (0..streams).map(|_| rig.stream()).collect();
             for bytes in sizes() {
                 let pairs = |rounds: usize| {
@@ -97,8 +105,9 @@ fn pairs_on_one_stream_and_on_many() {
                         }
                     }
                 };
-                // Streams take from each other at first, until each has what it needs.
-                pairs(8);
+                // Streams take from each other at first, until each has what it needs: 18 rounds have
+                // been seen.
+                pairs(32);
                 let paid = cost(&rig.driver, || pairs(20));
                 assert_eq!(paid, (0, 0), "{bytes} bytes on {} streams", streams.len());
             }
