@@ -19,6 +19,8 @@
 //! out of memory, with a map
 //! ```
 
+use std::time::Duration;
+
 use super::book::Recording;
 use super::class::{LARGE_STEP, UNIT_BYTES};
 use super::pace::AT_LEISURE;
@@ -50,12 +52,23 @@ const ASKED_EACH: u64 = 4;
 const ALL_OF_POOL: u64 = 16;
 const ALL_UNITS: u64 = (64 << 20) / super::class::UNIT_BYTES;
 
+/// And to so many units while a pool has been asked about more often than once in so long ever since it
+/// was made: asking takes some half a microsecond for each stream, and would be a good part of all that
+/// such a program waits for.
+const SLACK_UNITS: u64 = (256 << 20) / super::class::UNIT_BYTES;
+const OFTEN: Duration = Duration::from_micros(64);
+
 /// While the small part has less than this fraction of the pool it grows before what a front has of
 /// small blocks is taken out.
 const SMALL_OF_POOL: u64 = 1024;
 
 /// Where the pool may grow by less than this fraction of itself all memory is to come together.
 const NEAR: u64 = 4;
+
+/// Whether so many times in so long is often.
+fn is_often(times: u64, passed: Duration) -> bool {
+    OFTEN.checked_mul(u32::try_from(times).unwrap_or(u32::MAX)).is_none_or(|long| long > passed)
+}
 
 /// A request that the front did not serve.
 #[derive(Clone, Copy)]
@@ -222,7 +235,12 @@ impl Core {
         let enough_for_it = |held: u64| held >= u64::from(request.units);
         let counters = &space.counters;
         let doublings = counters.called_in / ((counters.growths + 1) * ASKED_EACH);
-        let much = (pool / ALL_OF_POOL).max(ALL_UNITS);
+        let slack = if space.pace.has_rate() && is_often(counters.called_in, now) {
+            SLACK_UNITS
+        } else {
+            ALL_UNITS
+        };
+        let much = (pool / ALL_OF_POOL).max(slack);
         let some = (pool / FREED_OF_POOL).max(FREED_UNITS) << doublings.min(16);
         let freed = space.want_from_others(request.stream);
         // Where it is less than the request: what is free may move to where that grows.
