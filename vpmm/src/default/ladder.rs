@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use super::book::Recording;
 use super::class::{LARGE_STEP, UNIT_BYTES};
-use super::pace::AT_LEISURE;
+use super::pace::{AT_LEISURE, EMPTIED};
 use super::remap::Grown;
 use super::space::Part;
 use super::{Core, lock};
@@ -250,7 +250,7 @@ impl Core {
         let all = freed + in_fronts;
         let from_fronts =
             space.may_empty_fronts(request.units) && enough_for_it(all) && (short || all >= enough);
-        space.pace.spend(u64::from(from_fronts));
+        space.pace.spend(EMPTIED * u64::from(from_fronts));
         space.counters.called_in += u64::from(from_streams || from_fronts);
         (from_streams, from_fronts)
     }
@@ -500,5 +500,17 @@ impl super::space::Space {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn often_is_more_than_once_in_so_long_since_the_pool_was_made() {
+        assert!(!is_often(0, Duration::ZERO) && is_often(1, Duration::ZERO));
+        assert!(is_often(1001, OFTEN * 1000) && !is_often(1000, OFTEN * 1000));
+        assert!(is_often(u64::MAX, Duration::from_secs(3600)));
     }
 }

@@ -26,6 +26,9 @@ const NOT_SAVED: u128 = 512;
 /// than it gains at once.
 pub(super) const AT_LEISURE: u64 = 256;
 
+/// What emptying all fronts comes to: as much as a move. Every stream finds its front empty then.
+pub(super) const EMPTIED: u64 = SAVED_EACH as u64;
+
 /// Moves that count, and handles that are saved up, as of the last look.
 pub(super) struct Pace {
     per_second: u32,
