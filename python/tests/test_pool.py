@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -154,3 +155,14 @@ def test_a_pool_may_be_patient():
     pool.free(pool.malloc(1000))
     with pytest.raises(OverflowError):
         vpmm.Pool(patience=-1)
+
+
+def test_a_thread_maps_ahead_of_requests():
+    pool = vpmm.Pool(background=0.001, ahead="32 MiB", addresses="1 GiB")
+    pool.free(pool.malloc(4 << 20))
+    end = time.monotonic() + 30
+    while pool.statistics().mapped_bytes < 32 << 20 and time.monotonic() < end:
+        time.sleep(0.001)
+    assert pool.statistics().mapped_bytes >= 32 << 20
+    with pytest.raises(OverflowError):
+        vpmm.Pool(background=-1)

@@ -386,6 +386,17 @@ typedef struct vpmm_pool_options {
    * rather hold less.
    */
   uint64_t patience_nanoseconds;
+  /**
+   * The time between two looks of a thread of a default pool's own, which makes what streams freed
+   * everybody's, empties what threads keep at hand and no longer use, and unmaps what has moved, so
+   * that requests need not: 100 us at least. 0, as at first, for no such thread, or for 5 ms where it
+   * is to map ahead.
+   */
+  uint64_t background_period_nanoseconds;
+  /**
+   * Free memory that this thread keeps mapped where the pool grew last. At first 0.
+   */
+  uint64_t background_ahead_bytes;
 } vpmm_pool_options;
 
 /**

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vpmm_core::{Location, PagedConfig, PendingPolicy, PoolConfig, Reuse, Sharing, WaitPolicy};
+use vpmm_core::{Background, Location, PagedConfig, PendingPolicy, PoolConfig, Reuse, Sharing, WaitPolicy};
 
 use crate::grows::{self, Grows};
 use crate::guard::Failure;
@@ -67,6 +67,13 @@ pub struct vpmm_pool_options {
     /// pool's own measure: 0, but 20 ms in the process's own pools, which are for programs that would
     /// rather hold less.
     pub patience_nanoseconds: u64,
+    /// The time between two looks of a thread of a default pool's own, which makes what streams freed
+    /// everybody's, empties what threads keep at hand and no longer use, and unmaps what has moved, so
+    /// that requests need not: 100 us at least. 0, as at first, for no such thread, or for 5 ms where it
+    /// is to map ahead.
+    pub background_period_nanoseconds: u64,
+    /// Free memory that this thread keeps mapped where the pool grew last. At first 0.
+    pub background_ahead_bytes: u64,
 }
 
 /// How a pool's memory can be shared with other processes.
@@ -123,6 +130,8 @@ unsafe impl Grows for vpmm_pool_options {
         reuse_off: 0,
         moves_per_second: 0,
         patience_nanoseconds: u64::MAX,
+        background_period_nanoseconds: 0,
+        background_ahead_bytes: 0,
     };
 }
 
@@ -176,6 +185,17 @@ impl vpmm_pool_options {
         }
     }
 
+    fn background(&self) -> Option<Background> {
+        let period = some(self.background_period_nanoseconds, 0).map(Duration::from_nanos);
+        let ahead_bytes = self.background_ahead_bytes;
+        (period.is_some() || ahead_bytes > 0).then(|| {
+            let mut background = Background::default();
+            background.period = period.unwrap_or(background.period);
+            background.ahead_bytes = ahead_bytes;
+            background
+        })
+    }
+
     pub(crate) fn default_profile(&self) -> Result<PoolConfig, Failure> {
         let mut config = PoolConfig::default();
         if self.moves_per_second != 0 {
@@ -184,6 +204,7 @@ impl vpmm_pool_options {
         if self.patience_nanoseconds != u64::MAX {
             config.patience = Duration::from_nanos(self.patience_nanoseconds);
         }
+        config.background = self.background();
         config.limit_bytes = some(self.limit_bytes, 0);
         config.va_size_bytes = some(self.va_size_bytes, 0);
         config.release_threshold_bytes = some(self.release_threshold_bytes, u64::MAX);
@@ -250,5 +271,21 @@ mod tests {
         let initial = vpmm_pool_options::INITIAL.patience_nanoseconds;
         assert_eq!([initial, 0].map(patience), [Some(Duration::ZERO); 2]);
         assert_eq!(patience(3_000_000), Some(Duration::from_millis(3)));
+    }
+
+    #[test]
+    fn a_thread_works_ahead_where_either_number_says_so() {
+        let background = |background_period_nanoseconds, background_ahead_bytes| {
+            let options = vpmm_pool_options {
+                background_period_nanoseconds,
+                background_ahead_bytes,
+                ..vpmm_pool_options::INITIAL
+            };
+            let background = options.default_profile().ok()?.background?;
+            Some((background.period.as_millis(), background.ahead_bytes))
+        };
+        assert_eq!(background(0, 0), None);
+        assert_eq!(background(2_000_000, 0), Some((2, 0)));
+        assert_eq!(background(0, 64 << 20), Some((5, 64 << 20)));
     }
 }

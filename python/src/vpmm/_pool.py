@@ -96,6 +96,8 @@ def _options(
     release_threshold: int | str | None = None,
     moves_per_second: int | None = None,
     patience: float | None = None,
+    background: float | None = None,
+    ahead: int | str | None = None,
     wait: float | None = None,
     initial_pages: int = 0,
     page_size: int | str | None = None,
@@ -120,6 +122,11 @@ def _options(
         options.moves_per_second = max(moves_per_second, 1)
     if patience is not None:
         options.patience_nanoseconds = min(int(patience * 1e9), 2**63)
+    if background is not None:
+        # 0 stands for no thread; the shortest period is longer than 1.
+        options.background_period_nanoseconds = min(int(background * 1e9) or 1, 2**63)
+    if ahead is not None:
+        options.background_ahead_bytes = bytes_of(ahead)
     if release_threshold is not None:
         options.release_threshold_bytes = bytes_of(release_threshold)
     if page_size is not None:
@@ -142,7 +149,10 @@ class Pool:
     hardly any. ``patience``: seconds that a request may look whether other streams' freed memory becomes
     ready before the pool grows, in sum a 64th of the time at most, and 64 ms and a 1024th; where it is not 0
     the stream may wait for a block of it on the GPU, too, 128 times and 4 times more each second. The
-    process's own pools have 0.02, others 0. ``initial_pages``, ``page_size``: of the paged profile.
+    process's own pools have 0.02, others 0. ``background``: seconds between two looks of a thread of the
+    pool's own, which makes freed memory everybody's and unmaps what has moved, so that requests need not;
+    none at first. ``ahead``: free memory that it keeps mapped where the pool grew last. ``initial_pages``,
+    ``page_size``: of the paged profile.
     """
 
     def __init__(self, device: int = 0, **options):
