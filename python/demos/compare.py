@@ -28,6 +28,9 @@ import turns
 HERE = pathlib.Path(__file__).resolve().parent
 ALLOCATORS = ("torch", "expandable", "vpmm")
 
+NAMES = """some with commas between; one that comes twice says what is noise,
+and vpmm:NAME=VALUE;NAME=VALUE has settings that vpmm.Pool has"""
+
 #: What a pool has for `moves_per_second` where nothing is said.
 DEFAULT_MOVES = 1000
 
@@ -35,7 +38,9 @@ DEFAULT_MOVES = 1000
 def command(workload, allocator, further):
     """What runs a workload: one of the demos, or a file."""
     file = workload if workload.endswith(".py") else str(HERE / f"{workload}.py")
-    return [sys.executable, file, "--allocator", allocator, *further]
+    name, _, settings = allocator.partition(":")
+    more = ["--settings", settings] if settings else []
+    return [sys.executable, file, "--allocator", name, *more, *further]
 
 
 def run(workload, allocator, further):
@@ -45,7 +50,7 @@ def run(workload, allocator, further):
     if done.returncode or not lines:
         tail = "\n".join((done.stderr or done.stdout).splitlines()[-25:])
         return {"workload": workload, "allocator": allocator, "failed": done.returncode, "text": tail}
-    result = json.loads(lines[-1])
+    result = {**json.loads(lines[-1]), "label": allocator}
     if done.stderr.strip():
         result["stderr"] = done.stderr.strip()[-2000:]
     return result
@@ -104,7 +109,7 @@ def tell_held(good, allocators):
     """What each holds by one count of what is allocated for all: each allocator rounds in its own way."""
     allocated = {result["peak_allocated_bytes"] for result in good if result["allocator"] == "torch"}
     for allocator in dict.fromkeys(allocators):
-        most = [r["peak_held_bytes"] for r in good if r["allocator"] == allocator]
+        most = [r["peak_held_bytes"] for r in good if r["label"].partition("#")[0] == allocator]
         if allocated and most:
             print(f"held by {allocator} / allocated at PyTorch's peak = {max(most) / min(allocated):.4f}")
 
@@ -118,7 +123,7 @@ def in_rounds(workload, args, keep):
         commands[label] = command(workload, allocator, args.further)
         if args.cycle:
             commands[label] += ["--cycle", str(args.cycle)]
-        if allocator == rounds.OURS:
+        if allocator.partition(":")[0] == rounds.OURS:
             # The pool counts all time; the process works in its own turns only.
             rate = DEFAULT_MOVES if args.moves_per_second is None else args.moves_per_second
             commands[label] += ["--moves-per-second", str(round(rate / len(allocators)))]
@@ -144,7 +149,11 @@ def in_rounds(workload, args, keep):
             print(f"step time: {base} / {label} = {ratios.told(summed)}")
     if rounds.OURS in made["ratios"]:
         compared = made["ratios"][rounds.OURS]
-        best = rounds.best(compared)
+        others = {label: one for label, one in compared.items() if not label.startswith(rounds.OURS)}
+    else:
+        others = {}
+    if others:
+        best = rounds.best(others)
         print(f"step time: {rounds.OURS} / the best of the others, {best}, = {ratios.told(compared[best])}")
     for label, summed in made["processor"].items():
         print(f"time of the processor: {rounds.OURS} / {label} = {ratios.told(summed)}")
@@ -202,9 +211,9 @@ def one_after_another(workload, args, keep):
     times = {}
     for result in good:
         if "step_ms" in result:
-            times.setdefault(result["allocator"], []).append(result["step_ms"])
+            times.setdefault(result["label"], []).append(result["step_ms"])
     best = {allocator: min(values) for allocator, values in times.items()}
-    others = [value for allocator, value in best.items() if allocator != "vpmm"]
+    others = [value for label, value in best.items() if label != "vpmm"]
     if "vpmm" in best and others:
         print(f"step time: vpmm / the best of the others = {best['vpmm'] / min(others):.4f}")
     for result in good:
@@ -217,7 +226,7 @@ def one_after_another(workload, args, keep):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("workload", help="one, or some with commas between")
-    parser.add_argument("--allocators", default=",".join(ALLOCATORS), help="torch,torch,…: what is noise")
+    parser.add_argument("--allocators", default=",".join(ALLOCATORS), help=NAMES)
     parser.add_argument("--moves-per-second", type=int, help="of vpmm's pool, in its own time")
     parser.add_argument("--output", "--json", type=pathlib.Path, metavar="FILE")
     turn = parser.add_argument_group("in rounds")

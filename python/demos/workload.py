@@ -27,6 +27,21 @@ ALLOCATORS = ("torch", "expandable", "vpmm")
 CAUGHT_UP_MS = 0.1
 
 
+def settings(text):
+    """Settings of a pool, as ``vpmm.Pool`` has them: numbers, and what is none."""
+
+    def value(word):
+        for kind in (int, float):
+            try:
+                return kind(word)
+            except ValueError:
+                pass
+        return word
+
+    pairs = [pair.partition("=") for pair in text.split(";")]
+    return {name: value(word) for name, _, word in pairs}
+
+
 def arguments(description, steps=100, warmup=20, **further):
     """The command line: the allocator, the steps, a limit, and what a workload has beside."""
     parser = argparse.ArgumentParser(description=description)
@@ -37,6 +52,7 @@ def arguments(description, steps=100, warmup=20, **further):
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cycle", type=int, default=0, metavar="STEPS", help="the same ones again and again")
     parser.add_argument("--moves-per-second", type=int, help="of vpmm's pool, as vpmm.Pool has it")
+    parser.add_argument("--settings", type=settings, metavar="NAME=VALUE;…", help="further ones of that pool")
     parser.add_argument("--where", type=int, metavar="STEPS", help="where vpmm's memory is in further steps")
     parser.add_argument("--turns", type=int, metavar="DESCRIPTOR", help="do what comes over this pipe")
     parser.add_argument("--record", metavar="FILE.csv.gz", help="log the allocations of --allocator torch")
@@ -57,7 +73,7 @@ def choose(args):
         options = {"limit": int(args.limit * 1e9)} if args.limit else {}
         if args.moves_per_second is not None:
             options["moves_per_second"] = args.moves_per_second
-        vpmm.torch.use(**options)
+        vpmm.torch.use(**{**options, **(args.settings or {})})
     elif args.limit:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(args.limit * 1e9 / total)
@@ -190,6 +206,7 @@ class Session:
             import vpmm.torch
 
             result["moves_per_second"] = self._args.moves_per_second
+            result["settings"] = self._args.settings
             result["pool"] = dataclasses.asdict(vpmm.statistics())
             result["failed_frees"] = vpmm.torch.failed_frees()
         else:

@@ -107,6 +107,20 @@ def test_one_that_is_measured_twice_says_what_is_noise(tmp_path):
     assert [line["label"] for line in lines[:-1]] == ["torch", "torch#2", "vpmm"]
 
 
+def test_settings_of_the_pool_are_compared_with_none(tmp_path):
+    names = "torch,vpmm,vpmm:patience=0;wait=0.5;prefer=grow"
+    text, lines, status = compare(tmp_path, "--allocators", names, *IN_ROUNDS)
+    assert status == 0, text
+    *results, summary = lines
+    assert [line["label"] for line in results] == names.split(",")
+    told = [line.get("settings") for line in results]
+    assert told == [None, None, {"patience": 0, "wait": 0.5, "prefer": "grow"}]
+    assert set(summary["ratios"]["vpmm"]) == {"torch", names.split(",")[2]}
+    assert "the best of the others, torch, =" in text
+    text, lines, status = compare(tmp_path, "--allocators", "torch,vpmm:wait=1", STAND_IN)
+    assert status == 0 and "held by vpmm:wait=1 / allocated" in text
+
+
 @pytest.mark.parametrize(
     "what, said",
     [
