@@ -74,7 +74,9 @@ def test_turns_come_one_after_another(tmp_path):
 def test_the_same_steps_again_and_again(tmp_path):
     # Of a cycle of three the second takes long, of which nobody knows but the numbers that are drawn.
     log = tmp_path / "log"
-    text, lines, status = compare(tmp_path, "--cycle", "3", *IN_ROUNDS, "--", "--draw", "4", "--log", str(log))
+    text, lines, status = compare(
+        tmp_path, "--cycle", "3", *IN_ROUNDS, "--", "--draw", "4", "--log", str(log)
+    )
     assert status == 0, text
     summary = lines[-1]
     assert summary["turn_steps"] == 3
