@@ -115,3 +115,37 @@ fn requests_among_ten_thousand_zombies() {
     drop(pool);
     sim.assert_clean();
 }
+
+/// Addresses that a thousand extents have left side by side are one zombie, and one call would unmap them
+/// all: some 15 microseconds for each.
+#[test]
+fn requests_beside_a_long_zombie() {
+    const EACH: usize = 1000;
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let pool = Pool::new(&device, &config(3 * EACH as u64, 16 * EACH as u64)).unwrap();
+    let (stream, other) = (device.stream().unwrap(), device.stream().unwrap());
+    let bytes = GRANULE as usize;
+    let some = |count| -> Vec<DevicePtr> {
+        (0..count).map(|_| pool.malloc(bytes, &stream).unwrap()).collect()
+    };
+    let (low, _between, high) = (some(EACH), some(1), some(EACH - 100));
+    low.iter().chain(&high).for_each(|ptr| pool.free(*ptr, &stream).unwrap());
+    pool.malloc((2 * EACH - 150) * bytes, &stream).unwrap();
+    let zombies = || pool.stats().zombie_bytes / GRANULE;
+    assert!(zombies() >= 800, "only {}", zombies());
+    assert!(pool.stats().zombie_count <= 4, "{}", pool.layout());
+    device.synchronize().unwrap();
+    let mut before = zombies();
+    for _ in 0..15 {
+        pool.malloc(20 * bytes, &other).unwrap();
+        pool.validate().unwrap();
+        assert!(before - zombies() <= 64, "{} at once", before - zombies());
+        before = zombies();
+    }
+    assert!(before < 800);
+    pool.trim_to(0).unwrap();
+    assert_eq!(zombies(), 0);
+    drop(pool);
+    sim.assert_clean();
+}

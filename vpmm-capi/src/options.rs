@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use vpmm_core::{Background, Location, PagedConfig, PendingPolicy, PoolConfig, Reuse, Sharing, WaitPolicy};
+use vpmm_core::{
+    Background, Location, PagedConfig, PendingPolicy, PoolConfig, Reuse, Sharing, WaitPolicy,
+};
 
 use crate::grows::{self, Grows};
 use crate::guard::Failure;

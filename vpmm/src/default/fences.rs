@@ -465,30 +465,25 @@ impl Core {
         Ok(())
     }
 
-    /// Unmaps zombies whose fence has passed, at most so many granules and one zombie more.
+    /// Unmaps zombies whose fence has passed, at most so many mappings of them.
     pub(super) fn reap(&self, most: u64) {
-        let mut granules = 0;
-        while granules < most {
-            let (id, start, count) = {
-                let mut space = self.space.lock();
-                match space.memory.take_ready_zombie() {
-                    Some(zombie) => zombie,
-                    None => return,
-                }
-            };
-            let bytes = u64::from(count) * self.granule_bytes;
-            let address = self.base + u64::from(start) * self.granule_bytes;
-            // SAFETY: a zombie is whole extents that the pool mapped here and has mapped elsewhere
+        let mut left = most;
+        while left > 0 {
+            let taken = self.space.lock().memory.take_ready_zombie(left);
+            let Some(zombie) = taken else { return };
+            let bytes = u64::from(zombie.granules) * self.granule_bytes;
+            let address = self.base + u64::from(zombie.start) * self.granule_bytes;
+            // SAFETY: this is whole extents that the pool mapped here and has mapped elsewhere
             // since; the host has seen everything complete that was enqueued before their memory
             // was freed, and nobody has had these addresses after that.
             let unmapped = unsafe { crate::mapping::unmap(self.device.driver(), address, bytes) };
             let mut space = self.space.lock();
-            space.memory.end_zombie(id, unmapped.is_ok());
+            space.memory.end_zombie(zombie, unmapped.is_ok());
             if unmapped.is_err() {
                 space.counters.failed_unmaps += 1;
                 return;
             }
-            granules += u64::from(count);
+            left -= zombie.mappings;
         }
     }
 

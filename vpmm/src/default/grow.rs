@@ -666,8 +666,9 @@ impl Space {
             low.0 + low.1 == high.0 && low.2 == high.2
         };
         for run in left.chunk_by(joins) {
-            let granules = run.iter().map(|(_, granules, _)| granules).sum();
-            self.memory.retire(run[0].0, granules, run[0].2);
+            if let Some((last, granules, fence)) = run.last() {
+                self.memory.retire(run.iter().map(|(start, ..)| *start), last + granules, *fence);
+            }
         }
     }
 

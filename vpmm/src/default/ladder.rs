@@ -34,8 +34,10 @@ use crate::lock::Token;
 use crate::ordering::PendingPolicy;
 use crate::out_of_memory::WaitPolicy;
 
-/// Zombies unmapped on behalf of one request.
-const REAPED_GRANULES: u64 = 64;
+/// Mappings of zombies that are unmapped on behalf of one request: half a millisecond. Where addresses run
+/// short so many.
+const REAPED: u64 = 32;
+const REAPED_IN_CROWD: u64 = 128;
 
 /// What other streams freed is called in before the pool grows when it comes to this fraction of
 /// the pool, and to 2 MiB. Asking costs two or three driver calls for each stream, growing twenty
@@ -330,10 +332,11 @@ impl Core {
             space.zombie_granules() > 0
         };
         if waits {
-            if self.is_crowded() {
+            let crowded = self.is_crowded();
+            if crowded {
                 self.poll(None, true)?;
             }
-            self.reap(REAPED_GRANULES);
+            self.reap(if crowded { REAPED_IN_CROWD } else { REAPED });
         }
         Ok(())
     }

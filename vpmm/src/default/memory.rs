@@ -3,8 +3,11 @@
 //! The address space is one reservation. Small blocks have its first part, large ones the rest;
 //! one granule between them is never mapped, so that no block spans both.
 
+use std::ops::Range;
+
 use super::class::UNIT_BYTES;
 use super::space::Part;
+use super::starts::Starts;
 use crate::fence::{Fence, TimelineId};
 use crate::physical::Extent;
 use crate::region::{NodeId, Region, RegionMap, State};
@@ -25,6 +28,15 @@ pub(super) enum Backed {
     Stuck,
     /// Nothing: the handle was given back.
     Gone,
+}
+
+/// Whole mappings of addresses that extents have left, on their way to be a hole.
+#[derive(Clone, Copy)]
+pub(super) struct Left {
+    id: NodeId,
+    pub(super) start: u32,
+    pub(super) granules: u32,
+    pub(super) mappings: u64,
 }
 
 /// One physical handle, where it is now.
@@ -95,6 +107,8 @@ pub(super) struct Memory {
     pub(super) map: RegionMap,
     /// For each granule of addresses one more than the number of its extent, 0 for none.
     at: Vec<u32>,
+    /// Where the mappings of zombies begin.
+    left: Starts,
     /// For each stretch of [`STRETCH`] granules the first unit of the block that was handed out last across
     /// its beginning: to be believed where that block is still there.
     covered_by: Vec<u32>,
@@ -126,6 +140,7 @@ impl Memory {
             split_unit: (small + 1) * (granule_bytes / UNIT_BYTES) as u32,
             map,
             at: vec![0; granules as usize],
+            left: Starts::new(granules),
             covered_by: vec![0; granules.div_ceil(STRETCH) as usize],
             extents: Vec::new(),
             splits: Vec::new(),
@@ -190,7 +205,7 @@ impl Memory {
     }
 
     /// The granules of addresses of a part.
-    pub(super) fn range(&self, part: Part) -> std::ops::Range<u32> {
+    pub(super) fn range(&self, part: Part) -> Range<u32> {
         match part {
             Part::Small => 0..self.split - 1,
             Part::Large => self.split..self.granules,
@@ -369,6 +384,10 @@ impl Memory {
     pub(super) fn unreserve(&mut self, start: u32, stuck: bool) {
         if let Some(id) = self.transit_at(start) {
             let state = if stuck { State::Zombie } else { State::Hole };
+            if stuck {
+                // Nobody knows what of it is mapped: all of it counts as one mapping.
+                self.left.note(start);
+            }
             self.map.set(id, state, Fence::PASSED);
             self.map.coalesce(id);
         }
@@ -410,9 +429,15 @@ impl Memory {
         old.start
     }
 
-    /// Addresses whose handles were mapped elsewhere are a zombie until `fence`.
-    pub(super) fn retire(&mut self, start: u32, granules: u32, fence: Fence) {
-        let (mut at, end) = (u64::from(start), u64::from(start + granules));
+    /// Addresses of neighbours whose handles were mapped elsewhere are a zombie until `fence`: where each
+    /// mapping begins, and where the last one ends.
+    pub(super) fn retire(&mut self, starts: impl IntoIterator<Item = u32>, end: u32, fence: Fence) {
+        let mut first = end;
+        for start in starts {
+            self.left.note(start);
+            first = first.min(start);
+        }
+        let (mut at, end) = (u64::from(first), u64::from(end));
         while at < end {
             let region = self.map.containing(at);
             let Some((id, first, last)) = region.map(|of| (of.id(), of.start(), of.end())) else {
@@ -484,16 +509,27 @@ impl Memory {
         }
     }
 
-    /// Takes a zombie that may be unmapped.
-    pub(super) fn take_ready_zombie(&mut self) -> Option<(NodeId, u32, u32)> {
+    /// Where the first mapping in a range begins that is still to be unmapped.
+    pub(super) fn first_left(&self, range: Range<u32>) -> Option<u32> {
+        self.left.next(range.start, range.end)
+    }
+
+    /// Takes a zombie that may be unmapped, or its first so many mappings.
+    pub(super) fn take_ready_zombie(&mut self, most: u64) -> Option<Left> {
         let zombie = self.map.ready_zombies().next()?;
-        let found = (zombie.id(), zombie.start() as u32, zombie.bytes() as u32);
-        self.map.set(found.0, State::Transit, Fence::PASSED);
-        Some(found)
+        let (whole, start) = (zombie.id(), zombie.start() as u32);
+        let (end, mappings) = self.left.first(most, start..zombie.end() as u32);
+        let bytes = u64::from(end - start);
+        let id = self.map.take_head(whole, bytes, State::Transit, Fence::PASSED);
+        Some(Left { id, start, granules: end - start, mappings })
     }
 
     /// What became of a zombie that was taken.
-    pub(super) fn end_zombie(&mut self, id: NodeId, unmapped: bool) {
+    pub(super) fn end_zombie(&mut self, zombie: Left, unmapped: bool) {
+        let Left { id, start, granules, .. } = zombie;
+        if unmapped {
+            self.left.forget(start..start + granules);
+        }
         let state = if unmapped { State::Hole } else { State::Zombie };
         self.map.set(id, state, Fence::PASSED);
         self.map.coalesce(id);

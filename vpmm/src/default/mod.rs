@@ -54,6 +54,7 @@ mod snapshot;
 mod sources;
 mod space;
 mod split;
+mod starts;
 mod tags;
 mod teardown;
 mod tide;

@@ -293,7 +293,7 @@ impl Space {
         let left = self.memory.rejoin(number, side);
         let extent = *self.memory.extent(number);
         tags.remove(left * granule_units..(left + extent.granules) * granule_units);
-        self.memory.retire(left, extent.granules, self.fence_of(owner));
+        self.memory.retire([left], left + extent.granules, self.fence_of(owner));
         let start = extent.start * granule_units + offset;
         let owner = self.now(owner);
         self.give(tags, start, units, owner);

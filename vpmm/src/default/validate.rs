@@ -150,9 +150,11 @@ impl Space {
             let with =
                 (first..end).filter(|at| self.memory.extent_at(*at).is_some()).count() as u64;
             resident += with;
+            let left = self.memory.first_left(first..end);
             let right = match region.state() {
-                State::Live => with == region.bytes(),
-                State::Hole | State::Zombie => with == 0,
+                State::Live => with == region.bytes() && left.is_none(),
+                State::Hole => with == 0 && left.is_none(),
+                State::Zombie => with == 0 && left == Some(first),
                 State::Transit => true,
                 State::Idle | State::Pending => false,
             };

@@ -9,7 +9,7 @@ use crate::event::BesideCaptures;
 use crate::fence::{Fence, TimelineId};
 use crate::region::{Region, State};
 
-/// Pages unmapped within one call, at most one region more: the cost of unmapping follows the pages,
+/// Pages unmapped within one call: the cost of unmapping follows the pages,
 /// and one request should not pay for all.
 const PAGES_PER_CALL: u64 = 64;
 
@@ -41,16 +41,16 @@ impl PagedPool {
         self.reap_pages(PAGES_PER_CALL);
     }
 
-    /// Unmaps zombies whose fence has passed, until so many pages are.
+    /// Unmaps zombies whose fence has passed, at most so many pages of them.
     pub(super) fn reap_pages(&self, most: u64) {
-        let mut pages = 0;
-        while pages < most {
+        let mut left = most;
+        while left > 0 {
             let (id, start, bytes) = {
                 let mut space = self.lock_space();
                 let Some(zombie) = space.map.ready_zombies().next() else { return };
-                let found = (zombie.id(), zombie.start(), zombie.bytes());
-                space.set(found.0, State::Transit, Fence::PASSED);
-                found
+                let (whole, start) = (zombie.id(), zombie.start());
+                let bytes = zombie.bytes().min(left.saturating_mul(self.config.page));
+                (space.take_head(whole, bytes, State::Transit, Fence::PASSED), start, bytes)
             };
             // SAFETY: a zombie is whole pages that the pool mapped and has not unmapped; its fence
             // was seen complete by the host, and that fence covers every use of these addresses:
@@ -64,7 +64,7 @@ impl PagedPool {
             }
             space.aliases.remove(start, bytes);
             space.set_hole(id);
-            pages += bytes / self.config.page;
+            left -= bytes / self.config.page;
         }
     }
 
