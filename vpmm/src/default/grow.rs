@@ -128,6 +128,8 @@ pub(super) struct Means {
     pub(super) room: u64,
     /// Extents that moved lately.
     pub(super) moved_lately: u64,
+    /// Extents that moved beyond what may go on for ever.
+    pub(super) excess: u64,
     /// Handles that may be made beyond what is needed.
     pub(super) saved: u64,
     /// Whether to grow beyond the need for requests to come.
@@ -324,10 +326,14 @@ impl Space {
         // A first look without walking: free memory that is too little cannot be extents enough.
         let free: u64 = self.free_units() / u64::from(self.memory.granule_units());
         let needed = self.counters.created.saturating_sub(self.growth.spent);
-        let moved = means.moved_lately;
-        let peak_live = self.peak_live / u64::from(self.memory.granule_units());
-        let mapped = self.memory.mapped();
-        let growths = Growths { streak: self.streak(), created: needed, moved, peak_live, mapped };
+        let growths = Growths {
+            streak: self.streak(),
+            created: needed,
+            moved: means.moved_lately,
+            excess: means.excess,
+            peak_live: self.peak_live / u64::from(self.memory.granule_units()),
+            mapped: self.memory.mapped(),
+        };
         let enough = policy.moves_first(live, growths, means.saved);
         let short = means.room < u64::from(window.cost);
         let mut sources = Sources::default();
@@ -342,7 +348,7 @@ impl Space {
         // request, or where memory can be made also on the way back to the most that was live.
         let (there, ahead) = match policy.limited {
             true => (sources.granules + means.room, 0),
-            false => (sources.granules, peak_live.saturating_sub(live)),
+            false => (sources.granules, growths.peak_live.saturating_sub(live)),
         };
         if window.shares() && there >= ahead.max(u64::from(window.instead)) {
             return None;
@@ -384,6 +390,7 @@ impl Space {
                     let new = |granules| Piece { source: Source::New, granules };
                     fill.pieces.extend(pieces.map(new));
                 } else {
+                    let saved = if policy.shortens(growths) { saved } else { 0 };
                     spent += self.create(&mut fill, new, policy, window, saved);
                 }
                 room -= u64::from(new + more);

@@ -22,6 +22,10 @@ const SAVED_EACH: u32 = 32;
 /// nothing by a smaller pool.
 const NOT_SAVED: u128 = 512;
 
+/// One move in so many for which there is time may go on for ever: 250 a second by default, a per cent of one
+/// thread's time.
+const LASTING: u32 = 4;
+
 /// From so many on a program is at leisure: it has been at work for some time, and can bear what costs more
 /// than it gains at once.
 pub(super) const AT_LEISURE: u64 = 256;
@@ -92,6 +96,12 @@ impl Pace {
         self.moves
     }
 
+    /// The moves that there were beyond those that may go on for ever.
+    pub(super) fn excess(&self, now: Duration) -> u64 {
+        let lasting = now.as_micros() * u128::from(self.per_second / LASTING) / 1_000_000;
+        self.ever.saturating_sub(u64::try_from(lasting).unwrap_or(u64::MAX))
+    }
+
     /// The pool has grown for so long.
     pub(super) fn note_growth(&mut self, took: Duration) {
         self.grown = self.grown.saturating_add(took);
@@ -154,6 +164,19 @@ mod tests {
         assert_eq!(pace.moves(65 * MILLI, 90), 26);
         pace.note(u64::MAX / 2);
         assert!(pace.moves(3600 * 1000 * MILLI, 0) > u64::MAX / 4);
+    }
+
+    #[test]
+    fn some_moves_may_go_on_for_ever() {
+        let mut pace = Pace::new(100);
+        pace.note(60);
+        assert_eq!([0, 1000, 2000, 3000].map(|at| pace.excess(at * MILLI)), [60, 35, 10, 0]);
+        let mut pace = Pace::new(0);
+        pace.note(60);
+        assert_eq!(pace.excess(Duration::MAX), 60);
+        let mut pace = Pace::new(u32::MAX);
+        pace.note(60);
+        assert_eq!(pace.excess(MILLI), 0);
     }
 
     #[test]

@@ -72,14 +72,20 @@ const LARGE: u64 = 5 * AHEAD_MOST;
 /// its extent in its place, and a program that has loaded what it works on asks for other sizes.
 const AHEAD_PIECE: u32 = 4;
 
-/// Once so many extents have moved lately for each that was made, the program's requests do not settle
-/// in what the pool has, and would go on to have it moved for every few of them. Then nothing moves first
-/// until the pool has so many sixteenths of the most that was live; and up to fewer of them growth maps
-/// this fraction of the pool ahead, whatever the request.
+/// Once so many extents have moved for each that was made, beyond what may go on for ever, the program's
+/// requests do not settle in what the pool has, and would go on to have it moved for every few of them. Then
+/// nothing moves first until the pool has so many sixteenths of the most that was live, and two more for each
+/// further extent that has moved for each that was made; and up to five eighths of that growth maps this
+/// fraction of the pool ahead, whatever the request.
 const RESTLESS: u64 = 8;
-const SIXTEENTHS_AT_REST: u64 = 24;
+const SIXTEENTHS_AT_REST: u64 = 18;
+const SIXTEENTHS_EACH: u64 = 2;
+const SIXTEENTHS_AT_MOST: u64 = 24;
 const OF_POOL_RESTLESS: u64 = 64;
-const SIXTEENTHS_RESTLESS: u64 = 21;
+
+/// From so many on for each that was made extents are no longer short at leisure: what moves again and again
+/// had better be long.
+const UNSETTLED: u64 = 1;
 
 /// Where time has been saved up blocks are placed with care from this part of the most on that was live.
 /// Below it what they are placed in comes to an end before memory does.
@@ -144,6 +150,12 @@ impl Policy {
         granules.div_ceil(handles.max(1)).max(shortest).clamp(1, length)
     }
 
+    /// Whether time that has been saved up goes into shorter extents. Not where they would move again and
+    /// again; with a limit to grow to what is lacking has to be moved anyway.
+    pub(super) fn shortens(&self, growths: Growths) -> bool {
+        self.limited || growths.excess <= growths.created.max(1) * UNSETTLED
+    }
+
     /// Fresh windows stand as far apart as this at least, while there are addresses for that: each
     /// can grow in place then.
     pub(super) fn apart(&self) -> u64 {
@@ -194,11 +206,12 @@ impl Policy {
             _ => MOVED_FIRST,
         };
         let granules = (live / part).max(1);
-        if self.limited || !growths.is_restless() {
-            let doublings = growths.moved / (growths.created.max(1) * MOVES_EACH);
-            Some(granules << doublings.min(24))
-        } else {
-            growths.has_sixteenths(SIXTEENTHS_AT_REST).then_some(granules)
+        match growths.sixteenths_at_rest() {
+            Some(rest) if !self.limited => growths.has_sixteenths(rest).then_some(granules),
+            _ => {
+                let doublings = growths.moved / (growths.created.max(1) * MOVES_EACH);
+                Some(granules << doublings.min(24))
+            }
         }
     }
 
@@ -219,8 +232,9 @@ impl Policy {
             return 0;
         }
         let Growths { streak, mapped, .. } = growths;
-        let is_slim = !growths.has_sixteenths(SIXTEENTHS_RESTLESS);
-        let granules = if is_slim && growths.is_restless() {
+        let rest = growths.sixteenths_at_rest();
+        let granules = if rest.is_some_and(|rest| !growths.has_sixteenths(16 + (rest - 16) * 5 / 8))
+        {
             mapped / OF_POOL_RESTLESS
         } else if streak >= STREAK && needed <= AHEAD_NEEDED {
             let most = if mapped > LARGE { AHEAD_MOST_OF_LARGE } else { mapped.min(AHEAD_MOST) };
@@ -241,6 +255,8 @@ pub(super) struct Growths {
     pub(super) created: u64,
     /// Extents moved lately.
     pub(super) moved: u64,
+    /// Extents moved beyond what may go on for ever.
+    pub(super) excess: u64,
     /// The most granules that were live.
     pub(super) peak_live: u64,
     /// The granules that the pool has.
@@ -248,8 +264,17 @@ pub(super) struct Growths {
 }
 
 impl Growths {
-    fn is_restless(&self) -> bool {
-        self.moved > self.created.max(1) * RESTLESS
+    /// How many sixteenths of the most that was live a restless pool is to have before anything moves first;
+    /// `None` where it is not restless.
+    fn sixteenths_at_rest(&self) -> Option<u64> {
+        let created = self.created.max(1);
+        (self.excess > created * RESTLESS).then(|| {
+            let further = (self.excess / created).saturating_sub(RESTLESS);
+            further
+                .saturating_mul(SIXTEENTHS_EACH)
+                .saturating_add(SIXTEENTHS_AT_REST)
+                .min(SIXTEENTHS_AT_MOST)
+        })
     }
 
     /// Whether the pool has so many sixteenths of the most that was live.
@@ -266,7 +291,8 @@ mod tests {
     #[test]
     fn ahead_doubles_a_small_pool_and_is_short_in_a_large_one() {
         let policy = Policy::new(1 << 20, false, false);
-        let growths = Growths { streak: 20, created: 100, moved: 0, peak_live: 100, mapped: 0 };
+        let growths =
+            Growths { streak: 20, created: 100, moved: 0, excess: 0, peak_live: 100, mapped: 0 };
         let ahead = [1, 40, LARGE, LARGE + 1, 100_000]
             .map(|mapped| policy.ahead(Growths { mapped, ..growths }, 1));
         assert_eq!(ahead, [1, 40, 128, 16, 16]);
@@ -274,13 +300,33 @@ mod tests {
 
     /// Else a loop whose requests never settle grows without end, since less and less moves.
     #[test]
-    fn a_restless_pool_moves_nothing_until_it_has_half_more_than_was_live() {
+    fn a_restless_pool_moves_nothing_until_it_has_an_eighth_more_than_was_live_and_half_at_most() {
         let policy = Policy::new(1 << 20, false, false);
-        let calm = Growths { streak: 0, created: 100, moved: 800, peak_live: 4000, mapped: 4000 };
-        let restless = Growths { moved: 801, ..calm };
-        let first = |growths| policy.moves_first(4000, growths, 0);
-        assert_eq!([first(calm), first(restless)], [Some(10 << 4), None]);
-        assert_eq!(first(Growths { mapped: 5999, ..restless }), None);
-        assert_eq!(first(Growths { mapped: 6000, ..restless }), Some(10));
+        let calm = Growths {
+            streak: 0,
+            created: 100,
+            moved: 800,
+            excess: 800,
+            peak_live: 4000,
+            mapped: 4000,
+        };
+        let first = |excess, mapped| {
+            let growths = Growths { moved: excess, excess, mapped, ..calm };
+            policy.moves_first(4000, growths, 0)
+        };
+        assert_eq!([first(800, 4000), first(801, 4000)], [Some(10 << 4), None]);
+        assert_eq!([first(801, 4499), first(801, 4500)], [None, Some(10)]);
+        assert_eq!([first(900, 4999), first(900, 5000)], [None, Some(10)]);
+        assert_eq!([first(u64::MAX, 5999), first(u64::MAX, 6000)], [None, Some(10)]);
+        // What may go on for ever makes no pool restless, but has it move less.
+        assert_eq!(policy.moves_first(4000, Growths { moved: 900, ..calm }, 0), Some(10 << 4));
+        let ahead = |excess, mapped| policy.ahead(Growths { excess, mapped, ..calm }, 1000);
+        assert_eq!([ahead(800, 4000), ahead(801, 4000), ahead(801, 4250)], [0, 62, 0]);
+        let limited = Policy::new(1 << 20, true, false);
+        let short = |policy: &Policy, excess| policy.shortens(Growths { excess, ..calm });
+        assert_eq!(
+            [short(&policy, 100), short(&policy, 101), short(&limited, 101)],
+            [true, false, true]
+        );
     }
 }

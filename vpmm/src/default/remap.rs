@@ -36,7 +36,8 @@ impl Core {
             let mut space = self.space.lock();
             let made = space.counters.created;
             let (moved_lately, saved) = (space.pace.moves(now, made), space.pace.saved(now));
-            let means = Means { room, moved_lately, saved, ahead };
+            let excess = space.pace.excess(now);
+            let means = Means { room, moved_lately, excess, saved, ahead };
             let Request { stream, units, .. } = request;
             match space.plan(&self.tags, stream, units, part, &self.policy, means) {
                 Some(job) => job,
