@@ -22,10 +22,10 @@ const WHOLE: u64 = 256;
 const OF_FIRST: u64 = 4;
 
 /// Where time has been saved up extents are as short as this fraction of the pool, or of the limit,
-/// and one request makes so many at once.
+/// and one request makes so many at once: 3 ms.
 const OF_POOL_AT_LEISURE: u64 = 3072;
 const OF_LIMIT_AT_LEISURE: u64 = 4400;
-const AT_ONCE: u32 = 256;
+const AT_ONCE: u32 = 60;
 
 /// With a limit only what is saved up beyond this: a program that fills its memory within a tenth of a
 /// second has no time for shorter extents, and moves little enough with those that it has.
