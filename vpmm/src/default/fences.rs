@@ -473,9 +473,10 @@ impl Core {
             let Some(zombie) = taken else { return };
             let bytes = u64::from(zombie.granules) * self.granule_bytes;
             let address = self.base + u64::from(zombie.start) * self.granule_bytes;
-            // SAFETY: this is whole extents that the pool mapped here and has mapped elsewhere
-            // since; the host has seen everything complete that was enqueued before their memory
-            // was freed, and nobody has had these addresses after that.
+            // SAFETY: the range is whole mappings of the pool's, since it ends where the next one begins
+            // or the zombie does: of extents that it has mapped elsewhere since, or of a mapping that
+            // could not be undone and was never handed out. The host has seen everything complete that
+            // was enqueued before their memory was freed, and nobody has had these addresses after that.
             let unmapped = unsafe { crate::mapping::unmap(self.device.driver(), address, bytes) };
             let mut space = self.space.lock();
             space.memory.end_zombie(zombie, unmapped.is_ok());
