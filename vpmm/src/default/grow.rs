@@ -130,8 +130,12 @@ pub(super) struct Means {
     pub(super) moved_lately: u64,
     /// Extents that moved beyond what may go on for ever.
     pub(super) excess: u64,
+    /// Whether moves take a good part of the program's time.
+    pub(super) hurried: bool,
     /// Handles that may be made beyond what is needed.
     pub(super) saved: u64,
+    /// Whether the program has had much time of its own.
+    pub(super) long_at_work: bool,
     /// Whether to grow beyond the need for requests to come.
     pub(super) ahead: bool,
 }
@@ -331,6 +335,7 @@ impl Space {
             created: needed,
             moved: means.moved_lately,
             excess: means.excess,
+            hurried: means.hurried,
             peak_live: self.peak_live / u64::from(self.memory.granule_units()),
             mapped: self.memory.mapped(),
         };
@@ -391,7 +396,8 @@ impl Space {
                     fill.pieces.extend(pieces.map(new));
                 } else {
                     let saved = if policy.shortens(growths) { saved } else { 0 };
-                    spent += self.create(&mut fill, new, policy, window, saved);
+                    let at_once = policy.at_once(means.long_at_work);
+                    spent += self.create(&mut fill, new, policy, window, saved, at_once);
                 }
                 room -= u64::from(new + more);
             } else {
@@ -413,7 +419,8 @@ impl Space {
 
     /// Lengths of new extents for a window. Where the policy says so the granule that the window
     /// ends in the midst of is one by itself: the next block begins there, and whichever of the two
-    /// stays keeps no more than that from moving. Returns how many of the `saved` handles it takes.
+    /// stays keeps no more than that from moving. Returns how many of the `saved` handles it takes,
+    /// of which there may be so many `at_once`.
     fn create(
         &self,
         fill: &mut Fill,
@@ -421,6 +428,7 @@ impl Space {
         policy: &Policy,
         window: &Window,
         saved: u64,
+        at_once: u32,
     ) -> u32 {
         if granules == 0 {
             return 0;
@@ -439,7 +447,8 @@ impl Space {
         let is_first = mapped == 0;
         let length =
             |mapped| policy.extent(if is_first { 0 } else { mapped }, u64::from(request), shares);
-        let longest = policy.at_leisure(length(mapped), left, mapped, u64::from(request), saved);
+        let longest =
+            policy.at_leisure(length(mapped), left, mapped, u64::from(request), saved, at_once);
         let spent = left.div_ceil(longest) - left.div_ceil(length(mapped));
         while left > 0 {
             let granules = length(mapped).min(longest).min(left);

@@ -26,6 +26,12 @@ const NOT_SAVED: u128 = 512;
 /// thread's time.
 const LASTING: u32 = 4;
 
+/// Moves at so many times that rate are a good part of the program's time, 9 % by default.
+const HURRIED: u64 = 16;
+
+/// A program is long at work that has had so much time of its own. It can bear a longer request then.
+const LONG: Duration = Duration::from_millis(256);
+
 /// From so many on a program is at leisure: it has been at work for some time, and can bear what costs more
 /// than it gains at once.
 pub(super) const AT_LEISURE: u64 = 256;
@@ -98,13 +104,28 @@ impl Pace {
 
     /// The moves that there were beyond those that may go on for ever.
     pub(super) fn excess(&self, now: Duration) -> u64 {
+        self.ever.saturating_sub(self.lasting(now))
+    }
+
+    /// Whether moves take a good part of the program's time.
+    pub(super) fn is_hurried(&self, now: Duration) -> bool {
+        self.has_rate() && self.ever > self.lasting(now).saturating_mul(HURRIED)
+    }
+
+    /// The moves that may go on for ever, up to now.
+    fn lasting(&self, now: Duration) -> u64 {
         let lasting = now.as_micros() * u128::from(self.per_second / LASTING) / 1_000_000;
-        self.ever.saturating_sub(u64::try_from(lasting).unwrap_or(u64::MAX))
+        u64::try_from(lasting).unwrap_or(u64::MAX)
     }
 
     /// The pool has grown for so long.
     pub(super) fn note_growth(&mut self, took: Duration) {
         self.grown = self.grown.saturating_add(took);
+    }
+
+    /// Whether the program has had much time of its own, so long after the pool was made.
+    pub(super) fn is_long_at_work(&self, now: Duration) -> bool {
+        now.saturating_sub(self.grown) >= LONG
     }
 
     /// The handles that may be made beyond what is needed, so long after the pool was made.
@@ -177,6 +198,25 @@ mod tests {
         let mut pace = Pace::new(u32::MAX);
         pace.note(60);
         assert_eq!(pace.excess(MILLI), 0);
+    }
+
+    #[test]
+    fn moves_in_no_time_are_hurried() {
+        let mut pace = Pace::new(1000);
+        assert!(!pace.is_hurried(Duration::ZERO));
+        pace.note(4001);
+        assert!(pace.is_hurried(1000 * MILLI) && !pace.is_hurried(1004 * MILLI));
+        let mut pace = Pace::new(0);
+        pace.note(60);
+        assert!(!pace.is_hurried(MILLI), "no time is known there");
+    }
+
+    #[test]
+    fn growth_is_no_time_at_work() {
+        let mut pace = Pace::new(1000);
+        assert!(!pace.is_long_at_work(255 * MILLI) && pace.is_long_at_work(256 * MILLI));
+        pace.note_growth(100 * MILLI);
+        assert!(!pace.is_long_at_work(355 * MILLI) && pace.is_long_at_work(356 * MILLI));
     }
 
     #[test]

@@ -22,10 +22,11 @@ const WHOLE: u64 = 256;
 const OF_FIRST: u64 = 4;
 
 /// Where time has been saved up extents are as short as this fraction of the pool, or of the limit,
-/// and one request makes so many at once: 3 ms.
+/// and one request makes so many at once: 3 ms, or once a program is long at work 12.
 const OF_POOL_AT_LEISURE: u64 = 3072;
 const OF_LIMIT_AT_LEISURE: u64 = 4400;
 const AT_ONCE: u32 = 60;
+const AT_ONCE_LATER: u32 = 256;
 
 /// With a limit only what is saved up beyond this: a program that fills its memory within a tenth of a
 /// second has no time for shorter extents, and moves little enough with those that it has.
@@ -75,8 +76,9 @@ const AHEAD_PIECE: u32 = 4;
 /// Once so many extents have moved for each that was made, beyond what may go on for ever, the program's
 /// requests do not settle in what the pool has, and would go on to have it moved for every few of them. Then
 /// nothing moves first until the pool has so many sixteenths of the most that was live, and two more for each
-/// further extent that has moved for each that was made; and up to five eighths of that growth maps this
-/// fraction of the pool ahead, whatever the request.
+/// further extent that has moved for each that was made, or the most at once where moves take a good part
+/// of the program's time; and up to five eighths of that growth maps this fraction of the pool ahead,
+/// whatever the request.
 const RESTLESS: u64 = 8;
 const SIXTEENTHS_AT_REST: u64 = 18;
 const SIXTEENTHS_EACH: u64 = 2;
@@ -85,7 +87,7 @@ const OF_POOL_RESTLESS: u64 = 64;
 
 /// From so many on for each that was made extents are no longer short at leisure: what moves again and again
 /// had better be long.
-const UNSETTLED: u64 = 1;
+const UNSETTLED: u64 = 4;
 
 /// Where time has been saved up blocks are placed with care from this part of the most on that was live.
 /// Below it what they are placed in comes to an end before memory does.
@@ -133,6 +135,7 @@ impl Policy {
         mapped: u64,
         request: u64,
         saved: u64,
+        at_once: u32,
     ) -> u32 {
         if mapped == 0 || saved == 0 {
             return length;
@@ -140,7 +143,7 @@ impl Policy {
         let needed = granules.div_ceil(length);
         let saved = if self.limited { saved.saturating_sub(KEPT_AT_LIMIT) } else { saved };
         let saved = u32::try_from(saved).unwrap_or(u32::MAX);
-        let handles = needed.saturating_add(saved).min(needed.max(AT_ONCE));
+        let handles = needed.saturating_add(saved).min(needed.max(at_once));
         let shortest = if self.limited {
             (self.capacity / OF_LIMIT_AT_LEISURE).max(request / OF_REQUEST_AT_LEISURE)
         } else {
@@ -148,6 +151,11 @@ impl Policy {
         };
         let shortest = u32::try_from(shortest).unwrap_or(u32::MAX);
         granules.div_ceil(handles.max(1)).max(shortest).clamp(1, length)
+    }
+
+    /// How many handles one request makes at most where time has been saved up.
+    pub(super) fn at_once(&self, long_at_work: bool) -> u32 {
+        if long_at_work { AT_ONCE_LATER } else { AT_ONCE }
     }
 
     /// Whether time that has been saved up goes into shorter extents. Not where they would move again and
@@ -257,6 +265,8 @@ pub(super) struct Growths {
     pub(super) moved: u64,
     /// Extents moved beyond what may go on for ever.
     pub(super) excess: u64,
+    /// Whether moves take a good part of the program's time.
+    pub(super) hurried: bool,
     /// The most granules that were live.
     pub(super) peak_live: u64,
     /// The granules that the pool has.
@@ -269,6 +279,9 @@ impl Growths {
     fn sixteenths_at_rest(&self) -> Option<u64> {
         let created = self.created.max(1);
         (self.excess > created * RESTLESS).then(|| {
+            if self.hurried {
+                return SIXTEENTHS_AT_MOST;
+            }
             let further = (self.excess / created).saturating_sub(RESTLESS);
             further
                 .saturating_mul(SIXTEENTHS_EACH)
@@ -291,8 +304,15 @@ mod tests {
     #[test]
     fn ahead_doubles_a_small_pool_and_is_short_in_a_large_one() {
         let policy = Policy::new(1 << 20, false, false);
-        let growths =
-            Growths { streak: 20, created: 100, moved: 0, excess: 0, peak_live: 100, mapped: 0 };
+        let growths = Growths {
+            streak: 20,
+            created: 100,
+            moved: 0,
+            excess: 0,
+            peak_live: 100,
+            mapped: 0,
+            hurried: false,
+        };
         let ahead = [1, 40, LARGE, LARGE + 1, 100_000]
             .map(|mapped| policy.ahead(Growths { mapped, ..growths }, 1));
         assert_eq!(ahead, [1, 40, 128, 16, 16]);
@@ -307,6 +327,7 @@ mod tests {
             created: 100,
             moved: 800,
             excess: 800,
+            hurried: false,
             peak_live: 4000,
             mapped: 4000,
         };
@@ -315,6 +336,11 @@ mod tests {
             policy.moves_first(4000, growths, 0)
         };
         assert_eq!([first(800, 4000), first(801, 4000)], [Some(10 << 4), None]);
+        let in_a_hurry = |mapped| {
+            let growths = Growths { moved: 801, excess: 801, hurried: true, mapped, ..calm };
+            policy.moves_first(4000, growths, 0)
+        };
+        assert_eq!([5999, 6000].map(in_a_hurry), [None, Some(10)]);
         assert_eq!([first(801, 4499), first(801, 4500)], [None, Some(10)]);
         assert_eq!([first(900, 4999), first(900, 5000)], [None, Some(10)]);
         assert_eq!([first(u64::MAX, 5999), first(u64::MAX, 6000)], [None, Some(10)]);
@@ -325,7 +351,7 @@ mod tests {
         let limited = Policy::new(1 << 20, true, false);
         let short = |policy: &Policy, excess| policy.shortens(Growths { excess, ..calm });
         assert_eq!(
-            [short(&policy, 100), short(&policy, 101), short(&limited, 101)],
+            [short(&policy, 400), short(&policy, 401), short(&limited, 401)],
             [true, false, true]
         );
     }

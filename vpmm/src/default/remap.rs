@@ -35,9 +35,11 @@ impl Core {
         let job = {
             let mut space = self.space.lock();
             let made = space.counters.created;
-            let (moved_lately, saved) = (space.pace.moves(now, made), space.pace.saved(now));
-            let excess = space.pace.excess(now);
-            let means = Means { room, moved_lately, excess, saved, ahead };
+            let pace = &mut space.pace;
+            let (moved_lately, saved) = (pace.moves(now, made), pace.saved(now));
+            let (excess, hurried) = (pace.excess(now), pace.is_hurried(now));
+            let long_at_work = pace.is_long_at_work(now);
+            let means = Means { room, moved_lately, excess, hurried, saved, long_at_work, ahead };
             let Request { stream, units, .. } = request;
             match space.plan(&self.tags, stream, units, part, &self.policy, means) {
                 Some(job) => job,
