@@ -26,8 +26,8 @@ const NOT_SAVED: u128 = 512;
 /// thread's time.
 const LASTING: u32 = 4;
 
-/// Moves at so many times that rate are a good part of the program's time, 9 % by default.
-const HURRIED: u64 = 16;
+/// Moves at so many times that rate are a good part of the program's time, 8,000 a second by default, some 20 %.
+const HURRIED: u64 = 32;
 
 /// A program is long at work that has had so much time of its own. It can bear a longer request then.
 const LONG: Duration = Duration::from_millis(256);
@@ -204,7 +204,7 @@ mod tests {
     fn moves_in_no_time_are_hurried() {
         let mut pace = Pace::new(1000);
         assert!(!pace.is_hurried(Duration::ZERO));
-        pace.note(4001);
+        pace.note(8001);
         assert!(pace.is_hurried(1000 * MILLI) && !pace.is_hurried(1004 * MILLI));
         let mut pace = Pace::new(0);
         pace.note(60);
