@@ -162,7 +162,11 @@ def in_rounds(workload, args, keep):
     for result in results:
         if result["allocator"] == rounds.OURS:
             rate = result["handles_per_s"]
-            print(f"{result['label']} made or moved {rate} handles a second of its own time")
+            quarters = ", ".join(str(one) for one in result["handles_per_s_of_quarters"])
+            print(
+                f"{result['label']} made or moved {rate} handles a second of its own time, "
+                f"in quarters of it {quarters}"
+            )
     tell_busy(made["busy"])
     if made["where"]:
         print("where memory was at the fullest moment seen, in further steps:")

@@ -221,14 +221,22 @@ def times(turns):
     """What turns that were not out of memory took a step."""
     steps, wall = sum(turn["steps"] for turn in turns), sum(turn["wall_s"] for turn in turns)
     leads = [lead for turn in turns for lead in turn["leads_ms"]]
+    bounds = [len(turns) * quarter // 4 for quarter in range(5)]
+    quarters = [turns[begin:end] for begin, end in itertools.pairwise(bounds)]
     return {
         "step_ms": round(wall / steps * 1e3, 4),
         "median_step_ms": round(statistics.median(gap for turn in turns for gap in turn["gaps_ms"]), 4),
         "lead_ms": round(statistics.median(leads), 3),
         "caught_up": round(sum(lead < CAUGHT_UP_MS for lead in leads) / len(leads), 3),
         "processor_ms": round(sum(turn["processor_s"] for turn in turns) / steps * 1e3, 4),
-        "handles_per_s": round(sum(turn["handles"] for turn in turns) / wall, 1),
+        "handles_per_s": handles_per_s(turns),
+        "handles_per_s_of_quarters": [handles_per_s(quarter) for quarter in quarters if quarter],
     }
+
+
+def handles_per_s(turns):
+    """What was moved or made in a second of the turns' own time."""
+    return round(sum(turn["handles"] for turn in turns) / sum(turn["wall_s"] for turn in turns), 1)
 
 
 def run(args, torch, step, shapes, sampler):

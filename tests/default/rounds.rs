@@ -1,5 +1,6 @@
 //! Programs that go round and round: recorded ones, replayed on one pool.
 
+use std::cell::Cell;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -22,14 +23,25 @@ impl Rounds {
         Self::with(&format!("traces/{name}.csv.gz"), 0)
     }
 
+    /// The same on one that holds no more than so many thousandths of what is live at the peak.
+    fn limited(name: &str, thousandths: u64) -> Self {
+        let limit = |trace: &Trace| Some(trace.peak_live_bytes / 1000 * thousandths);
+        Self::made(&format!("traces/{name}.csv.gz"), 0, limit)
+    }
+
     fn with(file: &str, moves_per_second: u32) -> Self {
+        Self::made(file, moves_per_second, |_| None)
+    }
+
+    fn made(file: &str, moves_per_second: u32, limit: impl FnOnce(&Trace) -> Option<u64>) -> Self {
+        let path = format!("{}/{file}", env!("CARGO_MANIFEST_DIR"));
+        let trace = Trace::open(&path).unwrap();
         let sim = Simulator::builder().build().unwrap();
         let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
         let mut config = PoolConfig::default();
         config.moves_per_second = moves_per_second;
+        config.limit_bytes = limit(&trace);
         let pool = Pool::new(&device, &config).unwrap();
-        let path = format!("{}/{file}", env!("CARGO_MANIFEST_DIR"));
-        let trace = Trace::open(&path).unwrap();
         let streams = (0..trace.streams).map(|_| device.stream().unwrap()).collect();
         Self { trace, pool, streams, sim }
     }
@@ -111,6 +123,22 @@ fn a_training_at_its_own_pace_holds_little_more_than_is_live() {
         }
     });
     assert!(rounds.held() < 1.012, "holds {}", rounds.held());
+    rounds.end();
+}
+
+/// A server that fills a small limit asks for a fifth of it at once, of which every extent has to be moved: 190
+/// if all are one granule long, and at the smallest limit at which it completes 264, six milliseconds.
+#[test]
+fn at_a_small_limit_a_large_request_moves_no_more_than_it_has_time_for() {
+    const MOST: u64 = 150;
+    let rounds = Rounds::limited("serve_streams", 1020);
+    let moved = || rounds.pool.stats().extents_moved;
+    let (before, most) = (Cell::new(0), Cell::new(0));
+    rounds.round_at(|_| {
+        let now = moved();
+        most.set(most.get().max(now - before.replace(now)));
+    });
+    assert!(most.get() <= MOST, "{} moves", most.get());
     rounds.end();
 }
 

@@ -29,6 +29,8 @@ pub(super) struct Growth {
     returns_then: u64,
     /// Growths in a row with nothing freed between.
     streak: u32,
+    /// The largest request that it was for, in granules.
+    pub(super) largest: u32,
     /// Handles made beyond what was needed, ever: they are no reason to move more.
     spent: u64,
     /// The granule behind the memory made last.
@@ -152,6 +154,8 @@ impl Space {
         policy: &Policy,
         means: Means,
     ) -> Option<Job> {
+        let granules = units.div_ceil(self.memory.granule_units());
+        self.growth.largest = self.growth.largest.max(granules);
         self.scarce_from = policy.scarce_from(self.peak_live, means.saved);
         let windows = self.windows(tags, stream, units, part, policy, means.saved);
         // The first that can be filled: between two mappings only exact sums of lengths can.
@@ -445,8 +449,10 @@ impl Space {
         let mut mapped = self.memory.mapped();
         // The first request of all stays the first throughout.
         let is_first = mapped == 0;
-        let length =
-            |mapped| policy.extent(if is_first { 0 } else { mapped }, u64::from(request), shares);
+        let length = |mapped| {
+            let mapped = if is_first { 0 } else { mapped };
+            policy.extent(mapped, u64::from(request), u64::from(self.growth.largest), shares)
+        };
         let longest =
             policy.at_leisure(length(mapped), left, mapped, u64::from(request), saved, at_once);
         let spent = left.div_ceil(longest) - left.div_ceil(length(mapped));

@@ -333,7 +333,9 @@ impl Space {
         let mut granules = 0;
         while granules < missing && pieces.len() < HANDLES {
             let mapped = self.memory.mapped() + u64::from(granules);
-            let length = policy.extent(mapped, u64::from(missing), true).min(missing - granules);
+            let largest = u64::from(self.growth.largest);
+            let length = policy.extent(mapped, u64::from(missing), largest, true);
+            let length = length.min(missing - granules);
             pieces.push(Piece { source: Source::New, granules: length });
             granules += length;
         }

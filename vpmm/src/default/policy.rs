@@ -39,6 +39,11 @@ const OF_LIMIT: u64 = 1025;
 const OF_REQUEST_AT_LIMIT: u64 = 68;
 const OF_REQUEST_AT_LEISURE: u64 = 112;
 
+/// Where that is one granule it is two for so many sixteenths of what is made as the largest request that
+/// there was comes to this fraction of a granule's more than one: a program that fills so small a limit by
+/// requests that are large for it will want a part of all that has to be moved at once.
+const OF_LARGEST_AT_LIMIT: u64 = 36;
+
 /// The fraction of the pool while it is far from the limit: less than without one, since a limit
 /// bounds the length anyway.
 const OF_POOL_WITH_LIMIT: u64 = 24;
@@ -109,16 +114,18 @@ impl Policy {
         Self { capacity, limited, fixed }
     }
 
-    /// The length of the next new extent, at most. Twice as long at a limit where the request
-    /// `shares` no granule with others.
-    pub(super) fn extent(&self, mapped: u64, request: u64, shares: bool) -> u32 {
+    /// The length of the next new extent, at most, where no request was larger than `largest`. Twice as
+    /// long at a limit where the request `shares` no granule with others.
+    pub(super) fn extent(&self, mapped: u64, request: u64, largest: u64, shares: bool) -> u32 {
         const LONGEST: u64 = 1 << 18;
         if mapped == 0 {
             let parts = if request < WHOLE { OF_FIRST } else { 1 };
             return request.div_ceil(parts).clamp(1, LONGEST) as u32;
         }
         let granules = if self.limited {
-            let of_pool = (mapped / OF_POOL_WITH_LIMIT).min(self.capacity / OF_LIMIT);
+            let of_limit = self.capacity / OF_LIMIT;
+            let of_limit = if of_limit > 1 { of_limit } else { one_or_two(mapped, largest) };
+            let of_pool = (mapped / OF_POOL_WITH_LIMIT).min(of_limit);
             of_pool.max(request / OF_REQUEST_AT_LIMIT) << u32::from(!shares)
         } else {
             (mapped / OF_POOL).max(request / OF_REQUEST)
@@ -254,6 +261,13 @@ impl Policy {
     }
 }
 
+/// One granule or two, in turn, so that the mean is the largest request's fraction.
+fn one_or_two(mapped: u64, largest: u64) -> u64 {
+    let sixteenths = (largest * 16 / OF_LARGEST_AT_LIMIT).clamp(16, 32);
+    // Eleven has no divisor in common with sixteen: as what is mapped goes on every sixteenth comes.
+    (sixteenths + mapped * 11 % 16) / 16
+}
+
 /// How a pool has grown.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Growths {
@@ -316,6 +330,20 @@ mod tests {
         let ahead = [1, 40, LARGE, LARGE + 1, 100_000]
             .map(|mapped| policy.ahead(Growths { mapped, ..growths }, 1));
         assert_eq!(ahead, [1, 40, 128, 16, 16]);
+    }
+
+    #[test]
+    fn at_a_small_limit_every_other_extent_is_longer_where_requests_are_large() {
+        let lengths = |capacity, largest| -> u32 {
+            let policy = Policy::new(capacity, true, false);
+            (1000..1016).map(|mapped| policy.extent(mapped, 1, largest, true)).sum()
+        };
+        assert_eq!(
+            [0, 36, 54, 72, 1000].map(|largest| lengths(1400, largest)),
+            [16, 16, 24, 32, 32]
+        );
+        // Where a thousandth of the limit is more than a granule it is long enough.
+        assert_eq!([0, 1000].map(|largest| lengths(2050, largest)), [32, 32]);
     }
 
     /// Else a loop whose requests never settle grows without end, since less and less moves.
