@@ -26,6 +26,9 @@ const NOT_SAVED: u128 = 512;
 /// thread's time.
 const LASTING: u32 = 4;
 
+/// From one move for each so many handles on time makes up for fewer.
+const WORN: u64 = 3;
+
 /// Moves at so many times that rate are a good part of the program's time, 8,000 a second by default, some 20 %.
 const HURRIED: u64 = 32;
 
@@ -72,8 +75,9 @@ impl Pace {
 
     /// The moves that still count, so long after the pool was made, which has made so many handles.
     ///
-    /// Time makes up for the fewer the more often each handle has moved already, by the square of that: a
-    /// pool that goes on moving for requests that come again and again had better grow a little.
+    /// Time makes up for the fewer the more often handles have moved already, by the square of that from a
+    /// third of them on: a pool that goes on moving for requests that come again and again had better grow a
+    /// little.
     pub(super) fn moves(&mut self, now: Duration, made: u64) -> u64 {
         let Some(each) = Duration::from_secs(1).checked_div(self.per_second) else {
             return self.moves;
@@ -85,7 +89,8 @@ impl Pace {
         }
         let squared = |moves: u64| u128::from(moves) * u128::from(moves);
         let each = each.as_nanos();
-        let worn = each.saturating_mul(squared(self.ever)) / squared(made.max(1));
+        let worn = each.saturating_mul(squared(self.ever.saturating_mul(WORN)));
+        let worn = worn / squared(made.max(1));
         let each = worn.max(each);
         let passed = now.saturating_sub(self.until).as_nanos();
         // Idle time is not saved up: no move counts less than nothing.
@@ -176,13 +181,13 @@ mod tests {
     fn the_more_often_handles_have_moved_the_less_time_makes_up_for() {
         let mut pace = Pace::new(100);
         pace.note(30);
-        // Each of twenty has moved one and a half times: one move in 22.5 milliseconds.
-        assert_eq!(pace.moves(22 * MILLI, 20), 30);
-        assert_eq!(pace.moves(23 * MILLI, 20), 29);
-        assert_eq!(pace.moves(45 * MILLI, 20), 28);
-        // Each of thirty once: one in ten. And of more.
-        assert_eq!(pace.moves(55 * MILLI, 30), 27);
-        assert_eq!(pace.moves(65 * MILLI, 90), 26);
+        // A half of sixty has moved, one and a half of those that wear: one move in 22.5 milliseconds.
+        assert_eq!(pace.moves(22 * MILLI, 60), 30);
+        assert_eq!(pace.moves(23 * MILLI, 60), 29);
+        assert_eq!(pace.moves(45 * MILLI, 60), 28);
+        // A third of ninety: one in ten. And of more.
+        assert_eq!(pace.moves(55 * MILLI, 90), 27);
+        assert_eq!(pace.moves(65 * MILLI, 270), 26);
         pace.note(u64::MAX / 2);
         assert!(pace.moves(3600 * 1000 * MILLI, 0) > u64::MAX / 4);
     }
