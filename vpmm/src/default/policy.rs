@@ -39,9 +39,9 @@ const OF_LIMIT: u64 = 1025;
 const OF_REQUEST_AT_LIMIT: u64 = 68;
 const OF_REQUEST_AT_LEISURE: u64 = 112;
 
-/// Where that is one granule it is two for so many sixteenths of what is made as the largest request that
-/// there was comes to this fraction of a granule's more than one: a program that fills so small a limit by
-/// requests that are large for it will want a part of all that has to be moved at once.
+/// Where `OF_LIMIT` comes to one granule, extents are of one or two, so that their mean is this fraction of
+/// the largest request so far: a program whose requests are large for its limit asks for a good part of it
+/// at once later, of which every extent has to be moved.
 const OF_LARGEST_AT_LIMIT: u64 = 36;
 
 /// The fraction of the pool while it is far from the limit: less than without one, since a limit
@@ -261,10 +261,10 @@ impl Policy {
     }
 }
 
-/// One granule or two, in turn, so that the mean is the largest request's fraction.
+/// One granule or two, by turns that make the mean what the largest request asks for.
 fn one_or_two(mapped: u64, largest: u64) -> u64 {
     let sixteenths = (largest * 16 / OF_LARGEST_AT_LIMIT).clamp(16, 32);
-    // Eleven has no divisor in common with sixteen: as what is mapped goes on every sixteenth comes.
+    // Eleven and sixteen have no common divisor: as the pool grows every sixteenth has its turn.
     (sixteenths + mapped * 11 % 16) / 16
 }
 
