@@ -29,7 +29,7 @@ pub(super) struct Growth {
     returns_then: u64,
     /// Growths in a row with nothing freed between.
     streak: u32,
-    /// The largest request that it was for, in granules.
+    /// The largest request that it served, in granules.
     pub(super) largest: u32,
     /// Handles made beyond what was needed, ever: they are no reason to move more.
     spent: u64,
@@ -154,8 +154,6 @@ impl Space {
         policy: &Policy,
         means: Means,
     ) -> Option<Job> {
-        let granules = units.div_ceil(self.memory.granule_units());
-        self.growth.largest = self.growth.largest.max(granules);
         self.scarce_from = policy.scarce_from(self.peak_live, means.saved);
         let windows = self.windows(tags, stream, units, part, policy, means.saved);
         // The first that can be filled: between two mappings only exact sums of lengths can.
@@ -449,9 +447,10 @@ impl Space {
         let mut mapped = self.memory.mapped();
         // The first request of all stays the first throughout.
         let is_first = mapped == 0;
+        let largest = u64::from(self.growth.largest.max(request));
         let length = |mapped| {
             let mapped = if is_first { 0 } else { mapped };
-            policy.extent(mapped, u64::from(request), u64::from(self.growth.largest), shares)
+            policy.extent(mapped, u64::from(request), largest, shares)
         };
         let longest =
             policy.at_leisure(length(mapped), left, mapped, u64::from(request), saved, at_once);
@@ -657,6 +656,7 @@ impl Space {
         self.pace.spend(u64::from(job.spent));
         self.growth.spent += u64::from(job.spent);
         self.counters.growths += 1;
+        self.growth.largest = self.growth.largest.max(job.units.div_ceil(granule_units));
         self.growth.streak = self.streak() + 1;
         self.growth.returns_then = self.returns;
         self.hand_out(tags, stream, job.start, job.units);
