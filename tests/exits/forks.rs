@@ -46,6 +46,29 @@ fn fork(body: impl FnOnce()) -> Child {
     unsafe { libc::_exit(if ended.is_ok() { 0 } else { 1 }) };
 }
 
+/// Runs `body` in another thread of a child of this process, to its end.
+///
+/// Not one of the standard library's: they begin with a lock of all threads of the process, and a thread
+/// that was just beginning or ending in the parent holds it in the child for ever.
+fn in_a_thread<F: Fn() + Sync>(body: F) {
+    extern "C" fn begin<F: Fn() + Sync>(body: *mut libc::c_void) -> *mut libc::c_void {
+        // SAFETY: `body` of `in_a_thread`, which waits for this thread.
+        let body = unsafe { &*body.cast::<F>().cast_const() };
+        let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body));
+        if ended.is_ok() { std::ptr::null_mut() } else { std::ptr::dangling_mut() }
+    }
+    let mut thread = 0;
+    let given = (&raw const body).cast_mut().cast();
+    // SAFETY: a place for the thread's number, default attributes, and a function that never unwinds,
+    // with what it takes: alive until the join below.
+    let started = unsafe { libc::pthread_create(&mut thread, std::ptr::null(), begin::<F>, given) };
+    assert_eq!(started, 0, "no thread");
+    let mut panicked = std::ptr::null_mut();
+    // SAFETY: the thread was started above and is joined once; a live pointer.
+    assert_eq!(unsafe { libc::pthread_join(thread, &mut panicked) }, 0, "no end");
+    assert!(panicked.is_null(), "a panic in a thread of the child's own");
+}
+
 impl Child {
     /// Waits for its end.
     fn end(self) -> ExitStatus {
@@ -131,9 +154,7 @@ impl<'a> Owned<'a> {
         told(rig.device.synchronize(), "synchronize the device");
         told(rig.device.stream(), "a new stream");
         told(rig.driver.device(0), "a device");
-        // A thread of the child's own.
-        std::thread::scope(|scope| scope.spawn(|| told(pool.malloc(1, stream), "malloc")).join())
-            .expect("it is told");
+        in_a_thread(|| told(pool.malloc(1, stream), "malloc in a thread of the child's own"));
         assert_eq!(pool.stats().live_bytes, 0, "nothing of it is the child's");
         assert_eq!((pool.allocation(held.address()), graph.stats().live_bytes), (None, 0));
         assert_eq!(Pool::of(&rig.driver, of_orphan.address()), None);
