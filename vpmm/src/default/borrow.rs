@@ -27,7 +27,7 @@ use crate::event::{BesideCaptures, Event};
 
 /// Blocks that may be borrowed with a wait, and so many more each second.
 const AT_FIRST: u64 = 128;
-const PER_SECOND: u64 = 4;
+const PER_SECOND: u64 = 16;
 
 /// Blocks that were borrowed with a wait.
 #[derive(Default)]

@@ -53,12 +53,12 @@ pub struct PoolConfig {
     /// less from moving: once, while the pool grows, and not in a program's first 16 milliseconds.
     pub moves_per_second: u32,
     /// Makes the pool rather wait than grow, where memory that other streams freed would do but is not
-    /// ready; not at all by default. Three things happen then before it grows.
+    /// ready; not at all by default. Three things happen then before it grows for a large block.
     ///
     /// The stream that most of the free memory waits for keeps it when it is ready, for others to have by
     /// the block. Where [`Reuse::internal_dependencies`] is on the asking stream waits on the GPU for one
     /// such block that is not ready, behind everything that the other stream has been given: 128 times,
-    /// and 4 times more each second. The host goes on meanwhile; but the two streams do not run side by
+    /// and 16 times more each second. The host goes on meanwhile; but the two streams do not run side by
     /// side up to there. Else the calling thread looks for so long whether the memory becomes ready, and
     /// with it waits every other that needs the pool to grow; in sum never for more than a 64th of the
     /// time since the pool was made, nor than 64 ms and a 1024th of it. What is waited for again and

@@ -7,8 +7,8 @@
 //! where the pool is told to be patient: a block of what the stream that has most freed, if that is ready
 //! where others hold much: their epochs closed and asked about, their fronts emptied
 //! what is freed and waits for this stream alone
-//! where the pool is told to be patient: a block that another stream freed, with a wait on the GPU;
-//!     else a short look at whether what they freed becomes ready
+//! where the pool is told to be patient, for a large block: one that another stream freed, with a wait on
+//!     the GPU; else a short look at whether what they freed becomes ready
 //! what two addresses have of one extent together again
 //! grow: new memory, or free extents moved where that is due
 //! ── the limit is reached ──
@@ -148,11 +148,14 @@ impl Core {
         {
             return Ok(start);
         }
-        if let Some(start) = self.borrow(request) {
-            return Ok(start);
-        }
-        if let Some(start) = self.wait_for_others(request, look)? {
-            return Ok(start);
+        // Not for small blocks: what they save is a granule, once.
+        if Part::of_size(request.units) == Part::Large {
+            if let Some(start) = self.borrow(request) {
+                return Ok(start);
+            }
+            if let Some(start) = self.wait_for_others(request, look)? {
+                return Ok(start);
+            }
         }
         if let Some(start) = self.place_rejoined(request) {
             return Ok(start);
