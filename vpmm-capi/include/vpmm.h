@@ -381,9 +381,9 @@ typedef struct vpmm_pool_options {
    * ready, before the pool grows; in sum never for more than a 64th of the time since the pool was
    * made, nor for more than 64 ms and a 1024th of it. Where it is more than 0, and
    * `VPMM_REUSE_OFF_INTERNAL_DEPENDENCIES` is not set, the stream first waits on the GPU for one
-   * block of such memory, 128 times and 16 times more each second. `UINT64_MAX`, as at first, for the
-   * pool's own measure: 0, but 20 ms in the process's own pools, which are for programs that would
-   * rather hold less.
+   * block of such memory, 128 times and 16 times more each second. Both for requests of more than
+   * 64 KiB only. `UINT64_MAX`, as at first, for the pool's own measure: 0, but 20 ms in the
+   * process's own pools, which are for programs that would rather hold less.
    */
   uint64_t patience_nanoseconds;
   /**

@@ -148,11 +148,11 @@ class Pool:
     driver time goes into holding little; 1,000 at first, 3 to 4 % of one thread's time at most, 0 for
     hardly any. ``patience``: seconds that a request may look whether other streams' freed memory becomes
     ready before the pool grows, in sum a 64th of the time at most, and 64 ms and a 1024th; where it is not 0
-    the stream may wait for a block of it on the GPU, too, 128 times and 16 times more each second. The
-    process's own pools have 0.02, others 0. ``background``: seconds between two looks of a thread of the
-    pool's own, which makes freed memory everybody's and unmaps what has moved, so that requests need not;
-    none at first. ``ahead``: free memory that it keeps mapped where the pool grew last. ``initial_pages``,
-    ``page_size``: of the paged profile.
+    the stream may wait for a block of it on the GPU, too, 128 times and 16 times more each second; both
+    for requests of more than 64 KiB. The process's own pools have 0.02, others 0. ``background``: seconds
+    between two looks of a thread of the pool's own, which makes freed memory everybody's and unmaps what
+    has moved, so that requests need not; none at first. ``ahead``: free memory that it keeps mapped where
+    the pool grew last. ``initial_pages``, ``page_size``: of the paged profile.
     """
 
     def __init__(self, device: int = 0, **options):

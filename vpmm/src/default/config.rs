@@ -53,7 +53,8 @@ pub struct PoolConfig {
     /// less from moving: once, while the pool grows, and not in a program's first 16 milliseconds.
     pub moves_per_second: u32,
     /// Makes the pool rather wait than grow, where memory that other streams freed would do but is not
-    /// ready; not at all by default. Three things happen then before it grows for a large block.
+    /// ready; not at all by default. Three things happen then before it grows, the last two for
+    /// requests of more than 64 KiB only: for smaller ones a pool grows by a granule, once.
     ///
     /// The stream that most of the free memory waits for keeps it when it is ready, for others to have by
     /// the block. Where [`Reuse::internal_dependencies`] is on the asking stream waits on the GPU for one
