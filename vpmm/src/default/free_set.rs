@@ -13,13 +13,15 @@ use super::owner::Owner;
 
 /// Classes for each doubling, as a power of two: one word of them.
 const FINENESS: u32 = 6;
-/// A word for each doubling, and one for what rounds to the next.
-const WORDS: usize = MAX_UNITS.ilog2() as usize + 2;
+/// A word for each doubling, one for what rounds to the next, and as many as make a power of two: a class
+/// that is cut off there needs no look at whether it is one.
+const WORDS: usize = (MAX_UNITS.ilog2() as usize + 2).next_power_of_two();
 const CLASSES: usize = WORDS << FINENESS;
 
 const _: () = assert!(WORDS <= 64);
 
-/// A free block: the node that its first and last tag name.
+/// A free block: the node that its first and last tag name. It is in one line of the processor's cache.
+#[repr(align(64))]
 pub(super) struct Block {
     link: RBTreeLink,
     /// Size above address, both in units: the order of the trees in one comparison.
@@ -194,14 +196,24 @@ impl FreeSet {
         self.summary == 0
     }
 
+    #[inline(always)]
+    fn word(&self, class: usize) -> &Word {
+        &self.words[class / 64 % WORDS]
+    }
+
+    #[inline(always)]
+    fn word_mut(&mut self, class: usize) -> &mut Word {
+        &mut self.words[class / 64 % WORDS]
+    }
+
     #[inline]
     fn is_occupied(&self, class: usize) -> bool {
-        self.words[class / 64].occupied & 1 << (class % 64) != 0
+        self.word(class).occupied & 1 << (class % 64) != 0
     }
 
     #[inline]
     fn is_crowded(&self, class: usize) -> bool {
-        self.words[class / 64].crowded & 1 << (class % 64) != 0
+        self.word(class).crowded & 1 << (class % 64) != 0
     }
 
     /// # Safety
@@ -247,7 +259,7 @@ impl FreeSet {
     #[inline]
     fn enter(&mut self, class: usize, block: UnsafeRef<Block>) {
         block.class.set(class as u32);
-        let word = &mut self.words[class / 64];
+        let word = self.word_mut(class);
         let bit = 1 << (class % 64);
         if word.occupied & bit != 0 {
             return self.enter_crowd(class, block);
@@ -271,7 +283,7 @@ impl FreeSet {
     /// Enters a block where the class has one.
     #[inline(never)]
     fn enter_crowd(&mut self, class: usize, block: UnsafeRef<Block>) {
-        self.words[class / 64].crowded |= 1 << (class % 64);
+        self.word_mut(class).crowded |= 1 << (class % 64);
         let further = match &mut self.least[class] {
             Some(least) if block.key.get() < least.key.get() => std::mem::replace(least, block),
             _ => block,
@@ -284,7 +296,7 @@ impl FreeSet {
     #[inline]
     unsafe fn leave(&mut self, block: &Block) {
         let class = block.class();
-        let word = &mut self.words[class / 64];
+        let word = self.word_mut(class);
         let bit = 1 << (class % 64);
         if word.crowded & bit != 0 {
             // SAFETY: passed on to the caller.
@@ -309,7 +321,7 @@ impl FreeSet {
             unsafe { others.cursor_mut_from_ptr(block) }.remove();
         }
         if others.is_empty() {
-            self.words[class / 64].crowded &= !(1 << (class % 64));
+            self.word_mut(class).crowded &= !(1 << (class % 64));
         }
     }
 

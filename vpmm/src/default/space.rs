@@ -152,13 +152,6 @@ impl Space {
     }
 
     #[inline]
-    fn link(&mut self, block: &Block, part: Part) {
-        // SAFETY: the node stays where it is, and changes only through the set, until it is
-        // unlinked; callers link only what is in no set.
-        unsafe { self.set_mut(block.owner(), part).insert(block) };
-    }
-
-    #[inline]
     fn unlink(&mut self, block: &Block, part: Part) {
         // SAFETY: a free block is in the set that its owner and its address name.
         unsafe { self.set_mut(block.owner(), part).remove(block) };
@@ -193,56 +186,88 @@ impl Space {
         owner: Owner,
         freed_at: u64,
     ) {
-        let part = self.part_of(start);
+        let part = self.part_of(start) as usize;
+        let Self { common, books, blocks, .. } = self;
+        // A neighbour that is nobody's too is one with all that is nobody's behind it; beyond a stream's own
+        // there may be something of nobody's.
+        let (own, mut nobodys) = match owner.of_stream() {
+            None => (&mut common[part], None),
+            Some((index, parity)) => {
+                let nobodys = Some(&mut common[part]).filter(|set| !set.is_empty());
+                (&mut books[index as usize].sets[parity][part], nobodys)
+            }
+        };
         let (mut first, mut end) = (start, start + units);
         let (mut at_first, mut at_end) = (tags.place_of(first), tags.place_of(end));
-        // Beyond a neighbour of the same owner only something of nobody's can join.
-        let alone = self.common[part as usize].is_empty();
-        // The node that becomes the block's.
-        let mut kept = None;
+        // The node that becomes the block's, and whether it is in the owner's set.
+        let mut kept: Option<(UnsafeRef<Block>, bool)> = None;
         let mut freed_at = freed_at;
+        let mut absorb = |block: u32, so_far: u32| {
+            // SAFETY: the arena keeps its nodes alive and in place as long as the space lives.
+            let block = unsafe { UnsafeRef::from_raw(blocks.get(block)) };
+            let (start, units) = (block.start(), block.units());
+            let is_own = block.owner() == owner;
+            if is_own {
+                freed_at = freed_at.max(block.freed_at());
+                if kept.is_some() {
+                    // SAFETY: a free block is in the set that its owner and its address name.
+                    unsafe { own.remove(&block) };
+                }
+            } else {
+                let nobodys = nobodys.as_mut().filter(|_| block.owner() == Owner::NOBODY)?;
+                if units > so_far {
+                    return None;
+                }
+                // SAFETY: as above.
+                unsafe { nobodys.remove(&block) };
+            }
+            match kept {
+                Some(_) => blocks.give_back(block.id()),
+                None => kept = Some((block, is_own)),
+            }
+            Some((start, units, is_own && nobodys.is_none()))
+        };
         while let Tag::Free(left) = tags.read(tags.before(at_first, first))
-            && let left = self.node(left)
-            && joins(&left, owner, end - first)
+            && let Some((start, _, last)) = absorb(left, end - first)
         {
             tags.clear(at_first);
             tags.clear(tags.before(at_first, first));
-            first = left.start();
+            first = start;
             at_first = tags.place_of(first);
-            freed_at = latest(freed_at, &left, owner);
-            let last = alone && left.owner() == owner;
-            self.absorb(left, part, owner, &mut kept);
             if last {
                 break;
             }
         }
         while let Tag::Free(right) = tags.read(at_end)
-            && let right = self.node(right)
-            && joins(&right, owner, end - first)
+            && let Some((_, units, last)) = absorb(right, end - first)
         {
             tags.clear(tags.before(at_end, end));
             tags.clear(at_end);
-            end = right.end();
+            end += units;
             at_end = tags.place_of(end);
-            freed_at = latest(freed_at, &right, owner);
-            let last = alone && right.owner() == owner;
-            self.absorb(right, part, owner, &mut kept);
             if last {
                 break;
             }
         }
         let node = match kept {
-            Some(node) if node.owner() == owner => {
-                self.resize(&node, part, first, end - first);
+            Some((node, true)) => {
+                // SAFETY: as above.
+                unsafe { own.change(&node, first, end - first) };
                 node
             }
             other => {
-                let node = other.unwrap_or_else(|| {
-                    let id = self.blocks.take(Block::vacant);
-                    self.node(id)
-                });
+                let node = other.map_or_else(
+                    || {
+                        let id = blocks.take(Block::vacant);
+                        // SAFETY: as above.
+                        unsafe { UnsafeRef::from_raw(blocks.get(id)) }
+                    },
+                    |(node, _)| node,
+                );
                 node.set(first, end - first, owner);
-                self.link(&node, part);
+                // SAFETY: the node stays where it is, and changes only through the set, until it is
+                // taken out; it is in none now.
+                unsafe { own.insert(&node) };
                 node
             }
         };
@@ -259,27 +284,6 @@ impl Space {
         *self.set_mut(a, part) = set_of_b;
         for owner in [a, b] {
             self.set_mut(owner, part).of_at_least(1).for_each(|block| block.set_owner(owner));
-        }
-    }
-
-    /// Keeps the node of a neighbour that becomes part of a block of `owner`; those after the first
-    /// are vacant. One that is in the owner's set already stays there.
-    #[inline(always)]
-    fn absorb(
-        &mut self,
-        block: UnsafeRef<Block>,
-        part: Part,
-        owner: Owner,
-        kept: &mut Option<UnsafeRef<Block>>,
-    ) {
-        let further = kept.is_some();
-        if further || block.owner() != owner {
-            self.unlink(&block, part);
-        }
-        if further {
-            self.blocks.give_back(block.id());
-        } else {
-            *kept = Some(block);
         }
     }
 
@@ -514,17 +518,4 @@ impl Space {
         let sets = own.chain(&self.common);
         sets.filter_map(FreeSet::largest).map(Block::units).max().unwrap_or(0)
     }
-}
-
-/// The later of when something was freed and when a neighbour was that becomes one with it.
-#[inline]
-fn latest(freed_at: u64, neighbour: &Block, owner: Owner) -> u64 {
-    if neighbour.owner() == owner { freed_at.max(neighbour.freed_at()) } else { freed_at }
-}
-
-/// Whether a free neighbour becomes one with `units` of this owner.
-#[inline]
-fn joins(block: &Block, owner: Owner, units: u32) -> bool {
-    block.owner() == owner
-        || (block.owner() == Owner::NOBODY && owner != Owner::NOBODY && block.units() <= units)
 }

@@ -157,6 +157,17 @@ impl Zeroed {
             entry.store(number, Ordering::Relaxed);
         }
     }
+
+    /// The number there, without a look at whether there is one.
+    ///
+    /// # Safety
+    /// There is.
+    #[inline(always)]
+    unsafe fn within(&self, at: usize) -> &AtomicU32 {
+        debug_assert!(at < self.length);
+        // SAFETY: the caller vouches for the index; the memory is as in `get`.
+        unsafe { self.start.add(at).as_ref() }
+    }
 }
 
 impl Drop for Zeroed {
@@ -170,8 +181,9 @@ impl Drop for Zeroed {
 
 /// Leaves that no span has.
 struct Unused {
-    /// What begins here never was one's.
+    /// What begins here never was one's, up to the end of all leaves.
     next: u32,
+    end: u32,
     /// By part: those that came back, without a tag.
     vacant: [Vec<u32>; 2],
 }
@@ -198,10 +210,11 @@ impl Tags {
         let [small, large] = Part::ALL.map(|part| leaf_of(part) as usize * spans[part as usize]);
         // The first leaf is as long as any.
         let first = leaf_of(Part::Small);
+        let end = u32::try_from(first as usize + small + large).ok()?;
         Some(Self {
             directory: Zeroed::new(spans[0] + spans[1])?,
-            leaves: Zeroed::new(first as usize + small + large)?,
-            unused: SpinLock::new(Unused { next: first, vacant: Default::default() }),
+            leaves: Zeroed::new(end as usize)?,
+            unused: SpinLock::new(Unused { next: first, end, vacant: Default::default() }),
             units,
             split,
         })
@@ -275,7 +288,7 @@ impl Tags {
     /// The tag at a place.
     #[inline(always)]
     pub(super) fn read(&self, at: Place) -> Tag {
-        let raw = self.leaves.load(at.0);
+        let raw = self.leaf(at).load(Ordering::Relaxed);
         let value = raw & !KIND;
         match raw & KIND {
             LIVE => Tag::Live(value),
@@ -289,7 +302,7 @@ impl Tags {
     /// The units of the allocation that starts at a place, about which nothing more is noted.
     #[inline(always)]
     pub(super) fn live_at(&self, at: Place) -> Option<u32> {
-        let raw = self.leaves.load(at.0);
+        let raw = self.leaf(at).load(Ordering::Relaxed);
         if raw & KIND == LIVE {
             Some(raw & !KIND)
         } else if raw & NOTED == RARE {
@@ -304,9 +317,9 @@ impl Tags {
     pub(super) fn stream_at(&self, unit: u32) -> Option<u32> {
         let at = self.place_of(unit);
         if self.read(at).live_units()? > self.step(unit) {
-            return Some(self.leaves.load(self.behind(at, unit).0));
+            return Some(self.leaf(self.behind(at, unit)).load(Ordering::Relaxed));
         }
-        let raw = self.leaves.load(at.0);
+        let raw = self.leaf(at).load(Ordering::Relaxed);
         (raw & NOTED != NOTED).then_some(raw & RARE_VALUE)
     }
 
@@ -325,7 +338,17 @@ impl Tags {
     #[inline(always)]
     fn write(&self, at: Place, raw: u32) {
         debug_assert!(at.0 as u32 >= leaf_of(Part::Small), "a tag where there is no memory");
-        self.leaves.store(at.0, raw);
+        self.leaf(at).store(raw, Ordering::Relaxed);
+    }
+
+    #[inline(always)]
+    fn leaf(&self, at: Place) -> &AtomicU32 {
+        // SAFETY: places are made here only: by an entry of the directory, which is 0 or where a leaf begins
+        // that `Unused::take` has found to end within all leaves, and of its length, so that a unit of
+        // its span has a place in it; or from such a place to the next one in the leaf, or to the one
+        // before, which is not before all leaves, since the first is no span's. (Where a unit is none of
+        // the space's the entry is 0.)
+        unsafe { self.leaves.within(at.0) }
     }
 
     /// Notes an allocation. The stream beside it stays when the block is freed: it is no tag.
@@ -421,10 +444,14 @@ impl Tags {
 }
 
 impl Unused {
-    /// The entry of a leaf for a span of a part.
+    /// The entry of a leaf for a span of a part. There is one for each, or where there were none it would be
+    /// that of spans without memory.
     fn take(&mut self, part: Part) -> u32 {
         self.vacant[part as usize].pop().unwrap_or_else(|| {
             let start = self.next;
+            if self.end - start < leaf_of(part) {
+                return 0;
+            }
             self.next += leaf_of(part);
             match part {
                 Part::Small => start,
