@@ -54,7 +54,8 @@ const SMALL_STACKS: [u16; SMALL_CLASSES + 1] = {
     }
     stacks
 };
-const _: () = assert!(LARGE_CLASSES.div_ceil(8) <= u64::BITS as usize);
+/// Words of bits, one for each large class.
+const LARGE_WORDS: usize = LARGE_CLASSES.div_ceil(64);
 const SMALL_PLACES: usize = SMALL_STACKS[SMALL_CLASSES] as usize;
 
 #[derive(Clone, Copy, Default)]
@@ -175,8 +176,8 @@ pub(super) struct Front {
     /// How many blocks each small class has, and how many it may have.
     small_depths: [Depth; SMALL_CLASSES],
     small: [u32; SMALL_PLACES],
-    /// A bit for each eight large classes of which one may have blocks.
-    eights: u64,
+    /// A bit for each large class that may have blocks.
+    filled: [u64; LARGE_WORDS],
     large: [Stack; LARGE_CLASSES],
 }
 
@@ -290,7 +291,7 @@ impl Front {
             return None;
         }
         let class = large_class(units);
-        if self.eights & (1 << (class / 8) | 1 << ((class + 1) / 8)) == 0 {
+        if !self.may_have(class) && !self.may_have(class + 1) {
             return None;
         }
         let [own, next] = self.large.get(class..class + 2)? else { return None };
@@ -299,6 +300,11 @@ impl Front {
         let fitting = own.fitting(units, more) << 8 | next.fitting(units, more);
         let best = fitting.checked_ilog2()? as usize;
         Some(self.take(if best < 8 { class + 1 } else { class }, best % 8))
+    }
+
+    #[inline]
+    fn may_have(&self, class: usize) -> bool {
+        self.filled.get(class / 64).is_some_and(|word| word & 1 << (class % 64) != 0)
     }
 
     /// Takes a large block out; the top of its stack has its place then.
@@ -351,7 +357,7 @@ impl Front {
             return false;
         }
         stack.push(Held { start, units });
-        self.eights |= 1 << (class / 8);
+        self.filled[class / 64] |= 1 << (class % 64);
         true
     }
 
@@ -411,14 +417,15 @@ impl Front {
         } else if self.score >= EXACT_AT {
             self.loose = false;
         }
-        let of_pool = if self.loose {
-            LOOSE_OF_POOL
+        // Each by a constant, which is no division.
+        let share = if self.loose {
+            share / LOOSE_OF_POOL
         } else if self.may_be_loose {
-            EXACT_OF_POOL
+            share / EXACT_OF_POOL
         } else {
-            EXACT_OF_LIMITED
+            share / EXACT_OF_LIMITED
         };
-        let bound = u32::try_from(share / of_pool).unwrap_or(u32::MAX >> 1);
+        let bound = u32::try_from(share).unwrap_or(u32::MAX >> 1);
         self.bound = bound.max(LARGE_UNITS);
     }
 
@@ -427,11 +434,11 @@ impl Front {
             spill(self.last.start, self.last.units);
             self.last = Held::NONE;
         }
-        let mut eights = std::mem::take(&mut self.eights);
-        while eights != 0 {
-            let first = 8 * eights.trailing_zeros() as usize;
-            eights &= eights - 1;
-            for stack in self.large.iter_mut().skip(first).take(8) {
+        for (word, first) in self.filled.iter_mut().zip((0..).step_by(64)) {
+            let mut classes = std::mem::take(word);
+            while classes != 0 {
+                let stack = &mut self.large[first + classes.trailing_zeros() as usize];
+                classes &= classes - 1;
                 stack.blocks().for_each(|block| spill(block.start, block.units));
                 stack.set_depth(0);
             }

@@ -419,8 +419,7 @@ impl Core {
         // SAFETY: as in `free_at_hand`; the front was left before the call.
         let front = unsafe { slot.enter() };
         let mut space = self.space.lock();
-        let pool = space.memory.mapped() * u64::from(space.memory.granule_units());
-        let share = pool / space.books.len() as u64;
+        let share = space.share_of_each();
         let kept = front.is_some_and(|mut front| {
             space.note_front(front.cached());
             front.make_room(units, share, |start, units| {

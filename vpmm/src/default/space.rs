@@ -39,6 +39,15 @@ impl Part {
     }
 }
 
+/// Found once for as long as pool and streams stay as they are: a division for each block that comes back
+/// costs more than what it is for.
+#[derive(Default)]
+struct Share {
+    granules: u64,
+    streams: u64,
+    units: u64,
+}
+
 pub(super) struct Space {
     /// What belongs to nobody, by part.
     pub(super) common: [FreeSet; 2],
@@ -77,6 +86,8 @@ pub(super) struct Space {
     pub(super) borrowed: super::borrow::Borrowed,
     /// Whether the host waits for all that was freed now.
     pub(super) awaits: bool,
+    /// What each stream's share of the pool is, and of what it was found.
+    share: Share,
     /// Blocks that came back, ever: tells growth whether anything was freed since the last.
     pub(super) returns: u64,
     tide: super::tide::Tide,
@@ -120,6 +131,7 @@ impl Space {
             gathers: false,
             borrowed: super::borrow::Borrowed::default(),
             awaits: false,
+            share: Share::default(),
             returns: 0,
             tide: super::tide::Tide::default(),
             growth: super::grow::Growth::default(),
@@ -128,6 +140,17 @@ impl Space {
             counters: super::counters::Counters::default(),
             blocks: Arena::new(),
         }
+    }
+
+    /// Units of the pool for each stream.
+    #[inline]
+    pub(super) fn share_of_each(&mut self) -> u64 {
+        let (granules, streams) = (self.memory.mapped(), self.books.len() as u64);
+        if (self.share.granules, self.share.streams) != (granules, streams) {
+            let pool = granules * u64::from(self.memory.granule_units());
+            self.share = Share { granules, streams, units: pool / streams.max(1) };
+        }
+        self.share.units
     }
 
     #[inline]
