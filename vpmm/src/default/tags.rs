@@ -343,11 +343,11 @@ impl Tags {
 
     #[inline(always)]
     fn leaf(&self, at: Place) -> &AtomicU32 {
-        // SAFETY: places are made here only: by an entry of the directory, which is 0 or where a leaf begins
-        // that `Unused::take` has found to end within all leaves, and of its length, so that a unit of
-        // its span has a place in it; or from such a place to the next one in the leaf, or to the one
-        // before, which is not before all leaves, since the first is no span's. (Where a unit is none of
-        // the space's the entry is 0.)
+        // SAFETY: places are made here only, and used with the tags that made them. One is made by an entry of
+        // the directory, which is 0 (where the unit is none of the space's, too) or where a leaf begins that
+        // `Unused::take` has found to end within all leaves, and of the leaf's length, so that every unit of
+        // the span has a place in it; or it is the next one in the same leaf; or the one before that of a
+        // unit that is not its span's first, and no such unit's place is 0.
         unsafe { self.leaves.within(at.0) }
     }
 
