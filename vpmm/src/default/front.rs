@@ -30,7 +30,7 @@ const LARGE_DEPTH: usize = 4;
 /// Large blocks in all: 8 MiB, or the stream's share of a fraction of the pool (less with a limit,
 /// more while the front is loose), or a single block that is longer.
 const LARGE_UNITS: u32 = 1 << 14;
-const EXACT_OF_POOL: u64 = 32;
+const EXACT_OF_POOL: u64 = 8;
 const EXACT_OF_LIMITED: u64 = 64;
 const LOOSE_OF_POOL: u64 = 4;
 /// A loose fit leaves at most this fraction of the request unused.
