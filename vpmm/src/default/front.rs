@@ -13,7 +13,7 @@
 use super::class::{
     LARGE_CLASSES, SMALL_CLASSES, SMALL_UNITS, large_class, small_class, small_units,
 };
-use super::space::Part;
+use super::space::{Part, Share};
 
 /// Blocks of one small class: so many units of them, or without a limit the stream's share of a
 /// fraction of the pool up to the most that there is place for.
@@ -28,9 +28,11 @@ const SMALL_LEAST: u32 = 4;
 /// Blocks of one large class.
 const LARGE_DEPTH: usize = 4;
 /// Large blocks in all: 8 MiB, or the stream's share of a fraction of the pool (less with a limit,
-/// more while the front is loose), or a single block that is longer.
+/// more while the front is loose), or a single block that is longer. An exact front of one stream
+/// of few is kept smaller than its share would be, since nobody else makes up for what it pins.
 const LARGE_UNITS: u32 = 1 << 14;
-const EXACT_OF_POOL: u64 = 8;
+const EXACT_OF_POOL: u64 = 32;
+const EXACT_OF_SHARE: u64 = 8;
 const EXACT_OF_LIMITED: u64 = 64;
 const LOOSE_OF_POOL: u64 = 4;
 /// A loose fit leaves at most this fraction of the request unused.
@@ -361,14 +363,14 @@ impl Front {
         true
     }
 
-    /// Makes room for a block of `units` where the stream's share of the pool is `share`: half of
+    /// Makes room for a block of `units` where the pool and the stream's share of it are `share`: half of
     /// the stack that the block before it goes to is for `spill`, where that is full; or everything
     /// large, where all of it is too much.
-    pub(super) fn make_room(&mut self, units: u32, share: u64, mut spill: impl FnMut(u32, u32)) {
+    pub(super) fn make_room(&mut self, units: u32, share: Share, mut spill: impl FnMut(u32, u32)) {
         self.judge(share);
         match self.last.units {
             0 => {}
-            small @ ..=SMALL_UNITS => self.halve_small(small, share, &mut spill),
+            small @ ..=SMALL_UNITS => self.halve_small(small, share.each, &mut spill),
             large => self.halve_large(large, &mut spill),
         }
         if units > SMALL_UNITS && self.large_units.saturating_add(units) > self.bound {
@@ -411,21 +413,21 @@ impl Front {
     }
 
     /// Goes loose, or exact again, as the score says.
-    fn judge(&mut self, share: u64) {
+    fn judge(&mut self, share: Share) {
         if self.score <= LOOSE_AT && self.may_be_loose {
             self.loose = true;
         } else if self.score >= EXACT_AT {
             self.loose = false;
         }
         // Each by a constant, which is no division.
-        let share = if self.loose {
-            share / LOOSE_OF_POOL
+        let most = if self.loose {
+            share.each / LOOSE_OF_POOL
         } else if self.may_be_loose {
-            share / EXACT_OF_POOL
+            (share.pool / EXACT_OF_POOL).min(share.each / EXACT_OF_SHARE)
         } else {
-            share / EXACT_OF_LIMITED
+            share.each / EXACT_OF_LIMITED
         };
-        let bound = u32::try_from(share).unwrap_or(u32::MAX >> 1);
+        let bound = u32::try_from(most).unwrap_or(u32::MAX >> 1);
         self.bound = bound.max(LARGE_UNITS);
     }
 
@@ -535,7 +537,7 @@ mod tests {
             assert_eq!(front.pop(units), Some(8));
         }
         front.cached();
-        front.make_room(units, 0, |_, _| ());
+        front.make_room(units, Share::default(), |_, _| ());
         assert!(!front.is_loose() && front.score == MOST);
     }
 }

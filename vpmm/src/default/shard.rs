@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use super::front::{Cached, Front};
-use super::space::Part;
+use super::space::{Part, Share};
 use crate::lock::{Asymmetry, Biased, BiasedGuard, Life, Token};
 use crate::pages::Pages;
 
@@ -321,7 +321,7 @@ impl Entered<'_> {
         Some(block)
     }
 
-    pub(super) fn make_room(&mut self, units: u32, share: u64, spill: impl FnMut(u32, u32)) {
+    pub(super) fn make_room(&mut self, units: u32, share: Share, spill: impl FnMut(u32, u32)) {
         self.front.make_room(units, share, spill);
         self.slot.units.store(self.front.units(), Ordering::Relaxed);
     }

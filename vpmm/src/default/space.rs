@@ -39,13 +39,20 @@ impl Part {
     }
 }
 
-/// Found once for as long as pool and streams stay as they are: a division for each block that comes back
-/// costs more than what it is for.
+/// Units of the pool, and what is each stream's of them.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Share {
+    pub(super) pool: u64,
+    pub(super) each: u64,
+}
+
+/// A share found once for as long as pool and streams stay as they are: a division for each block that
+/// comes back costs more than what it is for.
 #[derive(Default)]
-struct Share {
+struct Shared {
     granules: u64,
     streams: u64,
-    units: u64,
+    share: Share,
 }
 
 pub(super) struct Space {
@@ -87,7 +94,7 @@ pub(super) struct Space {
     /// Whether the host waits for all that was freed now.
     pub(super) awaits: bool,
     /// What each stream's share of the pool is, and of what it was found.
-    share: Share,
+    shared: Shared,
     /// Blocks that came back, ever: tells growth whether anything was freed since the last.
     pub(super) returns: u64,
     tide: super::tide::Tide,
@@ -131,7 +138,7 @@ impl Space {
             gathers: false,
             borrowed: super::borrow::Borrowed::default(),
             awaits: false,
-            share: Share::default(),
+            shared: Shared::default(),
             returns: 0,
             tide: super::tide::Tide::default(),
             growth: super::grow::Growth::default(),
@@ -142,15 +149,16 @@ impl Space {
         }
     }
 
-    /// Units of the pool for each stream.
+    /// The pool, and what each stream's share of it is.
     #[inline]
-    pub(super) fn share_of_each(&mut self) -> u64 {
+    pub(super) fn share_of_each(&mut self) -> Share {
         let (granules, streams) = (self.memory.mapped(), self.books.len() as u64);
-        if (self.share.granules, self.share.streams) != (granules, streams) {
+        if (self.shared.granules, self.shared.streams) != (granules, streams) {
             let pool = granules * u64::from(self.memory.granule_units());
-            self.share = Share { granules, streams, units: pool / streams.max(1) };
+            let share = Share { pool, each: pool / streams.max(1) };
+            self.shared = Shared { granules, streams, share };
         }
-        self.share.units
+        self.shared.share
     }
 
     #[inline]
