@@ -23,7 +23,7 @@ use cuda_sys::types::{
     CUstreamCaptureMode, CUstreamCaptureStatus,
 };
 use rig::{Churn, MIB, Machine, Profile, Ring, Subject, Vpmm, simulator};
-use vpmm::Driver;
+use vpmm::{DevicePtr, Driver, Stream, StreamHandle};
 use vpmm_cli::trace::{Action, Trace};
 
 /// Steps of a case before counting, so that the pool is warm, and while counting. A step is two
@@ -38,11 +38,12 @@ const CASES: [(&str, Case); 3] =
     [("pair_1MiB", pair), ("random_4MiB", random), ("cross_stream", cross_stream)];
 
 /// To look at with callgrind. They have no baseline: how a pool grows depends on time as well.
-const FURTHER: [(&str, Case); 4] = [
+const FURTHER: [(&str, Case); 5] = [
     ("random_64MiB", random_large),
     ("gpt_train", |subject| replay(subject, "gpt_train")),
     ("resnet_train", |subject| replay(subject, "resnet_train")),
     ("cupy_mix", |subject| replay(subject, "cupy_mix")),
+    ("serve_streams", |subject| replay(subject, "serve_streams")),
 ];
 
 fn main() -> ExitCode {
@@ -86,18 +87,25 @@ fn cross_stream(subject: Vpmm) {
     measure(&driver, || ring.step());
 }
 
-/// One of the repository's traces, on one stream: its second pass over the pool.
+/// One of the repository's traces, on as many streams: a pass over a pool that has seen many.
 fn replay(subject: Vpmm, name: &str) {
-    let driver = subject.pool.device().driver().clone();
+    const BEFORE: usize = 16;
+    let device = subject.pool.device().clone();
     let path = format!("{}/traces/{name}.csv.gz", env!("CARGO_MANIFEST_DIR"));
     let trace = Trace::open(&path).expect("the repository's trace");
-    assert_eq!(trace.streams, 1);
-    let mut player = Player { subject, live: vec![None; trace.allocations.len()] };
+    let streams: Vec<Stream> =
+        (0..trace.streams).map(|_| device.stream().expect("a stream")).collect();
+    let mut player = Player {
+        subject,
+        streams: streams.iter().map(Stream::handle).collect(),
+        live: vec![None; trace.allocations.len()],
+    };
     let mut steps: Vec<Step> = trace
         .operations
         .iter()
         .map(|operation| Step {
             slot: operation.slot as usize,
+            stream: operation.stream as usize,
             bytes: match operation.action {
                 Action::Allocate => {
                     let bytes = trace.allocations[operation.slot as usize].bytes;
@@ -108,33 +116,39 @@ fn replay(subject: Vpmm, name: &str) {
         })
         .collect();
     // What the trace leaves allocated.
-    let mut is_live = vec![false; trace.allocations.len()];
-    steps.iter().for_each(|step| is_live[step.slot] = step.bytes.is_some());
-    let left = is_live.iter().enumerate().filter(|(_, is_live)| **is_live);
-    steps.extend(left.map(|(slot, _)| Step { slot, bytes: None }));
-    player.pass(&steps);
-    count(&driver, steps.len(), || player.pass(&steps));
+    let mut left: Vec<Option<usize>> = vec![None; trace.allocations.len()];
+    steps.iter().for_each(|step| left[step.slot] = step.bytes.map(|_| step.stream));
+    let left = left.iter().enumerate().filter_map(|(slot, stream)| Some((slot, (*stream)?)));
+    steps.extend(left.map(|(slot, stream)| Step { slot, stream, bytes: None }));
+    (0..BEFORE).for_each(|_| player.pass(&steps));
+    count(device.driver(), steps.len(), || player.pass(&steps));
 }
 
 /// One call of a trace: an allocation of so many bytes, or a free.
 struct Step {
     slot: usize,
+    stream: usize,
     bytes: Option<usize>,
 }
 
 struct Player {
     subject: Vpmm,
-    live: Vec<Option<<Vpmm as Subject>::Block>>,
+    streams: Vec<StreamHandle>,
+    live: Vec<Option<DevicePtr>>,
 }
 
 impl Player {
     fn pass(&mut self, steps: &[Step]) {
+        let pool = &self.subject.pool;
         for step in steps {
+            let stream = self.streams[step.stream];
             match step.bytes {
-                Some(bytes) => self.live[step.slot] = Some(self.subject.malloc(bytes, 0)),
+                Some(bytes) => {
+                    self.live[step.slot] = Some(pool.malloc(bytes, stream).expect("memory"));
+                }
                 None => {
                     let block = self.live[step.slot].take().expect("it is live");
-                    self.subject.free(block, 0);
+                    pool.free(block, stream).expect("it is live");
                 }
             }
         }

@@ -28,11 +28,15 @@ const SMALL_LEAST: u32 = 4;
 /// Blocks of one large class.
 const LARGE_DEPTH: usize = 4;
 /// Large blocks in all: 8 MiB, or the stream's share of a fraction of the pool (less with a limit,
-/// more while the front is loose), or a single block that is longer. An exact front of one stream
-/// of few is kept smaller than its share would be, since nobody else makes up for what it pins.
+/// more while the front is loose), or a single block that is longer. An exact front keeps a 32nd of
+/// its share; where many streams make that little, a 64th of the pool as long as all together keep
+/// no more than an eighth. More for one or two streams keeps a training from settling. And half of its
+/// share of what the pool has beyond the most that was live, which is nobody's loss.
 const LARGE_UNITS: u32 = 1 << 14;
-const EXACT_OF_POOL: u64 = 32;
-const EXACT_OF_SHARE: u64 = 8;
+const EXACT_OF_SHARE: u64 = 32;
+const EXACT_OF_POOL: u64 = 64;
+const EXACT_TOGETHER: u64 = 8;
+const EXACT_OF_SPARE: u64 = 2;
 const EXACT_OF_LIMITED: u64 = 64;
 const LOOSE_OF_POOL: u64 = 4;
 /// A loose fit leaves at most this fraction of the request unused.
@@ -423,7 +427,10 @@ impl Front {
         let most = if self.loose {
             share.each / LOOSE_OF_POOL
         } else if self.may_be_loose {
-            (share.pool / EXACT_OF_POOL).min(share.each / EXACT_OF_SHARE)
+            (share.each / EXACT_OF_SHARE)
+                .max(share.pool / EXACT_OF_POOL)
+                .min(share.each / EXACT_TOGETHER)
+                .max(share.spare / EXACT_OF_SPARE)
         } else {
             share.each / EXACT_OF_LIMITED
         };
@@ -525,6 +532,27 @@ impl Front {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Of a pool of so many GiB with so much to spare, what an exact front of one of so many streams keeps: MiB.
+    fn kept(gib: u64, spare_gib: u64, streams: u64) -> u32 {
+        let each = |gib: u64| (gib << 21) / streams;
+        let share = Share { pool: gib << 21, each: each(gib), spare: each(spare_gib) };
+        let mut front = Front::new(true);
+        front.judge(share);
+        front.bound >> 11
+    }
+
+    #[test]
+    fn exact_fronts_keep_a_part_of_the_pool_together_and_of_what_it_has_to_spare() {
+        // One stream, and two.
+        assert_eq!([kept(16, 0, 1), kept(16, 0, 2)], [512, 256]);
+        // Four times as many streams keep as much each until all together keep an eighth.
+        assert_eq!([4, 8, 16].map(|streams| kept(16, 0, streams)), [256, 256, 128]);
+        // Half of what the pool has beyond the most that was live, where that is more.
+        assert_eq!([kept(16, 2, 16), kept(16, 6, 16)], [128, 192]);
+        // A small pool.
+        assert_eq!(kept(0, 0, 1), 8);
+    }
 
     #[test]
     fn no_number_of_hits_makes_a_front_loose() {

@@ -39,11 +39,12 @@ impl Part {
     }
 }
 
-/// Units of the pool, and what is each stream's of them.
+/// Units of the pool, what is each stream's of them, and of what the pool has beyond the most that was live.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Share {
     pub(super) pool: u64,
     pub(super) each: u64,
+    pub(super) spare: u64,
 }
 
 /// A share found once for as long as pool and streams stay as they are: a division for each block that
@@ -155,7 +156,9 @@ impl Space {
         let (granules, streams) = (self.memory.mapped(), self.books.len() as u64);
         if (self.shared.granules, self.shared.streams) != (granules, streams) {
             let pool = granules * u64::from(self.memory.granule_units());
-            let share = Share { pool, each: pool / streams.max(1) };
+            let each = |units: u64| units / streams.max(1);
+            let share =
+                Share { pool, each: each(pool), spare: each(pool.saturating_sub(self.peak_live)) };
             self.shared = Shared { granules, streams, share };
         }
         self.shared.share
