@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::book::{Book, Recording, Stage};
 use super::fences::stream_is_capturing;
-use super::shard::{Shard, Slot};
+use super::shard::{Shard, Slot, Spare};
 use super::space::Space;
 use super::{Core, lock};
 use crate::device::StreamHandle;
@@ -43,9 +43,16 @@ pub(super) struct Registry {
     /// Boxed, so that they stay where they are while the list grows: routes point to them.
     #[allow(clippy::vec_box)]
     shards: Vec<Box<Shard>>,
+    /// What the next new front is made in.
+    spare: Option<Spare>,
 }
 
 impl Registry {
+    /// Has memory ready for a front, all of it taken already.
+    pub(super) fn prepare(&mut self) {
+        self.spare = Spare::new();
+    }
+
     /// A stream has ended: its number will not come again.
     pub(super) fn forget(&mut self, stream: u64) -> Option<u32> {
         let index = self.by_stream.remove(&stream)?;
@@ -258,10 +265,10 @@ impl Core {
         let shard = self.shard(admitted.stream);
         if shard.slot_of(token).is_none() {
             let _revoking = lock(&self.revoking);
-            let _registry = lock(&self.registry);
+            let mut registry = lock(&self.registry);
             let may_be_loose = self.config.limit_bytes.is_none();
             // SAFETY: `revoking` is held, so nobody else revokes.
-            unsafe { shard.claim(token, self.asymmetry, may_be_loose) };
+            unsafe { shard.claim(token, self.asymmetry, may_be_loose, &mut registry.spare) };
         }
         let slot = shard.slot_of(token)?;
         // Under the lock that shortcuts are closed under.

@@ -5,6 +5,7 @@
 //! block of each class is known; what else the class has is in a red-black tree, a few nodes deep.
 
 use std::cell::Cell;
+use std::ptr::NonNull;
 
 use intrusive_collections::{Bound, KeyAdapter, RBTree, RBTreeLink, UnsafeRef, intrusive_adapter};
 
@@ -154,10 +155,11 @@ pub(super) struct FreeSet {
     words: [Word; WORDS],
     /// Which words have occupied classes.
     summary: u64,
-    /// The least block of each occupied class; elsewhere what was there last. Empty until the
-    /// first block comes, like `others`.
-    least: Vec<Option<UnsafeRef<Block>>>,
-    /// The other blocks of crowded classes.
+    /// The least block of each occupied class; elsewhere what was there last. Empty until the first
+    /// block comes, then zeros that take the host's memory page by page as they are written: a pool of many
+    /// streams has thousands of sets, and its first request has none of them yet.
+    least: Vec<Option<NonNull<Block>>>,
+    /// The other blocks of crowded classes. Empty until there is such a class.
     others: Vec<RBTree<SizeAdapter>>,
     units: u64,
     blocks: u32,
@@ -267,7 +269,7 @@ impl FreeSet {
         word.occupied |= bit;
         self.summary |= 1 << (class / 64);
         match self.least.get_mut(class) {
-            Some(least) => *least = Some(block),
+            Some(least) => *least = Some(NonNull::from(&*block)),
             None => self.enter_first(class, block),
         }
     }
@@ -275,20 +277,35 @@ impl FreeSet {
     #[cold]
     #[inline(never)]
     fn enter_first(&mut self, class: usize, block: UnsafeRef<Block>) {
-        self.least.resize_with(CLASSES, || None);
-        self.others.resize_with(CLASSES, || RBTree::new(SizeAdapter::new()));
-        self.least[class] = Some(block);
+        // Not `resize`, which would write all of it.
+        self.least = vec![None; CLASSES];
+        self.least[class] = Some(NonNull::from(&*block));
     }
 
     /// Enters a block where the class has one.
     #[inline(never)]
     fn enter_crowd(&mut self, class: usize, block: UnsafeRef<Block>) {
         self.word_mut(class).crowded |= 1 << (class % 64);
-        let further = match &mut self.least[class] {
-            Some(least) if block.key.get() < least.key.get() => std::mem::replace(least, block),
+        if self.others.is_empty() {
+            self.others.resize_with(CLASSES, || RBTree::new(SizeAdapter::new()));
+        }
+        let further = match self.least(class) {
+            Some(least) if block.key.get() < least.key.get() => {
+                self.least[class] = Some(NonNull::from(&*block));
+                least
+            }
             _ => block,
         };
         self.others[class].insert(further);
+    }
+
+    /// The least block of an occupied class.
+    #[inline(always)]
+    fn least(&self, class: usize) -> Option<UnsafeRef<Block>> {
+        let block = (*self.least.get(class)?)?;
+        // SAFETY: whoever inserted the block vouched for its life while it is in the set, which it is as long
+        // as nobody else is here and the class is occupied.
+        Some(unsafe { UnsafeRef::from_raw(block.as_ptr()) })
     }
 
     /// # Safety
@@ -313,8 +330,8 @@ impl FreeSet {
     unsafe fn leave_crowd(&mut self, class: usize, block: &Block) {
         let others = &mut self.others[class];
         let least = &mut self.least[class];
-        if least.as_deref().is_some_and(|least| std::ptr::eq(least, block)) {
-            *least = others.front_mut().remove();
+        if least.is_some_and(|least| std::ptr::eq(least.as_ptr(), block)) {
+            *least = others.front_mut().remove().map(|next| NonNull::from(&*next));
         } else {
             // SAFETY: the caller vouches for membership, and a block that is not the least of its
             // class is in the class's tree.
@@ -335,9 +352,9 @@ impl FreeSet {
     fn search(&self, units: u32) -> Option<UnsafeRef<Block>> {
         let class = class_of(units);
         if self.is_occupied(class) {
-            let least = self.least[class].as_ref();
-            if least.is_some_and(|least| least.units() >= units) {
-                return least.cloned();
+            let least = self.least(class);
+            if least.as_ref().is_some_and(|least| least.units() >= units) {
+                return least;
             }
             if self.is_crowded(class) {
                 let least = Bound::Included(&(u64::from(units) << 32));
@@ -346,7 +363,7 @@ impl FreeSet {
                 }
             }
         }
-        self.least[self.next_class(class + 1)?].clone()
+        self.least(self.next_class(class + 1)?)
     }
 
     /// The first class from `class` upwards that has a block.
@@ -373,13 +390,21 @@ impl FreeSet {
         (self.summary != 0).then(|| {
             let word = self.summary.ilog2() as usize;
             let class = word * 64 + self.words[word].occupied.ilog2() as usize;
-            self.others[class].back().get().or(self.least[class].as_deref())
+            let last = self.others.get(class).and_then(|others| others.back().get());
+            last.or(self.least_of(class))
         })?
     }
 
     /// Any block.
     pub(super) fn first(&self) -> Option<&Block> {
-        self.least[self.next_class(0)?].as_deref()
+        self.least_of(self.next_class(0)?)
+    }
+
+    /// The least block of an occupied class, for as long as the set is borrowed.
+    fn least_of(&self, class: usize) -> Option<&Block> {
+        let block = (*self.least.get(class)?)?;
+        // SAFETY: as in `least`; it stays in the set while that is borrowed.
+        Some(unsafe { block.as_ref() })
     }
 
     /// Whether what is kept beside the blocks agrees with them: their sum and number, which classes
@@ -392,8 +417,7 @@ impl FreeSet {
             if self.is_crowded(class) != crowded || (crowded && !self.is_occupied(class)) {
                 return false;
             }
-            let least = self.least.get(class).and_then(Option::as_deref);
-            let least = least.filter(|_| self.is_occupied(class));
+            let least = if self.is_occupied(class) { self.least_of(class) } else { None };
             let of_class = least.into_iter().chain(others.into_iter().flatten());
             let mut last = None;
             of_class.into_iter().all(|block| {
@@ -413,8 +437,10 @@ impl FreeSet {
         let first = class_of(units);
         let classes =
             std::iter::successors(self.next_class(first), |class| self.next_class(class + 1));
-        classes
-            .flat_map(|class| self.least[class].as_deref().into_iter().chain(&self.others[class]))
+        classes.flat_map(|class| {
+            let others = self.others.get(class).into_iter().flatten();
+            self.least_of(class).into_iter().chain(others)
+        })
     }
 }
 

@@ -103,6 +103,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// pool.
 const OPEN_BYTES: u64 = 16 << 20;
 
+/// Of a pool's memory the first so much has the host's pages of its tags from the pool's making on: one fault
+/// for each two granules would come to a fifth of what it costs to grow there by small requests.
+const PREPARED_BYTES: u64 = 1 << 30;
+
 /// Granules are at least so long: what the tags count memory in.
 const SPAN_BYTES: u64 = UNIT_BYTES * SPAN_UNITS as u64;
 
@@ -144,7 +148,17 @@ pub(crate) struct Core {
 impl Core {
     pub(crate) fn new(device: &Device, config: &PoolConfig) -> Result<Arc<Self>> {
         let backing = Backing::new(device, config.location, config.sharing)?;
-        Self::of(backing, device, config, false)
+        let core = Self::of(backing, device, config, false)?;
+        core.prepare();
+        Ok(core)
+    }
+
+    /// Has the host's memory ready for the first gigabyte, and for the first stream's front: a page fault takes
+    /// as long as a hundred hits, and the first requests would meet hundreds of them.
+    fn prepare(&self) {
+        let bytes = (self.policy.capacity * self.granule_bytes).min(PREPARED_BYTES);
+        self.tags.prepare_first((bytes / SPAN_BYTES) as u32);
+        lock(&self.registry).prepare();
     }
 
     /// A heap of such memory; `fixed` where free memory, too, is to stay where it is.

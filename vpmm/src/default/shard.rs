@@ -36,6 +36,22 @@ pub(super) struct Slot {
     pages: ManuallyDrop<Pages>,
 }
 
+/// Memory for a slot.
+pub(super) struct Spare(Pages);
+
+impl Spare {
+    /// All of it taken already.
+    pub(super) fn new() -> Option<Self> {
+        let spare = Self::untouched()?;
+        spare.0.populate();
+        Some(spare)
+    }
+
+    fn untouched() -> Option<Self> {
+        Pages::new(size_of::<Slot>() + COLOURS * align_of::<Slot>()).map(Self)
+    }
+}
+
 impl Slot {
     /// A slot with an empty front, until [`drop_leaked`](Self::drop_leaked); `None` where the
     /// system has no memory for it.
@@ -44,11 +60,12 @@ impl Slot {
         owner: u64,
         asymmetry: Asymmetry,
         may_be_loose: bool,
+        spare: &mut Option<Spare>,
     ) -> Option<*mut Self> {
         // All at the beginning of a page the fronts of many streams would take each other's place in the
         // processor's cache, which goes by the address within a page.
         let colour = shard.index as usize % COLOURS * align_of::<Self>();
-        let pages = Pages::new(size_of::<Self>() + COLOURS * align_of::<Self>())?;
+        let Spare(pages) = spare.take().or_else(Spare::untouched)?;
         // SAFETY: the mapping is longer than a slot by all colours.
         let slot = unsafe { pages.start().byte_add(colour) }.cast::<Self>().as_ptr();
         // SAFETY: the memory is long enough, aligned by what a page is and a multiple of what it has to be, and
@@ -199,10 +216,11 @@ impl Shard {
         token: Token,
         asymmetry: Asymmetry,
         may_be_loose: bool,
+        spare: &mut Option<Spare>,
     ) -> bool {
         let place = token.place(SLOTS);
         let Some(slot) = self.slot(place) else {
-            let leaked = Slot::leak(self, token.number(), asymmetry, may_be_loose);
+            let leaked = Slot::leak(self, token.number(), asymmetry, may_be_loose, spare);
             let Some(slot) = leaked else { return false };
             // Claims are made one at a time, so the place is still empty.
             self.slots[place].store(slot, Ordering::Release);
@@ -342,7 +360,7 @@ mod tests {
         let shard = Shard::new(0, 1, 1);
         let token = Token::current().unwrap();
         // SAFETY: nobody else has the shard.
-        assert!(unsafe { shard.claim(token, Asymmetry::None, true) });
+        assert!(unsafe { shard.claim(token, Asymmetry::None, true, &mut None) });
         let slot = shard.slot_of(token).unwrap();
         // SAFETY: the front is this thread's, which is not inside.
         let mut front = unsafe { slot.enter() }.unwrap();

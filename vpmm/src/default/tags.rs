@@ -27,7 +27,7 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
 use rustix::mm::{Advice, madvise};
 
@@ -197,6 +197,8 @@ pub(super) struct Tags {
     /// All leaves. The first is that of spans without memory.
     leaves: Zeroed,
     unused: SpinLock<Unused>,
+    /// Leaves up to this one's place have the host's memory.
+    ready: AtomicUsize,
     units: u32,
     /// The first unit of the large part.
     split: u32,
@@ -215,9 +217,18 @@ impl Tags {
             directory: Zeroed::new(spans[0] + spans[1])?,
             leaves: Zeroed::new(end as usize)?,
             unused: SpinLock::new(Unused { next: first, end, vacant: Default::default() }),
+            ready: AtomicUsize::new(0),
             units,
             split,
         })
+    }
+
+    /// Has the system find the host's memory for the first so many spans of the large part, or for an eighth
+    /// as many of the small part, at once. Only a help.
+    pub(super) fn prepare_first(&self, spans: u32) {
+        let end = leaf_of(Part::Small) as usize + spans as usize * leaf_of(Part::Large) as usize;
+        self.leaves.touch(0..end);
+        self.ready.store(end, Ordering::Relaxed);
     }
 
     pub(super) fn units(&self) -> u32 {
@@ -408,7 +419,8 @@ impl Tags {
         // Leaves that other spans had before may be anywhere, and have their pages.
         let each = leaf_of(self.part_of(units.start / SPAN_UNITS)) as usize;
         let spans = ((units.end - 1) / SPAN_UNITS - units.start / SPAN_UNITS) as usize;
-        if last.checked_sub(first).is_some_and(|tags| tags / each <= spans) {
+        let there = last < self.ready.load(Ordering::Relaxed);
+        if !there && last.checked_sub(first).is_some_and(|tags| tags / each <= spans) {
             self.leaves.touch(first..last + 1);
         }
     }
