@@ -395,6 +395,29 @@ impl FreeSet {
         })?
     }
 
+    /// The last class below `end` that has a block.
+    fn previous_class(&self, end: usize) -> Option<usize> {
+        let word = end / 64;
+        let here = self.words.get(word).map_or(0, |of| of.occupied & !(u64::MAX << (end % 64)));
+        if here != 0 {
+            return Some(word * 64 + here.ilog2() as usize);
+        }
+        let word =
+            (self.summary & !u64::MAX.checked_shl(word as u32).unwrap_or(0)).checked_ilog2()?;
+        Some(word as usize * 64 + self.words[word as usize].occupied.ilog2() as usize)
+    }
+
+    /// Every block, the largest first.
+    pub(super) fn from_largest(&self) -> impl Iterator<Item = &Block> {
+        let classes = std::iter::successors(self.previous_class(CLASSES), |class| {
+            self.previous_class(*class)
+        });
+        classes.flat_map(|class| {
+            let others = self.others.get(class).into_iter().flat_map(|others| others.iter().rev());
+            others.chain(self.least_of(class))
+        })
+    }
+
     /// Any block.
     pub(super) fn first(&self) -> Option<&Block> {
         self.least_of(self.next_class(0)?)
@@ -509,5 +532,7 @@ mod tests {
         }
         let sizes: Vec<u32> = set.of_at_least(1).map(Block::units).collect();
         assert!(sizes.is_sorted() && sizes.len() == model.len() && set.agrees());
+        let backwards: Vec<u32> = set.from_largest().map(Block::units).collect();
+        assert!(backwards.iter().rev().eq(&sizes));
     }
 }

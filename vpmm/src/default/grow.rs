@@ -142,6 +142,19 @@ pub(super) struct Means {
     pub(super) ahead: bool,
 }
 
+/// What a request finds, whichever window it gets.
+struct Outlook {
+    growths: Growths,
+    /// From how many granules of free extents on they move before more are made.
+    enough: Option<u64>,
+    /// Whether there may be so many.
+    may_move_first: bool,
+    /// A window has parts of extents only where whole free ones, and this room, come to less than it would
+    /// need without and to less than is `ahead`.
+    room: u64,
+    ahead: u64,
+}
+
 impl Space {
     /// Plans a request of a stream. `None` where neither new memory nor free extents that the
     /// stream may use suffice.
@@ -155,17 +168,45 @@ impl Space {
         means: Means,
     ) -> Option<Job> {
         self.scarce_from = policy.scarce_from(self.peak_live, means.saved);
-        let windows = self.windows(tags, stream, units, part, policy, means.saved);
+        let outlook = self.outlook(policy, means);
+        let windows = self.windows(tags, stream, units, part, policy, means, &outlook);
         // The first that can be filled: between two mappings only exact sums of lengths can.
         windows.into_iter().find_map(|window| {
-            let (fills, spent) = self.fill(stream, &window, policy, means)?;
+            let (fills, spent) = self.fill(stream, &window, policy, means, &outlook)?;
             Some(self.take_out(tags, stream, units, &window, fills, spent))
         })
+    }
+
+    fn outlook(&self, policy: &Policy, means: Means) -> Outlook {
+        let granule_units = u64::from(self.memory.granule_units());
+        let live = self.out_units / granule_units;
+        let needed = self.counters.created.saturating_sub(self.growth.spent);
+        let growths = Growths {
+            streak: self.streak(),
+            created: needed,
+            moved: means.moved_lately,
+            excess: means.excess,
+            hurried: means.hurried,
+            peak_live: self.peak_live / granule_units,
+            mapped: self.memory.mapped(),
+        };
+        let enough = policy.moves_first(live, growths, means.saved);
+        // A first look without walking: free memory that is too little cannot be extents enough.
+        let free = self.free_units() / granule_units;
+        let may_move_first = !policy.fixed && enough.is_some_and(|enough| free >= enough);
+        // Sharing is for what would be missing, not instead of memory that is there: missing for this
+        // request, or where memory can be made also on the way back to the most that was live.
+        let (room, ahead) = match policy.limited {
+            true => (means.room, 0),
+            false => (0, growths.peak_live.saturating_sub(live)),
+        };
+        Outlook { growths, enough, may_move_first, room, ahead }
     }
 
     /// The windows that lack the least memory, of those with as little first the one that uses up the
     /// most of granules which others have a part of, then the lowest; and a fresh one, before or after
     /// those that save nothing.
+    #[allow(clippy::too_many_arguments)]
     fn windows(
         &self,
         tags: &Tags,
@@ -173,7 +214,8 @@ impl Space {
         units: u32,
         part: Part,
         policy: &Policy,
-        saved: u64,
+        means: Means,
+        outlook: &Outlook,
     ) -> SmallVec<[Window; WINDOWS_TRIED + 1]> {
         let range = self.memory.range(part);
         let holes = self.memory.map.holes().filter(|hole| range.contains(&(hole.start() as u32)));
@@ -194,12 +236,18 @@ impl Space {
             }
         }
         if let Some(fresh) = self.fresh_window(units, part, policy) {
-            let saves = if policy.prefers_fresh(saved) { whole } else { whole + 1 };
+            let saves = if policy.prefers_fresh(means.saved) { whole } else { whole + 1 };
             let at = found.partition_point(|window| window.cost < saves);
             found.insert(at, fresh);
         }
-        if policy.shares(saved)
+        // No look at the parts of all extents where they would not be shared in the end.
+        let needless = || {
+            let sought = u64::from(whole).max(outlook.ahead).saturating_sub(outlook.room);
+            outlook.may_move_first && self.has_whole(stream, sought)
+        };
+        if policy.shares(means.saved)
             && part == Part::Large
+            && !needless()
             && let Some(between) = self.between(stream, units, policy)
         {
             let at = found.partition_point(|window| window.cost <= between.cost);
@@ -327,37 +375,19 @@ impl Space {
         window: &Window,
         policy: &Policy,
         means: Means,
+        outlook: &Outlook,
     ) -> Option<(SmallVec<[Fill; 2]>, u32)> {
-        let live = self.out_units / u64::from(self.memory.granule_units());
-        // A first look without walking: free memory that is too little cannot be extents enough.
-        let free: u64 = self.free_units() / u64::from(self.memory.granule_units());
-        let needed = self.counters.created.saturating_sub(self.growth.spent);
-        let growths = Growths {
-            streak: self.streak(),
-            created: needed,
-            moved: means.moved_lately,
-            excess: means.excess,
-            hurried: means.hurried,
-            peak_live: self.peak_live / u64::from(self.memory.granule_units()),
-            mapped: self.memory.mapped(),
-        };
-        let enough = policy.moves_first(live, growths, means.saved);
         let short = means.room < u64::from(window.cost);
         let mut sources = Sources::default();
-        if !policy.fixed && (short || enough.is_some_and(|enough| free >= enough)) {
+        if outlook.may_move_first || (short && !policy.fixed) {
             sources = self.sources(stream, window, policy.leaves_least(means.saved));
         }
-        let move_first = enough.is_some_and(|enough| sources.granules >= enough);
+        let move_first = outlook.enough.is_some_and(|enough| sources.granules >= enough);
         if u64::from(window.cost) > means.room + sources.granules {
             return None;
         }
-        // Sharing is for what would be missing, not instead of memory that is there: missing for this
-        // request, or where memory can be made also on the way back to the most that was live.
-        let (there, ahead) = match policy.limited {
-            true => (sources.granules + means.room, 0),
-            false => (sources.granules, growths.peak_live.saturating_sub(live)),
-        };
-        if window.shares() && there >= ahead.max(u64::from(window.instead)) {
+        let there = sources.granules + outlook.room;
+        if window.shares() && there >= outlook.ahead.max(u64::from(window.instead)) {
             return None;
         }
         let mut room = means.room;
@@ -388,7 +418,7 @@ impl Space {
             }
             let new = u64::from(missing).min(room) as u32;
             if new == missing {
-                let ahead = if means.ahead { policy.ahead(growths, missing) } else { 0 };
+                let ahead = if means.ahead { policy.ahead(outlook.growths, missing) } else { 0 };
                 let more = u64::from(ahead.min(gap.beyond)).min(room - u64::from(new)) as u32;
                 let saved = means.saved.saturating_sub(u64::from(spent));
                 if more > 0 {
@@ -397,7 +427,7 @@ impl Space {
                     let new = |granules| Piece { source: Source::New, granules };
                     fill.pieces.extend(pieces.map(new));
                 } else {
-                    let saved = if policy.shortens(growths) { saved } else { 0 };
+                    let saved = if policy.shortens(outlook.growths) { saved } else { 0 };
                     let at_once = policy.at_once(means.long_at_work);
                     spent += self.create(&mut fill, new, policy, window, saved, at_once);
                 }

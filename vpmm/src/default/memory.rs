@@ -235,10 +235,16 @@ impl Memory {
         self.extents.len() - self.vacant.len()
     }
 
+    /// The number of the extent at a granule.
+    #[inline]
+    pub(super) fn number_at(&self, granule: u32) -> Option<u32> {
+        self.at.get(granule as usize)?.checked_sub(1)
+    }
+
     /// The extent at a granule: one that is split as it is there.
     #[inline]
     pub(super) fn extent_at(&self, granule: u32) -> Option<(u32, Resident)> {
-        let number = self.at.get(granule as usize)?.checked_sub(1)?;
+        let number = self.number_at(granule)?;
         let mut extent = self.extents[number as usize];
         if extent.is_split() && !(extent.start..extent.end()).contains(&granule) {
             (extent.start, extent.backed) = (extent.twin, extent.twin_backed);

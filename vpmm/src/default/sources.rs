@@ -35,17 +35,23 @@ impl Space {
 
     /// Whether the whole free extents that a stream may use come to less than a request.
     pub(super) fn lacks_whole(&self, stream: u32, units: u32) -> bool {
+        !self.has_whole(stream, u64::from(units.div_ceil(self.memory.granule_units())))
+    }
+
+    /// Whether the whole free extents that a stream may use come to so many granules.
+    pub(super) fn has_whole(&self, stream: u32, granules: u64) -> bool {
         let granule_units = self.memory.granule_units();
-        let needed = u64::from(units.div_ceil(granule_units));
         let mut there = 0;
         let sets = Part::ALL.map(|part| self.usable_sets(stream, part));
         for block in sets.into_iter().flatten().flat_map(|set| set.of_at_least(granule_units)) {
-            self.whole_extents(block, |_, extent| there += u64::from(extent.granules));
-            if there >= needed {
-                return false;
+            if there >= granules {
+                return true;
             }
+            self.whole_extents(block, |_, extent| {
+                there += if extent.exported { 0 } else { u64::from(extent.granules) };
+            });
         }
-        true
+        there >= granules
     }
 
     /// Calls `visit` with every extent that a free block covers whole.

@@ -35,7 +35,7 @@ use super::tags::{Tag, Tags};
 use crate::fence::{Fence, TimelineId};
 use crate::physical::Extent;
 
-/// Free blocks looked at for parts of extents.
+/// Free blocks looked at for parts of extents, the longest of each owner's.
 const LOOKED_AT: usize = 2048;
 
 /// Parts that are compared for each end of a request, the longest.
@@ -89,7 +89,8 @@ pub(super) struct Split {
     pub(super) since: Fence,
 }
 
-/// The free parts of extents that a request may have, the longest first.
+/// The free parts of extents that a request may have: of each kind the longest, in that order, and of those
+/// that are as long the lowest first.
 #[derive(Default)]
 pub(super) struct Rests {
     low: Vec<Rest>,
@@ -97,11 +98,31 @@ pub(super) struct Rests {
 }
 
 impl Rests {
+    fn add(&mut self, rest: Rest) {
+        let of_side = match rest.side {
+            Side::Low => &mut self.low,
+            Side::High => &mut self.high,
+        };
+        let order = |rest: &Rest| (Reverse(rest.units), rest.start);
+        let at = of_side.partition_point(|better| order(better) <= order(&rest));
+        if at < COMPARED {
+            of_side.truncate(COMPARED - 1);
+            of_side.insert(at, rest);
+        }
+    }
+
+    /// Whether no part of a block of so many units would be among them.
+    fn are_longer_than(&self, units: u32) -> bool {
+        [&self.low, &self.high].iter().all(|of_side| {
+            of_side.len() == COMPARED && of_side.last().is_some_and(|rest| rest.units > units)
+        })
+    }
+
     /// What a request takes before and behind whole granules so that it needs the fewest of those, of that
     /// the least; and how many granules it still needs.
     fn ends(&self, units: u32, granule_units: u32) -> (Option<Rest>, Option<Rest>, u32) {
-        let firsts = || [None].into_iter().chain(self.high.iter().take(COMPARED).map(Some));
-        let lasts = || [None].into_iter().chain(self.low.iter().take(COMPARED).map(Some));
+        let firsts = || [None].into_iter().chain(self.high.iter().map(Some));
+        let lasts = || [None].into_iter().chain(self.low.iter().map(Some));
         let length = |rest: Option<&Rest>| rest.map_or(0, |rest| rest.units);
         let mut best = ((units.div_ceil(granule_units), 0, 0), None, None);
         for (first, last) in firsts().flat_map(|first| lasts().map(move |last| (first, last))) {
@@ -138,27 +159,28 @@ impl Rests {
 impl Space {
     /// The parts of extents that a stream may have for windows in the large part.
     pub(super) fn rests(&self, stream: u32) -> Rests {
-        let sets = self.usable_sets(stream, Part::Large);
-        let blocks = sets.into_iter().flat_map(|set| set.of_at_least(1)).take(LOOKED_AT);
         let mut rests = Rests::default();
-        for block in blocks {
-            rests.low.extend(self.rest_of(block, Side::Low));
-            rests.high.extend(self.rest_of(block, Side::High));
-        }
-        for of_side in [&mut rests.low, &mut rests.high] {
-            of_side.sort_unstable_by_key(|rest| (Reverse(rest.units), rest.start));
+        let mut left = LOOKED_AT;
+        for set in self.usable_sets(stream, Part::Large) {
+            for block in set.from_largest().take(left) {
+                if rests.are_longer_than(block.units()) {
+                    break;
+                }
+                left -= 1;
+                let ends = [(block.start(), Side::High), (block.end() - 1, Side::Low)];
+                let of_block = ends.map(|(inside, side)| self.rest_of(block, inside, side));
+                of_block.into_iter().flatten().for_each(|rest| rests.add(rest));
+            }
         }
         rests
     }
 
-    /// What a free block has of the extent that it ends in, or begins in, up to the other end of that.
-    fn rest_of(&self, block: &Block, side: Side) -> Option<Rest> {
+    /// What a free block has of the extent that it begins in, up to that one's end, or of the one that it ends
+    /// in, up to that one's beginning: of the one that is at `inside`.
+    fn rest_of(&self, block: &Block, inside: u32, side: Side) -> Option<Rest> {
         let granule_units = self.memory.granule_units();
-        let inside = match side {
-            Side::Low => block.end() - 1,
-            Side::High => block.start(),
-        };
-        let (number, extent) = self.memory.extent_at(self.memory.granule_of(inside))?;
+        let number = self.memory.number_at(self.memory.granule_of(inside))?;
+        let extent = self.memory.extent(number);
         if extent.is_split() || extent.exported {
             return None;
         }
@@ -167,7 +189,7 @@ impl Space {
             Side::Low => (first, block.end()),
             Side::High => (block.start(), behind),
         };
-        let is_part = end - start < behind - first;
+        let is_part = first < start || end < behind;
         let covers = block.start() <= start && end <= block.end();
         let (handle, granules) = (extent.handle, extent.granules);
         let (owner, block, units) = (block.owner(), block.id(), end.checked_sub(start)?);
