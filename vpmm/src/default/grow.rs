@@ -132,6 +132,8 @@ pub(super) struct Means {
     pub(super) moved_lately: u64,
     /// Extents that moved beyond what may go on for ever.
     pub(super) excess: u64,
+    /// Whether more has moved than time makes up for.
+    pub(super) restive: bool,
     /// Whether moves take a good part of the program's time.
     pub(super) hurried: bool,
     /// Handles that may be made beyond what is needed.
@@ -189,6 +191,7 @@ impl Space {
             hurried: means.hurried,
             peak_live: self.peak_live / granule_units,
             mapped: self.memory.mapped(),
+            random: self.is_loose && means.restive,
         };
         let enough = policy.moves_first(live, growths, means.saved);
         // A first look without walking: free memory that is too little cannot be extents enough.
@@ -245,7 +248,7 @@ impl Space {
             let sought = u64::from(whole).max(outlook.ahead).saturating_sub(outlook.room);
             outlook.may_move_first && self.has_whole(stream, sought)
         };
-        if policy.shares(means.saved)
+        if policy.shares(outlook.growths.random, means.saved)
             && part == Part::Large
             && !needless()
             && let Some(between) = self.between(stream, units, policy)

@@ -29,6 +29,10 @@ const LASTING: u32 = 4;
 /// From one move for each so many handles on time makes up for fewer.
 const WORN: u64 = 3;
 
+/// Moves at so many times that rate are more than they are worth for a program whose sizes do not come again: 500
+/// a second by default, 2 %.
+const RESTIVE: u64 = 2;
+
 /// Moves at so many times that rate are a good part of the program's time, 8,000 a second by default, some 20 %.
 const HURRIED: u64 = 32;
 
@@ -112,9 +116,18 @@ impl Pace {
         self.ever.saturating_sub(self.lasting(now))
     }
 
+    /// Whether moves take more of the program's time than they are worth where they are for one request only.
+    pub(super) fn is_restive(&self, now: Duration) -> bool {
+        self.is_beyond(now, RESTIVE)
+    }
+
     /// Whether moves take a good part of the program's time.
     pub(super) fn is_hurried(&self, now: Duration) -> bool {
-        self.has_rate() && self.ever > self.lasting(now).saturating_mul(HURRIED)
+        self.is_beyond(now, HURRIED)
+    }
+
+    fn is_beyond(&self, now: Duration, times: u64) -> bool {
+        self.has_rate() && self.ever > self.lasting(now).saturating_mul(times)
     }
 
     /// The moves that may go on for ever, up to now.
@@ -190,6 +203,22 @@ mod tests {
         assert_eq!(pace.moves(65 * MILLI, 270), 26);
         pace.note(u64::MAX / 2);
         assert!(pace.moves(3600 * 1000 * MILLI, 0) > u64::MAX / 4);
+    }
+
+    #[test]
+    fn a_pool_is_restive_before_it_is_hurried_and_neither_without_a_rate() {
+        let mut pace = Pace::new(100);
+        pace.note(101);
+        // 25 a second may go on: 50 are restive, 800 hurried.
+        let both = |pace: &Pace, at: Duration| [pace.is_restive(at), pace.is_hurried(at)];
+        assert_eq!(both(&pace, 100 * MILLI), [true, true]);
+        assert_eq!(
+            [1000, 2000, 2040].map(|at| both(&pace, at * MILLI)),
+            [[true, false], [true, false], [false, false]]
+        );
+        let mut pace = Pace::new(0);
+        pace.note(1000);
+        assert_eq!(both(&pace, MILLI), [false, false]);
     }
 
     #[test]

@@ -53,10 +53,13 @@ const APART: u64 = 8;
 
 /// Memory moves before more is made when whole free extents come to this fraction of what is
 /// live: moving one costs hardly more than making one. With a limit to grow to it may come to
-/// more: each move leaves two ends of granules behind that nothing fits in.
+/// more: each move leaves two ends of granules behind that nothing fits in. Where sizes do not come again
+/// it may, too, and no extent is shared, once moves take some of the program's time: what was brought
+/// together for one request is no use to the next, and a little more memory is, for all of them.
 const MOVED_FIRST: u64 = 400;
 const MOVED_FIRST_AT_LEISURE: u64 = 800;
 const MOVED_FIRST_WITH_LIMIT: u64 = 4;
+const MOVED_FIRST_AT_RANDOM: u64 = 32;
 
 /// That fraction doubles whenever this many more extents have moved lately for each that was made:
 /// while a pool finds its size moves are worth their time, but a loop whose requests never settle
@@ -83,8 +86,9 @@ const AHEAD_PIECE: u32 = 4;
 /// nothing moves first until the pool has so many sixteenths of the most that was live, and two more for each
 /// further extent that has moved for each that was made, or the most at once where moves take a good part
 /// of the program's time; and up to five eighths of that growth maps this fraction of the pool ahead,
-/// whatever the request.
+/// whatever the request. Where sizes do not come again that is known sooner.
 const RESTLESS: u64 = 8;
+const RESTLESS_AT_RANDOM: u64 = 2;
 const SIXTEENTHS_AT_REST: u64 = 18;
 const SIXTEENTHS_EACH: u64 = 2;
 const SIXTEENTHS_AT_MOST: u64 = 24;
@@ -186,8 +190,8 @@ impl Policy {
 
     /// Whether a window may have parts of extents that others have the rest of, where so many handles are
     /// saved up: those are mapped once more for it. Where memory is short, and at leisure.
-    pub(super) fn shares(&self, saved: u64) -> bool {
-        !self.fixed && (self.limited || saved >= AT_LEISURE)
+    pub(super) fn shares(&self, random: bool, saved: u64) -> bool {
+        !self.fixed && (self.limited || (saved >= AT_LEISURE && !random))
     }
 
     /// Whether what moves comes from where the least is left beside it.
@@ -217,6 +221,7 @@ impl Policy {
     pub(super) fn moves_first(&self, live: u64, growths: Growths, saved: u64) -> Option<u64> {
         let part = match saved {
             _ if self.limited => MOVED_FIRST_WITH_LIMIT,
+            _ if growths.random => MOVED_FIRST_AT_RANDOM,
             AT_LEISURE.. => MOVED_FIRST_AT_LEISURE,
             _ => MOVED_FIRST,
         };
@@ -285,6 +290,8 @@ pub(super) struct Growths {
     pub(super) peak_live: u64,
     /// The granules that the pool has.
     pub(super) mapped: u64,
+    /// Whether the program's sizes do not come again, and moves for them take some of its time.
+    pub(super) random: bool,
 }
 
 impl Growths {
@@ -292,7 +299,8 @@ impl Growths {
     /// `None` where it is not restless.
     fn sixteenths_at_rest(&self) -> Option<u64> {
         let created = self.created.max(1);
-        (self.excess > created * RESTLESS).then(|| {
+        let restless = if self.random { RESTLESS_AT_RANDOM } else { RESTLESS };
+        (self.excess > created * restless).then(|| {
             if self.hurried {
                 return SIXTEENTHS_AT_MOST;
             }
@@ -314,6 +322,31 @@ impl Growths {
 mod tests {
     use super::*;
 
+    #[test]
+    fn where_sizes_do_not_come_again_little_moves_first_and_nothing_is_shared() {
+        let calm = Growths {
+            streak: 0,
+            created: 100,
+            moved: 0,
+            excess: 0,
+            peak_live: 3200,
+            mapped: 3200,
+            hurried: false,
+            random: false,
+        };
+        let random = Growths { random: true, ..calm };
+        let [free, limited] = [false, true].map(|limited| Policy::new(1 << 20, limited, false));
+        let first = |policy: &Policy, growths, saved| policy.moves_first(3200, growths, saved);
+        assert_eq!([calm, random].map(|growths| first(&free, growths, 0)), [Some(8), Some(100)]);
+        assert_eq!(first(&free, random, AT_LEISURE), Some(100));
+        // It is restless sooner.
+        let moved = |excess| Growths { excess, ..random };
+        assert_eq!([200, 201].map(|excess| first(&free, moved(excess), 0)), [Some(100), None]);
+        assert_eq!([calm, random].map(|growths| first(&limited, growths, 0)), [Some(800); 2]);
+        assert_eq!([false, true].map(|random| free.shares(random, AT_LEISURE)), [true, false]);
+        assert!(limited.shares(true, 0) && !free.shares(false, 0));
+    }
+
     /// What stays in the last extent that was mapped ahead pins it: in a large pool that is little.
     #[test]
     fn ahead_doubles_a_small_pool_and_is_short_in_a_large_one() {
@@ -326,6 +359,7 @@ mod tests {
             peak_live: 100,
             mapped: 0,
             hurried: false,
+            random: false,
         };
         let ahead = [1, 40, LARGE, LARGE + 1, 100_000]
             .map(|mapped| policy.ahead(Growths { mapped, ..growths }, 1));
@@ -356,6 +390,7 @@ mod tests {
             moved: 800,
             excess: 800,
             hurried: false,
+            random: false,
             peak_live: 4000,
             mapped: 4000,
         };

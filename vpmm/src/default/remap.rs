@@ -38,8 +38,10 @@ impl Core {
             let pace = &mut space.pace;
             let (moved_lately, saved) = (pace.moves(now, made), pace.saved(now));
             let (excess, hurried) = (pace.excess(now), pace.is_hurried(now));
+            let restive = pace.is_restive(now);
             let long_at_work = pace.is_long_at_work(now);
-            let means = Means { room, moved_lately, excess, hurried, saved, long_at_work, ahead };
+            let means =
+                Means { room, moved_lately, excess, restive, hurried, saved, long_at_work, ahead };
             let Request { stream, units, .. } = request;
             match space.plan(&self.tags, stream, units, part, &self.policy, means) {
                 Some(job) => job,

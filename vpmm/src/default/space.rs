@@ -75,7 +75,7 @@ pub(super) struct Space {
     /// Units in fronts, each as it was when it was asked last.
     in_fronts: u64,
     /// Whether the front that was asked last is loose.
-    is_loose: bool,
+    pub(super) is_loose: bool,
     /// The most units that callers had: see [`Stats::peak_live_bytes`](crate::Stats).
     pub(super) peak_live: u64,
     /// Bytes of regions of operations under way.
