@@ -408,7 +408,7 @@ impl FreeSet {
     }
 
     /// Every block, the largest first.
-    pub(super) fn from_largest(&self) -> impl Iterator<Item = &Block> {
+    pub(super) fn largest_first(&self) -> impl Iterator<Item = &Block> {
         let classes = std::iter::successors(self.previous_class(CLASSES), |class| {
             self.previous_class(*class)
         });
@@ -532,7 +532,7 @@ mod tests {
         }
         let sizes: Vec<u32> = set.of_at_least(1).map(Block::units).collect();
         assert!(sizes.is_sorted() && sizes.len() == model.len() && set.agrees());
-        let backwards: Vec<u32> = set.from_largest().map(Block::units).collect();
+        let backwards: Vec<u32> = set.largest_first().map(Block::units).collect();
         assert!(backwards.iter().rev().eq(&sizes));
     }
 }

@@ -132,7 +132,7 @@ pub(super) struct Means {
     pub(super) moved_lately: u64,
     /// Extents that moved beyond what may go on for ever.
     pub(super) excess: u64,
-    /// Whether more has moved than time makes up for.
+    /// Whether moves take more of the program's time than they are worth for one request only.
     pub(super) restive: bool,
     /// Whether moves take a good part of the program's time.
     pub(super) hurried: bool,
@@ -146,6 +146,7 @@ pub(super) struct Means {
 
 /// What a request finds, whichever window it gets.
 struct Outlook {
+    means: Means,
     growths: Growths,
     /// From how many granules of free extents on they move before more are made.
     enough: Option<u64>,
@@ -171,10 +172,10 @@ impl Space {
     ) -> Option<Job> {
         self.scarce_from = policy.scarce_from(self.peak_live, means.saved);
         let outlook = self.outlook(policy, means);
-        let windows = self.windows(tags, stream, units, part, policy, means, &outlook);
+        let windows = self.windows(tags, stream, units, part, policy, &outlook);
         // The first that can be filled: between two mappings only exact sums of lengths can.
         windows.into_iter().find_map(|window| {
-            let (fills, spent) = self.fill(stream, &window, policy, means, &outlook)?;
+            let (fills, spent) = self.fill(stream, &window, policy, &outlook)?;
             Some(self.take_out(tags, stream, units, &window, fills, spent))
         })
     }
@@ -203,13 +204,12 @@ impl Space {
             true => (means.room, 0),
             false => (0, growths.peak_live.saturating_sub(live)),
         };
-        Outlook { growths, enough, may_move_first, room, ahead }
+        Outlook { means, growths, enough, may_move_first, room, ahead }
     }
 
     /// The windows that lack the least memory, of those with as little first the one that uses up the
     /// most of granules which others have a part of, then the lowest; and a fresh one, before or after
     /// those that save nothing.
-    #[allow(clippy::too_many_arguments)]
     fn windows(
         &self,
         tags: &Tags,
@@ -217,7 +217,6 @@ impl Space {
         units: u32,
         part: Part,
         policy: &Policy,
-        means: Means,
         outlook: &Outlook,
     ) -> SmallVec<[Window; WINDOWS_TRIED + 1]> {
         let range = self.memory.range(part);
@@ -239,7 +238,7 @@ impl Space {
             }
         }
         if let Some(fresh) = self.fresh_window(units, part, policy) {
-            let saves = if policy.prefers_fresh(means.saved) { whole } else { whole + 1 };
+            let saves = if policy.prefers_fresh(outlook.means.saved) { whole } else { whole + 1 };
             let at = found.partition_point(|window| window.cost < saves);
             found.insert(at, fresh);
         }
@@ -248,7 +247,7 @@ impl Space {
             let sought = u64::from(whole).max(outlook.ahead).saturating_sub(outlook.room);
             outlook.may_move_first && self.has_whole(stream, sought)
         };
-        if policy.shares(outlook.growths.random, means.saved)
+        if policy.shares(outlook.growths.random, outlook.means.saved)
             && part == Part::Large
             && !needless()
             && let Some(between) = self.between(stream, units, policy)
@@ -377,9 +376,9 @@ impl Space {
         stream: u32,
         window: &Window,
         policy: &Policy,
-        means: Means,
         outlook: &Outlook,
     ) -> Option<(SmallVec<[Fill; 2]>, u32)> {
+        let means = outlook.means;
         let short = means.room < u64::from(window.cost);
         let mut sources = Sources::default();
         if outlook.may_move_first || (short && !policy.fixed) {

@@ -162,7 +162,7 @@ impl Space {
         let mut rests = Rests::default();
         let mut left = LOOKED_AT;
         for set in self.usable_sets(stream, Part::Large) {
-            for block in set.from_largest().take(left) {
+            for block in set.largest_first().take(left) {
                 if rests.are_longer_than(block.units()) {
                     break;
                 }
