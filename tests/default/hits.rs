@@ -5,7 +5,7 @@ use std::cell::Cell;
 
 use vpmm::{Driver, PoolConfig, Stream};
 
-use crate::rig::{GRANULE, KIB, MIB};
+use crate::rig::{GIB, GRANULE, KIB, MIB};
 use crate::support::Rig;
 
 /// The system's allocator, which counts the calls of each thread.
@@ -168,5 +168,43 @@ fn random_sizes_in_a_warm_pool() {
                 assert_eq!(cost(&rig.driver, &mut round), (0, 0), "sizes up to {most}");
             }
         }
+    });
+}
+
+/// What fronts keep of the memory beyond the peak follows the peak, up and down, although the pool stays
+/// as it is.
+#[test]
+fn fronts_keep_of_what_the_pool_has_to_spare_now() {
+    Rig::everywhere(|rig| {
+        let pool = vpmm::Pool::new(&rig.device, &settings(false)).unwrap();
+        let streams: Vec<Stream> = (0..16).map(|_| rig.stream()).collect();
+        for stream in &streams {
+            let few = pool.malloc(512, stream).unwrap();
+            pool.free(few, stream).unwrap();
+        }
+        let stream = &streams[0];
+        let whole = pool.malloc(2 * GIB as usize, stream).unwrap();
+        pool.free(whole, stream).unwrap();
+        // 102 MiB in blocks of different classes. What does not fit beside others takes their place.
+        let kept = || {
+            let held: Vec<_> = (0..17)
+                .map(|n| pool.malloc((4 * MIB + n * 256 * KIB) as usize, stream).unwrap())
+                .collect();
+            held.into_iter().for_each(|ptr| pool.free(ptr, stream).unwrap());
+            pool.stats().cached_bytes
+        };
+        let mapped = pool.stats().mapped_bytes;
+        // 60 MiB: half of a 16th of what is beyond the peak. The last six blocks.
+        pool.reset_peaks();
+        let much = kept();
+        let most = pool.malloc(GIB as usize * 7 / 4, stream).unwrap();
+        // 16 MiB: an eighth of a 16th of the pool. The last two.
+        let little = kept();
+        pool.free(most, stream).unwrap();
+        pool.reset_peaks();
+        let again = kept();
+        assert_eq!(pool.stats().mapped_bytes, mapped, "no growth");
+        assert!(little <= 17 * MIB, "{little} bytes where little is to spare");
+        assert!(much >= 44 * MIB && again >= 44 * MIB, "{much} and {again} bytes where much is");
     });
 }

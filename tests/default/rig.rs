@@ -6,6 +6,7 @@ use crate::support::{Rig, Watched};
 
 pub(crate) const KIB: u64 = 1 << 10;
 pub(crate) const MIB: u64 = 1 << 20;
+pub(crate) const GIB: u64 = 1 << 30;
 pub(crate) const GRANULE: u64 = 2 * MIB;
 
 /// At most so many granules of memory, in few addresses: a check of the invariants looks at each

@@ -47,13 +47,20 @@ pub(super) struct Share {
     pub(super) spare: u64,
 }
 
-/// A share found once for as long as pool and streams stay as they are: a division for each block that
-/// comes back costs more than what it is for.
+/// A share found once for as long as what it is of stays as it is: a division for each block that comes
+/// back costs more than what it is for.
 #[derive(Default)]
 struct Shared {
-    granules: u64,
-    streams: u64,
+    of: Shareable,
     share: Share,
+}
+
+/// What shares are of: granules of the pool, the most units that were live, and streams.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+struct Shareable {
+    granules: u64,
+    peak_live: u64,
+    streams: u64,
 }
 
 pub(super) struct Space {
@@ -154,12 +161,13 @@ impl Space {
     #[inline]
     pub(super) fn share_of_each(&mut self) -> Share {
         let (granules, streams) = (self.memory.mapped(), self.books.len() as u64);
-        if (self.shared.granules, self.shared.streams) != (granules, streams) {
+        let of = Shareable { granules, peak_live: self.peak_live, streams };
+        if self.shared.of != of {
             let pool = granules * u64::from(self.memory.granule_units());
             let each = |units: u64| units / streams.max(1);
-            let share =
-                Share { pool, each: each(pool), spare: each(pool.saturating_sub(self.peak_live)) };
-            self.shared = Shared { granules, streams, share };
+            let spare = pool.saturating_sub(of.peak_live);
+            self.shared =
+                Shared { of, share: Share { pool, each: each(pool), spare: each(spare) } };
         }
         self.shared.share
     }
