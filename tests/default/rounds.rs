@@ -107,6 +107,21 @@ fn trainings_settle() {
     }
 }
 
+/// What a program holds that goes through its requests once, without a pause, with the rate of moves that pools
+/// have. When sizes counted as known after a handful of requests cupy_mix held 1.17.
+#[test]
+fn a_first_round_at_full_speed_holds_little_more_than_is_live() {
+    let rate = PoolConfig::default().moves_per_second;
+    let most =
+        [("gpt_train", 1.015), ("resnet_train", 1.015), ("cupy_mix", 1.06), ("serve_streams", 1.1)];
+    for (name, most) in most {
+        let rounds = Rounds::with(&format!("traces/{name}.csv.gz"), rate);
+        rounds.round();
+        assert!(rounds.held() < most, "{name} holds {}", rounds.held());
+        rounds.end();
+    }
+}
+
 /// A training with varying lengths moves about as much as it makes while it grows, which is no reason to make
 /// long extents: it has time for short ones between its requests. With those it holds 1.007; with long ones
 /// once more has moved than was made 1.021, with at most 60 made at once 1.017.

@@ -192,7 +192,7 @@ impl Space {
             hurried: means.hurried,
             peak_live: self.peak_live / granule_units,
             mapped: self.memory.mapped(),
-            random: self.is_loose && means.restive,
+            random: self.is_loose && means.restive && policy.knows_sizes(self.returns),
         };
         let enough = policy.moves_first(live, growths, means.saved);
         // A first look without walking: free memory that is too little cannot be extents enough.

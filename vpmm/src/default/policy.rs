@@ -61,6 +61,10 @@ const MOVED_FIRST_AT_LEISURE: u64 = 800;
 const MOVED_FIRST_WITH_LIMIT: u64 = 4;
 const MOVED_FIRST_AT_RANDOM: u64 = 32;
 
+/// Whether sizes come again is known from so many blocks on that came back behind fronts: a loop that has gone on
+/// for some time. A program of a few thousand requests, however much it moves for them, may hold little.
+const SIZES_KNOWN: u64 = 1 << 15;
+
 /// That fraction doubles whenever this many more extents have moved lately for each that was made:
 /// while a pool finds its size moves are worth their time, but a loop whose requests never settle
 /// would do nothing else.
@@ -86,9 +90,8 @@ const AHEAD_PIECE: u32 = 4;
 /// nothing moves first until the pool has so many sixteenths of the most that was live, and two more for each
 /// further extent that has moved for each that was made, or the most at once where moves take a good part
 /// of the program's time; and up to five eighths of that growth maps this fraction of the pool ahead,
-/// whatever the request. Where sizes do not come again that is known sooner.
+/// whatever the request.
 const RESTLESS: u64 = 8;
-const RESTLESS_AT_RANDOM: u64 = 2;
 const SIXTEENTHS_AT_REST: u64 = 18;
 const SIXTEENTHS_EACH: u64 = 2;
 const SIXTEENTHS_AT_MOST: u64 = 24;
@@ -246,6 +249,11 @@ impl Policy {
         (0..granules.div_ceil(piece)).map(move |at| piece.min(granules - at * piece))
     }
 
+    /// Whether so many blocks have come back that the sizes of requests are known to come again or not.
+    pub(super) fn knows_sizes(&self, returns: u64) -> bool {
+        returns >= SIZES_KNOWN
+    }
+
     /// Granules to map beyond the need of a request that needs `needed`.
     pub(super) fn ahead(&self, growths: Growths, needed: u32) -> u32 {
         if self.limited {
@@ -299,8 +307,7 @@ impl Growths {
     /// `None` where it is not restless.
     fn sixteenths_at_rest(&self) -> Option<u64> {
         let created = self.created.max(1);
-        let restless = if self.random { RESTLESS_AT_RANDOM } else { RESTLESS };
-        (self.excess > created * restless).then(|| {
+        (self.excess > created * RESTLESS).then(|| {
             if self.hurried {
                 return SIXTEENTHS_AT_MOST;
             }
@@ -339,12 +346,11 @@ mod tests {
         let first = |policy: &Policy, growths, saved| policy.moves_first(3200, growths, saved);
         assert_eq!([calm, random].map(|growths| first(&free, growths, 0)), [Some(8), Some(100)]);
         assert_eq!(first(&free, random, AT_LEISURE), Some(100));
-        // It is restless sooner.
-        let moved = |excess| Growths { excess, ..random };
-        assert_eq!([200, 201].map(|excess| first(&free, moved(excess), 0)), [Some(100), None]);
         assert_eq!([calm, random].map(|growths| first(&limited, growths, 0)), [Some(800); 2]);
         assert_eq!([false, true].map(|random| free.shares(random, AT_LEISURE)), [true, false]);
         assert!(limited.shares(true, 0) && !free.shares(false, 0));
+        // Nobody knows that after a few requests.
+        assert!(!free.knows_sizes(SIZES_KNOWN - 1) && free.knows_sizes(SIZES_KNOWN));
     }
 
     /// What stays in the last extent that was mapped ahead pins it: in a large pool that is little.

@@ -103,7 +103,8 @@ pub(super) struct Space {
     pub(super) awaits: bool,
     /// What each stream's share of the pool is, and of what it was found.
     shared: Shared,
-    /// Blocks that came back, ever: tells growth whether anything was freed since the last.
+    /// Blocks that came back, ever: tells growth whether anything was freed since the last, and how long the
+    /// program has gone on.
     pub(super) returns: u64,
     tide: super::tide::Tide,
     pub(super) growth: super::grow::Growth,
