@@ -8,6 +8,7 @@ mod background;
 mod bad_input;
 mod changed;
 mod costs;
+mod exchanges;
 mod failures;
 mod hits;
 mod program;

@@ -95,6 +95,11 @@ pub struct ReplayArgs {
     #[arg(long)]
     pub threads: bool,
 
+    /// Make each call at its time in the trace, to some 100 microseconds, and not
+    /// as soon as the one before it is done. Waits are in no timing.
+    #[arg(long)]
+    pub paced: bool,
+
     /// Write a pattern into every allocation as device work, and check it before
     /// the free. Timings then hold no device work, but no overlap with it either.
     #[arg(long)]

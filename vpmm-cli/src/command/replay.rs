@@ -19,6 +19,12 @@ const SIM_STRIDE_BYTES: u64 = 1 << 20;
 
 pub(super) fn replay(args: &ReplayArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
     let traces = open_all(&args.traces)?;
+    if args.paced
+        && let Some(untimed) = traces.iter().find(|trace| trace.times.is_empty())
+    {
+        let why = format!("{}: --paced needs a time that can be read in every row", untimed.name);
+        return Err(Abort::bad_input(why));
+    }
     let device = args.device.settle(remark);
 
     let mut exit = Exit::Done;
@@ -60,6 +66,7 @@ fn replay_one(
         limit_bytes: args.limit.map(|limit| limit.0),
         passes: args.repeat.get(),
         threads: args.threads,
+        paced: args.paced,
         verify_stride_bytes: args.verify.then(|| verify_stride_bytes(args, &machine)),
     };
     let bar = progress_bar(trace, allocator, settings.passes);

@@ -91,6 +91,7 @@ pub fn fit(
             limit_bytes: Some(limit_bytes),
             passes: 1,
             threads: false,
+            paced: false,
             verify_stride_bytes: None,
         };
         match session.run(allocator, settings, progress) {

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use vpmm::StreamHandle;
 
@@ -18,6 +18,8 @@ use crate::trace::{Action, Trace};
 
 /// Steps between two reports of progress.
 const STRIDE: usize = 4096;
+/// An operation that is due sooner than this is made at once: sleep is no finer.
+const SOON: Duration = Duration::from_micros(100);
 
 /// Device work around allocations: writes a pattern and looks whether it is still there.
 pub trait Checker: Sync {
@@ -56,6 +58,8 @@ pub struct Target<'a> {
     pub streams: &'a [StreamHandle],
     /// The device work, if any.
     pub checker: Option<&'a dyn Checker>,
+    /// When each operation of the trace is due, counted from the pass's start; `None` for all at once.
+    pub due: Option<&'a [Duration]>,
     /// The clock around the allocator's driver calls, if they are timed.
     pub timer: Option<&'a DriverTimer>,
     /// Called first on every thread of the pass: makes the context current.
@@ -105,6 +109,14 @@ pub struct Replay<'a> {
     costs: Costs,
 }
 
+/// Waits for a moment that is not soon anyway.
+fn wait_until(moment: Instant) {
+    let left = moment.saturating_duration_since(Instant::now());
+    if left >= SOON {
+        thread::sleep(left);
+    }
+}
+
 /// What one lane did.
 struct LaneResult {
     steps: usize,
@@ -142,6 +154,7 @@ impl<'a> Replay<'a> {
             backend: &Nothing,
             streams: &streams,
             checker: None,
+            due: None,
             timer: None,
             enter: &|| Ok(()),
             progress: &|_| {},
@@ -269,6 +282,11 @@ impl<'a> Replay<'a> {
                         horizon = progress.horizon();
                         watch.start();
                     }
+                }
+                if let Some(due) = target.due.and_then(|due| due.get(step.row as usize)) {
+                    watch.stop();
+                    wait_until(progress.start() + *due);
+                    watch.start();
                 }
                 if let Err(error) = self.run_step(target, step, &mut watch, times.as_mut()) {
                     watch.stop();

@@ -18,6 +18,8 @@ pub struct Settings {
     pub passes: u32,
     /// Whether each thread of the trace gets a thread of the replay.
     pub threads: bool,
+    /// Whether each operation waits for its time in the trace.
+    pub paced: bool,
     /// One word in how many bytes is written and checked; `None` for no device work.
     pub verify_stride_bytes: Option<u64>,
 }
@@ -191,6 +193,7 @@ impl<'a> Session<'a> {
                     backend: &*backend,
                     streams: &handles,
                     checker: verifier.as_ref().map(|verifier| verifier as &dyn Checker),
+                    due: settings.paced.then_some(trace.times.as_slice()),
                     timer: machine.timer(),
                     enter: &|| calls.enter(),
                     progress: &|operations| progress.inc(operations),

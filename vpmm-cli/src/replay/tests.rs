@@ -82,6 +82,7 @@ fn pass(trace: &Trace, threads: bool, backend: &dyn Backend) -> Pass {
         backend,
         streams: &streams,
         checker: None,
+        due: None,
         timer: None,
         enter: &|| Ok(()),
         progress: &|_| {},
@@ -165,6 +166,7 @@ fn a_context_that_cannot_be_entered_is_a_stop() {
             backend: &Noting::new(u64::MAX),
             streams: &[StreamHandle::LEGACY],
             checker: None,
+            due: None,
             timer: None,
             enter: &|| Err(vpmm::Error::ZeroSize),
             progress: &|_| {},
@@ -229,6 +231,7 @@ fn mismatches(
         backend: &*backend,
         streams: &handles,
         checker: Some(&verifier as &dyn Checker),
+        due: None,
         timer: None,
         enter: &|| calls.enter(),
         progress: &|_| {},
@@ -299,6 +302,7 @@ fn every_allocator_serves_threads_streams_and_passes() {
                 limit_bytes: Some(1 << 30),
                 passes: 2,
                 threads,
+                paced: false,
                 verify_stride_bytes: Some(1 << 20),
             };
             let bar = ProgressBar::hidden();
@@ -320,8 +324,13 @@ fn verifying_does_not_change_what_the_driver_is_said_to_cost() {
     for allocator in &AllocatorSpec::DIRECT {
         let time = |verify_stride_bytes| {
             let machine = Machine::simulated(Setup::default()).unwrap();
-            let settings =
-                Settings { limit_bytes: None, passes: 1, threads: false, verify_stride_bytes };
+            let settings = Settings {
+                limit_bytes: None,
+                passes: 1,
+                threads: false,
+                paced: false,
+                verify_stride_bytes,
+            };
             let outcome =
                 run(&trace, allocator, &machine, settings, &ProgressBar::hidden()).unwrap();
             (outcome.driver_calls, outcome.driver_time_us.unwrap())

@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::process::Stdio;
+use std::time::{Duration, Instant};
 
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -284,4 +285,32 @@ fn info_shows_the_simulated_device() {
     assert_eq!(object["devices"][0]["attributes"][0]["value"], 1, "{object}");
     let output = run(&["info", "--device=sim"]);
     assert!(stdout(&output).contains("virtual memory management   yes"), "{}", stdout(&output));
+}
+
+/// Every call at its time; what lies between is in no timing.
+#[test]
+fn paced_takes_as_long_as_the_program_did() {
+    let rows: String = (0..5)
+        .map(|n| format!("1,00:00:00.{:06},allocate,{:#x},900,0\n", n * 60_000, n + 1))
+        .collect();
+    let file = File::rows(&rows);
+    let timed = |further: &[&str]| {
+        let args: Vec<&str> = ["replay", file.path(), "--device=sim", "--json"]
+            .iter()
+            .chain(further)
+            .copied()
+            .collect();
+        let begin = Instant::now();
+        let object = json(&run(&args), 0).remove(0);
+        (begin.elapsed(), object["ns_per_op"].as_f64().unwrap())
+    };
+    let (took, ns_per_op) = timed(&["--paced"]);
+    assert!(took >= Duration::from_millis(240), "{took:?}");
+    assert!(ns_per_op < 30e6, "{ns_per_op} ns an operation, as if waits counted");
+    assert!(timed(&["--paced", "--threads", "--repeat=2"]).0 >= Duration::from_millis(480));
+
+    let untimed = File::rows("1,x,allocate,0x1,900,0\n");
+    let output = run(&["replay", untimed.path(), "--device=sim", "--paced"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("--paced needs a time"), "{}", stderr(&output));
 }

@@ -5,6 +5,7 @@
 //! hole grows in place: that window lacks the least.
 
 use std::cmp::Reverse;
+use std::time::Duration;
 
 use smallvec::SmallVec;
 
@@ -88,10 +89,19 @@ pub(super) struct Job {
 }
 
 impl Job {
+    fn moved(&self) -> impl Iterator<Item = &Piece> {
+        let pieces = self.fills.iter().flat_map(|fill| &fill.pieces);
+        pieces.filter(|piece| !matches!(piece.source, Source::New))
+    }
+
     /// The extents that it moves.
     pub(super) fn moves(&self) -> u64 {
-        let pieces = self.fills.iter().flat_map(|fill| &fill.pieces);
-        pieces.filter(|piece| !matches!(piece.source, Source::New)).count() as u64
+        self.moved().count() as u64
+    }
+
+    /// And the granules of them.
+    pub(super) fn moved_granules(&self) -> u64 {
+        self.moved().map(|piece| u64::from(piece.granules)).sum()
     }
 }
 
@@ -123,6 +133,17 @@ impl Window {
     }
 }
 
+/// What is asked of growth.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wanted {
+    /// Granules that may be made.
+    pub(super) room: u64,
+    /// Whether it may be for requests to come, too.
+    pub(super) ahead: bool,
+    /// Whether memory went back for this request, so that new memory comes before moves.
+    pub(super) exchanged: bool,
+}
+
 /// What growth may use.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Means {
@@ -138,6 +159,8 @@ pub(super) struct Means {
     pub(super) hurried: bool,
     /// Handles that may be made beyond what is needed.
     pub(super) saved: u64,
+    /// As wanted.
+    pub(super) exchanged: bool,
     /// Whether the program has had much time of its own.
     pub(super) long_at_work: bool,
     /// Whether to grow beyond the need for requests to come.
@@ -180,6 +203,34 @@ impl Space {
         })
     }
 
+    /// What growth may use now.
+    pub(super) fn means(&mut self, wanted: Wanted, now: Duration) -> Means {
+        let Wanted { room, ahead, exchanged } = wanted;
+        let made = self.counters.created;
+        let pace = &mut self.pace;
+        Means {
+            room,
+            moved_lately: pace.moves(now, made),
+            excess: pace.excess(now),
+            restive: pace.is_restive(now),
+            hurried: pace.is_hurried(now),
+            saved: pace.saved(now),
+            long_at_work: pace.is_long_at_work(now),
+            ahead,
+            exchanged,
+        }
+    }
+
+    /// Whether a job moves so many short extents that a long one is better made instead.
+    pub(super) fn is_better_exchanged(&self, job: &Job, policy: &Policy, means: Means) -> bool {
+        let (moves, granules) = (job.moves(), job.moved_granules());
+        if means.exchanged || moves == 0 || granules > means.room {
+            return false;
+        }
+        let growths = self.outlook(policy, means).growths;
+        policy.exchanges(growths, means.saved, moves, granules)
+    }
+
     fn outlook(&self, policy: &Policy, means: Means) -> Outlook {
         let granule_units = u64::from(self.memory.granule_units());
         let live = self.out_units / granule_units;
@@ -194,7 +245,7 @@ impl Space {
             mapped: self.memory.mapped(),
             random: self.is_loose && means.restive && policy.knows_sizes(self.returns),
         };
-        let enough = policy.moves_first(live, growths, means.saved);
+        let enough = policy.moves_first(live, growths, means.saved).filter(|_| !means.exchanged);
         // A first look without walking: free memory that is too little cannot be extents enough.
         let free = self.free_units() / granule_units;
         let may_move_first = !policy.fixed && enough.is_some_and(|enough| free >= enough);
@@ -247,7 +298,8 @@ impl Space {
             let sought = u64::from(whole).max(outlook.ahead).saturating_sub(outlook.room);
             outlook.may_move_first && self.has_whole(stream, sought)
         };
-        if policy.shares(outlook.growths.random, outlook.means.saved)
+        if !outlook.means.exchanged
+            && policy.shares(outlook.growths.random, outlook.means.saved)
             && part == Part::Large
             && !needless()
             && let Some(between) = self.between(stream, units, policy)

@@ -27,6 +27,7 @@ mod class;
 mod config;
 mod counters;
 mod cut;
+mod exchange;
 mod fences;
 mod find;
 mod free_pieces;

@@ -7,6 +7,8 @@
 
 #![forbid(unsafe_code)]
 
+use std::ops::RangeInclusive;
+
 use super::pace::AT_LEISURE;
 
 /// New extents are at most this fraction of the pool, or of the request where that is longer:
@@ -100,6 +102,12 @@ const OF_POOL_RESTLESS: u64 = 64;
 /// From so many on for each that was made extents are no longer short at leisure: what moves again and again
 /// had better be long.
 const UNSETTLED: u64 = 4;
+
+/// From then on a request at leisure that would have so many extents moved, and not more, which are shorter on
+/// average than this fraction of what new ones are, has a new one made instead; and as much memory goes back
+/// in the shortest extents that nobody uses. It costs what their move does, once.
+const EXCHANGED: RangeInclusive<u64> = 4..=64;
+const SHORT: u64 = 2;
 
 /// Where time has been saved up blocks are placed with care from this part of the most on that was live.
 /// Below it what they are placed in comes to an end before memory does.
@@ -249,6 +257,23 @@ impl Policy {
         (0..granules.div_ceil(piece)).map(move |at| piece.min(granules - at * piece))
     }
 
+    /// Whether a request for which so many extents of so many granules would move has long ones made instead,
+    /// and as much memory in short ones goes back.
+    pub(super) fn exchanges(
+        &self,
+        growths: Growths,
+        saved: u64,
+        moves: u64,
+        granules: u64,
+    ) -> bool {
+        let length = u64::from(self.extent(growths.mapped, 1, 1, false));
+        !self.fixed
+            && saved >= AT_LEISURE
+            && !self.shortens(growths)
+            && EXCHANGED.contains(&moves)
+            && granules * SHORT <= moves * length
+    }
+
     /// Whether so many blocks have come back that the sizes of requests are known to come again or not.
     pub(super) fn knows_sizes(&self, returns: u64) -> bool {
         returns >= SIZES_KNOWN
@@ -351,6 +376,33 @@ mod tests {
         assert!(limited.shares(true, 0) && !free.shares(false, 0));
         // Nobody knows that after a few requests.
         assert!(!free.knows_sizes(SIZES_KNOWN - 1) && free.knows_sizes(SIZES_KNOWN));
+    }
+
+    #[test]
+    fn many_short_extents_are_exchanged_where_moves_never_settle() {
+        let growths = Growths {
+            streak: 0,
+            created: 100,
+            moved: 0,
+            excess: 401,
+            hurried: false,
+            random: false,
+            peak_live: 1600,
+            mapped: 1600,
+        };
+        let policy = Policy::new(1 << 20, false, false);
+        let exchanges =
+            |growths, moves, granules| policy.exchanges(growths, AT_LEISURE, moves, granules);
+        // New extents would be of ten granules: those that move are up to five long.
+        assert_eq!([3, 4, 64, 65].map(|n| exchanges(growths, n, n)), [false, true, true, false]);
+        assert_eq!([50, 51].map(|granules| exchanges(growths, 10, granules)), [true, false]);
+        assert!(!exchanges(Growths { excess: 400, ..growths }, 10, 10), "it may settle");
+        assert!(!exchanges(Growths { mapped: 300, ..growths }, 10, 10), "new ones are as short");
+        assert!(!policy.exchanges(growths, AT_LEISURE - 1, 10, 10), "it is in haste");
+        for (limited, fixed) in [(true, false), (false, true)] {
+            let policy = Policy::new(1 << 20, limited, fixed);
+            assert!(!policy.exchanges(growths, AT_LEISURE, 10, 10));
+        }
     }
 
     /// What stays in the last extent that was mapped ahead pins it: in a large pool that is little.

@@ -1,9 +1,11 @@
 //! Growth carried out: handles made, memory mapped, the plan committed or put back.
 
+use std::time::Duration;
+
 use smallvec::SmallVec;
 
 use super::Core;
-use super::grow::{Job, Means, Source};
+use super::grow::{Job, Source, Wanted};
 use super::ladder::Request;
 use super::space::Part;
 use crate::driver::Failure;
@@ -32,21 +34,9 @@ impl Core {
         ahead: bool,
     ) -> Result<Grown> {
         let now = self.made.elapsed();
-        let job = {
-            let mut space = self.space.lock();
-            let made = space.counters.created;
-            let pace = &mut space.pace;
-            let (moved_lately, saved) = (pace.moves(now, made), pace.saved(now));
-            let (excess, hurried) = (pace.excess(now), pace.is_hurried(now));
-            let restive = pace.is_restive(now);
-            let long_at_work = pace.is_long_at_work(now);
-            let means =
-                Means { room, moved_lately, excess, restive, hurried, saved, long_at_work, ahead };
-            let Request { stream, units, .. } = request;
-            match space.plan(&self.tags, stream, units, part, &self.policy, means) {
-                Some(job) => job,
-                None => return Ok(Grown::TooLittle),
-            }
+        let Some(job) = self.plan(request, part, Wanted { room, ahead, exchanged: false }, now)?
+        else {
+            return Ok(Grown::TooLittle);
         };
         let end_of_stream = self.mark_end(request, &job);
         let done = self.carry_out(&job);
@@ -75,6 +65,33 @@ impl Core {
             }
             Err((failure, bytes)) => Err(failure.about(bytes)),
         }
+    }
+
+    /// Plans a request: once more where memory went back for a long extent instead of many short ones that
+    /// move.
+    fn plan(
+        &self,
+        request: Request,
+        part: Part,
+        wanted: Wanted,
+        now: Duration,
+    ) -> Result<Option<Job>> {
+        let Request { stream, units, .. } = request;
+        let mut space = self.space.lock();
+        let means = space.means(wanted, now);
+        let Some(job) = space.plan(&self.tags, stream, units, part, &self.policy, means) else {
+            return Ok(None);
+        };
+        if !space.is_better_exchanged(&job, &self.policy, means) {
+            return Ok(Some(job));
+        }
+        let need = job.moved_granules();
+        space.abandon(&self.tags, &job, &[]);
+        drop(space);
+        let exchanged = self.exchange(need)?;
+        let mut space = self.space.lock();
+        let means = space.means(Wanted { exchanged, ..wanted }, now);
+        Ok(space.plan(&self.tags, stream, units, part, &self.policy, means))
     }
 
     /// Does what a job lists, for the caller to commit: its new handles, in order. A job that fails

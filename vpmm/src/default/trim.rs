@@ -21,16 +21,16 @@ const PATIENCE: Duration = Duration::from_micros(100);
 const ASKED: u32 = 32;
 
 /// A run of neighbouring extents on its way back: its first granule, its granules, its extents.
-struct Run {
+pub(super) struct Run {
     start: u32,
     granules: u32,
-    extents: SmallVec<[u32; 8]>,
+    pub(super) extents: SmallVec<[u32; 8]>,
     /// The free memory on it, and whose it is.
     taken: SmallVec<[(u32, u32, Owner); 4]>,
 }
 
 /// Free blocks without anything between them: the units of all, and each by its node.
-struct Stretch {
+pub(super) struct Stretch {
     start: u32,
     end: u32,
     blocks: SmallVec<[(u32, u32, u32, Owner); 2]>,
@@ -96,7 +96,7 @@ impl Core {
     }
 
     /// Unmaps a run and releases its handles; returns the bytes that went back.
-    fn give_back(&self, run: &Run) -> Result<u64> {
+    pub(super) fn give_back(&self, run: &Run) -> Result<u64> {
         let driver = self.device.driver();
         let bytes = u64::from(run.granules) * self.granule_bytes;
         let address = self.base + u64::from(run.start) * self.granule_bytes;
@@ -138,10 +138,17 @@ impl Space {
     /// Takes extents out that are wholly free and of the past, as far as more than `keep_bytes` is
     /// held without them, in runs of neighbours.
     fn take_surplus(&mut self, tags: &Tags, keep_bytes: u64) -> Vec<Run> {
+        let stretches = self.stretches();
+        let mut found = self.of_the_past(&stretches);
+        self.retain_surplus(&mut found, keep_bytes);
+        self.take_runs(tags, found, &stretches)
+    }
+
+    /// The extents that are wholly free and of the past, each with its number and its stretch.
+    pub(super) fn of_the_past(&self, stretches: &[Stretch]) -> Vec<(Resident, u32, usize)> {
         // While addresses of moved memory are still mapped, what has moved would not come back.
         let moved_stay = self.zombie_granules() > 0;
-        let stretches = self.stretches();
-        let mut found: Vec<(Resident, u32, usize)> = Vec::new();
+        let mut found = Vec::new();
         for (at, stretch) in stretches.iter().enumerate() {
             self.extents_within(stretch.start, stretch.end, |number, extent| {
                 if !(extent.exported || (extent.moved && moved_stay)) {
@@ -149,7 +156,16 @@ impl Space {
                 }
             });
         }
-        self.retain_surplus(&mut found, keep_bytes);
+        found
+    }
+
+    /// Takes extents out of the free memory, in runs of neighbours.
+    pub(super) fn take_runs(
+        &mut self,
+        tags: &Tags,
+        mut found: Vec<(Resident, u32, usize)>,
+        stretches: &[Stretch],
+    ) -> Vec<Run> {
         found.sort_unstable_by_key(|(extent, ..)| extent.start);
         let granule_units = self.memory.granule_units();
         let mut ranges: SmallVec<[(u32, u32, u32); 8]> = SmallVec::new();
@@ -178,7 +194,7 @@ impl Space {
     }
 
     /// Free memory of the past in stretches, each by address, whoever owns its parts.
-    fn stretches(&self) -> Vec<Stretch> {
+    pub(super) fn stretches(&self) -> Vec<Stretch> {
         let blocks = self.blocks_of_the_past();
         let mut blocks: Vec<(u32, u32, u32, Owner)> =
             blocks.map(|block| (block.id(), block.start(), block.end(), block.owner())).collect();

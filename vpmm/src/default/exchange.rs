@@ -1,0 +1,54 @@
+//! Short extents given up for a long one.
+//!
+//! A program at leisure makes short extents, so that hardly anything keeps them from moving. One whose
+//! requests never settle then moves them by dozens, again and again, and each costs what a long one does.
+//! It has long ones made instead, for requests that many short ones would move for, and gives as much back in
+//! short ones: what a request is served from is long from then on.
+
+use super::Core;
+use super::space::Space;
+use super::tags::Tags;
+use super::trim::Run;
+use crate::error::Result;
+
+/// Mappings that are unmapped at once so that what has moved can go back.
+const REAPED: u64 = 128;
+
+impl Core {
+    /// Gives the shortest extents that nobody uses back, so many granules. Whether it did; where there are
+    /// not so many nothing goes.
+    ///
+    /// The driver's calls count as moves: that many more that the program has had made for its requests.
+    pub(super) fn exchange(&self, granules: u64) -> Result<bool> {
+        self.poll(None, true)?;
+        self.reap(REAPED);
+        let runs = self.space.lock().take_shortest(&self.tags, granules);
+        let mut gone = 0;
+        for run in &runs {
+            // What stays is there for the next request.
+            if self.give_back(run).is_ok() {
+                gone += run.extents.len() as u64;
+            }
+        }
+        self.space.lock().pace.note(gone);
+        Ok(gone > 0)
+    }
+}
+
+impl Space {
+    /// Takes the shortest extents that are wholly free and of the past, so many granules; none if there are
+    /// not so many.
+    fn take_shortest(&mut self, tags: &Tags, granules: u64) -> Vec<Run> {
+        let stretches = self.stretches();
+        let mut found = self.of_the_past(&stretches);
+        found.sort_unstable_by_key(|(extent, ..)| (extent.granules, extent.start));
+        let mut there = 0;
+        let enough = found.iter().position(|(extent, ..)| {
+            there += u64::from(extent.granules);
+            there >= granules
+        });
+        let Some(last) = enough else { return Vec::new() };
+        found.truncate(last + 1);
+        self.take_runs(tags, found, &stretches)
+    }
+}
