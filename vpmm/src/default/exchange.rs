@@ -5,6 +5,8 @@
 //! It has long ones made instead, for requests that many short ones would move for, and gives as much back in
 //! short ones: what a request is served from is long from then on.
 
+#![forbid(unsafe_code)]
+
 use super::Core;
 use super::space::Space;
 use super::tags::Tags;

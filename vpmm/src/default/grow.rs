@@ -147,8 +147,7 @@ pub(super) struct Wanted {
 /// What growth may use.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Means {
-    /// Granules that may be made.
-    pub(super) room: u64,
+    pub(super) wanted: Wanted,
     /// Extents that moved lately.
     pub(super) moved_lately: u64,
     /// Extents that moved beyond what may go on for ever.
@@ -159,12 +158,8 @@ pub(super) struct Means {
     pub(super) hurried: bool,
     /// Handles that may be made beyond what is needed.
     pub(super) saved: u64,
-    /// As wanted.
-    pub(super) exchanged: bool,
     /// Whether the program has had much time of its own.
     pub(super) long_at_work: bool,
-    /// Whether to grow beyond the need for requests to come.
-    pub(super) ahead: bool,
 }
 
 /// What a request finds, whichever window it gets.
@@ -205,26 +200,23 @@ impl Space {
 
     /// What growth may use now.
     pub(super) fn means(&mut self, wanted: Wanted, now: Duration) -> Means {
-        let Wanted { room, ahead, exchanged } = wanted;
         let made = self.counters.created;
         let pace = &mut self.pace;
         Means {
-            room,
+            wanted,
             moved_lately: pace.moves(now, made),
             excess: pace.excess(now),
             restive: pace.is_restive(now),
             hurried: pace.is_hurried(now),
             saved: pace.saved(now),
             long_at_work: pace.is_long_at_work(now),
-            ahead,
-            exchanged,
         }
     }
 
     /// Whether a job moves so many short extents that a long one is better made instead.
     pub(super) fn is_better_exchanged(&self, job: &Job, policy: &Policy, means: Means) -> bool {
         let (moves, granules) = (job.moves(), job.moved_granules());
-        if means.exchanged || moves == 0 || granules > means.room {
+        if means.wanted.exchanged || moves == 0 || granules > means.wanted.room {
             return false;
         }
         let growths = self.outlook(policy, means).growths;
@@ -245,14 +237,15 @@ impl Space {
             mapped: self.memory.mapped(),
             random: self.is_loose && means.restive && policy.knows_sizes(self.returns),
         };
-        let enough = policy.moves_first(live, growths, means.saved).filter(|_| !means.exchanged);
+        let enough =
+            policy.moves_first(live, growths, means.saved).filter(|_| !means.wanted.exchanged);
         // A first look without walking: free memory that is too little cannot be extents enough.
         let free = self.free_units() / granule_units;
         let may_move_first = !policy.fixed && enough.is_some_and(|enough| free >= enough);
         // Sharing is for what would be missing, not instead of memory that is there: missing for this
         // request, or where memory can be made also on the way back to the most that was live.
         let (room, ahead) = match policy.limited {
-            true => (means.room, 0),
+            true => (means.wanted.room, 0),
             false => (0, growths.peak_live.saturating_sub(live)),
         };
         Outlook { means, growths, enough, may_move_first, room, ahead }
@@ -298,7 +291,7 @@ impl Space {
             let sought = u64::from(whole).max(outlook.ahead).saturating_sub(outlook.room);
             outlook.may_move_first && self.has_whole(stream, sought)
         };
-        if !outlook.means.exchanged
+        if !outlook.means.wanted.exchanged
             && policy.shares(outlook.growths.random, outlook.means.saved)
             && part == Part::Large
             && !needless()
@@ -431,20 +424,20 @@ impl Space {
         outlook: &Outlook,
     ) -> Option<(SmallVec<[Fill; 2]>, u32)> {
         let means = outlook.means;
-        let short = means.room < u64::from(window.cost);
+        let short = means.wanted.room < u64::from(window.cost);
         let mut sources = Sources::default();
         if outlook.may_move_first || (short && !policy.fixed) {
             sources = self.sources(stream, window, policy.leaves_least(means.saved));
         }
         let move_first = outlook.enough.is_some_and(|enough| sources.granules >= enough);
-        if u64::from(window.cost) > means.room + sources.granules {
+        if u64::from(window.cost) > means.wanted.room + sources.granules {
             return None;
         }
         let there = sources.granules + outlook.room;
         if window.shares() && there >= outlook.ahead.max(u64::from(window.instead)) {
             return None;
         }
-        let mut room = means.room;
+        let mut room = means.wanted.room;
         let mut fills = SmallVec::new();
         let mut spent = 0;
         for (at, gap) in window.gaps.iter().enumerate() {
@@ -472,7 +465,8 @@ impl Space {
             }
             let new = u64::from(missing).min(room) as u32;
             if new == missing {
-                let ahead = if means.ahead { policy.ahead(outlook.growths, missing) } else { 0 };
+                let ahead =
+                    if means.wanted.ahead { policy.ahead(outlook.growths, missing) } else { 0 };
                 let more = u64::from(ahead.min(gap.beyond)).min(room - u64::from(new)) as u32;
                 let saved = means.saved.saturating_sub(u64::from(spent));
                 if more > 0 {
