@@ -476,7 +476,9 @@ impl Space {
                     fill.pieces.extend(pieces.map(new));
                 } else {
                     let saved = if policy.shortens(outlook.growths) { saved } else { 0 };
-                    let at_once = policy.at_once(means.long_at_work);
+                    let before = fills.iter().chain([&fill]).map(|fill: &Fill| fill.pieces.len());
+                    let before = before.sum::<usize>() as u32;
+                    let at_once = policy.at_once(means.long_at_work, before);
                     spent += self.create(&mut fill, new, policy, window, saved, at_once);
                 }
                 room -= u64::from(new + more);

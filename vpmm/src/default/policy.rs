@@ -23,8 +23,9 @@ const OF_REQUEST: u64 = 96;
 const WHOLE: u64 = 256;
 const OF_FIRST: u64 = 4;
 
-/// Where time has been saved up extents are as short as this fraction of the pool, or of the limit,
-/// and one request makes so many at once: 3 ms, or once a program is long at work 12.
+/// Where time has been saved up extents are as short as this fraction of the pool, or of the limit, and one
+/// request has so many made and moved at once, where that leaves any to be made: 3 ms, or once a program is long
+/// at work 9.
 const OF_POOL_AT_LEISURE: u64 = 3072;
 const OF_LIMIT_AT_LEISURE: u64 = 4400;
 const AT_ONCE: u32 = 60;
@@ -175,9 +176,10 @@ impl Policy {
         granules.div_ceil(handles.max(1)).max(shortest).clamp(1, length)
     }
 
-    /// How many handles one request makes at most where time has been saved up.
-    pub(super) fn at_once(&self, long_at_work: bool) -> u32 {
-        if long_at_work { AT_ONCE_LATER } else { AT_ONCE }
+    /// How many handles one request makes at most where time has been saved up, if so many move for it.
+    pub(super) fn at_once(&self, long_at_work: bool, moves: u32) -> u32 {
+        let at_once = if long_at_work { AT_ONCE_LATER } else { AT_ONCE };
+        at_once.saturating_sub(moves).max(1)
     }
 
     /// Whether time that has been saved up goes into shorter extents. Not where they would move again and
@@ -403,6 +405,17 @@ mod tests {
             let policy = Policy::new(1 << 20, limited, fixed);
             assert!(!policy.exchanges(growths, AT_LEISURE, 10, 10));
         }
+    }
+
+    #[test]
+    fn what_moves_for_a_request_counts_among_what_is_made_at_once() {
+        let policy = Policy::new(1 << 20, false, false);
+        let at_once = |long_at_work| [0, 50, 300].map(|moves| policy.at_once(long_at_work, moves));
+        assert_eq!([false, true].map(at_once), [[60, 10, 1], [256, 206, 1]]);
+        // 300 granules more of a pool of 3,000: by one each, or by what would have been made in haste.
+        let length =
+            |moves| policy.at_leisure(18, 300, 3000, 300, 4096, policy.at_once(false, moves));
+        assert_eq!([0, 50, 300].map(length), [5, 18, 18]);
     }
 
     /// What stays in the last extent that was mapped ahead pins it: in a large pool that is little.
