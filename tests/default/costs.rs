@@ -1,6 +1,9 @@
 //! What a request costs does not follow how much there is: counted in driver calls and page faults, which do
 //! not depend on how fast the machine is.
 
+use std::thread;
+use std::time::Duration;
+
 use cuda_sim::{Schedule, Simulator};
 use vpmm::{DevicePtr, Driver, Pool, PoolConfig, Stream};
 
@@ -36,6 +39,53 @@ fn hits_among_many_live_allocations() {
     live.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
     drop(pool);
     sim.assert_clean();
+}
+
+/// A pool of `count` blocks of five granules, of which every other one was freed: as many extents that may move.
+fn scattered(pool: &Pool, stream: &Stream, count: usize) {
+    let five = 5 * GRANULE as usize;
+    let blocks: Vec<DevicePtr> = (0..count).map(|_| pool.malloc(five, stream).unwrap()).collect();
+    blocks.into_iter().step_by(2).for_each(|ptr| pool.free(ptr, stream).unwrap());
+}
+
+/// Extents made and moved for a request of so many granules, with a program at work since `worked`.
+fn handles(moves_per_second: u32, blocks: usize, worked: Duration, granules: u64) -> (u64, u64) {
+    let sim = Simulator::builder().build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let mut config = PoolConfig::default();
+    config.moves_per_second = moves_per_second;
+    let pool = Pool::new(&device, &config).unwrap();
+    let stream = device.stream().unwrap();
+    scattered(&pool, &stream, blocks);
+    thread::sleep(worked);
+    let before = pool.stats();
+    pool.malloc((granules * GRANULE) as usize, &stream).unwrap();
+    let after = pool.stats();
+    pool.validate().unwrap();
+    let made = after.extents_created - before.extents_created;
+    (made, after.extents_moved - before.extents_moved)
+}
+
+/// Moving what there is comes first, but not all of it where that would take long; and what is made beside is
+/// in fewer extents then.
+#[test]
+fn a_request_in_haste_has_few_extents_made_and_moved() {
+    let (made, moved) = handles(0, 300, Duration::ZERO, 1200);
+    assert_eq!(moved, 120, "{made} made");
+    assert!(made <= 10, "{made} made");
+    // Where few move, more are made.
+    let (made, moved) = handles(0, 12, Duration::ZERO, 1200);
+    assert!(moved >= 12 && (50..=100 - moved / 2).contains(&made), "{made} made, {moved} moved");
+}
+
+/// A program at its own pace has all of it moved, and as many extents made as may be beside.
+#[test]
+fn what_moves_for_a_request_at_leisure_counts_among_what_is_made_at_once() {
+    let (made, moved) =
+        handles(PoolConfig::default().moves_per_second, 300, Duration::from_millis(500), 1200);
+    // Extents that were made slowly are short, and more of them move.
+    assert!(moved >= 150, "{made} made, {moved} moved");
+    assert!(made <= 256_u64.saturating_sub(moved).max(64), "{made} made, {moved} moved");
 }
 
 /// However many streams have freed memory that is pending, a request asks about a few.
@@ -131,7 +181,10 @@ fn requests_beside_a_long_zombie() {
     };
     let (low, _between, high) = (some(EACH), some(1), some(EACH - 100));
     low.iter().chain(&high).for_each(|ptr| pool.free(*ptr, &stream).unwrap());
+    // No more may be made, so that all that is lacking has to move.
+    pool.limit_to(Some(pool.stats().mapped_bytes)).unwrap();
     pool.malloc((2 * EACH - 150) * bytes, &stream).unwrap();
+    pool.limit_to(None).unwrap();
     let zombies = || pool.stats().zombie_bytes / GRANULE;
     assert!(zombies() >= 800, "only {}", zombies());
     assert!(pool.stats().zombie_count <= 4, "{}", pool.layout());

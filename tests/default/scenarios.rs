@@ -155,6 +155,47 @@ fn what_never_settles_grows_ahead_until_it_does() {
     assert!(3 * stats.peak_mapped_bytes < 4 * stats.peak_live_bytes, "{stats:?}");
 }
 
+/// Where sizes do not come again a pool grows a little rather than move for one request what the next has no use
+/// for. But a program that asks for more than it ever had needs memory for good: what is free moves for that.
+#[test]
+fn more_than_was_ever_live_is_moved_for_though_sizes_do_not_come_again() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let mut settings = vpmm::PoolConfig::default();
+    // So few that any move at all is more than the program has time for.
+    settings.moves_per_second = 3;
+    let pool = vpmm::Pool::new(&rig.device, &settings).expect("a pool");
+    let stream = rig.stream();
+    let malloc = |bytes: u64| pool.malloc(bytes as usize, &stream).unwrap();
+    let free = |ptr| pool.free(ptr, &stream).unwrap();
+    let moved = |granules: u64| {
+        let before = pool.stats().extents_moved;
+        free(malloc(granules * GRANULE));
+        pool.stats().extents_moved - before
+    };
+    // A thousand granules, of which every tenth is free at first.
+    let blocks: Vec<_> = (0..100).map(|_| malloc(10 * GRANULE)).collect();
+    blocks.iter().step_by(10).for_each(|block| free(*block));
+    assert!(moved(110) > 0);
+    (0..100).filter(|at| at % 10 > 0).for_each(|at| free(blocks[at]));
+    let mut random = Lcg(7);
+    let mut held: Vec<_> = (0..40).map(|_| malloc(MIB + random.below(30 * MIB))).collect();
+    for _ in 0..200_000 {
+        free(held.swap_remove(random.below(40) as usize));
+        held.push(malloc(MIB + random.below(30 * MIB)));
+    }
+    held.into_iter().for_each(free);
+    let peak = pool.stats().peak_live_bytes;
+    let mut blocks: Vec<_> = (0..100).map(|_| malloc(10 * GRANULE)).collect();
+    while pool.stats().live_bytes < peak {
+        blocks.push(malloc(10 * GRANULE));
+    }
+    [50, 70].into_iter().for_each(|at: usize| free(blocks[at]));
+    // Within the most that was live it grows, though a little less than a fiftieth is free.
+    let within = moved(15);
+    let beyond = moved(300);
+    assert!(within == 0 && beyond > 0, "{within} {beyond}");
+}
+
 /// What the limit leaves missing is less than any free extent: one of them moves all the same, and less is
 /// made.
 #[test]

@@ -10,7 +10,7 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::owner::Owner;
-use super::policy::{Growths, Policy};
+use super::policy::{Allowance, Growths, Policy};
 use super::sources::Sources;
 use super::space::{Part, Space};
 use super::split::Rest;
@@ -189,7 +189,7 @@ impl Space {
         means: Means,
     ) -> Option<Job> {
         self.scarce_from = policy.scarce_from(self.peak_live, means.saved);
-        let outlook = self.outlook(policy, means);
+        let outlook = self.outlook(policy, means, units);
         let windows = self.windows(tags, stream, units, part, policy, &outlook);
         // The first that can be filled: between two mappings only exact sums of lengths can.
         windows.into_iter().find_map(|window| {
@@ -219,13 +219,15 @@ impl Space {
         if means.wanted.exchanged || moves == 0 || granules > means.wanted.room {
             return false;
         }
-        let growths = self.outlook(policy, means).growths;
+        let growths = self.outlook(policy, means, job.units).growths;
         policy.exchanges(growths, means.saved, moves, granules)
     }
 
-    fn outlook(&self, policy: &Policy, means: Means) -> Outlook {
+    fn outlook(&self, policy: &Policy, means: Means, units: u32) -> Outlook {
         let granule_units = u64::from(self.memory.granule_units());
         let live = self.out_units / granule_units;
+        // What raises the most that was live needs memory for good, whatever sizes come later.
+        let raises = self.out_units + u64::from(units) > self.peak_live;
         let needed = self.counters.created.saturating_sub(self.growth.spent);
         let growths = Growths {
             streak: self.streak(),
@@ -235,7 +237,7 @@ impl Space {
             hurried: means.hurried,
             peak_live: self.peak_live / granule_units,
             mapped: self.memory.mapped(),
-            random: self.is_loose && means.restive && policy.knows_sizes(self.returns),
+            random: !raises && policy.is_random(self.is_loose, means.restive, self.returns),
         };
         let enough =
             policy.moves_first(live, growths, means.saved).filter(|_| !means.wanted.exchanged);
@@ -446,15 +448,17 @@ impl Space {
             let shared = |piece: &Option<Piece>| piece.map_or(0, |piece| piece.granules);
             let mut missing = gap.granules - shared(&first) - shared(&last);
             fill.pieces.extend(first);
-            if !move_first {
-                let new = u64::from(missing).min(room) as u32;
-                // What has to be moved goes first, where its lengths leave something over.
-                if new < missing {
-                    missing -= sources.take(&mut fill, missing - new);
-                }
-            } else {
-                missing -= sources.take(&mut fill, missing);
+            let before = |fill: &Fill| {
+                let fills = fills.iter().chain([fill]).map(|fill: &Fill| fill.pieces.len());
+                fills.sum::<usize>() as u32
+            };
+            if move_first {
+                let most = policy.moves_at_once(means.saved, before(&fill));
+                missing -= sources.take(&mut fill, missing, most);
             }
+            // What has to be moved goes before what is new, where its lengths leave something over.
+            let beyond_room = missing - u64::from(missing).min(room) as u32;
+            missing -= sources.take(&mut fill, beyond_room, u32::MAX);
             // What is short now is less than any extent that is left: the shortest of those that are
             // not too long, and less of what is new.
             let short = missing - u64::from(missing).min(room) as u32;
@@ -475,11 +479,13 @@ impl Space {
                     let new = |granules| Piece { source: Source::New, granules };
                     fill.pieces.extend(pieces.map(new));
                 } else {
-                    let saved = if policy.shortens(outlook.growths) { saved } else { 0 };
-                    let before = fills.iter().chain([&fill]).map(|fill: &Fill| fill.pieces.len());
-                    let before = before.sum::<usize>() as u32;
-                    let at_once = policy.at_once(means.long_at_work, before);
-                    spent += self.create(&mut fill, new, policy, window, saved, at_once);
+                    let allowed = Allowance {
+                        in_haste: policy.is_in_haste(saved),
+                        long_at_work: means.long_at_work,
+                        saved: if policy.shortens(outlook.growths) { saved } else { 0 },
+                        before: before(&fill),
+                    };
+                    spent += self.create(&mut fill, new, policy, window, allowed);
                 }
                 room -= u64::from(new + more);
             } else {
@@ -501,16 +507,14 @@ impl Space {
 
     /// Lengths of new extents for a window. Where the policy says so the granule that the window
     /// ends in the midst of is one by itself: the next block begins there, and whichever of the two
-    /// stays keeps no more than that from moving. Returns how many of the `saved` handles it takes,
-    /// of which there may be so many `at_once`.
+    /// stays keeps no more than that from moving. Returns how many of the saved handles it takes.
     fn create(
         &self,
         fill: &mut Fill,
         granules: u32,
         policy: &Policy,
         window: &Window,
-        saved: u64,
-        at_once: u32,
+        allowed: Allowance,
     ) -> u32 {
         if granules == 0 {
             return 0;
@@ -528,12 +532,12 @@ impl Space {
         // The first request of all stays the first throughout.
         let is_first = mapped == 0;
         let largest = u64::from(self.growth.largest.max(request));
+        let shortest = policy.at_least(left, allowed);
         let length = |mapped| {
             let mapped = if is_first { 0 } else { mapped };
-            policy.extent(mapped, u64::from(request), largest, shares)
+            policy.extent(mapped, u64::from(request), largest, shares).max(shortest)
         };
-        let longest =
-            policy.at_leisure(length(mapped), left, mapped, u64::from(request), saved, at_once);
+        let longest = policy.at_leisure(length(mapped), left, mapped, u64::from(request), allowed);
         let spent = left.div_ceil(longest) - left.div_ceil(length(mapped));
         while left > 0 {
             let granules = length(mapped).min(longest).min(left);

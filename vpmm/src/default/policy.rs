@@ -31,6 +31,13 @@ const OF_LIMIT_AT_LEISURE: u64 = 4400;
 const AT_ONCE: u32 = 60;
 const AT_ONCE_LATER: u32 = 256;
 
+/// In haste one request has at most so many extents made, and at most so many moved where more can be made: 3 ms.
+/// Each that moves takes the place of three quarters of one that is made, but so many are made beside in any case.
+/// The longest move first, so that what stays away is little.
+const MADE_IN_HASTE: u32 = 100;
+const MADE_BESIDE_MOVES: u32 = 8;
+const MOVED_IN_HASTE: u32 = 120;
+
 /// With a limit only what is saved up beyond this: a program that fills its memory within a tenth of a
 /// second has no time for shorter extents, and moves little enough with those that it has.
 const KEPT_AT_LIMIT: u64 = 2048;
@@ -157,16 +164,16 @@ impl Policy {
         granules: u32,
         mapped: u64,
         request: u64,
-        saved: u64,
-        at_once: u32,
+        allowed: Allowance,
     ) -> u32 {
+        let saved = allowed.saved;
         if mapped == 0 || saved == 0 {
             return length;
         }
         let needed = granules.div_ceil(length);
         let saved = if self.limited { saved.saturating_sub(KEPT_AT_LIMIT) } else { saved };
         let saved = u32::try_from(saved).unwrap_or(u32::MAX);
-        let handles = needed.saturating_add(saved).min(needed.max(at_once));
+        let handles = needed.saturating_add(saved).min(needed.max(allowed.at_once()));
         let shortest = if self.limited {
             (self.capacity / OF_LIMIT_AT_LEISURE).max(request / OF_REQUEST_AT_LEISURE)
         } else {
@@ -176,10 +183,22 @@ impl Policy {
         granules.div_ceil(handles.max(1)).max(shortest).clamp(1, length)
     }
 
-    /// How many handles one request makes at most where time has been saved up, if so many move for it.
-    pub(super) fn at_once(&self, long_at_work: bool, moves: u32) -> u32 {
-        let at_once = if long_at_work { AT_ONCE_LATER } else { AT_ONCE };
-        at_once.saturating_sub(moves).max(1)
+    /// The length of new extents at least, of a request that so many granules are made for.
+    pub(super) fn at_least(&self, granules: u32, allowed: Allowance) -> u32 {
+        let moves = allowed.before - allowed.before / 4;
+        let handles = MADE_IN_HASTE.saturating_sub(moves).max(MADE_BESIDE_MOVES);
+        if allowed.in_haste { granules.div_ceil(handles) } else { 1 }
+    }
+
+    /// How many extents may be moved for a request that has so many already and could have more made, where so
+    /// many handles are saved up.
+    pub(super) fn moves_at_once(&self, saved: u64, before: u32) -> u32 {
+        if self.is_in_haste(saved) { MOVED_IN_HASTE.saturating_sub(before) } else { u32::MAX }
+    }
+
+    /// Whether few handles are saved up.
+    pub(super) fn is_in_haste(&self, saved: u64) -> bool {
+        saved < AT_LEISURE + if self.limited { KEPT_AT_LIMIT } else { 0 }
     }
 
     /// Whether time that has been saved up goes into shorter extents. Not where they would move again and
@@ -276,9 +295,10 @@ impl Policy {
             && granules * SHORT <= moves * length
     }
 
-    /// Whether so many blocks have come back that the sizes of requests are known to come again or not.
-    pub(super) fn knows_sizes(&self, returns: u64) -> bool {
-        returns >= SIZES_KNOWN
+    /// Whether sizes do not come again, and moves for them take some of the program's time: where a stream's
+    /// front is loose, moves are frequent, and so many blocks have come back that it is known.
+    pub(super) fn is_random(&self, loose: bool, restive: bool, returns: u64) -> bool {
+        loose && restive && returns >= SIZES_KNOWN
     }
 
     /// Granules to map beyond the need of a request that needs `needed`.
@@ -306,6 +326,26 @@ fn one_or_two(mapped: u64, largest: u64) -> u64 {
     let sixteenths = (largest * 16 / OF_LARGEST_AT_LIMIT).clamp(16, 32);
     // Eleven and sixteen have no common divisor: as the pool grows every sixteenth has its turn.
     (sixteenths + mapped * 11 % 16) / 16
+}
+
+/// What a request may have made.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Allowance {
+    /// Whether few handles are saved up.
+    pub(super) in_haste: bool,
+    pub(super) long_at_work: bool,
+    /// Handles that may be made beyond what is needed.
+    pub(super) saved: u64,
+    /// What moves for the same request, or was made for it.
+    pub(super) before: u32,
+}
+
+impl Allowance {
+    /// How many handles one request makes at most where time has been saved up.
+    fn at_once(self) -> u32 {
+        let at_once = if self.long_at_work { AT_ONCE_LATER } else { AT_ONCE };
+        at_once.saturating_sub(self.before).max(1)
+    }
 }
 
 /// How a pool has grown.
@@ -377,7 +417,12 @@ mod tests {
         assert_eq!([false, true].map(|random| free.shares(random, AT_LEISURE)), [true, false]);
         assert!(limited.shares(true, 0) && !free.shares(false, 0));
         // Nobody knows that after a few requests.
-        assert!(!free.knows_sizes(SIZES_KNOWN - 1) && free.knows_sizes(SIZES_KNOWN));
+        assert!(
+            [SIZES_KNOWN, SIZES_KNOWN - 1].map(|n| free.is_random(true, true, n)) == [true, false]
+        );
+        assert!(
+            !free.is_random(false, true, SIZES_KNOWN) && !free.is_random(true, false, SIZES_KNOWN)
+        );
     }
 
     #[test]
@@ -410,12 +455,31 @@ mod tests {
     #[test]
     fn what_moves_for_a_request_counts_among_what_is_made_at_once() {
         let policy = Policy::new(1 << 20, false, false);
-        let at_once = |long_at_work| [0, 50, 300].map(|moves| policy.at_once(long_at_work, moves));
-        assert_eq!([false, true].map(at_once), [[60, 10, 1], [256, 206, 1]]);
+        let allowed =
+            |before| Allowance { in_haste: false, long_at_work: false, saved: 4096, before };
+        let later = |before| Allowance { long_at_work: true, ..allowed(before) };
+        assert_eq!([0, 50, 300].map(|moves| allowed(moves).at_once()), [60, 10, 1]);
+        assert_eq!([0, 50, 300].map(|moves| later(moves).at_once()), [256, 206, 1]);
         // 300 granules more of a pool of 3,000: by one each, or by what would have been made in haste.
-        let length =
-            |moves| policy.at_leisure(18, 300, 3000, 300, 4096, policy.at_once(false, moves));
+        let length = |moves| policy.at_leisure(18, 300, 3000, 300, allowed(moves));
         assert_eq!([0, 50, 300].map(length), [5, 18, 18]);
+        assert_eq!([0, 50, 300].map(|moves| policy.at_least(300, allowed(moves))), [1, 1, 1]);
+        assert_eq!(policy.moves_at_once(AT_LEISURE, 300), u32::MAX);
+    }
+
+    #[test]
+    fn in_haste_a_request_has_few_extents_made_and_moved() {
+        let policy = Policy::new(1 << 20, false, false);
+        let at_least = |before| {
+            let allowed = Allowance { in_haste: true, long_at_work: true, saved: 0, before };
+            policy.at_least(1200, allowed)
+        };
+        // A hundred, or forty beside eighty that move, or at most eight.
+        assert_eq!([0, 80, 120, 300].map(at_least), [12, 30, 120, 150]);
+        let moves = |before| policy.moves_at_once(AT_LEISURE - 1, before);
+        assert_eq!([0, 50, 300].map(moves), [120, 70, 0]);
+        let limited = Policy::new(1 << 20, true, false);
+        assert!(limited.is_in_haste(AT_LEISURE) && !limited.is_in_haste(2 * KEPT_AT_LIMIT));
     }
 
     /// What stays in the last extent that was mapped ahead pins it: in a large pool that is little.

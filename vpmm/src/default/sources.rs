@@ -122,15 +122,17 @@ impl Sources {
         self.granules += u64::from(extent.granules);
     }
 
-    /// Takes extents that fit into what is missing; returns how many granules they come to.
-    pub(super) fn take(&mut self, fill: &mut Fill, missing: u32) -> u32 {
-        let mut taken = 0;
+    /// Takes extents that fit into what is missing, of them so many at most; returns how many granules they
+    /// come to.
+    pub(super) fn take(&mut self, fill: &mut Fill, missing: u32, most: u32) -> u32 {
+        let (mut taken, mut left) = (0, most);
         let found = &self.found;
         self.ranks.retain(|rank| {
             let piece = found[*rank as u32 as usize];
-            let fits = piece.granules <= missing - taken;
+            let fits = piece.granules <= missing - taken && left > 0;
             if fits {
                 taken += piece.granules;
+                left -= 1;
                 fill.pieces.push(piece);
             }
             !fits
@@ -188,7 +190,7 @@ mod tests {
         sources.ranks.sort_unstable();
         let mut fill = Fill { start: 0, granules: 0, pieces: smallvec::SmallVec::new() };
         let all = sources.granules as u32;
-        assert_eq!(sources.take(&mut fill, all), all);
+        assert_eq!(sources.take(&mut fill, all, u32::MAX), all);
         let number = |piece: &Piece| match piece.source {
             Source::Moved { number, .. } => of[number as usize].1,
             _ => u32::MAX,
