@@ -100,6 +100,11 @@ pub struct ReplayArgs {
     #[arg(long)]
     pub paced: bool,
 
+    /// Also say which call spent the most time in the driver, and how much: modelled
+    /// on the simulator, measured on a GPU.
+    #[arg(long, conflicts_with_all = ["threads", "verify"])]
+    pub longest: bool,
+
     /// Write a pattern into every allocation as device work, and check it before
     /// the free. Timings then hold no device work, but no overlap with it either.
     #[arg(long)]

@@ -67,6 +67,7 @@ fn replay_one(
         passes: args.repeat.get(),
         threads: args.threads,
         paced: args.paced,
+        longest: args.longest,
         verify_stride_bytes: args.verify.then(|| verify_stride_bytes(args, &machine)),
     };
     let bar = progress_bar(trace, allocator, settings.passes);

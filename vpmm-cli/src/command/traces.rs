@@ -3,7 +3,7 @@
 use super::remark;
 use crate::backend::AllocatorSpec;
 use crate::exit::Abort;
-use crate::replay::{Outcome, RunError};
+use crate::replay::{Longest, Outcome, RunError};
 use crate::trace::{Action, Trace};
 
 /// Mismatches and findings beyond these are only counted.
@@ -46,15 +46,19 @@ fn remark_on_oddities(trace: &Trace) {
     }
 }
 
+fn what(action: Action) -> &'static str {
+    match action {
+        Action::Allocate => "the allocation",
+        Action::Free => "the free of the allocation",
+    }
+}
+
 /// Says what went wrong, on standard error.
 pub(super) fn explain(trace: &Trace, allocator: &AllocatorSpec, outcome: &Outcome) {
     let name = &trace.name;
     if let Some(stop) = &outcome.stop {
         let allocation = trace.allocations[stop.slot as usize];
-        let what = match stop.action {
-            Action::Allocate => "the allocation",
-            Action::Free => "the free of the allocation",
-        };
+        let what = what(stop.action);
         remark(&format!(
             "{name}: line {}: {allocator}: {what} of {} bytes failed after {} operations: {}",
             allocation.line, allocation.bytes, outcome.operations, stop.error
@@ -62,6 +66,16 @@ pub(super) fn explain(trace: &Trace, allocator: &AllocatorSpec, outcome: &Outcom
         if let Some(map) = &stop.map {
             remark(&format!("{allocator} at that moment: {map}"));
         }
+    }
+    if let Some(Longest { action, slot, driver_us }) = outcome.longest {
+        let allocation = trace.allocations[slot as usize];
+        remark(&format!(
+            "{name}: line {}: {allocator}: {} of {} bytes spent the most time in the driver, {:.2} ms",
+            allocation.line,
+            what(action),
+            allocation.bytes,
+            driver_us / 1000.0
+        ));
     }
     for mismatch in outcome.mismatches.iter().take(SHOWN) {
         let allocation = trace.allocations[mismatch.slot as usize];

@@ -92,6 +92,7 @@ pub fn fit(
             passes: 1,
             threads: false,
             paced: false,
+            longest: false,
             verify_stride_bytes: None,
         };
         match session.run(allocator, settings, progress) {

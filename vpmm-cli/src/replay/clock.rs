@@ -29,6 +29,14 @@ impl Stopwatch {
         }
     }
 
+    /// Does something else meanwhile.
+    pub(super) fn apart<T>(&mut self, other: impl FnOnce() -> T) -> T {
+        self.stop();
+        let done = other();
+        self.start();
+        done
+    }
+
     /// Nanoseconds of all stretches, the stopwatch's own cost taken off.
     pub(super) fn nanoseconds(&self, costs: &Costs) -> f64 {
         let own = costs.stretch_ns * self.stretches as f64;

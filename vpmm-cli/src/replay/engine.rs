@@ -62,6 +62,8 @@ pub struct Target<'a> {
     pub due: Option<&'a [Duration]>,
     /// The clock around the allocator's driver calls, if they are timed.
     pub timer: Option<&'a DriverTimer>,
+    /// Microseconds in driver calls so far, to find the operation that takes the most of them; on one thread.
+    pub driver_us: Option<&'a (dyn Fn() -> f64 + Sync)>,
     /// Called first on every thread of the pass: makes the context current.
     pub enter: &'a (dyn Fn() -> vpmm::Result<()> + Sync),
     /// Told how many operations have been done since it was told last.
@@ -79,8 +81,28 @@ pub struct Pass {
     pub driver_nanoseconds: Option<f64>,
     /// The largest sum of bytes live at one time, by the order in which the operations were done.
     pub peak_live_bytes: u64,
+    /// The operation that took the most driver time, where that was asked for.
+    pub longest: Option<Longest>,
     /// Why the pass ended early, if it did.
     pub stop: Option<Stop>,
+}
+
+/// An operation, and its time in driver calls.
+#[derive(Clone, Copy, Debug)]
+pub struct Longest {
+    /// What it was.
+    pub action: Action,
+    /// The slot that it was about.
+    pub slot: u32,
+    /// Microseconds in driver calls.
+    pub driver_us: f64,
+}
+
+impl Longest {
+    /// Whichever took longer.
+    pub fn max(self, other: Self) -> Self {
+        if other.driver_us > self.driver_us { other } else { self }
+    }
 }
 
 /// What stopped a pass.
@@ -123,6 +145,7 @@ struct LaneResult {
     nanoseconds: f64,
     /// When each step happened, where other lanes ran beside this one.
     times: Option<Times>,
+    longest: Option<Longest>,
 }
 
 impl<'a> Replay<'a> {
@@ -156,6 +179,7 @@ impl<'a> Replay<'a> {
             checker: None,
             due: None,
             timer: None,
+            driver_us: None,
             enter: &|| Ok(()),
             progress: &|_| {},
         };
@@ -200,6 +224,7 @@ impl<'a> Replay<'a> {
             operations: operations as u64,
             nanoseconds: (measured - loops - clock).max(0.0),
             driver_nanoseconds: driver.map(|spent| spent.driver_ns),
+            longest: results.iter().filter_map(|result| result.longest).reduce(Longest::max),
             peak_live_bytes: self.peak_live_bytes(results, stop.is_some()),
             stop,
         })
@@ -249,7 +274,7 @@ impl<'a> Replay<'a> {
         if let Some(step) = lane.first() {
             self.fail(*step, error, progress, stop);
         }
-        LaneResult { steps: 0, nanoseconds: 0.0, times: None }
+        LaneResult { steps: 0, nanoseconds: 0.0, times: None, longest: None }
     }
 
     fn run_lane(
@@ -264,6 +289,7 @@ impl<'a> Replay<'a> {
         let mut horizon = 0;
         let mut times = (!alone).then(|| Times::new(progress.start(), lane.len()));
         let mut watch = Stopwatch::default();
+        let mut longest: Option<Longest> = None;
         let mut steps = 0;
         'lane: for stride in lane.chunks(STRIDE) {
             watch.start();
@@ -284,14 +310,18 @@ impl<'a> Replay<'a> {
                     }
                 }
                 if let Some(due) = target.due.and_then(|due| due.get(step.row as usize)) {
-                    watch.stop();
-                    wait_until(progress.start() + *due);
-                    watch.start();
+                    watch.apart(|| wait_until(progress.start() + *due));
                 }
+                let before = target.driver_us.map(|clock| watch.apart(clock));
                 if let Err(error) = self.run_step(target, step, &mut watch, times.as_mut()) {
                     watch.stop();
                     self.fail(*step, error, progress, stop);
                     break 'lane;
+                }
+                if let Some((clock, before)) = target.driver_us.zip(before) {
+                    let Step { action, slot, .. } = *step;
+                    let this = Longest { action, slot, driver_us: watch.apart(clock) - before };
+                    longest = Some(longest.map_or(this, |longest| longest.max(this)));
                 }
                 steps += 1;
             }
@@ -303,7 +333,7 @@ impl<'a> Replay<'a> {
         // A note of the time is one reading of the clock, as an empty stretch is.
         let notes = times.as_ref().map_or(0.0, |_| self.costs.stretch_ns * steps as f64);
         let nanoseconds = (watch.nanoseconds(&self.costs) - notes).max(0.0);
-        LaneResult { steps, nanoseconds, times }
+        LaneResult { steps, nanoseconds, times, longest }
     }
 
     /// Whether no other lane has to do something first.

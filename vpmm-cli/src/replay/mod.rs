@@ -23,7 +23,7 @@ mod nothing;
 mod run;
 mod verify;
 
-pub use engine::{Checker, Pass, Piece, Replay, Stop, Target};
+pub use engine::{Checker, Longest, Pass, Piece, Replay, Stop, Target};
 pub use run::{Outcome, RunError, Session, Settings, run};
 pub use verify::{Mismatch, Verifier};
 

@@ -3,10 +3,10 @@
 use indicatif::ProgressBar;
 use vpmm::{Stream, StreamHandle};
 
-use super::engine::{Checker, Replay, Stop, Target};
+use super::engine::{Checker, Longest, Replay, Stop, Target};
 use super::verify::{Mismatch, Verifier};
 use crate::backend::AllocatorSpec;
-use crate::device::{Calls, Machine, Reading};
+use crate::device::{Calls, Machine};
 use crate::trace::Trace;
 
 /// How to replay.
@@ -20,6 +20,8 @@ pub struct Settings {
     pub threads: bool,
     /// Whether each operation waits for its time in the trace.
     pub paced: bool,
+    /// Whether the operation with the most driver time is sought; on one thread.
+    pub longest: bool,
     /// One word in how many bytes is written and checked; `None` for no device work.
     pub verify_stride_bytes: Option<u64>,
 }
@@ -46,6 +48,8 @@ pub struct Outcome {
     /// work of several threads cannot be told from them; measured on a GPU, where it is
     /// none if the machine has no clock for them.
     pub driver_time_us: Option<f64>,
+    /// The operation of any pass that took the most of it, where that was asked for.
+    pub longest: Option<Longest>,
     /// Why it ended early, if it did.
     pub stop: Option<Stop>,
     /// Allocations whose contents were lost, by `--verify`.
@@ -170,7 +174,8 @@ impl<'a> Session<'a> {
             None => None,
         };
 
-        let mut driver_time = DriverTime { machine, spent_us: 0.0 };
+        let mut driver_time = DriverTime::on(machine);
+        let driver_us = settings.longest.then(|| driver_clock(machine)).flatten();
         let backend = driver_time
             .of(|| allocator.open(machine, settings.limit_bytes))
             .map_err(|source| RunError::Allocator { allocator: allocator.clone(), source })?;
@@ -183,6 +188,7 @@ impl<'a> Session<'a> {
             peak_mapped_bytes: 0,
             driver_calls: 0,
             driver_time_us: None,
+            longest: None,
             stop: None,
             mismatches: Vec::new(),
             findings: Vec::new(),
@@ -195,6 +201,7 @@ impl<'a> Session<'a> {
                     checker: verifier.as_ref().map(|verifier| verifier as &dyn Checker),
                     due: settings.paced.then_some(trace.times.as_slice()),
                     timer: machine.timer(),
+                    driver_us: driver_us.as_deref(),
                     enter: &|| calls.enter(),
                     progress: &|operations| progress.inc(operations),
                 })
@@ -210,6 +217,7 @@ impl<'a> Session<'a> {
                     outcome.host_ns_per_op.push(per_operation(host));
                 }
             }
+            outcome.longest = outcome.longest.into_iter().chain(pass.longest).reduce(Longest::max);
             outcome.stop = pass.stop;
             // The next pass begins on an idle device.
             let finished = match &mut verifier {
@@ -270,43 +278,41 @@ impl Found {
     }
 }
 
-/// Time in the allocator's driver calls: modelled on a simulated machine, measured on another.
+/// Microseconds in the allocator's driver calls so far: modelled on a simulated machine, measured on another,
+/// none where a machine has no clock.
+type DriverClock<'a> = Box<dyn Fn() -> f64 + Sync + 'a>;
+
+fn driver_clock(machine: &Machine) -> Option<DriverClock<'_>> {
+    match (machine.simulator(), machine.timer()) {
+        (Some(simulator), _) => Some(Box::new(|| simulator.modelled_us())),
+        (None, Some(timer)) => {
+            let begin = timer.read();
+            Some(Box::new(move || timer.since(begin).driver_ns / 1000.0))
+        }
+        (None, None) => None,
+    }
+}
+
+/// What was spent in the allocator's driver calls.
 struct DriverTime<'a> {
-    machine: &'a Machine,
+    clock: Option<DriverClock<'a>>,
     spent_us: f64,
 }
 
-impl DriverTime<'_> {
+impl<'a> DriverTime<'a> {
+    fn on(machine: &'a Machine) -> Self {
+        Self { clock: driver_clock(machine), spent_us: 0.0 }
+    }
+
     /// Runs `work` and counts the calls that it makes.
     fn of<T>(&mut self, work: impl FnOnce() -> T) -> T {
-        let before = self.now();
+        let now = || self.clock.as_ref().map_or(0.0, |clock| clock());
+        let before = now();
         let done = work();
-        self.spent_us += match before {
-            Clock::Modelled(before_us) => {
-                self.machine.simulator().map_or(0.0, cuda_sim::Simulator::modelled_us) - before_us
-            }
-            Clock::Measured(before) => {
-                self.machine.timer().map_or(0.0, |timer| timer.since(before).driver_ns / 1000.0)
-            }
-            Clock::None => 0.0,
-        };
+        let spent = now() - before;
+        self.spent_us += spent;
         done
     }
-
-    fn now(&self) -> Clock {
-        match (self.machine.simulator(), self.machine.timer()) {
-            (Some(simulator), _) => Clock::Modelled(simulator.modelled_us()),
-            (None, Some(timer)) => Clock::Measured(timer.read()),
-            (None, None) => Clock::None,
-        }
-    }
-}
-
-/// A reading of whichever clock the machine has.
-enum Clock {
-    Modelled(f64),
-    Measured(Reading),
-    None,
 }
 
 #[cfg(test)]
@@ -326,6 +332,7 @@ mod tests {
             peak_mapped_bytes: 4,
             driver_calls: 0,
             driver_time_us: None,
+            longest: None,
             stop: None,
             mismatches: Vec::new(),
             findings: Vec::new(),

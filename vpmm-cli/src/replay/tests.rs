@@ -84,6 +84,7 @@ fn pass(trace: &Trace, threads: bool, backend: &dyn Backend) -> Pass {
         checker: None,
         due: None,
         timer: None,
+        driver_us: None,
         enter: &|| Ok(()),
         progress: &|_| {},
     });
@@ -168,6 +169,7 @@ fn a_context_that_cannot_be_entered_is_a_stop() {
             checker: None,
             due: None,
             timer: None,
+            driver_us: None,
             enter: &|| Err(vpmm::Error::ZeroSize),
             progress: &|_| {},
         });
@@ -233,6 +235,7 @@ fn mismatches(
         checker: Some(&verifier as &dyn Checker),
         due: None,
         timer: None,
+        driver_us: None,
         enter: &|| calls.enter(),
         progress: &|_| {},
     });
@@ -303,6 +306,7 @@ fn every_allocator_serves_threads_streams_and_passes() {
                 passes: 2,
                 threads,
                 paced: false,
+                longest: false,
                 verify_stride_bytes: Some(1 << 20),
             };
             let bar = ProgressBar::hidden();
@@ -329,6 +333,7 @@ fn verifying_does_not_change_what_the_driver_is_said_to_cost() {
                 passes: 1,
                 threads: false,
                 paced: false,
+                longest: false,
                 verify_stride_bytes,
             };
             let outcome =

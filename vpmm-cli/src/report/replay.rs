@@ -53,6 +53,10 @@ pub struct Report {
     pub error_line: Option<u64>,
     /// `ns_per_op` without the time in driver calls.
     pub host_ns_per_op: Option<f64>,
+    /// The most driver time of one operation of any pass, where that was asked for.
+    pub longest_driver_us: Option<f64>,
+    /// The line of the trace that its allocation is in.
+    pub longest_line: Option<u64>,
 }
 
 impl Report {
@@ -86,6 +90,8 @@ impl Report {
             error: stop.map(|stop| stop.error.to_string()),
             error_line: stop.map(|stop| trace.allocations[stop.slot as usize].line),
             host_ns_per_op: outcome.best_host_ns_per_op().map(|ns| round(ns, 2)),
+            longest_driver_us: outcome.longest.map(|longest| round(longest.driver_us, 2)),
+            longest_line: outcome.longest.map(|of| trace.allocations[of.slot as usize].line),
         }
     }
 }
@@ -159,6 +165,8 @@ mod tests {
             error: None,
             error_line: None,
             host_ns_per_op: Some(12.5),
+            longest_driver_us: None,
+            longest_line: None,
         }
     }
 

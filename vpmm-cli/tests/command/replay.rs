@@ -287,6 +287,35 @@ fn info_shows_the_simulated_device() {
     assert!(stdout(&output).contains("virtual memory management   yes"), "{}", stdout(&output));
 }
 
+/// A request for a gigabyte has more made than those before and behind it, and warm passes have none.
+#[test]
+fn longest_names_the_call_with_the_most_driver_time() {
+    let sizes = [900_u64, 3 << 20, 1 << 30, 5 << 20];
+    let rows: String = (1..)
+        .zip(sizes)
+        .map(|(at, bytes)| format!("1,x,allocate,{at:#x},{bytes},0\n"))
+        .chain((1..5).map(|at| format!("1,x,free,{at:#x},1,0\n")))
+        .collect();
+    let file = File::rows(&rows);
+    let replay = |further: &[&str]| {
+        run(&[&["replay", file.path(), "--device=sim", "--repeat=3"], further].concat())
+    };
+    let object = json(&replay(&["--json", "--longest"]), 0).remove(0);
+    // Behind the line of the header.
+    assert_eq!(object["longest_line"], 4, "{object}");
+    let [longest, all] =
+        ["longest_driver_us", "driver_time_us"].map(|key| object[key].as_f64().unwrap());
+    assert!(longest > 100.0 && longest < all, "{object}");
+    let output = replay(&["--longest"]);
+    let told =
+        "line 4: default: the allocation of 1073741824 bytes spent the most time in the driver";
+    assert!(stderr(&output).contains(told), "{}", stderr(&output));
+
+    let object = json(&replay(&["--json"]), 0).remove(0);
+    assert!(object["longest_line"].is_null() && object["longest_driver_us"].is_null(), "{object}");
+    assert_eq!(replay(&["--longest", "--threads"]).status.code(), Some(2));
+}
+
 /// Every call at its time; what lies between is in no timing.
 #[test]
 fn paced_takes_as_long_as_the_program_did() {
