@@ -71,11 +71,11 @@ fn handles(moves_per_second: u32, blocks: usize, worked: Duration, granules: u64
 #[test]
 fn a_request_in_haste_has_few_extents_made_and_moved() {
     let (made, moved) = handles(0, 300, Duration::ZERO, 1200);
-    assert_eq!(moved, 120, "{made} made");
+    assert_eq!(moved, 90, "{made} made");
     assert!(made <= 10, "{made} made");
     // Where few move, more are made.
     let (made, moved) = handles(0, 12, Duration::ZERO, 1200);
-    assert!(moved >= 12 && (50..=100 - moved / 2).contains(&made), "{made} made, {moved} moved");
+    assert!(moved >= 12 && (40..=64 - moved / 2).contains(&made), "{made} made, {moved} moved");
 }
 
 /// A program at its own pace has all of it moved, and as many extents made as may be beside.
