@@ -7,6 +7,8 @@
 
 #![forbid(unsafe_code)]
 
+use std::ops::Range;
+
 use super::Core;
 use super::space::Space;
 use super::tags::Tags;
@@ -17,14 +19,14 @@ use crate::error::Result;
 const REAPED: u64 = 128;
 
 impl Core {
-    /// Gives the shortest extents that nobody uses back, so many granules. Whether it did; where there are
-    /// not so many nothing goes.
+    /// Gives the shortest extents that nobody uses back, so many granules; none of those in a request's window,
+    /// which would only lack them then. Whether it did; where there are not so many nothing goes.
     ///
     /// The driver's calls count as moves: that many more that the program has had made for its requests.
-    pub(super) fn exchange(&self, granules: u64) -> Result<bool> {
+    pub(super) fn exchange(&self, granules: u64, window: Range<u32>) -> Result<bool> {
         self.poll(None, true)?;
         self.reap(REAPED);
-        let runs = self.space.lock().take_shortest(&self.tags, granules);
+        let runs = self.space.lock().take_shortest(&self.tags, granules, window);
         let mut gone = 0;
         for run in &runs {
             // What stays is there for the next request.
@@ -39,10 +41,15 @@ impl Core {
 
 impl Space {
     /// Takes the shortest extents that are wholly free and of the past, so many granules; none if there are
-    /// not so many.
-    fn take_shortest(&mut self, tags: &Tags, granules: u64) -> Vec<Run> {
+    /// not so many outside that window.
+    fn take_shortest(&mut self, tags: &Tags, granules: u64, window: Range<u32>) -> Vec<Run> {
+        let granule_units = self.memory.granule_units();
         let stretches = self.stretches();
         let mut found = self.of_the_past(&stretches);
+        found.retain(|(extent, ..)| {
+            extent.end() * granule_units <= window.start
+                || window.end <= extent.start * granule_units
+        });
         found.sort_unstable_by_key(|(extent, ..)| (extent.granules, extent.start));
         let mut there = 0;
         let enough = found.iter().position(|(extent, ..)| {

@@ -85,10 +85,10 @@ impl Core {
         if !space.is_better_exchanged(&job, &self.policy, means) {
             return Ok(Some(job));
         }
-        let need = job.moved_granules();
+        let (need, window) = (job.moved_granules(), job.start..job.start + job.units);
         space.abandon(&self.tags, &job, &[]);
         drop(space);
-        let exchanged = self.exchange(need)?;
+        let exchanged = self.exchange(need, window)?;
         let mut space = self.space.lock();
         let means = space.means(Wanted { exchanged, ..wanted }, now);
         Ok(space.plan(&self.tags, stream, units, part, &self.policy, means))
