@@ -70,11 +70,10 @@ pub(super) fn explain(trace: &Trace, allocator: &AllocatorSpec, outcome: &Outcom
     if let Some(Longest { action, slot, driver_us }) = outcome.longest {
         let allocation = trace.allocations[slot as usize];
         remark(&format!(
-            "{name}: line {}: {allocator}: {} of {} bytes spent the most time in the driver, {:.2} ms",
+            "{name}: line {}: {allocator}: {} of {} bytes spent the most time in the driver, {driver_us:.1} µs",
             allocation.line,
             what(action),
-            allocation.bytes,
-            driver_us / 1000.0
+            allocation.bytes
         ));
     }
     for mismatch in outcome.mismatches.iter().take(SHOWN) {

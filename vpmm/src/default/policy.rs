@@ -31,8 +31,8 @@ const OF_LIMIT_AT_LEISURE: u64 = 4400;
 const AT_ONCE: u32 = 60;
 const AT_ONCE_LATER: u32 = 256;
 
-/// In haste one request has at most so many extents made, and at most so many moved where more can be made: 3 ms on
-/// a slow day. Each that moves takes the place of three quarters of one that is made, but so many are made beside
+/// In haste one request has at most so many extents made, and at most so many moved where more can be made: 3 to 4
+/// ms on a slow day. Each that moves takes the place of three quarters of one that is made, but so many are made beside
 /// in any case. The longest move first, so that what stays away is little. With a limit there may be more: what does
 /// not move for one request has to for another.
 const MADE_IN_HASTE: u32 = 64;
@@ -491,6 +491,7 @@ mod tests {
         assert_eq!(moves(&limited, 2 * KEPT_AT_LIMIT), [u32::MAX; 3]);
     }
 
+    /// What stays in the last extent that was mapped ahead pins it: in a large pool that is little.
     #[test]
     fn ahead_doubles_a_small_pool_and_is_short_in_a_large_one() {
         let policy = Policy::new(1 << 20, false, false);
