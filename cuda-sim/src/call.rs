@@ -68,6 +68,8 @@ pub(crate) struct State {
     pub(crate) counts: Vec<u64>,
     pub(crate) costs: Costs,
     pub(crate) modelled_us: f64,
+    /// The same by function.
+    pub(crate) modelled_us_of: Vec<f64>,
     pub(crate) findings: Findings,
     /// Everything that the host has seen complete.
     pub(crate) host: Clock,
@@ -173,6 +175,7 @@ impl Shared {
         };
         let cost = call.cost.unwrap_or_else(|| call.costs.flat(call.name));
         call.modelled_us += cost;
+        call.modelled_us_of[function.0] += cost;
         code
     }
 }

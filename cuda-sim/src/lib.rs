@@ -161,6 +161,7 @@ impl Simulator {
             counts: vec![0; slots::NAMES.len()],
             costs: settings.costs,
             modelled_us: 0.0,
+            modelled_us_of: vec![0.0; slots::NAMES.len()],
             findings: report::Findings::default(),
             host: race::Clock::new(),
         };
@@ -311,6 +312,13 @@ impl Simulator {
     /// The time that the calls so far would have taken on the modelled machine, in µs.
     pub fn modelled_us(&self) -> f64 {
         self.call().modelled_us
+    }
+
+    /// The same by function, in µs, of those that were called.
+    pub fn modelled_us_by_function(&self) -> BTreeMap<&'static str, f64> {
+        let call = self.call();
+        let called = slots::NAMES.iter().copied().zip(&call.counts).zip(&call.modelled_us_of);
+        called.filter(|((_, count), _)| **count > 0).map(|((name, _), us)| (name, *us)).collect()
     }
 
     /// Loses a device: from now on every call that uses it or its contexts answers `code`, and

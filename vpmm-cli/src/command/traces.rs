@@ -2,6 +2,7 @@
 
 use super::remark;
 use crate::backend::AllocatorSpec;
+use crate::device::FunctionSpent;
 use crate::exit::Abort;
 use crate::replay::{Longest, Outcome, RunError};
 use crate::trace::{Action, Trace};
@@ -53,6 +54,17 @@ fn what(action: Action) -> &'static str {
     }
 }
 
+/// `: 1640.2 in 3 calls of cuMemSetAccess, 51.9 in 83 of cuMemMap`: what comes to a hundredth of it.
+fn in_functions(longest: &Longest) -> String {
+    let much = |of: &&FunctionSpent| of.us >= longest.driver_us / 100.0;
+    let each = longest.by_function.iter().filter(much).enumerate();
+    let each = each.map(|(at, FunctionSpent { function, calls, us })| {
+        let (before, of) = if at == 0 { (": ", "calls of") } else { (", ", "of") };
+        format!("{before}{us:.1} in {calls} {of} {function}")
+    });
+    each.collect()
+}
+
 /// Says what went wrong, on standard error.
 pub(super) fn explain(trace: &Trace, allocator: &AllocatorSpec, outcome: &Outcome) {
     let name = &trace.name;
@@ -67,13 +79,15 @@ pub(super) fn explain(trace: &Trace, allocator: &AllocatorSpec, outcome: &Outcom
             remark(&format!("{allocator} at that moment: {map}"));
         }
     }
-    if let Some(Longest { action, slot, driver_us }) = outcome.longest {
-        let allocation = trace.allocations[slot as usize];
+    if let Some(longest) = &outcome.longest {
+        let allocation = trace.allocations[longest.slot as usize];
         remark(&format!(
-            "{name}: line {}: {allocator}: {} of {} bytes spent the most time in the driver, {driver_us:.1} µs",
+            "{name}: line {}: {allocator}: {} of {} bytes spent the most time in the driver, {:.1} µs{}",
             allocation.line,
-            what(action),
-            allocation.bytes
+            what(longest.action),
+            allocation.bytes,
+            longest.driver_us,
+            in_functions(longest)
         ));
     }
     for mismatch in outcome.mismatches.iter().take(SHOWN) {

@@ -2,10 +2,12 @@
 
 mod calls;
 mod choice;
+mod spent;
 mod timer;
 
 pub use calls::{Calls, MemoryPool, Patterns, Words};
 pub use choice::DeviceChoice;
+pub use spent::{FunctionSpent, Ledger};
 pub use timer::{DriverSpent, DriverTimer, Reading};
 
 use cuda_sim::Simulator;

@@ -11,6 +11,7 @@ use vpmm::StreamHandle;
 use super::clock::{Costs, Stopwatch};
 use super::lanes::{self, Progress, Step};
 use super::live::{self, Times};
+use super::longest::{Longest, Search, Spent};
 use super::nothing::Nothing;
 use crate::backend::Backend;
 use crate::device::DriverTimer;
@@ -62,8 +63,8 @@ pub struct Target<'a> {
     pub due: Option<&'a [Duration]>,
     /// The clock around the allocator's driver calls, if they are timed.
     pub timer: Option<&'a DriverTimer>,
-    /// Microseconds in driver calls so far, to find the operation that takes the most of them; on one thread.
-    pub driver_us: Option<&'a (dyn Fn() -> f64 + Sync)>,
+    /// What was spent in driver calls so far, to find the operation that takes the most of it; on one thread.
+    pub spent: Option<&'a Spent<'a>>,
     /// Called first on every thread of the pass: makes the context current.
     pub enter: &'a (dyn Fn() -> vpmm::Result<()> + Sync),
     /// Told how many operations have been done since it was told last.
@@ -85,24 +86,6 @@ pub struct Pass {
     pub longest: Option<Longest>,
     /// Why the pass ended early, if it did.
     pub stop: Option<Stop>,
-}
-
-/// An operation, and its time in driver calls.
-#[derive(Clone, Copy, Debug)]
-pub struct Longest {
-    /// What it was.
-    pub action: Action,
-    /// The slot that it was about.
-    pub slot: u32,
-    /// Microseconds in driver calls.
-    pub driver_us: f64,
-}
-
-impl Longest {
-    /// Whichever took longer.
-    pub fn max(self, other: Self) -> Self {
-        if other.driver_us > self.driver_us { other } else { self }
-    }
 }
 
 /// What stopped a pass.
@@ -179,7 +162,7 @@ impl<'a> Replay<'a> {
             checker: None,
             due: None,
             timer: None,
-            driver_us: None,
+            spent: None,
             enter: &|| Ok(()),
             progress: &|_| {},
         };
@@ -215,7 +198,9 @@ impl<'a> Replay<'a> {
             stop.map = Some(target.backend.map());
         }
         self.free_rest(target, &mut stop);
-        let results = results?;
+        let mut results = results?;
+        let longest = results.iter_mut().filter_map(|result| result.longest.take());
+        let longest = longest.reduce(Longest::max);
         let operations: usize = results.iter().map(|result| result.steps).sum();
         let measured: f64 = results.iter().map(|result| result.nanoseconds).sum();
         let loops = self.costs.operation_ns * operations as f64;
@@ -224,7 +209,7 @@ impl<'a> Replay<'a> {
             operations: operations as u64,
             nanoseconds: (measured - loops - clock).max(0.0),
             driver_nanoseconds: driver.map(|spent| spent.driver_ns),
-            longest: results.iter().filter_map(|result| result.longest).reduce(Longest::max),
+            longest,
             peak_live_bytes: self.peak_live_bytes(results, stop.is_some()),
             stop,
         })
@@ -289,7 +274,7 @@ impl<'a> Replay<'a> {
         let mut horizon = 0;
         let mut times = (!alone).then(|| Times::new(progress.start(), lane.len()));
         let mut watch = Stopwatch::default();
-        let mut longest: Option<Longest> = None;
+        let mut search = target.spent.map(Search::new);
         let mut steps = 0;
         'lane: for stride in lane.chunks(STRIDE) {
             watch.start();
@@ -312,16 +297,13 @@ impl<'a> Replay<'a> {
                 if let Some(due) = target.due.and_then(|due| due.get(step.row as usize)) {
                     watch.apart(|| wait_until(progress.start() + *due));
                 }
-                let before = target.driver_us.map(|clock| watch.apart(clock));
                 if let Err(error) = self.run_step(target, step, &mut watch, times.as_mut()) {
                     watch.stop();
                     self.fail(*step, error, progress, stop);
                     break 'lane;
                 }
-                if let Some((clock, before)) = target.driver_us.zip(before) {
-                    let Step { action, slot, .. } = *step;
-                    let this = Longest { action, slot, driver_us: watch.apart(clock) - before };
-                    longest = Some(longest.map_or(this, |longest| longest.max(this)));
+                if let Some(search) = &mut search {
+                    watch.apart(|| search.note(step));
                 }
                 steps += 1;
             }
@@ -333,7 +315,7 @@ impl<'a> Replay<'a> {
         // A note of the time is one reading of the clock, as an empty stretch is.
         let notes = times.as_ref().map_or(0.0, |_| self.costs.stretch_ns * steps as f64);
         let nanoseconds = (watch.nanoseconds(&self.costs) - notes).max(0.0);
-        LaneResult { steps, nanoseconds, times, longest }
+        LaneResult { steps, nanoseconds, times, longest: search.and_then(|search| search.longest) }
     }
 
     /// Whether no other lane has to do something first.

@@ -19,11 +19,13 @@ mod clock;
 mod engine;
 mod lanes;
 mod live;
+mod longest;
 mod nothing;
 mod run;
 mod verify;
 
-pub use engine::{Checker, Longest, Pass, Piece, Replay, Stop, Target};
+pub use engine::{Checker, Pass, Piece, Replay, Stop, Target};
+pub use longest::{Longest, Spent};
 pub use run::{Outcome, RunError, Session, Settings, run};
 pub use verify::{Mismatch, Verifier};
 

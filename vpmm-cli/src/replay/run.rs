@@ -3,10 +3,11 @@
 use indicatif::ProgressBar;
 use vpmm::{Stream, StreamHandle};
 
-use super::engine::{Checker, Longest, Replay, Stop, Target};
+use super::engine::{Checker, Replay, Stop, Target};
+use super::longest::{Longest, Spent};
 use super::verify::{Mismatch, Verifier};
 use crate::backend::AllocatorSpec;
-use crate::device::{Calls, Machine};
+use crate::device::{Calls, FunctionSpent, Ledger, Machine};
 use crate::trace::Trace;
 
 /// How to replay.
@@ -48,6 +49,9 @@ pub struct Outcome {
     /// work of several threads cannot be told from them; measured on a GPU, where it is
     /// none if the machine has no clock for them.
     pub driver_time_us: Option<f64>,
+    /// That time by function, what took the most first; none where it is not known, and of allocators that
+    /// do not call through [`vpmm::Driver`].
+    pub by_function: Option<Vec<FunctionSpent>>,
     /// The operation of any pass that took the most of it, where that was asked for.
     pub longest: Option<Longest>,
     /// Why it ended early, if it did.
@@ -175,7 +179,7 @@ impl<'a> Session<'a> {
         };
 
         let mut driver_time = DriverTime::on(machine);
-        let driver_us = settings.longest.then(|| driver_clock(machine)).flatten();
+        let spent = settings.longest.then(|| spent_on(machine)).flatten();
         let backend = driver_time
             .of(|| allocator.open(machine, settings.limit_bytes))
             .map_err(|source| RunError::Allocator { allocator: allocator.clone(), source })?;
@@ -188,6 +192,7 @@ impl<'a> Session<'a> {
             peak_mapped_bytes: 0,
             driver_calls: 0,
             driver_time_us: None,
+            by_function: None,
             longest: None,
             stop: None,
             mismatches: Vec::new(),
@@ -201,7 +206,7 @@ impl<'a> Session<'a> {
                     checker: verifier.as_ref().map(|verifier| verifier as &dyn Checker),
                     due: settings.paced.then_some(trace.times.as_slice()),
                     timer: machine.timer(),
-                    driver_us: driver_us.as_deref(),
+                    spent: spent.as_ref(),
                     enter: &|| calls.enter(),
                     progress: &|operations| progress.inc(operations),
                 })
@@ -217,7 +222,8 @@ impl<'a> Session<'a> {
                     outcome.host_ns_per_op.push(per_operation(host));
                 }
             }
-            outcome.longest = outcome.longest.into_iter().chain(pass.longest).reduce(Longest::max);
+            let longest = outcome.longest.into_iter().chain(pass.longest);
+            outcome.longest = longest.reduce(Longest::max);
             outcome.stop = pass.stop;
             // The next pass begins on an idle device.
             let finished = match &mut verifier {
@@ -244,6 +250,9 @@ impl<'a> Session<'a> {
         };
         if told_apart {
             outcome.driver_time_us = Some((driver_time.spent_us - verify_us).max(0.0));
+        }
+        if machine.simulator().is_none() || verifier.is_none() {
+            outcome.by_function = driver_time.by_function();
         }
         drop(backend);
         drop(verifier);
@@ -293,25 +302,39 @@ fn driver_clock(machine: &Machine) -> Option<DriverClock<'_>> {
     }
 }
 
+fn spent_on(machine: &Machine) -> Option<Spent<'_>> {
+    let by_function = Box::new(|| Ledger::of(machine).unwrap_or_default());
+    Some(Spent { us: driver_clock(machine)?, by_function })
+}
+
 /// What was spent in the allocator's driver calls.
 struct DriverTime<'a> {
+    machine: &'a Machine,
     clock: Option<DriverClock<'a>>,
     spent_us: f64,
+    ledger: Option<Ledger>,
 }
 
 impl<'a> DriverTime<'a> {
     fn on(machine: &'a Machine) -> Self {
-        Self { clock: driver_clock(machine), spent_us: 0.0 }
+        Self { machine, clock: driver_clock(machine), spent_us: 0.0, ledger: None }
     }
 
     /// Runs `work` and counts the calls that it makes.
     fn of<T>(&mut self, work: impl FnOnce() -> T) -> T {
         let now = || self.clock.as_ref().map_or(0.0, |clock| clock());
-        let before = now();
+        let (before, ledger_before) = (now(), Ledger::of(self.machine));
         let done = work();
-        let spent = now() - before;
-        self.spent_us += spent;
+        self.spent_us += now() - before;
+        if let Some((now, before)) = Ledger::of(self.machine).zip(ledger_before) {
+            self.ledger.get_or_insert_default().add(&now.since(&before));
+        }
         done
+    }
+
+    /// The same by function, where there is any.
+    fn by_function(&self) -> Option<Vec<FunctionSpent>> {
+        self.ledger.as_ref().map(Ledger::by_time).filter(|spent| !spent.is_empty())
     }
 }
 
@@ -332,6 +355,7 @@ mod tests {
             peak_mapped_bytes: 4,
             driver_calls: 0,
             driver_time_us: None,
+            by_function: None,
             longest: None,
             stop: None,
             mismatches: Vec::new(),

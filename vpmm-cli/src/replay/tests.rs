@@ -84,7 +84,7 @@ fn pass(trace: &Trace, threads: bool, backend: &dyn Backend) -> Pass {
         checker: None,
         due: None,
         timer: None,
-        driver_us: None,
+        spent: None,
         enter: &|| Ok(()),
         progress: &|_| {},
     });
@@ -169,7 +169,7 @@ fn a_context_that_cannot_be_entered_is_a_stop() {
             checker: None,
             due: None,
             timer: None,
-            driver_us: None,
+            spent: None,
             enter: &|| Err(vpmm::Error::ZeroSize),
             progress: &|_| {},
         });
@@ -235,7 +235,7 @@ fn mismatches(
         checker: Some(&verifier as &dyn Checker),
         due: None,
         timer: None,
-        driver_us: None,
+        spent: None,
         enter: &|| calls.enter(),
         progress: &|_| {},
     });

@@ -5,6 +5,7 @@ use serde::Serialize;
 use super::{figure, or_dash, render, round, short_name};
 use crate::backend::AllocatorSpec;
 use crate::bytes::ByteCount;
+use crate::device::FunctionSpent;
 use crate::replay::Outcome;
 
 /// One result, as `--json` prints it. The keys up to `oom` are fixed, in this
@@ -57,6 +58,10 @@ pub struct Report {
     pub longest_driver_us: Option<f64>,
     /// The line of the trace that its allocation is in.
     pub longest_line: Option<u64>,
+    /// `driver_calls` and `driver_time_us` by function, what took the most time first.
+    pub driver_by_function: Option<Vec<FunctionSpent>>,
+    /// `longest_driver_us` by function.
+    pub longest_by_function: Option<Vec<FunctionSpent>>,
 }
 
 impl Report {
@@ -68,7 +73,7 @@ impl Report {
         settings: &crate::replay::Settings,
         outcome: &Outcome,
     ) -> Self {
-        let stop = outcome.stop.as_ref();
+        let (stop, longest) = (outcome.stop.as_ref(), outcome.longest.as_ref());
         Self {
             trace: trace.name.clone(),
             allocator: allocator.to_string(),
@@ -90,10 +95,16 @@ impl Report {
             error: stop.map(|stop| stop.error.to_string()),
             error_line: stop.map(|stop| trace.allocations[stop.slot as usize].line),
             host_ns_per_op: outcome.best_host_ns_per_op().map(|ns| round(ns, 2)),
-            longest_driver_us: outcome.longest.map(|longest| round(longest.driver_us, 2)),
-            longest_line: outcome.longest.map(|of| trace.allocations[of.slot as usize].line),
+            longest_driver_us: longest.map(|longest| round(longest.driver_us, 2)),
+            longest_line: longest.map(|of| trace.allocations[of.slot as usize].line),
+            driver_by_function: outcome.by_function.as_deref().map(rounded),
+            longest_by_function: longest.map(|longest| rounded(&longest.by_function)),
         }
     }
+}
+
+fn rounded(spent: &[FunctionSpent]) -> Vec<FunctionSpent> {
+    spent.iter().map(|of| FunctionSpent { us: round(of.us, 2), ..of.clone() }).collect()
 }
 
 const HEADER: [&str; 12] = [
@@ -167,6 +178,8 @@ mod tests {
             host_ns_per_op: Some(12.5),
             longest_driver_us: None,
             longest_line: None,
+            driver_by_function: None,
+            longest_by_function: None,
         }
     }
 

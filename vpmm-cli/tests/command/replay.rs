@@ -306,13 +306,31 @@ fn longest_names_the_call_with_the_most_driver_time() {
     let [longest, all] =
         ["longest_driver_us", "driver_time_us"].map(|key| object[key].as_f64().unwrap());
     assert!(longest > 100.0 && longest < all, "{object}");
+    let sums = |key: &str| {
+        let spent = object[key].as_array().unwrap();
+        let us: f64 = spent.iter().map(|of| of["us"].as_f64().unwrap()).sum();
+        (spent.iter().map(|of| of["calls"].as_u64().unwrap()).sum::<u64>(), us)
+    };
+    let (by_function, of_longest) = (sums("driver_by_function"), sums("longest_by_function"));
+    assert_eq!(by_function.0, object["driver_calls"], "{object}");
+    assert!((by_function.1 - all).abs() < 0.1, "{object}");
+    assert!((of_longest.1 - longest).abs() < 0.1 && of_longest.0 < by_function.0, "{object}");
+    assert_eq!(object["longest_by_function"][0]["function"], "cuMemSetAccess", "{object}");
     let output = replay(&["--longest"]);
     let told =
         "line 4: default: the allocation of 1073741824 bytes spent the most time in the driver";
     assert!(stderr(&output).contains(told), "{}", stderr(&output));
+    assert!(stderr(&output).contains(" calls of cuMemSetAccess, "), "{}", stderr(&output));
 
     let object = json(&replay(&["--json"]), 0).remove(0);
-    assert!(object["longest_line"].is_null() && object["longest_driver_us"].is_null(), "{object}");
+    for key in ["longest_line", "longest_driver_us", "longest_by_function"] {
+        assert!(object[key].is_null(), "{object}");
+    }
+    // Device work is not told from the pool's calls on the simulator, and cuMemAlloc is not the pool's.
+    for further in ["--verify", "--allocator=cuda-malloc"] {
+        let object = json(&replay(&["--json", further]), 0).remove(0);
+        assert!(object["driver_by_function"].is_null(), "{object}");
+    }
     assert_eq!(replay(&["--longest", "--threads"]).status.code(), Some(2));
 }
 

@@ -86,7 +86,9 @@ macro_rules! driver_calls {
                     // the library stays loaded while `self.0.library` lives, and the caller keeps
                     // the function's own contract.
                     let call = || unsafe { (self.0.table.$name)($( $arg ),*) };
-                    let code = if self.0.clock.is_on() { self.0.clock.time(call) } else { call() };
+                    let clock = &self.0.clock;
+                    let code =
+                        if clock.is_on() { clock.time(Call::$name, call) } else { call() };
                     if code == CUresult::CUDA_SUCCESS {
                         Ok(())
                     } else {
@@ -209,11 +211,16 @@ driver_calls! {
     cuMemFreeAsync(address: CUdeviceptr, stream: CUstream);
 }
 
-/// The time spent in driver calls, where somebody asked for it.
-#[derive(Default)]
+/// The time spent in driver calls, by function, where somebody asked for it.
 struct Clock {
     on: AtomicBool,
-    nanoseconds: AtomicU64,
+    nanoseconds: [AtomicU64; NAMES.len()],
+}
+
+impl Default for Clock {
+    fn default() -> Self {
+        Self { on: AtomicBool::new(false), nanoseconds: std::array::from_fn(|_| AtomicU64::new(0)) }
+    }
 }
 
 impl Clock {
@@ -222,10 +229,11 @@ impl Clock {
     }
 
     #[cold]
-    fn time(&self, call: impl FnOnce() -> CUresult) -> CUresult {
+    fn time(&self, function: Call, call: impl FnOnce() -> CUresult) -> CUresult {
         let start = Instant::now();
         let code = call();
-        self.nanoseconds.fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        let took = start.elapsed().as_nanos() as u64;
+        self.nanoseconds[function as usize].fetch_add(took, Ordering::Relaxed);
         code
     }
 }
@@ -330,7 +338,7 @@ impl Driver {
 
     /// The time in calls while [`measure_calls`](Self::measure_calls) was on, summed over threads.
     pub fn time_in_calls(&self) -> Duration {
-        Duration::from_nanos(self.0.clock.nanoseconds.load(Ordering::Relaxed))
+        self.calls().time()
     }
 
     /// What tells this driver and its clones from others in the process.
@@ -405,8 +413,10 @@ impl Driver {
 
     /// The calls made so far through this driver and its clones.
     pub fn calls(&self) -> DriverCalls {
-        let count = |index: usize| self.0.counts[index].load(Ordering::Relaxed);
-        DriverCalls { counts: std::array::from_fn(count) }
+        let read = |of: &[AtomicU64; NAMES.len()]| {
+            std::array::from_fn(|index| of[index].load(Ordering::Relaxed))
+        };
+        DriverCalls { counts: read(&self.0.counts), nanoseconds: read(&self.0.clock.nanoseconds) }
     }
 }
 
@@ -416,10 +426,12 @@ impl std::fmt::Debug for Driver {
     }
 }
 
-/// How often each driver function was called: a snapshot.
+/// How often each driver function was called, and for how long where
+/// [that was measured](Driver::measure_calls): a snapshot.
 #[derive(Clone, PartialEq, Eq)]
 pub struct DriverCalls {
     counts: [u64; NAMES.len()],
+    nanoseconds: [u64; NAMES.len()],
 }
 
 impl DriverCalls {
@@ -438,9 +450,46 @@ impl DriverCalls {
         self.counts.iter().sum()
     }
 
+    /// The time in calls of each function that was measured, summed over threads.
+    ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let sim = cuda_sim::Simulator::builder().build()?;
+    /// # let driver = vpmm::Driver::new(sim.driver())?;
+    /// # let device = driver.device(0)?;
+    /// # let stream = device.stream()?;
+    /// # let pool = vpmm::Pool::new(&device, &vpmm::PoolConfig::default())?;
+    /// driver.measure_calls(true);
+    /// let before = driver.calls();
+    /// let ptr = pool.malloc(64 << 20, &stream)?;
+    /// let spent = driver.calls().since(&before);
+    /// for (function, time) in spent.times() {
+    ///     println!("{} calls of {function}: {time:?}", spent.count(function));
+    /// }
+    /// assert!(spent.times().any(|(function, _)| function == "cuMemSetAccess"));
+    /// # pool.free(ptr, &stream)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn times(&self) -> impl Iterator<Item = (&'static str, Duration)> + '_ {
+        let times = NAMES.iter().copied().zip(self.nanoseconds);
+        times.filter(|(_, ns)| *ns > 0).map(|(name, ns)| (name, Duration::from_nanos(ns)))
+    }
+
+    /// The time in all calls that were measured.
+    pub fn time(&self) -> Duration {
+        Duration::from_nanos(self.nanoseconds.iter().sum())
+    }
+
     /// What was called after `earlier` was taken.
     pub fn since(&self, earlier: &Self) -> Self {
-        Self { counts: std::array::from_fn(|i| self.counts[i].saturating_sub(earlier.counts[i])) }
+        let less = |now: &[u64; NAMES.len()], then: &[u64; NAMES.len()]| {
+            std::array::from_fn(|index| now[index].saturating_sub(then[index]))
+        };
+        Self {
+            counts: less(&self.counts, &earlier.counts),
+            nanoseconds: less(&self.nanoseconds, &earlier.nanoseconds),
+        }
     }
 }
 
