@@ -175,6 +175,11 @@ pub struct InfoArgs {
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceChoice,
 
+    /// Also measure what the driver's calls for virtual memory cost now, on handles of 2 MiB, 64 MiB and
+    /// 1 GiB: a tenth of a second and 4 GiB of each device. On the simulator, what its model says.
+    #[arg(long)]
+    pub costs: bool,
+
     /// Print one JSON object.
     #[arg(long)]
     pub json: bool,

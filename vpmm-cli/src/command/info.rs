@@ -10,7 +10,7 @@ use vpmm::{Device, Driver};
 
 use crate::args::InfoArgs;
 use crate::bytes::ByteCount;
-use crate::device::{DeviceChoice, Machine, Setup};
+use crate::device::{DeviceChoice, HandleCosts, Machine, Setup, handle_costs};
 use crate::exit::{Abort, Exit};
 
 /// Everything that is shown.
@@ -51,6 +51,8 @@ struct DeviceInfo {
     /// The least bytes of one physical handle.
     granularity_bytes: Option<u64>,
     attributes: Vec<Attribute>,
+    /// Where they were asked for.
+    costs: Option<Vec<HandleCosts>>,
 }
 
 #[derive(Debug, Serialize)]
@@ -80,7 +82,7 @@ const ATTRIBUTES: [(&str, CUdevice_attribute); 10] = {
 };
 
 pub(super) fn info(args: &InfoArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
-    let info = collect(args.device)?;
+    let info = collect(args)?;
     if args.json {
         let line = serde_json::to_string(&info).map_err(Abort::failure)?;
         writeln!(out, "{line}")?;
@@ -91,19 +93,20 @@ pub(super) fn info(args: &InfoArgs, out: &mut dyn Write) -> Result<Exit, Abort> 
     Ok(Exit::Done)
 }
 
-fn collect(choice: DeviceChoice) -> Result<Info, Abort> {
+fn collect(args: &InfoArgs) -> Result<Info, Abort> {
     let (runtime, no_runtime) = match runtime() {
         Ok(runtime) => (Some(runtime), None),
         Err(why) => (None, Some(why.to_string())),
     };
     let mut info = Info { driver: None, no_driver: None, runtime, no_runtime, devices: Vec::new() };
-    // The simulated machine must live while its driver is asked.
-    let machine;
-    let (driver, ordinals) = match choice {
+    let (driver, machines) = match args.device {
         DeviceChoice::Auto => match Driver::load() {
             Ok(driver) => {
+                let open = |ordinal| driver.device(ordinal).map(Machine::of);
                 let count = driver.device_count().map_err(Abort::failure)?;
-                (driver, 0..count)
+                let machines = (0..count).map(open).collect::<vpmm::Result<Vec<_>>>();
+                let machines = machines.map_err(Abort::failure)?;
+                (driver, machines)
             }
             Err(why) => {
                 info.no_driver = Some(why.to_string());
@@ -111,12 +114,12 @@ fn collect(choice: DeviceChoice) -> Result<Info, Abort> {
             }
         },
         DeviceChoice::Sim => {
-            machine = Machine::simulated(Setup::default()).map_err(Abort::failure)?;
-            (machine.driver().clone(), 0..1)
+            let machine = Machine::simulated(Setup::default()).map_err(Abort::failure)?;
+            (machine.driver().clone(), vec![machine])
         }
         DeviceChoice::Cuda(ordinal) => {
-            machine = Machine::cuda(ordinal, Setup::default()).map_err(Abort::failure)?;
-            (machine.driver().clone(), ordinal..ordinal + 1)
+            let machine = Machine::cuda(ordinal, Setup::default()).map_err(Abort::failure)?;
+            (machine.driver().clone(), vec![machine])
         }
     };
     info.driver = Some(DriverInfo {
@@ -124,9 +127,12 @@ fn collect(choice: DeviceChoice) -> Result<Info, Abort> {
         cuda_version: Version::from_code(driver.version().map_err(Abort::failure)?).to_string(),
         missing_functions: driver.raw().missing().count(),
     });
-    for ordinal in ordinals {
-        let device = driver.device(ordinal).and_then(|device| device_info(&device));
-        info.devices.push(device.map_err(Abort::failure)?);
+    for machine in &machines {
+        let mut device = device_info(machine.device()).map_err(Abort::failure)?;
+        if args.costs {
+            device.costs = Some(handle_costs(machine).map_err(Abort::failure)?);
+        }
+        info.devices.push(device);
     }
     Ok(info)
 }
@@ -156,6 +162,7 @@ fn device_info(device: &Device) -> vpmm::Result<DeviceInfo> {
         free_bytes: device.free_memory().ok(),
         granularity_bytes: device.granularity().ok(),
         attributes,
+        costs: None,
     })
 }
 
@@ -208,6 +215,25 @@ fn show(info: &Info, out: &mut dyn Write) -> std::io::Result<()> {
             };
             line(out, attribute.name, &value)?;
         }
+        if let Some(costs) = &device.costs {
+            show_costs(costs, out)?;
+        }
+    }
+    Ok(())
+}
+
+fn show_costs(costs: &[HandleCosts], out: &mut dyn Write) -> std::io::Result<()> {
+    writeln!(out, "  driver calls, microseconds for each handle:")?;
+    for HandleCosts { handle_bytes, handles, each, error } in costs {
+        let name = format!("{handles} of {} MiB", handle_bytes >> 20);
+        let text = match each {
+            Some(each) => format!(
+                "create {:.2}, map {:.2}, set access {:.2}, unmap {:.2}, release {:.2}",
+                each.create_us, each.map_us, each.set_access_us, each.unmap_us, each.release_us
+            ),
+            None => error.clone().unwrap_or_default(),
+        };
+        line(out, &name, &text)?;
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! The driver calls that the command makes itself: allocators that are nothing
 //! but driver calls, and the device work of `--verify`.
 //!
-//! All of the command's foreign calls are here. What is unsafe elsewhere passes
+//! All of the command's foreign calls are here and in `handles`. What is unsafe elsewhere passes
 //! on a promise about an address: that it is allocated, and freed once.
 
 use std::ffi::{CStr, c_void};
@@ -30,17 +30,13 @@ pub struct Calls<'a> {
 /// Calls a driver function by name and checks the answer; `bytes` is what it was about.
 macro_rules! call {
     ($self:ident, $bytes:expr, $name:ident ( $( $arg:expr ),* )) => {{
-        match $self.driver.$name {
+        match $self.driver().$name {
             None => Err(vpmm::Error::MissingSymbol {
                 name: stringify!($name),
-                origin: $self.driver.origin().to_owned(),
+                origin: $self.driver().origin().to_owned(),
             }),
             Some(function) => {
-                $self.count.fetch_add(1, Ordering::Relaxed);
-                let code = match &$self.clock {
-                    None => function($( $arg ),*),
-                    Some(clock) => clock.time(|| function($( $arg ),*)),
-                };
+                let code = $self.counted(|| function($( $arg ),*));
                 match code {
                     CUresult::CUDA_SUCCESS => Ok(()),
                     code => Err(vpmm::Error::Driver { call: stringify!($name), code, bytes: $bytes }),
@@ -50,6 +46,8 @@ macro_rules! call {
     }};
 }
 
+pub(super) use call;
+
 impl<'a> Calls<'a> {
     pub(super) fn new(
         driver: &'a cuda_sys::Driver,
@@ -57,6 +55,24 @@ impl<'a> Calls<'a> {
         clock: Option<Arc<CallClock>>,
     ) -> Self {
         Self { driver, device, count: AtomicU64::new(0), clock }
+    }
+
+    pub(super) fn driver(&self) -> &cuda_sys::Driver {
+        self.driver
+    }
+
+    /// Makes a call that counts.
+    #[inline]
+    pub(super) fn counted(&self, call: impl FnOnce() -> CUresult) -> CUresult {
+        self.count.fetch_add(1, Ordering::Relaxed);
+        match &self.clock {
+            None => call(),
+            Some(clock) => clock.time(call),
+        }
+    }
+
+    pub(super) fn device(&self) -> &Device {
+        self.device
     }
 
     /// How many calls were made.
@@ -136,7 +152,7 @@ impl<'a> Calls<'a> {
 }
 
 /// A size for the driver: it counts in `usize`, which has 64 bits where CUDA runs.
-fn host_size(bytes: u64) -> usize {
+pub(super) fn host_size(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 

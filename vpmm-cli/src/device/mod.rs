@@ -2,11 +2,14 @@
 
 mod calls;
 mod choice;
+mod costs;
+mod handles;
 mod spent;
 mod timer;
 
 pub use calls::{Calls, MemoryPool, Patterns, Words};
 pub use choice::DeviceChoice;
+pub use costs::{EachCosts, HandleCosts, handle_costs};
 pub use spent::{FunctionSpent, Ledger};
 pub use timer::{DriverSpent, DriverTimer, Reading};
 
@@ -76,6 +79,12 @@ impl Machine {
         let open = || Driver::new(simulator.driver())?.device(0);
         let device = open().map_err(MachineError::Simulated)?;
         Ok(Self::new(device, "sim".to_owned(), Some(simulator), setup))
+    }
+
+    /// A device of a driver that was loaded already.
+    pub fn of(device: Device) -> Self {
+        let label = format!("cuda:{}", device.ordinal());
+        Self::new(device, label, None, Setup::default())
     }
 
     fn new(device: Device, label: String, simulator: Option<Simulator>, setup: Setup) -> Self {

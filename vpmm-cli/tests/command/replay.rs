@@ -283,8 +283,17 @@ fn info_shows_the_simulated_device() {
     let object = &json(&run(&["info", "--device=sim", "--json"]), 0)[0];
     assert_eq!(object["devices"][0]["granularity_bytes"], 2 << 20);
     assert_eq!(object["devices"][0]["attributes"][0]["value"], 1, "{object}");
+    assert!(object["devices"][0]["costs"].is_null(), "{object}");
     let output = run(&["info", "--device=sim"]);
     assert!(stdout(&output).contains("virtual memory management   yes"), "{}", stdout(&output));
+
+    let object = &json(&run(&["info", "--device=sim", "--costs", "--json"]), 0)[0];
+    let costs = object["devices"][0]["costs"].as_array().unwrap();
+    let of = |key: &str| costs.iter().map(|of| of[key].as_f64().unwrap()).collect::<Vec<_>>();
+    assert_eq!(of("handle_bytes"), [2, 64, 1024].map(|mib: u32| f64::from(mib << 20)));
+    assert!(of("set_access_us").iter().all(|us| *us > 10.0), "{object}");
+    let output = run(&["info", "--device=sim", "--costs"]);
+    assert!(stdout(&output).contains("4 of 1024 MiB"), "{}", stdout(&output));
 }
 
 /// A request for a gigabyte has more made than those before and behind it, and warm passes have none.
