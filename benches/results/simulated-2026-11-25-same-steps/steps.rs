@@ -19,6 +19,7 @@ fn main() {
     }
     let pool = Pool::new(&device, &c).unwrap();
     let streams: Vec<Stream> = (0..trace.streams).map(|_| device.stream().unwrap()).collect();
+    let factor: f64 = std::env::var("FACTOR").ok().map_or(1.0, |v| v.parse().unwrap());
     let per = trace.operations.len() / steps;
     // oracle: which blocks are live at their step's crest
     let n = trace.allocations.len();
@@ -60,6 +61,8 @@ fn main() {
     let mut rmax = 0u64;
     let mut rcrest = 0usize;
     let mut ended: Vec<((u64, u32), usize, usize)> = vec![];
+    let mut hist: Vec<u64> = vec![];
+    let mut maj: HashMap<u64, i64> = HashMap::new();
     let mut table: HashMap<(u64, u32), bool> = HashMap::new();
     let (mut right, mut wrong, mut unknown) = (0u64, 0u64, 0u64);
     let mut live: Vec<Option<DevicePtr>> = vec![None; n];
@@ -78,17 +81,46 @@ fn main() {
         }
         let s = &streams[op.stream as usize];
         let slot = op.slot as usize;
-        let b = trace.allocations[slot].bytes as usize;
+        let b = (trace.allocations[slot].bytes as f64 * factor).ceil() as usize;
         match op.action {
             Action::Allocate => {
-                let key =
-                    if pred == "all" { (0u64, all) } else { (b as u64, *ord.get(&(b as u64)).unwrap_or(&0)) };
+                let key = if pred.starts_with("rat") {
+                    let k: usize = pred[3..4].parse().unwrap();
+                    let q: f64 = pred[4..].trim_end_matches('f').parse().unwrap_or(16.0);
+                    let mut h = 7u64;
+                    let mut cur = b as u64;
+                    for e in hist.iter().rev().take(k) {
+                        let f = e >> 62;
+                        let v = e & !(3 << 62);
+                        let r = ((cur as f64 / v as f64).log2() * q).round() as i64 as u64;
+                        h = (h.rotate_left(7) ^ r ^ (f << 40)).wrapping_mul(0x9E3779B97F4A7C15);
+                        cur = v;
+                    }
+                    (h | 1 << 63, 0)
+                } else if pred.starts_with("ctx") {
+                    let k: usize = pred[3..4].parse().unwrap();
+                    let mut h = b as u64;
+                    for e in hist.iter().rev().take(k) {
+                        h = (h.rotate_left(7) ^ *e).wrapping_mul(0x9E3779B97F4A7C15);
+                    }
+                    (h | 1 << 63, 0)
+                } else if pred == "all" {
+                    (0u64, all)
+                } else {
+                    (b as u64, *ord.get(&(b as u64)).unwrap_or(&0))
+                };
                 if large(b as u64) {
                     *ord.entry(b as u64).or_default() += 1;
                     all += 1;
                     keys.insert(slot as u32, (key, at));
                 }
-                let h = if pred == "oracle" {
+                let h = if pred == "major" {
+                    match maj.get(&(b as u64)) {
+                        Some(v) if *v > 0 => 1,
+                        Some(_) => 2,
+                        None => 0,
+                    }
+                } else if pred == "oracle" {
                     if survives(slot) { 1 } else { 2 }
                 } else {
                     match table.get(&key) {
@@ -106,6 +138,12 @@ fn main() {
                         wrong += 1
                     }
                 }
+                if large(b as u64) {
+                    hist.push(b as u64);
+                    if hist.len() > 64 {
+                        hist.drain(..32);
+                    }
+                }
                 vpmm::hint(h);
                 match pool.malloc(b.max(1), s) {
                     Ok(p) => live[slot] = Some(p),
@@ -118,6 +156,12 @@ fn main() {
                 peak = peak.max(sum);
             }
             Action::Free => {
+                if large(b as u64) && pred.ends_with('f') {
+                    hist.push(b as u64 | 1 << 62);
+                    if hist.len() > 64 {
+                        hist.drain(..32);
+                    }
+                }
                 if let Some(q) = live[slot].take() {
                     pool.free(q, s).unwrap();
                     sum -= b as u64;
@@ -142,10 +186,16 @@ fn main() {
             if !low {
                 // a new round
                 for (key, t, e) in ended.drain(..) {
-                    table.insert(key, t <= rcrest && rcrest < e);
+                    let v = t <= rcrest && rcrest < e;
+                    table.insert(key, v);
+                    let m = maj.entry(key.0).or_default();
+                    *m = (*m + if v { 1 } else { -1 }).clamp(-64, 64);
                 }
                 for (_, (key, t)) in keys.iter() {
-                    table.insert(*key, *t <= rcrest);
+                    let v = *t <= rcrest;
+                    table.insert(*key, v);
+                    let m = maj.entry(key.0).or_default();
+                    *m = (*m + if v { 1 } else { -1 }).clamp(-64, 64);
                 }
                 // what is still there belongs to the new round's start for nobody
                 keys.clear();
