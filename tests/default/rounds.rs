@@ -145,6 +145,27 @@ fn a_training_at_its_own_pace_holds_little_more_than_is_live() {
     rounds.end();
 }
 
+/// A training whose steps are all the same, with one request for much at each one's peak. While what stays up to
+/// there lay among what goes before it held 1.119 at full speed and 1.136 at its own pace, and with a limit it
+/// completed from 1.051 on.
+#[test]
+fn what_a_step_keeps_lies_apart_from_what_it_gives_back() {
+    let recording = "benches/results/simulated-2026-11-25-same-steps/gpt_cycle1.csv.gz";
+    let rate = PoolConfig::default().moves_per_second;
+    let rounds = Rounds::with(recording, rate);
+    rounds.round();
+    assert!(rounds.held() < 1.06, "holds {}", rounds.held());
+    rounds.end();
+    let rounds = Rounds::with(recording, rate);
+    rounds.round_at_its_own_pace();
+    assert!(rounds.held() < 1.04, "holds {} at its own pace", rounds.held());
+    rounds.end();
+    let limit = |trace: &Trace| Some(trace.peak_live_bytes / 100 * 104);
+    let rounds = Rounds::made(recording, rate, limit);
+    rounds.round();
+    rounds.end();
+}
+
 /// A server turns its memory over and over, and moves it by dozens of short extents until it has long ones
 /// instead: without that it held 1.32 of its peak, and moved 6,650 times instead of 3,690.
 #[test]

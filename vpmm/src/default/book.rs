@@ -11,6 +11,7 @@
 use smallvec::SmallVec;
 
 use super::free_set::FreeSet;
+use super::lifetimes::Course;
 use super::owner::Owner;
 use super::space::Part;
 use crate::device::StreamHandle;
@@ -80,6 +81,8 @@ pub(super) struct Book {
     pub(super) fences: SmallVec<[Fence; 1]>,
     /// Noted uses and deferred frees that name this book: it is not given to another stream.
     pub(super) pins: u32,
+    /// The large requests and frees so far.
+    pub(super) course: Course,
 }
 
 /// An event, and the mark that it is behind.
@@ -116,6 +119,7 @@ impl Book {
             deferred_until: 0,
             fences: SmallVec::new(),
             pins: 0,
+            course: Course::default(),
         }
     }
 
@@ -198,5 +202,6 @@ impl Book {
         self.stage = Stage::Clear;
         self.recording = recording;
         self.follows.clear();
+        self.course = Course::default();
     }
 }

@@ -8,10 +8,14 @@
 #![forbid(unsafe_code)]
 
 use super::free_set::Block;
+use super::lifetimes::Fate;
 use super::space::{Part, Space};
 
 /// Blocks of each owner that are compared where a limit is set, the smallest first.
 const COMPARED: usize = 16;
+
+/// Classes of each owner's blocks of which one is looked at where a request's fate is known.
+const CLASSES_COMPARED: u32 = 8;
 
 /// Where in a free block a request goes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -21,6 +25,39 @@ pub(super) enum End {
 }
 
 impl Space {
+    /// Where a large request that is placed with care goes: by its fate where that is known, else where it
+    /// takes the least movable memory where that is scarce.
+    #[inline(never)]
+    pub(super) fn choose(&self, stream: u32, units: u32, part: Part) -> Option<(u32, End)> {
+        let course = &self.books[stream as usize].course;
+        match self.lifetimes.foretell(course, units) {
+            Some(fate) => self.apart(stream, units, part, fate),
+            None if self.is_scarce() => self.least_loss(stream, units, part),
+            None => self.best_fit(stream, units, part).map(|block| (block.id(), End::First)),
+        }
+    }
+
+    /// What stays at the lowest address, what goes at the highest, of the few smallest sizes of each owner's.
+    fn apart(&self, stream: u32, units: u32, part: Part, fate: Fate) -> Option<(u32, End)> {
+        // The lowest of these is the highest block.
+        let (turned, end) = match fate {
+            Fate::Stays => (0, End::First),
+            Fate::Goes => (u32::MAX, End::Last),
+        };
+        let mut found = None;
+        let mut lowest = u32::MAX;
+        for set in self.usable_sets(stream, part) {
+            set.by_class(units, CLASSES_COMPARED, |block| {
+                let start = block.start() ^ turned;
+                // No block starts at the last unit of all.
+                if start < lowest {
+                    (lowest, found) = (start, Some(block));
+                }
+            });
+        }
+        found.map(|block| (block.id(), end))
+    }
+
     /// The free block of which a request takes the least movable memory, and the end that it
     /// takes; of those that are equal the best fit. It looks at the few smallest only.
     #[inline(never)]

@@ -15,17 +15,24 @@ use super::tags::Tags;
 use super::trim::Run;
 use crate::error::Result;
 
-/// Mappings that are unmapped at once so that what has moved can go back.
+/// Mappings that are unmapped at once so that what has moved can go back: two milliseconds, or where the program is
+/// long at work eight.
 const REAPED: u64 = 128;
+const REAPED_LATER: u64 = 512;
 
 impl Core {
     /// Gives the shortest extents that nobody uses back, so many granules; none of those in a request's window,
     /// which would only lack them then. Whether it did; where there are not so many nothing goes.
     ///
     /// The driver's calls count as moves: that many more that the program has had made for its requests.
-    pub(super) fn exchange(&self, granules: u64, window: Range<u32>) -> Result<bool> {
+    pub(super) fn exchange(
+        &self,
+        granules: u64,
+        window: Range<u32>,
+        long_at_work: bool,
+    ) -> Result<bool> {
         self.poll(None, true)?;
-        self.reap(REAPED);
+        self.reap(if long_at_work { REAPED_LATER } else { REAPED });
         let runs = self.space.lock().take_shortest(&self.tags, granules, window);
         let mut gone = 0;
         for run in &runs {

@@ -455,6 +455,43 @@ impl FreeSet {
         whole && summary && (units, blocks) == (self.units, self.blocks)
     }
 
+    /// Visits blocks of at least so many units, `most` of them: the best fit, then the least of each larger
+    /// class.
+    #[inline]
+    pub(super) fn by_class<'a>(&'a self, units: u32, most: u32, mut visit: impl FnMut(&'a Block)) {
+        if self.is_empty() {
+            return;
+        }
+        let Some(best) = self.best_fit_of(units) else { return };
+        visit(best);
+        let (mut left, class) = (most.saturating_sub(1), best.class());
+        let mut word = class / 64;
+        // Without those up to the class itself, which may be the word's last.
+        let mut classes = self.words[word % WORDS].occupied & (u64::MAX << (class % 64) << 1);
+        while left > 0 {
+            while classes != 0 && left > 0 {
+                if let Some(least) = self.least_of(word * 64 + classes.trailing_zeros() as usize) {
+                    visit(least);
+                }
+                classes &= classes - 1;
+                left -= 1;
+            }
+            let above = self.summary & (u64::MAX << word << 1);
+            if above == 0 {
+                return;
+            }
+            word = above.trailing_zeros() as usize;
+            classes = self.words[word % WORDS].occupied;
+        }
+    }
+
+    /// [`best_fit`](Self::best_fit), for as long as the set is borrowed.
+    fn best_fit_of(&self, units: u32) -> Option<&Block> {
+        let best = self.best_fit(units)?;
+        // SAFETY: it stays in the set, alive, while that is borrowed.
+        Some(unsafe { &*UnsafeRef::into_raw(best) })
+    }
+
     /// Every block of at least about `units` (a class more, at most), the smallest first.
     pub(super) fn of_at_least(&self, units: u32) -> impl Iterator<Item = &Block> {
         let first = class_of(units);
@@ -480,6 +517,22 @@ mod tests {
             assert!(class >= last && class < CLASSES, "{units} is in class {class}");
             last = class;
         }
+    }
+
+    fn some_by_class(set: &FreeSet, units: u32, most: u32) -> Vec<(u32, u32)> {
+        let mut found = Vec::new();
+        set.by_class(units, most, |block| found.push((block.units(), block.start())));
+        found
+    }
+
+    /// The same of a list.
+    fn some_of(list: &[(u32, u32, u32)], units: u32, most: usize) -> Vec<(u32, u32)> {
+        let mut list: Vec<_> = list.iter().map(|(units, start, _)| (*units, *start)).collect();
+        list.sort_unstable();
+        list.retain(|block| block.0 >= units);
+        list.dedup_by_key(|block| class_of(block.0));
+        list.truncate(most);
+        list
     }
 
     #[test]
@@ -527,6 +580,7 @@ mod tests {
             let found = set.best_fit(wanted).map(|block| (block.units(), block.start()));
             assert_eq!(found, best.map(|(units, start, _)| (*units, *start)));
             assert_eq!(set.largest().map(Block::units), model.iter().map(|of| of.0).max());
+            assert_eq!(some_by_class(&set, wanted, 5), some_of(&model, wanted, 5));
             assert!(step % 64 != 0 || set.agrees());
             assert_eq!(set.units(), model.iter().map(|of| u64::from(of.0)).sum::<u64>());
         }

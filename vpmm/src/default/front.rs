@@ -172,6 +172,8 @@ pub(super) struct Front {
     told: u32,
     /// The most of `large_units`.
     bound: u32,
+    /// One longer than all of the bound is kept while there is less than this: 1 or, for none, 0.
+    alone: u32,
     /// Brought between its bounds whenever somebody asks what is here, and wide enough for all hits
     /// until then.
     score: i64,
@@ -215,6 +217,7 @@ impl Front {
     /// stay untouched.
     pub(super) fn begin(&mut self, may_be_loose: bool) {
         self.bound = LARGE_UNITS;
+        self.alone = 1;
         self.may_be_loose = may_be_loose;
         self.bound_small(SMALL_CLASS_UNITS);
     }
@@ -326,7 +329,7 @@ impl Front {
     pub(super) fn push(&mut self, start: u32, units: u32) -> bool {
         let large = units > SMALL_UNITS;
         // The sum is not too large: nothing beyond the bound is kept but one single block.
-        if large && self.large_units + units > self.bound && self.large_units > 0 {
+        if large && self.large_units + units > self.bound && self.large_units >= self.alone {
             return false;
         }
         if self.last.units != 0 && !self.put_away() {
@@ -365,6 +368,13 @@ impl Front {
         stack.push(Held { start, units });
         self.filled[class / 64] |= 1 << (class % 64);
         true
+    }
+
+    /// Whether there is no place for a block of `units` whatever goes: for a large one where none is to stay, and
+    /// none is left.
+    #[inline]
+    pub(super) fn refuses(&self, units: u32, share: Share) -> bool {
+        units > SMALL_UNITS && share.keeps_no_large && self.alone == 0 && self.large_units == 0
     }
 
     /// Makes room for a block of `units` where the pool and the stream's share of it are `share`: half of
@@ -418,6 +428,13 @@ impl Front {
 
     /// Goes loose, or exact again, as the score says.
     fn judge(&mut self, share: Share) {
+        if share.keeps_no_large {
+            self.loose = false;
+            self.bound = 0;
+            self.alone = 0;
+            return;
+        }
+        self.alone = 1;
         if self.score <= LOOSE_AT && self.may_be_loose {
             self.loose = true;
         } else if self.score >= EXACT_AT {
@@ -536,7 +553,12 @@ mod tests {
     /// Of a pool of so many GiB with so much to spare, what an exact front of one of so many streams keeps: MiB.
     fn kept(gib: u64, spare_gib: u64, streams: u64) -> u32 {
         let each = |gib: u64| (gib << 21) / streams;
-        let share = Share { pool: gib << 21, each: each(gib), spare: each(spare_gib) };
+        let share = Share {
+            pool: gib << 21,
+            each: each(gib),
+            spare: each(spare_gib),
+            keeps_no_large: false,
+        };
         let mut front = Front::new(true);
         front.judge(share);
         front.bound >> 11

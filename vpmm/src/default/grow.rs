@@ -220,7 +220,7 @@ impl Space {
             return false;
         }
         let growths = self.outlook(policy, means, job.units).growths;
-        policy.exchanges(growths, means.saved, moves, granules)
+        policy.exchanges(growths, means.saved, means.long_at_work, moves, granules)
     }
 
     fn outlook(&self, policy: &Policy, means: Means, units: u32) -> Outlook {

@@ -39,6 +39,7 @@ mod held;
 mod helper;
 mod ladder;
 mod lead;
+mod lifetimes;
 mod memory;
 mod noted;
 mod order;
@@ -307,7 +308,7 @@ impl Core {
         if let Some(cached) = cached {
             space.note_front(cached);
         }
-        if space.ebbs() {
+        if space.ebbs(self.made) {
             drop(space);
             self.flush_own(slot.index, Some(Part::Large));
             space = self.space.lock();
@@ -437,6 +438,9 @@ impl Core {
         let share = space.share_of_each();
         let kept = front.is_some_and(|mut front| {
             space.note_front(front.cached());
+            if front.refuses(units, share) {
+                return false;
+            }
             front.make_room(units, share, |start, units| {
                 space.take_back(&self.tags, stream, start, units);
             });

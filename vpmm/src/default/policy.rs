@@ -26,7 +26,7 @@ const OF_FIRST: u64 = 4;
 /// Where time has been saved up extents are as short as this fraction of the pool, or of the limit, and one
 /// request has so many made and moved at once, where that leaves any to be made: 3 ms, or once a program is long
 /// at work 9.
-const OF_POOL_AT_LEISURE: u64 = 3072;
+const OF_POOL_AT_LEISURE: u64 = 640;
 const OF_LIMIT_AT_LEISURE: u64 = 4400;
 const AT_ONCE: u32 = 60;
 const AT_ONCE_LATER: u32 = 256;
@@ -112,12 +112,14 @@ const OF_POOL_RESTLESS: u64 = 64;
 
 /// From so many on for each that was made extents are no longer short at leisure: what moves again and again
 /// had better be long.
-const UNSETTLED: u64 = 4;
+const UNSETTLED: u64 = 3;
 
-/// From then on a request at leisure that would have so many extents moved, and not more, which are shorter on
-/// average than this fraction of what new ones are, has a new one made instead; and as much memory goes back
-/// in the shortest extents that nobody uses. It costs what their move does, once.
+/// From then on a request at leisure that would have so many extents moved, and not more, or once a program is long
+/// at work so many, which are shorter on average than this fraction of what new ones are, has a new one made
+/// instead; and as much memory goes back in the shortest extents that nobody uses. It costs what their move does,
+/// once.
 const EXCHANGED: RangeInclusive<u64> = 4..=64;
+const EXCHANGED_LATER: RangeInclusive<u64> = 4..=512;
 const SHORT: u64 = 2;
 
 /// Where time has been saved up blocks are placed with care from this part of the most on that was live.
@@ -289,14 +291,16 @@ impl Policy {
         &self,
         growths: Growths,
         saved: u64,
+        long_at_work: bool,
         moves: u64,
         granules: u64,
     ) -> bool {
+        let some = if long_at_work { EXCHANGED_LATER } else { EXCHANGED };
         let length = u64::from(self.extent(growths.mapped, 1, 1, false));
         !self.fixed
             && saved >= AT_LEISURE
             && !self.shortens(growths)
-            && EXCHANGED.contains(&moves)
+            && some.contains(&moves)
             && granules * SHORT <= moves * length
     }
 
@@ -436,24 +440,27 @@ mod tests {
             streak: 0,
             created: 100,
             moved: 0,
-            excess: 401,
+            excess: 301,
             hurried: false,
             random: false,
             peak_live: 1600,
             mapped: 1600,
         };
         let policy = Policy::new(1 << 20, false, false);
-        let exchanges =
-            |growths, moves, granules| policy.exchanges(growths, AT_LEISURE, moves, granules);
+        let exchanges = |growths, moves, granules| {
+            policy.exchanges(growths, AT_LEISURE, false, moves, granules)
+        };
         // New extents would be of ten granules: those that move are up to five long.
         assert_eq!([3, 4, 64, 65].map(|n| exchanges(growths, n, n)), [false, true, true, false]);
+        let later = |moves| policy.exchanges(growths, AT_LEISURE, true, moves, moves);
+        assert_eq!([3, 4, 512, 513].map(later), [false, true, true, false]);
         assert_eq!([50, 51].map(|granules| exchanges(growths, 10, granules)), [true, false]);
-        assert!(!exchanges(Growths { excess: 400, ..growths }, 10, 10), "it may settle");
+        assert!(!exchanges(Growths { excess: 300, ..growths }, 10, 10), "it may settle");
         assert!(!exchanges(Growths { mapped: 300, ..growths }, 10, 10), "new ones are as short");
-        assert!(!policy.exchanges(growths, AT_LEISURE - 1, 10, 10), "it is in haste");
+        assert!(!policy.exchanges(growths, AT_LEISURE - 1, true, 10, 10), "it is in haste");
         for (limited, fixed) in [(true, false), (false, true)] {
             let policy = Policy::new(1 << 20, limited, fixed);
-            assert!(!policy.exchanges(growths, AT_LEISURE, 10, 10));
+            assert!(!policy.exchanges(growths, AT_LEISURE, true, 10, 10));
         }
     }
 
@@ -558,7 +565,7 @@ mod tests {
         let limited = Policy::new(1 << 20, true, false);
         let short = |policy: &Policy, excess| policy.shortens(Growths { excess, ..calm });
         assert_eq!(
-            [short(&policy, 400), short(&policy, 401), short(&limited, 401)],
+            [short(&policy, 300), short(&policy, 301), short(&limited, 301)],
             [true, false, true]
         );
     }

@@ -339,6 +339,10 @@ impl Entered<'_> {
         Some(block)
     }
 
+    pub(super) fn refuses(&self, units: u32, share: Share) -> bool {
+        self.front.refuses(units, share)
+    }
+
     pub(super) fn make_room(&mut self, units: u32, share: Share, spill: impl FnMut(u32, u32)) {
         self.front.make_room(units, share, spill);
         self.slot.units.store(self.front.units(), Ordering::Relaxed);

@@ -2,6 +2,8 @@
 //!
 //! Nothing here calls the driver.
 
+use std::time::Instant;
+
 use intrusive_collections::UnsafeRef;
 
 use super::book::Book;
@@ -9,6 +11,7 @@ use super::class::SMALL_UNITS;
 use super::cut::End;
 use super::free_set::{Block, FreeSet};
 use super::front::Cached;
+use super::lifetimes::{self, Birth, Lifetimes};
 use super::memory::Memory;
 use super::owner::Owner;
 use super::tags::{Place, Tag, Tags};
@@ -45,6 +48,8 @@ pub(super) struct Share {
     pub(super) pool: u64,
     pub(super) each: u64,
     pub(super) spare: u64,
+    /// Whether no large block is to stay in a front.
+    pub(super) keeps_no_large: bool,
 }
 
 /// A share found once for as long as what it is of stays as it is: a division for each block that comes
@@ -55,12 +60,14 @@ struct Shared {
     share: Share,
 }
 
-/// What shares are of: granules of the pool, the most units that were live, and streams.
+/// What shares are of: granules of the pool, the most units that were live, and streams; and whether fronts
+/// keep large blocks.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 struct Shareable {
     granules: u64,
     peak_live: u64,
     streams: u64,
+    keeps_no_large: bool,
 }
 
 pub(super) struct Space {
@@ -107,6 +114,7 @@ pub(super) struct Space {
     /// program has gone on.
     pub(super) returns: u64,
     tide: super::tide::Tide,
+    pub(super) lifetimes: Lifetimes,
     pub(super) growth: super::grow::Growth,
     pub(super) pace: super::pace::Pace,
     pub(super) waited: super::patience::Waited,
@@ -150,6 +158,7 @@ impl Space {
             shared: Shared::default(),
             returns: 0,
             tide: super::tide::Tide::default(),
+            lifetimes: Lifetimes::new(limited),
             growth: super::grow::Growth::default(),
             pace: super::pace::Pace::new(moves_per_second),
             waited: super::patience::Waited::default(),
@@ -162,13 +171,14 @@ impl Space {
     #[inline]
     pub(super) fn share_of_each(&mut self) -> Share {
         let (granules, streams) = (self.memory.mapped(), self.books.len() as u64);
-        let of = Shareable { granules, peak_live: self.peak_live, streams };
+        let (peak_live, keeps_no_large) = (self.peak_live, self.lifetimes.is_on());
+        let of = Shareable { granules, peak_live, streams, keeps_no_large };
         if self.shared.of != of {
             let pool = granules * u64::from(self.memory.granule_units());
             let each = |units: u64| units / streams.max(1);
             let spare = pool.saturating_sub(of.peak_live);
-            self.shared =
-                Shared { of, share: Share { pool, each: each(pool), spare: each(spare) } };
+            let (each, spare) = (each(pool), each(spare));
+            self.shared = Shared { of, share: Share { pool, each, spare, keeps_no_large } };
         }
         self.shared.share
     }
@@ -377,7 +387,7 @@ impl Space {
 
     /// Best fit over what the stream may use: its own and nobody's, the smallest of all.
     #[inline]
-    fn best_fit(&self, stream: u32, units: u32, part: Part) -> Option<UnsafeRef<Block>> {
+    pub(super) fn best_fit(&self, stream: u32, units: u32, part: Part) -> Option<UnsafeRef<Block>> {
         let part = part as usize;
         let book = &self.books[stream as usize];
         let smaller = |a: Option<UnsafeRef<Block>>, set: &FreeSet| match (a, set.best_fit(units)) {
@@ -391,7 +401,7 @@ impl Space {
     /// Whether large blocks are placed with care. That is in vain where the front gives away a sixteenth of a
     /// block for a hit, as it does where sizes do not come again, and would be most of what a request costs.
     #[inline]
-    fn is_scarce(&self) -> bool {
+    pub(super) fn is_scarce(&self) -> bool {
         self.out_units >= self.scarce_from && !self.is_loose
     }
 
@@ -404,8 +414,9 @@ impl Space {
         units: u32,
         part: Part,
     ) -> Option<u32> {
-        let (block, end) = if part == Part::Large && self.is_scarce() {
-            let (id, end) = self.least_loss(stream, units, part)?;
+        let cares = self.lifetimes.is_on() || self.is_scarce();
+        let (block, end) = if part == Part::Large && cares {
+            let (id, end) = self.choose(stream, units, part)?;
             (self.node(id), end)
         } else {
             (self.best_fit(stream, units, part)?, End::First)
@@ -433,7 +444,29 @@ impl Space {
         tags.set_live_at(at, start, units, stream);
         self.out_units += u64::from(units);
         self.out_blocks += 1;
+        if units > SMALL_UNITS {
+            if self.lifetimes.is_on() {
+                self.note_birth(tags, stream, start, units);
+            } else {
+                self.lifetimes.pass_by(stream);
+            }
+        }
         self.memory.cover(start, units);
+    }
+
+    #[inline(never)]
+    fn note_birth(&mut self, tags: &Tags, stream: u32, start: u32, units: u32) {
+        let live = self.live_units();
+        let course = &mut self.books[stream as usize].course;
+        let Birth { way, at } = self.lifetimes.begin(stream, course, units, live);
+        tags.set_inside(start, [way, at]);
+    }
+
+    #[inline(never)]
+    fn note_end(&mut self, tags: &Tags, stream: u32, start: u32, units: u32) {
+        let [way, at] = tags.inside(start);
+        let course = &mut self.books[stream as usize].course;
+        self.lifetimes.end(course, units, Birth { way, at });
     }
 
     /// Notes what a front has and had, and with it the most that callers had.
@@ -457,11 +490,16 @@ impl Space {
         self.peak_live = self.peak_live.max(self.live_units());
     }
 
-    /// Whether callers have so much less than they had that fronts are better emptied.
+    /// Whether callers have so much less than they had that fronts are better emptied, of a pool made then.
     #[inline]
-    pub(super) fn ebbs(&mut self) -> bool {
+    pub(super) fn ebbs(&mut self, made: Instant) -> bool {
         let live = self.live_units();
-        self.tide.ebbs(live)
+        let ebb = self.tide.ebb(live);
+        if ebb.is_some_and(|ebb| ebb.is_first) {
+            let end = lifetimes::End { at: made.elapsed(), made: self.counters.created };
+            self.lifetimes.end_round(end);
+        }
+        ebb.is_some()
     }
 
     /// Takes a block back from a caller or a front, as free memory of the stream's open epoch.
@@ -470,6 +508,9 @@ impl Space {
         self.out_units -= u64::from(units);
         self.out_blocks -= 1;
         self.returns += 1;
+        if units > SMALL_UNITS && self.lifetimes.is_on() {
+            self.note_end(tags, stream, start, units);
+        }
         let owner = self.books[stream as usize].open_owner(stream);
         self.give(tags, start, units, owner);
     }

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | the first unit of an allocation | live, with its size |
 //! | the next one with a tag | its stream; where it has no second, that is in the first |
+//! | the two behind that, of a large one | what its [fate](super::lifetimes) is told by |
 //! | the first unit, where more is noted about the allocation elsewhere | noted, with its size |
 //! | the first unit of a block in a front, or that waits for further streams | cached, with its size |
 //! | the first and the last unit of a free block | free, with its node |
@@ -380,6 +381,26 @@ impl Tags {
         }
     }
 
+    /// Notes two numbers of 30 bits inside an allocation that has four tags or more. They are no tags, and stay
+    /// as long as the block is nobody else's.
+    pub(super) fn set_inside(&self, start: u32, numbers: [u32; 2]) {
+        self.inside_places(start).into_iter().zip(numbers).for_each(|(at, number)| {
+            self.write(at, number & !KIND);
+        });
+    }
+
+    /// The same; or anything, where nothing was noted.
+    pub(super) fn inside(&self, start: u32) -> [u32; 2] {
+        self.inside_places(start).map(|at| self.leaf(at).load(Ordering::Relaxed) & !KIND)
+    }
+
+    /// The places of the third tag and the fourth: the second is the stream's.
+    fn inside_places(&self, start: u32) -> [Place; 2] {
+        let third = start + 2 * self.step(start);
+        let at = self.place_of(third);
+        [at, self.behind(at, third)]
+    }
+
     /// Notes more about the allocation at a unit, which keeps its size.
     pub(super) fn set_noted(&self, start: u32, units: u32) {
         self.write(self.place_of(start), NOTED | short(units));
@@ -577,6 +598,24 @@ mod tests {
         let most = super::super::class::MAX_UNITS;
         for units in [1, SMALL_UNITS, SMALL_UNITS + LARGE_STEP, most] {
             assert!(short(units) <= NOTED_VALUE && long(short(units)) == units, "{units}");
+        }
+    }
+
+    #[test]
+    fn what_is_noted_inside_an_allocation_is_no_tag() {
+        let tags = tags(1);
+        let value = !KIND;
+        // In both parts, and where the numbers are in the next span's leaf, or one of them.
+        let starts = [0, SPAN_UNITS, 2 * SPAN_UNITS - 16, 3 * SPAN_UNITS - 24, 4 * SPAN_UNITS - 32];
+        for start in starts {
+            tags.set_live(start, 136, 5);
+            tags.set_inside(start, [value - start, start]);
+            assert_eq!(tags.inside(start), [value - start, start]);
+            assert_eq!((tags.get(start), tags.stream_at(start)), (Tag::Live(136), Some(5)));
+            assert!(tags.first_in(start + tags.step(start)..start + 136).is_none());
+            tags.set_cached(tags.place_of(start), 136);
+            assert_eq!(tags.inside(start), [value - start, start]);
+            tags.clear(tags.place_of(start));
         }
     }
 

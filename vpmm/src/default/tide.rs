@@ -19,16 +19,32 @@ const LOWER: (u64, u64) = (7, 8);
 pub(super) struct Tide {
     /// Less than this is an ebb.
     mark: u64,
+    /// One has been told since the last crest.
+    is_low: bool,
+}
+
+/// An ebb that has not been told yet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Ebb {
+    /// It is the first after a crest.
+    pub(super) is_first: bool,
 }
 
 impl Tide {
-    /// Whether this is an ebb that has not been told yet.
+    /// The ebb that this is, if it is one.
     #[inline]
-    pub(super) fn ebbs(&mut self, live: u64) -> bool {
+    pub(super) fn ebb(&mut self, live: u64) -> Option<Ebb> {
         let share = |(part, whole)| live / whole * part;
-        let ebbs = live < self.mark;
-        self.mark = if ebbs { share(LOWER) } else { self.mark.max(share(EBB)) };
-        ebbs
+        if live < self.mark {
+            self.mark = share(LOWER);
+            return Some(Ebb { is_first: !std::mem::replace(&mut self.is_low, true) });
+        }
+        let mark = share(EBB);
+        if mark > self.mark {
+            self.mark = mark;
+            self.is_low = false;
+        }
+        None
     }
 }
 
@@ -39,10 +55,11 @@ mod tests {
     #[test]
     fn an_ebb_is_told_once_for_each_step_down_and_again_after_a_crest() {
         let mut tide = Tide::default();
-        let mut ebbs = |live| tide.ebbs(live);
-        assert_eq!([0, 400, 800, 500].map(&mut ebbs), [false; 4]);
-        assert_eq!([496, 440, 432, 0, 0].map(&mut ebbs), [true, false, true, true, false]);
+        let mut ebb = |live| tide.ebb(live).map(|ebb| ebb.is_first);
+        let [first, further] = [Some(true), Some(false)];
+        assert_eq!([0, 400, 800, 500].map(&mut ebb), [None; 4]);
+        assert_eq!([496, 440, 432, 0, 0].map(&mut ebb), [first, None, further, further, None]);
         // Half of what a crest was is a low tide only after that crest.
-        assert_eq!([80, 40, 800, 400].map(&mut ebbs), [false, true, false, true]);
+        assert_eq!([80, 40, 800, 400].map(&mut ebb), [None, first, None, first]);
     }
 }

@@ -1,0 +1,639 @@
+//! Which large blocks stay up to the crest of what callers have, and which go before.
+//!
+//! A program that goes round and round (a training by its steps) keeps some of what it asks for until it has
+//! the most, and gives the rest back on the way there. Where both lie mixed hardly any extent is wholly free
+//! at the crest, which is when memory is short; kept apart, most of what is free can be brought together.
+//!
+//! A request's fate is guessed by what became of the last one that came the same way: after large requests
+//! and frees of its stream of the same sizes. Not the sizes themselves count but each one's ratio to the one
+//! before, which batches and lengths that vary leave as it is. A table remembers what became of them:
+//!
+//! ```text
+//! born ── freed ── crest             goes
+//! crest ── born ── freed ── crest    goes
+//! born ── crest ── freed             stays: known at the ebb behind the crest, since until then
+//!                                           what was taken for the crest may be passed
+//! ```
+//!
+//! Nothing is learned before the first ebb, when fronts stop keeping large blocks: those would be handed out
+//! again wherever they are, and neither they nor what comes after them would be seen here.
+
+#![forbid(unsafe_code)]
+
+use std::time::Duration;
+
+/// Entries of the table, as a power of two: 16 KiB. A round of a training has some hundreds to some thousands
+/// of large requests.
+const TABLE_BITS: u32 = 13;
+/// What a way comes to: an entry, and what tells the way from most others that come to the same one.
+const KEY_BITS: u32 = TABLE_BITS + 15;
+const KEY: u32 = (1 << KEY_BITS) - 1;
+
+/// Sizes' ratios are told apart by a sixteenth: their exponents, and so many bits of their fractions.
+const FRACTION_BITS: u32 = 4;
+const RATIO_BITS: u32 = 8 + FRACTION_BITS;
+/// A way is so many ratios, that to the request itself among them, and of each event before it what it was.
+/// With fewer different requests look alike, with more alike ones different.
+const EVENTS: u32 = 4;
+const EVENT_BITS: u32 = RATIO_BITS + 1;
+const BEFORE: u64 = (1 << (EVENT_BITS * (EVENTS - 1))) - 1;
+
+/// Blocks freed since a crest, or what may be one, whose fate the next ebb or crest tells. More are not learned
+/// from.
+const UNDECIDED: usize = 4096;
+
+/// Guesses are trusted while this part of all requests comes out as guessed, where each that came out otherwise
+/// takes away two: a few in the wrong place keep as many extents there as they are. Sums count half whenever
+/// they have come to so many, and begin with that many right: most that is not known in the first rounds will be.
+const TRUSTED: (u32, u32) = (3, 5);
+const WRONG: u32 = 2;
+const REMEMBERED: u32 = 2048;
+const IN_ADVANCE: u32 = 512;
+
+/// Where one in so many large requests comes from another stream than the one before, streams do not share
+/// rounds: fronts keep large blocks again for so many rounds.
+const CHANGES: u32 = 8;
+const SOME_CHANGES: u32 = 16;
+const REST: u32 = 64;
+
+/// A program that asks for a large block more often than this has no time for anything else. Without a limit it
+/// pays for its large requests, none of which is a front's, only as long as its pool grows: each extent that was
+/// made is worth so many of them, up to so many rounds. Those double, up to a bound, whenever they have come to
+/// an end: going back to fronts unsettles what has settled.
+const IN_HASTE: Duration = Duration::from_micros(1);
+const A_WHILE: u32 = 16;
+const WORTH: u64 = 512;
+const ROUNDS_AT_MOST: u32 = 128;
+const ROUNDS_AT_LENGTH: u32 = 4096;
+/// Where guesses were not good for so many rounds it has fronts again at once, for as many more as this.
+const ROUNDS_IN_VAIN: u32 = 64;
+const REST_IN_VAIN: u32 = 1024;
+
+/// What becomes of a block.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Fate {
+    Goes,
+    Stays,
+}
+
+/// The large requests and frees of a stream, as far as what comes next is told by them.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Course {
+    /// The last one's size.
+    last: f32,
+    events: u64,
+}
+
+impl Course {
+    /// The ratio of a size to the last one. Rounded, not cut off: many are powers of two, or nearly.
+    fn ratio(&self, units: u32) -> u64 {
+        const CUT: u32 = f32::MANTISSA_DIGITS - 1 - FRACTION_BITS;
+        let ratio = units.cast_signed() as f32 / self.last;
+        u64::from((ratio.to_bits() + (1 << (CUT - 1))) >> CUT)
+    }
+
+    /// The key of the way that a request comes which comes now, of such a ratio.
+    fn key(&self, ratio: u64) -> u32 {
+        let way = self.events << RATIO_BITS | ratio;
+        (way.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - KEY_BITS)) as u32
+    }
+
+    fn note(&mut self, units: u32, ratio: u64, freed: bool) {
+        let event = ratio << 1 | u64::from(freed);
+        self.events = (self.events << EVENT_BITS | event) & BEFORE;
+        self.last = units.cast_signed() as f32;
+    }
+}
+
+/// What is noted about an allocation, in two numbers of 30 bits: by its key, with what was guessed above that;
+/// and when it was made.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Birth {
+    pub(super) way: u32,
+    pub(super) at: u32,
+}
+
+/// Large requests are counted by so many bits.
+const COUNT: u32 = (1 << 30) - 1;
+
+/// How many requests are from one to another.
+fn between(from: u32, to: u32) -> u32 {
+    to.wrapping_sub(from) & COUNT
+}
+
+/// How guesses came out.
+#[derive(Default)]
+struct Told {
+    right: u32,
+    wrong: u32,
+    unknown: u32,
+}
+
+impl Told {
+    fn all(&self) -> u32 {
+        self.right + self.wrong + self.unknown
+    }
+
+    fn note(&mut self, way: u32, fate: Fate) {
+        let count = match way >> KEY_BITS {
+            0 => &mut self.unknown,
+            guess if guess == 1 + fate as u32 => &mut self.right,
+            _ => &mut self.wrong,
+        };
+        *count += 1;
+        if self.all() >= REMEMBERED {
+            [&mut self.right, &mut self.wrong, &mut self.unknown]
+                .into_iter()
+                .for_each(|count| *count /= 2);
+        }
+    }
+
+    fn is_good(&self) -> bool {
+        let (part, whole) = TRUSTED;
+        self.right.saturating_sub(self.wrong * WRONG) * whole >= self.all() * part
+    }
+}
+
+/// A round's end.
+#[derive(Clone, Copy, Default)]
+pub(super) struct End {
+    /// Since the pool was made.
+    pub(super) at: Duration,
+    /// Extents made so far.
+    pub(super) made: u64,
+}
+
+#[derive(Default)]
+pub(super) struct Lifetimes {
+    is_on: bool,
+    is_limited: bool,
+    /// Whether guesses are good enough for blocks to be placed by them, as of the last ebb.
+    are_trusted: bool,
+    told: Told,
+    /// By a key's low bits: its other bits above one for the fate; or 0.
+    table: Vec<u16>,
+    undecided: Vec<u32>,
+    /// Large requests so far, and when all of them began to be seen.
+    now: u32,
+    since: u32,
+    /// The most that callers had in this round, and when; and when they had the most in the one before.
+    most: u64,
+    crest: u32,
+    last_crest: u32,
+    /// The stream of the last request, and in this round how many came from another than the one before.
+    stream: u32,
+    changes: u32,
+    began: u32,
+    /// Of the last round in which they were seen, large requests.
+    requests: u32,
+    /// Rounds until anything is learned.
+    rest: u32,
+    /// The end of the last round; for how many large requests without fronts the extents made so far are worth it,
+    /// and for how many rounds at most.
+    last_end: End,
+    worth: u32,
+    rounds_at_most: u32,
+    /// Whether the program is in haste, and how many more rounds than others were so of late.
+    in_haste: bool,
+    hasty: u32,
+    /// Rounds with guesses that are not trusted, one after the other.
+    in_vain: u32,
+}
+
+impl Lifetimes {
+    pub(super) fn new(is_limited: bool) -> Self {
+        Self {
+            is_limited,
+            table: vec![0; 1 << TABLE_BITS],
+            undecided: Vec::with_capacity(UNDECIDED),
+            rounds_at_most: ROUNDS_AT_MOST,
+            ..Self::default()
+        }
+    }
+
+    /// Whether all large requests come by here, and so no large block is to stay in a front.
+    #[inline]
+    pub(super) fn is_on(&self) -> bool {
+        self.is_on
+    }
+
+    /// What will become of a request that comes now, where that is known well enough to place it by.
+    pub(super) fn foretell(&self, course: &Course, units: u32) -> Option<Fate> {
+        if self.are_trusted { self.guess(course.key(course.ratio(units))) } else { None }
+    }
+
+    fn guess(&self, key: u32) -> Option<Fate> {
+        let entry = *self.table.get(key as usize % (1 << TABLE_BITS))?;
+        let same = entry != 0 && u32::from(entry >> 1) == key >> TABLE_BITS;
+        same.then_some(if entry & 1 == 0 { Fate::Goes } else { Fate::Stays })
+    }
+
+    /// A stream's request has its block, with which callers have so much.
+    pub(super) fn begin(
+        &mut self,
+        stream: u32,
+        course: &mut Course,
+        units: u32,
+        live: u64,
+    ) -> Birth {
+        let ratio = course.ratio(units);
+        let key = course.key(ratio);
+        let guess = self.guess(key).map_or(0, |fate| 1 + fate as u32);
+        course.note(units, ratio, false);
+        self.pass_by(stream);
+        if self.changes > SOME_CHANGES && self.is_shared() {
+            // Without fronts each stream would have to be given back what others have.
+            self.stop(REST);
+        }
+        if live > self.most {
+            self.most = live;
+            self.crest = self.now;
+            self.decide(Fate::Goes);
+        }
+        Birth { way: key | guess << KEY_BITS, at: self.now }
+    }
+
+    /// An allocation has been freed, of which this was noted; or anything, where nothing was.
+    pub(super) fn end(&mut self, course: &mut Course, units: u32, birth: Birth) {
+        course.note(units, course.ratio(units), true);
+        let age = between(birth.at, self.now);
+        if age >= between(self.since, self.now) {
+            return;
+        }
+        if age >= between(self.last_crest, self.now) {
+            self.learn(birth.way, Fate::Stays);
+        } else if age < between(self.crest, self.now) {
+            self.learn(birth.way, Fate::Goes);
+        } else if self.undecided.len() < UNDECIDED {
+            self.undecided.push(birth.way);
+        }
+    }
+
+    fn decide(&mut self, fate: Fate) {
+        let mut undecided = std::mem::take(&mut self.undecided);
+        undecided.drain(..).for_each(|way| self.learn(way, fate));
+        self.undecided = undecided;
+    }
+
+    fn learn(&mut self, way: u32, fate: Fate) {
+        self.told.note(way, fate);
+        let key = way & KEY;
+        if let Some(entry) = self.table.get_mut(key as usize % (1 << TABLE_BITS)) {
+            // A key of zeros whose blocks go looks as if there were none, and is not known.
+            *entry = (key >> TABLE_BITS << 1) as u16 | fate as u16;
+        }
+    }
+
+    /// A stream's request has its block, while fronts keep large blocks.
+    #[inline]
+    pub(super) fn pass_by(&mut self, stream: u32) {
+        self.changes += u32::from(self.stream != stream);
+        self.stream = stream;
+        self.now = (self.now + 1) & COUNT;
+    }
+
+    /// Whether requests come from several streams by turns.
+    fn is_shared(&self) -> bool {
+        self.changes > between(self.began, self.now) / CHANGES
+    }
+
+    /// What callers have ebbs for the first time since it was the most.
+    #[cold]
+    pub(super) fn end_round(&mut self, end: End) {
+        let is_shared = self.is_shared();
+        let requests = between(std::mem::replace(&mut self.began, self.now), self.now);
+        self.changes = 0;
+        if self.is_on {
+            self.requests = requests;
+        }
+        self.note_haste(end);
+        let is_worth_it = !self.in_haste || self.worth > 0;
+        if is_shared {
+            self.stop(REST);
+        } else if !self.is_on {
+            self.rest = self.rest.saturating_sub(1);
+            if self.rest == 0 && is_worth_it {
+                self.start();
+            }
+        } else if self.in_haste && self.in_vain >= ROUNDS_IN_VAIN {
+            self.stop(REST_IN_VAIN);
+        } else if !is_worth_it {
+            self.stop(0);
+            self.rounds_at_most = (self.rounds_at_most * 2).min(ROUNDS_AT_LENGTH);
+        } else {
+            self.decide(Fate::Stays);
+            self.are_trusted = self.told.is_good();
+            self.in_vain = if self.are_trusted { 0 } else { self.in_vain + 1 };
+            self.last_crest = self.crest;
+            // Counts go round: what is as old as they can tell is told from what was not seen no more.
+            if between(self.since, self.now) > COUNT / 2 {
+                self.since = self.now.wrapping_sub(COUNT / 2) & COUNT;
+            }
+            self.begin_round();
+        }
+    }
+
+    /// Notes what large requests are worth to a program, and whether it has had no time for anything else for a
+    /// while.
+    fn note_haste(&mut self, end: End) {
+        let last = std::mem::replace(&mut self.last_end, end);
+        let made = end.made.saturating_sub(last.made).saturating_mul(WORTH);
+        let made = u32::try_from(made).unwrap_or(u32::MAX);
+        // How many a round has is not known at first.
+        let at_most = match self.requests {
+            0 => u32::MAX,
+            requests => requests.saturating_mul(self.rounds_at_most),
+        };
+        self.worth = self.worth.saturating_add(made).min(at_most).saturating_sub(self.requests);
+        let took = end.at.saturating_sub(last.at);
+        if took < IN_HASTE.saturating_mul(self.requests) {
+            self.hasty = (self.hasty + 1).min(A_WHILE);
+        } else {
+            self.hasty = self.hasty.saturating_sub(1);
+        }
+        // One round that took longer, or less time, is no reason to have fronts or not.
+        match self.hasty {
+            0 => self.in_haste = false,
+            A_WHILE => self.in_haste = !self.is_limited,
+            _ => {}
+        }
+    }
+
+    fn stop(&mut self, rest: u32) {
+        (self.is_on, self.are_trusted, self.rest) = (false, false, rest);
+    }
+
+    fn start(&mut self) {
+        self.undecided.clear();
+        self.in_vain = 0;
+        self.told = Told { right: IN_ADVANCE, ..Told::default() };
+        (self.is_on, self.are_trusted) = (true, true);
+        (self.since, self.last_crest) = (self.now, self.now);
+        self.begin_round();
+    }
+
+    fn begin_round(&mut self) {
+        self.most = 0;
+        self.crest = self.now;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One stream's requests, in MiB, by numbers that they are freed by; a limit is set.
+    struct Program {
+        lifetimes: Lifetimes,
+        course: Course,
+        live: Vec<(u32, u32, Option<Birth>)>,
+        stream: u32,
+    }
+
+    impl Default for Program {
+        fn default() -> Self {
+            let lifetimes = Lifetimes::new(true);
+            Self { lifetimes, course: Course::default(), live: Vec::new(), stream: 0 }
+        }
+    }
+
+    impl Program {
+        fn end_round(&mut self) {
+            self.lifetimes.end_round(End { at: Duration::ZERO, made: 0 });
+        }
+
+        fn malloc(&mut self, number: u32, mib: u32) -> Option<Fate> {
+            let units = mib << 11;
+            let told = self.lifetimes.foretell(&self.course, units);
+            let all: u64 = self.live.iter().map(|of| u64::from(of.1)).sum();
+            let live = all + u64::from(units);
+            let birth = if self.lifetimes.is_on() {
+                Some(self.lifetimes.begin(self.stream, &mut self.course, units, live))
+            } else {
+                self.lifetimes.pass_by(self.stream);
+                None
+            };
+            assert!(birth.is_none_or(|birth| birth.way >> 30 == 0 && birth.at >> 30 == 0));
+            self.live.push((number, units, birth));
+            told
+        }
+
+        fn free(&mut self, number: u32) {
+            let at = self.live.iter().position(|of| of.0 == number);
+            let (_, units, birth) = self.live.swap_remove(at.unwrap_or_else(|| panic!("{number}")));
+            if self.lifetimes.is_on() {
+                // Where nothing was noted, anything is.
+                let birth = birth.unwrap_or(Birth { way: 3, at: 0 });
+                self.lifetimes.end(&mut self.course, units, birth);
+            }
+        }
+
+        /// Three layers, each with something that goes; then what is needed at the crest, and back. The
+        /// guesses for what goes, for what stays, and for the crest's own.
+        fn step(&mut self, scale: u32) -> [Vec<Option<Fate>>; 3] {
+            let [mut goes, mut stays, mut last] = [const { Vec::new() }; 3];
+            for layer in 0..3 {
+                goes.push(self.malloc(10 + layer, (7 + layer) * scale));
+                stays.push(self.malloc(layer, (20 + 3 * layer) * scale));
+                self.free(10 + layer);
+            }
+            last.push(self.malloc(20, 50 * scale));
+            self.free(20);
+            (0..3).rev().for_each(|layer| self.free(layer));
+            self.end_round();
+            [goes, stays, last]
+        }
+    }
+
+    const GOES: Option<Fate> = Some(Fate::Goes);
+    const STAYS: Option<Fate> = Some(Fate::Stays);
+
+    #[test]
+    fn steps_are_known_from_the_third_on_whatever_their_scale() {
+        let mut program = Program::default();
+        assert!(!program.lifetimes.is_on());
+        for scale in [1, 1] {
+            assert_eq!(program.step(scale).concat(), [None; 7]);
+            assert!(program.lifetimes.is_on());
+        }
+        for scale in [1, 2, 5, 3, 1] {
+            let [goes, stays, last] = program.step(scale);
+            // What a step begins with comes after one of another scale.
+            assert_eq!((goes[2], &stays[1..]), (GOES, &[STAYS; 2][..]), "{scale}");
+            assert_eq!(last, [STAYS], "{scale}");
+        }
+    }
+
+    #[test]
+    fn what_is_freed_before_a_later_crest_goes() {
+        let mut program = Program::default();
+        program.step(1);
+        let mut told = Vec::new();
+        for _ in 0..3 {
+            told.clear();
+            told.push(program.malloc(0, 30));
+            told.push(program.malloc(1, 10));
+            // So far this was the most. It is freed, and more is live after that.
+            program.free(1);
+            told.push(program.malloc(2, 60));
+            program.free(2);
+            // Behind the crest.
+            told.push(program.malloc(3, 5));
+            program.free(3);
+            program.free(0);
+            program.end_round();
+        }
+        assert_eq!(told, [STAYS, GOES, STAYS, GOES]);
+    }
+
+    #[test]
+    fn what_outlives_its_round_has_stayed() {
+        let mut program = Program::default();
+        program.step(1);
+        for round in 0..6 {
+            let told = program.malloc(round, 8);
+            let _ = program.malloc(100, 40);
+            program.free(100);
+            program.end_round();
+            if round > 0 {
+                program.free(round - 1);
+            }
+            assert!(round < 4 || told == STAYS, "{round}: {told:?}");
+        }
+    }
+
+    #[test]
+    fn guesses_that_come_out_otherwise_are_not_trusted_until_they_are_right_again() {
+        let mut program = Program::default();
+        // The same requests, of which the crest's own comes before the others are freed or after that.
+        let mut step = |stays: bool| {
+            let told = (0..80).map(|number| program.malloc(number, 3 + number * number % 31));
+            let told = told.flatten().count();
+            let crest = |program: &mut Program| {
+                program.malloc(500, 2000);
+                program.free(500);
+            };
+            if stays {
+                crest(&mut program);
+            }
+            (0..80).for_each(|number| program.free(number));
+            if !stays {
+                crest(&mut program);
+            }
+            program.end_round();
+            told
+        };
+        let mut steps = |count: u32, stays: fn(u32) -> bool| -> Vec<usize> {
+            (0..count).map(|round| step(stays(round))).collect()
+        };
+        let settled = steps(4, |_| true);
+        assert!(settled[3] > 70, "{settled:?}");
+        let by_turns = steps(40, |round| round % 2 > 0);
+        assert_eq!(by_turns[39], 0, "{by_turns:?}");
+        let again = steps(80, |_| true);
+        assert!(again[0] == 0 && again[79] > 70, "{again:?}");
+    }
+
+    #[test]
+    fn wrong_guesses_count_twice_and_old_ones_less() {
+        let mut told = Told { right: IN_ADVANCE, ..Told::default() };
+        assert!(told.is_good());
+        let goes = 1 << KEY_BITS;
+        (0..74).for_each(|_| told.note(goes, Fate::Stays));
+        assert_eq!((told.right, told.wrong, told.is_good()), (512, 74, true));
+        (0..16).for_each(|_| told.note(goes, Fate::Stays));
+        assert!(!told.is_good());
+        (0..4 * REMEMBERED).for_each(|_| told.note(goes, Fate::Goes));
+        assert!(told.is_good() && told.all() < REMEMBERED);
+        (0..4 * REMEMBERED).for_each(|_| told.note(0, Fate::Goes));
+        assert!(!told.is_good() && told.all() < REMEMBERED);
+    }
+
+    #[test]
+    fn streams_by_turns_have_no_rounds_of_their_own() {
+        let mut program = Program::default();
+        let by_turns = |program: &mut Program, requests: u32| {
+            for request in 0..requests {
+                program.stream = request % 5;
+                program.malloc(request, 4);
+            }
+            program.stream = 0;
+            program.live.clear();
+        };
+        let rests = |program: &mut Program| {
+            for _ in 1..REST {
+                program.end_round();
+                assert!(!program.lifetimes.is_on());
+            }
+            program.end_round();
+            assert!(program.lifetimes.is_on());
+        };
+        // From the beginning.
+        by_turns(&mut program, 10);
+        program.end_round();
+        rests(&mut program);
+        // At a round's end, or when it is plain before that.
+        by_turns(&mut program, 10);
+        assert!(program.lifetimes.is_on());
+        program.end_round();
+        rests(&mut program);
+        program.step(1);
+        by_turns(&mut program, 30);
+        assert!(!program.lifetimes.is_on());
+        // Some come from another.
+        program.end_round();
+        rests(&mut program);
+        for request in 0..90 {
+            program.stream = u32::from(request % 20 == 0);
+            program.malloc(request, 4);
+        }
+        program.end_round();
+        assert!(program.lifetimes.is_on());
+    }
+
+    #[test]
+    fn in_haste_large_requests_have_fronts_again_unless_many_extents_are_made_or_moved() {
+        let mut program = Program { lifetimes: Lifetimes::new(false), ..Program::default() };
+        let mut end = End { at: Duration::ZERO, made: 0 };
+        let mut round = |micros: u64, made: u64| {
+            end.at += Duration::from_micros(micros);
+            end.made += made;
+            for number in 0..64 {
+                program.malloc(number, 4);
+                program.free(number);
+            }
+            program.lifetimes.end_round(end);
+            program.lifetimes.is_on()
+        };
+        // As long as it has time, and for a while after that.
+        assert!((0..50).all(|_| round(64, 0)));
+        assert!((1..A_WHILE).all(|_| round(63, 0)) && !round(63, 0));
+        // What one extent that was made is worth are eight rounds, one of them this.
+        let mut on = |made| {
+            round(1, made);
+            (0..10_000).position(|_| !round(1, 0))
+        };
+        assert_eq!([on(1), on(2)], [Some(6), Some(14)]);
+        // At most 128 rounds, three times doubled by now.
+        assert_eq!([on(1 << 20), on(1 << 20)], [Some(1022), Some(2046)]);
+        assert!((0..10).all(|_| on(1 << 20).is_some_and(|rounds| rounds <= 4094)));
+        // Single rounds that take longer are not enough.
+        assert!((0..100).all(|at| !round(if at % 2 == 0 { 64 } else { 1 }, 0)));
+        assert!((0..2 * A_WHILE).any(|_| round(64, 0)));
+    }
+
+    #[test]
+    fn counts_go_round() {
+        let mut program = Program::default();
+        program.lifetimes.now = COUNT - 20;
+        program.lifetimes.began = COUNT - 20;
+        for _ in 0..3 {
+            program.step(1);
+        }
+        for _ in 0..20 {
+            let [goes, stays, _] = program.step(1);
+            assert_eq!((&goes[1..], &stays[1..]), (&[GOES; 2][..], &[STAYS; 2][..]));
+        }
+        assert!(program.lifetimes.now < COUNT / 2);
+    }
+}
