@@ -488,7 +488,8 @@ impl FreeSet {
     /// [`best_fit`](Self::best_fit), for as long as the set is borrowed.
     fn best_fit_of(&self, units: u32) -> Option<&Block> {
         let best = self.best_fit(units)?;
-        // SAFETY: it stays in the set, alive, while that is borrowed.
+        // SAFETY: whoever inserted the block vouched for its life and place while it is in the set, which it
+        // cannot leave while that is borrowed; what changes in it meanwhile are cells.
         Some(unsafe { &*UnsafeRef::into_raw(best) })
     }
 

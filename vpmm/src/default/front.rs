@@ -577,6 +577,24 @@ mod tests {
     }
 
     #[test]
+    fn a_front_that_is_to_keep_no_large_block_keeps_small_ones_and_large_ones_later() {
+        let large = 2 * SMALL_UNITS;
+        let none = Share { pool: 1 << 21, each: 1 << 21, spare: 0, keeps_no_large: true };
+        let mut front = Front::new(true);
+        assert!(front.push(0, large) && !front.refuses(large, none));
+        let mut gone = Vec::new();
+        front.make_room(large, none, |start, units| gone.push((start, units)));
+        assert_eq!(gone, [(0, large)]);
+        assert!(!front.push(512, large) && front.push(1024, 8));
+        assert_eq!([large, 8].map(|units| front.refuses(units, none)), [true, false]);
+        assert_eq!((front.pop(large), front.pop(8)), (None, Some(1024)));
+        let some = Share { keeps_no_large: false, ..none };
+        assert!(!front.refuses(large, some));
+        front.make_room(large, some, |_, _| ());
+        assert!(front.push(512, large) && front.pop(large) == Some(512));
+    }
+
+    #[test]
     fn no_number_of_hits_makes_a_front_loose() {
         let units = 2 * SMALL_UNITS;
         let mut front = Front::new(true);

@@ -51,7 +51,7 @@ const REMEMBERED: u32 = 2048;
 const IN_ADVANCE: u32 = 512;
 
 /// Where one in so many large requests comes from another stream than the one before, streams do not share
-/// rounds: fronts keep large blocks again for so many rounds.
+/// rounds: fronts keep large blocks again for so many rounds. At once, where so many did before a round's end.
 const CHANGES: u32 = 8;
 const SOME_CHANGES: u32 = 16;
 const REST: u32 = 64;
