@@ -455,42 +455,42 @@ impl FreeSet {
         whole && summary && (units, blocks) == (self.units, self.blocks)
     }
 
-    /// Visits blocks of at least so many units, `most` of them: the best fit, then the least of each larger
-    /// class.
+    /// Visits the smallest blocks of at least so many units, `most` of them.
     #[inline]
-    pub(super) fn by_class<'a>(&'a self, units: u32, most: u32, mut visit: impl FnMut(&'a Block)) {
-        if self.is_empty() {
-            return;
-        }
-        let Some(best) = self.best_fit_of(units) else { return };
-        visit(best);
-        let (mut left, class) = (most.saturating_sub(1), best.class());
-        let mut word = class / 64;
-        // Without those up to the class itself, which may be the word's last.
-        let mut classes = self.words[word % WORDS].occupied & (u64::MAX << (class % 64) << 1);
-        while left > 0 {
-            while classes != 0 && left > 0 {
-                if let Some(least) = self.least_of(word * 64 + classes.trailing_zeros() as usize) {
-                    visit(least);
+    pub(super) fn smallest<'a>(&'a self, units: u32, most: u32, mut visit: impl FnMut(&'a Block)) {
+        let (first, mut left) = (class_of(units), most);
+        let mut word = first / 64;
+        let mut sufficient = u64::MAX << (first % 64);
+        loop {
+            let of = self.words[word % WORDS];
+            let mut classes = of.occupied & sufficient;
+            while classes != 0 {
+                let class = word * 64 + classes.trailing_zeros() as usize;
+                let mut meet = |block: &'a Block| {
+                    // Only the request's own class has blocks that are too small.
+                    if block.units() >= units && left > 0 {
+                        left -= 1;
+                        visit(block);
+                    }
+                    left > 0
+                };
+                let mut goes_on = self.least_of(class).is_none_or(&mut meet);
+                if goes_on && of.crowded & classes & classes.wrapping_neg() != 0 {
+                    let mut others = self.others.get(class).into_iter().flatten();
+                    goes_on = others.all(meet);
+                }
+                if !goes_on {
+                    return;
                 }
                 classes &= classes - 1;
-                left -= 1;
             }
-            let above = self.summary & (u64::MAX << word << 1);
-            if above == 0 {
+            let words = self.summary & (u64::MAX << word << 1);
+            if words == 0 {
                 return;
             }
-            word = above.trailing_zeros() as usize;
-            classes = self.words[word % WORDS].occupied;
+            word = words.trailing_zeros() as usize;
+            sufficient = u64::MAX;
         }
-    }
-
-    /// [`best_fit`](Self::best_fit), for as long as the set is borrowed.
-    fn best_fit_of(&self, units: u32) -> Option<&Block> {
-        let best = self.best_fit(units)?;
-        // SAFETY: whoever inserted the block vouched for its life and place while it is in the set, which it
-        // cannot leave while that is borrowed; what changes in it meanwhile are cells.
-        Some(unsafe { &*UnsafeRef::into_raw(best) })
     }
 
     /// Every block of at least about `units` (a class more, at most), the smallest first.
@@ -520,18 +520,17 @@ mod tests {
         }
     }
 
-    fn some_by_class(set: &FreeSet, units: u32, most: u32) -> Vec<(u32, u32)> {
+    fn smallest(set: &FreeSet, units: u32, most: u32) -> Vec<(u32, u32)> {
         let mut found = Vec::new();
-        set.by_class(units, most, |block| found.push((block.units(), block.start())));
+        set.smallest(units, most, |block| found.push((block.units(), block.start())));
         found
     }
 
     /// The same of a list.
-    fn some_of(list: &[(u32, u32, u32)], units: u32, most: usize) -> Vec<(u32, u32)> {
+    fn smallest_of(list: &[(u32, u32, u32)], units: u32, most: usize) -> Vec<(u32, u32)> {
         let mut list: Vec<_> = list.iter().map(|(units, start, _)| (*units, *start)).collect();
         list.sort_unstable();
         list.retain(|block| block.0 >= units);
-        list.dedup_by_key(|block| class_of(block.0));
         list.truncate(most);
         list
     }
@@ -581,7 +580,8 @@ mod tests {
             let found = set.best_fit(wanted).map(|block| (block.units(), block.start()));
             assert_eq!(found, best.map(|(units, start, _)| (*units, *start)));
             assert_eq!(set.largest().map(Block::units), model.iter().map(|of| of.0).max());
-            assert_eq!(some_by_class(&set, wanted, 5), some_of(&model, wanted, 5));
+            let most = random(8);
+            assert_eq!(smallest(&set, wanted, most), smallest_of(&model, wanted, most as usize));
             assert!(step % 64 != 0 || set.agrees());
             assert_eq!(set.units(), model.iter().map(|of| u64::from(of.0)).sum::<u64>());
         }
