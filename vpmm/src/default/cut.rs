@@ -15,8 +15,10 @@ use super::space::{Part, Space};
 const COMPARED: usize = 16;
 
 /// Blocks of each owner that are looked at where a request's fate is known, the smallest first: all that suffice,
-/// as a rule (in a training 18 on average), and no more however many there are.
+/// as a rule (in a training 18 on average), and no more however many there are. Without a limit and in haste fewer:
+/// hardly anything may move then, and what takes the largest blocks apart has more made.
 const LOOKED_AT: u32 = 64;
+const LOOKED_AT_IN_HASTE: u32 = 8;
 
 /// Where in a free block a request goes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -38,7 +40,7 @@ impl Space {
         }
     }
 
-    /// What stays at the lowest address, what goes at the highest, whatever is free there.
+    /// What stays at the lowest address, what goes at the highest, of all that is looked at.
     ///
     /// What goes is in nobody's way at the crest, wherever it was. In the blocks that it fits best it would fill
     /// gaps that what stays is to lie in; and that then takes the start of what the largest requests had in the
@@ -49,10 +51,11 @@ impl Space {
             Fate::Stays => (0, End::First),
             Fate::Goes => (u32::MAX, End::Last),
         };
+        let most = if self.is_in_haste() { LOOKED_AT_IN_HASTE } else { LOOKED_AT };
         let mut found = None;
         let mut lowest = u32::MAX;
         for set in self.usable_sets(stream, part) {
-            set.smallest(units, LOOKED_AT, |block| {
+            set.smallest(units, most, |block| {
                 let start = block.start() ^ turned;
                 // No block starts at the last unit of all.
                 if start < lowest {

@@ -76,7 +76,7 @@ pub(super) struct Space {
     pub(super) books: Vec<Book>,
     pub(super) memory: Memory,
     /// From so many units out on large blocks are placed where others lose the least. All where somebody
-    /// set a limit.
+    /// set a limit, none where nobody did and the program is in haste.
     pub(super) scarce_from: u64,
     /// Events that nobody uses now.
     pub(super) events: Vec<Event>,
@@ -403,6 +403,11 @@ impl Space {
     #[inline]
     pub(super) fn is_scarce(&self) -> bool {
         self.out_units >= self.scarce_from && !self.is_loose
+    }
+
+    /// Whether nobody set a limit and the program is in haste, as of the last growth.
+    pub(super) fn is_in_haste(&self) -> bool {
+        self.scarce_from == u64::MAX
     }
 
     /// Hands out the best fit, or where memory is scarce what costs the least movable memory.
