@@ -455,7 +455,8 @@ impl FreeSet {
         whole && summary && (units, blocks) == (self.units, self.blocks)
     }
 
-    /// Visits the smallest blocks of at least so many units, `most` of them.
+    /// Visits the smallest blocks of at least so many units, `most` of them: as [`of_at_least`](Self::of_at_least)
+    /// would, but for requests, whose time an iterator of iterators would be a good part of.
     #[inline]
     pub(super) fn smallest<'a>(&'a self, units: u32, most: u32, mut visit: impl FnMut(&'a Block)) {
         let (first, mut left) = (class_of(units), most);
