@@ -11,9 +11,9 @@
 use smallvec::SmallVec;
 
 use super::free_set::FreeSet;
-use super::lifetimes::Course;
 use super::owner::Owner;
 use super::space::Part;
+use super::ways::Course;
 use crate::device::StreamHandle;
 use crate::event::Event;
 use crate::ordering::Mark;

@@ -8,8 +8,8 @@
 #![forbid(unsafe_code)]
 
 use super::free_set::Block;
-use super::lifetimes::Fate;
 use super::space::{Part, Space};
+use super::ways::Fate;
 
 /// Blocks of each owner that are compared where a limit is set, the smallest first.
 const COMPARED: u32 = 16;
@@ -70,17 +70,19 @@ impl Space {
     /// takes; of those that are equal the best fit. It looks at the few smallest only.
     #[inline(never)]
     pub(super) fn least_loss(&self, stream: u32, units: u32, part: Part) -> Option<(u32, End)> {
-        let mut found: Option<((u32, u32, u32), (u32, End))> = None;
+        let mut found = None;
+        let mut least = (u32::MAX, u32::MAX, u32::MAX);
         for set in self.usable_sets(stream, part) {
             set.smallest(units, COMPARED, |block| {
                 let (lost, end) = self.loss(block, units);
                 let order = (lost, block.units(), block.start());
-                if found.is_none_or(|(least, _)| order < least) {
-                    found = Some((order, (block.id(), end)));
+                // No block starts at the last unit of all.
+                if order < least {
+                    (least, found) = (order, Some((block.id(), end)));
                 }
             });
         }
-        found.map(|(_, found)| found)
+        found
     }
 
     /// The units of wholly free extents that a request breaks or covers at the end of a free block

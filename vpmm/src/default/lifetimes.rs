@@ -4,9 +4,7 @@
 //! the most, and gives the rest back on the way there. Where both lie mixed hardly any extent is wholly free
 //! at the crest, which is when memory is short; kept apart, most of what is free can be brought together.
 //!
-//! A request's fate is guessed by what became of the last one that came the same way: after large requests
-//! and frees of its stream of the same sizes. Not the sizes themselves count but each one's ratio to the one
-//! before, which batches and lengths that vary leave as it is. A table remembers what became of them:
+//! A request's fate is guessed by what became of the last one that came the same way (`ways`):
 //!
 //! ```text
 //! born ── freed ── crest             goes
@@ -17,26 +15,17 @@
 //!
 //! Nothing is learned before the first ebb, when fronts stop keeping large blocks: those would be handed out
 //! again wherever they are, and neither they nor what comes after them would be seen here.
+//!
+//! Where a limit is set each request has a place of one kind or the other, since what lies between them is what
+//! memory runs out for. A request that came no known way counts as one that came much the same way, and else as
+//! one that stays: most of what is met only once is what a program keeps, as an optimizer's state is. Without a
+//! limit that would have more moved than it saves, and such a request goes where it fits.
 
 #![forbid(unsafe_code)]
 
 use std::time::Duration;
 
-/// Entries of the table, as a power of two: 16 KiB. A round of a training has some hundreds to some thousands
-/// of large requests.
-const TABLE_BITS: u32 = 13;
-/// What a way comes to: an entry, and what tells the way from most others that come to the same one.
-const KEY_BITS: u32 = TABLE_BITS + 15;
-const KEY: u32 = (1 << KEY_BITS) - 1;
-
-/// Sizes' ratios are told apart by a sixteenth: their exponents, and so many bits of their fractions.
-const FRACTION_BITS: u32 = 4;
-const RATIO_BITS: u32 = 8 + FRACTION_BITS;
-/// A way is so many ratios, that to the request itself among them, and of each event before it what it was.
-/// With fewer different requests look alike, with more alike ones different.
-const EVENTS: u32 = 4;
-const EVENT_BITS: u32 = RATIO_BITS + 1;
-const BEFORE: u64 = (1 << (EVENT_BITS * (EVENTS - 1))) - 1;
+use super::ways::{self, Course, Fate, Table, Way};
 
 /// Blocks freed since a crest, or what may be one, whose fate the next ebb or crest tells. More are not learned
 /// from.
@@ -69,48 +58,31 @@ const ROUNDS_AT_LENGTH: u32 = 4096;
 const ROUNDS_IN_VAIN: u32 = 64;
 const REST_IN_VAIN: u32 = 1024;
 
-/// What becomes of a block.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Fate {
-    Goes,
-    Stays,
-}
-
-/// The large requests and frees of a stream, as far as what comes next is told by them.
-#[derive(Clone, Copy, Default)]
-pub(super) struct Course {
-    /// The last one's size.
-    last: f32,
-    events: u64,
-}
-
-impl Course {
-    /// The ratio of a size to the last one. Rounded, not cut off: many are powers of two, or nearly.
-    fn ratio(&self, units: u32) -> u64 {
-        const CUT: u32 = f32::MANTISSA_DIGITS - 1 - FRACTION_BITS;
-        let ratio = units.cast_signed() as f32 / self.last;
-        u64::from((ratio.to_bits() + (1 << (CUT - 1))) >> CUT)
-    }
-
-    /// The key of the way that a request comes which comes now, of such a ratio.
-    fn key(&self, ratio: u64) -> u32 {
-        let way = self.events << RATIO_BITS | ratio;
-        (way.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - KEY_BITS)) as u32
-    }
-
-    fn note(&mut self, units: u32, ratio: u64, freed: bool) {
-        let event = ratio << 1 | u64::from(freed);
-        self.events = (self.events << EVENT_BITS | event) & BEFORE;
-        self.last = units.cast_signed() as f32;
-    }
-}
-
-/// What is noted about an allocation, in two numbers of 30 bits: by its key, with what was guessed above that;
-/// and when it was made.
+/// What is noted about an allocation: the way that it came, what was guessed, and when it was made.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Birth {
-    pub(super) way: u32,
-    pub(super) at: u32,
+    way: Way,
+    guess: Option<Fate>,
+    at: u32,
+}
+
+impl Birth {
+    /// The same in three numbers of 30 bits.
+    pub(super) fn noted(self) -> [u32; 3] {
+        let guess = self.guess.map_or(0, |fate| 1 + fate as u32);
+        [self.way.exact | guess << ways::KEY_BITS, self.way.broad, self.at]
+    }
+
+    /// And back.
+    pub(super) fn of_noted([exact, broad, at]: [u32; 3]) -> Self {
+        let way = Way { exact: exact & ways::KEY, broad };
+        let guess = match exact >> ways::KEY_BITS {
+            1 => Some(Fate::Goes),
+            2 => Some(Fate::Stays),
+            _ => None,
+        };
+        Self { way, guess, at }
+    }
 }
 
 /// Large requests are counted by so many bits.
@@ -134,11 +106,11 @@ impl Told {
         self.right + self.wrong + self.unknown
     }
 
-    fn note(&mut self, way: u32, fate: Fate) {
-        let count = match way >> KEY_BITS {
-            0 => &mut self.unknown,
-            guess if guess == 1 + fate as u32 => &mut self.right,
-            _ => &mut self.wrong,
+    fn note(&mut self, guess: Option<Fate>, fate: Fate) {
+        let count = match guess {
+            None => &mut self.unknown,
+            Some(guess) if guess == fate => &mut self.right,
+            Some(_) => &mut self.wrong,
         };
         *count += 1;
         if self.all() >= REMEMBERED {
@@ -170,9 +142,10 @@ pub(super) struct Lifetimes {
     /// Whether guesses are good enough for blocks to be placed by them, as of the last ebb.
     are_trusted: bool,
     told: Told,
-    /// By a key's low bits: its other bits above one for the fate; or 0.
-    table: Vec<u16>,
-    undecided: Vec<u32>,
+    exact: Table,
+    /// Where a limit is set.
+    broad: Table,
+    undecided: Vec<(Way, Option<Fate>)>,
     /// Large requests so far, and when all of them began to be seen.
     now: u32,
     since: u32,
@@ -204,7 +177,8 @@ impl Lifetimes {
     pub(super) fn new(is_limited: bool) -> Self {
         Self {
             is_limited,
-            table: vec![0; 1 << TABLE_BITS],
+            exact: Table::new(),
+            broad: if is_limited { Table::new() } else { Table::default() },
             undecided: Vec::with_capacity(UNDECIDED),
             rounds_at_most: ROUNDS_AT_MOST,
             ..Self::default()
@@ -219,13 +193,21 @@ impl Lifetimes {
 
     /// What will become of a request that comes now, where that is known well enough to place it by.
     pub(super) fn foretell(&self, course: &Course, units: u32) -> Option<Fate> {
-        if self.are_trusted { self.guess(course.key(course.ratio(units))) } else { None }
+        if !self.are_trusted {
+            return None;
+        }
+        let guess = self.guess(self.way(course, course.ratio(units)));
+        guess.or(self.is_limited.then_some(Fate::Stays))
     }
 
-    fn guess(&self, key: u32) -> Option<Fate> {
-        let entry = *self.table.get(key as usize % (1 << TABLE_BITS))?;
-        let same = entry != 0 && u32::from(entry >> 1) == key >> TABLE_BITS;
-        same.then_some(if entry & 1 == 0 { Fate::Goes } else { Fate::Stays })
+    /// The way of a request that comes now; the broad one only where it tells anything.
+    fn way(&self, course: &Course, ratio: u64) -> Way {
+        let broad = if self.is_limited { course.broad_key(ratio) } else { 0 };
+        Way { exact: course.key(ratio), broad }
+    }
+
+    fn guess(&self, way: Way) -> Option<Fate> {
+        self.exact.fate(way.exact).or_else(|| self.broad.fate(way.broad))
     }
 
     /// A stream's request has its block, with which callers have so much.
@@ -237,8 +219,8 @@ impl Lifetimes {
         live: u64,
     ) -> Birth {
         let ratio = course.ratio(units);
-        let key = course.key(ratio);
-        let guess = self.guess(key).map_or(0, |fate| 1 + fate as u32);
+        let way = self.way(course, ratio);
+        let guess = self.guess(way);
         course.note(units, ratio, false);
         self.pass_by(stream);
         if self.changes > SOME_CHANGES && self.is_shared() {
@@ -250,7 +232,7 @@ impl Lifetimes {
             self.crest = self.now;
             self.decide(Fate::Goes);
         }
-        Birth { way: key | guess << KEY_BITS, at: self.now }
+        Birth { way, guess, at: self.now }
     }
 
     /// An allocation has been freed, of which this was noted; or anything, where nothing was.
@@ -261,27 +243,24 @@ impl Lifetimes {
             return;
         }
         if age >= between(self.last_crest, self.now) {
-            self.learn(birth.way, Fate::Stays);
+            self.learn(birth.way, birth.guess, Fate::Stays);
         } else if age < between(self.crest, self.now) {
-            self.learn(birth.way, Fate::Goes);
+            self.learn(birth.way, birth.guess, Fate::Goes);
         } else if self.undecided.len() < UNDECIDED {
-            self.undecided.push(birth.way);
+            self.undecided.push((birth.way, birth.guess));
         }
     }
 
     fn decide(&mut self, fate: Fate) {
         let mut undecided = std::mem::take(&mut self.undecided);
-        undecided.drain(..).for_each(|way| self.learn(way, fate));
+        undecided.drain(..).for_each(|(way, guess)| self.learn(way, guess, fate));
         self.undecided = undecided;
     }
 
-    fn learn(&mut self, way: u32, fate: Fate) {
-        self.told.note(way, fate);
-        let key = way & KEY;
-        if let Some(entry) = self.table.get_mut(key as usize % (1 << TABLE_BITS)) {
-            // A key of zeros whose blocks go looks as if there were none, and is not known.
-            *entry = (key >> TABLE_BITS << 1) as u16 | fate as u16;
-        }
+    fn learn(&mut self, way: Way, guess: Option<Fate>, fate: Fate) {
+        self.told.note(guess, fate);
+        self.exact.learn(way.exact, fate);
+        self.broad.learn(way.broad, fate);
     }
 
     /// A stream's request has its block, while fronts keep large blocks.
@@ -382,9 +361,10 @@ impl Lifetimes {
 mod tests {
     use super::*;
 
-    /// One stream's requests, in MiB, by numbers that they are freed by; a limit is set.
+    /// One stream's requests, in MiB, by numbers that they are freed by. A round takes a second.
     struct Program {
         lifetimes: Lifetimes,
+        now: Duration,
         course: Course,
         live: Vec<(u32, u32, Option<Birth>)>,
         stream: u32,
@@ -392,14 +372,15 @@ mod tests {
 
     impl Default for Program {
         fn default() -> Self {
-            let lifetimes = Lifetimes::new(true);
-            Self { lifetimes, course: Course::default(), live: Vec::new(), stream: 0 }
+            let (lifetimes, now) = (Lifetimes::new(false), Duration::ZERO);
+            Self { lifetimes, now, course: Course::default(), live: Vec::new(), stream: 0 }
         }
     }
 
     impl Program {
         fn end_round(&mut self) {
-            self.lifetimes.end_round(End { at: Duration::ZERO, made: 0 });
+            self.now += Duration::from_secs(1);
+            self.lifetimes.end_round(End { at: self.now, made: 0 });
         }
 
         fn malloc(&mut self, number: u32, mib: u32) -> Option<Fate> {
@@ -413,7 +394,9 @@ mod tests {
                 self.lifetimes.pass_by(self.stream);
                 None
             };
-            assert!(birth.is_none_or(|birth| birth.way >> 30 == 0 && birth.at >> 30 == 0));
+            let noted = birth.map(Birth::noted);
+            assert!(noted.iter().flatten().all(|number| number >> 30 == 0));
+            assert_eq!(noted.map(Birth::of_noted), birth);
             self.live.push((number, units, birth));
             told
         }
@@ -423,7 +406,7 @@ mod tests {
             let (_, units, birth) = self.live.swap_remove(at.unwrap_or_else(|| panic!("{number}")));
             if self.lifetimes.is_on() {
                 // Where nothing was noted, anything is.
-                let birth = birth.unwrap_or(Birth { way: 3, at: 0 });
+                let birth = birth.unwrap_or(Birth::of_noted([3, 0, 0]));
                 self.lifetimes.end(&mut self.course, units, birth);
             }
         }
@@ -462,6 +445,34 @@ mod tests {
             assert_eq!((goes[2], &stays[1..]), (GOES, &[STAYS; 2][..]), "{scale}");
             assert_eq!(last, [STAYS], "{scale}");
         }
+    }
+
+    /// Its steps come by ways that are the same by and large only.
+    #[test]
+    fn with_a_limit_broad_ways_are_known_and_what_is_not_stays() {
+        let told = [false, true].map(|is_limited| {
+            let lifetimes = Lifetimes::new(is_limited);
+            let mut program = Program { lifetimes, ..Program::default() };
+            let mut step = |by: u32| {
+                let mut told = vec![program.malloc(100, 10_000)];
+                for layer in 0..4 {
+                    program.malloc(layer, 400);
+                    // What goes is the one of two whose length varies.
+                    told.push(program.malloc(10, 420 + by));
+                    program.free(10);
+                }
+                told.push(program.malloc(20, 5000));
+                [20, 0, 1, 2, 3, 100].into_iter().for_each(|number| program.free(number));
+                program.end_round();
+                told
+            };
+            [0, 0, 0, 40].map(&mut step)
+        });
+        let of_another = |told: &[Vec<Option<Fate>>; 4]| told[3][1..3].to_vec();
+        assert_eq!(told.each_ref().map(of_another), [[None; 2], [GOES; 2]]);
+        // The first round in which they are seen, and there is nothing to tell them by.
+        let of_first = |told: &[Vec<Option<Fate>>; 4]| [told[1][0], told[1][5]];
+        assert_eq!(told.each_ref().map(of_first), [[None; 2], [STAYS; 2]]);
     }
 
     #[test]
@@ -538,14 +549,14 @@ mod tests {
     fn wrong_guesses_count_twice_and_old_ones_less() {
         let mut told = Told { right: IN_ADVANCE, ..Told::default() };
         assert!(told.is_good());
-        let goes = 1 << KEY_BITS;
+        let goes = Some(Fate::Goes);
         (0..74).for_each(|_| told.note(goes, Fate::Stays));
         assert_eq!((told.right, told.wrong, told.is_good()), (512, 74, true));
         (0..16).for_each(|_| told.note(goes, Fate::Stays));
         assert!(!told.is_good());
         (0..4 * REMEMBERED).for_each(|_| told.note(goes, Fate::Goes));
         assert!(told.is_good() && told.all() < REMEMBERED);
-        (0..4 * REMEMBERED).for_each(|_| told.note(0, Fate::Goes));
+        (0..4 * REMEMBERED).for_each(|_| told.note(None, Fate::Goes));
         assert!(!told.is_good() && told.all() < REMEMBERED);
     }
 
@@ -593,7 +604,7 @@ mod tests {
 
     #[test]
     fn in_haste_large_requests_have_fronts_again_unless_many_extents_are_made_or_moved() {
-        let mut program = Program { lifetimes: Lifetimes::new(false), ..Program::default() };
+        let mut program = Program::default();
         let mut end = End { at: Duration::ZERO, made: 0 };
         let mut round = |micros: u64, made: u64| {
             end.at += Duration::from_micros(micros);

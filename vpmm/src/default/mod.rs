@@ -62,6 +62,7 @@ mod teardown;
 mod tide;
 mod trim;
 mod validate;
+mod ways;
 
 pub use config::{Background, PoolConfig};
 pub(crate) use fences::{Recorded, record_beside_captures, stream_is_capturing};

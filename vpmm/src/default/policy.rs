@@ -48,7 +48,7 @@ const KEPT_AT_LIMIT: u64 = 2048;
 /// Where a limit is set: at most this fraction of it, so that nearly everything can be brought
 /// together when the limit is reached; but this fraction of the request where that is longer, so
 /// that no request moves too many, nor at leisure.
-const OF_LIMIT: u64 = 1025;
+const OF_LIMIT: u64 = 1376;
 const OF_REQUEST_AT_LIMIT: u64 = 68;
 const OF_REQUEST_AT_LEISURE: u64 = 112;
 
@@ -528,7 +528,7 @@ mod tests {
             [16, 16, 24, 32, 32]
         );
         // Where a thousandth of the limit is more than a granule it is long enough.
-        assert_eq!([0, 1000].map(|largest| lengths(2050, largest)), [32, 32]);
+        assert_eq!([0, 1000].map(|largest| lengths(2752, largest)), [32, 32]);
     }
 
     /// Else a loop whose requests never settle grows without end, since less and less moves.

@@ -463,15 +463,15 @@ impl Space {
     fn note_birth(&mut self, tags: &Tags, stream: u32, start: u32, units: u32) {
         let live = self.live_units();
         let course = &mut self.books[stream as usize].course;
-        let Birth { way, at } = self.lifetimes.begin(stream, course, units, live);
-        tags.set_inside(start, [way, at]);
+        let birth = self.lifetimes.begin(stream, course, units, live);
+        tags.set_inside(start, birth.noted());
     }
 
     #[inline(never)]
     fn note_end(&mut self, tags: &Tags, stream: u32, start: u32, units: u32) {
-        let [way, at] = tags.inside(start);
+        let birth = Birth::of_noted(tags.inside(start));
         let course = &mut self.books[stream as usize].course;
-        self.lifetimes.end(course, units, Birth { way, at });
+        self.lifetimes.end(course, units, birth);
     }
 
     /// Notes what a front has and had, and with it the most that callers had.

@@ -381,24 +381,25 @@ impl Tags {
         }
     }
 
-    /// Notes two numbers of 30 bits inside an allocation that has four tags or more. They are no tags, and stay
+    /// Notes three numbers of 30 bits inside an allocation that has five tags or more. They are no tags, and stay
     /// as long as the block is nobody else's.
-    pub(super) fn set_inside(&self, start: u32, numbers: [u32; 2]) {
+    pub(super) fn set_inside(&self, start: u32, numbers: [u32; 3]) {
         self.inside_places(start).into_iter().zip(numbers).for_each(|(at, number)| {
             self.write(at, number & !KIND);
         });
     }
 
     /// The same; or anything, where nothing was noted.
-    pub(super) fn inside(&self, start: u32) -> [u32; 2] {
+    pub(super) fn inside(&self, start: u32) -> [u32; 3] {
         self.inside_places(start).map(|at| self.leaf(at).load(Ordering::Relaxed) & !KIND)
     }
 
-    /// The places of the third tag and the fourth: the second is the stream's.
-    fn inside_places(&self, start: u32) -> [Place; 2] {
-        let third = start + 2 * self.step(start);
-        let at = self.place_of(third);
-        [at, self.behind(at, third)]
+    /// The places of the third tag to the fifth: the second is the stream's.
+    fn inside_places(&self, start: u32) -> [Place; 3] {
+        let step = self.step(start);
+        let third = self.place_of(start + 2 * step);
+        let fourth = self.behind(third, start + 2 * step);
+        [third, fourth, self.behind(fourth, start + 3 * step)]
     }
 
     /// Notes more about the allocation at a unit, which keeps its size.
@@ -605,16 +606,16 @@ mod tests {
     fn what_is_noted_inside_an_allocation_is_no_tag() {
         let tags = tags(1);
         let value = !KIND;
-        // In both parts, and where the numbers are in the next span's leaf, or one of them.
+        // In both parts, and where the numbers are in the next span's leaf, or two of them or one.
         let starts = [0, SPAN_UNITS, 2 * SPAN_UNITS - 16, 3 * SPAN_UNITS - 24, 4 * SPAN_UNITS - 32];
         for start in starts {
             tags.set_live(start, 136, 5);
-            tags.set_inside(start, [value - start, start]);
-            assert_eq!(tags.inside(start), [value - start, start]);
+            tags.set_inside(start, [value - start, start, 3]);
+            assert_eq!(tags.inside(start), [value - start, start, 3]);
             assert_eq!((tags.get(start), tags.stream_at(start)), (Tag::Live(136), Some(5)));
             assert!(tags.first_in(start + tags.step(start)..start + 136).is_none());
             tags.set_cached(tags.place_of(start), 136);
-            assert_eq!(tags.inside(start), [value - start, start]);
+            assert_eq!(tags.inside(start), [value - start, start, 3]);
             tags.clear(tags.place_of(start));
         }
     }
