@@ -522,21 +522,22 @@ impl Space {
         let granule_units = self.memory.granule_units();
         let request = (window.end - window.start).div_ceil(granule_units);
         let in_midst = |unit: u32| !unit.is_multiple_of(granule_units);
-        let shares_last =
-            in_midst(window.end) && self.memory.granule_of(window.end) + 1 == fill.start + granules;
-        let apart = u32::from(policy.parts_ends() && shares_last && granules > 1);
         // What shares no granule keeps nothing of others in its place.
         let shares = in_midst(window.start) || in_midst(window.end);
-        let mut left = granules - apart;
         let mut mapped = self.memory.mapped();
         // The first request of all stays the first throughout.
         let is_first = mapped == 0;
         let largest = u64::from(self.growth.largest.max(request));
-        let shortest = policy.at_least(left, allowed);
-        let length = |mapped| {
+        let extent = |mapped| {
             let mapped = if is_first { 0 } else { mapped };
-            policy.extent(mapped, u64::from(request), largest, shares).max(shortest)
+            policy.extent(mapped, u64::from(request), largest, shares)
         };
+        let shares_last =
+            in_midst(window.end) && self.memory.granule_of(window.end) + 1 == fill.start + granules;
+        let apart = u32::from(shares_last && policy.parts_ends(granules, extent(mapped)));
+        let mut left = granules - apart;
+        let shortest = policy.at_least(left, allowed);
+        let length = |mapped| extent(mapped).max(shortest);
         let longest = policy.at_leisure(length(mapped), left, mapped, u64::from(request), allowed);
         let spent = left.div_ceil(longest) - left.div_ceil(length(mapped));
         while left > 0 {

@@ -249,10 +249,10 @@ impl Policy {
         }
     }
 
-    /// Whether the granule that a request ends in is an extent by itself. One handle more for each
-    /// growth, which is too dear while there is room.
-    pub(super) fn parts_ends(&self) -> bool {
-        self.limited
+    /// Whether the granule that a request ends in is an extent by itself, where so many are made in extents of such
+    /// a length. It is one handle more, which is too dear while there is room, and where there are two without it.
+    pub(super) fn parts_ends(&self, granules: u32, length: u32) -> bool {
+        self.limited && granules > length.saturating_mul(2)
     }
 
     /// From how many granules of free extents on they move before more are made, where so many handles
