@@ -58,6 +58,10 @@ const ROUNDS_AT_LENGTH: u32 = 4096;
 const ROUNDS_IN_VAIN: u32 = 64;
 const REST_IN_VAIN: u32 = 1024;
 
+/// A round of more large requests than this, which are as many as a table has entries, is looked at on the way:
+/// in haste and not worth it they have fronts again at once.
+const MANY: u32 = ways::ENTRIES;
+
 /// What is noted about an allocation: the way that it came, what was guessed, and when it was made.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Birth {
@@ -126,9 +130,9 @@ impl Told {
     }
 }
 
-/// A round's end.
+/// A round's end, or a moment on the way.
 #[derive(Clone, Copy, Default)]
-pub(super) struct End {
+pub(super) struct Moment {
     /// Since the pool was made.
     pub(super) at: Duration,
     /// Extents made so far.
@@ -159,11 +163,14 @@ pub(super) struct Lifetimes {
     began: u32,
     /// Of the last round in which they were seen, large requests.
     requests: u32,
+    /// When it was looked at last whether they come in haste, and how things were then.
+    looked: u32,
+    last_look: Moment,
     /// Rounds until anything is learned.
     rest: u32,
     /// The end of the last round; for how many large requests without fronts the extents made so far are worth it,
     /// and for how many rounds at most.
-    last_end: End,
+    last_end: Moment,
     worth: u32,
     rounds_at_most: u32,
     /// Whether the program is in haste, and how many more rounds than others were so of late.
@@ -278,10 +285,11 @@ impl Lifetimes {
 
     /// What callers have ebbs for the first time since it was the most.
     #[cold]
-    pub(super) fn end_round(&mut self, end: End) {
+    pub(super) fn end_round(&mut self, end: Moment) {
         let is_shared = self.is_shared();
         let requests = between(std::mem::replace(&mut self.began, self.now), self.now);
         self.changes = 0;
+        (self.looked, self.last_look) = (self.now, end);
         if self.is_on {
             self.requests = requests;
         }
@@ -312,9 +320,28 @@ impl Lifetimes {
         }
     }
 
+    /// Whether so many large requests have come without an ebb that it is time to `look`.
+    #[inline]
+    pub(super) fn is_overdue(&self) -> bool {
+        self.is_on && between(self.looked, self.now) >= MANY
+    }
+
+    /// Many large requests have come without an ebb.
+    #[cold]
+    pub(super) fn look(&mut self, now: Moment) {
+        let requests = between(std::mem::replace(&mut self.looked, self.now), self.now);
+        let last = std::mem::replace(&mut self.last_look, now);
+        let in_haste = now.at.saturating_sub(last.at) < IN_HASTE.saturating_mul(requests);
+        let made = now.made.saturating_sub(last.made);
+        let is_worth_it = made.saturating_mul(WORTH) >= u64::from(requests);
+        if in_haste && !is_worth_it && !self.is_limited {
+            self.stop(if self.told.is_good() { REST } else { REST_IN_VAIN });
+        }
+    }
+
     /// Notes what large requests are worth to a program, and whether it has had no time for anything else for a
     /// while.
-    fn note_haste(&mut self, end: End) {
+    fn note_haste(&mut self, end: Moment) {
         let last = std::mem::replace(&mut self.last_end, end);
         let made = end.made.saturating_sub(last.made).saturating_mul(WORTH);
         let made = u32::try_from(made).unwrap_or(u32::MAX);
@@ -380,7 +407,7 @@ mod tests {
     impl Program {
         fn end_round(&mut self) {
             self.now += Duration::from_secs(1);
-            self.lifetimes.end_round(End { at: self.now, made: 0 });
+            self.lifetimes.end_round(Moment { at: self.now, made: 0 });
         }
 
         fn malloc(&mut self, number: u32, mib: u32) -> Option<Fate> {
@@ -605,7 +632,7 @@ mod tests {
     #[test]
     fn in_haste_large_requests_have_fronts_again_unless_many_extents_are_made_or_moved() {
         let mut program = Program::default();
-        let mut end = End { at: Duration::ZERO, made: 0 };
+        let mut end = Moment { at: Duration::ZERO, made: 0 };
         let mut round = |micros: u64, made: u64| {
             end.at += Duration::from_micros(micros);
             end.made += made;
@@ -631,6 +658,39 @@ mod tests {
         // Single rounds that take longer are not enough.
         assert!((0..100).all(|at| !round(if at % 2 == 0 { 64 } else { 1 }, 0)));
         assert!((0..2 * A_WHILE).any(|_| round(64, 0)));
+    }
+
+    /// It would go on for ever, since sizes that do not come again have hardly any rounds.
+    #[test]
+    fn long_rounds_in_haste_have_fronts_again_where_little_is_made() {
+        let after_many = |nanos: u32, made: u64, sizes: u32| {
+            let mut program = Program::default();
+            program.step(1);
+            let mut seed = 7_u64;
+            let mut random = |bound: u32| {
+                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (seed >> 33) as u32 % bound
+            };
+            for request in 0..MANY {
+                assert!(!program.lifetimes.is_overdue());
+                program.malloc(100 + request, 4 + random(sizes));
+                if request >= 50 {
+                    let freed = program.live[random(50) as usize].0;
+                    program.free(freed);
+                }
+            }
+            assert!(program.lifetimes.is_overdue());
+            let at = program.now + Duration::from_nanos(u64::from(nanos) * u64::from(MANY));
+            program.lifetimes.look(Moment { at, made });
+            assert!(!program.lifetimes.is_overdue());
+            (program.lifetimes.is_on(), program.lifetimes.rest)
+        };
+        for sizes in [5000, 1] {
+            assert_eq!([100, 1000].map(|nanos| after_many(nanos, 15, sizes).0), [false, true]);
+            assert!(after_many(100, 16, sizes).0);
+        }
+        // What is not foretold has them for longer.
+        assert_eq!([5000, 1].map(|sizes| after_many(100, 0, sizes).1), [REST_IN_VAIN, REST]);
     }
 
     #[test]

@@ -501,10 +501,17 @@ impl Space {
         let live = self.live_units();
         let ebb = self.tide.ebb(live);
         if ebb.is_some_and(|ebb| ebb.is_first) {
-            let end = lifetimes::End { at: made.elapsed(), made: self.counters.created };
+            let end = self.moment(made);
             self.lifetimes.end_round(end);
+        } else if self.lifetimes.is_overdue() {
+            let now = self.moment(made);
+            self.lifetimes.look(now);
         }
         ebb.is_some()
+    }
+
+    fn moment(&self, made: Instant) -> lifetimes::Moment {
+        lifetimes::Moment { at: made.elapsed(), made: self.counters.created }
     }
 
     /// Takes a block back from a caller or a front, as free memory of the stream's open epoch.

@@ -11,6 +11,7 @@
 /// Entries of a table, as a power of two: 16 KiB. A round of a training has some hundreds to some thousands
 /// of large requests.
 const TABLE_BITS: u32 = 13;
+pub(super) const ENTRIES: u32 = 1 << TABLE_BITS;
 /// What a way comes to: an entry, and what tells the way from most others that come to the same one.
 pub(super) const KEY_BITS: u32 = TABLE_BITS + 15;
 pub(super) const KEY: u32 = (1 << KEY_BITS) - 1;
