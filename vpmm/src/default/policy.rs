@@ -527,7 +527,7 @@ mod tests {
             [0, 36, 54, 72, 1000].map(|largest| lengths(1400, largest)),
             [16, 16, 24, 32, 32]
         );
-        // Where a thousandth of the limit is more than a granule it is long enough.
+        // Where that fraction of the limit is more than a granule it is long enough.
         assert_eq!([0, 1000].map(|largest| lengths(2752, largest)), [32, 32]);
     }
 

@@ -8,10 +8,9 @@
 
 #![forbid(unsafe_code)]
 
-/// Entries of a table, as a power of two: 16 KiB. A round of a training has some hundreds to some thousands
-/// of large requests.
-const TABLE_BITS: u32 = 13;
+/// Entries of a table: 16 KiB. A round of a training has some hundreds to some thousands of large requests.
 pub(super) const ENTRIES: u32 = 1 << TABLE_BITS;
+const TABLE_BITS: u32 = 13;
 /// What a way comes to: an entry, and what tells the way from most others that come to the same one.
 pub(super) const KEY_BITS: u32 = TABLE_BITS + 15;
 pub(super) const KEY: u32 = (1 << KEY_BITS) - 1;
@@ -94,23 +93,23 @@ fn key_of(way: u64) -> u32 {
 /// What became of requests, by keys; or nothing, without entries.
 #[derive(Default)]
 pub(super) struct Table {
-    /// By a key's low bits: its other bits above one for the fate; or 0.
+    /// By a key's low bits: its other bits, above one bit for the fate; or 0.
     entries: Vec<u16>,
 }
 
 impl Table {
     pub(super) fn new() -> Self {
-        Self { entries: vec![0; 1 << TABLE_BITS] }
+        Self { entries: vec![0; ENTRIES as usize] }
     }
 
     pub(super) fn fate(&self, key: u32) -> Option<Fate> {
-        let entry = *self.entries.get(key as usize % (1 << TABLE_BITS))?;
+        let entry = *self.entries.get((key % ENTRIES) as usize)?;
         let same = entry != 0 && u32::from(entry >> 1) == key >> TABLE_BITS;
         same.then_some(if entry & 1 == 0 { Fate::Goes } else { Fate::Stays })
     }
 
     pub(super) fn learn(&mut self, key: u32, fate: Fate) {
-        if let Some(entry) = self.entries.get_mut(key as usize % (1 << TABLE_BITS)) {
+        if let Some(entry) = self.entries.get_mut((key % ENTRIES) as usize) {
             // A key of zeros whose blocks go looks as if there were none, and is not known.
             *entry = (key >> TABLE_BITS << 1) as u16 | fate as u16;
         }
