@@ -37,7 +37,13 @@ def test_it_has_what_pytorch_s_has():
         assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
     assert made["device_traces"] == [[]]
     kept.free()
-    assert blocks_of(vpmm.snapshot())[block["address"]]["state"] == "inactive"
+    # It may be one with what was free beside it.
+    around = [
+        other["state"]
+        for other in blocks_of(vpmm.snapshot()).values()
+        if other["address"] <= block["address"] < other["address"] + other["size"]
+    ]
+    assert around == ["inactive"]
 
 
 def test_history_says_what_was_done_and_where():
