@@ -170,10 +170,6 @@ struct Outlook {
     enough: Option<u64>,
     /// Whether there may be so many.
     may_move_first: bool,
-    /// A window has parts of extents only where whole free ones, and this room, come to less than it would
-    /// need without and to less than is `ahead`.
-    room: u64,
-    ahead: u64,
 }
 
 impl Space {
@@ -232,6 +228,7 @@ impl Space {
         let growths = Growths {
             streak: self.streak(),
             created: needed,
+            made: self.counters.created,
             moved: means.moved_lately,
             excess: means.excess,
             hurried: means.hurried,
@@ -244,13 +241,7 @@ impl Space {
         // A first look without walking: free memory that is too little cannot be extents enough.
         let free = self.free_units() / granule_units;
         let may_move_first = !policy.fixed && enough.is_some_and(|enough| free >= enough);
-        // Sharing is for what would be missing, not instead of memory that is there: missing for this
-        // request, or where memory can be made also on the way back to the most that was live.
-        let (room, ahead) = match policy.limited {
-            true => (means.wanted.room, 0),
-            false => (0, growths.peak_live.saturating_sub(live)),
-        };
-        Outlook { means, growths, enough, may_move_first, room, ahead }
+        Outlook { means, growths, enough, may_move_first }
     }
 
     /// The windows that lack the least memory, of those with as little first the one that uses up the
@@ -288,13 +279,13 @@ impl Space {
             let at = found.partition_point(|window| window.cost < saves);
             found.insert(at, fresh);
         }
-        // No look at the parts of all extents where they would not be shared in the end.
-        let needless = || {
-            let sought = u64::from(whole).max(outlook.ahead).saturating_sub(outlook.room);
-            outlook.may_move_first && self.has_whole(stream, sought)
-        };
+        // Parts of extents are for what would be missing, not instead of memory that is there: no look at all of
+        // them where they would not be taken in the end.
+        let missing = u64::from(whole).saturating_sub(outlook.means.wanted.room);
+        let needless =
+            || missing == 0 || (outlook.may_move_first && self.has_whole(stream, missing));
         if !outlook.means.wanted.exchanged
-            && policy.shares(outlook.growths.random, outlook.means.saved)
+            && !policy.fixed
             && part == Part::Large
             && !needless()
             && let Some(between) = self.between(stream, units, policy)
@@ -435,8 +426,8 @@ impl Space {
         if u64::from(window.cost) > means.wanted.room + sources.granules {
             return None;
         }
-        let there = sources.granules + outlook.room;
-        if window.shares() && there >= outlook.ahead.max(u64::from(window.instead)) {
+        let there = sources.granules + means.wanted.room;
+        if window.shares() && there >= u64::from(window.instead) {
             return None;
         }
         let mut room = means.wanted.room;

@@ -19,7 +19,8 @@
 //! Where a limit is set each request has a place of one kind or the other, since what lies between them is what
 //! memory runs out for. A request that came no known way counts as one that came much the same way, and else as
 //! one that stays: most of what is met only once is what a program keeps, as an optimizer's state is. Without a
-//! limit that would have more moved than it saves, and such a request goes where it fits.
+//! limit nothing counts as another, and only after some rounds, and not in haste, such a request as one that
+//! stays: before it would have more moved than it saves, and goes where it fits.
 
 #![forbid(unsafe_code)]
 
@@ -34,13 +35,17 @@ const UNDECIDED: usize = 4096;
 /// Guesses are trusted while this part of all requests comes out as guessed, where each that came out otherwise
 /// takes away two: a few in the wrong place keep as many extents there as they are. Sums count half whenever
 /// they have come to so many, and begin with that many right: most that is not known in the first rounds will be.
-/// With a limit they reach further back. A few rounds that are like no others are soon over, but what they put
-/// where it fits best may stay: a GPT's gradients among what its optimizer keeps.
+/// They reach far back, but in haste, when little is moved and misled soon. A few rounds that are like no others
+/// are soon over, but what they put where it fits best may stay: a GPT's gradients among what its optimizer keeps.
 const TRUSTED: (u32, u32) = (3, 5);
 const WRONG: u32 = 2;
-const REMEMBERED: u32 = 2048;
-const REMEMBERED_WITH_LIMIT: u32 = 8192;
+const REMEMBERED: u32 = 8192;
+const REMEMBERED_IN_HASTE: u32 = 2048;
 const IN_ADVANCE: u32 = 512;
+
+/// Rounds from which on, without a limit, what came no known way counts as one that stays. What the first ones
+/// bring anew is of either kind.
+const KNOWN_WELL: u32 = 16;
 
 /// Where one in so many large requests comes from another stream than the one before, streams do not share
 /// rounds: fronts keep large blocks again for so many rounds. At once, where so many did before a round's end.
@@ -106,28 +111,26 @@ struct Told {
     right: u32,
     wrong: u32,
     unknown: u32,
-    /// What all of them come to less than.
-    most: u32,
 }
 
 impl Told {
-    fn new(is_limited: bool) -> Self {
-        let most = if is_limited { REMEMBERED_WITH_LIMIT } else { REMEMBERED };
-        Self { right: IN_ADVANCE, most, ..Self::default() }
+    fn new() -> Self {
+        Self { right: IN_ADVANCE, ..Self::default() }
     }
 
     fn all(&self) -> u32 {
         self.right + self.wrong + self.unknown
     }
 
-    fn note(&mut self, guess: Option<Fate>, fate: Fate) {
+    /// Notes what became of a guess, where all come to less than `most`.
+    fn note(&mut self, guess: Option<Fate>, fate: Fate, most: u32) {
         let count = match guess {
             None => &mut self.unknown,
             Some(guess) if guess == fate => &mut self.right,
             Some(_) => &mut self.wrong,
         };
         *count += 1;
-        if self.all() >= self.most {
+        if self.all() >= most {
             [&mut self.right, &mut self.wrong, &mut self.unknown]
                 .into_iter()
                 .for_each(|count| *count /= 2);
@@ -156,6 +159,8 @@ pub(super) struct Lifetimes {
     /// Whether guesses are good enough for blocks to be placed by them, as of the last ebb.
     are_trusted: bool,
     told: Told,
+    /// Rounds that were seen to their end.
+    rounds: u32,
     exact: Table,
     /// Where a limit is set.
     broad: Table,
@@ -194,7 +199,7 @@ impl Lifetimes {
     pub(super) fn new(is_limited: bool) -> Self {
         Self {
             is_limited,
-            told: Told::new(is_limited),
+            told: Told::new(),
             exact: Table::new(),
             broad: if is_limited { Table::new() } else { Table::default() },
             undecided: Vec::with_capacity(UNDECIDED),
@@ -215,7 +220,12 @@ impl Lifetimes {
             return None;
         }
         let guess = self.guess(self.way(course, course.ratio(units)));
-        guess.or(self.is_limited.then_some(Fate::Stays))
+        guess.or(self.unknown_stays().then_some(Fate::Stays))
+    }
+
+    /// Whether what came no known way counts as one that stays.
+    fn unknown_stays(&self) -> bool {
+        self.is_limited || (self.rounds >= KNOWN_WELL && !self.in_haste)
     }
 
     /// The way of a request that comes now; the broad one only where it tells anything.
@@ -276,7 +286,8 @@ impl Lifetimes {
     }
 
     fn learn(&mut self, way: Way, guess: Option<Fate>, fate: Fate) {
-        self.told.note(guess, fate);
+        let most = if self.in_haste { REMEMBERED_IN_HASTE } else { REMEMBERED };
+        self.told.note(guess, fate, most);
         self.exact.learn(way.exact, fate);
         self.broad.learn(way.broad, fate);
     }
@@ -321,6 +332,7 @@ impl Lifetimes {
         } else {
             self.decide(Fate::Stays);
             self.are_trusted = self.told.is_good();
+            self.rounds = self.rounds.saturating_add(1);
             self.in_vain = if self.are_trusted { 0 } else { self.in_vain + 1 };
             self.last_crest = self.crest;
             // Counts go round: what is as old as they can tell is told from what was not seen no more.
@@ -383,7 +395,7 @@ impl Lifetimes {
     fn start(&mut self) {
         self.undecided.clear();
         self.in_vain = 0;
-        self.told = Told::new(self.is_limited);
+        self.told = Told::new();
         (self.is_on, self.are_trusted) = (true, true);
         (self.since, self.last_crest) = (self.now, self.now);
         self.begin_round();
@@ -579,39 +591,64 @@ mod tests {
         assert!(settled[3] > 70, "{settled:?}");
         let by_turns = steps(40, |round| round % 2 > 0);
         assert_eq!(by_turns[39], 0, "{by_turns:?}");
-        let again = steps(80, |_| true);
-        assert!(again[0] == 0 && again[79] > 70, "{again:?}");
+        let again = steps(320, |_| true);
+        assert!(again[0] == 0 && again[319] > 70, "{again:?}");
     }
 
     #[test]
     fn wrong_guesses_count_twice_and_old_ones_less() {
-        let mut told = Told::new(false);
+        let mut told = Told::new();
+        let note = |told: &mut Told, times: u32, guess: Option<Fate>, fate: Fate| {
+            (0..times).for_each(|_| told.note(guess, fate, REMEMBERED_IN_HASTE));
+        };
         assert!(told.is_good());
         let goes = Some(Fate::Goes);
-        (0..74).for_each(|_| told.note(goes, Fate::Stays));
+        note(&mut told, 74, goes, Fate::Stays);
         assert_eq!((told.right, told.wrong, told.is_good()), (512, 74, true));
-        (0..16).for_each(|_| told.note(goes, Fate::Stays));
+        note(&mut told, 16, goes, Fate::Stays);
         assert!(!told.is_good());
-        (0..4 * REMEMBERED).for_each(|_| told.note(goes, Fate::Goes));
-        assert!(told.is_good() && told.all() < REMEMBERED);
-        (0..4 * REMEMBERED).for_each(|_| told.note(None, Fate::Goes));
-        assert!(!told.is_good() && told.all() < REMEMBERED);
+        note(&mut told, 4 * REMEMBERED_IN_HASTE, goes, Fate::Goes);
+        assert!(told.is_good() && told.all() < REMEMBERED_IN_HASTE);
+        note(&mut told, 4 * REMEMBERED_IN_HASTE, None, Fate::Goes);
+        assert!(!told.is_good() && told.all() < REMEMBERED_IN_HASTE);
     }
 
     /// A GPT whose lengths vary has rounds that no other was like, and distrust in the next few had its gradients
     /// put among what its optimizer keeps: it needed 1.02 of its peak after some hundred steps.
     #[test]
-    fn with_a_limit_a_few_odd_rounds_take_no_trust_away() {
-        for (is_limited, is_trusted) in [(false, false), (true, true)] {
-            let mut told = Told::new(is_limited);
-            (0..6000).for_each(|_| told.note(Some(Fate::Goes), Fate::Goes));
-            (0..500).for_each(|_| told.note(Some(Fate::Goes), Fate::Stays));
-            assert_eq!(told.is_good(), is_trusted);
+    fn a_few_odd_rounds_take_no_trust_away_but_in_haste() {
+        for in_haste in [false, true] {
+            let mut lifetimes = Lifetimes { in_haste, ..Lifetimes::new(false) };
+            let way = Way { exact: 1, broad: 0 };
+            let learn = |lifetimes: &mut Lifetimes, times: u32, fate: Fate| {
+                (0..times).for_each(|_| lifetimes.learn(way, Some(Fate::Goes), fate));
+            };
+            learn(&mut lifetimes, 6000, Fate::Goes);
+            learn(&mut lifetimes, 500, Fate::Stays);
+            assert_eq!(lifetimes.told.is_good(), !in_haste);
+            learn(&mut lifetimes, 3500, Fate::Stays);
+            assert!(!lifetimes.told.is_good() && lifetimes.told.all() < REMEMBERED);
         }
-        let mut told = Told::new(true);
-        (0..6000).for_each(|_| told.note(Some(Fate::Goes), Fate::Goes));
-        (0..4000).for_each(|_| told.note(Some(Fate::Goes), Fate::Stays));
-        assert!(!told.is_good() && told.all() < REMEMBERED_WITH_LIMIT);
+    }
+
+    /// Where it fits best it is in the way of what goes, and of what is asked for at the crest.
+    #[test]
+    fn what_is_not_known_after_some_rounds_stays_but_in_haste() {
+        let told = [false, true].map(|in_haste| {
+            let mut program = Program::default();
+            (0..KNOWN_WELL + 4)
+                .map(|round| {
+                    program.step(1);
+                    program.lifetimes.in_haste = in_haste;
+                    // A length like no other.
+                    program.malloc(round + 100, 1000 + round)
+                })
+                .collect::<Vec<_>>()
+        });
+        let first = told[0].iter().position(|told| *told == STAYS);
+        assert!(first.is_some_and(|first| first as u32 >= KNOWN_WELL - 1), "{told:?}");
+        assert_eq!(told[0].last(), Some(&STAYS));
+        assert!(told[1].iter().all(Option::is_none));
     }
 
     #[test]

@@ -26,7 +26,7 @@ const OF_FIRST: u64 = 4;
 /// Where time has been saved up extents are as short as this fraction of the pool, or of the limit, and one
 /// request has so many made and moved at once, where that leaves any to be made: 3 ms, or once a program is long
 /// at work 9.
-const OF_POOL_AT_LEISURE: u64 = 640;
+const OF_POOL_AT_LEISURE: u64 = 720;
 const OF_LIMIT_AT_LEISURE: u64 = 4400;
 const AT_ONCE: u32 = 60;
 const AT_ONCE_LATER: u32 = 256;
@@ -67,8 +67,8 @@ const APART: u64 = 8;
 /// Memory moves before more is made when whole free extents come to this fraction of what is
 /// live: moving one costs hardly more than making one. With a limit to grow to it may come to
 /// more: each move leaves two ends of granules behind that nothing fits in. Where sizes do not come again
-/// it may, too, and no extent is shared, once moves take some of the program's time: what was brought
-/// together for one request is no use to the next, and a little more memory is, for all of them.
+/// it may, too, once moves take some of the program's time: what was brought together for one request is no
+/// use to the next, and a little more memory is, for all of them.
 const MOVED_FIRST: u64 = 400;
 const MOVED_FIRST_AT_LEISURE: u64 = 800;
 const MOVED_FIRST_WITH_LIMIT: u64 = 4;
@@ -227,12 +227,6 @@ impl Policy {
         !self.limited && saved < AT_LEISURE
     }
 
-    /// Whether a window may have parts of extents that others have the rest of, where so many handles are
-    /// saved up: those are mapped once more for it. Where memory is short, and at leisure.
-    pub(super) fn shares(&self, random: bool, saved: u64) -> bool {
-        !self.fixed && (self.limited || (saved >= AT_LEISURE && !random))
-    }
-
     /// Whether what moves comes from where the least is left beside it.
     pub(super) fn leaves_least(&self, saved: u64) -> bool {
         self.limited || saved >= AT_LEISURE
@@ -362,8 +356,9 @@ impl Allowance {
 pub(super) struct Growths {
     /// Growths in a row, with nothing freed between.
     pub(super) streak: u32,
-    /// Extents made, for need.
+    /// Extents made, for need; and all.
     pub(super) created: u64,
+    pub(super) made: u64,
     /// Extents moved lately.
     pub(super) moved: u64,
     /// Extents moved beyond what may go on for ever.
@@ -382,12 +377,12 @@ impl Growths {
     /// How many sixteenths of the most that was live a restless pool is to have before anything moves first;
     /// `None` where it is not restless.
     fn sixteenths_at_rest(&self) -> Option<u64> {
-        let created = self.created.max(1);
-        (self.excess > created * RESTLESS).then(|| {
+        let made = self.made.max(1);
+        (self.excess > made * RESTLESS).then(|| {
             if self.hurried {
                 return SIXTEENTHS_AT_MOST;
             }
-            let further = (self.excess / created).saturating_sub(RESTLESS);
+            let further = (self.excess / made).saturating_sub(RESTLESS);
             further
                 .saturating_mul(SIXTEENTHS_EACH)
                 .saturating_add(SIXTEENTHS_AT_REST)
@@ -406,10 +401,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn where_sizes_do_not_come_again_little_moves_first_and_nothing_is_shared() {
+    fn where_sizes_do_not_come_again_little_moves_first() {
         let calm = Growths {
             streak: 0,
             created: 100,
+            made: 100,
             moved: 0,
             excess: 0,
             peak_live: 3200,
@@ -423,8 +419,6 @@ mod tests {
         assert_eq!([calm, random].map(|growths| first(&free, growths, 0)), [Some(8), Some(100)]);
         assert_eq!(first(&free, random, AT_LEISURE), Some(100));
         assert_eq!([calm, random].map(|growths| first(&limited, growths, 0)), [Some(800); 2]);
-        assert_eq!([false, true].map(|random| free.shares(random, AT_LEISURE)), [true, false]);
-        assert!(limited.shares(true, 0) && !free.shares(false, 0));
         // Nobody knows that after a few requests.
         assert!(
             [SIZES_KNOWN, SIZES_KNOWN - 1].map(|n| free.is_random(true, true, n)) == [true, false]
@@ -439,6 +433,7 @@ mod tests {
         let growths = Growths {
             streak: 0,
             created: 100,
+            made: 100,
             moved: 0,
             excess: 301,
             hurried: false,
@@ -505,6 +500,7 @@ mod tests {
         let growths = Growths {
             streak: 20,
             created: 100,
+            made: 100,
             moved: 0,
             excess: 0,
             peak_live: 100,
@@ -538,6 +534,7 @@ mod tests {
         let calm = Growths {
             streak: 0,
             created: 100,
+            made: 100,
             moved: 800,
             excess: 800,
             hurried: false,
