@@ -170,6 +170,8 @@ struct Outlook {
     enough: Option<u64>,
     /// Whether there may be so many.
     may_move_first: bool,
+    /// Granules that are made before a window has parts of extents.
+    room: u64,
 }
 
 impl Space {
@@ -241,7 +243,12 @@ impl Space {
         // A first look without walking: free memory that is too little cannot be extents enough.
         let free = self.free_units() / granule_units;
         let may_move_first = !policy.fixed && enough.is_some_and(|enough| free >= enough);
-        Outlook { means, growths, enough, may_move_first }
+        // Parts of extents are for what would be missing, and not instead of memory that is there: they keep both
+        // their extents in place. What raises the most that was live is seldom, of a program known well, and what
+        // would be made for it would stay.
+        let is_seldom = raises && policy.is_at_leisure(means.saved) && self.lifetimes.knows_well();
+        let room = if is_seldom { 0 } else { means.wanted.room };
+        Outlook { means, growths, enough, may_move_first, room }
     }
 
     /// The windows that lack the least memory, of those with as little first the one that uses up the
@@ -279,9 +286,8 @@ impl Space {
             let at = found.partition_point(|window| window.cost < saves);
             found.insert(at, fresh);
         }
-        // Parts of extents are for what would be missing, not instead of memory that is there: no look at all of
-        // them where they would not be taken in the end.
-        let missing = u64::from(whole).saturating_sub(outlook.means.wanted.room);
+        // No look at the parts of all extents where they would not be taken in the end.
+        let missing = u64::from(whole).saturating_sub(outlook.room);
         let needless =
             || missing == 0 || (outlook.may_move_first && self.has_whole(stream, missing));
         if !outlook.means.wanted.exchanged
@@ -426,7 +432,7 @@ impl Space {
         if u64::from(window.cost) > means.wanted.room + sources.granules {
             return None;
         }
-        let there = sources.granules + means.wanted.room;
+        let there = sources.granules + outlook.room;
         if window.shares() && there >= u64::from(window.instead) {
             return None;
         }

@@ -43,8 +43,8 @@ const REMEMBERED: u32 = 8192;
 const REMEMBERED_IN_HASTE: u32 = 2048;
 const IN_ADVANCE: u32 = 512;
 
-/// Rounds from which on, without a limit, what came no known way counts as one that stays. What the first ones
-/// bring anew is of either kind.
+/// Rounds from which on a program is known well, and what came no known way counts as one that stays without a
+/// limit, too. What the first ones bring anew is of either kind.
 const KNOWN_WELL: u32 = 16;
 
 /// Where one in so many large requests comes from another stream than the one before, streams do not share
@@ -220,12 +220,12 @@ impl Lifetimes {
             return None;
         }
         let guess = self.guess(self.way(course, course.ratio(units)));
-        guess.or(self.unknown_stays().then_some(Fate::Stays))
+        guess.or((self.is_limited || self.knows_well()).then_some(Fate::Stays))
     }
 
-    /// Whether what came no known way counts as one that stays.
-    fn unknown_stays(&self) -> bool {
-        self.is_limited || (self.rounds >= KNOWN_WELL && !self.in_haste)
+    /// Whether the program's rounds are known so well that what is unknown is seldom.
+    pub(super) fn knows_well(&self) -> bool {
+        self.are_trusted && self.rounds >= KNOWN_WELL && !self.in_haste
     }
 
     /// The way of a request that comes now; the broad one only where it tells anything.

@@ -208,6 +208,11 @@ impl Policy {
         saved < AT_LEISURE + if self.limited { KEPT_AT_LIMIT } else { 0 }
     }
 
+    /// Whether nobody set a limit and many handles are saved up.
+    pub(super) fn is_at_leisure(&self, saved: u64) -> bool {
+        !self.limited && saved >= AT_LEISURE
+    }
+
     /// Whether time that has been saved up goes into shorter extents. Not where they would move again and
     /// again; with a limit to grow to what is lacking has to be moved anyway.
     pub(super) fn shortens(&self, growths: Growths) -> bool {
