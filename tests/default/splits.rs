@@ -1,5 +1,6 @@
 //! Requests that begin and end with what others leave of extents.
 
+use cuda_sim::Schedule;
 use vpmm::{Error, Stream, WaitPolicy};
 
 use crate::rig::{GRANULE, KIB, config};
@@ -45,6 +46,25 @@ fn parts_of_two_extents_serve_one_request() {
         }
         watched.assert_intact();
     });
+}
+
+/// Each of the two would be kept in its place for longer than one granule more is worth, at leisure and in haste.
+#[test]
+fn extents_stay_whole_while_more_can_be_made() {
+    for moves_per_second in [0, u32::MAX] {
+        let rig = Rig::simulated(Schedule::Eager);
+        let mut settings = config(3, 64);
+        settings.limit_bytes = None;
+        settings.moves_per_second = moves_per_second;
+        let watched = rig.pool(&settings);
+        let stream = rig.stream();
+        let kept = two_parts(&watched, &stream);
+        let third = watched.malloc(2 * SHORT, &stream);
+        let stats = watched.pool.stats();
+        assert_eq!((stats.mapped_bytes, stats.extents_moved), (3 * GRANULE, 0), "{stats:?}");
+        kept.into_iter().chain([third]).for_each(|held| watched.free(held, &stream));
+        watched.assert_intact();
+    }
 }
 
 /// Where the blocks beside its ends go and it stays, the free parts are used where they are.
