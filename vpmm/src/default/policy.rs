@@ -560,6 +560,9 @@ mod tests {
         assert_eq!([first(801, 4499), first(801, 4500)], [None, Some(10)]);
         assert_eq!([first(900, 4999), first(900, 5000)], [None, Some(10)]);
         assert_eq!([first(u64::MAX, 5999), first(u64::MAX, 6000)], [None, Some(10)]);
+        // Short extents that were made at leisure count, too: there are more that may move.
+        let beyond_need = Growths { made: 101, excess: 801, ..calm };
+        assert_eq!(policy.moves_first(4000, beyond_need, 0), Some(10 << 4));
         // What may go on for ever makes no pool restless, but has it move less.
         assert_eq!(policy.moves_first(4000, Growths { moved: 900, ..calm }, 0), Some(10 << 4));
         let ahead = |excess, mapped| policy.ahead(Growths { excess, mapped, ..calm }, 1000);
