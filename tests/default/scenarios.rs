@@ -201,21 +201,21 @@ fn more_than_was_ever_live_is_moved_for_though_sizes_do_not_come_again() {
 #[test]
 fn what_is_short_at_the_limit_comes_from_a_longer_extent() {
     let rig = Rig::simulated(Schedule::Eager);
-    let watched = rig.pool(&config(150, 3000));
+    let watched = rig.pool(&config(270, 3000));
     let stream = rig.stream();
-    // The first request comes in four extents, of which two stay whole.
-    let all = watched.malloc(40 * GRANULE, &stream);
+    // The first request comes in sixteen extents, of which two will be whole.
+    let all = watched.malloc(160 * GRANULE, &stream);
     watched.free(all, &stream);
-    let parts = [19, 1, 19, 1].map(|count| watched.malloc(count * GRANULE, &stream));
-    assert_eq!(watched.pool.stats().extent_count, 4);
+    let parts = [19, 1, 19, 1, 120].map(|count| watched.malloc(count * GRANULE, &stream));
+    assert_eq!(watched.pool.stats().extent_count, 16);
     // Enough that nothing moves before the limit is reached.
     watched.malloc(100 * GRANULE, &stream);
-    let [first, _, third, _] = parts;
+    let [first, _, third, ..] = parts;
     watched.free(first, &stream);
     watched.free(third, &stream);
     watched.malloc(21 * GRANULE, &stream);
     let stats = watched.pool.stats();
-    assert_eq!((stats.extents_moved, stats.mapped_bytes), (2, 141 * GRANULE), "{stats:?}");
+    assert_eq!((stats.extents_moved, stats.mapped_bytes), (2, 261 * GRANULE), "{stats:?}");
 }
 
 /// A program that loads small parts one after the other is served ahead. Few of them that stay keep little
@@ -234,6 +234,52 @@ fn what_was_mapped_ahead_at_leisure_can_move() {
     pool.malloc(400 * GRANULE as usize, &stream).unwrap();
     let stats = pool.stats();
     assert!(stats.mapped_bytes - stats.live_bytes < 20 * GRANULE, "{stats:?}");
+}
+
+/// A few small blocks among hundreds of large ones are no reason to map more for small ones, which nothing else
+/// can have; many in a row are.
+#[test]
+fn each_part_is_served_ahead_by_its_own_growths() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let pool = vpmm::Pool::new(&rig.device, &vpmm::PoolConfig::default()).expect("a pool");
+    let stream = rig.stream();
+    let load = |bytes, times: u64| {
+        for _ in 0..times {
+            pool.malloc(bytes, &stream).unwrap();
+        }
+    };
+    let mapped = || pool.stats().mapped_bytes / GRANULE;
+    let eight = 8 * GRANULE as usize;
+    load(eight, 100);
+    assert_eq!(mapped(), 800);
+    load(512, 1);
+    assert_eq!(mapped(), 801, "one granule for a small block");
+    load(eight, 1);
+    assert_eq!(mapped(), 809);
+    let few = 64 * KIB as usize;
+    load(few, 32 * 40);
+    let ahead = mapped() - 809 - 40;
+    assert!((4..=16).contains(&ahead), "{ahead} granules ahead of forty");
+}
+
+/// What small blocks take from the large part is lacking there later, and moves back and forth: while it is a
+/// thousandth of the pool it is made.
+#[test]
+fn the_small_part_takes_nothing_from_the_large_one_while_it_is_little() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let pool = vpmm::Pool::new(&rig.device, &vpmm::PoolConfig::default()).expect("a pool");
+    let stream = rig.stream();
+    let large: Vec<_> =
+        (0..100).map(|_| pool.malloc(32 * GRANULE as usize, &stream).unwrap()).collect();
+    large.into_iter().step_by(2).for_each(|ptr| pool.free(ptr, &stream).unwrap());
+    let fill = || {
+        for _ in 0..32 {
+            pool.malloc(64 * KIB as usize, &stream).unwrap();
+        }
+        let stats = pool.stats();
+        (stats.mapped_bytes / GRANULE - 3200, stats.extents_moved)
+    };
+    assert_eq!([(); 6].map(|()| fill()), [(1, 0), (2, 0), (3, 0), (3, 1), (3, 2), (3, 3)]);
 }
 
 #[test]

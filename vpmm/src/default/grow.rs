@@ -28,8 +28,8 @@ const WINDOWS_TRIED: usize = 8;
 pub(super) struct Growth {
     /// `Space::returns` when it grew last.
     returns_then: u64,
-    /// Growths in a row with nothing freed between.
-    streak: u32,
+    /// Growths of each part in a row with nothing freed between.
+    streaks: [u32; 2],
     /// The largest request that it served, in granules.
     pub(super) largest: u32,
     /// Handles made beyond what was needed, ever: they are no reason to move more.
@@ -187,7 +187,7 @@ impl Space {
         means: Means,
     ) -> Option<Job> {
         self.scarce_from = policy.scarce_from(self.peak_live, means.saved);
-        let outlook = self.outlook(policy, means, units);
+        let outlook = self.outlook(policy, means, units, part);
         let windows = self.windows(tags, stream, units, part, policy, &outlook);
         // The first that can be filled: between two mappings only exact sums of lengths can.
         windows.into_iter().find_map(|window| {
@@ -217,18 +217,19 @@ impl Space {
         if means.wanted.exchanged || moves == 0 || granules > means.wanted.room {
             return false;
         }
-        let growths = self.outlook(policy, means, job.units).growths;
+        let part = self.part_of(job.start);
+        let growths = self.outlook(policy, means, job.units, part).growths;
         policy.exchanges(growths, means.saved, means.long_at_work, moves, granules)
     }
 
-    fn outlook(&self, policy: &Policy, means: Means, units: u32) -> Outlook {
+    fn outlook(&self, policy: &Policy, means: Means, units: u32, part: Part) -> Outlook {
         let granule_units = u64::from(self.memory.granule_units());
         let live = self.out_units / granule_units;
         // What raises the most that was live needs memory for good, whatever sizes come later.
         let raises = self.out_units + u64::from(units) > self.peak_live;
         let needed = self.counters.created.saturating_sub(self.growth.spent);
         let growths = Growths {
-            streak: self.streak(),
+            streak: self.streaks()[part as usize],
             created: needed,
             made: self.counters.created,
             moved: means.moved_lately,
@@ -238,8 +239,10 @@ impl Space {
             mapped: self.memory.mapped(),
             random: !raises && policy.is_random(self.is_loose, means.restive, self.returns),
         };
-        let enough =
-            policy.moves_first(live, growths, means.saved).filter(|_| !means.wanted.exchanged);
+        // A granule that small blocks took from the large part would be lacking there, round for round.
+        let is_little = part == Part::Small && !policy.limited && self.has_few_small();
+        let enough = policy.moves_first(live, growths, means.saved);
+        let enough = enough.filter(|_| !means.wanted.exchanged && !is_little);
         // A first look without walking: free memory that is too little cannot be extents enough.
         let free = self.free_units() / granule_units;
         let may_move_first = !policy.fixed && enough.is_some_and(|enough| free >= enough);
@@ -497,9 +500,10 @@ impl Space {
         Some((fills, spent))
     }
 
-    /// Growths in a row with nothing freed between.
-    fn streak(&self) -> u32 {
-        if self.growth.returns_then == self.returns { self.growth.streak } else { 0 }
+    /// Growths of each part in a row with nothing freed between. A program that loads what it works on asks for a
+    /// few small blocks among hundreds of large ones: neither says anything about how the other goes on.
+    fn streaks(&self) -> [u32; 2] {
+        if self.growth.returns_then == self.returns { self.growth.streaks } else { [0; 2] }
     }
 
     /// Lengths of new extents for a window. Where the policy says so the granule that the window
@@ -739,7 +743,8 @@ impl Space {
         self.growth.spent += u64::from(job.spent);
         self.counters.growths += 1;
         self.growth.largest = self.growth.largest.max(job.units.div_ceil(granule_units));
-        self.growth.streak = self.streak() + 1;
+        self.growth.streaks = self.streaks();
+        self.growth.streaks[self.part_of(job.start) as usize] += 1;
         self.growth.returns_then = self.returns;
         self.hand_out(tags, stream, job.start, job.units);
         self.note_peak();

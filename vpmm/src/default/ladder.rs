@@ -61,7 +61,7 @@ const SLACK_UNITS: u64 = (256 << 20) / super::class::UNIT_BYTES;
 const OFTEN: Duration = Duration::from_micros(64);
 
 /// While the small part has less than this fraction of the pool it grows before what a front has of
-/// small blocks is taken out.
+/// small blocks is taken out, and without a limit by new memory rather than by what would move there.
 const SMALL_OF_POOL: u64 = 1024;
 
 /// Where the pool may grow by less than this fraction of itself all memory is to come together.
@@ -465,7 +465,7 @@ impl Core {
 
 impl super::space::Space {
     /// Whether more small memory makes no difference to the pool.
-    fn has_few_small(&self) -> bool {
+    pub(super) fn has_few_small(&self) -> bool {
         self.memory.mapped_small() < self.memory.mapped() / SMALL_OF_POOL
     }
 

@@ -19,9 +19,9 @@ const OF_REQUEST: u64 = 96;
 
 /// The first request of all, when nothing is known of how the program goes on: one extent from so many
 /// granules on, which is the quickest, and so many extents below, of which one short block that comes
-/// later holds one in its place.
+/// later holds one in its place: a model's first parameter may be converted, and its place is another's then.
 const WHOLE: u64 = 256;
-const OF_FIRST: u64 = 4;
+const OF_FIRST: u64 = 16;
 
 /// Where time has been saved up extents are as short as this fraction of the pool, or of the limit, and one
 /// request has so many made and moved at once, where that leaves any to be made: 3 ms, or once a program is long
@@ -516,6 +516,12 @@ mod tests {
         let ahead = [1, 40, LARGE, LARGE + 1, 100_000]
             .map(|mapped| policy.ahead(Growths { mapped, ..growths }, 1));
         assert_eq!(ahead, [1, 40, 128, 16, 16]);
+    }
+
+    #[test]
+    fn the_first_request_of_all_comes_in_sixteen_or_in_one() {
+        let first = |request| Policy::new(1 << 20, false, false).extent(0, request, request, true);
+        assert_eq!([1, 16, 17, 125, 255, 256, 512].map(first), [1, 1, 2, 8, 16, 256, 512]);
     }
 
     #[test]
