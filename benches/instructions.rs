@@ -28,7 +28,8 @@ use vpmm_cli::trace::{Action, Trace};
 
 /// Steps of a case before counting, so that the pool is warm, and while counting. A step is two
 /// calls: a malloc and a free.
-const WARM_UP: usize = 5_000;
+/// So many that random sizes have all the memory that they come to need: growth is not what is counted.
+const WARM_UP: usize = 20_000;
 const COUNTED: usize = 5_000;
 
 /// One case on a pool: calls [`measure`] with its step.
