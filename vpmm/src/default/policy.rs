@@ -83,7 +83,7 @@ const SIZES_KNOWN: u64 = 1 << 15;
 /// would do nothing else.
 const MOVES_EACH: u64 = 2;
 
-/// From this many growths in a row on, with nothing freed between, a program is filling its
+/// From this many growths of a part in a row on, with nothing freed between, a program is filling its
 /// memory and will ask again. Requests of up to 8 MiB (in granules of 2 MiB) then get an extent for
 /// those to come too, each time longer, until the pool has doubled and up to 256 MiB; in a pool of more
 /// than five times that up to 32 MiB, since whatever stays in the last of them may hold it in its place. Not
