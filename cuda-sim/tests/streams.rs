@@ -410,3 +410,27 @@ fn kernels_by_name() {
     ok!(gpu, cuModuleUnload(module));
     gpu.sim.assert_clean();
 }
+
+/// Two kernels, each with words far apart, none of them the other's: what lies between is theirs, too.
+#[test]
+fn words_apart_stand_for_all_between_them() {
+    let gpu = Gpu::new(Simulator::builder());
+    let (mut module, mut function) = (null_mut(), null_mut());
+    ok!(gpu, cuModuleLoadData(&mut module, cuda_sim::kernels::PTX.as_ptr().cast()));
+    ok!(gpu, cuModuleGetFunction(&mut function, module, c"vpmm_fill".as_ptr()));
+    let memory = gpu.alloc(1 << 16);
+    let fill = |offset: u64| {
+        let (mut address, mut words, mut stride, mut seed) =
+            (memory + offset, 4_u64, 500_u64, 3_u64);
+        let mut parameters =
+            [&mut address, &mut words, &mut stride, &mut seed].map(|p| (p as *mut u64).cast());
+        let (stream, parameters) = (gpu.stream(), parameters.as_mut_ptr());
+        ok!(gpu, cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, parameters, null_mut()));
+    };
+    fill(0);
+    fill(3 * 4000 + 8); // behind the last word of the first
+    fill(80);
+    ok!(gpu, cuCtxSynchronize());
+    let races = gpu.sim.report().races;
+    assert_eq!(races.len(), 2, "the third with each of the two before: {races:?}");
+}

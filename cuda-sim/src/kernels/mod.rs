@@ -10,11 +10,16 @@
 //! Words are of 8 bytes and aligned, strides are in words. Any grid of one dimension is right
 //! for `vpmm_fill` and `vpmm_check`; the spins want one thread. A program loads [`PTX`] with
 //! cuModuleLoadData and launches by name, and runs alike on a GPU and on the simulator.
+//!
+//! Words that lie apart stand for all that is between the first and the last: the simulator counts
+//! the whole of it as written or read. So its race detector sees another's use of any byte of an
+//! allocation, of which a few words were touched.
 
 #![forbid(unsafe_code)]
 
 use cuda_sys::types::CUresult;
 
+use crate::race::AccessKind;
 use crate::{DeviceMemory, KernelParams};
 
 /// The kernels as PTX text, NUL-terminated as cuModuleLoadData wants it. The driver compiles
@@ -81,6 +86,19 @@ impl Words {
         self.address.wrapping_add(index.wrapping_mul(self.stride_bytes))
     }
 
+    /// Whether the words lie apart. Then everything between the first and the last counts as used here,
+    /// and the words themselves are no uses of their own.
+    fn lie_apart(&self, memory: &mut DeviceMemory<'_>, kind: AccessKind) -> Result<bool, CUresult> {
+        match self.count.checked_sub(1) {
+            Some(last @ 1..) if self.stride_bytes > 8 => {
+                let end = self.address_of(last).wrapping_add(8);
+                memory.count_as_used(self.address, end.wrapping_sub(self.address), kind)?;
+                Ok(true)
+            }
+            _ => Ok(false),
+        }
+    }
+
     /// Indices in runs that lie side by side in memory, as `(first, length)`.
     fn runs(&self) -> impl Iterator<Item = (u64, usize)> + use<> {
         let (count, longest) = (self.count, if self.stride_bytes == 8 { BATCH as u64 } else { 1 });
@@ -93,6 +111,11 @@ impl Words {
 
 fn fill(params: &KernelParams, memory: &mut DeviceMemory<'_>) -> Done {
     let words = Words::from(params)?;
+    if words.lie_apart(memory, AccessKind::Write)? {
+        let mut indices = 0..words.count;
+        return indices
+            .try_for_each(|at| memory.store(words.address_of(at), mix(words.seed, at), 8));
+    }
     let mut bytes = Vec::new();
     for (first, length) in words.runs() {
         bytes.clear();
@@ -104,10 +127,16 @@ fn fill(params: &KernelParams, memory: &mut DeviceMemory<'_>) -> Done {
     Ok(())
 }
 
-fn check(params: &KernelParams, memory: &mut DeviceMemory<'_>) -> Done {
-    let words = Words::from(params)?;
-    let errors = params.u64(4)?;
-    let mut wrong = 0u64;
+/// How many words are not what `vpmm_fill` writes.
+fn mismatches(words: &Words, memory: &mut DeviceMemory<'_>) -> Result<u64, CUresult> {
+    let mut wrong = 0;
+    if words.lie_apart(memory, AccessKind::Read)? {
+        for at in 0..words.count {
+            let found = memory.load(words.address_of(at), 8)?;
+            wrong += u64::from(found != mix(words.seed, at));
+        }
+        return Ok(wrong);
+    }
     let mut bytes = vec![0; BATCH * 8];
     for (first, length) in words.runs() {
         let bytes = &mut bytes[..length * 8];
@@ -117,6 +146,13 @@ fn check(params: &KernelParams, memory: &mut DeviceMemory<'_>) -> Done {
             wrong += u64::from(u64::from_le_bytes(*found) != mix(words.seed, index));
         }
     }
+    Ok(wrong)
+}
+
+fn check(params: &KernelParams, memory: &mut DeviceMemory<'_>) -> Done {
+    let words = Words::from(params)?;
+    let errors = params.u64(4)?;
+    let wrong = mismatches(&words, memory)?;
     if wrong > 0 {
         // An atomic addition: launches on any streams may add to one word, so these uses of it
         // must not count as a race.
