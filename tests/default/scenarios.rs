@@ -620,3 +620,23 @@ fn a_pool_in_a_static_lives_to_the_end_of_the_process() {
     pool.validate().unwrap();
     sim.assert_clean();
 }
+
+/// At the limit, with hardly more addresses: those that were given up wait for the stream, like what was freed.
+#[test]
+fn addresses_are_waited_for_like_memory() {
+    for addresses in 16..24 {
+        let rig = Rig::simulated(Schedule::Manual);
+        let watched = rig.pool(&config(6, addresses));
+        let stream = rig.stream();
+        for _ in 0..6 {
+            let all = [(); 6].map(|()| watched.malloc(GRANULE, &stream));
+            let (gone, kept): (Vec<_>, Vec<_>) =
+                all.into_iter().enumerate().partition(|(at, _)| at % 2 == 0);
+            gone.into_iter().for_each(|(_, held)| watched.free(held, &stream));
+            let together = watched.malloc(3 * GRANULE, &stream);
+            watched.free(together, &stream);
+            kept.into_iter().for_each(|(_, held)| watched.free(held, &stream));
+        }
+        watched.assert_intact();
+    }
+}

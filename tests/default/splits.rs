@@ -4,7 +4,7 @@ use cuda_sim::Schedule;
 use vpmm::{Error, Stream, WaitPolicy};
 
 use crate::rig::{GRANULE, KIB, config};
-use crate::support::{Held, Lcg, Rig, Watched};
+use crate::support::{Held, Lcg, Rig, Watched, call};
 
 /// Parts of a granule, in pages.
 const SHORT: u64 = 204 * 4 * KIB;
@@ -112,6 +112,44 @@ fn work_from_before_a_split_keeps_its_addresses() {
         [b, split].into_iter().for_each(|held| watched.free(held, &stream));
         watched.assert_intact();
     });
+}
+
+/// The last event of a stream that has ended has passed, but it freed too many blocks for all of them to be nobody's
+/// at once. An address given up meanwhile waits for nothing: nobody will ask about that stream any more.
+#[test]
+fn what_goes_back_after_its_streams_end_waits_for_nothing() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let many = 12_000 * 128 * KIB / GRANULE;
+    let mut config = config(many + 2, 1024);
+    config.out_of_memory = WaitPolicy::FailAtOnce;
+    let watched = rig.pool(&config);
+    let (ending, other) = (rig.stream(), rig.stream());
+    let short: Vec<_> =
+        (0..12_000).map(|_| watched.pool.malloc(128 << 10, &ending).unwrap()).collect();
+    let [a, b] = [SHORT, LONG].map(|bytes| watched.malloc(bytes, &ending));
+    let [c, d] = [LONG, SHORT].map(|bytes| watched.malloc(bytes, &ending));
+    [a, d].into_iter().for_each(|held| watched.free(held, &ending));
+    let split = watched.malloc(2 * SHORT, &ending);
+    assert_eq!(watched.pool.stats().mapped_bytes, (many + 2) * GRANULE);
+    watched.free(split, &ending);
+    // Every other one, so that each is a block of its own.
+    short.iter().step_by(2).for_each(|ptr| watched.pool.free(*ptr, &ending).unwrap());
+    drop(ending);
+    // Not by the library, which would tell the pool.
+    call!(rig.driver, cuCtxSynchronize());
+    let refused = watched.pool.malloc((9 * GRANULE) as usize, &other);
+    eprintln!("B {:?}", watched.pool.stats());
+    assert!(matches!(refused, Err(Error::OutOfMemory { .. })), "{refused:?}");
+    watched.validate();
+    short.iter().skip(1).step_by(2).for_each(|ptr| watched.pool.free(*ptr, &other).unwrap());
+    [b, c].into_iter().for_each(|held| watched.free(held, &other));
+    rig.device.synchronize().unwrap();
+    let all = watched.malloc((many + 2) * GRANULE, &other);
+    watched.free(all, &other);
+    rig.device.synchronize().unwrap();
+    watched.pool.trim_to(0).unwrap();
+    assert_eq!(watched.pool.stats().mapped_bytes, 0);
+    watched.assert_intact();
 }
 
 /// Lengths that are no granules, at the limit: everything has its contents, and all comes together. (Without

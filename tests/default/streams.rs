@@ -1,6 +1,7 @@
 //! Streams of every kind: that end, whose handles come again, that capture, and the default ones.
 
 use cuda_sim::Schedule;
+use cuda_sys::types::CUresult;
 use vpmm::{Error, StreamHandle};
 
 use crate::rig::{GRANULE, MIB, config};
@@ -261,6 +262,26 @@ fn a_stream_that_ends_in_its_capture_does_not_take_its_memory_along() {
     watched.free(held, &capturing);
     begin_capture(&rig, capturing.handle().raw());
     drop(capturing);
+    watched.validate();
+    let again = watched.malloc(7 * GRANULE, &other);
+    watched.validate();
+    watched.free(again, &other);
+    watched.assert_intact();
+}
+
+/// The driver would not let the pool in when the stream ended, but then let it be destroyed: nothing is asked of its
+/// handle any more, and what it freed is had by a wait for the whole context.
+#[test]
+fn a_stream_whose_end_could_not_be_recorded_is_left_alone() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let watched = rig.pool(&config(8, 64));
+    let (ending, other) = (rig.stream(), rig.stream());
+    let held = watched.malloc(6 * GRANULE, &ending);
+    watched.free(held, &ending);
+    let sim = rig.sim.as_ref().unwrap();
+    sim.fail_call(1, CUresult::CUDA_ERROR_UNKNOWN);
+    drop(ending);
+    sim.clear_faults();
     watched.validate();
     let again = watched.malloc(7 * GRANULE, &other);
     watched.validate();

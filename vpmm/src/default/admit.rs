@@ -7,6 +7,7 @@ use super::book::{Book, Recording, Stage};
 use super::fences::stream_is_capturing;
 use super::shard::{Shard, Slot, Spare};
 use super::space::Space;
+use super::tags::LABEL;
 use super::{Core, lock};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
@@ -17,7 +18,7 @@ use crate::lock::Token;
 pub(super) const LEGACY: u64 = u64::MAX;
 
 /// A key that no handle has, not even a foreign one.
-const NO_KEY: u64 = 1;
+pub(super) const NO_KEY: u64 = 1;
 
 /// A stream that may be served. While this lives its place is not given to another.
 pub(super) struct Admitted<'a> {
@@ -56,7 +57,7 @@ impl Registry {
     /// A stream has ended: its number will not come again.
     pub(super) fn forget(&mut self, stream: u64) -> Option<u32> {
         let index = self.by_stream.remove(&stream)?;
-        self.shards[index as usize].assign(0, NO_KEY);
+        self.shards[index as usize].forsake();
         Some(index)
     }
 
@@ -234,21 +235,22 @@ impl Core {
             return *known;
         }
         let mut space = self.space.lock();
+        let label = space.next_label();
         let unpinned = |index: u32| !registry.shards[index as usize].is_pinned();
         let index = match space.vacant_book(unpinned) {
             Some(index) => {
                 let space = &mut *space;
                 let book = &mut space.books[index as usize];
                 space.events.extend(book.fences.drain(..).map(|fence| fence.event));
-                book.reuse(recording);
+                book.reuse(recording, label);
                 registry.by_stream.retain(|_, known| *known != index);
-                registry.shards[index as usize].assign(stream, self.key_of(stream));
+                registry.shards[index as usize].assign(stream, self.key_of(stream), label);
                 index
             }
             None => {
                 let index = space.books.len() as u32;
-                space.books.push(Book::new(recording));
-                let shard = Shard::new(index, stream, self.key_of(stream));
+                space.books.push(Book::new(recording, label));
+                let shard = Shard::new(index, stream, self.key_of(stream), label);
                 registry.shards.push(Box::new(shard));
                 index
             }
@@ -282,6 +284,13 @@ impl Core {
 }
 
 impl Space {
+    /// What the next stream's allocations are marked with: no number comes again before a hundred million
+    /// streams have come.
+    fn next_label(&mut self) -> u32 {
+        self.labels = (self.labels + 1) & LABEL;
+        self.labels
+    }
+
     /// The place of a stream that has ended, or that nobody may ever name again, and that nothing
     /// waits for.
     fn vacant_book(&self, unused: impl Fn(u32) -> bool) -> Option<u32> {

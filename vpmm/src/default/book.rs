@@ -52,6 +52,8 @@ pub(super) enum Recording {
 }
 
 pub(super) struct Book {
+    /// What allocations of the stream are marked with: no other stream's, whoever had the place before.
+    pub(super) label: u32,
     /// By the epoch's parity, then by part.
     pub(super) sets: [[FreeSet; 2]; 2],
     /// The open epoch, from 1; the closed one is the one before.
@@ -102,8 +104,9 @@ pub(super) struct Follows {
 }
 
 impl Book {
-    pub(super) fn new(recording: Recording) -> Self {
+    pub(super) fn new(recording: Recording, label: u32) -> Self {
         Self {
+            label,
             sets: [const { [const { FreeSet::new() }; 2] }; 2],
             epoch: 1,
             passed: 0,
@@ -136,6 +139,9 @@ impl Book {
     /// The owner of memory that was the stream's before, in whichever epoch, and that it has not
     /// used since: covered by the open epoch's event to come, or by one that is recorded already.
     pub(super) fn own_again(&self, index: u32) -> Owner {
+        if self.is_over() {
+            return Owner::NOBODY;
+        }
         match (self.recording, self.stage) {
             (Recording::Eager, Stage::Recorded(..)) if self.last_record.is_none() => {
                 Owner::stream(index, self.open_parity() ^ 1)
@@ -156,6 +162,12 @@ impl Book {
     pub(super) fn is_unproved(&self) -> bool {
         let waits = self.deferred_until >= self.epoch;
         waits && self.recording == Recording::Eager && self.last_record.is_none()
+    }
+
+    /// Whether the stream has ended and all its work has: nothing of it is waited for any more, and nobody asks
+    /// about it again.
+    pub(super) fn is_over(&self) -> bool {
+        self.recording == Recording::Ended && self.passed >= self.epoch
     }
 
     pub(super) fn units_of(&self, parity: usize) -> u64 {
@@ -196,7 +208,8 @@ impl Book {
 impl Book {
     /// Takes the place over for another stream. Epochs go on counting, so that nothing of the
     /// former stream is mistaken for the new one's.
-    pub(super) fn reuse(&mut self, recording: Recording) {
+    pub(super) fn reuse(&mut self, recording: Recording, label: u32) {
+        self.label = label;
         self.epoch += 1;
         self.passed = self.epoch - 1;
         self.stage = Stage::Clear;

@@ -204,7 +204,7 @@ mod tests {
     fn requests_of_a_loose_front_have_the_best_fit() {
         for is_loose in [false, true] {
             let mut space = mapped_by(&[2, 2, 2]);
-            space.books.push(Book::new(Recording::Eager));
+            space.books.push(Book::new(Recording::Eager, 0));
             let base = space.memory.split_unit();
             let Some(tags) = Tags::new(GRANULES * UNITS, base) else {
                 panic!("no memory for the tags")

@@ -260,9 +260,12 @@ impl Core {
         }
         if space.books[stream as usize].stage == Stage::Clear {
             let recording = space.books[stream as usize].recording;
-            let lost = matches!(recording, Recording::Lost | Recording::Held);
+            let takes_none = match recording {
+                Recording::Lost | Recording::Held | Recording::Ended => true,
+                Recording::Lazy(_) | Recording::Eager => false,
+            };
             let unproved = space.books[stream as usize].is_unproved();
-            if own || lost || unproved || !space.has_open(stream) {
+            if own || takes_none || unproved || !space.has_open(stream) {
                 return Next::Nothing;
             }
             space.close(&self.tags, stream);
@@ -341,9 +344,14 @@ impl Core {
     pub(super) fn end_stream(&self, handle: StreamHandle, stream: u32) {
         self.flush_fronts(|shard| shard.index == stream);
         let driver = self.device.driver();
-        let Ok(_context) = self.device.enter() else { return };
+        let context = self.device.enter();
         // Nobody else records on the stream any more: see `record_closed`.
         let _ending = lock(&self.shard(stream).eager);
+        if context.is_err() {
+            // It ends all the same, and its handle means nothing from here on.
+            self.space.lock().books[stream as usize].recording = Recording::Lost;
+            return;
+        }
         let spare = {
             let mut space = self.space.lock();
             let space = &mut *space;
@@ -555,7 +563,7 @@ mod tests {
     /// places nobody's, so that neighbours become one.
     fn drained(passed: u32, nobodys: u32) -> (Space, u32) {
         let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), false, true, 0);
-        space.books.push(Book::new(Recording::Eager));
+        space.books.push(Book::new(Recording::Eager, 0));
         let Some(tags) = Tags::new(64 << 12, 9 << 12) else { panic!("no memory for the tags") };
         tags.add(10 << 12..64 << 12);
         let start = 10 << 12;

@@ -19,10 +19,8 @@ impl Core {
         let unit = self.unit_with(address)?;
         let space = self.space.lock();
         let (start, units) = space.live_around(&self.tags, unit)?;
-        let stream = self.tags.stream_at(start);
-        let book = stream.and_then(|stream| space.books.get(stream as usize));
-        let recording = book.map(|book| book.recording);
-        let stream = match recording {
+        let index = self.tags.label_at(start).and_then(|label| space.stream_labelled(label));
+        let stream = match index.map(|index| space.books[index as usize].recording) {
             Some(Recording::Lazy(handle)) => Some(handle),
             _ => None,
         };
@@ -68,6 +66,11 @@ impl Core {
 }
 
 impl Space {
+    /// The place of the stream with this label, while it has one.
+    pub(super) fn stream_labelled(&self, label: u32) -> Option<u32> {
+        self.books.iter().position(|book| book.label == label).map(|index| index as u32)
+    }
+
     /// The allocation that a unit is in: its first unit and its units. It begins in the unit's own
     /// stretch, or was noted when it was handed out as the one across that stretch's beginning.
     fn live_around(&self, tags: &Tags, unit: u32) -> Option<(u32, u32)> {

@@ -785,6 +785,7 @@ impl Space {
     pub(super) fn fence_of(&self, owner: Owner) -> Fence {
         match owner.of_stream() {
             None => Fence::PASSED,
+            Some((index, _)) if self.books[index as usize].is_over() => Fence::PASSED,
             Some((index, _)) => {
                 // The open epoch, whichever it was taken in: it may wait for more than needed.
                 let sequence = self.books[index as usize].epoch;

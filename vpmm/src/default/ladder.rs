@@ -286,6 +286,8 @@ impl Core {
             self.wait_for_frees()?;
         }
         self.space.lock().rejoin(&self.tags, true);
+        // What was waited for may be addresses.
+        self.reap(u64::MAX);
         if let Some(start) = self.retry(request, room)? {
             return Ok(start);
         }

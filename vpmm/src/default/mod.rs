@@ -261,7 +261,7 @@ impl Core {
             return self.malloc_in_time(slot, units);
         };
         if let Some(start) = front.pop(units) {
-            self.tags.set_live(start, units, slot.index);
+            self.tags.set_live(start, units, slot.label());
             return Some(start);
         }
         if front.is_loose() {
@@ -279,7 +279,7 @@ impl Core {
         if let Some(mut front) = unsafe { slot.enter_at_once() }
             && let Some((start, units)) = front.pop_loose(units)
         {
-            self.tags.set_live(start, units, slot.index);
+            self.tags.set_live(start, units, slot.label());
             return Some(start);
         }
         self.malloc_behind(slot, units)
@@ -293,7 +293,7 @@ impl Core {
         if let Some(mut front) = unsafe { slot.enter() } {
             let exact = front.pop(units).map(|start| (start, units));
             if let Some((start, units)) = exact.or_else(|| front.pop_loose(units)) {
-                self.tags.set_live(start, units, slot.index);
+                self.tags.set_live(start, units, slot.label());
                 return Some(start);
             }
         }
@@ -343,7 +343,7 @@ impl Core {
             && let Some(mut front) = unsafe { slot.enter() }
             && let Some(start) = front.pop(units)
         {
-            self.tags.set_live(start, units, slot.index);
+            self.tags.set_live(start, units, slot.label());
             return Ok(self.pointer(start));
         }
         let request = Request { stream: admitted.stream, handle, units };

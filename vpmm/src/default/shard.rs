@@ -5,6 +5,7 @@ use std::ptr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
+use super::admit::NO_KEY;
 use super::front::{Cached, Front};
 use super::space::{Part, Share};
 use crate::lock::{Asymmetry, Biased, BiasedGuard, Life, Token};
@@ -22,14 +23,16 @@ pub(super) struct Slot {
     /// The key of the stream's handles, as the shard has it.
     key: AtomicU64,
     owner: AtomicU64,
-    /// The stream's place among the books.
-    pub(super) index: u32,
+    /// What allocations of the stream are marked with.
+    label: AtomicU32,
     /// Units in the front, for those who only want to know whether to look.
     units: AtomicU32,
     front: Biased<Front>,
     /// Units in the front when the space was told last: it takes the front for that full until it is told
     /// again, though blocks go out.
     told: AtomicU32,
+    /// The stream's place among the books.
+    pub(super) index: u32,
     life: Mutex<Life>,
     /// What the slot is in. Of its own, so that pages are taken as they are needed: few fronts ever fill
     /// many of their stacks.
@@ -73,6 +76,7 @@ impl Slot {
         unsafe {
             (&raw mut (*slot).key).write(AtomicU64::new(shard.key.load(Ordering::Relaxed)));
             (&raw mut (*slot).owner).write(AtomicU64::new(owner));
+            (&raw mut (*slot).label).write(AtomicU32::new(shard.label.load(Ordering::Relaxed)));
             (&raw mut (*slot).index).write(shard.index);
             (&raw mut (*slot).units).write(AtomicU32::new(0));
             let front = Biased::make_around(&raw mut (*slot).front, asymmetry);
@@ -105,6 +109,12 @@ impl Slot {
         self.key.load(Ordering::Relaxed)
     }
 
+    /// What allocations of the stream are marked with.
+    #[inline(always)]
+    pub(super) fn label(&self) -> u32 {
+        self.label.load(Ordering::Relaxed)
+    }
+
     /// The front, unless somebody has revoked it.
     ///
     /// # Safety
@@ -134,6 +144,8 @@ pub(super) struct Shard {
     stream: AtomicU64,
     /// The key of the stream's handles.
     key: AtomicU64,
+    /// What allocations of the stream are marked with.
+    label: AtomicU32,
     /// Calls under way that count on the shard's serving their stream.
     pins: AtomicU32,
     /// Its place among the books.
@@ -146,10 +158,11 @@ pub(super) struct Shard {
 }
 
 impl Shard {
-    pub(super) fn new(index: u32, stream: u64, key: u64) -> Self {
+    pub(super) fn new(index: u32, stream: u64, key: u64, label: u32) -> Self {
         Self {
             stream: AtomicU64::new(stream),
             key: AtomicU64::new(key),
+            label: AtomicU32::new(label),
             pins: AtomicU32::new(0),
             index,
             slots: [const { AtomicPtr::new(ptr::null_mut()) }; SLOTS],
@@ -161,9 +174,19 @@ impl Shard {
         self.stream.load(Ordering::Relaxed)
     }
 
-    /// Takes the shard from one stream that is gone to the next. Under the registry's lock, as are
-    /// claims.
-    pub(super) fn assign(&self, stream: u64, key: u64) {
+    /// Takes the shard from a stream that is gone. Under the registry's lock, as are claims.
+    pub(super) fn forsake(&self) {
+        self.set_stream(0, NO_KEY);
+    }
+
+    /// Gives the shard to a stream. Under the registry's lock.
+    pub(super) fn assign(&self, stream: u64, key: u64, label: u32) {
+        self.label.store(label, Ordering::Relaxed);
+        self.all().for_each(|slot| slot.label.store(label, Ordering::Relaxed));
+        self.set_stream(stream, key);
+    }
+
+    fn set_stream(&self, stream: u64, key: u64) {
         self.stream.store(stream, Ordering::Relaxed);
         self.key.store(key, Ordering::Relaxed);
         self.all().for_each(|slot| slot.key.store(key, Ordering::Relaxed));
@@ -361,7 +384,7 @@ mod tests {
     /// A program of many threads and streams has thousands of fronts, most of which hold a few sizes.
     #[test]
     fn a_front_takes_pages_of_the_host_as_it_needs_them() {
-        let shard = Shard::new(0, 1, 1);
+        let shard = Shard::new(0, 1, 1, 0);
         let token = Token::current().unwrap();
         // SAFETY: nobody else has the shard.
         assert!(unsafe { shard.claim(token, Asymmetry::None, true, &mut None) });

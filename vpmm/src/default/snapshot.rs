@@ -13,11 +13,17 @@ impl Core {
     pub(crate) fn snapshot(&self) -> Vec<Segment> {
         let registry = lock(&self.registry);
         let number = |index: u32| match registry.stream(index) {
-            LEGACY => 0,
-            stream => stream,
+            // It has ended.
+            0 => None,
+            LEGACY => Some(0),
+            stream => Some(stream),
         };
         let space = self.space.lock();
         let granule_units = space.memory.granule_units();
+        let labels = space.books.iter().enumerate();
+        let labels: std::collections::HashMap<u32, u32> =
+            labels.map(|(index, book)| (book.label, index as u32)).collect();
+        let labelled = |label| labels.get(&label).copied().and_then(number);
         let owners: std::collections::HashMap<u32, _> =
             space.every_free_block().map(|block| (block.id(), block)).collect();
         let mut segments = Segments::default();
@@ -38,14 +44,14 @@ impl Core {
                     let tag = self.tags.get(at);
                     let (units, state, stream) = match tag {
                         Tag::Live(units) | Tag::Noted(units) => {
-                            (units, BlockState::Live, self.tags.stream_at(at).map(number))
+                            (units, BlockState::Live, self.tags.label_at(at).and_then(labelled))
                         }
                         Tag::Cached(units) => (units, BlockState::Cached, None),
                         Tag::Free(id) => match owners.get(&id) {
                             Some(block) => match block.owner().of_stream() {
                                 None => (block.units(), BlockState::Idle, None),
                                 Some((index, _)) => {
-                                    (block.units(), BlockState::Pending, Some(number(index)))
+                                    (block.units(), BlockState::Pending, number(index))
                                 }
                             },
                             None => break,

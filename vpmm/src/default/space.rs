@@ -74,6 +74,8 @@ pub(super) struct Space {
     /// What belongs to nobody, by part.
     pub(super) common: [FreeSet; 2],
     pub(super) books: Vec<Book>,
+    /// The last of the books' labels.
+    pub(super) labels: u32,
     pub(super) memory: Memory,
     /// From so many units out on large blocks are placed where others lose the least. All where somebody
     /// set a limit, none where nobody did and the program is in haste.
@@ -137,6 +139,7 @@ impl Space {
         Self {
             common: [const { FreeSet::new() }; 2],
             books: Vec::new(),
+            labels: 0,
             memory,
             scarce_from: if limited { 0 } else { u64::MAX },
             events: Vec::new(),
@@ -446,7 +449,7 @@ impl Space {
 
     #[inline]
     fn hand_out_at(&mut self, tags: &Tags, at: Place, stream: u32, start: u32, units: u32) {
-        tags.set_live_at(at, start, units, stream);
+        tags.set_live_at(at, start, units, self.books[stream as usize].label);
         self.out_units += u64::from(units);
         self.out_blocks += 1;
         if units > SMALL_UNITS {

@@ -3,7 +3,7 @@
 //! | at | tag |
 //! |---|---|
 //! | the first unit of an allocation | live, with its size |
-//! | the next one with a tag | its stream; where it has no second, that is in the first |
+//! | the next one with a tag | its stream's label; where it has no second, that is in the first |
 //! | the two behind that, of a large one | what its [fate](super::lifetimes) is told by |
 //! | the first unit, where more is noted about the allocation elsewhere | noted, with its size |
 //! | the first unit of a block in a front, or that waits for further streams | cached, with its size |
@@ -50,6 +50,9 @@ const NOTED_VALUE: u32 = (1 << 28) - 1;
 /// Of those as short as can be: a page of the large part.
 const PAGE: u32 = 1 << 27;
 const RARE_VALUE: u32 = PAGE - 1;
+
+/// Streams' labels have so many bits.
+pub(super) const LABEL: u32 = RARE_VALUE;
 
 /// A span: what has a leaf of its own. Granules are spans or several of them.
 pub(super) const SPAN_UNITS: u32 = 1 << SPAN_BITS;
@@ -324,15 +327,15 @@ impl Tags {
         }
     }
 
-    /// The index of the stream that the allocation at this unit was made on; `None` where there was
+    /// The label of the stream that the allocation at this unit was made on; `None` where there was
     /// no room for it.
-    pub(super) fn stream_at(&self, unit: u32) -> Option<u32> {
+    pub(super) fn label_at(&self, unit: u32) -> Option<u32> {
         let at = self.place_of(unit);
         if self.read(at).live_units()? > self.step(unit) {
             return Some(self.leaf(self.behind(at, unit)).load(Ordering::Relaxed));
         }
         let raw = self.leaf(at).load(Ordering::Relaxed);
-        (raw & NOTED != NOTED).then_some(raw & RARE_VALUE)
+        (raw & NOTED != NOTED).then_some(raw & LABEL)
     }
 
     /// The first unit of a range, which is of one part, that has a tag. Pages that are not whole in
@@ -363,21 +366,21 @@ impl Tags {
         unsafe { self.leaves.within(at.0) }
     }
 
-    /// Notes an allocation. The stream beside it stays when the block is freed: it is no tag.
+    /// Notes an allocation. The label beside it stays when the block is freed: it is no tag.
     #[inline(always)]
-    pub(super) fn set_live(&self, start: u32, units: u32, stream: u32) {
-        self.set_live_at(self.place_of(start), start, units, stream);
+    pub(super) fn set_live(&self, start: u32, units: u32, label: u32) {
+        self.set_live_at(self.place_of(start), start, units, label);
     }
 
     /// The same where the place of the first unit is known.
     #[inline(always)]
-    pub(super) fn set_live_at(&self, at: Place, start: u32, units: u32, stream: u32) {
+    pub(super) fn set_live_at(&self, at: Place, start: u32, units: u32, label: u32) {
         if units > LARGE_STEP || units > self.step(start) {
             self.write(at, LIVE | units);
-            self.write(self.behind(at, start), stream & !KIND);
+            self.write(self.behind(at, start), label & LABEL);
         } else {
             let page = if units == 1 { 0 } else { PAGE };
-            self.write(at, RARE | page | (stream & RARE_VALUE));
+            self.write(at, RARE | page | (label & LABEL));
         }
     }
 
@@ -394,7 +397,7 @@ impl Tags {
         self.inside_places(start).map(|at| self.leaf(at).load(Ordering::Relaxed) & !KIND)
     }
 
-    /// The places of the third tag to the fifth: the second is the stream's.
+    /// The places of the third tag to the fifth: the second is the label.
     fn inside_places(&self, start: u32) -> [Place; 3] {
         let step = self.step(start);
         let third = self.place_of(start + 2 * step);
@@ -560,7 +563,7 @@ mod tests {
         tags.set_live(0, 5, 7);
         tags.set_cached(tags.place_of(5), 7);
         tags.set_free(tags.place_of(end - 1), 3);
-        assert_eq!(tags.stream_at(0), Some(7));
+        assert_eq!(tags.label_at(0), Some(7));
         let read = [0, 1, 5, end - 1, end, u32::MAX].map(|unit| tags.get(unit));
         let [live, none, cached, free, beyond, far] = read;
         assert_eq!((live, none, cached), (Tag::Live(5), Tag::None, Tag::Cached(7)));
@@ -587,14 +590,14 @@ mod tests {
             let at = tags.place_of(start);
             tags.set_live(start, units, RARE_VALUE - 2);
             assert_eq!(tags.get(start), Tag::Live(units));
-            assert_eq!(tags.stream_at(start), Some(RARE_VALUE - 2));
+            assert_eq!(tags.label_at(start), Some(RARE_VALUE - 2));
             assert!(tags.first_in(start + 1..start + units).is_none());
             tags.set_noted(start, units);
             assert_eq!(tags.get(start), Tag::Noted(units));
             let kept = units > tags.step(start);
-            assert_eq!(tags.stream_at(start), kept.then_some(RARE_VALUE - 2));
+            assert_eq!(tags.label_at(start), kept.then_some(RARE_VALUE - 2));
             tags.set_cached(at, units);
-            assert_eq!((tags.get(start), tags.stream_at(start)), (Tag::Cached(units), None));
+            assert_eq!((tags.get(start), tags.label_at(start)), (Tag::Cached(units), None));
         }
         let most = super::super::class::MAX_UNITS;
         for units in [1, SMALL_UNITS, SMALL_UNITS + LARGE_STEP, most] {
@@ -612,7 +615,7 @@ mod tests {
             tags.set_live(start, 136, 5);
             tags.set_inside(start, [value - start, start, 3]);
             assert_eq!(tags.inside(start), [value - start, start, 3]);
-            assert_eq!((tags.get(start), tags.stream_at(start)), (Tag::Live(136), Some(5)));
+            assert_eq!((tags.get(start), tags.label_at(start)), (Tag::Live(136), Some(5)));
             assert!(tags.first_in(start + tags.step(start)..start + 136).is_none());
             tags.set_cached(tags.place_of(start), 136);
             assert_eq!(tags.inside(start), [value - start, start, 3]);
