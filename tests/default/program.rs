@@ -1,15 +1,16 @@
 //! Random programs over several streams against a model, with work that completes adversarially.
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use cuda_sim::{Schedule, Simulator};
-use cuda_sys::types::CUstream;
+use cuda_sys::types::{CUresult, CUstream};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use vpmm::{Background, Error, PendingPolicy, Stats, Stream, StreamHandle};
 
-use crate::rig::{GRANULE, KIB, MIB, config};
+use crate::rig::{self, GRANULE, KIB, MIB, config};
 use crate::support::streams::make;
 use crate::support::{Held, Rig, Watched, call, cases};
 
@@ -106,6 +107,9 @@ enum Action {
     },
 }
 
+/// An action, and which of the driver calls fails that the pool makes in it, if any.
+type Step = (Action, Option<u64>);
+
 const LIMIT: u64 = 20;
 
 fn bytes() -> impl Strategy<Value = u64> {
@@ -161,7 +165,7 @@ fn schedule() -> impl Strategy<Value = Schedule> {
 #[derive(Clone, Debug)]
 struct Program {
     kinds: Vec<Kind>,
-    actions: Vec<Action>,
+    steps: Vec<Step>,
     schedule: Schedule,
     seed: u64,
     policy: PendingPolicy,
@@ -170,30 +174,45 @@ struct Program {
     patient: bool,
     /// Of addresses.
     granules: u64,
-    /// Of memory on the device, where that is less than the limit.
+    is_limited: bool,
+    /// Of memory on the device: less than the limit, or all there is.
     device_granules: u64,
+    moves_per_second: u32,
     /// Allocations that the program leaves to the pool's end.
     leaves_rest: bool,
     /// Granules that a helper keeps mapped ahead, where there is one.
     helper: Option<u64>,
 }
 
+/// A call that fails now and then, in some programs.
+fn fault() -> impl Strategy<Value = Option<u64>> {
+    prop_oneof![5 => Just(None), 1 => (1..10_u64).prop_map(Some)]
+}
+
 fn program(helper: impl Strategy<Value = Option<u64>>) -> impl Strategy<Value = Program> {
     let kinds = prop::collection::vec(kind(), 1..5);
     let actions = kinds.prop_flat_map(|kinds| {
         let lanes = kinds.len();
-        (Just(kinds), prop::collection::vec(action(lanes), 1..100))
+        let well = (action(lanes), Just(None));
+        let badly = (action(lanes), fault());
+        let steps = prop_oneof![
+            2 => prop::collection::vec(well, 1..100),
+            1 => prop::collection::vec(badly, 1..100),
+        ];
+        (Just(kinds), steps)
     });
     let policy = prop_oneof![Just(PendingPolicy::GrowFirst), Just(PendingPolicy::WaitFirst)];
     let granules = prop_oneof![1 => 16..40_u64, 3 => Just(8 * LIMIT)];
     let device = prop_oneof![3 => Just(2 * LIMIT), 1 => LIMIT / 2..LIMIT];
-    let space = (granules, device);
+    // As most programs are: without a limit, with as many moves as time makes up for, or all.
+    let rate = prop_oneof![2 => Just(0), 1 => Just(1000), 1 => Just(u32::MAX)];
+    let space = (granules, device, any::<bool>(), rate);
     let reuse = prop_oneof![2 => Just([true; 3]), 1 => any::<[bool; 3]>()];
     let policies = (policy, reuse, any::<bool>());
     (actions, schedule(), any::<u64>(), policies, space, any::<bool>(), helper).prop_map(
-        |((kinds, actions), schedule, seed, policies, space, leaves_rest, helper)| Program {
+        |((kinds, steps), schedule, seed, policies, space, leaves_rest, helper)| Program {
             kinds,
-            actions,
+            steps,
             schedule,
             seed,
             policy: policies.0,
@@ -201,6 +220,8 @@ fn program(helper: impl Strategy<Value = Option<u64>>) -> impl Strategy<Value = 
             patient: policies.2,
             granules: space.0,
             device_granules: space.1,
+            is_limited: space.2,
+            moves_per_second: space.3,
             leaves_rest,
             helper,
         },
@@ -225,6 +246,7 @@ struct Reached {
     zombies: AtomicU64,
     idle: AtomicU64,
     refusals: AtomicU64,
+    failures: AtomicU64,
 }
 
 impl Reached {
@@ -239,9 +261,10 @@ impl Reached {
         add(&self.refusals, run.refusals);
         add(&self.deferred, run.deferred);
         add(&self.given_back, run.given_back / GRANULE);
+        add(&self.failures, run.faults.met.get());
     }
 
-    fn numbers(&self) -> [(&'static str, u64); 9] {
+    fn numbers(&self) -> [(&'static str, u64); 10] {
         [
             ("new extents", &self.grown),
             ("moved extents", &self.moved),
@@ -252,6 +275,7 @@ impl Reached {
             ("zombies", &self.zombies),
             ("idle blocks", &self.idle),
             ("requests refused", &self.refusals),
+            ("calls of the pool that failed", &self.failures),
         ]
         .map(|(name, counter)| (name, counter.load(Ordering::Relaxed)))
     }
@@ -274,22 +298,76 @@ struct Run<'a> {
     refusals: u64,
     deferred: u64,
     given_back: u64,
+    faults: Faults,
+    /// Granules that there are, for all that is live.
+    most: u64,
     /// Whether addresses and the device's memory are enough for the limit.
     ample: bool,
     /// Whether nobody else makes memory.
     alone: bool,
 }
 
+/// The code of the driver's answer where a call was made to fail.
+const FAULT: CUresult = CUresult::CUDA_ERROR_UNKNOWN;
+
+/// Calls of the driver that fail.
+struct Faults {
+    sim: Simulator,
+    /// Which one of the pool's next call.
+    next: Cell<Option<u64>>,
+    /// Calls of the pool that failed.
+    met: Cell<u64>,
+}
+
+impl Faults {
+    /// Does something in which the step's fault comes, which is its only one.
+    fn during<T>(&self, call: impl FnOnce() -> T) -> T {
+        if let Some(n) = self.next.take() {
+            self.sim.fail_call(n, FAULT);
+        }
+        let result = call();
+        self.sim.clear_faults();
+        result
+    }
+
+    /// The same of a call of the pool. `None`: it failed by the fault, and has done nothing.
+    fn during_call<T>(&self, call: impl FnOnce() -> Result<T, Error>) -> Option<Result<T, Error>> {
+        let has_fault = self.next.get().is_some();
+        let result = self.during(call);
+        if has_fault && matches!(result, Err(Error::Driver { code: FAULT, .. })) {
+            self.met.set(self.met.get() + 1);
+            return None;
+        }
+        Some(result)
+    }
+}
+
 impl Run<'_> {
     fn free(&mut self, index: usize, lane: usize) {
-        let Lived { held, of, uses } = self.live.swap_remove(index);
-        self.deferred += u64::from(uses.iter().any(|used| *used != lane));
-        let (from, to) = (self.lanes[of].handle(), self.lanes[lane].handle());
-        if of != lane {
+        let Lived { held, of, uses } = &self.live[index];
+        let is_deferred = uses.iter().any(|used| *used != lane);
+        let (from, to) = (self.lanes[*of].handle(), self.lanes[lane].handle());
+        if *of != lane {
             // The program's own duty: the freeing stream comes after the writing one.
             self.watched.rig.order(from, to);
         }
-        self.watched.free(held, to);
+        let (watched, faults, alone) = (&self.watched, &self.faults, self.alone);
+        let freed = watched.free_by(*held, to, |ptr, stream| {
+            let free = || watched.pool.free(ptr, stream);
+            let before = rig::held(&watched.pool.stats());
+            let freed = faults.during_call(free);
+            freed.unwrap_or_else(|| {
+                watched.validate();
+                // A helper may have done something meanwhile.
+                if alone {
+                    assert_eq!(rig::held(&watched.pool.stats()), before, "a free that failed");
+                }
+                free()
+            })
+        });
+        freed.expect("a free");
+        self.live.swap_remove(index);
+        self.deferred += u64::from(is_deferred);
     }
 
     fn free_all(&mut self, lane: usize, backwards: bool) {
@@ -312,14 +390,26 @@ impl Run<'_> {
     }
 
     fn malloc(&mut self, bytes: u64, lane: usize) -> Result<(), TestCaseError> {
-        match self.watched.try_malloc(bytes, self.lanes[lane].handle()) {
+        let (watched, faults, alone) = (&self.watched, &self.faults, self.alone);
+        let malloc = |bytes, stream| {
+            let malloc = || watched.pool.malloc(bytes, stream);
+            let before = rig::held(&watched.pool.stats());
+            faults.during_call(malloc).unwrap_or_else(|| {
+                watched.validate();
+                if alone {
+                    assert_eq!(rig::held(&watched.pool.stats()), before, "one that failed");
+                }
+                malloc()
+            })
+        };
+        match watched.malloc_by(bytes, self.lanes[lane].handle(), malloc) {
             Ok(held) => self.live.push(Lived { held, of: lane, uses: Vec::new() }),
             Err(Error::OutOfMemory { requested_bytes, largest_free_bytes, .. }) => {
                 let live: u64 = self.live.iter().map(|of| pinned(of.held.bytes)).sum();
                 let stats = self.watched.pool.stats();
                 // What stays apart behind a long extent that is in use in part is not promised.
                 let movable = stats.extent_count * GRANULE == stats.mapped_bytes || live == 0;
-                let fits = live + bytes.div_ceil(GRANULE) <= LIMIT;
+                let fits = live + bytes.div_ceil(GRANULE) <= self.most;
                 prop_assert!(
                     largest_free_bytes < requested_bytes && !(self.ample && movable && fits),
                     "{bytes} bytes refused with {live} granules pinned: {:?}",
@@ -349,13 +439,16 @@ impl Run<'_> {
                     let to = self.lanes[lane].handle();
                     rig.order(self.lanes[lived.of].handle(), to);
                     lived.held.check(rig, to);
-                    self.watched.pool.record_stream(lived.held.ptr, to).expect("a noted use");
+                    let note = || self.watched.pool.record_stream(lived.held.ptr, to);
+                    let noted = self.faults.during_call(note).unwrap_or_else(note);
+                    noted.expect("a noted use");
                     lived.uses.push(lane);
                 }
             }
             Action::Follow { from, to } => {
                 let (from, to) = (self.lanes[from].handle(), self.lanes[to].handle());
-                let mark = self.watched.pool.mark(from).expect("a mark");
+                let take = || self.watched.pool.mark(from);
+                let mark = self.faults.during_call(take).unwrap_or_else(take).expect("a mark");
                 rig.order(from, to);
                 self.watched.pool.follows(to, &mark).expect("a stream that follows");
             }
@@ -365,17 +458,22 @@ impl Run<'_> {
                 call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
                 call!(rig.driver, cuStreamSynchronize(lane.raw()));
                 if let Some(mark) = mark {
-                    self.watched.pool.passed(&mark).expect("a mark that has passed");
+                    let tell = || self.watched.pool.passed(&mark);
+                    let told = self.faults.during_call(tell).unwrap_or_else(tell);
+                    told.expect("a mark that has passed");
                 }
             }
             Action::Trim { keep } => {
                 let before = self.watched.pool.stats().mapped_bytes;
                 let free = rig.device.free_memory().expect("the device's free memory");
-                let gone = self.watched.pool.trim_to(keep * GRANULE).expect("a trim");
+                let has_fault = self.faults.next.get().is_some();
+                let trim = || self.watched.pool.trim_to(keep * GRANULE);
+                let gone = self.faults.during_call(trim).unwrap_or_else(trim).expect("a trim");
                 let after = self.watched.pool.stats().mapped_bytes;
                 self.given_back += gone;
-                // A helper may make memory meanwhile.
-                if self.alone {
+                // A helper may make memory meanwhile; and what the driver does not take back at once is not
+                // the pool's any more, nor the device's.
+                if self.alone && !has_fault {
                     prop_assert_eq!(before - after, gone);
                     prop_assert_eq!(rig.device.free_memory().expect("the same") - free, gone);
                 }
@@ -390,13 +488,15 @@ impl Run<'_> {
                 // Whatever it still holds goes first, as a program would do it.
                 self.free_all(lane, false);
                 self.free_used(lane);
-                let old = self.lanes.remove(lane);
-                old.end(rig);
+                match self.lanes.remove(lane) {
+                    Lane::Owned(stream) => self.faults.during(|| drop(stream)),
+                    other => other.end(rig),
+                }
                 self.lanes.insert(lane, Lane::new(rig, kinds[lane]));
             }
         }
         self.watched.validate();
-        prop_assert!(self.watched.usage() <= LIMIT);
+        prop_assert!(self.watched.usage() <= self.most);
         Ok(())
     }
 }
@@ -412,7 +512,12 @@ fn run(program: &Program, reached: &Reached) -> Result<(), TestCaseError> {
         .build()
         .expect("a simulator");
     let rig = Rig::on(sim.clone());
+    let most = if program.is_limited { LIMIT } else { program.device_granules };
     let mut config = config(LIMIT, program.granules);
+    if !program.is_limited {
+        config.limit_bytes = None;
+    }
+    config.moves_per_second = program.moves_per_second;
     config.pending_policy = program.policy;
     let [follow, ask, wait] = program.reuse;
     config.reuse.follow_event_dependencies = follow;
@@ -435,11 +540,15 @@ fn run(program: &Program, reached: &Reached) -> Result<(), TestCaseError> {
             refusals: 0,
             deferred: 0,
             given_back: 0,
+            faults: Faults { sim: sim.clone(), next: Cell::default(), met: Cell::default() },
+            most,
             alone: program.helper.is_none(),
-            ample: program.granules == 8 * LIMIT && program.device_granules > LIMIT,
+            ample: program.granules == 8 * LIMIT && most <= program.device_granules,
         };
-        for action in &program.actions {
+        for (action, fault) in &program.steps {
+            run.faults.next.set(*fault);
             run.step(action, &program.kinds)?;
+            run.faults.next.set(None);
         }
         reached.add(&run.watched.pool.stats(), &run);
         if !program.leaves_rest {
@@ -461,7 +570,11 @@ fn run(program: &Program, reached: &Reached) -> Result<(), TestCaseError> {
     lanes.for_each(|lane| lane.end(&rig));
     drop(rig);
     sim.assert_clean();
-    let leaks = sim.leaks();
+    let mut leaks = sim.leaks();
+    if program.steps.iter().any(|(_, fault)| fault.is_some()) {
+        // The one that a stream's end came to.
+        leaks.streams = 0;
+    }
     prop_assert!(leaks.is_empty(), "{leaks:?}");
     Ok(())
 }

@@ -5,11 +5,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
+use cuda_sys::types::CUdeviceptr;
 use vpmm::{Error, PendingPolicy, StreamHandle, WaitPolicy};
 
 use crate::rig::{GRANULE, KIB, MIB, bare, config};
 use crate::support::streams::{begin_capture, end_capture, make};
-use crate::support::{Lcg, Rig, call};
+use crate::support::{Lcg, Rig, Watched, call};
 
 #[test]
 fn memory_grows_in_place_behind_what_is_free() {
@@ -639,4 +640,69 @@ fn addresses_are_waited_for_like_memory() {
         }
         watched.assert_intact();
     }
+}
+
+/// A pool without a limit, on a device of which others have so much that this many granules are left; the test gives
+/// theirs back.
+fn on_a_device_with(left: u64, test: impl FnOnce(&Watched<'_>, CUdeviceptr)) {
+    let sim = Simulator::builder().memory_bytes(1000 * GRANULE).build().unwrap();
+    let rig = Rig::on(sim.clone());
+    let mut others = 0;
+    let bytes = rig.device.free_memory().unwrap() - left * GRANULE;
+    call!(rig.driver, cuMemAlloc_v2(&mut others, bytes as usize));
+    let mut config = config(1, 2048);
+    config.limit_bytes = None;
+    let watched = rig.pool(&config);
+    test(&watched, others);
+    watched.assert_intact();
+    drop(watched);
+    assert!(sim.leaks().allocations <= 1, "the rig's own");
+}
+
+/// Of what is free a five hundredth of the pool is no reason to move it, nor are small blocks' granules for large
+/// ones: as long as there is more.
+#[test]
+fn what_a_full_device_has_left_and_what_is_free_serve_a_request_together() {
+    on_a_device_with(500, |watched, others| {
+        let stream = watched.rig.stream();
+        let [little, much] = [1, 495].map(|granules| watched.malloc(granules * GRANULE, &stream));
+        watched.free(little, &stream);
+        let together = watched.malloc(5 * GRANULE, &stream);
+        assert_eq!(watched.usage(), 500);
+        let refused = watched.try_malloc(GRANULE, &stream);
+        assert!(refused.is_err_and(|error| error.is_out_of_memory()));
+        call!(watched.rig.driver, cuMemFree_v2(others));
+        let again = watched.malloc(GRANULE, &stream);
+        [much, together, again].into_iter().for_each(|held| watched.free(held, &stream));
+    });
+    on_a_device_with(30, |watched, others| {
+        let stream = watched.rig.stream();
+        let small = watched.malloc(512, &stream);
+        watched.free(small, &stream);
+        let all = watched.malloc(30 * GRANULE, &stream);
+        watched.free(all, &stream);
+        call!(watched.rig.driver, cuMemFree_v2(others));
+    });
+}
+
+#[test]
+fn a_full_device_is_not_asked_at_every_request() {
+    on_a_device_with(40, |watched, others| {
+        let sim = watched.rig.sim.as_ref().unwrap();
+        let stream = watched.rig.stream();
+        let mut held: Vec<_> = (0..8).map(|_| watched.malloc(5 * GRANULE, &stream)).collect();
+        let asked = || sim.call_counts().get("cuMemCreate").copied().unwrap_or(0);
+        let before = asked();
+        for round in 0..20 {
+            // Two that lie apart come together, and go apart again.
+            watched.free(held.remove(round % 5), &stream);
+            watched.free(held.remove(round % 5 + 1), &stream);
+            let two = watched.malloc(10 * GRANULE, &stream);
+            watched.free(two, &stream);
+            held.extend([(); 2].map(|()| watched.malloc(5 * GRANULE, &stream)));
+        }
+        assert!(asked() - before <= 8, "asked {} times", asked() - before);
+        call!(watched.rig.driver, cuMemFree_v2(others));
+        held.into_iter().for_each(|held| watched.free(held, &stream));
+    });
 }

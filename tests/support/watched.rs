@@ -69,8 +69,17 @@ impl Watched<'_> {
         bytes: u64,
         stream: impl Into<StreamHandle>,
     ) -> Result<Held, Error> {
+        self.malloc_by(bytes, stream, |bytes, stream| self.pool.malloc(bytes, stream))
+    }
+
+    pub(crate) fn malloc_by(
+        &self,
+        bytes: u64,
+        stream: impl Into<StreamHandle>,
+        malloc: impl FnOnce(usize, StreamHandle) -> Result<DevicePtr, Error>,
+    ) -> Result<Held, Error> {
         let stream = stream.into();
-        let result = self.pool.malloc(bytes as usize, stream);
+        let result = malloc(bytes as usize, stream);
         self.step();
         let ptr = result?;
         self.enter(ptr.address(), bytes);
@@ -97,12 +106,27 @@ impl Watched<'_> {
 
     /// Checks the contents, in stream order, and frees.
     pub(crate) fn free(&self, held: Held, stream: impl Into<StreamHandle>) {
+        let freed = self.free_by(held, stream, |ptr, stream| self.pool.free(ptr, stream));
+        freed.expect("free");
+        self.step();
+    }
+
+    /// The same where the free itself may fail: the allocation is the caller's still.
+    pub(crate) fn free_by(
+        &self,
+        held: Held,
+        stream: impl Into<StreamHandle>,
+        free: impl FnOnce(DevicePtr, StreamHandle) -> Result<(), Error>,
+    ) -> Result<(), Error> {
         let stream = stream.into();
         self.rig.check(held.address(), held.bytes, held.seed, stream);
         // Before the free: from there on another thread may be given the address.
         assert_eq!(self.live().remove(&held.address()), Some(held.bytes));
-        self.pool.free(held.ptr, stream).expect("free");
-        self.step();
+        let freed = free(held.ptr, stream);
+        if freed.is_err() {
+            self.live().insert(held.address(), held.bytes);
+        }
+        freed
     }
 
     /// Checks every invariant of the pool's books.

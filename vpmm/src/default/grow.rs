@@ -103,6 +103,13 @@ impl Job {
     pub(super) fn moved_granules(&self) -> u64 {
         self.moved().map(|piece| u64::from(piece.granules)).sum()
     }
+
+    /// The granules that it makes.
+    pub(super) fn new_granules(&self) -> u64 {
+        let pieces = self.fills.iter().flat_map(|fill| &fill.pieces);
+        let new = pieces.filter(|piece| matches!(piece.source, Source::New));
+        new.map(|piece| u64::from(piece.granules)).sum()
+    }
 }
 
 /// A window that would do.

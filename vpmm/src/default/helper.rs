@@ -15,6 +15,7 @@ use super::config::Background;
 use super::grow::{Fill, Job, Piece, Source};
 use super::owner::Owner;
 use super::policy::Policy;
+use super::remap::Undone;
 use super::shard::Shard;
 use super::space::{Part, Space};
 use super::tags::{Tag, Tags};
@@ -267,8 +268,8 @@ impl Core {
                 self.space.lock().commit_ahead(&self.tags, &job, handles);
                 Ok(Ahead::Mapped)
             }
-            Err((failure, _)) if failure.is_out_of_memory() => Ok(Ahead::DeviceFull),
-            Err((failure, bytes)) => Err(failure.about(bytes)),
+            Err(Undone { failure, .. }) if failure.is_out_of_memory() => Ok(Ahead::DeviceFull),
+            Err(Undone { failure, bytes, .. }) => Err(failure.about(bytes)),
         }
     }
 }
@@ -287,7 +288,9 @@ impl Space {
         let waits = match book.stage {
             Stage::Recorded(_) | Stage::Passed => true,
             Stage::Recording => false,
-            _ if matches!(book.recording, Recording::Lost | Recording::Held) => false,
+            _ if matches!(book.recording, Recording::Lost | Recording::Held | Recording::Ended) => {
+                false
+            }
             Stage::Unrecorded => matches!(book.recording, Recording::Lazy(_)) && !legacy,
             // A sole stream keeps what it frees; its zombies are the pool's all the same.
             Stage::Clear if self.is_sole(stream) => !legacy && self.zombie_waits(stream),

@@ -11,11 +11,12 @@
 //!     the GPU; else a short look at whether what they freed becomes ready
 //! what two addresses have of one extent together again
 //! grow: new memory, or free extents moved where that is due
-//! ── the limit is reached ──
+//! ── the limit is reached, or the device has no more ──
 //! free extents moved, whatever it costs
 //! small blocks in the large part and the other way round
 //! another stream's memory with a wait on the GPU
-//! a wait on the host for everything that was freed, where the pool's policy is to
+//! a wait on the host for everything that was freed, where the pool's policy is to, and addresses that
+//!     were waited for unmapped
 //! out of memory, with a map
 //! ```
 
@@ -24,7 +25,6 @@ use std::time::Duration;
 use super::book::Recording;
 use super::class::{LARGE_STEP, UNIT_BYTES};
 use super::pace::{AT_LEISURE, EMPTIED};
-use super::remap::Grown;
 use super::space::Part;
 use super::{Core, lock};
 use crate::device::StreamHandle;
@@ -169,15 +169,10 @@ impl Core {
                 return Ok(start);
             }
         }
-        let part = Part::of_size(request.units);
-        loop {
-            match self.grow(request, part, room, true)? {
-                Grown::Block(start) => return Ok(start),
-                Grown::DeviceFull if room > 0 => room = 0,
-                Grown::DeviceFull | Grown::TooLittle => break,
-            }
+        match self.grow_within(request, &mut room, true)? {
+            Some(start) => Ok(start),
+            None => self.make_do(request, room),
         }
-        self.make_do(request, room)
     }
 
     /// Serves a request from what the calling thread has in front of the stream. Without a limit
@@ -260,7 +255,7 @@ impl Core {
         (from_streams, from_fronts)
     }
 
-    /// The last steps, at the limit.
+    /// The last steps, at the limit, or where the device is full.
     fn make_do(&self, request: Request, room: u64) -> Result<u32> {
         self.space.lock().gathers = true;
         let flushed = self.flush_fronts(|_| true);
@@ -280,7 +275,10 @@ impl Core {
         {
             return Ok(start);
         }
-        let room = if self.aside.make_room(true) { self.room()? } else { room };
+        self.aside.make_room(true);
+        // The device may have more by now, whoever gave it back.
+        self.full.forget();
+        let room = self.room()?;
         // Whether or not this thread waited: others, and the steps before, may have gained something.
         if self.config.out_of_memory == WaitPolicy::WaitForPending {
             self.wait_for_frees()?;
@@ -301,11 +299,7 @@ impl Core {
         if let Some(start) = self.place(request).or_else(|| self.place_in_run(request)) {
             return Ok(Some(start));
         }
-        let part = Part::of_size(request.units);
-        match self.grow(request, part, room, false)? {
-            Grown::Block(start) => Ok(Some(start)),
-            Grown::DeviceFull | Grown::TooLittle => Ok(None),
-        }
+        self.grow_within(request, &mut { room }, false)
     }
 
     /// Serves a request from extents that are whole again.
@@ -446,7 +440,8 @@ impl Core {
     fn room(&self) -> Result<u64> {
         let mapped = self.space.lock().memory.mapped();
         let shared = self.backing.budget().room() / self.granule_bytes;
-        Ok(self.policy.capacity.saturating_sub(mapped).min(shared))
+        let most = self.policy.capacity.min(self.full.most(|| self.made.elapsed()));
+        Ok(most.saturating_sub(mapped).min(shared))
     }
 
     #[cold]

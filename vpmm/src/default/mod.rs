@@ -33,6 +33,7 @@ mod find;
 mod free_pieces;
 mod free_set;
 mod front;
+mod full;
 mod grow;
 mod heap;
 mod held;
@@ -131,6 +132,8 @@ pub(crate) struct Core {
     routes: Routes,
     aside: Aside,
     growing: Mutex<()>,
+    /// What the device has, where that is less than the pool may have.
+    full: full::Full,
     /// The stream that is asked about next.
     asked: AtomicUsize,
     registry: Mutex<Registry>,
@@ -212,6 +215,7 @@ impl Core {
             routes,
             aside: Aside::default(),
             growing: Mutex::new(()),
+            full: full::Full::default(),
             asked: AtomicUsize::new(0),
             registry: Mutex::default(),
             revoking: Mutex::new(()),

@@ -10,6 +10,7 @@ use super::ladder::Request;
 use super::space::Part;
 use crate::driver::Failure;
 use crate::error::Result;
+use crate::location::Location;
 use crate::mapping::NewMappings;
 use crate::physical::{Extent, release_all};
 
@@ -17,10 +18,24 @@ use crate::physical::{Extent, release_all};
 pub(super) enum Grown {
     /// The request's block.
     Block(u32),
-    /// The device had no memory for a new extent.
-    DeviceFull,
+    /// The device had no memory for a new extent: of the granules that were to be made so many were.
+    DeviceFull { wanted: u64, made: u64 },
     /// New and movable memory together do not suffice.
     TooLittle,
+}
+
+/// A job that failed, and was undone.
+pub(super) struct Undone {
+    pub(super) failure: Failure,
+    /// What the failure was about.
+    pub(super) bytes: u64,
+    /// Granules that had been made by then.
+    made: u64,
+}
+
+/// Whether the device had no memory for a handle.
+fn is_device_full(failure: &Failure) -> bool {
+    failure.is_out_of_memory() && failure.call == "cuMemCreate"
 }
 
 impl Core {
@@ -60,10 +75,46 @@ impl Core {
                 }
                 Ok(Grown::Block(job.start))
             }
-            Err((failure, _)) if failure.is_out_of_memory() && failure.call == "cuMemCreate" => {
-                Ok(Grown::DeviceFull)
+            Err(Undone { failure, made, .. }) if is_device_full(&failure) => {
+                Ok(Grown::DeviceFull { wanted: job.new_granules(), made })
             }
-            Err((failure, bytes)) => Err(failure.about(bytes)),
+            Err(Undone { failure, bytes, .. }) => Err(failure.about(bytes)),
+        }
+    }
+
+    /// Grows by as much as there is room for, and where the device has less than that by as much as it has: the
+    /// rest moves. `None` where all of that does not suffice; `room` is what the device has then.
+    pub(super) fn grow_within(
+        &self,
+        request: Request,
+        room: &mut u64,
+        ahead: bool,
+    ) -> Result<Option<u32>> {
+        let part = Part::of_size(request.units);
+        for attempt in 0.. {
+            let (wanted, made) = match self.grow(request, part, *room, ahead)? {
+                Grown::Block(start) => return Ok(Some(start)),
+                Grown::TooLittle => return Ok(None),
+                Grown::DeviceFull { wanted, made } => (wanted, made),
+            };
+            *room = match attempt {
+                // What it says to have it need not give away: then what it gave away just now, then nothing.
+                0 => made.max(self.left_on_device().min(wanted.saturating_sub(1))),
+                1 => made,
+                _ => 0,
+            };
+            let mapped = self.space.lock().memory.mapped();
+            self.full.note(mapped + *room, self.made.elapsed());
+        }
+        Ok(None)
+    }
+
+    /// The granules that the device says to have left.
+    fn left_on_device(&self) -> u64 {
+        match self.backing.location() {
+            Location::Device => self.device.free_memory().unwrap_or(0) / self.granule_bytes,
+            // The driver does not say how much the host has.
+            Location::Host | Location::HostNuma(_) => 0,
         }
     }
 
@@ -95,8 +146,8 @@ impl Core {
     }
 
     /// Does what a job lists, for the caller to commit: its new handles, in order. A job that fails
-    /// is undone and abandoned; the failure comes with the bytes that it was about.
-    pub(super) fn carry_out(&self, job: &Job) -> Result<Vec<Extent>, (Failure, u64)> {
+    /// is undone and abandoned.
+    pub(super) fn carry_out(&self, job: &Job) -> Result<Vec<Extent>, Undone> {
         let mut handles = Vec::new();
         let mut kept = Vec::new();
         match self.build(job, &mut handles, &mut kept) {
@@ -104,21 +155,22 @@ impl Core {
                 kept.into_iter().for_each(NewMappings::keep);
                 Ok(handles)
             }
-            Err(failure) => {
+            Err((failure, bytes)) => {
                 // Nothing has used the new mappings: they go first, then the memory behind them.
                 let stuck: SmallVec<[bool; 2]> =
                     kept.into_iter().map(|mappings| mappings.undo().is_err()).collect();
                 let made = job.fills.iter().flat_map(|fill| &fill.pieces);
                 let made = made.filter(|piece| matches!(piece.source, Source::New));
                 let granules = made.take(handles.len()).map(|piece| u64::from(piece.granules));
-                self.backing.gave_up(granules.sum::<u64>() * self.granule_bytes);
+                let made = granules.sum::<u64>();
+                self.backing.gave_up(made * self.granule_bytes);
                 let mut orphans = Vec::new();
                 // SAFETY: made by `build` for this job, mapped nowhere any more and in no table.
                 unsafe { release_all(self.device.driver(), handles, &mut orphans) };
                 let mut space = self.space.lock();
                 space.abandon(&self.tags, job, &stuck);
                 space.orphans.append(&mut orphans);
-                Err(failure)
+                Err(Undone { failure, bytes, made })
             }
         }
     }
