@@ -518,7 +518,7 @@ typedef struct vpmm_gms_state {
 } vpmm_gms_state;
 
 /**
- * Is called with each key.
+ * Is called with each key. It lets no exception out.
  */
 typedef void (*vpmm_gms_visit_key)(void *context, const char *key);
 
@@ -565,13 +565,13 @@ typedef struct vpmm_gms_allocation {
 } vpmm_gms_allocation;
 
 /**
- * Is called with each allocation.
+ * Is called with each allocation. It lets no exception out.
  */
 typedef void (*vpmm_gms_visit_allocation)(void *context,
                                           const struct vpmm_gms_allocation *allocation);
 
 /**
- * Is called with an entry of metadata.
+ * Is called with an entry of metadata. It lets no exception out.
  */
 typedef void (*vpmm_gms_visit_value)(void *context,
                                      const char *allocation_id,
@@ -580,13 +580,13 @@ typedef void (*vpmm_gms_visit_value)(void *context,
                                      size_t value_bytes);
 
 /**
- * Takes the next bytes of a text.
+ * Takes the next bytes of a text. It lets no exception out.
  */
 typedef void (*vpmm_write)(void *context, const char *bytes, size_t length);
 
 /**
  * Answers a number for where the program is, such as one of a stack of calls, which events keep. Called
- * in the thread that allocates or frees, before it does.
+ * in the thread that allocates or frees, before it does. It lets no exception out.
  */
 typedef uint64_t (*vpmm_where)(void *context);
 
@@ -692,7 +692,7 @@ typedef void (*vpmm_resource_deallocate_function)(void *context,
                                                   void *stream);
 
 /**
- * Called once, when nothing is called with `context` any more.
+ * Called once, when nothing is called with `context` any more. It lets no exception out.
  */
 typedef void (*vpmm_finish)(void *context);
 
@@ -1831,7 +1831,7 @@ enum vpmm_status vpmm_process_synchronize(uint32_t device, void *on);
  * device, as `device_traces`. In an event `where` is what the callback answered.
  *
  * # Safety
- * `write` is null or can be called with `context`.
+ * As in `vpmm_pool_snapshot`.
  */
 enum vpmm_status vpmm_process_snapshot(vpmm_write write,
                                        void *context);
@@ -2179,7 +2179,7 @@ void vpmm_resource_release(struct vpmm_resource *resource);
  * `vpmm_state` (`live`, `cached`, `pending`, `idle`).
  *
  * # Safety
- * `pool` is null or a handle; `write` is null or can be called with `context`.
+ * `pool` is null or a handle; `write` is null or can be called with `context`, and lets no exception out.
  */
 enum vpmm_status vpmm_pool_snapshot(const struct vpmm_pool *pool,
                                     vpmm_write write,

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <memory_resource>
@@ -45,6 +46,33 @@ inline void check(vpmm_status status) {
   if (status == VPMM_OUT_OF_MEMORY) throw out_of_memory(text);
   throw error(status, text);
 }
+
+namespace detail {
+
+/// Text that the library writes piece by piece. What a piece throws waits here until the call is over: it
+/// must not pass through the library.
+class written {
+ public:
+  static void append(void* context, const char* bytes, std::size_t length) noexcept {
+    auto& self = *static_cast<written*>(context);
+    if (self.thrown_) return;
+    try {
+      self.text_.append(bytes, length);
+    } catch (...) {
+      self.thrown_ = std::current_exception();
+    }
+  }
+  std::string take() {
+    if (thrown_) std::rethrow_exception(thrown_);
+    return std::move(text_);
+  }
+
+ private:
+  std::string text_;
+  std::exception_ptr thrown_;
+};
+
+}  // namespace detail
 
 /// A driver: CUDA's, or the simulated one.
 class driver {
@@ -120,12 +148,9 @@ class pool {
   void limit_to(std::uint64_t bytes) const { check(vpmm_pool_limit_to(get(), bytes)); }
   /// What it holds, block by block, as JSON.
   std::string snapshot() const {
-    std::string text;
-    const auto append = [](void* context, const char* bytes, std::size_t length) {
-      static_cast<std::string*>(context)->append(bytes, length);
-    };
-    check(vpmm_pool_snapshot(get(), append, &text));
-    return text;
+    detail::written text;
+    check(vpmm_pool_snapshot(get(), detail::written::append, &text));
+    return text.take();
   }
   void reset_peaks() const { check(vpmm_pool_reset_peaks(get())); }
   vpmm_stats stats() const {

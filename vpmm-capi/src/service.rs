@@ -129,15 +129,15 @@ pub struct vpmm_gms_allocation {
     pub reserved: u32,
 }
 
-/// Is called with each allocation.
+/// Is called with each allocation. It lets no exception out.
 pub type vpmm_gms_visit_allocation =
     Option<unsafe extern "C" fn(context: *mut c_void, allocation: *const vpmm_gms_allocation)>;
 
-/// Is called with each key.
+/// Is called with each key. It lets no exception out.
 pub type vpmm_gms_visit_key =
     Option<unsafe extern "C" fn(context: *mut c_void, key: *const c_char)>;
 
-/// Is called with an entry of metadata.
+/// Is called with an entry of metadata. It lets no exception out.
 pub type vpmm_gms_visit_value = Option<
     unsafe extern "C" fn(
         context: *mut c_void,

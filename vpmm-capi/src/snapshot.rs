@@ -11,7 +11,7 @@ use crate::guard::{Failure, given, guard};
 use crate::pool::vpmm_pool;
 use crate::status::vpmm_status;
 
-/// Takes the next bytes of a text.
+/// Takes the next bytes of a text. It lets no exception out.
 pub type vpmm_write =
     Option<unsafe extern "C" fn(context: *mut c_void, bytes: *const c_char, length: usize)>;
 
@@ -27,7 +27,7 @@ pub(crate) struct Out {
 
 impl Out {
     /// # Safety
-    /// `write` can be called with `context`.
+    /// `write` can be called with `context`, and lets no exception out.
     pub(crate) unsafe fn new(write: vpmm_write, context: *mut c_void) -> Result<Self, Failure> {
         let write = write.ok_or_else(|| Failure::null("write"))?;
         Ok(Self { write, context, text: String::with_capacity(CHUNK + 4096) })
@@ -141,7 +141,7 @@ pub(crate) fn write_segments(out: &mut impl Write, pools: &[&Pool]) -> fmt::Resu
 /// `vpmm_state` (`live`, `cached`, `pending`, `idle`).
 ///
 /// # Safety
-/// `pool` is null or a handle; `write` is null or can be called with `context`.
+/// `pool` is null or a handle; `write` is null or can be called with `context`, and lets no exception out.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_pool_snapshot(
     pool: *const vpmm_pool,

@@ -44,7 +44,7 @@ fn write_all(out: &mut impl Write) -> fmt::Result {
 /// device, as `device_traces`. In an event `where` is what the callback answered.
 ///
 /// # Safety
-/// `write` is null or can be called with `context`.
+/// As in `vpmm_pool_snapshot`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_process_snapshot(
     write: vpmm_write,

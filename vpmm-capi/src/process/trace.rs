@@ -10,7 +10,7 @@ use crate::guard::guard;
 use crate::status::vpmm_status;
 
 /// Answers a number for where the program is, such as one of a stack of calls, which events keep. Called
-/// in the thread that allocates or frees, before it does.
+/// in the thread that allocates or frees, before it does. It lets no exception out.
 pub type vpmm_where = Option<unsafe extern "C" fn(context: *mut c_void) -> u64>;
 
 /// What happened, by PyTorch's names.

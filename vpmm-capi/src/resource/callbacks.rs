@@ -37,7 +37,7 @@ pub type vpmm_resource_deallocate_function = Option<
 pub type vpmm_resource_failure_function =
     Option<unsafe extern "C" fn(context: *mut c_void, bytes: usize) -> u32>;
 
-/// Called once, when nothing is called with `context` any more.
+/// Called once, when nothing is called with `context` any more. It lets no exception out.
 pub type vpmm_finish = Option<unsafe extern "C" fn(context: *mut c_void)>;
 
 /// What functions are called with, until it is finished.

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <vector>
 
 #include "vpmm.hpp"
@@ -14,6 +15,33 @@
       std::exit(1);                                                        \
     }                                                                      \
   } while (0)
+
+/// Whether this thread's next requests of the host's memory are refused.
+static thread_local bool refuses = false;
+
+// Not inlined: the compiler would see them by halves, and warn of it.
+__attribute__((noinline)) void* operator new(std::size_t bytes) {
+  void* const room = refuses ? nullptr : std::malloc(bytes);
+  if (room == nullptr) throw std::bad_alloc();
+  return room;
+}
+__attribute__((noinline)) void operator delete(void* room) noexcept { std::free(room); }
+__attribute__((noinline)) void operator delete(void* room, std::size_t) noexcept {
+  std::free(room);
+}
+
+/// What a text is appended to may throw: not through the library, but to who asked for it.
+static void snapshots_without_memory(const vpmm::pool& pool) {
+  bool thrown = false;
+  refuses = true;
+  try {
+    pool.snapshot();
+  } catch (const std::bad_alloc&) {
+    thrown = true;
+  }
+  refuses = false;
+  MUST(thrown && !pool.snapshot().empty());
+}
 
 int main() {
   vpmm::driver driver;
@@ -31,6 +59,7 @@ int main() {
   MUST(pool.stats().live_count == 0);
   MUST(!pool.layout().empty());
   MUST(pool.snapshot().find("\"state\":\"inactive\"") != std::string::npos);
+  snapshots_without_memory(pool);
   pool.limit_to(2 << 20);
   try {
     pool.malloc(30 << 20, stream.get());
