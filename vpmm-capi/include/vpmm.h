@@ -487,9 +487,15 @@ typedef struct vpmm_stats {
  * free allocations of the pool, or of others, and answers 1 if the request is to be tried again, 0 if
  * it can do nothing more.
  *
- * It runs in the thread that asked for memory. What it allocates itself asks no callback.
+ * It runs in the thread that asked for memory, and lets no exception out. What it allocates itself asks
+ * no callback.
  */
 typedef uint32_t (*vpmm_shortage_function)(void *context, const char *text);
+
+/**
+ * Called once, when nothing is called with `context` any more. It lets no exception out.
+ */
+typedef void (*vpmm_finish)(void *context);
 
 /**
  * What a client is in: `size` is set by `vpmm_gms_state_init`, the rest by `vpmm_gms_state_of`.
@@ -690,11 +696,6 @@ typedef void (*vpmm_resource_deallocate_function)(void *context,
                                                   size_t bytes,
                                                   size_t align,
                                                   void *stream);
-
-/**
- * Called once, when nothing is called with `context` any more. It lets no exception out.
- */
-typedef void (*vpmm_finish)(void *context);
 
 /**
  * Asked when there is no memory for so many bytes: 1 to try once more, 0 to give up.
@@ -969,18 +970,23 @@ enum vpmm_status vpmm_pool_validate(const struct vpmm_pool *pool);
  * Registers a function for requests that find no memory. Functions are asked in the order of their
  * registration; one that answers 1 is asked again if the request still fails, 256 times at most.
  *
+ * `finish`, which may be null, is called once when the registration was given back, or the pool has
+ * ended, and the calls under way have ended, too: in the thread in which the last of these happens. It
+ * is not where this call fails; nor does a child of the process finish what its parent has registered.
+ *
  * # Safety
  * `pool` is null or a handle; the function may be called with `context` from every thread that
- * allocates, until the registration was given back and the calls under way have ended, and lets no
- * exception out; `out` is null or has room for a pointer.
+ * allocates, until it is finished; `out` is null or has room for a pointer.
  */
 enum vpmm_status vpmm_pool_on_out_of_memory(const struct vpmm_pool *pool,
                                             vpmm_shortage_function function,
                                             void *context,
+                                            vpmm_finish finish,
                                             struct vpmm_shortage **out);
 
 /**
- * Removes a function. A call of it that another thread is in goes on to its end.
+ * Removes a function. This waits for nothing: a call of it that another thread is in goes on to its end,
+ * and only then it is finished.
  *
  * # Safety
  * `shortage` is null, or a handle that is not used again.

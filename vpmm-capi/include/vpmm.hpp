@@ -276,30 +276,37 @@ class imported {
   std::shared_ptr<vpmm_import> handle_;
 };
 
-/// Asks a function whenever memory runs out, as long as it lives: true tries again.
+/// Asks a function whenever memory runs out, as long as it lives: true tries again. What the function throws
+/// counts as false.
+///
+/// When it ends another thread may still be in the function. The function, with what it has captured, is
+/// there until that call has ended; what it only refers to must be as well.
 class shortage_handler {
  public:
-  shortage_handler(const pool& of, std::function<bool(const char*)> function)
-      : function_(std::make_unique<std::function<bool(const char*)>>(std::move(function))) {
+  shortage_handler(const pool& of, std::function<bool(const char*)> function) {
+    auto kept = std::make_unique<std::function<bool(const char*)>>(std::move(function));
     vpmm_shortage* handle = nullptr;
-    check(vpmm_pool_on_out_of_memory(of.get(), ask, function_.get(), &handle));
+    check(vpmm_pool_on_out_of_memory(of.get(), ask, kept.get(), finish, &handle));
     handle_.reset(handle);
+    kept.release();  // to `finish`
   }
 
  private:
-  static std::uint32_t ask(void* context, const char* text) {
+  static std::uint32_t ask(void* context, const char* text) noexcept {
     try {
       return (*static_cast<std::function<bool(const char*)>*>(context))(text) ? 1 : 0;
     } catch (...) {
       return 0;  // an exception must not pass through the library
     }
   }
+  static void finish(void* context) noexcept {
+    delete static_cast<std::function<bool(const char*)>*>(context);
+  }
   struct release {
     void operator()(vpmm_shortage* handle) const noexcept { vpmm_shortage_release(handle); }
   };
 
-  std::unique_ptr<std::function<bool(const char*)>> function_;
-  std::unique_ptr<vpmm_shortage, release> handle_;  // last: removed before the function goes
+  std::unique_ptr<vpmm_shortage, release> handle_;
 };
 
 /// In the shape of RMM's device resources: streams with each call, sizes given back, no exception out

@@ -17,6 +17,7 @@
 
 #![allow(non_camel_case_types, reason = "names as C has them")]
 
+mod context;
 mod driver;
 mod graph;
 mod grows;
@@ -36,6 +37,7 @@ mod tagged;
 mod torch;
 mod version;
 
+pub use context::vpmm_finish;
 pub use driver::{
     vpmm_driver, vpmm_driver_device_count, vpmm_driver_load, vpmm_driver_memory,
     vpmm_driver_release,
@@ -64,8 +66,8 @@ pub use process::{
     vpmm_process_upload, vpmm_process_wait_for, vpmm_where,
 };
 pub use resource::{
-    vpmm_counter, vpmm_counters, vpmm_counters_init, vpmm_facts, vpmm_facts_init, vpmm_finish,
-    vpmm_resource, vpmm_resource_add_bin, vpmm_resource_allocate, vpmm_resource_allocate_function,
+    vpmm_counter, vpmm_counters, vpmm_counters_init, vpmm_facts, vpmm_facts_init, vpmm_resource,
+    vpmm_resource_add_bin, vpmm_resource_allocate, vpmm_resource_allocate_function,
     vpmm_resource_allocated_bytes, vpmm_resource_callback, vpmm_resource_counters,
     vpmm_resource_current, vpmm_resource_deallocate, vpmm_resource_deallocate_function,
     vpmm_resource_describe, vpmm_resource_facts, vpmm_resource_failure_callback,

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 /// In the order in which a reader of the header wants them; with a folder's module come those in it.
-const SOURCES: [&str; 21] = [
+const SOURCES: [&str; 22] = [
     "version",
     "status",
     "guard",
@@ -12,6 +12,7 @@ const SOURCES: [&str; 21] = [
     "options",
     "stats",
     "pool",
+    "context",
     "shortage",
     "tagged",
     "graph",

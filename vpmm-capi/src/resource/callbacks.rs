@@ -7,6 +7,7 @@ use stacks::Built;
 use vpmm_core::resource::{Callback, Facts, FailureCallback};
 
 use super::open::vpmm_resource;
+use crate::context::{Context, vpmm_finish};
 use crate::driver::vpmm_driver;
 use crate::guard::{Failure, given, make};
 use crate::pool::{of_pointer, to_pointer};
@@ -37,35 +38,6 @@ pub type vpmm_resource_deallocate_function = Option<
 pub type vpmm_resource_failure_function =
     Option<unsafe extern "C" fn(context: *mut c_void, bytes: usize) -> u32>;
 
-/// Called once, when nothing is called with `context` any more. It lets no exception out.
-pub type vpmm_finish = Option<unsafe extern "C" fn(context: *mut c_void)>;
-
-/// What functions are called with, until it is finished.
-struct Context {
-    pointer: *mut c_void,
-    finish: vpmm_finish,
-}
-
-// SAFETY: it is only handed on; whoever gave it vouches for every thread that uses the resource.
-unsafe impl Send for Context {}
-// SAFETY: as above.
-unsafe impl Sync for Context {}
-
-impl Context {
-    fn get(&self) -> *mut c_void {
-        self.pointer
-    }
-}
-
-impl Drop for Context {
-    fn drop(&mut self) {
-        if let Some(finish) = self.finish {
-            // SAFETY: whoever gave it vouches for it; all that calls the other functions is gone.
-            unsafe { finish(self.pointer) };
-        }
-    }
-}
-
 /// A resource of two functions, for memory of a device. They are not called for 0 bytes. `finish`, which
 /// may be null, is called when the resource has ended; it is not where this call fails.
 ///
@@ -89,7 +61,8 @@ pub unsafe extern "C" fn vpmm_resource_callback(
         let allocate = allocate.ok_or_else(|| Failure::null("allocate"))?;
         let deallocate = deallocate.ok_or_else(|| Failure::null("deallocate"))?;
         let opened = loaded.device(device)?;
-        let context = Arc::new(Context { pointer: context, finish });
+        // SAFETY: the caller vouches for it.
+        let context = Arc::new(unsafe { Context::new(context, finish) });
         let same = Arc::clone(&context);
         let callback = Callback::new(
             Facts::of_device_memory().with_stream_order(true),
@@ -132,7 +105,8 @@ pub unsafe extern "C" fn vpmm_resource_failure_callback(
         // SAFETY: the caller vouches for it.
         let below = unsafe { given(upstream, "upstream") }?;
         let function = function.ok_or_else(|| Failure::null("function"))?;
-        let context = Context { pointer: context, finish };
+        // SAFETY: the caller vouches for it.
+        let context = unsafe { Context::new(context, finish) };
         let asked = move |bytes: usize, _: &vpmm_core::Error| {
             // SAFETY: whoever gave it vouches for it.
             unsafe { function(context.get(), bytes) != 0 }

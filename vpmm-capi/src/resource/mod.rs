@@ -30,9 +30,8 @@ pub use books::{
     vpmm_resource_pop_counters, vpmm_resource_push_counters,
 };
 pub use callbacks::{
-    vpmm_finish, vpmm_resource_allocate_function, vpmm_resource_callback,
-    vpmm_resource_deallocate_function, vpmm_resource_failure_callback,
-    vpmm_resource_failure_function,
+    vpmm_resource_allocate_function, vpmm_resource_callback, vpmm_resource_deallocate_function,
+    vpmm_resource_failure_callback, vpmm_resource_failure_function,
 };
 pub use calls::{vpmm_resource_allocate, vpmm_resource_deallocate, vpmm_resource_record_stream};
 pub use current::{vpmm_resource_current, vpmm_resource_set_current};

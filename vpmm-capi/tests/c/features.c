@@ -200,7 +200,7 @@ static void share(vpmm_driver *driver) {
 struct cache {
   vpmm_pool *pool;
   void *kept;
-  int asked;
+  int asked, finished;
 };
 
 static uint32_t make_room(void *context, const char *text) {
@@ -213,20 +213,36 @@ static uint32_t make_room(void *context, const char *text) {
   return 1;
 }
 
+static void finish(void *context) {
+  struct cache *cache = context;
+  cache->finished++;
+}
+
 static void shortage(vpmm_driver *driver) {
-  struct cache cache = {limited(driver, 64 * MIB, VPMM_SHARING_NONE), NULL, 0};
+  struct cache cache = {limited(driver, 64 * MIB, VPMM_SHARING_NONE), NULL, 0, 0};
   vpmm_shortage *registered = NULL;
-  MUST(vpmm_pool_on_out_of_memory(cache.pool, NULL, NULL, &registered) == VPMM_INVALID_ARGUMENT);
-  MUST(vpmm_pool_on_out_of_memory(cache.pool, make_room, &cache, &registered) == VPMM_OK);
+  MUST(vpmm_pool_on_out_of_memory(cache.pool, NULL, &cache, finish, &registered) ==
+       VPMM_INVALID_ARGUMENT);
+  MUST(vpmm_pool_on_out_of_memory(cache.pool, make_room, &cache, finish, NULL) ==
+       VPMM_INVALID_ARGUMENT);
+  MUST(cache.finished == 0);
+  MUST(vpmm_pool_on_out_of_memory(cache.pool, make_room, &cache, finish, &registered) == VPMM_OK);
   MUST(vpmm_malloc(cache.pool, 60 * MIB, NULL, &cache.kept) == VPMM_OK);
   void *pointer = NULL, *none = NULL;
   MUST(vpmm_malloc(cache.pool, 50 * MIB, NULL, &pointer) == VPMM_OK);
   MUST(cache.asked == 1 && cache.kept == NULL);
   MUST(vpmm_malloc(cache.pool, 50 * MIB, NULL, &none) == VPMM_OUT_OF_MEMORY && cache.asked == 2);
+  MUST(cache.finished == 0);
   vpmm_shortage_release(registered);
   vpmm_shortage_release(NULL);
+  MUST(cache.finished == 1);
   MUST(vpmm_malloc(cache.pool, 50 * MIB, NULL, &none) == VPMM_OUT_OF_MEMORY && cache.asked == 2);
+  /* A pool that ends has done with it, too. */
+  MUST(vpmm_pool_on_out_of_memory(cache.pool, make_room, &cache, finish, &registered) == VPMM_OK);
   MUST(vpmm_pool_destroy(cache.pool) == VPMM_OK);
+  MUST(cache.finished == 2);
+  vpmm_shortage_release(registered);
+  MUST(cache.finished == 2);
 }
 
 static void options(vpmm_driver *driver) {

@@ -1,9 +1,13 @@
 // A program in C++: handles, exceptions, both resources. Prints nothing if all is well.
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <new>
+#include <optional>
+#include <thread>
 #include <vector>
 
 #include "vpmm.hpp"
@@ -41,6 +45,72 @@ static void snapshots_without_memory(const vpmm::pool& pool) {
   }
   refuses = false;
   MUST(thrown && !pool.snapshot().empty());
+}
+
+/// What a handler has captured: says where it is when it ends.
+struct captured {
+  explicit captured(std::atomic<bool>& ended) : ended_(&ended) {}
+  ~captured() { ended_->store(true); }
+  bool is_there() const { return !ended_->load(); }
+
+ private:
+  std::atomic<bool>* ended_;
+};
+
+/// Asks for more than there is.
+static void run_out(const vpmm::pool& pool) {
+  try {
+    pool.malloc(60 << 20, nullptr);
+    MUST(false);
+  } catch (const vpmm::out_of_memory&) {
+  }
+}
+
+/// A handler may end while a thread is in it: by another thread, by itself, or when another is moved there.
+static void handlers_that_end(const vpmm::pool& pool) {
+  void* const held = pool.malloc(40 << 20, nullptr);
+  std::atomic<bool> ended{false}, is_inside{false}, may_leave{false}, was_there{false};
+  {
+    auto kept = std::make_shared<captured>(ended);
+    std::optional<vpmm::shortage_handler> handler(std::in_place, pool, [&, kept](const char*) {
+      is_inside = true;
+      while (!may_leave) std::this_thread::yield();
+      was_there = kept->is_there();
+      return false;
+    });
+    kept.reset();
+    std::thread thread(run_out, pool);
+    while (!is_inside) std::this_thread::yield();
+    handler.reset();
+    MUST(!ended);
+    may_leave = true;
+    thread.join();
+    MUST(was_there && ended);
+  }
+  ended = false;
+  {
+    std::optional<vpmm::shortage_handler> handler;
+    auto kept = std::make_shared<captured>(ended);
+    handler.emplace(pool, [&, kept](const char*) {
+      handler.reset();
+      was_there = kept->is_there();
+      return true;
+    });
+    kept.reset();
+    was_there = false;
+    run_out(pool);
+    MUST(was_there && ended);
+  }
+  int first = 0, second = 0;
+  ended = false;
+  auto kept = std::make_shared<captured>(ended);
+  vpmm::shortage_handler handler(pool, [&, kept](const char*) { return ++first < 0; });
+  kept.reset();
+  handler = vpmm::shortage_handler(pool, [&](const char*) { return ++second < 0; });
+  MUST(ended);
+  run_out(pool);
+  MUST(first == 0 && second == 1);
+  pool.free(held, nullptr);
 }
 
 int main() {
@@ -101,6 +171,7 @@ int main() {
   stream.synchronize();
   MUST(pool.trim_to(0) > 0);
 
+  handlers_that_end(pool);
   {
     vpmm::tagged weights(pool, "weights");
     void* tensor = weights.malloc(40 << 20, stream.get());
