@@ -3,8 +3,7 @@
 
 use std::cell::RefCell;
 use std::ffi::c_char;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vpmm_core::{DevicePtr, Pool, StreamHandle, Tagged};
 
@@ -55,9 +54,14 @@ thread_local! {
     static TAGS: RefCell<Vec<Open>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Tags that are open, of all threads. A thread that ends with some open leaves them counted, which only
-/// has every request look here.
-static OPEN: AtomicUsize = AtomicUsize::new(0);
+/// Tags that are open, of all threads; the mode says whether there are any, and is set under this lock
+/// alone: a thread that opens one finds the mode set from then on, whoever closes another meanwhile. A
+/// thread that ends with some open leaves them counted, which only has every request look here.
+static OPEN: Mutex<usize> = Mutex::new(0);
+
+fn open() -> MutexGuard<'static, usize> {
+    OPEN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Runs something with the tag that counts, if there is one. Nothing in it asks for memory: what that
 /// calls may be the program's, and open tags itself.
@@ -94,9 +98,10 @@ pub(super) fn heap_of(pool: &Pool, device: u32) -> Option<Result<Heap, Failure>>
     Some(heap.map(Heap::Tagged).map_err(Failure::from))
 }
 
-fn push(open: Open) {
-    TAGS.with(|tags| tags.borrow_mut().push(open));
-    OPEN.fetch_add(1, Ordering::SeqCst);
+fn push(entry: Open) {
+    TAGS.with(|tags| tags.borrow_mut().push(entry));
+    let mut open = open();
+    *open += 1;
     mode::set(Mode::Tagging, true);
 }
 
@@ -142,13 +147,41 @@ pub extern "C" fn vpmm_process_pop_tag() -> vpmm_status {
             let text = "this thread has no tag";
             return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
         }
-        if OPEN.fetch_sub(1, Ordering::SeqCst) == 1 {
-            mode::set(Mode::Tagging, false);
-            // Another thread may have begun just before.
-            if OPEN.load(Ordering::SeqCst) > 0 {
-                mode::set(Mode::Tagging, true);
-            }
-        }
+        let mut open = open();
+        *open -= 1;
+        mode::set(Mode::Tagging, *open > 0);
         Ok(())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+    use std::thread;
+
+    use super::*;
+
+    /// One that closes the last tag, at the moment at which another opens one.
+    #[test]
+    fn a_thread_with_a_tag_finds_it_whoever_closes_theirs() {
+        let (threads, turns) = (2, 3_000_000);
+        let barrier = Barrier::new(threads);
+        let missed = || {
+            barrier.wait();
+            let missed = (0..turns).filter(|_| {
+                // SAFETY: it ends with a zero byte.
+                let pushed = unsafe { vpmm_process_push_tag(c"weights".as_ptr()) };
+                let is_seen = (0..20).all(|_| mode::is(Mode::Tagging));
+                let popped = vpmm_process_pop_tag();
+                assert_eq!((pushed, popped), (vpmm_status::VPMM_OK, vpmm_status::VPMM_OK));
+                !is_seen
+            });
+            missed.count()
+        };
+        let missed: usize = thread::scope(|scope| {
+            let threads: Vec<_> = (0..threads).map(|_| scope.spawn(missed)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+        });
+        assert_eq!(missed, 0);
+    }
 }
