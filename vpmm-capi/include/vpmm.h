@@ -2192,7 +2192,7 @@ enum vpmm_status vpmm_pool_snapshot(const struct vpmm_pool *pool,
                                     void *context);
 
 /**
- * PyTorch's `alloc`. Throws.
+ * PyTorch's `alloc`. Throws; what a filter throws, too.
  *
  * # Safety
  * The stream is of the device, alive, and lasts (`vpmm_process_forget_stream`); the caller is C++, or

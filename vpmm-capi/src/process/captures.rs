@@ -3,14 +3,19 @@
 //!
 //! ```text
 //! begin(7, filter)       the pool with number 7 is made, or used once more
-//!   request on a stream  the filters are asked; the first yes opens that pool to the stream
+//!   request on a stream  the filters are asked, one at a time; the first yes opens that pool to the
+//!                        stream, which is not asked about again
 //! end(7)                 closed to all its streams
 //! release(7)             given up, when it was released as often as it was begun
 //! ```
+//!
+//! Filters are a framework's, in C++: what one throws goes out through whoever asks. So they are asked
+//! without the lock of the books, and where a caller can let it pass, outside of the guard, which would end
+//! the process: first `questions`, then `Questions::ask`, then `open_to`.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vpmm_core::{GraphPool, Pool, StreamHandle};
 
@@ -18,18 +23,39 @@ use super::mode::{self, Mode};
 use crate::guard::Failure;
 use crate::status::vpmm_status;
 
-/// Whether a stream's requests are a pool's.
+/// Whether a stream's requests are a pool's. It may unwind, as C++ does.
 pub(crate) trait Filter: Send {
     fn takes(&self, stream: *mut c_void) -> bool;
 }
 
+/// A filter, which one thread asks at a time.
+type Shared = Arc<Mutex<dyn Filter>>;
+
 /// A framework's number of a pool, on a device.
-type Id = (u32, (u64, u64));
+pub(crate) type Id = (u32, (u64, u64));
 
 struct Open {
     id: Id,
-    filter: Box<dyn Filter>,
+    filter: Shared,
     streams: Vec<StreamHandle>,
+}
+
+/// What is to be asked about a stream.
+pub(crate) struct Questions {
+    stream: StreamHandle,
+    /// In order. One without a filter has the stream already.
+    of: Vec<(Id, Option<Shared>)>,
+}
+
+impl Questions {
+    /// The pool that the stream's requests are of. Unwinds as the filters do.
+    pub(crate) fn ask(&self) -> Option<Id> {
+        let takes = |filter: &Shared| {
+            filter.lock().unwrap_or_else(PoisonError::into_inner).takes(self.stream.raw().cast())
+        };
+        let found = self.of.iter().find(|(_, filter)| filter.as_ref().is_none_or(takes));
+        found.map(|(id, _)| *id)
+    }
 }
 
 struct Graphs {
@@ -57,7 +83,7 @@ fn wrong(text: &str) -> Failure {
 pub(crate) fn begin(
     pool: &Pool,
     number: (u64, u64),
-    filter: Box<dyn Filter>,
+    filter: impl Filter + 'static,
 ) -> Result<(), Failure> {
     let id = (pool.device().ordinal(), number);
     let mut captures = captures();
@@ -70,6 +96,7 @@ pub(crate) fn begin(
         let graphs = Graphs { pool: pool.graph_pool()?, uses: 1 };
         captures.graphs.insert(id, graphs);
     }
+    let filter = Arc::new(Mutex::new(filter));
     captures.open.push(Open { id, filter, streams: Vec::new() });
     mode::set(Mode::Capturing, true);
     Ok(())
@@ -103,15 +130,27 @@ pub(crate) fn release(device: u32, number: (u64, u64)) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Opens the pool that takes a stream's requests to it, if there is one; answers whether there is.
-pub(super) fn open_to(device: u32, stream: StreamHandle) -> Result<bool, Failure> {
+/// What is to be asked about a stream of a device.
+pub(super) fn questions(device: u32, stream: StreamHandle) -> Questions {
+    let captures = captures();
+    let mut of = Vec::new();
+    for open in captures.open.iter().filter(|open| open.id.0 == device) {
+        let has_it = open.streams.contains(&stream);
+        of.push((open.id, (!has_it).then(|| Arc::clone(&open.filter))));
+        if has_it {
+            break;
+        }
+    }
+    Questions { stream, of }
+}
+
+/// Opens the pool that a stream's requests are of to it, if there is one, and it has not ended meanwhile;
+/// answers whether there is.
+pub(super) fn open_to(stream: StreamHandle, pool: Option<Id>) -> Result<bool, Failure> {
+    let Some(id) = pool else { return Ok(false) };
     let mut captures = captures();
     let Captures { open, graphs } = &mut *captures;
-    let takes = |open: &&mut Open| {
-        open.id.0 == device
-            && (open.streams.contains(&stream) || open.filter.takes(stream.raw().cast()))
-    };
-    let Some(open) = open.iter_mut().find(takes) else { return Ok(false) };
+    let Some(open) = open.iter_mut().find(|open| open.id == id) else { return Ok(false) };
     if !open.streams.contains(&stream)
         && let Some(graphs) = graphs.get(&open.id)
     {
@@ -129,7 +168,7 @@ mod tests {
     use vpmm_core::{Device, Stream, StreamHandle};
 
     use super::Filter;
-    use crate::process::{self, Life};
+    use crate::process::{self, Asked, Life};
     use crate::status::vpmm_status;
 
     /// As PyTorch asks: whether the stream captures.
@@ -146,7 +185,7 @@ mod tests {
 
     fn allocate(stream: &Stream) -> u64 {
         // SAFETY: the stream lasts as long as the test, which forgets it.
-        let made = unsafe { process::allocate(0, 1 << 20, raw(stream), Life::Lasts) };
+        let made = unsafe { process::allocate(0, 1 << 20, raw(stream), Life::Lasts, Asked::Not) };
         made.map_err(|failure| failure.text().to_owned()).unwrap().addr() as u64
     }
 
@@ -186,7 +225,7 @@ mod tests {
         let before = allocate(&known);
         for (turn, stream) in [&known, &new].into_iter().enumerate() {
             let number = (9, turn as u64);
-            super::begin(pool, number, Box::new(Captures(device.clone()))).ok().unwrap();
+            super::begin(pool, number, Captures(device.clone())).ok().unwrap();
             let early = allocate(stream);
             free(early, stream);
             assert!(!of_graph(early), "it does not capture yet");

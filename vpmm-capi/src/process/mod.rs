@@ -15,7 +15,7 @@ pub use copies::{
     vpmm_process_copy, vpmm_process_download, vpmm_process_fill, vpmm_process_synchronize,
     vpmm_process_upload, vpmm_process_wait_for,
 };
-pub(crate) use serve::{Life, allocate, free, record_stream};
+pub(crate) use serve::{Asked, Life, allocate, free, questions, record_stream};
 pub use snapshot::vpmm_process_snapshot;
 pub(crate) use tags::push_heap;
 pub use tags::{vpmm_process_pop_tag, vpmm_process_push_tag, vpmm_process_push_tag_on};
@@ -226,7 +226,7 @@ pub unsafe extern "C" fn vpmm_process_malloc(
 ) -> vpmm_status {
     let work = || {
         // SAFETY: the caller vouches for it.
-        let pointer = unsafe { allocate(device, bytes, stream, Life::Unknown) }?;
+        let pointer = unsafe { allocate(device, bytes, stream, Life::Unknown, Asked::Not) }?;
         Ok(pointer)
     };
     // SAFETY: the caller vouches for it.

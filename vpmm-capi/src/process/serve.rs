@@ -6,9 +6,10 @@ use std::ptr;
 
 use vpmm_core::{DevicePtr, Error, Pool, StreamHandle};
 
+use super::captures::{self, Questions};
 use super::mode::{self, Mode};
 use super::trace::{self, Action};
-use super::{captures, streams, tags};
+use super::{streams, tags};
 use crate::guard::Failure;
 use crate::service::heap as service;
 use crate::status::vpmm_status;
@@ -34,6 +35,29 @@ pub(crate) enum Life {
     Unknown,
 }
 
+/// Whether the filters of graphs' pools have been asked about a request.
+#[derive(Clone, Copy)]
+pub(crate) enum Asked {
+    /// They are to be, where there are any: if one throws the process ends.
+    Not,
+    /// They have been, by [`questions`]: this is what they said.
+    Before(Option<captures::Id>),
+}
+
+/// What is to be asked about a stream of a device, before [`allocate`].
+///
+/// # Safety
+/// As in [`allocate`].
+pub(crate) unsafe fn questions(
+    device: u32,
+    stream: *mut c_void,
+    life: Life,
+) -> Result<Questions, Failure> {
+    // SAFETY: the caller vouches for it.
+    let (_, stream) = unsafe { resolve(device, stream, life) }?;
+    Ok(captures::questions(device, stream))
+}
+
 /// Allocates from the process's pool on a device. 0 bytes give null.
 ///
 /// # Safety
@@ -44,6 +68,7 @@ pub(crate) unsafe fn allocate(
     bytes: usize,
     stream: *mut c_void,
     life: Life,
+    asked: Asked,
 ) -> Result<*mut c_void, Failure> {
     if let Some(entry) = streams::find(device, stream)
         && mode::is_plain()
@@ -55,7 +80,7 @@ pub(crate) unsafe fn allocate(
         return entry.pool.malloc(bytes, entry.stream).map(pointer).map_err(refused);
     }
     // SAFETY: the caller vouches for it.
-    unsafe { allocate_slowly(device, bytes, stream, life) }
+    unsafe { allocate_slowly(device, bytes, stream, life, asked) }
 }
 
 #[cold]
@@ -85,6 +110,11 @@ unsafe fn resolve(
     Ok((pool, handle))
 }
 
+/// Asks the filters, if there are any.
+fn ask(device: u32, stream: StreamHandle) -> Option<captures::Id> {
+    if mode::is(Mode::Capturing) { captures::questions(device, stream).ask() } else { None }
+}
+
 /// A stream's first request, or one beside a capture, a trace or tags.
 ///
 /// # Safety
@@ -96,10 +126,15 @@ unsafe fn allocate_slowly(
     bytes: usize,
     stream: *mut c_void,
     life: Life,
+    asked: Asked,
 ) -> Result<*mut c_void, Failure> {
     // SAFETY: the caller vouches for it.
     let (pool, stream) = unsafe { resolve(device, stream, life) }?;
-    let is_graphs = mode::is(Mode::Capturing) && captures::open_to(device, stream)?;
+    let graphs = match asked {
+        Asked::Before(said) => said,
+        Asked::Not => ask(device, stream),
+    };
+    let is_graphs = captures::open_to(stream, graphs)?;
     if bytes == 0 {
         return Ok(ptr::null_mut());
     }
@@ -163,9 +198,7 @@ unsafe fn free_slowly(
     }
     // SAFETY: the caller vouches for it.
     let (pool, stream) = unsafe { resolve(device, stream, life) }?;
-    if mode::is(Mode::Capturing) {
-        captures::open_to(device, stream)?;
-    }
+    captures::open_to(stream, ask(device, stream))?;
     let at = address(pointer);
     let heap = service::of(at.address());
     // Memory of the service's is its own stream's again, behind what is enqueued there.

@@ -5,7 +5,7 @@ use vpmm_core::resource::{Description, Facts, Identity};
 use vpmm_core::{Device, DevicePtr, Error, MemoryResource, Pool, Result, StreamHandle};
 
 use crate::pool::{of_pointer, to_pointer};
-use crate::process::{self, Life};
+use crate::process::{self, Asked, Life};
 
 pub(super) struct ProcessPool(&'static Pool);
 
@@ -32,7 +32,7 @@ impl MemoryResource for ProcessPool {
         }
         let (device, raw) = (self.ordinal(), stream.raw().cast());
         // SAFETY: a stream that is given to a resource is alive, and nothing is assumed of its end.
-        let made = unsafe { process::allocate(device, bytes, raw, Life::Unknown) };
+        let made = unsafe { process::allocate(device, bytes, raw, Life::Unknown, Asked::Not) };
         made.map(of_pointer).map_err(Into::into)
     }
 

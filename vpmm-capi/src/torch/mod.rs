@@ -2,7 +2,8 @@
 //!
 //! A request that fails throws what PyTorch would: out of memory is `c10::OutOfMemoryError`, which
 //! Python sees as `torch.OutOfMemoryError`, with a map of the pool in its text; all else `c10::Error`.
-//! A null pointer would be taken for an allocation. Frees come from destructors, so they throw nothing;
+//! A null pointer would be taken for an allocation. What a filter of a graph's pool throws, the request that
+//! asks it throws, as PyTorch's own allocator does. Frees come from destructors, so they throw nothing;
 //! those that fail are counted, and the first of them are told on the standard error stream.
 
 mod cxx;
@@ -16,7 +17,7 @@ pub(crate) use cxx::throw;
 use cxx::{CxxFilter, MempoolId, StdFunction};
 
 use crate::guard::Failure;
-use crate::process::{self, Life};
+use crate::process::{self, Asked, Life};
 use crate::status::vpmm_status;
 
 /// Frees that failed and are told of.
@@ -70,7 +71,7 @@ pub(crate) fn tell_failed_free(pointer: *mut c_void, device: c_int, failure: &Fa
     }
 }
 
-/// PyTorch's `alloc`. Throws.
+/// PyTorch's `alloc`. Throws; what a filter throws, too.
 ///
 /// # Safety
 /// The stream is of the device, alive, and lasts (`vpmm_process_forget_stream`); the caller is C++, or
@@ -81,10 +82,38 @@ pub unsafe extern "C-unwind" fn vpmm_torch_alloc(
     device: c_int,
     stream: *mut c_void,
 ) -> *mut c_void {
+    if process::is_capturing() {
+        // SAFETY: the caller vouches for it.
+        return unsafe { alloc_beside_captures(size, device, stream) };
+    }
+    // A capture that begins here begins behind this request.
+    let asked = Asked::Before(None);
     // What is negative is no device, and no size either. SAFETY: the caller vouches for it.
     match guarded(|| unsafe {
-        process::allocate(device as u32, size as usize, stream, Life::Lasts)
+        process::allocate(device as u32, size as usize, stream, Life::Lasts, asked)
     }) {
+        Ok(pointer) => pointer,
+        Err(failure) => throw_refusal(size, device, failure),
+    }
+}
+
+/// # Safety
+/// As in `vpmm_torch_alloc`.
+#[cold]
+#[inline(never)]
+unsafe fn alloc_beside_captures(size: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
+    let number = device as u32;
+    // SAFETY: the caller vouches for it.
+    let made = guarded(|| unsafe { process::questions(number, stream, Life::Lasts) })
+        // Not guarded: C++ exceptions can pass, but not be caught.
+        .map(|questions| Asked::Before(questions.ask()))
+        .and_then(|asked| {
+            // SAFETY: the caller vouches for it.
+            guarded(|| unsafe {
+                process::allocate(number, size as usize, stream, Life::Lasts, asked)
+            })
+        });
+    match made {
         Ok(pointer) => pointer,
         Err(failure) => throw_refusal(size, device, failure),
     }
@@ -210,6 +239,10 @@ pub unsafe extern "C-unwind" fn vpmm_torch_record_stream(
 /// PyTorch's `begin_allocate_to_pool`: from now on requests of the streams that the filter takes come
 /// from a graph's pool. `filter` is a `std::function<bool(cudaStream_t)>` by value. Throws.
 ///
+/// The filter is asked once for a stream that it takes, else at each request and free, in the thread of
+/// that, by one thread at a time. It may throw where `vpmm_torch_alloc` asks, which then throws that. Anywhere
+/// else (at frees, in requests by the functions of C) an exception of its ends the process.
+///
 /// # Safety
 /// `filter` is to such a function; else as in `vpmm_torch_reset`.
 #[unsafe(no_mangle)]
@@ -218,12 +251,12 @@ pub unsafe extern "C-unwind" fn vpmm_torch_begin_allocate_to_pool(
     id: MempoolId,
     filter: *const StdFunction,
 ) {
+    // Not guarded: what a copy throws passes. SAFETY: the caller vouches for it.
+    let filter = unsafe { CxxFilter::copy(filter) };
     let work = || {
         let pool = process::pool(device_number(device)?)?;
-        // SAFETY: the caller vouches for it.
-        let filter = unsafe { CxxFilter::copy(filter) };
         let filter = filter.ok_or_else(|| Failure::null("filter"))?;
-        process::begin(pool, (id.first, id.second), Box::new(filter))
+        process::begin(pool, (id.first, id.second), filter)
     };
     if let Err(failure) = guarded(work) {
         throw_other("beginAllocateToPool", failure);

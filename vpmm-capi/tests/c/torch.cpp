@@ -207,6 +207,55 @@ static void graphs(vpmm_driver* driver, vpmm_pool* pool) {
   vpmm_torch_reset();
 }
 
+/// What a filter throws, or its copy, comes out of the call that asks it; all goes on from there.
+static void filters_that_throw(vpmm_driver* driver, vpmm_pool* pool) {
+  struct refusal {
+    const std::vector<stream_t> alive{nullptr};  // something to end
+  };
+  struct copied {
+    bool* throws;
+    explicit copied(bool* throws) : throws(throws) {}
+    copied(const copied& other) : throws(other.throws) {
+      if (*throws) throw refusal();
+    }
+    bool operator()(stream_t) const {
+      if (*throws) throw refusal();
+      return false;
+    }
+  };
+  const auto throws_refusal = [](auto call) {
+    try {
+      call();
+    } catch (const refusal&) {
+      return true;
+    }
+    return false;
+  };
+  const pool_id id{3, 9};
+  stream_t stream = nullptr;
+  MUST(vpmm_stream_create(driver, 0, &stream) == VPMM_OK);
+  bool throws = false;
+  vpmm_torch_begin_allocate_to_pool(0, id, copied(&throws));
+  throws = true;
+  for (int i = 0; i < 3; i++) {
+    MUST(throws_refusal([=] { vpmm_torch_alloc(512, 0, stream); }));
+  }
+  throws = false;
+  vpmm_torch_free(vpmm_torch_alloc(512, 0, stream), 512, 0, stream);
+  vpmm_torch_end_allocate_to_pool(0, id);
+  vpmm_torch_release_pool(0, id);
+  std::function<bool(stream_t)> filter = copied(&throws);
+  throws = true;
+  // Moved, so that it is copied by the library alone.
+  MUST(throws_refusal([&] { vpmm_torch_begin_allocate_to_pool(0, id, std::move(filter)); }));
+  throws = false;
+  MUST(!thrown<other_error>([&] { vpmm_torch_end_allocate_to_pool(0, id); }).empty());
+  vpmm_torch_free(vpmm_torch_alloc(512, 0, stream), 512, 0, stream);
+  MUST(vpmm_process_forget_stream(0, stream, nullptr) == VPMM_OK);
+  MUST(vpmm_stream_destroy(driver, stream) == VPMM_OK);
+  MUST(stats_of(pool).live_count == 0);
+}
+
 int main() {
   vpmm_torch_init(1);
   vpmm_pool_options options;
@@ -222,6 +271,7 @@ int main() {
   more_streams_than_are_kept(driver);
   failures(pool);
   graphs(driver, pool);
+  filters_that_throw(driver, pool);
   MUST(vpmm_torch_failed_frees() == 0);
   MUST(vpmm_pool_validate(pool) == VPMM_OK);
   vpmm_pool_release(pool);
