@@ -9,6 +9,7 @@
 mod cxx;
 
 use std::ffi::{c_int, c_void};
+use std::io::{self, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -67,7 +68,12 @@ pub(crate) fn tell_failed_free(pointer: *mut c_void, device: c_int, failure: &Fa
         return;
     }
     if FAILED_FREES.fetch_add(1, Ordering::Relaxed) < MOST_TOLD {
-        eprintln!("vpmm: {pointer:p} on device {device} could not be freed: {}", failure.text());
+        let text = failure.text();
+        // Nobody may be there to read it, which `eprintln` would panic at.
+        let _ = writeln!(
+            io::stderr(),
+            "vpmm: {pointer:p} on device {device} could not be freed: {text}"
+        );
     }
 }
 

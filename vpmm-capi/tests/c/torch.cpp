@@ -1,6 +1,9 @@
 // What PyTorch's plug-in interface does, by its signatures: requests and frees, exceptions caught by
 // their type, graphs' pools with functions by value. Prints nothing if all is well.
 
+#include <unistd.h>
+
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -256,6 +259,18 @@ static void filters_that_throw(vpmm_driver* driver, vpmm_pool* pool) {
   MUST(stats_of(pool).live_count == 0);
 }
 
+/// A free that fails is told of; where nobody can read that any more it is counted all the same.
+static void frees_that_fail() {
+  std::signal(SIGPIPE, SIG_IGN);
+  const int kept = dup(STDERR_FILENO);
+  int ends[2];
+  MUST(kept >= 0 && pipe(ends) == 0);
+  MUST(close(ends[0]) == 0 && dup2(ends[1], STDERR_FILENO) >= 0);
+  vpmm_torch_free(reinterpret_cast<void*>(0x1000), 512, 0, nullptr);
+  MUST(dup2(kept, STDERR_FILENO) >= 0 && close(kept) == 0 && close(ends[1]) == 0);
+  MUST(vpmm_torch_failed_frees() == 1);
+}
+
 int main() {
   vpmm_torch_init(1);
   vpmm_pool_options options;
@@ -273,6 +288,7 @@ int main() {
   graphs(driver, pool);
   filters_that_throw(driver, pool);
   MUST(vpmm_torch_failed_frees() == 0);
+  frees_that_fail();
   MUST(vpmm_pool_validate(pool) == VPMM_OK);
   vpmm_pool_release(pool);
   vpmm_driver_release(driver);
