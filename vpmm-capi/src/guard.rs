@@ -241,3 +241,53 @@ pub(crate) unsafe fn put_text(
     unsafe { put_if(needed, value.len() + 1) };
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::panic::panic_any;
+
+    use super::*;
+
+    fn last_error() -> String {
+        // SAFETY: this thread's text, until its next failure.
+        unsafe { CStr::from_ptr(vpmm_last_error()) }.to_string_lossy().into_owned()
+    }
+
+    /// What nothing is known of, and must not be dropped.
+    struct Odd;
+
+    impl Drop for Odd {
+        fn drop(&mut self) {
+            panic!("dropped");
+        }
+    }
+
+    #[test]
+    fn a_panic_is_answered_with_its_text_and_the_next_call_goes_on() {
+        let panics: [fn(i32); 3] =
+            [|_| panic!("literally"), |number| panic!("number {number}\0cut"), |_| panic_any(Odd)];
+        for (work, text) in panics.into_iter().zip(["literally", "number 7", "a panic"]) {
+            let answer = guard(|| {
+                work(7);
+                Ok(())
+            });
+            assert_eq!((answer, last_error().as_str()), (vpmm_status::VPMM_PANIC, text));
+            assert_eq!(guard(|| Ok(())), vpmm_status::VPMM_OK);
+            assert_eq!(last_error(), text, "it stays until the next failure");
+            let failure = || Err(Failure::null("pool"));
+            assert_eq!(guard(failure), vpmm_status::VPMM_INVALID_ARGUMENT);
+            assert_eq!(last_error(), "pool is null");
+        }
+    }
+
+    #[test]
+    fn a_panic_writes_nothing_and_takes_a_handle_back() {
+        let mut out = 5;
+        // SAFETY: room for a number.
+        let answer = unsafe { make(&raw mut out, || panic!("made nothing")) };
+        assert_eq!((answer, out), (vpmm_status::VPMM_PANIC, 5));
+        // SAFETY: made here, given back once.
+        unsafe { release(Box::into_raw(Box::new(Odd))) };
+        assert_eq!(last_error(), "dropped");
+    }
+}

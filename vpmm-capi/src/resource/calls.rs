@@ -104,3 +104,73 @@ impl vpmm_resource {
         self.marks().remove(&ptr.address()).unwrap_or(ptr)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::CStr;
+    use std::ptr;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use stacks::Built;
+    use vpmm_core::resource::{Callback, Facts};
+
+    use super::super::{vpmm_resource_open, vpmm_resource_release};
+    use super::*;
+    use crate::driver::{Loaded, vpmm_driver};
+    use crate::guard::vpmm_last_error;
+
+    /// Below an adaptor that counts, and one that holds a lock meanwhile.
+    #[test]
+    fn a_resource_that_panics_is_answered_and_serves_the_next_call() {
+        let loaded = Loaded::load(Some("sim")).ok().unwrap();
+        let device = loaded.device(0).ok().unwrap();
+        let panics = Arc::new(AtomicBool::new(true));
+        let (of_one, of_other) = (Arc::clone(&panics), Arc::clone(&panics));
+        let callback = Callback::new(
+            Facts::of_device_memory(),
+            move |_, _, _| {
+                assert!(!of_one.load(Ordering::Relaxed), "out of order");
+                Ok(DevicePtr::from_address(4096))
+            },
+            move |_, _, _, _| {
+                assert!(!of_other.load(Ordering::Relaxed), "out of order");
+                Ok(())
+            },
+        );
+        let built = Built::new(Arc::new(callback.with_device(&device)), None);
+        let below = vpmm_resource::handle(Arc::new(built), Arc::clone(&loaded), 0);
+        let driver = vpmm_driver(loaded);
+        let mut resource = ptr::null_mut();
+        let text = c"statistics(thread-safe)".as_ptr();
+        // SAFETY: live handles, a text that ends with a zero byte, room for a pointer.
+        let opened = unsafe { vpmm_resource_open(&driver, 0, text, below, &raw mut resource) };
+        assert_eq!(opened, vpmm_status::VPMM_OK);
+
+        let mut pointer = ptr::null_mut();
+        // SAFETY: a live handle, the default stream, room for a pointer.
+        let allocate = |out: &mut *mut c_void| unsafe {
+            vpmm_resource_allocate(resource, 1 << 20, 0, ptr::null_mut(), out)
+        };
+        // SAFETY: as above; nothing uses the memory, which is none.
+        let deallocate = |pointer| unsafe {
+            vpmm_resource_deallocate(resource, pointer, 1 << 20, 0, ptr::null_mut())
+        };
+        let has_panicked = |answer| {
+            assert_eq!(answer, vpmm_status::VPMM_PANIC);
+            // SAFETY: this thread's text, until its next failure.
+            assert_eq!(unsafe { CStr::from_ptr(vpmm_last_error()) }, c"out of order");
+        };
+        has_panicked(allocate(&mut pointer));
+        assert!(pointer.is_null());
+        panics.store(false, Ordering::Relaxed);
+        assert_eq!(allocate(&mut pointer), vpmm_status::VPMM_OK);
+        assert_eq!(pointer.addr(), 4096);
+        panics.store(true, Ordering::Relaxed);
+        has_panicked(deallocate(pointer));
+        panics.store(false, Ordering::Relaxed);
+        assert_eq!(deallocate(pointer), vpmm_status::VPMM_OK);
+        // SAFETY: both given back once.
+        unsafe { (vpmm_resource_release(resource), vpmm_resource_release(below)) };
+    }
+}
