@@ -150,7 +150,9 @@ unsafe fn allocate_slowly(
     let (at, raw) = (trace::place(), stream.raw().addr() as u64);
     let made = request();
     match &made {
-        Ok(ptr) => trace::note(Action::Alloc, device, ptr.address(), bytes as u64, raw, at),
+        Ok(ptr) => {
+            trace::note(Action::Alloc, device, ptr.address(), bytes as u64, raw, at);
+        }
         Err(failure) if failure.status() == vpmm_status::VPMM_OUT_OF_MEMORY => {
             let stats = pool.stats();
             let free = stats.free_bytes() + stats.cached_bytes;
@@ -217,8 +219,8 @@ unsafe fn free_slowly(
     let place = trace::place();
     // Before it is freed: from there on another thread may get, and note, the same address.
     let raw = stream.raw().addr() as u64;
-    trace::note(Action::FreeCompleted, device, at.address(), bytes, raw, place);
-    free()
+    let noted = trace::note(Action::FreeCompleted, device, at.address(), bytes, raw, place);
+    free().inspect_err(|_| trace::take_back(noted))
 }
 
 /// Notes that an allocation of any of the process's pools is used on a further stream.

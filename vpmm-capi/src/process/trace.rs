@@ -42,17 +42,21 @@ pub(super) struct Event {
     pub(super) stream: u64,
     pub(super) micros: u64,
     pub(super) at: u64,
+    /// Tells it from all others.
+    number: u64,
 }
 
 struct Trace {
     events: VecDeque<Event>,
+    /// Events that were ever noted.
+    noted: u64,
     most: usize,
     place: vpmm_where,
     context: usize,
 }
 
 static TRACE: Mutex<Trace> =
-    Mutex::new(Trace { events: VecDeque::new(), most: 0, place: None, context: 0 });
+    Mutex::new(Trace { events: VecDeque::new(), noted: 0, most: 0, place: None, context: 0 });
 
 fn trace() -> MutexGuard<'static, Trace> {
     TRACE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -69,15 +73,43 @@ pub(super) fn place() -> u64 {
     place.map_or(0, |place| unsafe { place(context) })
 }
 
-pub(super) fn note(action: Action, device: u32, address: u64, bytes: u64, stream: u64, at: u64) {
+/// Answers the event's number.
+pub(super) fn note(
+    action: Action,
+    device: u32,
+    address: u64,
+    bytes: u64,
+    stream: u64,
+    at: u64,
+) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let micros = now.as_micros() as u64;
     let mut trace = trace();
     while trace.events.len() >= trace.most.max(1) {
         trace.events.pop_front();
     }
+    trace.noted += 1;
+    let number = trace.noted;
     if trace.most > 0 {
-        trace.events.push_back(Event { action, device, address, bytes, stream, micros, at });
+        trace.events.push_back(Event {
+            action,
+            device,
+            address,
+            bytes,
+            stream,
+            micros,
+            at,
+            number,
+        });
+    }
+    number
+}
+
+/// Takes an event back, where it is still kept: what it tells of did not happen.
+pub(super) fn take_back(number: u64) {
+    let mut trace = trace();
+    if let Ok(at) = trace.events.binary_search_by_key(&number, |event| event.number) {
+        trace.events.remove(at);
     }
 }
 
@@ -103,7 +135,7 @@ pub unsafe extern "C" fn vpmm_process_record_history(
         let mut trace = trace();
         // An address that only the callback knows.
         let context = context.expose_provenance();
-        *trace = Trace { events: VecDeque::new(), most, place, context };
+        *trace = Trace { events: VecDeque::new(), noted: trace.noted, most, place, context };
         mode::set(Mode::Tracing, most > 0);
         Ok(())
     })

@@ -29,6 +29,13 @@ static void append(void *context, const char *bytes, size_t length) {
   text->length += length;
 }
 
+static int count(struct text *text, const char *part) {
+  int found = 0;
+  text->bytes[text->length] = '\0';
+  for (const char *at = text->bytes; (at = strstr(at, part)) != NULL; at++) found++;
+  return found;
+}
+
 static void process_pool(void) {
   static struct text text;
   void *stream = NULL, *pointer = NULL, *other = NULL;
@@ -59,7 +66,13 @@ static void process_pool(void) {
   MUST(vpmm_pool_snapshot(pool, append, &text) == VPMM_OK && text.length > 0);
   MUST(vpmm_process_free(0, pointer, stream) == VPMM_OK);
   MUST(vpmm_process_free(0, other, NULL) == VPMM_OK);
+  /* What fails is no free, for the history either. */
   MUST(vpmm_process_free(0, other, NULL) != VPMM_OK);
+  MUST(vpmm_process_free(0, (void *)0x1000, NULL) == VPMM_BAD_POINTER);
+  text.length = 0;
+  MUST(vpmm_process_snapshot(append, &text) == VPMM_OK);
+  MUST(count(&text, "\"action\":\"alloc\"") == 2);
+  MUST(count(&text, "\"action\":\"free_completed\"") == 2);
   MUST(vpmm_process_record_history(0, NULL, NULL) == VPMM_OK);
   uint64_t total = 0, unused = 0;
   MUST(vpmm_driver_memory(driver, 0, &total, &unused) == VPMM_OK && unused <= total && total > 0);
