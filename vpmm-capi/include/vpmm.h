@@ -889,12 +889,21 @@ enum vpmm_status vpmm_free_any(const struct vpmm_driver *driver, void *pointer, 
 
 /**
  * Notes that an allocation is used on a further stream: after its free it is not handed out before
- * what is enqueued there until then has finished.
+ * what is enqueued there until then has finished. Null is nothing.
+ *
+ * A stream that was made (`vpmm_stream_create`) or lent (`vpmm_stream_lend`) before its first such call for
+ * the allocation may end, or be taken back, at any time. On any other an event is recorded when the
+ * allocation is freed: such a stream must be alive until that call has returned, whichever stream it frees
+ * on, and while it captures the free answers `VPMM_BAD_STREAM` and does nothing. What the default stream
+ * of another thread (`cudaStreamPerThread`) uses is kept until that thread frees something there, or the
+ * host has waited for the device.
  *
  * # Safety
- * `pool` is null or a handle; the stream is alive.
+ * `pool` is null or a handle; the stream is alive, and lasts as said.
  */
-enum vpmm_status vpmm_record_stream(const struct vpmm_pool *pool, void *pointer, void *stream);
+enum vpmm_status vpmm_record_stream(const struct vpmm_pool *pool,
+                                    void *pointer,
+                                    void *stream);
 
 /**
  * The allocation of the pool that an address is in: its first byte, and its bytes as the pool rounded
@@ -1752,7 +1761,8 @@ enum vpmm_status vpmm_process_keep_stream(uint32_t device,
 
 /**
  * Says that a stream which was kept is about to end. The process's pools then know no stream by that
- * handle; `known`, which may be null, says whether they did.
+ * handle; `known`, which may be null, says whether they did. One that they did not know stays alive until
+ * what it was noted to use (`vpmm_process_record_stream`) has been freed.
  *
  * # Safety
  * The stream is alive, and no other thread is in a call with it; `known` is null or has room for a
@@ -1763,10 +1773,11 @@ enum vpmm_status vpmm_process_forget_stream(uint32_t device,
                                             uint32_t *known);
 
 /**
- * As `vpmm_record_stream`, for memory of any of the process's pools.
+ * As `vpmm_record_stream`, for memory of any of the process's pools. A stream that is kept
+ * (`vpmm_process_keep_stream`) counts as lent.
  *
  * # Safety
- * The stream is alive.
+ * The stream is alive, and lasts as said there.
  */
 enum vpmm_status vpmm_process_record_stream(void *pointer, void *stream);
 
@@ -2093,7 +2104,7 @@ enum vpmm_status vpmm_resource_deallocate(const struct vpmm_resource *resource,
  * where the resource takes no such notes.
  *
  * # Safety
- * `resource` is null or a handle; the stream is alive.
+ * `resource` is null or a handle; the stream is alive, and lasts as said there.
  */
 enum vpmm_status vpmm_resource_record_stream(const struct vpmm_resource *resource,
                                              void *pointer,
@@ -2249,9 +2260,10 @@ void *vpmm_torch_base_alloc(void *pointer, size_t *size);
  * PyTorch's `record_stream`. Throws.
  *
  * # Safety
- * As in `vpmm_torch_alloc`.
+ * As in `vpmm_torch_alloc`; a stream that `vpmm_process_forget_stream` does not know lasts as said there.
  */
-void vpmm_torch_record_stream(void *pointer, void *stream);
+void vpmm_torch_record_stream(void *pointer,
+                              void *stream);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -192,10 +192,17 @@ pub unsafe extern "C" fn vpmm_free_any(
 }
 
 /// Notes that an allocation is used on a further stream: after its free it is not handed out before
-/// what is enqueued there until then has finished.
+/// what is enqueued there until then has finished. Null is nothing.
+///
+/// A stream that was made (`vpmm_stream_create`) or lent (`vpmm_stream_lend`) before its first such call for
+/// the allocation may end, or be taken back, at any time. On any other an event is recorded when the
+/// allocation is freed: such a stream must be alive until that call has returned, whichever stream it frees
+/// on, and while it captures the free answers `VPMM_BAD_STREAM` and does nothing. What the default stream
+/// of another thread (`cudaStreamPerThread`) uses is kept until that thread frees something there, or the
+/// host has waited for the device.
 ///
 /// # Safety
-/// `pool` is null or a handle; the stream is alive.
+/// `pool` is null or a handle; the stream is alive, and lasts as said.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_record_stream(
     pool: *const vpmm_pool,

@@ -264,7 +264,8 @@ pub unsafe extern "C" fn vpmm_process_keep_stream(device: u32, stream: *mut c_vo
 }
 
 /// Says that a stream which was kept is about to end. The process's pools then know no stream by that
-/// handle; `known`, which may be null, says whether they did.
+/// handle; `known`, which may be null, says whether they did. One that they did not know stays alive until
+/// what it was noted to use (`vpmm_process_record_stream`) has been freed.
 ///
 /// # Safety
 /// The stream is alive, and no other thread is in a call with it; `known` is null or has room for a
@@ -283,10 +284,11 @@ pub unsafe extern "C" fn vpmm_process_forget_stream(
     })
 }
 
-/// As `vpmm_record_stream`, for memory of any of the process's pools.
+/// As `vpmm_record_stream`, for memory of any of the process's pools. A stream that is kept
+/// (`vpmm_process_keep_stream`) counts as lent.
 ///
 /// # Safety
-/// The stream is alive.
+/// The stream is alive, and lasts as said there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_process_record_stream(
     pointer: *mut c_void,

@@ -68,7 +68,7 @@ pub unsafe extern "C" fn vpmm_resource_deallocate(
 /// where the resource takes no such notes.
 ///
 /// # Safety
-/// `resource` is null or a handle; the stream is alive.
+/// `resource` is null or a handle; the stream is alive, and lasts as said there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_resource_record_stream(
     resource: *const vpmm_resource,

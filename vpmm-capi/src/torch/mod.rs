@@ -229,7 +229,7 @@ pub unsafe extern "C-unwind" fn vpmm_torch_base_alloc(
 /// PyTorch's `record_stream`. Throws.
 ///
 /// # Safety
-/// As in `vpmm_torch_alloc`.
+/// As in `vpmm_torch_alloc`; a stream that `vpmm_process_forget_stream` does not know lasts as said there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn vpmm_torch_record_stream(
     pointer: *mut c_void,
