@@ -137,6 +137,13 @@ fn a_program_in_cpp() {
 }
 
 #[test]
+fn resources_in_cpp_are_what_cuda_mr_and_rmm_ask_for() {
+    let stand_in = concat!("-I", env!("CARGO_MANIFEST_DIR"), "/tests/c/cccl");
+    let flags = &["-std=c++17", stand_in];
+    Build { source: "resource.cpp", flags, ..Build::default() }.run();
+}
+
+#[test]
 fn pytorchs_calls_throw_its_exceptions() {
     Build {
         source: "torch.cpp",

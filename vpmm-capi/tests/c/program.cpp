@@ -1,4 +1,8 @@
-// A program in C++: handles, exceptions, both resources. Prints nothing if all is well.
+// A program in C++: handles, exceptions, resources, memory for another process. Prints nothing if all is
+// well.
+
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
@@ -113,6 +117,109 @@ static void handlers_that_end(const vpmm::pool& pool) {
   pool.free(held, nullptr);
 }
 
+/// The other process, for which a thread with a driver of its own stands.
+static void receive(int socket) {
+  const vpmm::driver driver("sim");
+  const vpmm::imported one(driver, 0, socket, VPMM_ACCESS_READ);
+  MUST(one.data() != nullptr && one.size() == 3 << 20);
+  const vpmm::imported all(driver, 0, socket, VPMM_ACCESS_READ_WRITE);
+  const std::uint64_t before = all.size();
+  MUST(all.data() == nullptr && before > 0);
+  all.receive_more(socket);
+  MUST(all.size() > before);
+  std::uint64_t there = 0;
+  MUST(read(socket, &there, sizeof there) == sizeof there);
+  MUST(all.translate(there) != nullptr);
+  try {
+    all.translate(1);
+    MUST(false);
+  } catch (const vpmm::error& error) {
+    MUST(error.status() == VPMM_BAD_POINTER);
+  }
+}
+
+static void shared_pools(const vpmm::driver& driver) {
+  vpmm::pool_options options;
+  options.sharing = VPMM_SHARING_FILE_DESCRIPTOR;
+  const vpmm::pool pool(driver, options);
+  int sockets[2];
+  MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
+  std::thread thread(receive, sockets[1]);
+  void* const one = pool.malloc(3 << 20, nullptr);
+  pool.send(one, sockets[0]);
+  const vpmm::exported all(pool);
+  all.send(sockets[0]);
+  void* const two = pool.malloc(50 << 20, nullptr);
+  all.send(sockets[0]);
+  const std::uint64_t there = reinterpret_cast<std::uintptr_t>(two);
+  MUST(write(sockets[0], &there, sizeof there) == sizeof there);
+  thread.join();
+  MUST(close(sockets[0]) == 0 && close(sockets[1]) == 0);
+  pool.free(one, nullptr);
+  pool.free(two, nullptr);
+}
+
+/// Two devices, one of which reaches the other's pool.
+static void access_of_others() {
+  const vpmm::driver driver("sim:1");
+  vpmm::pool_options options;
+  options.device = 1;
+  const vpmm::pool pool(driver, options);
+  MUST(pool.device() == 1);
+  pool.set_access(0, VPMM_ACCESS_READ_WRITE);
+  pool.set_access(0, VPMM_ACCESS_NONE);
+  try {
+    pool.set_access(1, VPMM_ACCESS_NONE);
+    MUST(false);
+  } catch (const vpmm::error&) {
+  }
+  // On its own device's default stream, and of it.
+  const vpmm::device_memory_resource resource(pool);
+  resource.deallocate_sync(resource.allocate_sync(1000), 1000);
+  vpmm::resource(pool).make_current();
+  MUST(vpmm::resource::current(driver, 1) == vpmm::resource(pool));
+  MUST(vpmm::resource::current(driver, 0) != vpmm::resource(pool));
+  vpmm::resource::reset_current(driver, 1);
+}
+
+static void current_resources(const vpmm::driver& driver) {
+  const vpmm::resource former = vpmm::resource::current(driver);
+  {
+    const vpmm::resource arena(driver, "arena");
+    MUST(arena.facts().device_accessible == 1 && former != arena);
+    arena.make_current();
+    MUST(vpmm::resource::current(driver) == arena);
+  }
+  // It lives on as the current one.
+  const vpmm::resource current = vpmm::resource::current(driver);
+  current.deallocate(nullptr, current.allocate(nullptr, 1000), 1000);
+  vpmm::resource::reset_current(driver);
+  MUST(vpmm::resource::current(driver) == former);
+}
+
+static void pools_of_the_process() {
+  const vpmm::driver driver = vpmm::driver::of_process();
+  const vpmm::pool pool = vpmm::pool::of_process();
+  MUST(vpmm::resource::current(driver) == vpmm::resource(pool));
+  void* const pointer = pool.malloc(1000, nullptr);
+  MUST(vpmm::pool::of_process().stats().live_count == 1);
+  MUST(vpmm::process_snapshot().find("\"state\":\"active_allocated\"") != std::string::npos);
+  pool.free(pointer, nullptr);
+}
+
+/// A stream that was noted may end before the free if its end is told.
+static void streams_that_end(const vpmm::driver& driver, const vpmm::pool& pool) {
+  const vpmm::lent_stream lent(driver, nullptr);  // there is nothing to do for a default one
+  MUST(lent.get() == nullptr);
+  void* const pointer = pool.malloc(3 << 20, lent);
+  {
+    const vpmm::stream further(driver);
+    pool.record_stream(pointer, further);
+  }
+  pool.free(pointer, lent);
+  MUST(vpmm_pool_validate(pool.get()) == VPMM_OK && pool.stats().live_count == 0);
+}
+
 int main() {
   vpmm::driver driver;
   MUST(driver.device_count() > 0);
@@ -172,6 +279,11 @@ int main() {
   MUST(pool.trim_to(0) > 0);
 
   handlers_that_end(pool);
+  streams_that_end(driver, pool);
+  shared_pools(driver);
+  access_of_others();
+  current_resources(driver);
+  pools_of_the_process();
   {
     vpmm::tagged weights(pool, "weights");
     void* tensor = weights.malloc(40 << 20, stream.get());
@@ -202,7 +314,7 @@ int main() {
     weights.free(tensor, stream.get());
   }
   {
-    const vpmm::resource counted("statistics(limiting(1MiB))", vpmm::resource(driver, pool));
+    const vpmm::resource counted("statistics(limiting(1MiB))", vpmm::resource(pool));
     MUST(counted.describe() ==
          "statistics\n└─ limiting(limit=1 MiB)\n   └─ vpmm(profile=default device=0)");
     void* held = counted.allocate(stream.get(), 1000);
@@ -214,7 +326,7 @@ int main() {
     }
     counted.deallocate(stream.get(), held, 1000);
     MUST(counted.counters().allocations.current == 0);
-    MUST(vpmm::resource(driver, pool) == vpmm::resource(driver, pool));
+    MUST(vpmm::resource(pool) == vpmm::resource(pool));
     MUST(vpmm::resource(driver, "default") != vpmm::resource(driver, "default"));
     try {
       vpmm::resource(driver, "arenas");
