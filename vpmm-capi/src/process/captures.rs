@@ -107,10 +107,16 @@ pub(crate) fn end(device: u32, number: (u64, u64)) -> Result<(), Failure> {
     let at = captures.open.iter().position(|open| open.id == (device, number));
     let open = captures.open.swap_remove(at.ok_or_else(|| wrong("the pool has not begun"))?);
     mode::set(Mode::Capturing, !captures.open.is_empty());
-    let Some(graphs) = captures.graphs.get(&open.id) else { return Ok(()) };
-    // Every stream, whatever comes of one.
-    let ended = open.streams.iter().map(|stream| graphs.pool.end(*stream));
-    ended.fold(Ok(()), Result::and).map_err(Failure::from)
+    let mut result = Ok(());
+    if let Some(graphs) = captures.graphs.get(&open.id) {
+        // Every stream, whatever comes of one.
+        let ended = open.streams.iter().map(|stream| graphs.pool.end(*stream));
+        result = ended.fold(Ok(()), Result::and);
+    }
+    // A filter may free something as it ends.
+    drop(captures);
+    drop(open);
+    Ok(result?)
 }
 
 pub(crate) fn release(device: u32, number: (u64, u64)) -> Result<(), Failure> {
@@ -119,13 +125,13 @@ pub(crate) fn release(device: u32, number: (u64, u64)) -> Result<(), Failure> {
     let graphs = captures.graphs.get_mut(&id).ok_or_else(|| wrong("there is no such pool"))?;
     graphs.uses -= 1;
     if graphs.uses == 0 {
-        let gone = captures.graphs.remove(&id);
-        if let Some(at) = captures.open.iter().position(|open| open.id == id) {
-            captures.open.swap_remove(at);
-            mode::set(Mode::Capturing, !captures.open.is_empty());
-        }
+        let graphs = captures.graphs.remove(&id);
+        let at = captures.open.iter().position(|open| open.id == id);
+        let open = at.map(|at| captures.open.swap_remove(at));
+        mode::set(Mode::Capturing, !captures.open.is_empty());
         drop(captures);
-        drop(gone);
+        // As in `end`.
+        drop((open, graphs));
     }
     Ok(())
 }

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -259,6 +260,26 @@ static void filters_that_throw(vpmm_driver* driver, vpmm_pool* pool) {
   MUST(stats_of(pool).live_count == 0);
 }
 
+/// A filter may free memory as it ends, also while another pool is open.
+static void filters_that_free(vpmm_pool* pool) {
+  const auto never = [](stream_t) { return false; };
+  const auto holder = [=] {
+    std::shared_ptr<void> held(vpmm_torch_alloc(512, 0, nullptr),
+                               [](void* pointer) { vpmm_torch_free(pointer, 512, 0, nullptr); });
+    return [held, never](stream_t stream) { return never(stream); };
+  };
+  vpmm_torch_begin_allocate_to_pool(0, {4, 1}, never);
+  for (const bool is_ended : {true, false}) {
+    vpmm_torch_begin_allocate_to_pool(0, {4, 2}, holder());
+    MUST(stats_of(pool).live_count == 1);
+    if (is_ended) vpmm_torch_end_allocate_to_pool(0, {4, 2});
+    vpmm_torch_release_pool(0, {4, 2});
+    MUST(stats_of(pool).live_count == 0);
+  }
+  vpmm_torch_end_allocate_to_pool(0, {4, 1});
+  vpmm_torch_release_pool(0, {4, 1});
+}
+
 /// A free that fails is told of; where nobody can read that any more it is counted all the same.
 static void frees_that_fail() {
   std::signal(SIGPIPE, SIG_IGN);
@@ -287,6 +308,7 @@ int main() {
   failures(pool);
   graphs(driver, pool);
   filters_that_throw(driver, pool);
+  filters_that_free(pool);
   MUST(vpmm_torch_failed_frees() == 0);
   frees_that_fail();
   MUST(vpmm_pool_validate(pool) == VPMM_OK);
