@@ -7,6 +7,7 @@ import pickletools
 import pytest
 
 import vpmm
+from vpmm import _snapshot
 
 
 @pytest.fixture(autouse=True)
@@ -96,3 +97,13 @@ def test_files(tmp_path):
     written = json.loads((tmp_path / "pool.json").read_text())
     assert blocks_of(written) == blocks_of(made)
     kept.free()
+
+
+def test_stacks_of_calls_are_kept_as_long_as_their_events():
+    vpmm.record_history(100)
+    for at in range(5000):
+        made = {"vpmm": vpmm}
+        exec(compile(f"def made_{at}(): vpmm.DeviceBuffer(1).free()\nmade_{at}()", "made", "exec"), made)
+    (events,) = vpmm.snapshot()["device_traces"]
+    assert [event["frames"][0]["name"] for event in events[::2]] == [f"made_{at}" for at in range(4950, 5000)]
+    assert len(_snapshot._places.by_number()) < 3000

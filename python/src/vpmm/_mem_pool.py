@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -24,9 +24,9 @@ class HeapMemPool:
     """
 
     _numbers: ClassVar[Iterator[int]] = itertools.count()
-    #: Heaps that were given up, by the device: they serve again, as the addresses of each are kept.
-    _resting: ClassVar[dict[int, list[tuple[int, Any]]]] = {}
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    #: Heaps that were given up, by the device: they serve again, as the addresses of each are kept. No lock,
+    #: but what happens at one go: the garbage collector gives heaps up anywhere, also where one is taken.
+    _resting: ClassVar[dict[int, collections.deque[tuple[int, Any]]]] = {}
 
     def __init__(self, name: str | None = None, *, device: int = 0):
         self.device = device
@@ -46,11 +46,16 @@ class HeapMemPool:
     @classmethod
     def _rested(cls, device: int) -> tuple[int, Any] | None:
         """A heap that was given up, and of which nothing is allocated any more."""
-        with cls._lock:
-            resting = cls._resting.get(device, [])
-            for at in reversed(range(len(resting))):
-                if statistics_by(lib.vpmm_tagged_stats, resting[at][1]).live_count == 0:
-                    return resting.pop(at)
+        resting = cls._resting.setdefault(device, collections.deque())
+        for _ in range(len(resting)):
+            try:
+                number, heap = resting.pop()
+            except IndexError:
+                # Others were quicker.
+                break
+            if statistics_by(lib.vpmm_tagged_stats, heap).live_count == 0:
+                return number, heap
+            resting.appendleft((number, heap))
         return None
 
     @classmethod
@@ -62,8 +67,7 @@ class HeapMemPool:
         except Error:
             # Nobody is there to be told; the next trim of the pool tries again.
             pass
-        with cls._lock:
-            cls._resting.setdefault(device, []).append((number, heap))
+        cls._resting.setdefault(device, collections.deque()).append((number, heap))
 
     @property
     def id(self) -> tuple[int, int]:

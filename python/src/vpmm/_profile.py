@@ -29,7 +29,8 @@ class Record:
 
 
 _records: dict[str, Record] = {}
-_lock = threading.Lock()
+#: Taken once more by what runs in between: a finalizer, a signal's handler that reports.
+_lock = threading.RLock()
 
 
 class profile(contextlib.ContextDecorator):
@@ -81,7 +82,7 @@ class profile(contextlib.ContextDecorator):
 def records() -> list[Record]:
     """What was seen so far, in the order of names' first ends."""
     with _lock:
-        return [dataclasses.replace(record) for record in _records.values()]
+        return [dataclasses.replace(record) for record in list(_records.values())]
 
 
 def forget_records() -> None:

@@ -2,50 +2,78 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
 import pickle
 import sys
-import threading
 from typing import Any
 
 from ._library import NULL, call, ffi, lib
 
 _PACKAGE = os.path.dirname(__file__)
 
-_places: list[tuple[tuple[str, int, str], ...]] = [()]
-_numbers: dict[tuple[tuple[str, int, str], ...], int] = {(): 0}
-_places_lock = threading.Lock()
-_most_frames = 64
+_MOST_FRAMES = 64
+
+#: A stack of calls, the innermost first: file, line, function.
+_Place = tuple[tuple[str, int, str], ...]
+
+
+class _Places:
+    """The stacks of calls of the last events, by numbers that no two ever share.
+
+    No lock: in between the garbage collector and signals' handlers may run, free memory, and come here again.
+    Each step is one of a dictionary's or a counter's, which nothing comes in between of.
+    """
+
+    _calls = itertools.count(1)
+
+    def __init__(self, events: int):
+        # With room for threads that have a number, and not yet the event with it.
+        self._span = events + 1000
+        self._now: dict[_Place, int] = {}
+        self._before: dict[_Place, int] = {}
+
+    def number_of(self, place: _Place) -> int:
+        call = next(self._calls)
+        if call % self._span == 0:
+            # An event that is still kept is of these calls, or of as many before.
+            self._before, self._now = self._now, {}
+        now = self._now
+        return now.get(place) or now.setdefault(place, self._before.get(place, call))
+
+    def by_number(self) -> dict[int, _Place]:
+        # The copies are made at one go, while others may go on.
+        both = self._before.copy(), self._now.copy()
+        return {number: place for places in both for place, number in places.items()}
+
+
+_places = _Places(0)
 
 
 @ffi.callback("uint64_t(void *)", error=0)
 def _where(_: Any) -> int:
     frames = []
     frame = sys._getframe().f_back
-    while frame is not None and len(frames) < _most_frames:
+    while frame is not None and len(frames) < _MOST_FRAMES:
         code = frame.f_code
         if not code.co_filename.startswith(_PACKAGE):
             frames.append((code.co_filename, frame.f_lineno or 0, code.co_name))
         frame = frame.f_back
-    place = tuple(frames)
-    with _places_lock:
-        number = _numbers.setdefault(place, len(_places))
-        if number == len(_places):
-            _places.append(place)
-    return number
+    return _places.number_of(tuple(frames))
 
 
 def record_history(most: int = 100_000, *, frames: bool = True) -> None:
     """Keeps the last so many requests, frees and failures of the process's pools for :func:`snapshot`, with
     the Python calls that led to each; what was kept before is forgotten. 0 ends it. Without it a request
     costs nothing more; with frames it costs microseconds."""
+    global _places
+    _places = _Places(most)
     call(lib.vpmm_process_record_history, most, _where if most and frames else NULL, NULL)
 
 
-def _frames(number: int) -> list[dict[str, Any]]:
-    place = _places[number] if number < len(_places) else ()
+def _frames(place: _Place) -> list[dict[str, Any]]:
     return [{"filename": file, "line": line, "name": name} for file, line, name in place]
 
 
@@ -61,10 +89,11 @@ def snapshot(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
 
     call(lib.vpmm_process_snapshot, write, NULL)
     made = json.loads(b"".join(parts))
+    places = _places.by_number()
     last: dict[tuple[int, int], dict[str, Any]] = {}
     for device, events in enumerate(made["device_traces"]):
         for event in events:
-            event["frames"] = _frames(event.pop("where"))
+            event["frames"] = _frames(places.get(event.pop("where"), ()))
             if event["action"] == "alloc":
                 last[device, event["addr"]] = event
     for segment in made["segments"]:

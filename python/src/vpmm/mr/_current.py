@@ -12,7 +12,9 @@ from ._makers import PoolMemoryResource
 from ._resource import DeviceMemoryResource, device_of, handle_of
 
 _current: dict[int, DeviceMemoryResource] = {}
-_current_lock = threading.Lock()
+#: Taken once more by what runs in between: a finalizer, a signal's handler.
+_current_lock = threading.RLock()
+_last_turn: object = None
 
 
 def current_or_none(device: int) -> DeviceMemoryResource | None:
@@ -38,15 +40,20 @@ def reset_current_device_resource(device: int = 0) -> None:
 
 
 def _set(device: int, resource: DeviceMemoryResource | None) -> None:
+    global _last_turn
     raw = NULL if resource is None else handle_of(resource)
     with _current_lock:
         # It may end with this, which is not to be under the lock.
         former = _current.get(device)
-        call(lib.vpmm_resource_set_current, _pool._driver(), device, raw)
-        if resource is None:
-            _current.pop(device, None)
-        else:
-            _current[device] = resource
+        turn = None
+        # Anew, if one was set in between: here and in the library it is to be the same one.
+        while turn is None or _last_turn is not turn:
+            _last_turn = turn = object()
+            call(lib.vpmm_resource_set_current, _pool._driver(), device, raw)
+            if resource is None:
+                _current.pop(device, None)
+            else:
+                _current[device] = resource
     del former
 
 
