@@ -1,5 +1,6 @@
 """Buffers, and how other libraries see them."""
 
+import array
 import gc
 import pickle
 
@@ -168,3 +169,28 @@ def test_streams_of_other_libraries():
 
     for stream in (None, 0, 1, OfCuPy(), OfTorch(), OfNumba(), OfAny()):
         assert vpmm.DeviceBuffer.from_bytes(b"a", stream=stream).to_bytes() == b"a"
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0, 2), (2, 0)])
+def test_arrays_without_elements(shape):
+    for data in (numpy.empty(shape), numpy.empty(shape, "int16", order="F"), numpy.empty((4, *shape))[::2]):
+        buffer = vpmm.DeviceBuffer.from_numpy(data)
+        assert (buffer.size, buffer.ptr) == (0, 0)
+        buffer.copy_from(data)
+        buffer.copy_to(numpy.empty(shape))
+        back = buffer.to_numpy(data.dtype, data.shape)
+        assert back.shape == data.shape and back.dtype == data.dtype
+        assert buffer.to_numpy("float64").shape == (0,)
+        assert buffer.to_bytes() == b""
+
+
+def test_arrays_of_every_kind_of_number():
+    for kind in ("complex64", ">f8", "?", "e", "S3", [("a", "i4"), ("b", "f8", 2)]):
+        data = numpy.ones((2, 3), kind)
+        back = vpmm.DeviceBuffer.from_numpy(data).to_numpy(data.dtype, data.shape)
+        assert (back == data).all()
+
+
+def test_empties_of_other_kinds():
+    for data in (b"", bytearray(), array.array("d"), memoryview(b"")[::1]):
+        assert vpmm.DeviceBuffer.from_bytes(data).size == 0

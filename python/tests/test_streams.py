@@ -59,17 +59,46 @@ def test_a_stream_that_lasts_is_known_until_it_is_forgotten(make_stream):
     assert not vpmm.forget_stream(0)
 
 
-def test_a_buffer_keeps_its_stream(make_stream):
-    class Stream:
-        def __init__(self, ptr):
-            self.ptr = ptr
+class Stream:
+    """Notes what is live when it ends."""
 
-        def __del__(self):
-            ends.append(vpmm.statistics().live_count)
+    def __init__(self, ptr, ends, live_count):
+        self.ptr, self._ends, self._live_count = ptr, ends, live_count
 
-    ends, before = [], vpmm.statistics().live_count
-    buffer = vpmm.DeviceBuffer(1000, stream=Stream(make_stream()))
-    assert ends == [] and buffer.size == 1000
-    del buffer
-    # The memory was freed before its stream went.
-    assert ends == [before]
+    def __del__(self):
+        self._ends.append(self._live_count())
+
+
+def of_process():
+    return None, lambda: vpmm.statistics().live_count
+
+
+def of_pool():
+    resource = vpmm.mr.PoolMemoryResource(addresses="1 GiB")
+    assert resource.facts.records_streams
+    return resource, lambda: resource.pool.statistics().live_count
+
+
+def of_counted():
+    """Takes no notes of further streams."""
+    resource = vpmm.mr.StatisticsResourceAdaptor(vpmm.mr.CudaMemoryResource())
+    assert not resource.facts.records_streams
+    return resource, lambda: resource.allocation_counts.current_count
+
+
+@pytest.mark.parametrize("make", [of_process, of_pool, of_counted])
+def test_a_buffer_keeps_the_streams_that_it_is_used_on(make_stream, make):
+    resource, live_count = make()
+    ends, before = [], live_count()
+    for end in (vpmm.DeviceBuffer.free, lambda buffer: None):
+        buffer = vpmm.DeviceBuffer(1000, stream=Stream(make_stream(), ends, live_count), mr=resource)
+        for _ in range(2):
+            buffer.record_stream(Stream(make_stream(), ends, live_count))
+        assert ends == [] and buffer.size == 1000
+        end(buffer)
+        if end is vpmm.DeviceBuffer.free:
+            assert ends == [before] * 3
+        del buffer
+        # The memory was freed before its streams went.
+        assert ends == [before] * 3
+        ends.clear()

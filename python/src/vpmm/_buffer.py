@@ -15,18 +15,25 @@ from .mr._current import current_or_none
 _LEGACY = 1
 
 
-def _free(device: int, pointer: int, stream: int, keeps: Any) -> None:
-    """`keeps` is the stream as its owner knows it, which must not end before."""
+def _free(device: int, pointer: int, stream: int, streams: dict[int, Any]) -> None:
+    """`streams` are those that it was used on, as their owners know them, which must not end before."""
     call(lib.vpmm_process_free, device, handle(pointer), handle(stream))
+    streams.clear()
 
 
 def _deallocate(
-    mr: DeviceMemoryResource, pointer: int, size: int, stream: int, keeps: Any, used_on: list[Any]
+    mr: DeviceMemoryResource,
+    pointer: int,
+    size: int,
+    stream: int,
+    streams: dict[int, Any],
+    unnoted: set[int],
 ) -> None:
-    """`used_on` are further streams that the resource takes no notes of."""
-    for other in used_on:
-        call(lib.vpmm_process_wait_for, mr.device, handle(stream), handle(raw_stream(other)))
+    """`unnoted` are further streams that the resource takes no notes of."""
+    for other in unnoted:
+        call(lib.vpmm_process_wait_for, mr.device, handle(stream), handle(other))
     mr.deallocate(pointer, size, stream)
+    streams.clear()
 
 
 class DeviceBuffer:
@@ -35,7 +42,8 @@ class DeviceBuffer:
 
     NumPy, CuPy, Numba and PyTorch take it for an array of bytes, by ``__cuda_array_interface__`` and
     DLPack, without a copy. A stream is a number (a ``cudaStream_t``), or an object of those libraries,
-    which the buffer then keeps; one given as a number must outlive the buffer.
+    which the buffer then keeps; one given as a number must outlive the buffer. So must one that borrows it by
+    DLPack, which hands on a number: :meth:`record_stream` with the object, before, keeps that.
 
     >>> buffer = DeviceBuffer.from_bytes(b"abc")
     >>> buffer.to_bytes()
@@ -60,16 +68,18 @@ class DeviceBuffer:
             raise ValueError(f"a buffer on device {device}, of a resource of device {mr.device}")
         self._size, self._device, self._mr = size, device, mr
         self._stream = raw_stream(stream)
-        self._used_on: list[Any] = []
+        # By what tells objects apart, not streams: one of two for the same stream may own it.
+        self._streams: dict[int, Any] = {id(stream): stream}
+        self._unnoted: set[int] = set()
         self._end: weakref.finalize[Any, Any]
         if mr is None:
             made = answer("void *", lib.vpmm_process_malloc, device, size, handle(self._stream))
             self._pointer = address(made)
-            self._end = weakref.finalize(self, _free, device, self._pointer, self._stream, stream)
+            self._end = weakref.finalize(self, _free, device, self._pointer, self._stream, self._streams)
         else:
             self._pointer = mr.allocate(size, self._stream)
             self._end = weakref.finalize(
-                self, _deallocate, mr, self._pointer, size, self._stream, stream, self._used_on
+                self, _deallocate, mr, self._pointer, size, self._stream, self._streams, self._unnoted
             )
         # The driver takes everything back when the process ends.
         self._end.atexit = False
@@ -181,16 +191,19 @@ class DeviceBuffer:
 
     def record_stream(self, stream: Any) -> None:
         """Notes that the buffer is used on a further stream: after its end the memory is not handed out
-        before what is enqueued there until then has finished. The stream must last as long as the buffer
-        where the buffer's resource takes no such notes: the buffer's stream then waits for it at the end."""
+        before what is enqueued there until then has finished. The buffer keeps the stream until then; one
+        given as a number must last as long. Where the buffer's resource takes no such notes the buffer's
+        stream waits for the other at the end."""
         if not self._pointer:
             return
+        raw = raw_stream(stream)
         if self._mr is None:
-            call(lib.vpmm_process_record_stream, handle(self._pointer), handle(raw_stream(stream)))
+            call(lib.vpmm_process_record_stream, handle(self._pointer), handle(raw))
         elif self._mr.facts.records_streams:
-            self._mr.record_stream(self._pointer, stream)
+            self._mr.record_stream(self._pointer, raw)
         else:
-            self._used_on.append(stream)
+            self._unnoted.add(raw)
+        self._streams[id(stream)] = stream
 
     def free(self) -> None:
         """Frees it now, once everything enqueued on its stream has finished."""
@@ -240,7 +253,8 @@ class DeviceBuffer:
             own = self._stream or _LEGACY
             if consumer != own:
                 call(lib.vpmm_process_wait_for, self._device, handle(consumer), handle(own))
-                # Its work may still run when the consumer lets go.
+                # Its work may still run when the consumer lets go. By the number alone: nothing is there
+                # to be kept.
                 self.record_stream(consumer)
         return _dlpack.capsule(self, self._pointer, self._size, self.__dlpack_device__())
 
@@ -259,7 +273,7 @@ def _contiguous(data: Any) -> memoryview:
     view = memoryview(data)
     if not view.c_contiguous:
         raise ValueError("the data is not in one piece")
-    return view.cast("B") if view.ndim != 1 or view.format != "B" else view
+    return view
 
 
 def _device_bytes(source: Any) -> tuple[int, int]:
