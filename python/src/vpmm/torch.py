@@ -55,8 +55,8 @@ def use(device: int | None = None, *, report: bool = True, **options) -> None:
 
     Options are those of :class:`vpmm.Pool`, for one device or all. With ``report``, as by default,
     PyTorch's own questions (``torch.cuda.memory_allocated``, ``max_memory_reserved``, ``memory_stats``,
-    ``reset_peak_memory_stats`` and so on) are answered from the pool; PyTorch itself answers that a
-    plugged-in allocator cannot say.
+    ``memory_summary``, ``reset_peak_memory_stats`` and so on) are answered from the pool; PyTorch itself
+    answers that a plugged-in allocator cannot say.
     """
     import torch
 
@@ -114,31 +114,61 @@ def use_mem_pool(pool: Any, device: Any = None) -> Iterator[None]:
 
 
 def statistics(device: int | None = None) -> dict[str, Any]:
-    """What the pool holds, in the shape of ``torch.cuda.memory_stats_as_nested_dict``. What PyTorch calls
-    allocated is live, what it calls reserved is held; active has what is freed but may still be in use.
-    What the pool does not count is not there."""
+    """What the pool holds, in the shape of ``torch.cuda.memory_stats_as_nested_dict``, with all that
+    ``torch.cuda.memory_stats`` and ``memory_summary`` have.
+
+    What PyTorch calls allocated is live, what it calls reserved is held; active has what is freed but may
+    still be in use. The small pool is that of the paged profile's small requests. The pool counts what is,
+    and some peaks, but no totals except of segments: a total, and a peak that it does not have, is the least
+    that it can have been, so that ``allocated - freed`` is what is current. Failures (``num_ooms``) are not
+    counted.
+    """
     import torch
 
     if not torch.cuda.is_initialized():
         return {}
-    now = _pool.statistics(_index(device))
+    return _nested(_pool.statistics(_index(device)))
 
-    def bytes_of(current: int, peak: int | None = None) -> dict[str, Any]:
-        counts = {"current": current} if peak is None else {"current": current, "peak": peak}
-        return {"all": counts}
 
-    live = now.live_bytes + now.small_live_bytes
+def _nested(now: _pool.Statistics) -> dict[str, Any]:
+    def figures(current: int, peak: int = 0, allocated: int = 0) -> dict[str, int]:
+        peak = max(peak, current)
+        allocated = max(allocated, peak)
+        return {"current": current, "peak": peak, "allocated": allocated, "freed": allocated - current}
+
+    def kinds(
+        large: dict[str, int], small: dict[str, int] | None = None, peak: int = 0
+    ) -> dict[str, dict[str, int]]:
+        """`peak` is of both together."""
+        small = small or figures(0)
+        allocated = large["allocated"] + small["allocated"]
+        both = figures(large["current"] + small["current"], peak, allocated)
+        return {"all": both, "large_pool": large, "small_pool": small}
+
+    live, small_live = figures(now.live_bytes, now.peak_live_bytes), figures(now.small_live_bytes)
+    count, small_count = figures(now.live_count), figures(now.small_live_count)
+    active = figures(now.live_bytes + now.pending_bytes, now.peak_live_bytes)
+    held = figures(now.mapped_bytes, now.peak_mapped_bytes)
+    small_held = figures(now.small_mapped_bytes, now.peak_small_mapped_bytes)
     return {
-        "allocation": bytes_of(now.live_count + now.small_live_count),
-        "segment": bytes_of(now.extent_count),
-        "allocated_bytes": bytes_of(live, now.peak_live_bytes),
-        "active_bytes": bytes_of(live + now.pending_bytes),
-        "reserved_bytes": bytes_of(
-            now.mapped_bytes + now.small_mapped_bytes,
-            now.peak_mapped_bytes + now.peak_small_mapped_bytes,
-        ),
-        "inactive_split_bytes": bytes_of(now.idle_bytes + now.cached_bytes),
+        "allocation": kinds(count, small_count),
+        "segment": kinds(figures(now.extent_count, allocated=now.extents_created)),
+        "active": kinds(count, small_count),
+        "inactive_split": kinds(figures(0)),
+        "allocated_bytes": kinds(live, small_live, now.peak_live_bytes),
+        "requested_bytes": kinds(live, small_live, now.peak_live_bytes),
+        "active_bytes": kinds(active, small_live, now.peak_live_bytes),
+        "reserved_bytes": kinds(held, small_held, held["peak"] + small_held["peak"]),
+        "inactive_split_bytes": kinds(figures(now.idle_bytes + now.cached_bytes)),
+        # No block is too long to be divided.
+        "max_split_size": -1,
+        "oversize_allocations": figures(0),
+        "oversize_segments": figures(0),
+        # Nothing is flushed and asked for again: what is free serves, wherever it is.
+        "num_alloc_retries": 0,
+        "num_ooms": 0,
         "num_device_alloc": now.extents_created,
+        "num_device_free": now.extents_created - now.extent_count,
         "num_sync_all_streams": now.host_waits,
     }
 
@@ -181,3 +211,10 @@ def _answer_questions() -> None:
         setattr(memory, function.__name__, function)
         setattr(torch.cuda, function.__name__, function)
     torch.cuda.memory_stats_as_nested_dict = statistics
+
+    # The same for any accelerator, where PyTorch has that.
+    accelerator = getattr(torch.accelerator, "memory", None) if hasattr(torch, "accelerator") else None
+    if hasattr(accelerator, "memory_stats"):
+        for function in (torch.cuda.memory_stats, reset_peak_memory_stats, reset_accumulated_memory_stats):
+            setattr(accelerator, function.__name__, function)
+            setattr(torch.accelerator, function.__name__, function)

@@ -1,0 +1,101 @@
+"""What PyTorch's questions are answered with, as far as it can be seen without a GPU."""
+
+import subprocess
+import sys
+
+import pytest
+
+import vpmm
+import vpmm.torch
+
+MIB = 1 << 20
+
+#: PyTorch's `memory_stats`, in its 2.11: of three kinds of memory, of all together, and numbers.
+_OF_KINDS = {
+    *("allocation", "segment", "active", "inactive_split"),
+    *("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes"),
+}
+_OF_ALL = {"oversize_allocations", "oversize_segments"}
+_NUMBERS = {
+    *("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free"),
+    "max_split_size",
+}
+_KINDS = {"all", "large_pool", "small_pool"}
+
+
+def check(stats):
+    assert stats.keys() == _OF_KINDS | _OF_ALL | _NUMBERS
+    assert all(isinstance(stats[name], int) for name in _NUMBERS)
+    for name in _OF_KINDS:
+        assert stats[name].keys() == _KINDS
+    for figures in [stats[name] for name in _OF_ALL] + [
+        stats[name][kind] for name in _OF_KINDS for kind in _KINDS
+    ]:
+        assert figures.keys() == {"current", "peak", "allocated", "freed"}
+        assert figures["allocated"] - figures["freed"] == figures["current"] >= 0
+        assert figures["allocated"] >= figures["peak"] >= figures["current"]
+    for name in _OF_KINDS:
+        both = [stats[name][kind]["current"] for kind in ("large_pool", "small_pool")]
+        assert stats[name]["all"]["current"] == sum(both)
+
+
+def test_all_that_pytorch_has_is_there():
+    pool = vpmm.Pool(addresses="1 GiB")
+    first, second = pool.malloc(3 * MIB), pool.malloc(5 * MIB)
+    pool.free(second)
+    stats = vpmm.torch._nested(pool.statistics())
+    check(stats)
+    bytes_now = stats["allocated_bytes"]["all"]
+    assert (bytes_now["current"], bytes_now["peak"]) == (3 * MIB, 8 * MIB)
+    assert stats["allocation"]["all"]["current"] == 1
+    assert stats["reserved_bytes"]["all"]["current"] == pool.statistics().mapped_bytes
+    assert stats["segment"]["all"]["allocated"] == stats["num_device_alloc"] > 0
+    pool.free(first)
+    pool.trim()
+    stats = vpmm.torch._nested(pool.statistics())
+    check(stats)
+    assert stats["num_device_free"] == stats["num_device_alloc"]
+
+
+def test_small_requests_of_the_paged_profile_are_in_the_peak():
+    pool = vpmm.Pool(profile="paged", addresses="1 GiB")
+    small = [pool.malloc(1000) for _ in range(10)]
+    assert pool.statistics().small_live_count == 10
+    stats = vpmm.torch._nested(pool.statistics())
+    check(stats)
+    assert stats["allocated_bytes"]["small_pool"]["current"] >= 10_000
+    assert stats["allocation"]["small_pool"]["current"] == 10
+    for pointer in small:
+        pool.free(pointer)
+    check(vpmm.torch._nested(pool.statistics()))
+
+
+def test_pytorch_s_own_functions_find_what_they_ask_for():
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch._C, "_cuda_customAllocator"):
+        pytest.skip("a PyTorch without CUDA")
+    program = """
+import torch, vpmm, vpmm.torch
+vpmm.torch.use(limit="1 GiB", addresses="4 GiB")
+# As if there were a GPU: the pool is the simulated device's.
+torch.cuda.is_initialized = torch.cuda.memory.is_initialized = lambda: True
+kept = vpmm.DeviceBuffer(3 << 20)
+gone = vpmm.DeviceBuffer(5 << 20)
+gone.free()
+stats = torch.cuda.memory_stats(0)
+assert stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated(0) == 3 << 20
+assert torch.cuda.max_memory_allocated(0) == 8 << 20
+assert torch.cuda.memory_reserved(0) == vpmm.statistics().mapped_bytes
+for is_abbreviated in (False, True):
+    text = torch.cuda.memory_summary(0, abbreviated=is_abbreviated)
+    assert "| Allocated memory      |   3072 KiB |   8192 KiB |" in text, text
+torch.cuda.reset_peak_memory_stats(0)
+torch.cuda.reset_accumulated_memory_stats(0)
+assert torch.cuda.max_memory_allocated(0) == 3 << 20
+if hasattr(torch, "accelerator") and hasattr(torch.accelerator, "memory_allocated"):
+    assert torch.accelerator.memory_allocated(0) == 3 << 20
+    assert torch.accelerator.max_memory_reserved(0) == torch.cuda.max_memory_reserved(0)
+    torch.accelerator.reset_peak_memory_stats(0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
