@@ -77,3 +77,53 @@ def test_pytorch_s_allocator_is_set():
         "assert torch.cuda.memory_allocated() == 0\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+#: PyTorch, as far as `use` goes: an allocator cannot be changed once it is used.
+_TORCH = """
+import sys, types
+class Plugged:
+    def __init__(self, *_): pass
+    def allocator(self): return self
+    def __getattr__(self, name): return lambda address: None
+def change(allocator):
+    assert not changes, "Can't swap an already initialized allocator"
+    changes.append(allocator)
+changes = []
+memory = types.ModuleType("torch.cuda.memory")
+memory.CUDAPluggableAllocator, memory.change_current_allocator = Plugged, change
+cuda, torch = types.ModuleType("torch.cuda"), types.ModuleType("torch")
+torch.cuda, cuda.memory = cuda, memory
+cuda.memory_stats = len
+sys.modules.update({"torch": torch, "torch.cuda": cuda, "torch.cuda.memory": memory})
+import vpmm, vpmm.torch
+def refused(*arguments, **named):
+    try:
+        vpmm.torch.use(*arguments, **named)
+    except vpmm.InUseError as error:
+        return "was called before" in str(error)
+"""
+
+
+@pytest.mark.parametrize("first", ["vpmm.torch.use", "vpmm.configure"])
+def test_pytorch_s_allocator_is_set_once(first):
+    program = f"""
+{first}(limit='1 GiB')
+vpmm.torch.use(limit=1 << 30)
+vpmm.Pool.of_process()
+vpmm.torch.use()
+vpmm.torch.use(limit='1 GiB')
+assert refused(limit='2 GiB') and refused(profile="paged") and refused(report=False)
+assert len(changes) == 1
+"""
+    subprocess.run([sys.executable, "-c", _TORCH + program], check=True)
+
+
+def test_devices_may_be_set_one_after_another():
+    program = """
+vpmm.torch.use(0, limit='1 GiB')
+vpmm.torch.use(1, limit='2 GiB')
+assert refused(1, limit='3 GiB')
+assert len(changes) == 1
+"""
+    subprocess.run([sys.executable, "-c", _TORCH + program], check=True)

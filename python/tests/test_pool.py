@@ -105,6 +105,20 @@ def test_the_process_s_pool_takes_options_before_it_is_made():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_the_same_options_may_be_set_once_more():
+    program = (
+        "import vpmm\n"
+        "vpmm.configure(limit='8 MiB')\n"
+        "vpmm.Pool.of_process()\n"
+        "vpmm.configure(limit=8 << 20)\n"
+        "try: vpmm.configure(limit='9 MiB')\n"
+        "except vpmm.InUseError: pass\n"
+        "else: raise SystemExit('changed')\n"
+        "vpmm.configure(limit='8 MiB')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_an_unknown_device_is_named():
     program = "import vpmm\ntry: vpmm.statistics()\nexcept vpmm.Error as error: print(error)"
     done = subprocess.run(

@@ -8,6 +8,7 @@ import re
 import threading
 from typing import Any, ClassVar
 
+from ._errors import InUseError
 from ._library import EVERY_DEVICE, address, answer, call, ffi, handle, lib, text_of
 
 _UNITS = {
@@ -222,12 +223,28 @@ def device_count() -> int:
     return answer("uint32_t", lib.vpmm_driver_device_count, _driver())
 
 
+#: The options that were set, by the device they are for.
+_configured: dict[int | None, bytes] = {}
+
+
 def configure(device: int | None = None, **options) -> None:
     """Sets what the process's pools will be made with: that of a device, or those of all that have no
     settings of their own. Options as :class:`Pool` has them. :class:`vpmm.InUseError` if a pool that it is
-    for was made already."""
+    for was made already, with others."""
     made = _options(EVERY_DEVICE if device is None else device, **options)
-    call(lib.vpmm_process_configure, made)
+    same = bytes(ffi.buffer(made))
+    try:
+        call(lib.vpmm_process_configure, made)
+    except InUseError:
+        if _configured.get(device) != same:
+            raise
+    _configured[device] = same
+
+
+def is_configured_otherwise(device: int | None, **options) -> bool:
+    """Whether :func:`configure` was called for just that, with other options."""
+    made = _options(EVERY_DEVICE if device is None else device, **options)
+    return device in _configured and _configured[device] != bytes(ffi.buffer(made))
 
 
 class Peaks:

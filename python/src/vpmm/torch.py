@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import _library, _pool
+from ._errors import InUseError
 from ._mem_pool import HeapMemPool
 
 _SETTERS = {
@@ -57,19 +58,27 @@ def use(device: int | None = None, *, report: bool = True, **options) -> None:
     PyTorch's own questions (``torch.cuda.memory_allocated``, ``max_memory_reserved``, ``memory_stats``,
     ``memory_summary``, ``reset_peak_memory_stats`` and so on) are answered from the pool; PyTorch itself
     answers that a plugged-in allocator cannot say.
+
+    Once more with the same options, or none, is nothing; with others it is a :class:`vpmm.InUseError`.
     """
     import torch
 
+    global _is_used, _is_reported
+    if _is_used and _is_reported and not report:
+        raise InUseError("vpmm.torch.use() was called before, with report=True", "VPMM_IN_USE")
     if options or device is not None:
+        if _is_used and _pool.is_configured_otherwise(device, **options):
+            raise InUseError("vpmm.torch.use() was called before, with other options", "VPMM_IN_USE")
         _pool.configure(device, **options)
+    if _is_used:
+        return
     torch.cuda.memory.change_current_allocator(allocator())
-    global _is_used
-    _is_used = True
+    _is_used, _is_reported = True, report
     if report:
         _answer_questions()
 
 
-_is_used = False
+_is_used = _is_reported = False
 
 
 def is_used() -> bool:
