@@ -1,5 +1,6 @@
 """PyTorch on a GPU, with the process's pool as its allocator. Skipped where there is neither."""
 
+import copy
 import dataclasses
 import subprocess
 import sys
@@ -50,6 +51,7 @@ def test_tensors_come_from_the_pool():
     torch.cuda.reset_peak_memory_stats()
     assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated()
     assert "allocated_bytes.all.peak" in torch.cuda.memory_stats()
+    assert "Allocated memory" in torch.cuda.memory_summary()
 
 
 def test_out_of_memory_is_pytorchs_error_with_a_map():
@@ -129,17 +131,24 @@ def test_memory_goes_from_stream_to_stream_in_order():
     assert [int(total) for total in totals] == [(turn + 1) * MIB for turn in range(200)]
 
 
-def test_pinned_copies_on_a_side_stream():
+# With workers there are processes, which are forks where that is the system's way, and a thread that pins.
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pinned_copies_on_a_side_stream(workers):
     data = torch.utils.data.TensorDataset(torch.arange(4096).repeat(256, 1).t().contiguous())
-    loader = torch.utils.data.DataLoader(data, batch_size=64, pin_memory=True)
+    loader = torch.utils.data.DataLoader(data, batch_size=64, pin_memory=True, num_workers=workers)
+    # A fork has the tensor, too, and ends without a free of its own.
+    kept = torch.full((MIB,), 7, device="cuda")
     side, seen = torch.cuda.Stream(), 0
-    for (batch,) in loader:
-        with torch.cuda.stream(side):
-            on_device = batch.to("cuda", non_blocking=True)
-        torch.cuda.current_stream().wait_stream(side)
-        on_device.record_stream(torch.cuda.current_stream())
-        seen += int(on_device.sum())
-    assert seen == 256 * sum(range(4096))
+    for _ in range(2):
+        for (batch,) in loader:
+            assert batch.is_pinned()
+            with torch.cuda.stream(side):
+                on_device = batch.to("cuda", non_blocking=True)
+            torch.cuda.current_stream().wait_stream(side)
+            on_device.record_stream(torch.cuda.current_stream())
+            seen += int(on_device.sum())
+    assert seen == 2 * 256 * sum(range(4096))
+    assert int(kept.min()) == int(kept.max()) == 7
 
 
 def test_threads_on_streams_of_their_own():
@@ -215,6 +224,26 @@ def test_a_module_of_its_own_is_compiled():
     for length in (100, 1000, 5000):
         x = torch.randn(length, device="cuda", dtype=torch.float64)
         torch.testing.assert_close(step(x), torch.sin(x) * 2 + x.cumsum(0))
+
+
+def test_a_module_is_compiled_with_its_gradients():
+    pytest.importorskip("triton")
+    module = torch.nn.Sequential(
+        torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 16)
+    )
+    module = module.to("cuda", torch.float64)
+    expected_module = copy.deepcopy(module)
+    compiled = torch.compile(module)
+    for batch in (32, 32, 48, 100):
+        x = torch.randn(batch, 64, device="cuda", dtype=torch.float64, requires_grad=True)
+        expected_x = x.detach().clone().requires_grad_()
+        compiled(x).square().mean().backward()
+        expected_module(expected_x).square().mean().backward()
+        torch.testing.assert_close(x.grad, expected_x.grad)
+        for own, expected in zip(module.parameters(), expected_module.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, expected.grad)
+        module.zero_grad(set_to_none=True)
+        expected_module.zero_grad(set_to_none=True)
 
 
 def test_callables_made_into_graphs():
