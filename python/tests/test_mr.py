@@ -281,7 +281,7 @@ def test_the_process_s_pool_has_its_tags_and_its_history_as_a_resource():
         assert buffer.to_bytes() == b"abc"
         buffer.free()
         actions = [event["action"] for event in vpmm.snapshot()["device_traces"][0]]
-        assert actions == ["alloc", "free_completed"]
+        assert actions == ["alloc", "free_requested", "free_completed"]
     finally:
         vpmm.record_history(0)
 

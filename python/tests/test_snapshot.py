@@ -16,6 +16,9 @@ def no_history():
     vpmm.record_history(0)
 
 
+_WHOLE = ("alloc", "free_requested", "free_completed")
+
+
 def blocks_of(made):
     return {block["address"]: block for segment in made["segments"] for block in segment["blocks"]}
 
@@ -60,10 +63,11 @@ def test_history_says_what_was_done_and_where():
     assert seen == [
         ("alloc", kept.ptr, 100_000),
         ("alloc", address, 5000),
+        ("free_requested", address, 5120),
         ("free_completed", address, 5120),
         ("oom", None, 1 << 50),
     ]
-    assert events[3]["device_free"] >= 0
+    assert events[4]["device_free"] >= 0
     assert [event["time_us"] for event in events] == sorted(event["time_us"] for event in events)
     names = [frame["name"] for frame in events[0]["frames"]]
     assert names[:2] == ["make_and_keep", "test_history_says_what_was_done_and_where"]
@@ -78,7 +82,7 @@ def test_only_the_last_events_are_kept():
     for size in range(1, 11):
         vpmm.DeviceBuffer(size).free()
     (events,) = vpmm.snapshot()["device_traces"]
-    assert [event["action"] for event in events] == ["alloc", "free_completed"] * 2
+    assert [event["action"] for event in events] == [*_WHOLE] * 2
     assert [event["size"] for event in events if event["action"] == "alloc"] == [9, 10]
     assert all(event["frames"] == [] for event in events)
     vpmm.record_history(0)
@@ -105,5 +109,81 @@ def test_stacks_of_calls_are_kept_as_long_as_their_events():
         made = {"vpmm": vpmm}
         exec(compile(f"def made_{at}(): vpmm.DeviceBuffer(1).free()\nmade_{at}()", "made", "exec"), made)
     (events,) = vpmm.snapshot()["device_traces"]
-    assert [event["frames"][0]["name"] for event in events[::2]] == [f"made_{at}" for at in range(4950, 5000)]
+    assert [event["frames"][0]["name"] for event in events[::3]] == [f"made_{at}" for at in range(4950, 5000)]
     assert len(_snapshot._places.by_number()) < 3000
+
+
+def test_what_is_unmapped_is_told_last():
+    vpmm.trim()
+    vpmm.record_history(1000)
+    kept = [vpmm.DeviceBuffer(4 << 20) for _ in range(8)]
+    addresses = [(buffer.ptr, buffer.ptr + buffer.size) for buffer in kept]
+    del kept
+    vpmm.trim()
+    made = vpmm.snapshot()
+    (events,) = made["device_traces"]
+    told = [event["action"] == "segment_unmap" for event in events]
+    assert any(told) and told == sorted(told)
+    # The page looks for each block in a segment that there was.
+    mapped = [(segment["address"], segment["total_size"]) for segment in made["segments"]]
+    mapped += [(event["addr"], event["size"]) for event in events if event["action"] == "segment_unmap"]
+    for begin, end in addresses:
+        assert sum(max(0, min(end, at + size) - max(begin, at)) for at, size in mapped) == end - begin
+
+
+#: What PyTorch's page can read of a pickle: torch/utils/viz/MemoryViz.js.
+_READ_BY_THE_PAGE = {
+    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
+    *("EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "LIST", "APPEND", "APPENDS"),
+    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "NONE", "NEWTRUE", "NEWFALSE"),
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"),
+}
+
+
+def a_past(tmp_path):
+    """A file of what was done with frames, on two heaps, with failures and what is unmapped again."""
+    vpmm.record_history(10_000)
+    kept = [make_and_keep(size) for size in (100, 5000, 3 << 20, 100 << 20)]
+    with vpmm.tag('a tag with a quote " and ünicode'):
+        kept.append(make_and_keep(1 << 20))
+    for size in range(1, 500):
+        make_and_keep(size * 1000)
+    with pytest.raises(MemoryError):
+        vpmm.DeviceBuffer(1 << 50)
+    del kept[1]
+    vpmm.trim()
+    file = tmp_path / "pool.pickle"
+    vpmm.snapshot(file)
+    return file, kept
+
+
+def test_pytorch_s_page_reads_it(tmp_path):
+    file, kept = a_past(tmp_path)
+    for code, argument, _ in pickletools.genops(file.read_bytes()):
+        assert code.name in _READ_BY_THE_PAGE
+        # Its numbers are floating-point ones.
+        assert not isinstance(argument, int) or abs(argument) < 1 << 53
+    del kept
+
+
+def test_pytorch_s_own_tools_read_it(tmp_path):
+    viz = pytest.importorskip("torch.cuda._memory_viz")
+    file, kept = a_past(tmp_path)
+    made = pickle.loads(file.read_bytes())
+    for function in (viz.segments, viz.memory):
+        lines = function(made, format_flamegraph=lambda text: text).splitlines()
+        assert any("active_allocated;" in line and "make_and_keep" in line for line in lines)
+        for line in lines:
+            assert line.rsplit(" ", 1)[1].isdecimal()
+    live = sum(buffer.size for buffer in kept)
+    assert f"total_allocated: {viz.Bytes(live)}" in viz.segsum(made)
+    assert "raise OutOfMemoryError" in viz.trace(made)
+    same = viz.compare(made["segments"], made["segments"], format_flamegraph=lambda text: text)
+    assert same == ""
+    for page in (viz.trace_plot(made), viz.trace_plot(made, plot_segments=True), viz.segment_plot(made)):
+        assert "MemoryViz.js" in page
+    viz.trace_plot(made, filter_freed=True)
+    left = [event["action"] for event in made["device_traces"][0]]
+    assert left.count("alloc") == len(kept)
+    assert {*left} <= {"alloc", "oom", "segment_unmap"}
+    del kept

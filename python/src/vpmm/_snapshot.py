@@ -8,6 +8,7 @@ import os
 import pathlib
 import pickle
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from ._library import NULL, call, ffi, lib
@@ -77,10 +78,40 @@ def _frames(place: _Place) -> list[dict[str, Any]]:
     return [{"filename": file, "line": line, "name": name} for file, line, name in place]
 
 
+def _with_requests(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """PyTorch tells of a free twice: when it is asked for, and when the memory is its stream's again, which
+    here is at once. Its page takes one without the other for a block that waits."""
+    for event in events:
+        if event["action"] == "free_completed":
+            yield {**event, "action": "free_requested"}
+        yield event
+
+
+def _unmapped(events: list[dict[str, Any]], segments: list[dict[str, Any]]) -> Iterator[tuple[int, int]]:
+    """From where to where blocks were in which nothing is mapped any more."""
+    ends = (1 << 64, 1 << 64)
+    mapped = iter(sorted((made["address"], made["address"] + made["total_size"]) for made in segments))
+    blocks = sorted((event["addr"], event["addr"] + event["size"]) for event in events if event.get("addr"))
+    segment, done = next(mapped, ends), 0
+    for begin, end in blocks:
+        begin = max(begin, done)
+        while begin < end:
+            if segment[1] <= begin:
+                segment = next(mapped, ends)
+            elif segment[0] <= begin:
+                begin = segment[1]
+            else:
+                stop = min(end, segment[0])
+                yield begin, stop
+                begin = stop
+        done = max(done, end)
+
+
 def snapshot(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     """What the process's pools hold, and did since :func:`record_history`, in the structure of
-    ``torch.cuda.memory._snapshot()``. With a path it is also written: as JSON where the name ends in
-    ``.json``, else as a pickle of protocol 4, which https://pytorch.org/memory_viz opens."""
+    ``torch.cuda.memory._snapshot()``. What is unmapped by now of where blocks were is told last, as
+    ``segment_unmap``: the pool keeps no notes of when it was. With a path it is also written: as JSON where
+    the name ends in ``.json``, else as a pickle of protocol 4, which https://pytorch.org/memory_viz opens."""
     parts: list[bytes] = []
 
     @ffi.callback("void(void *, char *, size_t)")
@@ -92,6 +123,7 @@ def snapshot(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     places = _places.by_number()
     last: dict[tuple[int, int], dict[str, Any]] = {}
     for device, events in enumerate(made["device_traces"]):
+        events = made["device_traces"][device] = list(_with_requests(events))
         for event in events:
             event["frames"] = _frames(places.get(event.pop("where"), ()))
             if event["action"] == "alloc":
@@ -102,6 +134,16 @@ def snapshot(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
             event = last.get((segment["device"], block["address"]))
             if event is not None and block["vpmm_state"] == "live":
                 block["frames"], block["requested_size"] = event["frames"], event["size"]
+    for device, events in enumerate(made["device_traces"]):
+        own = [segment for segment in made["segments"] if segment["device"] == device]
+        # Its page looks for a segment around each block that there was.
+        events += [
+            {
+                **{"action": "segment_unmap", "addr": begin, "size": end - begin, "stream": 0},
+                **{"time_us": events[-1]["time_us"], "frames": []},
+            }
+            for begin, end in _unmapped(events, own)
+        ]
     if path is not None:
         file = pathlib.Path(path)
         if file.suffix == ".json":
