@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the Python package into a virtual environment of its own and runs its tests on the simulated
-# device. Installs maturin, cffi, distributed (Dask), numpy and pytest there, from the package index.
+# device, and checks its types. Installs maturin, cffi, distributed (Dask), numpy, pytest and mypy there, from
+# the package index.
 #
 #     scripts/python-tests.sh [--ray] [ARGUMENTS FOR PYTEST]
 #
@@ -18,7 +19,7 @@ fi
 
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
 environment=$CARGO_TARGET_DIR/python
-packages=('maturin>=1.9,<2' 'cffi>=1.15' distributed numpy pytest)
+packages=('maturin>=1.9,<2' 'cffi>=1.15' distributed numpy pytest 'mypy>=1.18,<2')
 is_with_ray=
 if [[ ${1:-} == --ray ]]; then
     is_with_ray=yes
@@ -43,6 +44,9 @@ pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -
 cargo build --quiet --locked --profile test -p vpmm-cli --bin vpmm
 export VPMM_COMMAND=$CARGO_TARGET_DIR/debug/vpmm
 cd python
+if (($# == 0)); then
+    mypy --cache-dir "$environment/mypy"
+fi
 VPMM_DEVICE=sim python -m pytest tests "$@"
 if (($# == 0)); then
     # For two GPUs; here so that it is not there that it runs for the first time.

@@ -1,5 +1,6 @@
 """Pools, what they hold, and what they refuse."""
 
+import inspect
 import subprocess
 import sys
 import threading
@@ -8,6 +9,7 @@ import time
 import pytest
 
 import vpmm
+from vpmm import _pool, _worker
 from vpmm._pool import bytes_of
 
 MIB = 1 << 20
@@ -156,6 +158,17 @@ def test_threads_share_a_pool():
         thread.join()
     assert not wrong and pool.statistics().live_count == 0
     pool.validate()
+
+
+def test_options_have_the_names_that_checkers_know():
+    names = [*inspect.signature(_pool._options).parameters][1:]
+    assert [*vpmm.PoolOptions.__annotations__] == names
+    settings = inspect.signature(_worker.Worker).parameters
+    own = [name for name, parameter in settings.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    assert [*_worker.Settings.__annotations__][-len(own) :] == own
+    # No more is needed than cffi.
+    program = "import sys, vpmm, vpmm._worker, vpmm.torch\nassert 'typing_extensions' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_versions_agree():

@@ -31,6 +31,7 @@ from ._errors import (
 from ._library import lib as _lib
 from ._pool import (
     Pool,
+    PoolOptions,
     Statistics,
     configure,
     device_count,
@@ -59,6 +60,7 @@ __all__ = [
     "OutOfMemoryError",
     "PointerError",
     "Pool",
+    "PoolOptions",
     "Record",
     "RefusedError",
     "StaleMemoryLayoutError",

@@ -6,10 +6,13 @@ import dataclasses
 import functools
 import re
 import threading
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from ._errors import InUseError
 from ._library import EVERY_DEVICE, address, answer, call, ffi, handle, lib, text_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _UNITS = {
     "": 1,
@@ -88,6 +91,23 @@ def statistics_by(function: Any, *arguments: Any) -> Statistics:
     return Statistics(*(getattr(stats, name) for name in _FIELDS))
 
 
+class PoolOptions(TypedDict, total=False):
+    """What :class:`Pool` and :func:`configure` take by name."""
+
+    limit: int | str | None
+    profile: str
+    addresses: int | str | None
+    release_threshold: int | str | None
+    moves_per_second: int | None
+    patience: float | None
+    background: float | None
+    ahead: int | str | None
+    wait: float | None
+    initial_pages: int
+    page_size: int | str | None
+    prefer: str | None
+
+
 def _options(
     device: int,
     *,
@@ -156,7 +176,7 @@ class Pool:
     the pool grew last. ``initial_pages``, ``page_size``: of the paged profile.
     """
 
-    def __init__(self, device: int = 0, **options):
+    def __init__(self, device: int = 0, **options: Unpack[PoolOptions]):
         made = _options(device, **options)
         self._take(answer("vpmm_pool *", lib.vpmm_pool_create, _driver(), made), device)
 
@@ -227,7 +247,7 @@ def device_count() -> int:
 _configured: dict[int | None, bytes] = {}
 
 
-def configure(device: int | None = None, **options) -> None:
+def configure(device: int | None = None, **options: Unpack[PoolOptions]) -> None:
     """Sets what the process's pools will be made with: that of a device, or those of all that have no
     settings of their own. Options as :class:`Pool` has them. :class:`vpmm.InUseError` if a pool that it is
     for was made already, with others."""
@@ -241,7 +261,7 @@ def configure(device: int | None = None, **options) -> None:
     _configured[device] = same
 
 
-def is_configured_otherwise(device: int | None, **options) -> bool:
+def is_configured_otherwise(device: int | None, **options: Unpack[PoolOptions]) -> bool:
     """Whether :func:`configure` was called for just that, with other options."""
     made = _options(EVERY_DEVICE if device is None else device, **options)
     return device in _configured and _configured[device] != bytes(ffi.buffer(made))

@@ -8,9 +8,11 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from . import _pool
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass
@@ -50,7 +52,7 @@ class profile(contextlib.ContextDecorator):
         self.name, self.device = name, device
         self._stack: list[Any] = []
 
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, function: _Function) -> _Function:
         name = self.name or f"{function.__module__}.{function.__qualname__}"
         device = self.device
 
@@ -60,7 +62,7 @@ class profile(contextlib.ContextDecorator):
             with profile(name, device=device):
                 return function(*arguments, **named)
 
-        return wrapped
+        return cast("_Function", wrapped)
 
     def __enter__(self) -> profile:
         peaks = _pool.Peaks.enter(self.device)

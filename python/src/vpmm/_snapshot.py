@@ -55,7 +55,7 @@ _places = _Places(0)
 
 @ffi.callback("uint64_t(void *)", error=0)
 def _where(_: Any) -> int:
-    frames = []
+    frames: list[tuple[str, int, str]] = []
     frame = sys._getframe().f_back
     while frame is not None and len(frames) < _MOST_FRAMES:
         code = frame.f_code
@@ -131,9 +131,9 @@ def snapshot(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     for segment in made["segments"]:
         segment["segment_pool_id"] = tuple(segment["segment_pool_id"])
         for block in segment["blocks"]:
-            event = last.get((segment["device"], block["address"]))
-            if event is not None and block["vpmm_state"] == "live":
-                block["frames"], block["requested_size"] = event["frames"], event["size"]
+            made_by = last.get((segment["device"], block["address"]))
+            if made_by is not None and block["vpmm_state"] == "live":
+                block["frames"], block["requested_size"] = made_by["frames"], made_by["size"]
     for device, events in enumerate(made["device_traces"]):
         own = [segment for segment in made["segments"] if segment["device"] == device]
         # Its page looks for a segment around each block that there was.

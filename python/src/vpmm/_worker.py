@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _pool, _snapshot, mr
 from ._errors import InUseError
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _LOGGER = logging.getLogger("vpmm")
+
+
+class Settings(_pool.PoolOptions, total=False):
+    """What :class:`Worker` takes by name."""
+
+    pool_size: int | str | None
+    torch: bool
+    cupy: bool
+    numba: bool
+    history: int
+    snapshot: str | None
+    log: str | None
 
 
 class Worker:
@@ -31,7 +46,7 @@ class Worker:
         history: int = 0,
         snapshot: str | None = None,
         log: str | None = None,
-        **options: Any,
+        **options: Unpack[_pool.PoolOptions],
     ):
         # A mistake is told to who asks for workers, and not by every worker.
         _pool._options(0, **options)

@@ -15,13 +15,16 @@ then device 0. This module needs Dask's ``distributed``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from distributed import WorkerPlugin
 
 from . import _pool
-from ._worker import Worker
+from ._worker import Settings, Worker
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class VpmmPlugin(WorkerPlugin):
@@ -37,7 +40,7 @@ class VpmmPlugin(WorkerPlugin):
 
     name = "vpmm"
 
-    def __init__(self, **settings: Any):
+    def __init__(self, **settings: Unpack[Settings]):
         self._settings = Worker(**settings)
 
     def setup(self, worker: Any) -> None:

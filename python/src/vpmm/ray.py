@@ -24,10 +24,13 @@ import inspect
 import json
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _snapshot
-from ._worker import Worker
+from ._worker import Settings, Worker
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: What a process is told by: of the job, and of its actor.
 _OF_JOB, _OF_ACTOR = "VPMM_RAY_JOB", "VPMM_RAY_ACTOR"
@@ -39,7 +42,7 @@ _NEEDS_DEVICE = ("pool_size", "log")
 _is_set_up = _is_prepared = False
 
 
-def actor(cls: type | None = None, /, **settings: Any) -> Any:
+def actor(cls: type | None = None, /, **settings: Unpack[Settings]) -> Any:
     """A decorator of a class, below ``ray.remote``: a process that makes an object of it makes its pool
     before.
 
@@ -51,7 +54,7 @@ def actor(cls: type | None = None, /, **settings: Any) -> Any:
     """
     Worker(**settings)
 
-    def decorate(cls: type) -> type:
+    def decorate(cls: Any) -> Any:
         init: Callable[..., None] = cls.__init__
 
         def __init__(self: Any, *arguments: Any, **named: Any) -> None:
@@ -67,7 +70,7 @@ def actor(cls: type | None = None, /, **settings: Any) -> Any:
     return decorate if cls is None else decorate(cls)
 
 
-def options(runtime_env: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+def options(runtime_env: dict[str, Any] | None = None, **settings: Unpack[Settings]) -> dict[str, Any]:
     """For ``Trainer.options(**vpmm.ray.options(…))``, and among ``ray.remote``'s own: settings of an actor
     whose class has :func:`actor`, in place of those that it has there. An actor whose class has not follows
     them where the job has :func:`job`, but for what needs the device at once. A ``runtime_env`` that is given
@@ -75,7 +78,7 @@ def options(runtime_env: dict[str, Any] | None = None, **settings: Any) -> dict[
     return {"runtime_env": _with_variable(runtime_env, _OF_ACTOR, settings)}
 
 
-def job(runtime_env: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+def job(runtime_env: dict[str, Any] | None = None, **settings: Unpack[Settings]) -> dict[str, Any]:
     """For ``ray.init(**vpmm.ray.job(…))``: every worker process of the job has these settings, those of
     :func:`actor`, for the pool that it makes with its first request. ``pool_size`` and ``log`` are for
     actors: which GPU is to hold what, a process does not know when it starts."""
@@ -89,7 +92,7 @@ def job(runtime_env: dict[str, Any] | None = None, **settings: Any) -> dict[str,
     return {"runtime_env": made}
 
 
-def setup(**settings: Any) -> None:
+def setup(**settings: Unpack[Settings]) -> None:
     """Makes the process's pool: with these settings, and where they say nothing those of the job. Nothing
     the second time. For code that Ray calls in a process that knows its GPU."""
     global _is_set_up
@@ -127,9 +130,7 @@ def _told(variable: str) -> dict[str, Any]:
     return json.loads(os.environ.get(variable, "{}"))
 
 
-def _with_variable(
-    runtime_env: dict[str, Any] | None, variable: str, settings: dict[str, Any]
-) -> dict[str, Any]:
+def _with_variable(runtime_env: dict[str, Any] | None, variable: str, settings: Settings) -> dict[str, Any]:
     made = dict(runtime_env or {})
     # A mistake is told here, and not by every process.
     Worker(**settings)

@@ -14,11 +14,14 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _library, _pool
 from ._errors import InUseError
 from ._mem_pool import HeapMemPool
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _SETTERS = {
     "set_init_fn": "vpmm_torch_init",
@@ -35,7 +38,7 @@ _SETTERS = {
 def _address(name: str) -> int:
     # By name, as PyTorch finds the first two: some have types of C++, which cffi knows nothing of.
     function = getattr(ctypes.CDLL(_library.path()), name)
-    return ctypes.cast(function, ctypes.c_void_p).value
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @functools.cache
@@ -51,7 +54,7 @@ def allocator() -> Any:
     return plugged
 
 
-def use(device: int | None = None, *, report: bool = True, **options) -> None:
+def use(device: int | None = None, *, report: bool = True, **options: Unpack[_pool.PoolOptions]) -> None:
     """Makes the process's pools PyTorch's allocator, for all devices. Before the first CUDA call.
 
     Options are those of :class:`vpmm.Pool`, for one device or all. With ``report``, as by default,
@@ -86,7 +89,7 @@ def is_used() -> bool:
     return _is_used
 
 
-def MemPool(name: str | None = None, *, device: Any = None, **arguments) -> Any:
+def MemPool(name: str | None = None, *, device: Any = None, **arguments: Any) -> Any:
     """Memory apart from the other, for :func:`use_mem_pool`.
 
     After :func:`use` it is a :class:`HeapMemPool`, of the ``name`` if one is given: a heap of its own in the

@@ -63,14 +63,13 @@ def put_attributes(module: Any, tensors: dict[str, tuple[Any, str]]) -> None:
                 made[number] = _put(made[number], tensor, known)
             elif number == len(made):
                 made.append(_put(None, tensor, known))
+        whole: Any = tuple(made)
         if isinstance(held, list):
             held[:] = made
-            made = held
+            whole = held
         elif hasattr(held, "_fields"):
-            made = type(held)(*made)
-        else:
-            made = tuple(made)
-        setattr(owner, attribute, made)
+            whole = type(held)(*made)
+        setattr(owner, attribute, whole)
 
 
 def _put(held: Any, published: tuple[Any, str], known: set[int]) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .. import _pool
 from .._library import answer, lib
 from ._resource import DeviceMemoryResource, bytes_or_none, settings_text
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class CudaMemoryResource(DeviceMemoryResource):
@@ -69,7 +72,7 @@ class PoolMemoryResource(DeviceMemoryResource):
         maximum_pool_size: int | str | None = None,
         *,
         device: int | None = None,
-        **options: Any,
+        **options: Unpack[_pool.PoolOptions],
     ):
         if upstream is not None and not isinstance(upstream, CudaMemoryResource):
             raise TypeError(
