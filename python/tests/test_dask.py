@@ -1,11 +1,19 @@
 """Dask workers with a pool each. Skipped where Dask is not installed."""
 
+import contextlib
+import csv
+import os
+import pathlib
 import pickle
+import subprocess
+import sys
+import textwrap
 import time
 
 import pytest
 
 import vpmm
+from vpmm._worker import Settings
 
 distributed = pytest.importorskip("distributed")
 
@@ -74,3 +82,140 @@ def test_options_on_a_worker_s_command_line(tmp_path):
     ):
         (text,) = client.run(ask_too_much).values()
         assert "at most 48 MiB" in text
+
+
+#: PyTorch, CuPy and Numba as far as a worker needs them. They may not be there, and want a GPU.
+_STAND_INS = {
+    "cupy.py": """
+        class cuda:
+            allocators = []
+            set_allocator = allocators.append
+    """,
+    "numba/__init__.py": "",
+    "numba/cuda.py": """
+        class HostOnlyCUDAMemoryManager: pass
+        managers = []
+        set_memory_manager = managers.append
+    """,
+    "torch/__init__.py": """
+        from . import cuda
+    """,
+    "torch/cuda/__init__.py": """
+        from . import memory
+        memory_stats = len
+    """,
+    "torch/cuda/memory.py": """
+        class CUDAPluggableAllocator:
+            def __init__(self, *_): pass
+            def allocator(self): return self
+            def __getattr__(self, name): return lambda address: None
+        allocators = []
+        def change_current_allocator(allocator):
+            assert not allocators, "Can't swap an already initialized allocator"
+            allocators.append(allocator)
+    """,
+}
+
+
+def who_allocates():
+    """Runs on a worker."""
+    import cupy
+    import numba.cuda
+    import torch
+
+    import vpmm.cupy
+    import vpmm.numba
+    import vpmm.torch
+
+    return (
+        cupy.cuda.allocators == [vpmm.cupy.allocator],
+        numba.cuda.managers == [vpmm.numba.VpmmNumbaManager],
+        torch.cuda.memory.allocators == [vpmm.torch.allocator()],
+    )
+
+
+def command_of_worker(address, *options):
+    own = ["--nthreads", "1", "--no-dashboard", "--host", "127.0.0.1", "--memory-limit", "0"]
+    return [sys.executable, "-m", "dask", "worker", address, *own, "--preload", "vpmm.dask", *options]
+
+
+@contextlib.contextmanager
+def a_worker(folder, *options):
+    """A worker's own process, and its nanny's, by the command that a person types."""
+    for name, text in _STAND_INS.items():
+        file = folder / "stand-ins" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+    paths = [str(folder / "stand-ins"), str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    with (
+        distributed.LocalCluster(n_workers=0, dashboard_address=None) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        command = command_of_worker(cluster.scheduler_address, "--name", "a worker/1", *options)
+        log = folder / "worker.txt"
+        with log.open("w") as out:
+            process = subprocess.Popen(command, env=environment, cwd=folder, stdout=out, stderr=out)
+        try:
+            client.wait_for_workers(1, timeout=120)
+            yield client, log
+        finally:
+            # As a person ends it: it ends its worker in turn.
+            process.terminate()
+            process.wait(timeout=60)
+
+
+def test_a_worker_by_its_command(tmp_path):
+    from vpmm.dask import VpmmPlugin
+
+    options = "--vpmm-limit 48MiB --vpmm-pool-size 16MiB --vpmm-release-threshold 1GiB --vpmm-addresses 1GiB"
+    options += " --vpmm-history 100 --vpmm-snapshot a/snapshots --vpmm-log-directory a/logs"
+    options += " --vpmm-moves-per-second 0 --vpmm-torch --vpmm-cupy --vpmm-numba"
+    with a_worker(tmp_path, *options.split()) as (client, log):
+        (held,) = client.run(lambda: vpmm.statistics().mapped_bytes).values()
+        assert held >= 16 << 20
+        (text,) = client.run(ask_too_much).values()
+        assert "at most 48 MiB" in text
+        assert client.gather(client.map(hold, [1000, 2000])) == [1000, 2000]
+        assert [*client.run(who_allocates).values()] == [(True, True, True)]
+        # Once more from a client: what is set stays.
+        named = {"addresses": "1 GiB", "release_threshold": "1 GiB", "moves_per_second": 0}
+        plugin = VpmmPlugin(limit="48 MiB", torch=True, **named)
+        client.register_plugin(plugin)
+        assert client.gather(client.map(hold, [3000])) == [3000]
+    assert "made before" not in log.read_text() and "Failed to" not in log.read_text()
+    (snapshot,) = (tmp_path / "a" / "snapshots").iterdir()
+    assert snapshot.name == "vpmm-a-worker-1.pickle"
+    events = pickle.loads(snapshot.read_bytes())["device_traces"][0]
+    assert {event["action"] for event in events} >= {"alloc", "free_completed", "oom"}
+    (written,) = (tmp_path / "a" / "logs").iterdir()
+    assert written.name == "vpmm-a-worker-1.dev0.csv"
+    with written.open() as rows:
+        assert [row["Action"] for row in csv.DictReader(rows)].count("allocate") == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--vpmm-colour", "blue"], "No such option"),
+        (["--vpmm-limit", "60 GX"], "'60 GX' is no size"),
+        (["--vpmm-limit", "0.8"], "0.8 is no size"),
+        (["--vpmm-pool-size", "much"], "'much' is no size"),
+        (["--vpmm-profile", "large"], "'large' is no profile"),
+        (["--vpmm-prefer", "tea"], "prefer cannot be 'tea'"),
+        (["--vpmm-moves-per-second", "-1"], "moves_per_second cannot be -1"),
+        (["--vpmm-history", "many"], "'many' is not a valid integer"),
+    ],
+)
+def test_what_a_command_cannot_say_is_refused_at_once(options, said):
+    # No scheduler is there, and none is asked for.
+    command = command_of_worker("tcp://127.0.0.1:9", *options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+def test_a_command_has_all_options_of_pools():
+    from vpmm.dask import dask_setup
+
+    names = {parameter.name.removeprefix("vpmm_") for parameter in dask_setup.params}
+    assert names == {*Settings.__annotations__}

@@ -76,7 +76,9 @@ def test_sizes_are_numbers_or_text():
     assert bytes_of("20 GB") == 20 * 10**9
     assert bytes_of("1.5GiB") == 3 << 29
     assert bytes_of(" 512 ") == bytes_of("512B") == bytes_of(512)
-    for wrong in ("", "GB", "1 PB", "-1", "1e9"):
+    assert bytes_of("2.0") == bytes_of(2.0) == 2
+    # A part of the device's memory, as others have it, is not taken for no byte.
+    for wrong in ("", "GB", "1 PB", "-1", "1e9", 0.8, "0.8", "0.8 B", -5):
         with pytest.raises(ValueError):
             bytes_of(wrong)
 

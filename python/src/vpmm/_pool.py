@@ -28,13 +28,20 @@ _UNITS = {
 }
 
 
-def bytes_of(size: int | str) -> int:
+def bytes_of(size: int | float | str) -> int:
     """A number of bytes, given as such or as in ``"20 GB"``, ``"1.5GiB"``."""
     if isinstance(size, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]i?)?B|)\s*", size, re.IGNORECASE)
         if not found:
             raise ValueError(f"{size!r} is no size: a number, and B, KB, KiB and so on")
-        return int(float(found[1]) * _UNITS[found[2].upper()])
+        if _UNITS[found[2].upper()] > 1:
+            return int(float(found[1]) * _UNITS[found[2].upper()])
+        size = found[1] if "." not in found[1] else float(found[1])
+    # As others have it: a part of the device's memory.
+    if isinstance(size, float) and not size.is_integer():
+        raise ValueError(f"{size} is no size: bytes are whole")
+    if int(size) < 0:
+        raise ValueError(f"{size} is no size: less than nothing")
     return int(size)
 
 
@@ -140,6 +147,8 @@ def _options(
     if addresses is not None:
         options.va_size_bytes = bytes_of(addresses)
     if moves_per_second is not None:
+        if moves_per_second < 0:
+            raise ValueError(f"moves_per_second cannot be {moves_per_second}")
         options.moves_per_second = max(moves_per_second, 1)
     if patience is not None:
         options.patience_nanoseconds = min(int(patience * 1e9), 2**63)

@@ -25,6 +25,7 @@ class Settings(_pool.PoolOptions, total=False):
     history: int
     snapshot: str | None
     log: str | None
+    log_directory: str | None
 
 
 class Worker:
@@ -33,7 +34,8 @@ class Worker:
     ``limit`` and whatever else :class:`vpmm.Pool` takes. ``pool_size`` is what the pool holds from the begin.
     ``torch``, ``cupy`` and ``numba`` have these libraries allocate from it. ``history`` is how many requests
     are kept; with ``snapshot``, a folder, the worker writes what its pool held there when it ends. ``log`` is
-    a file for a row for each allocation of buffers, CuPy and Numba, in RMM's format.
+    a file for a row for each allocation of buffers, CuPy and Numba, in RMM's format, in ``log_directory``
+    where one is given, in which it is ``vpmm.csv`` without a name. Folders are made.
     """
 
     def __init__(
@@ -46,13 +48,15 @@ class Worker:
         history: int = 0,
         snapshot: str | None = None,
         log: str | None = None,
+        log_directory: str | None = None,
         **options: Unpack[_pool.PoolOptions],
     ):
         # A mistake is told to who asks for workers, and not by every worker.
         _pool._options(0, **options)
         self.options, self.pool_size = options, _pool.bytes_of(pool_size or 0)
         self.torch, self.cupy, self.numba = torch, cupy, numba
-        self.history, self.snapshot, self.log = history, snapshot, log
+        self.history, self.snapshot = history, snapshot
+        self.log = log if log_directory is None else os.path.join(log_directory, log or "vpmm.csv")
 
     def prepare(self) -> None:
         """Has the process's pool be so once it is made, and libraries allocate from it. Touches no device, so
@@ -88,7 +92,11 @@ class Worker:
             pool.free(pool.malloc(self.pool_size))
         if self.history:
             _snapshot.record_history(self.history)
+        if self.snapshot:
+            # A folder that cannot be there is told of now, and not when the work is done.
+            os.makedirs(self.snapshot, exist_ok=True)
         if self.log:
+            os.makedirs(os.path.dirname(self.log) or ".", exist_ok=True)
             stem, ending = os.path.splitext(self.log)
             file = f"{stem}{_in_a_file_s_name(name)}{ending}"
             process = mr.PoolMemoryResource.of_process()

@@ -34,8 +34,8 @@ class VpmmPlugin(WorkerPlugin):
     ``torch``, ``cupy`` and ``numba`` have these libraries allocate from the pool; ``history`` is how many
     requests are kept; with ``snapshot``, a folder, each worker writes what its pool held there when it ends;
     ``log`` is a file, before whose ending the worker's name goes, for a row for each allocation of buffers,
-    CuPy and Numba, in RMM's format. What a worker's pool holds shows under ``vpmm`` in the worker's metrics,
-    and is answered by ``client.run(vpmm.statistics)``.
+    CuPy and Numba, in RMM's format, in the folder ``log_directory``, if one is given. What a worker's pool
+    holds shows under ``vpmm`` in the worker's metrics, and is answered by ``client.run(vpmm.statistics)``.
     """
 
     name = "vpmm"
@@ -58,20 +58,53 @@ async def _metric(_: Any) -> dict[str, int]:
     return {"live_bytes": now.live_bytes, "held_bytes": now.mapped_bytes}
 
 
+_OF_POOL = {
+    "limit": (str, "the most that the pool may hold, as in '60 GB'"),
+    "profile": (str, "'default' or 'paged'"),
+    "addresses": (str, "addresses to reserve"),
+    "release_threshold": (str, "free memory above this goes back to the device"),
+    "moves_per_second": (int, "how much driver time goes into holding little"),
+    "patience": (float, "seconds that a request looks whether others' freed memory becomes ready"),
+    "background": (float, "seconds between two looks of a thread of the pool's own"),
+    "ahead": (str, "free memory that this thread keeps mapped"),
+    "wait": (float, "seconds that a request waits for memory that is in use"),
+    "initial_pages": (int, "of the paged profile"),
+    "page_size": (str, "of the paged profile"),
+    "prefer": (str, "to 'grow', or to 'wait' for what other streams have freed"),
+}
+
+
+def _check(_: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    # While the command line is read: a worker whose preload fails says so in its log, and goes on without.
+    if value is not None:
+        try:
+            Worker(**{str(parameter.name).removeprefix("vpmm_"): value})
+        except (ValueError, OverflowError) as error:
+            raise click.BadParameter(str(error)) from None
+    return value
+
+
+def _with_options_of_pool(command: Any) -> Any:
+    for name, (kind, text) in reversed(_OF_POOL.items()):
+        option = click.option(f"--vpmm-{name.replace('_', '-')}", type=kind, callback=_check, help=text)
+        command = option(command)
+    return command
+
+
 @click.command()
-@click.option("--vpmm-limit", help="the most that the pool may hold, as in '60 GB'")
-@click.option("--vpmm-pool-size", help="what the pool holds from the begin")
-@click.option("--vpmm-release-threshold", help="free memory above this goes back to the device")
+@_with_options_of_pool
+@click.option("--vpmm-pool-size", callback=_check, help="what the pool holds from the begin")
 @click.option("--vpmm-torch", is_flag=True, help="have PyTorch allocate from the pool")
 @click.option("--vpmm-cupy", is_flag=True, help="have CuPy allocate from the pool")
 @click.option("--vpmm-numba", is_flag=True, help="have Numba allocate from the pool")
-@click.option("--vpmm-history", type=int, default=0, help="requests that are kept")
+@click.option("--vpmm-history", type=click.IntRange(0), default=0, help="requests that are kept")
 @click.option("--vpmm-snapshot", help="a folder for what the pool held at the end")
 @click.option("--vpmm-log", help="a file for a row for each allocation")
+@click.option("--vpmm-log-directory", help="a folder for that file")
 def dask_setup(worker: Any, **given: Any) -> None:
     """Called by ``--preload vpmm.dask``."""
-    names = {name.removeprefix("vpmm_"): value for name, value in given.items()}
-    worker._vpmm = VpmmPlugin(**{name: value for name, value in names.items() if value})
+    settings = {name.removeprefix("vpmm_"): value for name, value in given.items() if value is not None}
+    worker._vpmm = VpmmPlugin(**settings)
     worker._vpmm.setup(worker)
 
 

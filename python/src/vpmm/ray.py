@@ -37,7 +37,7 @@ _OF_JOB, _OF_ACTOR = "VPMM_RAY_JOB", "VPMM_RAY_ACTOR"
 _HOOK = "vpmm.ray.prepare"
 
 #: What only a process that knows its GPU can do.
-_NEEDS_DEVICE = ("pool_size", "log")
+_NEEDS_DEVICE = ("pool_size", "log", "log_directory")
 
 _is_set_up = _is_prepared = False
 
