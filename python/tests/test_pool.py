@@ -1,6 +1,7 @@
 """Pools, what they hold, and what they refuse."""
 
 import inspect
+import pickle
 import subprocess
 import sys
 import threading
@@ -195,3 +196,56 @@ def test_a_thread_maps_ahead_of_requests():
     assert pool.statistics().mapped_bytes >= 32 << 20
     with pytest.raises(OverflowError):
         vpmm.Pool(background=-1)
+
+
+def test_a_limit_may_be_lowered_and_raised_again():
+    pool = vpmm.Pool(limit="64 MiB", addresses="1 GiB")
+    pool.limit_to("16 MiB")
+    with pytest.raises(vpmm.OutOfMemoryError, match="16 MiB"):
+        pool.malloc(32 * MIB)
+    pool.limit_to("1 TiB")
+    with pytest.raises(vpmm.OutOfMemoryError, match="64 MiB"):
+        pool.malloc(65 * MIB)
+    pool.limit_to(0)
+    with pytest.raises(vpmm.OutOfMemoryError):
+        pool.malloc(1)
+    pool.limit_to(None)
+    pool.free(pool.malloc(32 * MIB))
+
+
+def test_a_pool_s_own_memory_sleeps(tmp_path):
+    pool = vpmm.Pool(limit="64 MiB", addresses="1 GiB")
+    other, asleep = pool.malloc(3 * MIB), pool.malloc(5 * MIB, tag="cache")
+    assert pool.malloc(0, tag="cache") == 0
+    for options in ({}, {"contents": "discard"}, {"path": tmp_path / "saved"}):
+        held = pool.statistics().mapped_bytes
+        returned = pool.suspend("cache", **options)
+        assert returned >= 5 * MIB and pool.statistics().mapped_bytes == held - returned
+        with pytest.raises(vpmm.StateError):
+            pool.malloc(1, tag="cache")
+        assert pool.resume("cache", empty=bool(options)) == returned
+    with pytest.raises(vpmm.NotFoundError):
+        pool.suspend("weights")
+    with pytest.raises(vpmm.NotFoundError):
+        vpmm.suspend("cache")
+    with pytest.raises(ValueError, match="contents"):
+        pool.suspend("cache", contents="sell")
+    pool.free(other)
+    pool.free(asleep)
+
+
+def test_a_pool_s_own_snapshot(tmp_path):
+    pool = vpmm.Pool(addresses="1 GiB")
+    main, tagged = pool.malloc(3 * MIB), pool.malloc(5 * MIB, tag="cache")
+    made = pool.snapshot(tmp_path / "pool.pickle")
+    live = {
+        block["address"]: (block["size"], segment["heap"])
+        for segment in made["segments"]
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    }
+    assert live == {main: (3 * MIB, "main"), tagged: (5 * MIB, "tag cache")}
+    assert made["device_traces"] == [[]]
+    assert pickle.loads((tmp_path / "pool.pickle").read_bytes()) == made
+    pool.free(main)
+    pool.free(tagged)

@@ -43,6 +43,7 @@ from ._pool import (
     trim,
 )
 from ._profile import Record, forget_records, profile, records, report
+from ._share import Export, Imported
 from ._sleep import resume, suspend, tag
 from ._snapshot import record_history, snapshot
 
@@ -52,6 +53,8 @@ __all__ = [
     "DisconnectedError",
     "DriverError",
     "Error",
+    "Export",
+    "Imported",
     "InUseError",
     "InputOutputError",
     "InvalidArgumentError",

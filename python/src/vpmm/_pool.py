@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
+from . import _share, _snapshot
 from ._errors import InUseError
-from ._library import EVERY_DEVICE, address, answer, call, ffi, handle, lib, text_of
+from ._library import EVERY_DEVICE, NULL, address, answer, call, ffi, handle, lib, text_of
+from ._stream import raw_stream
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,6 +46,13 @@ def bytes_of(size: int | float | str) -> int:
     if int(size) < 0:
         raise ValueError(f"{size} is no size: less than nothing")
     return int(size)
+
+
+_SHARING = {None: 0, "descriptors": 1, "fabric": 2}
+
+#: What becomes of what memory holds while it sleeps; a file is apart.
+_CONTENTS = {"discard": 0, "keep": 1, "keep buffers": 2}
+_SAVE = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +123,7 @@ class PoolOptions(TypedDict, total=False):
     initial_pages: int
     page_size: int | str | None
     prefer: str | None
+    sharing: str | None
 
 
 def _options(
@@ -130,6 +141,7 @@ def _options(
     initial_pages: int = 0,
     page_size: int | str | None = None,
     prefer: str | None = None,
+    sharing: str | None = None,
 ) -> Any:
     options = ffi.new("vpmm_pool_options *")
     lib.vpmm_pool_options_init(options, ffi.sizeof("vpmm_pool_options"))
@@ -139,6 +151,9 @@ def _options(
         raise ValueError(f"{profile!r} is no profile; known: default, paged")
     if prefer not in policies:
         raise ValueError(f"prefer cannot be {prefer!r}; known: None, 'grow', 'wait'")
+    if sharing not in _SHARING:
+        raise ValueError(f"sharing cannot be {sharing!r}; known: None, 'descriptors', 'fabric'")
+    options.sharing = _SHARING[sharing]
     options.device, options.profile = device, profiles[profile]
     options.pending_policy, options.initial_pages = policies[prefer], initial_pages
     if limit is not None:
@@ -182,7 +197,9 @@ class Pool:
     for requests of more than 64 KiB. The process's own pools have 0.02, others 0. ``background``: seconds
     between two looks of a thread of the pool's own, which makes freed memory everybody's and unmaps what
     has moved, so that requests need not; none at first. ``ahead``: free memory that it keeps mapped where
-    the pool grew last. ``initial_pages``, ``page_size``: of the paged profile.
+    the pool grew last. ``sharing``: with other processes, by ``"descriptors"`` on this machine, or by
+    ``"fabric"`` handles on every machine of the NVLink fabric. ``initial_pages``, ``page_size``: of the paged
+    profile.
     """
 
     def __init__(self, device: int = 0, **options: Unpack[PoolOptions]):
@@ -201,10 +218,14 @@ class Pool:
         pool._take(answer("vpmm_pool *", lib.vpmm_process_pool, device), device)
         return pool
 
-    def malloc(self, size: int, stream: int = 0) -> int:
+    def malloc(self, size: int, stream: int = 0, *, tag: str | None = None) -> int:
         """Allocates bytes for use on a stream (a ``cudaStream_t`` as a number); answers the address, 0 for
-        0 bytes."""
-        return address(answer("void *", lib.vpmm_malloc, self._handle, size, handle(stream)))
+        0 bytes. With a ``tag`` it is in a heap of that name, which :meth:`suspend` has sleep."""
+        if tag is None:
+            return address(answer("void *", lib.vpmm_malloc, self._handle, size, handle(stream)))
+        made = answer("vpmm_tagged *", lib.vpmm_tagged_open, self._handle, tag.encode())
+        heap = ffi.gc(made, lib.vpmm_tagged_release)
+        return address(answer("void *", lib.vpmm_tagged_malloc, heap, size, handle(stream)))
 
     def free(self, pointer: int, stream: int = 0) -> None:
         """Frees an allocation once everything enqueued on the stream so far has finished."""
@@ -217,6 +238,52 @@ class Pool:
     def trim(self, keep: int | str = 0) -> int:
         """Gives free memory back to the device until so much is held; answers the bytes given back."""
         return answer("uint64_t", lib.vpmm_pool_trim_to, self._handle, bytes_of(keep))
+
+    def limit_to(self, limit: int | str | None) -> None:
+        """Changes the most bytes that the pool may hold, at most to what it was made with, which ``None``
+        stands for. What it holds beyond that stays until it is free and trimmed."""
+        # As when it is made.
+        most = 0 if limit is None else max(1, bytes_of(limit))
+        call(lib.vpmm_pool_limit_to, self._handle, most)
+
+    def suspend(
+        self,
+        tag: str,
+        *,
+        contents: str = "keep",
+        path: str | os.PathLike[str] | None = None,
+        stream: Any = None,
+    ) -> int:
+        """Gives all memory with a tag back to the device: as :func:`vpmm.suspend`."""
+        if contents not in _CONTENTS:
+            raise ValueError(f"contents cannot be {contents!r}; known: {', '.join(_CONTENTS)}")
+        way = _CONTENTS[contents] if path is None else _SAVE
+        file = NULL if path is None else ffi.new("char[]", os.fsencode(path))
+        on = handle(raw_stream(stream))
+        return answer("uint64_t", lib.vpmm_suspend, self._handle, tag.encode(), on, way, file)
+
+    def resume(self, tag: str, *, empty: bool = False, stream: Any = None) -> int:
+        """Brings memory with a tag back: as :func:`vpmm.resume`."""
+        on = handle(raw_stream(stream))
+        return answer("uint64_t", lib.vpmm_resume, self._handle, tag.encode(), on, empty)
+
+    def export(self, pointer: int, socket: Any) -> None:
+        """Sends an allocation to a process that is in :meth:`vpmm.Imported.receive` at the other end of a
+        connected Unix stream socket, and waits until it has mapped it. The pool was made with ``sharing``.
+        The memory stays where it is from then on, and may be freed when the other process has finished with
+        it."""
+        call(lib.vpmm_export_send, self._handle, handle(pointer), _share.descriptor(socket))
+
+    def export_all(self) -> _share.Export:
+        """The whole pool, to be sent to one process, again and again as it grows."""
+        return _share.Export(self)
+
+    def snapshot(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """What the pool holds, every block of every heap: as :func:`vpmm.snapshot`, without history."""
+        made = _snapshot.taken(lib.vpmm_pool_snapshot, self._handle)
+        # One for each device, as the process's have.
+        made["device_traces"] = [[] for _ in range(self.device + 1)]
+        return _snapshot.written(made, path)
 
     def statistics(self) -> Statistics:
         """What the pool holds."""

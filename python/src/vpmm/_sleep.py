@@ -7,12 +7,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ._library import NULL, answer, call, ffi, handle, lib
+from ._library import call, lib
 from ._pool import Pool
-from ._stream import raw_stream
-
-_CONTENTS = {"discard": 0, "keep": 1, "keep buffers": 2}
-_SAVE = 3
 
 
 @contextlib.contextmanager
@@ -47,16 +43,10 @@ def suspend(
     kept for the next time, or ``"discard"``. With a ``path`` they are written to that file instead.
     Answers the bytes that the device has again.
     """
-    if contents not in _CONTENTS:
-        raise ValueError(f"contents cannot be {contents!r}; known: {', '.join(_CONTENTS)}")
-    way = _CONTENTS[contents] if path is None else _SAVE
-    file = NULL if path is None else ffi.new("char[]", os.fsencode(path))
-    pool, on = Pool.of_process(device)._handle, handle(raw_stream(stream))
-    return answer("uint64_t", lib.vpmm_suspend, pool, name.encode(), on, way, file)
+    return Pool.of_process(device).suspend(name, contents=contents, path=path, stream=stream)
 
 
 def resume(name: str, *, empty: bool = False, stream: Any = None, device: int = 0) -> int:
     """Brings memory with a tag back, with what it held; with ``empty`` that is given up. Work enqueued on the
     stream afterwards finds it there; other streams must be ordered after. Answers its bytes."""
-    pool, on = Pool.of_process(device)._handle, handle(raw_stream(stream))
-    return answer("uint64_t", lib.vpmm_resume, pool, name.encode(), on, empty)
+    return Pool.of_process(device).resume(name, empty=empty, stream=stream)

@@ -107,19 +107,38 @@ def _unmapped(events: list[dict[str, Any]], segments: list[dict[str, Any]]) -> I
         done = max(done, end)
 
 
-def snapshot(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-    """What the process's pools hold, and did since :func:`record_history`, in the structure of
-    ``torch.cuda.memory._snapshot()``. What is unmapped by now of where blocks were is told last, as
-    ``segment_unmap``: the pool keeps no notes of when it was. With a path it is also written: as JSON where
-    the name ends in ``.json``, else as a pickle of protocol 4, which https://pytorch.org/memory_viz opens."""
+def taken(function: Any, *arguments: Any) -> dict[str, Any]:
+    """What a function of the library's writes."""
     parts: list[bytes] = []
 
     @ffi.callback("void(void *, char *, size_t)")
     def write(_: Any, text: Any, length: int) -> None:
         parts.append(ffi.buffer(text, length)[:])
 
-    call(lib.vpmm_process_snapshot, write, NULL)
+    call(function, *arguments, write, NULL)
     made = json.loads(b"".join(parts))
+    for segment in made["segments"]:
+        segment["segment_pool_id"] = tuple(segment["segment_pool_id"])
+    return made
+
+
+def written(made: dict[str, Any], path: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """The same, and in a file if there is to be one."""
+    if path is not None:
+        file = pathlib.Path(path)
+        if file.suffix == ".json":
+            file.write_text(json.dumps(made))
+        else:
+            file.write_bytes(pickle.dumps(made, protocol=4))
+    return made
+
+
+def snapshot(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """What the process's pools hold, and did since :func:`record_history`, in the structure of
+    ``torch.cuda.memory._snapshot()``. What is unmapped by now of where blocks were is told last, as
+    ``segment_unmap``: the pool keeps no notes of when it was. With a path it is also written: as JSON where
+    the name ends in ``.json``, else as a pickle of protocol 4, which https://pytorch.org/memory_viz opens."""
+    made = taken(lib.vpmm_process_snapshot)
     places = _places.by_number()
     last: dict[tuple[int, int], dict[str, Any]] = {}
     for device, events in enumerate(made["device_traces"]):
@@ -129,7 +148,6 @@ def snapshot(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
             if event["action"] == "alloc":
                 last[device, event["addr"]] = event
     for segment in made["segments"]:
-        segment["segment_pool_id"] = tuple(segment["segment_pool_id"])
         for block in segment["blocks"]:
             made_by = last.get((segment["device"], block["address"]))
             if made_by is not None and block["vpmm_state"] == "live":
@@ -144,10 +162,4 @@ def snapshot(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
             }
             for begin, end in _unmapped(events, own)
         ]
-    if path is not None:
-        file = pathlib.Path(path)
-        if file.suffix == ".json":
-            file.write_text(json.dumps(made))
-        else:
-            file.write_bytes(pickle.dumps(made, protocol=4))
-    return made
+    return written(made, path)

@@ -71,6 +71,7 @@ _OF_POOL = {
     "initial_pages": (int, "of the paged profile"),
     "page_size": (str, "of the paged profile"),
     "prefer": (str, "to 'grow', or to 'wait' for what other streams have freed"),
+    "sharing": (str, "with other processes, by 'descriptors' or by 'fabric' handles"),
 }
 
 

@@ -1,0 +1,118 @@
+"""Memory for other processes, and of them, by a connected Unix stream socket."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ._library import NULL, address, answer, call, ffi, lib
+
+if TYPE_CHECKING:
+    from ._pool import Pool
+
+_ACCESS = {"read": 1, "read and write": 3}
+
+
+def descriptor(socket: Any) -> int:
+    """Of a socket, or given as such."""
+    if isinstance(socket, int):
+        return socket
+    if getattr(socket, "gettimeout", lambda: None)() is not None:
+        # With a time limit of Python's the descriptor does not block, and the library would not wait.
+        raise ValueError("the socket has to block: settimeout(None); SO_RCVTIMEO and SO_SNDTIMEO limit it")
+    return socket.fileno()
+
+
+class Export:
+    """A whole pool on its way to another process: :meth:`vpmm.Pool.export_all`. One for each receiver."""
+
+    def __init__(self, pool: Pool):
+        made = answer("vpmm_export *", lib.vpmm_export_create, pool._handle)
+        self._handle = ffi.gc(made, lib.vpmm_export_release)
+
+    def send(self, socket: Any) -> None:
+        """Sends what the pool has; from the second time on what it has made since, for
+        :meth:`Imported.receive_more`."""
+        call(lib.vpmm_export_send_all, self._handle, descriptor(socket))
+
+
+class Imported:
+    """Memory of another process's pool, mapped in this one until it is closed, or the last reference goes.
+
+    >>> with vpmm.Imported.receive(socket) as memory:
+    ...     mine.copy_from_device(memory)
+
+    One allocation is an array of bytes, by ``__cuda_array_interface__``. That what uses it comes after what
+    has written it is for the processes to see to.
+    """
+
+    _handle: Any
+    _is_read_only: bool
+    device: int
+    """The device's number."""
+
+    @classmethod
+    def receive(cls, socket: Any, *, device: int = 0, access: str = "read") -> Imported:
+        """Takes what the process at the other end of a socket sends, and maps it for a device, to ``"read"``
+        or to ``"read and write"``. Blocks until it has come."""
+        if access not in _ACCESS:
+            raise ValueError(f"access cannot be {access!r}; known: {', '.join(_ACCESS)}")
+        from ._pool import _driver
+
+        kind, way = "vpmm_import *", _ACCESS[access]
+        made = answer(kind, lib.vpmm_import_receive, _driver(), device, descriptor(socket), way)
+        imported = cls()
+        imported._handle = ffi.gc(made, lib.vpmm_import_release)
+        imported.device, imported._is_read_only = device, access == "read"
+        return imported
+
+    def receive_more(self, socket: Any) -> None:
+        """Takes what a whole pool has made since it was sent last."""
+        call(lib.vpmm_import_receive_more, self._open(), descriptor(socket))
+
+    @property
+    def ptr(self) -> int | None:
+        """Where an allocation that was sent begins; ``None`` of a whole pool."""
+        pointer = ffi.new("void **")
+        call(lib.vpmm_import_memory, self._open(), pointer, NULL)
+        return address(pointer[0]) or None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of an allocation, or of a whole pool all that is mapped."""
+        return answer("uint64_t", lib.vpmm_import_memory, self._open(), NULL)
+
+    def translate(self, there: int) -> int:
+        """Where an address of the other process is in this one; :class:`vpmm.PointerError` where it has no
+        memory here."""
+        return address(answer("void *", lib.vpmm_import_translate, self._open(), there))
+
+    def close(self) -> None:
+        """Waits for the device's work and unmaps it. Nothing may use the memory any more."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            ffi.release(handle)
+
+    def __enter__(self) -> Imported:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        pointer = self.ptr
+        if pointer is None:
+            raise AttributeError("a whole pool is no array: translate its addresses")
+        return {
+            "data": (pointer, self._is_read_only),
+            "shape": (self.nbytes,),
+            "strides": None,
+            "typestr": "|u1",
+            "stream": None,
+            "version": 3,
+        }
+
+    def _open(self) -> Any:
+        if self._handle is None:
+            raise ValueError("the memory was closed")
+        return self._handle

@@ -1,0 +1,108 @@
+"""Memory that is lent to another process."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+import vpmm
+
+MIB = 1 << 20
+
+#: The other process: it is told by a line what to do, and answers by one.
+_RECEIVER = """
+import socket, sys, vpmm
+end = socket.socket(fileno=int(sys.argv[1]))
+one = vpmm.Imported.receive(end)
+mine = vpmm.DeviceBuffer(one.nbytes)
+mine.copy_from_device(one)
+assert one.__cuda_array_interface__["data"] == (one.ptr, True)
+print(one.nbytes, mine.to_bytes() == bytes(range(256)) * 4096, flush=True)
+whole = vpmm.Imported.receive(end, access="read and write")
+assert whole.ptr is None and not hasattr(whole, "__cuda_array_interface__")
+before = whole.nbytes
+whole.receive_more(end)
+print(whole.nbytes - before, whole.translate(int(input())) != 0, flush=True)
+try: whole.translate(1)
+except vpmm.PointerError: print("refused", flush=True)
+with whole: pass
+one.close()
+one.close()
+try: one.nbytes
+except ValueError as error: print(error, flush=True)
+"""
+
+
+@contextlib.contextmanager
+def a_receiver():
+    own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with own, others:
+        number = others.fileno()
+        process = subprocess.Popen(
+            [sys.executable, "-c", _RECEIVER, str(number)],
+            pass_fds=[number],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        others.close()
+        with process:
+            try:
+                yield own, process
+            except BaseException:
+                process.kill()
+                raise
+
+
+def test_another_process_has_an_allocation_and_a_pool_that_grows():
+    pool = vpmm.Pool(sharing="descriptors", addresses="1 GiB")
+    data = vpmm.DeviceBuffer.from_bytes(bytes(range(256)) * 4096, mr=resource_of(pool))
+    with a_receiver() as (own, process):
+        pool.export(data.ptr, own)
+        assert process.stdout.readline() == f"{MIB} True\n"
+        export = pool.export_all()
+        export.send(own)
+        more = pool.malloc(64 * MIB)
+        export.send(own)
+        process.stdin.write(f"{more}\n")
+        process.stdin.flush()
+        grown, found = process.stdout.readline().split()
+        assert int(grown) >= 32 * MIB and found == "True"
+        assert process.stdout.readline() == "refused\n"
+        assert process.stdout.readline() == "the memory was closed\n"
+        assert process.wait(timeout=60) == 0
+    pool.free(more)
+
+
+def resource_of(pool):
+    resource = vpmm.mr.PoolMemoryResource.__new__(vpmm.mr.PoolMemoryResource)
+    resource._of(pool)
+    return resource
+
+
+def test_mistakes():
+    pool, other = vpmm.Pool(sharing="descriptors", addresses="1 GiB"), vpmm.Pool(addresses="1 GiB")
+    own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    pointer, private = pool.malloc(1000), other.malloc(1000)
+    with own, others:
+        with pytest.raises(vpmm.PointerError):
+            pool.export(0x1000, own)
+        with pytest.raises(vpmm.InvalidArgumentError):
+            pool.export(pointer, -1)
+        with pytest.raises(vpmm.Error):
+            other.export(private, own)
+        with pytest.raises(ValueError, match="access cannot be"):
+            vpmm.Imported.receive(own, access="all")
+        own.settimeout(1)
+        with pytest.raises(ValueError, match="has to block"):
+            vpmm.Imported.receive(own)
+        own.settimeout(None)
+        others.close()
+        with pytest.raises(vpmm.InputOutputError):
+            pool.export_all().send(own)
+    with pytest.raises(ValueError, match="sharing cannot be"):
+        vpmm.Pool(sharing="post")
+    pool.free(pointer)
+    other.free(private)
