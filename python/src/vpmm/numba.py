@@ -28,7 +28,10 @@ from .mr import DeviceMemoryResource
 
 class VpmmNumbaManager(cuda.HostOnlyCUDAMemoryManager):
     """Device memory from the device's current resource, which is the process's pool unless another one was
-    set, on the legacy default stream; host memory as Numba has it."""
+    set, on the legacy default stream; host memory as Numba has it. What runs on a stream without an order
+    with that one (``cudaStreamNonBlocking``) has to be ordered with an array's begin and end:
+    ``docs/python.md``.
+    """
 
     #: The resource, if not the current one.
     mr: DeviceMemoryResource | None = None
@@ -55,7 +58,7 @@ class VpmmNumbaManager(cuda.HostOnlyCUDAMemoryManager):
         return cuda.MemoryInfo(free=free + now.mapped_bytes - now.live_bytes, total=total)
 
     def get_ipc_handle(self, memory: Any) -> Any:
-        """Not by CUDA's old handles: memory of this pool is shared by ``vpmm_export``."""
+        """Not by CUDA's old handles: memory of this pool is shared by :meth:`vpmm.Pool.export`."""
         raise NotImplementedError("memory of vpmm's pools has no CUDA IPC handle")
 
     def initialize(self) -> None:
