@@ -19,7 +19,7 @@ fi
 
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
 environment=$CARGO_TARGET_DIR/python
-packages=('maturin>=1.9,<2' 'cffi>=1.15' distributed numpy pytest 'mypy>=1.18,<2')
+packages=('maturin>=1.9,<2' 'cffi>=1.15' distributed numpy pytest 'mypy>=2,<3')
 is_with_ray=
 if [[ ${1:-} == --ray ]]; then
     is_with_ray=yes
