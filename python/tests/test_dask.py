@@ -91,11 +91,12 @@ _STAND_INS = {
             allocators = []
             set_allocator = allocators.append
     """,
-    "numba/__init__.py": "",
-    "numba/cuda.py": """
-        class HostOnlyCUDAMemoryManager: pass
-        managers = []
-        set_memory_manager = managers.append
+    # Not a file of its own: numba-cuda, where it is installed, would take its place.
+    "numba.py": """
+        import sys, types
+        cuda = sys.modules["numba.cuda"] = types.ModuleType("numba.cuda")
+        cuda.HostOnlyCUDAMemoryManager, cuda.managers = object, []
+        cuda.set_memory_manager = cuda.managers.append
     """,
     "torch/__init__.py": """
         from . import cuda
