@@ -102,3 +102,17 @@ def test_a_buffer_keeps_the_streams_that_it_is_used_on(make_stream, make):
         # The memory was freed before its streams went.
         assert ends == [before] * 3
         ends.clear()
+
+
+@pytest.mark.parametrize("make", [of_process, of_pool, of_counted])
+def test_to_note_the_same_stream_again_keeps_no_more(make_stream, make):
+    class OfTorch:
+        def __init__(self):
+            self.cuda_stream = raw
+
+    raw, resource = make_stream(), make()[0]
+    with vpmm.DeviceBuffer(1000, mr=resource) as buffer:
+        for _ in range(100):
+            buffer.record_stream(OfTorch())
+            buffer.record_stream(int(str(raw)))
+        assert len(buffer._streams) == 1 and len(buffer._unnoted) <= 1

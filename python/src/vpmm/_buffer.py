@@ -203,7 +203,10 @@ class DeviceBuffer:
             self._mr.record_stream(self._pointer, raw)
         else:
             self._unnoted.add(raw)
-        self._streams[id(stream)] = stream
+        # A number keeps nothing, nor does PyTorch's object, of which each question for the current stream
+        # makes a new one.
+        if not isinstance(stream, int) and not hasattr(stream, "cuda_stream"):
+            self._streams[id(stream)] = stream
 
     def free(self) -> None:
         """Frees it now, once everything enqueued on its stream has finished."""
