@@ -64,6 +64,12 @@ impl Block {
         self.owner.set(owner);
     }
 
+    /// It is no block, and begins and ends where none does.
+    #[inline]
+    pub(super) fn set_nowhere(&self) {
+        self.key.set(u64::MAX >> 32);
+    }
+
     #[inline]
     fn set_bounds(&self, start: u32, units: u32) {
         self.key.set(u64::from(units) << 32 | u64::from(start));

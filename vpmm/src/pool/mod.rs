@@ -241,6 +241,9 @@ impl Pool {
     /// Frees an allocation once everything enqueued on `stream` so far has finished. The stream
     /// need not be the one of the allocation; uses on other streams must be ordered before.
     ///
+    /// Two threads that free one pointer at the same instant may both succeed in the default
+    /// profile, which then hands the block out twice; a free that comes later is told.
+    ///
     /// # Errors
     /// [`Error::DoubleFree`], [`Error::StalePointer`], [`Error::InteriorPointer`],
     /// [`Error::ForeignPointer`], [`Error::WrongDevice`], [`Error::WrongContext`],
