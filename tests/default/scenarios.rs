@@ -644,19 +644,21 @@ fn addresses_are_waited_for_like_memory() {
 
 /// A pool without a limit, on a device of which others have so much that this many granules are left; the test gives
 /// theirs back.
-fn on_a_device_with(left: u64, test: impl FnOnce(&Watched<'_>, CUdeviceptr)) {
+fn on_a_device_with(left: u64, test: impl Fn(&Watched<'_>, CUdeviceptr)) {
+    let run = |rig: &Rig| {
+        call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
+        let mut others = 0;
+        let bytes = rig.device.free_memory().unwrap() - left * GRANULE;
+        call!(rig.driver, cuMemAlloc_v2(&mut others, bytes as usize));
+        let mut config = config(1, 2048);
+        config.limit_bytes = None;
+        let watched = rig.pool(&config);
+        test(&watched, others);
+        watched.assert_intact();
+    };
     let sim = Simulator::builder().memory_bytes(1000 * GRANULE).build().unwrap();
-    let rig = Rig::on(sim.clone());
-    let mut others = 0;
-    let bytes = rig.device.free_memory().unwrap() - left * GRANULE;
-    call!(rig.driver, cuMemAlloc_v2(&mut others, bytes as usize));
-    let mut config = config(1, 2048);
-    config.limit_bytes = None;
-    let watched = rig.pool(&config);
-    test(&watched, others);
-    watched.assert_intact();
-    drop(watched);
-    assert!(sim.leaks().allocations <= 1, "the rig's own");
+    run(&Rig::on(sim));
+    Rig::gpu().iter().for_each(run);
 }
 
 /// Of what is free a five hundredth of the pool is no reason to move it, nor are small blocks' granules for large
@@ -665,10 +667,13 @@ fn on_a_device_with(left: u64, test: impl FnOnce(&Watched<'_>, CUdeviceptr)) {
 fn what_a_full_device_has_left_and_what_is_free_serve_a_request_together() {
     on_a_device_with(500, |watched, others| {
         let stream = watched.rig.stream();
-        let [little, much] = [1, 495].map(|granules| watched.malloc(granules * GRANULE, &stream));
+        let [little, much] = [1, 490].map(|granules| watched.malloc(granules * GRANULE, &stream));
         watched.free(little, &stream);
-        let together = watched.malloc(5 * GRANULE, &stream);
-        assert_eq!(watched.usage(), 500);
+        // A GPU may give away less than it says to have.
+        let most = (1..=10).rev();
+        let together = most.map(|granules| watched.try_malloc(granules * GRANULE, &stream));
+        let together = together.filter_map(Result::ok).next().expect("a block");
+        assert_eq!(watched.pool.stats().free_bytes(), 0);
         let refused = watched.try_malloc(GRANULE, &stream);
         assert!(refused.is_err_and(|error| error.is_out_of_memory()));
         call!(watched.rig.driver, cuMemFree_v2(others));
@@ -679,7 +684,10 @@ fn what_a_full_device_has_left_and_what_is_free_serve_a_request_together() {
         let stream = watched.rig.stream();
         let small = watched.malloc(512, &stream);
         watched.free(small, &stream);
-        let all = watched.malloc(30 * GRANULE, &stream);
+        let most = (1..=30).rev();
+        let all = most.map(|granules| watched.try_malloc(granules * GRANULE, &stream));
+        let all = all.filter_map(Result::ok).next().expect("a block");
+        assert_eq!(watched.pool.stats().free_bytes(), 0);
         watched.free(all, &stream);
         call!(watched.rig.driver, cuMemFree_v2(others));
     });
@@ -688,15 +696,19 @@ fn what_a_full_device_has_left_and_what_is_free_serve_a_request_together() {
 #[test]
 fn a_full_device_is_not_asked_at_every_request() {
     on_a_device_with(40, |watched, others| {
-        let sim = watched.rig.sim.as_ref().unwrap();
         let stream = watched.rig.stream();
-        let mut held: Vec<_> = (0..8).map(|_| watched.malloc(5 * GRANULE, &stream)).collect();
-        let asked = || sim.call_counts().get("cuMemCreate").copied().unwrap_or(0);
+        // A GPU may give away less than it says to have.
+        let mut held: Vec<_> =
+            (0..8).map_while(|_| watched.try_malloc(5 * GRANULE, &stream).ok()).collect();
+        assert!(held.len() >= 7);
+        let driver = &watched.rig.driver;
+        let asked =
+            || driver.calls().iter().find(|call| call.0 == "cuMemCreate").map_or(0, |c| c.1);
         let before = asked();
         for round in 0..20 {
             // Two that lie apart come together, and go apart again.
-            watched.free(held.remove(round % 5), &stream);
-            watched.free(held.remove(round % 5 + 1), &stream);
+            watched.free(held.remove(round % 4), &stream);
+            watched.free(held.remove(round % 4 + 1), &stream);
             let two = watched.malloc(10 * GRANULE, &stream);
             watched.free(two, &stream);
             held.extend([(); 2].map(|()| watched.malloc(5 * GRANULE, &stream)));
