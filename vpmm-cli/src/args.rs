@@ -45,9 +45,9 @@ pub enum Command {
     /// Measure what single calls of allocators cost.
     ///
     /// Cases: pair_512, pair_64KiB, pair_1MiB, pair_4MiB, pair_64MiB, random_4MiB,
-    /// random_64MiB, live_10k, live_100k, live_1M, threads_1, threads_2, threads_4,
-    /// threads_8, threads_16, shared_stream_8, cross_stream, grow_1GiB, grow_512x2MiB,
-    /// gather_1GiB. One operation is one allocation or one free. No work is enqueued on the
+    /// random_64MiB, live_100, live_10k, live_100k, live_1M, streams_1000, zombies_10k,
+    /// threads_1, threads_2, threads_4, threads_8, threads_16, shared_stream_8, cross_stream,
+    /// grow_1GiB, grow_512x2MiB, gather_1GiB. One operation is one allocation or one free. No work is enqueued on the
     /// device: these are the host's costs.
     Bench(BenchArgs),
     /// Show the driver, the devices and what they support.

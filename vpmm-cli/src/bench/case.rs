@@ -30,6 +30,15 @@ pub enum Case {
         name: &'static str,
         /// How many.
         live: u32,
+        /// On how many streams, in turn.
+        streams: u32,
+    },
+    /// The smaller random sizes while addresses wait to be unmapped.
+    Zombies {
+        /// The name.
+        name: &'static str,
+        /// Blocks that have moved, each away from its own addresses.
+        count: u32,
     },
     /// Pairs of 1 MiB on several threads.
     Threads {
@@ -60,23 +69,30 @@ const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
 impl Case {
+    /// What is done among zombies, too.
+    pub(super) const RANDOM_4MIB: Self =
+        Self::Random { name: "random_4MiB", least_bytes: 1, most_bytes: 4 * MIB, live: 2_500 };
+
     /// Every case, in the order in which they run.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 23] = [
         Self::pair("pair_512", 512),
         Self::pair("pair_64KiB", 64 * KIB),
         Self::pair("pair_1MiB", MIB),
         Self::pair("pair_4MiB", 4 * MIB),
         Self::pair("pair_64MiB", 64 * MIB),
-        Self::Random { name: "random_4MiB", least_bytes: 1, most_bytes: 4 * MIB, live: 2_500 },
+        Self::RANDOM_4MIB,
         Self::Random {
             name: "random_64MiB",
             least_bytes: 2 * MIB,
             most_bytes: 64 * MIB,
             live: 100,
         },
-        Self::Live { name: "live_10k", live: 10_000 },
-        Self::Live { name: "live_100k", live: 100_000 },
-        Self::Live { name: "live_1M", live: 1_000_000 },
+        Self::live("live_100", 100),
+        Self::live("live_10k", 10_000),
+        Self::live("live_100k", 100_000),
+        Self::live("live_1M", 1_000_000),
+        Self::Live { name: "streams_1000", live: 10_000, streams: 1_000 },
+        Self::Zombies { name: "zombies_10k", count: 10_000 },
         Self::threads("threads_1", 1),
         Self::threads("threads_2", 2),
         Self::threads("threads_4", 4),
@@ -93,6 +109,10 @@ impl Case {
         Self::Pair { name, bytes }
     }
 
+    const fn live(name: &'static str, live: u32) -> Self {
+        Self::Live { name, live, streams: 1 }
+    }
+
     const fn threads(name: &'static str, threads: u32) -> Self {
         Self::Threads { name, threads, shared_stream: false }
     }
@@ -103,6 +123,7 @@ impl Case {
             Self::Pair { name, .. }
             | Self::Random { name, .. }
             | Self::Live { name, .. }
+            | Self::Zombies { name, .. }
             | Self::Threads { name, .. }
             | Self::Grow { name, .. } => name,
             Self::CrossStream => "cross_stream",

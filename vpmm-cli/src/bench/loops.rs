@@ -98,6 +98,11 @@ impl<'a, S: Subject> Hands<'a, S> {
         self.steps(steps, samples)
     }
 
+    /// Puts what the first so many slots hold in the order of addresses.
+    pub(super) fn sort(&mut self, slots: u32) {
+        self.held[..slots as usize].sort_unstable_by_key(|ptr| S::address(*ptr));
+    }
+
     fn observed(&mut self, body: &Body, observer: &mut impl Observer) -> vpmm::Result<()> {
         match body {
             Body::Pairs { bytes, stream, pairs } => {
@@ -228,6 +233,10 @@ mod tests {
 
         const NONE: u64 = 0;
 
+        fn address(ptr: u64) -> u64 {
+            ptr
+        }
+
         fn allocate(&self, bytes: u64, _stream: StreamHandle) -> vpmm::Result<u64> {
             assert!(bytes > 0);
             *self.calls.lock().unwrap() += 1;
@@ -254,18 +263,29 @@ mod tests {
 
     #[test]
     fn every_case_frees_what_it_has_allocated_and_nothing_else() {
-        let streams = [StreamHandle::LEGACY; 16];
+        let streams = [StreamHandle::LEGACY; 1000];
         for case in Case::ALL {
             let subject = Noting::default();
             let extent = Extent { calls: case.calls().least, live_divisor: 100 };
             match case.script(extent) {
                 Script::Warm(warm) => {
+                    let mut set_up = 0;
+                    if let Some(zombies) = &warm.zombies {
+                        let mut hands = Hands::new(&subject, &streams, zombies.slots);
+                        for steps in [&zombies.scatter, &zombies.free, &zombies.gather] {
+                            hands.run_steps(steps).unwrap();
+                            set_up += steps.len() as u64;
+                        }
+                        let live = subject.live.lock().unwrap().len() as u64;
+                        hands.let_go().unwrap();
+                        set_up += live;
+                    }
                     let mut hands: Vec<_> = warm
                         .lanes
                         .iter()
                         .map(|lane| Hands::new(&subject, &streams, lane.slots))
                         .collect();
-                    let mut calls = 0;
+                    let mut calls = set_up;
                     for (lane, hands) in warm.lanes.iter().zip(&mut hands) {
                         hands.run_steps(&lane.setup).unwrap();
                         hands.run(&lane.body).unwrap();

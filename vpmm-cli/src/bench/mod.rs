@@ -22,6 +22,7 @@ mod random;
 mod script;
 mod subject;
 mod warm;
+mod zombies;
 
 pub use case::{Case, CaseError, CaseList};
 pub use figures::Figures;
@@ -31,9 +32,10 @@ use std::time::{Duration, Instant};
 use vpmm::{Stream, StreamHandle};
 
 use crate::backend::{AllocatorSpec, CudaAsync, CudaMalloc, PoolBackend, StackBackend};
-use crate::device::{Calls, Machine};
+use crate::bytes::ByteCount;
+use crate::device::{Calls, Machine, Stall};
 use loops::Hands;
-use script::{Extent, Script, Warm};
+use script::{Extent, Lane, Script, Warm, Zombies};
 use subject::Subject;
 
 /// Why a case has no figures.
@@ -54,6 +56,26 @@ pub enum BenchError {
         /// What each takes.
         call_ns: f64,
     },
+    /// The allocator might wait for the stream that stands still in the case, for ever.
+    #[error("left out: it may wait for the device, of which a stream stands still in this case")]
+    Waits,
+    /// The device has too little memory for the case, and an allocator that lacks some might wait for
+    /// the stream that stands still.
+    #[error("left out: {needed} have to be free on the device, and {free} are")]
+    LittleMemory {
+        /// What the case may take.
+        needed: ByteCount,
+        /// What there is.
+        free: ByteCount,
+    },
+    /// Less has moved than was to, as where pages are longer than what moves.
+    #[error("left out: only {waiting} of {expected} zombies wait")]
+    FewZombies {
+        /// How many wait.
+        waiting: u64,
+        /// How many were to.
+        expected: u64,
+    },
     /// There was nothing to time.
     #[error("nothing was timed")]
     Nothing,
@@ -67,7 +89,13 @@ impl BenchError {
 
     /// Whether the case was left out, and nothing failed.
     pub fn is_left_out(&self) -> bool {
-        matches!(self, Self::TooSlow { .. })
+        matches!(
+            self,
+            Self::TooSlow { .. }
+                | Self::Waits
+                | Self::LittleMemory { .. }
+                | Self::FewZombies { .. }
+        )
     }
 }
 
@@ -117,6 +145,10 @@ impl<'a> Bench<'a> {
     /// [`BenchError`].
     pub fn run(&self, case: Case, allocator: &AllocatorSpec) -> Result<Figures, BenchError> {
         let machine = self.machine;
+        let direct = !matches!(allocator, AllocatorSpec::CudaMalloc | AllocatorSpec::Stack(_));
+        if matches!(case, Case::Zombies { .. }) && !direct {
+            return Err(BenchError::Waits);
+        }
         match allocator {
             AllocatorSpec::Default => self.on(case, |limit| PoolBackend::standard(machine, limit)),
             AllocatorSpec::Paged => self.on(case, |limit| PoolBackend::paged(machine, limit)),
@@ -147,7 +179,14 @@ impl<'a> Bench<'a> {
             Script::Warm(script) => {
                 let rounds = self.rounds(&script, call_ns)?;
                 let subject = open(None)?;
-                warm::run(&script, rounds, self, &subject, &handles)?
+                let work = || warm::run(&script, rounds, self, &subject, &handles);
+                match &script.zombies {
+                    None => work()?,
+                    Some(zombies) => {
+                        self.check_memory(&script, zombies)?;
+                        zombies::among(zombies, self, &subject, &handles, work)?
+                    }
+                }
             }
         };
         self.synchronize()?;
@@ -166,6 +205,24 @@ impl<'a> Bench<'a> {
     /// Waits for the device.
     fn synchronize(&self) -> vpmm::Result<()> {
         self.calls.synchronize()
+    }
+
+    /// Has a stream stand still.
+    fn stall(&self, stream: StreamHandle) -> vpmm::Result<Stall<'a>> {
+        Stall::new(self.machine.calls(), stream)
+    }
+
+    /// Whether no allocator has to run out of memory while a stream stands still.
+    fn check_memory(&self, script: &Warm, zombies: &Zombies) -> Result<(), BenchError> {
+        // Twice what is live: no allocator holds as much more in the random cases.
+        let lanes: u64 = script.lanes.iter().map(Lane::peak_live_bytes).sum();
+        let needed = zombies.needed_bytes() + 2 * lanes;
+        let free = self.machine.device().free_memory()?;
+        if free < needed {
+            let (needed, free) = (ByteCount(needed), ByteCount(free));
+            return Err(BenchError::LittleMemory { needed, free });
+        }
+        Ok(())
     }
 
     /// Nanoseconds that a call roughly takes: the first thread's part of the case, made small and
@@ -240,6 +297,7 @@ mod tests {
 
     use super::*;
     use crate::device::Setup;
+    use cuda_sim::Simulator;
 
     /// Serves so many allocations and refuses every later one.
     struct Failing {
@@ -257,6 +315,10 @@ mod tests {
         type Ptr = u64;
 
         const NONE: u64 = 0;
+
+        fn address(ptr: u64) -> u64 {
+            ptr
+        }
 
         fn allocate(&self, bytes: u64, _stream: StreamHandle) -> vpmm::Result<u64> {
             let one_less = |left: u64| left.checked_sub(1);
@@ -289,7 +351,13 @@ mod tests {
     fn a_failure_ends_a_case_on_every_thread() {
         let machine = Machine::simulated(Setup::default()).unwrap();
         let bench = Bench::new(&machine, Amount::Quick);
-        for (name, enough) in [("threads_8", 5_000), ("live_10k", 800), ("grow_512x2MiB", 2_100)] {
+        let cases = [
+            ("threads_8", 5_000),
+            ("live_10k", 800),
+            ("zombies_10k", 4_000),
+            ("grow_512x2MiB", 2_100),
+        ];
+        for (name, enough) in cases {
             let case: Case = name.parse().unwrap();
             let mut failures = 0;
             for allocations in (0..enough).step_by(enough as usize / 37) {
@@ -321,6 +389,10 @@ mod tests {
         type Ptr = u64;
 
         const NONE: u64 = 0;
+
+        fn address(ptr: u64) -> u64 {
+            ptr
+        }
 
         fn allocate(&self, _bytes: u64, stream: StreamHandle) -> vpmm::Result<u64> {
             let mut streams = self.streams.lock().unwrap();
@@ -373,6 +445,17 @@ mod tests {
         assert_eq!(calls("threads_8", 300.0), 62_500);
         assert_eq!(calls("random_4MiB", 75_000.0), 10_000, "less would not be the case any more");
         assert_eq!(calls("random_4MiB", 0.0), 200_000);
+    }
+
+    #[test]
+    fn zombies_are_left_out_where_memory_might_run_out() {
+        let simulator = Simulator::builder().memory_bytes(60 << 30).build().unwrap();
+        let driver = vpmm::Driver::new(simulator.driver()).unwrap();
+        let machine = Machine::of(driver.device(0).unwrap());
+        let bench = Bench::new(&machine, Amount::Full);
+        let error =
+            bench.run("zombies_10k".parse().unwrap(), &AllocatorSpec::CudaAsync).unwrap_err();
+        assert!(error.is_left_out() && error.to_string().contains("and 64.4 GB are"), "{error}");
     }
 
     #[test]

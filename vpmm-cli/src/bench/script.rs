@@ -58,6 +58,9 @@ pub(super) struct Lane {
     pub(super) together: Option<[Step; 2]>,
     /// Done again and again.
     pub(super) body: Body,
+    /// Whether streams take from each other at first, for longer than the body is: then it is done
+    /// untimed until it needs no driver call any more.
+    pub(super) settles: bool,
 }
 
 /// A case whose pool is warm: everything was done once before.
@@ -67,6 +70,31 @@ pub(super) struct Warm {
     pub(super) lanes: Vec<Lane>,
     /// Streams of all lanes together.
     pub(super) streams: u32,
+    /// What waits meanwhile.
+    pub(super) zombies: Option<Zombies>,
+}
+
+/// Memory that moves while its stream does not go on, so that its old addresses wait for that.
+#[derive(Clone, Debug)]
+pub(super) struct Zombies {
+    /// How many blocks are to have moved.
+    pub(super) count: u32,
+    /// How long each is.
+    pub(super) bytes_each: u64,
+    /// The stream that does not go on.
+    pub(super) stream: u32,
+    /// How many pointers are kept.
+    pub(super) slots: u32,
+    /// The most that may be held until all have moved.
+    pub(super) most_bytes: u64,
+    /// Done first: blocks side by side, all that may be held.
+    pub(super) scatter: Vec<Step>,
+    /// So many, in the first slots, where they are sorted by their addresses.
+    pub(super) blocks: u32,
+    /// Done when the stream stands still: every other one goes.
+    pub(super) free: Vec<Step>,
+    /// Done next: requests for what is free in pieces.
+    pub(super) gather: Vec<Step>,
 }
 
 /// A case of which every measurement needs a fresh pool.
@@ -121,6 +149,19 @@ const THREAD_BYTES: u64 = 1 << 20;
 /// Sizes of [`Case::Live`].
 const SMALL_BYTES: (u64, u64) = (512, 4096);
 
+/// [`Case::Zombies`]: the size of what moves, a granule; how many for one request; and how many more
+/// are free, so that the last request need not take the last of them.
+const ZOMBIE_BYTES: u64 = 2 << 20;
+const ZOMBIES_EACH: u32 = 250;
+const ZOMBIES_SPARE: u32 = 16;
+
+/// A pool that grows five times in a row, with nothing freed between, maps ahead, and a block that is
+/// only a part of an extent cannot move. So after every few blocks so many small ones are allocated
+/// and freed: more than a front keeps of them.
+const BLOCKS_IN_A_ROW: u32 = 4;
+const BETWEEN: u32 = 64;
+const BETWEEN_BYTES: u64 = 64 << 10;
+
 /// The size and the number of [`Case::CrossStream`].
 const CROSS_BYTES: u64 = 4 << 20;
 const CROSS_LIVE: u32 = 8;
@@ -142,7 +183,11 @@ impl Case {
             Self::Pair { .. } | Self::Threads { .. } => Calls { full: 2_000_000, least: 400 },
             // A ramp up to all that may be live, some time there, and the way back to nothing.
             Self::Random { live, .. } => Calls { full: 200_000, least: 4 * u64::from(live) },
-            Self::Live { .. } => Calls { full: 400_000, least: 400 },
+            // Each stream has its turn.
+            Self::Live { streams, .. } => {
+                Calls { full: 400_000, least: 400.max(2 * u64::from(streams)) }
+            }
+            Self::Zombies { .. } => Self::RANDOM_4MIB.calls(),
             Self::CrossStream => Calls { full: 1_000_000, least: u64::from(4 * CROSS_PHASE) },
             Self::Grow { .. } | Self::Gather => Calls { full: 1, least: 1 },
         }
@@ -156,9 +201,19 @@ impl Case {
             Self::Random { least_bytes, most_bytes, live, .. } => {
                 let live = fewer(live);
                 let steps = random(least_bytes, most_bytes, live, extent.calls);
-                one_lane(1, Lane { slots: live, setup: vec![], together: None, body: once(steps) })
+                let (setup, body) = (vec![], once(steps));
+                one_lane(1, Lane { slots: live, setup, together: None, body, settles: false })
             }
-            Self::Live { live, .. } => one_lane(1, replacements(fewer(live), extent.calls)),
+            Self::Live { live, streams, .. } => {
+                one_lane(streams, replacements(fewer(live).max(streams), streams, extent.calls))
+            }
+            Self::Zombies { count, .. } => {
+                let Script::Warm(random) = Self::RANDOM_4MIB.script(extent) else {
+                    unreachable!("random sizes are a warm case");
+                };
+                let zombies = Some(zombies(fewer(count), random.streams));
+                Script::Warm(Warm { streams: random.streams + 1, zombies, ..random })
+            }
             Self::Threads { threads, shared_stream, .. } => {
                 let stream = |lane| if shared_stream { 0 } else { lane };
                 let lanes =
@@ -166,6 +221,7 @@ impl Case {
                 Script::Warm(Warm {
                     lanes: lanes.collect(),
                     streams: if shared_stream { 1 } else { threads },
+                    zombies: None,
                 })
             }
             Self::CrossStream => one_lane(2, to_and_fro(extent.calls)),
@@ -181,7 +237,7 @@ impl Case {
 }
 
 fn one_lane(streams: u32, lane: Lane) -> Script {
-    Script::Warm(Warm { lanes: vec![lane], streams })
+    Script::Warm(Warm { lanes: vec![lane], streams, zombies: None })
 }
 
 fn once(steps: Vec<Step>) -> Body {
@@ -191,7 +247,7 @@ fn once(steps: Vec<Step>) -> Body {
 fn pairs(bytes: u64, stream: u32, calls: u64) -> Lane {
     let body = Body::Pairs { bytes, stream, pairs: (calls / 2).max(1) };
     let together = Some([Step::allocate(0, bytes, stream), Step::free(0, stream)]);
-    Lane { slots: 1, setup: vec![], together, body }
+    Lane { slots: 1, setup: vec![], together, body, settles: false }
 }
 
 /// About `calls` calls from nothing to nothing: three allocations for each free until `live`
@@ -224,18 +280,21 @@ fn free_one(held: &mut Vec<u32>, vacant: &mut Vec<u32>, random: &mut Random) -> 
     Step::free(slot, 0)
 }
 
-/// `live` small allocations, of which random ones are freed and allocated anew.
-fn replacements(live: u32, calls: u64) -> Lane {
+/// `live` small allocations, as many on each stream, of which random ones are freed and allocated
+/// anew: one stream's after the other's.
+fn replacements(live: u32, streams: u32, calls: u64) -> Lane {
     let mut random = Random::new(2);
     let (least, most) = SMALL_BYTES;
     let setup =
-        (0..live).map(|slot| Step::allocate(slot, random.between(least, most), 0)).collect();
-    let replace = |_| {
-        let slot = random.below(u64::from(live)) as u32;
-        [Step::free(slot, 0), Step::allocate(slot, random.between(least, most), 0)]
+        (0..live).map(|slot| Step::allocate(slot, random.between(least, most), slot % streams));
+    let setup = setup.collect();
+    let replace = |turn: u64| {
+        let stream = (turn % u64::from(streams)) as u32;
+        let slot = streams * random.below(u64::from(live / streams)) as u32 + stream;
+        [Step::free(slot, stream), Step::allocate(slot, random.between(least, most), stream)]
     };
-    let steps = (0..(calls / 2).max(1)).flat_map(replace).collect();
-    Lane { slots: live, setup, together: None, body: once(steps) }
+    let steps = (0..(calls / 2).max(u64::from(streams))).flat_map(replace).collect();
+    Lane { slots: live, setup, together: None, body: once(steps), settles: streams > 1 }
 }
 
 /// A ring of live blocks. For some time all are allocated on stream 0 and freed on stream 1, then
@@ -253,7 +312,34 @@ fn to_and_fro(calls: u64) -> Lane {
         }
     }
     let times = (calls / steps.len() as u64).max(1);
-    Lane { slots: CROSS_LIVE, setup, together: None, body: Body::Steps { steps, times } }
+    let body = Body::Steps { steps, times };
+    Lane { slots: CROSS_LIVE, setup, together: None, body, settles: false }
+}
+
+fn zombies(count: u32, stream: u32) -> Zombies {
+    let each = count.min(ZOMBIES_EACH);
+    let requests = count.div_ceil(each);
+    let blocks = 2 * (count + ZOMBIES_SPARE);
+    let long = blocks..blocks + requests;
+    let small = long.end..long.end + BETWEEN;
+    let allocate = |slot, blocks| Step::allocate(slot, u64::from(blocks) * ZOMBIE_BYTES, stream);
+    let scatter = (0..blocks).flat_map(|slot| {
+        let between = if slot % BLOCKS_IN_A_ROW == 0 { small.clone() } else { 0..0 };
+        let made = between.clone().map(|slot| Step::allocate(slot, BETWEEN_BYTES, stream));
+        let freed = between.map(|slot| Step::free(slot, stream));
+        made.chain(freed).chain([allocate(slot, 1)])
+    });
+    Zombies {
+        count,
+        bytes_each: ZOMBIE_BYTES,
+        stream,
+        slots: small.end,
+        most_bytes: u64::from(blocks) * ZOMBIE_BYTES,
+        scatter: scatter.collect(),
+        blocks,
+        free: (0..blocks).step_by(2).map(|slot| Step::free(slot, stream)).collect(),
+        gather: long.map(|slot| allocate(slot, each)).collect(),
+    }
 }
 
 fn gather() -> Cold {
@@ -296,6 +382,28 @@ impl Lane {
             Body::Pairs { bytes, .. } => *bytes,
             Body::Steps { steps, .. } => peak_live_bytes(self.slots, &[&self.setup, steps]),
         }
+    }
+}
+
+impl Warm {
+    /// The most bytes live at one time; of several lanes, the sum of what each has.
+    pub(super) fn peak_live_bytes(&self) -> u64 {
+        let lanes: u64 = self.lanes.iter().map(Lane::peak_live_bytes).sum();
+        self.zombies.as_ref().map_or(lanes, |zombies| zombies.peak_live_bytes(lanes))
+    }
+}
+
+impl Zombies {
+    /// The most bytes live at one time, with so many more once all have moved.
+    fn peak_live_bytes(&self, beside: u64) -> u64 {
+        let parts = [&self.scatter[..], &self.free, &self.gather];
+        let after = Step::allocate(self.slots, beside, 0);
+        peak_live_bytes(self.slots + 1, &[parts[0], parts[1], parts[2], &[after]])
+    }
+
+    /// Device memory that the case takes of an allocator which moves nothing, beside the lanes'.
+    pub(super) fn needed_bytes(&self) -> u64 {
+        self.most_bytes + self.gather.iter().map(|step| step.bytes).sum::<u64>()
     }
 }
 
@@ -412,6 +520,58 @@ mod tests {
         assert_eq!(most_live(&random), 100);
         let (lane, replace) = steps("live_10k");
         assert_eq!((lane.setup.len(), sizes(&replace)), (10_000, (512, 4096)));
+        let (lane, replace) = steps("streams_1000");
+        assert_eq!((lane.setup.len(), sizes(&replace)), (10_000, (512, 4096)));
+    }
+
+    #[test]
+    fn a_thousand_streams_take_turns() {
+        let case: Case = "streams_1000".parse().unwrap();
+        for extent in [full(case), Extent { calls: case.calls().least, live_divisor: 100 }] {
+            let Script::Warm(warm) = case.script(extent) else { panic!() };
+            assert_eq!((warm.streams, warm.lanes.len()), (1_000, 1));
+            let Body::Steps { steps, .. } = &warm.lanes[0].body else { panic!() };
+            assert!(steps.len() >= 2_000);
+            for (turn, pair) in steps.chunks(2).enumerate() {
+                let stream = turn as u32 % 1_000;
+                assert_eq!([pair[0].stream, pair[1].stream], [stream; 2]);
+                assert_eq!(pair[0].slot % 1_000, stream, "a block of that stream");
+            }
+        }
+    }
+
+    #[test]
+    fn zombies_are_ten_thousand_and_the_work_is_that_of_random_sizes() {
+        let case: Case = "zombies_10k".parse().unwrap();
+        let (Script::Warm(warm), Script::Warm(random)) =
+            (case.script(full(case)), Case::RANDOM_4MIB.script(full(case)))
+        else {
+            panic!()
+        };
+        let steps = |warm: &Warm| match &warm.lanes[0].body {
+            Body::Steps { steps, .. } => steps.clone(),
+            Body::Pairs { .. } => panic!("pairs"),
+        };
+        assert_eq!(steps(&warm), steps(&random));
+        let zombies = warm.zombies.as_ref().unwrap();
+        assert_eq!((zombies.count, zombies.stream, warm.streams), (10_000, 1, 2));
+        let mut held = vec![None; zombies.slots as usize];
+        for steps in [&zombies.scatter, &zombies.free, &zombies.gather] {
+            follow(&mut held, steps, warm.streams);
+        }
+        let granules = |steps: &[Step]| -> u64 {
+            steps
+                .iter()
+                .filter(|step| step.bytes >= ZOMBIE_BYTES)
+                .map(|step| step.bytes)
+                .sum::<u64>()
+                / ZOMBIE_BYTES
+        };
+        assert_eq!((granules(&zombies.scatter), granules(&zombies.gather)), (20_032, 10_000));
+        // What is asked for is there, in pieces.
+        assert_eq!(zombies.free.len(), 10_016);
+        let beside = random.peak_live_bytes();
+        assert_eq!(warm.peak_live_bytes(), (20_032 - 16) * ZOMBIE_BYTES + beside);
     }
 
     #[test]
@@ -427,7 +587,7 @@ mod tests {
 
     #[test]
     fn a_smoke_test_is_small() {
-        let Script::Warm(warm) = Case::ALL[9].script(Extent { calls: 400, live_divisor: 100 })
+        let Script::Warm(warm) = Case::ALL[10].script(Extent { calls: 400, live_divisor: 100 })
         else {
             panic!()
         };

@@ -13,6 +13,9 @@ pub(super) trait Subject: Sync {
     /// No allocation.
     const NONE: Self::Ptr;
 
+    /// Where it is.
+    fn address(ptr: Self::Ptr) -> u64;
+
     /// Allocates for use on `stream`.
     fn allocate(&self, bytes: u64, stream: StreamHandle) -> vpmm::Result<Self::Ptr>;
 
@@ -28,6 +31,16 @@ pub(super) trait Subject: Sync {
 
     /// Driver calls so far.
     fn driver_calls(&self) -> u64;
+
+    /// Has the allocator hold so much at most from now on, where that can be changed.
+    fn limit_to(&self, _bytes: Option<u64>) -> vpmm::Result<()> {
+        Ok(())
+    }
+
+    /// Addresses that wait to be unmapped; `None` of an allocator that never moves anything.
+    fn zombie_bytes(&self) -> Option<u64> {
+        None
+    }
 }
 
 /// A pool is freed into by the pointers that it hands out, as its users do.
@@ -35,6 +48,10 @@ impl Subject for PoolBackend<'_> {
     type Ptr = DevicePtr;
 
     const NONE: DevicePtr = DevicePtr::from_address(0);
+
+    fn address(ptr: DevicePtr) -> u64 {
+        ptr.address()
+    }
 
     #[inline]
     fn allocate(&self, bytes: u64, stream: StreamHandle) -> vpmm::Result<DevicePtr> {
@@ -54,6 +71,14 @@ impl Subject for PoolBackend<'_> {
     fn driver_calls(&self) -> u64 {
         Backend::driver_calls(self)
     }
+
+    fn limit_to(&self, bytes: Option<u64>) -> vpmm::Result<()> {
+        self.pool().limit_to(bytes)
+    }
+
+    fn zombie_bytes(&self) -> Option<u64> {
+        Some(self.pool().stats().zombie_bytes)
+    }
 }
 
 /// An allocation of a resource: what its free is told.
@@ -68,6 +93,10 @@ impl Subject for StackBackend<'_> {
     type Ptr = Sized;
 
     const NONE: Sized = Sized { ptr: DevicePtr::NULL, bytes: 0 };
+
+    fn address(allocation: Sized) -> u64 {
+        allocation.ptr.address()
+    }
 
     fn allocate(&self, bytes: u64, stream: StreamHandle) -> vpmm::Result<Sized> {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
@@ -95,6 +124,10 @@ macro_rules! by_address {
             type Ptr = u64;
 
             const NONE: u64 = 0;
+
+            fn address(ptr: u64) -> u64 {
+                ptr
+            }
 
             fn allocate(&self, bytes: u64, stream: StreamHandle) -> vpmm::Result<u64> {
                 Backend::allocate(self, bytes, stream)
@@ -126,6 +159,10 @@ impl Subject for Nothing {
     type Ptr = DevicePtr;
 
     const NONE: DevicePtr = DevicePtr::from_address(0);
+
+    fn address(ptr: DevicePtr) -> u64 {
+        ptr.address()
+    }
 
     #[inline(never)]
     fn allocate(&self, bytes: u64, _stream: StreamHandle) -> vpmm::Result<DevicePtr> {

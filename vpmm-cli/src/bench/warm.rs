@@ -18,6 +18,10 @@ use super::{Bench, BenchError};
 /// Single calls whose time is noted, over all threads: their median is steady long before.
 const MOST_SAMPLES: usize = 1_000_000;
 
+/// How often, and for how long, a body that settles late is done untimed.
+const MOST_UNTIMED: usize = 32;
+const LONGEST_UNTIMED: Duration = Duration::from_secs(2);
+
 /// One thread's part of a round.
 struct Span {
     begin: Instant,
@@ -115,7 +119,7 @@ pub(super) fn run<S: Subject>(
         p999_ns,
         max_ns,
         mops_per_s: ops as f64 / wall_ns * 1e3,
-        peak_live_bytes: script.lanes.iter().map(Lane::peak_live_bytes).sum(),
+        peak_live_bytes: script.peak_live_bytes(),
         peak_mapped_bytes: subject.peak_mapped_bytes()?,
         driver_calls: best.driver_calls,
     })
@@ -190,7 +194,7 @@ fn measure<S: Subject>(
             return Ok(measured);
         }
     }
-    if seat.phase(|| hands.run(&lane.body))?.is_none() {
+    if seat.phase(|| settle(lane, shared, hands))?.is_none() {
         return Ok(measured);
     }
     for number in 0..shared.rounds {
@@ -208,6 +212,24 @@ fn measure<S: Subject>(
     seat.phase(|| hands.sample(&lane.body, &mut samples))?;
     measured.samples = samples.into_nanoseconds();
     Ok(measured)
+}
+
+/// Does the body untimed: once, or where that is not enough until it needs no driver call, if ever.
+fn settle<S: Subject>(
+    lane: &Lane,
+    shared: &Shared<'_, S>,
+    hands: &mut Hands<'_, S>,
+) -> vpmm::Result<()> {
+    let begin = Instant::now();
+    // Nine times have been seen.
+    for _ in 0..if lane.settles { MOST_UNTIMED } else { 1 } {
+        let before = shared.subject.driver_calls();
+        hands.run(&lane.body)?;
+        if shared.subject.driver_calls() == before || begin.elapsed() > LONGEST_UNTIMED {
+            break;
+        }
+    }
+    Ok(())
 }
 
 /// One thread's part of a round. Where any number of calls will do, all threads go on until the

@@ -5,12 +5,14 @@ mod choice;
 mod costs;
 mod handles;
 mod spent;
+mod stall;
 mod timer;
 
 pub use calls::{Calls, MemoryPool, Patterns, Words};
 pub use choice::DeviceChoice;
 pub use costs::{EachCosts, HandleCosts, handle_costs};
 pub use spent::{FunctionSpent, Ledger};
+pub use stall::Stall;
 pub use timer::{DriverSpent, DriverTimer, Reading};
 
 use cuda_sim::Simulator;

@@ -21,7 +21,7 @@ const KEYS: [&str; 14] = [
 ];
 
 /// Every case with its number of threads.
-const CASES: [(&str, u64); 20] = [
+const CASES: [(&str, u64); 23] = [
     ("pair_512", 1),
     ("pair_64KiB", 1),
     ("pair_1MiB", 1),
@@ -29,9 +29,12 @@ const CASES: [(&str, u64); 20] = [
     ("pair_64MiB", 1),
     ("random_4MiB", 1),
     ("random_64MiB", 1),
+    ("live_100", 1),
     ("live_10k", 1),
     ("live_100k", 1),
     ("live_1M", 1),
+    ("streams_1000", 1),
+    ("zombies_10k", 1),
     ("threads_1", 1),
     ("threads_2", 2),
     ("threads_4", 4),
@@ -67,11 +70,23 @@ fn every_case(allocator: &str) {
             assert!((950.0..1050.0).contains(&product) || number("ns_per_op") < 1.0, "{object}");
             assert!(number("peak_live_bytes") <= number("peak_mapped_bytes"), "{object}");
         }
-        if allocator == "default" && (case.starts_with("pair") || case.starts_with("threads")) {
+        let hits = ["pair", "threads", "live", "streams"];
+        if allocator == "default" && hits.iter().any(|hit| case.starts_with(hit)) {
             assert_eq!(object["driver_calls"], 0, "a hit needs no driver: {object}");
         }
         match case {
             "pair_4MiB" => assert_eq!(object["peak_live_bytes"], 4 << 20),
+            "streams_1000" => {
+                // One on each stream, of 512 B to 4 KiB, each of which has had its turn.
+                assert_eq!(object["ops"], 2_000);
+                let least = 1_000.0 * 512.0;
+                assert!((least..8.0 * least).contains(&number("peak_live_bytes")), "{object}");
+            }
+            "zombies_10k" => {
+                // A hundred that have moved, as many between them, and as many in one block.
+                let of_zombies = 200.0 * f64::from(2 << 20);
+                assert!(number("peak_live_bytes") > of_zombies, "{object}");
+            }
             "grow_1GiB" => {
                 assert_eq!((&object["ops"], &object["peak_live_bytes"]), (&1.into(), &GIB.into()));
                 assert!(number("driver_calls") >= 1.0, "memory comes from the driver: {object}");
@@ -130,6 +145,43 @@ fn cases_and_allocators_are_picked_and_keep_their_order() {
     assert_eq!(named, expected);
     // One driver call per call of this allocator, and all of them during the timed calls.
     assert_eq!(objects[2]["driver_calls"], objects[2]["ops"]);
+}
+
+/// What may wait for the device would wait for the stream that stands still, for ever.
+#[test]
+fn zombies_are_left_out_where_an_allocator_may_wait_for_the_device() {
+    let output = run(&[
+        "bench",
+        "--quick",
+        "--device=sim",
+        "--case=zombies_10k,live_100",
+        "--allocator=cuda-malloc,arena",
+        "--json",
+    ]);
+    let objects = json(&output, 0);
+    for (object, allocator) in objects.iter().zip(["cuda-malloc", "arena"]) {
+        assert_eq!(
+            (&object["case"], &object["allocator"]),
+            (&"zombies_10k".into(), &allocator.into())
+        );
+        assert!(object["ns_per_op"].is_null(), "{object}");
+        assert!(object["error"].as_str().unwrap().starts_with("left out: it may wait"), "{object}");
+        assert!(stderr(&output).contains(&format!("zombies_10k: {allocator}: left out")));
+    }
+    assert!(objects[2..].iter().all(|object| object["ns_per_op"].is_number()), "{objects:?}");
+}
+
+/// Blocks that are shorter than a page come from the driver's pool, which moves nothing.
+#[test]
+fn zombies_that_do_not_come_to_be_are_told() {
+    let output = vpmm(&["bench", "--quick", "--device=sim", "--json", "--allocator=paged"])
+        .arg("--case=zombies_10k")
+        .env("VPMM_PAGE_SIZE", "12582912")
+        .output()
+        .unwrap();
+    let objects = json(&output, 0);
+    assert!(objects[0]["ns_per_op"].is_null(), "{objects:?}");
+    assert_eq!(objects[0]["error"], "left out: only 0 of 100 zombies wait");
 }
 
 #[test]
