@@ -283,7 +283,7 @@ void run_cases(const std::string &allocator, Make make, MakeEmpty make_empty,
     for (const Case &one : all_cases()) {
         if (!wanted(one.name)) continue;
         try {
-            auto handles = streams.first(16);
+            auto handles = streams.first(std::max<std::uint32_t>(16, one.streams));
             if (one.kind == Kind::kGrow) {
                 if (!make_empty()) throw std::runtime_error("does not grow");
                 report(one.name, allocator, run_cold(make_empty, lanes_of(one, 1)[0], handles));

@@ -55,6 +55,7 @@ struct Case {
     std::uint64_t least_bytes, most_bytes;
     std::uint32_t count;        // live allocations, threads or requests
     bool shared_stream = false; // all threads on one
+    std::uint32_t streams = 1;  // of live allocations
 };
 
 inline std::vector<Case> all_cases() {
@@ -72,9 +73,11 @@ inline std::vector<Case> all_cases() {
         pair("pair_64MiB", 64 * kMiB),
         {"random_4MiB", Kind::kRandom, 1, 4 * kMiB, 2500},
         {"random_64MiB", Kind::kRandom, 2 * kMiB, 64 * kMiB, 100},
+        live("live_100", 100),
         live("live_10k", 10'000),
         live("live_100k", 100'000),
         live("live_1M", 1'000'000),
+        {"streams_1000", Kind::kLive, 512, 4 * kKiB, 10'000, false, 1000},
     };
     for (std::uint32_t threads : {1, 2, 4, 8, 16}) {
         cases.push_back({"threads_" + std::to_string(threads), Kind::kThreads, kMiB, kMiB, threads});
@@ -89,7 +92,7 @@ inline std::vector<Case> all_cases() {
 // The case made small: enough to find out how fast an allocator roughly is.
 inline Case made_small(Case one) {
     if (one.kind == Kind::kRandom || one.kind == Kind::kLive) {
-        one.count = std::max<std::uint32_t>(one.count / 100, 1);
+        one.count = std::max<std::uint32_t>(one.count / 100, one.streams);
     }
     return one;
 }
@@ -107,7 +110,7 @@ inline Calls calls_of(const Case &one) {
     case Kind::kRandom:
         return {200'000, 4 * std::uint64_t{one.count}};
     case Kind::kLive:
-        return {400'000, 400};
+        return {400'000, std::max<std::uint64_t>(400, 2 * one.streams)};
     case Kind::kCrossStream:
         return {1'000'000, 256};
     case Kind::kGrow:
@@ -151,17 +154,21 @@ inline Lane random_lane(const Case &one, std::uint64_t calls) {
     return lane;
 }
 
-// Small live allocations, of which random ones are freed and allocated anew.
+// Small live allocations, as many on each stream, of which random ones are freed and allocated anew:
+// one stream's after the other's.
 inline Lane live_lane(const Case &one, std::uint64_t calls) {
     Random random(2);
     Lane lane{.slots = one.count};
     for (std::uint32_t slot = 0; slot < one.count; ++slot) {
-        lane.setup.push_back({random.between(one.least_bytes, one.most_bytes), slot, 0});
+        lane.setup.push_back(
+            {random.between(one.least_bytes, one.most_bytes), slot, slot % one.streams});
     }
-    for (std::uint64_t i = 0; i < calls / 2; ++i) {
-        auto slot = static_cast<std::uint32_t>(random.below(one.count));
-        lane.body.push_back({0, slot, 0});
-        lane.body.push_back({random.between(one.least_bytes, one.most_bytes), slot, 0});
+    for (std::uint64_t i = 0; i < std::max<std::uint64_t>(calls / 2, one.streams); ++i) {
+        auto stream = static_cast<std::uint32_t>(i % one.streams);
+        auto slot = one.streams * static_cast<std::uint32_t>(random.below(one.count / one.streams)) +
+                    stream;
+        lane.body.push_back({0, slot, stream});
+        lane.body.push_back({random.between(one.least_bytes, one.most_bytes), slot, stream});
     }
     return lane;
 }
