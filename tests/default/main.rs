@@ -8,6 +8,7 @@ mod background;
 mod bad_input;
 mod changed;
 mod costs;
+mod crowd;
 mod exchanges;
 mod failures;
 mod hits;

@@ -112,7 +112,7 @@ type Step = (Action, Option<u64>);
 
 const LIMIT: u64 = 20;
 
-fn bytes() -> impl Strategy<Value = u64> {
+pub(crate) fn bytes() -> impl Strategy<Value = u64> {
     prop_oneof![
         2 => 1..2 * KIB,
         3 => 1..64 * KIB,
@@ -153,7 +153,7 @@ fn kind() -> impl Strategy<Value = Kind> {
     ]
 }
 
-fn schedule() -> impl Strategy<Value = Schedule> {
+pub(crate) fn schedule() -> impl Strategy<Value = Schedule> {
     prop_oneof![
         1 => Just(Schedule::Eager),
         2 => (1..20_u32).prop_map(|patience| Schedule::Late { patience }),
