@@ -4,7 +4,7 @@
 //! request waits for one piece at most and finds nothing half done. The pool's owner holds a
 //! [`Helper`], whose drop ends the thread before the pool itself goes.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -24,6 +24,7 @@ use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::event::BesideCaptures;
 use crate::location::Location;
+use crate::lock::{Ordered, Rank};
 use crate::physical::Extent;
 
 const SHORTEST_PERIOD: Duration = Duration::from_micros(100);
@@ -47,10 +48,15 @@ const SPARE_OF_CAPACITY: u64 = 8;
 const SMALL_OF_AHEAD: u64 = 8;
 
 /// What the thread is told.
-#[derive(Default)]
 pub(super) struct Bell {
-    calls: Mutex<Calls>,
+    calls: Ordered<Calls>,
     rings: Condvar,
+}
+
+impl Default for Bell {
+    fn default() -> Self {
+        Self { calls: Ordered::new(Rank::Bell, Calls::default()), rings: Condvar::new() }
+    }
 }
 
 #[derive(Default)]
@@ -65,8 +71,7 @@ impl Bell {
     /// Waits for a call, or for the period to pass; `false` at the end.
     fn wait(&self, period: Duration) -> bool {
         let quiet = |calls: &mut Calls| !calls.grown && !calls.ends;
-        let waited = self.rings.wait_timeout_while(lock(&self.calls), period, quiet);
-        let (mut calls, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let mut calls = lock(&self.calls).wait_timeout_while(&self.rings, period, quiet);
         calls.grown = false;
         !calls.ends
     }

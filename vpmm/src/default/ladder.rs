@@ -355,7 +355,7 @@ impl Core {
             if super::fences::stream_is_capturing(driver, request.handle)? {
                 return Ok(None);
             }
-            let _in_order = lock(&self.shard(request.stream).eager);
+            let in_order = lock(&self.shard(request.stream).eager);
             {
                 let _beside = BesideCaptures::enter(driver)?;
                 record.event.hold_back(driver, request.handle)?;
@@ -377,6 +377,8 @@ impl Core {
             }
             space.hand_over(&self.tags, other, request.stream);
             drop(space);
+            // Frees on the stream need not wait for what comes next, which may be many driver calls.
+            drop(in_order);
             if let Some(start) = self.retry(request, 0)? {
                 return Ok(Some(start));
             }

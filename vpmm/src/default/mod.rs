@@ -16,7 +16,8 @@
 //!
 //! Locks, in the order in which they may be taken: `growing`, a shard's `eager`, `revoking`,
 //! `registry`, being inside a front, `space`. No driver call is made under `space` or in a front.
-//! The helper's `bell` is taken under `growing`, and nothing under it.
+//! That of the tags' leaves is taken under `space`, the helper's `bell` under any, and nothing under either.
+//! Builds with debug assertions, so all tests, check the order ([`Rank`]).
 
 mod access;
 mod admit;
@@ -71,7 +72,7 @@ pub(crate) use helper::Helper;
 pub(crate) use sleep::Run;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use smallvec::SmallVec;
@@ -80,7 +81,7 @@ use crate::backing::Backing;
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, Realm, StreamWatcher};
 use crate::error::{Error, Result};
-use crate::lock::{Asymmetry, SpinLock};
+use crate::lock::{Asymmetry, Ordered, OrderedGuard, Rank, SpinLock};
 use crate::ordering::{Mark, next_pool};
 use crate::reservation::Reservation;
 use crate::units::DevicePtr;
@@ -96,10 +97,8 @@ use shard::Slot;
 use space::{Part, Space};
 use tags::{SPAN_UNITS, Tag, Tags};
 
-/// Locks without regard to poison: nothing here panics with a lock held, and a panic elsewhere in
-/// a caller's thread must not take the pool from all others.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock<T>(mutex: &Ordered<T>) -> OrderedGuard<'_, T> {
+    mutex.lock()
 }
 
 /// A stream's epoch is closed on its own account, so that what it has freed is everybody's before
@@ -131,13 +130,13 @@ pub(crate) struct Core {
     tags: Tags,
     routes: Routes,
     aside: Aside,
-    growing: Mutex<()>,
+    growing: Ordered<()>,
     /// What the device has, where that is less than the pool may have.
     full: full::Full,
     /// The stream that is asked about next.
     asked: AtomicUsize,
-    registry: Mutex<Registry>,
-    revoking: Mutex<()>,
+    registry: Ordered<Registry>,
+    revoking: Ordered<()>,
     space: SpinLock<Space>,
     /// When the pool was made.
     made: Instant,
@@ -214,12 +213,12 @@ impl Core {
             tags,
             routes,
             aside: Aside::default(),
-            growing: Mutex::new(()),
+            growing: Ordered::new(Rank::Growing, ()),
             full: full::Full::default(),
             asked: AtomicUsize::new(0),
-            registry: Mutex::default(),
-            revoking: Mutex::new(()),
-            space: SpinLock::new(space),
+            registry: Ordered::new(Rank::Registry, Registry::default()),
+            revoking: Ordered::new(Rank::Revoking, ()),
+            space: SpinLock::ranked(Rank::Space, space),
             made: Instant::now(),
             retired: AtomicBool::new(false),
             quiet: AtomicBool::new(false),

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use super::admit::NO_KEY;
 use super::front::{Cached, Front};
 use super::space::{Part, Share};
-use crate::lock::{Asymmetry, Biased, BiasedGuard, Life, Token};
+use crate::lock::{Asymmetry, Biased, BiasedGuard, Life, Ordered, Rank, Token};
 use crate::pages::Pages;
 
 /// Threads that can have a front of one stream at a time; more go to the space behind.
@@ -154,7 +154,7 @@ pub(super) struct Shard {
     /// Held while anything is recorded on the stream, so that the stream does not end meanwhile;
     /// at an eager stream's free until the block is entered, so that the event recorded last is
     /// behind every block.
-    pub(super) eager: Mutex<()>,
+    pub(super) eager: Ordered<()>,
 }
 
 impl Shard {
@@ -166,7 +166,7 @@ impl Shard {
             pins: AtomicU32::new(0),
             index,
             slots: [const { AtomicPtr::new(ptr::null_mut()) }; SLOTS],
-            eager: Mutex::new(()),
+            eager: Ordered::new(Rank::Eager, ()),
         }
     }
 

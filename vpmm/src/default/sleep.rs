@@ -14,8 +14,6 @@
 //! the map of addresses a sleeping run is in transit. `growing` is held from one end to the other,
 //! so nothing is mapped, moved, or exported on the way.
 
-use std::sync::MutexGuard;
-
 use super::book::{Book, Stage};
 use super::class::UNIT_BYTES;
 use super::memory::{Backed, Memory};
@@ -24,6 +22,7 @@ use super::{Core, lock};
 use crate::driver::Failure;
 use crate::error::{Error, Result};
 use crate::fence::Fence;
+use crate::lock::OrderedGuard;
 use crate::mapping::{NewMappings, unmap};
 use crate::region::{NodeId, State};
 use crate::units::DevicePtr;
@@ -42,7 +41,7 @@ impl Run {
 }
 
 /// Nothing is mapped, moved or exported in the heap while this lives.
-pub(crate) type Stillness<'a> = MutexGuard<'a, ()>;
+pub(crate) type Stillness<'a> = OrderedGuard<'a, ()>;
 
 /// What going to sleep came to.
 #[derive(Clone, Copy, Debug)]

@@ -34,7 +34,7 @@ use rustix::mm::{Advice, madvise};
 
 use super::class::{LARGE_STEP, SMALL_UNITS};
 use super::space::Part;
-use crate::lock::SpinLock;
+use crate::lock::{Rank, SpinLock};
 
 /// A tag: 2 bits of its kind above 30 of a size or a node.
 const KIND: u32 = 3 << 30;
@@ -220,7 +220,10 @@ impl Tags {
         Some(Self {
             directory: Zeroed::new(spans[0] + spans[1])?,
             leaves: Zeroed::new(end as usize)?,
-            unused: SpinLock::new(Unused { next: first, end, vacant: Default::default() }),
+            unused: SpinLock::ranked(
+                Rank::Leaves,
+                Unused { next: first, end, vacant: Default::default() },
+            ),
             ready: AtomicUsize::new(0),
             units,
             split,

@@ -10,6 +10,7 @@ use std::cell::UnsafeCell;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{Ordering, compiler_fence};
 
+use super::order::{Held, Place, Rank};
 use super::sync::{AtomicBool, AtomicU8, fence, spin_loop, yield_now};
 
 /// How the two sides order their store before their load.
@@ -95,6 +96,9 @@ const REVOKED: u8 = 1;
 /// … or that the owner has to run a fence, always.
 const FENCED: u8 = 2;
 
+/// What these locks are for.
+const PLACE: Place = Place::of(Rank::Front);
+
 /// A value that one thread, its owner, enters cheaply, and others after revoking it.
 #[repr(C)]
 pub(crate) struct Biased<T> {
@@ -153,6 +157,7 @@ impl<T> Biased<T> {
     /// No two threads call this on one lock without synchronising in between, and no guard of it
     /// lives already.
     pub(crate) unsafe fn enter(&self) -> Option<BiasedGuard<'_, T>> {
+        let held = PLACE.take();
         self.busy.store(true, Ordering::Relaxed);
         self.owners_fence();
         let mut state = self.state.load(Ordering::Acquire);
@@ -160,7 +165,7 @@ impl<T> Biased<T> {
             fence(Ordering::SeqCst);
             state = self.state.load(Ordering::Acquire);
         }
-        self.unless(state & REVOKED != 0)
+        self.unless(state & REVOKED != 0, held)
     }
 
     /// The owner's entry where nothing is in its way, in a handful of instructions and without a
@@ -171,9 +176,10 @@ impl<T> Biased<T> {
     /// As for [`enter`](Self::enter).
     #[inline(always)]
     pub(crate) unsafe fn enter_at_once(&self) -> Option<BiasedGuard<'_, T>> {
+        let held = PLACE.take();
         self.busy.store(true, Ordering::Relaxed);
         self.owners_fence();
-        self.unless(self.state.load(Ordering::Acquire) != 0)
+        self.unless(self.state.load(Ordering::Acquire) != 0, held)
     }
 
     /// Where the kernel fences for owners, if it does.
@@ -189,12 +195,12 @@ impl<T> Biased<T> {
     /// The guard, unless something is in the way. Whoever comes in has acquired what a former
     /// revoker did to the value, by its look at the state.
     #[inline(always)]
-    fn unless(&self, barred: bool) -> Option<BiasedGuard<'_, T>> {
+    fn unless(&self, barred: bool, _held: Held) -> Option<BiasedGuard<'_, T>> {
         if barred {
             self.busy.store(false, Ordering::Release);
             return None;
         }
-        Some(BiasedGuard { lock: self })
+        Some(BiasedGuard { lock: self, _held })
     }
 
     /// Revokes every lock of `locks`, waits for owners that are inside, hands each value to `work`,
@@ -210,6 +216,8 @@ impl<T> Biased<T> {
     ) where
         T: 'a,
     {
+        // Owners that are inside are waited for.
+        let _held = PLACE.take();
         for lock in locks.clone() {
             // Nobody else writes it.
             let state = lock.state.load(Ordering::Relaxed);
@@ -234,6 +242,7 @@ impl<T> Biased<T> {
 /// The owner's access, until drop.
 pub(crate) struct BiasedGuard<'a, T> {
     lock: &'a Biased<T>,
+    _held: Held,
 }
 
 impl<T> Deref for BiasedGuard<'_, T> {

@@ -7,6 +7,7 @@ mod backoff;
 mod biased;
 #[cfg(all(loom, test))]
 mod model;
+mod order;
 mod spin;
 mod thread;
 
@@ -27,5 +28,6 @@ mod sync {
 }
 
 pub(crate) use biased::{Asymmetry, Biased, BiasedGuard};
+pub(crate) use order::{Ordered, OrderedGuard, Rank};
 pub(crate) use spin::{SpinGuard, SpinLock};
 pub(crate) use thread::{Life, Token};

@@ -6,10 +6,12 @@ use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::backoff::Backoff;
+use super::order::{Held, Place, Rank};
 
 /// A test-and-test-and-set lock: one exchange to take it, and a plain store to let it go, as nobody is ever
 /// to be woken. Where a section calls the driver at times, those who come then sleep by themselves.
 pub(crate) struct SpinLock<T> {
+    place: Place,
     held: AtomicBool,
     value: UnsafeCell<T>,
 }
@@ -20,15 +22,25 @@ unsafe impl<T: Send> Sync for SpinLock<T> {}
 
 impl<T> SpinLock<T> {
     pub(crate) const fn new(value: T) -> Self {
-        Self { held: AtomicBool::new(false), value: UnsafeCell::new(value) }
+        Self::at(Place::NONE, value)
+    }
+
+    /// One with a place in the order of locks.
+    pub(crate) const fn ranked(rank: Rank, value: T) -> Self {
+        Self::at(Place::of(rank), value)
+    }
+
+    const fn at(place: Place, value: T) -> Self {
+        Self { place, held: AtomicBool::new(false), value: UnsafeCell::new(value) }
     }
 
     #[inline]
     pub(crate) fn lock(&self) -> SpinGuard<'_, T> {
+        let _held = self.place.take();
         if self.held.swap(true, Ordering::Acquire) {
             self.contend();
         }
-        SpinGuard { lock: self }
+        SpinGuard { lock: self, _held }
     }
 
     #[cold]
@@ -57,6 +69,7 @@ impl<T> fmt::Debug for SpinLock<T> {
 /// Access to what the lock guards, until drop.
 pub(crate) struct SpinGuard<'a, T> {
     lock: &'a SpinLock<T>,
+    _held: Held,
 }
 
 impl<T> Deref for SpinGuard<'_, T> {
