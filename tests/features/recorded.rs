@@ -247,6 +247,37 @@ fn a_stream_may_end_before_the_free() {
     });
 }
 
+/// Whoever lends the stream tells of its end, and destroys it then.
+#[test]
+fn a_stream_noted_by_its_bare_handle_may_end_before_the_free_if_it_was_lent_since() {
+    Rig::each(|rig, profile| {
+        for (bytes, was_freed_on) in
+            SIZES.into_iter().flat_map(|bytes| [(bytes, false), (bytes, true)])
+        {
+            let watched = rig.pool(profile);
+            let own = rig.stream();
+            let (raw, bare) = make(rig, 1);
+            if was_freed_on {
+                let held = watched.malloc(bytes, bare);
+                watched.free(held, bare);
+            }
+            let held = watched.malloc(bytes, &own);
+            let stall = rig.stall(bare);
+            watched.look_from(&held, &own, bare);
+            // SAFETY: the stream is destroyed after the last use of this.
+            let lent = unsafe { Stream::borrowed(&rig.device, bare) }.expect("a lent stream");
+            watched.pool.record_stream(held.ptr, &lent).expect("noted again");
+            drop(lent);
+            call!(rig.driver, cuStreamDestroy_v2(raw)); // its work goes on
+            watched.free(held, &own);
+            assert_kept(&watched, &held, &own);
+            drop(stall);
+            assert_found_again(&watched, bytes, &own);
+            watched.assert_intact();
+        }
+    });
+}
+
 #[test]
 fn a_stream_may_end_after_the_free() {
     Rig::each(|rig, profile| {

@@ -47,8 +47,13 @@ impl Space {
 
     /// Notes that an event was recorded on an eager stream, behind everything of its open epoch.
     pub(super) fn note_record(&mut self, stream: u32, event: Event) {
-        let former = self.books[stream as usize].last_record.replace(event);
-        self.events.extend(former);
+        let book = &mut self.books[stream as usize];
+        let unused = match book.recording {
+            Recording::Eager => book.last_record.replace(event),
+            // It was lent meanwhile, and somebody tells of its end: one is recorded when it is wanted.
+            _ => Some(event),
+        };
+        self.events.extend(unused);
     }
 
     /// Notes that the event of a stream's closed epoch was seen complete. An answer that comes
@@ -349,13 +354,19 @@ impl Core {
         let _ending = lock(&self.shard(stream).eager);
         if context.is_err() {
             // It ends all the same, and its handle means nothing from here on.
-            self.space.lock().books[stream as usize].recording = Recording::Lost;
+            let mut space = self.space.lock();
+            let book = &mut space.books[stream as usize];
+            book.recording = Recording::Lost;
+            let unused = book.last_record.take();
+            space.events.extend(unused);
             return;
         }
         let spare = {
             let mut space = self.space.lock();
             let space = &mut *space;
             let book = &mut space.books[stream as usize];
+            // Of frees by its bare handle, before it was lent: the one below covers those, too.
+            space.events.extend(book.last_record.take());
             match std::mem::replace(&mut book.stage, Stage::Recording) {
                 // Recorded anew, it covers more.
                 Stage::Recorded(event) => Some(event),

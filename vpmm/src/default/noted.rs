@@ -38,7 +38,7 @@ pub(super) const FENCES: usize = 8;
 #[derive(Clone, Copy)]
 pub(super) struct Use {
     pub(super) stream: u32,
-    /// Where nobody tells of the stream's end: what to record on at the free.
+    /// Where nobody tells of the stream's end: what to record on at the free, if that is still so.
     on: Option<StreamHandle>,
 }
 
@@ -235,13 +235,21 @@ impl Core {
         Ok(number == self.shard(stream).stream())
     }
 
-    /// Records an event behind everything on a stream whose end nobody tells.
+    /// Records an event behind everything on a stream whose end nobody tells. One that was lent since it was
+    /// noted may have ended, which has been told then: the handle is not looked at, nor needed.
     fn record_use(&self, stream: u32, on: StreamHandle) -> Result<Wait> {
         let _context = self.device.enter()?;
+        // So that it does not end meanwhile: see `end_stream`.
+        let _in_order = lock(&self.shard(stream).eager);
+        {
+            let space = self.space.lock();
+            if space.books[stream as usize].recording != Recording::Eager {
+                return Ok(space.wait_for_open(stream));
+            }
+        }
         if stream_is_capturing(self.device.driver(), on)? {
             return Err(Error::StreamCapturing);
         }
-        let _in_order = lock(&self.shard(stream).eager);
         let event = self.record_now(on)?;
         let mut space = self.space.lock();
         space.note_record(stream, event);

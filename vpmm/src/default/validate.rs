@@ -344,6 +344,9 @@ impl Space {
             if eager && book.open_units() > 0 && book.last_record.is_none() {
                 return broken(I3, format!("stream {index} has memory that no event covers"));
             }
+            if !eager && book.last_record.is_some() {
+                return broken(I7, format!("stream {index} keeps an event that covers nothing"));
+            }
             let recorded = match book.stage {
                 Stage::Recorded(event) => Some(event),
                 _ => None,
