@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use cuda_sim::Simulator;
+use cuda_sim::{Schedule, Simulator};
 use vpmm::snapshot::{BlockState, HeapName, Segment};
 use vpmm::{Contents, Device, Driver, PagedConfig, Pool, PoolConfig};
 
@@ -87,6 +87,45 @@ fn so_it_does_in_pages() {
     // Smaller requests are the driver's pool's, which it does not show.
     let pool = Pool::paged(&device, &PagedConfig::default()).unwrap();
     random_program(&pool, 2 << 20..9 << 20);
+    sim.assert_clean();
+}
+
+/// In both profiles; and all of it counts as pending, as the statistics have it.
+#[test]
+fn what_waits_for_further_streams_is_told_apart() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    for pool in [
+        Pool::new(&device, &PoolConfig::default()).unwrap(),
+        Pool::paged(&device, &PagedConfig::default()).unwrap(),
+    ] {
+        let (own, side) = (device.stream().unwrap(), device.stream().unwrap());
+        let stall = sim.spin(side.handle().raw()).unwrap();
+        let [used, other] = [(); 2].map(|()| pool.malloc(4 << 20, &own).unwrap());
+        pool.record_stream(used, &side).unwrap();
+        pool.free(used, &own).unwrap();
+        pool.free(other, &own).unwrap();
+        let state_of = |address: u64| {
+            let segments = pool.snapshot();
+            check(&segments);
+            let stats = pool.stats();
+            let [pending, deferred, cached] =
+                [BlockState::Pending, BlockState::Deferred, BlockState::Cached]
+                    .map(|state| sum(&segments, state));
+            assert_eq!((pending + deferred, cached), (stats.pending_bytes, stats.cached_bytes));
+            let blocks = segments.iter().flat_map(|segment| &segment.blocks);
+            let mut around =
+                blocks.filter(|of| (of.address..of.address + of.bytes).contains(&address));
+            let block = *around.next().unwrap();
+            (block.state, block.bytes)
+        };
+        assert_eq!(state_of(used.address()), (BlockState::Deferred, 4 << 20));
+        assert_ne!(state_of(other.address()).0, BlockState::Deferred);
+        stall.release();
+        device.synchronize().unwrap();
+        pool.trim_to(1 << 30).unwrap();
+        assert_ne!(state_of(used.address()).0, BlockState::Deferred, "the use is over");
+    }
     sim.assert_clean();
 }
 

@@ -11,7 +11,13 @@ GRANULE = 2 * MIB
 SIZES = {"below 2 MiB": 2 * MIB, "2 to 20 MiB": 20 * MIB, "from 20 MiB": None}
 
 #: What a block that is not live is, as snapshots say it.
-KINDS = {"cached": "front", "pending": "shards", "idle": "common", "moving": "in transit"}
+KINDS = {
+    "cached": "front",
+    "deferred": "deferred",
+    "pending": "shards",
+    "idle": "common",
+    "moving": "in transit",
+}
 
 GAPS = "between live"
 

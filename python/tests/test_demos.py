@@ -183,7 +183,8 @@ def test_where_memory_is():
     blocks = [
         block(0, 3, "live"),
         block(3, 2, "cached"),
-        block(5, 4, "pending"),
+        block(5, 3, "pending"),
+        block(8, 1, "deferred"),
         block(9, 1, "live"),
         # Two that nobody has.
         block(12, 28, "idle"),
@@ -196,7 +197,8 @@ def test_where_memory_is():
     sizes = list(held.SIZES)
     for kind, size, count in (
         ("front", sizes[1], 2),
-        ("shards", sizes[1], 4),
+        ("shards", sizes[1], 3),
+        ("deferred", sizes[0], 1),
         ("in transit", sizes[1], 2),
         ("common", sizes[2], 28),
         ("between live", sizes[1], 6),

@@ -2193,7 +2193,7 @@ void vpmm_resource_release(struct vpmm_resource *resource);
 /**
  * Writes what the pool holds as JSON, piece by piece: a list of segments, each with its blocks, under
  * the names of `torch.cuda.memory._snapshot()`. Beyond those, a segment has its `heap`, a block its
- * `vpmm_state` (`live`, `cached`, `pending`, `idle`).
+ * `vpmm_state` (`live`, `deferred`, `cached`, `pending`, `idle`).
  *
  * # Safety
  * `pool` is null or a handle; `write` is null or can be called with `context`, and lets no exception out.

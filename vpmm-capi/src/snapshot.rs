@@ -79,6 +79,7 @@ impl fmt::Display for Quoted<'_> {
 fn names(state: BlockState) -> (&'static str, &'static str) {
     match state {
         BlockState::Live => ("active_allocated", "live"),
+        BlockState::Deferred => ("active_pending_free", "deferred"),
         BlockState::Cached => ("inactive", "cached"),
         BlockState::Pending => ("inactive", "pending"),
         _ => ("inactive", "idle"),
@@ -87,6 +88,7 @@ fn names(state: BlockState) -> (&'static str, &'static str) {
 
 fn write_segment(out: &mut impl Write, device: u32, segment: &Segment) -> fmt::Result {
     let live = segment.bytes_in(BlockState::Live);
+    let active = live + segment.bytes_in(BlockState::Deferred);
     let (heap, number) = match &segment.heap {
         HeapName::Graph(number) => (format!("graph {number}"), *number + 1),
         HeapName::Tagged(tag) => (format!("tag {tag}"), 0),
@@ -95,7 +97,7 @@ fn write_segment(out: &mut impl Write, device: u32, segment: &Segment) -> fmt::R
     write!(
         out,
         "{{\"device\":{device},\"address\":{},\"total_size\":{},\"allocated_size\":{live},\
-         \"active_size\":{live},\"requested_size\":{live},\"stream\":0,\"segment_type\":\"{}\",\
+         \"active_size\":{active},\"requested_size\":{active},\"stream\":0,\"segment_type\":\"{}\",\
          \"segment_pool_id\":[0,{number}],\"is_expandable\":true,\"heap\":{},\"is_asleep\":{},\
          \"frames\":[],\"blocks\":[",
         segment.address,
@@ -107,7 +109,8 @@ fn write_segment(out: &mut impl Write, device: u32, segment: &Segment) -> fmt::R
     for (at, block) in segment.blocks.iter().enumerate() {
         let (state, own) = names(block.state);
         let comma = if at == 0 { "" } else { "," };
-        let requested = if block.state == BlockState::Live { block.bytes } else { 0 };
+        let is_active = matches!(block.state, BlockState::Live | BlockState::Deferred);
+        let requested = if is_active { block.bytes } else { 0 };
         write!(
             out,
             "{comma}{{\"address\":{},\"size\":{},\"requested_size\":{requested},\
@@ -138,7 +141,7 @@ pub(crate) fn write_segments(out: &mut impl Write, pools: &[&Pool]) -> fmt::Resu
 
 /// Writes what the pool holds as JSON, piece by piece: a list of segments, each with its blocks, under
 /// the names of `torch.cuda.memory._snapshot()`. Beyond those, a segment has its `heap`, a block its
-/// `vpmm_state` (`live`, `cached`, `pending`, `idle`).
+/// `vpmm_state` (`live`, `deferred`, `cached`, `pending`, `idle`).
 ///
 /// # Safety
 /// `pool` is null or a handle; `write` is null or can be called with `context`, and lets no exception out.
@@ -169,5 +172,36 @@ mod tests {
     #[test]
     fn texts_are_quoted() {
         assert_eq!(Quoted("a \"b\" \\ \n é").to_string(), r#""a \"b\" \\ \u000a é""#);
+    }
+
+    #[test]
+    fn what_waits_for_further_streams_is_active_and_pending_free() {
+        let sim =
+            cuda_sim::Simulator::builder().schedule(cuda_sim::Schedule::Manual).build().unwrap();
+        let device = vpmm_core::Driver::new(sim.driver()).unwrap().device(0).unwrap();
+        let pool = Pool::new(&device, &vpmm_core::PoolConfig::default()).unwrap();
+        let (own, side) = (device.stream().unwrap(), device.stream().unwrap());
+        let (kept, freed) =
+            (pool.malloc(3 << 20, &own).unwrap(), pool.malloc(5 << 20, &own).unwrap());
+        let stall = sim.spin(side.handle().raw()).unwrap();
+        pool.record_stream(freed, &side).unwrap();
+        pool.free(freed, &own).unwrap();
+        let mut text = String::new();
+        write_segments(&mut text, &[&pool]).unwrap();
+        let block = format!(
+            "{{\"address\":{},\"size\":{size},\"requested_size\":{size},\
+             \"state\":\"active_pending_free\",\"vpmm_state\":\"deferred\"",
+            freed.address(),
+            size = 5 << 20,
+        );
+        assert!(text.contains(&block), "{text}");
+        let sums = format!(
+            "\"allocated_size\":{},\"active_size\":{active},\"requested_size\":{active}",
+            3 << 20,
+            active = 8 << 20,
+        );
+        assert!(text.contains(&sums), "{text}");
+        stall.release();
+        pool.free(kept, &own).unwrap();
     }
 }

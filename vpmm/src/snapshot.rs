@@ -8,9 +8,11 @@
 pub enum BlockState {
     /// In the hands of a caller.
     Live,
-    /// Freed, and kept in front for one thread's next requests on the same stream; or, where uses on
-    /// further streams were noted, waiting for those.
+    /// Freed, and kept in front for one thread's next requests on the same stream.
     Cached,
+    /// Freed, and waiting for uses on [further streams](crate::Pool::record_stream). The statistics count it
+    /// as pending.
+    Deferred,
     /// Free to its stream, which may still be using it.
     Pending,
     /// Free to every stream.

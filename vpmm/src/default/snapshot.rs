@@ -26,6 +26,8 @@ impl Core {
         let labelled = |label| labels.get(&label).copied().and_then(number);
         let owners: std::collections::HashMap<u32, _> =
             space.every_free_block().map(|block| (block.id(), block)).collect();
+        let deferred: std::collections::HashMap<u32, u32> =
+            space.deferred.iter().map(|block| (block.start, block.own.stream)).collect();
         let mut segments = Segments::default();
         for part in Part::ALL {
             let granules = space.memory.range(part);
@@ -46,7 +48,10 @@ impl Core {
                         Tag::Live(units) | Tag::Noted(units) => {
                             (units, BlockState::Live, self.tags.label_at(at).and_then(labelled))
                         }
-                        Tag::Cached(units) => (units, BlockState::Cached, None),
+                        Tag::Cached(units) => match deferred.get(&at) {
+                            Some(stream) => (units, BlockState::Deferred, number(*stream)),
+                            None => (units, BlockState::Cached, None),
+                        },
                         Tag::Free(id) => match owners.get(&id) {
                             Some(block) => match block.owner().of_stream() {
                                 None => (block.units(), BlockState::Idle, None),

@@ -12,6 +12,10 @@ impl PagedPool {
         for region in space.map.iter() {
             let state = match region.state() {
                 State::Live => BlockState::Live,
+                // What waits for further streams has a fence of a timeline that is no stream's.
+                State::Pending if region.fence().timeline == space.uses.timeline() => {
+                    BlockState::Deferred
+                }
                 State::Pending => BlockState::Pending,
                 State::Idle => BlockState::Idle,
                 State::Zombie | State::Hole | State::Transit => continue,
