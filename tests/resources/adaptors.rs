@@ -1,5 +1,6 @@
 //! What each adaptor does that others do not.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -194,6 +195,56 @@ fn an_address_that_comes_again_at_once_is_the_new_owners() {
         });
     }
     assert!(tracking.outstanding().is_empty());
+}
+
+/// One of a caller's own, which adaptors stand on as on any other.
+#[test]
+fn a_panic_below_leaves_what_is_above_as_it_was() {
+    let broken = AtomicBool::new(true);
+    let calls = AtomicUsize::new(0);
+    let upstream = || {
+        let (broken, upstream) = (&broken, addresses(&calls));
+        let panics = || assert!(!broken.load(Ordering::Relaxed), "for the test");
+        let upstream = Arc::new(upstream);
+        let below = Arc::clone(&upstream);
+        Callback::new(
+            Facts::of_device_memory(),
+            move |bytes, align, stream| {
+                panics();
+                upstream.allocate(bytes, align, stream)
+            },
+            move |ptr, bytes, align, stream| {
+                panics();
+                below.deallocate(ptr, bytes, align, stream)
+            },
+        )
+    };
+    let panics = |call: &dyn Fn()| catch_unwind(AssertUnwindSafe(call)).is_err();
+    let mut config = TrackingConfig::default();
+    config.report = Report::Silent;
+    let limiting = Limiting::new(upstream(), 1000);
+    let tracking = Tracking::new(upstream(), config);
+    let aligned = Aligned::new(upstream(), 4096).expect("a power of two");
+    let all: [(&dyn MemoryResource, &dyn Fn() -> u64, u64); 3] = [
+        (&limiting, &|| limiting.allocated_bytes(), 768),
+        (&tracking, &|| tracking.outstanding_bytes(), 700),
+        // It counts nothing.
+        (&aligned, &|| 0, 0),
+    ];
+    for (resource, counted, of_one) in all {
+        broken.store(true, Ordering::Relaxed);
+        assert!(panics(&|| drop(resource.allocate(700, 256, STREAM))), "{}", resource.describe());
+        assert_eq!(counted(), 0, "{}", resource.describe());
+        broken.store(false, Ordering::Relaxed);
+        let ptr = resource.allocate(700, 256, STREAM).expect("as if nothing had been asked for");
+        broken.store(true, Ordering::Relaxed);
+        assert!(panics(&|| drop(resource.deallocate(ptr, 700, 256, STREAM))));
+        assert_eq!(counted(), of_one, "{}", resource.describe());
+        broken.store(false, Ordering::Relaxed);
+        resource.deallocate(ptr, 700, 256, STREAM).expect("it is known still");
+        assert_eq!(counted(), 0, "{}", resource.describe());
+    }
+    assert_eq!(calls.load(Ordering::Relaxed), 3, "each was freed once");
 }
 
 #[test]

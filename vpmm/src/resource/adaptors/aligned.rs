@@ -5,6 +5,7 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use super::undo::or_undo;
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::resource::request::{MIN_ALIGN, check_align, is_of_nothing};
@@ -140,12 +141,11 @@ impl<R: MemoryResource> MemoryResource for Aligned<R> {
             }
             return self.upstream.deallocate(ptr, bytes, align, stream);
         };
-        let result =
-            self.upstream.deallocate(known.whole, known.whole_bytes, facts.min_align, stream);
-        if result.is_err() {
+        let Moved { whole, whole_bytes, .. } = known;
+        let free = || self.upstream.deallocate(whole, whole_bytes, facts.min_align, stream);
+        or_undo(free, || {
             self.moved().insert(address, known);
-        }
-        result
+        })
     }
 
     fn facts(&self) -> Facts {

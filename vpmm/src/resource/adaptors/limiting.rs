@@ -4,6 +4,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::undo::or_undo;
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::resource::request::{MIN_ALIGN, check_align, is_of_nothing};
@@ -87,11 +88,7 @@ impl<R: MemoryResource> MemoryResource for Limiting<R> {
         self.allocated
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, more)
             .map_err(|allocated| Error::exhausted(units, allocated, Some(self.limit_bytes)))?;
-        let result = self.upstream.allocate(bytes, align, stream);
-        if result.is_err() {
-            self.give_back(units);
-        }
-        result
+        or_undo(|| self.upstream.allocate(bytes, align, stream), || self.give_back(units))
     }
 
     fn deallocate(

@@ -42,6 +42,7 @@ mod prefetch;
 mod statistics;
 mod thread_safe;
 mod tracking;
+mod undo;
 
 pub use aligned::Aligned;
 pub use failure_callback::FailureCallback;

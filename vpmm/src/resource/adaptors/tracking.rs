@@ -9,6 +9,7 @@ use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::undo::or_undo;
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::resource::request::is_of_nothing;
@@ -258,7 +259,8 @@ impl<R: MemoryResource> MemoryResource for Tracking<R> {
         };
         // Out of the book first: once it is freed below, the address may come again.
         let taken = taken.inspect_err(|error| self.tell(&Finding::WrongFree(error.clone())))?;
-        self.upstream.deallocate(ptr, bytes, align, stream).inspect_err(|_| {
+        let free = || self.upstream.deallocate(ptr, bytes, align, stream);
+        or_undo(free, || {
             self.book().live.insert(address, taken);
         })
     }
