@@ -7,6 +7,8 @@ os.environ.setdefault("VPMM_DEVICE", "sim")
 import pytest
 
 import vpmm
+from vpmm._library import address, answer, call, handle, lib
+from vpmm._pool import _driver
 
 # Few addresses: a check of the pool's books looks at all of them. Tags' heaps have twice the limit.
 vpmm.configure(addresses="4 GiB", limit="1 GiB")
@@ -19,3 +21,17 @@ def pool_is_whole():
     yield
     assert vpmm.statistics().live_count == before
     vpmm.Pool.of_process().validate()
+
+
+@pytest.fixture
+def make_stream():
+    made = []
+
+    def make():
+        raw = address(answer("void *", lib.vpmm_stream_create, _driver(), 0))
+        made.append(raw)
+        return raw
+
+    yield make
+    for raw in made:
+        call(lib.vpmm_stream_destroy, _driver(), handle(raw))

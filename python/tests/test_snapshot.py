@@ -50,6 +50,20 @@ def test_it_has_what_pytorch_s_has():
     assert around == ["inactive"]
 
 
+def test_what_waits_for_further_streams_is_pending_free(make_stream):
+    buffer = vpmm.DeviceBuffer(3 << 20)
+    address = buffer.ptr
+    buffer.record_stream(make_stream())
+    active = sum(segment["active_size"] for segment in vpmm.snapshot()["segments"])
+    buffer.free()
+    made = vpmm.snapshot()
+    block = blocks_of(made)[address]
+    assert (block["state"], block["vpmm_state"]) == ("active_pending_free", "deferred")
+    # As PyTorch counts it: active, and allocated no more.
+    assert sum(segment["active_size"] for segment in made["segments"]) == active
+    assert sum(segment["allocated_size"] for segment in made["segments"]) == active - (3 << 20)
+
+
 def test_history_says_what_was_done_and_where():
     vpmm.record_history(1000)
     kept, gone = make_and_keep(100_000), vpmm.DeviceBuffer(5000)

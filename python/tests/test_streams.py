@@ -3,22 +3,7 @@
 import pytest
 
 import vpmm
-from vpmm._library import address, answer, call, handle, lib
-from vpmm._pool import _driver
-
-
-@pytest.fixture
-def make_stream():
-    made = []
-
-    def make():
-        raw = address(answer("void *", lib.vpmm_stream_create, _driver(), 0))
-        made.append(raw)
-        return raw
-
-    yield make
-    for raw in made:
-        call(lib.vpmm_stream_destroy, _driver(), handle(raw))
+from vpmm._library import call, handle, lib
 
 
 def test_buffers_on_streams_of_their_own(make_stream):
