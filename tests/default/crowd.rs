@@ -3,6 +3,7 @@
 //! What the threads meet in differs from run to run, so a failure is shrunk a little only: it is printed
 //! with its scripts, and comes again by many runs of these.
 
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
@@ -15,10 +16,47 @@ use vpmm::{Background, PendingPolicy, Stream};
 
 use crate::program::{bytes, schedule};
 use crate::rig::{GRANULE, config};
-use crate::support::{Held, Rig, Watched, cases};
+use crate::support::changed::changed;
+use crate::support::{Held, Lcg, Rig, Watched, cases};
 
 /// Of memory, where there is a limit; else the device has twice as much.
 const LIMIT: u64 = 20;
+
+/// Lets other threads go first, now and then: around driver calls, where the pool holds few locks or none and
+/// what it has learnt may be about nothing any more.
+fn dawdle() {
+    static THREADS: AtomicU64 = AtomicU64::new(1);
+    thread_local!(static RANDOM: Cell<u64> = Cell::new(THREADS.fetch_add(1, Ordering::Relaxed)));
+    let mut random = Lcg(RANDOM.get());
+    match random.below(16) {
+        0 => std::thread::sleep(Duration::from_micros(50)),
+        1..4 => std::thread::yield_now(),
+        _ => {}
+    }
+    RANDOM.set(random.0);
+}
+
+macro_rules! dawdling {
+    ($($module:ident: $function:ident($($argument:ident: $type:ty),*);)*) => {
+        $(mod $module {
+            use super::dawdle;
+            use crate::support::changed::replaced;
+            replaced!($function($($argument: $type),*), dawdle(), dawdle());
+        })*
+
+        fn put_dawdling(api: &mut cuda_sys::DriverApi) {
+            $($module::put(api);)*
+        }
+    };
+}
+
+dawdling! {
+    record: cuEventRecord(event: CUevent, stream: CUstream);
+    query: cuEventQuery(event: CUevent);
+    hold_back: cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: u32);
+    capture_question: cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus);
+    unmap: cuMemUnmap(address: CUdeviceptr, bytes: usize);
+}
 
 /// Which streams a thread has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -107,6 +145,8 @@ struct Crowd {
     patient: bool,
     /// Whether a helper works beside them.
     helped: bool,
+    /// Whether threads dawdle in driver calls.
+    dawdles: bool,
 }
 
 fn crowd() -> impl Strategy<Value = Crowd> {
@@ -117,7 +157,7 @@ fn crowd() -> impl Strategy<Value = Crowd> {
     let reuse = prop_oneof![2 => Just([true; 3]), 1 => any::<[bool; 3]>()];
     let rate = prop_oneof![Just(0), Just(u32::MAX)];
     let helped = prop_oneof![3 => Just(false), 1 => Just(true)];
-    let space = (any::<bool>(), rate, any::<bool>(), helped);
+    let space = (any::<bool>(), rate, any::<bool>(), helped, any::<bool>());
     (threads, schedule(), any::<u64>(), policy, reuse, space).prop_map(
         |(threads, schedule, seed, policy, reuse, space)| Crowd {
             threads,
@@ -129,6 +169,7 @@ fn crowd() -> impl Strategy<Value = Crowd> {
             reuse,
             patient: space.2,
             helped: space.3,
+            dawdles: space.4,
         },
     )
 }
@@ -331,7 +372,10 @@ fn run(crowd: &Crowd, reached: &Reached) -> Result<(), TestCaseError> {
         .memory_bytes((2 * LIMIT + 1) * GRANULE)
         .build()
         .expect("a simulator");
-    let rig = Rig::on(sim.clone());
+    let rig = match crowd.dawdles {
+        true => Rig::with(changed(&sim, put_dawdling), sim.clone()),
+        false => Rig::on(sim.clone()),
+    };
     let mut config = config(LIMIT, 8 * LIMIT);
     if !crowd.is_limited {
         config.limit_bytes = None;

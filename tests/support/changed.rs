@@ -62,41 +62,51 @@ impl Gate {
     }
 }
 
+/// Has a module replace a driver function in a table, by its `put`: something is done before and after each
+/// call. For one simulator at a time: a driver function carries no context.
+macro_rules! replaced {
+    ($function:ident($($argument:ident: $type:ty),*), $before:expr, $after:expr) => {
+        use std::sync::{Mutex, PoisonError};
+
+        use cuda_sys::types::*;
+
+        type Function = unsafe extern "C" fn($($type),*) -> CUresult;
+
+        static REAL: Mutex<Option<Function>> = Mutex::new(None);
+
+        unsafe extern "C" fn held($($argument: $type),*) -> CUresult {
+            $before;
+            let Some(real) = *REAL.lock().unwrap_or_else(PoisonError::into_inner) else {
+                return CUresult::CUDA_ERROR_NOT_FOUND;
+            };
+            // SAFETY: the arguments are passed on as they came, to the function that was in the
+            // place of this one.
+            let answer = unsafe { real($($argument),*) };
+            $after;
+            answer
+        }
+
+        pub(super) fn put(api: &mut cuda_sys::DriverApi) {
+            *REAL.lock().unwrap_or_else(PoisonError::into_inner) = api.$function;
+            api.$function = Some(held);
+        }
+    };
+}
+pub(crate) use replaced;
+
 /// Makes a module for a driver function with a gate `BEFORE` it and one `AFTER` it; its `put`
-/// replaces the function in a table. For one test at a time: the gates are statics, since a driver
-/// function carries no context.
+/// replaces the function in a table. For one test at a time: the gates are statics.
 macro_rules! gated {
     ($module:ident: $function:ident($($argument:ident: $type:ty),* $(,)?)) => {
         mod $module {
-            use std::sync::{Mutex, PoisonError};
+            use $crate::support::changed::{Gate, replaced};
 
-            use cuda_sys::types::*;
-            use $crate::support::changed::Gate;
-
-            type Function = unsafe extern "C" fn($($type),*) -> CUresult;
-
-            static REAL: Mutex<Option<Function>> = Mutex::new(None);
             #[allow(dead_code, reason = "a test arms one or both")]
             pub(super) static BEFORE: Gate = Gate::new();
             #[allow(dead_code, reason = "a test arms one or both")]
             pub(super) static AFTER: Gate = Gate::new();
 
-            unsafe extern "C" fn held($($argument: $type),*) -> CUresult {
-                BEFORE.pass();
-                let Some(real) = *REAL.lock().unwrap_or_else(PoisonError::into_inner) else {
-                    return CUresult::CUDA_ERROR_NOT_FOUND;
-                };
-                // SAFETY: the arguments are passed on as they came, to the function that was in the
-                // place of this one.
-                let answer = unsafe { real($($argument),*) };
-                AFTER.pass();
-                answer
-            }
-
-            pub(super) fn put(api: &mut cuda_sys::DriverApi) {
-                *REAL.lock().unwrap_or_else(PoisonError::into_inner) = api.$function;
-                api.$function = Some(held);
-            }
+            replaced!($function($($argument: $type),*), BEFORE.pass(), AFTER.pass());
         }
     };
 }
