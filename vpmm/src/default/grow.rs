@@ -254,9 +254,9 @@ impl Space {
         let free = self.free_units() / granule_units;
         let may_move_first = !policy.fixed && enough.is_some_and(|enough| free >= enough);
         // Parts of extents are for what would be missing, and not instead of memory that is there: they keep both
-        // their extents in place. What raises the most that was live is seldom, of a program known well, and what
-        // would be made for it would stay.
-        let is_seldom = raises && policy.is_at_leisure(means.saved) && self.lifetimes.knows_well();
+        // their extents in place. What raises the most that was live is seldom, of a program whose rounds are known,
+        // and what would be made for it would stay.
+        let is_seldom = raises && policy.is_at_leisure(means.saved) && self.lifetimes.knows();
         let room = if is_seldom { 0 } else { means.wanted.room };
         Outlook { means, growths, enough, may_move_first, room }
     }

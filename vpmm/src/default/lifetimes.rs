@@ -47,6 +47,9 @@ const IN_ADVANCE: u32 = 512;
 /// limit, too. What the first ones bring anew is of either kind.
 const KNOWN_WELL: u32 = 16;
 
+/// And so many until it is known what raises the most that was live.
+const KNOWN: u32 = 4;
+
 /// Where one in so many large requests comes from another stream than the one before, streams do not share
 /// rounds: fronts keep large blocks again for so many rounds. At once, where so many did before a round's end.
 const CHANGES: u32 = 8;
@@ -221,6 +224,11 @@ impl Lifetimes {
         }
         let guess = self.guess(self.way(course, course.ratio(units)));
         guess.or((self.is_limited || self.knows_well()).then_some(Fate::Stays))
+    }
+
+    /// Whether the program's rounds are known, so that what raises the most that was live is seldom.
+    pub(super) fn knows(&self) -> bool {
+        self.are_trusted && self.rounds >= KNOWN
     }
 
     /// Whether the program's rounds are known so well that what is unknown is seldom.
@@ -649,6 +657,20 @@ mod tests {
         assert!(first.is_some_and(|first| first as u32 >= KNOWN_WELL - 1), "{told:?}");
         assert_eq!(told[0].last(), Some(&STAYS));
         assert!(told[1].iter().all(Option::is_none));
+    }
+
+    #[test]
+    fn four_rounds_are_known_long_before_they_are_known_well() {
+        let mut program = Program::default();
+        let known: Vec<_> = (0..KNOWN + 6)
+            .map(|_| {
+                program.step(1);
+                (program.lifetimes.knows(), program.lifetimes.knows_well())
+            })
+            .collect();
+        let first = known.iter().position(|(knows, _)| *knows);
+        assert!(first.is_some_and(|first| first as u32 >= KNOWN - 1), "{known:?}");
+        assert!(known.iter().all(|(_, well)| !well));
     }
 
     #[test]
