@@ -11,15 +11,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "must.h"
 #include "vpmm.h"
-
-#define MUST(condition)                                                                \
-  do {                                                                                 \
-    if (!(condition)) {                                                                \
-      fprintf(stderr, "%s:%d: %s (%s)\n", __FILE__, __LINE__, #condition, vpmm_last_error()); \
-      exit(1);                                                                         \
-    }                                                                                  \
-  } while (0)
 
 static const uint64_t MIB = (uint64_t)1 << 20;
 

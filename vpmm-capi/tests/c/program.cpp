@@ -14,15 +14,8 @@
 #include <thread>
 #include <vector>
 
+#include "must.h"
 #include "vpmm.hpp"
-
-#define MUST(condition)                                                    \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                        \
-    }                                                                      \
-  } while (0)
 
 /// Whether this thread's next requests of the host's memory are refused.
 static thread_local bool refuses = false;

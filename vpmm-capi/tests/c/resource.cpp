@@ -5,15 +5,8 @@
 #include <type_traits>
 
 #define VPMM_WITH_CCCL
+#include "must.h"
 #include "vpmm.hpp"
-
-#define MUST(condition)                                                    \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                        \
-    }                                                                      \
-  } while (0)
 
 template <class Resource>
 inline constexpr bool is_the_devices = cuda::mr::resource_with<Resource, cuda::mr::device_accessible> &&

@@ -6,15 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "must.h"
 #include "vpmm.h"
-
-#define MUST(condition)                                                                \
-  do {                                                                                 \
-    if (!(condition)) {                                                                \
-      fprintf(stderr, "%s:%d: %s (%s)\n", __FILE__, __LINE__, #condition, vpmm_last_error()); \
-      exit(1);                                                                         \
-    }                                                                                  \
-  } while (0)
 
 #define MIB ((size_t)1 << 20)
 

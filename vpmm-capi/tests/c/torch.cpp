@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "must.h"
 #include "vpmm.hpp"
 
 #ifdef WITH_C10
@@ -25,14 +26,6 @@ using other_error = c10::Error;
 using out_of_memory = std::runtime_error;
 using other_error = std::runtime_error;
 #endif
-
-#define MUST(condition)                                                    \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                        \
-    }                                                                      \
-  } while (0)
 
 using stream_t = void*;
 using pool_id = std::pair<unsigned long long, unsigned long long>;
