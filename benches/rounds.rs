@@ -12,17 +12,12 @@ mod rig;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use rig::{MIB, Machine, Random};
+use rig::program::Program;
+use rig::{MIB, Machine};
 use vpmm::{DevicePtr, PoolConfig};
 
 /// Calls in a round.
 const CALLS: usize = 200_000;
-
-/// What is asked of the pool: so many bytes for a slot, or none any more.
-struct Step {
-    slot: usize,
-    bytes: Option<usize>,
-}
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args().skip(1);
@@ -40,7 +35,7 @@ fn main() -> ExitCode {
     let stream = machine.handles()[0];
     // At its own pace: time makes up for moves, as for any program.
     let pool = vpmm::Pool::new(&machine.device, &PoolConfig::default()).expect("a pool");
-    let steps = steps(least, most, live);
+    let Program { steps, .. } = Program::random(least, most, live, CALLS);
     let mut slots: Vec<Option<DevicePtr>> = vec![None; live];
     println!("round   ns/op  driver calls  made  moved  held by peak");
     for round in 0..rounds {
@@ -66,25 +61,4 @@ fn main() -> ExitCode {
         );
     }
     ExitCode::SUCCESS
-}
-
-/// Three allocations for each free until so many are live, then around that many, in the end frees only.
-fn steps(least: usize, most: usize, live: usize) -> Vec<Step> {
-    let mut random = Random::new();
-    let mut steps = Vec::with_capacity(CALLS);
-    let mut held = Vec::new();
-    let mut vacant: Vec<usize> = (0..live).collect();
-    while steps.len() < CALLS {
-        let left = CALLS - steps.len();
-        let frees = held.len() >= left || vacant.is_empty() || random.between(0, 3) == 0;
-        if frees && !held.is_empty() {
-            let slot = held.swap_remove(random.between(0, held.len() - 1));
-            vacant.push(slot);
-            steps.push(Step { slot, bytes: None });
-        } else if let Some(slot) = vacant.pop() {
-            held.push(slot);
-            steps.push(Step { slot, bytes: Some(random.between(least, most)) });
-        }
-    }
-    steps
 }

@@ -14,7 +14,7 @@ pub(crate) use offset::Offset;
 pub(crate) use tlsf::TwoLevel;
 
 /// What the books are of, in bytes: more than any benchmark uses.
-const SPACE: u64 = 16 << 30;
+const SPACE: u64 = 32 << 30;
 
 /// Placement is at multiples of this, as in the pool.
 const UNIT: u64 = 512;

@@ -3,6 +3,8 @@
 
 #![allow(dead_code, reason = "each benchmark uses a part")]
 
+pub(crate) mod program;
+
 use std::mem::ManuallyDrop;
 use std::sync::Once;
 

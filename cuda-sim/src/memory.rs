@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::{Acquire, Release};
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use cuda_sys::types::CUresult;
 use rustix::mm::{MapFlags, ProtFlags};
@@ -209,6 +211,23 @@ struct Piece {
 
 type Pieces = SmallVec<[Piece; 4]>;
 
+/// An aligned word, which both the device and the host may reach at any time.
+enum Word {
+    Four(NonNull<AtomicU32>),
+    Eight(NonNull<AtomicU64>),
+}
+
+impl Word {
+    fn at(start: NonNull<u8>, bytes: u64) -> Option<Self> {
+        let is_aligned = (start.as_ptr() as u64).is_multiple_of(bytes);
+        match bytes {
+            4 if is_aligned => Some(Self::Four(start.cast())),
+            8 if is_aligned => Some(Self::Eight(start.cast())),
+            _ => None,
+        }
+    }
+}
+
 impl DeviceMemory<'_> {
     /// Reads `to.len()` bytes at `address`.
     ///
@@ -340,12 +359,23 @@ impl DeviceMemory<'_> {
         self.resolve(address, bytes, kind).map(drop)
     }
 
-    /// Reads a word of 4 or 8 bytes the way stream memory operations and volatile loads do:
-    /// the race detector takes no notice.
+    /// Reads a word of 4 or 8 bytes the way stream memory operations and volatile loads do, in acquire
+    /// order where it is aligned: the race detector takes no notice.
     pub(crate) fn load(&mut self, address: u64, bytes: u64) -> Result<u64, CUresult> {
+        let pieces = self.pieces(address, bytes, AccessKind::Read)?;
+        if let [piece] = pieces.as_slice() {
+            match Word::at(piece.start, bytes) {
+                // SAFETY: the word is mapped and readable, and host threads that write it meanwhile do so
+                // atomically, as the driver's contract asks of them.
+                Some(Word::Four(word)) => return Ok(unsafe { word.as_ref() }.load(Acquire).into()),
+                // SAFETY: as above.
+                Some(Word::Eight(word)) => return Ok(unsafe { word.as_ref() }.load(Acquire)),
+                None => {}
+            }
+        }
         let mut word = [0; 8];
         let mut done = 0;
-        for piece in self.pieces(address, bytes, AccessKind::Read)? {
+        for piece in pieces {
             let part = &mut word[done..done + piece.bytes];
             // SAFETY: a piece is that many readable bytes, and `part` is a local buffer.
             unsafe { std::ptr::copy(piece.start.as_ptr(), part.as_mut_ptr(), piece.bytes) };
@@ -359,18 +389,13 @@ impl DeviceMemory<'_> {
     pub(crate) fn store(&mut self, address: u64, value: u64, bytes: u64) -> Done {
         let pieces = self.pieces(address, bytes, AccessKind::Write)?;
         let [piece] = pieces.as_slice() else { return Err(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS) };
-        let start = piece.start.as_ptr();
-        if bytes == 8 && (start as usize).is_multiple_of(8) {
-            use std::sync::atomic::{AtomicU64, Ordering};
-            // SAFETY: the word is mapped, aligned and writable, and host threads that poll it
-            // do so atomically, as the driver's contract asks of them.
-            unsafe { AtomicU64::from_ptr(start.cast()) }.store(value, Ordering::Release);
-        } else if bytes == 4 && (start as usize).is_multiple_of(4) {
-            use std::sync::atomic::{AtomicU32, Ordering};
-            // SAFETY: as above, for a word of four bytes.
-            unsafe { AtomicU32::from_ptr(start.cast()) }.store(value as u32, Ordering::Release);
-        } else {
-            return Err(CUresult::CUDA_ERROR_MISALIGNED_ADDRESS);
+        match Word::at(piece.start, bytes) {
+            // SAFETY: the word is mapped and writable, and host threads that poll it do so atomically, as
+            // the driver's contract asks of them.
+            Some(Word::Four(word)) => unsafe { word.as_ref() }.store(value as u32, Release),
+            // SAFETY: as above.
+            Some(Word::Eight(word)) => unsafe { word.as_ref() }.store(value, Release),
+            None => return Err(CUresult::CUDA_ERROR_MISALIGNED_ADDRESS),
         }
         Ok(())
     }

@@ -4,6 +4,7 @@
 
 use std::ffi::c_void;
 use std::ptr;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cuda_sim::{Schedule, Simulator, kernels};
@@ -290,7 +291,7 @@ impl Drop for Rig {
 
 impl Drop for Stall<'_> {
     fn drop(&mut self) {
-        // SAFETY: the flag is host memory that lives as long as the rig.
-        unsafe { self.flag.write_volatile(1) };
+        // SAFETY: the flag is host memory that lives as long as the rig, and an aligned word.
+        unsafe { AtomicU32::from_ptr(self.flag) }.store(1, Ordering::Release);
     }
 }
