@@ -242,6 +242,26 @@ fn it_is_given_back_when_the_layout_is_done() {
     assert_eq!(local.metric("ahead_bytes"), 0);
 }
 
+/// A session that has sealed its layout makes no more allocations, whatever it asked for just before.
+#[test]
+fn none_is_made_once_the_layout_is_sealed() {
+    let (local, machine) = (Local::with(141 << 30, patient), Machine::new());
+    let mut manager = machine.manager(local.socket());
+    let options = ConnectOptions::new(Requested::Rw).timeout(PATIENCE).batch(false);
+    manager.connect(options).unwrap();
+    // Without a request for a descriptor in between, so that there is no time to make one.
+    let session = manager.session().unwrap();
+    for _ in 0..2 {
+        session.allocate(GRANULE, "t").unwrap();
+    }
+    session.commit_layout().unwrap();
+    let before = local.sim.call_counts()["cuMemCreate"];
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(session.allocation_count().unwrap(), 2);
+    assert_eq!(local.sim.call_counts()["cuMemCreate"], before);
+    assert_eq!((local.sim.memory_used(0), local.metric("ahead_bytes")), (2 * GRANULE, 0));
+}
+
 #[test]
 fn it_is_given_back_when_another_size_is_asked_for() {
     let (local, machine) = (Local::with(141 << 30, patient), Machine::new());

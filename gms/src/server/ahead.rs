@@ -50,7 +50,7 @@ impl Ahead {
         taken
     }
 
-    /// Many were asked for together: nothing is known of what comes next.
+    /// Many were asked for together, so that nothing is known of what comes next, or nothing does.
     pub(super) fn forget(&mut self) {
         (self.last_bytes, self.wanted) = (0, None);
     }

@@ -250,6 +250,8 @@ impl Session {
 
     fn commit_layout(&mut self) -> Result<(), End> {
         self.give_up_ahead();
+        // Nor is one made now: the session makes no more allocations.
+        self.ahead.forget();
         let hash = self.checked_hash()?;
         if !self.service.seal(self.id, hash.clone()) {
             return Err(End::Server(ServerError::Broken("a writer without its lock".to_owned())));
