@@ -357,6 +357,20 @@ fn a_driver_that_fails_ends_the_server() {
     assert!(!socket.exists());
 }
 
+/// So is memory that it does not take back: nobody knows what the device has left.
+#[test]
+fn memory_that_cannot_be_released_ends_the_server() {
+    use cuda_sys::types::CUresult;
+    let local = Local::start();
+    let mut writer = local.session(Requested::Rw);
+    let id = writer.allocate(1, "t").unwrap().allocation_id;
+    local.sim.fail_nth("cuMemRelease", 1, CUresult::CUDA_ERROR_UNKNOWN);
+    assert!(writer.free(&id).unwrap());
+    eventually("the server ends", || writer.allocation_count().is_err());
+    let ended = local.stop();
+    assert!(matches!(ended, Err(ServerError::Driver(_))), "{ended:?}");
+}
+
 /// The other way round: what a server says is not trusted either.
 #[test]
 fn a_server_that_speaks_noise_is_an_error_to_its_client() {

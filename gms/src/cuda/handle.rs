@@ -69,6 +69,9 @@ impl Drop for PhysicalHandle {
         // SAFETY: the handle was made by this driver and is released once, here.
         if let Err(error) = unsafe { self.cuda.table().cuMemRelease(self.raw) } {
             tracing::error!(%error, bytes = self.bytes, "memory could not be released");
+            if let Some(tell) = self.cuda.0.on_lost.get() {
+                tell(error);
+            }
         }
     }
 }

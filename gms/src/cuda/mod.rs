@@ -9,7 +9,7 @@ pub(crate) use context::{Aliases, Context, HostBuffer, Mapping, Reservation, Str
 pub(crate) use handle::PhysicalHandle;
 
 use std::ffi::c_int;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use cuda_sys::types::*;
 
@@ -48,6 +48,8 @@ struct Inner {
     device: CUdevice,
     ordinal: u32,
     granularity: u64,
+    /// Told of memory that the driver does not take back.
+    on_lost: OnceLock<Box<dyn Fn(CudaError) + Send + Sync>>,
     /// Keeps the functions callable.
     _driver: cuda_sys::Driver,
 }
@@ -74,8 +76,14 @@ impl Cuda {
         // SAFETY: the pointers are to a live size and live properties.
         unsafe { table.cuMemGetAllocationGranularity(&mut granularity, &properties, minimum) }?;
         let granularity = (granularity as u64).max(1);
-        let _driver = driver.clone();
-        Ok(Self(Arc::new(Inner { table, device, ordinal, granularity, _driver })))
+        let (on_lost, _driver) = (OnceLock::new(), driver.clone());
+        Ok(Self(Arc::new(Inner { table, device, ordinal, granularity, on_lost, _driver })))
+    }
+
+    /// Has somebody told of memory that the driver does not take back, by whatever thread drops it. The
+    /// first who is named here stays.
+    pub(crate) fn on_lost(&self, tell: impl Fn(CudaError) + Send + Sync + 'static) {
+        let _ = self.0.on_lost.set(Box::new(tell));
     }
 
     fn table(&self) -> &Table {

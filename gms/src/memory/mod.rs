@@ -119,6 +119,11 @@ impl Memory {
         }
     }
 
+    /// Has somebody told of memory that the driver does not take back.
+    pub(crate) fn on_lost(&self, tell: impl Fn(CudaError) + Send + Sync + 'static) {
+        self.cuda.on_lost(tell);
+    }
+
     /// Gives memory back, in the background: a large layout takes the driver milliseconds.
     pub fn reclaim(&self, extents: Vec<Arc<Extent>>) {
         self.reclaimer.take(extents);

@@ -31,8 +31,23 @@ pub(super) struct Service {
     /// Connections up to which sessions may spin.
     spinning: usize,
     stopping: AtomicBool,
+    failure: Arc<Failure>,
+}
+
+/// Why the server ends before it is told to.
+#[derive(Debug)]
+struct Failure {
+    first: Mutex<Option<ServerError>>,
     stopper: Stopper,
-    failure: Mutex<Option<ServerError>>,
+}
+
+impl Failure {
+    fn set(&self, failure: ServerError) {
+        tracing::error!(%failure, "the server stops");
+        let mut first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
+        first.get_or_insert(failure);
+        self.stopper.stop();
+    }
 }
 
 /// What is behind the mutex. Nothing that waits is done with it.
@@ -70,6 +85,10 @@ impl Core {
 
 impl Service {
     pub(super) fn new(memory: Memory, settings: Settings, stopper: Stopper) -> Self {
+        let failure = Arc::new(Failure { first: Mutex::default(), stopper });
+        // Not the service: the thread that gives memory back would keep what it is itself a part of.
+        let told = Arc::clone(&failure);
+        memory.on_lost(move |error| told.set(ServerError::Driver(error)));
         Self {
             memory,
             settings,
@@ -81,8 +100,7 @@ impl Service {
             connections: AtomicUsize::new(0),
             spinning: std::thread::available_parallelism().map_or(1, usize::from) / 2,
             stopping: AtomicBool::new(false),
-            stopper,
-            failure: Mutex::default(),
+            failure,
         }
     }
 
@@ -230,14 +248,11 @@ impl Service {
 
     /// Something failed that no client did: the server stops, with this as its reason.
     pub(super) fn fail(&self, failure: ServerError) {
-        tracing::error!(%failure, "the server stops");
-        let mut first = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
-        first.get_or_insert(failure);
-        self.stopper.stop();
+        self.failure.set(failure);
     }
 
     pub(super) fn take_failure(&self) -> Option<ServerError> {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.failure.first.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// Gives all memory back, and waits until that is done or the time is up.
