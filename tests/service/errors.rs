@@ -137,8 +137,10 @@ fn answers_without_extensions_are_the_python_services() {
 
 fn closes_after(stream: &mut impl Read) {
     let mut rest = Vec::new();
-    // A reset is an end as well.
-    let _ = stream.read_to_end(&mut rest);
+    let end = stream.read_to_end(&mut rest);
+    // A reset is an end as well; that nothing comes for so long is none.
+    let is_end = |error: &std::io::Error| error.kind() == std::io::ErrorKind::ConnectionReset;
+    assert!(end.as_ref().err().is_none_or(is_end), "{end:?}");
     assert_eq!(rest, b"");
 }
 
@@ -187,6 +189,20 @@ fn a_message_over_the_limit_is_told_of() {
     let text = error_of(&answers[0]);
     assert!(text.ends_with("bytes is longer than the limit of 1000"), "{text}");
     closes_after(&mut stream);
+    local.await_state("EMPTY");
+}
+
+/// The client learns why, though the server closes before all of its message was sent.
+#[test]
+fn a_client_hears_that_its_message_is_too_long() {
+    let local = Local::start();
+    let mut writer = local.session(Requested::Rw);
+    let id = writer.allocate(1, "t").unwrap().allocation_id;
+    // More than sockets hold.
+    let text = words(writer.metadata_put("k", &id, 0, &vec![7; 8 << 20]));
+    assert!(text.ends_with("bytes is longer than the limit of 1048576"), "{text}");
+    let after = writer.allocation_count();
+    assert!(matches!(after, Err(ClientError::Disconnected)), "{after:?}");
     local.await_state("EMPTY");
 }
 

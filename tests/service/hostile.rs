@@ -195,6 +195,17 @@ fn readers_wait_while_too_many_descriptors_are_under_way() {
     assert!(server.end());
 }
 
+/// A client that may have few descriptors loses a part of an answer: what is left of it is not taken for
+/// another.
+#[test]
+fn a_client_that_runs_out_of_descriptors_goes_on_with_a_new_session() {
+    let local = Local::start();
+    local.publish(600);
+    let mut reader = Process::start("short-reader", local.socket());
+    assert_eq!(reader.hear(), "done");
+    assert!(reader.end());
+}
+
 #[test]
 fn connections_over_the_limit_are_closed() {
     let local = Local::with(1 << 30, |settings| settings.max_connections = 3);

@@ -6,16 +6,16 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use cuda_sim::Simulator;
-use gms::client::{ConnectOptions, Session};
+use gms::client::{ClientError, ConnectOptions, Session};
 use gms::lock::{Granted, Requested};
 use gms::memory::Memory;
 use gms::server::{Server, Settings};
 
-use rustix::process::{Resource, getrlimit, setrlimit};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 
 use crate::random::Lcg;
-use crate::rig::{GRANULE, Machine, PATIENCE, pattern};
+use crate::rig::{GRANULE, Machine, PATIENCE, open_descriptors, pattern};
 
 const ROLE: &str = "GMS_TEST_ROLE";
 const SOCKET: &str = "GMS_TEST_SOCKET";
@@ -143,6 +143,7 @@ fn enter() {
         }
         "writer" => write(socket),
         "reader" => read(socket),
+        "short-reader" => run_short(socket),
         "idle-writer" => hold(socket, Requested::Rw),
         "idle-reader" => hold(socket, Requested::Ro),
         other => match other.strip_prefix("chaos:") {
@@ -208,6 +209,28 @@ fn read(socket: &Path) {
     while heard().is_some() {}
     manager.close().unwrap();
     machine.sim.assert_clean();
+}
+
+/// Asks for more descriptors than it may have, and then, as it may have more, for others.
+fn run_short(socket: &Path) {
+    let options = ConnectOptions::new(Requested::Ro).timeout(PATIENCE);
+    let mut session = Session::connect(socket, options).unwrap();
+    let ids = session.list(None).unwrap().into_iter().map(|handle| handle.allocation_id);
+    let ids: Vec<String> = ids.collect();
+    let limit = getrlimit(Resource::Nofile);
+    let few = Some(open_descriptors(std::process::id()) as u64 + 10);
+    setrlimit(Resource::Nofile, Rlimit { current: few, ..limit }).unwrap();
+    let short = session.export_many(&ids, |_, _| Ok(()));
+    assert!(matches!(short, Err(ClientError::Socket(_))), "{short:?}");
+    setrlimit(Resource::Nofile, limit).unwrap();
+    // The rest of that answer is under way still.
+    for _ in 0..3 {
+        let after = session.list(None);
+        assert!(matches!(after, Err(ClientError::Disconnected)), "{after:?}");
+    }
+    let mut next = Session::connect(socket, options).unwrap();
+    next.export_many(&ids, |_, _| Ok(())).unwrap();
+    say("done");
 }
 
 /// Takes a lock and holds it until its input ends.

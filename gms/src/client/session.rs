@@ -25,6 +25,9 @@ pub(super) struct Channel {
     files: Vec<OwnedFd>,
     spin: Spin,
     spin_time: Duration,
+    /// Whether something went wrong with the connection: what is received then need not begin with an
+    /// answer.
+    broken: bool,
 }
 
 impl Channel {
@@ -32,7 +35,8 @@ impl Channel {
     pub(super) fn new(socket: OwnedFd, spin: Duration) -> Self {
         let frames = FrameReader::new(MAX_ANSWER_BYTES);
         let (out, files) = (Vec::new(), Vec::new());
-        Self { socket, frames, out, files, spin: Spin::default(), spin_time: spin }
+        let (spin, spin_time) = (Spin::default(), spin);
+        Self { socket, frames, out, files, spin, spin_time, broken: false }
     }
 
     /// Sends a request and waits for the answer, with so many descriptors beside it unless it is an
@@ -42,11 +46,15 @@ impl Channel {
         request: &impl Encode,
         descriptors: usize,
     ) -> Result<(Message, Vec<OwnedFd>)> {
-        self.send(request)?;
+        match self.send(request) {
+            Err(ClientError::Disconnected) => return self.last_words(),
+            sent => sent?,
+        }
         let answer = self.answer(descriptors)?;
         match self.files.len() {
             0 => Ok(answer),
             more => {
+                self.broken = true;
                 let (expected, found) = (descriptors, descriptors + more);
                 Err(ClientError::Descriptors { expected, found })
             }
@@ -55,13 +63,35 @@ impl Channel {
 
     /// Sends a request. Several may be under way: answers come in the order of the requests.
     pub(super) fn send(&mut self, request: &impl Encode) -> Result<()> {
-        self.out.clear();
-        encode_frame(request, &mut self.out);
-        Ok(socket::send_all(self.socket.as_fd(), &self.out, &[])?)
+        self.unless_broken(|channel| {
+            channel.out.clear();
+            encode_frame(request, &mut channel.out);
+            Ok(socket::send_all(channel.socket.as_fd(), &channel.out, &[])?)
+        })
     }
 
     /// Waits for the next answer.
     pub(super) fn answer(&mut self, descriptors: usize) -> Result<(Message, Vec<OwnedFd>)> {
+        self.unless_broken(|channel| channel.receive(descriptors))
+    }
+
+    /// Does something with the connection that is not done again once it has failed.
+    fn unless_broken<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        if self.broken {
+            return Err(ClientError::Disconnected);
+        }
+        work(self).inspect_err(|_| self.broken = true)
+    }
+
+    /// What a server said before it closed, which it may do while it is still being sent something: why.
+    fn last_words(&mut self) -> Result<(Message, Vec<OwnedFd>)> {
+        match self.receive(0) {
+            Ok(said @ (Message::ErrorResponse(_), _)) => Ok(said),
+            _ => Err(ClientError::Disconnected),
+        }
+    }
+
+    fn receive(&mut self, descriptors: usize) -> Result<(Message, Vec<OwnedFd>)> {
         let message = loop {
             if let Some(bytes) = self.frames.next_frame()? {
                 break Message::decode(bytes)?;
