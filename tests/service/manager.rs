@@ -192,3 +192,77 @@ fn a_mapping_that_fails_leaves_nothing() {
         manager.close().unwrap();
     }
 }
+
+/// A writer's as well, at the server, too: with batches, and with a server that has none, where the
+/// allocation is there before its descriptor is asked for.
+#[test]
+fn an_allocation_that_cannot_be_mapped_is_given_back() {
+    let local = Local::with(141 << 30, |settings| settings.ahead_bytes = 0);
+    let machine = Machine::new();
+    let code = CUresult::CUDA_ERROR_OPERATING_SYSTEM;
+    for batch in [true, false] {
+        let mut manager = machine.manager(local.socket());
+        manager.connect(options(Requested::Rw).batch(batch)).unwrap();
+        let before = machine.sim.leaks();
+        for call in ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"] {
+            machine.sim.fail_nth(call, 1, code);
+            let failed = manager.create_mapping(GRANULE, "t");
+            assert!(matches!(failed, Err(ClientError::Cuda(_))), "{call}: {failed:?}");
+            assert_eq!(machine.sim.leaks().handles, before.handles, "{call}");
+            assert_eq!(manager.list_handles(None).unwrap(), [], "{call}, batch: {batch}");
+        }
+        // Without batches: once as the allocation is answered, and once as it is asked for.
+        for nth in 1..=if batch { 1 } else { 2 } {
+            local.sim.fail_nth("cuMemExportToShareableHandle", nth, code);
+        }
+        let refused = manager.create_mapping(GRANULE, "t");
+        assert!(matches!(refused, Err(ClientError::Refused { .. })), "{refused:?}");
+        assert_eq!(manager.list_handles(None).unwrap(), [], "batch: {batch}");
+        manager.close().unwrap();
+        local.await_state("EMPTY");
+        local.await_memory(0);
+    }
+}
+
+/// Of a layout of which one address is only kept, nothing is mapped.
+#[test]
+fn a_layout_is_mapped_whole_or_not_at_all() {
+    let local = Local::start();
+    local.publish(3);
+    let machine = Machine::new();
+    let mut manager = machine.connected(local.socket(), Requested::Ro);
+    let id = manager.list_handles(None).unwrap()[1].allocation_id.clone();
+    let kept = manager.import_mapping(&id).unwrap();
+    manager.unmap(kept).unwrap();
+    let failed = manager.import_all(None);
+    assert!(
+        matches!(failed, Err(ClientError::MappingState { address, .. }) if address == kept),
+        "{failed:?}"
+    );
+    assert_eq!((machine.sim.leaks().handles, manager.mappings().len()), (0, 1));
+    manager.free_address(kept).unwrap();
+    assert_eq!(manager.import_all(None).unwrap().len(), 3);
+    manager.close().unwrap();
+    machine.sim.assert_clean();
+}
+
+/// An allocation that is mapped at two addresses is found at the later one when the other has gone.
+#[test]
+fn an_address_that_goes_takes_no_other_along() {
+    let local = Local::start();
+    let machine = Machine::new();
+    let mut manager = machine.connected(local.socket(), Requested::Rw);
+    let made = manager.allocate_handle(GRANULE, "t").unwrap();
+    let [first, second] = [(); 2].map(|()| {
+        let at = manager.reserve(GRANULE).unwrap();
+        let file = manager.export_handle(&made.allocation_id).unwrap();
+        manager.map(at, file, made.clone()).unwrap();
+        at
+    });
+    assert_eq!(manager.import_mapping(&made.allocation_id).unwrap(), second);
+    manager.unmap(first).unwrap();
+    manager.free_address(first).unwrap();
+    assert_eq!(manager.import_mapping(&made.allocation_id).unwrap(), second);
+    manager.close().unwrap();
+    machine.sim.assert_clean();
+}

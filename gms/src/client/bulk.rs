@@ -40,7 +40,8 @@ impl Session {
         Ok(made)
     }
 
-    /// Makes an allocation and brings its descriptor, in one request where that can be.
+    /// Makes an allocation and brings its descriptor, in one request where that can be. If the server
+    /// refuses, nothing is left of it there.
     pub fn allocate_and_export(
         &mut self,
         size: u64,
@@ -48,7 +49,12 @@ impl Session {
     ) -> Result<(AllocationInfo, OwnedFd)> {
         if !self.batches() {
             let made = self.allocate(size, tag)?;
-            return self.export(&made.allocation_id);
+            let exported = self.export(&made.allocation_id);
+            if matches!(exported, Err(ClientError::Refused { .. })) {
+                // The error that matters is the first.
+                let _ = self.free(&made.allocation_id);
+            }
+            return exported;
         }
         let sizes = vec![i64::try_from(size).map_err(|_| ClientError::Size { bytes: size })?];
         let request = BatchAllocateRequest { sizes, tag: tag.to_owned(), export: true };

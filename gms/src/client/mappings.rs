@@ -80,9 +80,16 @@ impl Places {
     pub(super) fn remove(&mut self, address: u64) -> Option<Place> {
         let place = self.by_address.remove(&address)?;
         if let Some(allocation) = &place.allocation {
-            self.addresses.remove(&allocation.allocation_id);
+            self.unbind(address, &allocation.allocation_id);
         }
         Some(place)
+    }
+
+    /// An allocation is at an address no more. Another may have it by now.
+    fn unbind(&mut self, address: u64, allocation_id: &str) {
+        if self.addresses.get(allocation_id) == Some(&address) {
+            self.addresses.remove(allocation_id);
+        }
     }
 
     /// Says which allocation is at an address from now on.
@@ -94,10 +101,7 @@ impl Places {
         let place = self.get_mut(address)?;
         let id = allocation.allocation_id.clone();
         if let Some(before) = place.allocation.replace(allocation) {
-            // Unless another address has it by now.
-            if self.addresses.get(&before.allocation_id) == Some(&address) {
-                self.addresses.remove(&before.allocation_id);
-            }
+            self.unbind(address, &before.allocation_id);
         }
         self.addresses.insert(id, address);
         Ok(())

@@ -71,8 +71,15 @@ impl MemoryManager {
     /// As [`import_mapping`](Self::import_mapping); none of them is mapped then.
     pub fn import_all(&mut self, tag: Option<&str>) -> Result<Vec<(AllocationInfo, u64)>> {
         let all = self.session()?.list(tag)?;
-        let mut new = all.clone();
-        new.retain(|allocation| self.places.address_of(&allocation.allocation_id).is_none());
+        let mut new = Vec::new();
+        for allocation in &all {
+            let id = &allocation.allocation_id;
+            match self.places.address_of(id) {
+                None => new.push(allocation.clone()),
+                // Asks nobody. One whose memory was given up is told before anything is mapped.
+                Some(_) => drop(self.import_mapping(id)?),
+            }
+        }
         self.place_many(new)?;
         let placed = all.into_iter().map(|allocation| {
             let address = self.import_mapping(&allocation.allocation_id)?;
