@@ -10,6 +10,7 @@ use gms::client::{ClientError, ConnectOptions, Session};
 use gms::lock::{Granted, Requested};
 use gms::memory::Memory;
 use gms::server::{Server, Settings};
+use gms::storage::{StorageOptions, save};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
@@ -34,6 +35,8 @@ impl Process {
             .args(["--exact", "roles::enter", "--nocapture", "--test-threads=1"])
             .env(ROLE, role)
             .env(SOCKET, socket)
+            // More than a lone saver has room for.
+            .envs((role == LONE_SAVER).then_some(("RUST_MIN_STACK", "67108864")))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
@@ -144,6 +147,7 @@ fn enter() {
         "writer" => write(socket),
         "reader" => read(socket),
         "short-reader" => run_short(socket),
+        LONE_SAVER => save_alone(socket),
         "idle-writer" => hold(socket, Requested::Rw),
         "idle-reader" => hold(socket, Requested::Ro),
         other => match other.strip_prefix("chaos:") {
@@ -231,6 +235,26 @@ fn run_short(socket: &Path) {
     let mut next = Session::connect(socket, options).unwrap();
     next.export_many(&ids, |_, _| Ok(())).unwrap();
     say("done");
+}
+
+/// A process that can have no further thread, and saves a layout.
+const LONE_SAVER: &str = "lone-saver";
+
+fn save_alone(socket: &Path) {
+    let machine = Machine::new();
+    let mut reader = machine.connected(socket, Requested::Ro);
+    reader.import_all(None).unwrap();
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
+    let size: u64 = size.trim_end_matches("kB").trim().parse().unwrap();
+    let limit = getrlimit(Resource::As);
+    let current = Some((size << 10) + (48 << 20));
+    setrlimit(Resource::As, Rlimit { current, ..limit }).unwrap();
+    assert!(std::thread::Builder::new().spawn(|| {}).is_err(), "it can have a thread");
+    let mut options = StorageOptions::default();
+    (options.chunk_bytes, options.workers) = (GRANULE, 4);
+    let stored = save(&mut reader, &socket.with_extension("saved"), &options, &|_| {});
+    say(stored.unwrap().allocations);
 }
 
 /// Takes a lock and holds it until its input ends.

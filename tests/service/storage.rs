@@ -6,11 +6,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use gms::client::ConnectOptions;
 use gms::lock::Requested;
-use gms::storage::{StorageError, StorageOptions, Stored, load, save};
+use gms::storage::{StorageError, StorageOptions, Stored, check, load, save};
 use serde_json::Value;
 
 use crate::random::Lcg;
 use crate::rig::{Folder, GRANULE, Local, Machine, PATIENCE, pattern};
+use crate::roles::Process;
 
 fn options() -> StorageOptions {
     let mut options = StorageOptions::default();
@@ -185,6 +186,17 @@ fn manifests_and_metadata_that_were_changed_are_refused() {
     change("manifest.json", "\"chunk_bytes\": 2097152", "\"chunk_bytes\": 4194304");
     change("manifest.json", "\"chunk_bytes\": 2097152", "\"chunk_bytes\": 0");
     change("manifest.json", "{", "[");
+    // Without a byte of it read, nor a lock that throws away what is published.
+    let path = files.join("manifest.json");
+    let before = std::fs::read_to_string(&path).unwrap();
+    let mut manifest: Value = serde_json::from_str(&before).unwrap();
+    manifest["checksums"]["chunk_bytes"] = (2_u64 << 30).into();
+    manifest["checksums"]["crc32"] = vec![[0]; SIZES.len()].into();
+    std::fs::write(&path, manifest.to_string()).unwrap();
+    let error = check(&files).unwrap_err();
+    assert!(matches!(error, StorageError::Damaged { .. }), "{error}");
+    std::fs::write(&path, before).unwrap();
+    check(&files).unwrap();
     change("gms_metadata.json", "\"AHb/\"", "\"AHb+\"");
     change("gms_metadata.json", "\"AHb/\"", "\"?\"");
     change("gms_metadata.json", "\"offset_bytes\": 1", "\"offset_bytes\": 99999999");
@@ -237,4 +249,38 @@ fn a_save_that_breaks_off_leaves_no_folder_of_the_name() {
     let missing = load(&mut manager, &folder.path().join("none"), &options(), &|_| {});
     assert!(matches!(missing, Err(StorageError::File { what: "read", .. })), "{missing:?}");
     assert!(!manager.is_connected());
+}
+
+/// Where the system has no threads for it, fewer do the work.
+#[test]
+fn a_layout_is_saved_with_as_many_threads_as_there_are() {
+    let local = Local::start();
+    local.publish(4);
+    let mut saver = Process::start("lone-saver", local.socket());
+    assert_eq!(saver.hear(), "4");
+    assert!(saver.end());
+    loaded(&local, &local.socket().with_extension("saved")).unwrap();
+}
+
+/// As shells complete the names of folders.
+#[test]
+fn a_folder_may_be_named_with_a_slash_at_its_end() {
+    let folder = Folder::new();
+    let local = Local::start();
+    local.publish(2);
+    let machine = Machine::new();
+    let mut reader = machine.connected(local.socket(), Requested::Ro);
+    for name in ["a/", "b//", "c/.", "d/e/"] {
+        let files = folder.path().join(name);
+        save(&mut reader, &files, &options(), &|_| {}).unwrap();
+        let again = save(&mut reader, &files, &options(), &|_| {});
+        assert!(matches!(again, Err(StorageError::Exists { .. })), "{name}: {again:?}");
+    }
+    let entries = std::fs::read_dir(folder.path()).unwrap();
+    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["a", "b", "c", "d"], "and nothing beside them");
+    reader.close().unwrap();
+    loaded(&local, &folder.path().join("c/.")).unwrap();
+    loaded(&local, &folder.path().join("d/e/")).unwrap();
 }

@@ -69,7 +69,9 @@ pub(super) fn for_each<R: Send>(
     };
     let workers = options.workers.clamp(1, chunks.len().max(1));
     let ended = std::thread::scope(|scope| {
-        let others: Vec<_> = (1..workers).map(|_| scope.spawn(run)).collect();
+        // Where the system has no thread for one more, those that there are do the work.
+        let spawn = |_| std::thread::Builder::new().spawn_scoped(scope, run).ok();
+        let others: Vec<_> = (1..workers).map_while(spawn).collect();
         let mut ended = vec![run()];
         for thread in others {
             // A panic goes on in the thread that waits for it.

@@ -67,6 +67,8 @@ impl Draft {
         if name.symlink_metadata().is_ok() {
             return Err(StorageError::Exists { path: name.to_owned() });
         }
+        // Without a slash at its end, behind which the draft would lie in the folder itself.
+        let name: PathBuf = name.components().collect();
         let mut path = name.as_os_str().to_owned();
         path.push(".partial");
         let path = PathBuf::from(path);
@@ -74,10 +76,10 @@ impl Draft {
         let folder = File::open(&path).map_err(failed("open", &path))?;
         match flock(&folder, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
-            Err(Errno::WOULDBLOCK) => return Err(StorageError::Busy { path: name.to_owned() }),
+            Err(Errno::WOULDBLOCK) => return Err(StorageError::Busy { path: name }),
             Err(error) => return Err(failed("lock", &path)(error.into())),
         }
-        let draft = Self { path, name: name.to_owned(), folder, kept: false };
+        let draft = Self { path, name, folder, kept: false };
         draft.empty().map_err(failed("empty", &draft.path))?;
         Ok(draft)
     }

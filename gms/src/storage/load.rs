@@ -64,7 +64,7 @@ fn load_and_publish(
     let files = open_all(&manifest, folder, options.direct)?;
     // Chunks are those that the checksums are of; where there are none, any will do.
     let chunk_bytes = manifest.checksums.as_ref().map_or(options.chunk_bytes, |c| c.chunk_bytes);
-    if !chunk_bytes.is_multiple_of(manager.granularity()) || chunk_bytes > MAX_CHUNK_BYTES {
+    if !chunk_bytes.is_multiple_of(manager.granularity()) {
         let reason = format!("checksums of {chunk_bytes} bytes");
         return Err(StorageError::Damaged { path: folder.to_owned(), reason });
     }
@@ -128,9 +128,6 @@ fn load_and_publish(
         checked: manifest.checksums.is_some(),
     })
 }
-
-/// The largest chunk that memory is locked for on the word of a file.
-const MAX_CHUNK_BYTES: u64 = 1 << 30;
 
 /// Opens every file, twice as in saving, and checks that none ends early.
 fn open_all<'a>(

@@ -17,6 +17,9 @@ pub(super) const MANIFEST: &str = "manifest.json";
 pub(super) const METADATA: &str = "gms_metadata.json";
 pub(super) const SHARDS: &str = "shards";
 
+/// The largest chunk that memory is locked for on the word of a file.
+const MAX_CHUNK_BYTES: u64 = 1 << 30;
+
 /// `manifest.json`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Manifest {
@@ -189,6 +192,9 @@ impl Checksums {
     fn check(&self, allocations: &[Saved]) -> Result<(), String> {
         if self.chunk_bytes == 0 || self.crc32.len() != allocations.len() {
             return Err("there is not a checksum for everything".to_owned());
+        }
+        if self.chunk_bytes > MAX_CHUNK_BYTES {
+            return Err(format!("checksums of {} bytes", self.chunk_bytes));
         }
         let mut each = self.crc32.iter().zip(allocations);
         match each.position(|(crcs, saved)| {
