@@ -52,13 +52,17 @@ impl Spin {
     /// How many times as long it may become.
     const MOST: u32 = 8;
 
+    fn most(given: Duration) -> Duration {
+        given.saturating_mul(Self::MOST)
+    }
+
     fn time(self, given: Duration) -> Duration {
-        if given.is_zero() { given } else { self.learned.clamp(given, given * Self::MOST) }
+        if given.is_zero() { given } else { self.learned.clamp(given, Self::most(given)) }
     }
 
     /// Learns from how long it took until something came.
     fn learn(&mut self, given: Duration, took: Duration) {
-        self.learned = match took <= given * Self::MOST {
+        self.learned = match took <= Self::most(given) {
             // Half as long again, and less only by and by.
             true => (took + took / 2).max(self.learned - self.learned / 8),
             // The other end has something else to do.

@@ -30,6 +30,13 @@ fn a_lock_that_is_free_is_granted_without_time() {
 fn a_time_that_no_clock_reaches_is_none() {
     let local = Local::start();
     drop(attempt(&local, Requested::Rw, Duration::MAX).unwrap());
+    let spinning = Local::with(1 << 30, |settings| settings.spin = Duration::MAX);
+    let options = ConnectOptions::new(Requested::Rw).timeout(PATIENCE).spin(Duration::MAX);
+    let mut session = Session::connect(spinning.socket(), options).unwrap();
+    for count in 0..3 {
+        assert_eq!(session.allocation_count().unwrap(), count);
+        session.allocate(1, "t").unwrap();
+    }
 }
 
 #[test]
