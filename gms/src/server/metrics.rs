@@ -5,7 +5,7 @@ use std::io::{self, BufRead, BufReader, Read, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
@@ -183,11 +183,30 @@ fn is_short_of_descriptors(error: &io::Error) -> bool {
 /// The longest request that is read.
 const REQUEST_BYTES: u64 = 8 << 10;
 
+/// How long a request may take to be there, and its answer to be taken.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// A connection that is read until a moment, however little comes at a time: others wait for it.
+struct Until<'a> {
+    stream: &'a TcpStream,
+    deadline: Instant,
+}
+
+impl Read for Until<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        self.stream.set_read_timeout(Some(left))?;
+        self.stream.read(bytes)
+    }
+}
+
 fn answer(stream: &TcpStream, text: &impl Fn() -> String) -> io::Result<()> {
-    let patience = Some(Duration::from_secs(2));
-    stream.set_read_timeout(patience)?;
-    stream.set_write_timeout(patience)?;
-    let mut request = BufReader::new(stream.take(REQUEST_BYTES));
+    stream.set_write_timeout(Some(PATIENCE))?;
+    let read = Until { stream, deadline: Instant::now() + PATIENCE };
+    let mut request = BufReader::new(read.take(REQUEST_BYTES));
     let mut first = String::new();
     request.read_line(&mut first)?;
     let mut header = String::new();

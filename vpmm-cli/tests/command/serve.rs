@@ -381,6 +381,17 @@ fn figures_are_told_over_http() {
         assert!(answer.lines().any(|found| found == line), "{line}: {answer}");
     }
     assert!(get(&address, "/other").starts_with("HTTP/1.1 404"));
+    // Who does not come to an end keeps others waiting for moments only.
+    let mut slow = TcpStream::connect(&address).unwrap();
+    let trickle = std::thread::spawn(move || {
+        let turns = (0..150).take_while(|_| {
+            std::thread::sleep(Duration::from_millis(100));
+            slow.write_all(b"x").is_ok()
+        });
+        turns.count()
+    });
+    assert!(get(&address, "/metrics").starts_with("HTTP/1.1 200 OK\r\n"));
+    assert!(trickle.join().unwrap() < 100, "it was heard to its end");
     assert_eq!(server.stop(Signal::TERM).0, Some(0));
 }
 
