@@ -6,7 +6,7 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::backend::AllocatorList;
 use crate::bench::CaseList;
-use crate::bytes::ByteCount;
+use crate::bytes::{ByteCount, ByteCountError};
 use crate::device::DeviceChoice;
 use crate::serve::{ServeArgs, ServeBenchArgs, SnapshotArgs};
 
@@ -64,6 +64,14 @@ pub enum Command {
     ServeBench(ServeBenchArgs),
 }
 
+/// A number of bytes that is not 0, which some take for no limit and others for nothing at all.
+pub(crate) fn some_bytes(text: &str) -> Result<ByteCount, String> {
+    match text.parse() {
+        Ok(ByteCount(0)) => Err("expected more than 0 bytes".to_owned()),
+        read => read.map_err(|error: ByteCountError| error.to_string()),
+    }
+}
+
 /// The arguments of `vpmm replay`.
 #[derive(Args, Debug)]
 #[command(after_help = EXIT_CODES)]
@@ -82,7 +90,7 @@ pub struct ReplayArgs {
     pub allocator: AllocatorList,
 
     /// The most device memory that an allocator may hold: 4096, 1.5GiB, 20GB.
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", value_parser = some_bytes)]
     pub limit: Option<ByteCount>,
 
     /// Run each trace N times on one allocator. The first pass is cold; ns per
@@ -133,7 +141,8 @@ pub struct FitArgs {
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceChoice,
 
-    /// Allocators to compare, separated by commas: default, paged, cuda-async.
+    /// Allocators to compare, separated by commas: default, paged, cuda-async, and resources and
+    /// stacks of them, like limiting(1GiB,statistics(default)).
     #[arg(long, value_name = "NAMES", default_value = "default")]
     pub allocator: AllocatorList,
 

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
+use crate::args::some_bytes;
 use crate::bytes::ByteCount;
 use crate::device::DeviceChoice;
 
@@ -123,7 +124,7 @@ pub struct ServeArgs {
     pub group: Option<u32>,
 
     /// The longest message that is taken.
-    #[arg(long, value_name = "BYTES", default_value = "1MiB")]
+    #[arg(long, value_name = "BYTES", default_value = "1MiB", value_parser = some_bytes)]
     pub max_message: ByteCount,
 
     /// Answer GET /metrics in Prometheus' text format at this loopback address; with --all that is the first
@@ -167,7 +168,8 @@ pub struct ServeBenchArgs {
     #[arg(long, value_name = "DEVICE", default_value = "0")]
     pub device: ServeDevice,
 
-    /// The socket of a server that runs already; one is started if none is given.
+    /// The socket of a server that runs already, whose layout is thrown away; one is started if none is
+    /// given.
     #[arg(long, value_name = "PATH")]
     pub socket_path: Option<PathBuf>,
 
@@ -242,7 +244,7 @@ pub struct SnapshotPlace {
     pub timeout: f64,
 
     /// Bytes after which the next file is begun.
-    #[arg(long, value_name = "BYTES", default_value = "4GiB")]
+    #[arg(long, value_name = "BYTES", default_value = "4GiB", value_parser = some_bytes)]
     pub shard: ByteCount,
 
     /// How many chunks of 16 MiB are under way at a time.

@@ -4,6 +4,7 @@
 
 use std::io::Read;
 use std::net::SocketAddr;
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -242,7 +243,9 @@ fn stop(members: &mut [Member]) -> bool {
             let _ = kill_process(id, Signal::TERM);
         }
     }
-    let ends = children.iter_mut().map(|child| child.wait().is_ok_and(|status| status.success()));
+    // One that had not begun to listen for the signal yet is ended by it, and had nothing to lose.
+    let is_well = |status: ExitStatus| status.success() || status.signal() == Some(SIGTERM);
+    let ends = children.iter_mut().map(|child| child.wait().is_ok_and(is_well));
     // Waits for each, whatever the one before did.
     ends.fold(true, |well, this| well & this)
 }

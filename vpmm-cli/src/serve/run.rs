@@ -49,7 +49,8 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<Exit, Abort> {
     let servers = bind(args, device, &driver)?;
     if let Some(address) = args.metrics {
         let metrics: Vec<Metrics> = servers.iter().map(Server::metrics).collect();
-        let listener = TcpListener::bind(address).map_err(Abort::failure)?;
+        let listener = TcpListener::bind(address)
+            .map_err(|error| Abort::failure(format_args!("no metrics at {address}: {error}")))?;
         let answer = move || serve_metrics(&listener, || Metrics::render(&metrics));
         thread::Builder::new().name("metrics".to_owned()).spawn(answer).map_err(Abort::failure)?;
     }

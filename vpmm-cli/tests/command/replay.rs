@@ -139,13 +139,15 @@ fn a_malformed_row_is_named_and_nothing_is_replayed() {
 fn bad_input_and_usage_end_with_2() {
     let file = File::rows("1,x,allocate,0x1,64,0\n");
     let path = file.path();
-    let cases: [(&[&str], &str); 9] = [
+    let cases: [(&[&str], &str); 10] = [
         (&["replay"], "TRACE"),
         (&["replay", "/nonexistent.csv"], "/nonexistent.csv: cannot open"),
         (&["replay", "/"], "/: cannot open"),
         (&["replay", path, "--allocator=malloc"], "there is no allocator"),
         (&["replay", path, "--device=gpu"], "expected auto, sim or cuda:N"),
         (&["replay", path, "--limit=lots"], "expected a number"),
+        // To the driver's pool that would be no limit, and to others that nothing fits.
+        (&["replay", path, "--limit=0", "--allocator=cuda-async"], "more than 0 bytes"),
         (&["replay", path, "--repeat=0"], "--repeat"),
         (&["replay", path, "--verify-stride=4096"], "--verify"),
         (&["replay", "-", "-", "--device=sim"], "only once"),
@@ -222,8 +224,11 @@ fn odd_rows_are_remarked_on_and_do_no_harm() {
 #[test]
 fn a_trace_without_operations_is_no_error() {
     let file = File::rows("");
-    let objects = json(&run(&["replay", file.path(), "--device=sim", "--json"]), 0);
-    assert_eq!((&objects[0]["ops"], &objects[0]["ns_per_op"]), (&0.into(), &Value::Null));
+    for further in [&[][..], &["--paced"], &["--longest"], &["--threads"], &["--verify"]] {
+        let output = run(&[&["replay", file.path(), "--device=sim", "--json"], further].concat());
+        let objects = json(&output, 0);
+        assert_eq!((&objects[0]["ops"], &objects[0]["ns_per_op"]), (&0.into(), &Value::Null));
+    }
 }
 
 #[test]

@@ -302,6 +302,21 @@ fn a_fleet_may_be_the_first_process_of_a_container() {
     names.for_each(|name| publish(&folder.0.join(name)));
 }
 
+/// However early: servers that do not listen for signals yet have nothing to put in order.
+#[test]
+fn a_fleet_that_is_stopped_as_it_starts_ends_well() {
+    for _ in 0..10 {
+        let folder = Folder::new();
+        let mut command = vpmm(&["serve", "--device", "sim:1", "--all"]);
+        let command = command.env("GMS_SOCKET_DIR", &folder.0).stderr(Stdio::piped());
+        let supervisor = Server(command.spawn().unwrap());
+        eventually(&folder, || children(supervisor.0.id()).len() == 2);
+        let (code, said) = supervisor.stop(Signal::TERM);
+        assert_eq!(code, Some(0), "{said}");
+        assert_eq!(folder.names(), [""; 0], "nothing is left");
+    }
+}
+
 /// Where a device cannot be served from the start there is something for the operator to mend.
 #[test]
 fn a_fleet_that_cannot_begin_ends() {
@@ -328,6 +343,7 @@ fn bad_usage_is_told_before_anything_is_begun() {
         &["serve", "--device", "0", "--all"],
         &["serve", "--device", "0", "--end-together"],
         &["serve", "--all", "--socket-path", "/tmp/x"],
+        &["serve", "--device", "sim", "--max-message", "0"],
     ] {
         let output = vpmm(args).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{args:?}: {}", stderr(&output));
@@ -417,6 +433,10 @@ fn a_layout_is_saved_and_loaded_into_another_server() {
     let one = line(&snapshot("save", &first));
     let two = line(&snapshot("load", &second));
     assert_eq!((&one["bytes"], &one["layout_hash"]), (&6_291_456.into(), &two["layout_hash"]));
+    // Before the writer's lock is asked for, with which what is published goes.
+    let mut command = vpmm(&["snapshot", "load", "--device", "sim", "--shard", "0"]);
+    let useless = command.arg("--socket-path").arg(&second).arg(&saved).output().unwrap();
+    assert_eq!(useless.status.code(), Some(2), "{}", stderr(&useless));
     let state = gms::client::runtime_state(&second, PATIENCE).unwrap();
     assert_eq!(one["layout_hash"], state.memory_layout_hash);
     let again = snapshot("save", &first);

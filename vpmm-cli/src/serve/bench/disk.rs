@@ -42,7 +42,7 @@ impl Bench<'_> {
         let started = Instant::now();
         let loaded = load(&mut writer, &name("saved"), &options, &|_| {});
         let took = started.elapsed();
-        std::fs::remove_dir_all(name("saved"))?;
+        std::fs::remove_dir_all(name("saved")).map_err(Abort::failure)?;
         loaded.map_err(Abort::failure)?;
         let bytes = stored.bytes;
         for (case, time, disk, copy) in [

@@ -35,7 +35,8 @@ struct Readers {
 
 impl Readers {
     fn start(bench: &Bench<'_>, managers: usize) -> Result<Self, Abort> {
-        let mut command = Command::new(std::env::current_exe()?);
+        let program = std::env::current_exe().map_err(Abort::failure)?;
+        let mut command = Command::new(program);
         command.args(["serve-bench", "--device", &bench.args.device.to_string()]);
         command.args(["--readers", &managers.to_string(), "--socket-path"]).arg(&bench.socket);
         if let Some(spin) = bench.args.spin {
@@ -44,7 +45,12 @@ impl Readers {
         if bench.args.no_batch {
             command.arg("--no-batch");
         }
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        Self::of(&mut command)
+    }
+
+    fn of(command: &mut Command) -> Result<Self, Abort> {
+        let started = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        let mut child = started.map_err(Abort::failure)?;
         let pipe = || Abort::failure("a process without its pipes");
         let output = BufReader::new(child.stdout.take().ok_or_else(pipe)?);
         Ok(Self { input: child.stdin.take(), child, output })
@@ -52,14 +58,16 @@ impl Readers {
 
     fn hear(&mut self) -> Result<String, Abort> {
         let mut line = String::new();
-        match self.output.read_line(&mut line)? {
+        match self.output.read_line(&mut line).map_err(Abort::failure)? {
             0 => Err(Abort::failure("a process of readers has ended")),
             _ => Ok(line),
         }
     }
 
+    /// Not as output: that this reader has gone is no end of the kind that is well.
     fn go(&mut self) -> Result<(), Abort> {
-        self.input.as_mut().map_or(Ok(()), |input| Ok(input.write_all(b"go\n")?))
+        let told = self.input.as_mut().map_or(Ok(()), |input| input.write_all(b"go\n"));
+        told.map_err(|error| Abort::failure(format_args!("a process of readers: {error}")))
     }
 }
 
@@ -84,7 +92,7 @@ pub(super) fn read(bench: &mut Bench<'_>, managers: usize) -> Result<Exit, Abort
     let mut made: Vec<MemoryManager> = made.collect::<Result<_, _>>().map_err(Abort::failure)?;
     bench.say(json!("ready"))?;
     let mut input = std::io::stdin().lock();
-    input.read_line(&mut String::new())?;
+    input.read_line(&mut String::new()).map_err(Abort::failure)?;
     let options = bench.options(Requested::Ro);
     let barrier = Barrier::new(managers);
     let import = |manager: &mut MemoryManager| -> Result<u64, Abort> {
@@ -104,7 +112,7 @@ pub(super) fn read(bench: &mut Bench<'_>, managers: usize) -> Result<Exit, Abort
     })?;
     bench.say(serde_json::to_value(Told { ns }).map_err(Abort::failure)?)?;
     // The layout stays mapped until all have it.
-    input.read_to_end(&mut Vec::new())?;
+    input.read_to_end(&mut Vec::new()).map_err(Abort::failure)?;
     Ok(Exit::Done)
 }
 
@@ -185,5 +193,21 @@ impl Bench<'_> {
             "request_us_p99": answer_p99,
             "request_us_slowest": super::us(longest),
         }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn readers_that_have_gone_are_a_failure() {
+        let mut readers = Readers::of(&mut Command::new("true")).unwrap();
+        readers.child.wait().unwrap();
+        for told in [readers.go(), readers.hear().map(drop)] {
+            let abort = told.unwrap_err();
+            assert_eq!(abort.exit, Exit::Failure, "{abort}");
+            assert!(abort.message.starts_with("a process of readers"), "{abort}");
+        }
     }
 }
