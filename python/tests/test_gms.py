@@ -422,6 +422,31 @@ def test_a_tag_has_one_manager(server, tmp_path):
     assert pools.get_gms_client_memory_managers() == ()
 
 
+def test_a_manager_that_was_closed_is_replaced(server):
+    from vpmm.gms import torch as pools
+
+    create = pools.get_or_create_gms_client_memory_manager
+    try:
+        with create(server, 0, "rw", tag="t") as closed:
+            closed.create_mapping(size=MIB, tag="t")
+        manager = create(server, 0, "rw", tag="t", timeout_ms=10_000)
+        assert manager is not closed and manager.is_connected
+        manager.close()
+        scratch = pools.create_scratch_manager(server, 0, tag="t")
+        assert pools.get_gms_client_memory_managers() == (scratch,)
+        with pytest.raises(RuntimeError, match="there is a manager"):
+            pools.create_scratch_manager(server, 0, tag="t")
+        # It has no lock yet, but addresses that tensors may have.
+        scratch.create_scratch_mapping(MIB, tag="t")
+        with pytest.raises(RuntimeError, match="has None"):
+            create(server, 0, "rw", tag="t")
+        assert pools.get_gms_client_memory_managers() == (scratch,)
+    finally:
+        for manager in pools.get_gms_client_memory_managers():
+            pools.evict_gms_client_memory_manager(manager)
+            manager.close(best_effort=True)
+
+
 class _Plugged:
     """What PyTorch calls where the process's pools are its allocator."""
 

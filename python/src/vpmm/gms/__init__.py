@@ -150,6 +150,7 @@ class GMSClientMemoryManager:
         raw = answer("vpmm_gms *", lib.vpmm_gms_open, _driver(), device, path)
         self._handle = ffi.gc(raw, lib.vpmm_gms_release)
         self._scratch_size_is_set = False
+        self._is_closed = False
         if tag is not None:
             call(lib.vpmm_gms_set_tag, self._handle, tag.encode())
 
@@ -227,6 +228,7 @@ class GMSClientMemoryManager:
 
     def close(self, best_effort: bool = False) -> None:
         """Gives everything up: memory, addresses, the lock. With ``best_effort`` without an error."""
+        self._is_closed = True
         try:
             call(lib.vpmm_gms_close, self._handle)
         except RuntimeError:

@@ -21,6 +21,14 @@ class _Pool:
     # The pool, once it is used and until what was made there is published.
     memory: _OfPyTorch | _OfProcess | None = None
 
+    def is_over(self) -> bool:
+        """Whether nothing is left of its manager: it was closed, or has no lock, no memory and no
+        addresses."""
+        manager = self.manager
+        if manager._is_closed:
+            return True
+        return not (manager.is_connected or manager.mappings or manager.scratch_summary()[0])
+
 
 _pools: dict[str, _Pool] = {}
 
@@ -95,7 +103,7 @@ def get_or_create_gms_client_memory_manager(
     """
     wanted = RequestedLockType(mode)
     pool = _pools.get(tag)
-    if pool is not None and not pool.manager.is_connected and not pool.manager.mappings:
+    if pool is not None and pool.is_over():
         del _pools[tag]
         pool = None
     if pool is not None:
@@ -118,7 +126,7 @@ def create_scratch_manager(
 ) -> GMSClientMemoryManager:
     """A manager for a tag that connects to nobody yet: tensors that are made in its pool have addresses,
     with one block of memory behind all of them, until the process takes over."""
-    if tag in _pools:
+    if tag in _pools and not _pools[tag].manager._is_closed:
         raise RuntimeError(f"there is a manager for {tag!r}")
     manager = GMSClientMemoryManager(socket_path, device=device, tag=tag, scratch_size=scratch_size)
     _pools[tag] = _Pool(manager, is_scratch=True)
