@@ -84,12 +84,13 @@ fn a_limit_is_that_of_what_makes_memory() {
 fn a_log_is_a_trace() {
     let file = File::rows(&rows());
     let log = File::rows("");
-    let logging = format!("logging({},default)", log.path());
+    // Not the default profile, which goes by the clock: on a busy machine it holds now more, now less.
+    let logging = format!("logging({},coalescing)", log.path());
     let replay = |path: &str, allocator: &str| {
         let args = ["replay", path, "--device=sim", "--json", "--allocator", allocator];
         json(&run(&args), 0).remove(0)
     };
-    let (first, again) = (replay(file.path(), &logging), replay(log.path(), "default"));
+    let (first, again) = (replay(file.path(), &logging), replay(log.path(), "coalescing"));
     assert_eq!(first["ops"].as_u64().unwrap() + 20, again["ops"].as_u64().unwrap());
     for key in ["peak_live_bytes", "peak_mapped_bytes", "streams"] {
         assert_eq!(first[key], again[key], "{key}");
