@@ -37,6 +37,8 @@ struct Build<'a> {
     is_static: bool,
     /// A source of a library that stands in for another of this name.
     beside: Option<(&'a str, &'a str)>,
+    /// What it is told.
+    argument: Option<&'a Path>,
 }
 
 impl Build<'_> {
@@ -91,6 +93,7 @@ impl Build<'_> {
         built(command.args(["-lpthread", "-ldl", "-lm"]));
         let paths = std::env::join_paths([libraries, &folder]).unwrap();
         let ran = Command::new(&program)
+            .args(self.argument)
             .env("VPMM_DEVICE", "sim")
             .env("LD_LIBRARY_PATH", paths)
             .output()
@@ -129,6 +132,23 @@ fn the_process_s_pool_in_c() {
 #[test]
 fn resources_and_adaptors_in_c() {
     Build { source: "resources.c", flags: &["-std=c99"], ..Build::default() }.run();
+}
+
+/// With a server in this process, whose memory the program maps through real descriptors.
+#[test]
+fn the_memory_service_in_c() {
+    let socket = std::env::temp_dir().join(format!("vpmm-capi-{}.sock", std::process::id()));
+    let simulator = cuda_sim::Simulator::builder().build().unwrap();
+    let memory = gms::memory::Memory::open(&simulator.driver(), 0).unwrap();
+    let server = gms::server::Server::bind(memory, gms::server::Settings::new(&socket)).unwrap();
+    let stopper = server.stopper();
+    let thread = std::thread::spawn(move || server.run());
+    let argument = Some(socket.as_path());
+    Build { source: "service.c", flags: &["-std=c99"], argument, ..Build::default() }.run();
+    stopper.stop();
+    thread.join().unwrap().unwrap();
+    assert_eq!(simulator.memory_used(0), 0);
+    simulator.assert_clean();
 }
 
 #[test]
