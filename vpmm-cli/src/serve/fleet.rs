@@ -159,7 +159,10 @@ pub(super) fn serve_all(args: &ServeArgs) -> Result<Exit, Abort> {
                 Verdict::GoesOn => all_stopped = false,
                 Verdict::Stopped => {}
                 Verdict::EndsAll => {
-                    exit = Exit::Failure;
+                    // A terminal's signal comes to all, and may have ended a server before it is seen here.
+                    if signals.pending().next().is_none() {
+                        exit = Exit::Failure;
+                    }
                     break 'looking;
                 }
             }
@@ -244,7 +247,8 @@ fn stop(members: &mut [Member]) -> bool {
         }
     }
     // One that had not begun to listen for the signal yet is ended by it, and had nothing to lose.
-    let is_well = |status: ExitStatus| status.success() || status.signal() == Some(SIGTERM);
+    let is_well =
+        |status: ExitStatus| status.success() || matches!(status.signal(), Some(SIGTERM | SIGINT));
     let ends = children.iter_mut().map(|child| child.wait().is_ok_and(is_well));
     // Waits for each, whatever the one before did.
     ends.fold(true, |well, this| well & this)

@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use gms::client::{ConnectOptions, Session};
 use gms::lock::Requested;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde_json::Value;
 
 use crate::rig::{stderr, stdout, vpmm};
@@ -305,14 +306,19 @@ fn a_fleet_may_be_the_first_process_of_a_container() {
 /// However early: servers that do not listen for signals yet have nothing to put in order.
 #[test]
 fn a_fleet_that_is_stopped_as_it_starts_ends_well() {
-    for _ in 0..10 {
+    for turn in 0..20 {
         let folder = Folder::new();
         let mut command = vpmm(&["serve", "--device", "sim:1", "--all"]);
-        let command = command.env("GMS_SOCKET_DIR", &folder.0).stderr(Stdio::piped());
+        command.env("GMS_SOCKET_DIR", &folder.0).stderr(Stdio::piped()).process_group(0);
         let supervisor = Server(command.spawn().unwrap());
         eventually(&folder, || children(supervisor.0.id()).len() == 2);
+        if turn % 2 == 0 {
+            // As a terminal does it: all of them get it.
+            let group = Pid::from_raw(supervisor.0.id() as i32).unwrap();
+            kill_process_group(group, Signal::INT).unwrap();
+        }
         let (code, said) = supervisor.stop(Signal::TERM);
-        assert_eq!(code, Some(0), "{said}");
+        assert_eq!(code, Some(0), "{turn}: {said}");
         assert_eq!(folder.names(), [""; 0], "nothing is left");
     }
 }
