@@ -157,7 +157,7 @@ impl Metrics {
 /// process lives. The listener should be on a loopback address: there is no authentication.
 ///
 /// # Errors
-/// Where connections cannot be accepted any more.
+/// Where the listener does not listen.
 pub fn serve_metrics(listener: &TcpListener, text: impl Fn() -> String) -> io::Result<()> {
     loop {
         match listener.accept() {
@@ -167,17 +167,22 @@ pub fn serve_metrics(listener: &TcpListener, text: impl Fn() -> String) -> io::R
                 }
             }
             Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
-            Err(error) if is_short_of_descriptors(&error) => std::thread::sleep(AGAIN),
-            Err(error) => return Err(error),
+            Err(error) if is_the_listeners(&error) => return Err(error),
+            Err(error) => {
+                tracing::debug!(%error, "a connection for metrics was not accepted");
+                std::thread::sleep(AGAIN);
+            }
         }
     }
 }
 
-/// How long to wait where there is no descriptor for a connection.
+/// How long to wait where there is no descriptor or memory for a connection, or the network has a fault.
 const AGAIN: Duration = Duration::from_millis(100);
 
-fn is_short_of_descriptors(error: &io::Error) -> bool {
-    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
+/// Whether no connection will be accepted any more. All else that the system says here passes, or is one
+/// connection's.
+fn is_the_listeners(error: &io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::BADF | Errno::INVAL | Errno::NOTSOCK))
 }
 
 /// The longest request that is read.
@@ -224,4 +229,24 @@ fn answer(stream: &TcpStream, text: &impl Fn() -> String) -> io::Result<()> {
          Connection: close\r\n\r\n{body}",
         body.len()
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+
+    use super::*;
+
+    #[test]
+    fn only_a_listener_that_does_not_listen_ends_the_metrics() {
+        let told = |errno: Errno| is_the_listeners(&errno.into());
+        assert!([Errno::BADF, Errno::INVAL, Errno::NOTSOCK].into_iter().all(told));
+        let passing =
+            [Errno::MFILE, Errno::NOBUFS, Errno::NOMEM, Errno::PROTO, Errno::NETDOWN, Errno::PERM];
+        assert!(!passing.into_iter().any(told));
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let connection = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let no_listener = TcpListener::from(OwnedFd::from(connection));
+        assert!(serve_metrics(&no_listener, String::new).is_err());
+    }
 }

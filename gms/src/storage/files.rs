@@ -2,7 +2,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, OFlags, flock};
@@ -72,16 +72,39 @@ impl Draft {
         let mut path = name.as_os_str().to_owned();
         path.push(".partial");
         let path = PathBuf::from(path);
-        std::fs::create_dir_all(&path).map_err(failed("make", &path))?;
-        let folder = File::open(&path).map_err(failed("open", &path))?;
-        match flock(&folder, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {}
-            Err(Errno::WOULDBLOCK) => return Err(StorageError::Busy { path: name }),
-            Err(error) => return Err(failed("lock", &path)(error.into())),
+        let folder = loop {
+            std::fs::create_dir_all(&path).map_err(failed("make", &path))?;
+            let folder = match File::open(&path) {
+                Ok(folder) => folder,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) => return Err(failed("open", &path)(error)),
+            };
+            if let Some(folder) = Self::lock(folder, &path, &name)? {
+                break folder;
+            }
+        };
+        // Which may have come about meanwhile.
+        if name.symlink_metadata().is_ok() {
+            let _ = std::fs::remove_dir(&path);
+            return Err(StorageError::Exists { path: name });
         }
         let draft = Self { path, name, folder, kept: false };
         draft.empty().map_err(failed("empty", &draft.path))?;
         Ok(draft)
+    }
+
+    /// The folder with its lock; `None` where the one that had it has given the folder its name, or removed it,
+    /// since it was opened.
+    fn lock(folder: File, path: &Path, name: &Path) -> Result<Option<File>, StorageError> {
+        match flock(&folder, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) => return Err(StorageError::Busy { path: name.to_owned() }),
+            Err(error) => return Err(failed("lock", path)(error.into())),
+        }
+        let mine = folder.metadata().map_err(failed("look at", path))?;
+        let there = std::fs::metadata(path);
+        let is_there = there.is_ok_and(|it| (it.dev(), it.ino()) == (mine.dev(), mine.ino()));
+        Ok(is_there.then_some(folder))
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -119,5 +142,38 @@ impl Drop for Draft {
         if !self.kept {
             let _ = std::fs::remove_dir_all(&self.path);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Another process has opened the folder, and comes to its lock when the first is done with it.
+    #[test]
+    fn whoever_comes_late_to_a_lock_does_not_fill_what_has_its_name() {
+        let parent = std::env::temp_dir().join(format!("gms-drafts-{}", std::process::id()));
+        std::fs::create_dir_all(&parent).unwrap();
+        let (layout, other) = (parent.join("layout"), parent.join("other"));
+        let late = |name: &Path, end: fn(Draft)| {
+            let draft = Draft::begin(name).unwrap();
+            let path = draft.path().to_owned();
+            let [early, late] = [(); 2].map(|()| File::open(&path).unwrap());
+            assert!(matches!(Draft::lock(early, &path, name), Err(StorageError::Busy { .. })));
+            write_whole(&path.join("contents"), b"whole").unwrap();
+            end(draft);
+            assert!(Draft::lock(late, &path, name).unwrap().is_none());
+            // Nor does it do so where a third has begun meanwhile.
+            if !name.exists() {
+                let late = File::open(Draft::begin(name).unwrap().path()).unwrap();
+                let third = Draft::begin(name).unwrap();
+                assert!(Draft::lock(late, third.path(), name).unwrap().is_none());
+            }
+        };
+        late(&layout, |draft| draft.finish().unwrap());
+        late(&other, drop);
+        assert!(matches!(Draft::begin(&layout), Err(StorageError::Exists { .. })));
+        assert_eq!(std::fs::read_dir(&layout).unwrap().count(), 1);
+        std::fs::remove_dir_all(&parent).unwrap();
     }
 }

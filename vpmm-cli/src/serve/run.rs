@@ -51,7 +51,11 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<Exit, Abort> {
         let metrics: Vec<Metrics> = servers.iter().map(Server::metrics).collect();
         let listener = TcpListener::bind(address)
             .map_err(|error| Abort::failure(format_args!("no metrics at {address}: {error}")))?;
-        let answer = move || serve_metrics(&listener, || Metrics::render(&metrics));
+        let answer = move || {
+            if let Err(error) = serve_metrics(&listener, || Metrics::render(&metrics)) {
+                tracing::error!(%error, "metrics are not served any more");
+            }
+        };
         thread::Builder::new().name("metrics".to_owned()).spawn(answer).map_err(Abort::failure)?;
     }
     if args.supervised.is_some() {
