@@ -1,7 +1,7 @@
 //! Streams that end with work under way, that others made, that capture.
 
 use cuda_sys::types::CUstream_flags_enum;
-use vpmm::{Error, StreamHandle};
+use vpmm::{Error, Stream, StreamHandle};
 
 use crate::subjects::each;
 use crate::support::{call, streams};
@@ -50,6 +50,37 @@ fn streams_that_others_made_and_destroyed() {
             again.into_iter().for_each(|held| watched.free(held, &after));
         }
         watched.assert_intact();
+    });
+}
+
+/// A stream that somebody lends ends with the last value that borrows it, and lives on. Lent again it has its
+/// number still, and nothing of who came to its place meanwhile.
+#[test]
+fn a_stream_that_is_lent_again_has_nothing_of_others() {
+    each(|rig, resource| {
+        if !resource.facts().stream_ordered {
+            return;
+        }
+        let watched = Watched::new(rig, resource);
+        let flags = CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0;
+        let [(raw, handle), (next, next_handle)] = [(); 2].map(|()| streams::make(rig, flags));
+        // SAFETY: alive until the end of the test.
+        let lent = || unsafe { Stream::borrowed(&rig.device, handle) }.expect("lent");
+        let first = lent();
+        let kept = watched.allocate(BYTES, &first);
+        drop(first);
+        let held = watched.allocate(BYTES, next_handle);
+        let stall = rig.stall(next_handle);
+        watched.free(held, next_handle);
+        let second = lent();
+        let again = watched.allocate(BYTES, &second);
+        drop(stall);
+        watched.free(again, &second);
+        watched.free(kept, &second);
+        watched.assert_intact();
+        drop(second);
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+        call!(rig.driver, cuStreamDestroy_v2(next));
     });
 }
 

@@ -561,6 +561,8 @@ impl Lanes {
     pub(super) fn stream_ends(&mut self, handle: StreamHandle) {
         let Some(stream) = number_of(&self.device, handle) else { return };
         let Some(lane) = self.by_stream.remove(&stream) else { return };
+        // Who lent it may lend it again, under the same number: the lane can be another stream's by then.
+        self.last = (NO_STREAM, NOBODY);
         let known = &self.lanes[lane as usize];
         if known.covered() >= known.freed {
             self.lanes[lane as usize].recording = Recording::Ended;
