@@ -84,6 +84,38 @@ fn a_stream_that_is_lent_again_has_nothing_of_others() {
     });
 }
 
+/// The same where the other comes when it has been lent again already: its end is told all the same.
+#[test]
+fn a_stream_that_is_lent_again_ends_again() {
+    each(|rig, resource| {
+        if !resource.facts().stream_ordered {
+            return;
+        }
+        let watched = Watched::new(rig, resource);
+        let other = rig.stream();
+        let flags = CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0;
+        let [(raw, handle), (next, next_handle)] = [(); 2].map(|()| streams::make(rig, flags));
+        // SAFETY: alive until the values that borrow it are dropped.
+        let lent = || unsafe { Stream::borrowed(&rig.device, handle) }.expect("lent");
+        let first = lent();
+        let kept = watched.allocate(BYTES, &first);
+        drop(first);
+        let second = lent();
+        let held = watched.allocate(BYTES, &second);
+        let at_its_place = watched.allocate(BYTES, next_handle);
+        watched.free(held, &second);
+        watched.free(kept, &second);
+        drop(second);
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+        // Who lacks memory asks about it.
+        let all: Vec<_> = (0..8).map(|_| watched.allocate(BYTES, &other)).collect();
+        all.into_iter().for_each(|held| watched.free(held, &other));
+        watched.free(at_its_place, next_handle);
+        watched.assert_intact();
+        call!(rig.driver, cuStreamDestroy_v2(next));
+    });
+}
+
 /// A capture on another stream of this thread goes on whatever the resource does; one on a stream that it
 /// is called with is served without harm, or refused by name without harm.
 #[test]

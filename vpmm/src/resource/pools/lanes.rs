@@ -269,8 +269,11 @@ impl Lanes {
         let vacant = self.all().find(unused);
         let lane = match vacant {
             Some(lane) => {
-                self.by_stream.remove(&self.lanes[lane as usize].stream);
                 let known = &mut self.lanes[lane as usize];
+                // One that was lent again has another lane now.
+                if self.by_stream.get(&known.stream) == Some(&lane) {
+                    self.by_stream.remove(&known.stream);
+                }
                 let records = [known.asked.take(), known.latest.take()];
                 (known.stream, known.recording) = (named.stream, named.recording);
                 known.passed = known.epoch;
