@@ -1,9 +1,12 @@
 //! Driver calls that fail, one after the other.
 
+use std::sync::Arc;
+
 use cuda_sys::types::CUresult;
 use vpmm::MemoryResource;
+use vpmm::resource::*;
 
-use crate::subjects::SUBJECTS;
+use crate::subjects::{MIB, SUBJECTS, Shared, plain_pool};
 use crate::support::Rig;
 use crate::watched::Watched;
 
@@ -93,5 +96,44 @@ fn an_end_gives_everything_back() {
         drop(stream);
         assert_eq!(sim.leaks(), before, "{}", subject.name);
         rig.assert_clean();
+    }
+}
+
+/// A pool that ends gives its memory to a pool below only when the work on it is complete, whichever call of
+/// the driver fails on the way.
+#[test]
+fn an_end_in_which_a_call_fails_waits_all_the_same() {
+    const BYTES: usize = 16 << 20;
+    type Make = fn(&Rig, Arc<CoalescingPool<DeviceMalloc>>) -> Shared;
+    let makes: [Make; 2] = [
+        |rig, below| {
+            let config = CoalescingConfig::default();
+            Arc::new(CoalescingPool::new(below, &rig.device, &config).expect("a pool"))
+        },
+        |rig, below| {
+            let mut config = FixedSizeConfig::default();
+            (config.block_bytes, config.blocks_at_once, config.at_start) = (BYTES, 1, false);
+            Arc::new(FixedSize::new(below, &rig.device, &config).expect("blocks"))
+        },
+    ];
+    for (make, call) in makes.into_iter().flat_map(|make| (1..16).map(move |call| (make, call))) {
+        let rig = Rig::simulated(cuda_sim::Schedule::Late { patience: 64 });
+        let sim = rig.sim.as_ref().expect("simulated");
+        let below = Arc::new(plain_pool(&rig));
+        assert_eq!(below.pool_bytes(), 16 * MIB, "all that there is is wanted again");
+        let resource = make(&rig, Arc::clone(&below));
+        let (first, second) = (rig.stream(), rig.stream());
+        let watched = Watched::new(&rig, &resource);
+        let held = watched.allocate(BYTES, &first);
+        watched.check(&held, &first);
+        watched.free(held, &first);
+        drop(watched);
+        sim.fail_call(call, CUresult::CUDA_ERROR_UNKNOWN);
+        drop(resource);
+        sim.clear_faults();
+        let watched = Watched::new(&rig, &below);
+        let again = watched.allocate(BYTES, &second);
+        watched.free(again, &second);
+        watched.assert_intact();
     }
 }

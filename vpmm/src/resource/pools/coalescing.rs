@@ -730,11 +730,15 @@ impl<R: MemoryResource> MemoryResource for CoalescingPool<R> {
 }
 
 impl<R: MemoryResource> Drop for CoalescingPool<R> {
+    /// Where nobody can tell whether work has finished (a context that went first) upstream gets nothing
+    /// back.
     fn drop(&mut self) {
         if self.core.device.driver().check_process().is_err() {
             return;
         }
-        lanes::retire(&*self.core, &self.core.state, |state| &mut state.lanes);
+        if !lanes::retire(&*self.core, &self.core.state, |state| &mut state.lanes) {
+            return;
+        }
         let chunks = self.core.state().blocks.drain();
         let chunks = chunks.into_iter().map(|chunk| (chunk.ptr, chunk.bytes as usize));
         give_all_back(&self.upstream, &self.core.device, chunks);

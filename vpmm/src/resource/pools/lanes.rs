@@ -639,21 +639,24 @@ impl Lanes {
 const _: () = assert!(NOBODY == 0);
 
 /// The end of a pool, before its memory goes back: waits on the host for all that was freed, takes the pool out
-/// of the driver's list, and destroys its events. A failure means that nothing is left to wait for.
+/// of the driver's list, and destroys its events. Whether all that was freed is known to be complete: else its
+/// memory is nobody's to give to others.
+#[must_use]
 pub(super) fn retire<S, W: StreamWatcher>(
     watcher: &W,
     state: &SpinLock<S>,
     lanes: impl Fn(&mut S) -> &mut Lanes,
-) {
-    let _ = wait_for_all(state, &lanes);
+) -> bool {
+    let waited = wait_for_all(state, &lanes);
     let driver = lanes(&mut state.lock()).driver().clone();
     // Streams were told until now; and nobody is in a call of the pool afterwards.
     driver.unwatch_streams(watcher);
     lanes(&mut state.lock()).end();
+    waited.is_ok()
 }
 
-/// Waits for all that was freed so far, for the device where there is no event for it. Without the lock
-/// meanwhile: what is waited for may depend on a thread that comes here first, to tell a stream's end.
+/// Waits for all that was freed so far, for the device where there is no event for it, or one that fails. Without
+/// the lock meanwhile: what is waited for may depend on a thread that comes here first, to tell a stream's end.
 fn wait_for_all<S>(state: &SpinLock<S>, lanes: &impl Fn(&mut S) -> &mut Lanes) -> Result<()> {
     let device = lanes(&mut state.lock()).device.clone();
     let driver = device.driver();
@@ -662,11 +665,7 @@ fn wait_for_all<S>(state: &SpinLock<S>, lanes: &impl Fn(&mut S) -> &mut Lanes) -
     }
     let _context = device.enter()?;
     let _beside = BesideCaptures::enter(driver)?;
-    let last = lanes(&mut state.lock()).last_records()?;
-    for (lane, record) in last {
-        record.event.wait(driver)?;
-        lanes(&mut state.lock()).see_passed(lane, record.covers);
-    }
+    let _ = wait_for_events(state, lanes, driver);
     let left = lanes(&mut state.lock()).pending();
     if !left.is_empty() {
         // SAFETY: no arguments; the device's context is current.
@@ -674,6 +673,20 @@ fn wait_for_all<S>(state: &SpinLock<S>, lanes: &impl Fn(&mut S) -> &mut Lanes) -
         for (lane, epoch) in left {
             lanes(&mut state.lock()).see_passed(lane, epoch);
         }
+    }
+    Ok(())
+}
+
+/// Waits for what events there are; what they prove complete has passed.
+fn wait_for_events<S>(
+    state: &SpinLock<S>,
+    lanes: &impl Fn(&mut S) -> &mut Lanes,
+    driver: &Driver,
+) -> Result<()> {
+    let last = lanes(&mut state.lock()).last_records()?;
+    for (lane, record) in last {
+        record.event.wait(driver)?;
+        lanes(&mut state.lock()).see_passed(lane, record.covers);
     }
     Ok(())
 }

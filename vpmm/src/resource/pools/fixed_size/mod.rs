@@ -450,12 +450,16 @@ impl<R: MemoryResource> MemoryResource for FixedSize<R> {
 }
 
 impl<R: MemoryResource> Drop for FixedSize<R> {
+    /// Where nobody can tell whether work has finished (a context that went first) upstream gets nothing
+    /// back.
     fn drop(&mut self) {
         if self.core.device.driver().check_process().is_err() {
             return;
         }
         self.core.state().settle_all(&self.core);
-        lanes::retire(&*self.core, &self.core.state, |state| &mut state.lanes);
+        if !lanes::retire(&*self.core, &self.core.state, |state| &mut state.lanes) {
+            return;
+        }
         let chunks = self.core.chunks.pointers().map(|ptr| (ptr, self.chunk_bytes()));
         give_all_back(&self.upstream, &self.core.device, chunks);
     }
