@@ -32,6 +32,15 @@ fn wrong_pointers_and_sizes_are_refused_and_change_nothing() {
             wrong(kept.ptr, 4999, "a size too small");
             wrong(kept.ptr, 5001, "a size too large");
             wrong(kept.ptr, 5 << 20, "a size of another kind");
+            let one_bit_more = || {
+                (13..usize::BITS)
+                    .for_each(|bit| wrong(kept.ptr, 5000 | 1 << bit, "a size with a bit more"));
+            };
+            one_bit_more();
+            if resource.facts().records_streams {
+                resource.record_stream(kept.ptr, rig.stream().handle()).expect("noted");
+                one_bit_more();
+            }
         }
         // One pointer is never handed out twice.
         let (a, b) = (watched.allocate(5000, &stream), watched.allocate(5000, &stream));

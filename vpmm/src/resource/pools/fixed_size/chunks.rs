@@ -165,13 +165,22 @@ impl Chunks {
     /// one block at a time one has it.
     #[inline]
     pub(super) fn free(&self, address: u64, asked: u64) -> Result<BlockId> {
-        if let Some((block, 0)) = self.find(address)
-            && let Some((of, _)) = self.asked(block)
-            && of.compare_exchange(asked, FREE, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+        // A size that a caller gives may have the bit of a note.
+        if asked & NOTED == 0
+            && let Some(block) = self.exchange(address, asked)
         {
             return Ok(block);
         }
         Err(self.why_not(address, asked))
+    }
+
+    /// The block that begins at an address, free from here on, if this was in the place of what was asked for.
+    #[inline]
+    fn exchange(&self, address: u64, from: u64) -> Option<BlockId> {
+        let (block, inside) = self.find(address)?;
+        let (of, _) = self.asked(block).filter(|_| inside == 0)?;
+        let exchanged = of.compare_exchange(from, FREE, Ordering::Relaxed, Ordering::Relaxed);
+        exchanged.is_ok().then_some(block)
     }
 
     /// Notes that further streams use what begins at an address.
@@ -192,7 +201,7 @@ impl Chunks {
 
     /// As [`free`](Self::free), of what was noted.
     pub(super) fn free_noted(&self, address: u64, asked: u64) -> Option<BlockId> {
-        self.free(address, asked | NOTED).ok()
+        if asked & NOTED == 0 { self.exchange(address, asked | NOTED) } else { None }
     }
 
     /// That free does not come about.
