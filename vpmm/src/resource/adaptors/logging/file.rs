@@ -14,7 +14,7 @@ use std::os::unix::fs::FileExt;
 use std::ptr::{self, NonNull};
 use std::sync::{Mutex, PoisonError};
 
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock};
 use rustix::io::{pwritev, retry_on_intr};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
@@ -148,11 +148,13 @@ impl LogFile {
         self.file.sync_data()
     }
 
-    /// Takes away what is behind the last row.
+    /// Takes away what is behind the last row; another log may have the file.
     pub(super) fn cut(&mut self) {
         let end = self.end.get_mut();
         // A file that cannot be cut keeps its zero bytes.
         let _ = self.file.set_len(end.window.start + end.used as u64);
+        // Children of the process may have it open still.
+        let _ = flock(&self.file, FlockOperation::Unlock);
     }
 }
 

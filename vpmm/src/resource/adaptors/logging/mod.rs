@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use super::undo::or_undo;
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::resource::{Description, MemoryResource};
@@ -83,7 +84,8 @@ pub struct Logging<R> {
 }
 
 impl<R: MemoryResource> Logging<R> {
-    /// Logs to a file, which is made, or emptied.
+    /// Logs to a file, which is made, or emptied. One that another log is still being written to stays that
+    /// one's, without a name, and a new one has its name.
     ///
     /// # Errors
     /// [`Error::LogFile`].
@@ -107,7 +109,8 @@ impl<R: MemoryResource> Logging<R> {
         Self::to_file(upstream, format, std::env::var_os(NAME).ok_or_else(unset)?)
     }
 
-    /// Logs to anything, one write for each row, under a lock.
+    /// Logs to anything, one write for each row, under a lock. A row whose write panics is
+    /// [lost](Self::lost_rows), as one whose write fails.
     pub fn to_writer(upstream: R, format: LogFormat, writer: impl Write + Send + 'static) -> Self {
         Self::new(upstream, format, Sink::writer(Box::new(writer)))
     }
@@ -218,13 +221,14 @@ impl<R: MemoryResource> MemoryResource for Logging<R> {
             failure: None,
         };
         self.log(row);
-        let result = self.upstream.deallocate(ptr, bytes, align, stream);
-        if let Err(error) = &result {
+        // It is still allocated: so must it be for whoever replays the log.
+        let take_back = |failure: Option<&Error>| {
             self.count(bytes);
-            // It is still allocated: so must it be for whoever replays the log.
-            self.log(Row { action: Action::Allocate, failure: Some(error), ..row });
-        }
-        result
+            self.log(Row { action: Action::Allocate, failure, ..row });
+        };
+        let free = || Ok(self.upstream.deallocate(ptr, bytes, align, stream));
+        let result = or_undo(free, || take_back(None))?;
+        result.inspect_err(|error| take_back(Some(error)))
     }
 
     fn describe(&self) -> Description {

@@ -3,9 +3,13 @@
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Write};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 
 use super::file::LogFile;
 use super::row::{COMMON, Line};
@@ -26,10 +30,17 @@ enum To {
 }
 
 /// Under a lock whose waiters sleep until they are woken: a write may take as long as the reader of a
-/// pipe likes, and is somebody else's code. One that panics leaves the writer to the next row.
+/// pipe likes, and is somebody else's code.
 struct Writer(Mutex<Box<dyn Write + Send>>);
 
 impl Writer {
+    /// One that panics loses the row, and leaves the writer to the next: what is called above has been done, or
+    /// is to be.
+    fn write(&self, row: &[u8]) -> io::Result<()> {
+        let write = || self.lock().write_all(row);
+        catch_unwind(AssertUnwindSafe(write)).unwrap_or_else(|_| Err(io::ErrorKind::Other.into()))
+    }
+
     fn lock(&self) -> MutexGuard<'_, Box<dyn Write + Send>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -38,8 +49,17 @@ impl Writer {
 impl Sink {
     /// A file, emptied. What is no plain file (a pipe, a terminal) is written to.
     pub(super) fn file(path: &Path) -> io::Result<Self> {
-        let file = File::options().read(true).write(true).create(true).truncate(true).open(path)?;
+        let mut options = File::options();
+        let mut file = options.read(true).write(true).create(true).truncate(false).open(path)?;
         let to = if file.metadata()?.is_file() {
+            if is_anothers(&file) {
+                // Emptied, it would take the pages away that the other's next rows go to: a signal, and the
+                // end of the process. The other keeps the file, and this one has the name.
+                std::fs::remove_file(path)?;
+                file = options.create_new(true).open(path)?;
+                let _ = is_anothers(&file);
+            }
+            file.set_len(0)?;
             To::File(LogFile::new(file)?)
         } else {
             To::Writer(Writer(Mutex::new(Box::new(file))))
@@ -71,7 +91,7 @@ impl Sink {
                 let mut bytes = [0; COMMON];
                 let mut line = Line::new(&mut bytes);
                 put(&mut line);
-                writer.lock().write_all(line.text())
+                writer.write(line.text())
             }
         });
     }
@@ -83,7 +103,7 @@ impl Sink {
         }
         self.count(match &self.to {
             To::File(file) => file.write(row),
-            To::Writer(writer) => writer.lock().write_all(row),
+            To::Writer(writer) => writer.write(row),
         });
     }
 
@@ -107,6 +127,12 @@ impl Sink {
             To::Writer(writer) => writer.lock().flush(),
         }
     }
+}
+
+/// Whether another log is being written to a file, in this process or elsewhere; else it is this one's from here
+/// on. Of a file system without locks nobody can tell.
+fn is_anothers(file: &File) -> bool {
+    flock(file, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK)
 }
 
 impl Drop for Sink {
