@@ -1,12 +1,12 @@
 //! A fault at every driver call: an error by name, nothing lost, nothing used too early.
 
 use cuda_sim::{Schedule, Simulator};
-use cuda_sys::types::CUresult;
-use vpmm::{DevicePtr, Stream};
+use cuda_sys::types::{CUresult, CUstream_flags_enum};
+use vpmm::{DevicePtr, MemoryResource, Stream};
 
 use crate::rig::{Cached, MIB};
-use crate::support::Rig;
 use crate::support::faults::{Fault, every_call_of_every_step};
+use crate::support::{Rig, call, streams};
 
 /// What a step works with.
 struct Hands<'a> {
@@ -108,4 +108,32 @@ fn a_lost_context_is_an_error_everywhere_and_no_panic() {
     cached.validate();
     drop((side, cached));
     sim.clear_faults();
+}
+
+/// A stream that a failed free was given may be gone at the next: it is no use of the allocation.
+#[test]
+fn a_free_that_failed_on_a_foreign_stream_is_made_on_another() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let sim = rig.sim.as_ref().expect("simulated");
+    let (cached, own) = (rig.cached(), rig.stream());
+    for captures in [true, false] {
+        let (raw, foreign) = streams::make(&rig, CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0);
+        let ptr = cached.allocator.allocate(1000, 256, own.handle()).expect("memory");
+        // Its place is known.
+        cached.allocator.free(cached.allocator.malloc(1, foreign).expect("memory")).expect("freed");
+        if captures {
+            streams::begin_capture(&rig, raw);
+        } else {
+            sim.fail_nth("cuEventRecord", 1, CUresult::CUDA_ERROR_UNKNOWN);
+        }
+        cached.allocator.deallocate(ptr, 1000, 256, foreign).expect_err("refused");
+        cached.validate();
+        if captures {
+            assert_eq!(streams::end_capture(&rig, raw), 0);
+        }
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+        cached.allocator.deallocate(ptr, 1000, 256, own.handle()).expect("freed");
+    }
+    assert_eq!(cached.allocator.memory_allocated(), 0);
+    cached.assert_intact();
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use smallvec::{SmallVec, smallvec};
 
 use super::block::Block;
-use super::books::{Books, Freed, Rules, Use};
+use super::books::{Books, Freed, Noted, Rules, Use};
 use super::config::{CachingConfig, check_fraction};
 use super::size::round_plain;
 use super::waits::{Life, Waits};
@@ -282,6 +282,10 @@ impl Core {
     }
 
     pub(super) fn record_stream(&self, ptr: DevicePtr, handle: StreamHandle) -> Result<()> {
+        self.note_stream(ptr, handle).map(drop)
+    }
+
+    fn note_stream(&self, ptr: DevicePtr, handle: StreamHandle) -> Result<Option<Noted>> {
         self.device.driver().check_process()?;
         let known = self.number_of(handle);
         {
@@ -340,8 +344,13 @@ impl Core {
         if let Some(freed) = freed {
             return self.end_free(ptr, freed);
         }
-        self.record_stream(ptr, handle)?;
-        self.free(ptr)
+        // A stream that was given to this call only is not to be recorded on by a later one.
+        let noted = self.note_stream(ptr, handle)?;
+        self.free(ptr).inspect_err(|_| {
+            if let Some(noted) = noted {
+                self.books.lock().forget_use(noted);
+            }
+        })
     }
 }
 

@@ -91,6 +91,16 @@ pub(super) struct Use {
 
 pub(super) type Uses = SmallVec<[Use; 2]>;
 
+/// A note that was made, for who has to undo it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Noted {
+    block: u32,
+    tag: u32,
+    place: u32,
+    /// What was noted of the stream before.
+    former: Option<Use>,
+}
+
 pub(super) struct Books {
     pub(super) places: Vec<Place>,
     pub(super) by_stream: Table,
@@ -313,22 +323,43 @@ impl Books {
     }
 
     /// Notes a further stream's use of an allocation; none of its own.
-    pub(super) fn note_use(&mut self, ptr: DevicePtr, of: Use) -> Result<()> {
+    pub(super) fn note_use(&mut self, ptr: DevicePtr, of: Use) -> Result<Option<Noted>> {
         let block = self.find(ptr)?;
         if block.place.get() == of.place {
-            return Ok(());
+            return Ok(None);
         }
+        let (id, tag) = (block.id(), block.tag.get());
         block.noted.set(true);
-        let uses = self.uses.entry(block.id()).or_default();
-        match uses.iter_mut().find(|known| known.place == of.place) {
+        let uses = self.uses.entry(id).or_default();
+        let former = match uses.iter_mut().find(|known| known.place == of.place) {
             // The handle that came last is the one that is alive.
-            Some(known) => *known = of,
+            Some(known) => Some(std::mem::replace(known, of)),
             None => {
                 uses.push(of);
                 self.places[of.place as usize].pins += 1;
+                None
+            }
+        };
+        Ok(Some(Noted { block: id, tag, place: of.place, former }))
+    }
+
+    /// Undoes a note, unless the allocation has been freed since.
+    pub(super) fn forget_use(&mut self, noted: Noted) {
+        let block = self.arena.get(noted.block);
+        let is_it = block.state.get() == State::Allocated && block.tag.get() == noted.tag;
+        let Some(uses) = self.uses.get_mut(&noted.block).filter(|_| is_it) else { return };
+        let Some(at) = uses.iter().position(|of| of.place == noted.place) else { return };
+        match noted.former {
+            Some(former) => uses[at] = former,
+            None => {
+                uses.swap_remove(at);
+                self.places[noted.place as usize].pins -= 1;
             }
         }
-        Ok(())
+        if uses.is_empty() {
+            block.noted.set(false);
+            self.uses.remove(&noted.block);
+        }
     }
 
     /// Frees an allocation, unless a further stream that it is noted for needs an event at once.
