@@ -1,9 +1,11 @@
 //! Memory from other resources, and the allocator as one.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use vpmm::caching::{CachingAllocator, CachingConfig};
-use vpmm::resource::{DeviceMalloc, DriverPool, DriverPoolConfig};
+use vpmm::resource::{Callback, DeviceMalloc, DriverPool, DriverPoolConfig};
 use vpmm::{MemoryResource, Pool, PoolConfig, Stream, StreamHandle};
 
 use crate::rig::{KIB, MIB};
@@ -97,6 +99,49 @@ fn a_thread_needs_no_context() {
     });
 }
 
+/// A function of the caller's may panic: what it was asked for is not held, and what it was given back stays.
+#[test]
+fn a_panic_below_leaves_it_as_it_was() {
+    Rig::everywhere(|rig| {
+        let (fails, malloc) = (Arc::new(AtomicBool::new(false)), DeviceMalloc::new(&rig.device));
+        let (here, there) = (Arc::clone(&fails), Arc::clone(&fails));
+        let below = malloc.clone();
+        let upstream = Callback::new(
+            malloc.facts(),
+            move |bytes, align, stream| {
+                assert!(!here.load(Ordering::Relaxed), "for the test");
+                malloc.allocate(bytes, align, stream)
+            },
+            move |ptr, bytes, align, stream| {
+                assert!(!there.load(Ordering::Relaxed), "for the test");
+                below.deallocate(ptr, bytes, align, stream)
+            },
+        );
+        let allocator =
+            CachingAllocator::over(upstream, &rig.device, &CachingConfig::default()).unwrap();
+        let cached = rig.observe(allocator);
+        let total = rig.device.total_memory().unwrap();
+        cached.allocator.set_memory_fraction(64.5 * MIB as f64 / total as f64).unwrap();
+        let own = rig.stream();
+        let panics = |call: &dyn Fn()| catch_unwind(AssertUnwindSafe(call)).is_err();
+        fails.store(true, Ordering::Relaxed);
+        for _ in 0..3 {
+            assert!(panics(&|| drop(cached.allocator.malloc(30 << 20, &own))));
+        }
+        fails.store(false, Ordering::Relaxed);
+        let held = [(); 2].map(|()| cached.malloc(32 * MIB, &own));
+        held.into_iter().for_each(|held| cached.free(held, &own));
+        fails.store(true, Ordering::Relaxed);
+        assert!(panics(&|| drop(cached.allocator.empty_cache())));
+        cached.validate();
+        assert_eq!(cached.reserved(), 64 * MIB);
+        fails.store(false, Ordering::Relaxed);
+        cached.allocator.empty_cache().unwrap();
+        assert_eq!(cached.reserved(), 0);
+        cached.assert_intact();
+    });
+}
+
 #[test]
 fn it_is_a_resource_itself() {
     Rig::everywhere(|rig| {
@@ -110,7 +155,9 @@ fn it_is_a_resource_itself() {
         assert!(!allocator.is_equal(&rig.cached().allocator));
         assert_eq!(*allocator, allocator.clone());
         let (own, side) = (rig.stream(), rig.stream());
+        assert_eq!(allocator.held_bytes(), Some(0));
         let ptr = allocator.allocate(1000, 256, own.handle()).unwrap();
+        assert_eq!(allocator.held_bytes(), Some(2 << 20));
         MemoryResource::record_stream(allocator, ptr, side.handle()).unwrap();
         allocator.deallocate(ptr, 1000, 256, own.handle()).unwrap();
         let ptr = allocator.allocate(1000, 256, StreamHandle::LEGACY).unwrap();

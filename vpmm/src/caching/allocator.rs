@@ -30,7 +30,8 @@ use crate::validate::Violation;
 ///   has the memory of one that has ended once that one's work has finished, and not before.
 /// - Memory that becomes whole when the host has waited for further streams serves the request that
 ///   waited; PyTorch gives it back, and may give up.
-/// - No lock is held during a driver call that gets or gives back memory.
+/// - No lock that cached memory is served under is held during a driver call that gets or gives back
+///   memory.
 /// - Wrong pointers are named: freed before, inside an allocation, foreign, out of date.
 ///
 /// # Streams that end

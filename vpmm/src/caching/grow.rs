@@ -5,6 +5,7 @@ use super::core::{Core, lock};
 use super::size::segment_bytes;
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
+use crate::resource::or_undo;
 
 impl Core {
     /// Serves a request that nothing cached serves. In PyTorch's order: collect garbage, get a
@@ -43,12 +44,11 @@ impl Core {
         if !self.books.lock().reserve(bytes, self.limit_bytes()) {
             return Ok(None);
         }
-        match self.upstream.allocate(bytes as usize, self.align, handle) {
+        let ask = || self.upstream.allocate(bytes as usize, self.align, handle);
+        match or_undo(ask, || self.books.lock().unreserve(bytes)) {
             Ok(ptr) => Ok(Some(self.books.lock().add_segment(place, (ptr, bytes), sizes))),
-            Err(error) => {
-                self.books.lock().unreserve(bytes);
-                if error.is_out_of_memory() { Ok(None) } else { Err(error) }
-            }
+            Err(error) if error.is_out_of_memory() => Ok(None),
+            Err(error) => Err(error),
         }
     }
 
@@ -125,7 +125,7 @@ impl Core {
     /// the caller vouches for.
     pub(super) fn give_back(
         &self,
-        segments: Vec<Leaving>,
+        mut segments: Vec<Leaving>,
         alive: Option<(u32, StreamHandle)>,
     ) -> Result<()> {
         if segments.is_empty() {
@@ -133,23 +133,15 @@ impl Core {
         }
         // What cannot be asked about is found out segment by segment.
         let _context = self.device.enter();
-        let mut outcome = Ok(());
-        for segment in segments {
-            let gone = match &outcome {
-                Ok(()) => self.give_one_back(segment, alive),
-                Err(_) => Ok(false),
-            };
+        segments.reverse();
+        let mut staying = Staying { core: self, segments };
+        while let Some(segment) = staying.segments.last().copied() {
+            let gone = self.give_one_back(segment, alive)?;
+            staying.segments.pop();
             let mut books = self.books.lock();
-            match gone {
-                Ok(true) => books.segment_left(segment),
-                Ok(false) => books.segment_stays(segment),
-                Err(error) => {
-                    books.segment_stays(segment);
-                    outcome = Err(error);
-                }
-            }
+            if gone { books.segment_left(segment) } else { books.segment_stays(segment) }
         }
-        outcome
+        Ok(())
     }
 
     /// `false` where it cannot go now.
@@ -163,5 +155,19 @@ impl Core {
         };
         let bytes = segment.bytes as usize;
         self.upstream.deallocate(segment.ptr, bytes, self.align, stream).map(|()| true)
+    }
+}
+
+/// Segments on their way back, the next one last: those that have not gone when this does stay. That is so where
+/// upstream panics, too.
+struct Staying<'a> {
+    core: &'a Core,
+    segments: Vec<Leaving>,
+}
+
+impl Drop for Staying<'_> {
+    fn drop(&mut self) {
+        let mut books = self.core.books.lock();
+        self.segments.drain(..).for_each(|segment| books.segment_stays(segment));
     }
 }

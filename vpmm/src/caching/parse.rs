@@ -89,7 +89,8 @@ impl CachingConfig {
 /// spaces anywhere.
 ///
 /// - `expandable_segments:False`, `backend:native` and `release_lock_on_cudamalloc` say what is so
-///   here in any case, and change nothing: the lock is never held during a call of the driver.
+///   here in any case, and change nothing: what serves cached memory is never locked during a call of the
+///   driver.
 /// - `expandable_segments:True`, other backends and settings of page-locked memory or of graphs'
 ///   pools are refused as [not applicable](SettingError::NotApplicable).
 ///
@@ -137,12 +138,15 @@ impl CachingConfig {
                 self.large_segment_bytes = bytes;
             }
             "garbage_collection_threshold" => {
+                let reason = "it must be a fraction, above 0 and below 1";
+                let valid = |value| value > 0.0 && value < 1.0;
                 self.garbage_collection_threshold =
-                    Some(fraction(key, tokens.value()?, |value| value > 0.0 && value < 1.0)?);
+                    Some(fraction(key, tokens.value()?, reason, valid)?);
             }
             "per_process_memory_fraction" => {
-                self.memory_fraction =
-                    Some(fraction(key, tokens.value()?, |value| (0.0..=1.0).contains(&value))?);
+                let reason = "it must be a fraction, from 0 to 1";
+                let valid = |value| (0.0..=1.0).contains(&value);
+                self.memory_fraction = Some(fraction(key, tokens.value()?, reason, valid)?);
             }
             "roundup_power2_divisions" => divisions(&mut self.roundup_power2_divisions, tokens)?,
             "expandable_segments" => {
@@ -240,10 +244,15 @@ fn mebibytes(key: &str, value: &str, least: u64) -> Parsed<u64> {
     Ok(mib.min(1 << 43) << 20)
 }
 
-fn fraction(key: &str, value: &str, valid: impl Fn(f64) -> bool) -> Parsed<f64> {
+fn fraction(
+    key: &str,
+    value: &str,
+    reason: &'static str,
+    valid: impl Fn(f64) -> bool,
+) -> Parsed<f64> {
     match value.parse::<f64>() {
         Ok(fraction) if valid(fraction) => Ok(fraction),
-        _ => Err(bad(key, value, "it must be a fraction, below 1 and above 0")),
+        _ => Err(bad(key, value, reason)),
     }
 }
 

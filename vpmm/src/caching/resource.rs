@@ -78,6 +78,10 @@ impl MemoryResource for CachingAllocator {
         Some(CachingAllocator::device(self))
     }
 
+    fn held_bytes(&self) -> Option<u64> {
+        Some(self.memory_reserved())
+    }
+
     fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
         CachingAllocator::record_stream(self, ptr, stream)
     }

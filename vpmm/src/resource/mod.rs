@@ -80,6 +80,7 @@ mod pool;
 mod pools;
 mod request;
 
+pub(crate) use adaptors::or_undo;
 pub use adaptors::{
     Aligned, Counter, Counters, FailureCallback, Finding, Limiting, LogFormat, Logging,
     Outstanding, Outstandings, Prefetch, Report, Statistics, ThreadSafe, Tracking, TrackingConfig,

@@ -52,3 +52,4 @@ pub use prefetch::Prefetch;
 pub use statistics::{Counter, Counters, Statistics};
 pub use thread_safe::ThreadSafe;
 pub use tracking::{Finding, Outstanding, Outstandings, Report, Tracking, TrackingConfig};
+pub(crate) use undo::or_undo;

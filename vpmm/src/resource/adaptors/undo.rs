@@ -1,4 +1,4 @@
-//! What adaptors have noted of a call below that does not succeed.
+//! What was noted of a call below that does not succeed.
 
 #![forbid(unsafe_code)]
 
@@ -17,7 +17,7 @@ impl<F: FnOnce()> Drop for Undo<F> {
 
 /// Makes a call, and undoes what was noted for it before if it fails. A panic in it is a failure too: none of
 /// our resources panics, but callers' functions and resources may.
-pub(super) fn or_undo<T>(call: impl FnOnce() -> Result<T>, undo: impl FnOnce()) -> Result<T> {
+pub(crate) fn or_undo<T>(call: impl FnOnce() -> Result<T>, undo: impl FnOnce()) -> Result<T> {
     let mut undo = Undo(Some(undo));
     let value = call()?;
     undo.0 = None;
