@@ -128,13 +128,16 @@ impl Books {
         waits
     }
 
-    /// Puts waits back: there was no event after all. They are older than what came meanwhile.
+    /// Puts waits back: there was no event after all. They are older than what came meanwhile, but for what was
+    /// put back before.
     pub(in crate::caching) fn reopen(&mut self, place: u32, waits: &[Since]) {
         let bytes: u64 = waits.iter().map(|wait| self.arena.get(wait.block).bytes()).sum();
         self.open_waits += waits.len();
         let open = &mut self.places[place as usize].open;
         open.bytes += bytes;
-        open.waits.splice(..0, waits.iter().copied());
+        let first = waits.first().map_or(0, |wait| wait.since);
+        let at = open.waits.partition_point(|wait| wait.since < first);
+        open.waits.splice(at..at, waits.iter().copied());
         open.not_before = open.waits.len() + DUE_BLOCKS;
     }
 
@@ -145,5 +148,47 @@ impl Books {
         self.reopen(place, &waits[passed..]);
         self.places[place as usize].open.not_before = 0;
         waits[..passed].iter().for_each(|wait| self.wait_is_over(wait.block));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Rules, Use};
+    use super::*;
+    use crate::caching::block::State;
+    use crate::device::StreamHandle;
+
+    #[test]
+    fn what_is_put_back_one_after_the_other_is_in_order() {
+        let rules =
+            Rules { max_split_bytes: u64::MAX, max_non_split_rounding_bytes: 0, ages: false };
+        let mut books = Books::new(rules);
+        let [own, side] = [1, 2].map(|stream| books.enrol(stream, None, true));
+        let wait = |books: &mut Books, at: u64| {
+            let bytes = 2 << 20;
+            assert!(books.reserve(bytes, None));
+            let ptr = DevicePtr::from_address(at << 30);
+            let (address, tag) = books.add_segment(own, (ptr, bytes), (bytes, bytes));
+            let ptr = DevicePtr::tagged(address, tag);
+            let of = Use { place: side, on: StreamHandle::LEGACY };
+            assert!(books.note_use(ptr, of).is_ok() && books.free(ptr).is_ok());
+        };
+        (1..=2).for_each(|at| wait(&mut books, at));
+        let older = books.take_open(side, Vec::new());
+        (3..=4).for_each(|at| wait(&mut books, at));
+        let newer = books.take_open(side, Vec::new());
+        (5..=6).for_each(|at| wait(&mut books, at));
+        // Two events, and a capture has taken both.
+        books.reopen(side, &older);
+        books.reopen(side, &newer);
+        let waiting = |books: &Books| -> Vec<u64> {
+            let heads = books.segments.values().map(|segment| books.arena.get(segment.head));
+            let waiting = heads.filter(|block| block.state.get() == State::Waiting);
+            waiting.map(|block| block.address() >> 30).collect()
+        };
+        assert_eq!(waiting(&books), [1, 2, 3, 4, 5, 6]);
+        books.pass_open(side, newer[0].since);
+        assert_eq!(waiting(&books), [4, 5, 6]);
+        assert!(books.validate().is_ok());
     }
 }

@@ -98,18 +98,21 @@ impl Waits {
         place: u32,
         handle: StreamHandle,
     ) {
+        let empty = self.lists.pop().unwrap_or_default();
         let (unused, open) = {
             let mut books = core.books.lock();
             // From here on a free comes here first, and finds the last event.
             books.places[place as usize].open.is_lazy = false;
-            let open = books.take_open(place, Vec::new());
+            let open = books.take_open(place, empty);
             let (of, known) = (&self.places[place as usize], &books.places[place as usize]);
             let unnamed = known.blocks == 0 && known.pins == 0 && open.is_empty();
             (unnamed && of.queue.is_empty() && of.deferred == 0, open)
         };
         let life = if unused { Life::Over } else { self.last_life(core, handle) };
         self.places[place as usize].life = life;
-        if !open.is_empty() {
+        if open.is_empty() {
+            self.lists.push(open);
+        } else {
             self.enqueue(place, Waiter { event: None, blocks: open });
         }
         // What was to be recorded on it is covered by that.

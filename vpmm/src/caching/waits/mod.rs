@@ -556,3 +556,29 @@ impl Core {
         advanced.map(|()| waits.last_events())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::caching::{CachingAllocator, CachingConfig};
+
+    #[test]
+    #[cfg_attr(miri, ignore = "the simulator calls the system")]
+    fn streams_that_end_leave_no_lists() {
+        let sim = cuda_sim::Simulator::builder().build().expect("a simulator");
+        let driver = crate::Driver::new(sim.driver()).expect("a driver");
+        let device = driver.device(0).expect("a device");
+        let allocator = CachingAllocator::new(&device, &CachingConfig::default()).expect("one");
+        let own = device.stream().expect("a stream");
+        for _ in 0..64 {
+            let side = device.stream().expect("a stream");
+            let ptr = allocator.malloc(1000, &own).expect("memory");
+            allocator.record_stream(ptr, &side).expect("noted");
+            allocator.free(ptr).expect("freed");
+            drop(side);
+            allocator.empty_cache().expect("all has passed");
+        }
+        let kept = lock(&allocator.core().waits).lists.len();
+        assert!(kept <= 2, "{kept} lists");
+    }
+}
