@@ -21,6 +21,7 @@ mod subjects;
 #[allow(unused_macros, reason = "no driver function is held here")]
 #[path = "../support/pools.rs"]
 mod support;
+mod taken;
 mod uses;
 mod watched;
 mod wrong;

@@ -19,6 +19,7 @@
 //!   has waited for.
 //! - **L3** Epochs of a lane only grow, whichever stream has it: an old wait says nothing about a new stream.
 
+use cuda_sys::types::CUresult;
 use smallvec::SmallVec;
 
 use crate::default::stream_is_capturing;
@@ -368,7 +369,7 @@ impl Lanes {
     }
 
     /// Records an event on a stream of this library that covers all that it has freed; `None` on a stream
-    /// that captures.
+    /// that captures. `into` is the lane's latest, if it has one.
     fn record_all(
         &mut self,
         lane: u32,
@@ -382,19 +383,38 @@ impl Lanes {
             Some(event) => event,
             None => self.event()?,
         };
-        let recorded = event.record(self.driver(), handle);
-        // A capture that began in between has the event.
-        let counts = recorded.and_then(|()| stream_is_capturing(self.driver(), handle));
-        if !matches!(counts, Ok(false)) {
+        if let Err(failure) = event.record(self.driver(), handle) {
             if into.is_none() {
                 self.keep(event);
             }
+            return Err(failure);
+        }
+        // A capture that began in between has the event: to ask about it, or to wait for it, would be in that
+        // one's way, and so is what was there before not to be used any more.
+        let counts = stream_is_capturing(self.driver(), handle);
+        if !matches!(counts, Ok(false)) {
+            if into.is_some() {
+                self.lanes[lane as usize].latest = None;
+            }
+            self.keep(event);
             return counts.map(|_| None);
         }
         let known = &mut self.lanes[lane as usize];
         let covers = known.epoch;
         known.epoch += 1;
         Ok(Some(Record { event, covers }))
+    }
+
+    /// An event of a lane proves nothing: a capture has it that ended before it was seen there. Another may be
+    /// recorded, but for a stream that has ended.
+    fn is_captured(&mut self, lane: u32, event: Event) {
+        let known = &mut self.lanes[lane as usize];
+        let is_it = |record: &mut Record| record.event == event;
+        let gone = [known.asked.take_if(is_it), known.latest.take_if(is_it)];
+        if known.recording == Recording::Ended && known.covered() < known.freed {
+            known.recording = Recording::Lost;
+        }
+        gone.into_iter().flatten().for_each(|record| self.keep(record.event));
     }
 
     /// Asks how far a lane's stream has come: the epoch up to which all is complete now, if that is more
@@ -421,10 +441,14 @@ impl Lanes {
             };
             let Some(record) = record else { break };
             self.lanes[lane as usize].asked = Some(record);
-            if !record.event.is_complete(self.driver())? {
-                break;
+            match record.event.is_complete(self.driver()) {
+                Ok(true) => self.see_passed(lane, record.covers),
+                Ok(false) => break,
+                Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
+                    self.is_captured(lane, record.event);
+                }
+                Err(failure) => return Err(failure.into()),
             }
-            self.see_passed(lane, record.covers);
         }
         let passed = self.lanes[lane as usize].passed;
         Ok((passed > before).then_some(passed))
@@ -479,7 +503,14 @@ impl Lanes {
                 record
             }
         };
-        record.event.hold_back(self.driver(), named.handle)?;
+        match record.event.hold_back(self.driver(), named.handle) {
+            Ok(()) => {}
+            Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
+                self.is_captured(from, record.event);
+                return Ok(false);
+            }
+            Err(failure) => return Err(failure.into()),
+        }
         self.lanes[to as usize].note_wait(from, record.covers);
         Ok(true)
     }
