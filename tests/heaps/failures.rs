@@ -376,3 +376,59 @@ fn a_device_that_others_have_filled_refuses_to_wake() {
     scene.check_awake();
     scene.end(false);
 }
+
+/// A free in a capture that the main heap can take only afterwards is made, whichever call fails then.
+#[test]
+fn a_free_that_waits_for_a_captures_end_is_not_lost() {
+    for call in 1..24 {
+        let sim = Simulator::builder().memory_bytes(MEMORY).seed(5).build().unwrap();
+        let rig = Rig::with(Driver::new(sim.driver()).unwrap(), sim.clone());
+        let mut config = vpmm::PagedConfig::default();
+        config.va_size_bytes = 64 * GRANULE;
+        let pool = Pool::paged(&rig.device, &config).unwrap();
+        let stream = rig.stream();
+        let ptr = pool.malloc(GRANULE as usize, &stream).unwrap();
+        let graphs = pool.graph_pool().unwrap();
+        graphs.begin(&stream).unwrap();
+        graph::begin(&rig, &stream, graph::RELAXED);
+        pool.free(ptr, &stream).unwrap();
+        drop(graph::end(&rig, &stream));
+        sim.fail_call(call, UNKNOWN);
+        if graphs.end(&stream).is_err() {
+            sim.clear_faults();
+            graphs.end(&stream).unwrap();
+        }
+        sim.clear_faults();
+        // Every call of a graph's pool sees to it again.
+        graphs.begin(&stream).unwrap();
+        graphs.end(&stream).unwrap();
+        assert_eq!(pool.stats().live_count, 0, "after a fault at call {call}");
+        assert!(pool.free(ptr, &stream).is_err(), "freed twice");
+        pool.validate().unwrap();
+    }
+}
+
+/// Nobody can record on it any more: they are made when the host has waited for the device.
+#[test]
+fn a_stream_ends_with_frees_that_wait_for_its_capture() {
+    let sim = Simulator::builder().memory_bytes(MEMORY).seed(5).build().unwrap();
+    let rig = Rig::with(Driver::new(sim.driver()).unwrap(), sim.clone());
+    let mut config = vpmm::PagedConfig::default();
+    config.va_size_bytes = 64 * GRANULE;
+    let pool = Pool::paged(&rig.device, &config).unwrap();
+    let (stream, other) = (rig.stream(), rig.stream());
+    let ptr = pool.malloc(GRANULE as usize, &stream).unwrap();
+    let graphs = pool.graph_pool().unwrap();
+    graphs.begin(&stream).unwrap();
+    graph::begin(&rig, &stream, graph::RELAXED);
+    pool.free(ptr, &stream).unwrap();
+    drop(stream);
+    graphs.begin(&other).unwrap();
+    graphs.end(&other).unwrap();
+    assert_eq!(pool.stats().live_count, 1);
+    assert!(matches!(pool.free(ptr, &other), Err(Error::DoubleFree { .. })));
+    rig.device.synchronize().unwrap();
+    assert_eq!(pool.stats().live_count, 0);
+    pool.validate().unwrap();
+    rig.assert_clean();
+}

@@ -4,7 +4,6 @@
 //! known by its raw handle until the end, and another takes part if the driver says that it captures
 //! the same graph. Either is given a number of our own, which heaps know it by.
 
-use std::collections::HashSet;
 use std::ptr;
 use std::sync::Arc;
 use std::thread::ThreadId;
@@ -111,7 +110,23 @@ pub(super) struct Captures {
     /// Streams whose part is over, but on which no event could be recorded yet.
     pub(super) ending: Vec<Participant>,
     /// Frees of a main heap that knows no streams in captures.
-    pub(super) postponed: Vec<(DevicePtr, StreamHandle)>,
+    pub(super) postponed: Vec<Postponed>,
+}
+
+/// A free that a capture was in the way of.
+pub(super) struct Postponed {
+    pub(super) ptr: DevicePtr,
+    pub(super) when: When,
+}
+
+/// When it can be made.
+#[derive(Clone, Copy)]
+pub(super) enum When {
+    /// When this stream captures no more, on it.
+    Ended(StreamHandle),
+    /// When the host has waited for the device, since the stream cannot be named any more: this is the number
+    /// of what waits for that.
+    DevicePassed(u64),
 }
 
 impl Captures {
@@ -231,11 +246,14 @@ impl Captures {
 
     /// Keeps a free for later; a second one of the same address is a mistake.
     pub(super) fn postpone(&mut self, ptr: DevicePtr, handle: StreamHandle) -> Result<()> {
-        let kept: HashSet<u64> = self.postponed.iter().map(|(ptr, _)| ptr.address()).collect();
-        if kept.contains(&ptr.address()) {
+        if self.is_postponed(ptr.address()) {
             return Err(Error::DoubleFree { address: ptr.address() });
         }
-        self.postponed.push((ptr, handle));
+        self.postponed.push(Postponed { ptr, when: When::Ended(handle) });
         Ok(())
+    }
+
+    pub(super) fn is_postponed(&self, address: u64) -> bool {
+        self.postponed.iter().any(|of| of.ptr.address() == address)
     }
 }

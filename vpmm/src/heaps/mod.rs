@@ -41,7 +41,7 @@ use crate::snapshot::{HeapName, Segment};
 use crate::stats::Stats;
 use crate::units::DevicePtr;
 use crate::validate::Violation;
-use captures::{Captures, Participant};
+use captures::{Captures, Participant, When};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -112,8 +112,9 @@ pub(crate) struct Heaps {
     open: AtomicBool,
     /// Whether there are heaps beside the main one.
     any: AtomicBool,
-    /// Graphs' pools whose last handle was dropped without a release.
-    dropped: AtomicU64,
+    /// Counts what only a wait for the device settles: graphs' pools whose last handle was dropped without
+    /// a release, and frees whose stream cannot be named any more.
+    left_to_device: AtomicU64,
 }
 
 impl Heaps {
@@ -130,7 +131,7 @@ impl Heaps {
             captures: Mutex::new(Captures::new()),
             open: AtomicBool::new(false),
             any: AtomicBool::new(false),
-            dropped: AtomicU64::new(0),
+            left_to_device: AtomicU64::new(0),
         });
         if let Some(core) = &heaps.core {
             let beside: Weak<dyn Beside> = Arc::downgrade(&heaps) as _;
@@ -341,8 +342,19 @@ impl Heaps {
         for ended in captures.take_ended(self.device()) {
             self.end_held_behind(ended);
         }
-        captures.postponed.retain(|(ptr, stream)| {
-            matches!(self.main.free(*ptr, *stream), Err(Error::StreamCapturing))
+        captures.postponed.retain_mut(|of| {
+            let When::Ended(stream) = of.when else { return true };
+            match self.main.free(of.ptr, stream) {
+                Err(Error::StreamCapturing) => true,
+                Err(Error::Driver { .. }) => {
+                    // Somebody else's handle need not live any longer.
+                    if stream.known_to(self.device().driver().realm()).is_none() {
+                        of.when = When::DevicePassed(self.leave_to_device());
+                    }
+                    true
+                }
+                _ => false,
+            }
         });
     }
 
@@ -368,6 +380,11 @@ impl Heaps {
         Ok(())
     }
 
+    /// The number of one thing more that waits for the device.
+    fn leave_to_device(&self) -> u64 {
+        self.left_to_device.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
     /// The last handle of a graph's pool is gone.
     pub(crate) fn drop_graph(&self, graph: &Graph) {
         {
@@ -377,8 +394,7 @@ impl Heaps {
             }
             self.set_open(captures.is_open());
         }
-        let dropped = self.dropped.fetch_add(1, Ordering::Relaxed);
-        graph.drop_handle(dropped + 1);
+        graph.drop_handle(self.leave_to_device());
     }
 
     /// Ends graphs' heaps that nothing uses any more, and gives back what drivers refused to take
@@ -453,8 +469,7 @@ impl Heaps {
 
     /// Whether a free of this address waits for a capture's end.
     pub(crate) fn is_postponed(&self, address: u64) -> bool {
-        self.any.load(Ordering::Acquire)
-            && lock(&self.captures).postponed.iter().any(|(ptr, _)| ptr.address() == address)
+        self.any.load(Ordering::Acquire) && lock(&self.captures).is_postponed(address)
     }
 
     /// The sum over the heaps beside the main one.
@@ -600,18 +615,31 @@ impl StreamWatcher for Heaps {
             self.end_held_behind(*participant);
         }
         captures.ending.retain(|participant| !gone(participant));
+        for of in &mut captures.postponed {
+            if matches!(of.when, When::Ended(on) if on.raw() == stream.raw()) {
+                of.when = When::DevicePassed(self.leave_to_device());
+            }
+        }
     }
 
     fn marks(&self, of: Awaited) -> SmallVec<[Mark; 2]> {
         let mut marks = SmallVec::new();
-        let dropped = self.dropped.load(Ordering::Relaxed);
+        let point = self.left_to_device.load(Ordering::Relaxed);
         if matches!(of, Awaited::Device(ordinal) if ordinal == self.device().ordinal()) {
-            marks.push(Mark { pool: 0, stream: u32::MAX, point: dropped, epoch: 0 });
+            marks.push(Mark { pool: 0, stream: u32::MAX, point, epoch: 0 });
         }
         marks
     }
 
     fn passed(&self, mark: &Mark) {
+        lock(&self.captures).postponed.retain(|of| match of.when {
+            // On any stream; no other thread makes this one capture.
+            When::DevicePassed(at) if at <= mark.point => {
+                let freed = self.main.free(of.ptr, StreamHandle::PER_THREAD);
+                matches!(freed, Err(Error::StreamCapturing | Error::Driver { .. }))
+            }
+            _ => true,
+        });
         for member in self.members() {
             if let Member::Graph(graph) = member {
                 graph.device_passed(mark.point);
