@@ -223,3 +223,24 @@ fn a_zombie_that_cannot_be_unmapped_stays_one_and_is_tried_again() {
     assert_eq!(pool.stats().zombie_count, 0, "{}", pool.layout());
     sim.assert_clean();
 }
+
+/// A pool that ends gives its memory back though the driver refuses one of the calls that it waits by.
+#[test]
+fn an_end_in_which_a_wait_fails_gives_everything_back() {
+    for call in 1..8 {
+        let sim = Simulator::builder().schedule(Schedule::Late { patience: 8 }).build().unwrap();
+        let rig = Rig::on(sim.clone());
+        let before = sim.leaks();
+        let pool = Pool::paged(&rig.device, &config(PAGE, 0)).unwrap();
+        let stream = rig.stream();
+        let ptr = pool.malloc(PAGE as usize, &stream).unwrap();
+        rig.fill(ptr.address(), PAGE, 1, stream.handle());
+        pool.free(ptr, &stream).unwrap();
+        sim.fail_nth("cuEventSynchronize", call, CUresult::CUDA_ERROR_UNKNOWN);
+        drop(pool);
+        sim.clear_faults();
+        drop(stream);
+        assert_eq!(sim.leaks(), before, "at call {call}");
+        rig.assert_clean();
+    }
+}

@@ -299,8 +299,8 @@ impl PagedPool {
     }
 
     /// Waits until no work uses the pool's memory: for the last fence of every stream, and for the
-    /// whole context only where callers never freed something, or a stream could not be recorded on,
-    /// since that ends every capture in it.
+    /// whole context only where callers never freed something, a stream could not be recorded on, or the
+    /// driver refuses a wait, since that ends every capture in it.
     fn wait_for_all(&self) -> Result<(), Failure> {
         let driver = self.device.driver();
         let _beside = BesideCaptures::enter(driver)?;
@@ -316,7 +316,10 @@ impl PagedPool {
             let newest = space.timelines.ids().filter_map(|id| space.timelines.newest(id));
             newest.filter_map(|fence| space.timelines.event(fence)).collect()
         };
-        last.into_iter().try_for_each(|event| event.wait(driver))
+        last.into_iter().try_for_each(|event| event.wait(driver)).or_else(|_| {
+            // SAFETY: no arguments.
+            unsafe { driver.cuCtxSynchronize() }
+        })
     }
 }
 
