@@ -1,13 +1,15 @@
 //! Driver calls that fail, one after the other.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use cuda_sys::types::CUresult;
-use vpmm::MemoryResource;
+use cuda_sys::types::{CUresult, CUstream_flags_enum};
 use vpmm::resource::*;
+use vpmm::{Error, MemoryResource};
 
-use crate::subjects::{MIB, SUBJECTS, Shared, plain_pool};
-use crate::support::Rig;
+use crate::subjects::{MIB, SUBJECTS, Shared, malloc, plain_pool};
+use crate::support::{Rig, call, streams};
 use crate::watched::Watched;
 
 /// Whichever driver call of a request fails, the request fails by name or is served all the same; what was
@@ -136,4 +138,44 @@ fn an_end_in_which_a_call_fails_waits_all_the_same() {
         watched.free(again, &second);
         watched.assert_intact();
     }
+}
+
+/// What a pool gives back and the resource below does not take, it has still: whether that refuses, or a
+/// function of the caller's panics, and whatever the driver says to questions meanwhile.
+#[test]
+fn a_piece_that_does_not_go_back_stays() {
+    let rig = Rig::simulated(cuda_sim::Schedule::Eager);
+    let sim = rig.sim.as_ref().expect("simulated");
+    let (fails, panics) = (AtomicBool::new(false), AtomicBool::new(false));
+    let (below, malloc) = (malloc(&rig), malloc(&rig));
+    let upstream = Callback::new(
+        below.facts(),
+        |bytes, align, stream| below.allocate(bytes, align, stream),
+        |ptr, bytes, align, stream| {
+            assert!(!panics.load(Ordering::Relaxed), "for the test");
+            if fails.load(Ordering::Relaxed) {
+                sim.fail_nth("cuStreamGetId", 1, CUresult::CUDA_ERROR_UNKNOWN);
+                return Err(Error::Unsupported { what: "a free, for the test" });
+            }
+            malloc.deallocate(ptr, bytes, align, stream)
+        },
+    );
+    let config = CoalescingConfig::default();
+    let pool = CoalescingPool::new(upstream, &rig.device, &config).expect("a pool");
+    let (raw, foreign) = streams::make(&rig, CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0);
+    let ptr = pool.allocate(1 << 20, 256, foreign).expect("memory");
+    pool.deallocate(ptr, 1 << 20, 256, foreign).expect("freed");
+    fails.store(true, Ordering::Relaxed);
+    pool.trim(foreign, true).expect_err("refused");
+    sim.clear_faults();
+    assert_eq!(pool.pool_bytes(), MIB);
+    panics.store(true, Ordering::Relaxed);
+    assert!(catch_unwind(AssertUnwindSafe(|| pool.trim(foreign, true))).is_err());
+    assert_eq!(pool.pool_bytes(), MIB);
+    fails.store(false, Ordering::Relaxed);
+    panics.store(false, Ordering::Relaxed);
+    assert_eq!(pool.trim(foreign, true).expect("all of it"), MIB);
+    drop(pool);
+    call!(rig.driver, cuStreamDestroy_v2(raw));
+    rig.assert_clean();
 }

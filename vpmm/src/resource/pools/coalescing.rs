@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::lock::{SpinGuard, SpinLock};
 use crate::ordering::{Mark, PendingPolicy};
 use crate::resource::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
-use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
+use crate::resource::{Checks, Description, Facts, Identity, MemoryResource, or_undo};
 use crate::units::{Bytes, DevicePtr, round_up};
 
 /// What a [`CoalescingPool`] is made with.
@@ -406,24 +406,23 @@ impl<R: MemoryResource> CoalescingPool<R> {
         self.core.state().poll()?;
         while given_back < least {
             let Some(chunk) = self.core.state().take_chunk(named, wait)? else { break };
-            self.give_back(chunk, stream)?;
+            self.give_back(chunk, named, stream)?;
             given_back += chunk.bytes;
         }
         Ok(given_back)
     }
 
-    /// A chunk that is out of the books goes upstream, or comes back.
-    fn give_back(&self, chunk: Chunk, stream: StreamHandle) -> Result<()> {
+    /// A chunk that is out of the books goes upstream, or comes back: also where upstream panics.
+    fn give_back(&self, chunk: Chunk, named: Named, stream: StreamHandle) -> Result<()> {
         let bytes = chunk.bytes as usize;
-        let result = self.upstream.deallocate(chunk.ptr, bytes, MIN_ALIGN, stream);
-        if result.is_err() {
-            let named = lanes::name(&self.core.device, stream)?;
+        let free = || self.upstream.deallocate(chunk.ptr, bytes, MIN_ALIGN, stream);
+        or_undo(free, || {
             let mut state = self.core.state();
-            let lane = state.lane(named)?;
+            // It had one just now.
+            let Ok(lane) = state.lane(named) else { return };
             let epoch = state.lanes.put(lane, named);
             state.blocks.add_chunk(chunk.ptr, chunk.bytes, lane, epoch);
-        }
-        result
+        })
     }
 
     #[cold]
