@@ -8,12 +8,13 @@ use vpmm::MemoryResource;
 use vpmm::resource::*;
 
 use crate::subjects::{MIB, arena, malloc, plain_pool};
-use crate::support::Rig;
 use crate::support::changed::{changed, gated};
+use crate::support::{Rig, streams};
 use crate::watched::Watched;
 
 gated!(recording: cuEventRecord(event: CUevent, stream: CUstream));
 gated!(waiting: cuEventSynchronize(event: CUevent));
+gated!(waiting_for_all: cuCtxSynchronize());
 
 const BLOCK: usize = 1 << 20;
 
@@ -154,6 +155,51 @@ fn a_stream_ends_while_a_pools_end_waits_for_the_device() {
             end.join().expect("no panic");
         });
         drop(own);
+        rig.assert_clean();
+    }
+}
+
+/// A request that waits for the device, because a stream ended in a capture, keeps nobody else waiting: what the
+/// device does may depend on another thread.
+#[test]
+fn others_go_on_while_a_request_waits_for_the_device() {
+    for fixed in [false, true] {
+        let sim = Simulator::builder().schedule(Schedule::Eager).build().expect("a simulator");
+        let driver = changed(&sim, waiting_for_all::put);
+        let rig = Rig::with(driver, sim);
+        let below = Limiting::new(malloc(&rig), 16 * MIB);
+        let resource: Box<dyn MemoryResource> = if fixed {
+            let mut config = FixedSizeConfig::default();
+            (config.block_bytes, config.blocks_at_once) = (BLOCK, 16);
+            Box::new(FixedSize::new(below, &rig.device, &config).expect("blocks"))
+        } else {
+            let mut config = CoalescingConfig::default();
+            config.initial_bytes = 16 * MIB;
+            Box::new(CoalescingPool::new(below, &rig.device, &config).expect("a pool"))
+        };
+        let (quick, asking, ends) = (rig.stream(), rig.stream(), rig.stream());
+        let take =
+            |stream: &vpmm::Stream| resource.allocate(BLOCK, 256, stream.handle()).expect("one");
+        let give = |ptr, stream: &vpmm::Stream| {
+            resource.deallocate(ptr, BLOCK, 256, stream.handle()).expect("freed");
+        };
+        let of_quick = take(&quick);
+        let others = [(); 15].map(|()| take(&ends));
+        others.into_iter().for_each(|ptr| give(ptr, &ends));
+        streams::begin_capture(&rig, ends.handle().raw());
+        drop(ends);
+        std::thread::scope(|scope| {
+            waiting_for_all::BEFORE.arm();
+            let asks = scope.spawn(|| take(&asking));
+            waiting_for_all::BEFORE.wait();
+            let pairs = || {
+                give(of_quick, &quick);
+                give(take(&quick), &quick);
+            };
+            is_done_soon(pairs, || waiting_for_all::BEFORE.open());
+            give(asks.join().expect("served"), &asking);
+        });
+        drop(resource);
         rig.assert_clean();
     }
 }

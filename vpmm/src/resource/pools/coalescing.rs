@@ -259,17 +259,12 @@ impl State {
         }
     }
 
-    /// Waits for the device if there is memory that nothing else proves free.
-    fn find_lost(&mut self) -> Result<bool> {
+    /// What a wait for the device would prove free, if there is memory that nothing else does.
+    fn lost(&self) -> Option<Vec<(u32, u64)>> {
         let lost = |lane: u32| {
             self.lanes.is_lost(lane) && (self.blocks.has_free(lane) || self.uses.names(lane))
         };
-        if !self.lanes.all().any(lost) {
-            return Ok(false);
-        }
-        self.lanes.wait_for_device()?;
-        self.pass_all();
-        Ok(true)
+        self.lanes.all().any(lost).then(|| self.lanes.pending())
     }
 
     fn pass_all(&mut self) {
@@ -460,9 +455,15 @@ impl<R: MemoryResource> CoalescingPool<R> {
             if let Some(address) = self.wait(&mut state, lane, named, bytes, asked)? {
                 return Ok(address);
             }
-            if state.find_lost()?
-                && let Some(address) = state.hit(lane, bytes, asked)
-            {
+        }
+        let lost = self.core.state().lost();
+        if let Some(pending) = lost {
+            lanes::wait_for_device(&self.core.device)?;
+            let mut state = self.core.state();
+            state.lanes.device_passed(&pending);
+            state.pass_all();
+            let lane = state.lane(named)?;
+            if let Some(address) = state.hit(lane, bytes, asked) {
                 return Ok(address);
             }
         }

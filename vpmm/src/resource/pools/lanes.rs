@@ -567,23 +567,15 @@ impl Lanes {
     }
 
     /// What is pending of each lane, up to which epoch.
-    fn pending(&self) -> Vec<(u32, u64)> {
+    pub(super) fn pending(&self) -> Vec<(u32, u64)> {
         let pending = self.all().filter(|lane| self.has_pending(*lane));
         pending.map(|lane| (lane, self.lanes[lane as usize].freed)).collect()
     }
 
-    /// Waits on the host for everything in the context: all has passed then.
-    pub(super) fn wait_for_device(&mut self) -> Result<()> {
-        let device = self.device.clone();
-        let _context = device.enter()?;
-        let _beside = BesideCaptures::enter(device.driver())?;
-        // SAFETY: no arguments; the device's context is current.
-        unsafe { self.driver().cuCtxSynchronize() }?;
-        for lane in self.all() {
-            let freed = self.lanes[lane as usize].freed;
-            self.see_passed(lane, freed);
-        }
-        Ok(())
+    /// The host has waited for everything in the context: what was pending before has passed.
+    pub(super) fn device_passed(&mut self, pending: &[(u32, u64)]) {
+        // Epochs of a lane only grow: whose it may be by now, these are before.
+        pending.iter().for_each(|(lane, epoch)| self.see_passed(*lane, *epoch));
     }
 
     /// Up to here all of a lane is complete.
@@ -668,6 +660,15 @@ impl Lanes {
 }
 
 const _: () = assert!(NOBODY == 0);
+
+/// Waits on the host for everything in the context. Not under the lock of a pool: what is waited for may depend on
+/// a thread that comes there first.
+pub(super) fn wait_for_device(device: &Device) -> Result<()> {
+    let _context = device.enter()?;
+    let _beside = BesideCaptures::enter(device.driver())?;
+    // SAFETY: no arguments; the device's context is current.
+    Ok(unsafe { device.driver().cuCtxSynchronize() }?)
+}
 
 /// The end of a pool, before its memory goes back: waits on the host for all that was freed, takes the pool out
 /// of the driver's list, and destroys its events. Whether all that was freed is known to be complete: else its

@@ -297,7 +297,12 @@ impl<R: MemoryResource> FixedSize<R> {
                 if let Some(block) = state.ask(&others, lane, named)? {
                     return Ok(block);
                 }
-                state.find_lost()?;
+                if let Some(pending) = state.lost() {
+                    drop(state);
+                    lanes::wait_for_device(&self.core.device)?;
+                    state = self.core.state();
+                    state.device_passed(&pending);
+                }
                 Some(error)
             }
         };

@@ -267,17 +267,19 @@ impl State {
         Ok(self.hit(lane, None))
     }
 
-    /// Waits for the device if there is memory that nothing else proves free.
-    pub(super) fn find_lost(&mut self) -> Result<()> {
+    /// What a wait for the device would prove free, if there is memory that nothing else does.
+    pub(super) fn lost(&self) -> Option<Vec<(u32, u64)>> {
         let lost =
             |lane: u32| self.lanes.is_lost(lane) && (self.has_free(lane) || self.uses.names(lane));
-        if self.lanes.all().any(lost) {
-            self.lanes.wait_for_device()?;
-            for lane in self.lanes.all() {
-                self.pass(lane, self.lanes.passed(lane));
-            }
-            self.settle_uses();
+        self.lanes.all().any(lost).then(|| self.lanes.pending())
+    }
+
+    /// The host has waited for the device: what was pending before is nobody's.
+    pub(super) fn device_passed(&mut self, pending: &[(u32, u64)]) {
+        self.lanes.device_passed(pending);
+        for lane in self.lanes.all() {
+            self.pass(lane, self.lanes.passed(lane));
         }
-        Ok(())
+        self.settle_uses();
     }
 }
