@@ -2,6 +2,10 @@
 
 use crate::driver::{Driver, Failure};
 
+/// What a GPU has tables of pages for: memory mapped across a multiple of this takes one table more, and the first
+/// mapping there waits for it to be made, a tenth of what opening 1 GiB takes.
+pub(crate) const TABLE_BYTES: u64 = 1 << 30;
+
 /// A range of addresses that belongs to this process until drop.
 pub(crate) struct Reservation {
     driver: Driver,
@@ -10,12 +14,13 @@ pub(crate) struct Reservation {
 }
 
 impl Reservation {
-    /// Reserves addresses, anywhere, aligned to the driver's granularity. Its cost does not follow
-    /// the bytes.
+    /// Reserves addresses, anywhere, aligned to the driver's granularity, or to [`TABLE_BYTES`] where there are
+    /// as many. Its cost does not follow the bytes.
     pub(crate) fn new(driver: &Driver, bytes: u64) -> Result<Self, Failure> {
         let mut base = 0;
-        // SAFETY: the pointer is to a live CUdeviceptr; no hint, no alignment beyond the driver's.
-        unsafe { driver.cuMemAddressReserve(&mut base, bytes as usize, 0, 0, 0) }?;
+        let alignment = if bytes < TABLE_BYTES { 0 } else { TABLE_BYTES as usize };
+        // SAFETY: the pointer is to a live CUdeviceptr; no hint.
+        unsafe { driver.cuMemAddressReserve(&mut base, bytes as usize, alignment, 0, 0) }?;
         Ok(Self { driver: driver.clone(), base, bytes })
     }
 

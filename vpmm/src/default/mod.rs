@@ -83,7 +83,7 @@ use crate::driver::{Awaited, Realm, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::lock::{Asymmetry, Ordered, OrderedGuard, Rank, SpinLock};
 use crate::ordering::{Mark, next_pool};
-use crate::reservation::Reservation;
+use crate::reservation::{Reservation, TABLE_BYTES};
 use crate::units::DevicePtr;
 use admit::{Registry, Routes};
 use aside::Aside;
@@ -192,8 +192,13 @@ impl Core {
         let refused = |failure: crate::driver::Failure| {
             if failure.is_out_of_memory() { exhausted } else { failure.about(bytes) }
         };
-        let reservation = Reservation::new(device.driver(), bytes).map_err(refused)?;
-        let base = reservation.base();
+        // The large part begins with a table of the GPU's pages.
+        let before = match bytes {
+            TABLE_BYTES.. => (u64::from(small + 1) * granule_bytes).wrapping_neg() % TABLE_BYTES,
+            _ => 0,
+        };
+        let reservation = Reservation::new(device.driver(), before + bytes).map_err(refused)?;
+        let base = reservation.base() + before;
         let memory = Memory::new(base, granules, granule_bytes, small);
         let limited = config.limit_bytes.is_some();
         let mut space =
