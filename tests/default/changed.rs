@@ -131,6 +131,246 @@ fn an_epoch_is_closed_while_a_foreign_stream_frees() {
     assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
 }
 
+gated!(pinned_record: cuEventRecord(event: CUevent, stream: CUstream));
+
+/// A thread is about to free something on a foreign stream that nothing else is known of: meanwhile its place is not
+/// another stream's, which would have the memory at once.
+#[test]
+fn a_place_is_not_given_away_during_a_call() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = changed(&sim, pinned_record::put);
+    let device = driver.device(0).unwrap();
+    let pool = Pool::new(&device, &config(8, 64)).unwrap();
+    call!(driver, cuCtxSetCurrent(device.context()));
+    let raws = [(); 2].map(|()| {
+        let mut raw = std::ptr::null_mut();
+        call!(driver, cuStreamCreate(&mut raw, 1));
+        raw
+    });
+    // SAFETY: the streams are destroyed at the end of the test.
+    let [freeing, next] = raws.map(|raw| unsafe { StreamHandle::from_raw(raw) });
+    let held = pool.malloc(2 * BYTES, freeing).unwrap();
+    sim.enqueue(freeing.raw(), "uses what is freed", move |memory| {
+        memory.write(held.address(), &[1; 64])
+    })
+    .unwrap();
+    pinned_record::BEFORE.arm();
+    std::thread::scope(|scope| {
+        let freer = scope.spawn(|| pool.free(held, freeing));
+        pinned_record::BEFORE.wait();
+        // It comes to be known meanwhile.
+        let other = pool.malloc(BYTES, next).unwrap();
+        pinned_record::BEFORE.open();
+        freer.join().unwrap().unwrap();
+        pool.validate().unwrap();
+        let taken = pool.malloc(2 * BYTES, next).unwrap();
+        assert_ne!(taken, held, "the other stream has yet to use it");
+        [other, taken].into_iter().for_each(|ptr| pool.free(ptr, next).unwrap());
+    });
+    pool.validate().unwrap();
+    drop(pool);
+    raws.into_iter().for_each(|raw| call!(driver, cuStreamDestroy_v2(raw)));
+    drop(device);
+    sim.assert_clean();
+    assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+}
+
+gated!(free_record: cuEventRecord(event: CUevent, stream: CUstream));
+
+/// Two threads free on one foreign stream: the event that counts for both is the one that was recorded last, whichever
+/// thread comes back first.
+#[test]
+fn frees_on_a_foreign_stream_are_entered_as_they_are_recorded() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = changed(&sim, free_record::put);
+    let device = driver.device(0).unwrap();
+    let pool = Pool::new(&device, &config(8, 64)).unwrap();
+    let other = device.stream().unwrap();
+    call!(driver, cuCtxSetCurrent(device.context()));
+    let mut raw = std::ptr::null_mut();
+    call!(driver, cuStreamCreate(&mut raw, 1));
+    // SAFETY: the stream is destroyed at the end of the test.
+    let foreign = unsafe { StreamHandle::from_raw(raw) };
+    let held = [(); 2].map(|()| pool.malloc(2 * BYTES, foreign).unwrap());
+    free_record::AFTER.arm();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| pool.free(held[0], foreign));
+        free_record::AFTER.wait();
+        sim.enqueue(raw, "uses the second", move |memory| {
+            memory.write(held[1].address(), &[1; 64])
+        })
+        .unwrap();
+        let second = scope.spawn(|| pool.free(held[1], foreign));
+        // Long enough for a free that does not wait for the other.
+        let start = Instant::now();
+        while !second.is_finished() && start.elapsed() < Duration::from_millis(200) {
+            std::thread::yield_now();
+        }
+        free_record::AFTER.open();
+        [first, second].into_iter().for_each(|freed| freed.join().unwrap().unwrap());
+    });
+    // The first event, and no more.
+    assert!(sim.advance(raw));
+    let ptr = pool.malloc(4 * BYTES, &other).unwrap();
+    pool.validate().unwrap();
+    sim.enqueue(other.handle().raw(), "uses what it was given", move |memory| {
+        memory.write(ptr.address(), &[2; 64])?;
+        memory.write(ptr.address() + 2 * GRANULE, &[2; 64])
+    })
+    .unwrap();
+    pool.free(ptr, &other).unwrap();
+    drop(pool);
+    call!(driver, cuStreamDestroy_v2(raw));
+    drop((other, device));
+    sim.assert_clean();
+    assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+}
+
+gated!(hold_back: cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: u32));
+
+/// A request has its stream wait for what another one freed, and is about to take it over. Meanwhile that was had again,
+/// used, and freed anew: the wait was not for this.
+#[test]
+fn what_was_freed_anew_meanwhile_is_not_taken_over() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = changed(&sim, hold_back::put);
+    let device = driver.device(0).unwrap();
+    let pool = Pool::new(&device, &config(5, 96)).unwrap();
+    let [freeing, asking] = [(); 2].map(|()| device.stream().unwrap());
+    let uses = |stream: &Stream, address: u64| {
+        let write = move |memory: &mut cuda_sim::DeviceMemory<'_>| memory.write(address, &[1; 64]);
+        sim.enqueue(stream.handle().raw(), "uses it", write).unwrap();
+    };
+    let of_asking = pool.malloc(BYTES, &asking).unwrap();
+    let first = pool.malloc(4 * BYTES, &freeing).unwrap();
+    uses(&freeing, first.address());
+    pool.free(first, bare(&freeing)).unwrap();
+    hold_back::AFTER.arm();
+    std::thread::scope(|scope| {
+        let asker = scope.spawn(|| pool.malloc(4 * BYTES, &asking).unwrap());
+        hold_back::AFTER.wait();
+        sim.run_until_idle();
+        freeing.synchronize().unwrap();
+        let again = pool.malloc(4 * BYTES, &freeing).unwrap();
+        assert_eq!(again, first, "nobody's by now");
+        uses(&freeing, again.address());
+        pool.free(again, bare(&freeing)).unwrap();
+        drop(freeing);
+        hold_back::AFTER.open();
+        let taken = asker.join().unwrap();
+        pool.validate().unwrap();
+        (0..4).for_each(|granule| uses(&asking, taken.address() + granule * GRANULE));
+        [of_asking, taken].into_iter().for_each(|ptr| pool.free(ptr, &asking).unwrap());
+    });
+    drop((pool, asking, device));
+    sim.assert_clean();
+    assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+}
+
+gated!(record_behind: cuEventRecord(event: CUevent, stream: CUstream));
+
+/// As between two frees, where a foreign stream is made to wait for another one's memory: an event is recorded behind
+/// that, and another thread frees meanwhile.
+#[test]
+fn a_wait_on_a_foreign_stream_is_entered_as_it_is_recorded() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = changed(&sim, record_behind::put);
+    let device = driver.device(0).unwrap();
+    let pool = Pool::new(&device, &config(7, 64)).unwrap();
+    let last = device.stream().unwrap();
+    call!(driver, cuCtxSetCurrent(device.context()));
+    let raws = [(); 2].map(|()| {
+        let mut raw = std::ptr::null_mut();
+        call!(driver, cuStreamCreate(&mut raw, 1));
+        raw
+    });
+    // SAFETY: the streams are destroyed at the end of the test.
+    let [freeing, asking] = raws.map(|raw| unsafe { StreamHandle::from_raw(raw) });
+    let uses = |stream: StreamHandle, address: u64| {
+        let write = move |memory: &mut cuda_sim::DeviceMemory<'_>| memory.write(address, &[1; 64]);
+        sim.enqueue(stream.raw(), "uses it", write).unwrap();
+    };
+    let held = pool.malloc(2 * BYTES, asking).unwrap();
+    let apart = pool.malloc(BYTES, &last).unwrap();
+    let given = pool.malloc(4 * BYTES, freeing).unwrap();
+    uses(freeing, given.address());
+    pool.free(given, freeing).unwrap();
+    record_behind::AFTER.arm();
+    let taken = std::thread::scope(|scope| {
+        let asker = scope.spawn(|| pool.malloc(4 * BYTES, asking).unwrap());
+        record_behind::AFTER.wait();
+        uses(asking, held.address());
+        let freer = scope.spawn(|| pool.free(held, asking));
+        // Long enough for a free that does not wait for the other thread.
+        let start = Instant::now();
+        while !freer.is_finished() && start.elapsed() < Duration::from_millis(200) {
+            std::thread::yield_now();
+        }
+        record_behind::AFTER.open();
+        freer.join().unwrap().unwrap();
+        asker.join().unwrap()
+    });
+    assert_eq!((taken, pool.stats().device_waits), (given, 1));
+    // Up to the event behind the wait, and no further.
+    while sim.advance(raws[0]) {}
+    (0..2).for_each(|_| assert!(sim.advance(raws[1])));
+    let ptr = pool.malloc(2 * BYTES, &last).unwrap();
+    assert_eq!(ptr, held);
+    pool.validate().unwrap();
+    uses(last.handle(), ptr.address());
+    [ptr, apart].into_iter().for_each(|ptr| pool.free(ptr, &last).unwrap());
+    pool.free(taken, asking).unwrap();
+    drop(pool);
+    raws.into_iter().for_each(|raw| call!(driver, cuStreamDestroy_v2(raw)));
+    drop((last, device));
+    sim.assert_clean();
+    assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+}
+
+gated!(making: cuMemCreate(
+    handle: *mut u64,
+    bytes: usize,
+    properties: *const CUmemAllocationProp,
+    flags: u64,
+));
+
+/// A request fails in the driver, after the host has waited for the stream whose free memory it took: nothing is closed
+/// any more that this could go back to.
+#[test]
+fn what_a_failed_request_had_taken_goes_back_to_what_its_owner_is_by_then() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = changed(&sim, making::put);
+    let device = driver.device(0).unwrap();
+    let pool = Pool::new(&device, &config(64, 256)).unwrap();
+    let [stream, other] = [(); 2].map(|()| device.stream().unwrap());
+    let mut live = vec![pool.malloc(BYTES, &other).unwrap()];
+    let small = [(); 2].map(|()| pool.malloc(4096, &stream).unwrap());
+    let [apart, between, last] =
+        [1, 1, 4].map(|count| pool.malloc(count * BYTES, &stream).unwrap());
+    live.extend([small[1], between]);
+    // Something to close an epoch for stays where it is; one extent moves, and a window begins with the last.
+    [small[0], apart, last].into_iter().for_each(|ptr| pool.free(ptr, bare(&stream)).unwrap());
+    making::BEFORE.arm();
+    sim.fail_nth("cuMemCreate", 1, cuda_sys::types::CUresult::CUDA_ERROR_UNKNOWN);
+    std::thread::scope(|scope| {
+        let growing = scope.spawn(|| pool.malloc(6 * BYTES, &stream));
+        making::BEFORE.wait();
+        stream.synchronize().unwrap();
+        making::BEFORE.open();
+        let failed = growing.join().unwrap();
+        assert!(matches!(failed, Err(vpmm::Error::Driver { .. })), "{failed:?}");
+    });
+    pool.validate().unwrap();
+    let again = pool.malloc(6 * BYTES, &stream).unwrap();
+    assert_eq!((again, pool.stats().extents_moved), (last, 1));
+    pool.validate().unwrap();
+    live.push(again);
+    live.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+    drop((pool, stream, other, device));
+    sim.assert_clean();
+    assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+}
+
 gated!(closing_record: cuEventRecord(event: CUevent, stream: CUstream));
 
 /// A thread closes its own stream's epoch while another has nothing left to look for but that:

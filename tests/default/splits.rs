@@ -138,7 +138,6 @@ fn what_goes_back_after_its_streams_end_waits_for_nothing() {
     // Not by the library, which would tell the pool.
     call!(rig.driver, cuCtxSynchronize());
     let refused = watched.pool.malloc((9 * GRANULE) as usize, &other);
-    eprintln!("B {:?}", watched.pool.stats());
     assert!(matches!(refused, Err(Error::OutOfMemory { .. })), "{refused:?}");
     watched.validate();
     short.iter().skip(1).step_by(2).for_each(|ptr| watched.pool.free(*ptr, &other).unwrap());

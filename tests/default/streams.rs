@@ -4,7 +4,7 @@ use cuda_sim::Schedule;
 use cuda_sys::types::CUresult;
 use vpmm::{Error, StreamHandle};
 
-use crate::rig::{GRANULE, MIB, config};
+use crate::rig::{GRANULE, MIB, bare, config};
 use crate::support::streams::{begin_capture, end_capture, make};
 use crate::support::{Rig, call};
 
@@ -55,6 +55,37 @@ fn what_a_stream_freed_before_its_end_is_everybodys_when_it_has_finished() {
     let late = watched.malloc(11 * GRANULE, &other);
     watched.free(late, &other);
     watched.assert_intact();
+}
+
+/// A foreign stream that was to come after another one, and never freed anything, leaves its place at once: whoever has
+/// that next comes after nobody.
+#[test]
+fn what_a_stream_came_after_is_not_its_successors() {
+    for ours in [false, true] {
+        let rig = Rig::simulated(Schedule::Manual);
+        let watched = rig.pool(&config(12, 96));
+        let freeing = rig.stream();
+        let held = watched.malloc(4 * GRANULE, &freeing);
+        watched.free(held, &freeing);
+        let mark = watched.pool.mark(&freeing).unwrap();
+        let (old, handle) = make(&rig, NON_BLOCKING);
+        rig.order(&freeing, handle);
+        watched.pool.follows(handle, &mark).unwrap();
+        call!(rig.driver, cuStreamDestroy_v2(old));
+        let (raw, foreign) = make(&rig, NON_BLOCKING);
+        let library = rig.stream();
+        let next = if ours { library.handle() } else { foreign };
+        let other = watched.malloc(4 * GRANULE, next);
+        assert_ne!(
+            other.address(),
+            held.address(),
+            "what was written there has not been looked at"
+        );
+        assert_eq!(watched.pool.stats().stream_count, 2, "it has the place");
+        watched.free(other, next);
+        watched.assert_intact();
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+    }
 }
 
 #[test]
@@ -308,5 +339,38 @@ fn an_only_stream_does_not_keep_its_memory_apart_from_nobodys() {
     let all = watched.malloc(20 * GRANULE, &stream);
     watched.free(all, &stream);
     call!(rig.driver, cuStreamDestroy_v2(raw));
+    watched.assert_intact();
+}
+
+/// A passed epoch's memory that stays its stream's becomes one with what that has freed since. Who follows the stream up
+/// to a mark between the two has neither.
+#[test]
+fn what_is_one_with_what_was_freed_after_a_mark_is_not_of_before() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let mut settings = config(4, 64);
+    settings.reuse.opportunistic = false;
+    settings.reuse.internal_dependencies = false;
+    settings.out_of_memory = vpmm::WaitPolicy::FailAtOnce;
+    let watched = rig.pool(&settings);
+    let pool = &watched.pool;
+    let (freeing, other) = (rig.stream(), rig.stream());
+    let [before, after] = [(); 2].map(|()| watched.malloc(GRANULE, &freeing));
+    assert_eq!(before.address() + GRANULE, after.address());
+    let rest = watched.malloc(GRANULE, &other);
+    let refuse = || assert!(pool.malloc(3 * GRANULE as usize, &other).is_err());
+    watched.free(before, bare(&freeing));
+    let mark = pool.mark(&freeing).unwrap();
+    refuse(); // after the epoch was closed for it
+    rig.sim.as_ref().unwrap().run_until_idle();
+    watched.free(after, bare(&freeing));
+    refuse(); // after that was found to have passed
+    watched.validate();
+    pool.follows(&other, &mark).unwrap();
+    let early = pool.malloc(2 * GRANULE as usize, &other);
+    assert!(early.is_err(), "what was written there has not been looked at");
+    rig.device.synchronize().unwrap();
+    let late = watched.malloc(2 * GRANULE, &other);
+    assert_eq!(late.address(), before.address());
+    [rest, late].into_iter().for_each(|held| watched.free(held, &other));
     watched.assert_intact();
 }

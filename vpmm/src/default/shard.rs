@@ -404,4 +404,51 @@ mod tests {
         let touched: usize = resident.iter().map(|page| usize::from(page & 1)).sum();
         assert!((1..=5).contains(&touched), "{touched} of {} pages", resident.len());
     }
+
+    /// A front goes to the next thread of its place when its own has ended, and only then: again and again.
+    #[test]
+    fn a_front_is_its_threads_to_the_end() {
+        let shard = Shard::new(0, 1, 1, 0);
+        let claim = || {
+            let token = Token::current().unwrap();
+            // SAFETY: one thread at a time claims here, and nobody revokes.
+            unsafe { shard.claim(token, Asymmetry::None, true, &mut None) }
+        };
+        let place = Token::current().unwrap().place(SLOTS);
+        // Other threads have other places, but one in so many.
+        let in_place = |during: &(dyn Fn() + Sync)| {
+            let tried = || {
+                let here = Token::current().unwrap().place(SLOTS) == place;
+                here.then(|| {
+                    let claimed = claim();
+                    during();
+                    claimed
+                })
+            };
+            std::iter::repeat(())
+                .find_map(|()| std::thread::scope(|scope| scope.spawn(&tried).join().unwrap()))
+        };
+        for _ in 0..2 {
+            let refused = || assert_eq!(in_place(&|| ()), Some(false), "its owner lives");
+            assert_eq!(in_place(&refused), Some(true));
+        }
+    }
+
+    /// Who has a shortcut to a front finds it by the key of the stream that has the place now, and marks what it
+    /// hands out as that one's.
+    #[test]
+    fn fronts_are_those_of_the_stream_that_has_the_place() {
+        let shard = Shard::new(0, 1, 5, 3);
+        let token = Token::current().unwrap();
+        // SAFETY: nobody else has the shard.
+        assert!(unsafe { shard.claim(token, Asymmetry::None, true, &mut None) });
+        let slot = shard.slot_of(token).unwrap();
+        let is_of = |key| slot.is_of(key, token.number());
+        assert!(is_of(5) && slot.label() == 3);
+        shard.forsake();
+        assert!(!is_of(5) && is_of(NO_KEY) && shard.stream() == 0);
+        shard.assign(2, 7, 4);
+        assert!(is_of(7) && !is_of(5) && slot.label() == 4 && shard.stream() == 2);
+        assert!(!slot.is_of(7, token.number() + 1));
+    }
 }
