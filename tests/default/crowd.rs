@@ -413,6 +413,8 @@ fn run(crowd: &Crowd, reached: &Reached) -> Result<(), TestCaseError> {
     prop_assert_eq!((stats.live_count, stats.live_bytes), (0, 0));
     watched.assert_intact();
     drop(watched);
+    // Those that are left go with the context.
+    prop_assert_eq!(sim.leaks().events, 0);
     drop(rig);
     sim.assert_clean();
     let leaks = sim.leaks();

@@ -85,12 +85,13 @@ fn settings(policy: PendingPolicy) -> PoolConfig {
     config
 }
 
-/// Runs the program and does something just before one step and just after it. Answers how that
-/// step failed, if it did: it is then repeated.
+/// Runs the program and does something just before one step and just after it (`ends_fail`: something that may come to
+/// the end of an event). Answers how that step failed, if it did: it is then repeated.
 fn run(
     schedule: Schedule,
     policy: PendingPolicy,
     at: usize,
+    ends_fail: bool,
     before_step: impl Fn(&Simulator),
     after_step: impl Fn(&Simulator),
 ) -> Option<Error> {
@@ -123,6 +124,8 @@ fn run(
         pool.destroy().unwrap();
         call!(driver, cuStreamDestroy_v2(raw));
     }
+    // Those that are left go with the context. Where all calls fail an event may stay that no longer has a use.
+    assert!(ends_fail || sim.leaks().events == 0, "a fault at step {at}: {:?}", sim.leaks());
     drop(device);
     sim.assert_clean();
     let leaks = sim.leaks();
@@ -138,7 +141,8 @@ fn every_call_of_every_step(
 ) {
     let failures = faults::every_call_of_every_step(STEPS, 6, fault, |step, fault| {
         let arm = |sim: &Simulator| fault.arm(sim);
-        run(schedule, policy, step, arm, Simulator::clear_faults).is_some()
+        let ends_fail = matches!(fault, Fault::FromThen(..));
+        run(schedule, policy, step, ends_fail, arm, Simulator::clear_faults).is_some()
     });
     assert!(failures > 3 * STEPS, "only {failures} faults were met");
 }
@@ -177,7 +181,7 @@ fn the_device_is_out_of_memory() {
             for step in 0..STEPS {
                 let none_left = |sim: &Simulator| sim.set_memory_limit(0, sim.memory_used(0));
                 let enough = |sim: &Simulator| sim.set_memory_limit(0, 141 << 30);
-                match run(schedule, policy, step, none_left, enough) {
+                match run(schedule, policy, step, false, none_left, enough) {
                     None => (),
                     Some(Error::OutOfMemory { .. }) => refused += 1,
                     Some(other) => panic!("step {step}: {other}"),
@@ -186,6 +190,43 @@ fn the_device_is_out_of_memory() {
         }
     }
     assert!(refused > 8, "only {refused} requests were refused");
+}
+
+/// An error says which call failed, how, and how many bytes that was about.
+#[test]
+fn a_failure_says_which_call_which_answer_and_how_many_bytes() {
+    let code = CUresult::CUDA_ERROR_NOT_PERMITTED;
+    let sim = Simulator::builder().build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let pool = Pool::new(&device, &config(16, 96)).unwrap();
+    let stream = device.stream().unwrap();
+    let fails = |call: &'static str, work: &dyn Fn() -> Result<(), Error>| {
+        sim.fail_nth(call, 1, code);
+        let error = work().unwrap_err();
+        sim.clear_faults();
+        let Error::Driver { call: named, code: told, bytes } = error else { panic!("{error}") };
+        assert_eq!((named, told), (call, code));
+        let text = error.to_string();
+        assert!(text.contains(call) && text.contains(&told.to_string()), "{text}");
+        assert_eq!(text.contains("MiB"), bytes > 0, "{text}");
+        bytes
+    };
+    let malloc = |granules: u64| pool.malloc((granules * GRANULE) as usize, &stream);
+    // A handle of several, all of what is opened at once, and what goes back.
+    let part = |call| fails(call, &|| malloc(4).map(drop));
+    for bytes in ["cuMemCreate", "cuMemMap"].map(part) {
+        assert!((1..=4).any(|granules| bytes == granules * GRANULE), "{bytes}");
+    }
+    assert_eq!(part("cuMemSetAccess"), 4 * GRANULE);
+    pool.free(malloc(4).unwrap(), &stream).unwrap();
+    assert_eq!(fails("cuMemUnmap", &|| pool.trim_to(0).map(drop)), 4 * GRANULE);
+    // No memory of its own.
+    let held = malloc(1).unwrap();
+    let free = || pool.free(held, StreamHandle::PER_THREAD);
+    assert_eq!(fails("cuEventRecord", &free), 0);
+    free().unwrap();
+    drop(pool);
+    sim.assert_clean();
 }
 
 #[test]

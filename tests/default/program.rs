@@ -568,10 +568,13 @@ fn run(program: &Program, reached: &Reached) -> Result<(), TestCaseError> {
     drop(watched);
     prop_assert_eq!(rig.mismatches(), 0);
     lanes.for_each(|lane| lane.end(&rig));
+    let has_faults = program.steps.iter().any(|(_, fault)| fault.is_some());
+    // Those that are left go with the context. A fault may have come to the end of one.
+    prop_assert!(has_faults || sim.leaks().events == 0, "{:?}", sim.leaks());
     drop(rig);
     sim.assert_clean();
     let mut leaks = sim.leaks();
-    if program.steps.iter().any(|(_, fault)| fault.is_some()) {
+    if has_faults {
         // The one that a stream's end came to.
         leaks.streams = 0;
     }

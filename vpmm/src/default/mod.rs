@@ -17,7 +17,7 @@
 //! Locks, in the order in which they may be taken: `growing`, a shard's `eager`, `revoking`,
 //! `registry`, being inside a front, `space`. No driver call is made under `space` or in a front.
 //! That of the tags' leaves is taken under `space`, the helper's `bell` under any, and nothing under either.
-//! Builds with debug assertions, so all tests, check the order ([`Rank`]).
+//! Builds with debug assertions, so all tests, check both ([`Rank`]).
 
 mod access;
 mod admit;

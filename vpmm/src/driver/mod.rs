@@ -81,6 +81,7 @@ macro_rules! driver_calls {
                         let code = CUresult::CUDA_ERROR_NOT_INITIALIZED;
                         return Err(Failure { call: stringify!($name), code });
                     }
+                    crate::lock::check_driver_call();
                     self.0.counts[Call::$name as usize].fetch_add(1, Ordering::Relaxed);
                     // SAFETY: the pointer has this signature (cuda_sys declares it from the header),
                     // the library stays loaded while `self.0.library` lives, and the caller keeps

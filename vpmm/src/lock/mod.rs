@@ -28,6 +28,6 @@ mod sync {
 }
 
 pub(crate) use biased::{Asymmetry, Biased, BiasedGuard};
-pub(crate) use order::{Ordered, OrderedGuard, Rank};
+pub(crate) use order::{Ordered, OrderedGuard, Rank, check_driver_call};
 pub(crate) use spin::{SpinGuard, SpinLock};
 pub(crate) use thread::{Life, Token};

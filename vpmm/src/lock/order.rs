@@ -1,5 +1,5 @@
-//! The order in which a thread may take locks: checked where debug assertions are on, and nothing at all,
-//! neither code nor memory, where they are not.
+//! The order in which a thread may take locks, and that none of the later ones is held in a driver call: checked where
+//! debug assertions are on, and nothing at all, neither code nor memory, where they are not.
 //!
 //! What is looked at is what the thread holds, of whichever pool. So an inversion is found by the first
 //! thread that comes that way, and not only where two meet.
@@ -7,7 +7,7 @@
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-pub(crate) use held::{Held, Place};
+pub(crate) use held::{Held, Place, check_driver_call};
 
 /// The default profile's locks: what comes later is taken under what comes before.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -63,6 +63,16 @@ mod held {
         }
     }
 
+    /// What goes before a driver call, which may take long: none is made in a front or under the space, nor under what
+    /// is taken after those.
+    pub(crate) fn check_driver_call() {
+        let held = HELD.get();
+        let short = &held[Rank::Front as usize..];
+        if short.iter().any(|count| *count > 0) && !std::thread::panicking() {
+            panic!("a driver call under {held:?} locks of each rank");
+        }
+    }
+
     /// Until drop the thread holds a lock of a rank.
     pub(crate) struct Held(Option<Rank>);
 
@@ -99,6 +109,9 @@ mod held {
     }
 
     pub(crate) struct Held;
+
+    #[inline(always)]
+    pub(crate) fn check_driver_call() {}
 }
 
 /// A mutex with a place in the order, which takes no notice of poison: nothing here panics with a lock held,
@@ -204,6 +217,28 @@ mod tests {
         let [main, beside] = [(); 2].map(|()| Ordered::new(Rank::Growing, ()));
         let _main = main.lock();
         drop(beside.lock());
+    }
+
+    #[test]
+    fn no_driver_call_is_made_in_a_front_or_under_the_space() {
+        use crate::lock::{Asymmetry, Biased};
+        let allowed = [Rank::Growing, Rank::Eager, Rank::Revoking, Rank::Registry];
+        let locks = allowed.map(|rank| Ordered::new(rank, ()));
+        let _held = locks.each_ref().map(Ordered::lock);
+        check_driver_call();
+        for rank in [Rank::Space, Rank::Leaves, Rank::Bell] {
+            let lock = SpinLock::ranked(rank, ());
+            let held = lock.lock();
+            assert!(is_refused(check_driver_call), "under {rank:?}");
+            drop(held);
+            check_driver_call();
+        }
+        let front = Biased::new((), Asymmetry::None);
+        // SAFETY: this thread alone enters, and nobody revokes.
+        let inside = unsafe { front.enter() };
+        assert!(is_refused(check_driver_call), "inside a front");
+        drop(inside);
+        check_driver_call();
     }
 
     #[test]
