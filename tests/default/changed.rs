@@ -327,6 +327,99 @@ fn a_wait_on_a_foreign_stream_is_entered_as_it_is_recorded() {
     assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
 }
 
+gated!(lender_question: cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus));
+
+/// A patient pool is about to borrow a block of a stream that ends just then: nothing is recorded on that any more.
+#[test]
+fn nothing_is_borrowed_of_a_stream_that_has_ended_meanwhile() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = changed(&sim, lender_question::put);
+    let device = driver.device(0).unwrap();
+    let mut settings = config(16, 96);
+    settings.patience = Duration::from_nanos(1);
+    let pool = Pool::new(&device, &settings).unwrap();
+    let [lending, asking] = [(); 2].map(|()| device.stream().unwrap());
+    let of_asking = pool.malloc(BYTES, &asking).unwrap();
+    let lent = pool.malloc(2 * BYTES, &lending).unwrap();
+    pool.free(lent, bare(&lending)).unwrap();
+    lender_question::BEFORE.arm();
+    std::thread::scope(|scope| {
+        let ender = scope.spawn(move || drop(lending));
+        // Before its last event, with the stream to itself.
+        lender_question::BEFORE.wait();
+        let asker = scope.spawn(|| pool.malloc(2 * BYTES, &asking).unwrap());
+        // It has taken the block, and waits for the stream.
+        let start = Instant::now();
+        while pool.stats().transit_bytes != 2 * GRANULE {
+            assert!(start.elapsed() < Duration::from_secs(30), "{pool:?}");
+            std::thread::yield_now();
+        }
+        // Behind its last event, and then before the first question of the other thread.
+        for _ in 0..2 {
+            lender_question::BEFORE.open();
+            lender_question::BEFORE.arm();
+            lender_question::BEFORE.wait();
+        }
+        ender.join().unwrap();
+        lender_question::BEFORE.open();
+        let taken = asker.join().unwrap();
+        pool.validate().unwrap();
+        assert_eq!(pool.stats().device_waits, 0);
+        [of_asking, taken].into_iter().for_each(|ptr| pool.free(ptr, &asking).unwrap());
+    });
+    drop((pool, asking, device));
+    sim.assert_clean();
+    assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+}
+
+gated!(fence_record: cuEventRecord(event: CUevent, stream: CUstream));
+
+/// An event that is to tell when a further stream's use is over becomes part of a graph, whose capture begins after the
+/// question for one and ends before the next: it tells nothing.
+#[test]
+fn an_event_that_fell_into_a_capture_proves_nothing_about_a_use() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = changed(&sim, fence_record::put);
+    let device = driver.device(0).unwrap();
+    let pool = Pool::new(&device, &config(8, 64)).unwrap();
+    let [own, side] = [(); 2].map(|()| device.stream().unwrap());
+    let held = pool.malloc(2 * BYTES, &own).unwrap();
+    let uses = |stream: &Stream, address: u64| {
+        let write = move |memory: &mut cuda_sim::DeviceMemory<'_>| memory.write(address, &[1; 64]);
+        sim.enqueue(stream.handle().raw(), "uses it", write).unwrap();
+    };
+    uses(&side, held.address());
+    pool.record_stream(held, &side).unwrap();
+    call!(driver, cuCtxSetCurrent(device.context()));
+    fence_record::BEFORE.arm();
+    std::thread::scope(|scope| {
+        let freer = scope.spawn(|| pool.free(held, &own));
+        fence_record::BEFORE.wait();
+        let mode = cuda_sys::types::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        call!(driver, cuStreamBeginCapture_v2(side.handle().raw(), mode));
+        fence_record::AFTER.arm();
+        fence_record::BEFORE.open();
+        fence_record::AFTER.wait();
+        let mut graph = std::ptr::null_mut();
+        call!(driver, cuStreamEndCapture(side.handle().raw(), &mut graph));
+        call!(driver, cuGraphDestroy(graph));
+        fence_record::AFTER.open();
+        freer.join().unwrap().unwrap();
+    });
+    let early = pool.malloc(2 * BYTES, &own).unwrap();
+    assert_ne!(early, held, "the other stream has yet to use it");
+    uses(&own, early.address());
+    pool.validate().unwrap();
+    device.synchronize().unwrap();
+    let late = pool.malloc(2 * BYTES, &own).unwrap();
+    assert_eq!(late, held);
+    uses(&own, late.address());
+    [early, late].into_iter().for_each(|ptr| pool.free(ptr, &own).unwrap());
+    drop((pool, own, side, device));
+    sim.assert_clean();
+    assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+}
+
 gated!(making: cuMemCreate(
     handle: *mut u64,
     bytes: usize,

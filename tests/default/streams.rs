@@ -374,3 +374,63 @@ fn what_is_one_with_what_was_freed_after_a_mark_is_not_of_before() {
     [rest, late].into_iter().for_each(|held| watched.free(held, &other));
     watched.assert_intact();
 }
+
+/// The host has waited for what was before a mark. What was freed after that is in the same epoch, which was closed
+/// meanwhile: that has not passed for it.
+#[test]
+fn a_mark_that_has_passed_says_nothing_of_what_was_freed_after_it() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let watched = rig.pool(&config(24, 192));
+    let (freeing, other) = (rig.stream(), rig.stream());
+    let [before, apart, after] = [3, 1, 4].map(|count| watched.malloc(count * GRANULE, &freeing));
+    watched.free(before, bare(&freeing));
+    let mark = watched.pool.mark(&freeing).unwrap();
+    let mut event = std::ptr::null_mut();
+    call!(rig.driver, cuEventCreate(&mut event, 2));
+    call!(rig.driver, cuEventRecord(event, freeing.handle().raw()));
+    watched.free(after, bare(&freeing));
+    // Lacks memory, and has the epoch closed for it.
+    let first = watched.malloc(5 * GRANULE, &other);
+    call!(rig.driver, cuEventSynchronize(event));
+    call!(rig.driver, cuEventDestroy_v2(event));
+    watched.pool.passed(&mark).unwrap();
+    watched.validate();
+    let second = watched.malloc(3 * GRANULE, &other);
+    assert_eq!(second.address(), before.address(), "{}", watched.layout());
+    let third = watched.malloc(4 * GRANULE, &other);
+    assert_ne!(third.address(), after.address(), "what was written there has not been looked at");
+    [first, second, third].into_iter().for_each(|held| watched.free(held, &other));
+    watched.free(apart, &freeing);
+    watched.assert_intact();
+}
+
+/// Memory moved while its stream's former epoch was closed: its old addresses wait for the next one.
+#[test]
+fn addresses_wait_for_the_epoch_that_was_open_when_they_were_left() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let watched = rig.pool(&config(12, 96));
+    let sim = rig.sim.as_ref().unwrap();
+    let (stream, other) = (rig.stream(), rig.stream());
+    let early = watched.malloc(2 * GRANULE, &stream);
+    let single = [(); 6].map(|()| watched.malloc(GRANULE, &stream));
+    let of_other = watched.malloc(GRANULE, &other);
+    watched.free(early, bare(&stream));
+    // Lacks memory, and has the epoch closed for it. Then there is no more.
+    let more = watched.malloc(3 * GRANULE, &other);
+    assert_eq!(watched.usage(), 12);
+    single.iter().step_by(2).for_each(|held| watched.free(*held, bare(&stream)));
+    let moved = watched.malloc(5 * GRANULE, &stream);
+    assert!(watched.moved() >= 3, "{}", watched.layout());
+    let zombies = watched.pool.stats().zombie_bytes;
+    // Up to the event of the first epoch: seven were written, one has been looked at.
+    (0..9).for_each(|_| assert!(sim.advance(stream.handle().raw())));
+    watched.pool.trim_to(0).unwrap();
+    assert_eq!(watched.pool.stats().zombie_bytes, zombies, "{}", watched.layout());
+    rig.device.synchronize().unwrap();
+    watched.pool.trim_to(0).unwrap();
+    assert_eq!(watched.pool.stats().zombie_bytes, 0, "{}", watched.layout());
+    single.iter().skip(1).step_by(2).for_each(|held| watched.free(*held, &stream));
+    watched.free(moved, &stream);
+    [of_other, more].into_iter().for_each(|held| watched.free(held, &other));
+    watched.assert_intact();
+}

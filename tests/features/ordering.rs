@@ -156,6 +156,32 @@ fn a_follower_that_was_not_made_to_wait_is_a_race() {
     }
 }
 
+/// A stream was marked before it came after another one: who follows that mark does not come after the other.
+#[test]
+fn what_a_stream_follows_after_its_mark_is_not_carried_on() {
+    Rig::each(|rig, profile| {
+        let watched = rig.pool(profile);
+        let [a, b, c] = [(); 3].map(|()| rig.stream());
+        let held = watched.malloc(BLOCK, &a);
+        let stall = rig.stall(a.handle());
+        watched.free(held, &a);
+        let early = watched.pool.mark(&b).unwrap();
+        let mark = watched.pool.mark(&a).unwrap();
+        rig.order(&a, &b);
+        watched.pool.follows(&b, &mark).unwrap();
+        rig.order(&b, &c);
+        watched.pool.follows(&c, &early).unwrap();
+        let of_c = watched.malloc(BLOCK, &c);
+        assert_ne!(of_c.address(), held.address(), "{}", watched.layout());
+        let of_b = watched.malloc(BLOCK, &b);
+        assert_eq!(of_b.address(), held.address(), "{}", watched.layout());
+        drop(stall);
+        watched.free(of_b, &b);
+        watched.free(of_c, &c);
+        watched.assert_intact();
+    });
+}
+
 #[test]
 fn a_place_that_goes_to_another_stream_follows_nobody() {
     Rig::each(|rig, profile| {

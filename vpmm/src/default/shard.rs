@@ -426,7 +426,7 @@ mod tests {
                 })
             };
             std::iter::repeat(())
-                .find_map(|()| std::thread::scope(|scope| scope.spawn(&tried).join().unwrap()))
+                .find_map(|()| std::thread::scope(|scope| scope.spawn(tried).join().unwrap()))
         };
         for _ in 0..2 {
             let refused = || assert_eq!(in_place(&|| ()), Some(false), "its owner lives");
