@@ -192,6 +192,41 @@ fn the_device_is_out_of_memory() {
     assert!(refused > 8, "only {refused} requests were refused");
 }
 
+/// What the driver does not take back is counted as kept, and offered again: at the next trim, and at the end.
+#[test]
+fn a_handle_that_the_driver_keeps_is_offered_again() {
+    let sim = Simulator::builder().build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let pool = Pool::new(&device, &config(16, 96)).unwrap();
+    let stream = device.stream().unwrap();
+    let used = sim.memory_used(0);
+    let two = || {
+        let ptr = pool.malloc(2 * GRANULE as usize, &stream).unwrap();
+        pool.free(ptr, &stream).unwrap();
+    };
+    let refused = || {
+        two();
+        assert_eq!(pool.stats().extent_count, 2);
+        // Both attempts at the first of two handles, and the one behind the second.
+        let calls = [1, 2, 4];
+        calls
+            .into_iter()
+            .for_each(|n| sim.fail_nth("cuMemRelease", n, CUresult::CUDA_ERROR_UNKNOWN));
+        assert_eq!(pool.trim_to(0).unwrap(), GRANULE);
+        pool.validate().unwrap();
+        let stats = pool.stats();
+        assert_eq!((stats.mapped_bytes, sim.memory_used(0) - used), (0, GRANULE));
+    };
+    refused();
+    two();
+    assert_eq!(pool.trim_to(0).unwrap(), 2 * GRANULE);
+    assert_eq!(sim.memory_used(0), used);
+    refused();
+    drop(pool);
+    assert_eq!(sim.memory_used(0), used);
+    sim.assert_clean();
+}
+
 /// An error says which call failed, how, and how many bytes that was about.
 #[test]
 fn a_failure_says_which_call_which_answer_and_how_many_bytes() {
