@@ -219,7 +219,7 @@ fn a_handle_that_the_driver_keeps_is_offered_again() {
     };
     refused();
     two();
-    assert_eq!(pool.trim_to(0).unwrap(), 2 * GRANULE);
+    assert_eq!(pool.trim_to(0).unwrap(), 3 * GRANULE);
     assert_eq!(sim.memory_used(0), used);
     refused();
     drop(pool);

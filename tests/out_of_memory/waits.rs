@@ -162,7 +162,18 @@ fn a_wait_ends_with_the_work_that_it_is_for() {
             let blocked = Blocked::new(rig, policy);
             let stall = rig.stall(blocked.busy.handle());
             blocked.begin();
-            let ptr = request_while(&blocked.pool, 8, &blocked.capturing, || drop(stall)).unwrap();
+            let waits = || rig.driver.calls().count("cuEventSynchronize");
+            let before = waits();
+            let ptr = request_while(&blocked.pool, 8, &blocked.capturing, || {
+                // However late the request's thread comes to its wait.
+                let start = Instant::now();
+                while policy == WaitPolicy::WaitForPending && waits() == before {
+                    assert!(start.elapsed() < LONG, "it does not wait");
+                    std::thread::yield_now();
+                }
+                drop(stall);
+            });
+            let ptr = ptr.unwrap();
             let on_the_host = blocked.pool.stats().host_waits > 0;
             assert_eq!(on_the_host, policy == WaitPolicy::WaitForPending);
             blocked.pool.free(ptr, &blocked.capturing).unwrap();

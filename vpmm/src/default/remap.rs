@@ -12,7 +12,7 @@ use crate::driver::Failure;
 use crate::error::Result;
 use crate::location::Location;
 use crate::mapping::NewMappings;
-use crate::physical::{Extent, release_all};
+use crate::physical::{Extent, release};
 
 /// What came of trying to grow.
 pub(super) enum Grown {
@@ -162,11 +162,14 @@ impl Core {
                 let made = job.fills.iter().flat_map(|fill| &fill.pieces);
                 let made = made.filter(|piece| matches!(piece.source, Source::New));
                 let granules = made.take(handles.len()).map(|piece| u64::from(piece.granules));
-                let made = granules.sum::<u64>();
+                let lengths: SmallVec<[u64; 8]> = granules.collect();
+                let made = lengths.iter().sum::<u64>();
                 self.backing.gave_up(made * self.granule_bytes);
-                let mut orphans = Vec::new();
-                // SAFETY: made by `build` for this job, mapped nowhere any more and in no table.
-                unsafe { release_all(self.device.driver(), handles, &mut orphans) };
+                let each = lengths.iter().map(|granules| granules * self.granule_bytes);
+                let mut orphans: Vec<_> = handles.into_iter().zip(each).collect();
+                // SAFETY: made by `build` for this job, mapped nowhere any more and in no table; one that goes
+                // is forgotten here.
+                orphans.retain(|of| unsafe { release(self.device.driver(), of.0) }.is_err());
                 let mut space = self.space.lock();
                 space.abandon(&self.tags, job, &stuck);
                 space.orphans.append(&mut orphans);

@@ -82,8 +82,8 @@ pub(super) struct Space {
     pub(super) scarce_from: u64,
     /// Events that nobody uses now.
     pub(super) events: Vec<Event>,
-    /// Handles that the driver would not take back.
-    pub(super) orphans: Vec<Extent>,
+    /// Handles that the driver would not take back, and their bytes.
+    pub(super) orphans: Vec<(Extent, u64)>,
     /// Units that callers have or that are in fronts.
     pub(super) out_units: u64,
     /// Blocks of the same.

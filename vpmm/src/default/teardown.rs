@@ -75,7 +75,7 @@ impl Drop for Core {
             // may use them has finished.
             let _ = unsafe { crate::mapping::unmap(driver, address, bytes) };
         }
-        let orphans = std::mem::take(&mut space.orphans);
+        let orphans = std::mem::take(&mut space.orphans).into_iter().map(|(handle, _)| handle);
         let held = space.memory.extents().filter(|(_, of)| of.backed != Backed::Gone);
         let handles = held.map(|(_, extent)| extent.handle).chain(orphans);
         // SAFETY: the pool's own handles, each once; the pool ends here.

@@ -13,7 +13,7 @@ use super::tags::Tags;
 use super::{Core, lock};
 use crate::error::Result;
 use crate::ordering::Mark;
-use crate::physical::release_all;
+use crate::physical::{release, release_all};
 
 /// How long, and how often at least, events are asked about that were recorded for a trim: on a
 /// stream that has nothing else to do one takes some microseconds to pass.
@@ -66,7 +66,7 @@ impl Core {
                 Err(error) => failed = Some(error),
             }
         }
-        self.retry_orphans();
+        released += self.retry_orphans();
         failed.map_or(Ok(released), Err)
     }
 
@@ -116,21 +116,26 @@ impl Core {
             let mut lost = Vec::new();
             // SAFETY: as above; what the driver did not take is tried once more.
             unsafe { release_all(driver, orphans, &mut lost) };
-            if !lost.is_empty() {
+            if let Some(handle) = lost.pop() {
                 released -= bytes;
-                self.space.lock().orphans.append(&mut lost);
+                self.space.lock().orphans.push((handle, bytes));
             }
         }
         Ok(released)
     }
 
-    /// Tries again what the driver would not take back before.
-    fn retry_orphans(&self) {
-        let orphans = std::mem::take(&mut self.space.lock().orphans);
-        let mut left = Vec::new();
-        // SAFETY: handles that the pool gave up and that are in no table.
-        unsafe { release_all(self.device.driver(), orphans, &mut left) };
-        self.space.lock().orphans.append(&mut left);
+    /// Tries again what the driver would not take back before; returns the bytes that went back.
+    fn retry_orphans(&self) -> u64 {
+        let mut orphans = std::mem::take(&mut self.space.lock().orphans);
+        let mut released = 0;
+        orphans.retain(|&(handle, bytes)| {
+            // SAFETY: a handle that the pool gave up and that is in no table; one that goes is forgotten here.
+            let is_gone = unsafe { release(self.device.driver(), handle) }.is_ok();
+            released += if is_gone { bytes } else { 0 };
+            !is_gone
+        });
+        self.space.lock().orphans.append(&mut orphans);
+        released
     }
 }
 
