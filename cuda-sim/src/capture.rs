@@ -1,8 +1,8 @@
 //! Stream capture and the graphs it makes.
 //!
-//! Work given to a capturing stream becomes a node instead of running. A launched graph runs
-//! its nodes one after another in the order in which they were captured: a legal order, though
-//! a GPU may run independent nodes side by side.
+//! Work given to a capturing stream becomes a node instead of running. In a launched graph a node
+//! comes after the nodes that it came after in the capture, and after no others: branches run side
+//! by side, each chain of nodes on a lane of its own, which is a stream without a handle.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -463,8 +463,82 @@ pub(crate) fn launch(
     let nodes = call.captures.executables.get(executable as usize).cloned();
     let nodes = nodes.ok_or(CUresult::CUDA_ERROR_INVALID_VALUE)?;
     let stream = call.stream(stream)?;
-    for node in nodes.iter() {
-        call.submit(stream, node.work.clone(), &node.what)?;
+    match call.capture_of(stream)? {
+        Some(id) => call.embed(id, stream, &nodes),
+        None => call.run_graph(stream, &nodes)?,
     }
     Ok(())
+}
+
+/// The lane of each node, 0 for the launching stream's own, and how many there are: a node goes on in
+/// the lane of the first node that it comes after and that nothing goes on from yet.
+fn lanes_of(nodes: &[Node]) -> (Vec<usize>, usize) {
+    let mut ends: Vec<NodeId> = Vec::new();
+    let mut lanes: Vec<usize> = Vec::with_capacity(nodes.len());
+    for (node, Node { after, .. }) in nodes.iter().enumerate() {
+        let goes_on = after.iter().map(|before| lanes[*before]).zip(after);
+        let mut goes_on = goes_on.filter(|(lane, before)| ends[*lane] == **before);
+        let lane = goes_on.next().map_or(ends.len(), |(lane, _)| lane);
+        if lane == ends.len() {
+            ends.push(node);
+        }
+        ends[lane] = node;
+        lanes.push(lane);
+    }
+    (lanes, ends.len())
+}
+
+/// The nodes that no other comes after.
+fn last_of(nodes: &[Node]) -> impl Iterator<Item = NodeId> {
+    let followed: HashSet<NodeId> = nodes.iter().flat_map(|node| &node.after).copied().collect();
+    (0..nodes.len()).filter(move |node| !followed.contains(node))
+}
+
+impl Call<'_> {
+    /// A graph is launched on a stream that captures: its nodes become the capture's.
+    fn embed(&mut self, id: CaptureId, stream: StreamKey, nodes: &[Node]) {
+        let Some(capture) = self.captures.running.get_mut(&id) else { return };
+        if nodes.is_empty() {
+            return;
+        }
+        let first = capture.nodes.len();
+        let last = last_of(nodes).map(|node| first + node).collect();
+        let before = capture.frontiers.insert(stream, last).unwrap_or_default();
+        capture.nodes.extend(nodes.iter().map(|node| Node {
+            after: match node.after.as_slice() {
+                [] => before.clone(),
+                after => after.iter().map(|node| first + node).collect(),
+            },
+            ..node.clone()
+        }));
+    }
+
+    /// Gives a graph's nodes to a stream and to lanes beside it. What the stream gets later comes after
+    /// all of them.
+    fn run_graph(&mut self, stream: StreamKey, nodes: &[Node]) -> Result<(), CUresult> {
+        let (lanes, count) = lanes_of(nodes);
+        let what: Arc<str> = self.name.into();
+        // A lane is used again by the stream's next launch, which comes after this one anyway.
+        let mut keys = vec![stream];
+        keys.extend(self.streams.lanes_beside(stream, count.saturating_sub(1)));
+        let start = if count > 1 {
+            vec![self.append(stream, &[], Work::Order, &what)?]
+        } else {
+            Vec::new()
+        };
+        let mut done: Vec<Recorded> = Vec::with_capacity(nodes.len());
+        for (node, lane) in nodes.iter().zip(&lanes) {
+            let mut after: Vec<_> = node.after.iter().map(|node| done[*node].clone()).collect();
+            if after.is_empty() && *lane > 0 {
+                after.clone_from(&start);
+            }
+            done.push(self.append(keys[*lane], &after, node.work.clone(), &node.what)?);
+        }
+        if count > 1 {
+            let last: Vec<_> = last_of(nodes).map(|node| done[node].clone()).collect();
+            self.append(stream, &last, Work::Order, &what)?;
+        }
+        self.settle();
+        Ok(())
+    }
 }

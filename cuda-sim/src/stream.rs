@@ -109,6 +109,8 @@ pub(crate) struct Stream {
     /// A host function of this stream runs outside the lock.
     pub(crate) running: bool,
     pub(crate) destroyed: bool,
+    /// Streams without handles, for the branches of graphs that are launched on it.
+    lanes: Vec<StreamKey>,
 }
 
 impl Stream {
@@ -185,9 +187,25 @@ impl Streams {
                 queue: VecDeque::new(),
                 running: false,
                 destroyed: false,
+                lanes: Vec::new(),
             },
         );
         key
+    }
+
+    /// So many streams beside another one, which go with it. Nothing orders them with it, nor with others.
+    pub(crate) fn lanes_beside(&mut self, key: StreamKey, count: usize) -> Vec<StreamKey> {
+        let Some(stream) = self.by_key.get_mut(&key) else { return Vec::new() };
+        let (context, device, priority) = (stream.context, stream.device, stream.priority);
+        let mut lanes = std::mem::take(&mut stream.lanes);
+        while lanes.len() < count {
+            lanes.push(self.create(context, device, Kind::NonBlocking, priority));
+        }
+        let used = lanes[..count].to_vec();
+        if let Some(stream) = self.by_key.get_mut(&key) {
+            stream.lanes = lanes;
+        }
+        used
     }
 
     /// Whether everything up to a point has run. Streams that are gone had nothing left to run.
@@ -266,9 +284,11 @@ impl Streams {
     pub(crate) fn destroy(&mut self, key: StreamKey) {
         let Some(stream) = self.by_key.get_mut(&key) else { return };
         stream.destroyed = true;
+        let lanes = std::mem::take(&mut stream.lanes);
         if stream.is_idle() {
             self.forget(key);
         }
+        lanes.into_iter().for_each(|lane| self.destroy(lane));
     }
 
     fn forget(&mut self, key: StreamKey) {

@@ -86,6 +86,75 @@ fn captured_work_runs_at_each_launch() {
     gpu.sim.assert_clean();
 }
 
+impl Gpu {
+    /// Another stream joins the capture of a stream, which comes back to it after some work.
+    fn fork(&self, stream: CUstream, side: CUstream, work: impl FnOnce(CUstream)) -> CUevent {
+        let fork = self.record(stream);
+        ok!(self, cuStreamWaitEvent(side, fork, 0));
+        work(side);
+        self.record(side)
+    }
+
+    fn launch(&self, graph: CUgraph, stream: CUstream) {
+        let executable = self.instantiate(graph);
+        ok!(self, cuGraphLaunch(executable, stream));
+        ok!(self, cuGraphLaunch(executable, stream));
+        ok!(self, cuGraphExecDestroy(executable));
+        ok!(self, cuGraphDestroy(graph));
+    }
+}
+
+#[test]
+fn branches_of_a_graph_run_side_by_side() {
+    for meets in [false, true] {
+        let gpu = Gpu::new(Simulator::builder().schedule(Schedule::Late { patience: 9 }));
+        let (stream, side, later) = (gpu.stream(), gpu.stream(), gpu.stream());
+        let memory = gpu.alloc(8);
+        gpu.begin(stream, GLOBAL);
+        gpu.fill(memory, 1, 2, stream);
+        let back = gpu.fork(stream, side, |side| gpu.fill(memory, 2, 1, side));
+        // Beside the other stream's work, with that stream's bytes or without.
+        gpu.fill(memory + if meets { 0 } else { 4 }, 3, 1, stream);
+        ok!(gpu, cuStreamWaitEvent(stream, back, 0));
+        gpu.fill(memory, 4, 2, stream);
+        let graph = gpu.end(stream).unwrap();
+        gpu.launch(graph, stream);
+        // What comes after a launch comes after all branches, and the end of the stream ends none.
+        let end = gpu.record(stream);
+        ok!(gpu, cuStreamDestroy_v2(stream));
+        ok!(gpu, cuStreamWaitEvent(later, end, 0));
+        gpu.fill(memory, 5, 2, later);
+        ok!(gpu, cuStreamSynchronize(later));
+        assert_eq!((gpu.word(memory), gpu.word(memory + 4)), (5, 5));
+        let races = gpu.sim.report().races;
+        assert_eq!(races.len(), if meets { 2 } else { 0 }, "one a launch: {races:?}");
+    }
+}
+
+#[test]
+fn a_graph_in_a_capture_keeps_its_branches() {
+    let gpu = Gpu::new(Simulator::builder());
+    let (stream, side) = (gpu.stream(), gpu.stream());
+    let memory = gpu.alloc(8);
+    gpu.begin(stream, GLOBAL);
+    let back = gpu.fork(stream, side, |side| gpu.fill(memory, 2, 1, side));
+    gpu.fill(memory, 3, 1, stream);
+    ok!(gpu, cuStreamWaitEvent(stream, back, 0));
+    let inner = gpu.end(stream).unwrap();
+    gpu.begin(stream, GLOBAL);
+    gpu.fill(memory, 1, 2, stream);
+    gpu.launch(inner, stream);
+    gpu.fill(memory, 4, 2, stream);
+    let outer = gpu.end(stream).unwrap();
+    let mut nodes = 0;
+    ok!(gpu, cuGraphGetNodes(outer, null_mut(), &mut nodes));
+    assert_eq!(nodes, 6, "two of its own, and twice two");
+    gpu.launch(outer, side);
+    ok!(gpu, cuStreamSynchronize(side));
+    // In each launch of the inner one its two branches meet, and nothing else does.
+    assert_eq!(gpu.sim.report().races.len(), 4);
+}
+
 #[test]
 fn vmm_calls_and_other_streams_events_do_not_harm() {
     let gpu = Gpu::new(Simulator::builder());
