@@ -194,7 +194,12 @@ impl Call<'_> {
     /// Frees an allocation for work that comes after what a stream has now.
     pub(crate) fn free_to_pool(&mut self, address: u64, stream: StreamKey) -> Result<(), CUresult> {
         let key = *self.pools.owners.get(&address).ok_or(INVALID)?;
-        let after = self.append(stream, &[], Work::Order, &free_name())?;
+        let pool = self.pools.by_key.get(&key).ok_or(INVALID)?;
+        let (_, bytes) = pool.heap.find(address).ok_or(INVALID)?;
+        let (chunk, mapping) = self.space.addresses.mapping(address).ok_or(INVALID)?;
+        let range = address - chunk..address - chunk + bytes;
+        let work = Work::Return { physical: mapping.physical, range };
+        let after = self.append(stream, &[], work, &free_name())?;
         let state = &mut *self.state;
         let pool = state.pools.by_key.get_mut(&key).ok_or(INVALID)?;
         pool.heap.free(address, Some(after)).ok_or(INVALID)?;

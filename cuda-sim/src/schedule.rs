@@ -5,6 +5,7 @@
 //! Only host functions leave the lock, each on a thread of its own, as a driver's do.
 
 use std::collections::HashSet;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ use crate::builder::Schedule;
 use crate::call::{Call, InsideWork};
 use crate::context::ContextKey;
 use crate::memory::DeviceMemory;
-use crate::race::{Clock, StreamKey};
+use crate::race::{Access, AccessKind, Clock, PhysicalId, StreamKey};
 use crate::stream::{Item, Kernel, Kind, Point, Recorded, Task, Work};
 
 /// How long work that may be released from outside is left before it is looked at again.
@@ -138,6 +139,9 @@ impl Call<'_> {
                 self.events.stamp(*event, *record, now);
             }
             Work::Free { address } => self.free_in_order(*address),
+            Work::Return { physical, range } => {
+                self.count_as_returned(key, &item, *physical, range)
+            }
             Work::Host(function) => {
                 let function = Arc::clone(function);
                 stream.running = true;
@@ -180,6 +184,21 @@ impl Call<'_> {
         let mut kernel = kernel.lock().unwrap_or_else(PoisonError::into_inner);
         catch_unwind(AssertUnwindSafe(|| (*kernel)(&mut memory)))
             .unwrap_or(Err(CUresult::CUDA_ERROR_ASSERT))
+    }
+
+    /// No use of the bytes may be beside their free.
+    fn count_as_returned(
+        &mut self,
+        stream: StreamKey,
+        item: &Item,
+        physical: PhysicalId,
+        range: &Range<u64>,
+    ) {
+        let state = &mut *self.state;
+        let Some(detector) = &mut state.space.detector else { return };
+        let (range, kind, what) = (range.clone(), AccessKind::Write, &*item.task.what);
+        let access = Access { physical, range, kind, stream, clock: &item.clock, what };
+        state.findings.races(detector.access(access));
     }
 
     /// A kernel failed: its context is of no use from now on.

@@ -7,6 +7,7 @@
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use cuda_sys::types::CUresult;
@@ -17,7 +18,7 @@ use crate::context::ContextKey;
 use crate::event::EventKey;
 use crate::handles::Handles;
 use crate::memory::DeviceMemory;
-use crate::race::{Clock, StreamKey};
+use crate::race::{Clock, PhysicalId, StreamKey};
 
 /// What a kernel stand-in is; it may run more than once in a replayed graph.
 pub(crate) type Kernel =
@@ -36,6 +37,9 @@ pub(crate) enum Work {
     Host(Arc<dyn Fn() + Send + Sync>),
     /// Frees memory of cuMemAlloc.
     Free { address: u64 },
+    /// Gives memory back to its pool. To the race detector that is a write: whoever has the bytes next,
+    /// every use of them is to be over.
+    Return { physical: PhysicalId, range: Range<u64> },
 }
 
 impl fmt::Debug for Work {
@@ -46,6 +50,7 @@ impl fmt::Debug for Work {
             Self::Kernel(_) => "Kernel",
             Self::Host(_) => "Host",
             Self::Free { .. } => "Free",
+            Self::Return { .. } => "Return",
         })
     }
 }

@@ -94,6 +94,31 @@ fn another_stream_gets_what_has_run() {
 }
 
 #[test]
+fn no_use_is_beside_the_free() {
+    for schedule in [LATE, Schedule::Eager] {
+        // Whether the use comes before the free, on the GPU or as the host has seen, or beside it.
+        for (order, expected) in [("before", 0), ("seen", 0), ("beside", 1)] {
+            let gpu = Gpu::new(Simulator::builder().schedule(schedule));
+            gpu.keep_everything();
+            let (own, user) = (gpu.stream(), gpu.stream());
+            let block = gpu.take(MIB, own);
+            ok!(gpu, cuStreamWaitEvent(user, gpu.record(own), 0));
+            gpu.fill(block, 1, 4, user);
+            if order == "before" {
+                ok!(gpu, cuStreamWaitEvent(own, gpu.record(user), 0));
+            }
+            if order == "seen" {
+                ok!(gpu, cuStreamSynchronize(user));
+            }
+            ok!(gpu, cuMemFreeAsync(block, own));
+            ok!(gpu, cuCtxSynchronize());
+            let races = gpu.sim.report().races;
+            assert_eq!(races.len(), expected, "{order}: {races:?}");
+        }
+    }
+}
+
+#[test]
 fn at_the_limit_a_wait_is_inserted() {
     let gpu = Gpu::new(Simulator::builder().schedule(LATE).memory_bytes(64 << 20));
     let (a, b) = (gpu.stream(), gpu.stream());
