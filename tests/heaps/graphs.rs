@@ -169,6 +169,39 @@ fn forked_streams_take_part_and_others_do_not() {
 }
 
 #[test]
+fn forks_that_run_side_by_side_share_nothing() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let pool = &watched.pool;
+        let (stream, left, right) = (rig.stream(), rig.stream(), rig.stream());
+        let graphs = pool.graph_pool().unwrap();
+        graphs.begin(&stream).unwrap();
+        graph::begin(rig, &stream, RELAXED);
+        let scratch = |on: &vpmm::Stream, seed| {
+            let scratch = pool.malloc(MIB as usize, on).unwrap();
+            rig.fill(scratch.address(), MIB, seed, on.handle());
+            pool.free(scratch, on).unwrap();
+        };
+        scratch(&stream, 1);
+        let forks = [&left, &right];
+        forks.iter().for_each(|fork| rig.order(&stream, *fork));
+        for turn in 0..8 {
+            scratch(forks[turn % 2], 2 + turn as u64);
+        }
+        scratch(&stream, 10);
+        forks.iter().for_each(|fork| rig.order(*fork, &stream));
+        scratch(&stream, 11);
+        let graph = graph::end(rig, &stream);
+        graphs.end(&stream).unwrap();
+        graph.launch(&stream);
+        graph.launch(&stream);
+        graphs.release(&stream).unwrap();
+        drop(graph);
+        watched.assert_intact();
+    });
+}
+
+#[test]
 fn two_graphs_share_a_pool_one_after_another() {
     everywhere(|rig, profile| {
         let watched = rig.pool(profile, Location::Device);
