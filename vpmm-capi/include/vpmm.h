@@ -2241,12 +2241,14 @@ void vpmm_torch_init(int device_count);
 void vpmm_torch_reset(void);
 
 /**
- * PyTorch's `memory_fraction`: the part of a device's memory that its pool may hold. Throws.
+ * PyTorch's `memory_fraction`: the part of a device's memory that its pool may hold. The last counts; but
+ * the pool is made at the first request, and none later raises it above what it was made with. Throws.
  *
  * # Safety
  * As in `vpmm_torch_reset`.
  */
-void vpmm_torch_memory_fraction(double fraction, int device);
+void vpmm_torch_memory_fraction(double fraction,
+                                int device);
 
 /**
  * PyTorch's `base_alloc`: the start and the bytes of the allocation that an address is in. Throws.

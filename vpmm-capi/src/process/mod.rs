@@ -46,10 +46,23 @@ struct Process {
     /// By the device's number; never dropped, as others may be using them when the process ends.
     pools: BTreeMap<u32, &'static Pool>,
     options: BTreeMap<u32, vpmm_pool_options>,
+    /// Limits that are parts of a device's memory, for pools that are not made yet: beside the options,
+    /// which may be given before and after.
+    limits: BTreeMap<u32, u64>,
 }
 
-static PROCESS: Mutex<Process> =
-    Mutex::new(Process { loaded: None, pools: BTreeMap::new(), options: BTreeMap::new() });
+impl Process {
+    const fn new() -> Self {
+        Self {
+            loaded: None,
+            pools: BTreeMap::new(),
+            options: BTreeMap::new(),
+            limits: BTreeMap::new(),
+        }
+    }
+}
+
+static PROCESS: Mutex<Process> = Mutex::new(Process::new());
 
 fn process() -> MutexGuard<'static, Process> {
     PROCESS.lock().unwrap_or_else(PoisonError::into_inner)
@@ -77,6 +90,11 @@ impl Process {
             Some(options) => options,
             None => vpmm_pool_options::initial(device),
         };
+        // The least of both; 0 stands for no limit.
+        if let Some(&part) = self.limits.get(&device) {
+            let own = Some(options.limit_bytes).filter(|bytes| *bytes != 0);
+            options.limit_bytes = own.map_or(part, |own| own.min(part));
+        }
         if options.patience_nanoseconds == u64::MAX {
             options.patience_nanoseconds = PATIENCE_NANOSECONDS;
         }
@@ -87,12 +105,33 @@ impl Process {
         self.pools.insert(device, pool);
         Ok(pool)
     }
+
+    fn limit_to_part(&mut self, device: u32, part: f64) -> Result<(), Failure> {
+        if !(0.0..=1.0).contains(&part) {
+            let text = format!("a limit of {part} times the memory; it is from 0 to 1");
+            return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
+        }
+        let memory = self.loaded()?.device(device)?.total_memory()?;
+        // All of it is no limit: a pool with one places memory otherwise.
+        let limit = (part < 1.0).then_some((memory as f64 * part) as u64);
+        if let Some(pool) = self.pools.get(&device) {
+            return Ok(pool.limit_to(limit)?);
+        }
+        match limit {
+            Some(bytes) => self.limits.insert(device, bytes.max(1)),
+            None => self.limits.remove(&device),
+        };
+        Ok(())
+    }
 }
 
 /// For tests: the simulated driver, whatever the environment says, and few addresses.
 #[cfg(test)]
 pub(crate) fn use_simulator() {
     let mut process = process();
+    if process.loaded.is_some() {
+        return;
+    }
     process.loaded = Some(Loaded::load(Some("sim")).expect("the simulator"));
     let initial = vpmm_pool_options::initial(VPMM_EVERY_DEVICE);
     let options = vpmm_pool_options { limit_bytes: 1 << 30, va_size_bytes: 4 << 30, ..initial };
@@ -124,26 +163,9 @@ pub(crate) fn is_capturing() -> bool {
     mode::is(mode::Mode::Capturing)
 }
 
-/// Sets a limit as a part of a device's memory, before its pool is made.
+/// Sets a limit as a part of a device's memory, whether its pool is made or not. The last counts.
 pub(crate) fn limit_to_part(device: u32, part: f64) -> Result<(), Failure> {
-    if !(0.0..=1.0).contains(&part) {
-        let text = format!("a limit of {part} times the memory; it is from 0 to 1");
-        return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
-    }
-    let mut process = process();
-    let memory = process.loaded()?.device(device)?.total_memory()?;
-    // All of it is no limit: a pool with one places memory otherwise.
-    let limit = (part < 1.0).then_some((memory as f64 * part) as u64);
-    if let Some(pool) = process.pools.get(&device) {
-        return Ok(pool.limit_to(limit)?);
-    }
-    let own = process.options_for(device).unwrap_or(vpmm_pool_options::initial(device));
-    // 0 stands for no limit; one that was given stays the most.
-    let least =
-        [limit, Some(own.limit_bytes).filter(|bytes| *bytes != 0)].into_iter().flatten().min();
-    let limit_bytes = least.map_or(0, |bytes| bytes.max(1));
-    process.options.insert(device, vpmm_pool_options { limit_bytes, ..own });
-    Ok(())
+    process().limit_to_part(device, part)
 }
 
 /// Sets what the process's pools will be made with: that of `options->device`, or of every device that
@@ -296,4 +318,34 @@ pub unsafe extern "C" fn vpmm_process_record_stream(
 ) -> vpmm_status {
     // SAFETY: the caller vouches for it.
     guard(|| unsafe { record_stream(pointer, stream, Life::Unknown) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The last part counts, and options that are given later are not lost for it.
+    #[test]
+    fn parts_are_set_in_any_order_before_there_is_a_pool() {
+        let mut process = Process::new();
+        process.loaded = Some(Loaded::load(Some("sim:2")).ok().unwrap());
+        let memory = process.loaded().ok().unwrap().device(0).ok().unwrap().total_memory().unwrap();
+        for (device, parts) in [(0, &[0.25, 0.5][..]), (1, &[0.25, 1.0]), (2, &[0.5])] {
+            for part in parts {
+                process.limit_to_part(device, *part).ok().unwrap();
+            }
+        }
+        let initial = vpmm_pool_options::initial(2);
+        process.options.insert(2, vpmm_pool_options { limit_bytes: memory / 8, ..initial });
+        let every = vpmm_pool_options { limit_bytes: memory / 4 * 3, ..initial };
+        process.options.insert(VPMM_EVERY_DEVICE, every);
+        for (device, eighths) in [(0, 4), (1, 6), (2, 1)] {
+            let pool = process.pool(device).ok().unwrap();
+            let stream = pool.device().stream().unwrap();
+            let limit = memory / 8 * eighths;
+            assert!(pool.malloc(limit as usize + (4 << 20), &stream).is_err(), "{device}: more");
+            let most = pool.malloc(limit as usize - (64 << 20), &stream).unwrap();
+            pool.free(most, &stream).unwrap();
+        }
+    }
 }

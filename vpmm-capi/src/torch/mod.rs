@@ -178,7 +178,8 @@ pub unsafe extern "C-unwind" fn vpmm_torch_reset() {
     }
 }
 
-/// PyTorch's `memory_fraction`: the part of a device's memory that its pool may hold. Throws.
+/// PyTorch's `memory_fraction`: the part of a device's memory that its pool may hold. The last counts; but
+/// the pool is made at the first request, and none later raises it above what it was made with. Throws.
 ///
 /// # Safety
 /// As in `vpmm_torch_reset`.
