@@ -73,6 +73,18 @@ pub(crate) unsafe fn fill<T: Grows>(out: *mut T, value: T) -> Result<(), Failure
     Ok(())
 }
 
+/// Whether a structure can be filled; null stands for none, and is fine.
+///
+/// # Safety
+/// `out` is null, or to as many bytes as its first field says.
+pub(crate) unsafe fn check<T: Grows>(out: *const T) -> Result<(), Failure> {
+    if !out.is_null() {
+        // SAFETY: the caller vouches for it.
+        unsafe { known_bytes(out) }?;
+    }
+    Ok(())
+}
+
 /// The bytes of a program's structure that this library knows of.
 ///
 /// # Safety

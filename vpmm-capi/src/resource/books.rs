@@ -109,10 +109,8 @@ pub unsafe extern "C" fn vpmm_resource_push_counters(
 ) -> vpmm_status {
     let work = |resource: &vpmm_resource| {
         let statistics = resource.statistics()?;
-        if !former.is_null() {
-            // Refused before anything is changed. SAFETY: the caller vouches for it.
-            unsafe { grows::fill(former, statistics.counters().into()) }?;
-        }
+        // Refused before anything is changed. SAFETY: the caller vouches for it.
+        unsafe { grows::check(former) }?;
         let counters = statistics.push();
         if former.is_null() {
             return Ok(());
@@ -136,10 +134,8 @@ pub unsafe extern "C" fn vpmm_resource_pop_counters(
 ) -> vpmm_status {
     let work = |resource: &vpmm_resource| {
         let statistics = resource.statistics()?;
-        if !part.is_null() {
-            // Refused before anything is changed. SAFETY: the caller vouches for it.
-            unsafe { grows::fill(part, statistics.counters().into()) }?;
-        }
+        // Refused before anything is changed. SAFETY: the caller vouches for it.
+        unsafe { grows::check(part) }?;
         let text = "no counters were pushed";
         let counters = statistics.pop();
         let counters = counters.ok_or_else(|| Failure::new(vpmm_status::VPMM_BAD_STATE, text))?;

@@ -85,6 +85,12 @@ static void adaptors(void) {
   MUST(vpmm_resource_counters(counting, &counters) == VPMM_OK);
   MUST(counters.bytes.current == 1000 && counters.bytes.total == MIB + 1000);
   MUST(vpmm_resource_pop_counters(counting, NULL) == VPMM_BAD_STATE);
+  /* What fails writes nothing. */
+  part.bytes.total = 77;
+  MUST(vpmm_resource_pop_counters(counting, &part) == VPMM_BAD_STATE && part.bytes.total == 77);
+  part.size = 0;
+  MUST(vpmm_resource_push_counters(counting, &part) == VPMM_INVALID_ARGUMENT);
+  MUST(vpmm_resource_pop_counters(counting, NULL) == VPMM_BAD_STATE);
   MUST(vpmm_resource_counters(tracking, &counters) == VPMM_UNSUPPORTED);
 
   MUST(vpmm_resource_limit_bytes(limiting, &bytes) == VPMM_OK && bytes == 4 * MIB);
