@@ -2101,7 +2101,7 @@ enum vpmm_status vpmm_resource_deallocate(const struct vpmm_resource *resource,
 
 /**
  * Notes that an allocation is used on a further stream, as `vpmm_record_stream`. `VPMM_UNSUPPORTED`
- * where the resource takes no such notes.
+ * where the resource takes no such notes. Null is nothing.
  *
  * # Safety
  * `resource` is null or a handle; the stream is alive, and lasts as said there.

@@ -65,7 +65,7 @@ pub unsafe extern "C" fn vpmm_resource_deallocate(
 }
 
 /// Notes that an allocation is used on a further stream, as `vpmm_record_stream`. `VPMM_UNSUPPORTED`
-/// where the resource takes no such notes.
+/// where the resource takes no such notes. Null is nothing.
 ///
 /// # Safety
 /// `resource` is null or a handle; the stream is alive, and lasts as said there.
@@ -76,6 +76,9 @@ pub unsafe extern "C" fn vpmm_resource_record_stream(
     stream: *mut c_void,
 ) -> vpmm_status {
     let work = |resource: &vpmm_resource| {
+        if pointer.is_null() {
+            return Ok(());
+        }
         // SAFETY: the caller vouches for it.
         let stream = unsafe { resource.stream(stream) };
         Ok(resource.built().resource().record_stream(of_pointer(pointer), stream)?)

@@ -102,6 +102,7 @@ static void adaptors(void) {
   MUST(vpmm_resource_allocate(counting, 4 * MIB, 0, NULL, &second) == VPMM_OUT_OF_MEMORY && !second);
   MUST(vpmm_resource_allocate(counting, 1, 3, NULL, &second) == VPMM_INVALID_ARGUMENT);
   MUST(vpmm_resource_record_stream(counting, third, NULL) == VPMM_OK);
+  MUST(vpmm_resource_record_stream(counting, NULL, NULL) == VPMM_OK);
   deallocate(counting, third, 1000);
   MUST(vpmm_resource_held_bytes(counting, &bytes) == VPMM_OK && bytes >= 1000);
   MUST(vpmm_resource_is_equal(pool, pool, &equal) == VPMM_OK && equal == 1);
