@@ -604,7 +604,8 @@ class pmr_resource : public std::pmr::memory_resource {
 
  private:
   void* do_allocate(std::size_t bytes, std::size_t alignment) override {
-    return device_memory_resource(pool_).allocate(stream_, bytes, alignment);
+    // An address for nothing, too: a std::pmr::memory_resource never answers null.
+    return device_memory_resource(pool_).allocate(stream_, bytes == 0 ? 1 : bytes, alignment);
   }
   void do_deallocate(void* pointer, std::size_t bytes, std::size_t alignment) override {
     device_memory_resource(pool_).deallocate(stream_, pointer, bytes, alignment);
