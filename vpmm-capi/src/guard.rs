@@ -51,6 +51,12 @@ impl Failure {
         self
     }
 
+    /// The same in other words.
+    pub(crate) fn saying(mut self, text: String) -> Self {
+        self.0.text = text;
+        self
+    }
+
     pub(crate) fn null(argument: &str) -> Self {
         Self::new(vpmm_status::VPMM_INVALID_ARGUMENT, format!("{argument} is null"))
     }
@@ -67,22 +73,30 @@ impl From<Error> for Failure {
 
 impl From<Failure> for Error {
     fn from(failure: Failure) -> Self {
-        let Reasons { text, error, .. } = *failure.0;
-        error.unwrap_or_else(|| Self::Resource(Arc::new(Text(text))))
+        let Reasons { status, text, error } = *failure.0;
+        error.unwrap_or_else(|| Self::Resource(Arc::new(Text { status, text })))
     }
 }
 
-/// A failure that is none of the library's own.
+/// A failure that is none of the library's own, on its way through resources.
 #[derive(Debug)]
-struct Text(String);
+struct Text {
+    status: vpmm_status,
+    text: String,
+}
 
 impl fmt::Display for Text {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.text)
     }
 }
 
 impl std::error::Error for Text {}
+
+/// The status that a failure had before it was an error of a resource's.
+pub(crate) fn status_before(error: &(dyn std::error::Error + 'static)) -> Option<vpmm_status> {
+    error.downcast_ref::<Text>().map(|text| text.status)
+}
 
 thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
@@ -278,6 +292,18 @@ mod tests {
             assert_eq!(guard(failure), vpmm_status::VPMM_INVALID_ARGUMENT);
             assert_eq!(last_error(), "pool is null");
         }
+    }
+
+    #[test]
+    fn a_failure_keeps_its_status_on_its_way_through_resources() {
+        for status in [vpmm_status::VPMM_DISCONNECTED, vpmm_status::VPMM_PANIC] {
+            let through = Failure::from(Error::from(Failure::new(status, "the server has gone")));
+            assert_eq!(through.status(), status);
+            assert!(through.text().contains("the server has gone"));
+        }
+        // One that is the library's own stays what it is, whatever is said of it.
+        let own = Failure::from(Error::ZeroSize).saying("nothing".to_owned());
+        assert!(own.text() == "nothing" && matches!(Error::from(own), Error::ZeroSize));
     }
 
     #[test]

@@ -4,6 +4,8 @@ use std::ffi::{CStr, c_char};
 
 use vpmm_core::Error;
 
+use crate::guard::status_before;
+
 /// What a function answers. Further kinds may be added.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -100,6 +102,7 @@ impl vpmm_status {
             | Error::ContentsFile(_)
             | Error::ContentsChanged { .. } => VPMM_IO_ERROR,
             Error::Forked => VPMM_FORKED,
+            Error::Resource(error) => status_before(&**error).unwrap_or(VPMM_OTHER),
             _ => VPMM_OTHER,
         }
     }

@@ -146,10 +146,9 @@ impl Heap {
                 return error.into();
             }
             let why = std::mem::take(&mut *lock(&self.refused));
-            Failure::new(
-                vpmm_status::VPMM_OUT_OF_MEMORY,
-                format!("The GPU memory service has not so much: {why}"),
-            )
+            let text = format!("The GPU memory service has not so much: {why}");
+            // Still out of memory to adaptors, where the process's pool is a resource.
+            Failure::from(error).saying(text)
         })
     }
 
@@ -250,4 +249,20 @@ pub unsafe extern "C" fn vpmm_gms_heap_push(heap: *const vpmm_gms_heap) -> vpmm_
 pub unsafe extern "C" fn vpmm_gms_heap_release(heap: *mut vpmm_gms_heap) {
     // SAFETY: made by `Box::into_raw` in `vpmm_gms_heap_open`, given back once.
     unsafe { release(heap) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_service_refuses_has_its_status_behind_the_allocator() {
+        process::use_simulator();
+        let heap = Heap::new(0).ok().unwrap();
+        // This thread uses no manager.
+        let direct = tensors::allocate(2 << 20, 0).err().unwrap();
+        let refused = heap.malloc(2 << 20, StreamHandle::LEGACY).err().unwrap();
+        assert_eq!(refused.status(), direct.status(), "{}", refused.text());
+        assert_ne!(refused.status(), vpmm_status::VPMM_OTHER);
+    }
 }

@@ -210,6 +210,38 @@ static void scratch(const vpmm_driver *driver, const char *socket) {
   vpmm_gms_release(gms);
 }
 
+/* Memory of the service's, where the process's pool is a resource. */
+static void a_resource(const char *socket) {
+  vpmm_driver *driver = NULL;
+  vpmm_pool *pool = NULL;
+  vpmm_resource *resource = NULL;
+  vpmm_gms_heap *heap = NULL;
+  void *stream = NULL, *side = NULL, *memory = NULL, *more = NULL;
+  MUST(vpmm_process_driver(&driver) == VPMM_OK && vpmm_process_pool(0, &pool) == VPMM_OK);
+  MUST(vpmm_resource_of_pool(pool, &resource) == VPMM_OK);
+  MUST(vpmm_stream_create(driver, 0, &stream) == VPMM_OK);
+  MUST(vpmm_stream_create(driver, 0, &side) == VPMM_OK);
+  vpmm_gms *gms = opened(driver, socket);
+  MUST(vpmm_gms_connect(gms, VPMM_GMS_RW, 10000, NULL) == VPMM_OK);
+  MUST(vpmm_gms_heap_open(0, &heap) == VPMM_OK && vpmm_gms_heap_push(heap) == VPMM_OK);
+  MUST(vpmm_gms_torch_begin(gms, "weights", 0) == VPMM_OK);
+  MUST(vpmm_resource_allocate(resource, 3 * MIB, 0, stream, &memory) == VPMM_OK);
+  MUST(vpmm_gms_torch_end() == VPMM_OK);
+  /* Why there is no more is the same as without a resource. */
+  MUST(vpmm_resource_allocate(resource, 64 * MIB, 0, stream, &more) == VPMM_BAD_STATE);
+  MUST(vpmm_process_malloc(0, 64 * MIB, stream, &more) == VPMM_BAD_STATE);
+  MUST(vpmm_process_pop_tag() == VPMM_OK);
+  MUST(vpmm_process_record_stream(memory, side) == VPMM_OK);
+  MUST(vpmm_resource_deallocate(resource, memory, 3 * MIB, 0, stream) == VPMM_OK);
+  vpmm_gms_heap_release(heap);
+  vpmm_gms_release(gms);
+  MUST(vpmm_stream_destroy(driver, side) == VPMM_OK);
+  MUST(vpmm_stream_destroy(driver, stream) == VPMM_OK);
+  vpmm_resource_release(resource);
+  vpmm_pool_release(pool);
+  vpmm_driver_release(driver);
+}
+
 static void what_is_no_client(const vpmm_driver *driver) {
   vpmm_gms *gms = NULL;
   MUST(vpmm_gms_open(NULL, 0, "s", &gms) == VPMM_INVALID_ARGUMENT);
@@ -237,6 +269,7 @@ int main(int count, char **arguments) {
   a_layout(driver, arguments[1]);
   single_steps(driver, arguments[1]);
   scratch(driver, arguments[1]);
+  a_resource(arguments[1]);
   what_is_no_client(driver);
   vpmm_driver_release(driver);
   return 0;
