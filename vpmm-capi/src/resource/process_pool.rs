@@ -6,6 +6,7 @@ use vpmm_core::{Device, DevicePtr, Error, MemoryResource, Pool, Result, StreamHa
 
 use crate::pool::{of_pointer, to_pointer};
 use crate::process::{self, Asked, Life};
+use crate::service::heap as service;
 
 pub(super) struct ProcessPool(&'static Pool);
 
@@ -76,6 +77,9 @@ impl MemoryResource for ProcessPool {
     }
 
     fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
+        if let Some(heap) = service::of(ptr.address()) {
+            return Ok(heap.record_stream(ptr, stream)?);
+        }
         // By the bare pool: it finds memory of its tags and graphs by the address.
         Pool::record_stream(self.0, ptr, stream)
     }

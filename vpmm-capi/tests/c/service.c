@@ -232,6 +232,7 @@ static void a_resource(const char *socket) {
   MUST(vpmm_process_malloc(0, 64 * MIB, stream, &more) == VPMM_BAD_STATE);
   MUST(vpmm_process_pop_tag() == VPMM_OK);
   MUST(vpmm_process_record_stream(memory, side) == VPMM_OK);
+  MUST(vpmm_resource_record_stream(resource, memory, side) == VPMM_OK);
   MUST(vpmm_resource_deallocate(resource, memory, 3 * MIB, 0, stream) == VPMM_OK);
   vpmm_gms_heap_release(heap);
   vpmm_gms_release(gms);
