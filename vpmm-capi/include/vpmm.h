@@ -1205,12 +1205,14 @@ enum vpmm_status vpmm_import_receive(const struct vpmm_driver *driver,
                                      struct vpmm_import **out);
 
 /**
- * Takes what a whole pool has made since it was sent last.
+ * Takes what a whole pool has made since it was sent last. Blocks until it has come; other threads may
+ * ask meanwhile what is there.
  *
  * # Safety
  * `import` is null or a handle; `socket` is an open descriptor.
  */
-enum vpmm_status vpmm_import_receive_more(const struct vpmm_import *import, int socket);
+enum vpmm_status vpmm_import_receive_more(const struct vpmm_import *import,
+                                          int socket);
 
 /**
  * The start of an allocation that was sent, null of a whole pool; and its bytes, or of a whole pool all

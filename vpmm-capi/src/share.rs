@@ -4,7 +4,8 @@ use std::ffi::{c_int, c_void};
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use vpmm_core::{Access, Export, Imported, Pool};
+use rustix::net::RecvFlags;
+use vpmm_core::{Access, Error, Export, Imported, Pool};
 
 use crate::driver::{Loaded, vpmm_driver};
 use crate::guard::{Failure, given, make, put, put_if, release, with};
@@ -138,6 +139,8 @@ pub unsafe extern "C" fn vpmm_export_release(export: *mut vpmm_export) {
 pub struct vpmm_import {
     // First, so that its driver is there when it ends.
     imported: Mutex<Imported>,
+    /// Held while more is waited for, for which others do not wait that ask what is there.
+    receiving: Mutex<()>,
     _loaded: Arc<Loaded>,
 }
 
@@ -161,14 +164,16 @@ pub unsafe extern "C" fn vpmm_import_receive(
         // SAFETY: the caller vouches for it.
         let socket = unsafe { borrow(socket) }?;
         let imported = Imported::receive(&loaded.device(device)?, socket, access_of(access)?)?;
-        let import = vpmm_import { imported: Mutex::new(imported), _loaded: Arc::clone(loaded) };
+        let (imported, receiving) = (Mutex::new(imported), Mutex::default());
+        let import = vpmm_import { imported, receiving, _loaded: Arc::clone(loaded) };
         Ok(Box::into_raw(Box::new(import)))
     };
     // SAFETY: the caller vouches for it.
     unsafe { make(out, work) }
 }
 
-/// Takes what a whole pool has made since it was sent last.
+/// Takes what a whole pool has made since it was sent last. Blocks until it has come; other threads may
+/// ask meanwhile what is there.
 ///
 /// # Safety
 /// `import` is null or a handle; `socket` is an open descriptor.
@@ -180,6 +185,8 @@ pub unsafe extern "C" fn vpmm_import_receive_more(
     let work = |import: &vpmm_import| {
         // SAFETY: the caller vouches for it.
         let socket = unsafe { borrow(socket) }?;
+        let _receiving = import.receiving.lock().unwrap_or_else(PoisonError::into_inner);
+        wait_for(socket)?;
         let mut imported = import.imported.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(imported.receive_more(socket)?)
     };
@@ -242,6 +249,15 @@ pub unsafe extern "C" fn vpmm_import_translate(
 pub unsafe extern "C" fn vpmm_import_release(import: *mut vpmm_import) {
     // SAFETY: made by `Box::into_raw` in `vpmm_import_receive`, given back once.
     unsafe { release(import) };
+}
+
+/// Waits until something has come through a socket, or it has ended; nothing is taken from it.
+fn wait_for(socket: BorrowedFd<'_>) -> Result<(), Failure> {
+    let peek = || rustix::net::recv(socket, &mut [0_u8; 1], RecvFlags::PEEK);
+    match rustix::io::retry_on_intr(peek) {
+        Ok(_) => Ok(()),
+        Err(error) => Err(Error::Socket(Arc::new(error.into())).into()),
+    }
 }
 
 /// Refuses what is no descriptor.

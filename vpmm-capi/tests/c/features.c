@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "must.h"
@@ -120,6 +121,17 @@ struct receiver {
   int socket;
 };
 
+struct more {
+  vpmm_import *import;
+  int socket;
+};
+
+static void *receive_more(void *argument) {
+  const struct more *more = argument;
+  MUST(vpmm_import_receive_more(more->import, more->socket) == VPMM_OK);
+  return NULL;
+}
+
 /* The other process, for which a driver of its own stands. */
 static void *receive(void *argument) {
   const struct receiver *receiver = argument;
@@ -139,7 +151,17 @@ static void *receive(void *argument) {
        VPMM_OK);
   MUST(vpmm_import_memory(all, &pointer, &bytes) == VPMM_OK && pointer == NULL && bytes > 0);
   uint64_t before = bytes, there = 0;
-  MUST(vpmm_import_receive_more(all, receiver->socket) == VPMM_OK);
+  /* While one thread waits for more, others ask what is there: only then it is sent. */
+  struct more more = {all, receiver->socket};
+  pthread_t waiting;
+  MUST(pthread_create(&waiting, NULL, receive_more, &more) == 0);
+  const struct timespec moment = {0, 50000000};
+  MUST(nanosleep(&moment, NULL) == 0);
+  alarm(60);
+  MUST(vpmm_import_memory(all, NULL, &bytes) == VPMM_OK && bytes == before);
+  alarm(0);
+  MUST(write(receiver->socket, "m", 1) == 1);
+  MUST(pthread_join(waiting, NULL) == 0);
   MUST(vpmm_import_memory(all, NULL, &bytes) == VPMM_OK && bytes > before);
   MUST(read(receiver->socket, &there, sizeof there) == sizeof there);
   MUST(vpmm_import_translate(all, there, &pointer) == VPMM_OK && pointer != NULL);
@@ -168,6 +190,8 @@ static void share(vpmm_driver *driver) {
   MUST(vpmm_export_create(pool, &export) == VPMM_OK);
   MUST(vpmm_export_send_all(export, sockets[0]) == VPMM_OK);
   MUST(vpmm_malloc(pool, 50 * MIB, NULL, &two) == VPMM_OK);
+  char asked = 0;
+  MUST(read(sockets[0], &asked, 1) == 1 && asked == 'm');
   MUST(vpmm_export_send_all(export, sockets[0]) == VPMM_OK);
   uint64_t there = (uintptr_t)two;
   MUST(write(sockets[0], &there, sizeof there) == sizeof there);
