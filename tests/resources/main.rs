@@ -5,6 +5,7 @@
 //! nothing of it run on a GPU too, where there is one.
 
 mod adaptors;
+mod captures;
 mod current;
 mod defects;
 mod devices;

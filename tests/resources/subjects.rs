@@ -100,7 +100,7 @@ pub(crate) fn malloc(rig: &Rig) -> DeviceMalloc {
     DeviceMalloc::new(&rig.device)
 }
 
-fn driver_pool(rig: &Rig) -> Result<DriverPool, Error> {
+pub(crate) fn driver_pool(rig: &Rig) -> Result<DriverPool, Error> {
     DriverPool::new(&rig.device, &DriverPoolConfig::default())
 }
 

@@ -154,7 +154,13 @@ impl Core {
             None => return Ok(false),
         };
         let bytes = segment.bytes as usize;
-        self.upstream.deallocate(segment.ptr, bytes, self.align, stream).map(|()| true)
+        match self.upstream.deallocate(segment.ptr, bytes, self.align, stream) {
+            Ok(()) => Ok(true),
+            // That of what is over is the legacy one, which nobody may use while a blocking stream captures; or a
+            // capture began just now.
+            Err(Error::StreamCapturing) => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 }
 

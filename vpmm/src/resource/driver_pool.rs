@@ -13,6 +13,7 @@ use super::facts::{Checks, Facts};
 use super::identity::Identity;
 use super::memory_resource::MemoryResource;
 use super::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
+use crate::default::stream_is_capturing;
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Driver, Failure};
 use crate::error::{Error, Result};
@@ -56,6 +57,12 @@ impl Default for DriverPoolConfig {
 /// The driver says of a double free that its outcome is undefined, so what is allocated is kept in a
 /// table, and every wrong free is found. Memory that others took from a borrowed pool is theirs to free.
 ///
+/// # Captures
+/// On a stream that captures both calls are refused, [`Error::StreamCapturing`], and the capture goes on. The
+/// driver would make nodes of the graph of them: memory that the graph owns, and that goes when it does,
+/// though a pool above would keep it as any other. So the pools over this one serve a capture what they
+/// have, and do not grow in it. Memory of graphs is [`Pool::graph_pool`](crate::Pool::graph_pool)'s.
+///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let sim = cuda_sim::Simulator::builder().build()?;
@@ -90,7 +97,7 @@ unsafe impl Sync for DriverPool {}
 impl DriverPool {
     /// A pool of its own on this device.
     ///
-    /// One driver call or two; with initial memory it waits for the legacy default stream once.
+    /// One driver call or two; with initial memory it waits for a stream of its own once.
     ///
     /// # Errors
     /// [`Error::Unsupported`] where the device has no pools, [`Error::SharingUnsupported`],
@@ -148,17 +155,17 @@ impl DriverPool {
 
     /// Has the pool take so much memory, and keep it.
     fn prime(&self, driver: &Driver, bytes: u64) -> Result<()> {
-        let stream = StreamHandle::LEGACY.raw();
+        // Of its own, so that no other is waited for, and no capture is in the way.
+        let stream = self.device.stream()?;
+        let raw = stream.handle().raw();
         let mut address = 0;
-        // SAFETY: the pointer is to a live CUdeviceptr, the pool and the default stream are alive.
-        unsafe { driver.cuMemAllocFromPoolAsync(&mut address, bytes as usize, self.pool, stream) }
+        // SAFETY: the pointer is to a live CUdeviceptr, the pool and the stream are alive.
+        unsafe { driver.cuMemAllocFromPoolAsync(&mut address, bytes as usize, self.pool, raw) }
             .map_err(|failure| failure.about(bytes))?;
         // SAFETY: just allocated, freed once.
-        unsafe { driver.cuMemFreeAsync(address, stream) }?;
+        unsafe { driver.cuMemFreeAsync(address, raw) }?;
         // So that it is every stream's at once.
-        // SAFETY: the default stream is alive.
-        unsafe { driver.cuStreamSynchronize(stream) }?;
-        Ok(())
+        stream.synchronize()
     }
 
     /// The driver's handle of the pool. A pool of this value's own is alive while the value is.
@@ -219,11 +226,11 @@ impl DriverPool {
 }
 
 impl MemoryResource for DriverPool {
-    /// One driver call for the memory, four around it.
+    /// One driver call for the memory, five around it.
     ///
     /// # Errors
     /// [`Error::BadAlignment`], [`Error::AlignmentUnsupported`] above 256 bytes,
-    /// [`Error::SizeOverflow`], [`Error::Driver`], [`Error::ContextLost`], [`Error::Forked`].
+    /// [`Error::SizeOverflow`], [`Error::StreamCapturing`], [`Error::Driver`], [`Error::ContextLost`], [`Error::Forked`].
     fn allocate(&self, bytes: usize, align: usize, stream: StreamHandle) -> Result<DevicePtr> {
         check_align(align, MIN_ALIGN)?;
         if bytes == 0 {
@@ -233,6 +240,9 @@ impl MemoryResource for DriverPool {
         let _context = self.device.enter()?;
         let driver = self.device.driver();
         let _beside = BesideCaptures::enter(driver)?;
+        if stream_is_capturing(driver, stream)? {
+            return Err(Error::StreamCapturing);
+        }
         let mut address = 0;
         // SAFETY: the pointer is to a live CUdeviceptr, the pool is alive, and whoever made the
         // stream handle vouches for its stream.
@@ -245,11 +255,11 @@ impl MemoryResource for DriverPool {
         Ok(DevicePtr::from_address(address))
     }
 
-    /// One driver call for the memory, four around it.
+    /// One driver call for the memory, five around it.
     ///
     /// # Errors
     /// [`Error::ForeignPointer`], for one freed already too; [`Error::WrongSize`],
-    /// [`Error::Driver`], [`Error::ContextLost`], [`Error::Forked`].
+    /// [`Error::StreamCapturing`], [`Error::Driver`], [`Error::ContextLost`], [`Error::Forked`].
     fn deallocate(
         &self,
         ptr: DevicePtr,
@@ -264,13 +274,20 @@ impl MemoryResource for DriverPool {
         let driver = self.device.driver();
         let _beside = BesideCaptures::enter(driver)?;
         let (address, given_bytes) = (ptr.address(), bytes as u64);
+        let find = |live: &HashMap<u64, u64>| match live.get(&address) {
+            Some(&bytes) if bytes == given_bytes => Ok(()),
+            Some(&bytes) => Err(Error::WrongSize { address, given_bytes, bytes }),
+            None => Err(Error::ForeignPointer { address }),
+        };
+        // What is wrong with a pointer is said first, so that who looks for its owner goes on looking.
+        find(&self.live())?;
+        if stream_is_capturing(driver, stream)? {
+            return Err(Error::StreamCapturing);
+        }
         {
             // Out of the table first: once the driver has it, it may hand it out again.
             let mut live = self.live();
-            let bytes = *live.get(&address).ok_or(Error::ForeignPointer { address })?;
-            if bytes != given_bytes {
-                return Err(Error::WrongSize { address, given_bytes, bytes });
-            }
+            find(&live)?;
             live.remove(&address);
         }
         // SAFETY: the table had the address, so it is allocated and freed once; whoever made the

@@ -457,8 +457,9 @@ impl<R: MemoryResource> CoalescingPool<R> {
             }
         }
         let lost = self.core.state().lost();
-        if let Some(pending) = lost {
-            lanes::wait_for_device(&self.core.device)?;
+        if let Some(pending) = lost
+            && lanes::wait_for_device_beside(&self.core.device, stream)?
+        {
             let mut state = self.core.state();
             state.lanes.device_passed(&pending);
             state.pass_all();
@@ -468,7 +469,8 @@ impl<R: MemoryResource> CoalescingPool<R> {
             }
         }
         // What is wholly free but too short makes room for what is long enough.
-        if self.trim_as(named, stream, true, bytes)? > 0
+        if self.config.max_bytes.is_none_or(|most| bytes <= most)
+            && self.trim_as(named, stream, true, bytes)? > 0
             && let Ok(address) = self.grow(named, stream, bytes, asked)?
         {
             return Ok(address);

@@ -661,13 +661,18 @@ impl Lanes {
 
 const _: () = assert!(NOBODY == 0);
 
-/// Waits on the host for everything in the context. Not under the lock of a pool: what is waited for may depend on
-/// a thread that comes there first.
-pub(super) fn wait_for_device(device: &Device) -> Result<()> {
+/// Waits on the host for everything in the context, for a request on a stream: `false`, and no wait, where that
+/// captures, since the wait would end its capture. Not under the lock of a pool: what is waited for may depend on a
+/// thread that comes there first.
+pub(super) fn wait_for_device_beside(device: &Device, stream: StreamHandle) -> Result<bool> {
     let _context = device.enter()?;
     let _beside = BesideCaptures::enter(device.driver())?;
+    if stream_is_capturing(device.driver(), stream)? {
+        return Ok(false);
+    }
     // SAFETY: no arguments; the device's context is current.
-    Ok(unsafe { device.driver().cuCtxSynchronize() }?)
+    unsafe { device.driver().cuCtxSynchronize() }?;
+    Ok(true)
 }
 
 /// The end of a pool, before its memory goes back: waits on the host for all that was freed, takes the pool out

@@ -299,9 +299,11 @@ impl<R: MemoryResource> FixedSize<R> {
                 }
                 if let Some(pending) = state.lost() {
                     drop(state);
-                    lanes::wait_for_device(&self.core.device)?;
+                    let waited = lanes::wait_for_device_beside(&self.core.device, stream)?;
                     state = self.core.state();
-                    state.device_passed(&pending);
+                    if waited {
+                        state.device_passed(&pending);
+                    }
                 }
                 Some(error)
             }

@@ -1,0 +1,168 @@
+//! Captures beside memory that a driver's pool gives: it would be the graph's.
+
+use std::sync::Arc;
+
+use cuda_sys::types::CUstream_flags_enum;
+use vpmm::resource::*;
+use vpmm::{Error, MemoryResource};
+
+use crate::subjects::{MIB, SUBJECTS, driver_pool, malloc};
+use crate::support::{Rig, call, streams};
+use crate::watched::Watched;
+
+const BYTES: usize = 7 << 20;
+
+/// The pools over it serve what they have, and take what is freed; only that they grow is refused. Nothing gets
+/// into the graph, and afterwards all is as it was.
+#[test]
+fn a_drivers_pool_gives_a_capture_nothing_and_takes_nothing() {
+    Rig::everywhere(|rig| {
+        for subject in SUBJECTS.iter().filter(|of| of.name.contains("cuda-async")) {
+            println!("{}", subject.name);
+            let resource = subject.make(rig);
+            let watched = Watched::new(rig, &resource);
+            let capturing = rig.stream();
+            let stream = capturing.handle();
+            let kept = watched.allocate(BYTES, &capturing);
+            let once = watched.allocate(BYTES, &capturing);
+            watched.free(once, &capturing);
+            streams::begin_capture(rig, stream.raw());
+            let mut held = Vec::new();
+            let refusal = loop {
+                match resource.allocate(BYTES, 256, stream) {
+                    Ok(ptr) => held.push(ptr),
+                    Err(error) => break error,
+                }
+            };
+            // What an arena has it has from the start.
+            let whole = subject.name.starts_with("arena");
+            let named = matches!(refusal, Error::StreamCapturing);
+            assert!(named || whole && refusal.is_out_of_memory(), "{}: {refusal}", subject.name);
+            let is_plain = subject.name.starts_with("cuda-async");
+            assert_eq!(held.is_empty(), is_plain, "{}", subject.name);
+            for ptr in held {
+                resource.deallocate(ptr, BYTES, 256, stream).expect("freed");
+            }
+            if is_plain {
+                let refused = resource.deallocate(kept.ptr, BYTES, 256, stream);
+                assert!(matches!(refused, Err(Error::StreamCapturing)), "{refused:?}");
+            }
+            assert_eq!(streams::end_capture(rig, stream.raw()), 0, "{}", subject.name);
+            watched.free(kept, &capturing);
+            let again: Vec<_> = (0..40).map(|_| watched.allocate(BYTES, &capturing)).collect();
+            again.into_iter().for_each(|held| watched.free(held, &capturing));
+            watched.assert_intact();
+        }
+    });
+}
+
+/// What a pool gives back on a stream that captures stays, and goes when the capture is over.
+#[test]
+fn a_piece_that_a_capture_is_in_the_way_of_goes_back_later() {
+    Rig::everywhere(|rig| {
+        let below = Arc::new(driver_pool(rig).expect("a driver's pool"));
+        let config = CoalescingConfig::default();
+        let pool = CoalescingPool::new(Arc::clone(&below), &rig.device, &config).expect("a pool");
+        let stream = rig.stream();
+        let ptr = pool.allocate(BYTES, 256, stream.handle()).expect("memory");
+        let raw = stream.handle().raw();
+        streams::begin_capture(rig, raw);
+        pool.deallocate(ptr, BYTES, 256, stream.handle()).expect("freed");
+        let refused = pool.trim(stream.handle(), true);
+        assert!(matches!(refused, Err(Error::StreamCapturing)), "{refused:?}");
+        assert_eq!(pool.pool_bytes(), 7 * MIB);
+        assert_eq!(streams::end_capture(rig, raw), 0);
+        assert_eq!(pool.trim(stream.handle(), true).expect("given back"), 7 * MIB);
+        stream.synchronize().expect("the stream finishes");
+        assert_eq!(below.used_bytes().expect("a number"), 0);
+        drop(pool);
+        rig.assert_clean();
+    });
+}
+
+/// Segments whose stream's work is over go back on the legacy stream: which nobody may use while a blocking
+/// stream captures.
+#[test]
+fn segments_stay_while_a_capture_forbids_the_legacy_stream() {
+    Rig::everywhere(|rig| {
+        let below = driver_pool(rig).expect("a driver's pool");
+        let config = vpmm::caching::CachingConfig::default();
+        let caching = vpmm::CachingAllocator::over(below, &rig.device, &config).expect("one");
+        let own = rig.stream();
+        let ptr = caching.malloc(BYTES, &own).expect("memory");
+        caching.free(ptr).expect("freed");
+        own.synchronize().expect("the stream finishes");
+        drop(own);
+        let (raw, _) = streams::make(rig, 0);
+        streams::begin_capture(rig, raw);
+        caching.empty_cache().expect("what can go");
+        assert_eq!(caching.memory_reserved(), 20 * MIB);
+        assert_eq!(streams::end_capture(rig, raw), 0);
+        caching.empty_cache().expect("all goes");
+        assert_eq!(caching.memory_reserved(), 0);
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+        drop(caching);
+        rig.assert_clean();
+    });
+}
+
+/// Memory that only a wait for the device would prove free: that would end the capture of who asks.
+#[test]
+fn who_captures_does_not_wait_for_the_device() {
+    Rig::everywhere(|rig| {
+        let mut config = CoalescingConfig::default();
+        (config.initial_bytes, config.max_bytes) = (16 * MIB, Some(16 * MIB));
+        let pool = CoalescingPool::new(malloc(rig), &rig.device, &config).expect("a pool");
+        let limit = Limiting::new(malloc(rig), 16 * MIB);
+        let mut config = FixedSizeConfig::default();
+        (config.block_bytes, config.blocks_at_once) = (16 << 20, 1);
+        let blocks = FixedSize::new(limit, &rig.device, &config).expect("blocks");
+        for resource in [&pool as &dyn MemoryResource, &blocks] {
+            let (ended, capturing) = (rig.stream(), rig.stream());
+            let ptr = resource.allocate(16 << 20, 256, ended.handle()).expect("memory");
+            streams::begin_capture(rig, ended.handle().raw());
+            resource.deallocate(ptr, 16 << 20, 256, ended.handle()).expect("freed");
+            drop(ended);
+            let raw = capturing.handle().raw();
+            streams::begin_capture(rig, raw);
+            let refused = resource.allocate(16 << 20, 256, capturing.handle());
+            assert!(refused.as_ref().is_err_and(Error::is_out_of_memory), "{refused:?}");
+            assert_eq!(streams::end_capture(rig, raw), 0);
+            let ptr = resource.allocate(16 << 20, 256, capturing.handle()).expect("after a wait");
+            resource.deallocate(ptr, 16 << 20, 256, capturing.handle()).expect("freed");
+        }
+        drop((pool, blocks));
+        rig.assert_clean();
+    });
+}
+
+/// A request that is longer than all that a pool may have gives nothing back: no room that it makes is enough.
+#[test]
+fn a_request_beyond_the_maximum_gives_nothing_back() {
+    Rig::everywhere(|rig| {
+        let mut config = CoalescingConfig::default();
+        (config.initial_bytes, config.max_bytes) = (16 * MIB, Some(16 * MIB));
+        let pool = CoalescingPool::new(malloc(rig), &rig.device, &config).expect("a pool");
+        let stream = rig.stream();
+        let refused = pool.allocate(17 << 20, 256, stream.handle());
+        assert!(refused.is_err_and(|error| error.is_out_of_memory()));
+        assert_eq!(pool.pool_bytes(), 16 * MIB);
+    });
+}
+
+/// A driver's pool that takes its first memory while a blocking stream captures.
+#[test]
+fn a_drivers_pool_is_made_beside_a_capture() {
+    Rig::everywhere(|rig| {
+        for flags in [0, CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0] {
+            let (raw, _) = streams::make(rig, flags);
+            streams::begin_capture(rig, raw);
+            let mut config = DriverPoolConfig::default();
+            config.initial_bytes = 16 * MIB;
+            let pool = DriverPool::new(&rig.device, &config).expect("a pool");
+            assert_eq!(streams::end_capture(rig, raw), 0);
+            assert!(pool.reserved_bytes().expect("a number") >= 16 * MIB);
+            call!(rig.driver, cuStreamDestroy_v2(raw));
+        }
+    });
+}
