@@ -140,6 +140,46 @@ fn an_end_in_which_a_call_fails_waits_all_the_same() {
     }
 }
 
+/// Nobody tells which streams use what was never freed: a pool that gives it to a pool below, which hands it to
+/// others at once, waits for the device.
+#[test]
+fn an_end_with_allocations_waits_for_the_device() {
+    const BYTES: usize = 16 << 20;
+    type Make = fn(&Rig, Arc<CoalescingPool<DeviceMalloc>>) -> Shared;
+    let makes: [Make; 3] = [
+        |rig, below| {
+            let config = CoalescingConfig::default();
+            Arc::new(CoalescingPool::new(below, &rig.device, &config).expect("a pool"))
+        },
+        |rig, below| {
+            let mut config = FixedSizeConfig::default();
+            (config.block_bytes, config.blocks_at_once, config.at_start) = (BYTES, 1, false);
+            Arc::new(FixedSize::new(below, &rig.device, &config).expect("blocks"))
+        },
+        |rig, below| {
+            let mut config = ArenaConfig::default();
+            config.arena_bytes = Some(16 * MIB);
+            Arc::new(Arena::new(below, &rig.device, &config).expect("an arena"))
+        },
+    ];
+    // The second is of an arena's part for one stream.
+    for (make, bytes) in makes.into_iter().flat_map(|make| [(make, BYTES), (make, 1000)]) {
+        let rig = Rig::simulated(cuda_sim::Schedule::Late { patience: 64 });
+        let below = Arc::new(plain_pool(&rig));
+        let resource = make(&rig, Arc::clone(&below));
+        let (first, second) = (rig.stream(), rig.stream());
+        let watched = Watched::new(&rig, &resource);
+        let held = watched.allocate(bytes, &first);
+        watched.check(&held, &first);
+        drop(watched);
+        drop(resource);
+        let watched = Watched::new(&rig, &below);
+        let again = watched.allocate(BYTES, &second);
+        watched.free(again, &second);
+        watched.assert_intact();
+    }
+}
+
 /// What a pool gives back and the resource below does not take, it has still: whether that refuses, or a
 /// function of the caller's panics, and whatever the driver says to questions meanwhile.
 #[test]

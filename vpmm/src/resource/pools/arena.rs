@@ -45,7 +45,8 @@ pub struct ArenaConfig {
 /// When a stream of this library ends its arena is given up. Of other streams nobody tells; their arenas
 /// stay, and give up what is free when memory is short.
 ///
-/// Every wrong free is found. Memory goes back to upstream at the drop.
+/// Every wrong free is found. Memory goes back to upstream at the drop, which waits as that of
+/// a [`CoalescingPool`].
 ///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {

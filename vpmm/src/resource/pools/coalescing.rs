@@ -91,7 +91,9 @@ pub(super) enum Growth {
 /// and look through all blocks before the pool grows.
 ///
 /// Every wrong free is found. At the drop the pool waits on the host for what was freed, and gives
-/// everything back, also what is still allocated.
+/// everything back, also what is still allocated: for that it waits for the whole device where upstream is in
+/// the order of streams and might hand it out again at once. (RMM's does not wait.) Such a wait ends the
+/// captures of others, and fails beside them: upstream gets nothing back then.
 ///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -732,13 +734,14 @@ impl<R: MemoryResource> MemoryResource for CoalescingPool<R> {
 }
 
 impl<R: MemoryResource> Drop for CoalescingPool<R> {
-    /// Where nobody can tell whether work has finished (a context that went first) upstream gets nothing
-    /// back.
+    /// Where nobody can tell whether work has finished (a context that went first, a wait for the device beside
+    /// a capture) upstream gets nothing back.
     fn drop(&mut self) {
         if self.core.device.driver().check_process().is_err() {
             return;
         }
-        if !lanes::retire(&*self.core, &self.core.state, |state| &mut state.lanes) {
+        let of_callers = self.live_bytes() > 0 && self.upstream.facts().stream_ordered;
+        if !lanes::retire(&*self.core, &self.core.state, |state| &mut state.lanes, of_callers) {
             return;
         }
         let chunks = self.core.state().blocks.drain();

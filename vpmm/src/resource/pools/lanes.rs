@@ -676,15 +676,17 @@ pub(super) fn wait_for_device_beside(device: &Device, stream: StreamHandle) -> R
 }
 
 /// The end of a pool, before its memory goes back: waits on the host for all that was freed, takes the pool out
-/// of the driver's list, and destroys its events. Whether all that was freed is known to be complete: else its
-/// memory is nobody's to give to others.
+/// of the driver's list, and destroys its events. Whether all of its work is known to be complete: else its memory
+/// is nobody's to give to others. `of_callers`: something is allocated still, and goes back in the order of a stream.
+/// Nobody tells which streams use it, so only a wait for the device will do.
 #[must_use]
 pub(super) fn retire<S, W: StreamWatcher>(
     watcher: &W,
     state: &SpinLock<S>,
     lanes: impl Fn(&mut S) -> &mut Lanes,
+    of_callers: bool,
 ) -> bool {
-    let waited = wait_for_all(state, &lanes);
+    let waited = wait_for_all(state, &lanes, of_callers);
     let driver = lanes(&mut state.lock()).driver().clone();
     // Streams were told until now; and nobody is in a call of the pool afterwards.
     driver.unwatch_streams(watcher);
@@ -694,17 +696,23 @@ pub(super) fn retire<S, W: StreamWatcher>(
 
 /// Waits for all that was freed so far, for the device where there is no event for it, or one that fails. Without
 /// the lock meanwhile: what is waited for may depend on a thread that comes here first, to tell a stream's end.
-fn wait_for_all<S>(state: &SpinLock<S>, lanes: &impl Fn(&mut S) -> &mut Lanes) -> Result<()> {
+fn wait_for_all<S>(
+    state: &SpinLock<S>,
+    lanes: &impl Fn(&mut S) -> &mut Lanes,
+    of_callers: bool,
+) -> Result<()> {
     let device = lanes(&mut state.lock()).device.clone();
     let driver = device.driver();
-    if lanes(&mut state.lock()).pending().is_empty() {
+    if !of_callers && lanes(&mut state.lock()).pending().is_empty() {
         return Ok(());
     }
     let _context = device.enter()?;
     let _beside = BesideCaptures::enter(driver)?;
-    let _ = wait_for_events(state, lanes, driver);
+    if !of_callers {
+        let _ = wait_for_events(state, lanes, driver);
+    }
     let left = lanes(&mut state.lock()).pending();
-    if !left.is_empty() {
+    if of_callers || !left.is_empty() {
         // SAFETY: no arguments; the device's context is current.
         unsafe { driver.cuCtxSynchronize() }?;
         for (lane, epoch) in left {

@@ -67,7 +67,8 @@ impl Default for FixedSizeConfig {
 /// streams have freed is asked about when it is needed, and taken over with a wait on the GPU. Streams that
 /// go on asking each other get some slack for it: up to 32 blocks, and 128 MiB, of others' may then
 /// be left alone and as much be taken from upstream instead, so that one question serves for many blocks.
-/// Every wrong free is found. Memory goes back to upstream at the drop.
+/// Every wrong free is found. Memory goes back to upstream at the drop, which waits as that of
+/// a [`CoalescingPool`](super::CoalescingPool).
 ///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -457,14 +458,15 @@ impl<R: MemoryResource> MemoryResource for FixedSize<R> {
 }
 
 impl<R: MemoryResource> Drop for FixedSize<R> {
-    /// Where nobody can tell whether work has finished (a context that went first) upstream gets nothing
-    /// back.
+    /// Where nobody can tell whether work has finished (a context that went first, a wait for the device beside
+    /// a capture) upstream gets nothing back.
     fn drop(&mut self) {
         if self.core.device.driver().check_process().is_err() {
             return;
         }
         self.core.state().settle_all(&self.core);
-        if !lanes::retire(&*self.core, &self.core.state, |state| &mut state.lanes) {
+        let of_callers = self.core.chunks.live() > 0 && self.upstream.facts().stream_ordered;
+        if !lanes::retire(&*self.core, &self.core.state, |state| &mut state.lanes, of_callers) {
             return;
         }
         let chunks = self.core.chunks.pointers().map(|ptr| (ptr, self.chunk_bytes()));
