@@ -1,5 +1,7 @@
 //! Several threads on one allocator.
 
+use std::time::{Duration, Instant};
+
 use cuda_sim::{Schedule, Simulator};
 
 use crate::rig::{Cached, KIB, MIB};
@@ -7,6 +9,7 @@ use crate::support::changed::{changed, gated};
 use crate::support::{Held, Lcg, Rig};
 
 gated!(getting: cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize));
+gated!(waiting: cuEventSynchronize(event: CUevent));
 gated!(giving: cuMemFree_v2(address: CUdeviceptr));
 
 #[test]
@@ -131,5 +134,48 @@ fn nobody_waits_for_a_thread_that_gets_memory_or_gives_it_back() {
     assert_eq!((cached.reserved(), cached.allocator.block_count()), (0, 0));
     cached.assert_intact();
     drop((cached, stream));
+    drop(rig);
+}
+
+/// Who waits for further streams does so without the lock: meanwhile another thread may find an event passed that
+/// is waited for, and it is not recorded elsewhere before the wait is over.
+#[test]
+fn who_waits_for_uses_waits_for_no_others() {
+    let sim = Simulator::builder().schedule(Schedule::Late { patience: 3 }).build().unwrap();
+    let rig = Rig::with(changed(&sim, waiting::put), sim);
+    let cached = rig.cached();
+    let (own, side, other) = (rig.stream(), rig.stream(), rig.stream());
+    let (kept, first, second) =
+        (cached.malloc(3 * MIB, &own), cached.malloc(3 * MIB, &own), cached.malloc(3 * MIB, &own));
+    let stall = rig.stall(side.handle());
+    cached.look_from(&first, &own, &side);
+    cached.free(first, &own);
+    std::thread::scope(|scope| {
+        waiting::BEFORE.arm();
+        let flush = scope.spawn(|| cached.allocator.empty_cache().unwrap());
+        waiting::BEFORE.wait();
+        drop(stall);
+        side.synchronize().unwrap();
+        let stall = rig.stall(other.handle());
+        cached.look_from(&second, &own, &other);
+        cached.free(second, &own);
+        // It lacks memory: an event is recorded for what waits.
+        let long = cached.malloc(64 * MIB, &own);
+        waiting::BEFORE.open();
+        let start = Instant::now();
+        while !flush.is_finished() && start.elapsed() < Duration::from_secs(10) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let waited_for_its_own = flush.is_finished();
+        drop(stall);
+        flush.join().unwrap();
+        assert!(waited_for_its_own, "the other stream is none of what it was to wait for");
+        cached.free(long, &own);
+    });
+    cached.free(kept, &own);
+    cached.allocator.empty_cache().unwrap();
+    assert_eq!((cached.reserved(), cached.allocator.block_count()), (0, 0));
+    cached.assert_intact();
+    drop((cached, own, side, other));
     drop(rig);
 }

@@ -83,7 +83,7 @@ impl Waits {
                     }
                     Err(failure) => return Err(failure.into()),
                 };
-                self.spare.push(event);
+                self.let_go(event);
                 self.places[place].life = life;
                 Ok(matches!(life, Life::Over))
             }

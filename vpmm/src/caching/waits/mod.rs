@@ -84,6 +84,11 @@ pub(super) struct Waits {
     deferred: Vec<Deferred>,
     /// Events to use again: as many as ever were waited for at a time, at most.
     spare: Vec<Event>,
+    /// Threads that wait for events of the queues now, without the lock.
+    waiting: u32,
+    /// Events that passed meanwhile. They may be waited for still, so none is recorded elsewhere before that is
+    /// over.
+    resting: Vec<Event>,
     /// Lists to use again, empty.
     lists: Vec<Vec<Since>>,
     /// So many requests go by before one asks again: while nothing passes, twice as many each time.
@@ -100,6 +105,11 @@ enum Made {
 }
 
 impl Waits {
+    /// An event of a queue has had its turn.
+    fn let_go(&mut self, event: Event) {
+        if self.waiting == 0 { self.spare.push(event) } else { self.resting.push(event) }
+    }
+
     fn enqueue(&mut self, place: u32, waiter: Waiter) {
         let queue = &mut self.places[place as usize].queue;
         if queue.is_empty() {
@@ -340,8 +350,9 @@ impl Waits {
     /// The first of a queue have waited long enough.
     fn pop(&mut self, core: &Core, place: u32, count: usize) {
         let mut books = core.books.lock();
+        let events = if self.waiting == 0 { &mut self.spare } else { &mut self.resting };
         for mut waiter in self.places[place as usize].queue.drain(..count) {
-            self.spare.extend(waiter.event);
+            events.extend(waiter.event);
             waiter.blocks.drain(..).for_each(|wait| books.wait_is_over(wait.block));
             self.lists.push(waiter.blocks);
         }
@@ -351,8 +362,9 @@ impl Waits {
     fn defer_first(&mut self, core: &Core, place: u32) {
         let of = &mut self.places[place as usize];
         let Some(Waiter { event, mut blocks }) = of.queue.pop_front() else { return };
-        self.spare.extend(event);
-        let on = match of.life {
+        let life = of.life;
+        event.into_iter().for_each(|event| self.let_go(event));
+        let on = match life {
             Life::Lasting(handle) if handle != StreamHandle::LEGACY => {
                 return core.books.lock().reopen(place, &blocks);
             }
@@ -363,6 +375,14 @@ impl Waits {
             self.defer(Deferred { place, on, block, since });
         }
         self.lists.push(blocks);
+    }
+
+    /// Takes every wait as far as it has come.
+    fn advance_all(&mut self, core: &Core) -> Result<()> {
+        let advanced = self.close_all(core).and_then(|_| self.advance(core));
+        let advanced = advanced.and_then(|()| self.settle_each_end(core));
+        self.publish(core);
+        advanced
     }
 
     /// Behind these events is everything that can be waited for.
@@ -427,7 +447,7 @@ impl Waits {
             };
             of.queue.drain(..).filter_map(|waiter| waiter.event).chain(last)
         });
-        for event in self.spare.drain(..).chain(queued) {
+        for event in self.spare.drain(..).chain(self.resting.drain(..)).chain(queued) {
             // SAFETY: the owner ends, and nobody else has its events.
             let _ = unsafe { event.destroy(driver) };
         }
@@ -535,25 +555,25 @@ impl Core {
         let _context = self.device.enter()?;
         let driver = self.device.driver();
         let _beside = BesideCaptures::enter(driver)?;
-        let events = self.advance_all()?;
-        for event in events {
-            match event.wait(driver) {
-                Ok(()) => {}
-                // It is found out below.
-                Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {}
-                Err(failure) => return Err(failure.into()),
-            }
-        }
-        self.advance_all().map(|_| ())
-    }
-
-    /// Takes every wait as far as it has come: the events that are left.
-    fn advance_all(&self) -> Result<Vec<Event>> {
+        let events = {
+            let mut waits = lock(&self.waits);
+            waits.advance_all(self)?;
+            waits.waiting += 1;
+            waits.last_events()
+        };
+        let waited = events.into_iter().try_for_each(|event| match event.wait(driver) {
+            // Which is found out below.
+            Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => Ok(()),
+            waited => waited,
+        });
         let mut waits = lock(&self.waits);
-        let advanced = waits.close_all(self).and_then(|_| waits.advance(self));
-        let advanced = advanced.and_then(|()| waits.settle_each_end(self));
-        waits.publish(self);
-        advanced.map(|()| waits.last_events())
+        waits.waiting -= 1;
+        if waits.waiting == 0 {
+            let mut resting = std::mem::take(&mut waits.resting);
+            waits.spare.append(&mut resting);
+        }
+        waited?;
+        waits.advance_all(self)
     }
 }
 
