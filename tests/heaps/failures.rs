@@ -432,3 +432,25 @@ fn a_stream_ends_with_frees_that_wait_for_its_capture() {
     pool.validate().unwrap();
     rig.assert_clean();
 }
+
+/// Streams' ends are told to a pool once, however often its first heap could not be made.
+#[test]
+fn first_heaps_that_fail_leave_nothing_behind() {
+    let sim = Simulator::builder().build().unwrap();
+    let rig = Rig::with(Driver::new(sim.driver()).unwrap(), sim.clone());
+    let pool = Pool::new(&rig.device, &PoolConfig::default()).unwrap();
+    let fail = |times: usize| {
+        for _ in 0..times {
+            sim.fail_nth("cuMemAddressReserve", 1, UNKNOWN);
+            pool.tagged("weights").map(drop).unwrap_err();
+            sim.fail_nth("cuMemAddressReserve", 1, UNKNOWN);
+            pool.graph_pool().map(drop).unwrap_err();
+        }
+        sim.clear_faults();
+        let stream = rig.stream();
+        let before = rig.driver.calls();
+        drop(stream);
+        rig.driver.calls().since(&before).total()
+    };
+    assert_eq!(fail(1), fail(8));
+}

@@ -104,8 +104,8 @@ pub(crate) struct Heaps {
     core: Option<Arc<Core>>,
     terms: Terms,
     /// Held while a heap is made, or who may reach the memory is changed: a new heap is open to the
-    /// same devices as the others.
-    making: Mutex<()>,
+    /// same devices as the others. Whether streams are watched: from the first heap on that was to be made.
+    making: Mutex<bool>,
     members: RwLock<Vec<Member>>,
     captures: Mutex<Captures>,
     /// Whether a graph's pool is open to a capture.
@@ -126,7 +126,7 @@ impl Heaps {
             main,
             core,
             terms,
-            making: Mutex::new(()),
+            making: Mutex::new(false),
             members: RwLock::default(),
             captures: Mutex::new(Captures::new()),
             open: AtomicBool::new(false),
@@ -216,9 +216,9 @@ impl Heaps {
         Ok(member)
     }
 
-    /// Watches streams from now on, once.
-    fn watch(self: &Arc<Self>) {
-        if !self.any.load(Ordering::Acquire) {
+    /// Watches streams from now on, once. `watches`: what `making` guards.
+    fn watch(self: &Arc<Self>, watches: &mut bool) {
+        if !std::mem::replace(watches, true) {
             let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(self) as _;
             self.device().driver().watch_streams(watcher);
         }
@@ -226,8 +226,8 @@ impl Heaps {
 
     pub(crate) fn new_graph(self: &Arc<Self>) -> Result<Arc<Graph>> {
         self.reap(false);
-        let _making = lock(&self.making);
-        self.watch();
+        let mut making = lock(&self.making);
+        self.watch(&mut making);
         match self.make(true, |core| Member::Graph(Arc::new(Graph::new(core))))? {
             Member::Graph(graph) => Ok(graph),
             Member::Tagged(_) => Err(Error::UnknownTag),
@@ -236,11 +236,11 @@ impl Heaps {
 
     /// The heap with a tag, made where there is none.
     pub(crate) fn tagged(self: &Arc<Self>, tag: &str) -> Result<Arc<TaggedHeap>> {
-        let _making = lock(&self.making);
+        let mut making = lock(&self.making);
         match self.find_tag(tag) {
             Ok(found) => Ok(found),
             Err(_) => {
-                self.watch();
+                self.watch(&mut making);
                 let enter = |core| Member::Tagged(Arc::new(TaggedHeap::new(tag, core)));
                 match self.make(false, enter)? {
                     Member::Tagged(heap) => Ok(heap),
