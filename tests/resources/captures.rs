@@ -166,3 +166,14 @@ fn a_drivers_pool_is_made_beside_a_capture() {
         }
     });
 }
+
+/// To the driver 0 is no limit at all.
+#[test]
+fn a_drivers_pool_of_at_most_nothing_is_refused() {
+    Rig::everywhere(|rig| {
+        let mut config = DriverPoolConfig::default();
+        config.max_bytes = Some(0);
+        let refused = DriverPool::new(&rig.device, &config);
+        assert!(matches!(refused, Err(Error::Config { name: "max_bytes", .. })), "{refused:?}");
+    });
+}

@@ -30,7 +30,8 @@ pub struct DriverPoolConfig {
     /// What the pool keeps at a synchronisation, in bytes. At first everything: what a pool gives back
     /// there it has to take again, at the price of milliseconds.
     pub release_threshold_bytes: u64,
-    /// The most that the pool may hold, in bytes; `None` for what the driver allows.
+    /// The most that the pool may hold, in bytes; `None` for what the driver allows. Not 0, which is no limit
+    /// to the driver.
     pub max_bytes: Option<u64>,
     /// Whether and how other processes can import the pool, by [`DriverPool::raw`] and
     /// `cuMemPoolExportToShareableHandle`. Such a pool never gives memory back.
@@ -101,9 +102,13 @@ impl DriverPool {
     ///
     /// # Errors
     /// [`Error::Unsupported`] where the device has no pools, [`Error::SharingUnsupported`],
-    /// [`Error::Driver`], also where there is no memory for the initial size.
+    /// [`Error::Config`] for a maximum of 0, [`Error::Driver`], also where there is no memory for the initial size.
     pub fn new(device: &Device, config: &DriverPoolConfig) -> Result<Self> {
         use CUdevice_attribute as A;
+        if config.max_bytes == Some(0) {
+            let reason = "a pool has at least 1 byte; no limit is none given".to_owned();
+            return Err(Error::Config { name: "max_bytes", value: "0".to_owned(), reason });
+        }
         if device.attribute(A::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? == 0 {
             return Err(Error::Unsupported { what: "stream-ordered allocator on this device" });
         }
