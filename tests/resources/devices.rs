@@ -1,8 +1,12 @@
 //! Two devices in one program.
 
-use vpmm::Error;
+use std::sync::Arc;
 
-use crate::subjects::SUBJECTS;
+use vpmm::caching::CachingConfig;
+use vpmm::resource::*;
+use vpmm::{CachingAllocator, Error};
+
+use crate::subjects::{SUBJECTS, malloc};
 use crate::support::Rig;
 use crate::watched::Watched;
 
@@ -46,5 +50,30 @@ fn a_stream_of_another_device_is_refused_where_streams_are_kept() {
             assert!(matches!(refused, Err(Error::WrongDevice { .. })), "{refused:?}");
             resource.deallocate(ptr, 1000, 256, own.handle()).expect("freed");
         }
+    });
+}
+
+#[test]
+fn memory_of_another_device_is_refused_where_streams_are_passed_on() {
+    Rig::everywhere_with_peers(|here, there| {
+        let (device, below) = (&here.device, || malloc(there));
+        let refused = |result: Result<(), Error>| {
+            let named =
+                matches!(result, Err(Error::WrongDevice { stream_device: 0, pool_device: 1 }));
+            assert!(named, "{result:?}");
+        };
+        refused(CoalescingPool::new(below(), device, &CoalescingConfig::default()).map(drop));
+        refused(FixedSize::new(below(), device, &FixedSizeConfig::default()).map(drop));
+        let mut config = ArenaConfig::default();
+        config.arena_bytes = Some(64 << 20);
+        refused(Arena::new(below(), device, &config).map(drop));
+        refused(CachingAllocator::over(below(), device, &CachingConfig::default()).map(drop));
+        refused(Binning::with_powers(below(), device, 18..=20).map(drop));
+        refused(Binning::new(below(), device).add_own_bin(1 << 20));
+        refused(Binning::new(malloc(here), device).add_bin(1 << 20, Arc::new(below())));
+        // Through what passes the question on.
+        let deep = Limiting::new(Arc::new(below()), 1 << 30);
+        refused(CoalescingPool::new(deep, device, &CoalescingConfig::default()).map(drop));
+        here.assert_clean();
     });
 }

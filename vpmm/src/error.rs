@@ -343,7 +343,8 @@ pub enum Error {
     #[error("the mark is of another pool")]
     ForeignMark,
 
-    /// The stream belongs to another device than the pool.
+    /// The stream belongs to another device than the pool; or a pool for streams of one device was to stand on a
+    /// resource for those of another.
     #[error("a stream of device {stream_device} was used with a pool of device {pool_device}")]
     WrongDevice {
         /// The stream's device.

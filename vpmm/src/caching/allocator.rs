@@ -117,7 +117,8 @@ impl CachingAllocator {
     /// waits for the whole device.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// As [`new`](Self::new); [`Error::WrongDevice`](crate::Error::WrongDevice) where the resource is for streams
+    /// of another device.
     pub fn over(
         upstream: impl MemoryResource + 'static,
         device: &Device,

@@ -16,7 +16,7 @@ use crate::driver::{Awaited, Realm, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::lock::SpinLock;
 use crate::ordering::Mark;
-use crate::resource::{Identity, MemoryResource};
+use crate::resource::{Identity, MemoryResource, check_device};
 use crate::units::DevicePtr;
 
 /// What upstream is asked to align segments to, where it can.
@@ -106,6 +106,7 @@ impl Core {
         config.check()?;
         let driver = device.driver();
         driver.check_process()?;
+        check_device(&*upstream, device)?;
         let ages = config.garbage_collection_threshold.is_some();
         let rules = Rules {
             max_split_bytes: config.max_split_size_bytes.unwrap_or(u64::MAX),

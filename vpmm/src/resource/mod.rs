@@ -102,4 +102,4 @@ pub use pools::{
     FixedSizeConfig,
 };
 pub use request::MIN_ALIGN;
-pub(crate) use request::{check_align, is_of_nothing};
+pub(crate) use request::{check_align, check_device, is_of_nothing};

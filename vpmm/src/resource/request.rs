@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+use super::memory_resource::MemoryResource;
+use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::units::{DevicePtr, round_up};
 
@@ -36,4 +38,13 @@ pub(crate) fn is_of_nothing(ptr: DevicePtr, bytes: usize) -> Result<bool> {
         (false, 0) => Err(Error::ZeroSize),
         (false, _) => Ok(false),
     }
+}
+
+/// Refuses a resource to stand on that takes the streams of another device: it would be given those of this one.
+pub(crate) fn check_device<R: MemoryResource + ?Sized>(below: &R, device: &Device) -> Result<()> {
+    let of_below = below.device().map_or(device.ordinal(), Device::ordinal);
+    if of_below == device.ordinal() {
+        return Ok(());
+    }
+    Err(Error::WrongDevice { stream_device: device.ordinal(), pool_device: of_below })
 }

@@ -150,7 +150,8 @@ impl<R: MemoryResource + 'static> Arena<R> {
     /// An arena of memory from `upstream`, for streams of this device.
     ///
     /// # Errors
-    /// [`Error::Config`] for less than 1 MiB; upstream's.
+    /// [`Error::Config`] for less than 1 MiB; [`Error::WrongDevice`] where upstream is for streams of another device;
+    /// upstream's.
     pub fn new(upstream: R, device: &Device, config: &ArenaConfig) -> Result<Self> {
         let arena_bytes = match config.arena_bytes {
             Some(bytes) => bytes,

@@ -10,7 +10,7 @@ use super::fixed_size::{FixedSize, FixedSizeConfig};
 use super::lock;
 use crate::device::{Device, StreamHandle};
 use crate::error::{Error, Result};
-use crate::resource::request::{check_align, is_of_nothing, rounded};
+use crate::resource::request::{check_align, check_device, is_of_nothing, rounded};
 use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
 use crate::units::{Bytes, DevicePtr};
 
@@ -90,6 +90,10 @@ impl<R: MemoryResource> MemoryResource for ForBins<R> {
     fn describe(&self) -> Description {
         self.upstream.describe()
     }
+
+    fn device(&self) -> Option<&Device> {
+        self.upstream.device()
+    }
 }
 
 /// All bins at one time, by size, the least first.
@@ -122,7 +126,7 @@ impl<R: MemoryResource + 'static> Binning<R> {
     /// With bins of its own for these powers of two, in bytes.
     ///
     /// # Errors
-    /// [`Error::Config`] for a power above 47.
+    /// [`Error::Config`] for a power above 47; those of [`add_own_bin`](Self::add_own_bin).
     pub fn with_powers(
         upstream: R,
         device: &Device,
@@ -152,7 +156,8 @@ impl<R: MemoryResource + 'static> Binning<R> {
     /// Adds a bin of blocks of this size, taken from upstream. Nothing is done where there is one.
     ///
     /// # Errors
-    /// [`Error::Config`] for a size that no block can have.
+    /// [`Error::Config`] for a size that no block can have; [`Error::WrongDevice`] where upstream is for streams of
+    /// another device.
     pub fn add_own_bin(&self, bytes: usize) -> Result<()> {
         let mut config = FixedSizeConfig::default();
         config.block_bytes = bytes;
@@ -172,7 +177,7 @@ impl<R: MemoryResource + 'static> Binning<R> {
     ///
     /// # Errors
     /// [`Error::Config`] for no bytes, and for a resource that does not find wrong pointers: frees must
-    /// be able to pass it by.
+    /// be able to pass it by. [`Error::WrongDevice`] for one that is for streams of another device.
     pub fn add_bin(&self, bytes: usize, resource: Arc<dyn MemoryResource>) -> Result<()> {
         let wrong = |reason: &str| {
             let (name, value) = ("bytes", bytes.to_string());
@@ -184,6 +189,7 @@ impl<R: MemoryResource + 'static> Binning<R> {
         if resource.facts().checks == Checks::Nothing {
             return wrong("a bin's resource must find pointers that it does not know");
         }
+        check_device(&*resource, &self.device)?;
         let max_align = resource.facts().max_align;
         self.add(Bin { bytes: rounded(bytes)?, max_align, is_own: false, resource });
         Ok(())

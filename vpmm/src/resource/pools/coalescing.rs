@@ -15,7 +15,7 @@ use crate::driver::{Awaited, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::lock::{SpinGuard, SpinLock};
 use crate::ordering::{Mark, PendingPolicy};
-use crate::resource::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
+use crate::resource::request::{MIN_ALIGN, check_align, check_device, is_of_nothing, rounded};
 use crate::resource::{Checks, Description, Facts, Identity, MemoryResource, or_undo};
 use crate::units::{Bytes, DevicePtr, round_up};
 
@@ -326,7 +326,8 @@ impl<R: MemoryResource> CoalescingPool<R> {
     /// A pool over `upstream`, for streams of this device.
     ///
     /// # Errors
-    /// [`Error::Config`]; those of upstream, for the initial size.
+    /// [`Error::Config`]; [`Error::WrongDevice`] where upstream is for streams of another one; those of upstream,
+    /// for the initial size.
     pub fn new(upstream: R, device: &Device, config: &CoalescingConfig) -> Result<Self> {
         Self::growing_by(upstream, device, config, Growth::Double)
     }
@@ -339,6 +340,7 @@ impl<R: MemoryResource> CoalescingPool<R> {
     ) -> Result<Self> {
         device.driver().check_process()?;
         config.check()?;
+        check_device(&upstream, device)?;
         let pool = Self {
             upstream,
             core: Core::new(device),

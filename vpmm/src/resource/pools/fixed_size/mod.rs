@@ -35,7 +35,7 @@ use crate::driver::{Awaited, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::lock::{SpinGuard, SpinLock};
 use crate::ordering::Mark;
-use crate::resource::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
+use crate::resource::request::{MIN_ALIGN, check_align, check_device, is_of_nothing, rounded};
 use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
 use crate::units::{Bytes, DevicePtr, round_up};
 
@@ -160,7 +160,7 @@ impl<R: MemoryResource> FixedSize<R> {
     ///
     /// # Errors
     /// [`Error::Config`] for blocks of no bytes, no blocks at once, or more of both than there can be;
-    /// upstream's, for the first blocks.
+    /// [`Error::WrongDevice`] where upstream is for streams of another device; upstream's, for the first blocks.
     pub fn new(upstream: R, device: &Device, config: &FixedSizeConfig) -> Result<Self> {
         device.driver().check_process()?;
         let wrong = |name, value: usize| Error::Config {
@@ -176,6 +176,7 @@ impl<R: MemoryResource> FixedSize<R> {
         if !fits || blocks_at_once > u64::from(u32::MAX) / 2 {
             return Err(wrong("blocks_at_once", config.blocks_at_once));
         }
+        check_device(&upstream, device)?;
         let core = Arc::new(Core {
             device: device.clone(),
             chunks: Chunks::new(block_bytes, blocks_at_once),
