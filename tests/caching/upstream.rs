@@ -1,8 +1,8 @@
 //! Memory from other resources, and the allocator as one.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use vpmm::caching::{CachingAllocator, CachingConfig};
 use vpmm::resource::{Callback, DeviceMalloc, DriverPool, DriverPoolConfig};
@@ -138,6 +138,51 @@ fn a_panic_below_leaves_it_as_it_was() {
         fails.store(false, Ordering::Relaxed);
         cached.allocator.empty_cache().unwrap();
         assert_eq!(cached.reserved(), 0);
+        cached.assert_intact();
+    });
+}
+
+/// A function below that makes room by the allocator that it is called for, where that is about to do so.
+#[test]
+fn a_function_below_may_call_back() {
+    Rig::everywhere(|rig| {
+        let slot: Arc<Mutex<Option<CachingAllocator>>> = Arc::default();
+        let above = |slot: &Mutex<Option<CachingAllocator>>| slot.lock().unwrap().clone();
+        let (malloc, here, there) =
+            (DeviceMalloc::new(&rig.device), Arc::clone(&slot), Arc::clone(&slot));
+        let below = malloc.clone();
+        let upstream = Callback::new(
+            malloc.facts(),
+            move |bytes, align, stream| {
+                if let Some(allocator) = above(&here) {
+                    allocator.empty_cache()?;
+                }
+                malloc.allocate(bytes, align, stream)
+            },
+            move |ptr, bytes, align, stream| {
+                if let Some(allocator) = above(&there) {
+                    allocator.empty_cache()?;
+                    let refused = allocator.malloc(1 << 40, stream);
+                    assert!(refused.is_err_and(|error| error.is_out_of_memory()));
+                }
+                below.deallocate(ptr, bytes, align, stream)
+            },
+        );
+        let allocator =
+            CachingAllocator::over(upstream, &rig.device, &CachingConfig::default()).unwrap();
+        let cached = rig.observe(allocator.clone());
+        let own = rig.stream();
+        let held = [(); 3].map(|()| cached.malloc(30 * MIB, &own));
+        held.into_iter().for_each(|held| cached.free(held, &own));
+        *slot.lock().unwrap() = Some(allocator);
+        let total = rig.device.total_memory().unwrap();
+        cached.try_malloc(total, &own).map(drop).unwrap_err();
+        assert_eq!(cached.reserved(), 0);
+        let held = cached.malloc(30 * MIB, &own);
+        cached.free(held, &own);
+        cached.allocator.empty_cache().unwrap();
+        assert_eq!(cached.reserved(), 0);
+        *slot.lock().unwrap() = None;
         cached.assert_intact();
     });
 }

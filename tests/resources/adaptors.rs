@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use vpmm::resource::*;
 use vpmm::{DevicePtr, Error, MemoryResource, Pool, PoolConfig, StreamHandle};
 
-use crate::subjects::{MIB, plain_pool};
+use crate::subjects::{MIB, malloc, plain_pool};
 use crate::support::Rig;
 use crate::watched::Watched;
 
@@ -245,6 +245,68 @@ fn a_panic_below_leaves_what_is_above_as_it_was() {
         assert_eq!(counted(), 0, "{}", resource.describe());
     }
     assert_eq!(calls.load(Ordering::Relaxed), 3, "each was freed once");
+}
+
+/// A function below asks the pool that it is called for to make room, while that grows or gives back.
+#[test]
+fn a_function_below_a_pool_may_call_back() {
+    type Slot = Arc<Mutex<Option<Arc<dyn Fn() + Send + Sync>>>>;
+    fn call(slot: &Slot) {
+        let call = slot.lock().expect("no panic").clone();
+        if let Some(call) = call {
+            call();
+        }
+    }
+    fn below(rig: &Rig, slot: &Slot) -> impl MemoryResource + 'static {
+        let below = malloc(rig);
+        let also = below.clone();
+        let (here, there) = (Arc::clone(slot), Arc::clone(slot));
+        Callback::new(
+            below.facts(),
+            move |bytes, align, stream| {
+                call(&here);
+                below.allocate(bytes, align, stream)
+            },
+            move |ptr, bytes, align, stream| {
+                call(&there);
+                also.deallocate(ptr, bytes, align, stream)
+            },
+        )
+    }
+    let is_lacking = |result: Result<DevicePtr, Error>| {
+        assert!(result.as_ref().is_err_and(Error::is_out_of_memory), "{result:?}");
+    };
+    Rig::everywhere(|rig| {
+        let slot = Slot::default();
+        let config = CoalescingConfig::default();
+        let pool = CoalescingPool::new(below(rig, &slot), &rig.device, &config).expect("a pool");
+        let (pool, times) = (Arc::new(pool), Arc::new(AtomicUsize::new(0)));
+        let (weak, counts) = (Arc::downgrade(&pool), Arc::clone(&times));
+        *slot.lock().expect("no panic") = Some(Arc::new(move || {
+            let Some(pool) = weak.upgrade() else { return };
+            assert_eq!(pool.trim(STREAM, true).expect("nothing"), 0);
+            is_lacking(pool.allocate(1 << 40, 256, STREAM));
+            counts.fetch_add(1, Ordering::Relaxed);
+        }));
+        let ptr = pool.allocate(1 << 20, 256, STREAM).expect("memory");
+        pool.deallocate(ptr, 1 << 20, 256, STREAM).expect("freed");
+        assert_eq!(pool.trim(STREAM, true).expect("all"), MIB);
+        assert_eq!(times.load(Ordering::Relaxed), 2);
+        drop(pool);
+
+        let slot = Slot::default();
+        let mut config = FixedSizeConfig::default();
+        config.at_start = false;
+        let blocks = FixedSize::new(below(rig, &slot), &rig.device, &config).expect("blocks");
+        let blocks = Arc::new(blocks);
+        let weak = Arc::downgrade(&blocks);
+        *slot.lock().expect("no panic") = Some(Arc::new(move || {
+            let Some(blocks) = weak.upgrade() else { return };
+            is_lacking(blocks.allocate(1 << 20, 256, STREAM));
+        }));
+        let ptr = blocks.allocate(1 << 20, 256, STREAM).expect("memory");
+        blocks.deallocate(ptr, 1 << 20, 256, STREAM).expect("freed");
+    });
 }
 
 #[test]

@@ -116,6 +116,10 @@ impl CachingAllocator {
     /// the segment stays until a request on that stream lacks memory, or the allocator ends, which then
     /// waits for the whole device.
     ///
+    /// Functions of the caller's in that resource may call this allocator: no lock is held that they would wait for.
+    /// A request that they make while it flushes for the thread is out of memory where nothing cached serves it, and
+    /// one that they make at every request never ends, as in any function that calls itself.
+    ///
     /// # Errors
     /// As [`new`](Self::new); [`Error::WrongDevice`](crate::Error::WrongDevice) where the resource is for streams
     /// of another device.
@@ -221,7 +225,8 @@ impl CachingAllocator {
     }
 
     /// Waits for the further streams of freed blocks, and gives every segment back of which nothing
-    /// is allocated.
+    /// is allocated. A call from a function below, while this allocator does just that in the same thread, does
+    /// nothing.
     ///
     /// # Errors
     /// What the driver or upstream answers: what did not go back stays.

@@ -14,7 +14,7 @@ use crate::default::stream_is_capturing;
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, Realm, StreamWatcher};
 use crate::error::{Error, Result};
-use crate::lock::SpinLock;
+use crate::lock::{Alone, SpinLock};
 use crate::ordering::Mark;
 use crate::resource::{Identity, MemoryResource, check_device};
 use crate::units::DevicePtr;
@@ -90,7 +90,7 @@ pub(super) struct Core {
     /// The number of the first of them that is to ask again.
     pub(super) ask_at: AtomicUsize,
     /// One thread at a time gives everything back.
-    pub(super) reclaiming: Mutex<()>,
+    pub(super) reclaiming: Alone,
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -128,7 +128,7 @@ impl Core {
             outstanding: AtomicUsize::new(0),
             requests: AtomicUsize::new(0),
             ask_at: AtomicUsize::new(0),
-            reclaiming: Mutex::new(()),
+            reclaiming: Alone::default(),
         });
         if let Some(fraction) = config.memory_fraction {
             core.set_memory_fraction(fraction)?;

@@ -61,8 +61,11 @@ impl Core {
         segment: u64,
         sizes: (u64, u64),
     ) -> Result<(u64, u32)> {
-        // Who comes while another thread flushes finds what that has given back.
-        let _alone = lock(&self.reclaiming);
+        // Who comes while another thread flushes finds what that has given back. A function below upstream that
+        // comes back in this thread does not.
+        let Some(_alone) = self.reclaiming.enter() else {
+            return Err(self.out_of_memory(sizes.0));
+        };
         self.flush_uses()?;
         let found = {
             let mut books = self.books.lock();
@@ -104,7 +107,8 @@ impl Core {
     /// Gives back every segment of which nothing is in use.
     pub(super) fn empty_cache(&self) -> Result<()> {
         self.device.driver().check_process()?;
-        let _alone = lock(&self.reclaiming);
+        // In a call from below the same is under way above.
+        let Some(_alone) = self.reclaiming.enter() else { return Ok(()) };
         self.flush_uses()?;
         let idle = self.books.lock().take_idle();
         self.give_back(idle, None)

@@ -1,8 +1,10 @@
 //! Locks for paths where a mutex of the standard library costs as much as the work under it.
 //!
 //! [`SpinLock`] is one atomic exchange. [`Biased`] is none: one thread enters by a plain store and a plain
-//! load, and pays for that with a system call in whoever must take it from that thread.
+//! load, and pays for that with a system call in whoever must take it from that thread. And [`Alone`], for what
+//! a thread may come to again while it is in.
 
+mod alone;
 mod backoff;
 mod biased;
 #[cfg(all(loom, test))]
@@ -27,6 +29,7 @@ mod sync {
     };
 }
 
+pub(crate) use alone::Alone;
 pub(crate) use biased::{Asymmetry, Biased, BiasedGuard};
 pub(crate) use order::{Ordered, OrderedGuard, Rank, check_driver_call};
 pub(crate) use spin::{SpinGuard, SpinLock};

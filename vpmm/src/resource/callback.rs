@@ -20,6 +20,9 @@ use crate::units::DevicePtr;
 /// allocation returns is checked to be aligned; a null pointer counts as out of memory. Errors of
 /// one's own fit into [`Error::Resource`]. RMM: `callback_memory_resource`.
 ///
+/// They may call what stands above: a pool that grows or gives back by them in this thread then serves what it has,
+/// is out of memory where it would have to grow once more, and gives nothing back.
+///
 /// ```
 /// use std::sync::atomic::{AtomicU64, Ordering};
 /// use vpmm::resource::{Callback, Facts, MemoryResource};

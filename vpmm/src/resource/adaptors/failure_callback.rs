@@ -14,7 +14,9 @@ use crate::units::DevicePtr;
 ///
 /// The function gets the bytes asked for and the error; it may free memory of this resource. It is
 /// called for errors that [`is_out_of_memory`](Error::is_out_of_memory) is true for, and no others. It
-/// must say `false` in the end: a function that always says `true` never lets a request fail. Threads
+/// must say `false` in the end: a function that always says `true` never lets a request fail. A pool above that
+/// asks for more may be giving back already what it has free, and gives nothing back then when the function calls
+/// it: what counts is how much it holds less. Threads
 /// that fail at the same time call it at the same time. RMM: `failure_callback_resource_adaptor`.
 ///
 /// ```

@@ -1,19 +1,19 @@
 //! A pool that coalesces, over any other resource.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
 use smallvec::SmallVec;
 
 use super::blocks::{Blocks, Chunk, NOBODY, Run};
+use super::give_all_back;
 use super::lanes::{self, Lanes, Named};
 use super::sizes::{MOST_BYTES, Sized, UNIT};
 use super::uses::Uses;
-use super::{give_all_back, lock};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, StreamWatcher};
 use crate::error::{Error, Result};
-use crate::lock::{SpinGuard, SpinLock};
+use crate::lock::{Alone, SpinGuard, SpinLock};
 use crate::ordering::{Mark, PendingPolicy};
 use crate::resource::request::{MIN_ALIGN, check_align, check_device, is_of_nothing, rounded};
 use crate::resource::{Checks, Description, Facts, Identity, MemoryResource, or_undo};
@@ -119,7 +119,7 @@ pub struct CoalescingPool<R: MemoryResource> {
     config: CoalescingConfig,
     growth: Growth,
     /// One request at a time makes room.
-    growing: Mutex<()>,
+    growing: Alone,
     identity: Identity,
 }
 
@@ -346,7 +346,7 @@ impl<R: MemoryResource> CoalescingPool<R> {
             core: Core::new(device),
             config: *config,
             growth,
-            growing: Mutex::new(()),
+            growing: Alone::default(),
             identity: Identity::unique(),
         };
         if config.initial_bytes > 0 {
@@ -388,14 +388,15 @@ impl<R: MemoryResource> CoalescingPool<R> {
     /// that no stream can still be using. Returns their bytes. With `wait` the stream is made to wait on the
     /// GPU for those of other streams, too.
     ///
-    /// One event asked about for each stream that has freed something; upstream's cost for each piece.
+    /// One event asked about for each stream that has freed something; upstream's cost for each piece. A call
+    /// from below, while this pool grows or gives back in the same thread, gives nothing back.
     ///
     /// # Errors
     /// Those of [`allocate`](MemoryResource::allocate) for the stream, and upstream's. What was given back
     /// until then is given back.
     pub fn trim(&self, stream: StreamHandle, wait: bool) -> Result<u64> {
         let named = lanes::name(&self.core.device, stream)?;
-        let _growing = lock(&self.growing);
+        let Some(_growing) = self.growing.enter() else { return Ok(0) };
         self.trim_as(named, stream, wait, u64::MAX)
     }
 
@@ -426,7 +427,9 @@ impl<R: MemoryResource> CoalescingPool<R> {
 
     #[cold]
     fn miss(&self, named: Named, stream: StreamHandle, bytes: u64, asked: u64) -> Result<u64> {
-        let _growing = lock(&self.growing);
+        let Some(_growing) = self.growing.enter() else {
+            return Err(self.core.state().exhausted(bytes, self.config.max_bytes));
+        };
         {
             let mut state = self.core.state();
             let lane = state.lane(named)?;

@@ -17,7 +17,7 @@ mod front;
 mod state;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
 use smallvec::SmallVec;
 
@@ -27,13 +27,13 @@ use state::State;
 
 use super::blocks::NOBODY;
 use super::by_stream::ByStream;
+use super::give_all_back;
 use super::lanes::{self, Lanes, Named};
 use super::sizes::{MOST_BYTES, UNIT};
-use super::{give_all_back, lock};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, StreamWatcher};
 use crate::error::{Error, Result};
-use crate::lock::{SpinGuard, SpinLock};
+use crate::lock::{Alone, SpinGuard, SpinLock};
 use crate::ordering::Mark;
 use crate::resource::request::{MIN_ALIGN, check_align, check_device, is_of_nothing, rounded};
 use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
@@ -94,7 +94,7 @@ pub struct FixedSize<R: MemoryResource> {
     block_bytes: u64,
     blocks_at_once: u64,
     /// One request at a time makes room.
-    growing: Mutex<()>,
+    growing: Alone,
     identity: Identity,
 }
 
@@ -185,7 +185,7 @@ impl<R: MemoryResource> FixedSize<R> {
         });
         let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&core) as _;
         device.driver().watch_streams(watcher);
-        let (growing, identity) = (Mutex::new(()), Identity::unique());
+        let (growing, identity) = (Alone::default(), Identity::unique());
         let blocks = Self { upstream, core, block_bytes, blocks_at_once, growing, identity };
         if config.at_start {
             // On a stream of its own, so that no other is waited for; after the wait it is everybody's.
@@ -247,7 +247,7 @@ impl<R: MemoryResource> FixedSize<R> {
 
     #[cold]
     fn miss(&self, named: Named, stream: StreamHandle) -> Result<BlockId> {
-        let _growing = lock(&self.growing);
+        let Some(_growing) = self.growing.enter() else { return Err(self.exhausted()) };
         {
             let mut state = self.core.state();
             let lane = state.lane(named)?;
@@ -312,18 +312,23 @@ impl<R: MemoryResource> FixedSize<R> {
         };
         let lane = state.lane(named)?;
         state.hit(lane, None).ok_or_else(|| {
-            let held = self.held();
-            let live = self.core.chunks.live() * self.block_bytes;
-            refusal.filter(|error| !error.is_out_of_memory()).unwrap_or(Error::OutOfMemory {
-                requested_bytes: self.block_bytes,
-                free_bytes: held - live,
-                largest_free_bytes: if held > live { self.block_bytes } else { 0 },
-                mapped_bytes: held,
-                live_bytes: live,
-                limit_bytes: None,
-                map: None,
-            })
+            let refusal = refusal.filter(|error| !error.is_out_of_memory());
+            refusal.unwrap_or_else(|| self.exhausted())
         })
+    }
+
+    fn exhausted(&self) -> Error {
+        let held = self.held();
+        let live = self.core.chunks.live() * self.block_bytes;
+        Error::OutOfMemory {
+            requested_bytes: self.block_bytes,
+            free_bytes: held - live,
+            largest_free_bytes: if held > live { self.block_bytes } else { 0 },
+            mapped_bytes: held,
+            live_bytes: live,
+            limit_bytes: None,
+            map: None,
+        }
     }
 
     /// A free of what further streams use; or a wrong one.
