@@ -411,3 +411,30 @@ fn two_pools_and_a_foreign_context_stay_apart() {
         two.assert_intact();
     });
 }
+
+/// Many pages that a stream freed one by one and may still be using are joined in one look at each: a request that
+/// needs them together costs less than the frees did.
+#[test]
+fn a_run_of_many_frees_is_looked_at_once() {
+    const PAGES: u64 = 12_000;
+    let sim = cuda_sim::Simulator::builder().memory_bytes(64 * GIB).build().unwrap();
+    let rig = Rig::with(vpmm::Driver::new(sim.driver()).unwrap(), sim);
+    let mut config = config(PAGE, PAGES);
+    config.va_size_bytes = 2 * PAGES * PAGE;
+    let pool = vpmm::Pool::paged(&rig.device, &config).unwrap();
+    let stream = rig.stream();
+    let malloc = |pages: u64| pool.malloc((pages * PAGE) as usize, &stream).unwrap();
+    let held: Vec<_> = (0..PAGES).map(|_| malloc(1)).collect();
+    let stall = rig.stall(stream.handle());
+    let start = std::time::Instant::now();
+    held.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+    let freed = start.elapsed();
+    let start = std::time::Instant::now();
+    let all = malloc(PAGES);
+    let joined = start.elapsed();
+    assert_eq!(pool.stats().pages_created, PAGES, "the case that is meant");
+    assert!(joined < freed, "{joined:?} after frees of {freed:?}");
+    drop(stall);
+    pool.free(all, &stream).unwrap();
+    pool.validate().unwrap();
+}

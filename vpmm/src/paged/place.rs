@@ -30,10 +30,8 @@ impl Space {
     pub(super) fn place_in_run(&mut self, timeline: TimelineId, bytes: u64) -> Option<DevicePtr> {
         let mut best: Option<(u64, NodeId)> = None;
         for own in self.map.pending(timeline) {
-            let (first, first_own) = self.run_start(own, timeline);
-            if first_own != own.id() {
-                continue; // the run is looked at from its first region of the stream's own
-            }
+            // A run is looked at once, from its first region of the stream's own.
+            let Some(first) = self.run_start(own, timeline) else { continue };
             let total = self.run_bytes(first, timeline);
             if total >= bytes && best.is_none_or(|(least, _)| total < least) {
                 best = Some((total, first));
@@ -45,16 +43,17 @@ impl Space {
         Some(self.hand_out(whole, timeline))
     }
 
-    /// The first region of the run that `region` is in, and the run's first of the stream's own.
-    fn run_start(&self, region: &Region, timeline: TimelineId) -> (NodeId, NodeId) {
-        let (mut first, mut first_own) = (region.id(), region.id());
+    /// The first region of the run that one of the stream's own is in; `None` where another of its own comes
+    /// before that. O(1): idle neighbours are one.
+    fn run_start(&self, own: &Region, timeline: TimelineId) -> Option<NodeId> {
+        let mut first = own.id();
         while let Some(before) = self.map.previous(first).filter(|r| Self::usable_by(r, timeline)) {
-            first = before.id();
             if before.state() == State::Pending {
-                first_own = first;
+                return None;
             }
+            first = before.id();
         }
-        (first, first_own)
+        Some(first)
     }
 
     fn run_bytes(&self, first: NodeId, timeline: TimelineId) -> u64 {

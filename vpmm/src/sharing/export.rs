@@ -41,7 +41,7 @@ pub(crate) trait Source: Sync {
 /// [`Pool::export`](crate::Pool::export) and [`Pool::export_all`](crate::Pool::export_all).
 ///
 /// What is sent stays where it is in this process for the pool's life; everything else goes on
-/// moving. The other process keeps the memory alive, also when this one ends. Whole physical handles
+/// moving, but in the paged profile, where from the making of this value on nothing moves any more. The other process keeps the memory alive, also when this one ends. Whole physical handles
 /// are shared: with an allocation come the others that lie on the same ones.
 pub struct Export<'a> {
     source: &'a dyn Source,
