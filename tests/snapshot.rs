@@ -4,8 +4,9 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use cuda_sim::{Schedule, Simulator};
+use cuda_sys::types::CUresult;
 use vpmm::snapshot::{BlockState, HeapName, Segment};
-use vpmm::{Contents, Device, Driver, PagedConfig, Pool, PoolConfig};
+use vpmm::{Contents, Device, DevicePtr, Driver, PagedConfig, Pool, PoolConfig, Stream};
 
 fn device() -> (Simulator, Device) {
     let sim = Simulator::builder().build().unwrap();
@@ -126,6 +127,36 @@ fn what_waits_for_further_streams_is_told_apart() {
         pool.trim_to(1 << 30).unwrap();
         assert_ne!(state_of(used.address()).0, BlockState::Deferred, "the use is over");
     }
+    sim.assert_clean();
+}
+
+/// Blocks of pages are of the stream that they were allocated on, or that freed them, by the driver's number.
+#[test]
+fn pages_are_of_their_stream() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = Driver::new(sim.driver()).unwrap();
+    let device = driver.device(0).unwrap();
+    let pool = Pool::paged(&device, &PagedConfig::default()).unwrap();
+    let (own, legacy) = (device.stream().unwrap(), Stream::legacy(&device));
+    let mut number = 0;
+    let ask = driver.raw().cuStreamGetId.unwrap();
+    // SAFETY: the stream is alive, and the pointer live.
+    assert_eq!(unsafe { ask(own.handle().raw(), &mut number) }, CUresult::CUDA_SUCCESS);
+    let [one, two] = [&own, &legacy].map(|stream| pool.malloc(4 << 20, stream).unwrap());
+    let of = |ptr: DevicePtr| {
+        let segments = pool.snapshot();
+        let mut blocks = segments.iter().flat_map(|segment| &segment.blocks);
+        let block = blocks.find(|block| block.address == ptr.address()).unwrap();
+        (block.state, block.stream)
+    };
+    assert_eq!(of(one), (BlockState::Live, Some(number)));
+    assert_eq!(of(two), (BlockState::Live, Some(0)));
+    let stall = sim.spin(own.handle().raw()).unwrap();
+    pool.free(two, &own).unwrap();
+    assert_eq!(of(two), (BlockState::Pending, Some(number)));
+    stall.release();
+    device.synchronize().unwrap();
+    pool.free(one, &own).unwrap();
     sim.assert_clean();
 }
 
