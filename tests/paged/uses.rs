@@ -1,7 +1,7 @@
 //! Uses on further streams, where the profiles differ or the driver is held in the middle of a call.
 
 use cuda_sim::{Schedule, Simulator};
-use vpmm::Error;
+use vpmm::{Error, StreamHandle};
 
 use crate::rig::PAGE;
 use crate::support::changed::{changed, gated};
@@ -32,6 +32,38 @@ fn a_foreign_stream_that_captures_at_the_free_has_it_refused() {
             watched.free(held, &own);
             call!(rig.driver, cuStreamDestroy_v2(raw));
             watched.assert_intact();
+        }
+    });
+}
+
+/// While a blocking stream captures nobody may use the legacy stream, nor ask about it: that is said by name, and
+/// what was noted for it waits until the capture is over.
+#[test]
+fn the_legacy_stream_captures_as_far_as_anybody_can_tell() {
+    Rig::everywhere(|rig| {
+        for bytes in [1000, PAGE] {
+            let watched = rig.small_pool(0);
+            let own = rig.stream();
+            let held = watched.malloc(bytes, &own);
+            rig.order(&own, StreamHandle::LEGACY);
+            held.check(rig, StreamHandle::LEGACY);
+            watched.pool.record_stream(held.ptr, StreamHandle::LEGACY).unwrap();
+            let (raw, _) = make(rig, 0);
+            begin_capture(rig, raw);
+            let refused = watched.pool.malloc(bytes as usize, StreamHandle::LEGACY);
+            assert!(matches!(refused, Err(Error::StreamCapturing)), "{refused:?}");
+            let refused = watched.pool.free(held.ptr, StreamHandle::LEGACY);
+            assert!(matches!(refused, Err(Error::StreamCapturing)), "{refused:?}");
+            watched.free(held, &own);
+            watched.validate();
+            let other = watched.malloc(bytes, &own);
+            assert_ne!(other.address(), held.address(), "it waits");
+            watched.free(other, &own);
+            assert_eq!(end_capture(rig, raw), 0, "nodes");
+            let again = watched.malloc(bytes, &own);
+            watched.free(again, &own);
+            watched.assert_intact();
+            call!(rig.driver, cuStreamDestroy_v2(raw));
         }
     });
 }

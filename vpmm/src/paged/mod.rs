@@ -39,9 +39,8 @@ pub use config::PagedConfig;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use cuda_sys::types::CUstreamCaptureStatus;
-
 use crate::backing::Backing;
+use crate::default::stream_is_capturing;
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Failure, StreamWatcher};
 use crate::error::{Error, Result};
@@ -268,11 +267,9 @@ impl PagedPool {
         }
     }
 
+    /// Also where the driver may not be asked: see [`stream_is_capturing`].
     fn is_capturing(&self, stream: StreamHandle) -> Result<bool, Failure> {
-        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is live.
-        unsafe { self.device.driver().cuStreamIsCapturing(stream.raw(), &mut status) }?;
-        Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+        stream_is_capturing(self.device.driver(), stream)
     }
 
     fn id_of(&self, stream: StreamHandle) -> Result<u64, Failure> {
