@@ -1,5 +1,7 @@
 //! A fork: the child is told, its values end quietly, and the parent is unharmed.
 
+use std::io::{ErrorKind, Read};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,7 +11,8 @@ use cuda_sim::{Schedule, Simulator};
 use vpmm::caching::CachingConfig;
 use vpmm::{
     Access, CachingAllocator, Contents, CurrentPool, DevicePtr, Error, GraphPool, Mark,
-    MemoryResource, OutOfMemoryCallback, Pool, Recovery, Result, Stream, StreamHandle, Tagged,
+    MemoryResource, OutOfMemoryCallback, Pool, PoolConfig, Recovery, Result, Sharing, Stream,
+    StreamHandle, Tagged,
 };
 
 use crate::rig::{ASLEEP, AWAKE, GRANULE, MIB, Profile, SIZES, beside, bounded};
@@ -288,6 +291,44 @@ fn a_child_comes_while_threads_are_at_work() {
             pool.destroy().unwrap();
             watched.assert_intact();
         });
+    });
+}
+
+/// A child that comes while a thread of the parent grows the pool, and has an export of it, a peer's access
+/// and a heap with a name.
+#[test]
+fn a_child_is_told_of_what_was_shared() {
+    bounded("forks::a_child_is_told_of_what_was_shared", || {
+        let sim = Simulator::builder().devices(2).schedule(Schedule::Eager).build().unwrap();
+        let driver = changed(&sim, creation::put);
+        let [device, peer] = [0, 1].map(|ordinal| driver.device(ordinal).unwrap());
+        let mut config = PoolConfig::default();
+        config.sharing = Sharing::FileDescriptor;
+        let pool = Pool::new(&device, &config).unwrap();
+        pool.set_access(&peer, Access::ReadWrite).unwrap();
+        let stream = device.stream().unwrap();
+        let tagged = pool.tagged("tag").unwrap();
+        let ptr = tagged.malloc(MIB as usize, &stream).unwrap();
+        let mut export = pool.export_all().unwrap();
+        let (here, there) = UnixStream::pair().unwrap();
+        creation::BEFORE.arm();
+        std::thread::scope(|scope| {
+            let growing = scope.spawn(|| pool.malloc(MIB as usize, &stream).unwrap());
+            creation::BEFORE.wait();
+            let child = fork(|| {
+                told(export.send(&here), "send");
+                assert_eq!(pool.access(&peer), Access::None, "nobody reaches it from a child");
+                assert_eq!(tagged.stats().live_bytes, 0, "nothing of it is the child's");
+            });
+            let ended = child.end();
+            creation::BEFORE.open();
+            pool.free(growing.join().unwrap(), &stream).unwrap();
+            assert!(ended.success(), "the child: {ended}");
+        });
+        // The other end has heard nothing of the child.
+        there.set_nonblocking(true).unwrap();
+        assert!((&there).read(&mut [0]).is_err_and(|error| error.kind() == ErrorKind::WouldBlock));
+        tagged.free(ptr, &stream).unwrap();
     });
 }
 

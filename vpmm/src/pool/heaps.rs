@@ -428,7 +428,10 @@ impl Tagged {
 
     /// What this heap holds.
     pub fn stats(&self) -> Stats {
-        self.heap.core().stats()
+        match self.pool.check_process() {
+            Ok(()) => self.heap.core().stats(),
+            Err(_) => Stats::default(),
+        }
     }
 }
 

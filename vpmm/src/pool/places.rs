@@ -57,7 +57,10 @@ impl Pool {
 
     /// What a device may do with the pool's memory. No driver call.
     pub fn access(&self, device: &Device) -> Access {
-        self.heap().access_of(device)
+        match self.check_process() {
+            Ok(()) => self.heap().access_of(device),
+            Err(_) => Access::None,
+        }
     }
 
     /// One allocation, to be sent to another process: see [`Export`]. The pool must have been made with

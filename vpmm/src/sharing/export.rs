@@ -98,6 +98,8 @@ impl<'a> Export<'a> {
     /// [`Error::Driver`]: crate::Error::Driver
     pub fn send(&mut self, socket: impl AsFd) -> Result<()> {
         let socket = socket.as_fd();
+        let driver = self.source.device().driver();
+        driver.check_process()?;
         let (extents, windows, block) = match &self.block {
             Some((extents, block)) => {
                 let start = extents.first().map_or(0, |extent| extent.span.start);
@@ -123,7 +125,6 @@ impl<'a> Export<'a> {
         let mut bytes = header.write().to_vec();
         windows.iter().for_each(|window| wire::write_span(*window, &mut bytes));
         socket::send(socket, &bytes, &[])?;
-        let driver = self.source.device().driver();
         if extents.is_empty() {
             wait_for_answer(socket)?;
         }
