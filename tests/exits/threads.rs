@@ -1,8 +1,11 @@
 //! Threads that end, and their default streams with them.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
-use vpmm::StreamHandle;
+use cuda_sim::Simulator;
+use vpmm::{Driver, Error, StreamHandle};
 
 use crate::rig::{ALL, GRANULE, Profile, SIZES, bounded};
 use crate::support::{Held, Rig, Watched};
@@ -126,5 +129,60 @@ fn a_pool_ends_with_its_thread() {
             assert_eq!(rig.mismatches(), 0);
             assert_eq!(used(), before);
         });
+    });
+}
+
+/// Has the system start no more threads for this one; `false` where it will not have that.
+#[cfg(target_os = "linux")]
+fn starts_no_more_threads() -> bool {
+    let step = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
+    let is = |call: libc::c_long, jt, jf| {
+        step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, jt, jf, call as u32)
+    };
+    let mut steps = [
+        // The number of the call.
+        step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
+        is(libc::SYS_clone3, 1, 0),
+        is(libc::SYS_clone, 0, 1),
+        step(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EAGAIN as u32),
+        step(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let filter = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
+    // SAFETY: numbers alone, and a program that is alive during the call.
+    unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+            && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter) == 0
+    }
+}
+
+/// A pool that cannot have its helper is told of streams for a moment, by a thread that does not end it.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_pool_without_its_helper_ends_where_it_was_to_begin() {
+    bounded("threads::a_pool_without_its_helper_ends_where_it_was_to_begin", || {
+        let sim = Simulator::builder().build().unwrap();
+        let driver = Driver::new(sim.driver()).unwrap();
+        let device = driver.device(0).unwrap();
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    while !done.load(Ordering::Relaxed) {
+                        device.synchronize().unwrap();
+                    }
+                });
+            }
+            let start = Instant::now();
+            let refused = starts_no_more_threads();
+            while refused && start.elapsed() < Duration::from_secs(2) {
+                for _ in 0..100 {
+                    let error = Profile::Helped.try_open(&device).unwrap_err();
+                    assert!(matches!(error, Error::NoThread(_)), "{error}");
+                }
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+        drop(device);
+        sim.assert_clean();
     });
 }

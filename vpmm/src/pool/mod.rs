@@ -150,7 +150,8 @@ impl Pool {
     pub fn new(device: &Device, config: &PoolConfig) -> Result<Self> {
         device.driver().check_process()?;
         let core = Core::new(device, config)?;
-        let helper = Helper::start(&core)?;
+        // Another thread may be telling it of a stream just now, in whose hands it must not end.
+        let helper = Helper::start(&core).inspect_err(|_| core.retire())?;
         let terms = Terms::of(config.limit_bytes, config.pending_policy, config.reuse);
         Ok(Self::open(Profile::Default(core), helper, config.out_of_memory, terms))
     }
