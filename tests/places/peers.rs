@@ -229,6 +229,50 @@ fn a_failure_changes_nothing() {
     }
 }
 
+/// The driver refuses to set one run, and to set the one before back: what the books say does not hold
+/// everywhere, and the same setting once more makes it hold.
+#[test]
+fn what_could_not_be_taken_back_is_taken_back_later() {
+    for profile in Profile::BOTH {
+        for (before, tried) in
+            [(Access::None, Access::ReadWrite), (Access::ReadWrite, Access::None)]
+        {
+            let (sim, [device, peer]) = two_devices(Simulator::builder());
+            let pool = opened(profile, &device);
+            pool.set_access(&peer, before).unwrap();
+            let stream = device.stream().unwrap();
+            let blocks =
+                [4, 2, 4].map(|granules| pool.malloc(granules * GRANULE as usize, &stream));
+            let [first, middle, last] = blocks.map(Result::unwrap);
+            pool.free(middle, &stream).unwrap();
+            stream.synchronize().unwrap();
+            pool.trim_to(0).unwrap();
+            // The second run, and then the first and the second back.
+            for n in 2..=4 {
+                sim.fail_nth("cuMemSetAccess", n, CUresult::CUDA_ERROR_UNKNOWN);
+            }
+            let failed = pool.set_access(&peer, tried).unwrap_err();
+            assert!(matches!(failed, Error::Driver { call: "cuMemSetAccess", .. }), "{failed}");
+            sim.clear_faults();
+            assert_eq!(pool.access(&peer), before);
+            let torn = driver_says(&peer, first.address());
+            assert_eq!(torn, u64::from(flags(tried)), "{profile:?}: it was set back after all");
+            pool.set_access(&peer, before).unwrap();
+            for ptr in [first, last] {
+                let says = driver_says(&peer, ptr.address());
+                assert_eq!(says, u64::from(flags(before)), "{profile:?}: {before:?} at {ptr}");
+            }
+            // And no call is made for what holds.
+            let calls = device.driver().calls();
+            pool.set_access(&peer, before).unwrap();
+            assert_eq!(device.driver().calls().since(&calls).count("cuMemSetAccess"), 0);
+            [first, last].into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+            drop((pool, stream));
+            sim.assert_clean();
+        }
+    }
+}
+
 fn flags(access: Access) -> u32 {
     match access {
         Access::None => 0,

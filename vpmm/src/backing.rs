@@ -23,6 +23,9 @@ pub(crate) struct Backing {
     granule_bytes: u64,
     /// Devices beside the pool's that may reach the memory.
     peers: Mutex<Vec<Peer>>,
+    /// Numbers of devices whose access the driver would neither change everywhere nor set back: some of the
+    /// memory has another than the books say.
+    torn: Mutex<Vec<u32>>,
     /// What all heaps of the pool hold together, and the part of it made here.
     budget: Arc<Budget>,
     held: AtomicU64,
@@ -83,6 +86,7 @@ impl Backing {
             sharing,
             granule_bytes: 0,
             peers: Mutex::default(),
+            torn: Mutex::default(),
             budget: Arc::new(Budget::new()),
             held: AtomicU64::new(0),
         };
@@ -105,6 +109,7 @@ impl Backing {
             sharing: self.sharing,
             granule_bytes: self.granule_bytes,
             peers: Mutex::new(self.peers().clone()),
+            torn: Mutex::default(),
             budget: Arc::clone(&self.budget),
             held: AtomicU64::new(0),
         }
@@ -239,7 +244,19 @@ impl Backing {
         found.map_or(Access::None, |peer| peer.access)
     }
 
-    /// Checks whether a device may be given this access; `false` where it has it already.
+    fn torn(&self) -> MutexGuard<'_, Vec<u32>> {
+        self.torn.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that some of the memory is open to a device otherwise than the books say.
+    pub(crate) fn tear(&self, device: &Device) {
+        let mut torn = self.torn();
+        if !torn.contains(&device.ordinal()) {
+            torn.push(device.ordinal());
+        }
+    }
+
+    /// Checks whether a device may be given this access; `false` where it has it already, everywhere.
     pub(crate) fn may_set(&self, device: &Device, access: Access) -> Result<bool> {
         let (peer, owner) = (device.ordinal(), self.device.ordinal());
         if peer == owner {
@@ -253,7 +270,7 @@ impl Backing {
         if far && !device.can_access(&self.device)? {
             return Err(Error::PeerUnsupported { device: owner, peer });
         }
-        Ok(self.access_of(device) != access)
+        Ok(self.access_of(device) != access || self.torn().contains(&peer))
     }
 
     /// Sets a device's access to mappings, and to every one made from now on. On failure it has the
@@ -278,12 +295,14 @@ impl Backing {
             if let Err(failure) = set(access, *run) {
                 // The one that failed, too: some of it may have been changed. If the driver refuses
                 // this as well there is nothing left to try; the next call sets every run anew.
-                for run in &runs[..=index] {
-                    let _ = set(before, *run);
+                let refused = runs[..=index].iter().filter(|run| set(before, **run).is_err());
+                if refused.count() > 0 {
+                    self.tear(device);
                 }
                 return Err(failure.about(run.1));
             }
         }
+        self.torn().retain(|torn| *torn != device.ordinal());
         let mut peers = self.peers();
         peers.retain(|peer| peer.device.ordinal() != device.ordinal());
         if access != Access::None {

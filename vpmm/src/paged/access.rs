@@ -32,7 +32,9 @@ impl PagedPool {
             && let Some(small) = &self.small
         {
             // The error to report is the first one.
-            let _ = small.set_access(driver, device, before);
+            if small.set_access(driver, device, before).is_err() {
+                self.backing.tear(device);
+            }
         }
         set
     }
