@@ -68,8 +68,14 @@ impl Watchers {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Once, however often: whose first heap cannot be made comes again.
     pub(super) fn add(&self, watcher: Weak<dyn StreamWatcher>) {
         let mut list = self.list();
+        // Nobody else is at its address, not even when it has ended.
+        let is_it = |entry: &Entry| std::ptr::addr_eq(entry.watcher.as_ptr(), watcher.as_ptr());
+        if list.entries.iter().any(is_it) {
+            return;
+        }
         // One that was never removed, because it could not be made to the end.
         list.entries.retain(|entry| entry.calls > 0 || entry.watcher.strong_count() > 0);
         list.last_id += 1;
@@ -134,5 +140,46 @@ impl Drop for UnderWay<'_> {
                 self.watchers.over.notify_all();
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    #[derive(Default)]
+    struct Counting(AtomicU32);
+
+    impl StreamWatcher for Counting {
+        fn stream_ends(&self, _: StreamHandle) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+
+        fn marks(&self, _: Awaited) -> SmallVec<[Mark; 2]> {
+            SmallVec::new()
+        }
+
+        fn passed(&self, _: &Mark) {}
+    }
+
+    #[test]
+    fn one_that_is_added_again_is_told_once_and_then_nothing() {
+        let (watchers, one, other) =
+            (Watchers::default(), Arc::new(Counting::default()), Arc::new(Counting::default()));
+        for watcher in [&one, &one, &other] {
+            let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(watcher) as _;
+            watchers.add(watcher);
+        }
+        let tell = || {
+            for id in watchers.ids() {
+                watchers.call(id, |watcher| watcher.stream_ends(StreamHandle::LEGACY));
+            }
+            [&one, &other].map(|of| of.0.load(Ordering::Relaxed))
+        };
+        assert_eq!(tell(), [1, 1]);
+        watchers.remove(&*one);
+        assert_eq!(tell(), [1, 2]);
     }
 }
