@@ -463,6 +463,9 @@ fn is_sticky(code: CUresult) -> bool {
             | CUresult::CUDA_ERROR_INVALID_ADDRESS_SPACE
             | CUresult::CUDA_ERROR_INVALID_PC
             | CUresult::CUDA_ERROR_LAUNCH_FAILED
+            | CUresult::CUDA_ERROR_CONTAINED
+            | CUresult::CUDA_ERROR_TENSOR_MEMORY_LEAK
+            | CUresult::CUDA_ERROR_MPS_CLIENT_TERMINATED
     )
 }
 
@@ -500,8 +503,14 @@ mod tests {
 
     #[test]
     fn a_lost_context_is_told_apart() {
-        let lost = Error::from_driver("cuEventQuery", CUresult::CUDA_ERROR_ILLEGAL_ADDRESS, 0);
-        assert!(lost.is_context_lost());
+        for code in [
+            CUresult::CUDA_ERROR_ILLEGAL_ADDRESS,
+            CUresult::CUDA_ERROR_CONTAINED,
+            CUresult::CUDA_ERROR_TENSOR_MEMORY_LEAK,
+            CUresult::CUDA_ERROR_MPS_CLIENT_TERMINATED,
+        ] {
+            assert!(Error::from_driver("cuEventQuery", code, 0).is_context_lost(), "{code}");
+        }
         let failed = Error::from_driver("cuMemMap", CUresult::CUDA_ERROR_INVALID_VALUE, 2 << 20);
         assert!(!failed.is_context_lost() && !failed.is_out_of_memory());
         assert!(
