@@ -34,3 +34,31 @@ pub(crate) use biased::{Asymmetry, Biased, BiasedGuard};
 pub(crate) use order::{Ordered, OrderedGuard, Rank, check_driver_call};
 pub(crate) use spin::{SpinGuard, SpinLock};
 pub(crate) use thread::{Life, Token};
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::cell::Cell;
+
+    use super::{BiasedGuard, OrderedGuard, SpinGuard};
+
+    /// Which of two implementations is meant is clear only for a type that no other thread may have.
+    trait OfOneThread<A> {
+        fn is() {}
+    }
+
+    struct Sent;
+    struct Shared;
+
+    impl<T> OfOneThread<()> for T {}
+    impl<T: Send> OfOneThread<Sent> for T {}
+    impl<T: Sync> OfOneThread<Shared> for T {}
+
+    /// It compiles, that is the test: through a guard that two threads had both would have the value, and
+    /// what a thread holds is counted in the thread.
+    #[test]
+    fn guards_stay_with_their_thread() {
+        <SpinGuard<'_, Cell<u8>> as OfOneThread<_>>::is();
+        <BiasedGuard<'_, Cell<u8>> as OfOneThread<_>>::is();
+        <OrderedGuard<'_, Cell<u8>> as OfOneThread<_>>::is();
+    }
+}

@@ -4,10 +4,15 @@
 //! What is looked at is what the thread holds, of whichever pool. So an inversion is found by the first
 //! thread that comes that way, and not only where two meet.
 
+use std::marker::PhantomData;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 pub(crate) use held::{Held, Place, check_driver_call};
+
+/// A guard stays in the thread that took the lock, and no other has a reference to it: through one two
+/// threads would have what is guarded, which need not bear that.
+type OfThread = PhantomData<*const ()>;
 
 /// The default profile's locks: what comes later is taken under what comes before.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -29,7 +34,7 @@ pub(crate) enum Rank {
 mod held {
     use std::cell::Cell;
 
-    use super::Rank;
+    use super::{OfThread, Rank};
 
     thread_local! {
         /// How many locks of each rank the thread holds. Without a destructor: threads take locks to their end.
@@ -49,7 +54,7 @@ mod held {
 
         /// What goes before the taking of a lock, so that it does not wait for ever for what it has.
         pub(crate) fn take(self) -> Held {
-            let Some(rank) = self.0 else { return Held(None) };
+            let Some(rank) = self.0 else { return Held(None, OfThread::default()) };
             let mut held = HELD.get();
             let later = held[rank as usize..].iter().rposition(|count| *count > 0);
             let several = rank == Rank::Growing && later == Some(0);
@@ -59,7 +64,7 @@ mod held {
             }
             held[rank as usize] += 1;
             HELD.set(held);
-            Held(Some(rank))
+            Held(Some(rank), OfThread::default())
         }
     }
 
@@ -74,7 +79,7 @@ mod held {
     }
 
     /// Until drop the thread holds a lock of a rank.
-    pub(crate) struct Held(Option<Rank>);
+    pub(crate) struct Held(Option<Rank>, OfThread);
 
     impl Drop for Held {
         fn drop(&mut self) {
@@ -89,7 +94,7 @@ mod held {
 
 #[cfg(not(all(debug_assertions, not(loom))))]
 mod held {
-    use super::Rank;
+    use super::{OfThread, Rank};
 
     #[derive(Clone, Copy)]
     pub(crate) struct Place;
@@ -104,11 +109,13 @@ mod held {
 
         #[inline(always)]
         pub(crate) fn take(self) -> Held {
-            Held
+            Held(OfThread::default())
         }
     }
 
-    pub(crate) struct Held;
+    pub(crate) struct Held(
+        #[allow(dead_code, reason = "it is there for what it forbids")] OfThread,
+    );
 
     #[inline(always)]
     pub(crate) fn check_driver_call() {}
