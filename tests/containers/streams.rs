@@ -1,6 +1,7 @@
 //! Containers on several streams: what they order, what they keep alive, captures.
 
 use cuda_sim::{Schedule, Simulator};
+use cuda_sys::types::CUresult;
 use vpmm::{DeviceBuffer, DeviceVec, Error, Event, Stream, StreamHandle, StreamPool};
 
 use crate::resources::{each, pool};
@@ -30,6 +31,34 @@ fn copies_between_streams() {
         drop(stall);
         assert_eq!(rig.mismatches(), 0);
     });
+}
+
+/// The driver makes the copy wait for the source's stream, and will not make that wait for the copy: the
+/// source is read to the end all the same before it is anybody else's.
+#[test]
+fn a_copy_that_the_sources_stream_cannot_wait_for() {
+    let rig = Rig::on(Simulator::builder().schedule(Schedule::Manual).build().unwrap());
+    let sim = rig.sim.clone().unwrap();
+    let (pool, streams) = (pool(&rig), [rig.stream(), rig.stream()]);
+    for (function, n) in [("cuEventCreate", 2), ("cuEventRecord", 2), ("cuStreamWaitEvent", 2)] {
+        let bytes = BYTES as usize;
+        let from = DeviceBuffer::uninit(bytes, &streams[0], &pool).unwrap();
+        let mut to = DeviceBuffer::uninit(bytes, &streams[1], &pool).unwrap();
+        rig.fill(from.ptr().address(), BYTES, 7, streams[0].handle());
+        sim.fail_nth(function, n, CUresult::CUDA_ERROR_UNKNOWN);
+        let copied = to.as_mut_slice().copy_from(&from.as_slice());
+        sim.clear_faults();
+        let source = from.ptr();
+        drop(from);
+        let next = DeviceBuffer::uninit(bytes, &streams[0], &pool).unwrap();
+        assert_eq!(next.ptr().address(), source.address());
+        rig.fill(source.address(), BYTES, 8, streams[0].handle());
+        rig.check(to.ptr().address(), BYTES, 7, streams[1].handle());
+        rig.device.synchronize().unwrap();
+        assert_eq!(rig.mismatches(), 0, "{function}");
+        copied.unwrap();
+    }
+    rig.assert_clean();
 }
 
 #[test]

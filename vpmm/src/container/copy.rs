@@ -89,7 +89,8 @@ pub(super) fn between(
     let (writer, reader) = (to_home.stream()?, from_home.stream()?);
     writer.wait_for_stream(reader)?;
     across(writer, to, from, bytes)?;
-    reader.wait_for_stream(writer)
+    // What is enqueued on the reader's stream next may be a free: then the host waits instead.
+    reader.wait_for_stream(writer).or_else(|error| writer.synchronize().map_err(|_| error))
 }
 
 /// Sets `count` bytes.
