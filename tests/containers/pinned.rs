@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use cuda_sim::Schedule;
+use cuda_sim::{Schedule, Simulator};
+use cuda_sys::types::CUresult;
 use vpmm::resource::{DeviceMalloc, HostMalloc, PinnedHost};
 use vpmm::{DevicePtr, DeviceVec, Error, MemoryResource, PinnedVec};
 
@@ -93,4 +94,35 @@ fn a_transfer_is_dropped() {
             assert_eq!(values.get(COUNT - 1).unwrap(), round);
         }
     });
+}
+
+/// The driver refuses to wait for the stream once: a copy to or from a slice of the host's is over all the
+/// same when the call is.
+#[test]
+fn one_wait_for_a_copy_is_refused() {
+    let rig = Rig::on(Simulator::builder().schedule(Schedule::Manual).build().unwrap());
+    let sim = rig.sim.clone().unwrap();
+    let (stream, pool) = (rig.stream(), pool(&rig));
+    let resource = PinnedHost::new(&rig.device);
+    let mut host = PinnedVec::from_slice(&[5_u32; 1000], &stream, &resource).unwrap();
+    let mut values = DeviceVec::uninit(1000, &stream, &pool).unwrap();
+    let refuse = || sim.fail_nth("cuStreamSynchronize", 1, CUresult::CUDA_ERROR_UNKNOWN);
+    let is_over = || assert_eq!(sim.run_until_idle(), 0, "the copy was under way");
+    refuse();
+    let done = values.as_mut_slice().copy_from_slice(&host);
+    is_over();
+    done.unwrap();
+    host.fill(6);
+    refuse();
+    let done = values.as_slice().copy_to_slice(&mut host);
+    is_over();
+    done.unwrap();
+    assert_eq!(host[..], [5; 1000]);
+    // Where the device cannot be waited for either, the first failure is told.
+    refuse();
+    sim.fail_nth("cuCtxSynchronize", 1, CUresult::CUDA_ERROR_NOT_READY);
+    let error = values.to_vec().unwrap_err();
+    let first =
+        Error::Driver { call: "cuStreamSynchronize", code: CUresult::CUDA_ERROR_UNKNOWN, bytes: 0 };
+    assert_eq!(error.to_string(), first.to_string());
 }

@@ -23,6 +23,15 @@ fn waiting(home: &Home) -> Result<&Stream> {
     if stream.is_capturing()? { Err(Error::StreamCapturing) } else { Ok(stream) }
 }
 
+/// Waits for a copy that memory of the host's is lent to.
+fn wait(stream: &Stream) -> Result<()> {
+    stream.synchronize().or_else(|error| {
+        // The memory goes back to the host now. Where the device cannot be waited for either nothing runs
+        // on it any more: the context is lost.
+        stream.device().synchronize().map_err(|_| error)
+    })
+}
+
 /// Copies to the device, and waits for that.
 pub(super) fn upload(home: &Home, to: u64, from: &[u8]) -> Result<()> {
     if from.is_empty() {
@@ -31,7 +40,7 @@ pub(super) fn upload(home: &Home, to: u64, from: &[u8]) -> Result<()> {
     let stream = waiting(home)?;
     // SAFETY: the host's bytes are borrowed until the copy has been waited for.
     unsafe { enqueue_upload(stream, to, from.as_ptr(), from.len()) }?;
-    stream.synchronize()
+    wait(stream)
 }
 
 /// Copies from the device, and waits for that.
@@ -42,7 +51,7 @@ pub(super) fn download(home: &Home, to: &mut [u8], from: u64) -> Result<()> {
     let stream = waiting(home)?;
     // SAFETY: as in `upload`; nobody else has the bytes meanwhile.
     unsafe { enqueue_download(stream, to.as_mut_ptr(), from, to.len()) }?;
-    stream.synchronize()
+    wait(stream)
 }
 
 /// # Safety
