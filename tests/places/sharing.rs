@@ -10,7 +10,7 @@ use cuda_sys::types::*;
 use vpmm::{Access, Error, Imported, Location, Pool, Sharing};
 
 use crate::rig::{GRANULE, LIMIT, Profile};
-use crate::support::{Held, Rig, Watched};
+use crate::support::{Held, Rig, Watched, call};
 
 const FILES: Sharing = Sharing::FileDescriptor;
 /// Set in the process that a test starts: on what kind of device it works.
@@ -216,6 +216,46 @@ fn an_import_is_counted_read_only_and_given_back() {
         assert_eq!(sim.leaks(), before);
         pool.free(ptr, &stream).unwrap();
         pool.validate().unwrap();
+    }
+}
+
+/// The driver refuses to wait for a device while a stream captures: what was imported is unmapped later, by
+/// the next wait for the device, and not before.
+#[test]
+fn an_import_ends_while_a_stream_captures() {
+    for by_another in [false, true] {
+        let [owner, user] = two(Simulator::builder);
+        let pool = Profile::Default.open(&owner.device, Location::Device, FILES).unwrap();
+        let stream = owner.stream();
+        let ptr = pool.malloc(3 * GRANULE as usize, &stream).unwrap();
+        let (sim, before) = (user.sim.as_ref().unwrap(), user.sim.as_ref().unwrap().leaks());
+        let import = || {
+            let (sent, memory) = pass(pool.export(ptr).unwrap(), &user, Access::Read);
+            sent.unwrap();
+            memory.unwrap()
+        };
+        let (memory, other) = (import(), by_another.then(&import));
+        let capturing = user.stream();
+        let raw = capturing.handle().raw();
+        call!(
+            user.driver,
+            cuStreamBeginCapture_v2(raw, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)
+        );
+        drop(memory);
+        let end = user.driver.raw().cuStreamEndCapture.unwrap();
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: a live stream, and a live pointer.
+        let code = unsafe { end(raw, &mut graph) };
+        assert_eq!(code, CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+        capturing.synchronize().unwrap();
+        drop(capturing);
+        assert_ne!(sim.leaks(), before, "a stream's wait is not the device's");
+        match other {
+            Some(other) => drop(other),
+            None => user.device.synchronize().unwrap(),
+        }
+        assert_eq!(sim.leaks(), before);
+        pool.free(ptr, &stream).unwrap();
     }
 }
 

@@ -7,10 +7,11 @@ use std::ptr;
 
 use cuda_sys::types::*;
 
+use super::limbo::Limbo;
 use super::socket;
 use super::wire::{self, BATCH, FABRIC_BYTES, HEADER_BYTES, Header, Span, WINDOW_BYTES};
 use crate::device::Device;
-use crate::driver::{Driver, Failure};
+use crate::driver::{Awaited, Driver, Failure};
 use crate::error::{Error, Result};
 use crate::event::BesideCaptures;
 use crate::location::{Access, Sharing};
@@ -39,7 +40,9 @@ struct Mapped {
 /// It is laid out as there: what is contiguous there is contiguous here. No allocation is made from
 /// it, and it cannot be shared further. It is the owner's to say what lies where, and that work of
 /// both processes on it is in order. When it is dropped, it waits for the work of the device's primary
-/// context (which ends captures there), then unmaps the memory; the owner's part of it stays.
+/// context (which ends captures there), then unmaps the memory; the owner's part of it stays. While a stream
+/// captures the driver refuses that wait: then the memory is unmapped when [`Device::synchronize`], or the
+/// drop of another import, has waited for the device.
 pub struct Imported {
     device: Device,
     access: Access,
@@ -338,18 +341,47 @@ impl Drop for Imported {
         if self.extents.is_empty() {
             return;
         }
-        let waited = BesideCaptures::enter(driver).and_then(|_beside| {
-            // SAFETY: no arguments.
-            unsafe { driver.cuCtxSynchronize() }
+        let waited = BesideCaptures::enter(driver).map_err(Error::from).and_then(|_beside| {
+            driver.tell_wait_for(Awaited::Device(self.device.ordinal()), || {
+                // SAFETY: no arguments.
+                unsafe { driver.cuCtxSynchronize() }
+            })
         });
-        if waited.is_err() {
+        let mappings = Mappings {
+            device: self.device.clone(),
+            extents: std::mem::take(&mut self.extents).into_values().collect(),
+            windows: std::mem::take(&mut self.windows),
+        };
+        match waited {
+            Ok(()) => mappings.unmap(),
             // A context that went first: the driver takes the mappings back with the process.
-            return;
+            Err(error) if error.is_context_lost() => {}
+            Err(_) => Limbo::keep(driver, mappings),
         }
-        for extent in self.extents.values() {
-            // SAFETY: a whole mapping of this import, and all work on the device has finished.
-            let _ = unsafe { mapping::unmap(driver, extent.here, extent.bytes) };
+    }
+}
+
+/// What an import has mapped, when it has ended.
+pub(super) struct Mappings {
+    device: Device,
+    extents: Vec<Mapped>,
+    /// Dropped after what is mapped in them.
+    windows: Vec<Window>,
+}
+
+impl Mappings {
+    pub(super) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The device has been waited for since, and its context is current.
+    pub(super) fn unmap(self) {
+        let Self { device, extents, windows } = self;
+        for extent in extents {
+            // SAFETY: a whole mapping of the import, and all work on the device has finished.
+            let _ = unsafe { mapping::unmap(device.driver(), extent.here, extent.bytes) };
         }
+        drop(windows);
     }
 }
 

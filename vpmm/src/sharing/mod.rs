@@ -3,6 +3,7 @@
 
 mod export;
 mod import;
+mod limbo;
 mod socket;
 mod wire;
 
