@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
+use cuda_sys::types::{CUresult, CUstreamCaptureMode};
 use vpmm::{Background, DevicePtr, Driver, Error, Pool, PoolConfig, StreamHandle};
 
 use crate::rig::{GRANULE, Profile, SMALL};
-use crate::support::Rig;
+use crate::support::{Rig, call};
 
 const SIZES: [u64; 4] = [3 * GRANULE, SMALL, GRANULE, 20 * SMALL];
 
@@ -237,6 +238,45 @@ fn destroy_gives_back_what_is_allocated() {
             assert_eq!(Pool::of(&rig.driver, held[0].0.address()), None);
         }
     });
+}
+
+/// The driver refuses to wait for the device while a stream captures: the pool comes back, and ends when that
+/// is over.
+#[test]
+fn a_pool_is_not_destroyed_while_a_stream_captures() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let before = used(&rig);
+    for profile in Profile::BOTH {
+        let (stream, capturing) = (rig.stream(), rig.stream());
+        let pool = profile.open(&rig.device);
+        let held = fill(&rig, &pool, stream.handle());
+        let raw = capturing.handle().raw();
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        call!(rig.driver, cuStreamBeginCapture_v2(raw, mode));
+        let destroyed = pool.destroy();
+        let (end, mut graph) = (rig.driver.raw().cuStreamEndCapture.unwrap(), std::ptr::null_mut());
+        // SAFETY: a live stream, and a live pointer.
+        let code = unsafe { end(raw, &mut graph) };
+        assert_eq!(code, CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+        let (pool, error) = destroyed.expect_err("nothing can be given back");
+        assert!(matches!(error, Error::StreamCapturing), "{error}");
+        // Nothing has changed.
+        assert_eq!(Pool::of(&rig.driver, held[0].0.address()).as_ref(), Some(&pool));
+        pool.validate().unwrap();
+        pool.destroy().unwrap();
+        assert_eq!(used(&rig), before, "{profile:?}");
+        // With nothing allocated no capture is in the way, nor harmed.
+        let pool = profile.open(&rig.device);
+        fill(&rig, &pool, stream.handle())
+            .into_iter()
+            .for_each(|(ptr, _)| pool.free(ptr, &stream).unwrap());
+        call!(rig.driver, cuStreamBeginCapture_v2(raw, mode));
+        pool.destroy().unwrap();
+        call!(rig.driver, cuStreamEndCapture(raw, &mut graph));
+        call!(rig.driver, cuGraphDestroy(graph));
+        assert_eq!(used(&rig), before, "{profile:?}");
+    }
+    rig.assert_clean();
 }
 
 #[test]

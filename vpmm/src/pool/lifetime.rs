@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use cuda_sys::types::CUresult;
+
 use super::Pool;
 use super::registry::Registry;
 use crate::device::StreamHandle;
@@ -64,9 +66,15 @@ impl Pool {
     /// driver, which reclaims it with the process.
     ///
     /// # Errors
-    /// [`Error::PoolShared`] where there are other handles; the pool comes back with it, as it was.
+    /// [`Error::PoolShared`] where there are other handles; [`Error::StreamCapturing`] where something is
+    /// allocated while a stream of the context captures, since the driver then refuses the wait. The pool
+    /// comes back with it, as it was; of a capture the end that the refused wait has made is all that is
+    /// left.
     pub fn destroy(self) -> Result<(), (Self, Error)> {
         if let Err(error) = self.check_process() {
+            return Err((self, error));
+        }
+        if let Err(error) = self.check_waits() {
             return Err((self, error));
         }
         if let Err(others) = self.registry().end(&self) {
@@ -79,5 +87,21 @@ impl Pool {
             std::thread::yield_now();
         }
         Ok(())
+    }
+
+    /// Finds out whether the end can wait for the device, where it has to: without that it would give
+    /// nothing back, ever.
+    fn check_waits(&self) -> Result<()> {
+        // Who would be told of other handles ends no capture for it.
+        if self.registry().others(self) > 0 || !self.family.is_in_use() {
+            return Ok(());
+        }
+        match self.device().synchronize() {
+            Err(Error::Driver {
+                code: CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, ..
+            }) => Err(Error::StreamCapturing),
+            // What else is wrong is met by the end itself.
+            _ => Ok(()),
+        }
     }
 }

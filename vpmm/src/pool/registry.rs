@@ -198,14 +198,17 @@ impl Registry {
         !in_use
     }
 
+    /// How many handles there are beside this one. As a device's pool it does not count.
+    pub(super) fn others(&self, pool: &Pool) -> usize {
+        self.read().others(pool)
+    }
+
     /// Takes a pool out, to be ended by its last handle, which this must be; else says how many
     /// others there are. As a device's pool it does not count.
     pub(super) fn end(&self, pool: &Pool) -> Result<(), usize> {
         let mut book = self.write();
-        let of_devices = book.devices.values().flat_map(|of| [&of.default, &of.current]);
-        let kept = of_devices.flatten().filter(|kept| *kept == pool).count();
         // Nobody makes one of it now: there is none but this, and the lock is held.
-        let others = Arc::strong_count(&pool.handles) - 1 - kept;
+        let others = book.others(pool);
         if others > 0 {
             return Err(others);
         }
@@ -224,6 +227,12 @@ impl Book {
     fn pool_at(&self, address: u64) -> Option<u64> {
         let (start, window) = self.windows.range(..=address).next_back()?;
         (address - start < window.bytes).then_some(window.pool)
+    }
+
+    fn others(&self, pool: &Pool) -> usize {
+        let of_devices = self.devices.values().flat_map(|of| [&of.default, &of.current]);
+        let kept = of_devices.flatten().filter(|kept| *kept == pool).count();
+        Arc::strong_count(&pool.handles) - 1 - kept
     }
 
     /// Enters what a pool's windows are now.
