@@ -172,6 +172,9 @@ impl Device {
     /// Waits until all work on the device's primary context has finished. What was freed before is
     /// then everybody's in every pool of this driver on the device.
     ///
+    /// While a stream of the context captures the driver refuses it, and ends the capture.
+    /// `cuCtxSynchronize`.
+    ///
     /// # Errors
     /// [`Error::Driver`], [`Error::ContextLost`].
     pub fn synchronize(&self) -> Result<()> {

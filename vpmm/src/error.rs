@@ -13,7 +13,7 @@ use crate::units::{Bytes, DevicePtr};
 /// The result of this crate's calls.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a call failed. A call that fails has changed nothing.
+/// Why a call failed. A call that fails has changed nothing, unless it says what.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

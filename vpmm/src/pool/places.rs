@@ -44,7 +44,8 @@ impl Pool {
     /// # Errors
     /// [`Error::PeerUnsupported`] where the device cannot reach the memory, [`Error::OwnerAccess`] for
     /// less than everything to the pool's own device, [`Error::ContextLost`], [`Error::Driver`]. The
-    /// device then has the access that it had.
+    /// device then has the access that it had; where the driver refuses to set that back, too, the next
+    /// call does, whichever access it asks for.
     ///
     /// [`Error::PeerUnsupported`]: crate::Error::PeerUnsupported
     /// [`Error::OwnerAccess`]: crate::Error::OwnerAccess
