@@ -376,7 +376,8 @@ fn memory_that_cannot_be_released_ends_the_server() {
     let mut writer = local.session(Requested::Rw);
     let id = writer.allocate(1, "t").unwrap().allocation_id;
     local.sim.fail_nth("cuMemRelease", 1, CUresult::CUDA_ERROR_UNKNOWN);
-    assert!(writer.free(&id).unwrap());
+    // Its answer may come before the server's end.
+    assert!(matches!(writer.free(&id), Ok(true) | Err(ClientError::Disconnected)));
     eventually("the server ends", || writer.allocation_count().is_err());
     let ended = local.stop();
     assert!(matches!(ended, Err(ServerError::Driver(_))), "{ended:?}");
