@@ -854,8 +854,10 @@ enum vpmm_status vpmm_pool_create(const struct vpmm_driver *driver,
 void vpmm_pool_release(struct vpmm_pool *pool);
 
 /**
- * Ends a pool with everything that is allocated from it, and gives the handle back. Waits for the
- * whole device where something is allocated.
+ * Ends a pool with everything that is allocated from it, and gives the handle back, whatever the answer is.
+ * Waits for the whole device where something is allocated. `VPMM_IN_USE` where others have handles,
+ * which end it then; `VPMM_BAD_STREAM` where the driver refuses that wait since a stream captures: the
+ * pool lives on, and ends when all that is allocated has been freed by `vpmm_free_any`.
  *
  * # Safety
  * `pool` is null or a handle; neither it nor the pool's memory is used again.

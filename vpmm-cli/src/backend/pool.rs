@@ -85,7 +85,8 @@ impl Drop for PoolBackend<'_> {
     fn drop(&mut self) {
         // SAFETY: the pool is not used after.
         let pool = unsafe { ManuallyDrop::take(&mut self.pool) };
-        // Refused only where somebody has another handle, who then ends it.
+        // Refused where somebody has another handle, who then ends it, or a stream captures: then it goes with the
+        // process.
         let _ = pool.destroy();
     }
 }
