@@ -12,14 +12,13 @@
 mod baselines;
 mod rig;
 
-use std::mem::ManuallyDrop;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use baselines::{BestFit, Offset, TwoLevel};
 use rig::program::Program;
-use rig::{Lane, MIB, Machine, Subject};
-use vpmm::{DevicePtr, Pool, PoolConfig, Stream, StreamHandle};
+use rig::{Lane, MIB, Machine, Subject, Vpmm};
+use vpmm::{Pool, PoolConfig, Stream, StreamHandle};
 use vpmm_cli::trace::Trace;
 
 /// The passes before those that are timed: a pool takes some until it makes and moves no more.
@@ -66,7 +65,12 @@ fn measure(name: &str, program: &Program, passes: usize) {
     let mut two_level = Player::new(TwoLevel::new(), program);
     let mut offset = Player::new(Offset::new(), program);
     let mut best_fit = Player::new(BestFit::new(), program);
-    let mut pool = Player::new(Streams::new(&machine, program.lanes), program);
+    // Streams outlive the pool.
+    let streams = (0..program.lanes).map(|_| machine.device.stream().expect("a stream"));
+    let streams: Vec<Stream> = streams.collect();
+    let handles: Vec<StreamHandle> = streams.iter().map(Stream::handle).collect();
+    let pool = Pool::new(&machine.device, &PoolConfig::default()).expect("a pool");
+    let mut pool = Player::new(Vpmm::on(pool, handles), program);
     // A pool that is left alone for a while may move again: each goes its passes in one go.
     let calls = pool.passes(passes, &machine);
     nothing.passes(passes, &machine);
@@ -140,44 +144,5 @@ impl Subject for Nothing {
 
     fn free(&mut self, block: usize, _lane: Lane) {
         std::hint::black_box(block);
-    }
-}
-
-/// A pool as it comes, and as many streams as the program has.
-struct Streams {
-    pool: ManuallyDrop<Pool>,
-    handles: Vec<StreamHandle>,
-    /// They outlive the pool.
-    _streams: Vec<Stream>,
-}
-
-impl Streams {
-    fn new(machine: &Machine, count: usize) -> Self {
-        let pool = Pool::new(&machine.device, &PoolConfig::default()).expect("a pool");
-        let streams = (0..count).map(|_| machine.device.stream().expect("a stream"));
-        let streams: Vec<Stream> = streams.collect();
-        let handles = streams.iter().map(Stream::handle).collect();
-        Self { pool: ManuallyDrop::new(pool), handles, _streams: streams }
-    }
-}
-
-impl Drop for Streams {
-    fn drop(&mut self) {
-        // SAFETY: the pool is not used after.
-        let pool = unsafe { ManuallyDrop::take(&mut self.pool) };
-        // Refused only where there is another handle, which then ends it.
-        let _ = pool.destroy();
-    }
-}
-
-impl Subject for Streams {
-    type Block = DevicePtr;
-
-    fn malloc(&mut self, bytes: usize, lane: Lane) -> DevicePtr {
-        self.pool.malloc(bytes, self.handles[lane]).expect("memory")
-    }
-
-    fn free(&mut self, block: DevicePtr, lane: Lane) {
-        self.pool.free(block, self.handles[lane]).expect("a live pointer");
     }
 }

@@ -123,20 +123,26 @@ pub(crate) trait Subject {
     fn free(&mut self, block: Self::Block, lane: Lane);
 }
 
-/// The pool under measurement.
-pub(crate) struct Vpmm {
+/// The pool under measurement, on the machine's two streams, or on those that a program has.
+pub(crate) struct Vpmm<H = [StreamHandle; 2]> {
     pub(crate) pool: ManuallyDrop<Pool>,
-    handles: [StreamHandle; 2],
+    handles: H,
 }
 
 impl Vpmm {
     pub(crate) fn new(pool: Pool, machine: &Machine) -> Self {
-        Self { pool: ManuallyDrop::new(pool), handles: machine.handles() }
+        Self::on(pool, machine.handles())
+    }
+}
+
+impl<H> Vpmm<H> {
+    pub(crate) fn on(pool: Pool, handles: H) -> Self {
+        Self { pool: ManuallyDrop::new(pool), handles }
     }
 }
 
 /// What a case has not freed goes with the pool, and is not in the way of the next one.
-impl Drop for Vpmm {
+impl<H> Drop for Vpmm<H> {
     fn drop(&mut self) {
         // SAFETY: the pool is not used after.
         let pool = unsafe { ManuallyDrop::take(&mut self.pool) };
@@ -145,15 +151,15 @@ impl Drop for Vpmm {
     }
 }
 
-impl Subject for Vpmm {
+impl<H: AsRef<[StreamHandle]>> Subject for Vpmm<H> {
     type Block = DevicePtr;
 
     fn malloc(&mut self, bytes: usize, lane: Lane) -> DevicePtr {
-        self.pool.malloc(bytes, self.handles[lane]).expect("memory")
+        self.pool.malloc(bytes, self.handles.as_ref()[lane]).expect("memory")
     }
 
     fn free(&mut self, block: DevicePtr, lane: Lane) {
-        self.pool.free(block, self.handles[lane]).expect("a live pointer");
+        self.pool.free(block, self.handles.as_ref()[lane]).expect("a live pointer");
     }
 }
 
