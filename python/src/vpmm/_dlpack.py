@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from ._library import address, ffi, lib
+
 #: ``kDLCPU``, ``kDLCUDA``, ``kDLCUDAHost``, ``kDLCUDAManaged``.
 CPU, CUDA, PINNED, MANAGED = 1, 2, 3, 13
 _UNSIGNED = 1
@@ -41,15 +43,12 @@ class _Managed(ctypes.Structure):
 #: What is lent, by the address of its description: kept until the borrower calls the deleter.
 _LENT: dict[int, tuple[Any, ...]] = {}
 
+#: Capsules keep its address.
 _NAME = b"dltensor"
 
-_api = ctypes.pythonapi
-_api.PyCapsule_New.restype = ctypes.py_object
-_api.PyCapsule_New.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", _api))
-_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", _api)
-)
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -57,11 +56,9 @@ def _delete(managed: int) -> None:
     _LENT.pop(managed, None)
 
 
-@ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
-def _end_capsule(capsule: int) -> None:
-    # Who takes the memory renames the capsule; one that nobody took gives it back here.
-    if _is_valid(capsule, _NAME):
-        _LENT.pop(_pointer_of(capsule, _NAME), None)
+# The borrower and the capsule call these, which call that: either may end while an exception is under way.
+_deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address(ffi.addressof(lib, "vpmm_python_delete")))
+_end_capsule = address(ffi.addressof(lib, "vpmm_python_end_capsule"))
 
 
 def capsule(owner: Any, pointer: int, size: int, device: tuple[int, int]) -> Any:
@@ -73,7 +70,8 @@ def capsule(owner: Any, pointer: int, size: int, device: tuple[int, int]) -> Any
     managed.tensor.ndim = 1
     managed.tensor.dtype = _Type(_UNSIGNED, 8, 1)
     managed.tensor.shape = shape
-    managed.deleter = _delete
+    managed.context = ctypes.cast(_delete, ctypes.c_void_p)
+    managed.deleter = _deleter
     at = ctypes.addressof(managed)
     _LENT[at] = (owner, managed, shape)
-    return _api.PyCapsule_New(at, _NAME, ctypes.cast(_end_capsule, ctypes.c_void_p))
+    return _new_capsule(at, _NAME, _end_capsule)

@@ -6,6 +6,7 @@ CuPy open the same file, so that there is one copy of it in the process, with th
 
 from __future__ import annotations
 
+import atexit
 import pathlib
 from typing import Any
 
@@ -19,6 +20,9 @@ __all__ = ["EVERY_DEVICE", "NULL", "address", "answer", "call", "ffi", "handle",
 EVERY_DEVICE = 0xFFFF_FFFF
 
 NULL = ffi.NULL
+
+# Threads that go on until the very end may no longer call functions of Python's then.
+atexit.register(lib.vpmm_python_end)
 
 
 def path() -> str:

@@ -53,8 +53,8 @@ class _Places:
 _places = _Places(0)
 
 
-@ffi.callback("uint64_t(void *)", error=0)
-def _where(_: Any) -> int:
+@ffi.callback("uint64_t(void)", error=0)
+def _where() -> int:
     frames: list[tuple[str, int, str]] = []
     frame = sys._getframe().f_back
     while frame is not None and len(frames) < _MOST_FRAMES:
@@ -71,7 +71,12 @@ def record_history(most: int = 100_000, *, frames: bool = True) -> None:
     costs nothing more; with frames it costs microseconds."""
     global _places
     _places = _Places(most)
-    call(lib.vpmm_process_record_history, most, _where if most and frames else NULL, NULL)
+    if most and frames:
+        # Not at once: a tensor may end while an exception is under way, or the interpreter.
+        place = ffi.addressof(lib, "vpmm_python_where"), ffi.cast("void *", _where)
+    else:
+        place = NULL, NULL
+    call(lib.vpmm_process_record_history, most, *place)
 
 
 def _frames(place: _Place) -> list[dict[str, Any]]:

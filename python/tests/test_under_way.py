@@ -1,0 +1,90 @@
+"""What the library calls while an exception, or the interpreter's end, is under way."""
+
+import ctypes
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import vpmm
+from vpmm import _dlpack
+from vpmm._library import path
+
+
+def test_a_capsule_that_ends_with_an_exception_under_way():
+    before = vpmm.statistics().live_count
+    with pytest.raises(ZeroDivisionError):
+        # The interpreter clears its stack, with the exception set.
+        _ = [vpmm.DeviceBuffer(10).__dlpack__(), 1 / 0]
+    assert not _dlpack._LENT and vpmm.statistics().live_count == before
+
+
+#: As a destructor of C's is called: with the interpreter's lock, and an exception that is not its own.
+_DESTRUCTOR = """
+extern void *PyExc_KeyError;
+void PyErr_SetString(void *, char const *);
+void end(void (*function)(void *, long, int, void *), void *argument) {
+    PyErr_SetString(PyExc_KeyError, "ours");
+    function(argument, 0, 0, 0);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def end(tmp_path_factory):
+    if not shutil.which("cc"):
+        pytest.skip("no C compiler")
+    source = tmp_path_factory.mktemp("c") / "end.c"
+    source.write_text(_DESTRUCTOR)
+    made = source.with_suffix(".so")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", made, source], check=True)
+    function = ctypes.PyDLL(str(made)).end
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p], None
+    return function
+
+
+def test_a_tensor_s_free_is_noted_with_an_exception_under_way(end):
+    library = ctypes.CDLL(path())
+    vpmm.record_history(10)
+    try:
+        pointer = vpmm.Pool.of_process().malloc(1000)
+        with pytest.raises(KeyError, match="ours"):
+            end(ctypes.cast(library.vpmm_torch_free, ctypes.c_void_p), pointer)
+        event = vpmm.snapshot()["device_traces"][0][-1]
+        assert (event["action"], event["addr"]) == ("free_completed", pointer)
+        assert event["frames"][0]["name"] == "test_a_tensor_s_free_is_noted_with_an_exception_under_way"
+    finally:
+        vpmm.record_history(0)
+
+
+def test_a_borrower_that_ends_with_an_exception_under_way(end):
+    before = vpmm.statistics().live_count
+    capsule = vpmm.DeviceBuffer(10).__dlpack__(stream=-1)
+    (at,) = _dlpack._LENT
+    rename = ctypes.pythonapi.PyCapsule_SetName
+    rename.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    used = ctypes.c_char_p(b"used_dltensor")
+    rename(capsule, used)
+    del capsule
+    deleter = ctypes.cast(_dlpack._Managed.from_address(at).deleter, ctypes.c_void_p)
+    with pytest.raises(KeyError, match="ours"):
+        end(deleter, at)
+    assert not _dlpack._LENT and vpmm.statistics().live_count == before
+
+
+def test_threads_that_go_on_until_the_end():
+    """Before Python 3.14 one that asks for the interpreter's lock too late is ended, in the library."""
+    program = """
+import threading, time, vpmm
+vpmm.record_history(100)
+def work():
+    while True:
+        vpmm.DeviceBuffer(1000).free()
+for _ in range(4):
+    threading.Thread(target=work, daemon=True).start()
+time.sleep(0.1)
+"""
+    for _ in range(10):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), done

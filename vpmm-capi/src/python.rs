@@ -1,0 +1,153 @@
+//! Functions of Python's behind callbacks of C's, for the Python package, which finds these by name.
+//!
+//! What frees memory may have an exception under way: a tensor's destructor while the interpreter clears
+//! a stack for it. A function of Python's that is called there loses the exception, and the interpreter
+//! ends by a signal. So it is laid aside meanwhile. And once the interpreter ends nobody may ask for its
+//! lock: before 3.14 a thread that does is ended, with frames of this library's below it.
+//!
+//! Python's own functions are found in the process, so that the library needs none to be built or loaded.
+
+use std::ffi::{c_char, c_int, c_void};
+use std::ptr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use libloading::os::unix::Library;
+
+/// How long the end of the interpreter waits for calls of other threads.
+const LONGEST: Duration = Duration::from_secs(1);
+
+/// What a capsule of DLPack's is named until somebody takes what is in it.
+const LENT: *const c_char = c"dltensor".as_ptr();
+
+type Fetch = unsafe extern "C" fn(*mut *mut c_void, *mut *mut c_void, *mut *mut c_void);
+type Restore = unsafe extern "C" fn(*mut c_void, *mut c_void, *mut c_void);
+
+/// Functions of CPython's stable ABI.
+struct Python {
+    is_initialized: unsafe extern "C" fn() -> c_int,
+    take_lock: unsafe extern "C" fn() -> c_int,
+    give_lock_back: unsafe extern "C" fn(c_int),
+    fetch_error: Fetch,
+    restore_error: Restore,
+    is_capsule: unsafe extern "C" fn(*mut c_void, *const c_char) -> c_int,
+    in_capsule: unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void,
+}
+
+impl Python {
+    fn find() -> Option<Self> {
+        let process = Library::this();
+        macro_rules! symbol {
+            ($name:literal) => {
+                // SAFETY: the type of its field is the function's, which is the same in every version.
+                *unsafe { process.get(concat!($name, "\0").as_bytes()) }.ok()?
+            };
+        }
+        Some(Self {
+            is_initialized: symbol!("Py_IsInitialized"),
+            take_lock: symbol!("PyGILState_Ensure"),
+            give_lock_back: symbol!("PyGILState_Release"),
+            fetch_error: symbol!("PyErr_Fetch"),
+            restore_error: symbol!("PyErr_Restore"),
+            is_capsule: symbol!("PyCapsule_IsValid"),
+            in_capsule: symbol!("PyCapsule_GetPointer"),
+        })
+    }
+
+    fn here() -> Option<&'static Self> {
+        static HERE: OnceLock<Option<Python>> = OnceLock::new();
+        HERE.get_or_init(Self::find).as_ref()
+    }
+}
+
+static IS_ENDING: AtomicBool = AtomicBool::new(false);
+static CALLS: AtomicUsize = AtomicUsize::new(0);
+
+/// Calls a function of Python's; not where the interpreter ends.
+fn call<T>(function: impl FnOnce() -> T) -> Option<T> {
+    let python = Python::here()?;
+    // In this order, so that who ends it waits for this, or this sees that it ends.
+    CALLS.fetch_add(1, Ordering::SeqCst);
+    // SAFETY: it may be asked at any time.
+    let is_there = || unsafe { (python.is_initialized)() != 0 };
+    let made = (!IS_ENDING.load(Ordering::SeqCst) && is_there()).then(|| {
+        let (mut kind, mut value, mut trace) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the interpreter is there. What was laid aside is given back with the lock held, once.
+        unsafe {
+            let state = (python.take_lock)();
+            (python.fetch_error)(&raw mut kind, &raw mut value, &raw mut trace);
+            let made = function();
+            (python.restore_error)(kind, value, trace);
+            (python.give_lock_back)(state);
+            made
+        }
+    });
+    CALLS.fetch_sub(1, Ordering::SeqCst);
+    made
+}
+
+/// A `vpmm_where` that asks a function of Python's, which is its context; 0 once the interpreter ends.
+///
+/// # Safety
+/// `function` is a `uint64_t (*)(void)` that lets no exception out.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_where(function: *mut c_void) -> u64 {
+    // SAFETY: the caller vouches for it.
+    let function: unsafe extern "C" fn() -> u64 = unsafe { std::mem::transmute(function) };
+    // SAFETY: as above.
+    call(|| unsafe { function() }).unwrap_or(0)
+}
+
+/// DLPack's `DLManagedTensor`.
+#[repr(C)]
+struct Managed {
+    tensor: [u64; 6],
+    /// The function of Python's that gives back what was lent.
+    context: unsafe extern "C" fn(*mut c_void),
+    deleter: Option<unsafe extern "C" fn(*mut c_void)>,
+}
+
+/// The deleter of a `DLManagedTensor` whose `manager_ctx` is the function of Python's that gives it back,
+/// a `void (*)(DLManagedTensor *)`. It is not given back once the interpreter ends.
+///
+/// # Safety
+/// `managed` is one, and lent.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_delete(managed: *mut c_void) {
+    // SAFETY: the caller vouches for it.
+    let function = unsafe { (*managed.cast::<Managed>()).context };
+    // SAFETY: as above.
+    call(|| unsafe { function(managed) });
+}
+
+/// The destructor of a capsule with a `DLManagedTensor`: one that nobody took is given back.
+///
+/// # Safety
+/// `capsule` is a `PyCapsule` that ends; the thread has the interpreter's lock.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_end_capsule(capsule: *mut c_void) {
+    let Some(python) = Python::here() else { return };
+    // SAFETY: the caller vouches for it. Neither touches an exception that is under way.
+    unsafe {
+        if (python.is_capsule)(capsule, LENT) == 0 {
+            return;
+        }
+        let managed = (python.in_capsule)(capsule, LENT);
+        if let Some(delete) = (*managed.cast::<Managed>()).deleter {
+            delete(managed);
+        }
+    }
+}
+
+/// The interpreter is about to end: no function of its is called from here on. Waits for the calls that are
+/// under way, a second at most; the caller has not got the interpreter's lock.
+#[unsafe(no_mangle)]
+pub extern "C" fn vpmm_python_end() {
+    IS_ENDING.store(true, Ordering::SeqCst);
+    let begin = Instant::now();
+    while CALLS.load(Ordering::SeqCst) > 0 && begin.elapsed() < LONGEST {
+        thread::sleep(Duration::from_micros(100));
+    }
+}
