@@ -351,3 +351,55 @@ def test_cupy_and_numba_on_a_resource(monkeypatch):
     assert live() == 1 and manager.get_memory_info().free > 0
     memory.free()
     assert live() == 0
+
+
+def test_what_is_raised_where_a_resource_begins_and_ends(monkeypatch):
+    def raises(*_):
+        raise KeyError("ours")
+
+    with pytest.raises(KeyError, match="ours"):
+        mr.CoalescingMemoryResource(mr.CallbackMemoryResource(raises, raises), MIB)
+    with pytest.raises(KeyError, match="ours"):
+        mr.open(f"coalescing(initial={MIB})", mr.CallbackMemoryResource(raises, raises))
+    # Nobody has called where the garbage collector ends it: it is told as from destructors.
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: told.append(raised.exc_type))
+    resource = mr.CoalescingMemoryResource(mr.CallbackMemoryResource(lambda *_: 1 << 20, raises), MIB)
+    del resource
+    gc.collect()
+    assert told == [KeyError]
+
+
+def test_a_request_that_is_served_after_all():
+    """What the function raised at first counts no more."""
+    tries, freed = [], []
+
+    def allocate(size, stream):
+        tries.append(size)
+        if len(tries) == 1:
+            raise MemoryError("not yet")
+        return 1 << 20
+
+    below = mr.CallbackMemoryResource(allocate, lambda *given: freed.append(given))
+    resource = mr.FailureCallbackResourceAdaptor(below, lambda size: True)
+    assert resource.allocate(1000) == 1 << 20
+    assert tries == [1000, 1000] and not freed
+    resource.deallocate(1 << 20, 1000)
+    assert freed == [(1 << 20, 1000, 1)]
+
+
+def test_a_request_that_is_served_while_something_else_is_raised():
+    """It comes out, and the memory goes back."""
+    tries, freed = [], []
+
+    def allocate(size, stream):
+        tries.append(size)
+        if len(tries) == 1:
+            raise KeyboardInterrupt
+        return 1 << 20
+
+    below = mr.CallbackMemoryResource(allocate, lambda *given: freed.append(given))
+    resource = mr.FailureCallbackResourceAdaptor(below, lambda size: True)
+    with pytest.raises(KeyboardInterrupt):
+        resource.allocate(1000)
+    assert tries == [1000, 1000] and freed == [(1 << 20, 1000, 1)]

@@ -14,7 +14,7 @@ from ._resource import DeviceMemoryResource, UpstreamResourceAdaptor, handle_of
 
 
 @contextlib.contextmanager
-def _called(context: Any) -> Iterator[tuple[Callable[..., Any], ...]]:
+def _called(context: Any, *, is_request: bool = False) -> Iterator[tuple[Callable[..., Any], ...]]:
     """The functions of a resource, as what stands on it calls them: perhaps with a lock, so that the garbage
     collector may not free a buffer of the same now. What they raise is kept for who called the library."""
     was_enabled = gc.isenabled()
@@ -22,7 +22,7 @@ def _called(context: Any) -> Iterator[tuple[Callable[..., Any], ...]]:
     try:
         yield ffi.from_handle(context).functions
     except BaseException as error:
-        Functions.note(error)
+        Functions.note(error, is_lack=is_request and isinstance(error, Exception))
     finally:
         if was_enabled:
             gc.enable()
@@ -30,7 +30,7 @@ def _called(context: Any) -> Iterator[tuple[Callable[..., Any], ...]]:
 
 @ffi.callback("void *(void *, size_t, size_t, void *)")
 def _allocate(context: Any, size: int, align: int, stream: Any) -> Any:
-    with _called(context) as (allocate, _):
+    with _called(context, is_request=True) as (allocate, _):
         return ffi.cast("void *", allocate(size, int(ffi.cast("uintptr_t", stream))))
     return NULL
 
@@ -43,7 +43,7 @@ def _deallocate(context: Any, pointer: Any, size: int, align: int, stream: Any) 
 
 @ffi.callback("uint32_t(void *, size_t)")
 def _make_room(context: Any, size: int) -> int:
-    with _called(context) as (function,):
+    with _called(context, is_request=True) as (function,):
         return bool(function(size))
     return 0
 

@@ -25,29 +25,42 @@ class Functions:
         self._live.pop(int(ffi.cast("uintptr_t", self.context)), None)
 
     @classmethod
-    def note(cls, error: BaseException) -> None:
-        cls._raised.error = error
+    def note(cls, error: BaseException, *, is_lack: bool = False) -> None:
+        """`is_lack`: a request found no memory by it, which what is above may make good."""
+        if not (is_lack and cls._noted()):
+            cls._raised.error = error, is_lack
 
     @classmethod
-    def take(cls) -> BaseException | None:
-        error = getattr(cls._raised, "error", None)
-        cls._raised.error = None
-        return error
+    def _noted(cls) -> tuple[BaseException, bool] | None:
+        return getattr(cls._raised, "error", None)
+
+    @classmethod
+    def exchange(cls, noted: tuple[BaseException, bool] | None) -> tuple[BaseException, bool] | None:
+        before, cls._raised.error = cls._noted(), noted
+        return before
 
 
-def forwarded(function: Any, *arguments: Any) -> Any:
-    """Calls the library; what a function of Python's has raised in there goes on here."""
+def forwarded(function: Any, *arguments: Any, back: Callable[[Any], None] | None = None) -> Any:
+    """Calls the library; what a function of Python's has raised in there goes on here. `back` gives back what
+    a request was served with, where that raises all the same; not by what was made good, as by a callback
+    that makes room."""
     if not Functions._live:
         return function(*arguments)
-    Functions.take()
+    # The garbage collector comes here, too, in the middle of another call.
+    before = Functions.exchange(None)
     try:
-        result = function(*arguments)
-    except Exception:
-        error = Functions.take()
-        if error is not None:
-            raise error from None
-        raise
-    error = Functions.take()
-    if error is not None:
-        raise error
-    return result
+        try:
+            result = function(*arguments)
+        except Exception:
+            noted = Functions.exchange(None)
+            if noted is not None:
+                raise noted[0] from None
+            raise
+        noted = Functions.exchange(None)
+        if noted is None or (noted[1] and back is not None):
+            return result
+        if back is not None:
+            back(result)
+        raise noted[0]
+    finally:
+        Functions.exchange(before)

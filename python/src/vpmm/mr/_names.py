@@ -16,6 +16,7 @@ from ._adaptors import (
     TrackingResourceAdaptor,
 )
 from ._callbacks import CallbackMemoryResource, FailureCallbackResourceAdaptor
+from ._functions import forwarded
 from ._makers import (
     CudaAsyncMemoryResource,
     CudaMemoryResource,
@@ -76,5 +77,6 @@ def open(text: str, upstream: DeviceMemoryResource | None = None, *, device: int
     """
     below = NULL if upstream is None else handle_of(upstream)
     device = device if upstream is None else upstream.device
-    made = answer("vpmm_resource *", lib.vpmm_resource_open, _pool._driver(), device, text.encode(), below)
+    kind, stack = "vpmm_resource *", text.encode()
+    made = forwarded(answer, kind, lib.vpmm_resource_open, _pool._driver(), device, stack, below)
     return of_handle(made, device)

@@ -6,6 +6,7 @@ from typing import Any
 
 from .. import _pool
 from .._library import NULL, call, lib
+from ._functions import forwarded
 from ._makers import CudaMemoryResource
 from ._resource import (
     DeviceMemoryResource,
@@ -64,7 +65,7 @@ class BinningMemoryResource(UpstreamResourceAdaptor):
         """Adds a bin for requests of up to so many bytes: blocks of that size, or another resource."""
         size = _pool.bytes_of(allocation_size)
         own = NULL if bin_resource is None else handle_of(bin_resource)
-        call(lib.vpmm_resource_add_bin, self._handle, size, own)
+        forwarded(call, lib.vpmm_resource_add_bin, self._handle, size, own)
 
 
 class ArenaMemoryResource(UpstreamResourceAdaptor):

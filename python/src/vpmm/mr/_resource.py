@@ -50,6 +50,11 @@ def bytes_or_none(size: int | str | None) -> int | None:
     return None if size is None else _pool.bytes_of(size)
 
 
+def _release(raw: Any, forwarded: Any = forwarded, release: Any = lib.vpmm_resource_release) -> None:
+    """cffi tells what is raised here. By arguments, as modules may be empty when the last ones end."""
+    forwarded(release, raw)
+
+
 class DeviceMemoryResource:
     """What gives out memory. ``str`` is its stack as a tree."""
 
@@ -59,13 +64,12 @@ class DeviceMemoryResource:
     """The device that the memory is for."""
 
     def _take(self, raw: Any, device: int) -> None:
-        self._handle, self.device = ffi.gc(raw, lib.vpmm_resource_release), device
+        self._handle, self.device = ffi.gc(raw, _release), device
 
     def _open(self, text: str, device: int = 0, upstream: DeviceMemoryResource | None = None) -> None:
         below = NULL if upstream is None else handle_of(upstream)
-        made = answer(
-            "vpmm_resource *", lib.vpmm_resource_open, _pool._driver(), device, text.encode(), below
-        )
+        kind, text_ = "vpmm_resource *", text.encode()
+        made = forwarded(answer, kind, lib.vpmm_resource_open, _pool._driver(), device, text_, below)
         self._upstream = upstream
         self._take(made, device)
 
@@ -74,9 +78,13 @@ class DeviceMemoryResource:
         power of two, or the resource's own. :class:`vpmm.OutOfMemoryError` where there is none."""
         if nbytes < 0:
             raise ValueError(f"an allocation of {nbytes} bytes")
-        on = handle(raw_stream(stream))
-        made = forwarded(answer, "void *", lib.vpmm_resource_allocate, self._handle, nbytes, alignment, on)
-        return address(made)
+        on, below = handle(raw_stream(stream)), self._handle
+
+        def back(made: Any) -> None:
+            lib.vpmm_resource_deallocate(below, made, nbytes, alignment, on)
+
+        request = lib.vpmm_resource_allocate, below, nbytes, alignment, on
+        return address(forwarded(answer, "void *", *request, back=back))
 
     def deallocate(self, ptr: int, nbytes: int, stream: Any = None, *, alignment: int = 0) -> None:
         """Frees an allocation once everything enqueued on the stream so far has finished. Bytes and
