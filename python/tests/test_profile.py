@@ -1,5 +1,7 @@
 """What a part of a program holds at most."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -101,3 +103,28 @@ def test_threads():
     # What each thread's front held least counts at its own time, so the sum may be more than 4 MiB.
     assert found("threads").calls == 80 and MIB <= found("threads").peak_bytes <= 80 * MIB
     assert found("threads").kept_bytes <= 80 * 4 * MIB
+
+
+def test_small_requests_of_the_paged_profile():
+    program = """
+import vpmm
+vpmm.configure(profile="paged", addresses="1 GiB")
+pool = vpmm.Pool.of_process()
+for pointer in [pool.malloc(1000) for _ in range(3000)]:
+    pool.free(pointer)
+pool.trim()
+peak = vpmm.statistics().peak_small_mapped_bytes
+assert peak >= 3_000_000
+with vpmm.profile("nothing"):
+    pass
+# As of the whole time.
+assert vpmm.statistics().peak_small_mapped_bytes == peak
+with vpmm.profile("kept"):
+    kept = [pool.malloc(1000) for _ in range(3000)]
+nothing, kept = vpmm.records()
+assert (nothing.peak_bytes, nothing.kept_bytes, nothing.peak_held_bytes) == (0, 0, 0), nothing
+assert kept.peak_bytes == kept.kept_bytes >= 3_000_000 and kept.peak_held_bytes >= 3_000_000, kept
+vpmm.reset_peaks()
+assert vpmm.statistics().peak_small_mapped_bytes == vpmm.statistics().small_mapped_bytes
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

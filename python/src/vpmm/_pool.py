@@ -60,7 +60,7 @@ class Statistics:
     """What a pool holds and has done. Bytes unless a name says otherwise."""
 
     live_bytes: int
-    """In the hands of callers."""
+    """In the hands of callers, without small requests of the paged profile."""
     peak_live_bytes: int
     """The most of that since the pool was made or its peaks were reset."""
     cached_bytes: int
@@ -70,7 +70,7 @@ class Statistics:
     pending_bytes: int
     """Freed, and still in use by a stream as far as is known."""
     mapped_bytes: int
-    """Physical memory held."""
+    """Physical memory held, without what the driver holds for small requests."""
     peak_mapped_bytes: int
     """The most of that."""
     reserved_bytes: int
@@ -82,7 +82,7 @@ class Statistics:
     peak_small_mapped_bytes: int
     """The most of that."""
     live_count: int
-    """Allocations in the hands of callers."""
+    """Allocations in the hands of callers, without small ones."""
     small_live_count: int
     """Small ones of the paged profile."""
     extent_count: int
@@ -349,10 +349,11 @@ class Peaks:
 
     _lock = threading.RLock()
     _open: ClassVar[dict[int, list[Peaks]]] = {}
+    _KINDS = ("live_bytes", "mapped_bytes", "small_mapped_bytes")
 
     def __init__(self, device: int, now: Statistics):
-        self.device, self.live_bytes = device, now.live_bytes
-        self.peak_live_bytes, self.peak_mapped_bytes = now.live_bytes, now.mapped_bytes
+        self.device, self.begin = device, now
+        self._peaks = {f"peak_{kind}": getattr(now, kind) for kind in self._KINDS}
 
     @classmethod
     def enter(cls, device: int) -> Peaks:
@@ -378,15 +379,11 @@ class Peaks:
             return self._as_seen(now)
 
     def _note(self, now: Statistics) -> None:
-        self.peak_live_bytes = max(self.peak_live_bytes, now.peak_live_bytes)
-        self.peak_mapped_bytes = max(self.peak_mapped_bytes, now.peak_mapped_bytes)
+        self._peaks = {name: max(peak, getattr(now, name)) for name, peak in self._peaks.items()}
 
     def _as_seen(self, now: Statistics) -> Statistics:
-        return dataclasses.replace(
-            now,
-            peak_live_bytes=max(self.peak_live_bytes, now.peak_live_bytes),
-            peak_mapped_bytes=max(self.peak_mapped_bytes, now.peak_mapped_bytes),
-        )
+        peaks = {name: max(peak, getattr(now, name)) for name, peak in self._peaks.items()}
+        return dataclasses.replace(now, **peaks)
 
     @classmethod
     def of_all(cls, device: int, now: Statistics) -> Statistics:

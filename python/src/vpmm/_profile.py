@@ -23,7 +23,8 @@ class Record:
     calls: int = 0
     seconds: float = 0.0
     peak_bytes: int = 0
-    """The most that was live beyond what was live at the begin, of all calls."""
+    """The most that was live beyond what was live at the begin, of all calls. Small requests of the paged
+    profile, whose peak the pool does not know, count as far as they were kept."""
     kept_bytes: int = 0
     """What was live at the ends beyond what was at the begins, in sum; what leaks adds up here."""
     peak_held_bytes: int = 0
@@ -71,14 +72,16 @@ class profile(contextlib.ContextDecorator):
 
     def __exit__(self, *_: Any) -> None:
         peaks, begin = self._stack.pop()
-        seen = peaks.leave()
+        seen, before = peaks.leave(), peaks.begin
+        kept = seen.live_bytes + seen.small_live_bytes - before.live_bytes - before.small_live_bytes
+        held = seen.peak_mapped_bytes + seen.peak_small_mapped_bytes
         with _lock:
             record = _records.setdefault(self.name or "unnamed", Record(self.name or "unnamed"))
             record.calls += 1
             record.seconds += time.perf_counter() - begin
-            record.peak_bytes = max(record.peak_bytes, seen.peak_live_bytes - peaks.live_bytes)
-            record.kept_bytes += seen.live_bytes - peaks.live_bytes
-            record.peak_held_bytes = max(record.peak_held_bytes, seen.peak_mapped_bytes)
+            record.peak_bytes = max(record.peak_bytes, seen.peak_live_bytes - before.live_bytes, kept)
+            record.kept_bytes += kept
+            record.peak_held_bytes = max(record.peak_held_bytes, held)
 
 
 def records() -> list[Record]:

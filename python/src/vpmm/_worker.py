@@ -106,7 +106,8 @@ class Worker:
     def end(self, name: str) -> None:
         """Says what the pool held at most, and writes what is to be written."""
         now = _pool.statistics()
-        _LOGGER.info("vpmm held at most %s bytes, %s live", now.peak_mapped_bytes, now.peak_live_bytes)
+        held = now.peak_mapped_bytes + now.peak_small_mapped_bytes
+        _LOGGER.info("vpmm held at most %s bytes, %s live", held, now.peak_live_bytes)
         if self.log:
             # What is still allocated by it is freed through it; its file ends with the last of that.
             mr.reset_current_device_resource()

@@ -55,7 +55,10 @@ class VpmmPlugin(WorkerPlugin):
 
 async def _metric(_: Any) -> dict[str, int]:
     now = _pool.statistics()
-    return {"live_bytes": now.live_bytes, "held_bytes": now.mapped_bytes}
+    return {
+        "live_bytes": now.live_bytes + now.small_live_bytes,
+        "held_bytes": now.mapped_bytes + now.small_mapped_bytes,
+    }
 
 
 _OF_POOL = {
