@@ -76,6 +76,8 @@ def test_a_pool_that_is_dropped_leaves_what_is_allocated():
 def test_sizes_are_numbers_or_text():
     assert bytes_of("20 GB") == 20 * 10**9
     assert bytes_of("1.5GiB") == 3 << 29
+    # As the command has them: not a byte less, by the binary fraction of what is said in decimals.
+    assert [bytes_of(f"{size} KB") for size in ("2.01", "4.02", "8.03")] == [2010, 4020, 8030]
     assert bytes_of(" 512 ") == bytes_of("512B") == bytes_of(512)
     assert bytes_of("2.0") == bytes_of(2.0) == 2
     # A part of the device's memory, as others have it, is not taken for no byte.

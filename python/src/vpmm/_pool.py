@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fractions
 import functools
 import os
 import re
@@ -38,7 +39,7 @@ def bytes_of(size: int | float | str) -> int:
         if not found:
             raise ValueError(f"{size!r} is no size: a number, and B, KB, KiB and so on")
         if _UNITS[found[2].upper()] > 1:
-            return int(float(found[1]) * _UNITS[found[2].upper()])
+            return int(fractions.Fraction(found[1]) * _UNITS[found[2].upper()])
         size = found[1] if "." not in found[1] else float(found[1])
     # As others have it: a part of the device's memory.
     if isinstance(size, float) and not size.is_integer():
