@@ -1,5 +1,7 @@
 """Streams that come and go, and those that last."""
 
+import threading
+
 import pytest
 
 import vpmm
@@ -101,3 +103,35 @@ def test_to_note_the_same_stream_again_keeps_no_more(make_stream, make):
             buffer.record_stream(OfTorch())
             buffer.record_stream(int(str(raw)))
         assert len(buffer._streams) == 1 and len(buffer._unnoted) <= 1
+
+
+def test_another_thread_s_default_stream():
+    """Its number means another stream there; the legacy one is ordered with both."""
+    freed = []
+    resource = vpmm.mr.CallbackMemoryResource(lambda *_: 1 << 20, lambda *given: freed.append(given[2]))
+    made = [vpmm.DeviceBuffer(10, stream=2, mr=resource) for _ in range(2)]
+    seen = []
+
+    def work():
+        buffer = made.pop()
+        seen.append(buffer.__cuda_array_interface__["stream"])
+        del buffer
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert (seen, freed) == ([1], [1])
+    assert made[0].__cuda_array_interface__["stream"] == made[0].stream == 2
+    made.pop()
+    assert freed == [1, 2]
+
+
+def test_another_thread_reads_what_is_on_a_default_stream():
+    buffer = vpmm.DeviceBuffer.from_bytes(b"abc" * 1000, stream=2)
+    read = []
+    thread = threading.Thread(target=lambda: read.append(buffer.to_bytes()))
+    thread.start()
+    thread.join()
+    assert read == [b"abc" * 1000]
+    buffer.record_stream(2)
+    buffer.free()

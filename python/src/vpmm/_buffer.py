@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -15,9 +16,28 @@ from .mr._current import current_or_none
 _LEGACY = 1
 
 
-def _free(device: int, pointer: int, stream: int, streams: dict[int, Any]) -> None:
+#: The per-thread default stream, which is another one in every thread.
+_PER_THREAD = 2
+
+_this_thread = threading.local()
+
+
+def _token() -> object:
+    """What stands for this thread; no other one's is the same, as it would be of numbers."""
+    if not hasattr(_this_thread, "token"):
+        _this_thread.token = object()
+    return _this_thread.token
+
+
+def _as_seen_here(stream: int, thread: object) -> int:
+    """A stream for a call by this thread. Another thread's default one cannot be named; the legacy one
+    comes after all that is enqueued there, and before all that will be."""
+    return stream if stream != _PER_THREAD or thread is _token() else _LEGACY
+
+
+def _free(device: int, pointer: int, stream: int, thread: object, streams: dict[int, Any]) -> None:
     """`streams` are those that it was used on, as their owners know them, which must not end before."""
-    call(lib.vpmm_process_free, device, handle(pointer), handle(stream))
+    call(lib.vpmm_process_free, device, handle(pointer), handle(_as_seen_here(stream, thread)))
     streams.clear()
 
 
@@ -26,10 +46,12 @@ def _deallocate(
     pointer: int,
     size: int,
     stream: int,
+    thread: object,
     streams: dict[int, Any],
     unnoted: set[int],
 ) -> None:
     """`unnoted` are further streams that the resource takes no notes of."""
+    stream = _as_seen_here(stream, thread)
     for other in unnoted:
         call(lib.vpmm_process_wait_for, mr.device, handle(stream), handle(other))
     mr.deallocate(pointer, size, stream)
@@ -42,7 +64,8 @@ class DeviceBuffer:
 
     NumPy, CuPy, Numba and PyTorch take it for an array of bytes, by ``__cuda_array_interface__`` and
     DLPack, without a copy. A stream is a number (a ``cudaStream_t``), or an object of those libraries,
-    which the buffer then keeps; one given as a number must outlive the buffer. So must one that borrows it by
+    which the buffer then keeps; one given as a number must outlive the buffer. The per-thread default stream
+    is that of the thread that makes the buffer, and other threads' calls come after it by the legacy one. So must one that borrows it by
     DLPack, which hands on a number: :meth:`record_stream` with the object, before, keeps that.
 
     >>> buffer = DeviceBuffer.from_bytes(b"abc")
@@ -67,7 +90,7 @@ class DeviceBuffer:
         elif mr.device != device:
             raise ValueError(f"a buffer on device {device}, of a resource of device {mr.device}")
         self._size, self._device, self._mr = size, device, mr
-        self._stream = raw_stream(stream)
+        self._stream, self._thread = raw_stream(stream), _token()
         # By what tells objects apart, not streams: one of two for the same stream may own it.
         self._streams: dict[int, Any] = {id(stream): stream}
         self._unnoted: set[int] = set()
@@ -75,11 +98,14 @@ class DeviceBuffer:
         if mr is None:
             made = answer("void *", lib.vpmm_process_malloc, device, size, handle(self._stream))
             self._pointer = address(made)
-            self._end = weakref.finalize(self, _free, device, self._pointer, self._stream, self._streams)
+            self._end = weakref.finalize(
+                self, _free, device, self._pointer, self._stream, self._thread, self._streams
+            )
         else:
             self._pointer = mr.allocate(size, self._stream)
             self._end = weakref.finalize(
-                self, _deallocate, mr, self._pointer, size, self._stream, self._streams, self._unnoted
+                *(self, _deallocate, mr, self._pointer, size),
+                *(self._stream, self._thread, self._streams, self._unnoted),
             )
         # The driver takes everything back when the process ends.
         self._end.atexit = False
@@ -156,7 +182,7 @@ class DeviceBuffer:
                 target,
                 handle(self._pointer + offset),
                 view.nbytes,
-                handle(self._stream),
+                handle(self._here()),
             )
 
     def copy_from_device(self, source: Any) -> None:
@@ -202,7 +228,7 @@ class DeviceBuffer:
         elif self._mr.facts.records_streams:
             self._mr.record_stream(self._pointer, raw)
         else:
-            self._unnoted.add(raw)
+            self._unnoted.add(_as_seen_here(raw, None))
         # A number keeps nothing, nor does PyTorch's object, of which each question for the current stream
         # makes a new one.
         if not isinstance(stream, int) and not hasattr(stream, "cuda_stream"):
@@ -226,7 +252,7 @@ class DeviceBuffer:
             "shape": (self._size,),
             "strides": None,
             "typestr": "|u1",
-            "stream": self._stream or _LEGACY,
+            "stream": self._here() or _LEGACY,
             "version": 3,
         }
 
@@ -253,7 +279,7 @@ class DeviceBuffer:
         # None stands for the legacy default stream, -1 for no order at all.
         consumer = _LEGACY if stream is None else stream
         if consumer != -1 and self._pointer:
-            own = self._stream or _LEGACY
+            own = self._here() or _LEGACY
             if consumer != own:
                 call(lib.vpmm_process_wait_for, self._device, handle(consumer), handle(own))
                 # Its work may still run when the consumer lets go. By the number alone: nothing is there
@@ -265,7 +291,10 @@ class DeviceBuffer:
         return (type(self).from_bytes, (self.to_bytes(),))
 
     def _do(self, function: Any, pointer: int, *arguments: Any) -> None:
-        call(function, self._device, handle(pointer), *arguments, handle(self._stream))
+        call(function, self._device, handle(pointer), *arguments, handle(self._here()))
+
+    def _here(self) -> int:
+        return _as_seen_here(self._stream, self._thread)
 
     def _check(self, offset: int, size: int) -> None:
         if offset < 0 or offset + size > self._size:
