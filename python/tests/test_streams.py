@@ -46,6 +46,28 @@ def test_a_stream_that_lasts_is_known_until_it_is_forgotten(make_stream):
     assert not vpmm.forget_stream(0)
 
 
+def test_a_source_s_memory_lasts_until_it_is_copied(make_stream):
+    def state_of(address):
+        segments = vpmm.snapshot()["segments"]
+        (state,) = (
+            block["vpmm_state"]
+            for segment in segments
+            for block in segment["blocks"]
+            if block["address"] == address
+        )
+        return state
+
+    one, other = make_stream(), make_stream()
+    for stream in (one, other):
+        source, copy = vpmm.DeviceBuffer(3 << 20, stream=one), vpmm.DeviceBuffer(3 << 20, stream=stream)
+        copy.copy_from_device(source)
+        address = source.ptr
+        source.free()
+        # A deferred block waits for a stream that is not its own.
+        assert (state_of(address) == "deferred") == (stream == other)
+        copy.free()
+
+
 class Stream:
     """Notes what is live when it ends."""
 

@@ -187,12 +187,16 @@ class DeviceBuffer:
 
     def copy_from_device(self, source: Any) -> None:
         """Copies from a buffer, or from anything with ``__cuda_array_interface__`` in one piece, on this
-        buffer's stream. What wrote the source must come before on that stream."""
+        buffer's stream. What wrote the source must come before on that stream; the source must last until
+        the copy is done, unless it is a buffer, whose memory does."""
         pointer, size = _device_bytes(source)
         if size > self._size:
             raise ValueError(f"{size} bytes into a buffer of {self._size}")
         if size:
             self._do(lib.vpmm_process_copy, self._pointer, handle(pointer), size)
+            if isinstance(source, DeviceBuffer) and source._here() != self._here():
+                # The first is its own, with what owns it.
+                source.record_stream(next(iter(self._streams.values())) or self._here())
 
     def fill(self, value: int = 0) -> None:
         """Sets every byte, on the buffer's stream."""
@@ -252,7 +256,7 @@ class DeviceBuffer:
             "shape": (self._size,),
             "strides": None,
             "typestr": "|u1",
-            "stream": self._here() or _LEGACY,
+            "stream": self._here(),
             "version": 3,
         }
 
@@ -279,7 +283,7 @@ class DeviceBuffer:
         # None stands for the legacy default stream, -1 for no order at all.
         consumer = _LEGACY if stream is None else stream
         if consumer != -1 and self._pointer:
-            own = self._here() or _LEGACY
+            own = self._here()
             if consumer != own:
                 call(lib.vpmm_process_wait_for, self._device, handle(consumer), handle(own))
                 # Its work may still run when the consumer lets go. By the number alone: nothing is there
@@ -294,7 +298,7 @@ class DeviceBuffer:
         call(function, self._device, handle(pointer), *arguments, handle(self._here()))
 
     def _here(self) -> int:
-        return _as_seen_here(self._stream, self._thread)
+        return _as_seen_here(self._stream, self._thread) or _LEGACY
 
     def _check(self, offset: int, size: int) -> None:
         if offset < 0 or offset + size > self._size:
