@@ -1,6 +1,7 @@
 """Snapshots and history."""
 
 import json
+import os
 import pickle
 import pickletools
 
@@ -89,6 +90,17 @@ def test_history_says_what_was_done_and_where():
     block = blocks_of(made)[kept.ptr]
     assert block["requested_size"] == 100_000 and block["frames"] == events[0]["frames"]
     kept.free()
+
+
+def test_frames_of_modules_whose_names_begin_like_the_package():
+    beside = os.path.dirname(vpmm.__file__) + "_tools.py"
+    names = {"vpmm": vpmm}
+    exec(compile("def made_beside(): vpmm.DeviceBuffer(1).free()", beside, "exec"), names)
+    vpmm.record_history(10)
+    names["made_beside"]()
+    (events,) = vpmm.snapshot()["device_traces"]
+    vpmm.record_history(0)
+    assert events[0]["frames"][0]["name"] == "made_beside"
 
 
 def test_only_the_last_events_are_kept():

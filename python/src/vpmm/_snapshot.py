@@ -13,7 +13,8 @@ from typing import Any
 
 from ._library import NULL, call, ffi, lib
 
-_PACKAGE = os.path.dirname(__file__)
+#: With what ends a folder's name: `vpmm_tools.py` beside it is somebody else's.
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")
 
 _MOST_FRAMES = 64
 
