@@ -310,8 +310,11 @@ def test_what_dlpack_says_of_memory():
         buffer = vpmm.DeviceBuffer(10, mr=resource)
         assert buffer.__dlpack_device__() == device
         assert "dltensor" in repr(buffer.__dlpack__(stream=-1, dl_device=device))
-    # The host's own memory is NumPy's to read.
+        assert hasattr(buffer, "__cuda_array_interface__") == (device[0] != 1)
+    # The host's own memory is NumPy's to read, and no kernel's.
     assert numpy.from_dlpack(buffer).size == 10
+    with pytest.raises(AttributeError, match="does not reach"):
+        _ = buffer.__cuda_array_interface__
 
 
 def test_streams_that_a_resource_takes_no_notes_of():

@@ -251,6 +251,9 @@ class DeviceBuffer:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
+        if self._mr is not None and not self._mr.facts.device_accessible:
+            # So that who asks finds none, and a kernel does not fail the device for good.
+            raise AttributeError("a GPU does not reach this memory: it is lent by DLPack, as the host's")
         return {
             "data": (self._pointer, False),
             "shape": (self._size,),
