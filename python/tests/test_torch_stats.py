@@ -99,3 +99,28 @@ if hasattr(torch, "accelerator") and hasattr(torch.accelerator, "memory_allocate
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_no_pool_is_made_for_a_question():
+    """Programs that watch all devices ask each process about each."""
+    torch_s = """
+import os
+os.environ["VPMM_DEVICE"] = "sim:1"
+import sys, types
+cuda, torch = types.ModuleType("torch.cuda"), types.ModuleType("torch")
+torch.cuda, cuda.memory = cuda, types.ModuleType("torch.cuda.memory")
+cuda.is_initialized, cuda.memory_stats = lambda: True, len
+sys.modules.update({"torch": torch, "torch.cuda": cuda, "torch.cuda.memory": cuda.memory})
+import vpmm, vpmm.torch
+"""
+    program = """
+vpmm.torch._answer_questions()
+with vpmm.DeviceBuffer(1000, device=1):
+    now = [cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"] for device in range(2)]
+    assert now[0] == {"current": 0, "peak": 0, "allocated": 0, "freed": 0} and now[1]["current"] == 1024, now
+cuda.reset_peak_memory_stats(0)
+cuda.reset_peak_memory_stats(1)
+assert cuda.memory_stats_as_nested_dict(1)["allocated_bytes"]["all"]["peak"] == 0
+vpmm.configure(0, limit="1 GiB")   # refused where the pool was made
+"""
+    subprocess.run([sys.executable, "-c", torch_s + program], check=True)

@@ -1733,6 +1733,12 @@ enum vpmm_status vpmm_process_pool(uint32_t device,
                                    struct vpmm_pool **out);
 
 /**
+ * Whether the process's pool on a device was made: 1 or 0. Nothing is made by this: a pool has a context of
+ * the device, which takes memory of its own.
+ */
+uint32_t vpmm_process_has_pool(uint32_t device);
+
+/**
  * As `vpmm_malloc`, from the process's pool on a device. Nothing is assumed about how long the stream
  * lasts, unless `vpmm_process_keep_stream` was called for it.
  *

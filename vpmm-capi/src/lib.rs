@@ -61,10 +61,10 @@ pub use pool::{
 pub use process::{
     VPMM_EVERY_DEVICE, vpmm_process_configure, vpmm_process_copy, vpmm_process_download,
     vpmm_process_driver, vpmm_process_fill, vpmm_process_forget_stream, vpmm_process_free,
-    vpmm_process_keep_stream, vpmm_process_malloc, vpmm_process_pool, vpmm_process_pop_tag,
-    vpmm_process_push_tag, vpmm_process_push_tag_on, vpmm_process_record_history,
-    vpmm_process_record_stream, vpmm_process_snapshot, vpmm_process_synchronize,
-    vpmm_process_upload, vpmm_process_wait_for, vpmm_where,
+    vpmm_process_has_pool, vpmm_process_keep_stream, vpmm_process_malloc, vpmm_process_pool,
+    vpmm_process_pop_tag, vpmm_process_push_tag, vpmm_process_push_tag_on,
+    vpmm_process_record_history, vpmm_process_record_stream, vpmm_process_snapshot,
+    vpmm_process_synchronize, vpmm_process_upload, vpmm_process_wait_for, vpmm_where,
 };
 pub use python::{vpmm_python_delete, vpmm_python_end, vpmm_python_end_capsule, vpmm_python_where};
 pub use resource::{

@@ -100,6 +100,9 @@ class Statistics:
 
 _FIELDS = [field.name for field in dataclasses.fields(Statistics)]
 
+#: Of a pool that was not made yet.
+NOTHING = Statistics(*(0 for _ in _FIELDS))
+
 
 def statistics_by(function: Any, *arguments: Any) -> Statistics:
     """Calls a function that fills what something holds."""

@@ -133,13 +133,19 @@ def statistics(device: int | None = None) -> dict[str, Any]:
     still be in use. The small pool is that of the paged profile's small requests. The pool counts what is,
     and some peaks, but no totals except of segments: a total, and a peak that it does not have, is the least
     that it can have been, so that ``allocated - freed`` is what is current. Failures (``num_ooms``) are not
-    counted.
+    counted. Of a device of which nothing was asked for all is 0, and its pool is not made for the question,
+    as that takes memory of the device.
     """
     import torch
 
     if not torch.cuda.is_initialized():
         return {}
-    return _nested(_pool.statistics(_index(device)))
+    index = _index(device)
+    return _nested(_pool.statistics(index) if _has_pool(index) else _pool.NOTHING)
+
+
+def _has_pool(index: int) -> bool:
+    return bool(_library.lib.vpmm_process_has_pool(index))
 
 
 def _nested(now: _pool.Statistics) -> dict[str, Any]:
@@ -211,8 +217,10 @@ def _answer_questions() -> None:
     from torch.cuda import memory
 
     def reset_peak_memory_stats(device: Any = None) -> None:
-        """Starts the peaks of the pool anew."""
-        _pool.reset_peaks(_index(device))
+        """Starts the peaks of the pool anew, if there is one."""
+        index = _index(device)
+        if _has_pool(index):
+            _pool.reset_peaks(index)
 
     def reset_accumulated_memory_stats(device: Any = None) -> None:
         """Nothing: the pool counts from its begin."""

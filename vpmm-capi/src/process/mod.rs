@@ -234,6 +234,13 @@ pub unsafe extern "C" fn vpmm_process_pool(device: u32, out: *mut *mut vpmm_pool
     unsafe { make(out, work) }
 }
 
+/// Whether the process's pool on a device was made: 1 or 0. Nothing is made by this: a pool has a context of
+/// the device, which takes memory of its own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vpmm_process_has_pool(device: u32) -> u32 {
+    u32::from(process().pools.contains_key(&device))
+}
+
 /// As `vpmm_malloc`, from the process's pool on a device. Nothing is assumed about how long the stream
 /// lasts, unless `vpmm_process_keep_stream` was called for it.
 ///
