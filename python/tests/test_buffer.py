@@ -3,6 +3,8 @@
 import array
 import gc
 import pickle
+import subprocess
+import sys
 
 import numpy
 import pytest
@@ -194,3 +196,20 @@ def test_arrays_of_every_kind_of_number():
 def test_empties_of_other_kinds():
     for data in (b"", bytearray(), array.array("d"), memoryview(b"")[::1]):
         assert vpmm.DeviceBuffer.from_bytes(data).size == 0
+
+
+def test_a_child_of_the_process_frees_nothing_and_says_nothing():
+    program = """
+import os, sys, vpmm
+resource = vpmm.mr.StatisticsResourceAdaptor(vpmm.mr.CudaMemoryResource())
+kept = [vpmm.DeviceBuffer(1000), vpmm.DeviceBuffer(1000, mr=resource)]
+kept[1].record_stream(2)
+child = os.fork()
+if child == 0:
+    kept.clear()
+    sys.exit()
+assert os.waitpid(child, 0)[1] == 0
+assert kept[0].to_bytes() and resource.allocation_counts.current_count == 1
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
