@@ -222,7 +222,13 @@ const ENTRIES: &[Entry] = &[
             let Some(least) = given.power_if("least")? else {
                 return Ok(Kind::Binning { powers: None });
             };
-            Ok(Kind::Binning { powers: Some((least, given.power("most")?)) })
+            let most = given.power("most")?;
+            if most < least {
+                // It would have no bins at all.
+                let (name, what) = (given.name, "power that is at least the first");
+                return Err(StackError::Malformed { name, given: most.to_string().into(), what });
+            }
+            Ok(Kind::Binning { powers: Some((least, most)) })
         },
     },
     Entry {
@@ -238,6 +244,9 @@ const ENTRIES: &[Entry] = &[
         read: |given| Ok(Kind::Caching(Box::new(given.caching()?))),
     },
 ];
+
+/// Resources that may stand on each other in one text.
+const MOST: usize = 100;
 
 /// What is in a resource's brackets, as far as nobody has read it.
 struct Arguments {
@@ -353,7 +362,7 @@ impl Stack {
     /// # Errors
     /// [`StackError`]; [`StackError::OnNothing`] where the lowest makes memory itself.
     pub fn over_given(text: &str) -> Result<Self, StackError> {
-        Self::read(parse(text)?, text.trim(), true)
+        Self::read(parse(text)?, text.trim(), true, 1)
     }
 
     /// What stands on it.
@@ -361,7 +370,16 @@ impl Stack {
         Self { kind: Kind::Given, upstream: None, text: "".into() }
     }
 
-    fn read(expression: Expression, text: &str, is_given: bool) -> Result<Self, StackError> {
+    /// `number` counts from the top.
+    fn read(
+        expression: Expression,
+        text: &str,
+        is_given: bool,
+        number: usize,
+    ) -> Result<Self, StackError> {
+        if number > MOST {
+            return Err(StackError::TooMany { most: MOST });
+        }
         let known = || ENTRIES.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", ").into();
         let entry = ENTRIES.iter().find(|entry| *entry.name == *expression.name);
         let Some(entry) = entry else {
@@ -380,7 +398,9 @@ impl Stack {
             return Err(StackError::Excess { name, given: excess.text.clone(), form });
         }
         let upstream = match (upstream, over) {
-            (Some(text), _) => Some(Box::new(Self::read(parse(&text)?, text.trim(), is_given)?)),
+            (Some(text), _) => {
+                Some(Box::new(Self::read(parse(&text)?, text.trim(), is_given, number + 1)?))
+            }
             (None, Over::Nothing) if is_given => return Err(StackError::OnNothing { name }),
             (None, Over::Nothing) => None,
             (None, _) if is_given => Some(Box::new(Self::given())),
@@ -397,7 +417,7 @@ impl FromStr for Stack {
     type Err = StackError;
 
     fn from_str(text: &str) -> Result<Self, StackError> {
-        Self::read(parse(text)?, text.trim(), false)
+        Self::read(parse(text)?, text.trim(), false, 1)
     }
 }
 
@@ -431,6 +451,15 @@ mod tests {
         assert_eq!(*logging.kind(), rmm("a log.csv"));
         let odd: Stack = "logging(\"a,b(c)=\"\"d.csv\",cuda-malloc)".parse().unwrap();
         assert_eq!(*odd.kind(), rmm("a,b(c)=\"d.csv"));
+    }
+
+    #[test]
+    fn so_many_stand_on_each_other() {
+        let text = |of: usize| format!("{}default{}", "statistics(".repeat(of), ")".repeat(of));
+        assert!(text(MOST - 1).parse::<Stack>().is_ok());
+        for of in [MOST, 200_000] {
+            assert_eq!(text(of).parse::<Stack>(), Err(StackError::TooMany { most: MOST }));
+        }
     }
 
     #[test]
@@ -493,6 +522,7 @@ mod tests {
             ("caching(expandable_segments=True)", "expandable_segments:True does not apply"),
             ("caching(5)", "no allocator \"5\""),
             ("binning(18,default)", "lacks its most"),
+            ("binning(22,18,default)", "\"18\" is no power that is at least the first"),
             ("cuda-async(5)", "cuda-async takes no \"5\""),
             ("logging(a.csv,format=xml,default)", "\"xml\" is no format"),
             ("tracking(backtraces=1,default)", "\"1\" is no on or off"),

@@ -42,6 +42,12 @@ pub enum StackError {
         /// What it takes.
         form: &'static str,
     },
+    /// More stand on each other than a thread's stack has room for to read, build and end them.
+    #[error("at most {most} allocators stand on each other")]
+    TooMany {
+        /// How many may.
+        most: usize,
+    },
     /// One that makes memory itself was to stand on something.
     #[error("{name} stands on nothing")]
     OnNothing {
