@@ -395,7 +395,9 @@ impl Stack {
             upstream = at.map(|at| given.left.remove(at).text);
         }
         if let Some(excess) = given.left.first() {
-            return Err(StackError::Excess { name, given: excess.text.clone(), form });
+            let Argument { key, text } = excess;
+            let given = key.as_ref().map_or(text.clone(), |key| format!("{key}={text}").into());
+            return Err(StackError::Excess { name, given, form });
         }
         let upstream = match (upstream, over) {
             (Some(text), _) => {
@@ -524,6 +526,7 @@ mod tests {
             ("binning(18,default)", "lacks its most"),
             ("binning(22,18,default)", "\"18\" is no power that is at least the first"),
             ("cuda-async(5)", "cuda-async takes no \"5\""),
+            ("tracking(backtrace=on,default)", "tracking takes no \"backtrace=on\""),
             ("logging(a.csv,format=xml,default)", "\"xml\" is no format"),
             ("tracking(backtraces=1,default)", "\"1\" is no on or off"),
             ("limiting(size=1GiB,default)", "lacks its limit"),
