@@ -33,7 +33,7 @@ if [[ $(cat "$environment/.packages" 2>/dev/null) != "${packages[*]}" ]]; then
 fi
 export PATH=$environment/bin:$PATH
 
-MATURIN_PEP517_ARGS='--profile dev' pip install --quiet --disable-pip-version-check \
+MATURIN_PEP517_ARGS='--profile dev --locked' pip install --quiet --disable-pip-version-check \
     --no-build-isolation --no-deps --force-reinstall ./python
 cargo build --quiet --locked -p vpmm-cli --bin vpmm
 cargo build --quiet --locked -p vpmm-gms --example simulated_libcuda

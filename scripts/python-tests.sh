@@ -38,7 +38,7 @@ if [[ -n $is_with_ray ]]; then
 fi
 
 # With the settings of the tests of the C ABI, so that cargo has built most of it before.
-export MATURIN_PEP517_ARGS='--profile dev' CARGO_PROFILE_DEV_OPT_LEVEL=1
+export MATURIN_PEP517_ARGS='--profile dev --locked' CARGO_PROFILE_DEV_OPT_LEVEL=1
 pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall ./python
 # The command, for the memory service's server; as its own tests build it.
 cargo build --quiet --locked --profile test -p vpmm-cli --bin vpmm
