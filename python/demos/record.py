@@ -24,7 +24,8 @@ def end(torch, path):
         rows.writerow(["Thread", "Time", "Action", "Pointer", "Size", "Stream"])
         for event in events:
             action = actions.get(event["action"])
-            address = event["addr"]
+            # What failed has none.
+            address = event.get("addr")
             if action is None or (action == "free" and address not in live):
                 continue
             if action == "allocate":

@@ -1,11 +1,13 @@
 """What the demos are measured by, with a workload that needs neither PyTorch nor a GPU."""
 
 import collections
+import gzip
 import itertools
 import json
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -17,6 +19,7 @@ sys.path.insert(0, str(DEMOS))
 import busy
 import held
 import ratios
+import record
 import rounds
 
 STAND_IN = str(pathlib.Path(__file__).with_name("stand_in.py"))
@@ -218,3 +221,29 @@ def test_where_a_pool_s_memory_is():
     free = now.mapped_bytes - now.live_bytes
     assert together.pop("between live") == sum(together.values()) == free
     assert together["front"] == now.cached_bytes
+
+
+def test_a_log_of_what_pytorch_was_asked_for(tmp_path):
+    """Of a run that was out of memory, too."""
+
+    def event(action, time_us, **further):
+        return {"action": action, "time_us": time_us, "stream": 7, **further}
+
+    events = [
+        event("alloc", 1_000_000, addr=512, size=100),
+        event("segment_alloc", 1_000_001, addr=0, size=2 * MIB),
+        event("oom", 1_000_002, device_free=5, size=1 << 40),
+        event("free_requested", 62_000_003, addr=512, size=100),
+        event("free_completed", 62_000_004, addr=512, size=100),
+        event("free_requested", 62_000_005, addr=1024, size=100),
+    ]
+    cuda = types.SimpleNamespace(synchronize=lambda: None, current_device=lambda: 0)
+    cuda.memory = types.SimpleNamespace(
+        _snapshot=lambda: {"device_traces": [events]}, _record_memory_history=lambda **_: None
+    )
+    record.end(types.SimpleNamespace(cuda=cuda), tmp_path / "log.csv.gz")
+    with gzip.open(tmp_path / "log.csv.gz", "rt") as file:
+        assert file.read().splitlines()[1:] == [
+            "1,00:00:00.000000,allocate,0x200,100,1",
+            "1,00:01:01.000003,free,0x200,100,1",
+        ]
