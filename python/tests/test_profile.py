@@ -1,5 +1,6 @@
 """What a part of a program holds at most."""
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -128,3 +129,27 @@ vpmm.reset_peaks()
 assert vpmm.statistics().peak_small_mapped_bytes == vpmm.statistics().small_mapped_bytes
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_coroutines_and_generators():
+    @vpmm.profile("coroutine")
+    async def coroutine():
+        buffer = vpmm.DeviceBuffer(3 * MIB)
+        await asyncio.sleep(0)
+        return buffer.size
+
+    @vpmm.profile("generator")
+    def generator():
+        buffer = vpmm.DeviceBuffer(5 * MIB)
+        got = yield buffer.size
+        return got
+
+    assert asyncio.run(coroutine()) == 3 * MIB
+    assert found("coroutine").peak_bytes == 3 * MIB and found("coroutine").kept_bytes == 0
+    assert list(generator()) == [5 * MIB]
+    assert found("generator").peak_bytes == 5 * MIB and found("generator").calls == 1
+    with pytest.raises(TypeError, match="asynchronous generator"):
+
+        @vpmm.profile()
+        async def refused():
+            yield

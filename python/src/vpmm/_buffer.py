@@ -79,9 +79,10 @@ class DeviceBuffer:
 
     NumPy, CuPy, Numba and PyTorch take it for an array of bytes, by ``__cuda_array_interface__`` and
     DLPack, without a copy. A stream is a number (a ``cudaStream_t``), or an object of those libraries,
-    which the buffer then keeps; one given as a number must outlive the buffer. The per-thread default stream
-    is that of the thread that makes the buffer, and other threads' calls come after it by the legacy one. So must one that borrows it by
-    DLPack, which hands on a number: :meth:`record_stream` with the object, before, keeps that.
+    which the buffer then keeps; one given as a number must outlive the buffer. So must one that borrows it by
+    DLPack, which hands on a number: :meth:`record_stream` with the object, before, keeps that. The per-thread
+    default stream is that of the thread that makes the buffer; other threads' calls come after it, on the
+    legacy one.
 
     >>> buffer = DeviceBuffer.from_bytes(b"abc")
     >>> buffer.to_bytes()
@@ -119,8 +120,15 @@ class DeviceBuffer:
         else:
             self._pointer = mr.allocate(size, self._stream)
             self._end = weakref.finalize(
-                *(self, _deallocate, mr, self._pointer, size),
-                *(self._stream, self._thread, self._streams, self._unnoted),
+                self,
+                _deallocate,
+                mr,
+                self._pointer,
+                size,
+                self._stream,
+                self._thread,
+                self._streams,
+                self._unnoted,
             )
         # The driver takes everything back when the process ends.
         self._end.atexit = False

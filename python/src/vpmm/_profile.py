@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import threading
 import time
 from collections.abc import Callable
@@ -45,8 +46,9 @@ class profile(contextlib.ContextDecorator):
     ... def step(): ...
     >>> print(vpmm.report())
 
-    It counts the whole pool of the device, whichever thread allocates. Blocks may be nested; the pool's own
-    peaks, as :func:`vpmm.statistics` tells them, go on.
+    A coroutine or a generator counts from its begin to its end, with what runs in between. It counts the
+    whole pool of the device, whichever thread allocates. Blocks may be nested; the pool's own peaks, as
+    :func:`vpmm.statistics` tells them, go on.
     """
 
     def __init__(self, name: str | None = None, *, device: int = 0):
@@ -57,13 +59,29 @@ class profile(contextlib.ContextDecorator):
         name = self.name or f"{function.__module__}.{function.__qualname__}"
         device = self.device
 
-        # One of its own for each call, so that calls may run at the same time, and in each other.
-        @functools.wraps(function)
-        def wrapped(*arguments: Any, **named: Any) -> Any:
+        # One of its own for each call, so that calls may run at the same time, and in each other. What a call
+        # of these makes has done nothing yet.
+        if inspect.isasyncgenfunction(function):
+            raise TypeError(f"{name} is an asynchronous generator: profile a block in it")
+
+        async def awaited(*arguments: Any, **named: Any) -> Any:
+            with profile(name, device=device):
+                return await function(*arguments, **named)
+
+        def generated(*arguments: Any, **named: Any) -> Any:
+            with profile(name, device=device):
+                return (yield from function(*arguments, **named))
+
+        def called(*arguments: Any, **named: Any) -> Any:
             with profile(name, device=device):
                 return function(*arguments, **named)
 
-        return cast("_Function", wrapped)
+        wrapped: Callable[..., Any] = called
+        if inspect.iscoroutinefunction(function):
+            wrapped = awaited
+        elif inspect.isgeneratorfunction(function):
+            wrapped = generated
+        return cast("_Function", functools.wraps(function)(wrapped))
 
     def __enter__(self) -> profile:
         peaks = _pool.Peaks.enter(self.device)
