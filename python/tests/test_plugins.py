@@ -127,3 +127,21 @@ assert refused(1, limit='3 GiB')
 assert len(changes) == 1
 """
     subprocess.run([sys.executable, "-c", _TORCH + program], check=True)
+
+
+def test_a_setup_that_failed_may_be_tried_again():
+    """As a function does that Ray calls."""
+    program = """
+import vpmm, vpmm.ray
+try:
+    vpmm.ray.setup(limit="16 MiB", addresses="1 GiB", pool_size="32 MiB", history=10)
+    raise SystemExit("more than the limit")
+except vpmm.OutOfMemoryError:
+    pass
+vpmm.ray.setup(limit="16 MiB", addresses="1 GiB", pool_size="8 MiB", history=10)
+vpmm.DeviceBuffer(1000).free()
+assert vpmm.statistics().mapped_bytes >= 8 << 20 and vpmm.snapshot()["device_traces"][0]
+# Once it is done it is.
+vpmm.ray.setup(limit="1 GiB")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -94,14 +94,15 @@ def job(runtime_env: dict[str, Any] | None = None, **settings: Unpack[Settings])
 
 def setup(**settings: Unpack[Settings]) -> None:
     """Makes the process's pool: with these settings, and where they say nothing those of the job. Nothing
-    the second time. For code that Ray calls in a process that knows its GPU."""
+    once it has done so. For code that Ray calls in a process that knows its GPU."""
     global _is_set_up
     if _is_set_up:
         return
-    _is_set_up = True
     name = str(os.getpid())
     worker = Worker(**{**_told(_OF_JOB), **settings, **_told(_OF_ACTOR)})
     worker.begin(name)
+    # Not before: what failed may be asked for otherwise.
+    _is_set_up = True
     atexit.register(worker.end, name)
 
 
