@@ -16,6 +16,12 @@ use std::time::{Duration, Instant};
 
 use libloading::os::unix::Library;
 
+use crate::context::vpmm_finish;
+use crate::resource::{
+    vpmm_resource_allocate_function, vpmm_resource_deallocate_function,
+    vpmm_resource_failure_function,
+};
+
 /// How long the end of the interpreter waits for calls of other threads.
 const LONGEST: Duration = Duration::from_secs(1);
 
@@ -98,6 +104,109 @@ pub unsafe extern "C" fn vpmm_python_where(function: *mut c_void) -> u64 {
     let function: unsafe extern "C" fn() -> u64 = unsafe { std::mem::transmute(function) };
     // SAFETY: as above.
     call(|| unsafe { function() }).unwrap_or(0)
+}
+
+/// A `vpmm_write` that hands its text to a function of Python's, which is its context.
+///
+/// # Safety
+/// `function` is a `void (*)(char const *, size_t)` that lets no exception out.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_write(
+    function: *mut c_void,
+    bytes: *const c_char,
+    length: usize,
+) {
+    // SAFETY: the caller vouches for it.
+    let function: unsafe extern "C" fn(*const c_char, usize) =
+        unsafe { std::mem::transmute(function) };
+    // SAFETY: as above.
+    call(|| unsafe { function(bytes, length) });
+}
+
+/// Functions of Python's behind a resource, and what they are called with: the context of the functions
+/// below.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct vpmm_python_functions {
+    /// Behind `vpmm_python_allocate`.
+    pub allocate: vpmm_resource_allocate_function,
+    /// Behind `vpmm_python_deallocate`.
+    pub deallocate: vpmm_resource_deallocate_function,
+    /// Behind `vpmm_python_make_room`.
+    pub make_room: vpmm_resource_failure_function,
+    /// Behind `vpmm_python_finish`; it may end this.
+    pub finish: vpmm_finish,
+    /// What they are called with.
+    pub context: *mut c_void,
+}
+
+/// For `vpmm_resource_callback`. There is no memory once the interpreter ends.
+///
+/// # Safety
+/// `functions` is to such, which may be called as there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_allocate(
+    functions: *mut c_void,
+    bytes: usize,
+    align: usize,
+    stream: *mut c_void,
+) -> *mut c_void {
+    // SAFETY: the caller vouches for it.
+    let functions = unsafe { functions.cast::<vpmm_python_functions>().read() };
+    let made = functions.allocate.and_then(|allocate| {
+        // SAFETY: as above.
+        call(|| unsafe { allocate(functions.context, bytes, align, stream) })
+    });
+    made.unwrap_or(ptr::null_mut())
+}
+
+/// For `vpmm_resource_callback`. Nothing is given back once the interpreter ends.
+///
+/// # Safety
+/// As `vpmm_python_allocate`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_deallocate(
+    functions: *mut c_void,
+    pointer: *mut c_void,
+    bytes: usize,
+    align: usize,
+    stream: *mut c_void,
+) {
+    // SAFETY: the caller vouches for it.
+    let functions = unsafe { functions.cast::<vpmm_python_functions>().read() };
+    if let Some(deallocate) = functions.deallocate {
+        // SAFETY: as above.
+        call(|| unsafe { deallocate(functions.context, pointer, bytes, align, stream) });
+    }
+}
+
+/// For `vpmm_resource_failure_callback`. There is no room to be made once the interpreter ends.
+///
+/// # Safety
+/// As `vpmm_python_allocate`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_make_room(functions: *mut c_void, bytes: usize) -> u32 {
+    // SAFETY: the caller vouches for it.
+    let functions = unsafe { functions.cast::<vpmm_python_functions>().read() };
+    let made = functions.make_room.and_then(|make_room| {
+        // SAFETY: as above.
+        call(|| unsafe { make_room(functions.context, bytes) })
+    });
+    made.unwrap_or(0)
+}
+
+/// For either.
+///
+/// # Safety
+/// As `vpmm_python_allocate`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_finish(functions: *mut c_void) {
+    // SAFETY: the caller vouches for it.
+    let functions = unsafe { functions.cast::<vpmm_python_functions>().read() };
+    if let Some(finish) = functions.finish {
+        // SAFETY: as above.
+        call(|| unsafe { finish(functions.context) });
+    }
 }
 
 /// DLPack's `DLManagedTensor`.

@@ -117,11 +117,11 @@ def taken(function: Any, *arguments: Any) -> dict[str, Any]:
     """What a function of the library's writes."""
     parts: list[bytes] = []
 
-    @ffi.callback("void(void *, char *, size_t)")
-    def write(_: Any, text: Any, length: int) -> None:
+    @ffi.callback("void(char *, size_t)")
+    def write(text: Any, length: int) -> None:
         parts.append(ffi.buffer(text, length)[:])
 
-    call(function, *arguments, write, NULL)
+    call(function, *arguments, ffi.addressof(lib, "vpmm_python_write"), ffi.cast("void *", write))
     made = json.loads(b"".join(parts))
     for segment in made["segments"]:
         segment["segment_pool_id"] = tuple(segment["segment_pool_id"])

@@ -53,6 +53,16 @@ def _finish(context: Any) -> None:
     ffi.from_handle(context).forget()
 
 
+def _behind(functions: Functions) -> Any:
+    """What the library's own functions call these by: not once the interpreter ends."""
+    behind = ffi.new("vpmm_python_functions *")
+    behind.allocate, behind.deallocate = _allocate, _deallocate
+    behind.make_room, behind.finish = _make_room, _finish
+    behind.context = functions.context
+    functions.behind = behind
+    return behind
+
+
 class CallbackMemoryResource(DeviceMemoryResource):
     """Memory from two functions: ``allocate_func(size, stream)`` answers an address at a multiple of 256 (0
     where there is none), ``deallocate_func(ptr, size, stream)`` frees it. Streams come as numbers. They use
@@ -72,10 +82,10 @@ class CallbackMemoryResource(DeviceMemoryResource):
                 lib.vpmm_resource_callback,
                 _pool._driver(),
                 device,
-                _allocate,
-                _deallocate,
-                functions.context,
-                _finish,
+                ffi.addressof(lib, "vpmm_python_allocate"),
+                ffi.addressof(lib, "vpmm_python_deallocate"),
+                _behind(functions),
+                ffi.addressof(lib, "vpmm_python_finish"),
             )
         self._take(made, device)
 
@@ -90,9 +100,9 @@ class FailureCallbackResourceAdaptor(UpstreamResourceAdaptor):
                 "vpmm_resource *",
                 lib.vpmm_resource_failure_callback,
                 below,
-                _make_room,
-                functions.context,
-                _finish,
+                ffi.addressof(lib, "vpmm_python_make_room"),
+                _behind(functions),
+                ffi.addressof(lib, "vpmm_python_finish"),
             )
         self._upstream = upstream
         self._take(made, upstream.device)

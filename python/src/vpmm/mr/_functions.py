@@ -18,6 +18,8 @@ class Functions:
     def __init__(self, *functions: Callable[..., Any]):
         self.functions = functions
         self.context = ffi.new_handle(self)
+        #: What refers to that as long as the library calls.
+        self.behind: Any = None
         self._live[int(ffi.cast("uintptr_t", self.context))] = self
 
     def forget(self) -> None:
