@@ -121,6 +121,14 @@ with vpmm.DeviceBuffer(1000, device=1):
 cuda.reset_peak_memory_stats(0)
 cuda.reset_peak_memory_stats(1)
 assert cuda.memory_stats_as_nested_dict(1)["allocated_bytes"]["all"]["peak"] == 0
+# As PyTorch counts what it throws.
+assert cuda.memory_stats_as_nested_dict(1)["num_ooms"] == 0
+failed = {0: 2, 1: 3}
+vpmm.torch._failed_requests = failed.get
+assert cuda.memory_stats_as_nested_dict(1)["num_ooms"] == 3
+cuda.reset_accumulated_memory_stats(1)
+failed[1] += 1
+assert [cuda.memory_stats_as_nested_dict(device)["num_ooms"] for device in range(2)] == [2, 1]
 vpmm.configure(0, limit="1 GiB")   # refused where the pool was made
 """
     subprocess.run([sys.executable, "-c", torch_s + program], check=True)

@@ -435,6 +435,22 @@ def test_a_snapshot_has_pytorch_s_tensors_and_frames(tmp_path):
     assert block["frames"][0]["name"] == "test_a_snapshot_has_pytorch_s_tensors_and_frames"
 
 
+def test_an_error_ends_tensors_while_calls_are_kept():
+    """The interpreter clears the first one from its stack with the error set."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    vpmm.record_history(1000)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            _ = [torch.ones(MIB, device="cuda"), torch.empty(total * 2, dtype=torch.uint8, device="cuda")]
+        assert [event["action"] for event in vpmm.snapshot()["device_traces"][0]][-3:] == [
+            "oom",
+            "free_requested",
+            "free_completed",
+        ]
+    finally:
+        vpmm.record_history(0)
+
+
 def test_one_pool_for_pytorch_cupy_and_numba():
     cupy = pytest.importorskip("cupy")
     numba_cuda = pytest.importorskip("numba.cuda")

@@ -2237,6 +2237,11 @@ void vpmm_torch_free(void *pointer, ptrdiff_t size, int device, void *stream);
 uint64_t vpmm_torch_failed_frees(void);
 
 /**
+ * How many of PyTorch's requests on a device there was no memory for.
+ */
+uint64_t vpmm_torch_failed_requests(uint32_t device);
+
+/**
  * PyTorch's `init`: pools are made when they are first used.
  */
 void vpmm_torch_init(int device_count);

@@ -132,23 +132,31 @@ def statistics(device: int | None = None) -> dict[str, Any]:
     What PyTorch calls allocated is live, what it calls reserved is held; active has what is freed but may
     still be in use. The small pool is that of the paged profile's small requests. The pool counts what is,
     and some peaks, but no totals except of segments: a total, and a peak that it does not have, is the least
-    that it can have been, so that ``allocated - freed`` is what is current. Failures (``num_ooms``) are not
-    counted. Of a device of which nothing was asked for all is 0, and its pool is not made for the question,
-    as that takes memory of the device.
+    that it can have been, so that ``allocated - freed`` is what is current. Of a device of which nothing was
+    asked for all is 0, and its pool is not made for the question, as that takes memory of the device.
     """
     import torch
 
     if not torch.cuda.is_initialized():
         return {}
     index = _index(device)
-    return _nested(_pool.statistics(index) if _has_pool(index) else _pool.NOTHING)
+    now = _pool.statistics(index) if _has_pool(index) else _pool.NOTHING
+    return _nested(now, _failed_requests(index) - _failed_before.get(index, 0))
+
+
+#: Requests that had failed when PyTorch's counts were begun anew, by the device.
+_failed_before: dict[int, int] = {}
+
+
+def _failed_requests(index: int) -> int:
+    return _library.lib.vpmm_torch_failed_requests(index)
 
 
 def _has_pool(index: int) -> bool:
     return bool(_library.lib.vpmm_process_has_pool(index))
 
 
-def _nested(now: _pool.Statistics) -> dict[str, Any]:
+def _nested(now: _pool.Statistics, failed_requests: int = 0) -> dict[str, Any]:
     def figures(current: int, peak: int = 0, allocated: int = 0) -> dict[str, int]:
         peak = max(peak, current)
         allocated = max(allocated, peak)
@@ -184,7 +192,7 @@ def _nested(now: _pool.Statistics) -> dict[str, Any]:
         "oversize_segments": figures(0),
         # Nothing is flushed and asked for again: what is free serves, wherever it is.
         "num_alloc_retries": 0,
-        "num_ooms": 0,
+        "num_ooms": failed_requests,
         "num_device_alloc": now.extents_created,
         "num_device_free": now.extents_created - now.extent_count,
         "num_sync_all_streams": now.host_waits,
@@ -223,7 +231,9 @@ def _answer_questions() -> None:
             _pool.reset_peaks(index)
 
     def reset_accumulated_memory_stats(device: Any = None) -> None:
-        """Nothing: the pool counts from its begin."""
+        """Starts the count of failures anew; the pool counts all else from its begin."""
+        index = _index(device)
+        _failed_before[index] = _failed_requests(index)
 
     # `memory_stats` wants what its dictionary is made of under this name.
     memory.memory_stats_as_nested_dict = statistics

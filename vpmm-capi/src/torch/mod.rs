@@ -8,11 +8,13 @@
 
 mod cxx;
 
+use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::io::{self, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub(crate) use cxx::throw;
 use cxx::{CxxFilter, MempoolId, StdFunction};
@@ -25,6 +27,13 @@ use crate::status::vpmm_status;
 const MOST_TOLD: u64 = 8;
 
 static FAILED_FREES: AtomicU64 = AtomicU64::new(0);
+
+/// Requests of each device that there was no memory for.
+static FAILED_REQUESTS: Mutex<BTreeMap<u32, u64>> = Mutex::new(BTreeMap::new());
+
+fn failed_requests() -> MutexGuard<'static, BTreeMap<u32, u64>> {
+    FAILED_REQUESTS.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Runs what a function does; a panic is a failure.
 #[inline(always)]
@@ -43,10 +52,15 @@ fn device_number(device: c_int) -> Result<u32, Failure> {
 #[inline(never)]
 fn throw_refusal(bytes: isize, device: c_int, failure: Failure) -> *mut c_void {
     let failure = match failure.status() {
-        vpmm_status::VPMM_OUT_OF_MEMORY => failure.under(format!(
-            "CUDA out of memory. Tried to allocate {bytes} bytes on device {device} from vpmm's pool."
-        )),
-        _ => failure.under(format!("vpmm: {bytes} bytes on device {device} could not be allocated")),
+        vpmm_status::VPMM_OUT_OF_MEMORY => {
+            *failed_requests().entry(device as u32).or_default() += 1;
+            failure.under(format!(
+                "CUDA out of memory. Tried to allocate {bytes} bytes on device {device} from vpmm's pool."
+            ))
+        }
+        _ => {
+            failure.under(format!("vpmm: {bytes} bytes on device {device} could not be allocated"))
+        }
     };
     throw(failure);
     ptr::null_mut()
@@ -149,6 +163,12 @@ pub unsafe extern "C" fn vpmm_torch_free(
 #[unsafe(no_mangle)]
 pub extern "C" fn vpmm_torch_failed_frees() -> u64 {
     FAILED_FREES.load(Ordering::Relaxed)
+}
+
+/// How many of PyTorch's requests on a device there was no memory for.
+#[unsafe(no_mangle)]
+pub extern "C" fn vpmm_torch_failed_requests(device: u32) -> u64 {
+    failed_requests().get(&device).copied().unwrap_or(0)
 }
 
 /// PyTorch's `init`: pools are made when they are first used.

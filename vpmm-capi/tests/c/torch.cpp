@@ -42,6 +42,7 @@ void vpmm_torch_begin_allocate_to_pool(int device, pool_id id, std::function<boo
 void vpmm_torch_end_allocate_to_pool(int device, pool_id id);
 void vpmm_torch_release_pool(int device, pool_id id);
 std::uint64_t vpmm_torch_failed_frees();
+std::uint64_t vpmm_torch_failed_requests(std::uint32_t device);
 }
 
 /// What a call throws of a type, as text; empty if nothing.
@@ -124,6 +125,7 @@ static void failures(vpmm_pool* pool) {
   MUST(!thrown<other_error>([] { vpmm_torch_alloc(512, 99, nullptr); }).empty());
   MUST(!thrown<other_error>([] { vpmm_torch_alloc(512, -1, nullptr); }).empty());
   MUST(!thrown<other_error>([] { vpmm_torch_alloc(-1, 0, nullptr); }).empty());
+  MUST(vpmm_torch_failed_requests(0) == 1 && vpmm_torch_failed_requests(1) == 0);
   void* const wild = reinterpret_cast<void*>(0x1000);
   MUST(!thrown<other_error>([=] { vpmm_torch_record_stream(wild, nullptr); }).empty());
   MUST(!thrown<other_error>([=] { vpmm_torch_base_alloc(wild, nullptr); }).empty());
