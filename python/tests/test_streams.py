@@ -31,6 +31,20 @@ def test_a_borrower_s_stream_comes_after(make_stream):
         del capsule
 
 
+def test_a_borrower_s_work_is_waited_for(make_stream):
+    """By whoever gets the memory next."""
+    own, borrowers = make_stream(), make_stream()
+    for stream in (own, -1, borrowers):
+        buffer = vpmm.DeviceBuffer(3 << 20, stream=own)
+        address = buffer.ptr
+        capsule = buffer.__dlpack__(stream=stream)
+        # The last reference is the borrower's.
+        del buffer
+        assert state_of(address) == "live"
+        del capsule
+        assert (state_of(address) == "deferred") == (stream == borrowers)
+
+
 def test_a_stream_that_lasts_is_known_until_it_is_forgotten(make_stream):
     stream = make_stream()
     assert not vpmm.forget_stream(stream)
@@ -46,24 +60,25 @@ def test_a_stream_that_lasts_is_known_until_it_is_forgotten(make_stream):
     assert not vpmm.forget_stream(0)
 
 
-def test_a_source_s_memory_lasts_until_it_is_copied(make_stream):
-    def state_of(address):
-        segments = vpmm.snapshot()["segments"]
-        (state,) = (
-            block["vpmm_state"]
-            for segment in segments
-            for block in segment["blocks"]
-            if block["address"] == address
-        )
-        return state
+def state_of(address):
+    """What a snapshot says of a block: deferred if it waits for a stream that is not its own."""
+    segments = vpmm.snapshot()["segments"]
+    (state,) = (
+        block["vpmm_state"]
+        for segment in segments
+        for block in segment["blocks"]
+        if block["address"] == address
+    )
+    return state
 
+
+def test_a_source_s_memory_lasts_until_it_is_copied(make_stream):
     one, other = make_stream(), make_stream()
     for stream in (one, other):
         source, copy = vpmm.DeviceBuffer(3 << 20, stream=one), vpmm.DeviceBuffer(3 << 20, stream=stream)
         copy.copy_from_device(source)
         address = source.ptr
         source.free()
-        # A deferred block waits for a stream that is not its own.
         assert (state_of(address) == "deferred") == (stream == other)
         copy.free()
 
