@@ -80,6 +80,26 @@ def test_str_is_the_tree():
     assert type(mr.open("thread-safe", pool)) is mr.ThreadSafeResourceAdaptor
 
 
+def test_settings_reach_the_library(tmp_path):
+    cuda = mr.CudaMemoryResource()
+    for resource, first in (
+        (mr.AlignedResourceAdaptor(cuda, 4096, "1 MiB"), "aligned(alignment=4 KiB from=1 MiB)"),
+        (
+            mr.CudaAsyncMemoryResource("2 MiB", "1 GiB", maximum_pool_size="4 MiB"),
+            "cuda-async(device=0 initial=2 MiB keeps=1 GiB max=4 MiB)",
+        ),
+    ):
+        assert str(resource).splitlines()[0] == first
+    pool = mr.PoolMemoryResource(initial_pool_size="4 MiB", maximum_pool_size="16 MiB")
+    assert pool.pool_size() == 4 * MIB
+    with pytest.raises(vpmm.OutOfMemoryError, match="16 MiB"):
+        pool.allocate(17 * MIB)
+    log = mr.LoggingResourceAdaptor(cuda, tmp_path / "full.csv", format="full")
+    log.flush()
+    with open(log.get_file_name()) as file:
+        assert file.readline().startswith("Thread,Time,Action,Pointer,Size,Stream,")
+
+
 def test_what_is_wrong_is_said():
     pool = mr.PoolMemoryResource()
     for wrong, error, text in (
@@ -183,6 +203,8 @@ def test_functions_of_python_as_a_resource():
     calls, below = [], mr.CudaMemoryResource()
 
     def allocate(size, stream):
+        # What stands on it may hold a lock that a buffer's end would take.
+        assert not gc.isenabled()
         calls.append(("allocate", size, stream))
         return below.allocate(size, stream) if size < MIB else 0
 
@@ -193,6 +215,7 @@ def test_functions_of_python_as_a_resource():
     counted = mr.StatisticsResourceAdaptor(mr.CallbackMemoryResource(allocate, deallocate))
     assert str(counted) == "statistics\n└─ callback"
     pointer = counted.allocate(1000)
+    assert gc.isenabled()
     counted.deallocate(pointer, 1000)
     # The legacy default stream has the number 1, too.
     assert calls == [("allocate", 1000, 1), ("deallocate", 1000, 1)]

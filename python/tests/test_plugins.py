@@ -48,8 +48,11 @@ def test_numba_s_manager():
     assert memory.size == 1000 and vpmm.statistics().live_bytes == before + 1024
     memory.free()
     assert vpmm.statistics().live_bytes == before
-    info = manager.get_memory_info()
+    info, now = manager.get_memory_info(), vpmm.statistics()
     assert 0 < info.free <= info.total
+    # With what the pool holds free.
+    assert now.mapped_bytes > now.live_bytes
+    assert info.free == vpmm.device_memory()[0] + now.mapped_bytes - now.live_bytes
     with pytest.raises(NotImplementedError):
         manager.get_ipc_handle(memory)
     with pytest.raises(MemoryError):

@@ -11,6 +11,7 @@ import pytest
 
 import vpmm
 from vpmm import _pool, _worker
+from vpmm._library import ffi
 from vpmm._pool import bytes_of
 
 MIB = 1 << 20
@@ -251,3 +252,55 @@ def test_a_pool_s_own_snapshot(tmp_path):
     assert pickle.loads((tmp_path / "pool.pickle").read_bytes()) == made
     pool.free(main)
     pool.free(tagged)
+
+
+def test_each_option_reaches_the_library():
+    given = {
+        "limit": "1 GiB",
+        "profile": "paged",
+        "addresses": "2 GiB",
+        "release_threshold": 5,
+        "moves_per_second": 7,
+        "patience": 0.5,
+        "background": 0.25,
+        "ahead": 11,
+        "wait": 2,
+        "initial_pages": 13,
+        "page_size": "2 MiB",
+        "prefer": "wait",
+        "sharing": "fabric",
+    }
+    assert {*given} == {*vpmm.PoolOptions.__annotations__}
+
+    def numbers(**options):
+        made = _pool._options(3, **options)
+        return {name: getattr(made, name) for name, _ in ffi.typeof(made[0]).fields if name != "size"}
+
+    initial = {
+        **dict.fromkeys(numbers(), 0),
+        "device": 3,
+        **dict.fromkeys(("release_threshold_bytes", "wait_nanoseconds", "patience_nanoseconds"), 2**64 - 1),
+    }
+    assert numbers() == initial
+    assert numbers(**given) == {
+        **initial,
+        "profile": 1,
+        "limit_bytes": 1 << 30,
+        "va_size_bytes": 2 << 30,
+        "release_threshold_bytes": 5,
+        "wait_nanoseconds": 2_000_000_000,
+        "initial_pages": 13,
+        "page_size_bytes": 2 << 20,
+        "pending_policy": 2,
+        "sharing": 2,
+        "moves_per_second": 7,
+        "patience_nanoseconds": 500_000_000,
+        "background_period_nanoseconds": 250_000_000,
+        "background_ahead_bytes": 11,
+    }
+    # What stands for itself and not for the pool's own measure.
+    least = numbers(limit=0, moves_per_second=0, background=0.0, wait=0, patience=0, release_threshold=0)
+    assert (least["limit_bytes"], least["moves_per_second"]) == (1, 1)
+    assert least["background_period_nanoseconds"] == 1
+    assert least["wait_nanoseconds"] == least["patience_nanoseconds"] == 0
+    assert least["release_threshold_bytes"] == 0

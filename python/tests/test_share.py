@@ -20,6 +20,8 @@ mine = vpmm.DeviceBuffer(one.nbytes)
 mine.copy_from_device(one)
 assert one.__cuda_array_interface__["data"] == (one.ptr, True)
 print(one.nbytes, mine.to_bytes() == bytes(range(256)) * 4096, flush=True)
+with vpmm.Imported.receive(end, access="read and write") as other:
+    assert other.__cuda_array_interface__["data"] == (other.ptr, False)
 whole = vpmm.Imported.receive(end, access="read and write")
 assert whole.ptr is None and not hasattr(whole, "__cuda_array_interface__")
 before = whole.nbytes
@@ -62,6 +64,7 @@ def test_another_process_has_an_allocation_and_a_pool_that_grows():
     with a_receiver() as (own, process):
         pool.export(data.ptr, own)
         assert process.stdout.readline() == f"{MIB} True\n"
+        pool.export(data.ptr, own)
         export = pool.export_all()
         export.send(own)
         more = pool.malloc(64 * MIB)

@@ -5,7 +5,8 @@ import threading
 import pytest
 
 import vpmm
-from vpmm._library import call, handle, lib
+from vpmm import _buffer
+from vpmm._library import address, call, handle, lib
 
 
 def test_buffers_on_streams_of_their_own(make_stream):
@@ -29,6 +30,38 @@ def test_a_borrower_s_stream_comes_after(make_stream):
         capsule = buffer.__dlpack__(stream=stream, max_version=(1, 0))
         assert "dltensor" in repr(capsule)
         del capsule
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Who was made to wait for whom."""
+    seen = []
+
+    def noted(function, *arguments):
+        if function is lib.vpmm_process_wait_for:
+            seen.append(tuple(map(address, arguments[1:])))
+        call(function, *arguments)
+
+    monkeypatch.setattr(_buffer, "call", noted)
+    return seen
+
+
+def test_a_borrower_waits_for_what_was_written(make_stream, waits):
+    own, borrowers = make_stream(), make_stream()
+    buffer = vpmm.DeviceBuffer.from_bytes(bytes(100), stream=own)
+    for stream in (None, own, borrowers, -1):
+        buffer.__dlpack__(stream=stream)
+    # None stands for the legacy default stream, -1 for no order at all.
+    assert waits == [(1, own), (borrowers, own)]
+
+
+def test_a_buffer_waits_for_streams_that_its_resource_takes_no_notes_of(make_stream, waits):
+    own, other = make_stream(), make_stream()
+    buffer = vpmm.DeviceBuffer(1000, stream=own, mr=of_counted()[0])
+    buffer.record_stream(other)
+    assert waits == []
+    buffer.free()
+    assert waits == [(own, other)]
 
 
 def test_a_borrower_s_work_is_waited_for(make_stream):

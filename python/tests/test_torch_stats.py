@@ -1,5 +1,6 @@
 """What PyTorch's questions are answered with, as far as it can be seen without a GPU."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 
 import vpmm
 import vpmm.torch
+from vpmm import _pool
 
 MIB = 1 << 20
 
@@ -55,6 +57,17 @@ def test_all_that_pytorch_has_is_there():
     stats = vpmm.torch._nested(pool.statistics())
     check(stats)
     assert stats["num_device_free"] == stats["num_device_alloc"]
+
+
+def test_what_is_made_of_the_pool_s_numbers():
+    now = dataclasses.replace(
+        _pool.NOTHING, live_bytes=3, pending_bytes=5, idle_bytes=7, cached_bytes=11, extent_count=2
+    )
+    stats = vpmm.torch._nested(dataclasses.replace(now, extents_created=6))
+    check(stats)
+    assert stats["active_bytes"]["all"]["current"] == 8
+    assert stats["inactive_split_bytes"]["all"]["current"] == 18
+    assert (stats["num_device_alloc"], stats["num_device_free"]) == (6, 4)
 
 
 def test_small_requests_of_the_paged_profile_are_in_the_peak():
