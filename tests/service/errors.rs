@@ -192,6 +192,55 @@ fn a_message_over_the_limit_is_told_of() {
     local.await_state("EMPTY");
 }
 
+/// Whatever a writer sends, the server keeps a bounded part of it, and the session goes on.
+#[test]
+fn metadata_beyond_the_limit_is_refused() {
+    const LIMIT: u64 = 10_000;
+    let local = Local::with(1 << 30, |settings| settings.max_metadata_bytes = LIMIT);
+    let mut writer = local.session(Requested::Rw);
+    let id = writer.allocate(1, "t").unwrap().allocation_id;
+    let mut put = 0;
+    let refused = loop {
+        match writer.metadata_put(&format!("key {put}"), &id, 0, &[7; 1000]) {
+            Ok(()) => put += 1,
+            refused => break words(refused),
+        }
+        assert!(put < 100, "nothing is refused");
+    };
+    assert!(refused.starts_with("Metadata limit exceeded: metadata_bytes="), "{refused}");
+    assert!(refused.ends_with(&format!("limit_bytes={LIMIT}")), "{refused}");
+    assert_eq!((put, local.metric("metadata_entries")), (7, 7));
+
+    // Entries without a value take something, too, and a batch is put as a whole or not at all.
+    let value = gms::client::MetadataValue {
+        allocation_id: id.clone(),
+        offset_bytes: 0,
+        value: Vec::new(),
+    };
+    let many: Vec<_> = (0..100).map(|n| (format!("batch {n}"), value.clone())).collect();
+    assert!(words(writer.metadata_put_many(&many)).starts_with("Metadata limit exceeded"));
+    assert_eq!(local.metric("metadata_entries"), 7);
+
+    // The tags of allocations count as well, and no memory is left of what is refused.
+    let used = local.sim.memory_used(0);
+    let long = "t".repeat(LIMIT as usize);
+    assert!(words(writer.allocate(1, &long)).starts_with("Metadata limit exceeded"));
+    assert!(words(writer.allocate_many(&[1; 8], &long[..500])).starts_with("Metadata limit"));
+    local.await_memory(used);
+
+    // What goes makes room, and what is replaced needs none.
+    writer.metadata_put("key 0", &id, 1, &[8; 1000]).unwrap();
+    assert!(writer.metadata_delete("key 0").unwrap());
+    writer.metadata_put("another", &id, 0, &[7; 1000]).unwrap();
+    assert!(local.metric("metadata_bytes") <= LIMIT);
+    writer.commit().unwrap();
+    // The next layout begins with nothing.
+    let mut writer = local.session(Requested::Rw);
+    assert_eq!(local.metric("metadata_bytes"), 0);
+    let id = writer.allocate(1, "t").unwrap().allocation_id;
+    writer.metadata_put("key", &id, 0, &[7; 9000]).unwrap();
+}
+
 /// The client learns why, though the server closes before all of its message was sent.
 #[test]
 fn a_client_hears_that_its_message_is_too_long() {

@@ -2,7 +2,8 @@
 //!
 //! 1. Slots are given out in order and never again while the layout lives.
 //! 2. Every entry of metadata is about an allocation that is there and an offset within it.
-//! 3. The hash depends on order, sizes, tags and metadata, and on nothing that differs between two
+//! 3. What a writer can make the process keep beside memory of the device is counted as it comes and goes.
+//! 4. The hash depends on order, sizes, tags and metadata, and on nothing that differs between two
 //!    writers who do the same.
 //!
 //! Pure: what memory an allocation has is not known here.
@@ -76,6 +77,27 @@ pub enum LayoutError {
         /// Its bytes.
         aligned_size: u64,
     },
+    /// The metadata would take more than it may.
+    #[error(
+        "Metadata limit exceeded: metadata_bytes={held}, would be {wanted}, limit_bytes={limit}"
+    )]
+    MetadataLimit {
+        /// What it takes.
+        held: u64,
+        /// What it would take.
+        wanted: u64,
+        /// What it may take.
+        limit: u64,
+    },
+}
+
+/// What an entry of metadata counts beside its key and its value: the nodes and the allocator's share of
+/// two tables and two texts, roughly. So entries without a value are bounded, too.
+const ENTRY_BYTES: u64 = 256;
+
+/// What an entry counts.
+fn entry_bytes(key: &str, value: &[u8]) -> u64 {
+    ENTRY_BYTES + key.len() as u64 + value.len() as u64
 }
 
 /// Checks a size that was asked for.
@@ -94,6 +116,8 @@ pub struct Layout {
     metadata: BTreeMap<Arc<str>, Entry>,
     /// The keys of metadata by the slot that they are about.
     keys: BTreeSet<(u64, Arc<str>)>,
+    /// What all entries count, and the allocations' tags.
+    metadata_bytes: u64,
     next_slot: u64,
 }
 
@@ -113,6 +137,51 @@ impl Layout {
         self.by_slot.values().map(|allocation| allocation.aligned_size).sum()
     }
 
+    /// What the metadata takes of the process's memory: of each entry the key, the value and 256 bytes,
+    /// of each allocation the tag.
+    pub fn metadata_bytes(&self) -> u64 {
+        self.metadata_bytes
+    }
+
+    /// Checks that the metadata has room for tags of so many bytes in all.
+    ///
+    /// # Errors
+    /// [`LayoutError::MetadataLimit`].
+    pub fn check_tags(&self, bytes: u64, limit: u64) -> Result<(), LayoutError> {
+        self.check_room(self.metadata_bytes.saturating_add(bytes), limit)
+    }
+
+    /// Checks that the metadata has room for entries, of which a later one takes the place of an earlier
+    /// one of the same key. O(n log n).
+    ///
+    /// # Errors
+    /// [`LayoutError::MetadataLimit`].
+    pub fn check_entries<'a>(
+        &self,
+        entries: impl IntoIterator<Item = (&'a str, &'a [u8])>,
+        limit: u64,
+    ) -> Result<(), LayoutError> {
+        let entries: BTreeMap<&str, &[u8]> = entries.into_iter().collect();
+        let mut wanted = self.metadata_bytes;
+        for (key, value) in &entries {
+            wanted = wanted.saturating_add(entry_bytes(key, value));
+        }
+        for key in entries.keys() {
+            let before = self.metadata.get(*key);
+            wanted -= before.map_or(0, |entry| entry_bytes(key, &entry.value));
+        }
+        self.check_room(wanted, limit)
+    }
+
+    /// What takes no more than before is let through, whatever the limit.
+    fn check_room(&self, wanted: u64, limit: u64) -> Result<(), LayoutError> {
+        let held = self.metadata_bytes;
+        if wanted > limit && wanted > held {
+            return Err(LayoutError::MetadataLimit { held, wanted, limit });
+        }
+        Ok(())
+    }
+
     /// Puts an allocation into the next slot. O(log n).
     pub fn insert(
         &mut self,
@@ -123,6 +192,7 @@ impl Layout {
     ) -> &Allocation {
         let slot = self.next_slot;
         self.next_slot += 1;
+        self.metadata_bytes += tag.len() as u64;
         self.slots.insert(Arc::clone(&id), slot);
         self.by_slot.entry(slot).or_insert(Allocation { id, size, aligned_size, tag, slot })
     }
@@ -152,9 +222,13 @@ impl Layout {
         let mut about = self.keys.split_off(&(slot, Arc::from("")));
         self.keys.append(&mut about.split_off(&(slot + 1, Arc::from(""))));
         for (_, key) in about {
-            self.metadata.remove(&key);
+            if let Some(entry) = self.metadata.remove(&key) {
+                self.metadata_bytes -= entry_bytes(&key, &entry.value);
+            }
         }
-        self.by_slot.remove(&slot)
+        let gone = self.by_slot.remove(&slot)?;
+        self.metadata_bytes -= gone.tag.len() as u64;
+        Some(gone)
     }
 
     /// Puts an entry of metadata, or another in its place. O(log n).
@@ -173,7 +247,9 @@ impl Layout {
         let key: Arc<str> = key.into();
         let (allocation_id, slot) = (Arc::clone(&allocation.id), allocation.slot);
         let entry = Entry { allocation_id, offset_bytes: offset, value: value.into(), slot };
+        self.metadata_bytes += entry_bytes(&key, value);
         if let Some(before) = self.metadata.insert(Arc::clone(&key), entry) {
+            self.metadata_bytes -= entry_bytes(&key, &before.value);
             self.keys.remove(&(before.slot, Arc::clone(&key)));
         }
         self.keys.insert((slot, key));
@@ -203,6 +279,7 @@ impl Layout {
     /// Takes an entry away; false if there is none.
     pub fn delete(&mut self, key: &str) -> bool {
         let Some((key, entry)) = self.metadata.remove_entry(key) else { return false };
+        self.metadata_bytes -= entry_bytes(&key, &entry.value);
         self.keys.remove(&(entry.slot, key));
         true
     }
@@ -241,6 +318,12 @@ impl Layout {
             if !self.keys.contains(&(entry.slot, Arc::clone(key))) {
                 broken.push(format!("metadata {key:?} is not indexed"));
             }
+        }
+        let entries = self.metadata.iter().map(|(key, entry)| entry_bytes(key, &entry.value));
+        let tags = self.by_slot.values().map(|allocation| allocation.tag.len() as u64);
+        let counted = entries.sum::<u64>() + tags.sum::<u64>();
+        if counted != self.metadata_bytes {
+            broken.push(format!("metadata of {counted} bytes counts {}", self.metadata_bytes));
         }
         if self.keys.len() != self.metadata.len() || self.slots.len() != self.by_slot.len() {
             broken.push("an index has entries of nothing".to_owned());
@@ -317,6 +400,34 @@ mod tests {
                 prop_assert_eq!(held, table.clone().into_iter().collect::<Vec<_>>());
             }
         }
+    }
+
+    #[test]
+    fn room_counts_what_is_replaced_and_goes() {
+        let mut layout = Layout::default();
+        layout.insert("a".into(), 1, GRANULE, "four".into());
+        layout.put("key", "a", 0, &[0; 100]).unwrap();
+        let held = 4 + 256 + 3 + 100;
+        assert_eq!(layout.metadata_bytes(), held);
+
+        let fits = |layout: &Layout, entries: &[(&str, &[u8])], limit| {
+            layout.check_entries(entries.iter().copied(), limit).is_ok()
+        };
+        assert!(fits(&layout, &[("key", &[0; 150])], held + 50), "it takes the first one's place");
+        assert!(!fits(&layout, &[("key", &[0; 151])], held + 50));
+        assert!(
+            fits(&layout, &[("new", &[0; 9]), ("new", &[0; 1])], held + 256 + 4),
+            "the last counts"
+        );
+        assert!(!fits(&layout, &[("new", &[0; 1]), ("new", &[0; 9])], held + 256 + 4));
+        assert!(fits(&layout, &[("key", &[0; 100])], 0), "what is there may stay");
+        assert!(layout.check_tags(5, held + 5).is_ok() && layout.check_tags(6, held + 5).is_err());
+
+        assert!(layout.delete("key"));
+        assert_eq!(layout.metadata_bytes(), 4);
+        layout.put("key", "a", 0, b"").unwrap();
+        layout.remove("a").unwrap();
+        assert_eq!(layout.metadata_bytes(), 0);
     }
 
     #[test]

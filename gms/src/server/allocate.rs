@@ -49,6 +49,11 @@ impl Session {
                 "More than the device has: requested_size={size}, tag={tag}, device_bytes={total}"
             )));
         };
+        let limit = self.service.settings.max_metadata_bytes;
+        // Nobody else adds to it meanwhile: there is one writer.
+        if let Err(error) = self.service.core().layout.check_tags(tag.len() as u64, limit) {
+            return Ok(Allocated::Refused(error.to_string()));
+        }
         let made = match self.ahead.take(aligned_size, &self.service.counters.ahead_bytes) {
             Some(extent) => {
                 self.service.counters.ahead.add(1);

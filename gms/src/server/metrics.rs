@@ -65,10 +65,11 @@ pub struct Metrics(Weak<Service>);
 /// A figure: its name, whether it only grows, and what it is.
 type Kind = (&'static str, bool, &'static str);
 
-const KINDS: [Kind; 22] = [
+const KINDS: [Kind; 23] = [
     ("allocations", false, "Allocations of the layout."),
     ("allocated_bytes", false, "Bytes of the layout's memory."),
     ("metadata_entries", false, "Entries of metadata."),
+    ("metadata_bytes", false, "What the metadata takes, as vpmm serve --max-metadata counts it."),
     ("reclaim_pending_bytes", false, "Bytes still to be given back."),
     ("ahead_bytes", false, "Bytes made ahead for the next allocation; in no other figure."),
     ("connections", false, "Connections now."),
@@ -92,16 +93,18 @@ const KINDS: [Kind; 22] = [
 
 /// The values of [`KINDS`], in their order.
 fn values(service: &Service) -> [u64; KINDS.len()] {
-    let (lock, allocations, bytes, entries) = {
+    let (lock, allocations, bytes, entries, metadata_bytes) = {
         let core = service.core();
         let layout = &core.layout;
-        (core.lock.snapshot(), layout.len(), layout.bytes(), layout.entry_count())
+        let (entries, metadata_bytes) = (layout.entry_count(), layout.metadata_bytes());
+        (core.lock.snapshot(), layout.len(), layout.bytes(), entries, metadata_bytes)
     };
     let (counters, progress) = (&service.counters, service.memory.progress());
     [
         allocations as u64,
         bytes,
         entries as u64,
+        metadata_bytes,
         progress.pending_bytes(),
         counters.ahead_bytes.get(),
         service.connections() as u64,

@@ -61,6 +61,9 @@ pub struct Settings {
     pub retry_timeout: Option<Duration>,
     /// The longest message that is taken.
     pub max_message_bytes: u64,
+    /// What a layout's metadata may take of the server's memory: the keys and the values, 256 bytes for
+    /// each entry beside them, and the tags of allocations.
+    pub max_metadata_bytes: u64,
     /// The most connections at a time.
     pub max_connections: usize,
     /// How long a client that has connected may take to say what it wants; also how long an answer
@@ -86,9 +89,14 @@ const AHEAD_BYTES: u64 = 64 << 20;
 /// misses the memory.
 const AHEAD_TIME: Duration = Duration::from_millis(100);
 
+/// Many times what the largest models have, a few hundred bytes for each tensor; all keys still fit into
+/// the longest answer that a client reads.
+const METADATA_BYTES: u64 = 256 << 20;
+
 impl Settings {
     /// The defaults: memory is asked for again every half second for a minute, messages are at most
-    /// a mebibyte, connections at most 4096, and who connects says within half a minute what for.
+    /// a mebibyte, metadata at most 256, connections at most 4096, and who connects says within half a
+    /// minute what for.
     pub fn new(socket_path: impl Into<PathBuf>) -> Self {
         Self {
             socket_path: socket_path.into(),
@@ -97,6 +105,7 @@ impl Settings {
             retry_interval: Duration::from_millis(500),
             retry_timeout: Some(Duration::from_secs(60)),
             max_message_bytes: 1 << 20,
+            max_metadata_bytes: METADATA_BYTES,
             max_connections: 4096,
             handshake_timeout: Duration::from_secs(30),
             spin: crate::socket::default_spin(),

@@ -121,6 +121,7 @@ impl Session {
 
     /// Requests that only look at the layout, or change nothing else.
     fn of_layout(&mut self, message: Message) -> Result<Message, Refused> {
+        let limit = self.service.settings.max_metadata_bytes;
         let layout = || Arc::clone(&self.service.core().layout);
         Ok(match message {
             Message::GetAllocationStateRequest(_) => {
@@ -158,6 +159,8 @@ impl Session {
             Message::MetadataPutRequest(put) => {
                 let mut core = self.service.core();
                 let layout = Arc::make_mut(&mut core.layout);
+                layout.target(&put.allocation_id, put.offset_bytes)?;
+                layout.check_entries([(&*put.key, &*put.value)], limit)?;
                 layout.put(&put.key, &put.allocation_id, put.offset_bytes, &put.value)?;
                 MetadataPutResponse { success: true }.into()
             }
@@ -167,6 +170,8 @@ impl Session {
                 for put in &request.entries {
                     layout.target(&put.allocation_id, put.offset_bytes)?;
                 }
+                let entries = request.entries.iter().map(|put| (&*put.key, &*put.value));
+                layout.check_entries(entries, limit)?;
                 for put in &request.entries {
                     layout.put(&put.key, &put.allocation_id, put.offset_bytes, &put.value)?;
                 }

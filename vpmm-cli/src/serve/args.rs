@@ -127,6 +127,11 @@ pub struct ServeArgs {
     #[arg(long, value_name = "BYTES", default_value = "1MiB", value_parser = some_bytes)]
     pub max_message: ByteCount,
 
+    /// What a layout's metadata may take of the server's memory: keys and values, 256 bytes for each entry
+    /// beside them, and the tags of allocations. What goes beyond is refused.
+    #[arg(long, value_name = "BYTES", default_value = "256MiB", value_parser = some_bytes)]
+    pub max_metadata: ByteCount,
+
     /// Answer GET /metrics in Prometheus' text format at this loopback address; with --all that is the first
     /// device's, and each further one's has the next port.
     #[arg(long, value_name = "ADDRESS:PORT", value_parser = loopback)]

@@ -204,6 +204,7 @@ fn start(args: &ServeArgs, device: ServeDevice) -> std::io::Result<Child> {
     command.args(["--alloc-retry-interval", &seconds(args.alloc_retry_interval)]);
     command.args(["--alloc-retry-timeout", &timeout]);
     command.args(["--max-message", &args.max_message.0.to_string()]);
+    command.args(["--max-metadata", &args.max_metadata.0.to_string()]);
     command.args(["--ahead", &args.ahead.0.to_string()]);
     if let Some(first) = args.metrics {
         command.args(["--metrics", &metrics_of(first, device)?.to_string()]);

@@ -116,6 +116,7 @@ fn bind(
         settings.retry_interval = args.alloc_retry_interval;
         settings.retry_timeout = args.alloc_retry_timeout.0;
         settings.max_message_bytes = args.max_message.0;
+        settings.max_metadata_bytes = args.max_metadata.0;
         settings.ahead_bytes = args.ahead.0;
         if let Some(spin) = args.spin {
             settings.spin = Duration::from_micros(spin);

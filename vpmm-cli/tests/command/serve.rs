@@ -350,6 +350,7 @@ fn bad_usage_is_told_before_anything_is_begun() {
         &["serve", "--device", "0", "--end-together"],
         &["serve", "--all", "--socket-path", "/tmp/x"],
         &["serve", "--device", "sim", "--max-message", "0"],
+        &["serve", "--device", "sim", "--max-metadata", "0"],
     ] {
         let output = vpmm(args).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{args:?}: {}", stderr(&output));
