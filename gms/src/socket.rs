@@ -16,6 +16,24 @@ use rustix::net::{
 
 use crate::wire::MAX_DESCRIPTORS;
 
+/// Sends all bytes, and waits until a moment for the other end to take them: [`Errno::TIMEDOUT`] then,
+/// with some of them sent, perhaps.
+pub(crate) fn send_until(
+    socket: BorrowedFd<'_>,
+    mut bytes: &[u8],
+    deadline: Option<Instant>,
+) -> rustix::io::Result<()> {
+    while !bytes.is_empty() {
+        match send(socket, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+            Ok(sent) => bytes = bytes.get(sent..).unwrap_or_default(),
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => ready_until(socket, PollFlags::OUT, deadline)?,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
 /// Sends all bytes, and with the first of them the descriptors. Waits as long as the other end takes.
 pub(crate) fn send_all(
     socket: BorrowedFd<'_>,
@@ -72,20 +90,26 @@ impl Spin {
 }
 
 /// Receives what is there, at least a byte unless the other end has closed, and the descriptors that
-/// come with it. Looks for it without sleeping for so long first.
+/// come with it. Looks for it without sleeping for so long first, and waits until a moment then:
+/// [`Errno::TIMEDOUT`].
 pub(crate) fn receive(
     socket: BorrowedFd<'_>,
     bytes: &mut [u8],
     files: &mut Vec<OwnedFd>,
     spin: &mut Spin,
     given: Duration,
-) -> io::Result<usize> {
+    deadline: Option<Instant>,
+) -> rustix::io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut parts = [IoSliceMut::new(bytes)];
     let receive =
         |flags| recvmsg(socket, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC | flags);
-    let got = spinning(spin, given, receive, || Ok(()))?;
+    let before_sleep = || match deadline {
+        Some(_) => ready_until(socket, PollFlags::IN, deadline),
+        None => Ok(()),
+    };
+    let got = spinning(spin, given, receive, before_sleep)?;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(received) = message {
             files.extend(received);
@@ -93,7 +117,7 @@ pub(crate) fn receive(
     }
     if got.flags.contains(ReturnFlags::CTRUNC) {
         // The kernel had descriptors to give and this process no room for them.
-        return Err(Errno::MFILE.into());
+        return Err(Errno::MFILE);
     }
     Ok(got.bytes)
 }
@@ -187,6 +211,25 @@ pub(crate) fn wait(
         Ok(Waited::Woken)
     } else {
         Ok(Waited::TimedOut)
+    }
+}
+
+/// Waits until a socket is ready for something, or its other end is gone; [`Errno::TIMEDOUT`] if the
+/// moment comes first. Signals do not put it off.
+fn ready_until(
+    socket: BorrowedFd<'_>,
+    what: PollFlags,
+    deadline: Option<Instant>,
+) -> rustix::io::Result<()> {
+    loop {
+        let left = deadline.map(|time| time.saturating_duration_since(Instant::now()));
+        let time = left.map(timespec);
+        match poll(&mut [PollFd::from_borrowed_fd(socket, what)], time.as_ref()) {
+            Ok(0) => return Err(Errno::TIMEDOUT),
+            Ok(_) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
     }
 }
 

@@ -8,6 +8,7 @@ import os
 import pathlib
 import random
 import shutil
+import socket
 import subprocess
 import tempfile
 import threading
@@ -222,6 +223,18 @@ def test_locks_that_are_not_to_be_had(server, tmp_path):
             lost.connect(RequestedLockType.RO, timeout_ms=50)
         with pytest.raises(vpmm.StateError):
             lost.list_handles()
+
+
+def test_a_server_that_says_nothing_is_given_up(tmp_path):
+    path = str(tmp_path / "silent.sock")
+    with socket.socket(socket.AF_UNIX) as listener, GMSClientMemoryManager(path) as manager:
+        listener.bind(path)
+        listener.listen()
+        manager.set_answer_timeout(100)
+        with pytest.raises(ConnectionError, match="the server has not answered for 0.1 s"):
+            manager.connect(RequestedLockType.RW)
+        manager.set_answer_timeout(None)
+        assert not manager.is_connected
 
 
 def test_the_usual_server_is_found_anew_after_an_abort(monkeypatch):

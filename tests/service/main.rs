@@ -15,4 +15,5 @@ mod random;
 mod rig;
 mod roles;
 mod scratch;
+mod silent;
 mod storage;

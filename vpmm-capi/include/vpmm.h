@@ -1293,7 +1293,7 @@ enum vpmm_status vpmm_gms_state_of(const struct vpmm_gms *gms, struct vpmm_gms_s
 /**
  * Connects and waits for a lock, a `vpmm_gms_lock`, so many milliseconds, or for ever if negative.
  * `grant`, which may be null, gets the `vpmm_gms_grant`. `VPMM_TIMED_OUT` if the lock was not to be had,
- * `VPMM_DISCONNECTED` if no server was there.
+ * `VPMM_DISCONNECTED` if no server was there, or it does not answer: see `vpmm_gms_set_answer_timeout`.
  *
  * # Safety
  * `gms` is null or a handle; `grant` is null or has room for a number.
@@ -1302,6 +1302,18 @@ enum vpmm_status vpmm_gms_connect(const struct vpmm_gms *gms,
                                   uint32_t lock,
                                   int64_t timeout_milliseconds,
                                   uint32_t *grant);
+
+/**
+ * Sets how many milliseconds a server that is there may take for an answer, from the next connection on,
+ * before it counts as stopped or stuck (`VPMM_DISCONNECTED`); for ever if negative. A minute if nothing
+ * is set. Locks, and memory that there is too little of, are waited for longer, as long as the server
+ * says within that time that it is alive.
+ *
+ * # Safety
+ * `gms` is null or a handle.
+ */
+enum vpmm_status vpmm_gms_set_answer_timeout(const struct vpmm_gms *gms,
+                                             int64_t milliseconds);
 
 /**
  * Gives the lock up. What is mapped stays mapped.

@@ -40,6 +40,8 @@ type Shared = Arc<Mutex<Option<MemoryManager>>>;
 pub struct vpmm_gms {
     // First, so that its driver is there when it ends.
     manager: Shared,
+    /// How long its server may take for an answer, from the next connection on; none for ever.
+    answer_time: Mutex<Option<Duration>>,
     _loaded: Arc<Loaded>,
 }
 
@@ -154,6 +156,7 @@ impl From<ClientError> for Failure {
         let status = match &error {
             ClientError::LockTimeout => VPMM_TIMED_OUT,
             ClientError::Connect { .. }
+            | ClientError::Silent { .. }
             | ClientError::Disconnected
             | ClientError::Socket(_)
             | ClientError::Decode(_)
@@ -188,6 +191,10 @@ impl Held<'_> {
 impl vpmm_gms {
     fn held(&self) -> Held<'_> {
         Held(self.manager.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn answer_time(&self) -> MutexGuard<'_, Option<Duration>> {
+        self.answer_time.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -305,7 +312,8 @@ pub unsafe extern "C" fn vpmm_gms_open(
         let path = OsStr::from_bytes(unsafe { CStr::from_ptr(socket_path) }.to_bytes());
         let manager = MemoryManager::new(loaded.raw(), device, path)?;
         let manager = Arc::new(Mutex::new(Some(manager)));
-        let client = vpmm_gms { manager, _loaded: Arc::clone(loaded) };
+        let answer_time = Mutex::new(ConnectOptions::default().answer_timeout);
+        let client = vpmm_gms { manager, answer_time, _loaded: Arc::clone(loaded) };
         Ok(Box::into_raw(Box::new(client)))
     };
     // SAFETY: the caller vouches for it.
@@ -374,7 +382,7 @@ pub unsafe extern "C" fn vpmm_gms_state_of(
 
 /// Connects and waits for a lock, a `vpmm_gms_lock`, so many milliseconds, or for ever if negative.
 /// `grant`, which may be null, gets the `vpmm_gms_grant`. `VPMM_TIMED_OUT` if the lock was not to be had,
-/// `VPMM_DISCONNECTED` if no server was there.
+/// `VPMM_DISCONNECTED` if no server was there, or it does not answer: see `vpmm_gms_set_answer_timeout`.
 ///
 /// # Safety
 /// `gms` is null or a handle; `grant` is null or has room for a number.
@@ -385,7 +393,7 @@ pub unsafe extern "C" fn vpmm_gms_connect(
     timeout_milliseconds: i64,
     grant: *mut u32,
 ) -> vpmm_status {
-    let work = |manager: &mut MemoryManager| {
+    let work = |gms: &vpmm_gms| {
         let lock = match lock {
             0 => Requested::Rw,
             1 => Requested::Ro,
@@ -396,17 +404,37 @@ pub unsafe extern "C" fn vpmm_gms_connect(
                 return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
             }
         };
-        let mut options = ConnectOptions::new(lock);
+        let mut options = ConnectOptions::new(lock).answer_timeout(*gms.answer_time());
         if let Ok(milliseconds) = u64::try_from(timeout_milliseconds) {
             options = options.timeout(Duration::from_millis(milliseconds));
         }
-        let granted = manager.connect(options)?;
+        let granted = gms.held().manager()?.connect(options)?;
         // SAFETY: the caller vouches for it.
         unsafe { put_if(grant, grant_of(Some(granted))) };
         Ok(())
     };
     // SAFETY: the caller vouches for it.
-    unsafe { with_manager(gms, work) }
+    unsafe { with(gms, "gms", work) }
+}
+
+/// Sets how many milliseconds a server that is there may take for an answer, from the next connection on,
+/// before it counts as stopped or stuck (`VPMM_DISCONNECTED`); for ever if negative. A minute if nothing
+/// is set. Locks, and memory that there is too little of, are waited for longer, as long as the server
+/// says within that time that it is alive.
+///
+/// # Safety
+/// `gms` is null or a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_set_answer_timeout(
+    gms: *const vpmm_gms,
+    milliseconds: i64,
+) -> vpmm_status {
+    let work = |gms: &vpmm_gms| {
+        *gms.answer_time() = u64::try_from(milliseconds).ok().map(Duration::from_millis);
+        Ok(())
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(gms, "gms", work) }
 }
 
 /// Gives the lock up. What is mapped stays mapped.

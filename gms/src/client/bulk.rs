@@ -2,6 +2,7 @@
 
 use std::os::fd::OwnedFd;
 
+use super::channel::Waits;
 use super::connect::unexpected;
 use super::{AllocationInfo, ClientError, MetadataValue, Session};
 use crate::wire::*;
@@ -27,7 +28,7 @@ impl Session {
                 .map(|size| i64::try_from(*size).map_err(|_| ClientError::Size { bytes: *size }));
             let sizes = sizes.collect::<Result<_>>()?;
             let request = BatchAllocateRequest { sizes, tag: tag.to_owned(), export: false };
-            match self.channel().call(&request, 0)?.0 {
+            match self.channel().call(&request, 0, Waits::ForEver)?.0 {
                 Message::BatchAllocateResponse(answer) => {
                     check_count("BatchAllocateResponse", part.len(), answer.allocations.len())?;
                     for allocation in answer.allocations {
@@ -58,7 +59,7 @@ impl Session {
         }
         let sizes = vec![i64::try_from(size).map_err(|_| ClientError::Size { bytes: size })?];
         let request = BatchAllocateRequest { sizes, tag: tag.to_owned(), export: true };
-        let (answer, files) = self.channel().call(&request, 1)?;
+        let (answer, files) = self.channel().call(&request, 1, Waits::ForEver)?;
         match answer {
             Message::BatchAllocateResponse(answer) => {
                 let (mut made, mut files) = (answer.allocations, files);
@@ -99,7 +100,7 @@ impl Session {
         // An error is kept until no answer is under way any more.
         let mut done = Ok(());
         while let Some(part) = parts.next() {
-            let (answer, files) = self.channel().answer(part.len())?;
+            let (answer, files) = self.channel().answer(part.len(), Waits::Not)?;
             let next = parts.peek().filter(|_| done.is_ok());
             if let Some(next) = next {
                 ask(self, next)?;
@@ -144,7 +145,7 @@ impl Session {
     }
 
     fn put_page(&mut self, entries: Vec<MetadataItem>) -> Result<()> {
-        match self.channel().call(&BatchMetadataPutRequest { entries }, 0)?.0 {
+        match self.channel().call(&BatchMetadataPutRequest { entries }, 0, Waits::Not)?.0 {
             Message::BatchMetadataPutResponse(_) => Ok(()),
             other => Err(unexpected("BatchMetadataPutResponse", other)),
         }
@@ -164,7 +165,7 @@ impl Session {
         let mut after = None;
         loop {
             let request = BatchMetadataGetRequest { prefix: prefix.to_owned(), after };
-            let page = match self.channel().call(&request, 0)?.0 {
+            let page = match self.channel().call(&request, 0, Waits::Not)?.0 {
                 Message::BatchMetadataGetResponse(page) => page,
                 other => return Err(unexpected("BatchMetadataGetResponse", other)),
             };

@@ -1,14 +1,15 @@
 //! From a path to a socket, and requests that need no lock.
 
+use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use rustix::io::Errno;
+use rustix::io::{Errno, ioctl_fionbio};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 use super::ClientError;
-use super::session::Channel;
+use super::channel::{Channel, Waits};
 use crate::lock::Requested;
 use crate::socket::default_spin;
 use crate::wire::*;
@@ -27,17 +28,33 @@ pub struct ConnectOptions {
     /// How long to look for an answer without sleeping: 50 µs, or nothing on machines with fewer than
     /// four processors. It saves the time that waking a thread takes.
     pub spin: Duration,
+    /// How long a server that is there may take for an answer before the connection is given up,
+    /// [`ClientError::Silent`]: a minute, if nothing else is said; none waits for ever. What waits by its
+    /// nature may take longer: a lock, and memory that there is too little of. Where that lasts this long
+    /// the server is asked for its state, over a connection of its own, and has as long again to give it.
+    pub answer_timeout: Option<Duration>,
 }
 
+/// How long an answer may take where nothing else is said: many times what a server needs that is alive,
+/// and swapped, or one of hundreds of processes that ask the driver.
+const ANSWER: Duration = Duration::from_secs(60);
+
 impl ConnectOptions {
-    /// Without a time limit, and with batches.
+    /// As long as it takes to get the lock, and with batches.
     pub fn new(lock: Requested) -> Self {
-        Self { lock, timeout: None, batch: true, spin: default_spin() }
+        let (spin, answer_timeout) = (default_spin(), Some(ANSWER));
+        Self { lock, timeout: None, batch: true, spin, answer_timeout }
     }
 
     /// Waits so long and no longer.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
+        self
+    }
+
+    /// Gives a server up that takes longer than this for an answer; one that takes for ever if `None`.
+    pub fn answer_timeout(mut self, time: Option<Duration>) -> Self {
+        self.answer_timeout = time;
         self
     }
 
@@ -70,10 +87,15 @@ pub(super) fn reach(path: &Path, timeout: Option<Duration>) -> Result<OwnedFd, C
     let deadline = Instant::now().checked_add(timeout.unwrap_or(SERVER_START));
     let mut pause = FIRST_PAUSE;
     loop {
-        let (family, flags) = (AddressFamily::UNIX, SocketFlags::CLOEXEC);
+        // A server that accepts nobody has connections queue up, and a blocking one waits for its turn
+        // without end.
+        let (family, flags) = (AddressFamily::UNIX, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
         let socket = socket_with(family, SocketType::STREAM, flags, None).map_err(failed)?;
         match connect(&socket, &address) {
-            Ok(()) => return Ok(socket),
+            Ok(()) => {
+                ioctl_fionbio(&socket, false).map_err(failed)?;
+                return Ok(socket);
+            }
             Err(error @ (Errno::NOENT | Errno::CONNREFUSED | Errno::AGAIN | Errno::INTR)) => {
                 let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
                 let left = deadline.map_or(pause, left);
@@ -88,16 +110,23 @@ pub(super) fn reach(path: &Path, timeout: Option<Duration>) -> Result<OwnedFd, C
     }
 }
 
-/// The state of a server's lock and layout. Takes no lock and changes nothing.
+/// A connection for one question, whose answer may take as long as it may take to connect.
+fn ask(path: &Path, timeout: Duration, question: &impl Encode) -> Result<Message, ClientError> {
+    let socket = reach(path, Some(timeout))?;
+    let mut channel = Channel::new(socket, path.into(), Duration::ZERO, Some(timeout));
+    Ok(channel.call(question, 0, Waits::Not)?.0)
+}
+
+/// The state of a server's lock and layout, within a time each for connecting and for the answer. Takes no
+/// lock and changes nothing.
 ///
 /// # Errors
-/// [`ClientError::Connect`] and what goes wrong with connections.
+/// [`ClientError::Connect`], [`ClientError::Silent`] and what goes wrong with connections.
 pub fn runtime_state(
     path: impl AsRef<Path>,
     timeout: Duration,
 ) -> Result<GetRuntimeStateResponse, ClientError> {
-    let mut channel = Channel::new(reach(path.as_ref(), Some(timeout))?, Duration::ZERO);
-    match channel.call(&GetRuntimeStateRequest {}, 0)?.0 {
+    match ask(path.as_ref(), timeout, &GetRuntimeStateRequest {})? {
         Message::GetRuntimeStateResponse(state) => Ok(state),
         other => Err(unexpected("GetRuntimeStateResponse", other)),
     }
@@ -111,10 +140,20 @@ pub fn event_history(
     path: impl AsRef<Path>,
     timeout: Duration,
 ) -> Result<Vec<RuntimeEvent>, ClientError> {
-    let mut channel = Channel::new(reach(path.as_ref(), Some(timeout))?, Duration::ZERO);
-    match channel.call(&GetEventHistoryRequest {}, 0)?.0 {
+    match ask(path.as_ref(), timeout, &GetEventHistoryRequest {})? {
         Message::GetEventHistoryResponse(history) => Ok(history.events),
         other => Err(unexpected("GetEventHistoryResponse", other)),
+    }
+}
+
+/// Whether a server that is there answers nobody: not even who asks for its state, which waits for nothing.
+/// One that turns the question away is alive.
+pub(super) fn is_silent(path: &Path, time: Duration) -> bool {
+    match ask(path, time, &GetRuntimeStateRequest {}) {
+        Err(ClientError::Silent { .. }) => true,
+        // It has not taken those that came before, either.
+        Err(ClientError::Connect { source, .. }) => source.kind() == ErrorKind::WouldBlock,
+        _ => false,
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use crate::cuda::CudaError;
 use crate::lock::Granted;
@@ -22,6 +23,13 @@ pub enum ClientError {
         path: PathBuf,
         /// What the last attempt said.
         source: io::Error,
+    },
+    /// A server is there and does not answer: it is stopped, or stuck. The connection is given up. See
+    /// [`ConnectOptions::answer_timeout`](super::ConnectOptions::answer_timeout).
+    #[error("the server has not answered for {} s", time.as_secs_f64())]
+    Silent {
+        /// How long an answer may take.
+        time: Duration,
     },
     /// The server has closed the connection, or died.
     #[error("the server is gone")]

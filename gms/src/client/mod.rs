@@ -5,6 +5,7 @@
 //! memory behind them goes and comes back.
 
 mod bulk;
+mod channel;
 mod connect;
 mod error;
 mod floor;

@@ -1,119 +1,15 @@
 //! A connection with a lock: a method for each request.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::time::Duration;
 
 use super::ClientError;
+use super::channel::{Channel, Waits};
 use super::connect::{ConnectOptions, reach, unexpected};
 use crate::lock::Granted;
-use crate::socket::{self, Spin};
 use crate::wire::*;
 
 type Result<T> = std::result::Result<T, ClientError>;
-
-/// The longest answer that is read: a list of more than a million allocations.
-const MAX_ANSWER_BYTES: u64 = 256 << 20;
-
-/// A socket on which each request has one answer.
-#[derive(Debug)]
-pub(super) struct Channel {
-    socket: OwnedFd,
-    frames: FrameReader,
-    out: Vec<u8>,
-    /// Descriptors that have come and belong to no answer yet.
-    files: Vec<OwnedFd>,
-    spin: Spin,
-    spin_time: Duration,
-    /// Whether something went wrong with the connection: what is received then need not begin with an
-    /// answer.
-    broken: bool,
-}
-
-impl Channel {
-    /// Looks for answers without sleeping for so long.
-    pub(super) fn new(socket: OwnedFd, spin: Duration) -> Self {
-        let frames = FrameReader::new(MAX_ANSWER_BYTES);
-        let (out, files) = (Vec::new(), Vec::new());
-        let (spin, spin_time) = (Spin::default(), spin);
-        Self { socket, frames, out, files, spin, spin_time, broken: false }
-    }
-
-    /// Sends a request and waits for the answer, with so many descriptors beside it unless it is an
-    /// error.
-    pub(super) fn call(
-        &mut self,
-        request: &impl Encode,
-        descriptors: usize,
-    ) -> Result<(Message, Vec<OwnedFd>)> {
-        match self.send(request) {
-            Err(ClientError::Disconnected) => return self.last_words(),
-            sent => sent?,
-        }
-        let answer = self.answer(descriptors)?;
-        match self.files.len() {
-            0 => Ok(answer),
-            more => {
-                self.broken = true;
-                let (expected, found) = (descriptors, descriptors + more);
-                Err(ClientError::Descriptors { expected, found })
-            }
-        }
-    }
-
-    /// Sends a request. Several may be under way: answers come in the order of the requests.
-    pub(super) fn send(&mut self, request: &impl Encode) -> Result<()> {
-        self.unless_broken(|channel| {
-            channel.out.clear();
-            encode_frame(request, &mut channel.out);
-            Ok(socket::send_all(channel.socket.as_fd(), &channel.out, &[])?)
-        })
-    }
-
-    /// Waits for the next answer.
-    pub(super) fn answer(&mut self, descriptors: usize) -> Result<(Message, Vec<OwnedFd>)> {
-        self.unless_broken(|channel| channel.receive(descriptors))
-    }
-
-    /// Does something with the connection that is not done again once it has failed.
-    fn unless_broken<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
-        if self.broken {
-            return Err(ClientError::Disconnected);
-        }
-        work(self).inspect_err(|_| self.broken = true)
-    }
-
-    /// What a server said before it closed, which it may do while it is still being sent something: why.
-    fn last_words(&mut self) -> Result<(Message, Vec<OwnedFd>)> {
-        match self.receive(0) {
-            Ok(said @ (Message::ErrorResponse(_), _)) => Ok(said),
-            _ => Err(ClientError::Disconnected),
-        }
-    }
-
-    fn receive(&mut self, descriptors: usize) -> Result<(Message, Vec<OwnedFd>)> {
-        let message = loop {
-            if let Some(bytes) = self.frames.next_frame()? {
-                break Message::decode(bytes)?;
-            }
-            let space = self.frames.space();
-            let (spin, given) = (&mut self.spin, self.spin_time);
-            match socket::receive(self.socket.as_fd(), space, &mut self.files, spin, given)? {
-                0 => return Err(ClientError::Disconnected),
-                bytes => self.frames.arrived(bytes),
-            }
-        };
-        let expected = match &message {
-            Message::ErrorResponse(_) => 0,
-            _ => descriptors,
-        };
-        // They come with a frame's first byte, in order; those behind are the next answer's.
-        match self.files.len() {
-            found if found < expected => Err(ClientError::Descriptors { expected, found }),
-            _ => Ok((message, self.files.drain(..expected).collect())),
-        }
-    }
-}
 
 /// An allocation, as the server knows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -165,9 +61,10 @@ pub struct MetadataValue {
 
 /// A connection that has a lock. Dropping it gives the lock back; a writer's layout is void then.
 ///
-/// Each method sends one request and waits for its answer, without a time limit, and fails with
-/// [`ClientError::Refused`] where the server would not do it, or with what goes wrong with a
-/// connection; the session is of no further use after the latter.
+/// Each method sends one request and waits for its answer, as long as
+/// [`ConnectOptions::answer_timeout`] says, and fails with [`ClientError::Refused`] where the server would
+/// not do it, or with what goes wrong with a connection; the session is of no further use after the
+/// latter.
 #[derive(Debug)]
 pub struct Session {
     channel: Channel,
@@ -179,7 +76,10 @@ pub struct Session {
 /// Asks, and takes the answer apart.
 macro_rules! ask {
     ($session:expr, $request:expr, $answer:ident) => {
-        match $session.channel.call(&$request, 0)?.0 {
+        ask!($session, $request, $answer, Waits::Not)
+    };
+    ($session:expr, $request:expr, $answer:ident, $waits:expr) => {
+        match $session.channel.call(&$request, 0, $waits)?.0 {
             Message::$answer(answer) => answer,
             other => return Err(unexpected(stringify!($answer), other)),
         }
@@ -190,16 +90,20 @@ impl Session {
     /// Connects and waits for the lock.
     ///
     /// # Errors
-    /// [`ClientError::Connect`], [`ClientError::LockTimeout`], and what goes wrong with connections.
+    /// [`ClientError::Connect`], [`ClientError::LockTimeout`], [`ClientError::Silent`], and what goes wrong
+    /// with connections.
     pub fn connect(path: impl AsRef<Path>, options: ConnectOptions) -> Result<Self> {
-        let mut channel = Channel::new(reach(path.as_ref(), options.timeout)?, options.spin);
+        let path = path.as_ref();
+        let socket = reach(path, options.timeout)?;
+        let mut channel = Channel::new(socket, path.into(), options.spin, options.answer_timeout);
         let extensions = if options.batch { vec![BATCH.to_owned()] } else { Vec::new() };
         let handshake = HandshakeRequest {
             lock_type: options.lock,
             timeout_ms: options.timeout.map(|time| time.as_millis().try_into().unwrap_or(i64::MAX)),
             extensions: Extensions(extensions),
         };
-        match channel.call(&handshake, 0)?.0 {
+        let waits = options.timeout.map_or(Waits::ForEver, Waits::For);
+        match channel.call(&handshake, 0, waits)?.0 {
             Message::HandshakeResponse(HandshakeResponse {
                 success: true,
                 committed,
@@ -233,7 +137,7 @@ impl Session {
     pub fn allocate(&mut self, size: u64, tag: &str) -> Result<AllocationInfo> {
         let size = i64::try_from(size).map_err(|_| ClientError::Size { bytes: size })?;
         let request = AllocateRequest { size, tag: tag.to_owned() };
-        let made = ask!(self, request, AllocateResponse);
+        let made = ask!(self, request, AllocateResponse, Waits::ForEver);
         Ok(AllocationInfo {
             allocation_id: made.allocation_id,
             size: unsigned(made.size)?,
@@ -246,7 +150,7 @@ impl Session {
     /// A descriptor of an allocation's memory.
     pub fn export(&mut self, allocation_id: &str) -> Result<(AllocationInfo, OwnedFd)> {
         let request = ExportAllocationRequest { allocation_id: allocation_id.to_owned() };
-        let (answer, mut files) = self.channel.call(&request, 1)?;
+        let (answer, mut files) = self.channel.call(&request, 1, Waits::Not)?;
         match (answer, files.pop()) {
             (Message::ExportAllocationResponse(about), Some(file)) => {
                 let about = AllocationInfo {

@@ -7,6 +7,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include "must.h"
@@ -243,6 +245,24 @@ static void a_resource(const char *socket) {
   vpmm_driver_release(driver);
 }
 
+/* A server that takes connections and says nothing: who waits for its lock does not wait for ever. */
+static void a_silent_server(const vpmm_driver *driver, const char *beside) {
+  struct sockaddr_un address = {.sun_family = AF_UNIX};
+  snprintf(address.sun_path, sizeof address.sun_path, "%s.silent", beside);
+  int listener = socket(AF_UNIX, SOCK_STREAM, 0);
+  MUST(listener >= 0 && bind(listener, (const struct sockaddr *)&address, sizeof address) == 0);
+  MUST(listen(listener, 8) == 0);
+  MUST(vpmm_gms_set_answer_timeout(NULL, 100) == VPMM_INVALID_ARGUMENT);
+  vpmm_gms *gms = opened(driver, address.sun_path);
+  MUST(vpmm_gms_set_answer_timeout(gms, 100) == VPMM_OK);
+  MUST(vpmm_gms_connect(gms, VPMM_GMS_RW, -1, NULL) == VPMM_DISCONNECTED);
+  MUST(strcmp(vpmm_last_error(), "the server has not answered for 0.1 s") == 0);
+  MUST(vpmm_gms_set_answer_timeout(gms, -1) == VPMM_OK);
+  vpmm_gms_release(gms);
+  close(listener);
+  unlink(address.sun_path);
+}
+
 static void what_is_no_client(const vpmm_driver *driver) {
   vpmm_gms *gms = NULL;
   MUST(vpmm_gms_open(NULL, 0, "s", &gms) == VPMM_INVALID_ARGUMENT);
@@ -271,6 +291,7 @@ int main(int count, char **arguments) {
   single_steps(driver, arguments[1]);
   scratch(driver, arguments[1]);
   a_resource(arguments[1]);
+  a_silent_server(driver, arguments[1]);
   what_is_no_client(driver);
   vpmm_driver_release(driver);
   return 0;

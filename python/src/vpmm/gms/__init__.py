@@ -209,7 +209,7 @@ class GMSClientMemoryManager:
         """Waits for a lock, for ever if no time is said, and half a minute for a server to be there.
 
         :raises LockTimeoutError: (a ``TimeoutError``) the one failure to simply try again after.
-        :raises DisconnectedError: (a ``ConnectionError``) no server is there.
+        :raises DisconnectedError: (a ``ConnectionError``) no server is there, or it does not answer.
         :raises RuntimeError: it is connected already.
         """
         lock = _LOCKS[RequestedLockType(lock_type).value]
@@ -221,6 +221,13 @@ class GMSClientMemoryManager:
                 seen = _keys()
                 call(lib.vpmm_gms_socket_path, self._handle, seen.function, NULL)
                 self.socket_path = seen.all[0]
+
+    def set_answer_timeout(self, timeout_ms: int | None) -> None:
+        """How long a server that is there may take for an answer, from the next :meth:`connect` on, before it
+        counts as stopped or stuck: a minute, if nothing is set; None is for ever. Locks, and memory that
+        there is too little of, are waited for longer, as long as the server is alive."""
+        time = -1 if timeout_ms is None else timeout_ms
+        call(lib.vpmm_gms_set_answer_timeout, self._handle, time)
 
     def abort(self) -> None:
         """Gives the lock up; a writer's layout is void then. What is mapped stays mapped."""

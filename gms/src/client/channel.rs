@@ -1,0 +1,185 @@
+//! A socket on which each request has one answer, and how long that may take.
+//!
+//! 1. A server that is there and does not answer is given up after a time ([`ClientError::Silent`]).
+//! 2. What waits by its nature is not: there the server is asked for its state, each time that this time
+//!    has passed, over a connection of its own, which every server that is alive answers at once.
+//! 3. What went wrong with a connection ends it.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use super::ClientError;
+use super::connect::is_silent;
+use crate::socket::{self, Spin};
+use crate::wire::*;
+
+type Result<T> = std::result::Result<T, ClientError>;
+
+/// The longest answer that is read: a list of more than a million allocations.
+const MAX_ANSWER_BYTES: u64 = 256 << 20;
+
+/// Whether an answer waits for something else than the server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Waits {
+    /// It does not.
+    Not,
+    /// So long at most, by what the server was told.
+    For(Duration),
+    /// As long as it takes.
+    ForEver,
+}
+
+/// A connection to a server.
+#[derive(Debug)]
+pub(super) struct Channel {
+    socket: OwnedFd,
+    frames: FrameReader,
+    out: Vec<u8>,
+    /// Descriptors that have come and belong to no answer yet.
+    files: Vec<OwnedFd>,
+    spin: Spin,
+    spin_time: Duration,
+    /// Where the server is, to ask whether it is alive.
+    path: Box<Path>,
+    /// How long an answer may take that waits for nothing else.
+    answer_time: Option<Duration>,
+    /// Whether something went wrong with the connection: what is received then need not begin with an
+    /// answer.
+    broken: bool,
+}
+
+impl Channel {
+    /// Looks for answers without sleeping for so long, and gives a server up that takes longer than
+    /// `answer_time`.
+    pub(super) fn new(
+        socket: OwnedFd,
+        path: Box<Path>,
+        spin: Duration,
+        answer_time: Option<Duration>,
+    ) -> Self {
+        let frames = FrameReader::new(MAX_ANSWER_BYTES);
+        let (out, files) = (Vec::new(), Vec::new());
+        let (spin, spin_time) = (Spin::default(), spin);
+        Self { socket, frames, out, files, spin, spin_time, path, answer_time, broken: false }
+    }
+
+    /// Sends a request and waits for the answer, with so many descriptors beside it unless it is an
+    /// error.
+    pub(super) fn call(
+        &mut self,
+        request: &impl Encode,
+        descriptors: usize,
+        waits: Waits,
+    ) -> Result<(Message, Vec<OwnedFd>)> {
+        match self.send(request) {
+            Err(ClientError::Disconnected) => return self.last_words(),
+            sent => sent?,
+        }
+        let answer = self.answer(descriptors, waits)?;
+        match self.files.len() {
+            0 => Ok(answer),
+            more => {
+                self.broken = true;
+                let (expected, found) = (descriptors, descriptors + more);
+                Err(ClientError::Descriptors { expected, found })
+            }
+        }
+    }
+
+    /// Sends a request. Several may be under way: answers come in the order of the requests.
+    pub(super) fn send(&mut self, request: &impl Encode) -> Result<()> {
+        self.unless_broken(|channel| {
+            channel.out.clear();
+            encode_frame(request, &mut channel.out);
+            let deadline = channel.answer_time.and_then(after);
+            match socket::send_until(channel.socket.as_fd(), &channel.out, deadline) {
+                Err(Errno::TIMEDOUT) => Err(channel.silent()),
+                sent => Ok(sent?),
+            }
+        })
+    }
+
+    /// Waits for the next answer.
+    pub(super) fn answer(
+        &mut self,
+        descriptors: usize,
+        waits: Waits,
+    ) -> Result<(Message, Vec<OwnedFd>)> {
+        self.unless_broken(|channel| channel.receive(descriptors, waits))
+    }
+
+    /// Does something with the connection that is not done again once it has failed.
+    fn unless_broken<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        if self.broken {
+            return Err(ClientError::Disconnected);
+        }
+        work(self).inspect_err(|_| self.broken = true)
+    }
+
+    /// What a server said before it closed, which it may do while it is still being sent something: why.
+    fn last_words(&mut self) -> Result<(Message, Vec<OwnedFd>)> {
+        match self.receive(0, Waits::Not) {
+            Ok(said @ (Message::ErrorResponse(_), _)) => Ok(said),
+            _ => Err(ClientError::Disconnected),
+        }
+    }
+
+    fn receive(&mut self, descriptors: usize, waits: Waits) -> Result<(Message, Vec<OwnedFd>)> {
+        let started = Instant::now();
+        let last = self.answer_time.and_then(|time| match waits {
+            Waits::Not => started.checked_add(time),
+            Waits::For(most) => started.checked_add(most)?.checked_add(time),
+            Waits::ForEver => None,
+        });
+        // When to ask whether the server is alive, or to give it up.
+        let mut next = self.answer_time.and_then(after);
+        let message = loop {
+            if let Some(bytes) = self.frames.next_frame()? {
+                break Message::decode(bytes)?;
+            }
+            let deadline = next.map(|next| last.map_or(next, |last| next.min(last)));
+            let space = self.frames.space();
+            let (spin, given) = (&mut self.spin, self.spin_time);
+            match socket::receive(
+                self.socket.as_fd(),
+                space,
+                &mut self.files,
+                spin,
+                given,
+                deadline,
+            ) {
+                Ok(0) => return Err(ClientError::Disconnected),
+                Ok(bytes) => self.frames.arrived(bytes),
+                Err(Errno::TIMEDOUT) => {
+                    let over = last.is_some_and(|last| last <= Instant::now());
+                    if over || self.answer_time.is_none_or(|time| is_silent(&self.path, time)) {
+                        return Err(self.silent());
+                    }
+                    next = self.answer_time.and_then(after);
+                }
+                Err(error) => return Err(error.into()),
+            }
+        };
+        let expected = match &message {
+            Message::ErrorResponse(_) => 0,
+            _ => descriptors,
+        };
+        // They come with a frame's first byte, in order; those behind are the next answer's.
+        match self.files.len() {
+            found if found < expected => Err(ClientError::Descriptors { expected, found }),
+            _ => Ok((message, self.files.drain(..expected).collect())),
+        }
+    }
+
+    fn silent(&self) -> ClientError {
+        ClientError::Silent { time: self.answer_time.unwrap_or_default() }
+    }
+}
+
+/// The moment after a time; none for a time that no clock reaches.
+fn after(time: Duration) -> Option<Instant> {
+    Instant::now().checked_add(time)
+}

@@ -1,0 +1,185 @@
+//! Servers that are there and do not answer: stopped, or stuck. And those that only take long.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use gms::client::{ClientError, ConnectOptions, Session};
+use gms::lock::{Granted, Requested};
+use gms::wire::{self, encode_frame};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::rig::{Folder, GRANULE, Local, PATIENCE, eventually};
+use crate::roles::Process;
+
+/// How long an answer may take where it does not come: more than a busy machine needs for those that do.
+const SHORT: Duration = Duration::from_millis(400);
+
+fn options(lock: Requested) -> ConnectOptions {
+    ConnectOptions::new(lock).answer_timeout(Some(SHORT))
+}
+
+/// Does something that must end, and fails instead of waiting for ever for it.
+fn within<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (done, ended) = mpsc::channel();
+    thread::spawn(move || {
+        // Whoever waits may have given up.
+        let _ = done.send(work());
+    });
+    ended.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("{what}: waits for ever"))
+}
+
+fn assert_silent<T: std::fmt::Debug>(answer: Result<T, ClientError>) {
+    assert!(matches!(answer, Err(ClientError::Silent { time: SHORT })), "{answer:?}");
+}
+
+/// A server that grants the lock, in a thread, and then reads nothing and says nothing until this is
+/// dropped.
+fn grants_and_sticks(path: &Path) -> mpsc::Sender<()> {
+    let listener = UnixListener::bind(path).unwrap();
+    let (alive, end) = mpsc::channel();
+    thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        // The handshake is a small message and comes at once.
+        let asked = stream.read(&mut [0; 4096]).unwrap();
+        assert!(asked > 0);
+        let granted = wire::HandshakeResponse {
+            success: true,
+            committed: false,
+            granted_lock_type: Some(Granted::Rw),
+            extensions: wire::Extensions::default(),
+        };
+        let mut out = Vec::new();
+        encode_frame(&granted, &mut out);
+        stream.write_all(&out).unwrap();
+        let _ = end.recv();
+    });
+    alive
+}
+
+#[test]
+fn a_server_that_accepts_and_says_nothing_is_given_up() {
+    let folder = Folder::new();
+    let _listener = UnixListener::bind(folder.socket()).unwrap();
+    let path = folder.socket();
+    // The lock may take as long as it likes; the server may not.
+    let waiting = path.clone();
+    assert_silent(within("a lock", move || Session::connect(waiting, options(Requested::Rw))));
+    let waiting = path.clone();
+    let timed = options(Requested::Ro).timeout(2 * PATIENCE);
+    assert_silent(within("a lock in time", move || Session::connect(waiting, timed)));
+    let asking = path.clone();
+    assert_silent(within("the state", move || gms::client::runtime_state(asking, SHORT)));
+    assert_silent(within("the events", move || gms::client::event_history(path, SHORT)));
+}
+
+#[test]
+fn a_server_that_accepts_nobody_is_given_up() {
+    let folder = Folder::new();
+    let path = folder.socket();
+    let address = SocketAddrUnix::new(&path).unwrap();
+    let new = |flags| {
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap()
+    };
+    let listener = new(SocketFlags::CLOEXEC);
+    rustix::net::bind(&listener, &address).unwrap();
+    rustix::net::listen(&listener, 0).unwrap();
+    let mut queued = Vec::new();
+    loop {
+        let socket = new(SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
+        if rustix::net::connect(&socket, &address).is_err() {
+            break;
+        }
+        queued.push(socket);
+        assert!(queued.len() < 100, "the queue has no end");
+    }
+    let asked = within("the queue", move || gms::client::runtime_state(path, SHORT));
+    assert!(matches!(asked, Err(ClientError::Connect { .. })), "{asked:?}");
+}
+
+#[test]
+fn a_server_that_sticks_amid_a_session_is_given_up() {
+    type Request = fn(&mut Session) -> Result<(), ClientError>;
+    let requests: [(&str, Request); 6] = [
+        ("a question", |session| session.layout_hash().map(drop)),
+        ("an export", |session| session.export("x").map(drop)),
+        ("memory", |session| session.allocate(1, "t").map(drop)),
+        ("memory with its descriptor", |session| session.allocate_and_export(1, "t").map(drop)),
+        ("more than a socket holds", |session| session.metadata_put("k", "x", 0, &[7; 8 << 20])),
+        ("many things", |session| session.metadata_get_many("").map(drop)),
+    ];
+    for (what, request) in requests {
+        let folder = Folder::new();
+        let _alive = grants_and_sticks(&folder.socket());
+        let path = folder.socket();
+        let (answer, after) = within(what, move || {
+            let mut session = Session::connect(path, options(Requested::Rw)).unwrap();
+            (request(&mut session), session.allocation_count())
+        });
+        assert_silent(answer);
+        // A late answer would be taken for that of the next request.
+        assert!(matches!(after, Err(ClientError::Disconnected)), "{what}: {after:?}");
+    }
+}
+
+#[test]
+fn a_stopped_process_is_given_up_and_serves_again_when_it_goes_on() {
+    let folder = Folder::new();
+    let mut server = Process::server(&folder.socket());
+    let id = Pid::from_raw(server.id() as i32).unwrap();
+    let path = folder.socket();
+    let mut session = Session::connect(&path, options(Requested::Rw)).unwrap();
+    kill_process(id, Signal::STOP).unwrap();
+    let waiting = path.clone();
+    let (connected, asked) = within("a stopped server", move || {
+        (Session::connect(waiting, options(Requested::Rw)).map(drop), session.allocation_count())
+    });
+    kill_process(id, Signal::CONT).unwrap();
+    assert_silent(connected);
+    assert_silent(asked);
+    // It finds that both are gone.
+    let next = ConnectOptions::new(Requested::Rw).timeout(PATIENCE);
+    assert_eq!(Session::connect(&path, next).unwrap().allocation_count().unwrap(), 0);
+    assert_eq!(server.ask("stop"), "stopped");
+}
+
+#[test]
+fn who_waits_for_a_lock_waits_longer_than_an_answer_may_take() {
+    let local = Local::start();
+    let writer = local.session(Requested::Rw);
+    let path = local.socket().to_owned();
+    let started = Instant::now();
+    let waiter = thread::spawn(move || {
+        // Long enough for a server on a machine that is busy with something else.
+        let options = ConnectOptions::new(Requested::Rw);
+        Session::connect(path, options.answer_timeout(Some(Duration::from_millis(500))))
+    });
+    let before = local.metric("connections_total");
+    // It has asked how the server is, twice, over connections of its own.
+    eventually("the server is asked", || local.metric("connections_total") >= before + 2);
+    assert!(started.elapsed() >= Duration::from_millis(500));
+    assert!(!waiter.is_finished());
+    drop(writer);
+    assert_eq!(waiter.join().unwrap().unwrap().granted(), Granted::Rw);
+}
+
+#[test]
+fn who_waits_for_memory_waits_longer_than_an_answer_may_take() {
+    let local = Local::with(2 * GRANULE, |settings| {
+        settings.retry_timeout = Some(Duration::from_millis(1200));
+        settings.ahead_bytes = 0;
+    });
+    let options = ConnectOptions::new(Requested::Rw).timeout(PATIENCE);
+    let options = options.answer_timeout(Some(Duration::from_millis(500)));
+    let mut writer = Session::connect(local.socket(), options).unwrap();
+    for _ in 0..2 {
+        writer.allocate(GRANULE, "t").unwrap();
+    }
+    let refused = writer.allocate(GRANULE, "t");
+    assert!(matches!(refused, Err(ClientError::Refused { .. })), "{refused:?}");
+    assert_eq!(writer.allocation_count().unwrap(), 2, "the session lives");
+}
