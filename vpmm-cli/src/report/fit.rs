@@ -25,12 +25,16 @@ pub struct FitReport {
     pub ns_per_op: Option<f64>,
     /// The time in driver calls at that limit.
     pub driver_time_us: Option<f64>,
+    /// The greatest limit above it at which the trace fails again, of those that were tried; null where
+    /// it completes at all of them.
+    #[serde(rename = "fails_above")]
+    pub fails_above_bytes: Option<u64>,
     /// Limits that were tried.
     #[serde(skip)]
     pub attempts: u32,
-    /// How far above the limit the trace fails again, in granules, where it was tried.
+    /// How far above the limit the trace fails again, in granules, wherever it was tried.
     #[serde(skip)]
-    pub fails_above: Vec<u64>,
+    pub fails_above_granules: Vec<u64>,
 }
 
 impl FitReport {
@@ -39,7 +43,7 @@ impl FitReport {
         let found = fit.and_then(|fit| fit.found.as_ref());
         let outcome = found.map(|found| &found.outcome);
         let ratio = |limit_bytes: u64| limit_bytes as f64 / trace.peak_live_bytes as f64;
-        let fails_above = found.zip(fit).map(|(found, fit)| {
+        let fails_above_granules = found.zip(fit).map(|(found, fit)| {
             let above = found.fails_above_bytes.iter();
             above.map(|bytes| (bytes - found.limit_bytes) / fit.granule_bytes).collect()
         });
@@ -53,8 +57,9 @@ impl FitReport {
                 .map(|found| round(ratio(found.limit_bytes), 6)),
             ns_per_op: outcome.and_then(|o| o.best_ns_per_op()).map(|ns| round(ns, 2)),
             driver_time_us: outcome.and_then(|o| o.driver_time_us).map(|us| round(us, 2)),
+            fails_above_bytes: found.and_then(|found| found.fails_above_bytes.last().copied()),
             attempts: fit.map_or(0, |fit| fit.attempts),
-            fails_above: fails_above.unwrap_or_default(),
+            fails_above_granules: fails_above_granules.unwrap_or_default(),
         }
     }
 }
@@ -78,7 +83,7 @@ pub fn fit_table(reports: &[FitReport]) -> String {
 
 fn row(report: &FitReport) -> [String; HEADER.len()] {
     let above: Vec<String> =
-        report.fails_above.iter().map(|granules| format!("+{granules}")).collect();
+        report.fails_above_granules.iter().map(|granules| format!("+{granules}")).collect();
     [
         short_name(&report.trace).to_owned(),
         report.allocator.clone(),
@@ -106,8 +111,9 @@ mod tests {
             ratio: Some(1.001_26),
             ns_per_op: Some(312.4),
             driver_time_us: Some(21_400.0),
+            fails_above_bytes: Some(8273 << 21),
             attempts: 14,
-            fails_above: vec![1, 42],
+            fails_above_granules: vec![1, 42],
         }
     }
 
@@ -117,8 +123,11 @@ mod tests {
             serde_json::to_string(&report()).unwrap(),
             "{\"trace\":\"traces/gpt_train.csv.gz\",\"allocator\":\"paged\",\
              \"peak_live_bytes\":17240000000,\"limit_bytes\":17261658112,\"ratio\":1.00126,\
-             \"ns_per_op\":312.4,\"driver_time_us\":21400.0}"
+             \"ns_per_op\":312.4,\"driver_time_us\":21400.0,\"fails_above\":17349738496}"
         );
+        let monotonic = FitReport { fails_above_bytes: None, ..report() };
+        let line = serde_json::to_string(&monotonic).unwrap();
+        assert!(line.ends_with(",\"fails_above\":null}"), "{line}");
     }
 
     #[test]
@@ -137,7 +146,8 @@ mod tests {
                 "+1 +42"
             ]
         );
-        let none = FitReport { limit_bytes: None, ratio: None, fails_above: vec![], ..report() };
+        let none =
+            FitReport { limit_bytes: None, ratio: None, fails_above_granules: vec![], ..report() };
         assert_eq!(row(&none)[3..5], ["–", "–"]);
         assert_eq!(row(&none)[8], "–");
     }

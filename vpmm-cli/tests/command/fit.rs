@@ -3,7 +3,7 @@
 use crate::rig::{File, json, keys, run, stderr, stdout};
 
 /// What is printed of a fit: these keys in this order, and no others.
-const KEYS: [&str; 7] = [
+const KEYS: [&str; 8] = [
     "trace",
     "allocator",
     "peak_live_bytes",
@@ -11,6 +11,7 @@ const KEYS: [&str; 7] = [
     "ratio",
     "ns_per_op",
     "driver_time_us",
+    "fails_above",
 ];
 
 const MIB: u64 = 1 << 20;
@@ -52,6 +53,7 @@ fn the_smallest_limit_is_found() {
         // Ten pages cost some 30 µs each, moved or made; setting a driver up costs far more.
         let us = object["driver_time_us"].as_f64().unwrap();
         assert!((100.0..10_000.0).contains(&us), "{object}");
+        assert!(object["fails_above"].is_null(), "{object}");
     }
     assert_eq!(stderr(&output), "", "no progress bar where there is no terminal");
 
@@ -74,6 +76,29 @@ fn a_replay_completes_at_the_limit_and_not_below() {
             let limit = format!("--limit={bytes}");
             json(&run(&[&["replay", file.path(), &limit], &args[..]].concat()), code);
         }
+    }
+}
+
+/// With some room to spare the last request finds none: the larger limit led the pool another way.
+#[test]
+fn a_limit_above_at_which_it_fails_is_told() {
+    let bytes = [14 * MIB, 10 * MIB, 2 * MIB, 4 * MIB, 5 * MIB, 700_000];
+    let mut rows: String =
+        (1..).zip(bytes).map(|(i, b)| format!("1,x,allocate,{i:#x},{b},0\n")).collect();
+    rows += &format!("1,x,free,0x4,{},0\n1,x,allocate,0x9,{},0\n", 4 * MIB, 6 * MIB);
+    let file = File::rows(&rows);
+    let args = ["fit", file.path(), "--device=sim", "--json", "--allocator=cuda-async"];
+    let output = run(&args);
+    let object = &json(&output, 0)[0];
+    let [limit, above] = ["limit_bytes", "fails_above"].map(|key| object[key].as_u64().unwrap());
+    assert_eq!((limit, above), (38 * MIB, 42 * MIB));
+    let said = stderr(&output);
+    assert!(said.contains(&format!("but not with {}, {above}", 40 * MIB)), "{said}");
+    for (bytes, code) in [(limit, 0), (above, 3), (above + 2 * MIB, 0)] {
+        let limit = format!("--limit={bytes}");
+        let replay =
+            ["replay", file.path(), "--device=sim", "--json", "--allocator=cuda-async", &limit];
+        json(&run(&replay), code);
     }
 }
 
