@@ -22,6 +22,7 @@ mod driver;
 mod graph;
 mod grows;
 mod guard;
+mod kept;
 mod options;
 mod pool;
 mod process;

@@ -9,6 +9,7 @@ use vpmm_core::{Access, Error, Export, Imported, Pool};
 
 use crate::driver::{Loaded, vpmm_driver};
 use crate::guard::{Failure, given, make, put, put_if, release, with};
+use crate::kept::Kept;
 use crate::pool::{of_pointer, to_pointer, vpmm_pool};
 use crate::status::vpmm_status;
 
@@ -79,7 +80,7 @@ pub unsafe extern "C" fn vpmm_export_send(
 pub struct vpmm_export {
     // Before the pool that it borrows.
     export: Mutex<Export<'static>>,
-    _pool: Box<Pool>,
+    _pool: Kept<Pool>,
     _loaded: Arc<Loaded>,
 }
 
@@ -95,9 +96,9 @@ pub unsafe extern "C" fn vpmm_export_create(
     let work = || {
         // SAFETY: the caller vouches for it.
         let from = unsafe { given(pool, "pool") }?;
-        let pool = Box::new(from.pool().clone());
-        // SAFETY: the box keeps the pool in place, and is dropped after what borrows it.
-        let borrowed: &'static Pool = unsafe { &*std::ptr::from_ref(&*pool) };
+        let pool = Kept::new(from.pool().clone());
+        // SAFETY: what borrows it is dropped before it: here, or as the handle's first field.
+        let borrowed: &'static Pool = unsafe { pool.borrow() };
         let export = Mutex::new(borrowed.export_all()?);
         let export = vpmm_export { export, _pool: pool, _loaded: Arc::clone(from.loaded()) };
         Ok(Box::into_raw(Box::new(export)))
