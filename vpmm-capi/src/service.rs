@@ -25,6 +25,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use gms::CudaError;
 use gms::client::{AllocationInfo, ClientError, ConnectOptions, MemoryManager};
 use gms::lock::{Granted, Requested};
 
@@ -164,6 +165,8 @@ impl From<ClientError> for Failure {
             | ClientError::Unexpected { .. }
             | ClientError::Descriptors { .. } => VPMM_DISCONNECTED,
             ClientError::Refused { .. } => VPMM_REFUSED,
+            ClientError::Cuda(error) if error.is_out_of_memory() => VPMM_OUT_OF_MEMORY,
+            ClientError::Cuda(CudaError::Missing(_)) => VPMM_NO_DRIVER,
             ClientError::Cuda(_) => VPMM_DRIVER_ERROR,
             ClientError::NotConnected
             | ClientError::AlreadyConnected { .. }
@@ -957,4 +960,31 @@ pub unsafe extern "C" fn vpmm_gms_reallocate_all(
     };
     // SAFETY: the caller vouches for it.
     unsafe { with(gms, "gms", work) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use cuda_sys::types::CUresult;
+    use gms::CudaError;
+    use gms::client::ClientError;
+
+    use crate::guard::Failure;
+    use crate::status::vpmm_status::*;
+
+    #[test]
+    fn what_a_caller_does_next_tells_errors_apart() {
+        let call = |code| ClientError::Cuda(CudaError::Call { call: "cuMemMap", code });
+        for (error, status) in [
+            (call(CUresult::CUDA_ERROR_OUT_OF_MEMORY), VPMM_OUT_OF_MEMORY),
+            (call(CUresult::CUDA_ERROR_INVALID_VALUE), VPMM_DRIVER_ERROR),
+            (ClientError::Cuda(CudaError::Missing("cuMemCreate")), VPMM_NO_DRIVER),
+            (ClientError::Silent { time: Duration::ZERO }, VPMM_DISCONNECTED),
+            (ClientError::LockTimeout, VPMM_TIMED_OUT),
+        ] {
+            let text = error.to_string();
+            assert_eq!(Failure::from(error).status(), status, "{text}");
+        }
+    }
 }

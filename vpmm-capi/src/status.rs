@@ -85,6 +85,10 @@ impl vpmm_status {
             Error::ZeroSize
             | Error::SizeOverflow { .. }
             | Error::BadAlignment { .. }
+            | Error::OwnerAccess { .. }
+            | Error::ForeignMark
+            | Error::OutOfRange { .. }
+            | Error::LengthMismatch { .. }
             | Error::Config { .. } => VPMM_INVALID_ARGUMENT,
             Error::PoolShared { .. } => VPMM_IN_USE,
             Error::Asleep
@@ -103,6 +107,7 @@ impl vpmm_status {
             | Error::ContentsChanged { .. } => VPMM_IO_ERROR,
             Error::Forked => VPMM_FORKED,
             Error::Resource(error) => status_before(&**error).unwrap_or(VPMM_OTHER),
+            // `NoThread`, and what is named after this was written.
             _ => VPMM_OTHER,
         }
     }
@@ -165,4 +170,23 @@ const ALL: [vpmm_status; 22] = [
 pub extern "C" fn vpmm_status_name(status: i32) -> *const c_char {
     let known = ALL.into_iter().find(|known| *known as i32 == status);
     known.map_or(c"?", vpmm_status::name).as_ptr()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the caller can mend is told apart from what has no name here.
+    #[test]
+    fn wrong_arguments_are_told_as_such() {
+        for wrong in [
+            Error::ZeroSize,
+            Error::OwnerAccess { device: 0 },
+            Error::ForeignMark,
+            Error::OutOfRange { first: 1, end: 9, len: 4 },
+            Error::LengthMismatch { given: 1, len: 2 },
+        ] {
+            assert_eq!(vpmm_status::of(&wrong), VPMM_INVALID_ARGUMENT, "{wrong}");
+        }
+    }
 }
