@@ -204,6 +204,34 @@ fn streams_and_events() {
     });
 }
 
+/// While a blocking stream captures nobody may use the legacy stream, which the driver answers the question
+/// with, too: to callers it is as if it captured, and the capture is left alone.
+#[test]
+fn the_legacy_stream_counts_as_capturing_beside_a_blocking_capture() {
+    Rig::everywhere(|rig| {
+        let resource = pool(rig);
+        let (legacy, other) = (Stream::legacy(&rig.device), rig.stream());
+        let mut buffer = DeviceBuffer::uninit(1024, &legacy, &resource).unwrap();
+        assert!(!legacy.is_capturing().unwrap());
+        let (raw, _) = make(rig, 0);
+        begin_capture(rig, raw);
+        assert!(legacy.is_capturing().unwrap() && !other.is_capturing().unwrap());
+        for refused in [
+            buffer.as_mut_slice().copy_from_slice(&[7; 1024]),
+            other.wait_for_stream(&legacy),
+            legacy.wait_for_stream(&other),
+        ] {
+            assert!(matches!(refused, Err(Error::StreamCapturing)), "{refused:?}");
+        }
+        // What needs no work on the stream is served.
+        let more = DeviceBuffer::uninit(BYTES as usize, &legacy, &resource).unwrap();
+        drop((more, buffer));
+        assert_eq!(end_capture(rig, raw), 0, "nodes");
+        assert!(!legacy.is_capturing().unwrap());
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+    });
+}
+
 /// What is borrowed is its owner's to destroy.
 #[test]
 fn borrowed_streams_and_events() {

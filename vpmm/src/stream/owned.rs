@@ -4,10 +4,11 @@ use std::fmt;
 use std::ptr;
 use std::sync::Arc;
 
-use cuda_sys::types::{CUstream, CUstream_flags_enum, CUstreamCaptureStatus};
+use cuda_sys::types::{CUstream, CUstream_flags_enum};
 
 use super::Event;
 use super::owner::{self, Owner};
+use crate::default::stream_is_capturing;
 use crate::device::{Device, StreamHandle};
 use crate::driver::Awaited;
 use crate::error::{Error, Result};
@@ -147,18 +148,19 @@ impl Stream {
         self.wait_for(&event)
     }
 
-    /// Whether a graph is captured from the stream. Harms no capture. `cuStreamIsCapturing`.
+    /// Whether a graph is captured from the stream, so that what is enqueued on it does not run now. Harms
+    /// no capture. `cuStreamIsCapturing`.
+    ///
+    /// So it is with the legacy stream, too, while any blocking stream captures: it is not captured itself,
+    /// but whatever is enqueued on it would have to wait for the one that is, and so the driver refuses it,
+    /// and ends the capture. It refuses this very question then
+    /// (`CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`, which ends no capture): the answer is yes.
     ///
     /// # Errors
-    /// [`Error::Driver`]; for the legacy stream `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT` while any
-    /// blocking stream captures.
+    /// [`Error::Driver`], [`Error::ContextLost`].
     pub fn is_capturing(&self) -> Result<bool> {
         let _context = self.device.enter()?;
-        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        let driver = self.device.driver();
-        // SAFETY: the stream is alive while `self` is; the pointer is to a live status.
-        unsafe { driver.cuStreamIsCapturing(self.handle.raw(), &mut status) }?;
-        Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+        Ok(stream_is_capturing(self.device.driver(), self.handle)?)
     }
 
     /// Whether the two are one stream: an alias that means different streams to different threads is
