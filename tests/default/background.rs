@@ -40,6 +40,16 @@ fn eventually(pool: &Pool, what: &str, holds: impl Fn() -> bool) {
     }
 }
 
+/// The same of what waits for the device, which is let do whatever it is given meanwhile: when the thread
+/// records an event is for it to say.
+#[track_caller]
+fn eventually_done(pool: &Pool, sim: &Simulator, what: &str, holds: impl Fn() -> bool) {
+    eventually(pool, what, || {
+        sim.run_until_idle();
+        holds()
+    });
+}
+
 /// Long enough for a hundred looks.
 fn many_looks() {
     std::thread::sleep(Duration::from_millis(30));
@@ -67,13 +77,18 @@ fn what_a_stream_frees_is_nobodys_before_anybody_asks() {
         many_looks();
         let of_a = pool.stats().pending_bytes;
         assert!(of_a >= 8 * GRANULE && pool.stats().idle_bytes < 8 * GRANULE, "{pool:?}");
-        sim.run_until_idle();
-        eventually(pool, "nobody's", || pool.stats().pending_bytes == 0);
+        eventually_done(pool, &sim, "nobody's", || pool.stats().pending_bytes == 0);
         watched.validate();
         let (before, mapped) = (rig.driver.calls(), watched.usage());
         let taken = pool.malloc(8 * GRANULE as usize, &b).unwrap();
         let calls = rig.driver.calls().since(&before);
-        assert_eq!((calls.total(), watched.usage()), (0, mapped), "{calls:?}");
+        // The thread may be on its way out of the look that made it nobody's: back to the context and the mode
+        // of before. A request would have to get in first.
+        let ways_out = ["cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode"];
+        let ways_out = ways_out.map(|call| calls.count(call));
+        assert!(ways_out.into_iter().all(|count| count <= 1), "{calls:?}");
+        assert_eq!(calls.total(), ways_out.into_iter().sum::<u64>(), "{calls:?}");
+        assert_eq!(watched.usage(), mapped);
         pool.free(taken, &b).unwrap();
         watched.free(of_b, &b);
         watched.assert_intact();
@@ -91,8 +106,7 @@ fn a_foreign_streams_frees_are_nobodys_too() {
     call!(rig.driver, cuStreamDestroy_v2(raw));
     many_looks();
     assert_eq!(pool.stats().idle_bytes, 0, "its work has not run");
-    sim.run_until_idle();
-    eventually(pool, "nobody's", || pool.stats().idle_bytes == 8 * GRANULE);
+    eventually_done(pool, &sim, "nobody's", || pool.stats().idle_bytes == 8 * GRANULE);
     watched.assert_intact();
 }
 
@@ -109,8 +123,7 @@ fn zombies_are_unmapped_with_nobody_calling() {
     many_looks();
     // The kernels that wrote there have not run.
     assert!(pool.stats().zombie_bytes > 0, "{pool:?}");
-    sim.run_until_idle();
-    eventually(pool, "unmapped", || pool.stats().zombie_bytes == 0);
+    eventually_done(pool, &sim, "unmapped", || pool.stats().zombie_bytes == 0);
     for held in [held[1], held[3], two] {
         watched.free(held, &stream);
     }
