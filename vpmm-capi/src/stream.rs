@@ -106,7 +106,8 @@ pub unsafe extern "C" fn vpmm_stream_lend(
         let device = loaded.open(device)?;
         // SAFETY: the caller vouches for it.
         let handle = unsafe { StreamHandle::from_raw(stream.cast()) };
-        // Lent twice it stays lent: to replace it would tell the stream's end.
+        // Lent twice it stays lent. Of two threads that find it is not, both may lend it: their values are of
+        // one owner, so that the one which takes the other's place tells no end.
         let lent = loaded.lent(stream).is_some();
         if !lent && handle != StreamHandle::LEGACY && handle != StreamHandle::PER_THREAD {
             // SAFETY: the caller vouches for it.
