@@ -48,7 +48,13 @@ while (($# > 0)); do
     esac
 done
 [[ -n $vpmm ]] || usage
+# What cannot be is told before anything is measured, or results of an earlier run are overwritten.
+vpmm=$(realpath -e "$vpmm") || exit 2
+[[ -z $rmm ]] || rmm=$(realpath -e "$rmm") || exit 2
 ((${#parts[@]} > 0)) || parts=(bench replay fit)
+for part in "${parts[@]}"; do
+    [[ $part == bench || $part == replay || $part == fit ]] || usage
+done
 ((${#traces[@]} > 0)) || traces=("$root"/traces/*.csv.gz)
 
 work=$(mktemp -d)
@@ -109,8 +115,6 @@ print(json.dumps({
 }))
 HEADER
 out=$(realpath "$out")
-vpmm=$(realpath "$vpmm") || exit 2
-[[ -z $rmm ]] || rmm=$(realpath "$rmm") || exit 2
 
 failures=()
 # measure NAME COMMAND...: its JSON lines go to the results, all else is shown.
@@ -133,7 +137,6 @@ for part in "${parts[@]}"; do
         theirs=(replay "${plain[@]}") torchs=("${theirs[@]}")
         ;;
     fit) ours=(fit "${plain[@]}") theirs=(none) torchs=(fit "${plain[@]}") ;;
-    *) usage ;;
     esac
     # One by one: a failure of one allocator must not take the others' results with it.
     [[ $allocators == *";"* ]] && between=';' || between=','

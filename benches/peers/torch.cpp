@@ -5,6 +5,7 @@
 #include "harness/cases.hpp"
 #include "harness/options.hpp"
 #include "harness/replay.hpp"
+#include "harness/search.hpp"
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -68,42 +69,41 @@ std::optional<double> pass_within(std::uint64_t limit, std::size_t total, peers:
     }
 }
 
-// The smallest limit at which the trace completes, to one granule of 2 MiB, by bisection.
+// The smallest limit at which the trace completes, to one granule of 2 MiB.
 void fit(const std::string &name, const peers::Trace &trace) {
     constexpr std::uint64_t kGranule = 2 * peers::kMiB;
-    std::size_t free = 0, unused = 0;
-    peers::check(cudaMemGetInfo(&free, &unused), "cudaMemGetInfo");
-    // The fraction is one of this figure, which is not always cudaMemGetInfo's total.
-    cudaDeviceProp properties{};
-    peers::check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
-    const std::size_t total = properties.totalGlobalMem;
-    peers::Replay program(trace);
-    std::uint64_t fails = trace.peak_live_bytes - 1;
-    std::uint64_t fits = std::min<std::uint64_t>(4 * trace.peak_live_bytes, free);
-    std::optional<double> at_limit = pass_within(fits, total, program);
-    if (!at_limit) {
-        throw std::runtime_error("does not complete in four times the peak");
-    }
-    while (fits - fails > kGranule) {
-        std::uint64_t middle = fails + (fits - fails) / 2;
-        if (auto ns = pass_within(middle, total, program)) {
-            fits = middle;
-            at_limit = ns;
-        } else {
-            fails = middle;
-        }
-    }
-    caching::get()->setMemoryFraction(1.0, 0);
-    peers::JsonLine()
-        .text("trace", trace.name)
+    peers::JsonLine line;
+    line.text("trace", trace.name)
         .text("allocator", name)
         .text("device", peers::device_name())
-        .whole("peak_live_bytes", trace.peak_live_bytes)
-        .whole("limit_bytes", fits)
-        .number("ratio", static_cast<double>(fits) / static_cast<double>(trace.peak_live_bytes))
-        .number("ns_per_op", *at_limit / static_cast<double>(trace.events.size()))
-        .null("driver_time_us")
-        .print();
+        .whole("peak_live_bytes", trace.peak_live_bytes);
+    try {
+        caching::emptyCache(); // of the trace before: it is free, too
+        std::size_t free = 0, unused = 0;
+        peers::check(cudaMemGetInfo(&free, &unused), "cudaMemGetInfo");
+        // The fraction is one of this figure, which is not always cudaMemGetInfo's total.
+        cudaDeviceProp properties{};
+        peers::check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
+        const std::size_t total = properties.totalGlobalMem;
+        peers::Replay program(trace);
+        const std::uint64_t least = (trace.peak_live_bytes + kGranule - 1) / kGranule;
+        auto found = peers::search(std::max<std::uint64_t>(least, 1), free / kGranule,
+                                   [&](std::uint64_t granules) {
+                                       return pass_within(granules * kGranule, total, program);
+                                   });
+        caching::get()->setMemoryFraction(1.0, 0);
+        if (!found) throw std::runtime_error("does not complete with all of the free memory");
+        const auto limit = found->granules * kGranule;
+        line.whole("limit_bytes", limit)
+            .number("ratio",
+                    static_cast<double>(limit) / static_cast<double>(trace.peak_live_bytes))
+            .number("ns_per_op", found->result / static_cast<double>(trace.events.size()))
+            .null("driver_time_us");
+    } catch (const std::exception &failure) {
+        line.null("limit_bytes").null("ratio").null("ns_per_op").text(
+            "error", peers::first_line(failure.what()));
+    }
+    line.print();
 }
 
 void run(const peers::Options &options, const std::string &name) {
@@ -120,12 +120,7 @@ void run(const peers::Options &options, const std::string &name) {
             // Its limit counts what was requested, not what is held: every trace "fits" in its peak.
             std::fprintf(stderr, "fit: this backend does not limit what it holds\n");
         } else {
-            try {
-                fit(name, trace);
-            } catch (const std::exception &error) {
-                std::fprintf(stderr, "fit: %s: %s\n", path.c_str(),
-                             peers::first_line(error.what()).c_str());
-            }
+            fit(name, trace);
         }
     }
 }

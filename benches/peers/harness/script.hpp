@@ -30,6 +30,7 @@ struct Lane {
     std::uint32_t slots = 0;
     Steps setup = {}, together = {}, body = {};
     std::uint64_t times = 1;
+    bool settles = false; // streams take from each other at first, for longer than the body is
 
     std::uint64_t calls() const { return body.size() * times; }
 
@@ -121,7 +122,7 @@ inline Calls calls_of(const Case &one) {
 
 inline Lane pairs(std::uint64_t bytes, std::uint32_t stream, std::uint64_t calls) {
     const Steps pair{{bytes, 0, stream}, {0, 0, stream}};
-    return {1, {}, pair, pair, std::max<std::uint64_t>(calls / 2, 1)};
+    return {1, {}, pair, pair, std::max<std::uint64_t>(calls / 2, 1), false};
 }
 
 // From nothing to nothing: three allocations for each free until all that may be live are, then
@@ -158,7 +159,7 @@ inline Lane random_lane(const Case &one, std::uint64_t calls) {
 // one stream's after the other's.
 inline Lane live_lane(const Case &one, std::uint64_t calls) {
     Random random(2);
-    Lane lane{.slots = one.count};
+    Lane lane{.slots = one.count, .settles = one.streams > 1};
     for (std::uint32_t slot = 0; slot < one.count; ++slot) {
         lane.setup.push_back(
             {random.between(one.least_bytes, one.most_bytes), slot, slot % one.streams});
