@@ -21,7 +21,7 @@ mkdir -p "$out/bin" "$out/tests" "$out/traces"
 touch "$out/.vpmm-bundle" # so that the next run knows that it may replace the folder
 
 echo "Building the command"
-cargo build --release --locked -p vpmm-cli --bin vpmm --message-format=json |
+cargo build --release --locked -p vpmm-cli --bin vpmm --message-format=json-render-diagnostics |
     sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' |
     while read -r executable; do cp "$executable" "$out/bin/"; done
 
@@ -29,7 +29,7 @@ cargo build --release --locked -p vpmm-cli --bin vpmm --message-format=json |
 # package's folder, as cargo runs it, so its name here begins with that folder.
 echo "Building the tests"
 root=$PWD
-cargo test --workspace --locked --features vpmm-harness/stub --no-run --message-format=json |
+cargo test --workspace --locked --features vpmm-harness/stub --no-run --message-format=json-render-diagnostics |
     grep '"reason":"compiler-artifact"' | grep '"profile":{[^}]*"test":true' | grep '"executable":"' |
     while read -r artifact; do
         executable=$(sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' <<<"$artifact")
@@ -100,7 +100,7 @@ replays=0
 if [[ -z $filter ]]; then
     for trace in "$here"/traces/*.csv*; do
         printf '\n=== replay %s\n' "$(basename "$trace")"
-        if timeout "$seconds" "$here/bin/vpmm" replay "$trace" --device auto --allocator paged --verify; then
+        if timeout "$seconds" "$here/bin/vpmm" replay "$trace" --device auto --allocator default,paged --verify; then
             replays=$((replays + 1))
         else
             broken+=("replay of $(basename "$trace") (exit $?)")
