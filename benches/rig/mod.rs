@@ -163,7 +163,7 @@ impl<H: AsRef<[StreamHandle]>> Subject for Vpmm<H> {
     }
 }
 
-/// Xorshift: the same sequence in every run, and the one of `benches/peers`.
+/// Xorshift: the same sequence in every run. `vpmm bench` and `benches/peers` draw others.
 pub(crate) struct Random(u64);
 
 impl Random {
