@@ -22,12 +22,13 @@
 //! [`Pool::new`] makes a pool of the default profile, [`Pool::paged`] one of whole pages.
 //!
 //! # Rooms
-//! A module imports only from those above it.
+//! A module imports only from those above it, but that `driver` makes `device`s and tells watchers of
+//! `ordering`'s marks, and that `paged` lends a question from `default`.
 //!
 //! | room | what it is |
 //! |---|---|
 //! | `units`, `location` | numbers, where memory is and whose |
-//! | `arena`, `lock` | storage of nodes; locks for short sections (no driver) |
+//! | `arena`, `pages`, `lock` | storage of nodes, the system's memory; locks for short sections (no driver) |
 //! | `fence` | what streams still have to finish (no driver) |
 //! | `region` | the map of addresses and its trees (no driver) |
 //! | `stats`, `layout`, `memory_map`, `snapshot` | what a pool holds, and where |

@@ -20,6 +20,30 @@ pub enum PendingPolicy {
 /// In which ways a stream may get memory that another stream freed: the three switches of the
 /// driver's own pools (`CU_MEMPOOL_ATTR_REUSE_…`), all on by default as there. A stream's own
 /// memory is always its to use again at once; what the host has seen complete is everybody's.
+///
+/// ```
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let sim = cuda_sim::Simulator::builder().build()?;
+/// # let driver = vpmm::Driver::new(sim.driver())?;
+/// # let device = driver.device(0)?;
+/// let mut config = vpmm::PoolConfig::default();
+/// config.limit_bytes = Some(64 << 20);
+/// config.reuse.opportunistic = false;
+/// config.reuse.internal_dependencies = false;
+/// config.out_of_memory = vpmm::WaitPolicy::FailAtOnce; // else the host waits for `one`
+/// let pool = vpmm::Pool::new(&device, &config)?;
+///
+/// let (one, other) = (device.stream()?, device.stream()?);
+/// let ptr = pool.malloc(64 << 20, &one)?;
+/// pool.free(ptr, &one)?;
+/// // Nobody has said that `other` comes after `one`, and no other way is left.
+/// assert!(pool.malloc(64 << 20, &other).is_err_and(|error| error.is_out_of_memory()));
+/// one.synchronize()?;
+/// let ptr = pool.malloc(64 << 20, &other)?;
+/// # pool.free(ptr, &other)?;
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Reuse {

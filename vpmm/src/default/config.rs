@@ -41,6 +41,24 @@ pub struct PoolConfig {
     /// [`Device::synchronize`](crate::Device::synchronize) or [`Pool::passed`](crate::Pool::passed).
     /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD` of the driver's pools, which have 0 by default; here
     /// everything is kept by default.
+    ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let sim = cuda_sim::Simulator::builder().build()?;
+    /// # let driver = vpmm::Driver::new(sim.driver())?;
+    /// # let device = driver.device(0)?;
+    /// # let stream = device.stream()?;
+    /// let mut config = vpmm::PoolConfig::default();
+    /// config.release_threshold_bytes = Some(0);
+    /// let pool = vpmm::Pool::new(&device, &config)?;
+    /// let ptr = pool.malloc(64 << 20, &stream)?;
+    /// pool.free(ptr, &stream)?;
+    /// assert_eq!(pool.stats().mapped_bytes, 64 << 20);
+    /// stream.synchronize()?;
+    /// assert_eq!(pool.stats().mapped_bytes, 0);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub release_threshold_bytes: Option<u64>,
     /// Extents that may move each second, in the long run, where new memory could be had instead;
     /// 1,000 by default, 3 to 4 % of one thread's time at most. Moving keeps the pool about as large

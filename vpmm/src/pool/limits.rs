@@ -55,7 +55,24 @@ impl Pool {
         Ok(())
     }
 
-    /// Sets the peaks in [`Stats`](crate::Stats) to what is in use and held now.
+    /// Sets the peaks in [`Stats`](crate::Stats) to what is in use and held now. One driver call
+    /// in the paged profile, for the memory of small requests; none in the default one.
+    ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let sim = cuda_sim::Simulator::builder().build()?;
+    /// # let driver = vpmm::Driver::new(sim.driver())?;
+    /// # let device = driver.device(0)?;
+    /// # let stream = device.stream()?;
+    /// let pool = vpmm::Pool::new(&device, &vpmm::PoolConfig::default())?;
+    /// let ptr = pool.malloc(8 << 20, &stream)?;
+    /// pool.free(ptr, &stream)?;
+    /// assert_eq!(pool.stats().peak_live_bytes, 8 << 20);
+    /// pool.reset_peaks();
+    /// assert_eq!(pool.stats().peak_live_bytes, 0);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn reset_peaks(&self) {
         if self.check_process().is_ok() {
             self.family.heaps.reset_peaks();
