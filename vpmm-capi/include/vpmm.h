@@ -865,12 +865,19 @@ void vpmm_pool_release(struct vpmm_pool *pool);
 enum vpmm_status vpmm_pool_destroy(struct vpmm_pool *pool);
 
 /**
- * Allocates for use on a stream. 0 bytes give a null pointer, which can be freed.
+ * Allocates for use on a stream, by work that is enqueued there after the call. 0 bytes give a null
+ * pointer, which can be freed. The address is a multiple of 512 bytes; in the paged profile of the page
+ * for requests of a page or more, of 256 bytes for smaller ones. A request that would find no memory
+ * otherwise waits for the device, as long as the pool's options say; then it is
+ * `VPMM_OUT_OF_MEMORY`, with a map of the pool in the text.
  *
  * # Safety
  * `pool` is null or a handle; the stream is alive; `out` is null or has room for a pointer.
  */
-enum vpmm_status vpmm_malloc(const struct vpmm_pool *pool, size_t bytes, void *stream, void **out);
+enum vpmm_status vpmm_malloc(const struct vpmm_pool *pool,
+                             size_t bytes,
+                             void *stream,
+                             void **out);
 
 /**
  * Frees an allocation once everything enqueued on the stream so far has finished. Null is nothing.

@@ -121,7 +121,11 @@ pub unsafe extern "C" fn vpmm_pool_destroy(pool: *mut vpmm_pool) -> vpmm_status 
     })
 }
 
-/// Allocates for use on a stream. 0 bytes give a null pointer, which can be freed.
+/// Allocates for use on a stream, by work that is enqueued there after the call. 0 bytes give a null
+/// pointer, which can be freed. The address is a multiple of 512 bytes; in the paged profile of the page
+/// for requests of a page or more, of 256 bytes for smaller ones. A request that would find no memory
+/// otherwise waits for the device, as long as the pool's options say; then it is
+/// `VPMM_OUT_OF_MEMORY`, with a map of the pool in the text.
 ///
 /// # Safety
 /// `pool` is null or a handle; the stream is alive; `out` is null or has room for a pointer.

@@ -39,7 +39,9 @@ pub use heaps::{GraphPool, Tagged};
 ///
 /// Memory from [`malloc`](Self::malloc) may be used by work enqueued on that stream after the
 /// call, and [`free`](Self::free) may be called while work that uses the memory is still queued on
-/// the stream given to it. Both return without waiting for the GPU.
+/// the stream given to it. Neither waits for the GPU, but a `malloc` that would find no memory
+/// otherwise: as long as the pool's [`WaitPolicy`](crate::WaitPolicy) says, by default until what was
+/// freed before is finished with.
 ///
 /// Any thread may use it. A clone is a handle of the same pool, and equal to it.
 ///
@@ -371,7 +373,9 @@ impl Pool {
         }
     }
 
-    /// Checks every invariant of the pool's books, from scratch. For tests: it looks at every page.
+    /// Checks every invariant of the pool's books, from scratch. For tests: it looks at every page, and
+    /// at every 512 bytes of the default profile's memory. No other thread may be using the pool
+    /// meanwhile: what it is in the middle of may be taken for a violation.
     ///
     /// # Errors
     /// The first invariant that does not hold.
