@@ -56,6 +56,48 @@ fn the_map_says_what_the_pool_says() {
     });
 }
 
+/// What a thread has in front of its stream is nobody's: a request that nothing could serve leaves it
+/// there, and its error tells it from what callers have.
+#[test]
+fn what_is_in_a_front_is_not_live() {
+    Rig::everywhere(|rig| {
+        for (profile, limit) in
+            Profile::BOTH.into_iter().flat_map(|it| [(it, None), (it, Some(LIMIT * GRANULE))])
+        {
+            let stream = rig.stream();
+            // Longer than any pool's addresses, than the device, and than the limit.
+            for bytes in [3 << 40, 1 << 40, (LIMIT + 1) * GRANULE] {
+                if limit.is_none() && bytes < 1 << 40 {
+                    continue;
+                }
+                let pool = profile.limited(&rig.device, limit, WaitPolicy::default());
+                let kept = pool.malloc(2 * GRANULE as usize, &stream).unwrap();
+                let freed = pool.malloc(GRANULE as usize, &stream).unwrap();
+                pool.free(freed, &stream).unwrap();
+                let error = pool.malloc(bytes as usize, &stream).unwrap_err();
+                let stats = error.map().expect("a map").stats.clone();
+                let Error::OutOfMemory { free_bytes, live_bytes, mapped_bytes, .. } = error else {
+                    panic!("{error}")
+                };
+                assert_eq!(live_bytes, 2 * GRANULE, "{profile:?}, {bytes} at {limit:?}");
+                assert_eq!(stats.live_bytes, live_bytes);
+                assert_eq!(free_bytes, stats.free_bytes() + stats.cached_bytes);
+                assert_eq!(mapped_bytes, free_bytes + live_bytes);
+                // Whoever looks into fronts keeps the account of what was in them.
+                pool.reset_peaks();
+                for granules in [1, 4] {
+                    let ptr = pool.malloc((granules * GRANULE) as usize, &stream).unwrap();
+                    let stats = pool.stats();
+                    assert_eq!(stats.live_bytes, (2 + granules) * GRANULE);
+                    assert_eq!(stats.peak_live_bytes, stats.live_bytes, "{profile:?}, {limit:?}");
+                    pool.free(ptr, &stream).unwrap();
+                }
+                pool.free(kept, &stream).unwrap();
+            }
+        }
+    });
+}
+
 /// The largest free pieces, and who may have them.
 #[test]
 fn the_map_names_who_holds_what_is_free() {

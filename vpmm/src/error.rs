@@ -131,9 +131,10 @@ pub enum Error {
     OutOfMemory {
         /// What was asked for, rounded up as the pool rounds.
         requested_bytes: u64,
-        /// What the pool holds free, whether or not its fences have passed.
+        /// What the pool holds free, whether or not its fences have passed; with what threads keep for
+        /// their next requests.
         free_bytes: u64,
-        /// The largest contiguous free range.
+        /// The largest contiguous free range; of what threads keep, none.
         largest_free_bytes: u64,
         /// Physical memory that the pool holds, that for small requests included.
         mapped_bytes: u64,

@@ -512,7 +512,8 @@ impl Front {
         self.least = self.least.min(self.units);
     }
 
-    /// What is here now, and the least since this was asked last.
+    /// What is here now, and the least since this was asked last. Whoever asks tells the space
+    /// ([`note_front`](super::space::Space::note_front)): what has changed is said once.
     pub(super) fn cached(&mut self) -> Cached {
         self.score = self.score.clamp(LOOSE_AT, MOST);
         let now = self.units;

@@ -448,14 +448,16 @@ impl Core {
 
     #[cold]
     pub(super) fn out_of_memory(&self, units: u32) -> Error {
-        let space = self.space.lock();
+        // With what is in fronts: a request that nothing could serve has left them as they were.
+        let stats = self.stats();
+        let largest = self.space.lock().largest_free_units();
         let unit = super::class::UNIT_BYTES;
         Error::OutOfMemory {
             requested_bytes: u64::from(units) * unit,
-            free_bytes: space.free_units() * unit,
-            largest_free_bytes: u64::from(space.largest_free_units()) * unit,
-            mapped_bytes: space.memory.mapped() * self.granule_bytes,
-            live_bytes: space.out_units * unit,
+            free_bytes: stats.free_bytes() + stats.cached_bytes,
+            largest_free_bytes: u64::from(largest) * unit,
+            mapped_bytes: stats.mapped_bytes,
+            live_bytes: stats.live_bytes,
             limit_bytes: self.backing.budget().limit(),
             map: None,
         }
