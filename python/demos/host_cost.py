@@ -96,6 +96,9 @@ def run(way, cases, folder):
         ]
         measure(way, cases, functools.partial(library.host_cost_raw, *functions), "default", None)
         return
+    # What the environment says would be measured under another name; the former has the last word.
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        os.environ.pop(variable, None)
     if way == "expandable":
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     import torch

@@ -63,6 +63,9 @@ def arguments(description, steps=100, warmup=20, **further):
 
 def choose(args):
     """Sets the allocator up; answers torch."""
+    # What the environment says would be measured under another name; the former has the last word.
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        os.environ.pop(variable, None)
     if args.allocator == "expandable":
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     import torch

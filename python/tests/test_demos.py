@@ -4,6 +4,7 @@ import collections
 import gzip
 import itertools
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import held
 import ratios
 import record
 import rounds
+import workload
 
 STAND_IN = str(pathlib.Path(__file__).with_name("stand_in.py"))
 MIB = 1 << 20
@@ -33,6 +35,20 @@ def compare(tmp_path, *arguments):
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert not ran.stderr, ran.stderr
     return ran.stdout, list(map(json.loads, output.read_text().splitlines())), ran.returncode
+
+
+@pytest.mark.parametrize(
+    ("allocator", "expected"), [("torch", None), ("expandable", "expandable_segments:True"), ("vpmm", None)]
+)
+def test_settings_of_pytorch_s_allocator_are_those_that_are_named(monkeypatch, allocator, expected):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # Whether PyTorch is there or not.
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError):
+        workload.choose(types.SimpleNamespace(allocator=allocator))
+    assert os.environ.get("PYTORCH_ALLOC_CONF") is None
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == expected
 
 
 # Without what needs PyTorch, whether it is there or not.
