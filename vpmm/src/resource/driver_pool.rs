@@ -50,7 +50,7 @@ impl Default for DriverPoolConfig {
 }
 
 /// Memory from a pool of the driver's, its own or a borrowed one: `cuMemAllocFromPoolAsync` and
-/// `cuMemFreeAsync`, each in the order of its stream, one call each.
+/// `cuMemFreeAsync`, each in the order of its stream.
 ///
 /// RMM calls the first `cuda_async_memory_resource` and the second `cuda_async_view_memory_resource`;
 /// the calls are in the CUDA driver API's "Stream Ordered Memory Allocator".
