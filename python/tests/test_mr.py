@@ -1,5 +1,6 @@
 """Resources and adaptors, by their names and on each other."""
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -412,6 +413,32 @@ def test_a_request_that_is_served_after_all():
     assert tries == [1000, 1000] and not freed
     resource.deallocate(1 << 20, 1000)
     assert freed == [(1 << 20, 1000, 1)]
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_resource_that_begins_after_all(error, by_name):
+    """Its first memory was there at the second try: so it is made, or where that cannot be, gives it back."""
+    tries, freed = [], []
+
+    def allocate(size, stream):
+        tries.append(size)
+        if len(tries) == 1:
+            raise error
+        return 1 << 20
+
+    below = mr.CallbackMemoryResource(allocate, lambda *given: freed.append(given[:2]))
+    room = mr.FailureCallbackResourceAdaptor(below, lambda size: True)
+    raised = contextlib.nullcontext() if error is MemoryError else pytest.raises(error)
+    with raised:
+        if by_name:
+            made = mr.open(f"coalescing(initial={MIB})", room)
+        else:
+            made = mr.CoalescingMemoryResource(room, MIB)
+        assert not freed
+        del made
+    gc.collect()
+    assert tries == [MIB, MIB] and freed == [(1 << 20, MIB)]
 
 
 def test_a_request_that_is_served_while_something_else_is_raised():

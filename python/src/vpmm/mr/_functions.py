@@ -44,8 +44,8 @@ class Functions:
 
 def forwarded(function: Any, *arguments: Any, back: Callable[[Any], None] | None = None) -> Any:
     """Calls the library; what a function of Python's has raised in there goes on here. `back` gives back what
-    a request was served with, where that raises all the same; not by what was made good, as by a callback
-    that makes room."""
+    came of it, where that raises all the same; not by a lack that was made good, as by a callback that makes
+    room."""
     if not Functions._live:
         return function(*arguments)
     # The garbage collector comes here, too, in the middle of another call.
@@ -59,7 +59,7 @@ def forwarded(function: Any, *arguments: Any, back: Callable[[Any], None] | None
                 raise noted[0] from None
             raise
         noted = Functions.exchange(None)
-        if noted is None or (noted[1] and back is not None):
+        if noted is None or noted[1]:
             return result
         if back is not None:
             back(result)

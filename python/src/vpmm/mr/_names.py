@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import _pool
-from .._library import NULL, answer, lib
+from .._library import NULL, lib
 from ._adaptors import (
     AlignedResourceAdaptor,
     LimitingResourceAdaptor,
@@ -16,7 +15,6 @@ from ._adaptors import (
     TrackingResourceAdaptor,
 )
 from ._callbacks import CallbackMemoryResource, FailureCallbackResourceAdaptor
-from ._functions import forwarded
 from ._makers import (
     CudaAsyncMemoryResource,
     CudaMemoryResource,
@@ -32,7 +30,7 @@ from ._pools import (
     CoalescingMemoryResource,
     FixedSizeMemoryResource,
 )
-from ._resource import DeviceMemoryResource, handle_of, lines_of
+from ._resource import DeviceMemoryResource, handle_of, lines_of, opened
 
 #: By the names in trees.
 _BY_NAME: dict[str, type[DeviceMemoryResource]] = {
@@ -77,6 +75,4 @@ def open(text: str, upstream: DeviceMemoryResource | None = None, *, device: int
     """
     below = NULL if upstream is None else handle_of(upstream)
     device = device if upstream is None else upstream.device
-    kind, stack = "vpmm_resource *", text.encode()
-    made = forwarded(answer, kind, lib.vpmm_resource_open, _pool._driver(), device, stack, below)
-    return of_handle(made, device)
+    return of_handle(opened(text, device, below), device)

@@ -55,6 +55,12 @@ def _release(raw: Any, forwarded: Any = forwarded, release: Any = lib.vpmm_resou
     forwarded(release, raw)
 
 
+def opened(text: str, device: int, below: Any) -> Any:
+    """The resource of a text, on another or on nothing."""
+    request = lib.vpmm_resource_open, _pool._driver(), device, text.encode(), below
+    return forwarded(answer, "vpmm_resource *", *request, back=lib.vpmm_resource_release)
+
+
 class DeviceMemoryResource:
     """What gives out memory. ``str`` is its stack as a tree."""
 
@@ -68,8 +74,7 @@ class DeviceMemoryResource:
 
     def _open(self, text: str, device: int = 0, upstream: DeviceMemoryResource | None = None) -> None:
         below = NULL if upstream is None else handle_of(upstream)
-        kind, text_ = "vpmm_resource *", text.encode()
-        made = forwarded(answer, kind, lib.vpmm_resource_open, _pool._driver(), device, text_, below)
+        made = opened(text, device, below)
         self._upstream = upstream
         self._take(made, device)
 
