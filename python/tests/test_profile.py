@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 
@@ -144,7 +145,18 @@ def test_coroutines_and_generators():
         got = yield buffer.size
         return got
 
+    @vpmm.profile("awaitable")
+    @types.coroutine
+    def awaitable():
+        buffer = vpmm.DeviceBuffer(2 * MIB)
+        yield
+        return buffer.size
+
+    async def awaits():
+        return await awaitable()
+
     assert asyncio.run(coroutine()) == 3 * MIB
+    assert asyncio.run(awaits()) == 2 * MIB and found("awaitable").peak_bytes == 2 * MIB
     assert found("coroutine").peak_bytes == 3 * MIB and found("coroutine").kept_bytes == 0
     assert list(generator()) == [5 * MIB]
     assert found("generator").peak_bytes == 5 * MIB and found("generator").calls == 1

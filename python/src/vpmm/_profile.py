@@ -8,6 +8,7 @@ import functools
 import inspect
 import threading
 import time
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -81,6 +82,9 @@ class profile(contextlib.ContextDecorator):
             wrapped = awaited
         elif inspect.isgeneratorfunction(function):
             wrapped = generated
+            code = getattr(function, "__code__", None)
+            if code is not None and code.co_flags & inspect.CO_ITERABLE_COROUTINE:
+                wrapped = types.coroutine(wrapped)
         return cast("_Function", functools.wraps(function)(wrapped))
 
     def __enter__(self) -> profile:
