@@ -118,3 +118,21 @@ time.sleep(0.1)
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         # It may be told that there is no memory, at the last moment.
         assert done.returncode == 0 and "FATAL" not in done.stderr, done
+
+
+def test_what_runs_at_exit_after_the_package_s_own():
+    """Functions that were registered before the package was there."""
+    program = """
+import atexit
+def last():
+    resource.deallocate(resource.allocate(1000), 1000)
+    assert vpmm.snapshot()["segments"]
+    print("done")
+atexit.register(last)
+import vpmm
+below = vpmm.mr.CudaMemoryResource()
+resource = vpmm.mr.CallbackMemoryResource(below.allocate, below.deallocate)
+kept = vpmm.DeviceBuffer(1000)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done

@@ -7,6 +7,7 @@
 //!
 //! Python's own functions are found in the process, so that the library needs none to be built or loaded.
 
+use std::cell::Cell;
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
 use std::sync::OnceLock;
@@ -71,6 +72,12 @@ impl Python {
 static IS_ENDING: AtomicBool = AtomicBool::new(false);
 static CALLS: AtomicUsize = AtomicUsize::new(0);
 
+thread_local! {
+    /// Whether this thread ends the interpreter. It gets the lock for as long as that is there, and has
+    /// functions of `atexit` to run, which were registered before.
+    static ENDS_IT: Cell<bool> = const { Cell::new(false) };
+}
+
 /// Calls a function of Python's; not where the interpreter ends.
 fn call<T>(function: impl FnOnce() -> T) -> Option<T> {
     let python = Python::here()?;
@@ -78,7 +85,8 @@ fn call<T>(function: impl FnOnce() -> T) -> Option<T> {
     CALLS.fetch_add(1, Ordering::SeqCst);
     // SAFETY: it may be asked at any time.
     let is_there = || unsafe { (python.is_initialized)() != 0 };
-    let made = (!IS_ENDING.load(Ordering::SeqCst) && is_there()).then(|| {
+    let may = || !IS_ENDING.load(Ordering::SeqCst) || ENDS_IT.get();
+    let made = (may() && is_there()).then(|| {
         let (mut kind, mut value, mut trace) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
         // SAFETY: the interpreter is there. What was laid aside is given back with the lock held, once.
         unsafe {
@@ -250,10 +258,11 @@ pub unsafe extern "C" fn vpmm_python_end_capsule(capsule: *mut c_void) {
     }
 }
 
-/// The interpreter is about to end: no function of its is called from here on. Waits for the calls that are
-/// under way, a second at most; the caller has not got the interpreter's lock.
+/// The interpreter is about to end: no function of its is called from here on but by this thread. Waits for
+/// the calls that are under way, a second at most; the caller has not got the interpreter's lock.
 #[unsafe(no_mangle)]
 pub extern "C" fn vpmm_python_end() {
+    ENDS_IT.set(true);
     IS_ENDING.store(true, Ordering::SeqCst);
     let begin = Instant::now();
     while CALLS.load(Ordering::SeqCst) > 0 && begin.elapsed() < LONGEST {
