@@ -1,6 +1,7 @@
 """What the library calls while an exception, or the interpreter's end, is under way."""
 
 import ctypes
+import os
 import shutil
 import subprocess
 import sys
@@ -118,6 +119,19 @@ time.sleep(0.1)
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         # It may be told that there is no memory, at the last moment.
         assert done.returncode == 0 and "FATAL" not in done.stderr, done
+
+
+def test_a_borrower_that_outlasts_the_package():
+    """It looks for its deleter when the modules are empty."""
+    pytest.importorskip("numpy")
+    program = """
+import numpy, sys, vpmm
+sys.kept = numpy.from_dlpack(vpmm.DeviceBuffer(1000, mr=vpmm.mr.HostMemoryResource()))
+"""
+    # What is given back is not what it was.
+    environment = {**os.environ, "PYTHONMALLOC": "debug"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done
 
 
 def test_what_runs_at_exit_after_the_package_s_own():

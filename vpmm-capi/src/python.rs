@@ -148,10 +148,23 @@ pub struct vpmm_python_functions {
     pub context: *mut c_void,
 }
 
+/// Calls one of them. They are in memory of Python's, which goes as the interpreter ends: nobody looks there
+/// before it is known to be there.
+///
+/// # Safety
+/// As `vpmm_python_allocate`, and `one` is how one of them may be called.
+unsafe fn call_one<T>(
+    functions: *mut c_void,
+    one: impl FnOnce(vpmm_python_functions) -> Option<T>,
+) -> Option<T> {
+    // SAFETY: the caller vouches for it.
+    call(|| one(unsafe { functions.cast::<vpmm_python_functions>().read() })).flatten()
+}
+
 /// For `vpmm_resource_callback`. There is no memory once the interpreter ends.
 ///
 /// # Safety
-/// `functions` is to such, which may be called as there.
+/// `functions` is to such, as long as the interpreter is there, which may be called as there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_python_allocate(
     functions: *mut c_void,
@@ -160,11 +173,11 @@ pub unsafe extern "C" fn vpmm_python_allocate(
     stream: *mut c_void,
 ) -> *mut c_void {
     // SAFETY: the caller vouches for it.
-    let functions = unsafe { functions.cast::<vpmm_python_functions>().read() };
-    let made = functions.allocate.and_then(|allocate| {
-        // SAFETY: as above.
-        call(|| unsafe { allocate(functions.context, bytes, align, stream) })
-    });
+    let made = unsafe {
+        call_one(functions, |it| {
+            it.allocate.map(|function| function(it.context, bytes, align, stream))
+        })
+    };
     made.unwrap_or(ptr::null_mut())
 }
 
@@ -181,11 +194,11 @@ pub unsafe extern "C" fn vpmm_python_deallocate(
     stream: *mut c_void,
 ) {
     // SAFETY: the caller vouches for it.
-    let functions = unsafe { functions.cast::<vpmm_python_functions>().read() };
-    if let Some(deallocate) = functions.deallocate {
-        // SAFETY: as above.
-        call(|| unsafe { deallocate(functions.context, pointer, bytes, align, stream) });
-    }
+    unsafe {
+        call_one(functions, |it| {
+            it.deallocate.map(|function| function(it.context, pointer, bytes, align, stream))
+        })
+    };
 }
 
 /// For `vpmm_resource_failure_callback`. There is no room to be made once the interpreter ends.
@@ -195,11 +208,9 @@ pub unsafe extern "C" fn vpmm_python_deallocate(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_python_make_room(functions: *mut c_void, bytes: usize) -> u32 {
     // SAFETY: the caller vouches for it.
-    let functions = unsafe { functions.cast::<vpmm_python_functions>().read() };
-    let made = functions.make_room.and_then(|make_room| {
-        // SAFETY: as above.
-        call(|| unsafe { make_room(functions.context, bytes) })
-    });
+    let made = unsafe {
+        call_one(functions, |it| it.make_room.map(|function| function(it.context, bytes)))
+    };
     made.unwrap_or(0)
 }
 
@@ -210,11 +221,7 @@ pub unsafe extern "C" fn vpmm_python_make_room(functions: *mut c_void, bytes: us
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_python_finish(functions: *mut c_void) {
     // SAFETY: the caller vouches for it.
-    let functions = unsafe { functions.cast::<vpmm_python_functions>().read() };
-    if let Some(finish) = functions.finish {
-        // SAFETY: as above.
-        call(|| unsafe { finish(functions.context) });
-    }
+    unsafe { call_one(functions, |it| it.finish.map(|function| function(it.context))) };
 }
 
 /// DLPack's `DLManagedTensor`.

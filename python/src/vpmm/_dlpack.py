@@ -43,6 +43,9 @@ class _Managed(ctypes.Structure):
 #: What is lent, by the address of its description: kept until the borrower calls the deleter.
 _LENT: dict[int, tuple[Any, ...]] = {}
 
+# For ever: borrowers may outlast this module, and look there for the deleter.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_LENT))
+
 #: Capsules keep its address.
 _NAME = b"dltensor"
 
