@@ -1,16 +1,19 @@
 """What the library calls while an exception, or the interpreter's end, is under way."""
 
+import contextlib
 import ctypes
 import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
 import vpmm
 from vpmm import _dlpack
-from vpmm._library import path
+from vpmm._library import lib, path
 
 
 def test_a_capsule_that_ends_with_an_exception_under_way():
@@ -150,3 +153,38 @@ kept = vpmm.DeviceBuffer(1000)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "done\n"), done
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_does_not_wait_for_its_parents_threads():
+    """A thread is in a function as the process forks. At its end the child waits for such threads of its own."""
+    is_in, may_end = threading.Event(), threading.Event()
+
+    def allocate(size, stream):
+        is_in.set()
+        may_end.wait()
+        return 0
+
+    resource = vpmm.mr.CallbackMemoryResource(allocate, lambda *_: None)
+
+    def request():
+        with contextlib.suppress(MemoryError):
+            resource.allocate(1000)
+
+    thread = threading.Thread(target=request)
+    thread.start()
+    try:
+        assert is_in.wait(60)
+        waited = []
+        for _ in range(5):
+            child = os.fork()
+            if not child:
+                begin = time.monotonic()
+                lib.vpmm_python_end()
+                os._exit(time.monotonic() - begin >= 1)
+            waited.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    finally:
+        may_end.set()
+        thread.join()
+    # Now and then a machine that is busy takes as long by itself.
+    assert 0 in waited

@@ -98,7 +98,8 @@ fn call<T>(function: impl FnOnce() -> T) -> Option<T> {
             made
         }
     });
-    CALLS.fetch_sub(1, Ordering::SeqCst);
+    // None is left to take from in a child that was made in the middle of this.
+    let _ = CALLS.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |calls| calls.checked_sub(1));
     made
 }
 
@@ -275,4 +276,10 @@ pub extern "C" fn vpmm_python_end() {
     while CALLS.load(Ordering::SeqCst) > 0 && begin.elapsed() < LONGEST {
         thread::sleep(Duration::from_micros(100));
     }
+}
+
+/// The process is the child of a fork: the threads whose calls were under way are not there.
+#[unsafe(no_mangle)]
+pub extern "C" fn vpmm_python_forked() {
+    CALLS.store(0, Ordering::SeqCst);
 }

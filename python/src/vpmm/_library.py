@@ -7,6 +7,7 @@ CuPy open the same file, so that there is one copy of it in the process, with th
 from __future__ import annotations
 
 import atexit
+import os
 import pathlib
 from typing import Any
 
@@ -23,6 +24,7 @@ NULL = ffi.NULL
 
 # Threads that go on until the very end may no longer call functions of Python's then.
 atexit.register(lib.vpmm_python_end)
+os.register_at_fork(after_in_child=lib.vpmm_python_forked)
 
 
 def path() -> str:
