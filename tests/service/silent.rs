@@ -149,13 +149,19 @@ fn a_stopped_process_is_given_up_and_serves_again_when_it_goes_on() {
 
 #[test]
 fn who_waits_for_a_lock_waits_longer_than_an_answer_may_take() {
+    waits_for_a_lock_longer(None);
+    waits_for_a_lock_longer(Some(2 * PATIENCE));
+}
+
+fn waits_for_a_lock_longer(time: Option<Duration>) {
     let local = Local::start();
     let writer = local.session(Requested::Rw);
     let path = local.socket().to_owned();
     let started = Instant::now();
     let waiter = thread::spawn(move || {
         // Long enough for a server on a machine that is busy with something else.
-        let options = ConnectOptions::new(Requested::Rw);
+        let mut options = ConnectOptions::new(Requested::Rw);
+        options.timeout = time;
         Session::connect(path, options.answer_timeout(Some(Duration::from_millis(500))))
     });
     let before = local.metric("connections_total");

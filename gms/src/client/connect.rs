@@ -79,8 +79,23 @@ const SERVER_START: Duration = Duration::from_secs(30);
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(50);
 
+/// What a server is waited for by that may still be about to start.
+const TO_START: &[Errno] = &[Errno::NOENT, Errno::CONNREFUSED, Errno::AGAIN, Errno::INTR];
+
+/// And one that is there, or has been, which does not start again meanwhile.
+const TO_ACCEPT: &[Errno] = &[Errno::AGAIN, Errno::INTR];
+
 /// Connects to a server that is there, or will be before the time is up.
 pub(super) fn reach(path: &Path, timeout: Option<Duration>) -> Result<OwnedFd, ClientError> {
+    reach_by(path, timeout, TO_START)
+}
+
+/// The same, trying again after these errors.
+fn reach_by(
+    path: &Path,
+    timeout: Option<Duration>,
+    again: &[Errno],
+) -> Result<OwnedFd, ClientError> {
     let failed = |error: Errno| ClientError::Connect { path: path.into(), source: error.into() };
     let address = SocketAddrUnix::new(path).map_err(failed)?;
     // A time that no clock reaches is none.
@@ -96,7 +111,7 @@ pub(super) fn reach(path: &Path, timeout: Option<Duration>) -> Result<OwnedFd, C
                 ioctl_fionbio(&socket, false).map_err(failed)?;
                 return Ok(socket);
             }
-            Err(error @ (Errno::NOENT | Errno::CONNREFUSED | Errno::AGAIN | Errno::INTR)) => {
+            Err(error) if again.contains(&error) => {
                 let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
                 let left = deadline.map_or(pause, left);
                 if left.is_zero() {
@@ -111,8 +126,13 @@ pub(super) fn reach(path: &Path, timeout: Option<Duration>) -> Result<OwnedFd, C
 }
 
 /// A connection for one question, whose answer may take as long as it may take to connect.
-fn ask(path: &Path, timeout: Duration, question: &impl Encode) -> Result<Message, ClientError> {
-    let socket = reach(path, Some(timeout))?;
+fn ask(
+    path: &Path,
+    timeout: Duration,
+    again: &[Errno],
+    question: &impl Encode,
+) -> Result<Message, ClientError> {
+    let socket = reach_by(path, Some(timeout), again)?;
     let mut channel = Channel::new(socket, path.into(), Duration::ZERO, Some(timeout));
     Ok(channel.call(question, 0, Waits::Not)?.0)
 }
@@ -126,7 +146,7 @@ pub fn runtime_state(
     path: impl AsRef<Path>,
     timeout: Duration,
 ) -> Result<GetRuntimeStateResponse, ClientError> {
-    match ask(path.as_ref(), timeout, &GetRuntimeStateRequest {})? {
+    match ask(path.as_ref(), timeout, TO_START, &GetRuntimeStateRequest {})? {
         Message::GetRuntimeStateResponse(state) => Ok(state),
         other => Err(unexpected("GetRuntimeStateResponse", other)),
     }
@@ -140,16 +160,18 @@ pub fn event_history(
     path: impl AsRef<Path>,
     timeout: Duration,
 ) -> Result<Vec<RuntimeEvent>, ClientError> {
-    match ask(path.as_ref(), timeout, &GetEventHistoryRequest {})? {
+    match ask(path.as_ref(), timeout, TO_START, &GetEventHistoryRequest {})? {
         Message::GetEventHistoryResponse(history) => Ok(history.events),
         other => Err(unexpected("GetEventHistoryResponse", other)),
     }
 }
 
 /// Whether a server that is there answers nobody: not even who asks for its state, which waits for nothing.
-/// One that turns the question away is alive.
+/// One that turns the question away is alive. Where nobody is at the path that is known at once, as the answer
+/// that is waited for is not looked for meanwhile: a server whose socket's file somebody has removed, which
+/// goes on with those that it has, or one that ends, and closes the connection then.
 pub(super) fn is_silent(path: &Path, time: Duration) -> bool {
-    match ask(path, time, &GetRuntimeStateRequest {}) {
+    match ask(path, time, TO_ACCEPT, &GetRuntimeStateRequest {}) {
         Err(ClientError::Silent { .. }) => true,
         // It has not taken those that came before, either.
         Err(ClientError::Connect { source, .. }) => source.kind() == ErrorKind::WouldBlock,
@@ -162,5 +184,24 @@ pub(super) fn unexpected(expected: &'static str, found: Message) -> ClientError 
     match found {
         Message::ErrorResponse(ErrorResponse { error, .. }) => ClientError::Refused { error },
         other => ClientError::Unexpected { expected, found: other.name().to_owned() },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A clean-up of old files may take the socket's: a lock that is granted then is not left lying.
+    #[test]
+    fn whoever_cannot_be_asked_is_not_waited_for() {
+        let folder = std::env::temp_dir().join(format!("gms-nobody-{}", std::process::id()));
+        std::fs::create_dir(&folder).unwrap();
+        let path = folder.join("s");
+        let started = Instant::now();
+        assert!(!is_silent(&path, Duration::from_secs(20)), "no file");
+        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+        assert!(!is_silent(&path, Duration::from_secs(20)), "nobody listens");
+        assert!(started.elapsed() < Duration::from_secs(20));
+        std::fs::remove_dir_all(folder).unwrap();
     }
 }
