@@ -10,6 +10,7 @@ import random
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -825,3 +826,29 @@ def test_tensors_that_are_plain_attributes_are_attached(monkeypatch):
     gms_torch.attach(module, _Published())
     assert module[1]["q"].scale.tolist() == [7, 7, 7]
     assert [item.item() for item in module[1]["q"].pair] == [7, -7]
+
+
+def test_threads_that_ask_until_the_interpreter_ends(server):
+    """Before Python 3.14 one that asks for the interpreter's lock too late is ended, in the library."""
+    with GMSClientMemoryManager(server) as writer:
+        writer.connect(RequestedLockType.RW)
+        writer.create_mappings([MIB] * 20)
+        writer.metadata_put("key", writer.list_handles()[0].allocation_id, 0, b"value")
+        writer.commit()
+    program = f"""
+import threading, time
+from vpmm.gms import *
+def for_ever(ask):
+    while True:
+        ask()
+managers = [GMSClientMemoryManager({server!r}) for _ in range(3)]
+for manager in managers:
+    manager.connect(RequestedLockType.RO)
+first, second, third = managers
+for ask in first.list_handles, second.metadata_list, lambda: third.metadata_get("key"):
+    threading.Thread(target=for_ever, args=(ask,), daemon=True).start()
+time.sleep(0.1)
+"""
+    for _ in range(5):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), done

@@ -22,6 +22,7 @@ use crate::resource::{
     vpmm_resource_allocate_function, vpmm_resource_deallocate_function,
     vpmm_resource_failure_function,
 };
+use crate::service::vpmm_gms_allocation;
 
 /// How long the end of the interpreter waits for calls of other threads.
 const LONGEST: Duration = Duration::from_secs(1);
@@ -130,6 +131,53 @@ pub unsafe extern "C" fn vpmm_python_write(
         unsafe { std::mem::transmute(function) };
     // SAFETY: as above.
     call(|| unsafe { function(bytes, length) });
+}
+
+/// A `vpmm_gms_visit_allocation` that hands each on to a function of Python's, which is its context.
+///
+/// # Safety
+/// `function` is a `void (*)(vpmm_gms_allocation const *)` that lets no exception out.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_visit_allocation(
+    function: *mut c_void,
+    allocation: *const vpmm_gms_allocation,
+) {
+    // SAFETY: the caller vouches for it.
+    let function: unsafe extern "C" fn(*const vpmm_gms_allocation) =
+        unsafe { std::mem::transmute(function) };
+    // SAFETY: as above.
+    call(|| unsafe { function(allocation) });
+}
+
+/// A `vpmm_gms_visit_key` that hands each on to a function of Python's, which is its context.
+///
+/// # Safety
+/// `function` is a `void (*)(char const *)` that lets no exception out.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_visit_key(function: *mut c_void, key: *const c_char) {
+    // SAFETY: the caller vouches for it.
+    let function: unsafe extern "C" fn(*const c_char) = unsafe { std::mem::transmute(function) };
+    // SAFETY: as above.
+    call(|| unsafe { function(key) });
+}
+
+/// A `vpmm_gms_visit_value` that hands an entry on to a function of Python's, which is its context.
+///
+/// # Safety
+/// `function` is a `void (*)(char const *, uint64_t, void const *, size_t)` that lets no exception out.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_visit_value(
+    function: *mut c_void,
+    allocation_id: *const c_char,
+    offset_bytes: u64,
+    value: *const c_void,
+    value_bytes: usize,
+) {
+    // SAFETY: the caller vouches for it.
+    let function: unsafe extern "C" fn(*const c_char, u64, *const c_void, usize) =
+        unsafe { std::mem::transmute(function) };
+    // SAFETY: as above.
+    call(|| unsafe { function(allocation_id, offset_bytes, value, value_bytes) });
 }
 
 /// Functions of Python's behind a resource, and what they are called with: the context of the functions

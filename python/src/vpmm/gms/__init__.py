@@ -111,17 +111,19 @@ class _Seen:
     """What a function of the library calls back with. An exception in a callback cannot pass through the
     library, so nothing is done there but to take down what came."""
 
-    def __init__(self, signature: str, take: Any):
+    def __init__(self, signature: str, visit: str, take: Any):
         self.all: list[Any] = []
-        self.function = ffi.callback(signature, lambda _, *values: self.all.append(take(*values)))
+        self._function = ffi.callback(signature, lambda *values: self.all.append(take(*values)))
+        #: What the library is given: by a function of its own, as the interpreter may end meanwhile.
+        self.by = ffi.addressof(lib, visit), ffi.cast("void *", self._function)
 
 
 def _allocations(take: Any = _allocation) -> _Seen:
-    return _Seen("void(void *, const vpmm_gms_allocation *)", take)
+    return _Seen("void(*)(const vpmm_gms_allocation *)", "vpmm_python_visit_allocation", take)
 
 
 def _keys() -> _Seen:
-    return _Seen("void(void *, const char *)", _text)
+    return _Seen("void(*)(const char *)", "vpmm_python_visit_key", _text)
 
 
 class GMSClientMemoryManager:
@@ -200,7 +202,7 @@ class GMSClientMemoryManager:
             return LocalMapping(va=raw.address, is_mapped=bool(raw.is_mapped), **vars(about))
 
         seen = _allocations(take)
-        call(lib.vpmm_gms_list_mappings, self._handle, seen.function, NULL)
+        call(lib.vpmm_gms_list_mappings, self._handle, *seen.by)
         return {mapping.va: mapping for mapping in seen.all}
 
     # The connection.
@@ -219,7 +221,7 @@ class GMSClientMemoryManager:
         finally:
             if self.tag is not None:
                 seen = _keys()
-                call(lib.vpmm_gms_socket_path, self._handle, seen.function, NULL)
+                call(lib.vpmm_gms_socket_path, self._handle, *seen.by)
                 self.socket_path = seen.all[0]
 
     def set_answer_timeout(self, timeout_ms: int | None) -> None:
@@ -247,7 +249,7 @@ class GMSClientMemoryManager:
     def allocate_handle(self, size: int, tag: str = "default") -> tuple[str, int]:
         """Makes an allocation, of whole granules: its name and its place in the layout. Maps nothing."""
         seen = _allocations()
-        call(lib.vpmm_gms_allocate_handle, self._handle, size, tag.encode(), seen.function, NULL)
+        call(lib.vpmm_gms_allocate_handle, self._handle, size, tag.encode(), *seen.by)
         return seen.all[0].allocation_id, seen.all[0].layout_slot
 
     def export_handle(self, allocation_id: str) -> int:
@@ -258,7 +260,7 @@ class GMSClientMemoryManager:
         """An allocation."""
         seen = _allocations()
         name = allocation_id.encode()
-        call(lib.vpmm_gms_handle_info, self._handle, name, seen.function, NULL)
+        call(lib.vpmm_gms_handle_info, self._handle, name, *seen.by)
         return seen.all[0]
 
     def free_handle(self, allocation_id: str) -> bool:
@@ -272,7 +274,7 @@ class GMSClientMemoryManager:
         """All allocations, or those of a tag, in the order of their slots."""
         seen = _allocations()
         of = NULL if tag is None else tag.encode()
-        call(lib.vpmm_gms_list_handles, self._handle, of, seen.function, NULL)
+        call(lib.vpmm_gms_list_handles, self._handle, of, *seen.by)
         return seen.all
 
     def commit(self) -> bool:
@@ -285,7 +287,7 @@ class GMSClientMemoryManager:
         """Seals the layout: its allocations outlive this process. Session and mappings stay, but the lock is
         to write contents only from now on."""
         seen = _keys()
-        call(lib.vpmm_gms_commit_layout, self._handle, seen.function, NULL)
+        call(lib.vpmm_gms_commit_layout, self._handle, *seen.by)
         granted = self.granted_lock_type
         assert granted is not None
         return LayoutCommit(seen.all[0], granted)
@@ -293,7 +295,7 @@ class GMSClientMemoryManager:
     def get_memory_layout_hash(self) -> str:
         """The hash of the published or sealed layout."""
         seen = _keys()
-        call(lib.vpmm_gms_layout_hash, self._handle, seen.function, NULL)
+        call(lib.vpmm_gms_layout_hash, self._handle, *seen.by)
         return seen.all[0]
 
     # Addresses.
@@ -350,15 +352,15 @@ class GMSClientMemoryManager:
         def take(name: Any, offset: int, value: Any, length: int) -> tuple[str, int, bytes]:
             return _text(name), offset, bytes(ffi.buffer(value, length)) if length else b""
 
-        signature = "void(void *, const char *, uint64_t, const void *, size_t)"
-        seen = _Seen(signature, take)
-        call(lib.vpmm_gms_metadata_get, self._handle, key.encode(), seen.function, NULL)
+        signature = "void(*)(const char *, uint64_t, const void *, size_t)"
+        seen = _Seen(signature, "vpmm_python_visit_value", take)
+        call(lib.vpmm_gms_metadata_get, self._handle, key.encode(), *seen.by)
         return seen.all[0] if seen.all else None
 
     def metadata_list(self, prefix: str = "") -> list[str]:
         """The keys that begin so, sorted."""
         seen = _keys()
-        call(lib.vpmm_gms_metadata_list, self._handle, prefix.encode(), seen.function, NULL)
+        call(lib.vpmm_gms_metadata_list, self._handle, prefix.encode(), *seen.by)
         return seen.all
 
     def metadata_delete(self, key: str) -> bool:
@@ -391,7 +393,7 @@ class GMSClientMemoryManager:
         Not in the Python client."""
         seen = _allocations(lambda raw: (_text(raw.id), raw.address))
         of = NULL if tag is None else tag.encode()
-        call(lib.vpmm_gms_import_all, self._handle, of, seen.function, NULL)
+        call(lib.vpmm_gms_import_all, self._handle, of, *seen.by)
         return dict(seen.all)
 
     def destroy_mapping(self, va: int) -> None:
