@@ -205,3 +205,34 @@ def test_another_thread_reads_what_is_on_a_default_stream():
     assert read == [b"abc" * 1000]
     buffer.record_stream(2)
     buffer.free()
+
+
+def test_a_borrower_in_another_thread_waits_on_the_legacy_stream(make_stream, waits):
+    borrowers = make_stream()
+    buffer = vpmm.DeviceBuffer.from_bytes(bytes(100), stream=2)
+    thread = threading.Thread(target=lambda: buffer.__dlpack__(stream=borrowers))
+    thread.start()
+    thread.join()
+    assert waits == [(borrowers, 1)]
+
+
+def test_a_use_on_a_default_stream_is_of_the_thread_that_tells_of_it(make_stream, waits):
+    own = make_stream()
+    buffer = vpmm.DeviceBuffer(1000, stream=own, mr=of_counted()[0])
+    buffer.record_stream(2)
+    thread = threading.Thread(target=buffer.free)
+    thread.start()
+    thread.join()
+    assert waits == [(own, 1)]
+
+
+def test_a_buffer_keeps_the_stream_that_it_is_copied_on(make_stream):
+    ends, live_count = [], of_process()[1]
+    before = live_count()
+    source = vpmm.DeviceBuffer(1000, stream=make_stream())
+    copy = vpmm.DeviceBuffer(1000, stream=Stream(make_stream(), ends, live_count))
+    copy.copy_from_device(source)
+    copy.free()
+    assert ends == []
+    source.free()
+    assert ends == [before]
