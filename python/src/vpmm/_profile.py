@@ -47,9 +47,9 @@ class profile(contextlib.ContextDecorator):
     ... def step(): ...
     >>> print(vpmm.report())
 
-    A coroutine or a generator counts from its begin to its end, with what runs in between. It counts the
-    whole pool of the device, whichever thread allocates. Blocks may be nested; the pool's own peaks, as
-    :func:`vpmm.statistics` tells them, go on.
+    A coroutine or a generator counts from its begin to its end, with what runs in between; an asynchronous
+    generator raises :class:`TypeError`. It counts the whole pool of the device, whichever thread allocates.
+    Blocks may be nested; the pool's own peaks, as :func:`vpmm.statistics` tells them, go on.
     """
 
     def __init__(self, name: str | None = None, *, device: int = 0):
