@@ -294,7 +294,7 @@ impl Front {
 
     /// A block of at least `units` that leaves little unused, where the front is loose: its start,
     /// and its units. Longer ones are in the same class or in the next.
-    #[inline]
+    #[inline(always)]
     pub(super) fn pop_loose(&mut self, units: u32) -> Option<(u32, u32)> {
         if !self.loose || units <= SMALL_UNITS {
             return None;
@@ -311,7 +311,7 @@ impl Front {
         Some(self.take(if best < 8 { class + 1 } else { class }, best % 8))
     }
 
-    #[inline]
+    #[inline(always)]
     fn may_have(&self, class: usize) -> bool {
         self.filled.get(class / 64).is_some_and(|word| word & 1 << (class % 64) != 0)
     }

@@ -328,7 +328,7 @@ impl Entered<'_> {
         self.front.is_loose()
     }
 
-    #[inline]
+    #[inline(always)]
     pub(super) fn pop_loose(&mut self, units: u32) -> Option<(u32, u32)> {
         let block = self.front.pop_loose(units)?;
         self.note_pop();
