@@ -472,9 +472,9 @@ impl Run<'_> {
                 let after = self.watched.pool.stats().mapped_bytes;
                 self.given_back += gone;
                 // A helper may make memory meanwhile; and what the driver does not take back at once is not
-                // the pool's any more, nor the device's.
+                // the pool's any more, nor the device's. A later trim has it go, and tells it.
                 if self.alone && !has_fault {
-                    prop_assert_eq!(before - after, gone);
+                    prop_assert!(before - after <= gone);
                     prop_assert_eq!(rig.device.free_memory().expect("the same") - free, gone);
                 }
             }
