@@ -101,23 +101,26 @@ fn an_end_gives_everything_back() {
     }
 }
 
+/// Makes a pool on a pool below, which hands out at once what comes back.
+type Make = fn(&Rig, Arc<CoalescingPool<DeviceMalloc>>) -> Shared;
+
+fn coalescing(rig: &Rig, below: Arc<CoalescingPool<DeviceMalloc>>) -> Shared {
+    let config = CoalescingConfig::default();
+    Arc::new(CoalescingPool::new(below, &rig.device, &config).expect("a pool"))
+}
+
+fn blocks_of_16_mib(rig: &Rig, below: Arc<CoalescingPool<DeviceMalloc>>) -> Shared {
+    let mut config = FixedSizeConfig::default();
+    (config.block_bytes, config.blocks_at_once, config.at_start) = (16 << 20, 1, false);
+    Arc::new(FixedSize::new(below, &rig.device, &config).expect("blocks"))
+}
+
 /// A pool that ends gives its memory to a pool below only when the work on it is complete, whichever call of
 /// the driver fails on the way.
 #[test]
 fn an_end_in_which_a_call_fails_waits_all_the_same() {
     const BYTES: usize = 16 << 20;
-    type Make = fn(&Rig, Arc<CoalescingPool<DeviceMalloc>>) -> Shared;
-    let makes: [Make; 2] = [
-        |rig, below| {
-            let config = CoalescingConfig::default();
-            Arc::new(CoalescingPool::new(below, &rig.device, &config).expect("a pool"))
-        },
-        |rig, below| {
-            let mut config = FixedSizeConfig::default();
-            (config.block_bytes, config.blocks_at_once, config.at_start) = (BYTES, 1, false);
-            Arc::new(FixedSize::new(below, &rig.device, &config).expect("blocks"))
-        },
-    ];
+    let makes: [Make; 2] = [coalescing, blocks_of_16_mib];
     for (make, call) in makes.into_iter().flat_map(|make| (1..16).map(move |call| (make, call))) {
         let rig = Rig::simulated(cuda_sim::Schedule::Late { patience: 64 });
         let sim = rig.sim.as_ref().expect("simulated");
@@ -145,23 +148,11 @@ fn an_end_in_which_a_call_fails_waits_all_the_same() {
 #[test]
 fn an_end_with_allocations_waits_for_the_device() {
     const BYTES: usize = 16 << 20;
-    type Make = fn(&Rig, Arc<CoalescingPool<DeviceMalloc>>) -> Shared;
-    let makes: [Make; 3] = [
-        |rig, below| {
-            let config = CoalescingConfig::default();
-            Arc::new(CoalescingPool::new(below, &rig.device, &config).expect("a pool"))
-        },
-        |rig, below| {
-            let mut config = FixedSizeConfig::default();
-            (config.block_bytes, config.blocks_at_once, config.at_start) = (BYTES, 1, false);
-            Arc::new(FixedSize::new(below, &rig.device, &config).expect("blocks"))
-        },
-        |rig, below| {
-            let mut config = ArenaConfig::default();
-            config.arena_bytes = Some(16 * MIB);
-            Arc::new(Arena::new(below, &rig.device, &config).expect("an arena"))
-        },
-    ];
+    let makes: [Make; 3] = [coalescing, blocks_of_16_mib, |rig, below| {
+        let mut config = ArenaConfig::default();
+        config.arena_bytes = Some(16 * MIB);
+        Arc::new(Arena::new(below, &rig.device, &config).expect("an arena"))
+    }];
     // The second is of an arena's part for one stream.
     for (make, bytes) in makes.into_iter().flat_map(|make| [(make, BYTES), (make, 1000)]) {
         let rig = Rig::simulated(cuda_sim::Schedule::Late { patience: 64 });
