@@ -10,15 +10,15 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use super::book::{Recording, Stage};
 use super::config::Background;
-use super::grow::{Fill, Job, Piece, Source};
-use super::owner::Owner;
-use super::policy::Policy;
-use super::remap::Undone;
-use super::shard::Shard;
+use super::front::shard::Shard;
+use super::growth::plan::{Fill, Job, Piece, Source};
+use super::growth::policy::Policy;
+use super::growth::remap::Undone;
+use super::space::book::{Recording, Stage};
+use super::space::owner::Owner;
+use super::space::tags::{Tag, Tags};
 use super::space::{Part, Space};
-use super::tags::{Tag, Tags};
 use super::{Core, lock};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};

@@ -22,10 +22,10 @@
 
 use std::time::Duration;
 
-use super::book::Recording;
 use super::class::{LARGE_STEP, UNIT_BYTES};
-use super::pace::{AT_LEISURE, EMPTIED};
+use super::growth::pace::{AT_LEISURE, EMPTIED};
 use super::space::Part;
+use super::space::book::Recording;
 use super::{Core, lock};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
@@ -352,7 +352,7 @@ impl Core {
                 return Ok(Some(start));
             }
             let Some(record) = self.space.lock().record_of(other) else { continue };
-            if super::fences::stream_is_capturing(driver, request.handle)? {
+            if super::streams::fences::stream_is_capturing(driver, request.handle)? {
                 return Ok(None);
             }
             let in_order = lock(&self.shard(request.stream).eager);
@@ -416,7 +416,7 @@ impl Core {
     /// that are inside, where there is anything.
     pub(super) fn flush_fronts(
         &self,
-        which: impl Fn(&super::shard::Shard) -> bool + Clone,
+        which: impl Fn(&super::front::shard::Shard) -> bool + Clone,
     ) -> bool {
         let _revoking = lock(&self.revoking);
         let shards = self.shards();
@@ -425,7 +425,7 @@ impl Core {
         // SAFETY: `revoking` is held, and this thread is inside no front: those are left before
         // the ladder is climbed.
         unsafe {
-            super::shard::Shard::reach(some, self.asymmetry, |shard, front| {
+            super::front::shard::Shard::reach(some, self.asymmetry, |shard, front| {
                 let mut space = self.space.lock();
                 space.note_front(front.cached());
                 front.spill(None, |start, units| {
@@ -489,7 +489,7 @@ impl super::space::Space {
 
     /// Makes what one stream freed another's, which waits for it now: as if that one had freed it.
     /// The event stays the first stream's, for whatever of it is elsewhere.
-    fn hand_over(&mut self, tags: &super::tags::Tags, from: u32, to: u32) {
+    fn hand_over(&mut self, tags: &super::space::tags::Tags, from: u32, to: u32) {
         let book = &self.books[from as usize];
         let parities: &[usize] = match book.recording {
             Recording::Ended => &[0, 1],
@@ -500,7 +500,7 @@ impl super::space::Space {
             for part in Part::ALL {
                 while let Some(id) = self.books[from as usize].sets[*parity][part as usize]
                     .first()
-                    .map(super::free_set::Block::id)
+                    .map(super::space::free_set::Block::id)
                 {
                     let (start, units, _) = self.take_whole(tags, id);
                     self.give(tags, start, units, owner);

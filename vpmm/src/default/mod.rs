@@ -1,18 +1,17 @@
 //! The default profile.
 //!
 //! ```text
-//! malloc ─ front    a stack of the block's class: one for each stream and thread      shard, front
-//!        ─ space    best fit over the stream's own and nobody's free blocks           space, free_set
-//!                   other streams' epochs closed, asked about, passed                 book, fences
-//!        ─ growth   a window with the least to map; new extents or moved ones         grow, remap
-//!        ─ limit    move, wait on the GPU, wait on the host, fail with a map          ladder
+//! malloc ─ front      a stack of the block's class: one for each stream and thread
+//!        ─ space      best fit over the stream's own and nobody's free blocks
+//!        ─ streams    what others freed: their epochs closed, asked about, passed
+//!        ─ growth     a window with the least to map; new extents or moved ones
+//!        ─ ladder     all this in order; then wait, give back, fail with a map
 //! free   ─ front, else the stream's open epoch; no event
 //! ```
 //!
 //! Sizes and addresses are in units of 512 bytes ([`class`]), memory in granules of 2 MiB, in
-//! extents of any number of them ([`memory`]). [`tags`] say what every unit is.
-//!
-//! Beside them a thread may work ahead of requests ([`helper`]).
+//! extents of any number of them ([`memory`]). [`tags`](space::tags) say what every unit is, and
+//! [`lifetimes`] which blocks stay. Beside requests a thread may work ahead ([`helper`]).
 //!
 //! Locks, in the order in which they may be taken: `growing`, a shard's `eager`, `revoking`,
 //! `registry`, being inside a front, `space`. No driver call is made under `space` or in a front.
@@ -20,56 +19,28 @@
 //! Builds with debug assertions, so all tests, check both ([`Rank`]).
 
 mod access;
-mod admit;
 mod aside;
-mod book;
-mod borrow;
 mod class;
 mod config;
 mod counters;
-mod cut;
-mod exchange;
-mod fences;
-mod find;
-mod free_pieces;
-mod free_set;
 mod front;
-mod full;
-mod grow;
+mod growth;
 mod heap;
-mod held;
 mod helper;
 mod ladder;
-mod lead;
 mod lifetimes;
 mod memory;
-mod noted;
-mod order;
-mod owner;
-mod pace;
-mod patience;
-mod policy;
-mod remap;
 mod report;
-mod shard;
 mod shared;
-mod sleep;
-mod snapshot;
-mod sources;
 mod space;
-mod split;
-mod starts;
-mod tags;
+mod streams;
 mod teardown;
-mod tide;
-mod trim;
 mod validate;
-mod ways;
 
 pub use config::{Background, PoolConfig};
-pub(crate) use fences::{Recorded, record_beside_captures, stream_is_capturing};
 pub(crate) use helper::Helper;
-pub(crate) use sleep::Run;
+pub(crate) use memory::sleep::Run;
+pub(crate) use streams::fences::{Recorded, record_beside_captures, stream_is_capturing};
 
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Weak};
@@ -85,17 +56,17 @@ use crate::lock::{Asymmetry, Ordered, OrderedGuard, Rank, SpinLock};
 use crate::ordering::{Mark, next_pool};
 use crate::reservation::{Reservation, TABLE_BYTES};
 use crate::units::DevicePtr;
-use admit::{Registry, Routes};
 use aside::Aside;
-use book::Recording;
 use class::{UNIT_BYTES, units_of};
 use config::Checked;
+use front::admit::{Registry, Routes};
+use front::shard::Slot;
+use growth::policy::Policy;
 use ladder::Request;
 use memory::Memory;
-use policy::Policy;
-use shard::Slot;
+use space::book::Recording;
+use space::tags::{SPAN_UNITS, Tag, Tags};
 use space::{Part, Space};
-use tags::{SPAN_UNITS, Tag, Tags};
 
 fn lock<T>(mutex: &Ordered<T>) -> OrderedGuard<'_, T> {
     mutex.lock()
@@ -132,7 +103,7 @@ pub(crate) struct Core {
     aside: Aside,
     growing: Ordered<()>,
     /// What the device has, where that is less than the pool may have.
-    full: full::Full,
+    full: memory::full::Full,
     /// The stream that is asked about next.
     asked: AtomicUsize,
     registry: Ordered<Registry>,
@@ -219,7 +190,7 @@ impl Core {
             routes,
             aside: Aside::default(),
             growing: Ordered::new(Rank::Growing, ()),
-            full: full::Full::default(),
+            full: memory::full::Full::default(),
             asked: AtomicUsize::new(0),
             registry: Ordered::new(Rank::Registry, Registry::default()),
             revoking: Ordered::new(Rank::Revoking, ()),
@@ -473,7 +444,7 @@ impl Core {
         book.wanted
             && space.opportunistic
             && matches!(book.recording, Recording::Lazy(_))
-            && matches!(book.stage, book::Stage::Clear | book::Stage::Passed)
+            && matches!(book.stage, space::book::Stage::Clear | space::book::Stage::Passed)
             && book.open_units() * UNIT_BYTES
                 > OPEN_BYTES.max(space.memory.mapped() * self.granule_bytes / 32)
     }
@@ -503,7 +474,7 @@ impl Core {
         &'a self,
         ptr: DevicePtr,
         handle: StreamHandle,
-        admit: impl FnOnce() -> Result<admit::Admitted<'a>>,
+        admit: impl FnOnce() -> Result<front::admit::Admitted<'a>>,
     ) -> Result<()> {
         let start = self.unit_of(ptr.address());
         let tag = start.map_or(Tag::None, |start| self.tags.get(start));

@@ -43,7 +43,7 @@ impl Core {
     /// Whether nothing waits for any stream.
     pub(super) fn all_passed(&self) -> bool {
         let space = self.space.lock();
-        let waiting = |book: &super::book::Book| {
+        let waiting = |book: &super::space::book::Book| {
             let sole = space.books.len() == 1;
             // A sole stream keeps its memory when its fence has passed.
             !(book.is_empty() || (sole && book.passed + 1 >= book.epoch))
@@ -84,7 +84,7 @@ impl Drop for Core {
         for book in &mut space.books {
             events.extend(book.last_record.take());
             events.extend(book.fences.drain(..).map(|fence| fence.event));
-            if let super::book::Stage::Recorded(event) = book.stage {
+            if let super::space::book::Stage::Recorded(event) = book.stage {
                 events.push(event);
             }
         }

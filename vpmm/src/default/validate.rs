@@ -2,15 +2,15 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use super::book::{Book, Recording, Stage};
 use super::class::{LARGE_STEP, UNIT_BYTES};
-use super::free_set::Block;
+use super::front::shard::Shard;
 use super::memory::Backed;
-use super::noted::FENCES;
-use super::owner::Owner;
-use super::shard::Shard;
+use super::space::book::{Book, Recording, Stage};
+use super::space::free_set::Block;
+use super::space::owner::Owner;
+use super::space::tags::{Tag, Tags};
 use super::space::{Part, Space};
-use super::tags::{Tag, Tags};
+use super::streams::noted::FENCES;
 use super::{Core, lock};
 use crate::fence::Fence;
 use crate::region::{State, joinable};

@@ -1,0 +1,307 @@
+//! Which stream a handle means, and its place in the pool.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use super::shard::{Shard, Slot, Spare};
+use crate::default::space::Space;
+use crate::default::space::book::{Book, Recording, Stage};
+use crate::default::space::tags::LABEL;
+use crate::default::streams::fences::stream_is_capturing;
+use crate::default::{Core, lock};
+use crate::device::StreamHandle;
+use crate::error::{Error, Result};
+use crate::fork::Wiped;
+use crate::lock::Token;
+
+/// The legacy default stream's number here; the driver's own numbers do not come so far.
+pub(in crate::default) const LEGACY: u64 = u64::MAX;
+
+/// A key that no handle has, not even a foreign one.
+pub(super) const NO_KEY: u64 = 1;
+
+/// A stream that may be served. While this lives its place is not given to another.
+pub(in crate::default) struct Admitted<'a> {
+    /// Its index among books and shards.
+    pub(in crate::default) stream: u32,
+    /// Whether an event is recorded at every free.
+    pub(in crate::default) eager: bool,
+    /// Whether an event is recorded when one is needed.
+    is_lazy: bool,
+    shard: &'a Shard,
+}
+
+impl Drop for Admitted<'_> {
+    fn drop(&mut self) {
+        self.shard.unpin();
+    }
+}
+
+/// Every stream's shard, by number. Shards stay where they are until the pool's end.
+#[derive(Default)]
+pub(in crate::default) struct Registry {
+    by_stream: HashMap<u64, u32>,
+    /// Boxed, so that they stay where they are while the list grows: routes point to them.
+    #[allow(clippy::vec_box)]
+    shards: Vec<Box<Shard>>,
+    /// What the next new front is made in.
+    spare: Option<Spare>,
+}
+
+impl Registry {
+    /// Has memory ready for a front, all of it taken already.
+    pub(in crate::default) fn prepare(&mut self) {
+        self.spare = Spare::new();
+    }
+
+    /// A stream has ended: its number will not come again.
+    pub(in crate::default) fn forget(&mut self, stream: u64) -> Option<u32> {
+        let index = self.by_stream.remove(&stream)?;
+        self.shards[index as usize].forsake();
+        Some(index)
+    }
+
+    pub(in crate::default) fn knows(&self, stream: u64) -> bool {
+        self.by_stream.contains_key(&stream)
+    }
+
+    /// The number of the stream at a place.
+    pub(in crate::default) fn stream(&self, index: u32) -> u64 {
+        self.shards[index as usize].stream()
+    }
+
+    pub(in crate::default) fn streams(&self) -> usize {
+        self.by_stream.len()
+    }
+}
+
+const ROUTES: usize = 1 << ROUTE_BITS;
+const ROUTE_BITS: u32 = 14;
+
+/// Shortcuts from a stream's key and a thread's number to the front that the one has of the other:
+/// a direct-mapped cache of what registry and shards know.
+///
+/// A fork wipes it, so that a child meets nothing here and is turned away outside.
+pub(in crate::default) struct Routes(Wiped);
+
+impl Routes {
+    /// `None` where the system has no memory.
+    pub(in crate::default) fn new() -> Option<Self> {
+        Wiped::new(ROUTES * size_of::<AtomicPtr<Slot>>()).map(Self)
+    }
+
+    #[inline(always)]
+    fn all(&self) -> &[AtomicPtr<Slot>; ROUTES] {
+        // SAFETY: the mapping is page-aligned and as long as that, of zeroes at first, which are
+        // null pointers, and alive while `self` is.
+        unsafe { self.0.start().cast::<[AtomicPtr<Slot>; ROUTES]>().as_ref() }
+    }
+
+    /// Forgets every shortcut.
+    pub(in crate::default) fn clear(&self) {
+        self.all().iter().for_each(|route| route.store(std::ptr::null_mut(), Ordering::Release));
+    }
+
+    #[inline(always)]
+    fn at(&self, key: u64, thread: u64) -> &AtomicPtr<Slot> {
+        // Fibonacci hashing: the driver counts streams up, and threads are counted, too.
+        let both = key.wrapping_add(thread << 20);
+        let hash = both.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (64 - ROUTE_BITS);
+        &self.all()[hash as usize % ROUTES]
+    }
+}
+
+impl Core {
+    /// The calling thread's front of a stream, where it is known by the handle alone, without any
+    /// call or lock.
+    #[inline(always)]
+    pub(in crate::default) fn route(&self, handle: StreamHandle) -> Option<&Slot> {
+        let (key, thread) = (handle.key(), Token::number_at_once());
+        let slot = self.routes.at(key, thread).load(Ordering::Acquire);
+        // SAFETY: routes hold null or slots of the registry's shards, which live as long as the
+        // pool.
+        let slot = unsafe { slot.as_ref() }?;
+        slot.is_of(key, thread).then_some(slot)
+    }
+
+    /// The key of a stream of this number, where its handle has one.
+    fn key_of(&self, stream: u64) -> u64 {
+        match stream {
+            LEGACY => StreamHandle::LEGACY_KEY,
+            number => StreamHandle::key_of(number, self.realm).unwrap_or(NO_KEY),
+        }
+    }
+
+    #[inline(always)]
+    pub(in crate::default) fn number_of(&self, handle: StreamHandle) -> Option<u64> {
+        let known = handle.known_to(self.realm);
+        known.or_else(|| (handle == StreamHandle::LEGACY).then_some(LEGACY))
+    }
+
+    pub(in crate::default) fn shard(&self, index: u32) -> &Shard {
+        let shard: *const Shard = &*lock(&self.registry).shards[index as usize];
+        // SAFETY: shards are boxed, so they stay where they are when the vector grows; none is
+        // dropped before the pool, which `self` borrows.
+        unsafe { &*shard }
+    }
+
+    pub(in crate::default) fn shards(&self) -> Vec<&Shard> {
+        let registry = lock(&self.registry);
+        let shards = registry.shards.iter().map(|shard| {
+            let shard: *const Shard = &**shard;
+            // SAFETY: as in `shard`.
+            unsafe { &*shard }
+        });
+        shards.collect()
+    }
+
+    /// Finds out which stream a handle means now, and gives it a place where it has none.
+    pub(in crate::default) fn admit(&self, handle: StreamHandle) -> Result<Admitted<'_>> {
+        if let Some(stream) = self.number_of(handle) {
+            return self.admit_as(handle, stream, Recording::Lazy(handle));
+        }
+        let _context = self.device.enter()?;
+        let driver = self.device.driver();
+        // First of all: on a capturing stream even the question for its number ends the capture.
+        if stream_is_capturing(driver, handle)? {
+            return Err(Error::StreamCapturing);
+        }
+        let mut stream = 0;
+        // SAFETY: as in `stream_is_capturing`.
+        unsafe { driver.cuStreamGetId(handle.raw(), &mut stream) }?;
+        self.admit_as(handle, stream, Recording::Eager)
+    }
+
+    pub(in crate::default) fn admit_as(
+        &self,
+        handle: StreamHandle,
+        stream: u64,
+        recording: Recording,
+    ) -> Result<Admitted<'_>> {
+        let index = match self.pin(stream) {
+            Some(index) => index,
+            None => {
+                let _context = self.device.enter()?;
+                if handle != StreamHandle::LEGACY {
+                    self.device.check_stream(handle)?;
+                }
+                let index = self.enrol(stream, recording);
+                if index == 1 {
+                    self.share_what_was_seen(0);
+                }
+                index
+            }
+        };
+        let recording = {
+            let mut space = self.space.lock();
+            let book = &mut space.books[index as usize];
+            // A stream met by its raw handle first may turn out to be the library's own. What it
+            // has freed is covered by its last event, what it will free by later ones.
+            if book.recording == Recording::Eager
+                && matches!(recording, Recording::Lazy(_))
+                && book.stage == Stage::Clear
+                && book.last_record.is_none()
+            {
+                book.recording = recording;
+            }
+            book.recording
+        };
+        Ok(Admitted {
+            stream: index,
+            eager: recording == Recording::Eager,
+            is_lazy: matches!(recording, Recording::Lazy(_)),
+            shard: self.shard(index),
+        })
+    }
+
+    /// The place of a stream that is known by its handle alone, if it has one.
+    pub(in crate::default) fn known_stream(&self, handle: StreamHandle) -> Option<u32> {
+        let stream = self.number_of(handle)?;
+        lock(&self.registry).by_stream.get(&stream).copied()
+    }
+
+    fn pin(&self, stream: u64) -> Option<u32> {
+        let registry = lock(&self.registry);
+        let index = *registry.by_stream.get(&stream)?;
+        registry.shards[index as usize].pin();
+        Some(index)
+    }
+
+    /// Gives a new stream a place, and pins it.
+    fn enrol(&self, stream: u64, recording: Recording) -> u32 {
+        let mut registry = lock(&self.registry);
+        if let Some(known) = registry.by_stream.get(&stream) {
+            registry.shards[*known as usize].pin();
+            return *known;
+        }
+        let mut space = self.space.lock();
+        let label = space.next_label();
+        let unpinned = |index: u32| !registry.shards[index as usize].is_pinned();
+        let index = match space.vacant_book(unpinned) {
+            Some(index) => {
+                let space = &mut *space;
+                let book = &mut space.books[index as usize];
+                space.events.extend(book.fences.drain(..).map(|fence| fence.event));
+                book.reuse(recording, label);
+                registry.by_stream.retain(|_, known| *known != index);
+                registry.shards[index as usize].assign(stream, self.key_of(stream), label);
+                index
+            }
+            None => {
+                let index = space.books.len() as u32;
+                space.books.push(Book::new(recording, label));
+                let shard = Shard::new(index, stream, self.key_of(stream), label);
+                registry.shards.push(Box::new(shard));
+                index
+            }
+        };
+        registry.by_stream.insert(stream, index);
+        registry.shards[index as usize].pin();
+        index
+    }
+
+    /// Gives the calling thread a front of the stream, where there is a place for it, and a
+    /// shortcut there.
+    pub(in crate::default) fn claim_front(&self, admitted: &Admitted<'_>) -> Option<&Slot> {
+        let token = Token::current()?;
+        let shard = self.shard(admitted.stream);
+        if shard.slot_of(token).is_none() {
+            let _revoking = lock(&self.revoking);
+            let mut registry = lock(&self.registry);
+            let may_be_loose = self.config.limit_bytes.is_none();
+            // SAFETY: `revoking` is held, so nobody else revokes.
+            unsafe { shard.claim(token, self.asymmetry, may_be_loose, &mut registry.spare) };
+        }
+        let slot = shard.slot_of(token)?;
+        // Under the lock that shortcuts are closed under.
+        let _registry = lock(&self.registry);
+        if admitted.is_lazy && !self.aside.is_closed() {
+            let route = self.routes.at(slot.key(), token.number());
+            route.store(std::ptr::from_ref(slot).cast_mut(), Ordering::Release);
+        }
+        Some(slot)
+    }
+}
+
+impl Space {
+    /// What the next stream's allocations are marked with: no number comes again before a hundred million
+    /// streams have come.
+    fn next_label(&mut self) -> u32 {
+        self.labels = (self.labels + 1) & LABEL;
+        self.labels
+    }
+
+    /// The place of a stream that has ended, or that nobody may ever name again, and that nothing
+    /// waits for.
+    fn vacant_book(&self, unused: impl Fn(u32) -> bool) -> Option<u32> {
+        let vacant = |(index, book): (usize, &Book)| {
+            let gone = matches!(book.recording, Recording::Ended | Recording::Eager);
+            let clear = book.stage == Stage::Clear && book.last_record.is_none();
+            let index = index as u32;
+            let unnamed = book.pins == 0 && !self.zombie_waits(index);
+            let free = gone && clear && book.is_empty() && unnamed;
+            (free && unused(index)).then_some(index)
+        };
+        self.books.iter().enumerate().find_map(vacant)
+    }
+}

@@ -1,0 +1,70 @@
+//! Short extents given up for a long one.
+//!
+//! A program at leisure makes short extents, so that hardly anything keeps them from moving. One whose
+//! requests never settle then moves them by dozens, again and again, and each costs what a long one does.
+//! It has long ones made instead, for requests that many short ones would move for, and gives as much back in
+//! short ones: what a request is served from is long from then on.
+
+#![forbid(unsafe_code)]
+
+use std::ops::Range;
+
+use crate::default::Core;
+use crate::default::memory::trim::Run;
+use crate::default::space::Space;
+use crate::default::space::tags::Tags;
+use crate::error::Result;
+
+/// Mappings that are unmapped at once so that what has moved can go back: two milliseconds, or where the program is
+/// long at work eight.
+const REAPED: u64 = 128;
+const REAPED_LATER: u64 = 512;
+
+impl Core {
+    /// Gives the shortest extents that nobody uses back, so many granules; none of those in a request's window,
+    /// which would only lack them then. Whether it did; where there are not so many nothing goes.
+    ///
+    /// The driver's calls count as moves: that many more that the program has had made for its requests.
+    pub(super) fn exchange(
+        &self,
+        granules: u64,
+        window: Range<u32>,
+        long_at_work: bool,
+    ) -> Result<bool> {
+        self.poll(None, true)?;
+        self.reap(if long_at_work { REAPED_LATER } else { REAPED });
+        let runs = self.space.lock().take_shortest(&self.tags, granules, window);
+        let mut gone = 0;
+        for run in &runs {
+            // What stays is there for the next request.
+            if self.give_back(run).is_ok() {
+                gone += run.extents.len() as u64;
+            }
+        }
+        self.space.lock().pace.note(gone);
+        Ok(gone > 0)
+    }
+}
+
+impl Space {
+    /// Takes the shortest extents that are wholly free and of the past, so many granules; none if there are
+    /// not so many outside that window.
+    fn take_shortest(&mut self, tags: &Tags, granules: u64, window: Range<u32>) -> Vec<Run> {
+        let granule_units = self.memory.granule_units();
+        let stretches = self.stretches();
+        let mut found = self.of_the_past(&stretches);
+        found.retain(|(extent, ..)| {
+            extent.end() * granule_units <= window.start
+                || window.end <= extent.start * granule_units
+        });
+        found.sort_unstable_by_key(|(extent, ..)| (extent.granules, extent.start));
+        let mut there = 0;
+        let enough = found.iter().position(|(extent, ..)| {
+            there += u64::from(extent.granules);
+            there >= granules
+        });
+        let Some(last) = enough else { return Vec::new() };
+        found.truncate(last + 1);
+        self.take_runs(tags, found, &stretches)
+    }
+}

@@ -1,0 +1,674 @@
+//! What the pool's lock guards: free blocks, streams' epochs, physical memory and its addresses.
+//!
+//! Nothing here calls the driver.
+
+pub(super) mod book;
+pub(super) mod cut;
+pub(super) mod free_set;
+pub(super) mod owner;
+pub(super) mod tags;
+
+use std::time::Instant;
+
+use intrusive_collections::UnsafeRef;
+
+use crate::arena::Arena;
+use crate::default::class::SMALL_UNITS;
+use crate::default::front::Cached;
+use crate::default::lifetimes::{self, Birth, Lifetimes};
+use crate::default::memory::Memory;
+use crate::event::Event;
+use crate::physical::Extent;
+use book::Book;
+use cut::End;
+use free_set::{Block, FreeSet};
+use owner::Owner;
+use tags::{Place, Tag, Tags};
+
+/// Small blocks live in addresses of their own.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Part {
+    Small,
+    Large,
+}
+
+impl Part {
+    pub(super) const ALL: [Self; 2] = [Self::Small, Self::Large];
+
+    #[inline]
+    pub(super) fn of_size(units: u32) -> Self {
+        if units <= SMALL_UNITS { Self::Small } else { Self::Large }
+    }
+
+    pub(super) fn other(self) -> Self {
+        match self {
+            Self::Small => Self::Large,
+            Self::Large => Self::Small,
+        }
+    }
+}
+
+/// Units of the pool, what is each stream's of them, and of what the pool has beyond the most that was live.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Share {
+    pub(super) pool: u64,
+    pub(super) each: u64,
+    pub(super) spare: u64,
+    /// Whether no large block is to stay in a front.
+    pub(super) keeps_no_large: bool,
+}
+
+/// A share found once for as long as what it is of stays as it is: a division for each block that comes
+/// back costs more than what it is for.
+#[derive(Default)]
+struct Shared {
+    of: Shareable,
+    share: Share,
+}
+
+/// What shares are of: granules of the pool, the most units that were live, and streams; and whether fronts
+/// keep large blocks.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+struct Shareable {
+    granules: u64,
+    peak_live: u64,
+    streams: u64,
+    keeps_no_large: bool,
+}
+
+pub(super) struct Space {
+    /// What belongs to nobody, by part.
+    pub(super) common: [FreeSet; 2],
+    pub(super) books: Vec<Book>,
+    /// The last of the books' labels.
+    pub(super) labels: u32,
+    pub(super) memory: Memory,
+    /// From so many units out on large blocks are placed where others lose the least. All where somebody
+    /// set a limit, none where nobody did and the program is in haste.
+    pub(super) scarce_from: u64,
+    /// Events that nobody uses now.
+    pub(super) events: Vec<Event>,
+    /// Handles that the driver would not take back, and their bytes.
+    pub(super) orphans: Vec<(Extent, u64)>,
+    /// Units that callers have or that are in fronts.
+    pub(super) out_units: u64,
+    /// Blocks of the same.
+    pub(super) out_blocks: u64,
+    /// Units in fronts, each as it was when it was asked last.
+    in_fronts: u64,
+    /// Whether the front that was asked last is loose.
+    pub(super) is_loose: bool,
+    /// The most units that callers had: see [`Stats::peak_live_bytes`](crate::Stats).
+    pub(super) peak_live: u64,
+    /// Bytes of regions of operations under way.
+    pub(super) transit_units: u64,
+    /// Freed blocks that wait for further streams, and their units.
+    pub(super) deferred: Vec<crate::default::streams::noted::Deferred>,
+    pub(super) deferred_units: u64,
+    /// Further streams that use an allocation, by its first unit: of noted allocations.
+    pub(super) uses: std::collections::HashMap<u32, crate::default::streams::noted::Uses>,
+    /// Whether memory becomes everybody's because a query says so.
+    pub(super) opportunistic: bool,
+    /// Whether requests may wait, here or on the GPU, before the pool grows.
+    pub(super) patient: bool,
+    /// Whether all memory is to come together, since there is hardly any more to be had.
+    pub(super) gathers: bool,
+    pub(super) borrowed: crate::default::streams::borrow::Borrowed,
+    /// Whether the host waits for all that was freed now.
+    pub(super) awaits: bool,
+    /// What each stream's share of the pool is, and of what it was found.
+    shared: Shared,
+    /// Blocks that came back, ever: tells growth whether anything was freed since the last, and how long the
+    /// program has gone on.
+    pub(super) returns: u64,
+    tide: crate::default::front::tide::Tide,
+    pub(super) lifetimes: Lifetimes,
+    pub(super) growth: crate::default::growth::plan::Growth,
+    pub(super) pace: crate::default::growth::pace::Pace,
+    pub(super) waited: crate::default::streams::patience::Waited,
+    pub(super) counters: crate::default::counters::Counters,
+    /// Last, so that it outlives the sets.
+    pub(super) blocks: Arena<Block>,
+}
+
+/// Gives a node back that is in no set any more.
+///
+/// It is nowhere then, so that a tag which names it still is not believed. There is none but after one pointer was freed
+/// by two threads at the same instant, which the path through the front does not notice: the books count wrong from
+/// there on, and blocks may overlap. But each is a union of such as were handed out, in the set that its owner and its
+/// start name, and no node is taken out of a set that it is not in.
+#[inline]
+fn vacate(blocks: &mut Arena<Block>, block: &Block) {
+    block.set_nowhere();
+    blocks.give_back(block.id());
+}
+
+// SAFETY: the space owns every node that its sets link (the arena is private to it), so moving the
+// whole to another thread moves all of them. It is not Sync: nodes hold `Cell`s.
+unsafe impl Send for Space {}
+
+impl Space {
+    pub(super) fn new(
+        memory: Memory,
+        limited: bool,
+        opportunistic: bool,
+        moves_per_second: u32,
+    ) -> Self {
+        Self {
+            common: [const { FreeSet::new() }; 2],
+            books: Vec::new(),
+            labels: 0,
+            memory,
+            scarce_from: if limited { 0 } else { u64::MAX },
+            events: Vec::new(),
+            orphans: Vec::new(),
+            out_units: 0,
+            out_blocks: 0,
+            in_fronts: 0,
+            is_loose: false,
+            peak_live: 0,
+            transit_units: 0,
+            deferred: Vec::new(),
+            deferred_units: 0,
+            uses: std::collections::HashMap::new(),
+            opportunistic,
+            patient: false,
+            gathers: false,
+            borrowed: crate::default::streams::borrow::Borrowed::default(),
+            awaits: false,
+            shared: Shared::default(),
+            returns: 0,
+            tide: crate::default::front::tide::Tide::default(),
+            lifetimes: Lifetimes::new(limited),
+            growth: crate::default::growth::plan::Growth::default(),
+            pace: crate::default::growth::pace::Pace::new(moves_per_second),
+            waited: crate::default::streams::patience::Waited::default(),
+            counters: crate::default::counters::Counters::default(),
+            blocks: Arena::new(),
+        }
+    }
+
+    /// The pool, and what each stream's share of it is.
+    #[inline]
+    pub(super) fn share_of_each(&mut self) -> Share {
+        let (granules, streams) = (self.memory.mapped(), self.books.len() as u64);
+        let (peak_live, keeps_no_large) = (self.peak_live, self.lifetimes.is_on());
+        let of = Shareable { granules, peak_live, streams, keeps_no_large };
+        if self.shared.of != of {
+            let pool = granules * u64::from(self.memory.granule_units());
+            let each = |units: u64| units / streams.max(1);
+            let spare = pool.saturating_sub(of.peak_live);
+            let (each, spare) = (each(pool), each(spare));
+            self.shared = Shared { of, share: Share { pool, each, spare, keeps_no_large } };
+        }
+        self.shared.share
+    }
+
+    #[inline]
+    pub(super) fn part_of(&self, unit: u32) -> Part {
+        if unit < self.memory.split_unit() { Part::Small } else { Part::Large }
+    }
+
+    #[inline]
+    fn set_mut(&mut self, owner: Owner, part: Part) -> &mut FreeSet {
+        match owner.of_stream() {
+            None => &mut self.common[part as usize],
+            Some((index, parity)) => &mut self.books[index as usize].sets[parity][part as usize],
+        }
+    }
+
+    /// The node of a free block, apart from the borrow of the space.
+    #[inline]
+    fn node(&self, id: u32) -> UnsafeRef<Block> {
+        // SAFETY: the arena keeps its nodes alive and in place as long as the space lives; nothing
+        // in this file keeps the reference longer than it has the space.
+        unsafe { UnsafeRef::from_raw(self.blocks.get(id)) }
+    }
+
+    #[inline]
+    fn unlink(&mut self, block: &Block, part: Part) {
+        // SAFETY: a free block is in the set that its owner and its address name.
+        unsafe { self.set_mut(block.owner(), part).remove(block) };
+    }
+
+    /// Gives a free block other bounds, within its part.
+    #[inline]
+    fn resize(&mut self, block: &Block, part: Part, start: u32, units: u32) {
+        // SAFETY: as in `unlink`.
+        unsafe { self.set_mut(block.owner(), part).change(block, start, units) };
+    }
+
+    /// Makes units free, and one with neighbours of the same owner. The caller owns them, and no
+    /// tag of theirs but the first matters any more.
+    ///
+    /// A stream's block also is one with nobody's neighbours that are no longer than itself: the
+    /// stream's next requests find one block where there would be two, and what others lose by it
+    /// for a while is no more than they lose by the stream's using the block.
+    #[inline]
+    pub(super) fn give(&mut self, tags: &Tags, start: u32, units: u32, owner: Owner) {
+        let now = owner.of_stream().map_or(0, |(stream, _)| self.books[stream as usize].marks);
+        self.give_freed_at(tags, start, units, owner, now);
+    }
+
+    /// As [`give`](Self::give), for what was freed before so many of its owner's marks.
+    #[inline]
+    pub(super) fn give_freed_at(
+        &mut self,
+        tags: &Tags,
+        start: u32,
+        units: u32,
+        owner: Owner,
+        freed_at: u64,
+    ) {
+        let part = self.part_of(start) as usize;
+        let Self { common, books, blocks, .. } = self;
+        // A neighbour that is nobody's too is one with all that is nobody's behind it; beyond a stream's own
+        // there may be something of nobody's.
+        let (own, mut nobodys) = match owner.of_stream() {
+            None => (&mut common[part], None),
+            Some((index, parity)) => {
+                let nobodys = Some(&mut common[part]).filter(|set| !set.is_empty());
+                (&mut books[index as usize].sets[parity][part], nobodys)
+            }
+        };
+        let (mut first, mut end) = (start, start + units);
+        let (mut at_first, mut at_end) = (tags.place_of(first), tags.place_of(end));
+        // The node that becomes the block's, and whether it is in the owner's set.
+        let mut kept: Option<(UnsafeRef<Block>, bool)> = None;
+        let mut freed_at = freed_at;
+        let mut absorb = |block: u32, so_far: u32, by: End, at: u32| {
+            // SAFETY: the arena keeps its nodes alive and in place as long as the space lives.
+            let block = unsafe { UnsafeRef::from_raw(blocks.get(block)) };
+            let (start, units) = (block.start(), block.units());
+            // A tag is taken at its word only where the node says the same: see `vacate`.
+            let meets = match by {
+                End::Last => start + units,
+                End::First => start,
+            };
+            if meets != at {
+                return None;
+            }
+            let is_own = block.owner() == owner;
+            if is_own {
+                freed_at = freed_at.max(block.freed_at());
+                if kept.is_some() {
+                    // SAFETY: a free block is in the set that its owner and its address name.
+                    unsafe { own.remove(&block) };
+                }
+            } else {
+                let nobodys = nobodys.as_mut().filter(|_| block.owner() == Owner::NOBODY)?;
+                if units > so_far {
+                    return None;
+                }
+                // SAFETY: as above.
+                unsafe { nobodys.remove(&block) };
+            }
+            match kept {
+                Some(_) => vacate(blocks, &block),
+                None => kept = Some((block, is_own)),
+            }
+            Some((start, units, is_own && nobodys.is_none()))
+        };
+        while let Tag::Free(left) = tags.read(tags.before(at_first, first))
+            && let Some((start, _, last)) = absorb(left, end - first, End::Last, first)
+        {
+            tags.clear(at_first);
+            tags.clear(tags.before(at_first, first));
+            first = start;
+            at_first = tags.place_of(first);
+            if last {
+                break;
+            }
+        }
+        while let Tag::Free(right) = tags.read(at_end)
+            && let Some((_, units, last)) = absorb(right, end - first, End::First, end)
+        {
+            tags.clear(tags.before(at_end, end));
+            tags.clear(at_end);
+            end += units;
+            at_end = tags.place_of(end);
+            if last {
+                break;
+            }
+        }
+        let node = match kept {
+            Some((node, true)) => {
+                // SAFETY: as above.
+                unsafe { own.change(&node, first, end - first) };
+                node
+            }
+            other => {
+                let node = other.map_or_else(
+                    || {
+                        let id = blocks.take(Block::vacant);
+                        // SAFETY: as above.
+                        unsafe { UnsafeRef::from_raw(blocks.get(id)) }
+                    },
+                    |(node, _)| node,
+                );
+                node.set(first, end - first, owner);
+                // SAFETY: the node stays where it is, and changes only through the set, until it is
+                // taken out; it is in none now.
+                unsafe { own.insert(&node) };
+                node
+            }
+        };
+        // Of the whole, although parts of it may have been freed before.
+        node.set_freed_at(freed_at);
+        tags.set_free(at_first, node.id());
+        tags.set_free(tags.before(at_end, end), node.id());
+    }
+
+    /// Has two owners change sets: what was one's is the other's.
+    pub(super) fn exchange(&mut self, part: Part, a: Owner, b: Owner) {
+        let set_of_a = std::mem::take(self.set_mut(a, part));
+        let set_of_b = std::mem::replace(self.set_mut(b, part), set_of_a);
+        *self.set_mut(a, part) = set_of_b;
+        for owner in [a, b] {
+            self.set_mut(owner, part).of_at_least(1).for_each(|block| block.set_owner(owner));
+        }
+    }
+
+    /// Takes a whole free block out.
+    pub(super) fn take_whole(&mut self, tags: &Tags, id: u32) -> (u32, u32, Owner) {
+        let block = self.node(id);
+        let (start, units) = (block.start(), block.units());
+        self.unlink(&block, self.part_of(start));
+        tags.clear(tags.place_of(start));
+        tags.clear(tags.place_of(start + units - 1));
+        vacate(&mut self.blocks, &block);
+        (start, units, block.owner())
+    }
+
+    /// Takes the last units of a free block out, which has more: where they start.
+    #[inline]
+    fn cut_tail(&mut self, tags: &Tags, block: &Block, part: Part, units: u32) -> u32 {
+        let (first, rest) = (block.start(), block.units() - units);
+        tags.clear(tags.place_of(block.end() - 1));
+        self.resize(block, part, first, rest);
+        // Where one unit is left, it is the first and the last.
+        tags.set_free(tags.place_of(first + rest - 1), block.id());
+        first + rest
+    }
+
+    /// Takes the first units of a free block out.
+    pub(super) fn take_head(&mut self, tags: &Tags, id: u32, units: u32) {
+        let block = self.node(id);
+        let at = tags.place_of(block.start());
+        self.cut_head(tags, &block, at, self.part_of(block.start()), units);
+    }
+
+    #[inline(always)]
+    fn cut_head(&mut self, tags: &Tags, block: &Block, at: Place, part: Part, units: u32) {
+        let (start, rest) = (block.start(), block.units() - units);
+        let end = tags.place_of(start + units);
+        tags.clear(at);
+        if rest == 0 {
+            tags.clear(tags.before(end, start + units));
+            self.unlink(block, part);
+            vacate(&mut self.blocks, block);
+        } else {
+            self.resize(block, part, start + units, rest);
+            // The last tag names the node already.
+            tags.set_free(end, block.id());
+        }
+    }
+
+    /// Best fit over what the stream may use: its own and nobody's, the smallest of all.
+    #[inline]
+    pub(super) fn best_fit(&self, stream: u32, units: u32, part: Part) -> Option<UnsafeRef<Block>> {
+        let part = part as usize;
+        let book = &self.books[stream as usize];
+        let smaller = |a: Option<UnsafeRef<Block>>, set: &FreeSet| match (a, set.best_fit(units)) {
+            (Some(a), Some(b)) => Some(if b.units() < a.units() { b } else { a }),
+            (a, b) => a.or(b),
+        };
+        let own = smaller(book.sets[0][part].best_fit(units), &book.sets[1][part]);
+        smaller(own, &self.common[part])
+    }
+
+    /// Whether large blocks are placed with care. That is in vain where the front gives away a sixteenth of a
+    /// block for a hit, as it does where sizes do not come again, and would be most of what a request costs.
+    #[inline]
+    pub(super) fn is_scarce(&self) -> bool {
+        self.out_units >= self.scarce_from && !self.is_loose
+    }
+
+    /// Whether nobody set a limit and the program is in haste, as of the last growth.
+    pub(super) fn is_in_haste(&self) -> bool {
+        self.scarce_from == u64::MAX
+    }
+
+    /// Hands out the best fit, or where memory is scarce what costs the least movable memory.
+    #[inline]
+    pub(super) fn place(
+        &mut self,
+        tags: &Tags,
+        stream: u32,
+        units: u32,
+        part: Part,
+    ) -> Option<u32> {
+        let cares = self.lifetimes.is_on() || self.is_scarce();
+        let (block, end) = if part == Part::Large && cares {
+            let (id, end) = self.choose(stream, units, part)?;
+            (self.node(id), end)
+        } else {
+            (self.best_fit(stream, units, part)?, End::First)
+        };
+        let (start, at) = if end == End::Last && block.units() > units {
+            let start = self.cut_tail(tags, &block, part, units);
+            (start, tags.place_of(start))
+        } else {
+            let start = block.start();
+            let at = tags.place_of(start);
+            self.cut_head(tags, &block, at, part, units);
+            (start, at)
+        };
+        self.hand_out_at(tags, at, stream, start, units);
+        Some(start)
+    }
+
+    #[inline]
+    pub(super) fn hand_out(&mut self, tags: &Tags, stream: u32, start: u32, units: u32) {
+        self.hand_out_at(tags, tags.place_of(start), stream, start, units);
+    }
+
+    #[inline]
+    fn hand_out_at(&mut self, tags: &Tags, at: Place, stream: u32, start: u32, units: u32) {
+        tags.set_live_at(at, start, units, self.books[stream as usize].label);
+        self.out_units += u64::from(units);
+        self.out_blocks += 1;
+        if units > SMALL_UNITS {
+            if self.lifetimes.is_on() {
+                self.note_birth(tags, stream, start, units);
+            } else {
+                self.lifetimes.pass_by(stream);
+            }
+        }
+        self.memory.cover(start, units);
+    }
+
+    #[inline(never)]
+    fn note_birth(&mut self, tags: &Tags, stream: u32, start: u32, units: u32) {
+        let live = self.live_units();
+        let course = &mut self.books[stream as usize].course;
+        let birth = self.lifetimes.begin(stream, course, units, live);
+        tags.set_inside(start, birth.noted());
+    }
+
+    #[inline(never)]
+    fn note_end(&mut self, tags: &Tags, stream: u32, start: u32, units: u32) {
+        let birth = Birth::of_noted(tags.inside(start));
+        let course = &mut self.books[stream as usize].course;
+        self.lifetimes.end(course, units, birth);
+    }
+
+    /// Notes what a front has and had, and with it the most that callers had.
+    #[inline]
+    pub(super) fn note_front(&mut self, front: Cached) {
+        self.is_loose = front.is_loose;
+        self.in_fronts = self.in_fronts.wrapping_add_signed(front.change);
+        let cached = self.in_fronts.saturating_sub(front.now) + front.least;
+        self.peak_live = self.peak_live.max(self.out_units.saturating_sub(cached));
+    }
+
+    /// What callers have: what is out and in no front.
+    #[inline]
+    fn live_units(&self) -> u64 {
+        self.out_units.saturating_sub(self.in_fronts)
+    }
+
+    /// Notes what callers have now.
+    #[inline]
+    pub(super) fn note_peak(&mut self) {
+        self.peak_live = self.peak_live.max(self.live_units());
+    }
+
+    /// Whether callers have so much less than they had that fronts are better emptied, of a pool made then.
+    #[inline]
+    pub(super) fn ebbs(&mut self, made: Instant) -> bool {
+        let live = self.live_units();
+        let ebb = self.tide.ebb(live);
+        if ebb.is_some_and(|ebb| ebb.is_first) {
+            let end = self.moment(made);
+            self.lifetimes.end_round(end);
+        } else if self.lifetimes.is_overdue() {
+            let now = self.moment(made);
+            self.lifetimes.look(now);
+        }
+        ebb.is_some()
+    }
+
+    fn moment(&self, made: Instant) -> lifetimes::Moment {
+        lifetimes::Moment { at: made.elapsed(), made: self.counters.created }
+    }
+
+    /// Takes a block back from a caller or a front, as free memory of the stream's open epoch.
+    #[inline]
+    pub(super) fn take_back(&mut self, tags: &Tags, stream: u32, start: u32, units: u32) {
+        self.out_units -= u64::from(units);
+        self.out_blocks -= 1;
+        self.returns += 1;
+        if units > SMALL_UNITS && self.lifetimes.is_on() {
+            self.note_end(tags, stream, start, units);
+        }
+        let owner = self.books[stream as usize].open_owner(stream);
+        self.give(tags, start, units, owner);
+    }
+
+    /// The free block that starts at the unit, if the stream may use it.
+    pub(super) fn usable_at(&self, tags: &Tags, unit: u32, stream: u32) -> Option<&Block> {
+        let Tag::Free(id) = tags.get(unit) else { return None };
+        let block = self.blocks.get(id);
+        (block.start() == unit && block.owner().is_usable_by(stream)).then_some(block)
+    }
+
+    /// The free block that ends before the unit, if the stream may use it.
+    pub(super) fn usable_before(&self, tags: &Tags, unit: u32, stream: u32) -> Option<&Block> {
+        let Tag::Free(id) = tags.get(unit.wrapping_sub(1)) else { return None };
+        let block = self.blocks.get(id);
+        (block.end() == unit && block.owner().is_usable_by(stream)).then_some(block)
+    }
+
+    /// The sets that a stream may use, in one part.
+    pub(super) fn usable_sets(&self, stream: u32, part: Part) -> [&FreeSet; 3] {
+        let book = &self.books[stream as usize];
+        [&book.sets[0][part as usize], &book.sets[1][part as usize], &self.common[part as usize]]
+    }
+
+    /// Best fit over runs: neighbours that the sets keep apart because their owners differ, but
+    /// that this stream may use all the same. Looks at no more than `LOOKED_AT` blocks.
+    pub(super) fn place_in_run(
+        &mut self,
+        tags: &Tags,
+        stream: u32,
+        units: u32,
+        part: Part,
+    ) -> Option<u32> {
+        const LOOKED_AT: usize = 2048;
+        let kinds = self.usable_sets(stream, part).iter().filter(|set| !set.is_empty()).count();
+        if kinds < 2 {
+            return None;
+        }
+        let mut best: Option<(u64, u32)> = None;
+        let book = &self.books[stream as usize];
+        let own = book.sets.iter().flat_map(|sets| sets[part as usize].of_at_least(1));
+        for block in own.take(LOOKED_AT) {
+            let mut first = block;
+            while let Some(left) = self.usable_before(tags, first.start(), stream) {
+                first = left;
+            }
+            let (mut total, mut end) = (u64::from(first.units()), first.end());
+            while let Some(right) = self.usable_at(tags, end, stream) {
+                total += u64::from(right.units());
+                end = right.end();
+            }
+            if total >= u64::from(units) && best.is_none_or(|(least, _)| total < least) {
+                best = Some((total, first.start()));
+            }
+        }
+        let (_, start) = best?;
+        self.take_run(tags, start, units);
+        self.hand_out(tags, stream, start, units);
+        self.note_peak();
+        Some(start)
+    }
+
+    /// Takes units out of neighbouring free blocks, from the start of the first.
+    fn take_run(&mut self, tags: &Tags, start: u32, units: u32) {
+        let (mut at, end) = (start, start + units);
+        while at < end {
+            let Tag::Free(id) = tags.get(at) else { return };
+            let take = self.blocks.get(id).units().min(end - at);
+            self.take_head(tags, id, take);
+            at += take;
+        }
+    }
+
+    /// Whether this is the pool's only stream, and one that keeps what it frees.
+    pub(super) fn is_sole(&self, stream: u32) -> bool {
+        let lazy = |book: &Book| matches!(book.recording, book::Recording::Lazy(_));
+        self.books.len() == 1 && self.books.get(stream as usize).is_some_and(lazy)
+    }
+
+    /// Free units, whoever owns them.
+    pub(super) fn free_units(&self) -> u64 {
+        let common: u64 = self.common.iter().map(FreeSet::units).sum();
+        common + self.books.iter().map(Book::units).sum::<u64>()
+    }
+
+    /// The largest free block, whoever owns it.
+    pub(super) fn largest_free_units(&self) -> u32 {
+        let own = self.books.iter().flat_map(|book| book.sets.iter().flatten());
+        let sets = own.chain(&self.common);
+        sets.filter_map(FreeSet::largest).map(Block::units).max().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As after a pointer was freed by two threads at once: beside a block are tags of a node that is elsewhere, and
+    /// of one that is no block's.
+    #[test]
+    fn a_tag_is_not_believed_where_its_node_lies_elsewhere() {
+        let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), false, true, 0);
+        let Some(tags) = Tags::new(64 << 12, 9 << 12) else { panic!("no memory for the tags") };
+        tags.add(10 << 12..64 << 12);
+        let start = 10 << 12;
+        let mut give = |at: u32| {
+            space.give(&tags, start + at, 8, Owner::NOBODY);
+            let Tag::Free(id) = tags.get(start + at) else { panic!("no block") };
+            id
+        };
+        let [elsewhere, gone] = [64, 128].map(&mut give);
+        space.take_whole(&tags, gone);
+        tags.set_free(tags.place_of(start + 16), elsewhere);
+        tags.set_free(tags.place_of(start + 32), gone);
+        space.give(&tags, start + 24, 8, Owner::NOBODY);
+        let common = &space.common[Part::Large as usize];
+        assert!(common.agrees());
+        assert_eq!((common.blocks(), common.units(), space.blocks.in_use()), (2, 16, 2));
+    }
+}

@@ -1,0 +1,611 @@
+//! Epochs and the driver: recording the event that closes one, asking about it, and what follows
+//! when it has passed. All driver calls are made without the space's lock.
+
+use std::sync::atomic::Ordering;
+
+use cuda_sys::types::{CUresult, CUstreamCaptureStatus};
+
+use crate::default::space::book::{Recording, Stage};
+use crate::default::space::free_set::FreeSet;
+use crate::default::space::owner::Owner;
+use crate::default::space::tags::Tags;
+use crate::default::space::{Part, Space};
+use crate::default::{Core, lock};
+use crate::device::StreamHandle;
+use crate::driver::{Driver, Failure};
+use crate::error::Result;
+use crate::event::{BesideCaptures, Event};
+use crate::region::State;
+
+/// Streams asked about for one request.
+const ASKED: usize = 16;
+
+/// Blocks that become nobody's in one go, so that no request pays for all of a great many.
+const DRAINED: usize = 256;
+
+/// Blocks that change their owner in one go where no set changes but in its owner: an eighth of the
+/// time each.
+const EXCHANGED: u32 = 2048;
+
+/// One record of an event. Events are used again: an answer about one record, had without the
+/// lock, says nothing about a later one on the same event.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(in crate::default) struct Record {
+    pub(in crate::default) event: Event,
+    /// With it the stream's only record in this epoch, but for the last one at its end.
+    epoch: u64,
+    ended: bool,
+}
+
+impl Space {
+    /// The record that a stream's closed epoch waits for now.
+    pub(in crate::default) fn record_of(&self, stream: u32) -> Option<Record> {
+        let book = &self.books[stream as usize];
+        let Stage::Recorded(event) = book.stage else { return None };
+        Some(Record { event, epoch: book.epoch, ended: book.recording == Recording::Ended })
+    }
+
+    /// Notes that an event was recorded on an eager stream, behind everything of its open epoch.
+    pub(in crate::default) fn note_record(&mut self, stream: u32, event: Event) {
+        let book = &mut self.books[stream as usize];
+        let unused = match book.recording {
+            Recording::Eager => book.last_record.replace(event),
+            // It was lent meanwhile, and somebody tells of its end: one is recorded when it is wanted.
+            _ => Some(event),
+        };
+        self.events.extend(unused);
+    }
+
+    /// Notes that the event of a stream's closed epoch was seen complete. An answer that comes
+    /// after the epoch was settled otherwise is about nothing any more.
+    pub(super) fn pass(&mut self, tags: &Tags, stream: u32, record: Record) {
+        if self.record_of(stream) != Some(record) {
+            return;
+        }
+        let event = record.event;
+        let book = &mut self.books[stream as usize];
+        book.stage = Stage::Passed;
+        // The last event of a stream that has ended covers its open epoch too.
+        let ended = book.recording == Recording::Ended;
+        book.passed = if ended { book.epoch } else { book.epoch - 1 };
+        self.events.push(event);
+        self.epochs_passed(tags, stream);
+    }
+
+    /// What follows when more of a stream's epochs have passed.
+    pub(super) fn epochs_passed(&mut self, tags: &Tags, stream: u32) {
+        let passed = self.books[stream as usize].passed;
+        self.memory.pass(stream, passed);
+        self.settle_deferred(tags);
+    }
+
+    /// Notes that a record never came to its stream, but to a graph: one is still to be made.
+    fn unrecord(&mut self, stream: u32, record: Record) {
+        let lazy = matches!(self.books[stream as usize].recording, Recording::Lazy(_));
+        if lazy && self.record_of(stream) == Some(record) {
+            self.books[stream as usize].stage = Stage::Unrecorded;
+            self.events.push(record.event);
+        }
+    }
+
+    /// Makes blocks of a passed epoch nobody's, some at a time. Where there is only one stream, and
+    /// nothing is nobody's, they stay that stream's, and go on coalescing with what it frees.
+    pub(super) fn drain(&mut self, tags: &Tags, stream: u32) -> bool {
+        let book = &self.books[stream as usize];
+        if book.stage != Stage::Passed {
+            return false;
+        }
+        let ended = book.recording == Recording::Ended;
+        // What is nobody's already must not stay apart from it: an extent moves in one piece. (A
+        // stream of many has most of it in one set that way, and others ask for the block.)
+        let alone = self.is_sole(stream) && self.common.iter().all(FreeSet::is_empty);
+        let asked = !self.opportunistic && !self.awaits && !ended && book.passed > book.awaited;
+        let keeps = alone || asked || self.keeps_its_own(stream);
+        if keeps && book.recording == Recording::Eager {
+            // Its open epoch is for what an event is recorded for.
+            return false;
+        }
+        let owner = if keeps { book.open_owner(stream) } else { Owner::NOBODY };
+        let parities: &[usize] =
+            if ended { &[0, 1] } else { &[[1, 0][self.books[stream as usize].open_parity()]] };
+        let mut left = DRAINED;
+        let mut gained = false;
+        for parity in parities {
+            for part in Part::ALL {
+                gained |= !self.books[stream as usize].sets[*parity][part as usize].is_empty();
+                self.exchange_if_more(stream, *parity, part, owner, left as u32);
+                while left > 0 {
+                    let set = &self.books[stream as usize].sets[*parity][part as usize];
+                    let first = set.first().map(|block| (block.id(), block.freed_at()));
+                    let Some((id, freed_at)) = first else { break };
+                    let (start, units, _) = self.take_whole(tags, id);
+                    self.give_freed_at(tags, start, units, owner, freed_at);
+                    left -= 1;
+                }
+            }
+        }
+        if left > 0 {
+            self.books[stream as usize].stage = Stage::Clear;
+        }
+        gained
+    }
+
+    /// Before a passed epoch's blocks go to `owner` one by one: where they are more than the
+    /// owner's, the two sets change places, and the owner's go. Only if all of them can go at once:
+    /// what is left among the passed ones counts as passed.
+    fn exchange_if_more(
+        &mut self,
+        stream: u32,
+        parity: usize,
+        part: Part,
+        owner: Owner,
+        left: u32,
+    ) {
+        let passed = Owner::stream(stream, parity);
+        let of_owner = match owner.of_stream() {
+            None => self.common[part as usize].blocks(),
+            Some((_, open)) => self.books[stream as usize].sets[open][part as usize].blocks(),
+        };
+        let of_passed = self.books[stream as usize].sets[parity][part as usize].blocks();
+        if of_owner < of_passed && of_passed <= EXCHANGED && of_owner <= left {
+            self.exchange(part, passed, owner);
+        }
+    }
+
+    pub(super) fn close(&mut self, tags: &Tags, stream: u32) {
+        let book = &mut self.books[stream as usize];
+        book.close();
+        self.counters.closed += 1;
+        if book.stage == Stage::Passed {
+            // Nothing is left to wait for, of what the stream's zombies were either.
+            book.passed = book.epoch - 1;
+            self.epochs_passed(tags, stream);
+        }
+    }
+
+    /// Whether a stream has anything that closing its epoch would free.
+    pub(in crate::default) fn has_open(&self, stream: u32) -> bool {
+        let book = &self.books[stream as usize];
+        let deferred = book.deferred_until >= book.epoch;
+        book.open_units() > 0 || deferred || self.zombie_waits(stream) || self.split_waits(stream)
+    }
+
+    pub(in crate::default) fn zombie_waits(&self, stream: u32) -> bool {
+        self.memory.map.oldest_zombie(crate::fence::TimelineId(stream)).is_some()
+    }
+}
+
+/// What to do next about one stream's epochs.
+enum Next {
+    Ask(Record),
+    /// The epoch was closed: an event for it is to be recorded, a spare one if there is any.
+    Record {
+        on: StreamHandle,
+        epoch: u64,
+        spare: Option<Event>,
+    },
+    Drained,
+    Nothing,
+}
+
+impl Core {
+    /// Brings what other streams have freed to where `asker` can use it: closes their epochs, asks
+    /// about the events, and makes nobody's what has passed. `all` looks at every stream (and at
+    /// the asker's own epoch), else at a few, each call the next ones.
+    ///
+    /// Returns whether anything became nobody's.
+    pub(in crate::default) fn poll(&self, asker: Option<u32>, all: bool) -> Result<bool> {
+        let streams = self.space.lock().books.len();
+        let most = if all { streams } else { ASKED.min(streams) };
+        let first = if all { 0 } else { self.asked.fetch_add(most, Ordering::Relaxed) };
+        let mut gained = false;
+        for step in 0..most {
+            let stream = (first.wrapping_add(step) % streams) as u32;
+            let own = asker == Some(stream) && !all;
+            gained |= self.advance(stream, own)?;
+        }
+        Ok(gained)
+    }
+
+    /// Takes one stream's epochs as far as they go now. `own` leaves the open one open.
+    pub(in crate::default) fn advance(&self, stream: u32, own: bool) -> Result<bool> {
+        let driver = self.device.driver();
+        let mut gained = false;
+        let mut has_recorded = false;
+        // Ask, drain, close and record, ask, drain: but for a great many blocks each at most once.
+        for _ in 0..5 {
+            match self.next_of(stream, own) {
+                Next::Nothing => break,
+                Next::Drained => gained = true,
+                Next::Record { on, epoch, spare } => {
+                    if !self.record_closed(stream, on, epoch, spare)? {
+                        break;
+                    }
+                    has_recorded = true;
+                }
+                Next::Ask(record) => {
+                    let answer = {
+                        let _beside = BesideCaptures::enter(driver)?;
+                        record.event.is_complete(driver)
+                    };
+                    match answer {
+                        Ok(true) => {
+                            let mut space = self.space.lock();
+                            if space.record_of(stream) == Some(record) {
+                                space.books[stream as usize].at_once = has_recorded;
+                            }
+                            space.pass(&self.tags, stream, record);
+                        }
+                        Ok(false) => break,
+                        Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
+                            self.space.lock().unrecord(stream, record);
+                            break;
+                        }
+                        Err(failure) => return Err(failure.into()),
+                    }
+                }
+            }
+        }
+        Ok(gained)
+    }
+
+    fn next_of(&self, stream: u32, own: bool) -> Next {
+        let mut space = self.space.lock();
+        match space.books[stream as usize].stage {
+            Stage::Passed => {
+                if space.drain(&self.tags, stream) {
+                    return Next::Drained;
+                }
+            }
+            Stage::Recording => return Next::Nothing,
+            Stage::Recorded(_) | Stage::Clear | Stage::Unrecorded => {}
+        }
+        if let Some(record) = space.record_of(stream) {
+            return Next::Ask(record);
+        }
+        if space.books[stream as usize].stage == Stage::Clear {
+            let recording = space.books[stream as usize].recording;
+            let takes_none = match recording {
+                Recording::Lost | Recording::Held | Recording::Ended => true,
+                Recording::Lazy(_) | Recording::Eager => false,
+            };
+            let unproved = space.books[stream as usize].is_unproved();
+            if own || takes_none || unproved || !space.has_open(stream) {
+                return Next::Nothing;
+            }
+            space.close(&self.tags, stream);
+        }
+        if let Some(record) = space.record_of(stream) {
+            return Next::Ask(record);
+        }
+        let book = &mut space.books[stream as usize];
+        match (book.stage, book.recording) {
+            (Stage::Unrecorded, Recording::Lazy(on)) => {
+                book.stage = Stage::Recording;
+                let epoch = book.epoch;
+                Next::Record { on, epoch, spare: space.events.pop() }
+            }
+            _ => Next::Nothing,
+        }
+    }
+
+    /// Records the event of an epoch that was closed. `false` where the stream cannot take one now
+    /// (it is capturing: the event would become a node of the graph): the epoch stays closed, and
+    /// the next who asks tries again.
+    fn record_closed(
+        &self,
+        stream: u32,
+        on: StreamHandle,
+        epoch: u64,
+        spare: Option<Event>,
+    ) -> Result<bool> {
+        let driver = self.device.driver();
+        // Its owner may be about to destroy the stream, and waits for us here; or has done so, and
+        // its last event covers this epoch too.
+        let _not_ending = lock(&self.shard(stream).eager);
+        {
+            let mut space = self.space.lock();
+            let book = &space.books[stream as usize];
+            if book.stage != Stage::Recording || book.epoch != epoch {
+                space.events.extend(spare);
+                return Ok(false);
+            }
+        }
+        let recorded = record_beside_captures(driver, on, spare);
+        let mut space = self.space.lock();
+        let book = &mut space.books[stream as usize];
+        match recorded {
+            Ok(Recorded::On(event)) => {
+                book.stage = Stage::Recorded(event);
+                Ok(true)
+            }
+            Ok(Recorded::Capturing(spare)) => {
+                book.stage = Stage::Unrecorded;
+                space.events.extend(spare);
+                Ok(false)
+            }
+            Err(failure) => {
+                book.stage = Stage::Unrecorded;
+                space.events.extend(spare);
+                Err(failure.into())
+            }
+        }
+    }
+
+    /// Records an event on a stream whose caller waits for it: never one that is recorded already,
+    /// since somebody may be closing an epoch with that one now.
+    pub(in crate::default) fn record_now(&self, on: StreamHandle) -> Result<Event> {
+        let driver = self.device.driver();
+        let spare = self.space.lock().events.pop();
+        let event = spare.map_or_else(|| Event::new(driver), Ok)?;
+        if let Err(failure) = event.record(driver, on) {
+            self.space.lock().events.push(event);
+            return Err(failure.into());
+        }
+        Ok(event)
+    }
+
+    /// The library's stream is about to end: a last event covers everything that it freed.
+    pub(in crate::default) fn end_stream(&self, handle: StreamHandle, stream: u32) {
+        self.flush_fronts(|shard| shard.index == stream);
+        let driver = self.device.driver();
+        let context = self.device.enter();
+        // Nobody else records on the stream any more: see `record_closed`.
+        let _ending = lock(&self.shard(stream).eager);
+        if context.is_err() {
+            // It ends all the same, and its handle means nothing from here on.
+            let mut space = self.space.lock();
+            let book = &mut space.books[stream as usize];
+            book.recording = Recording::Lost;
+            let unused = book.last_record.take();
+            space.events.extend(unused);
+            return;
+        }
+        let spare = {
+            let mut space = self.space.lock();
+            let space = &mut *space;
+            let book = &mut space.books[stream as usize];
+            // Of frees by its bare handle, before it was lent: the one below covers those, too.
+            space.events.extend(book.last_record.take());
+            match std::mem::replace(&mut book.stage, Stage::Recording) {
+                // Recorded anew, it covers more.
+                Stage::Recorded(event) => Some(event),
+                _ => space.events.pop(),
+            }
+        };
+        let recorded = record_beside_captures(driver, handle, spare);
+        let mut space = self.space.lock();
+        let book = &mut space.books[stream as usize];
+        match recorded {
+            Ok(Recorded::On(event)) => {
+                book.recording = Recording::Ended;
+                book.stage = Stage::Recorded(event);
+            }
+            Ok(Recorded::Capturing(spare)) => {
+                book.recording = Recording::Lost;
+                book.stage = Stage::Unrecorded;
+                space.events.extend(spare);
+            }
+            Err(_) => {
+                book.recording = Recording::Lost;
+                book.stage = Stage::Unrecorded;
+                space.events.extend(spare);
+            }
+        }
+    }
+
+    /// Waits on the host until everything that streams freed so far may be used by any.
+    pub(in crate::default) fn wait_for_frees(&self) -> Result<()> {
+        // What turns out to have passed already is as good as waited for.
+        self.space.lock().awaits = true;
+        let waited = self.wait_for_each();
+        self.space.lock().awaits = false;
+        waited
+    }
+
+    fn wait_for_each(&self) -> Result<()> {
+        let driver = self.device.driver();
+        // Every epoch is closed before one is waited for.
+        self.poll(None, true)?;
+        let streams = self.space.lock().books.len() as u32;
+        for stream in 0..streams {
+            // What is freed from here on is not waited for, or a stream that goes on freeing would
+            // keep the caller.
+            let last = self.space.lock().books[stream as usize].epoch;
+            loop {
+                self.drain_whole(stream);
+                self.advance(stream, false)?;
+                let (passed, stage, record) = {
+                    let space = self.space.lock();
+                    let book = &space.books[stream as usize];
+                    (book.passed, book.stage, space.record_of(stream))
+                };
+                if let Some(record) = record.filter(|_| passed < last) {
+                    {
+                        let _beside = BesideCaptures::enter(driver)?;
+                        record.event.wait(driver)?;
+                    }
+                    let mut space = self.space.lock();
+                    space.pass(&self.tags, stream, record);
+                    space.counters.host_waits += 1;
+                } else if stage == Stage::Recording {
+                    // By a thread that closed its own epoch: there is a record in a moment.
+                    drop(lock(&self.shard(stream).eager));
+                    std::thread::yield_now();
+                } else if stage != Stage::Passed || passed >= last {
+                    break;
+                }
+            }
+            self.drain_whole(stream);
+        }
+        self.wait_for_lost()
+    }
+
+    /// Makes all blocks of a passed epoch nobody's.
+    fn drain_whole(&self, stream: u32) {
+        while self.space.lock().drain(&self.tags, stream) {}
+    }
+
+    /// Streams that ended without a last event, and those of other threads that deferred frees wait
+    /// for: only the whole context's end of work frees what they freed or used.
+    fn wait_for_lost(&self) -> Result<()> {
+        let lost = |book: &crate::default::space::book::Book| {
+            book.recording == Recording::Lost && (!book.is_empty() || book.passed < book.epoch)
+        };
+        let mut unproved = Vec::new();
+        {
+            let mut space = self.space.lock();
+            for stream in 0..space.books.len() as u32 {
+                if space.books[stream as usize].is_unproved() {
+                    unproved.push(space.take_mark(self.number, stream));
+                }
+            }
+            if unproved.is_empty() && !space.books.iter().any(lost) {
+                return Ok(());
+            }
+        }
+        // SAFETY: no arguments.
+        unsafe { self.device.driver().cuCtxSynchronize() }?;
+        let mut space = self.space.lock();
+        for mark in unproved {
+            space.settle_epoch(&self.tags, &mark, true);
+        }
+        for stream in 0..space.books.len() as u32 {
+            if !lost(&space.books[stream as usize]) {
+                continue;
+            }
+            let book = &mut space.books[stream as usize];
+            book.recording = Recording::Ended;
+            book.stage = Stage::Passed;
+            book.passed = book.epoch;
+            space.epochs_passed(&self.tags, stream);
+            while space.drain(&self.tags, stream) {}
+        }
+        Ok(())
+    }
+
+    /// Unmaps zombies whose fence has passed, at most so many mappings of them.
+    pub(in crate::default) fn reap(&self, most: u64) {
+        let mut left = most;
+        while left > 0 {
+            let taken = self.space.lock().memory.take_ready_zombie(left);
+            let Some(zombie) = taken else { return };
+            let bytes = u64::from(zombie.granules) * self.granule_bytes;
+            let address = self.base + u64::from(zombie.start) * self.granule_bytes;
+            // SAFETY: the range is whole mappings of the pool's, since it ends where the next one begins
+            // or the zombie does: of extents that it has mapped elsewhere since, or of a mapping that
+            // could not be undone and was never handed out. The host has seen everything complete that
+            // was enqueued before their memory was freed, and nobody has had these addresses after that.
+            let unmapped = unsafe { crate::mapping::unmap(self.device.driver(), address, bytes) };
+            let mut space = self.space.lock();
+            space.memory.end_zombie(zombie, unmapped.is_ok());
+            if unmapped.is_err() {
+                space.counters.failed_unmaps += 1;
+                return;
+            }
+            left -= zombie.mappings;
+        }
+    }
+
+    /// Whether so many addresses are zombies that unmapping them cannot wait.
+    pub(in crate::default) fn is_crowded(&self) -> bool {
+        let space = self.space.lock();
+        let zombies = space.memory.map.totals().bytes(State::Zombie);
+        zombies > u64::from(self.granules) / 16
+    }
+}
+
+/// What came of a record.
+pub(crate) enum Recorded {
+    On(Event),
+    /// Not recorded, or not where it counts; the event comes back.
+    Capturing(Option<Event>),
+}
+
+/// Records an event, unless the stream is capturing.
+pub(crate) fn record_beside_captures(
+    driver: &Driver,
+    stream: StreamHandle,
+    spare: Option<Event>,
+) -> Result<Recorded, Failure> {
+    if stream_is_capturing(driver, stream)? {
+        return Ok(Recorded::Capturing(spare));
+    }
+    let event = match spare {
+        Some(event) => event,
+        None => Event::new(driver)?,
+    };
+    match event.record(driver, stream) {
+        // Another thread may have begun a capture just before the record, which is then part of it,
+        // and to ask about it would end it. One that began just after does no harm but this.
+        Ok(()) if stream_is_capturing(driver, stream).unwrap_or(true) => {
+            Ok(Recorded::Capturing(Some(event)))
+        }
+        Ok(()) => Ok(Recorded::On(event)),
+        Err(failure) => {
+            if spare.is_none() {
+                // SAFETY: made above and given to nobody.
+                let _ = unsafe { event.destroy(driver) };
+            }
+            Err(failure)
+        }
+    }
+}
+
+/// Whether nothing can be enqueued on the stream now but as part of a graph. So it is with the legacy
+/// stream while a blocking one captures, which forbids its use: the driver refuses to answer then.
+pub(crate) fn stream_is_capturing(driver: &Driver, stream: StreamHandle) -> Result<bool, Failure> {
+    let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is live.
+    match unsafe { driver.cuStreamIsCapturing(stream.raw(), &mut status) } {
+        Ok(()) => Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE),
+        Err(failure) if failure.code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => Ok(true),
+        Err(failure) => Err(failure),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::default::memory::Memory;
+    use crate::default::space::book::Book;
+
+    /// Blocks of 8 units: those at even places of a row passed and the first `nobodys` at odd
+    /// places nobody's, so that neighbours become one.
+    fn drained(passed: u32, nobodys: u32) -> (Space, u32) {
+        let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), false, true, 0);
+        space.books.push(Book::new(Recording::Eager, 0));
+        let Some(tags) = Tags::new(64 << 12, 9 << 12) else { panic!("no memory for the tags") };
+        tags.add(10 << 12..64 << 12);
+        let start = 10 << 12;
+        for at in 0..passed {
+            space.give(&tags, start + 16 * at, 8, Owner::stream(0, 0));
+        }
+        for at in 0..nobodys {
+            space.give(&tags, start + 16 * at + 8, 8, Owner::NOBODY);
+        }
+        space.books[0].stage = Stage::Passed;
+        let mut times = 0;
+        while space.drain(&tags, 0) {
+            times += 1;
+        }
+        (space, times)
+    }
+
+    #[test]
+    fn all_that_passed_is_nobodys_and_one_with_its_neighbours() {
+        // Both ways round, and neither of few blocks.
+        for (passed, nobodys, blocks, times) in
+            [(5, 2, 3, 1), (2, 5, 4, 1), (3, 0, 3, 1), (1000, 900, 100, 4)]
+        {
+            let (space, taken) = drained(passed, nobodys);
+            let common = &space.common[Part::Large as usize];
+            assert!(space.books[0].is_empty() && space.books[0].stage == Stage::Clear);
+            assert_eq!(common.units(), u64::from(8 * (passed + nobodys)));
+            assert!(common.agrees() && common.of_at_least(1).all(|b| b.owner() == Owner::NOBODY));
+            assert_eq!(taken, times, "{passed} passed, {nobodys} nobody's");
+            assert_eq!(space.blocks.in_use(), common.blocks() as usize);
+            assert_eq!(common.blocks(), blocks);
+        }
+    }
+}

@@ -1,0 +1,399 @@
+//! Allocations that further streams use: their memory is kept, when they are freed, until those
+//! streams have come past the free.
+//!
+//! ```text
+//! live ──record_stream──▶ noted ──free──▶ deferred ──the others' epochs have passed──▶ free
+//! ```
+//!
+//! A deferred block waits for the epoch that was open on each further stream when it was freed. For
+//! one of a granule or more an event is recorded at the free, too, and asked about at the next such
+//! free and when memory is short; for others nothing is but what closes epochs anyway. No stream
+//! waits on the GPU.
+//!
+//! Where one further stream is all that a block waits for, that one need not: its next work comes behind
+//! its uses by itself. A host that is a whole step ahead has freed the data of a step or two, which the GPU
+//! still reads; a loader that asks for more has to get new memory, but the stream that reads may have it
+//! before it grows (`take_deferred`).
+
+use cuda_sys::types::CUresult;
+use smallvec::SmallVec;
+
+use super::fences::{Recorded, record_beside_captures, stream_is_capturing};
+use crate::default::ladder::Request;
+use crate::default::space::Space;
+use crate::default::space::book::{Fence, Recording};
+use crate::default::space::owner::Owner;
+use crate::default::space::tags::{Tag, Tags};
+use crate::default::{Core, lock};
+use crate::device::StreamHandle;
+use crate::error::{Error, Result};
+use crate::event::BesideCaptures;
+use crate::ordering::Mark;
+use crate::units::DevicePtr;
+
+/// Events for deferred frees on one stream at a time.
+pub(in crate::default) const FENCES: usize = 8;
+
+/// A further stream that uses an allocation.
+#[derive(Clone, Copy)]
+pub(in crate::default) struct Use {
+    pub(in crate::default) stream: u32,
+    /// Where nobody tells of the stream's end: what to record on at the free, if that is still so.
+    on: Option<StreamHandle>,
+}
+
+pub(in crate::default) type Uses = SmallVec<[Use; 2]>;
+
+/// A freed block that waits for further streams.
+pub(in crate::default) struct Deferred {
+    pub(in crate::default) start: u32,
+    pub(in crate::default) units: u32,
+    /// The stream that it was freed on, at that time: which may have it again before.
+    pub(in crate::default) own: Wait,
+    /// The further streams.
+    pub(in crate::default) waits: SmallVec<[Wait; 2]>,
+}
+
+/// What has to pass of a stream: the epoch, or a mark of at least this number.
+#[derive(Clone, Copy)]
+pub(in crate::default) struct Wait {
+    pub(in crate::default) stream: u32,
+    epoch: u64,
+    mark: u64,
+}
+
+impl Core {
+    pub(in crate::default) fn note_use(&self, ptr: DevicePtr, handle: StreamHandle) -> Result<()> {
+        let is_live = |start: &u32| self.tags.get(*start).live_units().is_some();
+        let Some(start) = self.unit_of(ptr.address()).filter(is_live) else {
+            return Err(self.not_live(ptr.address()));
+        };
+        let admitted = self.admit(handle)?;
+        let mut space = self.space.lock();
+        let Some(units) = self.tags.get(start).live_units() else {
+            drop(space);
+            return Err(self.not_live(ptr.address()));
+        };
+        let stream = admitted.stream;
+        let uses = space.uses.entry(start).or_default();
+        if uses.iter().all(|of| of.stream != stream) {
+            uses.push(Use { stream, on: admitted.eager.then_some(handle) });
+            space.books[stream as usize].pins += 1;
+        }
+        self.tags.set_noted(start, units);
+        Ok(())
+    }
+
+    /// A free of an allocation that further streams use.
+    pub(in crate::default) fn free_noted(
+        &self,
+        start: u32,
+        handle: StreamHandle,
+        stream: u32,
+        ptr: DevicePtr,
+    ) -> Result<()> {
+        // Streams whose end nobody tells get their event now, the free's own among them. They are
+        // known alive: the caller keeps them until this returns.
+        let (uses, eager) = {
+            let space = self.space.lock();
+            let eager = space.books[stream as usize].recording == Recording::Eager;
+            (space.uses.get(&start).cloned().unwrap_or_default(), eager)
+        };
+        let mut waits: SmallVec<[Wait; 2]> = SmallVec::new();
+        for (of, on) in uses.iter().filter_map(|of| Some((of.stream, of.on?))) {
+            if of != stream && self.is_within_reach(of, on)? {
+                waits.push(self.record_use(of, on)?);
+            }
+        }
+        let own = if eager { Some(self.record_use(stream, handle)?) } else { None };
+        let mut space = self.space.lock();
+        // Again, under the lock: two threads may free one pointer at a time.
+        let (Tag::Noted(units), Some(uses)) = (self.tags.get(start), space.uses.remove(&start))
+        else {
+            drop(space);
+            return Err(self.not_live(ptr.address()));
+        };
+        for of in &uses {
+            space.books[of.stream as usize].pins -= 1;
+            let covered =
+                of.stream == stream || waits.iter().any(|known| known.stream == of.stream);
+            if !covered {
+                waits.push(space.wait_for_open(of.stream));
+            }
+        }
+        let own = own.unwrap_or_else(|| space.wait_for_open(stream));
+        let mut marks: SmallVec<[Mark; 2]> = SmallVec::new();
+        if units >= space.memory.granule_units() {
+            let further = waits.iter().map(|wait| wait.stream);
+            let lazy = further.filter(|stream| {
+                matches!(space.books[*stream as usize].recording, Recording::Lazy(_))
+            });
+            let lazy: SmallVec<[u32; 2]> = lazy.collect();
+            marks.extend(lazy.into_iter().map(|stream| space.take_mark(self.number, stream)));
+        }
+        space.defer(&self.tags, Deferred { start, units, own, waits });
+        drop(space);
+        if !marks.is_empty()
+            && let Ok(_context) = self.device.enter()
+        {
+            for mark in marks {
+                // The free has succeeded whatever comes of it: a failure is met again by the next
+                // who asks, and told then.
+                let _ = self.ask_fences(mark.stream);
+                let _ = self.fence_behind(mark);
+            }
+        }
+        Ok(())
+    }
+
+    /// Records an event behind a mark of a further stream, at the free of a block that is worth it:
+    /// one that is recorded when somebody lacks memory is behind all that the stream was given
+    /// since.
+    fn fence_behind(&self, mark: Mark) -> Result<()> {
+        // As in `record_closed`.
+        let _not_ending = lock(&self.shard(mark.stream).eager);
+        let (on, spare) = {
+            let mut space = self.space.lock();
+            let space = &mut *space;
+            let book = &mut space.books[mark.stream as usize];
+            let Recording::Lazy(on) = book.recording else { return Ok(()) };
+            // The last one is recorded anew where there are many, and is behind more.
+            let last = if book.fences.len() < FENCES { None } else { book.fences.pop() };
+            (on, last.map(|fence| fence.event).or_else(|| space.events.pop()))
+        };
+        let recorded = record_beside_captures(self.device.driver(), on, spare);
+        let mut space = self.space.lock();
+        match recorded {
+            Ok(Recorded::On(event)) => {
+                let space = &mut *space;
+                let book = &mut space.books[mark.stream as usize];
+                // Nothing may wait for it any more.
+                match book.pins {
+                    0 => space.events.push(event),
+                    _ => book.fences.push(Fence { mark, event }),
+                }
+                Ok(())
+            }
+            // The next who asks closes the epoch.
+            Ok(Recorded::Capturing(spare)) => {
+                space.events.extend(spare);
+                Ok(())
+            }
+            Err(failure) => {
+                space.events.extend(spare);
+                Err(failure.into())
+            }
+        }
+    }
+
+    /// Asks about the events that were recorded for deferred frees on a stream, until one is found
+    /// that has not passed: whether there is one.
+    fn ask_fences(&self, stream: u32) -> Result<bool> {
+        let driver = self.device.driver();
+        loop {
+            let first = self.space.lock().books[stream as usize].fences.first().copied();
+            let Some(fence) = first else { return Ok(false) };
+            let answer = {
+                let _beside = BesideCaptures::enter(driver)?;
+                fence.event.is_complete(driver)
+            };
+            match answer {
+                Ok(false) => return Ok(true),
+                Ok(true) => {}
+                // It is part of a graph, and proves nothing.
+                Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {}
+                Err(failure) => return Err(failure.into()),
+            }
+            let mut space = self.space.lock();
+            let book = &mut space.books[stream as usize];
+            // Another thread may have asked, too; and events are used again.
+            if book.fences.first() == Some(&fence) {
+                book.fences.remove(0);
+                space.events.push(fence.event);
+                if answer.is_ok() {
+                    space.settle_epoch(&self.tags, &fence.mark, false);
+                }
+            }
+        }
+    }
+
+    /// Whether a handle still means the stream: another thread's default stream cannot be recorded
+    /// on. What it uses waits until that thread frees something on it, or until the host has waited
+    /// for the whole device.
+    fn is_within_reach(&self, stream: u32, on: StreamHandle) -> Result<bool> {
+        if on != StreamHandle::PER_THREAD {
+            return Ok(true);
+        }
+        let _context = self.device.enter()?;
+        let driver = self.device.driver();
+        if stream_is_capturing(driver, on)? {
+            return Err(Error::StreamCapturing);
+        }
+        let mut number = 0;
+        // SAFETY: the calling thread's default stream is always alive; the pointer is live.
+        unsafe { driver.cuStreamGetId(on.raw(), &mut number) }?;
+        Ok(number == self.shard(stream).stream())
+    }
+
+    /// Records an event behind everything on a stream whose end nobody tells. One that was lent since it was
+    /// noted may have ended, which has been told then: the handle is not looked at, nor needed.
+    fn record_use(&self, stream: u32, on: StreamHandle) -> Result<Wait> {
+        let _context = self.device.enter()?;
+        // So that it does not end meanwhile: see `end_stream`.
+        let _in_order = lock(&self.shard(stream).eager);
+        {
+            let space = self.space.lock();
+            if space.books[stream as usize].recording != Recording::Eager {
+                return Ok(space.wait_for_open(stream));
+            }
+        }
+        if stream_is_capturing(self.device.driver(), on)? {
+            return Err(Error::StreamCapturing);
+        }
+        let event = self.record_now(on)?;
+        let mut space = self.space.lock();
+        space.note_record(stream, event);
+        Ok(space.wait_for_open(stream))
+    }
+
+    /// Has a stream whose whole free extents come to less than a request own the deferred blocks that wait
+    /// for nobody but it: its work comes behind its own uses of them anyway. Whether there were any.
+    pub(in crate::default) fn take_deferred(&self, request: Request) -> Result<bool> {
+        let stream = request.stream;
+        let mut freed_on: SmallVec<[u32; 4]> = {
+            let space = self.space.lock();
+            let mine =
+                space.deferred.iter().filter(|block| space.waits_for_it_alone(block, stream));
+            let freed_on: SmallVec<[u32; 4]> = mine.map(|block| block.own.stream).collect();
+            if freed_on.is_empty()
+                || !space.opportunistic
+                || !space.lacks_whole(stream, request.units)
+            {
+                return Ok(false);
+            }
+            freed_on
+        };
+        freed_on.sort_unstable();
+        freed_on.dedup();
+        for other in freed_on {
+            self.advance(other, false)?;
+        }
+        Ok(self.space.lock().give_deferred(&self.tags, stream))
+    }
+
+    /// Takes the epochs that deferred frees wait for as far as they go now.
+    pub(in crate::default) fn poll_deferred(&self) -> Result<()> {
+        let mut streams: SmallVec<[u32; 8]> = {
+            let space = self.space.lock();
+            let waits = space.deferred.iter().flat_map(|block| &block.waits);
+            waits.map(|wait| wait.stream).collect()
+        };
+        if streams.is_empty() {
+            return Ok(());
+        }
+        let _context = self.device.enter()?;
+        streams.sort_unstable();
+        streams.dedup();
+        for stream in streams {
+            if !self.ask_fences(stream)? {
+                self.advance(stream, false)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Space {
+    /// What has to pass of a stream for everything on it so far to have finished.
+    fn wait_for_open(&self, stream: u32) -> Wait {
+        let book = &self.books[stream as usize];
+        Wait { stream, epoch: book.epoch, mark: book.marks }
+    }
+
+    fn defer(&mut self, tags: &Tags, block: Deferred) {
+        self.out_units -= u64::from(block.units);
+        self.out_blocks -= 1;
+        self.deferred_units += u64::from(block.units);
+        tags.set_cached(tags.place_of(block.start), block.units);
+        for wait in block.waits.iter().chain([&block.own]) {
+            let book = &mut self.books[wait.stream as usize];
+            book.pins += 1;
+            book.deferred_until = book.deferred_until.max(wait.epoch);
+        }
+        self.deferred.push(block);
+        self.settle_deferred(tags);
+    }
+
+    /// Frees what has waited long enough.
+    pub(super) fn settle_deferred(&mut self, tags: &Tags) {
+        let mut at = 0;
+        while let Some(block) = self.deferred.get(at) {
+            let Some(owner) = self.owner_after(block) else {
+                at += 1;
+                continue;
+            };
+            self.settle(tags, at, owner);
+        }
+    }
+
+    /// Frees a deferred block.
+    fn settle(&mut self, tags: &Tags, at: usize, owner: Owner) {
+        let Deferred { start, units, own, waits } = self.deferred.swap_remove(at);
+        for of in waits.iter().chain([&own]) {
+            let book = &mut self.books[of.stream as usize];
+            book.pins -= 1;
+            if book.pins == 0 {
+                book.deferred_until = 0;
+                self.events.extend(book.fences.drain(..).map(|fence| fence.event));
+            }
+        }
+        self.deferred_units -= u64::from(units);
+        self.returns += 1;
+        self.give(tags, start, units, owner);
+    }
+
+    /// Whether this stream, which did not free the block, is the only further one that it waits for.
+    fn waits_for_it_alone(&self, block: &Deferred, stream: u32) -> bool {
+        let lazy = matches!(self.books[stream as usize].recording, Recording::Lazy(_));
+        let alone = block.waits.iter().all(|wait| wait.stream == stream || self.is_over(wait));
+        lazy && alone && block.own.stream != stream
+    }
+
+    /// Frees the deferred blocks that wait for this stream alone, and no more for the one that freed them, as
+    /// if it had: whether there were any.
+    fn give_deferred(&mut self, tags: &Tags, stream: u32) -> bool {
+        let before = self.deferred.len();
+        for at in (0..before).rev() {
+            let block = &self.deferred[at];
+            if self.waits_for_it_alone(block, stream) && self.is_over(&block.own) {
+                let owner = self.books[stream as usize].open_owner(stream);
+                self.settle(tags, at, owner);
+            }
+        }
+        self.deferred.len() < before
+    }
+
+    /// Whose a deferred block is, once the further streams have come past its free.
+    fn owner_after(&self, block: &Deferred) -> Option<Owner> {
+        if !block.waits.iter().all(|wait| self.is_over(wait)) {
+            return None;
+        }
+        let stream = block.own.stream;
+        let book = &self.books[stream as usize];
+        let passed = self.is_over(&block.own);
+        match book.recording {
+            Recording::Lazy(_) if !(passed && (self.opportunistic || self.awaits)) => {
+                Some(book.open_owner(stream))
+            }
+            // The event that was recorded at the free is not the open epoch's any more.
+            Recording::Eager => passed.then_some(Owner::NOBODY),
+            Recording::Ended | Recording::Lost if !passed => Some(book.open_owner(stream)),
+            _ => Some(Owner::NOBODY),
+        }
+    }
+
+    fn is_over(&self, wait: &Wait) -> bool {
+        let book = &self.books[wait.stream as usize];
+        book.passed >= wait.epoch || book.seen >= wait.mark
+    }
+}

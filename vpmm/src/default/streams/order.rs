@@ -1,0 +1,254 @@
+//! What callers say about the order of streams: marks, and what comes after them.
+//!
+//! A book counts its marks, and every free block carries its owner's count of the time when
+//! something of it was freed last. So a mark costs no event and closes no epoch, and whether a
+//! block was freed before it is one comparison.
+
+use smallvec::SmallVec;
+
+use crate::default::Core;
+use crate::default::ladder::Request;
+use crate::default::space::book::{Follows, Recording, Stage};
+use crate::default::space::free_set::Block;
+use crate::default::space::owner::Owner;
+use crate::default::space::tags::Tags;
+use crate::default::space::{Part, Space};
+use crate::device::StreamHandle;
+use crate::driver::Awaited;
+use crate::error::{Error, Result};
+use crate::ordering::Mark;
+
+/// Blocks of one followed stream looked at for one request.
+const LOOKED_AT: usize = 256;
+
+/// Blocks that become another's in one go.
+const HANDED_OVER: usize = 256;
+
+impl Core {
+    pub(in crate::default) fn take_mark(&self, handle: StreamHandle) -> Result<Mark> {
+        let admitted = self.admit(handle)?;
+        // What is in the front has no place in the books yet.
+        self.flush_own(admitted.stream, None);
+        Ok(self.space.lock().take_mark(self.number, admitted.stream))
+    }
+
+    /// Marks before a wait of the host. What the calling thread has in front comes out for that;
+    /// what others have only where memory is to be given back.
+    pub(in crate::default) fn marks_before(&self, of: Awaited) -> SmallVec<[Mark; 2]> {
+        let streams: SmallVec<[u32; 8]> = match of {
+            Awaited::Device(ordinal) if ordinal == self.device.ordinal() => {
+                (0..self.space.lock().books.len() as u32).collect()
+            }
+            Awaited::Device(_) => SmallVec::new(),
+            Awaited::Stream(handle) => self.known_stream(handle).into_iter().collect(),
+        };
+        if streams.is_empty() {
+            return SmallVec::new();
+        }
+        if self.config.release_threshold_bytes.is_some() {
+            self.flush_fronts(|shard| streams.contains(&shard.index));
+        } else {
+            for stream in &streams {
+                self.flush_own(*stream, None);
+            }
+        }
+        let mut space = self.space.lock();
+        let mut mark = |stream| {
+            space.close_for_wait(&self.tags, stream);
+            space.take_mark(self.number, stream)
+        };
+        streams.into_iter().map(&mut mark).collect()
+    }
+
+    pub(in crate::default) fn follow(&self, handle: StreamHandle, mark: &Mark) -> Result<()> {
+        self.check_mark(mark)?;
+        let admitted = self.admit(handle)?;
+        if self.config.reuse.follow_event_dependencies && admitted.stream != mark.stream {
+            self.space.lock().follow(admitted.stream, mark);
+        }
+        Ok(())
+    }
+
+    pub(in crate::default) fn mark_passed(&self, mark: &Mark) -> Result<()> {
+        self.check_mark(mark)?;
+        self.space.lock().settle_epoch(&self.tags, mark, true);
+        while self.space.lock().drain(&self.tags, mark.stream) {}
+        while self.space.lock().settle_mark(&self.tags, mark) {}
+        match self.config.release_threshold_bytes {
+            Some(keep_bytes) => self.trim(keep_bytes).map(|_| ()),
+            None => Ok(()),
+        }
+    }
+
+    /// A second stream comes to what was the only one's: what the host has seen of that.
+    pub(in crate::default) fn share_what_was_seen(&self, stream: u32) {
+        let mark = {
+            let space = self.space.lock();
+            let book = &space.books[stream as usize];
+            Mark { pool: self.number, stream, point: book.seen, epoch: 0 }
+        };
+        while self.space.lock().settle_mark(&self.tags, &mark) {}
+    }
+
+    fn check_mark(&self, mark: &Mark) -> Result<()> {
+        let known = (mark.stream as usize) < self.space.lock().books.len();
+        if mark.pool == self.number && known { Ok(()) } else { Err(Error::ForeignMark) }
+    }
+
+    /// A block of a stream that the request's comes after; else all that the stream may have of
+    /// those becomes its own. And frees that wait for further streams are asked about.
+    pub(in crate::default) fn place_tied(&self, request: Request) -> Result<Option<u32>> {
+        let Request { stream, units, .. } = request;
+        let part = Part::of_size(units);
+        if let Some(start) = self.space.lock().place_followed(&self.tags, stream, units, part) {
+            return Ok(Some(start));
+        }
+        while self.space.lock().take_followed(&self.tags, stream) {}
+        self.poll_deferred()?;
+        Ok(None)
+    }
+}
+
+impl Space {
+    /// Whether a stream follows others, or frees wait for further streams.
+    pub(in crate::default) fn has_ties(&self, stream: u32) -> bool {
+        !(self.books[stream as usize].follows.is_empty() && self.deferred.is_empty())
+    }
+
+    pub(in crate::default) fn take_mark(&mut self, pool: u64, stream: u32) -> Mark {
+        let book = &mut self.books[stream as usize];
+        let point = book.marks;
+        book.marks += 1;
+        Mark { pool, stream, point, epoch: book.epoch }
+    }
+
+    /// Closes an epoch that is about to be waited for: no event is needed for it then. The memory of
+    /// an only stream stays in one set, unless something else waits for its epoch.
+    fn close_for_wait(&mut self, tags: &Tags, stream: u32) {
+        let book = &self.books[stream as usize];
+        let waits = book.deferred_until >= book.epoch || self.zombie_waits(stream);
+        let gains = if self.is_sole(stream) { waits } else { self.has_open(stream) };
+        if book.stage == Stage::Clear && gains && !book.is_unproved() {
+            self.close(tags, stream);
+        }
+    }
+
+    /// Notes that a stream comes after a mark, and after what the marked stream came after then.
+    fn follow(&mut self, stream: u32, mark: &Mark) {
+        let of_marked = self.books[mark.stream as usize].follows.clone();
+        let carried = of_marked.iter().filter(|of| of.since <= mark.point && of.stream != stream);
+        let book = &mut self.books[stream as usize];
+        let since = book.marks;
+        let direct = Follows { stream: mark.stream, mark: mark.point, since };
+        for of in carried.map(|of| Follows { since, ..*of }).chain([direct]) {
+            match book.follows.iter_mut().find(|known| known.stream == of.stream) {
+                Some(known) if known.mark < of.mark => *known = of,
+                Some(_) => {}
+                None => book.follows.push(of),
+            }
+        }
+    }
+
+    /// Blocks of a stream and part that were freed before a mark.
+    fn before(
+        &self,
+        stream: u32,
+        part: Part,
+        least: u32,
+        mark: u64,
+    ) -> impl Iterator<Item = &Block> {
+        let sets = self.books[stream as usize].sets.iter();
+        sets.flat_map(move |sets| {
+            sets[part as usize].of_at_least(least).filter(move |block| block.units() >= least)
+        })
+        .take(LOOKED_AT)
+        .filter(move |block| block.is_before(mark))
+    }
+
+    fn place_followed(&mut self, tags: &Tags, stream: u32, units: u32, part: Part) -> Option<u32> {
+        let follows = &self.books[stream as usize].follows;
+        let found = follows.iter().flat_map(|of| self.before(of.stream, part, units, of.mark));
+        let best = found.min_by_key(|block| (block.units(), block.start()))?;
+        let (id, start) = (best.id(), best.start());
+        self.take_head(tags, id, units);
+        self.hand_out(tags, stream, start, units);
+        self.note_peak();
+        Some(start)
+    }
+
+    /// Makes some of what a stream may have of others its own; whether there was any. Not where
+    /// nobody tells of the stream's end: an event would have to be behind it.
+    fn take_followed(&mut self, tags: &Tags, stream: u32) -> bool {
+        let book = &self.books[stream as usize];
+        if !matches!(book.recording, Recording::Lazy(_)) {
+            return false;
+        }
+        let owner = book.open_owner(stream);
+        let follows = book.follows.clone();
+        let ids: SmallVec<[u32; 32]> = follows
+            .iter()
+            .flat_map(|of| Part::ALL.map(|part| (of, part)))
+            .flat_map(|(of, part)| self.before(of.stream, part, 1, of.mark))
+            .take(HANDED_OVER)
+            .map(Block::id)
+            .collect();
+        self.hand_to(tags, &ids, owner);
+        !ids.is_empty()
+    }
+
+    /// Makes blocks another owner's. None of them is one with another before.
+    fn hand_to(&mut self, tags: &Tags, ids: &[u32], owner: Owner) {
+        // All are out before one goes back, which may become one with a neighbour.
+        let taken: SmallVec<[(u32, u32, Owner); 32]> =
+            ids.iter().map(|id| self.take_whole(tags, *id)).collect();
+        for (start, units, _) in taken {
+            self.give(tags, start, units, owner);
+        }
+    }
+
+    /// The host has seen everything before a mark, by a wait or by a question: of the epoch that was
+    /// closed then nothing is left to be waited for.
+    pub(in crate::default) fn settle_epoch(&mut self, tags: &Tags, mark: &Mark, waited: bool) {
+        let book = &mut self.books[mark.stream as usize];
+        book.seen = book.seen.max(mark.point);
+        self.settle_deferred(tags);
+        let book = &mut self.books[mark.stream as usize];
+        // The event of a stream that has ended covers more than the closed epoch.
+        let has_end = matches!(book.recording, Recording::Ended | Recording::Lost);
+        // Else the closed epoch is the one that was closed already when the mark was taken.
+        if has_end || book.epoch > mark.epoch {
+            return;
+        }
+        if waited {
+            book.awaited = book.awaited.max(book.epoch - 1);
+        }
+        match book.stage {
+            Stage::Recorded(event) => {
+                book.stage = Stage::Passed;
+                self.events.push(event);
+            }
+            Stage::Unrecorded => book.stage = Stage::Passed,
+            // Somebody is about to record, and asks then.
+            Stage::Recording | Stage::Passed | Stage::Clear => return,
+        }
+        let book = &mut self.books[mark.stream as usize];
+        book.passed = book.passed.max(book.epoch - 1);
+        self.epochs_passed(tags, mark.stream);
+    }
+
+    /// Makes some blocks that were freed before a mark, which has passed, nobody's; whether there
+    /// may be more. The only stream of a pool keeps them.
+    fn settle_mark(&mut self, tags: &Tags, mark: &Mark) -> bool {
+        if self.is_sole(mark.stream) {
+            return false;
+        }
+        let ids: SmallVec<[u32; 32]> = {
+            let sets = self.books[mark.stream as usize].sets.iter().flatten();
+            let blocks = sets.flat_map(|set| set.of_at_least(1));
+            let before = blocks.filter(|block| block.is_before(mark.point));
+            before.take(HANDED_OVER).map(Block::id).collect()
+        };
+        self.hand_to(tags, &ids, Owner::NOBODY);
+        ids.len() == HANDED_OVER
+    }
+}
