@@ -89,27 +89,3 @@ impl Event {
         unsafe { driver.cuEventDestroy_v2(self.0) }
     }
 }
-
-/// Lets this thread make calls that another thread's global-mode capture forbids, and would be
-/// invalidated by (a query of an event among them), until drop.
-pub(crate) struct BesideCaptures<'a> {
-    driver: &'a Driver,
-    former: CUstreamCaptureMode,
-}
-
-impl<'a> BesideCaptures<'a> {
-    pub(crate) fn enter(driver: &'a Driver) -> Result<Self, Failure> {
-        let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the pointer is to a live mode, which is exchanged for the thread's former one.
-        unsafe { driver.cuThreadExchangeStreamCaptureMode(&mut mode) }?;
-        Ok(Self { driver, former: mode })
-    }
-}
-
-impl Drop for BesideCaptures<'_> {
-    fn drop(&mut self) {
-        let mut mode = self.former;
-        // SAFETY: as in `enter`, with the mode that the thread had.
-        let _ = unsafe { self.driver.cuThreadExchangeStreamCaptureMode(&mut mode) };
-    }
-}

@@ -57,6 +57,7 @@ mod arena;
 mod backing;
 mod budget;
 pub mod caching;
+mod capture;
 mod container;
 mod default;
 mod device;

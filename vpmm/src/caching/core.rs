@@ -10,7 +10,7 @@ use super::books::{Books, Freed, Noted, Rules, Use};
 use super::config::{CachingConfig, check_fraction};
 use super::size::round_plain;
 use super::waits::{Life, Waits};
-use crate::default::stream_is_capturing;
+use crate::capture::stream_is_capturing;
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, Realm, StreamWatcher};
 use crate::error::{Error, Result};

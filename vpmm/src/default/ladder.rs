@@ -27,9 +27,9 @@ use super::growth::pace::{AT_LEISURE, EMPTIED};
 use super::space::Part;
 use super::space::book::Recording;
 use super::{Core, lock};
+use crate::capture::BesideCaptures;
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
-use crate::event::BesideCaptures;
 use crate::lock::Token;
 use crate::ordering::PendingPolicy;
 use crate::out_of_memory::WaitPolicy;
@@ -352,7 +352,7 @@ impl Core {
                 return Ok(Some(start));
             }
             let Some(record) = self.space.lock().record_of(other) else { continue };
-            if super::streams::fences::stream_is_capturing(driver, request.handle)? {
+            if crate::capture::stream_is_capturing(driver, request.handle)? {
                 return Ok(None);
             }
             let in_order = lock(&self.shard(request.stream).eager);

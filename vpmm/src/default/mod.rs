@@ -40,7 +40,6 @@ mod validate;
 pub use config::{Background, PoolConfig};
 pub(crate) use helper::Helper;
 pub(crate) use memory::sleep::Run;
-pub(crate) use streams::fences::{Recorded, record_beside_captures, stream_is_capturing};
 
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Weak};

@@ -4,8 +4,9 @@ use std::sync::atomic::Ordering;
 
 use super::Core;
 use super::memory::Backed;
+use crate::capture::BesideCaptures;
 use crate::driver::Failure;
-use crate::event::{BesideCaptures, Event};
+use crate::event::Event;
 use crate::region::State;
 
 impl Core {

@@ -3,10 +3,11 @@
 use std::sync::{Arc, Mutex};
 
 use super::lock;
+use crate::capture::BesideCaptures;
 use crate::default::Core;
 use crate::device::{Device, StreamHandle};
 use crate::error::{Error, Result};
-use crate::event::{BesideCaptures, Event};
+use crate::event::Event;
 use crate::stats::Stats;
 use crate::units::DevicePtr;
 

@@ -29,11 +29,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
 use smallvec::SmallVec;
 
+use crate::capture::BesideCaptures;
 use crate::default::{Core, PoolConfig};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, StreamWatcher};
 use crate::error::{Error, Result};
-use crate::event::{BesideCaptures, Event};
+use crate::event::Event;
 use crate::heap::{Beside, Heap};
 use crate::location::Access;
 use crate::ordering::{Mark, PendingPolicy, Reuse};
@@ -50,7 +51,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Records a new event on a stream that is not capturing, in the current context.
 fn record(device: &Device, stream: StreamHandle) -> Result<Event> {
     let driver = device.driver();
-    if crate::default::stream_is_capturing(driver, stream)? {
+    if crate::capture::stream_is_capturing(driver, stream)? {
         return Err(Error::StreamCapturing);
     }
     let event = Event::new(driver)?;

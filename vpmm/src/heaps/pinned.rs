@@ -4,9 +4,10 @@ use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
 
+use crate::capture::BesideCaptures;
 use crate::device::{Device, StreamHandle};
 use crate::driver::Failure;
-use crate::event::{BesideCaptures, Event};
+use crate::event::Event;
 
 /// Page-locked memory of the host, until drop.
 pub(super) struct Pinned {

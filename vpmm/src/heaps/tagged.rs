@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use super::contents::{Buffers, Contents, FileCopy, HostCopy, Saved};
 use super::lock;
 use super::pinned::{Copies, Pinned};
+use crate::capture::BesideCaptures;
 use crate::default::{Core, Run};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
-use crate::event::BesideCaptures;
 
 /// Free memory between two allocations that is copied along, rather than to have two copies.
 const GAP_BYTES: u64 = 256 << 10;
@@ -94,7 +94,7 @@ impl TaggedHeap {
         let device = self.core.device();
         let _context = device.enter()?;
         device.check_stream(stream)?;
-        if crate::default::stream_is_capturing(device.driver(), stream)? {
+        if crate::capture::stream_is_capturing(device.driver(), stream)? {
             return Err(Error::StreamCapturing);
         }
         let still = self.core.settle()?;
@@ -140,7 +140,7 @@ impl TaggedHeap {
         let device = self.core.device();
         let _context = device.enter()?;
         device.check_stream(stream)?;
-        if crate::default::stream_is_capturing(device.driver(), stream)? {
+        if crate::capture::stream_is_capturing(device.driver(), stream)? {
             return Err(Error::StreamCapturing);
         }
         let nothing = Saved::Nothing;

@@ -40,11 +40,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::backing::Backing;
-use crate::default::stream_is_capturing;
+use crate::capture::{BesideCaptures, stream_is_capturing};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Failure, StreamWatcher};
 use crate::error::{Error, Result};
-use crate::event::{BesideCaptures, Event};
+use crate::event::Event;
 use crate::ordering::next_pool;
 use crate::region::{NodeId, State};
 use crate::units::{DevicePtr, round_up};

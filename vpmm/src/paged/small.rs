@@ -15,10 +15,10 @@ use cuda_sys::types::*;
 
 use super::Caller;
 use crate::backing::Backing;
+use crate::capture::BesideCaptures;
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Driver, Failure};
 use crate::error::{Error, Result};
-use crate::event::BesideCaptures;
 use crate::location::{Access, Location};
 use crate::ordering::Reuse;
 use crate::units::DevicePtr;

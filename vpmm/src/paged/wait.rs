@@ -1,8 +1,9 @@
 //! The host's wait for what was freed, where a request finds no memory without it.
 
 use super::PagedPool;
+use crate::capture::BesideCaptures;
 use crate::error::Result;
-use crate::event::{BesideCaptures, Event};
+use crate::event::Event;
 use crate::fence::Fence;
 
 impl PagedPool {

@@ -4,8 +4,8 @@
 use cuda_sys::types::CUresult;
 
 use super::PagedPool;
+use crate::capture::BesideCaptures;
 use crate::error::Result;
-use crate::event::BesideCaptures;
 use crate::fence::{Fence, TimelineId};
 use crate::region::{Region, State};
 

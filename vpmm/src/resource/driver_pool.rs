@@ -13,11 +13,10 @@ use super::facts::{Checks, Facts};
 use super::identity::Identity;
 use super::memory_resource::MemoryResource;
 use super::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
-use crate::default::stream_is_capturing;
+use crate::capture::{BesideCaptures, stream_is_capturing};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Driver, Failure};
 use crate::error::{Error, Result};
-use crate::event::BesideCaptures;
 use crate::location::Sharing;
 use crate::units::{Bytes, DevicePtr};
 

@@ -1,10 +1,10 @@
 //! Memory that the driver gives and takes back at once, whatever the stream.
 
 use super::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
+use crate::capture::BesideCaptures;
 use crate::device::Device;
 use crate::driver::{Driver, Failure};
 use crate::error::Result;
-use crate::event::BesideCaptures;
 use crate::units::DevicePtr;
 
 /// Allocates by a call that is given the rounded size and answers an address. Its context is current, and it

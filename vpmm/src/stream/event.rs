@@ -6,9 +6,10 @@ use std::time::Duration;
 use cuda_sys::types::CUevent;
 
 use super::Stream;
+use crate::capture::BesideCaptures;
 use crate::device::Device;
 use crate::error::Result;
-use crate::event::{BesideCaptures, Event as Raw};
+use crate::event::Event as Raw;
 
 /// A mark on a stream that others can wait for: one that the library made, destroyed at drop, or a
 /// borrowed one.

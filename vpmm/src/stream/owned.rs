@@ -8,11 +8,10 @@ use cuda_sys::types::{CUstream, CUstream_flags_enum};
 
 use super::Event;
 use super::owner::{self, Owner};
-use crate::default::stream_is_capturing;
+use crate::capture::{BesideCaptures, stream_is_capturing};
 use crate::device::{Device, StreamHandle};
 use crate::driver::Awaited;
 use crate::error::{Error, Result};
-use crate::event::BesideCaptures;
 
 /// A stream with its device: one that the library made, or a borrowed one.
 ///

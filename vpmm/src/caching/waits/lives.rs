@@ -7,11 +7,11 @@ use cuda_sys::types::CUresult;
 use super::{Deferred, OfPlace, On, Since, Waiter, Waits};
 use crate::caching::books::{Books, Place};
 use crate::caching::core::Core;
-use crate::default::{Recorded, record_beside_captures, stream_is_capturing};
+use crate::capture::{BesideCaptures, Recorded, record_beside_captures, stream_is_capturing};
 use crate::device::StreamHandle;
 use crate::driver::Driver;
 use crate::error::Result;
-use crate::event::{BesideCaptures, Event};
+use crate::event::Event;
 
 /// What is known of the stream at a place.
 #[derive(Clone, Copy, Debug)]

@@ -30,11 +30,11 @@ use smallvec::SmallVec;
 
 use super::books::{Since, Use};
 use super::core::{ASK_EACH, ASK_SELDOM, Core, lock};
-use crate::default::{Recorded, record_beside_captures, stream_is_capturing};
+use crate::capture::{BesideCaptures, Recorded, record_beside_captures, stream_is_capturing};
 use crate::device::StreamHandle;
 use crate::driver::Driver;
 use crate::error::{Error, Result};
-use crate::event::{BesideCaptures, Event};
+use crate::event::Event;
 use crate::units::DevicePtr;
 
 /// Looks at an event that was recorded just now.

@@ -4,10 +4,10 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::shard::{Shard, Slot, Spare};
+use crate::capture::stream_is_capturing;
 use crate::default::space::Space;
 use crate::default::space::book::{Book, Recording, Stage};
 use crate::default::space::tags::LABEL;
-use crate::default::streams::fences::stream_is_capturing;
 use crate::default::{Core, lock};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};

@@ -4,10 +4,10 @@
 //! what it was given before keeps nobody waiting: such moves are no reason to move less.
 
 use super::plan::Job;
+use crate::capture::{BesideCaptures, Recorded, record_beside_captures};
 use crate::default::Core;
 use crate::default::ladder::Request;
-use crate::default::streams::fences::{Recorded, record_beside_captures};
-use crate::event::{BesideCaptures, Event};
+use crate::event::Event;
 
 impl Core {
     /// Marks the end of what a request's stream has been given, where a job moves memory and time makes

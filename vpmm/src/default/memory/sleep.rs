@@ -293,7 +293,7 @@ impl Core {
         let stuck = !self.space.lock().memory.numbers_of(Backed::Stuck).is_empty();
         if stuck {
             let driver = self.device.driver();
-            let _beside = crate::event::BesideCaptures::enter(driver)?;
+            let _beside = crate::capture::BesideCaptures::enter(driver)?;
             // What may still be writing there is on a stream that may be gone.
             // SAFETY: no arguments.
             unsafe { driver.cuCtxSynchronize() }?;

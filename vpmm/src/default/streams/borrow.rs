@@ -14,7 +14,8 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use super::fences::{Record, Recorded, record_beside_captures, stream_is_capturing};
+use super::fences::Record;
+use crate::capture::{BesideCaptures, Recorded, record_beside_captures, stream_is_capturing};
 use crate::default::ladder::Request;
 use crate::default::space::book::{Recording, Stage};
 use crate::default::space::owner::Owner;
@@ -23,7 +24,7 @@ use crate::default::space::{Part, Space};
 use crate::default::{Core, lock};
 use crate::device::StreamHandle;
 use crate::error::Result;
-use crate::event::{BesideCaptures, Event};
+use crate::event::Event;
 
 /// Blocks that may be borrowed with a wait, and so many more each second.
 const AT_FIRST: u64 = 128;

@@ -3,8 +3,9 @@
 
 use std::sync::atomic::Ordering;
 
-use cuda_sys::types::{CUresult, CUstreamCaptureStatus};
+use cuda_sys::types::CUresult;
 
+use crate::capture::{BesideCaptures, Recorded, record_beside_captures};
 use crate::default::space::book::{Recording, Stage};
 use crate::default::space::free_set::FreeSet;
 use crate::default::space::owner::Owner;
@@ -12,9 +13,8 @@ use crate::default::space::tags::Tags;
 use crate::default::space::{Part, Space};
 use crate::default::{Core, lock};
 use crate::device::StreamHandle;
-use crate::driver::{Driver, Failure};
 use crate::error::Result;
-use crate::event::{BesideCaptures, Event};
+use crate::event::Event;
 use crate::region::State;
 
 /// Streams asked about for one request.
@@ -512,55 +512,6 @@ impl Core {
         let space = self.space.lock();
         let zombies = space.memory.map.totals().bytes(State::Zombie);
         zombies > u64::from(self.granules) / 16
-    }
-}
-
-/// What came of a record.
-pub(crate) enum Recorded {
-    On(Event),
-    /// Not recorded, or not where it counts; the event comes back.
-    Capturing(Option<Event>),
-}
-
-/// Records an event, unless the stream is capturing.
-pub(crate) fn record_beside_captures(
-    driver: &Driver,
-    stream: StreamHandle,
-    spare: Option<Event>,
-) -> Result<Recorded, Failure> {
-    if stream_is_capturing(driver, stream)? {
-        return Ok(Recorded::Capturing(spare));
-    }
-    let event = match spare {
-        Some(event) => event,
-        None => Event::new(driver)?,
-    };
-    match event.record(driver, stream) {
-        // Another thread may have begun a capture just before the record, which is then part of it,
-        // and to ask about it would end it. One that began just after does no harm but this.
-        Ok(()) if stream_is_capturing(driver, stream).unwrap_or(true) => {
-            Ok(Recorded::Capturing(Some(event)))
-        }
-        Ok(()) => Ok(Recorded::On(event)),
-        Err(failure) => {
-            if spare.is_none() {
-                // SAFETY: made above and given to nobody.
-                let _ = unsafe { event.destroy(driver) };
-            }
-            Err(failure)
-        }
-    }
-}
-
-/// Whether nothing can be enqueued on the stream now but as part of a graph. So it is with the legacy
-/// stream while a blocking one captures, which forbids its use: the driver refuses to answer then.
-pub(crate) fn stream_is_capturing(driver: &Driver, stream: StreamHandle) -> Result<bool, Failure> {
-    let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-    // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is live.
-    match unsafe { driver.cuStreamIsCapturing(stream.raw(), &mut status) } {
-        Ok(()) => Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE),
-        Err(failure) if failure.code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => Ok(true),
-        Err(failure) => Err(failure),
     }
 }
 

@@ -18,7 +18,7 @@
 use cuda_sys::types::CUresult;
 use smallvec::SmallVec;
 
-use super::fences::{Recorded, record_beside_captures, stream_is_capturing};
+use crate::capture::{BesideCaptures, Recorded, record_beside_captures, stream_is_capturing};
 use crate::default::ladder::Request;
 use crate::default::space::Space;
 use crate::default::space::book::{Fence, Recording};
@@ -27,7 +27,6 @@ use crate::default::space::tags::{Tag, Tags};
 use crate::default::{Core, lock};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
-use crate::event::BesideCaptures;
 use crate::ordering::Mark;
 use crate::units::DevicePtr;
 

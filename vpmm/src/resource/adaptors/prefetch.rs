@@ -1,6 +1,6 @@
 //! Managed memory brought to the device before it is used.
 
-use crate::default::stream_is_capturing;
+use crate::capture::stream_is_capturing;
 use crate::device::{Device, StreamHandle};
 use crate::error::Result;
 use crate::resource::{Description, MemoryResource};

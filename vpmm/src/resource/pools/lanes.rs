@@ -22,11 +22,11 @@
 use cuda_sys::types::CUresult;
 use smallvec::SmallVec;
 
-use crate::default::stream_is_capturing;
+use crate::capture::{BesideCaptures, stream_is_capturing};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, Driver, Failure, StreamWatcher};
 use crate::error::{Error, Result};
-use crate::event::{BesideCaptures, Event};
+use crate::event::Event;
 use crate::lock::SpinLock;
 use crate::ordering::{Mark, next_pool};
 

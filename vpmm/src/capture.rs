@@ -1,0 +1,80 @@
+//! Captures: streams whose work becomes a graph, and what may not be done beside them.
+
+use cuda_sys::types::*;
+
+use crate::device::StreamHandle;
+use crate::driver::{Driver, Failure};
+use crate::event::Event;
+
+/// Whether nothing can be enqueued on the stream now but as part of a graph. So it is with the legacy
+/// stream while a blocking one captures, which forbids its use: the driver refuses to answer then.
+pub(crate) fn stream_is_capturing(driver: &Driver, stream: StreamHandle) -> Result<bool, Failure> {
+    let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is live.
+    match unsafe { driver.cuStreamIsCapturing(stream.raw(), &mut status) } {
+        Ok(()) => Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE),
+        Err(failure) if failure.code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => Ok(true),
+        Err(failure) => Err(failure),
+    }
+}
+
+/// What came of a record.
+pub(crate) enum Recorded {
+    On(Event),
+    /// Not recorded, or not where it counts; the event comes back.
+    Capturing(Option<Event>),
+}
+
+/// Records an event, unless the stream is capturing.
+pub(crate) fn record_beside_captures(
+    driver: &Driver,
+    stream: StreamHandle,
+    spare: Option<Event>,
+) -> Result<Recorded, Failure> {
+    if stream_is_capturing(driver, stream)? {
+        return Ok(Recorded::Capturing(spare));
+    }
+    let event = match spare {
+        Some(event) => event,
+        None => Event::new(driver)?,
+    };
+    match event.record(driver, stream) {
+        // Another thread may have begun a capture just before the record, which is then part of it,
+        // and to ask about it would end it. One that began just after does no harm but this.
+        Ok(()) if stream_is_capturing(driver, stream).unwrap_or(true) => {
+            Ok(Recorded::Capturing(Some(event)))
+        }
+        Ok(()) => Ok(Recorded::On(event)),
+        Err(failure) => {
+            if spare.is_none() {
+                // SAFETY: made above and given to nobody.
+                let _ = unsafe { event.destroy(driver) };
+            }
+            Err(failure)
+        }
+    }
+}
+
+/// Lets this thread make calls that another thread's global-mode capture forbids, and would be
+/// invalidated by (a query of an event among them), until drop.
+pub(crate) struct BesideCaptures<'a> {
+    driver: &'a Driver,
+    former: CUstreamCaptureMode,
+}
+
+impl<'a> BesideCaptures<'a> {
+    pub(crate) fn enter(driver: &'a Driver) -> Result<Self, Failure> {
+        let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the pointer is to a live mode, which is exchanged for the thread's former one.
+        unsafe { driver.cuThreadExchangeStreamCaptureMode(&mut mode) }?;
+        Ok(Self { driver, former: mode })
+    }
+}
+
+impl Drop for BesideCaptures<'_> {
+    fn drop(&mut self) {
+        let mut mode = self.former;
+        // SAFETY: as in `enter`, with the mode that the thread had.
+        let _ = unsafe { self.driver.cuThreadExchangeStreamCaptureMode(&mut mode) };
+    }
+}
