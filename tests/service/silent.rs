@@ -1,7 +1,7 @@
 //! Servers that are there and do not answer: stopped, or stuck. And those that only take long.
 
 use std::io::{Read, Write};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::mpsc;
 use std::thread;
@@ -43,22 +43,28 @@ fn grants_and_sticks(path: &Path) -> mpsc::Sender<()> {
     let listener = UnixListener::bind(path).unwrap();
     let (alive, end) = mpsc::channel();
     thread::spawn(move || {
-        let (mut stream, _) = listener.accept().unwrap();
-        // The handshake is a small message and comes at once.
-        let asked = stream.read(&mut [0; 4096]).unwrap();
-        assert!(asked > 0);
-        let granted = wire::HandshakeResponse {
-            success: true,
-            committed: false,
-            granted_lock_type: Some(Granted::Rw),
-            extensions: wire::Extensions::default(),
-        };
-        let mut out = Vec::new();
-        encode_frame(&granted, &mut out);
-        stream.write_all(&out).unwrap();
+        let _stream = grant(&listener);
         let _ = end.recv();
     });
     alive
+}
+
+/// Grants the lock to the next who asks for it.
+fn grant(listener: &UnixListener) -> UnixStream {
+    let (mut stream, _) = listener.accept().unwrap();
+    // The handshake is a small message and comes at once.
+    let asked = stream.read(&mut [0; 4096]).unwrap();
+    assert!(asked > 0);
+    let granted = wire::HandshakeResponse {
+        success: true,
+        committed: false,
+        granted_lock_type: Some(Granted::Rw),
+        extensions: wire::Extensions::default(),
+    };
+    let mut out = Vec::new();
+    encode_frame(&granted, &mut out);
+    stream.write_all(&out).unwrap();
+    stream
 }
 
 #[test]
@@ -145,6 +151,40 @@ fn a_stopped_process_is_given_up_and_serves_again_when_it_goes_on() {
     let next = ConnectOptions::new(Requested::Rw).timeout(PATIENCE);
     assert_eq!(Session::connect(&path, next).unwrap().allocation_count().unwrap(), 0);
     assert_eq!(server.ask("stop"), "stopped");
+}
+
+/// One that is stopped, or stuck in the driver where not even SIGKILL reaches it: somebody makes room at its
+/// path for another, whose answers are not the first one's.
+#[test]
+fn a_server_that_is_given_up_by_whoever_started_another_is_given_up_here_too() {
+    let folder = Folder::new();
+    let path = folder.socket();
+    let first = UnixListener::bind(&path).unwrap();
+    let mut second = Process::server(&folder.path().join("second"));
+    let connect = |options: ConnectOptions| {
+        let path = path.clone();
+        move || Session::connect(path, options)
+    };
+    let writer = thread::spawn(connect(options(Requested::Rw)));
+    let granted = grant(&first);
+    let mut writer = writer.join().unwrap().unwrap();
+    let wait = |lock| {
+        let connect = connect(lock);
+        thread::spawn(|| within("a lock", connect).map(drop))
+    };
+    let timed = options(Requested::Ro).timeout(2 * PATIENCE);
+    let waiters = [wait(options(Requested::Rw)), wait(timed)];
+    let accepted = [(); 2].map(|()| first.accept().unwrap());
+    std::fs::rename(folder.path().join("second"), &path).unwrap();
+    let memory = within("memory", move || writer.allocate(1, "t").map(drop));
+    for answer in waiters.into_iter().map(|waiter| waiter.join().unwrap()).chain([memory]) {
+        assert!(matches!(answer, Err(ClientError::Replaced { time: SHORT })), "{answer:?}");
+    }
+    drop((granted, accepted));
+    // Who tries again is at the other one.
+    let next = connect(ConnectOptions::new(Requested::Rw).timeout(PATIENCE))();
+    assert_eq!(next.unwrap().granted(), Granted::Rw);
+    assert_eq!(second.ask("stop"), "stopped");
 }
 
 #[test]

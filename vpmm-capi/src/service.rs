@@ -158,6 +158,7 @@ impl From<ClientError> for Failure {
             ClientError::LockTimeout => VPMM_TIMED_OUT,
             ClientError::Connect { .. }
             | ClientError::Silent { .. }
+            | ClientError::Replaced { .. }
             | ClientError::Disconnected
             | ClientError::Socket(_)
             | ClientError::Decode(_)
@@ -981,6 +982,7 @@ mod tests {
             (call(CUresult::CUDA_ERROR_INVALID_VALUE), VPMM_DRIVER_ERROR),
             (ClientError::Cuda(CudaError::Missing("cuMemCreate")), VPMM_NO_DRIVER),
             (ClientError::Silent { time: Duration::ZERO }, VPMM_DISCONNECTED),
+            (ClientError::Replaced { time: Duration::ZERO }, VPMM_DISCONNECTED),
             (ClientError::LockTimeout, VPMM_TIMED_OUT),
         ] {
             let text = error.to_string();

@@ -2,7 +2,8 @@
 //!
 //! 1. A server that is there and does not answer is given up after a time ([`ClientError::Silent`]).
 //! 2. What waits by its nature is not: there the server is asked for its state, each time that this time
-//!    has passed, over a connection of its own, which every server that is alive answers at once.
+//!    has passed, over a connection of its own, which every server that is alive answers at once. Where
+//!    another has come to its place it cannot be asked, and is given up ([`ClientError::Replaced`]).
 //! 3. What went wrong with a connection ends it.
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -12,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 
 use super::ClientError;
-use super::connect::is_silent;
+use super::connect::{Health, Identity, Reached, health};
 use crate::socket::{self, Spin};
 use crate::wire::*;
 
@@ -44,6 +45,8 @@ pub(super) struct Channel {
     spin_time: Duration,
     /// Where the server is, to ask whether it is alive.
     path: Box<Path>,
+    /// Which server it is, if that is known.
+    server: Option<Identity>,
     /// How long an answer may take that waits for nothing else.
     answer_time: Option<Duration>,
     /// Whether something went wrong with the connection: what is received then need not begin with an
@@ -55,7 +58,7 @@ impl Channel {
     /// Looks for answers without sleeping for so long, and gives a server up that takes longer than
     /// `answer_time`.
     pub(super) fn new(
-        socket: OwnedFd,
+        (socket, server): Reached,
         path: Box<Path>,
         spin: Duration,
         answer_time: Option<Duration>,
@@ -63,7 +66,8 @@ impl Channel {
         let frames = FrameReader::new(MAX_ANSWER_BYTES);
         let (out, files) = (Vec::new(), Vec::new());
         let (spin, spin_time) = (Spin::default(), spin);
-        Self { socket, frames, out, files, spin, spin_time, path, answer_time, broken: false }
+        let broken = false;
+        Self { socket, frames, out, files, spin, spin_time, path, server, answer_time, broken }
     }
 
     /// Sends a request and waits for the answer, with so many descriptors beside it unless it is an
@@ -155,10 +159,14 @@ impl Channel {
                 Ok(bytes) => self.frames.arrived(bytes),
                 Err(Errno::TIMEDOUT) => {
                     let over = last.is_some_and(|last| last <= Instant::now());
-                    if over || self.answer_time.is_none_or(|time| is_silent(&self.path, time)) {
+                    let Some(time) = self.answer_time.filter(|_| !over) else {
                         return Err(self.silent());
+                    };
+                    match health(&self.path, self.server, time) {
+                        Health::Alive => next = after(time),
+                        Health::Silent => return Err(self.silent()),
+                        Health::Replaced => return Err(ClientError::Replaced { time }),
                     }
-                    next = self.answer_time.and_then(after);
                 }
                 Err(error) => return Err(error.into()),
             }

@@ -2,6 +2,7 @@
 
 use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -85,8 +86,24 @@ const TO_START: &[Errno] = &[Errno::NOENT, Errno::CONNREFUSED, Errno::AGAIN, Err
 /// And one that is there, or has been, which does not start again meanwhile.
 const TO_ACCEPT: &[Errno] = &[Errno::AGAIN, Errno::INTR];
 
+/// Which server is at a path: the device and the number of its socket's file. As long as a server listens
+/// no other file has these, even where its own has been removed. A process's number tells less: those of
+/// other containers are 0 here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Identity(u64, u64);
+
+impl Identity {
+    /// Of who is at the path now, if anybody is.
+    fn at(path: &Path) -> Option<Self> {
+        std::fs::metadata(path).ok().map(|file| Self(file.dev(), file.ino()))
+    }
+}
+
+/// A connection, and to which server; not known where another came while it was made.
+pub(super) type Reached = (OwnedFd, Option<Identity>);
+
 /// Connects to a server that is there, or will be before the time is up.
-pub(super) fn reach(path: &Path, timeout: Option<Duration>) -> Result<OwnedFd, ClientError> {
+pub(super) fn reach(path: &Path, timeout: Option<Duration>) -> Result<Reached, ClientError> {
     reach_by(path, timeout, TO_START)
 }
 
@@ -95,7 +112,7 @@ fn reach_by(
     path: &Path,
     timeout: Option<Duration>,
     again: &[Errno],
-) -> Result<OwnedFd, ClientError> {
+) -> Result<Reached, ClientError> {
     let failed = |error: Errno| ClientError::Connect { path: path.into(), source: error.into() };
     let address = SocketAddrUnix::new(path).map_err(failed)?;
     // A time that no clock reaches is none.
@@ -106,10 +123,11 @@ fn reach_by(
         // without end.
         let (family, flags) = (AddressFamily::UNIX, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
         let socket = socket_with(family, SocketType::STREAM, flags, None).map_err(failed)?;
+        let server = Identity::at(path);
         match connect(&socket, &address) {
             Ok(()) => {
                 ioctl_fionbio(&socket, false).map_err(failed)?;
-                return Ok(socket);
+                return Ok((socket, server.filter(|_| server == Identity::at(path))));
             }
             Err(error) if again.contains(&error) => {
                 let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
@@ -125,15 +143,18 @@ fn reach_by(
     }
 }
 
-/// A connection for one question, whose answer may take as long as it may take to connect.
-fn ask(
+/// A question over a connection of its own, whose answer may take as long as it may take to connect.
+fn ask(path: &Path, timeout: Duration, question: &impl Encode) -> Result<Message, ClientError> {
+    ask_over(reach(path, Some(timeout))?, path, timeout, question)
+}
+
+fn ask_over(
+    reached: Reached,
     path: &Path,
     timeout: Duration,
-    again: &[Errno],
     question: &impl Encode,
 ) -> Result<Message, ClientError> {
-    let socket = reach_by(path, Some(timeout), again)?;
-    let mut channel = Channel::new(socket, path.into(), Duration::ZERO, Some(timeout));
+    let mut channel = Channel::new(reached, path.into(), Duration::ZERO, Some(timeout));
     Ok(channel.call(question, 0, Waits::Not)?.0)
 }
 
@@ -146,7 +167,7 @@ pub fn runtime_state(
     path: impl AsRef<Path>,
     timeout: Duration,
 ) -> Result<GetRuntimeStateResponse, ClientError> {
-    match ask(path.as_ref(), timeout, TO_START, &GetRuntimeStateRequest {})? {
+    match ask(path.as_ref(), timeout, &GetRuntimeStateRequest {})? {
         Message::GetRuntimeStateResponse(state) => Ok(state),
         other => Err(unexpected("GetRuntimeStateResponse", other)),
     }
@@ -160,22 +181,44 @@ pub fn event_history(
     path: impl AsRef<Path>,
     timeout: Duration,
 ) -> Result<Vec<RuntimeEvent>, ClientError> {
-    match ask(path.as_ref(), timeout, TO_START, &GetEventHistoryRequest {})? {
+    match ask(path.as_ref(), timeout, &GetEventHistoryRequest {})? {
         Message::GetEventHistoryResponse(history) => Ok(history.events),
         other => Err(unexpected("GetEventHistoryResponse", other)),
     }
 }
 
-/// Whether a server that is there answers nobody: not even who asks for its state, which waits for nothing.
-/// One that turns the question away is alive. Where nobody is at the path that is known at once, as the answer
-/// that is waited for is not looked for meanwhile: a server whose socket's file somebody has removed, which
-/// goes on with those that it has, or one that ends, and closes the connection then.
-pub(super) fn is_silent(path: &Path, time: Duration) -> bool {
-    match ask(path, time, TO_ACCEPT, &GetRuntimeStateRequest {}) {
-        Err(ClientError::Silent { .. }) => true,
+/// How a server is that has not answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Health {
+    /// It is alive, or nobody can tell.
+    Alive,
+    /// It answers nobody, not even who asks for its state, which waits for nothing.
+    Silent,
+    /// Another has come to where it was.
+    Replaced,
+}
+
+/// Asks who is at the path how the server is that a connection leads to. One that turns the question away is
+/// alive. Where nobody is at the path that is known at once, as the answer that is waited for is not looked
+/// for meanwhile: a server whose socket's file somebody has removed, which goes on with those that it has, or
+/// one that ends, and closes the connection then. Where another is there (the first is stopped, or stuck in
+/// the driver where nothing kills it, and somebody has made room) its answer says nothing of the first, which
+/// nobody can ask any more, nor find.
+pub(super) fn health(path: &Path, server: Option<Identity>, time: Duration) -> Health {
+    let is_other =
+        |there: Option<Identity>| matches!((server, there), (Some(a), Some(b)) if a != b);
+    let reached = match reach_by(path, Some(time), TO_ACCEPT) {
+        Ok((_, there)) if is_other(there) => return Health::Replaced,
+        Ok(reached) => reached,
         // It has not taken those that came before, either.
-        Err(ClientError::Connect { source, .. }) => source.kind() == ErrorKind::WouldBlock,
-        _ => false,
+        Err(ClientError::Connect { source, .. }) if source.kind() == ErrorKind::WouldBlock => {
+            return if is_other(Identity::at(path)) { Health::Replaced } else { Health::Silent };
+        }
+        Err(_) => return Health::Alive,
+    };
+    match ask_over(reached, path, time, &GetRuntimeStateRequest {}) {
+        Err(ClientError::Silent { .. }) => Health::Silent,
+        _ => Health::Alive,
     }
 }
 
@@ -198,9 +241,10 @@ mod tests {
         std::fs::create_dir(&folder).unwrap();
         let path = folder.join("s");
         let started = Instant::now();
-        assert!(!is_silent(&path, Duration::from_secs(20)), "no file");
+        let server = Some(Identity(0, 0));
+        assert_eq!(health(&path, server, Duration::from_secs(20)), Health::Alive, "no file");
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
-        assert!(!is_silent(&path, Duration::from_secs(20)), "nobody listens");
+        assert_eq!(health(&path, server, Duration::from_secs(20)), Health::Alive, "nobody listens");
         assert!(started.elapsed() < Duration::from_secs(20));
         std::fs::remove_dir_all(folder).unwrap();
     }

@@ -31,6 +31,16 @@ pub enum ClientError {
         /// How long an answer may take.
         time: Duration,
     },
+    /// Another server is where the one was that does not answer, which can be asked nothing any more. The
+    /// connection is given up.
+    #[error(
+        "another server is in the place of the one that was asked, which has not answered for {} s",
+        time.as_secs_f64()
+    )]
+    Replaced {
+        /// How long an answer may take.
+        time: Duration,
+    },
     /// The server has closed the connection, or died.
     #[error("the server is gone")]
     Disconnected,

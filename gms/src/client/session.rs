@@ -90,12 +90,12 @@ impl Session {
     /// Connects and waits for the lock.
     ///
     /// # Errors
-    /// [`ClientError::Connect`], [`ClientError::LockTimeout`], [`ClientError::Silent`], and what goes wrong
-    /// with connections.
+    /// [`ClientError::Connect`], [`ClientError::LockTimeout`], [`ClientError::Silent`],
+    /// [`ClientError::Replaced`], and what goes wrong with connections.
     pub fn connect(path: impl AsRef<Path>, options: ConnectOptions) -> Result<Self> {
         let path = path.as_ref();
-        let socket = reach(path, options.timeout)?;
-        let mut channel = Channel::new(socket, path.into(), options.spin, options.answer_timeout);
+        let reached = reach(path, options.timeout)?;
+        let mut channel = Channel::new(reached, path.into(), options.spin, options.answer_timeout);
         let extensions = if options.batch { vec![BATCH.to_owned()] } else { Vec::new() };
         let handshake = HandshakeRequest {
             lock_type: options.lock,
