@@ -1,5 +1,9 @@
 //! Threads stopped inside a driver call, so that what others do meanwhile is no accident.
 
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc;
+use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
@@ -49,6 +53,106 @@ fn a_stream_that_ends_while_its_event_is_recorded() {
     drop((pool, other, device));
     sim.assert_clean();
     assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+}
+
+/// Questions of a thread that comes behind a stream's end are held until the stream is gone.
+mod question_behind_the_end {
+    use std::cell::Cell;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::time::{Duration, Instant};
+
+    use crate::support::changed::{Gate, replaced};
+
+    pub(super) static BEFORE: Gate = Gate::new();
+    pub(super) static GONE: AtomicBool = AtomicBool::new(false);
+
+    thread_local! {
+        pub(super) static IS_BEHIND: Cell<bool> = const { Cell::new(false) };
+    }
+
+    fn hold() {
+        if !IS_BEHIND.get() {
+            return BEFORE.pass();
+        }
+        // Where it has come before the end after all, that waits for this.
+        let start = Instant::now();
+        while !GONE.load(Ordering::SeqCst) && start.elapsed() < Duration::from_millis(200) {
+            std::thread::yield_now();
+        }
+    }
+
+    replaced!(
+        cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus),
+        hold(),
+        hold()
+    );
+}
+
+/// One thread has closed a stream's epoch and is not yet at the lock under which it is to record; the stream's
+/// end, which waits for that lock too, comes before it: nothing is recorded behind the last event.
+#[test]
+fn a_stream_that_ends_before_its_closed_epoch_is_recorded() {
+    use question_behind_the_end::{BEFORE, GONE, IS_BEHIND};
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = changed(&sim, question_behind_the_end::put);
+    let device = driver.device(0).unwrap();
+    let pool = Pool::new(&device, &config(14, 96)).unwrap();
+    let [ending, own, other] = [(); 3].map(|()| device.stream().unwrap());
+    let of_other = pool.malloc(BYTES, &other).unwrap();
+    let used = pool.malloc(3 * BYTES, &own).unwrap();
+    let ptr = pool.malloc(9 * BYTES, &ending).unwrap();
+    pool.record_stream(used, &ending).unwrap();
+    pool.free(ptr, bare(&ending)).unwrap();
+    BEFORE.arm();
+    std::thread::scope(|scope| {
+        // Has the lock, to record behind the use.
+        let freer = scope.spawn(|| pool.free(used, &own));
+        BEFORE.wait();
+        let (ender, asleep) = started(scope, || drop(ending));
+        asleep();
+        let (asker, asleep) = started(scope, || {
+            IS_BEHIND.set(true);
+            pool.malloc(8 * BYTES, &other)
+        });
+        asleep();
+        BEFORE.open();
+        ender.join().unwrap();
+        GONE.store(true, Ordering::SeqCst);
+        freer.join().unwrap().unwrap();
+        let taken = asker.join().unwrap().unwrap();
+        pool.validate().unwrap();
+        [of_other, taken].into_iter().for_each(|ptr| pool.free(ptr, &other).unwrap());
+    });
+    pool.validate().unwrap();
+    drop((pool, own, other, device));
+    sim.assert_clean();
+    assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+}
+
+/// A thread, and what waits until it sleeps: in turn for a lock.
+fn started<'scope, T: Send + 'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    work: impl FnOnce() -> T + Send + 'scope,
+) -> (ScopedJoinHandle<'scope, T>, impl FnOnce()) {
+    let (told, hear) = mpsc::channel();
+    let thread = scope.spawn(move || {
+        // A thread of its own number in each process: "1234/task/1240".
+        told.send(std::fs::read_link("/proc/thread-self").unwrap()).unwrap();
+        work()
+    });
+    let asleep = move || {
+        let path = Path::new("/proc").join(hear.recv().unwrap()).join("stat");
+        let start = Instant::now();
+        let mut looks = 0;
+        while looks < 20 {
+            assert!(start.elapsed() < Duration::from_secs(30), "it does not come to wait");
+            // Its name has no parenthesis, behind which the state is.
+            let stat = std::fs::read_to_string(&path).unwrap();
+            looks = if stat.contains(") S ") { looks + 1 } else { 0 };
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    };
+    (thread, asleep)
 }
 
 gated!(query: cuEventQuery(event: CUevent));
