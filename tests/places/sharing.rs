@@ -219,6 +219,45 @@ fn an_import_is_counted_read_only_and_given_back() {
     }
 }
 
+/// A paged pool with few addresses to a reservation has many of these.
+#[test]
+fn a_pool_of_many_reservations_is_shared_whole() {
+    let [owner, user] = two(Simulator::builder);
+    let mut config = vpmm::PagedConfig::default();
+    (config.va_size_bytes, config.sharing) = (2 * GRANULE, FILES);
+    let pool = Pool::paged(&owner.device, &config).unwrap();
+    let stream = owner.stream();
+    let grow = |count| -> Vec<_> {
+        (0..count).map(|_| pool.malloc(2 * GRANULE as usize, &stream).unwrap()).collect()
+    };
+    let (here, there) = UnixStream::pair().unwrap();
+    let mut export = pool.export_all().unwrap();
+    let mut held = grow(70);
+    let mut memory = std::thread::scope(|scope| {
+        let receiver = scope.spawn(|| Imported::receive(&user.device, &there, Access::Read));
+        export.send(&here).unwrap();
+        receiver.join().unwrap().unwrap()
+    });
+    assert_eq!(memory.stats().reservation_count, 70);
+    held.extend(grow(70));
+    std::thread::scope(|scope| {
+        let receiver = scope.spawn(|| memory.receive_more(&there));
+        export.send(&here).unwrap();
+        receiver.join().unwrap().unwrap();
+    });
+    assert_eq!((memory.stats().reservation_count, memory.stats().extent_count), (140, 280));
+    let mut places: Vec<u64> = Vec::new();
+    for ptr in &held {
+        let at = |offset| memory.translate(ptr.address() + offset).unwrap().address();
+        assert_eq!(at(2 * GRANULE - 1), at(0) + 2 * GRANULE - 1, "contiguous here, too");
+        places.push(at(0));
+    }
+    places.sort_unstable();
+    assert!(places.windows(2).all(|pair| pair[0] + 2 * GRANULE <= pair[1]), "each its own");
+    drop(memory);
+    held.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+}
+
 /// The driver refuses to wait for a device while a stream captures: what was imported is unmapped later, by
 /// the next wait for the device, and not before.
 #[test]

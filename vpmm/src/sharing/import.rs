@@ -31,8 +31,8 @@ struct Window {
 struct Mapped {
     here: u64,
     bytes: u64,
-    /// The number of its window.
-    window: usize,
+    /// Where its window is there.
+    window: u64,
 }
 
 /// Memory of another process's pool, mapped in this one: an allocation, or a whole pool.
@@ -50,8 +50,8 @@ pub struct Imported {
     granule: u64,
     handles: Sharing,
     block: Option<Span>,
-    windows: Vec<Window>,
-    /// By their addresses there.
+    /// By their addresses there; and so are the extents.
+    windows: BTreeMap<u64, Window>,
     extents: BTreeMap<u64, Mapped>,
 }
 
@@ -131,7 +131,7 @@ impl Imported {
                 granule: header.granule,
                 handles: header.handles,
                 block: header.block,
-                windows: Vec::new(),
+                windows: BTreeMap::new(),
                 extents: BTreeMap::new(),
             };
             imported.take(socket, &header)?;
@@ -193,7 +193,7 @@ impl Imported {
     /// driver call.
     pub fn stats(&self) -> Stats {
         let mapped_bytes = self.mapped_bytes();
-        let reserved_bytes = self.windows.iter().map(|window| window.here.bytes()).sum();
+        let reserved_bytes = self.windows.values().map(|window| window.here.bytes()).sum();
         Stats {
             mapped_bytes,
             peak_mapped_bytes: mapped_bytes,
@@ -215,20 +215,21 @@ impl Imported {
         let _context = device.enter()?;
         let driver = device.driver();
         // Dropped after what is mapped in them.
-        let mut reserved: Vec<Window> = Vec::new();
-        let mut numbers = Vec::new();
+        let mut reserved = BTreeMap::new();
         for span in &spans {
-            if let Some(known) = self.windows.iter().position(|window| window.there == *span) {
-                numbers.push(known);
-                continue;
+            match self.windows.get(&span.start) {
+                None => {}
+                Some(known) if known.there == *span => continue,
+                Some(_) => {
+                    return Err(Error::BadMessage { reason: "a window is another than it was" });
+                }
             }
             let here = Reservation::new(driver, span.bytes).map_err(|failure| {
                 let bytes = span.bytes;
                 let exhausted = Error::AddressSpaceExhausted { bytes };
                 if failure.is_out_of_memory() { exhausted } else { failure.about(bytes) }
             })?;
-            numbers.push(self.windows.len() + reserved.len());
-            reserved.push(Window { there: *span, here });
+            reserved.insert(span.start, Window { there: *span, here });
         }
         let mut arrived = Arrived { driver, extents: Vec::new() };
         let (mut left, mut last) = (header.extents as usize, 0);
@@ -245,8 +246,8 @@ impl Imported {
             let first = arrived.extents.len();
             let batch = header.read_batch(&bytes, &spans, &mut last)?;
             for ((span, at), entry) in batch.iter().zip(bytes.chunks_exact(header.entry_bytes())) {
-                let number = numbers[*at];
-                let known = self.windows.iter().chain(&reserved).nth(number);
+                let start = spans[*at].start;
+                let known = self.windows.get(&start).or_else(|| reserved.get(&start));
                 let Some(window) = known.filter(|_| !self.is_known(*span)) else {
                     return Err(Error::BadMessage { reason: "it repeats an extent" });
                 };
@@ -255,7 +256,7 @@ impl Imported {
                     Some(file) => import_descriptor(driver, &file, span.bytes)?,
                     None => import_fabric(driver, entry, span.bytes)?,
                 };
-                let mapped = Mapped { here, bytes: span.bytes, window: number };
+                let mapped = Mapped { here, bytes: span.bytes, window: start };
                 self.map(handle, mapped)?;
                 arrived.extents.push((span.start, mapped));
             }
@@ -272,7 +273,7 @@ impl Imported {
         socket::send(socket, &[wire::TAKEN], &[])?;
         self.extents.extend(std::mem::take(&mut arrived.extents));
         drop(arrived);
-        self.windows.extend(reserved);
+        self.windows.append(&mut reserved);
         Ok(())
     }
 
@@ -366,7 +367,7 @@ pub(super) struct Mappings {
     device: Device,
     extents: Vec<Mapped>,
     /// Dropped after what is mapped in them.
-    windows: Vec<Window>,
+    windows: BTreeMap<u64, Window>,
 }
 
 impl Mappings {

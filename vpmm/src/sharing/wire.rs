@@ -24,7 +24,8 @@ pub(super) const FABRIC_BYTES: usize = 64;
 
 /// Extents in a batch; the kernel passes at most 253 descriptors at a time.
 pub(super) const BATCH: usize = 128;
-const MOST_WINDOWS: u32 = 64;
+/// A paged pool has as many reservations as it is made to by a short `va_size_bytes`: one for each extent.
+const MOST_WINDOWS: u32 = MOST_EXTENTS;
 const MOST_EXTENTS: u32 = 1 << 20;
 const MOST_BYTES: u64 = 1 << 47;
 
@@ -184,7 +185,8 @@ impl Header {
         let mut batch = Vec::new();
         for entry in bytes.chunks_exact(self.entry_bytes()) {
             let span = self.check_span(read_span(entry))?;
-            let Some(window) = windows.iter().position(|window| window.holds(span)) else {
+            let before = windows.partition_point(|window| window.start <= span.start);
+            let Some(window) = before.checked_sub(1).filter(|at| windows[*at].holds(span)) else {
                 return bad("an extent is in no window");
             };
             let gap = span.start != (*last).max(windows[window].start);
@@ -264,7 +266,7 @@ mod tests {
     fn extents_are_in_order_and_in_their_window() {
         let span =
             |start: u64, granules: u64| Span { start: start * GRANULE, bytes: granules * GRANULE };
-        let windows = [span(10, 6)];
+        let windows = [span(3, 7), span(10, 6), span(16, 1)];
         let read = |block: Option<Span>, spans: &[Span]| {
             let mut bytes = Vec::new();
             spans.iter().for_each(|span| write_span(*span, &mut bytes));
@@ -274,8 +276,10 @@ mod tests {
         for wrong in [
             [span(13, 1), span(11, 1)],
             [span(11, 2), span(12, 1)],
-            [span(9, 1), span(11, 1)],
+            [span(2, 1), span(11, 1)],
+            [span(9, 2), span(11, 1)],
             [span(11, 1), span(15, 2)],
+            [span(11, 1), span(17, 1)],
             [span(11, 1), Span { start: 12 * GRANULE + 1, bytes: GRANULE }],
             [span(11, 1), span(13, 0)],
         ] {
