@@ -205,6 +205,8 @@ def test_a_worker_by_its_command(tmp_path):
         (["--vpmm-profile", "large"], "'large' is no profile"),
         (["--vpmm-prefer", "tea"], "prefer cannot be 'tea'"),
         (["--vpmm-moves-per-second", "-1"], "moves_per_second cannot be -1"),
+        (["--vpmm-page-size", "2 MiB"], "page_size is of the paged profile"),
+        (["--vpmm-ahead", "1 MiB", "--vpmm-profile", "paged"], "ahead is of the default profile"),
         (["--vpmm-history", "many"], "'many' is not a valid integer"),
     ],
 )

@@ -10,8 +10,8 @@ import time
 import pytest
 
 import vpmm
-from vpmm import _pool, _worker
-from vpmm._library import ffi
+from vpmm import _errors, _pool, _worker
+from vpmm._library import ffi, lib
 from vpmm._pool import bytes_of
 
 MIB = 1 << 20
@@ -46,6 +46,16 @@ def test_too_much_is_a_memory_error_with_a_map(profile):
     assert "at most 16 MiB" in str(caught.value)
     pool.free(pointer)
     pool.free(pool.malloc(10 * MIB))
+
+
+def test_each_status_that_somebody_can_act_on_is_an_exception():
+    names = {ffi.string(lib.vpmm_status_name(number)).decode() for number in range(100)} - {"?"}
+    # Done; a child of a fork; defects; and what has no name.
+    without = {"VPMM_OK", "VPMM_FORKED", "VPMM_CORRUPT", "VPMM_PANIC", "VPMM_OTHER"}
+    assert names == {*_errors._OF_STATUS} | without
+    for status, kind in _errors._OF_STATUS.items():
+        assert getattr(vpmm, kind.__name__) is kind and kind.__name__ in vpmm.__all__
+        assert type(_errors.error_of(status, "why")) is kind
 
 
 def test_mistakes_are_errors_of_their_own():
@@ -254,23 +264,50 @@ def test_a_pool_s_own_snapshot(tmp_path):
     pool.free(tagged)
 
 
+MAKERS = [vpmm.Pool, vpmm.configure, vpmm.mr.PoolMemoryResource, _worker.Worker]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "value", "profile"),
+    [
+        ("initial_pages", 1, "paged"),
+        ("page_size", "2 MiB", "paged"),
+        ("moves_per_second", 0, "default"),
+        ("patience", 0, "default"),
+        ("background", 0.01, "default"),
+        ("ahead", "64 MiB", "default"),
+    ],
+)
+def test_options_of_the_other_profile_are_refused_by_name(make, name, value, profile):
+    other = {"paged": "default", "default": "paged"}[profile]
+    with pytest.raises(ValueError, match=f"^{name} is of the {profile} profile"):
+        make(profile=other, **{name: value})
+    # What is not given is not refused.
+    assert _pool._options(0, profile=other, **{name: 0 if name == "initial_pages" else None})
+    assert _pool._options(0, profile=profile, **{name: value})
+
+
+def test_settings_of_a_job_leave_its_actors_profile_open():
+    _worker.Worker.check(page_size="2 MiB")
+    _worker.Worker.check(ahead="1 MiB", limit="1 GiB")
+    for wrong in ({"ahead": 1, "page_size": "2 MiB"}, {"profile": "default", "initial_pages": 1}):
+        with pytest.raises(ValueError, match="profile"):
+            _worker.Worker.check(**wrong)
+
+
 def test_each_option_reaches_the_library():
     given = {
         "limit": "1 GiB",
-        "profile": "paged",
         "addresses": "2 GiB",
         "release_threshold": 5,
-        "moves_per_second": 7,
-        "patience": 0.5,
-        "background": 0.25,
-        "ahead": 11,
         "wait": 2,
-        "initial_pages": 13,
-        "page_size": "2 MiB",
         "prefer": "wait",
         "sharing": "fabric",
     }
-    assert {*given} == {*vpmm.PoolOptions.__annotations__}
+    paged = {"profile": "paged", "initial_pages": 13, "page_size": "2 MiB"}
+    default = {"profile": "default", "moves_per_second": 7, "patience": 0.5, "background": 0.25, "ahead": 11}
+    assert {*given, *paged, *default} == {*vpmm.PoolOptions.__annotations__}
 
     def numbers(**options):
         made = _pool._options(3, **options)
@@ -282,17 +319,23 @@ def test_each_option_reaches_the_library():
         **dict.fromkeys(("release_threshold_bytes", "wait_nanoseconds", "patience_nanoseconds"), 2**64 - 1),
     }
     assert numbers() == initial
-    assert numbers(**given) == {
+    both = {
         **initial,
-        "profile": 1,
         "limit_bytes": 1 << 30,
         "va_size_bytes": 2 << 30,
         "release_threshold_bytes": 5,
         "wait_nanoseconds": 2_000_000_000,
-        "initial_pages": 13,
-        "page_size_bytes": 2 << 20,
         "pending_policy": 2,
         "sharing": 2,
+    }
+    assert numbers(**given, **paged) == {
+        **both,
+        "profile": 1,
+        "initial_pages": 13,
+        "page_size_bytes": 2 << 20,
+    }
+    assert numbers(**given, **default) == {
+        **both,
         "moves_per_second": 7,
         "patience_nanoseconds": 500_000_000,
         "background_period_nanoseconds": 250_000_000,

@@ -104,6 +104,10 @@ typedef enum vpmm_status {
    * The layout is not the one whose addresses were kept.
    */
   VPMM_STALE = 21,
+  /**
+   * The system would not start the thread that a pool is to have of its own: without one it can be made.
+   */
+  VPMM_NO_THREAD = 22,
 } vpmm_status;
 
 /**
@@ -306,7 +310,8 @@ typedef struct vpmm_shortage vpmm_shortage;
 typedef struct vpmm_tagged vpmm_tagged;
 
 /**
- * What a pool is made with: set by `vpmm_pool_options_init`, then changed.
+ * What a pool is made with: set by `vpmm_pool_options_init`, then changed. What is set for a pool of the
+ * other profile is `VPMM_INVALID_ARGUMENT`. Nothing is read from the environment.
  */
 typedef struct vpmm_pool_options {
   /**

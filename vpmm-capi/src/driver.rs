@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ffi::{CStr, c_char};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use cuda_sim::Simulator;
+use cuda_sim::{SimError, Simulator};
 use stacks::Built;
 use vpmm_core::{Device, DevicePtr, Driver, Pool, Stream, StreamHandle};
 
@@ -38,11 +38,14 @@ impl Loaded {
         let (driver, simulator) = match name.as_str() {
             "cuda" => (Driver::load()?, None),
             name => {
-                let failed = |error: cuda_sim::SimError| {
-                    Failure::new(vpmm_status::VPMM_OTHER, error.to_string())
-                };
                 let simulator = Simulator::builder().devices(simulated_devices(name)?);
-                let simulator = simulator.build().map_err(failed)?;
+                let simulator = simulator.build().map_err(|error| {
+                    let status = match error {
+                        SimError::NoSlot { .. } => vpmm_status::VPMM_IN_USE,
+                        _ => vpmm_status::VPMM_INVALID_ARGUMENT,
+                    };
+                    Failure::new(status, error.to_string())
+                })?;
                 (Driver::new(simulator.driver())?, Some(simulator))
             }
         };

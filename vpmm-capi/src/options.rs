@@ -20,7 +20,8 @@ pub enum vpmm_profile {
     VPMM_PROFILE_PAGED = 1,
 }
 
-/// What a pool is made with: set by `vpmm_pool_options_init`, then changed.
+/// What a pool is made with: set by `vpmm_pool_options_init`, then changed. What is set for a pool of the
+/// other profile is `VPMM_INVALID_ARGUMENT`. Nothing is read from the environment.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct vpmm_pool_options {
@@ -199,6 +200,11 @@ impl vpmm_pool_options {
     }
 
     pub(crate) fn default_profile(&self) -> Result<PoolConfig, Failure> {
+        let of_paged = [
+            ("initial_pages", self.initial_pages != 0),
+            ("page_size_bytes", self.page_size_bytes != 0),
+        ];
+        of_one_profile(of_paged, "paged")?;
         let mut config = PoolConfig::default();
         if self.moves_per_second != 0 {
             config.moves_per_second = self.moves_per_second;
@@ -219,6 +225,13 @@ impl vpmm_pool_options {
     }
 
     pub(crate) fn paged_profile(&self) -> Result<PagedConfig, Failure> {
+        let of_default = [
+            ("moves_per_second", self.moves_per_second != 0),
+            ("patience_nanoseconds", self.patience_nanoseconds != u64::MAX),
+            ("background_period_nanoseconds", self.background_period_nanoseconds != 0),
+            ("background_ahead_bytes", self.background_ahead_bytes != 0),
+        ];
+        of_one_profile(of_default, "default")?;
         let mut config = PagedConfig::default();
         config.limit_bytes = some(self.limit_bytes, 0);
         config.release_threshold_bytes = some(self.release_threshold_bytes, u64::MAX);
@@ -248,6 +261,13 @@ fn some(value: u64, none: u64) -> Option<u64> {
 
 fn wrong(name: &str, value: u64) -> Failure {
     Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, format!("{name} cannot be {value}"))
+}
+
+/// Refuses what was set of fields that a pool of the other profile would not look at.
+fn of_one_profile<const N: usize>(fields: [(&str, bool); N], profile: &str) -> Result<(), Failure> {
+    let Some((name, _)) = fields.into_iter().find(|(_, is_set)| *is_set) else { return Ok(()) };
+    let text = format!("{name} is of the {profile} profile, and the pool is of the other");
+    Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text))
 }
 
 /// Sets everything to its first value. `size` is `sizeof (vpmm_pool_options)`, as the program has it.
@@ -289,5 +309,36 @@ mod tests {
         assert_eq!(background(0, 0), None);
         assert_eq!(background(2_000_000, 0), Some((2, 0)));
         assert_eq!(background(0, 64 << 20), Some((5, 64 << 20)));
+    }
+
+    #[test]
+    fn what_is_of_the_other_profile_is_refused_by_name() {
+        const INITIAL: vpmm_pool_options = vpmm_pool_options::INITIAL;
+        let of_paged = [
+            ("initial_pages", vpmm_pool_options { initial_pages: 1, ..INITIAL }),
+            ("page_size_bytes", vpmm_pool_options { page_size_bytes: 2 << 20, ..INITIAL }),
+        ];
+        let of_default = [
+            ("moves_per_second", vpmm_pool_options { moves_per_second: 1, ..INITIAL }),
+            ("patience_nanoseconds", vpmm_pool_options { patience_nanoseconds: 0, ..INITIAL }),
+            (
+                "background_period_nanoseconds",
+                vpmm_pool_options { background_period_nanoseconds: 1, ..INITIAL },
+            ),
+            ("background_ahead_bytes", vpmm_pool_options { background_ahead_bytes: 1, ..INITIAL }),
+        ];
+        let refused = |name: &str, made: Option<Failure>| {
+            let failure = made.unwrap_or_else(|| panic!("{name} is taken"));
+            assert_eq!(failure.status(), vpmm_status::VPMM_INVALID_ARGUMENT);
+            assert!(failure.text().starts_with(name), "{}", failure.text());
+        };
+        for (name, options) in of_paged {
+            refused(name, options.default_profile().err());
+            assert!(options.paged_profile().is_ok(), "{name}");
+        }
+        for (name, options) in of_default {
+            refused(name, options.paged_profile().err());
+            assert!(options.default_profile().is_ok(), "{name}");
+        }
     }
 }

@@ -54,6 +54,8 @@ pub enum vpmm_status {
     VPMM_REFUSED = 20,
     /// The layout is not the one whose addresses were kept.
     VPMM_STALE = 21,
+    /// The system would not start the thread that a pool is to have of its own: without one it can be made.
+    VPMM_NO_THREAD = 22,
 }
 
 use vpmm_status::*;
@@ -107,7 +109,8 @@ impl vpmm_status {
             | Error::ContentsChanged { .. } => VPMM_IO_ERROR,
             Error::Forked => VPMM_FORKED,
             Error::Resource(error) => status_before(&**error).unwrap_or(VPMM_OTHER),
-            // `NoThread`, and what is named after this was written.
+            Error::NoThread(_) => VPMM_NO_THREAD,
+            // What is named after this was written.
             _ => VPMM_OTHER,
         }
     }
@@ -136,11 +139,12 @@ impl vpmm_status {
             VPMM_DISCONNECTED => c"VPMM_DISCONNECTED",
             VPMM_REFUSED => c"VPMM_REFUSED",
             VPMM_STALE => c"VPMM_STALE",
+            VPMM_NO_THREAD => c"VPMM_NO_THREAD",
         }
     }
 }
 
-const ALL: [vpmm_status; 22] = [
+const ALL: [vpmm_status; 23] = [
     VPMM_OK,
     VPMM_INVALID_ARGUMENT,
     VPMM_OUT_OF_MEMORY,
@@ -163,6 +167,7 @@ const ALL: [vpmm_status; 22] = [
     VPMM_DISCONNECTED,
     VPMM_REFUSED,
     VPMM_STALE,
+    VPMM_NO_THREAD,
 ];
 
 /// The name of a status as it is written here, for ever; `"?"` for a number that is none.
@@ -187,6 +192,16 @@ mod tests {
             Error::LengthMismatch { given: 1, len: 2 },
         ] {
             assert_eq!(vpmm_status::of(&wrong), VPMM_INVALID_ARGUMENT, "{wrong}");
+        }
+        let refused = std::io::Error::from(std::io::ErrorKind::WouldBlock);
+        let status = vpmm_status::of(&Error::NoThread(std::sync::Arc::new(refused)));
+        assert_eq!((status, status.name()), (VPMM_NO_THREAD, c"VPMM_NO_THREAD"));
+    }
+
+    #[test]
+    fn every_status_is_found_by_its_number() {
+        for (number, status) in ALL.into_iter().enumerate() {
+            assert_eq!(number as i32, status as i32, "{status:?}");
         }
     }
 }

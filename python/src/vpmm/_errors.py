@@ -63,6 +63,10 @@ class DisconnectedError(Error, ConnectionError):
     """No server could be reached, or the connection to it has failed."""
 
 
+class NoThreadError(Error):
+    """The system would not start the thread that a pool is to have of its own (``background``, ``ahead``)."""
+
+
 class RefusedError(Error):
     """A server would not do it, and says why."""
 
@@ -89,6 +93,7 @@ _OF_STATUS = {
     "VPMM_DISCONNECTED": DisconnectedError,
     "VPMM_REFUSED": RefusedError,
     "VPMM_STALE": StaleMemoryLayoutError,
+    "VPMM_NO_THREAD": NoThreadError,
 }
 
 

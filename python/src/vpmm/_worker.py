@@ -58,6 +58,14 @@ class Worker:
         self.history, self.snapshot = history, snapshot
         self.log = log if log_directory is None else os.path.join(log_directory, log or "vpmm.csv")
 
+    @classmethod
+    def check(cls, **settings: Unpack[Settings]) -> None:
+        """Raises what is wrong with settings, to which others may be added: as long as they leave the profile
+        open it is the one that they fit."""
+        if "profile" not in settings and (settings.get("initial_pages") or settings.get("page_size")):
+            settings = {**settings, "profile": "paged"}
+        cls(**settings)
+
     def prepare(self) -> None:
         """Has the process's pool be so once it is made, and libraries allocate from it. Touches no device, so
         that ``CUDA_VISIBLE_DEVICES`` may still be set."""

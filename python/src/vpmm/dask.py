@@ -71,18 +71,20 @@ _OF_POOL = {
     "background": (float, "seconds between two looks of a thread of the pool's own"),
     "ahead": (str, "free memory that this thread keeps mapped"),
     "wait": (float, "seconds that a request waits for memory that is in use"),
-    "initial_pages": (int, "of the paged profile"),
-    "page_size": (str, "of the paged profile"),
+    "initial_pages": (int, "of the paged profile: pages mapped when the pool is made"),
+    "page_size": (str, "of the paged profile: the bytes of a page"),
     "prefer": (str, "to 'grow', or to 'wait' for what other streams have freed"),
     "sharing": (str, "with other processes, by 'descriptors' or by 'fabric' handles"),
 }
 
 
-def _check(_: click.Context, parameter: click.Parameter, value: Any) -> Any:
+def _check(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
     # While the command line is read: a worker whose preload fails says so in its log, and goes on without.
     if value is not None:
+        # The profile is read first, as it says which of the others there are.
+        profile: Any = context.params.get("vpmm_profile") or "default"
         try:
-            Worker(**{str(parameter.name).removeprefix("vpmm_"): value})
+            Worker(**{"profile": profile, str(parameter.name).removeprefix("vpmm_"): value})
         except (ValueError, OverflowError) as error:
             raise click.BadParameter(str(error)) from None
     return value
@@ -90,8 +92,8 @@ def _check(_: click.Context, parameter: click.Parameter, value: Any) -> Any:
 
 def _with_options_of_pool(command: Any) -> Any:
     for name, (kind, text) in reversed(_OF_POOL.items()):
-        option = click.option(f"--vpmm-{name.replace('_', '-')}", type=kind, callback=_check, help=text)
-        command = option(command)
+        flag, first = f"--vpmm-{name.replace('_', '-')}", name == "profile"
+        command = click.option(flag, type=kind, callback=_check, is_eager=first, help=text)(command)
     return command
 
 

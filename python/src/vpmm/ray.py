@@ -52,7 +52,7 @@ def actor(cls: type | None = None, /, **settings: Unpack[Settings]) -> Any:
     ``log`` is a file, before whose ending the process's number goes, for a row for each allocation of
     buffers, CuPy and Numba, in RMM's format. :func:`options` has the last word.
     """
-    Worker(**settings)
+    Worker.check(**settings)
 
     def decorate(cls: Any) -> Any:
         init: Callable[..., None] = cls.__init__
@@ -134,7 +134,7 @@ def _told(variable: str) -> dict[str, Any]:
 def _with_variable(runtime_env: dict[str, Any] | None, variable: str, settings: Settings) -> dict[str, Any]:
     made = dict(runtime_env or {})
     # A mistake is told here, and not by every process.
-    Worker(**settings)
+    Worker.check(**settings)
     told = json.dumps(settings, default=os.fspath)
     made["env_vars"] = {**made.get("env_vars", {}), variable: told}
     return made

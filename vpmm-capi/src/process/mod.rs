@@ -95,7 +95,7 @@ impl Process {
             let own = Some(options.limit_bytes).filter(|bytes| *bytes != 0);
             options.limit_bytes = own.map_or(part, |own| own.min(part));
         }
-        if options.patience_nanoseconds == u64::MAX {
+        if options.patience_nanoseconds == u64::MAX && !options.is_paged()? {
             options.patience_nanoseconds = PATIENCE_NANOSECONDS;
         }
         let pool = loaded.new_pool(&options)?;

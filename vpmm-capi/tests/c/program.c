@@ -99,6 +99,16 @@ static void mistakes(vpmm_driver *driver) {
   options.profile = VPMM_PROFILE_PAGED;
   options.page_size_bytes = 12345;
   MUST(vpmm_pool_create(driver, &options, &pool) == VPMM_INVALID_ARGUMENT && pool == NULL);
+  vpmm_pool_options_init(&options, sizeof options);
+  options.page_size_bytes = (uint64_t)2 << 20;
+  MUST(vpmm_pool_create(driver, &options, &pool) == VPMM_INVALID_ARGUMENT && pool == NULL);
+  MUST(strstr(vpmm_last_error(), "page_size_bytes is of the paged profile") != NULL);
+  vpmm_driver *many[64];
+  size_t loaded = 0;
+  vpmm_status last = VPMM_OK;
+  while (loaded < 64 && (last = vpmm_driver_load("sim", &many[loaded])) == VPMM_OK) loaded++;
+  MUST(last == VPMM_IN_USE && strstr(vpmm_last_error(), "64 simulators") != NULL);
+  while (loaded > 0) vpmm_driver_release(many[--loaded]);
   void *pointer = NULL;
   MUST(vpmm_malloc(NULL, 1, NULL, &pointer) == VPMM_INVALID_ARGUMENT);
   MUST(vpmm_pool_destroy(NULL) == VPMM_INVALID_ARGUMENT);
