@@ -421,6 +421,43 @@ fn a_threads_default_stream_is_waited_for_when_another_thread_frees() {
     });
 }
 
+/// What that thread freed before has an event, which says nothing of what its stream used since.
+#[test]
+fn a_threads_default_stream_is_waited_for_though_what_it_freed_before_has_passed() {
+    Rig::each(|rig, profile| {
+        for bytes in SIZES {
+            let watched = rig.pool(profile);
+            let own = rig.stream();
+            let held = watched.malloc(bytes, &own);
+            let (tell, told) = mpsc::channel();
+            let (end, ends) = mpsc::channel::<()>();
+            std::thread::scope(|scope| {
+                let (watched, own, held) = (&watched, &own, &held);
+                scope.spawn(move || {
+                    let before = watched.malloc(GRANULE, StreamHandle::PER_THREAD);
+                    watched.free(before, StreamHandle::PER_THREAD);
+                    let stall = rig.stall(StreamHandle::PER_THREAD);
+                    watched.look_from(held, own, StreamHandle::PER_THREAD);
+                    tell.send(stall).unwrap();
+                    // Nothing is sent: the other end goes.
+                    let _ = ends.recv();
+                });
+                let stall = told.recv().unwrap();
+                watched.free(*held, own);
+                for _ in 0..2 {
+                    assert_kept(watched, held, own);
+                    watched.pool.trim_to(0).unwrap();
+                }
+                drop(stall);
+                rig.device.synchronize().unwrap();
+                assert_found_again(watched, bytes, own);
+                drop(end);
+            });
+            watched.assert_intact();
+        }
+    });
+}
+
 #[test]
 fn the_hosts_wait_for_the_other_stream_needs_no_question() {
     Rig::each(|rig, profile| {

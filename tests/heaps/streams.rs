@@ -55,6 +55,43 @@ fn ordinary_memory_may_be_freed_in_a_capture() {
     });
 }
 
+/// What a stream did before its capture is as little over when further streams have finished as when they
+/// have not.
+#[test]
+fn ordinary_memory_with_further_uses_may_be_freed_in_a_capture() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let (raw, further, other) = (graph::Raw::new(rig, false), rig.stream(), rig.stream());
+        let stream = raw.handle();
+        let ptr = watched.pool.malloc(GRANULE as usize, stream).unwrap();
+        rig.fill(ptr.address(), GRANULE, 6, stream);
+        rig.order(stream, &further);
+        rig.check(ptr.address(), GRANULE, 6, further.handle());
+        // Of its own stream, too, which changes nothing.
+        for used in [stream, further.handle()] {
+            watched.pool.record_stream(ptr, used).unwrap();
+        }
+        rig.order(&further, stream);
+        let stall = rig.stall(stream);
+        rig.fill(ptr.address(), GRANULE, 7, stream);
+        let graphs = watched.pool.graph_pool().unwrap();
+        graphs.begin(stream).unwrap();
+        graph::begin(rig, stream, RELAXED);
+        watched.pool.free(ptr, stream).unwrap();
+        further.synchronize().unwrap();
+        let taken = [(); 3].map(|()| watched.malloc(GRANULE, &other));
+        assert!(taken.iter().all(|taken| taken.address() != ptr.address()));
+        let graph = graph::stop(rig, stream);
+        graphs.end(stream).unwrap();
+        taken.into_iter().for_each(|taken| watched.free(taken, &other));
+        drop(stall);
+        rig.device.synchronize().unwrap();
+        graphs.release(stream).unwrap();
+        watched.assert_intact();
+        drop(graph);
+    });
+}
+
 #[test]
 fn beside_a_capture_other_streams_and_threads_go_on() {
     everywhere(|rig, profile| {

@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 
 use super::Resident;
 use crate::default::space::Space;
-use crate::default::space::book::Stage;
+use crate::default::space::book::{Recording, Stage};
 use crate::default::space::free_set::Block;
 use crate::default::space::owner::Owner;
 use crate::default::space::tags::Tags;
@@ -262,7 +262,9 @@ impl Space {
     fn settle_past(&mut self, tags: &Tags, mark: &Mark) -> bool {
         let book = &self.books[mark.stream as usize];
         let passed = book.passed >= mark.epoch;
-        if passed {
+        // Events of frees alone say nothing of uses that something still waits for.
+        let eager = book.recording == Recording::Eager;
+        if passed && !(eager && book.deferred_until > book.passed) {
             self.settle_epoch(tags, mark, false);
         }
         let book = &self.books[mark.stream as usize];

@@ -93,14 +93,21 @@ impl Core {
     ) -> Result<()> {
         // Streams whose end nobody tells get their event now, the free's own among them. They are
         // known alive: the caller keeps them until this returns.
-        let (uses, eager) = {
+        let (uses, recording) = {
             let space = self.space.lock();
-            let eager = space.books[stream as usize].recording == Recording::Eager;
-            (space.uses.get(&start).cloned().unwrap_or_default(), eager)
+            let recording = space.books[stream as usize].recording;
+            (space.uses.get(&start).cloned().unwrap_or_default(), recording)
+        };
+        let eager = recording == Recording::Eager;
+        // In a capture the stream of the free has another name, but the same handle.
+        let is_own = |of: &Use| {
+            let by_handle = recording == Recording::Held && handle != StreamHandle::PER_THREAD;
+            of.stream == stream || (by_handle && of.on == Some(handle))
         };
         let mut waits: SmallVec<[Wait; 2]> = SmallVec::new();
-        for (of, on) in uses.iter().filter_map(|of| Some((of.stream, of.on?))) {
-            if of != stream && self.is_within_reach(of, on)? {
+        let further = uses.iter().filter(|of| !is_own(of));
+        for (of, on) in further.filter_map(|of| Some((of.stream, of.on?))) {
+            if self.is_within_reach(of, on)? {
                 waits.push(self.record_use(of, on)?);
             }
         }
@@ -114,10 +121,9 @@ impl Core {
         };
         for of in &uses {
             space.books[of.stream as usize].pins -= 1;
-            let covered =
-                of.stream == stream || waits.iter().any(|known| known.stream == of.stream);
+            let covered = is_own(of) || waits.iter().any(|known| known.stream == of.stream);
             if !covered {
-                waits.push(space.wait_for_open(of.stream));
+                waits.push(space.wait_for_use(of.stream));
             }
         }
         let own = own.unwrap_or_else(|| space.wait_for_open(stream));
@@ -309,6 +315,15 @@ impl Space {
         Wait { stream, epoch: book.epoch, mark: book.marks }
     }
 
+    /// The same of one that nothing was recorded on now. An event that another thread's default stream has
+    /// for its open epoch was recorded at its last free, before the use perhaps: then the next epoch's counts.
+    fn wait_for_use(&self, stream: u32) -> Wait {
+        let wait = self.wait_for_open(stream);
+        let book = &self.books[stream as usize];
+        let is_early = book.recording == Recording::Eager && book.last_record.is_some();
+        Wait { epoch: wait.epoch + u64::from(is_early), ..wait }
+    }
+
     fn defer(&mut self, tags: &Tags, block: Deferred) {
         self.out_units -= u64::from(block.units);
         self.out_blocks -= 1;
@@ -386,6 +401,8 @@ impl Space {
             }
             // The event that was recorded at the free is not the open epoch's any more.
             Recording::Eager => passed.then_some(Owner::NOBODY),
+            // What it did before its capture may not be over.
+            Recording::Held => Some(book.open_owner(stream)),
             Recording::Ended | Recording::Lost if !passed => Some(book.open_owner(stream)),
             _ => Some(Owner::NOBODY),
         }
