@@ -365,6 +365,35 @@ fn a_capturing_stream_neither_suspends_nor_resumes() {
     });
 }
 
+/// The same by a handle from elsewhere, which is known by another number in the capture.
+#[test]
+fn a_heap_stays_awake_for_what_was_freed_in_a_capture_that_a_graphs_pool_is_open_to() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let pool = &watched.pool;
+        let (stream, raw) = (rig.stream(), graph::Raw::new(rig, false));
+        let tagged = pool.tagged("weights").unwrap();
+        let ptr = tagged.malloc(GRANULE as usize, raw.handle()).unwrap();
+        let stall = rig.stall(raw.handle());
+        rig.fill(ptr.address(), GRANULE, 1, raw.handle());
+        let graphs = pool.graph_pool().unwrap();
+        graphs.begin(raw.handle()).unwrap();
+        graph::begin(rig, raw.handle(), graph::RELAXED);
+        pool.free(ptr, raw.handle()).unwrap();
+        let refused = pool.suspend("weights", &stream, &Contents::Discard);
+        assert!(matches!(refused, Err(Error::StreamCapturing)), "{refused:?}");
+        assert!(!tagged.is_asleep());
+        let graph = graph::stop(rig, raw.handle());
+        graphs.end(raw.handle()).unwrap();
+        drop(stall);
+        pool.suspend("weights", &stream, &Contents::Discard).unwrap();
+        pool.resume("weights", &stream).unwrap();
+        graphs.release(raw.handle()).unwrap();
+        watched.assert_intact();
+        drop(graph);
+    });
+}
+
 #[test]
 fn exported_memory_stays() {
     Rig::everywhere(|rig| {

@@ -16,7 +16,7 @@
 
 use super::{Backed, Memory};
 use crate::default::class::UNIT_BYTES;
-use crate::default::space::book::{Book, Stage};
+use crate::default::space::book::{Book, Recording, Stage};
 use crate::default::space::tags::Tag;
 use crate::default::{Core, lock};
 use crate::driver::Failure;
@@ -77,7 +77,10 @@ impl Core {
             }
             // Its stream is capturing, or one that uses what was freed cannot be asked: nobody
             // knows when the work before the frees is done.
-            let unasked = |book: &Book| book.stage == Stage::Unrecorded && !book.is_empty();
+            let unasked = |book: &Book| {
+                let never = matches!(book.recording, Recording::Held | Recording::Lost);
+                (never || book.stage == Stage::Unrecorded) && !book.is_empty()
+            };
             if space.books.iter().any(unasked) || !space.deferred.is_empty() {
                 return Err(Error::StreamCapturing);
             }
