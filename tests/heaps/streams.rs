@@ -3,7 +3,7 @@
 use vpmm::{Error, Location, Sharing, StreamHandle};
 
 use crate::graph::{self, MODES, RELAXED};
-use crate::rig::{GRANULE, MIB, Profile};
+use crate::rig::{GRANULE, LIMIT, MIB, Profile};
 use crate::support::{Rig, Watched};
 
 fn everywhere(test: impl Fn(&Rig, Profile)) {
@@ -89,6 +89,47 @@ fn ordinary_memory_with_further_uses_may_be_freed_in_a_capture() {
         graphs.release(stream).unwrap();
         watched.assert_intact();
         drop(graph);
+    });
+}
+
+/// Memory that only a wait for the whole context would free is not worth a capture, which that would end.
+#[test]
+fn a_request_that_finds_no_memory_ends_no_capture() {
+    Rig::everywhere(|rig| {
+        for (blocking, of_graphs_pool, owned) in
+            [(false, true, false), (true, false, false), (false, false, true)]
+        {
+            let watched = rig.pool(Profile::Default, Location::Device);
+            let beside = rig.pool(Profile::Default, Location::Device);
+            let (other, capturing) = (rig.stream(), rig.stream());
+            let ended = rig.stream();
+            let held = watched.malloc(2 * GRANULE, &ended);
+            graph::begin(rig, &ended, RELAXED);
+            watched.pool.free(held.ptr, &ended).unwrap();
+            drop(ended);
+            // The pools know of it by the stream, or by the graph's pool, of whichever of them; of a
+            // blocking one by the legacy stream.
+            let raw = graph::Raw::new(rig, blocking);
+            let stream = if owned { capturing.handle() } else { raw.handle() };
+            let known = watched.pool.malloc(MIB as usize, &capturing).unwrap();
+            watched.pool.free(known, &capturing).unwrap();
+            let graphs = beside.pool.graph_pool().unwrap();
+            if of_graphs_pool {
+                graphs.begin(stream).unwrap();
+            }
+            graph::begin(rig, stream, RELAXED);
+            let refused = watched.pool.malloc((LIMIT * GRANULE) as usize, &other);
+            let graph = graph::stop(rig, stream);
+            let error = refused.expect_err("some of it is not known to be free");
+            assert!(error.is_out_of_memory(), "{error}");
+            if of_graphs_pool {
+                graphs.end(stream).unwrap();
+            }
+            let all = watched.pool.malloc((LIMIT * GRANULE) as usize, &other).unwrap();
+            watched.pool.free(all, &other).unwrap();
+            watched.assert_intact();
+            drop(graph);
+        }
     });
 }
 

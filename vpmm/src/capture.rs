@@ -1,5 +1,7 @@
 //! Captures: streams whose work becomes a graph, and what may not be done beside them.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use cuda_sys::types::*;
 
 use crate::device::StreamHandle;
@@ -76,5 +78,24 @@ impl Drop for BesideCaptures<'_> {
         let mut mode = self.former;
         // SAFETY: as in `enter`, with the mode that the thread had.
         let _ = unsafe { self.driver.cuThreadExchangeStreamCaptureMode(&mut mode) };
+    }
+}
+
+/// How many pools of a driver have a graph's pool open. A companion of the driver.
+#[derive(Default)]
+pub(crate) struct OpenCaptures(AtomicU64);
+
+impl OpenCaptures {
+    /// A pool has opened its first one, or closed its last.
+    pub(crate) fn count(&self, opened: bool) {
+        match opened {
+            true => self.0.fetch_add(1, Ordering::Relaxed),
+            false => self.0.fetch_sub(1, Ordering::Relaxed),
+        };
+    }
+
+    /// Whether a stream may be capturing, or about to.
+    pub(crate) fn are_any(&self) -> bool {
+        self.0.load(Ordering::Relaxed) > 0
     }
 }

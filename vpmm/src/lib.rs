@@ -33,7 +33,7 @@
 //! | `region` | the map of addresses and its trees (no driver) |
 //! | `stats`, `layout`, `memory_map`, `snapshot` | what a pool holds, and where |
 //! | `error` | failures |
-//! | `fork` | what a child of the process finds |
+//! | `fork`, `captures` | what a child of the process finds; captures that are known of (no driver) |
 //! | `driver` | the driver's functions; all calls into it |
 //! | `device` | devices, contexts, handles of streams |
 //! | `physical`, `reservation`, `mapping`, `event` | one kind of driver object each |

@@ -281,7 +281,11 @@ impl Core {
         let room = self.room()?;
         // Whether or not this thread waited: others, and the steps before, may have gained something.
         if self.config.out_of_memory == WaitPolicy::WaitForPending {
-            self.wait_for_frees()?;
+            match self.wait_for_frees() {
+                // What only a wait for the context would free stays, for a capture's sake.
+                Ok(()) | Err(Error::StreamCapturing) => {}
+                Err(error) => return Err(error),
+            }
         }
         self.space.lock().rejoin(&self.tags, true);
         // What was waited for may be addresses.

@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
 use smallvec::SmallVec;
 
-use crate::capture::BesideCaptures;
+use crate::capture::{BesideCaptures, OpenCaptures};
 use crate::default::{Core, PoolConfig};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, StreamWatcher};
@@ -286,9 +286,11 @@ impl Heaps {
     }
 
     fn set_open(&self, open: bool) {
-        if self.open.swap(open, Ordering::SeqCst) != open
-            && let Some(core) = &self.core
-        {
+        if self.open.swap(open, Ordering::SeqCst) == open {
+            return;
+        }
+        self.device().driver().companion::<OpenCaptures>().count(open);
+        if let Some(core) = &self.core {
             core.set_closed(open);
         }
     }

@@ -5,7 +5,9 @@ use std::sync::atomic::Ordering;
 
 use cuda_sys::types::CUresult;
 
-use crate::capture::{BesideCaptures, Recorded, record_beside_captures};
+use crate::capture::{
+    BesideCaptures, OpenCaptures, Recorded, record_beside_captures, stream_is_capturing,
+};
 use crate::default::space::book::{Recording, Stage};
 use crate::default::space::free_set::FreeSet;
 use crate::default::space::owner::Owner;
@@ -13,7 +15,7 @@ use crate::default::space::tags::Tags;
 use crate::default::space::{Part, Space};
 use crate::default::{Core, lock};
 use crate::device::StreamHandle;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::region::State;
 
@@ -447,7 +449,8 @@ impl Core {
     }
 
     /// Streams that ended without a last event, and those of other threads that deferred frees wait
-    /// for: only the whole context's end of work frees what they freed or used.
+    /// for: only the whole context's end of work frees what they freed or used. That would end every
+    /// capture in the context, so while one is seen there is no wait (`StreamCapturing`).
     fn wait_for_lost(&self) -> Result<()> {
         let lost = |book: &crate::default::space::book::Book| {
             book.recording == Recording::Lost && (!book.is_empty() || book.passed < book.epoch)
@@ -464,8 +467,16 @@ impl Core {
                 return Ok(());
             }
         }
+        if self.sees_capture()? {
+            return Err(Error::StreamCapturing);
+        }
         // SAFETY: no arguments.
-        unsafe { self.device.driver().cuCtxSynchronize() }?;
+        unsafe { self.device.driver().cuCtxSynchronize() }.map_err(|failure| {
+            match failure.code == CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED {
+                true => Error::StreamCapturing,
+                false => failure.into(),
+            }
+        })?;
         let mut space = self.space.lock();
         for mark in unproved {
             space.settle_epoch(&self.tags, &mark, true);
@@ -482,6 +493,31 @@ impl Core {
             while space.drain(&self.tags, stream) {}
         }
         Ok(())
+    }
+
+    /// Whether a stream captures that a wait for the context would end the capture of, as far as anybody can
+    /// tell: those of graphs' pools, the library's, and blocking ones, beside which the legacy stream is not
+    /// to be used.
+    fn sees_capture(&self) -> Result<bool> {
+        let driver = self.device.driver();
+        if driver.companion::<OpenCaptures>().are_any() {
+            return Ok(true);
+        }
+        if stream_is_capturing(driver, StreamHandle::LEGACY)? {
+            return Ok(true);
+        }
+        let streams = self.space.lock().books.len() as u32;
+        for stream in 0..streams {
+            // Its owner may be about to destroy the stream, and waits for us here; or has done so.
+            let _not_ending = lock(&self.shard(stream).eager);
+            let recording = self.space.lock().books[stream as usize].recording;
+            if let Recording::Lazy(on) = recording
+                && stream_is_capturing(driver, on)?
+            {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     /// Unmaps zombies whose fence has passed, at most so many mappings of them.
