@@ -278,6 +278,23 @@ fn release_waits_for_launches_but_the_host_does_not() {
 }
 
 #[test]
+fn a_trim_tells_of_a_released_graphs_memory_too() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let stream = rig.stream();
+        let (graphs, graph, output) = ran(rig, &watched, stream.handle());
+        watched.pool.free(output, &stream).unwrap();
+        graphs.release(&stream).unwrap();
+        stream.synchronize().unwrap();
+        let free = rig.device.free_memory().unwrap();
+        let given = watched.pool.trim_to(0).unwrap();
+        assert_eq!(rig.device.free_memory().unwrap() - free, given);
+        watched.assert_intact();
+        drop(graph);
+    });
+}
+
+#[test]
 fn what_is_live_at_the_release_keeps_the_memory() {
     everywhere(|rig, profile| {
         let watched = rig.pool(profile, Location::Device);

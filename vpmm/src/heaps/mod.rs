@@ -403,24 +403,37 @@ impl Heaps {
     /// Ends graphs' heaps that nothing uses any more, and gives back what drivers refused to take
     /// before. `wait` for released graphs on the host. Whether there was anything.
     pub(crate) fn reap(&self, wait: bool) -> bool {
-        let mut any = false;
+        self.reap_bytes(wait).is_some()
+    }
+
+    /// The same: the bytes that went back, where there was anything.
+    fn reap_bytes(&self, wait: bool) -> Option<u64> {
+        let mut bytes = None;
+        let mut count = |more: u64| *bytes.get_or_insert(0) += more;
         for member in self.members() {
             match member {
                 Member::Graph(graph) => {
                     let over = graph.is_quiet(wait).unwrap_or(false)
                         && graph.core.is_unused().unwrap_or(false);
                     if over {
+                        let mapped = graph.core.stats().mapped_bytes;
                         let mut members =
                             self.members.write().unwrap_or_else(PoisonError::into_inner);
                         let is_it = |member: &Member| matches!(member, Member::Graph(other) if Arc::ptr_eq(other, &graph));
+                        let before = members.len();
                         members.retain(|member| !is_it(member));
-                        any = true;
+                        if members.len() < before {
+                            count(mapped);
+                        }
                     }
                 }
-                Member::Tagged(heap) => any |= heap.release_kept(),
+                Member::Tagged(heap) => match heap.release_kept() {
+                    0 => {}
+                    kept => count(kept),
+                },
             }
         }
-        any
+        bytes
     }
 
     /// Has the other heaps, the main one first, give free memory back for one that lacks some.
@@ -498,7 +511,7 @@ impl Heaps {
     /// Trims the main heap and those tagged heaps that are awake, until all heaps together hold no
     /// more than this; graphs' memory stays.
     pub(crate) fn trim_to(&self, keep_bytes: u64) -> Result<u64> {
-        self.reap(false);
+        let mut given = self.reap_bytes(false).unwrap_or(0);
         let members = self.members();
         let tagged = members.iter().filter_map(|member| match member {
             Member::Tagged(heap) if !heap.core().is_asleep() => {
@@ -506,7 +519,6 @@ impl Heaps {
             }
             _ => None,
         });
-        let mut given = 0;
         for heap in std::iter::once(self.main.as_ref() as &dyn Heap).chain(tagged) {
             let all = self.main.stats().mapped_bytes + self.stats().mapped_bytes;
             let others = all.saturating_sub(heap.stats().mapped_bytes);

@@ -76,15 +76,15 @@ impl TaggedHeap {
         &self.core
     }
 
-    /// Offers the driver again what it would not take.
-    pub(super) fn release_kept(&self) -> bool {
+    /// Offers the driver again what it would not take; returns the bytes that it took.
+    pub(super) fn release_kept(&self) -> u64 {
         if !self.core.is_asleep() || self.core.kept_asleep_bytes() == 0 {
-            return false;
+            return 0;
         }
         // Somebody who puts it to sleep or wakes it sees to that.
-        let Ok(_sleep) = self.sleep.try_lock() else { return false };
+        let Ok(_sleep) = self.sleep.try_lock() else { return 0 };
         let _still = self.core.hold_still();
-        self.core.is_asleep() && self.core.release_unmapped().bytes > 0
+        if self.core.is_asleep() { self.core.release_unmapped().bytes } else { 0 }
     }
 
     pub(crate) fn suspend(&self, stream: StreamHandle, contents: &Contents) -> Result<Suspended> {
