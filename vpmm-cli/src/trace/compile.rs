@@ -123,9 +123,13 @@ impl Compiler {
     }
 }
 
+/// How far back the time of a row may be that is only late, since rows of several threads may be out of
+/// order, or since the clock was set back. Further back it is another day's.
+const LATE: Duration = Duration::from_secs(2 * 3600);
+
 /// The time since the first row.
 struct Clock {
-    /// Of the row before this one.
+    /// Of the latest row.
     time_of_day: Option<Duration>,
     now: Duration,
     /// Whether every row had a time.
@@ -144,13 +148,12 @@ impl Clock {
             self.goes = false;
             return;
         };
-        let last = self.time_of_day.replace(time).unwrap_or(time);
-        // Rows of several threads may be a little out of order; half a day back is another day.
-        let passed =
-            if time + DAY / 2 < last { time + DAY - last } else { time.saturating_sub(last) };
-        self.now += passed;
-        if time < last && passed.is_zero() {
-            self.time_of_day = Some(last);
+        let last = *self.time_of_day.get_or_insert(time);
+        let since = time + DAY - last;
+        let passed = since.checked_sub(DAY).unwrap_or(since);
+        if passed <= DAY - LATE {
+            self.now += passed;
+            self.time_of_day = Some(time);
         }
     }
 }

@@ -93,4 +93,7 @@ pub enum Problem {
     /// A line so long that this is no trace.
     #[error("the line is longer than {0} bytes: this is no trace")]
     LongLine(usize),
+    /// A carriage return that is not at the line's end.
+    #[error("a carriage return within the line: lines end with a line feed, or with both")]
+    CarriageReturn,
 }

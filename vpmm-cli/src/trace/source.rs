@@ -71,17 +71,24 @@ impl<'a> Lines<'a> {
         if read == 0 {
             return Ok(None);
         }
+        let refused = |problem| TraceError::Row {
+            file: self.name.to_owned(),
+            line: self.number,
+            column: Column { number: 1, name: "the whole row" },
+            problem,
+        };
         if read > LONGEST_LINE_BYTES {
-            return Err(TraceError::Row {
-                file: self.name.to_owned(),
-                line: self.number,
-                column: Column { number: 1, name: "the whole row" },
-                problem: Problem::LongLine(LONGEST_LINE_BYTES),
-            });
+            return Err(refused(Problem::LongLine(LONGEST_LINE_BYTES)));
         }
         let mut line = self.line.as_slice();
         line = line.strip_suffix(b"\n").unwrap_or(line);
-        line = line.strip_suffix(b"\r").unwrap_or(line);
+        while let Some(shorter) = line.strip_suffix(b"\r") {
+            line = shorter;
+        }
+        // It ends a row by the rules of CSV: what comes after it would be passed over.
+        if line.contains(&b'\r') {
+            return Err(refused(Problem::CarriageReturn));
+        }
         if self.number == 1 {
             line = line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line);
         }

@@ -139,6 +139,19 @@ fn line_ends_and_blank_lines_do_not_matter() {
     assert_eq!(trace.unwrap().operations.len(), 2);
 }
 
+/// What comes after it would go unread otherwise, and nobody would see that.
+#[test]
+fn a_carriage_return_within_a_line_is_refused() {
+    let rows = "1,x,allocate,0x10,64,0\r1,x,free,0x10,64,0\n";
+    let error = refused(&format!("{HEADER}{rows}"));
+    assert!(error.starts_with("t.csv: line 2, column 1 (the whole row): "), "{error}");
+    // All of an old Macintosh's file is one line.
+    let error = refused(&format!("{HEADER}{rows}").replace('\n', "\r"));
+    assert!(error.starts_with("t.csv: line 1, column 1 (the whole row): "), "{error}");
+    // One too many, as where a line's end was translated twice, hides nothing.
+    assert_eq!(good("1,x,allocate,0x10,64,0\r\r\n1,x,free,0x10,64,0\r").operations.len(), 2);
+}
+
 #[test]
 fn the_fault_is_named_by_file_line_and_column() {
     let cases = [
@@ -173,6 +186,21 @@ fn times_are_since_the_first_row_and_never_go_back() {
          1,00:00:01,free,0x20,64,0\n",
     );
     assert_eq!(trace.times, [0, 0, 250, 1500].map(Duration::from_millis));
+    // A row that is late by a moment may be of the day before.
+    let trace = good(
+        "1,23:59:59.5,allocate,0x10,64,0\n\
+         1,00:00:00.5,allocate,0x20,64,0\n\
+         2,23:59:59.9,free,0x10,64,0\n\
+         1,00:00:01.5,free,0x20,64,0\n",
+    );
+    assert_eq!(trace.times, [0, 1000, 1000, 2000].map(Duration::from_millis));
+    // A night without a request is no row that is late.
+    let trace = good(
+        "1,20:00:00,allocate,0x10,64,0\n\
+         1,09:00:00,free,0x10,64,0\n\
+         1,21:30:00,allocate,0x10,64,0\n",
+    );
+    assert_eq!(trace.times, [0, 13 * 3600, 13 * 3600 + 45_000].map(Duration::from_secs));
     let rows = "1,00:00:00.1,allocate,0x10,64,0\n1,x,free,0x10,64,0\n";
     assert!(good(rows).times.is_empty());
     for time in [
