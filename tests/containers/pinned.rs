@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUresult;
 use vpmm::resource::{DeviceMalloc, HostMalloc, PinnedHost};
-use vpmm::{DevicePtr, DeviceVec, Error, MemoryResource, PinnedVec};
+use vpmm::{DeviceBuffer, DevicePtr, DeviceScalar, DeviceVec, Error, MemoryResource, PinnedVec};
 
 use crate::resources::pool;
 use crate::support::Rig;
@@ -52,6 +52,27 @@ fn a_bare_address_does_not_free_it() {
         assert!(matches!(error, Error::ForeignPointer { .. }), "{error}");
     }
     assert_eq!((&of_pinned[..], &of_host[..]), (&[1, 2, 3][..], &[1, 2, 3][..]));
+}
+
+/// Nor by what a container of the same resource says of its own: another vector would have the memory
+/// next, with slices on it, and the container still be written.
+#[test]
+fn a_containers_address_does_not_free_it() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let stream = rig.stream();
+    let pinned = PinnedHost::new(&rig.device);
+    let host = HostMalloc::new();
+    let resources: [&dyn MemoryResource; 2] = [&pinned, &host];
+    for resource in resources {
+        let buffer = DeviceBuffer::uninit(4096, &stream, resource).unwrap();
+        let values = DeviceVec::<u32, _>::uninit(1024, &stream, resource).unwrap();
+        let scalar = DeviceScalar::<[u32; 1024], _>::uninit(&stream, resource).unwrap();
+        for ptr in [buffer.ptr(), values.ptr(), values.as_slice().ptr(), scalar.ptr()] {
+            let error = resource.deallocate(ptr, 4096, 256, stream.handle()).unwrap_err();
+            assert!(matches!(error, Error::ForeignPointer { .. }), "{error}");
+        }
+        buffer.release().unwrap();
+    }
 }
 
 #[test]

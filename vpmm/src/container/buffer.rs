@@ -102,8 +102,11 @@ impl<R: MemoryResource> DeviceBuffer<R> {
     }
 
     /// The address, for kernels; [`DevicePtr::NULL`] without memory.
+    ///
+    /// A bare one, not the pointer that the resource gave: who had that could free memory of the host's under
+    /// the buffer, which is written all the same, and is a [`PinnedVec`](super::PinnedVec)'s by then.
     pub fn ptr(&self) -> DevicePtr {
-        self.block.ptr()
+        DevicePtr::from_address(self.block.ptr().address())
     }
 
     /// What the address is a multiple of.
@@ -131,10 +134,11 @@ impl<R: MemoryResource> DeviceBuffer<R> {
     /// # Errors
     /// As there; nothing for no memory.
     pub fn record_stream(&self, stream: impl Into<StreamHandle>) -> Result<()> {
-        if self.ptr().is_null() {
+        let ptr = self.block.ptr();
+        if ptr.is_null() {
             return Ok(());
         }
-        self.block.resource().record_stream(self.ptr(), stream.into())
+        self.block.resource().record_stream(ptr, stream.into())
     }
 
     /// Where the memory is from.

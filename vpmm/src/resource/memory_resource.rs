@@ -19,6 +19,7 @@ use crate::units::DevicePtr;
 ///   that is ordered after that.
 /// - Memory may be freed while work that uses it is still queued on the stream given to
 ///   [`deallocate`](Self::deallocate), or on one that this stream comes after.
+/// - Memory that is allocated is nobody else's until it is freed: containers write it without `unsafe`.
 /// - An address is a multiple of the alignment asked for, and of 256 bytes.
 /// - A request of 0 bytes gives [`DevicePtr::NULL`], which can be freed.
 /// - A call that fails has changed nothing; no call panics, on whatever arguments.
