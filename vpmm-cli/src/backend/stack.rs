@@ -1,7 +1,7 @@
 //! A stack of resources as an allocator under test.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use stacks::{Any, Builder, Peak, Stack};
 use vpmm::resource::MIN_ALIGN;
@@ -15,8 +15,10 @@ pub(crate) struct StackBackend<'a> {
     resource: Any,
     peaks: Vec<Peak>,
     calls_before: vpmm::DriverCalls,
-    /// Pointers that are more than their address, of resources that want them back.
-    tagged: Mutex<HashMap<u64, DevicePtr>>,
+    /// Host memory is freed by the very pointer that was given out, and not by its address.
+    wants_pointers: bool,
+    /// Those pointers. Of such resources alone: it takes as long as a fast call, and calls are timed.
+    pointers: Mutex<HashMap<u64, DevicePtr>>,
 }
 
 impl<'a> StackBackend<'a> {
@@ -29,12 +31,19 @@ impl<'a> StackBackend<'a> {
         let mut builder = Builder::new(machine.device()).limited(limit_bytes).measured();
         let resource = builder.build(stack)?.resource().clone();
         let peaks = builder.into_peaks();
-        Ok(Self { machine, resource, peaks, calls_before, tagged: Mutex::default() })
+        let facts = resource.facts();
+        let wants_pointers = facts.host_accessible && !facts.managed;
+        let pointers = Mutex::default();
+        Ok(Self { machine, resource, peaks, calls_before, wants_pointers, pointers })
     }
 
     /// The stack itself.
     pub(crate) fn resource(&self) -> &dyn MemoryResource {
         &*self.resource
+    }
+
+    fn pointers(&self) -> MutexGuard<'_, HashMap<u64, DevicePtr>> {
+        self.pointers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -43,16 +52,17 @@ impl Backend for StackBackend<'_> {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         let ptr = self.resource.allocate(bytes, MIN_ALIGN, stream)?;
         let address = ptr.address();
-        if ptr != DevicePtr::from_address(address) {
-            let mut tagged = self.tagged.lock().unwrap_or_else(PoisonError::into_inner);
-            tagged.insert(address, ptr);
+        if self.wants_pointers {
+            self.pointers().insert(address, ptr);
         }
         Ok(address)
     }
 
     unsafe fn free(&self, address: u64, bytes: u64, stream: StreamHandle) -> vpmm::Result<()> {
-        let tagged = self.tagged.lock().unwrap_or_else(PoisonError::into_inner).remove(&address);
-        let ptr = tagged.unwrap_or(DevicePtr::from_address(address));
+        let mut ptr = DevicePtr::from_address(address);
+        if self.wants_pointers {
+            ptr = self.pointers().remove(&address).unwrap_or(ptr);
+        }
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         self.resource.deallocate(ptr, bytes, MIN_ALIGN, stream)
     }
@@ -68,5 +78,60 @@ impl Backend for StackBackend<'_> {
     fn map(&self) -> String {
         let peak = self.peak_mapped_bytes().unwrap_or(0);
         format!("{peak} bytes were held at most by\n{}", self.resource.describe())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::device::Setup;
+
+    fn backend<'a>(stack: &str, machine: &'a Machine) -> StackBackend<'a> {
+        StackBackend::new(&stack.parse().unwrap(), machine, None).unwrap()
+    }
+
+    /// Calls are timed, on several threads: a lock of the command's own would count as the resource's time,
+    /// and have the threads wait for each other.
+    #[test]
+    fn calls_take_no_lock_of_the_commands_own() {
+        let machine = Machine::simulated(Setup::default()).unwrap();
+        let stream = machine.device().stream().unwrap();
+        // The first two give out pointers that are more than their address, and take bare ones.
+        for stack in ["caching", "statistics(paged)", "arena", "managed"] {
+            let backend = backend(stack, &machine);
+            let held = backend.pointers();
+            let (done, is_done) = mpsc::channel();
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    machine.calls().enter().unwrap();
+                    let address = backend.allocate(1000, stream.handle()).unwrap();
+                    // SAFETY: allocated above, freed once.
+                    unsafe { backend.free(address, 1000, stream.handle()) }.unwrap();
+                    done.send(()).unwrap();
+                });
+                let is_done = is_done.recv_timeout(Duration::from_secs(20));
+                drop(held);
+                assert_eq!(is_done, Ok(()), "{stack} waits for nobody");
+            });
+        }
+    }
+
+    #[test]
+    fn host_memory_is_freed_by_its_pointer() {
+        let machine = Machine::simulated(Setup::default()).unwrap();
+        let stream = machine.device().stream().unwrap();
+        for stack in ["host", "statistics(pinned)", "coalescing(pinned)"] {
+            let backend = backend(stack, &machine);
+            for _ in 0..3 {
+                let address = backend.allocate(1000, stream.handle()).unwrap();
+                // SAFETY: allocated above, freed once.
+                unsafe { backend.free(address, 1000, stream.handle()) }.unwrap();
+            }
+            assert!(backend.wants_pointers && backend.pointers().is_empty());
+        }
     }
 }
