@@ -779,7 +779,7 @@ enum vpmm_status vpmm_stream_create(const struct vpmm_driver *driver,
                                     void **out);
 
 /**
- * Destroys a stream that `vpmm_stream_create` made. Its work still runs to its end.
+ * Destroys a stream that `vpmm_stream_create` made, and no other. Its work still runs to its end.
  *
  * # Safety
  * `driver` is null or a handle; the stream is not used again.
@@ -791,7 +791,8 @@ enum vpmm_status vpmm_stream_destroy(const struct vpmm_driver *driver, void *str
  * then serve it without a driver call, and record nothing at its frees; without this a pool asks about
  * the stream at each call, and records an event at each free, since it may end at any time.
  *
- * Not for a stream that captures (`VPMM_BAD_STREAM`). For the default streams nothing is done.
+ * Not for a stream that captures (`VPMM_BAD_STREAM`). For the default streams and for what
+ * `vpmm_stream_create` made nothing is done.
  *
  * # Safety
  * `driver` is null or a handle; the stream is alive, and of the device's primary context.
@@ -801,12 +802,14 @@ enum vpmm_status vpmm_stream_lend(const struct vpmm_driver *driver,
                                   void *stream);
 
 /**
- * Tells pools that a stream that was lent may end from here on.
+ * Tells pools that a stream that was lent may end from here on. For the default streams and for what
+ * `vpmm_stream_create` made, whose end is told anyway, nothing is done.
  *
  * # Safety
  * `driver` is null or a handle; the stream is alive, and no other thread is in a call with it.
  */
-enum vpmm_status vpmm_stream_take_back(const struct vpmm_driver *driver, void *stream);
+enum vpmm_status vpmm_stream_take_back(const struct vpmm_driver *driver,
+                                       void *stream);
 
 /**
  * Waits on the host for everything enqueued so far on a stream that was made or lent here, or on a

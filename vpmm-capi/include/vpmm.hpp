@@ -171,7 +171,7 @@ class lent_stream {
       : driver_(of), stream_(stream) {
     check(vpmm_stream_lend(driver_.get(), device, stream_.get()));
   }
-  /// One of the library's own is known, and not to be taken back.
+  /// One of the library's own is known; where it comes as a stream_ref nothing is done.
   lent_stream(const driver& of, const stream& own, std::uint32_t device = 0) = delete;
   lent_stream(const lent_stream&) = delete;
   lent_stream& operator=(const lent_stream&) = delete;

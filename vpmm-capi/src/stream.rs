@@ -37,11 +37,17 @@ impl Loaded {
         raw
     }
 
-    fn take(&self, raw: *mut c_void) -> Result<Stream, Failure> {
+    /// Takes out a stream that was made here, or one that was lent; nothing where one is taken back that was
+    /// made here.
+    fn take(&self, raw: *mut c_void, made: bool) -> Result<Option<Stream>, Failure> {
+        let refused = |text| Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
         let mut streams = self.streams.write().unwrap_or_else(PoisonError::into_inner);
-        let text = "the stream was neither made nor lent here";
-        let unknown = || Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text);
-        streams.remove(&raw.addr()).ok_or_else(unknown)
+        match (streams.get(&raw.addr()).map(Stream::is_owned), made) {
+            (Some(true), true) | (Some(false), false) => Ok(streams.remove(&raw.addr())),
+            (Some(true), false) => Ok(None),
+            (Some(false), true) => refused("the stream was lent: only who made it can destroy it"),
+            (None, _) => refused("the stream was neither made nor lent here"),
+        }
     }
 
     fn open(&self, device: u32) -> Result<Device, Failure> {
@@ -70,7 +76,7 @@ pub unsafe extern "C" fn vpmm_stream_create(
     unsafe { make(out, work) }
 }
 
-/// Destroys a stream that `vpmm_stream_create` made. Its work still runs to its end.
+/// Destroys a stream that `vpmm_stream_create` made, and no other. Its work still runs to its end.
 ///
 /// # Safety
 /// `driver` is null or a handle; the stream is not used again.
@@ -82,7 +88,7 @@ pub unsafe extern "C" fn vpmm_stream_destroy(
     guard(|| {
         // SAFETY: the caller vouches for it.
         let loaded = &unsafe { given(driver, "driver") }?.0;
-        loaded.take(stream).map(drop)
+        loaded.take(stream, true).map(drop)
     })
 }
 
@@ -90,7 +96,8 @@ pub unsafe extern "C" fn vpmm_stream_destroy(
 /// then serve it without a driver call, and record nothing at its frees; without this a pool asks about
 /// the stream at each call, and records an event at each free, since it may end at any time.
 ///
-/// Not for a stream that captures (`VPMM_BAD_STREAM`). For the default streams nothing is done.
+/// Not for a stream that captures (`VPMM_BAD_STREAM`). For the default streams and for what
+/// `vpmm_stream_create` made nothing is done.
 ///
 /// # Safety
 /// `driver` is null or a handle; the stream is alive, and of the device's primary context.
@@ -117,7 +124,8 @@ pub unsafe extern "C" fn vpmm_stream_lend(
     })
 }
 
-/// Tells pools that a stream that was lent may end from here on.
+/// Tells pools that a stream that was lent may end from here on. For the default streams and for what
+/// `vpmm_stream_create` made, whose end is told anyway, nothing is done.
 ///
 /// # Safety
 /// `driver` is null or a handle; the stream is alive, and no other thread is in a call with it.
@@ -126,8 +134,16 @@ pub unsafe extern "C" fn vpmm_stream_take_back(
     driver: *const vpmm_driver,
     stream: *mut c_void,
 ) -> vpmm_status {
-    // SAFETY: the caller vouches for it.
-    unsafe { vpmm_stream_destroy(driver, stream) }
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let loaded = &unsafe { given(driver, "driver") }?.0;
+        // SAFETY: the caller vouches for it.
+        let handle = unsafe { StreamHandle::from_raw(stream.cast()) };
+        if handle == StreamHandle::LEGACY || handle == StreamHandle::PER_THREAD {
+            return Ok(());
+        }
+        loaded.take(stream, false).map(drop)
+    })
 }
 
 /// Waits on the host for everything enqueued so far on a stream that was made or lent here, or on a
@@ -160,4 +176,98 @@ pub unsafe extern "C" fn vpmm_stream_synchronize(
         let text = "the stream was neither made nor lent here";
         Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr;
+
+    use cuda_sys::types::{CUresult, CUstream, CUstream_flags_enum};
+
+    use super::*;
+
+    fn made_by(driver: &vpmm_driver) -> *mut c_void {
+        let mut stream = ptr::null_mut();
+        // SAFETY: a live driver, room for a pointer.
+        let status = unsafe { vpmm_stream_create(driver, 0, &raw mut stream) };
+        assert_eq!(status, vpmm_status::VPMM_OK);
+        stream
+    }
+
+    /// A stream that the library did not make.
+    fn made_elsewhere(loaded: &Loaded) -> CUstream {
+        let device = loaded.device(0).ok().unwrap();
+        let mut context = ptr::null_mut();
+        let retain = loaded.raw().cuDevicePrimaryCtxRetain.unwrap();
+        // SAFETY: room for a context, and the number of a device that there is.
+        assert_eq!(
+            unsafe { retain(&raw mut context, device.ordinal() as i32) },
+            CUresult::CUDA_SUCCESS
+        );
+        let enter = loaded.raw().cuCtxSetCurrent.unwrap();
+        // SAFETY: the context is retained, and not given back in this process.
+        assert_eq!(unsafe { enter(context) }, CUresult::CUDA_SUCCESS);
+        let mut stream = ptr::null_mut();
+        let create = loaded.raw().cuStreamCreate.unwrap();
+        let flags = CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0;
+        // SAFETY: room for a stream, in the current context.
+        assert_eq!(unsafe { create(&raw mut stream, flags) }, CUresult::CUDA_SUCCESS);
+        stream
+    }
+
+    /// Whoever lends every stream that it is given, and takes it back, may be given one that was made here.
+    #[test]
+    fn what_was_made_is_not_destroyed_when_it_is_taken_back() {
+        let driver = vpmm_driver(Loaded::load(Some("sim")).ok().unwrap());
+        let stream = made_by(&driver);
+        // SAFETY: a live driver and stream, not used again once it is destroyed.
+        let calls = unsafe {
+            [
+                vpmm_stream_lend(&driver, 0, stream),
+                vpmm_stream_take_back(&driver, stream),
+                vpmm_stream_synchronize(&driver, 0, stream),
+                vpmm_stream_destroy(&driver, stream),
+            ]
+        };
+        assert_eq!(calls, [vpmm_status::VPMM_OK; 4]);
+        // SAFETY: a live driver; of the stream the handle is looked up only.
+        let again = unsafe { vpmm_stream_take_back(&driver, stream) };
+        assert_eq!(again, vpmm_status::VPMM_INVALID_ARGUMENT);
+    }
+
+    #[test]
+    fn for_default_streams_nothing_is_done() {
+        let driver = vpmm_driver(Loaded::load(Some("sim")).ok().unwrap());
+        for number in 0..3 {
+            let stream = ptr::without_provenance_mut(number);
+            // SAFETY: a live driver, and default streams, which do not end.
+            let calls = unsafe {
+                [vpmm_stream_lend(&driver, 0, stream), vpmm_stream_take_back(&driver, stream)]
+            };
+            assert_eq!(calls, [vpmm_status::VPMM_OK; 2], "{number}");
+        }
+    }
+
+    /// It would not be destroyed, and nobody would hear of that.
+    #[test]
+    fn what_was_lent_is_not_destroyed_here() {
+        let driver = vpmm_driver(Loaded::load(Some("sim")).ok().unwrap());
+        let stream: *mut c_void = made_elsewhere(&driver.0).cast();
+        // SAFETY: a live driver and stream.
+        let calls = unsafe {
+            [
+                vpmm_stream_lend(&driver, 0, stream),
+                vpmm_stream_destroy(&driver, stream),
+                vpmm_stream_synchronize(&driver, 0, stream),
+                vpmm_stream_take_back(&driver, stream),
+                vpmm_stream_synchronize(&driver, 0, stream),
+            ]
+        };
+        let unknown = vpmm_status::VPMM_INVALID_ARGUMENT;
+        let ok = vpmm_status::VPMM_OK;
+        assert_eq!(calls, [ok, unknown, ok, ok, unknown]);
+        let destroy = driver.0.raw().cuStreamDestroy_v2.unwrap();
+        // SAFETY: the stream is not used again.
+        assert_eq!(unsafe { destroy(stream.cast()) }, CUresult::CUDA_SUCCESS);
+    }
 }

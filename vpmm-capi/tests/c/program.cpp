@@ -210,6 +210,12 @@ static void streams_that_end(const vpmm::driver& driver, const vpmm::pool& pool)
     pool.record_stream(pointer, further);
   }
   pool.free(pointer, lent);
+  const vpmm::stream own(driver);
+  {
+    const vpmm::lent_stream known(driver, vpmm::stream_ref(own));  // whoever lends what it is given
+  }
+  own.synchronize();  // it is still there
+  pool.free(pool.malloc(1 << 20, own), own);
   MUST(vpmm_pool_validate(pool.get()) == VPMM_OK && pool.stats().live_count == 0);
 }
 
