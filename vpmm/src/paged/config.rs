@@ -35,7 +35,9 @@ pub struct PagedConfig {
     /// Bytes of addresses reserved at a time; 8 TiB by default (`VPMM_VA_SIZE`).
     /// Addresses cost no memory.
     pub va_size_bytes: u64,
-    /// The most physical memory that the pool may hold; what the device has by default.
+    /// The most physical memory that the pool may hold; what the device has by default. A request
+    /// smaller than a page counts by its bytes, though the driver's pool takes memory for it in pieces of
+    /// its own (32 MiB), with which the pool may hold more; a request for pages counts all of those.
     pub limit_bytes: Option<u64>,
     /// Whether to grow or to wait when only other streams' memory is free.
     pub pending_policy: PendingPolicy,
