@@ -23,7 +23,7 @@
 //!
 //! # Rooms
 //! A module imports only from those above it, but that `driver` makes `device`s and tells watchers of
-//! `ordering`'s marks, and that `paged` lends a question from `default`.
+//! `ordering`'s marks.
 //!
 //! | room | what it is |
 //! |---|---|
@@ -33,10 +33,11 @@
 //! | `region` | the map of addresses and its trees (no driver) |
 //! | `stats`, `layout`, `memory_map`, `snapshot` | what a pool holds, and where |
 //! | `error` | failures |
-//! | `fork`, `captures` | what a child of the process finds; captures that are known of (no driver) |
+//! | `fork` | what a child of the process finds |
 //! | `driver` | the driver's functions; all calls into it |
 //! | `device` | devices, contexts, handles of streams |
 //! | `physical`, `reservation`, `mapping`, `event` | one kind of driver object each |
+//! | `capture` | streams whose work becomes a graph, and what may not be done beside them |
 //! | `stream` | streams and events with an owner, or borrowed |
 //! | `budget`, `backing` | how much a pool may hold, and what its memory is made of |
 //! | `ordering`, `allocation` | what callers say about streams and ask about pointers |
