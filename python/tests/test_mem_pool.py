@@ -27,6 +27,11 @@ def free(pointer, size):
     _library.vpmm_torch_free(pointer, size, 0, None)
 
 
+def as_many_as_rest():
+    """Each heap that was given up is among them, if it can serve again."""
+    return [HeapMemPool() for _ in range(len(HeapMemPool._resting[0]))]
+
+
 def test_what_a_thread_allocates_comes_from_it():
     pool = HeapMemPool()
     outside = allocate(MIB)
@@ -121,7 +126,55 @@ def test_one_that_is_dropped_asleep():
     (pool,) = (pool for pool in pools if pool.name == heap)
     with pool.using():
         pointer = allocate(MIB)
+    assert pool.statistics().live_count == 1
     free(pointer, MIB)
+
+
+def test_one_that_is_dropped_asleep_gives_what_it_held_back():
+    """What is left of it is nobody's to resume any more."""
+    pool = HeapMemPool()
+    with pool.using():
+        kept, gone = vpmm.DeviceBuffer.from_bytes(b"abc" * 1000), vpmm.DeviceBuffer(MIB)
+    pool.suspend()
+    gone.free()
+    del pool
+    gc.collect()
+    assert kept.to_bytes() == b"abc" * 1000
+    kept.free()
+
+
+def test_one_that_cannot_wake_where_it_is_dropped_wakes_later():
+    pool = HeapMemPool()
+    heap = pool.name
+    with pool.using():
+        kept = vpmm.DeviceBuffer(600 * MIB)
+    pool.suspend(contents="discard")
+    # All that there may be.
+    other = vpmm.DeviceBuffer(600 * MIB)
+    del pool
+    gc.collect()
+    kept.free()
+    assert heap not in {pool.name for pool in as_many_as_rest()}
+    other.free()
+    vpmm.trim()
+    pools = as_many_as_rest()
+    (pool,) = (pool for pool in pools if pool.name == heap)
+    with pool.using():
+        with vpmm.DeviceBuffer.from_bytes(b"abc") as buffer:
+            assert pool.statistics().live_count == 1 and buffer.to_bytes() == b"abc"
+
+
+def test_one_that_is_dropped_with_something_in_it_serves_again():
+    pool = HeapMemPool()
+    heap = pool.name
+    with pool.using():
+        pointer = allocate(MIB)
+    del pool
+    others = [HeapMemPool() for _ in range(4)]
+    assert heap not in {other.name for other in others}
+    free(pointer, MIB)
+    del others
+    assert heap in {other.name for other in as_many_as_rest()}
 
 
 def test_many_pools_one_after_another_take_no_more_addresses():

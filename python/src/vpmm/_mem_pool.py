@@ -20,7 +20,8 @@ class HeapMemPool:
 
     With a ``name`` it is the heap that :func:`vpmm.tag` has by that name. Without one it is one of its own;
     when the last reference goes, its free memory goes back to the device, and what is still allocated
-    follows at the next ``empty_cache`` or :func:`vpmm.trim` after it was freed.
+    follows at the next ``empty_cache`` or :func:`vpmm.trim` after it was freed. One that is asleep then wakes,
+    with what it held.
     """
 
     _numbers: ClassVar[Iterator[int]] = itertools.count()
@@ -53,16 +54,25 @@ class HeapMemPool:
             except IndexError:
                 # Others were quicker.
                 break
-            if statistics_by(lib.vpmm_tagged_stats, heap).live_count == 0:
-                return number, heap
+            with contextlib.suppress(Error):
+                if statistics_by(lib.vpmm_tagged_stats, heap).live_count == 0:
+                    # Where there was no memory for that when it was given up, or is none now.
+                    cls._wake(device, number, heap)
+                    return number, heap
             resting.appendleft((number, heap))
         return None
+
+    @staticmethod
+    def _wake(device: int, number: int, heap: Any) -> None:
+        """With what is still allocated as it was: nobody else can resume it."""
+        if answer("uint32_t", lib.vpmm_tagged_is_asleep, heap):
+            live_count = statistics_by(lib.vpmm_tagged_stats, heap).live_count
+            resume(_name_of(number), empty=live_count == 0, device=device)
 
     @classmethod
     def _give_up(cls, device: int, number: int, heap: Any) -> None:
         try:
-            if answer("uint32_t", lib.vpmm_tagged_is_asleep, heap):
-                resume(_name_of(number), empty=True, device=device)
+            cls._wake(device, number, heap)
             call(lib.vpmm_tagged_trim_to, heap, 0, ffi.NULL)
         except Error:
             # Nobody is there to be told; the next trim of the pool tries again.
