@@ -5,11 +5,13 @@ import gc
 import pickle
 import subprocess
 import sys
+import types
 
 import numpy
 import pytest
 
 import vpmm
+from vpmm._stream import raw_stream
 
 
 def test_bytes_go_there_and_back():
@@ -45,6 +47,8 @@ def test_an_empty_buffer_has_no_address():
     assert buffer.ptr == 0 and buffer.to_bytes() == b"" and len(buffer) == 0
     buffer.fill(1)
     buffer.copy_from(b"")
+    buffer.record_stream(2)
+    assert "dltensor" in repr(buffer.__dlpack__(stream=2))
     assert vpmm.DeviceBuffer.from_bytes(b"").to_numpy().shape == (0,)
 
 
@@ -82,6 +86,27 @@ def test_it_is_freed_with_the_last_reference():
     assert vpmm.statistics().live_bytes == before
 
 
+def test_a_free_that_fails_is_told():
+    buffer = vpmm.DeviceBuffer(1000)
+    vpmm.Pool.of_process().free(buffer.ptr)
+    with pytest.raises(vpmm.PointerError):
+        buffer.free()
+
+
+def test_what_lives_until_the_interpreter_ends_is_not_freed():
+    """The driver takes it back; streams may be gone by then."""
+    program = """
+import vpmm
+resource = vpmm.mr.CallbackMemoryResource(lambda *_: 1 << 20, lambda *_: print("freed", flush=True))
+vpmm.DeviceBuffer(1, mr=resource).free()
+kept = vpmm.DeviceBuffer(1, mr=resource)
+import sys
+sys.kept = kept
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "freed\n"
+
+
 def test_the_array_interface():
     buffer = vpmm.DeviceBuffer(100)
     interface = buffer.__cuda_array_interface__
@@ -104,6 +129,9 @@ def test_the_array_interface():
     copy = vpmm.DeviceBuffer(100)
     copy.copy_from_device(Array())
     assert copy.to_bytes() == bytes([3]) * 100
+    Array.__cuda_array_interface__["strides"] = (40, 4)
+    with pytest.raises(ValueError, match="one piece"):
+        copy.copy_from_device(Array())
 
 
 def test_dlpack_keeps_the_memory_until_the_borrower_is_done():
@@ -131,7 +159,9 @@ def test_dlpack_is_what_a_borrower_reads():
     from vpmm import _dlpack
 
     before = vpmm.statistics().live_count
-    capsule = vpmm.DeviceBuffer.from_bytes(b"abcd").__dlpack__(stream=-1)
+    buffer = vpmm.DeviceBuffer.from_bytes(b"abcd")
+    capsule, pointer = buffer.__dlpack__(stream=-1), buffer.ptr
+    del buffer
     pointer_of, rename = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_SetName
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     rename.argtypes = [ctypes.py_object, ctypes.c_char_p]
@@ -139,6 +169,7 @@ def test_dlpack_is_what_a_borrower_reads():
     used = ctypes.c_char_p(b"used_dltensor")
     rename(capsule, used)
     tensor = managed.tensor
+    assert (tensor.data, tensor.byte_offset, bool(tensor.strides)) == (pointer, 0, False)
     assert (tensor.ndim, tensor.shape[0], tensor.device.type, tensor.device.id) == (1, 4, 2, 0)
     assert (tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes) == (1, 8, 1)
     del capsule
@@ -171,6 +202,23 @@ def test_streams_of_other_libraries():
 
     for stream in (None, 0, 1, OfCuPy(), OfTorch(), OfNumba(), OfAny()):
         assert vpmm.DeviceBuffer.from_bytes(b"a", stream=stream).to_bytes() == b"a"
+
+
+def test_the_number_of_a_stream():
+    made = types.SimpleNamespace
+    for stream in (
+        7,
+        made(__cuda_stream__=lambda: (3, 7), cuda_stream=4, ptr=4, handle=4),
+        made(cuda_stream=7),
+        made(ptr=7),
+        made(handle=7),
+        # As ctypes and NVIDIA's bindings have it.
+        made(handle=made(value=7)),
+    ):
+        assert raw_stream(stream) == 7
+    assert raw_stream(None) == raw_stream(made(handle=made(value=None))) == 0
+    with pytest.raises(TypeError, match="no stream"):
+        raw_stream(made(pointer=7))
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0, 2), (2, 0)])

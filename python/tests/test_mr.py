@@ -1,6 +1,7 @@
 """Resources and adaptors, by their names and on each other."""
 
 import contextlib
+import ctypes
 import gc
 import subprocess
 import sys
@@ -11,7 +12,10 @@ import pytest
 
 import vpmm
 from vpmm import mr
+from vpmm._library import answer, lib
+from vpmm._pool import _driver
 from vpmm.mr._functions import Functions
+from vpmm.mr._names import of_handle
 
 MIB = 1 << 20
 
@@ -222,7 +226,17 @@ def test_functions_of_python_as_a_resource():
     assert calls == [("allocate", 1000, 1), ("deallocate", 1000, 1)]
     with pytest.raises(MemoryError):
         counted.allocate(MIB)
-    assert Functions._live
+    # As the caller has it.
+    gc.disable()
+    try:
+        counted.deallocate(counted.allocate(1000), 1000)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert len(Functions._live) == 1
+    with pytest.raises(vpmm.DriverError):
+        mr.CallbackMemoryResource(allocate, deallocate, device=77)
+    assert len(Functions._live) == 1
     del counted
     gc.collect()
     assert not Functions._live
@@ -294,6 +308,20 @@ def test_the_current_resource():
         mr.set_current_device_resource("counted")
 
 
+def test_the_library_s_current_resource_is_the_same():
+    def of_library():
+        return of_handle(answer("vpmm_resource *", lib.vpmm_resource_current, _driver(), 0), 0)
+
+    process, counted = of_library(), mr.StatisticsResourceAdaptor(mr.CudaMemoryResource())
+    with mr.using(counted):
+        assert of_library().is_equal(counted)
+        # One that is set while another is: the last one stays.
+        with mr.using(mr.HostMemoryResource()) as other:
+            assert of_library().is_equal(other)
+        assert of_library().is_equal(counted)
+    assert of_library().is_equal(process) and not process.is_equal(counted)
+
+
 def test_the_process_s_pool_has_its_tags_and_its_history_as_a_resource():
     limited = mr.LimitingResourceAdaptor(mr.PoolMemoryResource.of_process(), MIB)
     vpmm.record_history(10)
@@ -336,7 +364,8 @@ def test_what_dlpack_says_of_memory():
         assert "dltensor" in repr(buffer.__dlpack__(stream=-1, dl_device=device))
         assert hasattr(buffer, "__cuda_array_interface__") == (device[0] != 1)
     # The host's own memory is NumPy's to read, and no kernel's.
-    assert numpy.from_dlpack(buffer).size == 10
+    ctypes.memmove(buffer.ptr, b"abcdefghij", 10)
+    assert numpy.from_dlpack(buffer).tobytes() == b"abcdefghij"
     with pytest.raises(AttributeError, match="does not reach"):
         _ = buffer.__cuda_array_interface__
 
@@ -456,3 +485,25 @@ def test_a_request_that_is_served_while_something_else_is_raised():
     with pytest.raises(KeyboardInterrupt):
         resource.allocate(1000)
     assert tries == [1000, 1000] and freed == [(1 << 20, 1000, 1)]
+
+
+@pytest.mark.parametrize("second", ["no memory", "another resource's"])
+def test_what_was_raised_is_not_forgotten_meanwhile(second):
+    """Not by a lack of memory after it, nor by what the function itself asks for."""
+    tries, freed = [], []
+    other = mr.CallbackMemoryResource(lambda *_: 1 << 30, lambda *_: None)
+
+    def allocate(size, stream):
+        tries.append(size)
+        if len(tries) == 1:
+            raise KeyboardInterrupt
+        if len(tries) == 2 and second == "no memory":
+            raise MemoryError
+        other.deallocate(other.allocate(1), 1)
+        return 1 << 20
+
+    below = mr.CallbackMemoryResource(allocate, lambda *given: freed.append(given))
+    resource = mr.FailureCallbackResourceAdaptor(below, lambda size: True)
+    with pytest.raises(KeyboardInterrupt):
+        resource.allocate(1000)
+    assert freed == [(1 << 20, 1000, 1)]

@@ -1,6 +1,7 @@
 """What CuPy, Numba and PyTorch are given, as far as it can be seen without a GPU. Each is skipped where the
 library is not installed; none is needed otherwise."""
 
+import os
 import subprocess
 import sys
 import types
@@ -57,6 +58,88 @@ def test_numba_s_manager():
         manager.get_ipc_handle(memory)
     with pytest.raises(MemoryError):
         manager.memalloc(1 << 50)
+
+
+def test_cupy_s_allocator_without_cupy():
+    """What CuPy is asked for and given, where it is not installed."""
+    program = """
+import gc, sys, types
+cupy, cuda = types.ModuleType("cupy"), types.SimpleNamespace(device=types.SimpleNamespace())
+class OutOfMemoryError(MemoryError):
+    def __init__(self, size, total): super().__init__(size, total)
+class UnownedMemory:
+    def __init__(self, ptr, size, owner, device_id):
+        self.ptr, self.size, self.owner, self.device_id = ptr, size, owner, device_id
+cuda.UnownedMemory, cuda.MemoryPointer = UnownedMemory, lambda memory, offset: memory
+cuda.memory = types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError)
+cuda.get_current_stream = lambda: types.SimpleNamespace(ptr=2)
+cuda.device.get_device_id = lambda: 1
+cupy.cuda = cuda
+sys.modules["cupy"] = cupy
+
+import vpmm.cupy
+memory = vpmm.cupy.allocator(1000)
+assert (memory.size, memory.device_id, memory.owner.stream) == (1000, 1, 2) and memory.ptr == memory.owner.ptr
+assert vpmm.statistics(1).live_count == 1
+del memory
+gc.collect()
+assert vpmm.statistics(1).live_count == 0
+try:
+    vpmm.cupy.allocator(1 << 50)
+    raise SystemExit("there is no such memory")
+except OutOfMemoryError as error:
+    assert "memory held" in str(error)
+counted = vpmm.mr.StatisticsResourceAdaptor(vpmm.mr.CudaMemoryResource(device=1))
+memory = vpmm.cupy.allocator_of(counted)(1000)
+assert counted.allocation_counts.current_count == 1 and memory.owner.mr is counted
+"""
+    environment = {**os.environ, "VPMM_DEVICE": "sim:1"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+
+
+def test_numba_s_manager_without_numba():
+    """What Numba is told, where it is not installed."""
+    program = """
+import collections, sys, types
+class Manager:
+    def __init__(self, context): self.context = context
+    def initialize(self): pass
+    def reset(self): pass
+class Pointer:
+    def __init__(self, context, pointer, size, finalizer):
+        self.pointer, self.size, self.free = pointer, size, finalizer
+numba, cuda = types.ModuleType("numba"), types.ModuleType("numba.cuda")
+numba.cuda, cuda.HostOnlyCUDAMemoryManager, cuda.MemoryPointer = cuda, Manager, Pointer
+cuda.MemoryInfo = collections.namedtuple("MemoryInfo", "free total")
+sys.modules.update({"numba": numba, "numba.cuda": cuda})
+
+import vpmm.numba
+context = types.SimpleNamespace(device=types.SimpleNamespace(id=1))
+manager = vpmm.numba.VpmmNumbaManager(context=context)
+manager.initialize()
+memory = manager.memalloc(1 << 20)
+gone = manager.memalloc(8 << 20)
+assert (memory.size, vpmm.statistics(1).live_bytes) == (1 << 20, 9 << 20) and memory.pointer
+gone.free()
+now, (free, total) = vpmm.statistics(1), vpmm.device_memory(1)
+assert now.live_bytes == 1 << 20 and now.mapped_bytes >= 9 << 20
+# With what the pool holds free.
+assert manager.get_memory_info() == (free + now.mapped_bytes - now.live_bytes, total)
+manager.reset()
+assert vpmm.statistics(1).mapped_bytes < now.mapped_bytes and vpmm.device_memory(1)[0] > free
+memory.free()
+
+counted = vpmm.mr.StatisticsResourceAdaptor(vpmm.mr.CudaMemoryResource(device=1))
+other = vpmm.numba.manager_of(counted)(context=context)
+memory = other.memalloc(1000)
+# What the process's pool has free is nothing to a resource of one's own.
+assert vpmm.statistics(1).mapped_bytes > 0 and other.get_memory_info() == vpmm.device_memory(1)
+assert counted.allocation_counts.current_count == 1
+memory.free()
+assert counted.allocation_counts.current_count == 0
+"""
+    environment = {**os.environ, "VPMM_DEVICE": "sim:1"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
 def test_all_that_pytorch_is_told_is_there():

@@ -267,6 +267,83 @@ def test_a_pool_s_own_snapshot(tmp_path):
 MAKERS = [vpmm.Pool, vpmm.configure, vpmm.mr.PoolMemoryResource, _worker.Worker]
 
 
+def test_a_second_device():
+    program = """
+import os
+os.environ["VPMM_DEVICE"] = "sim:1"
+import types
+import vpmm.torch
+from vpmm._library import address, answer, call, handle, lib
+from vpmm._mem_pool import HeapMemPool
+from vpmm._pool import _driver
+
+pool = vpmm.Pool(1, addresses="1 GiB")
+pointer = pool.malloc(1000)
+made = pool.snapshot()
+assert made["device_traces"] == [[], []] and {part["device"] for part in made["segments"]} == {1}
+pool.free(pointer)
+
+resource = vpmm.mr.CudaMemoryResource(device=1)
+buffer = vpmm.DeviceBuffer.from_bytes(b"abc", mr=resource)
+assert buffer.device == 1 and buffer.__dlpack_device__() == (2, 1) and buffer.to_bytes() == b"abc"
+capsule = buffer.__dlpack__()
+((_, managed, _),) = vpmm._dlpack._LENT.values()
+assert (managed.tensor.device.type, managed.tensor.device.id) == (2, 1)
+
+heaps = [HeapMemPool(device=device) for device in range(2)]
+with heaps[1].using():
+    kept = [vpmm.DeviceBuffer.from_bytes(b"abc", device=device) for device in range(2)]
+assert [heap.statistics().live_count for heap in heaps] == [0, 1]
+assert heaps[1].suspend() > 0 and heaps[1].resume() > 0
+assert kept[1].to_bytes() == b"abc"
+
+stream = address(answer("void *", lib.vpmm_stream_create, _driver(), 1))
+vpmm.keep_stream(stream, device=1)
+of_torch = types.SimpleNamespace(cuda_stream=stream, device=types.SimpleNamespace(index=1))
+assert vpmm.torch.forget_stream(of_torch) and not vpmm.forget_stream(stream, device=1)
+call(lib.vpmm_stream_destroy, _driver(), handle(stream))
+
+held = [vpmm.statistics(device).mapped_bytes for device in range(2)]
+vpmm.DeviceBuffer(64 << 20, device=1).free()
+assert vpmm.trim(device=1) > 0 and vpmm.statistics(0).mapped_bytes == held[0]
+assert vpmm.device_memory(1)[0] < vpmm.device_memory(1)[1] == vpmm.device_memory(0)[1]
+
+# One that is dropped asleep wakes.
+heaps[1].suspend()
+heaps.clear()
+assert kept[1].to_bytes() == b"abc"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_worker_that_has_ended_logs_no_more(tmp_path):
+    program = """
+import sys, vpmm
+from vpmm._worker import Worker
+
+worker = Worker(log=sys.argv[1], addresses="1 GiB")
+worker.begin()
+kept = vpmm.DeviceBuffer(1000)
+assert type(kept.mr) is vpmm.mr.LoggingResourceAdaptor
+worker.end("")
+with vpmm.DeviceBuffer(1000) as buffer:
+    assert type(buffer.mr) is vpmm.mr.PoolMemoryResource
+"""
+    log = tmp_path / "log.csv"
+    subprocess.run([sys.executable, "-c", program, str(log)], check=True)
+    assert (tmp_path / "log.dev0.csv").read_text().count("allocate") == 1
+
+
+def test_trim_keeps_as_much_as_it_is_told():
+    vpmm.trim()
+    before = vpmm.statistics().mapped_bytes
+    vpmm.DeviceBuffer(64 * MIB).free()
+    held = vpmm.statistics().mapped_bytes
+    assert held >= before + 64 * MIB
+    assert vpmm.trim(f"{held} B") == 0 and vpmm.statistics().mapped_bytes == held
+    assert vpmm.trim() > 0
+
+
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize(
     ("name", "value", "profile"),
@@ -347,3 +424,8 @@ def test_each_option_reaches_the_library():
     assert least["background_period_nanoseconds"] == 1
     assert least["wait_nanoseconds"] == least["patience_nanoseconds"] == 0
     assert least["release_threshold_bytes"] == 0
+    # Longer than any number says.
+    for longest in (1e12, float("inf")):
+        most = numbers(wait=longest, patience=longest, background=longest)
+        for name in ("wait_nanoseconds", "patience_nanoseconds", "background_period_nanoseconds"):
+            assert most[name] == 2**63

@@ -9,6 +9,7 @@ import types
 import pytest
 
 import vpmm
+from vpmm import _pool
 
 MIB = 1 << 20
 
@@ -48,6 +49,22 @@ def test_blocks_inside_each_other():
     assert vpmm.statistics().peak_live_bytes == 2 * MIB
     del kept
     assert "inner" in vpmm.report() and "outer" in vpmm.report()
+
+
+def test_the_most_that_was_held_is_of_all_calls():
+    for size in (40 * MIB, MIB):
+        vpmm.trim()
+        with vpmm.profile("calls"):
+            hold(size)
+    assert found("calls").peak_held_bytes >= 40 * MIB
+
+
+def test_blocks_that_have_ended_are_forgotten():
+    for _ in range(3):
+        with vpmm.profile("again"):
+            pass
+    # That of all time.
+    assert len(_pool.Peaks._open[0]) == 1
 
 
 def test_functions_that_call_themselves():

@@ -79,6 +79,9 @@ for at in itertools.count():
 """
 
 _SET_BY_A_HANDLER = """
+from vpmm._library import answer, lib
+from vpmm._pool import _driver
+from vpmm.mr._names import of_handle
 other = vpmm.mr.CudaMemoryResource()
 done = 0
 def handler(*_):
@@ -87,9 +90,14 @@ def handler(*_):
         done += 1
     return done == 2000
 interrupt(handler)
+def check():
+    # The library's is the same.
+    made = answer("vpmm_resource *", lib.vpmm_resource_current, _driver(), 0)
+    assert of_handle(made, 0).is_equal(vpmm.mr.get_current_device_resource())
 while done < 2000:
     with vpmm.mr.using(other):
-        pass
+        check()
+    check()
 """
 
 

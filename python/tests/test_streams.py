@@ -46,6 +46,25 @@ def waits(monkeypatch):
     return seen
 
 
+def test_what_a_buffer_does_is_on_its_stream(make_stream, monkeypatch):
+    own, done = make_stream(), []
+
+    def noted(function, *arguments):
+        done.append((function, address(arguments[-1])))
+        call(function, *arguments)
+
+    source = vpmm.DeviceBuffer(4, stream=own)
+    buffer = vpmm.DeviceBuffer(4, stream=own)
+    monkeypatch.setattr(_buffer, "call", noted)
+    buffer.copy_from(b"abcd")
+    buffer.fill(7)
+    buffer.copy_from_device(source)
+    buffer.copy_to(bytearray(4))
+    buffer.free()
+    names = ("upload", "fill", "copy", "download", "free")
+    assert done == [(getattr(lib, f"vpmm_process_{name}"), own) for name in names]
+
+
 def test_a_borrower_waits_for_what_was_written(make_stream, waits):
     own, borrowers = make_stream(), make_stream()
     buffer = vpmm.DeviceBuffer.from_bytes(bytes(100), stream=own)

@@ -68,6 +68,10 @@ def test_what_is_made_of_the_pool_s_numbers():
     assert stats["active_bytes"]["all"]["current"] == 8
     assert stats["inactive_split_bytes"]["all"]["current"] == 18
     assert (stats["num_device_alloc"], stats["num_device_free"]) == (6, 4)
+    held = dict(mapped_bytes=10, peak_mapped_bytes=20, small_mapped_bytes=5, peak_small_mapped_bytes=6)
+    stats = vpmm.torch._nested(dataclasses.replace(now, **held))
+    check(stats)
+    assert (stats["reserved_bytes"]["all"]["current"], stats["reserved_bytes"]["all"]["peak"]) == (15, 26)
 
 
 def test_small_requests_of_the_paged_profile_are_in_the_peak():

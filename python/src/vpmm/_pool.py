@@ -130,6 +130,11 @@ class PoolOptions(TypedDict, total=False):
     sharing: str | None
 
 
+def _nanoseconds(seconds: float) -> int:
+    """As the library has them; infinity is longer than anybody waits."""
+    return int(min(seconds * 1e9, 2**63))
+
+
 def _options(
     device: int,
     *,
@@ -181,10 +186,10 @@ def _options(
             raise ValueError(f"moves_per_second cannot be {moves_per_second}")
         options.moves_per_second = max(moves_per_second, 1)
     if patience is not None:
-        options.patience_nanoseconds = min(int(patience * 1e9), 2**63)
+        options.patience_nanoseconds = _nanoseconds(patience)
     if background is not None:
         # 0 stands for no thread; the shortest period is longer than 1.
-        options.background_period_nanoseconds = min(int(background * 1e9) or 1, 2**63)
+        options.background_period_nanoseconds = _nanoseconds(background) or 1
     if ahead is not None:
         options.background_ahead_bytes = bytes_of(ahead)
     if release_threshold is not None:
@@ -193,7 +198,7 @@ def _options(
         options.page_size_bytes = bytes_of(page_size)
     if wait is not None:
         # The largest number means something else.
-        options.wait_nanoseconds = min(int(wait * 1e9), 2**63)
+        options.wait_nanoseconds = _nanoseconds(wait)
     return options
 
 
