@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 
 import pytest
 
@@ -423,6 +424,8 @@ def test_a_tag_has_one_manager(server, tmp_path):
             create(server, 0, "ro", tag="t")
         with pytest.raises(RuntimeError, match="is of"):
             create(str(tmp_path / "other"), 0, "rw", tag="t")
+        with pytest.raises(RuntimeError, match="is of .* on device 0"):
+            create(server, 1, "rw", tag="t")
         with pytest.raises(RuntimeError, match="there is a manager"):
             pools.create_scratch_manager(server, 0, tag="t")
         va = manager.create_mapping(size=MIB, tag="t")
@@ -430,6 +433,19 @@ def test_a_tag_has_one_manager(server, tmp_path):
         name = manager.mappings[va].allocation_id
         pools.prune_allocations(manager, referenced_allocation_ids={name}, synchronize=False)
         assert set(manager.mappings) == {va}
+        # An address without memory is kept for what is to be there again; of who reads nothing goes.
+        manager.unmap_va(va)
+        pools.prune_allocations(manager, referenced_allocation_ids=(), synchronize=False)
+        assert set(manager.mappings) == {va}
+        other = manager.create_mapping(size=MIB, tag="t")
+        manager.commit()
+        with pytest.raises(RuntimeError, match="has None"):
+            # Tensors may have its addresses.
+            create(server, 0, "rw", tag="t")
+        manager.connect("ro")
+        manager.remap_all_vas()
+        pools.prune_allocations(manager, referenced_allocation_ids=(), synchronize=False)
+        assert set(manager.mappings) == {va, other}
     finally:
         pools.evict_gms_client_memory_manager(manager)
         manager.close()
@@ -547,6 +563,8 @@ def test_pools_beside_our_allocator(server, plugged):
         plugged.record(large, None)
         with pytest.raises(RuntimeError, match="this thread has no tag"):
             _library.call(_library.lib.vpmm_process_pop_tag)
+        with pytest.raises(RuntimeError, match="has begun nothing"):
+            _library.call(_library.lib.vpmm_gms_torch_end)
         with pytest.raises(RuntimeError, match="of device 0"):
             with gms_torch.use_pool(device=1):
                 pass
@@ -603,6 +621,28 @@ def test_pools_beside_our_allocator(server, plugged):
         for address in small:
             plugged.free(address)
         assert _held(manager) == before and all(one.is_mapped for one in manager.mappings.values())
+    finally:
+        gms_torch.evict_gms_client_memory_manager(manager)
+        manager.close()
+
+
+def test_what_no_tensor_has_goes_when_the_device_is_done_with_it(server, plugged, monkeypatch):
+    from vpmm.gms import torch as gms_torch
+
+    manager = gms_torch.get_or_create_gms_client_memory_manager(server, 0, RequestedLockType.RW)
+    seen, torch = [], types.ModuleType("torch")
+    torch.cuda = types.SimpleNamespace(synchronize=lambda device: seen.append((device, _held(manager))))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    try:
+        gms_torch.release_unused(manager)
+        assert seen == []
+        with gms_torch.use_pool():
+            kept, gone = plugged.alloc(1000), plugged.alloc(30 * MIB)
+        plugged.free(gone)
+        gms_torch.release_unused(manager)
+        assert seen == [(0, [2 * MIB, 30 * MIB])] and _held(manager) == [2 * MIB]
+        plugged.free(kept)
+        assert _held(manager) == []
     finally:
         gms_torch.evict_gms_client_memory_manager(manager)
         manager.close()

@@ -89,7 +89,50 @@ def test_history_says_what_was_done_and_where():
     assert events[0]["frames"][0]["filename"] == __file__
     block = blocks_of(made)[kept.ptr]
     assert block["requested_size"] == 100_000 and block["frames"] == events[0]["frames"]
+    # Of what is free nothing is told.
+    freed = blocks_of(made)[address]
+    assert freed["vpmm_state"] != "live" and not freed["frames"]
     kept.free()
+
+
+def test_a_block_is_of_whoever_made_it_last():
+    vpmm.record_history(1000)
+    first = vpmm.DeviceBuffer(3 << 20)
+    address = first.ptr
+    first.free()
+    second = make_and_keep((3 << 20) - 100)
+    assert second.ptr == address
+    block = blocks_of(vpmm.snapshot())[address]
+    assert block["requested_size"] == (3 << 20) - 100 and block["frames"][0]["name"] == "make_and_keep"
+    second.free()
+
+
+def test_the_innermost_frames_are_told():
+    def down(depth):
+        if depth:
+            down(depth - 1)
+        else:
+            vpmm.DeviceBuffer(1).free()
+
+    vpmm.record_history(10)
+    down(100)
+    (events,) = vpmm.snapshot()["device_traces"]
+    assert [frame["name"] for frame in events[0]["frames"]] == ["down"] * 64
+
+
+def test_what_is_not_mapped_any_more():
+    segments = [{"address": address, "total_size": 10} for address in (50, 0, 20)]
+
+    def unmapped(*blocks):
+        events = [{"addr": begin, "size": end - begin} for begin, end in blocks]
+        return list(_snapshot._unmapped([*events, {"addr": None, "size": 7}, {"size": 7}], segments))
+
+    assert unmapped() == unmapped((1, 9), (20, 30)) == []
+    # Beside a segment, around one, behind all of them.
+    assert unmapped((10, 20), (30, 35)) == [(10, 20), (30, 35)]
+    assert unmapped((5, 55), (60, 70)) == [(10, 20), (30, 50), (60, 70)]
+    # Once only, whoever was there.
+    assert unmapped((12, 18), (12, 15), (14, 22), (12, 14)) == [(12, 14), (14, 15), (15, 18), (18, 20)]
 
 
 def test_frames_of_modules_whose_names_begin_like_the_package():
@@ -131,11 +174,12 @@ def test_files(tmp_path):
 
 def test_stacks_of_calls_are_kept_as_long_as_their_events():
     vpmm.record_history(100)
-    for at in range(5000):
+    # To just behind where those of before are dropped.
+    for at in range(4960):
         made = {"vpmm": vpmm}
         exec(compile(f"def made_{at}(): vpmm.DeviceBuffer(1).free()\nmade_{at}()", "made", "exec"), made)
     (events,) = vpmm.snapshot()["device_traces"]
-    assert [event["frames"][0]["name"] for event in events[::3]] == [f"made_{at}" for at in range(4950, 5000)]
+    assert [event["frames"][0]["name"] for event in events[::3]] == [f"made_{at}" for at in range(4910, 4960)]
     assert len(_snapshot._places.by_number()) < 3000
 
 
