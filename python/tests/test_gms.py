@@ -1,5 +1,6 @@
 """The client of the GPU memory service against a server of `vpmm serve`, on the simulator."""
 
+import array
 import collections
 import contextlib
 import ctypes
@@ -85,6 +86,9 @@ def test_a_layout_is_written_published_and_read(server):
         assert writer.metadata_put("b.empty", mapping.allocation_id, 0, b"")
         assert writer.metadata_get("a.weight") == (mapping.allocation_id, 512, b"\x00shape\xff")
         assert writer.metadata_get("b.empty") == (mapping.allocation_id, 0, b"")
+        # Whatever has bytes: all of them, however many its elements are.
+        assert writer.metadata_put("b.empty", mapping.allocation_id, 0, array.array("i", [1, 2]))
+        assert writer.metadata_get("b.empty")[2] == array.array("i", [1, 2]).tobytes()
         assert writer.metadata_get("c") is None
         assert writer.metadata_list() == ["a.weight", "b.empty"]
         assert writer.metadata_list("a") == ["a.weight"]

@@ -342,7 +342,7 @@ class GMSClientMemoryManager:
             name,
             offset_bytes,
             buffer,
-            len(value),
+            len(buffer),
         )
         return True
 
