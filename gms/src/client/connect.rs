@@ -248,4 +248,26 @@ mod tests {
         assert!(started.elapsed() < Duration::from_secs(20));
         std::fs::remove_dir_all(folder).unwrap();
     }
+
+    /// By the file, as long as the first is there, whatever the other answers, or whether it takes anybody.
+    #[test]
+    fn another_server_is_not_taken_for_the_one_that_was_asked() {
+        use std::os::unix::net::UnixListener;
+        let folder = std::env::temp_dir().join(format!("gms-other-{}", std::process::id()));
+        std::fs::create_dir(&folder).unwrap();
+        let path = folder.join("s");
+        let time = Duration::from_secs(20);
+        let first = UnixListener::bind(&path).unwrap();
+        let (_socket, server) = reach(&path, Some(time)).unwrap();
+        assert!(server.is_some() && server == Identity::at(&path));
+        let short = Duration::from_millis(1);
+        assert_eq!(health(&path, server, short), Health::Silent);
+        std::fs::remove_file(&path).unwrap();
+        let second = UnixListener::bind(&path).unwrap();
+        assert_eq!(health(&path, server, time), Health::Replaced);
+        // Where nothing is known of the first the other one's answer counts.
+        assert_eq!(health(&path, None, short), Health::Silent);
+        drop((first, second));
+        std::fs::remove_dir_all(folder).unwrap();
+    }
 }
