@@ -34,6 +34,41 @@ fn memory_of_a_destroyed_stream_is_used_again_in_order() {
     });
 }
 
+/// As of `device.stream()?.handle()`, whose stream is gone at once. A driver may crash on it, or take it for the
+/// stream that has come to its place.
+#[test]
+fn a_handle_that_has_outlived_its_stream_is_refused() {
+    each(|rig, resource| {
+        let watched = Watched::new(rig, resource);
+        let stream = rig.stream();
+        let held = watched.allocate(BYTES, &stream);
+        let gone = rig.stream().handle();
+        let known = {
+            let known = rig.stream();
+            let held = watched.allocate(BYTES, &known);
+            watched.free(held, &known);
+            known.handle()
+        };
+        // Perhaps where one of them was.
+        let next = rig.stream();
+        for gone in [gone, known] {
+            // Some do not look at the stream.
+            let ended = |error: Error| assert!(matches!(error, Error::StreamEnded), "{error}");
+            match resource.allocate(BYTES, 256, gone) {
+                Ok(ptr) => resource.deallocate(ptr, BYTES, 256, gone).expect("freed"),
+                Err(error) => ended(error),
+            }
+            if resource.facts().records_streams {
+                resource.record_stream(held.ptr, gone).map_or_else(ended, |()| panic!("noted"));
+            }
+        }
+        watched.free(held, &stream);
+        let held = watched.allocate(BYTES, &next);
+        watched.free(held, &next);
+        watched.assert_intact();
+    });
+}
+
 #[test]
 fn streams_that_others_made_and_destroyed() {
     each(|rig, resource| {

@@ -81,9 +81,10 @@ impl vpmm_status {
             | Error::StalePointer { .. }
             | Error::WrongSize { .. } => VPMM_BAD_POINTER,
             Error::DoubleFree { .. } => VPMM_DOUBLE_FREE,
-            Error::WrongDevice { .. } | Error::WrongContext { .. } | Error::StreamCapturing => {
-                VPMM_BAD_STREAM
-            }
+            Error::WrongDevice { .. }
+            | Error::WrongContext { .. }
+            | Error::StreamCapturing
+            | Error::StreamEnded => VPMM_BAD_STREAM,
             Error::ZeroSize
             | Error::SizeOverflow { .. }
             | Error::BadAlignment { .. }

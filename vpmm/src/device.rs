@@ -224,8 +224,14 @@ impl Device {
         Err(Error::ContextLost { call: "cuCtxGetId", code })
     }
 
+    /// Fails where a handle has outlived its stream, as far as the library sees the stream's end.
+    pub(crate) fn check_lives(&self, stream: StreamHandle) -> Result<()> {
+        if self.0.driver.has_ended(stream) { Err(Error::StreamEnded) } else { Ok(()) }
+    }
+
     /// Fails unless the stream belongs to this device's primary context, which must be current.
     pub(crate) fn check_stream(&self, stream: StreamHandle) -> Result<()> {
+        self.check_lives(stream)?;
         let driver = &self.0.driver;
         let mut context: CUcontext = ptr::null_mut();
         // SAFETY: whoever made the handle vouches that its stream is alive; the pointer is to a

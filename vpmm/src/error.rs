@@ -369,6 +369,11 @@ pub enum Error {
     )]
     StreamCapturing,
 
+    /// A handle ([`Stream::handle`](crate::Stream::handle)) has outlived its stream: the last of its values, or
+    /// of those that borrowed it, was dropped.
+    #[error("the stream has ended: a handle of it is left, but no Stream")]
+    StreamEnded,
+
     /// The system would not start the thread that [`Background`](crate::Background) asks for.
     #[error("the pool's helper cannot be started: {0}")]
     NoThread(#[source] Arc<std::io::Error>),

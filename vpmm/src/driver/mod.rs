@@ -5,6 +5,7 @@
 //! what an old driver lacks is one named error at start. Every call is counted
 //! and its answer checked in one place.
 
+mod living;
 mod realm;
 mod watchers;
 
@@ -20,6 +21,7 @@ use crate::device::{Device, StreamHandle};
 use crate::error::{Error, Result};
 use crate::fork::Birthmark;
 
+use living::Living;
 pub(crate) use realm::Realm;
 use watchers::Watchers;
 pub(crate) use watchers::{Awaited, StreamWatcher};
@@ -246,6 +248,7 @@ struct Inner {
     counts: [AtomicU64; NAMES.len()],
     birthmark: Birthmark,
     watchers: Watchers,
+    living: Living,
     /// What rooms above keep for each driver: one value of a type.
     companions: Mutex<Vec<Arc<dyn Any + Send + Sync>>>,
     library: cuda_sys::Driver,
@@ -288,6 +291,7 @@ impl Driver {
             clock: Clock::default(),
             counts,
             watchers: Watchers::default(),
+            living: Living::default(),
             companions: Mutex::default(),
             library,
         }));
@@ -384,6 +388,19 @@ impl Driver {
         if self.is_forked() { Err(Error::Forked) } else { Ok(()) }
     }
 
+    /// Notes a stream whose end will be told.
+    pub(crate) fn note_life_of(&self, stream: StreamHandle) {
+        if let Some(number) = stream.known_to(self.realm()) {
+            self.0.living.add(number);
+        }
+    }
+
+    /// Whether a handle is of a stream whose end was told. The driver may crash on it, or take it for another
+    /// stream that has come to its place since.
+    pub(crate) fn has_ended(&self, stream: StreamHandle) -> bool {
+        stream.known_to(self.realm()).is_some_and(|number| !self.0.living.has(number))
+    }
+
     /// Tells every watcher that a stream is about to be destroyed.
     pub(crate) fn tell_end_of(&self, stream: StreamHandle) {
         if self.is_forked() {
@@ -392,6 +409,9 @@ impl Driver {
         let watchers = &self.0.watchers;
         for id in watchers.ids() {
             watchers.call(id, |watcher| watcher.stream_ends(stream));
+        }
+        if let Some(number) = stream.known_to(self.realm()) {
+            self.0.living.remove(number);
         }
     }
 

@@ -222,11 +222,22 @@ impl PagedPool {
 
     /// Finds out which stream a handle means now, and whether this pool can serve it.
     fn admit(&self, stream: StreamHandle) -> Result<Caller> {
+        // What is noted as the library's own has not ended.
+        let noted = stream.known_to(self.device.driver().realm()).filter(|id| {
+            let space = self.lock_space();
+            space.streams.get(*id).is_some() && space.timelines.find(*id).is_some()
+        });
+        if noted.is_none() {
+            self.device.check_lives(stream)?;
+        }
         // First of all: on a capturing stream even the question for its id ends the capture.
         if self.is_capturing(stream)? {
             return Err(Error::StreamCapturing);
         }
         let stream_id = self.id_of(stream)?;
+        if noted == Some(stream_id) {
+            return Ok(Caller { stream, stream_id });
+        }
         // Ids are never used twice, so a stream with a timeline was found fit before.
         let known = {
             let mut space = self.lock_space();

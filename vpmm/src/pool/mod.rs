@@ -218,8 +218,8 @@ impl Pool {
     /// # Errors
     /// [`Error::ZeroSize`], [`Error::SizeOverflow`], [`Error::OutOfMemory`],
     /// [`Error::AddressSpaceExhausted`], [`Error::WrongDevice`], [`Error::WrongContext`],
-    /// [`Error::StreamCapturing`], [`Error::ContextLost`], [`Error::Driver`]. The pool is as it
-    /// was before the call.
+    /// [`Error::StreamCapturing`], [`Error::StreamEnded`], [`Error::ContextLost`], [`Error::Driver`]. The
+    /// pool is as it was before the call.
     ///
     /// [`Error::ZeroSize`]: crate::Error::ZeroSize
     /// [`Error::SizeOverflow`]: crate::Error::SizeOverflow
@@ -228,6 +228,7 @@ impl Pool {
     /// [`Error::WrongDevice`]: crate::Error::WrongDevice
     /// [`Error::WrongContext`]: crate::Error::WrongContext
     /// [`Error::StreamCapturing`]: crate::Error::StreamCapturing
+    /// [`Error::StreamEnded`]: crate::Error::StreamEnded
     /// [`Error::ContextLost`]: crate::Error::ContextLost
     /// [`Error::Driver`]: crate::Error::Driver
     #[inline]
@@ -250,8 +251,8 @@ impl Pool {
     /// # Errors
     /// [`Error::DoubleFree`], [`Error::StalePointer`], [`Error::InteriorPointer`],
     /// [`Error::ForeignPointer`], [`Error::WrongDevice`], [`Error::WrongContext`],
-    /// [`Error::StreamCapturing`], [`Error::ContextLost`], [`Error::Driver`]. The allocation is
-    /// then still the caller's.
+    /// [`Error::StreamCapturing`], [`Error::StreamEnded`], [`Error::ContextLost`], [`Error::Driver`]. The
+    /// allocation is then still the caller's.
     ///
     /// [`Error::DoubleFree`]: crate::Error::DoubleFree
     /// [`Error::StalePointer`]: crate::Error::StalePointer
@@ -260,6 +261,7 @@ impl Pool {
     /// [`Error::WrongDevice`]: crate::Error::WrongDevice
     /// [`Error::WrongContext`]: crate::Error::WrongContext
     /// [`Error::StreamCapturing`]: crate::Error::StreamCapturing
+    /// [`Error::StreamEnded`]: crate::Error::StreamEnded
     /// [`Error::ContextLost`]: crate::Error::ContextLost
     /// [`Error::Driver`]: crate::Error::Driver
     #[inline]

@@ -244,6 +244,7 @@ impl MemoryResource for DriverPool {
         let _context = self.device.enter()?;
         let driver = self.device.driver();
         let _beside = BesideCaptures::enter(driver)?;
+        self.device.check_lives(stream)?;
         if stream_is_capturing(driver, stream)? {
             return Err(Error::StreamCapturing);
         }
@@ -285,6 +286,7 @@ impl MemoryResource for DriverPool {
         };
         // What is wrong with a pointer is said first, so that who looks for its owner goes on looking.
         find(&self.live())?;
+        self.device.check_lives(stream)?;
         if stream_is_capturing(driver, stream)? {
             return Err(Error::StreamCapturing);
         }

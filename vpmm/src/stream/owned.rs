@@ -88,7 +88,9 @@ impl Stream {
         Self { handle: StreamHandle::PER_THREAD, device: device.clone(), owner: None }
     }
 
-    /// The handle, valid while this stream lives.
+    /// The handle, valid while this stream lives. It does not keep the stream alive: pools and resources answer
+    /// [`Error::StreamEnded`] to one that has outlived it, but not while another thread just drops the last
+    /// value.
     #[inline]
     pub fn handle(&self) -> StreamHandle {
         self.handle

@@ -91,6 +91,7 @@ pub(super) unsafe fn own(device: &Device, handle: StreamHandle) -> Result<Arc<Ow
     let owners = driver.companion::<Owners>();
     owner.handle = handle.with_number(number, driver.realm());
     owner.entered = Some((Arc::clone(&owners), number));
+    driver.note_life_of(owner.handle);
     let owner = Arc::new(owner);
     owners.by_number().insert(number, Arc::downgrade(&owner));
     Ok(owner)
@@ -120,6 +121,7 @@ pub(super) unsafe fn borrow(device: &Device, handle: StreamHandle) -> Result<Arc
         destroys: false,
         entered: Some((Arc::clone(&owners), number)),
     });
+    driver.note_life_of(owner.handle);
     by_number.insert(number, Arc::downgrade(&owner));
     Ok(owner)
 }

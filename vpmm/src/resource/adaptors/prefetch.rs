@@ -32,6 +32,7 @@ impl<R: MemoryResource> Prefetch<R> {
     fn prefetch(&self, ptr: DevicePtr, bytes: usize, stream: StreamHandle) -> Result<()> {
         let _context = self.device.enter()?;
         let driver = self.device.driver();
+        self.device.check_lives(stream)?;
         if stream_is_capturing(driver, stream)? {
             return Ok(());
         }
