@@ -119,6 +119,27 @@ fn streams_that_come_and_go_leave_nothing() {
     }
 }
 
+/// Nobody lacks memory meanwhile, and nobody asks.
+#[test]
+fn streams_that_come_and_go_one_after_another_share_a_place() {
+    for kind in [0, 1] {
+        let rig = Rig::simulated(Schedule::Eager);
+        let watched = rig.small_pool();
+        let before = rig.sim.as_ref().unwrap().leaks().events;
+        for _ in 0..400 {
+            let (stream, raw) = (rig.stream(), make(&rig, NON_BLOCKING));
+            let handle = if kind == 0 { stream.handle() } else { raw.1 };
+            let held = watched.malloc(1000, handle);
+            watched.free(held, handle);
+            call!(rig.driver, cuStreamDestroy_v2(raw.0));
+        }
+        let events = rig.sim.as_ref().unwrap().leaks().events - before;
+        assert!(events < 40, "{events} events are kept");
+        assert_eq!(watched.usage(), 1);
+        watched.assert_intact();
+    }
+}
+
 #[test]
 fn the_legacy_stream_is_one_of_the_pools_own() {
     Rig::everywhere(|rig| {

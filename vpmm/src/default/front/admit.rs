@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
+use smallvec::SmallVec;
+
 use super::shard::{Shard, Slot, Spare};
 use crate::capture::stream_is_capturing;
 use crate::default::space::Space;
@@ -19,6 +21,9 @@ pub(in crate::default) const LEGACY: u64 = u64::MAX;
 
 /// A key that no handle has, not even a foreign one.
 pub(super) const NO_KEY: u64 = 1;
+
+/// Streams that have gone, or may have, asked about for one that comes: twice as many as come.
+const ASKED_FOR_ONE: usize = 2;
 
 /// A stream that may be served. While this lives its place is not given to another.
 pub(in crate::default) struct Admitted<'a> {
@@ -185,6 +190,7 @@ impl Core {
                 if handle != StreamHandle::LEGACY {
                     self.device.check_stream(handle)?;
                 }
+                self.ask_those_gone();
                 let index = self.enrol(stream, recording);
                 if index == 1 {
                     self.share_what_was_seen(0);
@@ -225,6 +231,16 @@ impl Core {
         let index = *registry.by_stream.get(&stream)?;
         registry.shards[index as usize].pin();
         Some(index)
+    }
+
+    /// Asks about some streams that have ended, or may have, for one that comes: where they come and go and
+    /// nobody lacks memory, nobody else asks, and each would leave its place, its event and what it freed.
+    fn ask_those_gone(&self) {
+        let gone = self.space.lock().next_gone();
+        for stream in gone {
+            // What fails is as it was, and met by whoever asks next.
+            let _ = self.advance(stream, false);
+        }
     }
 
     /// Gives a new stream a place, and pins it.
@@ -289,6 +305,23 @@ impl Space {
     fn next_label(&mut self) -> u32 {
         self.labels = (self.labels + 1) & LABEL;
         self.labels
+    }
+
+    /// Streams with something to be asked about of which nobody tells whether they live, or that have ended:
+    /// the next ones each time.
+    fn next_gone(&self) -> SmallVec<[u32; ASKED_FOR_ONE]> {
+        let waits = |(_, book): &(usize, &Book)| {
+            let asked = matches!(book.stage, Stage::Recorded(_) | Stage::Passed);
+            match book.recording {
+                Recording::Ended => asked,
+                Recording::Eager => asked || book.last_record.is_some(),
+                _ => false,
+            }
+        };
+        let (first, all) =
+            (self.labels as usize % self.books.len().max(1), self.books.iter().enumerate());
+        let in_turn = all.clone().skip(first).chain(all.take(first)).filter(waits);
+        in_turn.take(ASKED_FOR_ONE).map(|(at, _)| at as u32).collect()
     }
 
     /// The place of a stream that has ended, or that nobody may ever name again, and that nothing

@@ -295,11 +295,8 @@ impl Core {
     pub(crate) fn map_asleep(&self, _still: &Stillness<'_>) -> Result<Vec<Run>> {
         let stuck = !self.space.lock().memory.numbers_of(Backed::Stuck).is_empty();
         if stuck {
-            let driver = self.device.driver();
-            let _beside = crate::capture::BesideCaptures::enter(driver)?;
             // What may still be writing there is on a stream that may be gone.
-            // SAFETY: no arguments.
-            unsafe { driver.cuCtxSynchronize() }?;
+            self.wait_for_context()?;
         }
         let gone = self.space.lock().memory.numbers_of(Backed::Gone);
         for number in gone {

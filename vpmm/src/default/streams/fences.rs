@@ -449,8 +449,7 @@ impl Core {
     }
 
     /// Streams that ended without a last event, and those of other threads that deferred frees wait
-    /// for: only the whole context's end of work frees what they freed or used. That would end every
-    /// capture in the context, so while one is seen there is no wait (`StreamCapturing`).
+    /// for: only the whole context's end of work frees what they freed or used.
     fn wait_for_lost(&self) -> Result<()> {
         let lost = |book: &crate::default::space::book::Book| {
             book.recording == Recording::Lost && (!book.is_empty() || book.passed < book.epoch)
@@ -467,16 +466,7 @@ impl Core {
                 return Ok(());
             }
         }
-        if self.sees_capture()? {
-            return Err(Error::StreamCapturing);
-        }
-        // SAFETY: no arguments.
-        unsafe { self.device.driver().cuCtxSynchronize() }.map_err(|failure| {
-            match failure.code == CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED {
-                true => Error::StreamCapturing,
-                false => failure.into(),
-            }
-        })?;
+        self.wait_for_context()?;
         let mut space = self.space.lock();
         for mark in unproved {
             space.settle_epoch(&self.tags, &mark, true);
@@ -493,6 +483,23 @@ impl Core {
             while space.drain(&self.tags, stream) {}
         }
         Ok(())
+    }
+
+    /// Waits for everything in the context; where a capture is seen, which that would end, it does not
+    /// (`StreamCapturing`).
+    pub(in crate::default) fn wait_for_context(&self) -> Result<()> {
+        if self.sees_capture()? {
+            return Err(Error::StreamCapturing);
+        }
+        let driver = self.device.driver();
+        let _beside = BesideCaptures::enter(driver)?;
+        // SAFETY: no arguments.
+        unsafe { driver.cuCtxSynchronize() }.map_err(|failure| {
+            match failure.code == CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED {
+                true => Error::StreamCapturing,
+                false => failure.into(),
+            }
+        })
     }
 
     /// Whether a stream captures that a wait for the context would end the capture of, as far as anybody can
