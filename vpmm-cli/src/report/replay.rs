@@ -98,7 +98,9 @@ impl Report {
             longest_driver_us: longest.map(|longest| round(longest.driver_us, 2)),
             longest_line: longest.map(|of| trace.allocations[of.slot as usize].line),
             driver_by_function: outcome.by_function.as_deref().map(rounded),
-            longest_by_function: longest.map(|longest| rounded(&longest.by_function)),
+            longest_by_function: longest
+                .map(|longest| rounded(&longest.by_function))
+                .filter(|functions| !functions.is_empty()),
         }
     }
 }

@@ -345,6 +345,9 @@ fn longest_names_the_call_with_the_most_driver_time() {
         let object = json(&replay(&["--json", further]), 0).remove(0);
         assert!(object["driver_by_function"].is_null(), "{object}");
     }
+    let object = json(&replay(&["--json", "--longest", "--allocator=cuda-async"]), 0).remove(0);
+    assert!(object["longest_driver_us"].as_f64().unwrap() > 0.0, "{object}");
+    assert!(object["longest_by_function"].is_null(), "{object}");
     assert_eq!(replay(&["--longest", "--threads"]).status.code(), Some(2));
 }
 
