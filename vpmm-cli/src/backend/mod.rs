@@ -43,6 +43,11 @@ pub trait Backend: Sync {
     /// What the driver answers where it has to be asked.
     fn peak_mapped_bytes(&self) -> vpmm::Result<u64>;
 
+    /// Whether work on the device can use the memory.
+    fn is_for_the_device(&self) -> bool {
+        true
+    }
+
     /// How many driver calls the allocator has made so far.
     fn driver_calls(&self) -> u64;
 

@@ -71,6 +71,10 @@ impl Backend for StackBackend<'_> {
         self.peaks.iter().map(|peak| peak()).sum()
     }
 
+    fn is_for_the_device(&self) -> bool {
+        self.resource.facts().device_accessible
+    }
+
     fn driver_calls(&self) -> u64 {
         self.machine.driver().calls().since(&self.calls_before).total()
     }

@@ -28,7 +28,8 @@ pub(super) fn open_all(names: &[String]) -> Result<Vec<Trace>, Abort> {
 /// How a replay that came to nothing ends the command.
 pub(super) fn abort(trace: &Trace, error: &RunError) -> Abort {
     match error {
-        RunError::Allocator { source: vpmm::Error::Config { .. }, .. } => Abort::bad_input(error),
+        RunError::Allocator { source: vpmm::Error::Config { .. }, .. }
+        | RunError::Unreachable(_) => Abort::bad_input(error),
         _ => Abort::failure(format_args!("{}: {error}", trace.name)),
     }
 }

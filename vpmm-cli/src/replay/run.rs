@@ -112,6 +112,9 @@ pub enum RunError {
         /// Why.
         source: vpmm::Error,
     },
+    /// What was to be verified is memory that the device does not reach: its work on it would fail it for good.
+    #[error("{0}: the device does not reach its memory: not with --verify")]
+    Unreachable(AllocatorSpec),
     /// The device failed outside of the allocator.
     #[error("the device failed: {0}")]
     Device(#[from] vpmm::Error),
@@ -183,6 +186,9 @@ impl<'a> Session<'a> {
         let backend = driver_time
             .of(|| allocator.open(machine, settings.limit_bytes))
             .map_err(|source| RunError::Allocator { allocator: allocator.clone(), source })?;
+        if verifier.is_some() && !backend.is_for_the_device() {
+            return Err(RunError::Unreachable(allocator.clone()));
+        }
         let mut outcome = Outcome {
             operations: 0,
             threads: replay.threads(),

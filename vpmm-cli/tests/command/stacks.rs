@@ -58,6 +58,20 @@ fn every_name_replays_with_its_contents_checked() {
     }
 }
 
+/// Work on it would fail the device for good, at the first allocation and for all that comes after.
+#[test]
+fn host_memory_is_not_verified() {
+    let file = File::rows("1,x,allocate,0x1,64,0\n");
+    for stack in ["host", "statistics(thread-safe(host))"] {
+        let args = ["replay", file.path(), "--device=sim", "--verify", "--allocator", stack];
+        let output = run(&args);
+        assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+        let said = format!("{stack}: the device does not reach its memory: not with --verify");
+        assert!(stderr(&output).contains(&said), "{}", stderr(&output));
+        json(&run(&["replay", file.path(), "--device=sim", "--json", "--allocator", stack]), 0);
+    }
+}
+
 #[test]
 fn a_limit_is_that_of_what_makes_memory() {
     // 40 MiB live, in pieces that no allocator loses much to.
