@@ -69,6 +69,9 @@ fn in_functions(longest: &Longest) -> String {
 /// Says what went wrong, on standard error.
 pub(super) fn explain(trace: &Trace, allocator: &AllocatorSpec, outcome: &Outcome) {
     let name = &trace.name;
+    if let Some(error) = &outcome.unmade {
+        remark(&format!("{name}: {allocator} cannot be set up: {error}"));
+    }
     if let Some(stop) = &outcome.stop {
         let allocation = trace.allocations[stop.slot as usize];
         let what = what(stop.action);

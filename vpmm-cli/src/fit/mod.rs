@@ -98,7 +98,6 @@ pub fn fit(
         match session.run(allocator, settings, progress) {
             Ok(outcome) if outcome.is_failure() => Err(FitError::Failed(Box::new(outcome))),
             Ok(outcome) => Ok((!outcome.is_out_of_memory()).then_some(outcome)),
-            Err(RunError::Allocator { source, .. }) if source.is_out_of_memory() => Ok(None),
             Err(error) => Err(error.into()),
         }
     })?;

@@ -56,6 +56,8 @@ pub struct Outcome {
     pub longest: Option<Longest>,
     /// Why it ended early, if it did.
     pub stop: Option<Stop>,
+    /// Why the allocator could not be made, where that was for want of memory.
+    pub unmade: Option<vpmm::Error>,
     /// Allocations whose contents were lost, by `--verify`.
     pub mismatches: Vec<Mismatch>,
     /// What the simulator found wrong: races, and misuse that a GPU punishes.
@@ -81,7 +83,8 @@ impl Outcome {
 
     /// Whether memory ran out.
     pub fn is_out_of_memory(&self) -> bool {
-        self.stop.as_ref().is_some_and(|stop| stop.error.is_out_of_memory())
+        self.unmade.is_some()
+            || self.stop.as_ref().is_some_and(|stop| stop.error.is_out_of_memory())
     }
 
     /// Whether something is wrong that more memory would not mend.
@@ -104,7 +107,7 @@ fn best(passes: &[f64]) -> Option<f64> {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunError {
-    /// The allocator could not be made.
+    /// The allocator could not be made, and not for want of memory.
     #[error("{allocator} cannot be set up: {source}")]
     Allocator {
         /// Which.
@@ -183,12 +186,6 @@ impl<'a> Session<'a> {
 
         let mut driver_time = DriverTime::on(machine);
         let spent = settings.longest.then(|| spent_on(machine)).flatten();
-        let backend = driver_time
-            .of(|| allocator.open(machine, settings.limit_bytes))
-            .map_err(|source| RunError::Allocator { allocator: allocator.clone(), source })?;
-        if verifier.is_some() && !backend.is_for_the_device() {
-            return Err(RunError::Unreachable(allocator.clone()));
-        }
         let mut outcome = Outcome {
             operations: 0,
             threads: replay.threads(),
@@ -201,9 +198,24 @@ impl<'a> Session<'a> {
             by_function: None,
             longest: None,
             stop: None,
+            unmade: None,
             mismatches: Vec::new(),
             findings: Vec::new(),
         };
+        let opened = driver_time.of(|| allocator.open(machine, settings.limit_bytes));
+        let backend = match opened {
+            Ok(backend) => backend,
+            Err(error) if error.is_out_of_memory() => {
+                outcome.unmade = Some(error);
+                return Ok(outcome);
+            }
+            Err(source) => {
+                return Err(RunError::Allocator { allocator: allocator.clone(), source });
+            }
+        };
+        if verifier.is_some() && !backend.is_for_the_device() {
+            return Err(RunError::Unreachable(allocator.clone()));
+        }
         for _ in 0..settings.passes.max(1) {
             let pass = driver_time.of(|| {
                 replay.pass(&Target {
@@ -364,6 +376,7 @@ mod tests {
             by_function: None,
             longest: None,
             stop: None,
+            unmade: None,
             mismatches: Vec::new(),
             findings: Vec::new(),
         }

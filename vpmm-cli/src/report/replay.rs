@@ -48,7 +48,7 @@ pub struct Report {
     pub verified: bool,
     /// Allocations whose contents were lost.
     pub mismatches: usize,
-    /// What ended the replay early.
+    /// What ended the replay early, or kept the allocator from being made.
     pub error: Option<String>,
     /// The line of the trace that could not be served.
     pub error_line: Option<u64>,
@@ -92,7 +92,10 @@ impl Report {
             limit_bytes: settings.limit_bytes,
             verified: settings.verify_stride_bytes.is_some(),
             mismatches: outcome.mismatches.len(),
-            error: stop.map(|stop| stop.error.to_string()),
+            error: stop
+                .map(|stop| &stop.error)
+                .or(outcome.unmade.as_ref())
+                .map(ToString::to_string),
             error_line: stop.map(|stop| trace.allocations[stop.slot as usize].line),
             host_ns_per_op: outcome.best_host_ns_per_op().map(|ns| round(ns, 2)),
             longest_driver_us: longest.map(|longest| round(longest.driver_us, 2)),

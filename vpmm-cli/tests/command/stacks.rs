@@ -58,6 +58,22 @@ fn every_name_replays_with_its_contents_checked() {
     }
 }
 
+/// What an allocator takes at the start may be what there is none of; those behind it have their turn all the same.
+#[test]
+fn an_allocator_that_cannot_be_made_is_out_of_memory() {
+    let file = File::rows("1,x,allocate,0x1,64,0\n");
+    let args = ["replay", file.path(), "--device=sim", "--limit=100MiB", "--allocator"];
+    let output = run(&[&args[..], &["coalescing(initial=1GiB),default", "--json"]].concat());
+    let objects = json(&output, 3);
+    let [unmade, made] = &objects[..] else { panic!("{objects:?}") };
+    assert_eq!((&unmade["oom"], &unmade["ops"]), (&true.into(), &0.into()), "{unmade}");
+    assert!(unmade["error"].as_str().unwrap().starts_with("out of memory: 1 GiB requested"));
+    assert!(unmade["error_line"].is_null() && unmade["ns_per_op"].is_null(), "{unmade}");
+    assert_eq!((&made["oom"], &made["ops"]), (&false.into(), &1.into()), "{made}");
+    let said = "coalescing(initial=1GiB) cannot be set up: out of memory: 1 GiB requested";
+    assert!(stderr(&output).contains(said), "{}", stderr(&output));
+}
+
 /// Work on it would fail the device for good, at the first allocation and for all that comes after.
 #[test]
 fn host_memory_is_not_verified() {
