@@ -113,8 +113,8 @@ def test_a_stream_that_lasts_is_known_until_it_is_forgotten(make_stream):
 
 
 def state_of(address):
-    """What a snapshot says of a block, with whatever free memory it may be one by now: deferred if it waits for
-    a stream that is not its own."""
+    """What a snapshot says of a block, with whatever free memory it may be one by now: deferred if it waits
+    for a stream that is not its own."""
     segments = vpmm.snapshot()["segments"]
     (state,) = (
         block["vpmm_state"]

@@ -20,8 +20,8 @@ class HeapMemPool:
 
     With a ``name`` it is the heap that :func:`vpmm.tag` has by that name. Without one it is one of its own;
     when the last reference goes, its free memory goes back to the device, and what is still allocated
-    follows at the next ``empty_cache`` or :func:`vpmm.trim` after it was freed. One that is asleep then wakes,
-    with what it held.
+    follows at the next ``empty_cache`` or :func:`vpmm.trim` after it was freed. One that is asleep then
+    wakes, with what it held.
     """
 
     _numbers: ClassVar[Iterator[int]] = itertools.count()

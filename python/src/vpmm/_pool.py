@@ -209,16 +209,17 @@ class Pool:
     or ``"paged"``. ``addresses``: bytes of addresses to reserve. ``release_threshold``: free memory above
     this goes back to the device when the host has waited for it. ``wait``: seconds that a request may wait
     for memory that is in use; 0 not at all. ``prefer``: where only other streams' memory is free, to
-    ``"grow"`` or to ``"wait"`` for it on the GPU. ``moves_per_second``: how much driver time goes into holding little; 1,000 at first, 3 to 4 % of one thread's time at most, 0 for
-    hardly any. ``patience``: seconds that a request may look whether other streams' freed memory becomes
-    ready before the pool grows, in sum a 64th of the time at most, and 64 ms and a 1024th; where it is not 0
-    the stream may wait for a block of it on the GPU, too, 128 times and 16 times more each second; both
-    for requests of more than 64 KiB. The process's own pools have 0.02, others 0. ``background``: seconds
-    between two looks of a thread of the pool's own, which makes freed memory everybody's and unmaps what
-    has moved, so that requests need not; none at first. ``ahead``: free memory that it keeps mapped where
-    the pool grew last. ``sharing``: with other processes, by ``"descriptors"`` on this machine, or by
-    ``"fabric"`` handles on every machine of the NVLink fabric. ``initial_pages``, ``page_size``: pages that are
-    mapped when the pool is made, and their bytes.
+    ``"grow"`` or to ``"wait"`` for it on the GPU. ``moves_per_second``: how much driver time goes into
+    holding little; 1,000 at first, 3 to 4 % of one thread's time at most, 0 for hardly any. ``patience``:
+    seconds that a request may look whether other streams' freed memory becomes ready before the pool
+    grows, in sum a 64th of the time at most, and 64 ms and a 1024th; where it is not 0 the stream may wait
+    for a block of it on the GPU, too, 128 times and 16 times more each second; both for requests of more
+    than 64 KiB. The process's own pools have 0.02, others 0. ``background``: seconds between two looks of
+    a thread of the pool's own, which makes freed memory everybody's and unmaps what has moved, so that
+    requests need not; none at first. ``ahead``: free memory that it keeps mapped where the pool grew last.
+    ``sharing``: with other processes, by ``"descriptors"`` on this machine, or by ``"fabric"`` handles on
+    every machine of the NVLink fabric. ``initial_pages``, ``page_size``: pages that are mapped when the
+    pool is made, and their bytes.
 
     ``initial_pages`` and ``page_size`` are of the paged profile; ``moves_per_second``, ``patience``,
     ``background`` and ``ahead`` of the default one: a pool of the other is not made with them.
