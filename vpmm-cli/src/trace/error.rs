@@ -93,6 +93,9 @@ pub enum Problem {
     /// A line so long that this is no trace.
     #[error("the line is longer than {0} bytes: this is no trace")]
     LongLine(usize),
+    /// A zero byte, of which a log has some at its end only.
+    #[error("zero bytes, and others behind them: this is no trace, or a damaged one")]
+    Zeroes,
     /// A carriage return that is not at the line's end.
     #[error("a carriage return within the line: lines end with a line feed, or with both")]
     CarriageReturn,

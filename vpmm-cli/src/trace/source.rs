@@ -58,16 +58,14 @@ impl<'a> Lines<'a> {
     pub(super) fn next_line(&mut self) -> Result<Option<(u64, &[u8])>, TraceError> {
         self.line.clear();
         self.number += 1;
+        let unreadable =
+            |source| TraceError::Read { file: self.name.to_owned(), line: self.number, source };
         let read = self
             .source
             .by_ref()
             .take(LONGEST_LINE_BYTES as u64 + 1)
             .read_until(b'\n', &mut self.line)
-            .map_err(|source| TraceError::Read {
-                file: self.name.to_owned(),
-                line: self.number,
-                source,
-            })?;
+            .map_err(unreadable)?;
         if read == 0 {
             return Ok(None);
         }
@@ -77,7 +75,19 @@ impl<'a> Lines<'a> {
             column: Column { number: 1, name: "the whole row" },
             problem,
         };
-        if read > LONGEST_LINE_BYTES {
+        // A log that is written ahead, and whose program was killed, has zeroes behind its last row.
+        if let Some(zero) = self.line.iter().position(|byte| *byte == 0) {
+            let is_over = self.line[zero..].iter().all(|byte| *byte == 0)
+                && is_zero_to_the_end(&mut self.source).map_err(unreadable)?;
+            if !is_over {
+                return Err(refused(Problem::Zeroes));
+            }
+            self.line.truncate(zero);
+            if self.line.is_empty() {
+                return Ok(None);
+            }
+        }
+        if self.line.len() > LONGEST_LINE_BYTES {
             return Err(refused(Problem::LongLine(LONGEST_LINE_BYTES)));
         }
         let mut line = self.line.as_slice();
@@ -93,5 +103,20 @@ impl<'a> Lines<'a> {
             line = line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line);
         }
         Ok(Some((self.number, line)))
+    }
+}
+
+/// Reads on; `false` at the first byte that is not zero.
+fn is_zero_to_the_end(source: &mut impl BufRead) -> io::Result<bool> {
+    loop {
+        let part = source.fill_buf()?;
+        if part.iter().any(|byte| *byte != 0) {
+            return Ok(false);
+        }
+        let length = part.len();
+        if length == 0 {
+            return Ok(true);
+        }
+        source.consume(length);
     }
 }

@@ -232,6 +232,28 @@ fn an_empty_file_is_refused_but_an_empty_trace_is_not() {
     assert_eq!(read(HEADER).unwrap().operations, []);
 }
 
+/// As a log has them whose program was killed, or goes on: it is written ahead.
+#[test]
+fn zeroes_at_the_end_are_no_rows() {
+    let row = "1,x,allocate,0x10,64,0\n";
+    for zeroes in [1, 300, 300_000] {
+        let zeroes = "\0".repeat(zeroes);
+        assert_eq!(good(&format!("{row}{zeroes}")).operations.len(), 1);
+        assert_eq!(read(&format!("{HEADER}{zeroes}")).unwrap().operations, []);
+        assert!(refused(&zeroes).contains("no rows"));
+        for behind in [row, "\n"] {
+            let error = refused(&format!("{HEADER}{row}{zeroes}{behind}"));
+            assert!(
+                error.starts_with("t.csv: line 3, column 1 (the whole row): zero bytes"),
+                "{error}"
+            );
+        }
+        // A row that was not finished is no row.
+        let error = refused(&format!("{HEADER}{row}1,x,allo{zeroes}"));
+        assert!(error.starts_with("t.csv: line 3, column 3 (Action): \"allo"), "{error}");
+    }
+}
+
 #[test]
 fn a_line_without_end_is_refused_early() {
     let error = refused(&"x".repeat(1 << 20));

@@ -53,8 +53,8 @@ pub enum LogFormat {
 ///
 /// A file is written through a mapping of it, so that a row costs no system call, and none is lost when
 /// the program crashes: what is in the mapping is the kernel's. At the drop the file is cut to its rows;
-/// a program that ends without it leaves zero bytes behind the last row, which
-/// `truncate -s "$(tr -d '\0' < log | wc -c)" log` takes away. Rows that find no room on the disk are
+/// a program that ends without it leaves zero bytes behind the last row, which `vpmm replay` takes for the
+/// end, and `truncate -s "$(tr -d '\0' < log | wc -c)" log` takes away. Rows that find no room on the disk are
 /// counted ([`lost_rows`](Self::lost_rows)), and the calls go on. In a child of the process nothing
 /// is written to a file.
 ///
