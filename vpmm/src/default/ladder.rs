@@ -20,9 +20,11 @@
 //! out of memory, with a map
 //! ```
 
+use std::iter;
 use std::time::Duration;
 
 use super::class::{LARGE_STEP, UNIT_BYTES};
+use super::front::shard::Shard;
 use super::growth::pace::{AT_LEISURE, EMPTIED};
 use super::space::Part;
 use super::space::book::Recording;
@@ -30,7 +32,7 @@ use super::{Core, lock};
 use crate::capture::BesideCaptures;
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
-use crate::lock::Token;
+use crate::lock::{OrderedGuard, Token};
 use crate::ordering::PendingPolicy;
 use crate::out_of_memory::WaitPolicy;
 
@@ -412,24 +414,34 @@ impl Core {
     /// make or move memory.
     fn flush_beside(&self, stream: u32) -> bool {
         let granule_units = self.granule_bytes / UNIT_BYTES;
-        self.shard(stream).units() >= granule_units
-            && self.flush_fronts(|shard| shard.index == stream)
+        self.shard(stream).units() >= granule_units && self.flush_stream(stream)
     }
 
     /// Empties the fronts of some streams, of every thread. A system call, and a wait for those
     /// that are inside, where there is anything.
-    pub(super) fn flush_fronts(
-        &self,
-        which: impl Fn(&super::front::shard::Shard) -> bool + Clone,
-    ) -> bool {
-        let _revoking = lock(&self.revoking);
+    pub(super) fn flush_fronts(&self, which: impl Fn(&Shard) -> bool + Clone) -> bool {
+        let revoking = lock(&self.revoking);
         let shards = self.shards();
+        self.spill_into_space(&revoking, shards.iter().copied().filter(|shard| which(shard)))
+    }
+
+    /// The same of one stream, whose price does not go by how many there are.
+    pub(super) fn flush_stream(&self, stream: u32) -> bool {
+        let revoking = lock(&self.revoking);
+        self.spill_into_space(&revoking, iter::once(self.shard(stream)))
+    }
+
+    fn spill_into_space<'a>(
+        &'a self,
+        _revoking: &OrderedGuard<'_, ()>,
+        shards: impl Iterator<Item = &'a Shard> + Clone,
+    ) -> bool {
         let mut any = false;
-        let some = shards.iter().copied().filter(|shard| which(shard) && shard.units() > 0);
         // SAFETY: `revoking` is held, and this thread is inside no front: those are left before
         // the ladder is climbed.
         unsafe {
-            super::front::shard::Shard::reach(some, self.asymmetry, |shard, front| {
+            let some = shards.filter(|shard| shard.units() > 0);
+            Shard::reach(some, self.asymmetry, |shard, front| {
                 let mut space = self.space.lock();
                 space.note_front(front.cached());
                 front.spill(None, |start, units| {

@@ -25,6 +25,10 @@ pub(super) const NO_KEY: u64 = 1;
 /// Streams that have gone, or may have, asked about for one that comes: twice as many as come.
 const ASKED_FOR_ONE: usize = 2;
 
+/// Of many streams so many are looked at for one that comes, the next ones each time: the thousandth
+/// costs what the hundredth did, and of the places that are vacant few stay so.
+const LOOKED_AT: usize = 64;
+
 /// A stream that may be served. While this lives its place is not given to another.
 pub(in crate::default) struct Admitted<'a> {
     /// Its index among books and shards.
@@ -64,6 +68,14 @@ impl Registry {
         let index = self.by_stream.remove(&stream)?;
         self.shards[index as usize].forsake();
         Some(index)
+    }
+
+    /// The stream at a place, if it is known still, has it no more.
+    fn leave(&mut self, index: u32) {
+        let stream = self.stream(index);
+        if self.by_stream.get(&stream) == Some(&index) {
+            self.by_stream.remove(&stream);
+        }
     }
 
     pub(in crate::default) fn knows(&self, stream: u64) -> bool {
@@ -259,7 +271,7 @@ impl Core {
                 let book = &mut space.books[index as usize];
                 space.events.extend(book.fences.drain(..).map(|fence| fence.event));
                 book.reuse(recording, label);
-                registry.by_stream.retain(|_, known| *known != index);
+                registry.leave(index);
                 registry.shards[index as usize].assign(stream, self.key_of(stream), label);
                 index
             }
@@ -307,6 +319,14 @@ impl Space {
         self.labels
     }
 
+    /// The books that are looked at for a stream that comes.
+    fn looked_at(&self) -> impl Iterator<Item = (usize, &Book)> {
+        let all = self.books.len();
+        let step = if all > LOOKED_AT { LOOKED_AT } else { 1 };
+        let first = self.labels as usize * step % all.max(1);
+        (first..all).chain(0..first).take(LOOKED_AT).map(|at| (at, &self.books[at]))
+    }
+
     /// Streams with something to be asked about of which nobody tells whether they live, or that have ended:
     /// the next ones each time.
     fn next_gone(&self) -> SmallVec<[u32; ASKED_FOR_ONE]> {
@@ -318,10 +338,7 @@ impl Space {
                 _ => false,
             }
         };
-        let (first, all) =
-            (self.labels as usize % self.books.len().max(1), self.books.iter().enumerate());
-        let in_turn = all.clone().skip(first).chain(all.take(first)).filter(waits);
-        in_turn.take(ASKED_FOR_ONE).map(|(at, _)| at as u32).collect()
+        self.looked_at().filter(waits).take(ASKED_FOR_ONE).map(|(at, _)| at as u32).collect()
     }
 
     /// The place of a stream that has ended, or that nobody may ever name again, and that nothing
@@ -335,6 +352,37 @@ impl Space {
             let free = gone && clear && book.is_empty() && unnamed;
             (free && unused(index)).then_some(index)
         };
-        self.books.iter().enumerate().find_map(vacant)
+        self.looked_at().find_map(vacant)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::default::memory::Memory;
+
+    /// The places that are looked at for this many streams that come, one after the other.
+    fn looked_at(books: usize, streams: u32) -> Vec<Vec<usize>> {
+        let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), false, true, 0);
+        space.books.extend((0..books).map(|_| Book::new(Recording::Ended, 0)));
+        let come = (0..streams).map(|_| {
+            space.next_label();
+            space.looked_at().map(|(at, _)| at).collect()
+        });
+        come.collect()
+    }
+
+    #[test]
+    fn a_stream_that_comes_looks_at_few_places_and_all_are_looked_at_in_time() {
+        for (books, streams) in
+            [(0, 1), (1, 1), (64, 1), (65, 2), (1000, 16), (1024, 16), (40_000, 625)]
+        {
+            let looks = looked_at(books, streams);
+            assert!(looks.iter().all(|look| look.len() == books.min(LOOKED_AT)));
+            let mut all: Vec<usize> = looks.into_iter().flatten().collect();
+            all.sort_unstable();
+            all.dedup();
+            assert_eq!(all.len(), books, "{books} in {streams}");
+        }
     }
 }

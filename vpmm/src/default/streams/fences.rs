@@ -349,7 +349,7 @@ impl Core {
 
     /// The library's stream is about to end: a last event covers everything that it freed.
     pub(in crate::default) fn end_stream(&self, handle: StreamHandle, stream: u32) {
-        self.flush_fronts(|shard| shard.index == stream);
+        self.flush_stream(stream);
         let driver = self.device.driver();
         let context = self.device.enter();
         // Nobody else records on the stream any more: see `record_closed`.

@@ -46,7 +46,10 @@ impl Core {
             return SmallVec::new();
         }
         if self.config.release_threshold_bytes.is_some() {
-            self.flush_fronts(|shard| streams.contains(&shard.index));
+            match streams[..] {
+                [stream] => self.flush_stream(stream),
+                _ => self.flush_fronts(|_| true),
+            };
         } else {
             for stream in &streams {
                 self.flush_own(*stream, None);
