@@ -128,8 +128,8 @@ impl Core {
                 continue;
             }
             let mut at = start;
-            let within = |(first, last): &&(u32, u32)| *first < end && *last > start;
-            for (first, last) in free.iter().filter(within) {
+            let from = free.partition_point(|(_, last)| *last <= start);
+            for (first, last) in free[from..].iter().take_while(|(first, _)| *first < end) {
                 let (first, last) = ((*first).max(start), (*last).min(end));
                 put(State::Live, first - at);
                 put(State::Idle, last - first);
