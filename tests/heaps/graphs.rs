@@ -294,6 +294,39 @@ fn a_trim_tells_of_a_released_graphs_memory_too() {
     });
 }
 
+/// A stream that freed some of it has ended in a capture of its own: only a wait for the device, which would
+/// end the other capture, proves that it has finished.
+#[test]
+fn a_graphs_memory_goes_beside_a_capture_or_after_it() {
+    everywhere(|rig, profile| {
+        for has_finished in [true, false] {
+            let watched = rig.pool(profile, Location::Device);
+            let (stream, ended, capturing) = (rig.stream(), rig.stream(), rig.stream());
+            let (graphs, graph, output) = ran(rig, &watched, stream.handle());
+            rig.order(&stream, &ended);
+            watched.pool.free(output, &ended).unwrap();
+            graph::begin(rig, &ended, MODES[2]);
+            drop(ended);
+            if has_finished {
+                rig.device.synchronize().unwrap();
+            }
+            graph::begin(rig, &capturing, MODES[2]);
+            graphs.release(&stream).unwrap();
+            let held = || graphs.stats().mapped_bytes;
+            if has_finished {
+                goes_back(&watched.pool, held);
+            } else {
+                watched.pool.trim_to(0).unwrap();
+            }
+            drop(graph::end(rig, &capturing));
+            rig.device.synchronize().unwrap();
+            goes_back(&watched.pool, held);
+            watched.assert_intact();
+            drop(graph);
+        }
+    });
+}
+
 #[test]
 fn what_is_live_at_the_release_keeps_the_memory() {
     everywhere(|rig, profile| {

@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 
 use super::Core;
 use super::memory::Backed;
+use super::space::book::Recording;
 use crate::capture::BesideCaptures;
 use crate::driver::Failure;
 use crate::event::Event;
@@ -45,7 +46,7 @@ impl Core {
     pub(super) fn all_passed(&self) -> bool {
         let space = self.space.lock();
         let waiting = |book: &super::space::book::Book| {
-            let sole = space.books.len() == 1;
+            let sole = space.books.len() == 1 && matches!(book.recording, Recording::Lazy(_));
             // A sole stream keeps its memory when its fence has passed.
             !(book.is_empty() || (sole && book.passed + 1 >= book.epoch))
         };

@@ -8,7 +8,7 @@ use cuda_sys::types::CUresult;
 use crate::capture::{
     BesideCaptures, OpenCaptures, Recorded, record_beside_captures, stream_is_capturing,
 };
-use crate::default::space::book::{Recording, Stage};
+use crate::default::space::book::{Book, Recording, Stage};
 use crate::default::space::free_set::FreeSet;
 use crate::default::space::owner::Owner;
 use crate::default::space::tags::Tags;
@@ -170,6 +170,26 @@ impl Space {
         let book = &self.books[stream as usize];
         let deferred = book.deferred_until >= book.epoch;
         book.open_units() > 0 || deferred || self.zombie_waits(stream) || self.split_waits(stream)
+    }
+
+    /// Streams that were lost are over: `all`, since the context's work is, or those that nothing waits for.
+    fn settle_lost(&mut self, tags: &Tags, all: bool) {
+        for stream in 0..self.books.len() as u32 {
+            let book = &self.books[stream as usize];
+            let waits = || {
+                let uses = book.pins > 0 || !book.is_empty();
+                uses || self.zombie_waits(stream) || self.split_waits(stream)
+            };
+            if book.recording != Recording::Lost || (!all && waits()) {
+                continue;
+            }
+            let book = &mut self.books[stream as usize];
+            book.recording = Recording::Ended;
+            book.stage = Stage::Passed;
+            book.passed = book.epoch;
+            self.epochs_passed(tags, stream);
+            while self.drain(tags, stream) {}
+        }
     }
 
     pub(in crate::default) fn zombie_waits(&self, stream: u32) -> bool {
@@ -451,9 +471,6 @@ impl Core {
     /// Streams that ended without a last event, and those of other threads that deferred frees wait
     /// for: only the whole context's end of work frees what they freed or used.
     fn wait_for_lost(&self) -> Result<()> {
-        let lost = |book: &crate::default::space::book::Book| {
-            book.recording == Recording::Lost && (!book.is_empty() || book.passed < book.epoch)
-        };
         let mut unproved = Vec::new();
         {
             let mut space = self.space.lock();
@@ -462,6 +479,8 @@ impl Core {
                     unproved.push(space.take_mark(self.number, stream));
                 }
             }
+            space.settle_lost(&self.tags, false);
+            let lost = |book: &Book| book.recording == Recording::Lost;
             if unproved.is_empty() && !space.books.iter().any(lost) {
                 return Ok(());
             }
@@ -471,17 +490,7 @@ impl Core {
         for mark in unproved {
             space.settle_epoch(&self.tags, &mark, true);
         }
-        for stream in 0..space.books.len() as u32 {
-            if !lost(&space.books[stream as usize]) {
-                continue;
-            }
-            let book = &mut space.books[stream as usize];
-            book.recording = Recording::Ended;
-            book.stage = Stage::Passed;
-            book.passed = book.epoch;
-            space.epochs_passed(&self.tags, stream);
-            while space.drain(&self.tags, stream) {}
-        }
+        space.settle_lost(&self.tags, true);
         Ok(())
     }
 
