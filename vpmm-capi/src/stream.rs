@@ -196,22 +196,18 @@ mod tests {
 
     /// A stream that the library did not make.
     fn made_elsewhere(loaded: &Loaded) -> CUstream {
-        let device = loaded.device(0).ok().unwrap();
-        let mut context = ptr::null_mut();
+        let (mut context, mut stream) = (ptr::null_mut(), ptr::null_mut());
         let retain = loaded.raw().cuDevicePrimaryCtxRetain.unwrap();
-        // SAFETY: room for a context, and the number of a device that there is.
-        assert_eq!(
-            unsafe { retain(&raw mut context, device.ordinal() as i32) },
-            CUresult::CUDA_SUCCESS
-        );
         let enter = loaded.raw().cuCtxSetCurrent.unwrap();
-        // SAFETY: the context is retained, and not given back in this process.
-        assert_eq!(unsafe { enter(context) }, CUresult::CUDA_SUCCESS);
-        let mut stream = ptr::null_mut();
         let create = loaded.raw().cuStreamCreate.unwrap();
+        // SAFETY: room for a context, and a device that there is.
+        let retained = unsafe { retain(&raw mut context, 0) };
+        // SAFETY: the context is retained, and not given back in this process.
+        let entered = unsafe { enter(context) };
         let flags = CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0;
         // SAFETY: room for a stream, in the current context.
-        assert_eq!(unsafe { create(&raw mut stream, flags) }, CUresult::CUDA_SUCCESS);
+        let created = unsafe { create(&raw mut stream, flags) };
+        assert_eq!([retained, entered, created], [CUresult::CUDA_SUCCESS; 3]);
         stream
     }
 
