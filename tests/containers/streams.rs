@@ -390,6 +390,25 @@ fn a_stream_is_borrowed_twice() {
 
 gated!(recording: cuEventRecord(event: CUevent, stream: CUstream));
 
+/// By the handle of a loan that has ended: whoever lends it says that it lives.
+#[test]
+fn a_stream_is_borrowed_again_by_a_handle_that_pools_refuse() {
+    Rig::everywhere(|rig| {
+        let pool = pool(rig);
+        let (raw, foreign) = make(rig, 0);
+        // SAFETY: alive until the end of the test.
+        let borrow = |handle| unsafe { Stream::borrowed(&rig.device, handle) }.unwrap();
+        let former = borrow(foreign).handle();
+        let error = pool.malloc(1 << 20, former).unwrap_err();
+        assert!(matches!(error, Error::StreamEnded), "{error}");
+        let again = borrow(former);
+        let ptr = pool.malloc(1 << 20, &again).unwrap();
+        pool.free(ptr, &again).unwrap();
+        drop(again);
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+    });
+}
+
 /// Who borrows a stream while another thread tells the end of its last value waits for that, and has
 /// a new one.
 #[test]

@@ -56,13 +56,15 @@ impl Stream {
             return Ok(Self::per_thread(device));
         }
         let _context = device.enter()?;
+        // That it lives is the caller's word, though it may be the handle of a former loan, which has ended.
+        let handle = StreamHandle::foreign(handle.raw());
         let bare = Self { handle, device: device.clone(), owner: None };
         if bare.is_capturing()? {
             return Err(Error::StreamCapturing);
         }
         device.check_stream(handle)?;
         // SAFETY: the stream is alive, by the caller, of this device, and does not capture.
-        let owner = unsafe { owner::borrow(device, StreamHandle::foreign(handle.raw())) }?;
+        let owner = unsafe { owner::borrow(device, handle) }?;
         Ok(Self::of(device, owner))
     }
 
