@@ -29,16 +29,16 @@ pub struct Figures {
 
 /// Where single calls lie, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Percentiles {
-    pub(super) p50_ns: f64,
-    pub(super) p99_ns: f64,
-    pub(super) p999_ns: f64,
-    pub(super) max_ns: f64,
+pub(crate) struct Percentiles {
+    pub(crate) p50_ns: f64,
+    pub(crate) p99_ns: f64,
+    pub(crate) p999_ns: f64,
+    pub(crate) max_ns: f64,
 }
 
 impl Percentiles {
     /// Of samples in nanoseconds, each of which holds `overhead_ns` that are not the call's.
-    pub(super) fn of(mut samples: Vec<f64>, overhead_ns: f64) -> Self {
+    pub(crate) fn of(mut samples: Vec<f64>, overhead_ns: f64) -> Self {
         samples.sort_unstable_by(f64::total_cmp);
         // Nearest rank: the smallest sample that so many of 1000 do not exceed.
         let at = |per_mille: usize| {

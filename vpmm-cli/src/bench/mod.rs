@@ -26,6 +26,7 @@ mod zombies;
 
 pub use case::{Case, CaseError, CaseList};
 pub use figures::Figures;
+pub(crate) use figures::Percentiles;
 
 use std::time::{Duration, Instant};
 

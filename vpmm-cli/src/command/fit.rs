@@ -90,7 +90,8 @@ fn say(trace: &Trace, allocator: &AllocatorSpec, fit: &Fit) {
     let name = &trace.name;
     match &fit.found {
         None => remark(&format!(
-            "{name}: {allocator}: it does not complete with all of the device's free memory"
+            "{name}: {allocator}: it does not complete with all of the device's free memory, or what of that \
+             the allocator itself takes"
         )),
         Some(found) if !found.fails_above_bytes.is_empty() => {
             let above: Vec<String> = found.fails_above_bytes.iter().map(u64::to_string).collect();

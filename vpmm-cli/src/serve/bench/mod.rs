@@ -18,6 +18,7 @@ use serde_json::json;
 
 use super::ServeBenchArgs;
 use super::run::{driver, ordinal};
+use crate::bench::Percentiles;
 use crate::exit::{Abort, Exit};
 
 const MIB: u64 = 1 << 20;
@@ -125,10 +126,10 @@ fn us(time: Duration) -> f64 {
 }
 
 /// The middle and the 99th percentile, in microseconds.
-fn spread(mut times: Vec<Duration>) -> (f64, f64) {
-    times.sort_unstable();
-    let at = |part: usize| times.get(times.len() * part / 100).copied().unwrap_or_default();
-    (us(at(50)), us(at(99)))
+fn spread(times: Vec<Duration>) -> (f64, f64) {
+    let nanoseconds = times.iter().map(|time| time.as_secs_f64() * 1e9).collect();
+    let of = Percentiles::of(nanoseconds, 0.0);
+    (of.p50_ns.round() / 1e3, of.p99_ns.round() / 1e3)
 }
 
 impl Bench<'_> {
@@ -252,5 +253,17 @@ impl Bench<'_> {
             "reader_unmap_ms": middle(slept),
             "reader_remap_ms": middle(woken),
         }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_those_of_bench() {
+        let times = (1..=100).rev().map(Duration::from_micros).collect();
+        assert_eq!(spread(times), (50.0, 99.0));
+        assert_eq!(spread(Vec::new()), (0.0, 0.0));
     }
 }
