@@ -106,9 +106,10 @@ fn segments_stay_while_a_capture_forbids_the_legacy_stream() {
     });
 }
 
-/// Memory that only a wait for the device would prove free: that would end the capture of who asks.
+/// Memory that only a wait for the device would prove free: that would end the capture of who asks, or of a blocking
+/// stream beside.
 #[test]
-fn who_captures_does_not_wait_for_the_device() {
+fn no_request_waits_for_the_device_beside_a_capture() {
     Rig::everywhere(|rig| {
         let mut config = CoalescingConfig::default();
         (config.initial_bytes, config.max_bytes) = (16 * MIB, Some(16 * MIB));
@@ -117,20 +118,25 @@ fn who_captures_does_not_wait_for_the_device() {
         let mut config = FixedSizeConfig::default();
         (config.block_bytes, config.blocks_at_once) = (16 << 20, 1);
         let blocks = FixedSize::new(limit, &rig.device, &config).expect("blocks");
-        for resource in [&pool as &dyn MemoryResource, &blocks] {
-            let (ended, capturing) = (rig.stream(), rig.stream());
+        let (blocking, _) = streams::make(rig, 0);
+        for (resource, beside) in [&pool as &dyn MemoryResource, &blocks]
+            .into_iter()
+            .flat_map(|resource| [(resource, false), (resource, true)])
+        {
+            let (ended, asking) = (rig.stream(), rig.stream());
             let ptr = resource.allocate(16 << 20, 256, ended.handle()).expect("memory");
             streams::begin_capture(rig, ended.handle().raw());
             resource.deallocate(ptr, 16 << 20, 256, ended.handle()).expect("freed");
             drop(ended);
-            let raw = capturing.handle().raw();
+            let raw = if beside { blocking } else { asking.handle().raw() };
             streams::begin_capture(rig, raw);
-            let refused = resource.allocate(16 << 20, 256, capturing.handle());
+            let refused = resource.allocate(16 << 20, 256, asking.handle());
             assert!(refused.as_ref().is_err_and(Error::is_out_of_memory), "{refused:?}");
             assert_eq!(streams::end_capture(rig, raw), 0);
-            let ptr = resource.allocate(16 << 20, 256, capturing.handle()).expect("after a wait");
-            resource.deallocate(ptr, 16 << 20, 256, capturing.handle()).expect("freed");
+            let ptr = resource.allocate(16 << 20, 256, asking.handle()).expect("after a wait");
+            resource.deallocate(ptr, 16 << 20, 256, asking.handle()).expect("freed");
         }
+        call!(rig.driver, cuStreamDestroy_v2(blocking));
         drop((pool, blocks));
         rig.assert_clean();
     });

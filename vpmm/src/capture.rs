@@ -20,6 +20,25 @@ pub(crate) fn stream_is_capturing(driver: &Driver, stream: StreamHandle) -> Resu
     }
 }
 
+/// Whether a capture is known of that a wait for all of the context's work would end: one that a pool is open to,
+/// or a blocking stream's, beside which the legacy stream is not to be used. Of others only their streams can be asked.
+pub(crate) fn context_is_capturing(driver: &Driver) -> Result<bool, Failure> {
+    Ok(driver.companion::<OpenCaptures>().are_any()
+        || stream_is_capturing(driver, StreamHandle::LEGACY)?)
+}
+
+/// Waits on the host for all of the current context's work: `false` where the driver refuses that beside a capture.
+pub(crate) fn wait_for_context(driver: &Driver) -> Result<bool, Failure> {
+    // SAFETY: no arguments.
+    match unsafe { driver.cuCtxSynchronize() } {
+        Ok(()) => Ok(true),
+        Err(failure) if failure.code == CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED => {
+            Ok(false)
+        }
+        Err(failure) => Err(failure),
+    }
+}
+
 /// What came of a record.
 pub(crate) enum Recorded {
     On(Event),

@@ -6,7 +6,8 @@ use std::sync::atomic::Ordering;
 use cuda_sys::types::CUresult;
 
 use crate::capture::{
-    BesideCaptures, OpenCaptures, Recorded, record_beside_captures, stream_is_capturing,
+    BesideCaptures, Recorded, context_is_capturing, record_beside_captures, stream_is_capturing,
+    wait_for_context,
 };
 use crate::default::space::book::{Book, Recording, Stage};
 use crate::default::space::free_set::FreeSet;
@@ -502,13 +503,7 @@ impl Core {
         }
         let driver = self.device.driver();
         let _beside = BesideCaptures::enter(driver)?;
-        // SAFETY: no arguments.
-        unsafe { driver.cuCtxSynchronize() }.map_err(|failure| {
-            match failure.code == CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED {
-                true => Error::StreamCapturing,
-                false => failure.into(),
-            }
-        })
+        if wait_for_context(driver)? { Ok(()) } else { Err(Error::StreamCapturing) }
     }
 
     /// Whether a stream captures that a wait for the context would end the capture of, as far as anybody can
@@ -516,10 +511,7 @@ impl Core {
     /// to be used.
     fn sees_capture(&self) -> Result<bool> {
         let driver = self.device.driver();
-        if driver.companion::<OpenCaptures>().are_any() {
-            return Ok(true);
-        }
-        if stream_is_capturing(driver, StreamHandle::LEGACY)? {
+        if context_is_capturing(driver)? {
             return Ok(true);
         }
         let streams = self.space.lock().books.len() as u32;

@@ -22,7 +22,7 @@
 use cuda_sys::types::CUresult;
 use smallvec::SmallVec;
 
-use crate::capture::{BesideCaptures, stream_is_capturing};
+use crate::capture::{BesideCaptures, context_is_capturing, stream_is_capturing, wait_for_context};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, Driver, Failure, StreamWatcher};
 use crate::error::{Error, Result};
@@ -662,17 +662,14 @@ impl Lanes {
 const _: () = assert!(NOBODY == 0);
 
 /// Waits on the host for everything in the context, for a request on a stream: `false`, and no wait, where that
-/// captures, since the wait would end its capture. Not under the lock of a pool: what is waited for may depend on a
-/// thread that comes there first.
+/// or another that is known of captures, since the wait would end its capture. Not under the lock of a pool: what is
+/// waited for may depend on a thread that comes there first.
 pub(super) fn wait_for_device_beside(device: &Device, stream: StreamHandle) -> Result<bool> {
+    let driver = device.driver();
     let _context = device.enter()?;
-    let _beside = BesideCaptures::enter(device.driver())?;
-    if stream_is_capturing(device.driver(), stream)? {
-        return Ok(false);
-    }
-    // SAFETY: no arguments; the device's context is current.
-    unsafe { device.driver().cuCtxSynchronize() }?;
-    Ok(true)
+    let _beside = BesideCaptures::enter(driver)?;
+    let captures = stream_is_capturing(driver, stream)? || context_is_capturing(driver)?;
+    Ok(!captures && wait_for_context(driver)?)
 }
 
 /// The end of a pool, before its memory goes back: waits on the host for all that was freed, takes the pool out
