@@ -162,6 +162,10 @@ impl vpmm_pool_options {
     }
 
     fn location(&self) -> Result<Location, Failure> {
+        if self.location != 2 && self.numa_node != 0 {
+            let text = format!("numa_node {} is for VPMM_LOCATION_HOST_NUMA", self.numa_node);
+            return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
+        }
         match self.location {
             0 => Ok(Location::Device),
             1 => Ok(Location::Host),
@@ -309,6 +313,22 @@ mod tests {
         assert_eq!(background(0, 0), None);
         assert_eq!(background(2_000_000, 0), Some((2, 0)));
         assert_eq!(background(0, 64 << 20), Some((5, 64 << 20)));
+    }
+
+    #[test]
+    fn a_node_is_refused_where_the_memory_is_elsewhere() {
+        let made = |location, numa_node| vpmm_pool_options {
+            location,
+            numa_node,
+            ..vpmm_pool_options::INITIAL
+        };
+        for location in [0, 1] {
+            assert!(made(location, 0).location().is_ok());
+            let refused = made(location, 1).default_profile().err().map(|failure| failure.status());
+            assert_eq!(refused, Some(vpmm_status::VPMM_INVALID_ARGUMENT));
+            assert!(made(location, 1).paged_profile().is_err());
+        }
+        assert!(matches!(made(2, 1).location(), Ok(Location::HostNuma(1))));
     }
 
     #[test]
