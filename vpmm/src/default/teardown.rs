@@ -27,6 +27,18 @@ impl Core {
         driver.unwatch_streams(self);
     }
 
+    /// The same of a heap that nobody can ask for anything any more, and of which
+    /// [`is_unused`](Self::is_unused) has said that it is: there is nothing to wait for. A stream that captures
+    /// by now could not be asked again.
+    pub(crate) fn retire_unused(&self) {
+        let driver = self.device.driver();
+        if driver.is_forked() || self.retired.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        self.quiet.store(true, Ordering::Relaxed);
+        driver.unwatch_streams(self);
+    }
+
     /// Waits until no work uses the pool's memory: for the last event of every stream, and for the
     /// whole context only where callers never freed something (or a stream ended in a capture),
     /// since that ends every capture in it.

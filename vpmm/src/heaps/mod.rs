@@ -417,12 +417,8 @@ impl Heaps {
                         && graph.core.is_unused().unwrap_or(false);
                     if over {
                         let mapped = graph.core.stats().mapped_bytes;
-                        let mut members =
-                            self.members.write().unwrap_or_else(PoisonError::into_inner);
-                        let is_it = |member: &Member| matches!(member, Member::Graph(other) if Arc::ptr_eq(other, &graph));
-                        let before = members.len();
-                        members.retain(|member| !is_it(member));
-                        if members.len() < before {
+                        if self.remove(&graph) {
+                            graph.core.retire_unused();
                             count(mapped);
                         }
                     }
@@ -434,6 +430,15 @@ impl Heaps {
             }
         }
         bytes
+    }
+
+    /// Takes a graph's heap out of the list; whether no other thread had.
+    fn remove(&self, graph: &Arc<Graph>) -> bool {
+        let mut members = self.members.write().unwrap_or_else(PoisonError::into_inner);
+        let before = members.len();
+        members
+            .retain(|member| !matches!(member, Member::Graph(other) if Arc::ptr_eq(other, graph)));
+        members.len() < before
     }
 
     /// Has the other heaps, the main one first, give free memory back for one that lacks some.
