@@ -49,12 +49,18 @@ fn grants_and_sticks(path: &Path) -> mpsc::Sender<()> {
     alive
 }
 
-/// Grants the lock to the next who asks for it.
-fn grant(listener: &UnixListener) -> UnixStream {
+/// The next who asks for the lock.
+fn asked(listener: &UnixListener) -> UnixStream {
     let (mut stream, _) = listener.accept().unwrap();
     // The handshake is a small message and comes at once.
     let asked = stream.read(&mut [0; 4096]).unwrap();
     assert!(asked > 0);
+    stream
+}
+
+/// Grants the lock to the next who asks for it.
+fn grant(listener: &UnixListener) -> UnixStream {
+    let mut stream = asked(listener);
     let granted = wire::HandshakeResponse {
         success: true,
         committed: false,
@@ -174,7 +180,8 @@ fn a_server_that_is_given_up_by_whoever_started_another_is_given_up_here_too() {
     };
     let timed = options(Requested::Ro).timeout(2 * PATIENCE);
     let waiters = [wait(options(Requested::Rw)), wait(timed)];
-    let accepted = [(); 2].map(|()| first.accept().unwrap());
+    // Who has asked has looked where it is; before that it would go to the other one.
+    let accepted = [(); 2].map(|()| asked(&first));
     std::fs::rename(folder.path().join("second"), &path).unwrap();
     let memory = within("memory", move || writer.allocate(1, "t").map(drop));
     for answer in waiters.into_iter().map(|waiter| waiter.join().unwrap()).chain([memory]) {

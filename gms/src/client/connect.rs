@@ -99,7 +99,7 @@ impl Identity {
     }
 }
 
-/// A connection, and to which server; not known where another came while it was made.
+/// A connection, and to which server; not known where nobody is at the path any more once it is made.
 pub(super) type Reached = (OwnedFd, Option<Identity>);
 
 /// Connects to a server that is there, or will be before the time is up.
@@ -126,8 +126,14 @@ fn reach_by(
         let server = Identity::at(path);
         match connect(&socket, &address) {
             Ok(()) => {
+                let now = Identity::at(path);
+                // Another has come meanwhile, and nobody can tell which of them this leads to. It is asked
+                // for nothing: one more attempt leads to who is there now.
+                if now.is_some() && now != server {
+                    continue;
+                }
                 ioctl_fionbio(&socket, false).map_err(failed)?;
-                return Ok((socket, server.filter(|_| server == Identity::at(path))));
+                return Ok((socket, now));
             }
             Err(error) if again.contains(&error) => {
                 let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
@@ -268,6 +274,37 @@ mod tests {
         // Where nothing is known of the first the other one's answer counts.
         assert_eq!(health(&path, None, short), Health::Silent);
         drop((first, second));
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    /// Whoever is reached as one server makes room for another is waited for as long as that one is there
+    /// only if it is known which of them it is.
+    #[test]
+    fn who_is_reached_while_another_comes_is_known() {
+        use std::os::unix::net::UnixListener;
+        use std::sync::atomic::{AtomicBool, Ordering};
+        let folder = std::env::temp_dir().join(format!("gms-comes-{}", std::process::id()));
+        std::fs::create_dir(&folder).unwrap();
+        let path = &folder.join("s");
+        let time = Duration::from_secs(20);
+        let first = UnixListener::bind(path).unwrap();
+        let done = &AtomicBool::new(false);
+        std::thread::scope(|threads| {
+            threads.spawn(|| {
+                let next = folder.join("next");
+                let mut servers = vec![first];
+                while !done.load(Ordering::Relaxed) {
+                    servers.push(UnixListener::bind(&next).unwrap());
+                    std::fs::rename(&next, path).unwrap();
+                    // One that is there so short is gone before anybody has reached it.
+                    std::thread::sleep(Duration::from_micros(200));
+                    servers.drain(..servers.len().saturating_sub(100));
+                }
+            });
+            let known = (0..3_000).all(|_| reach(path, Some(time)).unwrap().1.is_some());
+            done.store(true, Ordering::Relaxed);
+            assert!(known);
+        });
         std::fs::remove_dir_all(folder).unwrap();
     }
 }
