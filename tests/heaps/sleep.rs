@@ -4,10 +4,12 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use cuda_sim::Simulator;
 use vpmm::{Access, Buffers, Contents, DevicePtr, Error, Location, Sharing, Tagged};
 
 use crate::graph;
 use crate::rig::{GRANULE, LIMIT, MIB, Profile};
+use crate::support::changed::{changed, gated};
 use crate::support::{Rig, Watched};
 
 fn everywhere(test: impl Fn(&Rig, Profile)) {
@@ -440,4 +442,38 @@ fn peers_have_access_after_the_heap_woke() {
             watched.assert_intact();
         }
     });
+}
+
+gated!(enter: cuCtxGetCurrent(context: *mut CUcontext));
+
+/// A thread is about to trim a heap and stops. Meanwhile another has the heap sleep: what was free of it has gone
+/// already.
+#[test]
+fn a_heap_that_falls_asleep_before_a_trim_is_not_trimmed() {
+    let sim = Simulator::builder().build().unwrap();
+    let rig = Rig::with(changed(&sim, enter::put), sim.clone());
+    for profile in Profile::BOTH {
+        let watched = rig.pool(profile, Location::Device);
+        let (pool, stream) = (&watched.pool, rig.stream());
+        let tagged = pool.tagged("weights").unwrap();
+        let held = populate(&rig, &tagged, &stream);
+        let mapped = tagged.stats().mapped_bytes;
+        enter::BEFORE.arm();
+        let given = std::thread::scope(|scope| {
+            let trimming = scope.spawn(|| tagged.trim_to(0));
+            enter::BEFORE.wait();
+            let slept = pool.suspend("weights", &stream, &Contents::Keep(Buffers::Release));
+            enter::BEFORE.open();
+            assert_eq!(slept.unwrap().bytes, mapped);
+            trimming.join().unwrap()
+        });
+        assert_eq!(given.unwrap(), 0);
+        pool.resume("weights", &stream).unwrap();
+        assert_eq!(tagged.stats().mapped_bytes, mapped);
+        check(&rig, &held, &stream);
+        for (ptr, ..) in held {
+            pool.free(ptr, &stream).unwrap();
+        }
+        watched.assert_intact();
+    }
 }

@@ -42,6 +42,10 @@ impl Core {
     pub(in crate::default) fn trim(&self, keep_bytes: u64) -> Result<u64> {
         let _context = self.device.enter()?;
         let _growing = lock(&self.growing);
+        // What is free is not there to be given back, or is about to go.
+        if self.is_asleep() {
+            return Ok(0);
+        }
         if self.space.lock().memory.mapped() * self.granule_bytes <= keep_bytes {
             return Ok(0);
         }
