@@ -1,6 +1,7 @@
 //! Memory that is taken in captures, and the graphs that use it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use vpmm::{DevicePtr, Error, GraphPool, Location, Pool, Sharing, StreamHandle};
 
@@ -342,6 +343,41 @@ fn what_is_live_at_the_release_keeps_the_memory() {
         watched.pool.free(output, &stream).unwrap();
         stream.synchronize().unwrap();
         goes_back(&watched.pool, || graphs.stats().mapped_bytes);
+        watched.assert_intact();
+        drop(graph);
+    });
+}
+
+/// A stream that is never without work, and keeps what it has freed since nobody else has any of the heap, would
+/// always have some later event to wait for.
+#[test]
+fn what_a_busy_stream_freed_last_goes_back() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let stream = rig.stream();
+        let graphs = watched.pool.graph_pool().unwrap();
+        graphs.begin(&stream).unwrap();
+        graph::begin(rig, &stream, RELAXED);
+        let output = watched.pool.malloc(GRANULE as usize, &stream).unwrap();
+        rig.fill(output.address(), GRANULE, 4 << 40, stream.handle());
+        let graph = graph::end(rig, &stream);
+        graphs.end(&stream).unwrap();
+        // The first launches may wait for the device.
+        graph.launch(&stream);
+        drop(rig.stall(stream.handle()));
+        graphs.release(&stream).unwrap();
+        stream.synchronize().unwrap();
+        let stall = rig.stall(stream.handle());
+        watched.pool.free(output, &stream).unwrap();
+        let next = rig.stall(stream.handle());
+        drop(stall);
+        let gone = (0..200).any(|_| {
+            std::thread::sleep(Duration::from_millis(1));
+            watched.pool.trim_to(u64::MAX).unwrap();
+            graphs.stats().mapped_bytes == 0
+        });
+        assert!(gone);
+        drop(next);
         watched.assert_intact();
         drop(graph);
     });

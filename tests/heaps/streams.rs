@@ -1,9 +1,11 @@
 //! Calls on capturing streams that have nothing to do with the graph's memory.
 
+use cuda_sim::{Schedule, Simulator};
 use vpmm::{Error, Location, Sharing, StreamHandle};
 
 use crate::graph::{self, MODES, RELAXED};
 use crate::rig::{GRANULE, LIMIT, MIB, Profile};
+use crate::support::changed::{changed, gated};
 use crate::support::{Rig, Watched};
 
 fn everywhere(test: impl Fn(&Rig, Profile)) {
@@ -251,4 +253,42 @@ fn a_stream_that_ends_ends_what_had_begun_on_it() {
         graphs.release(&stream).unwrap();
         watched.assert_intact();
     });
+}
+
+gated!(query: cuEventQuery(event: CUevent));
+
+/// A thread that looks whether a released graph's memory is unused stops. Meanwhile another finds that it is, and
+/// its stream ends, which nobody is told any more.
+#[test]
+fn a_stream_of_a_graph_that_has_gone_is_not_asked() {
+    for profile in Profile::BOTH {
+        let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+        let rig = Rig::with(changed(&sim, query::put), sim.clone());
+        let watched = rig.pool(profile, Location::Device);
+        let pool = &watched.pool;
+        let stream = rig.stream();
+        let graphs = pool.graph_pool().unwrap();
+        graphs.begin(&stream).unwrap();
+        graph::begin(&rig, &stream, RELAXED);
+        let live = pool.malloc(MIB as usize, &stream).unwrap();
+        drop(graph::stop(&rig, &stream));
+        graphs.end(&stream).unwrap();
+        graphs.release(&stream).unwrap();
+        sim.run_until_idle();
+        query::BEFORE.arm();
+        std::thread::scope(|scope| {
+            let asker = scope.spawn(|| pool.trim_to(0).unwrap());
+            query::BEFORE.wait();
+            pool.free(live, &stream).unwrap();
+            sim.run_until_idle();
+            pool.trim_to(0).unwrap();
+            let left = pool.stats().mapped_bytes;
+            drop(stream);
+            sim.run_until_idle();
+            query::BEFORE.open();
+            asker.join().unwrap();
+            assert_eq!(left, 0, "it had gone");
+        });
+        watched.assert_intact();
+    }
 }

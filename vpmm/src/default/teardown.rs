@@ -47,20 +47,22 @@ impl Core {
         let live = self.stats().live_count > 0;
         let _beside = BesideCaptures::enter(driver)?;
         // What a stream cannot be asked about now leaves only the wait for the context.
-        if live || !self.wait_for_frees().is_ok_and(|_| self.all_passed()) {
+        if live || !self.wait_for_frees().is_ok_and(|_| self.all_passed(None)) {
             // SAFETY: no arguments.
             return unsafe { driver.cuCtxSynchronize() };
         }
         Ok(())
     }
 
-    /// Whether nothing waits for any stream.
-    pub(super) fn all_passed(&self) -> bool {
+    /// Whether nothing waits for any stream. A sole one's last frees are in the epoch `last`, or else in the one
+    /// before the open one.
+    pub(super) fn all_passed(&self, last: Option<u64>) -> bool {
         let space = self.space.lock();
         let waiting = |book: &super::space::book::Book| {
             let sole = space.books.len() == 1 && matches!(book.recording, Recording::Lazy(_));
             // A sole stream keeps its memory when its fence has passed.
-            !(book.is_empty() || (sole && book.passed + 1 >= book.epoch))
+            let last = last.unwrap_or(book.epoch - 1);
+            !(book.is_empty() || (sole && book.passed >= last))
         };
         !space.books.iter().any(waiting)
             && space.deferred.is_empty()

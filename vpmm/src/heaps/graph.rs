@@ -38,16 +38,26 @@ enum Life {
     Quiet,
 }
 
+/// What is known of the heap's end once nothing runs any more.
+enum End {
+    /// Something is allocated, as far as anybody has looked, or waits for its stream; see [`Core::is_unused`].
+    Ahead(Option<u64>),
+    /// Nothing is told of streams' ends any more, so none may be asked anything.
+    Over,
+}
+
 pub(crate) struct Graph {
     pub(super) core: Arc<Core>,
     /// Held during calls under a number of a capture, so that the number does not end meanwhile.
     pub(super) calls: Mutex<()>,
     life: Mutex<Life>,
+    end: Mutex<End>,
 }
 
 impl Graph {
     pub(super) fn new(core: Arc<Core>) -> Self {
-        Self { core, calls: Mutex::new(()), life: Mutex::new(Life::Open) }
+        let (life, end) = (Mutex::new(Life::Open), Mutex::new(End::Ahead(None)));
+        Self { core, calls: Mutex::new(()), life, end }
     }
 
     pub(super) fn check_open(&self) -> Result<()> {
@@ -115,6 +125,20 @@ impl Graph {
         }
         *lock(&self.life) = Life::Quiet;
         Ok(true)
+    }
+
+    /// Ends the heap of a graph that is [quiet](Self::is_quiet) where nothing of it is in use: how much it held,
+    /// once. Other threads may have come to it in the list, and wait here.
+    pub(super) fn end_unused(&self) -> Result<Option<u64>> {
+        let mut end = lock(&self.end);
+        let End::Ahead(last) = &mut *end else { return Ok(None) };
+        if !self.core.is_unused(last)? {
+            return Ok(None);
+        }
+        let mapped = self.core.stats().mapped_bytes;
+        *end = End::Over;
+        self.core.retire_unused();
+        Ok(Some(mapped))
     }
 
     /// A request on a stream of the capture that the graph's pool is open to.

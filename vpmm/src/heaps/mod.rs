@@ -11,7 +11,8 @@
 //! for streams, and its calls come here first.
 //!
 //! Locks, in the order in which they may be taken, before any lock of a heap: `making`, `captures`,
-//! a graph's `calls`, a tagged heap's `sleep`; under a heap's only `members` and a graph's `life`.
+//! a graph's `calls`, a tagged heap's `sleep`; under another heap's only `members` and a graph's `life`
+//! and `end`.
 
 mod captures;
 mod contents;
@@ -413,14 +414,11 @@ impl Heaps {
         for member in self.members() {
             match member {
                 Member::Graph(graph) => {
-                    let over = graph.is_quiet(wait).unwrap_or(false)
-                        && graph.core.is_unused().unwrap_or(false);
-                    if over {
-                        let mapped = graph.core.stats().mapped_bytes;
-                        if self.remove(&graph) {
-                            graph.core.retire_unused();
-                            count(mapped);
-                        }
+                    if graph.is_quiet(wait).unwrap_or(false)
+                        && let Ok(Some(mapped)) = graph.end_unused()
+                    {
+                        self.remove(&graph);
+                        count(mapped);
                     }
                 }
                 Member::Tagged(heap) => match heap.release_kept() {
@@ -432,13 +430,11 @@ impl Heaps {
         bytes
     }
 
-    /// Takes a graph's heap out of the list; whether no other thread had.
-    fn remove(&self, graph: &Arc<Graph>) -> bool {
+    /// Takes a graph's heap out of the list.
+    fn remove(&self, graph: &Arc<Graph>) {
         let mut members = self.members.write().unwrap_or_else(PoisonError::into_inner);
-        let before = members.len();
         members
             .retain(|member| !matches!(member, Member::Graph(other) if Arc::ptr_eq(other, graph)));
-        members.len() < before
     }
 
     /// Has the other heaps, the main one first, give free memory back for one that lacks some.

@@ -380,6 +380,10 @@ impl Core {
             let mut space = self.space.lock();
             let book = &mut space.books[stream as usize];
             book.recording = Recording::Lost;
+            // Somebody may be waiting for the lock above, to record an event.
+            if book.stage == Stage::Recording {
+                book.stage = Stage::Unrecorded;
+            }
             let unused = book.last_record.take();
             space.events.extend(unused);
             return;

@@ -80,14 +80,24 @@ impl Core {
 
     /// Whether nothing of this heap is in use: no allocation is out, and the host has seen complete
     /// whatever was enqueued before the frees. Asks about every stream, waits for none.
-    pub(crate) fn is_unused(&self) -> Result<bool> {
+    ///
+    /// `last` is the caller's to keep from call to call: the epoch that a sole stream's last frees are in, which
+    /// keeps its memory when that has passed, as it keeps what it frees later.
+    pub(crate) fn is_unused(&self, last: &mut Option<u64>) -> Result<bool> {
         let _context = self.device.enter()?;
         self.flush_fronts(|_| true);
-        if self.space.lock().out_blocks > 0 {
-            return Ok(false);
+        {
+            let space = self.space.lock();
+            if space.out_blocks > 0 {
+                *last = None;
+                return Ok(false);
+            }
+            if last.is_none() {
+                *last = space.books.first().map(|book| book.epoch);
+            }
         }
         self.poll(None, true)?;
         self.poll_deferred()?;
-        Ok(self.all_passed())
+        Ok(self.all_passed(*last))
     }
 }
