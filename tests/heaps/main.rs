@@ -1,6 +1,7 @@
 //! Heaps beside a pool's main one, in both profiles: memory of graphs, and memory that sleeps.
 
 mod bad_input;
+mod crowd;
 mod failures;
 mod graph;
 mod graphs;
