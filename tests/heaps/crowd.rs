@@ -445,6 +445,8 @@ impl<'a> Member<'a> {
                     reach("wakes");
                 }
                 Err(error) if error.is_out_of_memory() => reach("wakes refused"),
+                // What could not be undone before waits for the context, and not beside a capture.
+                Err(Error::StreamCapturing) if crowd.is_faulty => {}
                 Err(error) => panic!("{error}"),
             }
             return;
@@ -464,7 +466,9 @@ impl<'a> Member<'a> {
             Ok(_) => reach("sleeps"),
             // Half, by a fault.
             Err(Error::Asleep) if crowd.is_faulty && tagged.is_asleep() => {}
-            Err(Error::Driver { .. } | Error::HalfAsleep { .. }) if crowd.is_faulty => {}
+            // Another thread's record has just failed: a stream that cannot be asked is taken to capture.
+            Err(Error::Driver { .. } | Error::HalfAsleep { .. } | Error::StreamCapturing)
+                if crowd.is_faulty => {}
             Err(error) => panic!("{error}"),
         }
         sleeper.is_asleep = tagged.is_asleep();
