@@ -5,7 +5,7 @@ use vpmm::{Error, Location, Sharing, StreamHandle};
 
 use crate::graph::{self, MODES, RELAXED};
 use crate::rig::{GRANULE, LIMIT, MIB, Profile};
-use crate::support::changed::{changed, gated};
+use crate::support::changed::{Gate, changed, gated};
 use crate::support::{Rig, Watched};
 
 fn everywhere(test: impl Fn(&Rig, Profile)) {
@@ -133,6 +133,50 @@ fn a_request_that_finds_no_memory_ends_no_capture() {
             drop(graph);
         }
     });
+}
+
+static LEGACY_QUESTION: Gate = Gate::new();
+
+mod question {
+    use super::LEGACY_QUESTION;
+    use crate::support::changed::replaced;
+
+    const LEGACY: usize = 1;
+
+    replaced!(
+        cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus),
+        if stream as usize == LEGACY { LEGACY_QUESTION.pass() },
+        ()
+    );
+}
+
+/// A thread finds that nothing captures, and is about to wait for the context. Meanwhile a capture begins.
+#[test]
+fn a_capture_that_begins_before_the_wait_is_not_ended() {
+    let sim = Simulator::builder().build().unwrap();
+    let rig = Rig::with(changed(&sim, question::put), sim.clone());
+    let watched = rig.pool(Profile::Default, Location::Device);
+    let pool = &watched.pool;
+    let (other, ended) = (rig.stream(), rig.stream());
+    let held = watched.malloc(2 * GRANULE, &ended);
+    graph::begin(&rig, &ended, RELAXED);
+    pool.free(held.ptr, &ended).unwrap();
+    drop(ended);
+    let graphs = pool.graph_pool().unwrap();
+    let raw = graph::Raw::new(&rig, false);
+    LEGACY_QUESTION.arm();
+    let refused = std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| pool.malloc((LIMIT * GRANULE) as usize, &other));
+        LEGACY_QUESTION.wait();
+        graphs.begin(raw.handle()).unwrap();
+        graph::begin(&rig, raw.handle(), RELAXED);
+        LEGACY_QUESTION.open();
+        waiting.join().unwrap()
+    });
+    drop(graph::stop(&rig, raw.handle()));
+    graphs.end(raw.handle()).unwrap();
+    assert!(refused.expect_err("some of it is not known to be free").is_out_of_memory());
+    watched.assert_intact();
 }
 
 #[test]

@@ -27,8 +27,13 @@ pub(crate) fn context_is_capturing(driver: &Driver) -> Result<bool, Failure> {
         || stream_is_capturing(driver, StreamHandle::LEGACY)?)
 }
 
-/// Waits on the host for all of the current context's work: `false` where the driver refuses that beside a capture.
+/// Waits on the host for all of the current context's work: `false` where that is refused beside a capture, by the
+/// driver, which ends the capture, or here, where a pool is open to one. Whoever asked what captures there are has
+/// asked about many streams, and a capture may have begun meanwhile.
 pub(crate) fn wait_for_context(driver: &Driver) -> Result<bool, Failure> {
+    if driver.companion::<OpenCaptures>().are_any() {
+        return Ok(false);
+    }
     // SAFETY: no arguments.
     match unsafe { driver.cuCtxSynchronize() } {
         Ok(()) => Ok(true),
