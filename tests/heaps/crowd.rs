@@ -53,7 +53,7 @@ macro_rules! failing {
         $(mod $module {
             use super::{FAULT, fails};
             use crate::support::changed::replaced;
-            replaced!($function($($argument: $type),*), if fails() { return FAULT }, ());
+            replaced!($function($($argument: $type),*), if fails() { return FAULT });
         })*
 
         fn put_failing(api: &mut cuda_sys::DriverApi) {

@@ -145,8 +145,7 @@ mod question {
 
     replaced!(
         cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus),
-        if stream as usize == LEGACY { LEGACY_QUESTION.pass() },
-        ()
+        if stream as usize == LEGACY { LEGACY_QUESTION.pass() }
     );
 }
 

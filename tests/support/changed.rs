@@ -62,9 +62,18 @@ impl Gate {
     }
 }
 
+pub(crate) const fn nothing() {}
+
 /// Has a module replace a driver function in a table, by its `put`: something is done before and after each
 /// call. For one simulator at a time: a driver function carries no context.
 macro_rules! replaced {
+    ($function:ident($($argument:ident: $type:ty),*), $before:expr) => {
+        $crate::support::changed::replaced!(
+            $function($($argument: $type),*),
+            $before,
+            $crate::support::changed::nothing()
+        );
+    };
     ($function:ident($($argument:ident: $type:ty),*), $before:expr, $after:expr) => {
         use std::sync::{Mutex, PoisonError};
 
