@@ -227,6 +227,37 @@ fn a_handle_that_the_driver_keeps_is_offered_again() {
     sim.assert_clean();
 }
 
+/// The pool holds nothing any more but that: a trim offers it again all the same, and so does a request that the
+/// device lacks it for.
+#[test]
+fn a_handle_that_the_driver_keeps_is_offered_again_where_the_pool_holds_nothing_else() {
+    let sim = Simulator::builder().build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let pool = Pool::new(&device, &config(16, 96)).unwrap();
+    let stream = device.stream().unwrap();
+    let used = sim.memory_used(0);
+    let refused = || {
+        pool.free(pool.malloc(GRANULE as usize, &stream).unwrap(), &stream).unwrap();
+        // Two attempts, and a third behind all others.
+        for n in 1..=3 {
+            sim.fail_nth("cuMemRelease", n, CUresult::CUDA_ERROR_UNKNOWN);
+        }
+        assert_eq!(pool.trim_to(0).unwrap(), 0);
+        assert_eq!((pool.stats().mapped_bytes, sim.memory_used(0) - used), (0, GRANULE));
+    };
+    refused();
+    assert_eq!(pool.trim_to(0).unwrap(), GRANULE);
+    assert_eq!(sim.memory_used(0), used);
+    refused();
+    sim.set_memory_limit(0, used + 4 * GRANULE);
+    let all = pool.malloc(4 * GRANULE as usize, &stream).unwrap();
+    pool.validate().unwrap();
+    pool.free(all, &stream).unwrap();
+    drop(pool);
+    assert_eq!(sim.memory_used(0), used);
+    sim.assert_clean();
+}
+
 /// An error says which call failed, how, and how many bytes that was about.
 #[test]
 fn a_failure_says_which_call_which_answer_and_how_many_bytes() {

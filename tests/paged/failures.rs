@@ -244,3 +244,18 @@ fn an_end_in_which_a_wait_fails_gives_everything_back() {
         rig.assert_clean();
     }
 }
+
+/// The pool holds nothing any more but that: a trim offers it again all the same.
+#[test]
+fn a_page_that_the_driver_keeps_is_offered_again_where_the_pool_holds_nothing_else() {
+    let sim = Simulator::builder().build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let pool = Pool::paged(&device, &config(PAGE, 1)).unwrap();
+    sim.fail_nth("cuMemRelease", 1, CUresult::CUDA_ERROR_UNKNOWN);
+    assert!(pool.trim_to(0).is_err());
+    assert_eq!((pool.stats().mapped_bytes, sim.memory_used(0)), (0, PAGE));
+    assert_eq!((pool.trim_to(0).unwrap(), sim.memory_used(0)), (PAGE, 0));
+    pool.validate().unwrap();
+    drop((pool, device));
+    sim.assert_clean();
+}

@@ -278,6 +278,7 @@ impl Core {
             return Ok(start);
         }
         self.aside.make_room(true);
+        self.retry_orphans();
         // The device may have more by now, whoever gave it back.
         self.full.forget();
         let room = self.room()?;

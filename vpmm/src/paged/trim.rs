@@ -65,7 +65,7 @@ impl PagedPool {
             (self.lock_space().mapped.saturating_add(small_held)).saturating_sub(keep_bytes)
         };
         if excess(small_held) == 0 {
-            return Ok(0);
+            return Ok(self.retry_orphans());
         }
         self.ask_every_stream()?;
         self.reap_pages(u64::MAX);

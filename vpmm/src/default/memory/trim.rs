@@ -47,7 +47,7 @@ impl Core {
             return Ok(0);
         }
         if self.space.lock().memory.mapped() * self.granule_bytes <= keep_bytes {
-            return Ok(0);
+            return Ok(self.retry_orphans());
         }
         self.flush_fronts(|_| true);
         self.look_around()?;
@@ -129,7 +129,7 @@ impl Core {
     }
 
     /// Tries again what the driver would not take back before; returns the bytes that went back.
-    fn retry_orphans(&self) -> u64 {
+    pub(in crate::default) fn retry_orphans(&self) -> u64 {
         let mut orphans = std::mem::take(&mut self.space.lock().orphans);
         let mut released = 0;
         orphans.retain(|&(handle, bytes)| {
