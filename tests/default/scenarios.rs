@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUdeviceptr;
-use vpmm::{Error, PendingPolicy, StreamHandle, WaitPolicy};
+use vpmm::{Error, PendingPolicy, Pool, PoolConfig, StreamHandle, WaitPolicy};
 
 use crate::rig::{GRANULE, KIB, MIB, bare, config};
 use crate::support::streams::{begin_capture, end_capture, make};
@@ -584,6 +584,41 @@ fn small_blocks_come_from_the_large_part_rather_than_not_at_all() {
         watched.free(held, &stream);
     }
     watched.assert_intact();
+}
+
+/// Small blocks have an eighth of the addresses: half of what a device has, and a quarter of what a tagged heap may
+/// hold. What they need beyond that lies among large blocks, and a large one finds it again.
+#[test]
+fn small_blocks_fill_all_memory_and_not_only_their_own_addresses() {
+    let sim = Simulator::builder().memory_bytes(80 * GRANULE).build().unwrap();
+    let rig = Rig::on(sim);
+    let stream = rig.stream();
+    for is_tagged in [false, true] {
+        let mut config = PoolConfig::default();
+        config.limit_bytes = is_tagged.then_some(64 * GRANULE);
+        let pool = Pool::new(&rig.device, &config).unwrap();
+        let tagged = pool.tagged("cache").unwrap();
+        let malloc = |bytes: u64| match is_tagged {
+            false => pool.malloc(bytes as usize, &stream),
+            true => tagged.malloc(bytes as usize, &stream),
+        };
+        for bytes in [64 * KIB, 3 * KIB] {
+            // The rig holds some of the device's memory.
+            let (most, least) = if is_tagged { (64, 64) } else { (80, 78) };
+            let mut held = Vec::new();
+            while let Ok(ptr) = malloc(bytes) {
+                held.push(ptr);
+            }
+            let mapped = pool.stats().mapped_bytes / GRANULE;
+            assert!((least..=most).contains(&mapped), "{mapped} granules of {most}");
+            assert!(pool.stats().live_bytes > mapped * GRANULE / 8 * 7, "{:?}", pool.stats());
+            pool.validate().unwrap();
+            held.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+            pool.free(malloc(40 * GRANULE).unwrap(), &stream).unwrap();
+            pool.validate().unwrap();
+        }
+    }
+    rig.assert_clean();
 }
 
 #[test]

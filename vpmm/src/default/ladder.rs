@@ -10,7 +10,8 @@
 //! where the pool is told to be patient, for a large block: one that another stream freed, with a wait on
 //!     the GPU; else a short look at whether what they freed becomes ready
 //! what two addresses have of one extent together again
-//! grow: new memory, or free extents moved where that is due
+//! grow: new memory, or free extents moved where that is due; small blocks that no addresses of their own are
+//!     left for among large ones
 //! ── the limit is reached, or the device has no more ──
 //! free extents moved, whatever it costs
 //! small blocks in the large part and the other way round
@@ -171,10 +172,13 @@ impl Core {
                 return Ok(start);
             }
         }
-        match self.grow_within(request, &mut room, true)? {
-            Some(start) => Ok(start),
-            None => self.make_do(request, room),
+        if let Some(start) = self.grow_within(request, &mut room, true)? {
+            return Ok(start);
         }
+        if let Some(start) = self.grow_elsewhere(request, &mut room)? {
+            return Ok(start);
+        }
+        self.make_do(request, room)
     }
 
     /// Serves a request from what the calling thread has in front of the stream. Without a limit
@@ -329,6 +333,20 @@ impl Core {
         let found = found.or_else(|| space.place_in_run(&self.tags, stream, units, part));
         space.note_peak();
         found
+    }
+
+    /// A small block among large ones, where more memory may be made and there are no addresses for it in the
+    /// small part any more.
+    fn grow_elsewhere(&self, request: Request, room: &mut u64) -> Result<Option<u32>> {
+        // Any hole there would have done for a granule.
+        if *room == 0 || Part::of_size(request.units) == Part::Large {
+            return Ok(None);
+        }
+        if let Some(start) = self.place_elsewhere(request) {
+            return Ok(Some(start));
+        }
+        let units = request.units.next_multiple_of(LARGE_STEP);
+        self.grow_in(Part::Large, Request { units, ..request }, room, true)
     }
 
     /// Unmaps some zombies; where addresses run short, closes epochs for that.

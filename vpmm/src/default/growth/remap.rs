@@ -90,7 +90,17 @@ impl Core {
         room: &mut u64,
         ahead: bool,
     ) -> Result<Option<u32>> {
-        let part = Part::of_size(request.units);
+        self.grow_in(Part::of_size(request.units), request, room, ahead)
+    }
+
+    /// The same in a part that need not be the size's own.
+    pub(in crate::default) fn grow_in(
+        &self,
+        part: Part,
+        request: Request,
+        room: &mut u64,
+        ahead: bool,
+    ) -> Result<Option<u32>> {
         for attempt in 0.. {
             let (wanted, made) = match self.grow(request, part, *room, ahead)? {
                 Grown::Block(start) => return Ok(Some(start)),
