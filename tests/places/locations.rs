@@ -2,7 +2,7 @@
 
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::*;
-use vpmm::{Error, Location, PagedConfig, Pool, Sharing};
+use vpmm::{Error, Location, PagedConfig, Pool, PoolConfig, Sharing};
 
 use crate::rig::{GRANULE, LIMIT, Profile};
 use crate::support::{Rig, call};
@@ -47,6 +47,32 @@ fn a_pool_lives_on_the_host() {
             }
         }
     });
+}
+
+/// The host has more memory than the device: a limit above the device's is kept there, and with nothing said there
+/// are addresses for it, in every heap.
+#[test]
+fn a_limit_on_the_host_may_be_above_the_devices_memory() {
+    for location in ON_THE_HOST {
+        let sim = Simulator::builder().memory_bytes(16 * GRANULE).build().unwrap();
+        let rig = Rig::on(sim.clone());
+        let stream = rig.stream();
+        for is_tagged in [false, true] {
+            let mut config = PoolConfig::default();
+            (config.location, config.limit_bytes) = (location, Some(100 * GRANULE));
+            let pool = Pool::new(&rig.device, &config).unwrap();
+            let tagged = pool.tagged("cache").unwrap();
+            let malloc = || {
+                let bytes = 10 * GRANULE as usize;
+                if is_tagged { tagged.malloc(bytes, &stream) } else { pool.malloc(bytes, &stream) }
+            };
+            let held = [(); 10].map(|()| malloc().unwrap());
+            assert!(malloc().is_err_and(|error| error.is_out_of_memory()));
+            assert_eq!(sim.host_memory_used(), 100 * GRANULE);
+            pool.validate().unwrap();
+            held.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+        }
+    }
 }
 
 /// The host reads what a kernel wrote, through the pool's own address. On a GPU only: the simulator

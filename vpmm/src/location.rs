@@ -30,6 +30,17 @@ pub enum Location {
     HostNuma(u32),
 }
 
+impl Location {
+    /// The most memory that a pool may hold there: by default as much as the device has, which there is no more of
+    /// on the device itself.
+    pub(crate) fn most(self, limit_bytes: Option<u64>, device_bytes: u64) -> u64 {
+        match (self, limit_bytes) {
+            (Self::Host | Self::HostNuma(_), Some(limit)) => limit,
+            (_, limit) => limit.unwrap_or(device_bytes).min(device_bytes),
+        }
+    }
+}
+
 impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

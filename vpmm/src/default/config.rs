@@ -22,10 +22,11 @@ const MOST_UNITS: u64 = u32::MAX as u64;
 #[non_exhaustive]
 pub struct PoolConfig {
     /// The most physical memory that the pool may hold, rounded down to granules; what the device
-    /// has by default.
+    /// has by default. On the device no more than that; on the host it may be more.
     pub limit_bytes: Option<u64>,
-    /// Bytes of addresses reserved; by default four times the device's memory, so that free memory
-    /// can be brought together at addresses of its own while the old ones are still in use.
+    /// Bytes of addresses reserved; by default four times the device's memory, or on the host four
+    /// times the limit where that is more, so that free memory can be brought together at addresses
+    /// of its own while the old ones are still in use.
     /// Addresses cost no device memory, and host memory only where they are used: at most 1/1024,
     /// 1/128 where small blocks are.
     /// Less than 2 TiB.
@@ -88,8 +89,8 @@ pub struct PoolConfig {
     pub patience: Duration,
     /// A thread that works ahead of requests; none by default.
     pub background: Option<Background>,
-    /// Where the memory is; on the device by default. The default limit and addresses follow the
-    /// device's memory in every case.
+    /// Where the memory is; on the device by default. The default limit follows the device's memory
+    /// in every case.
     pub location: Location,
     /// How memory can be shared with other processes; not at all by default.
     pub sharing: Sharing,
@@ -172,7 +173,8 @@ pub(super) struct Checked {
 impl PoolConfig {
     pub(super) fn check(&self, granule_bytes: u64, device_bytes: u64) -> Result<Checked> {
         let granule_units = granule_bytes / super::class::UNIT_BYTES;
-        let bytes = self.va_size_bytes.unwrap_or_else(|| device_bytes.saturating_mul(4));
+        let limit = self.location.most(self.limit_bytes, device_bytes);
+        let bytes = self.va_size_bytes.unwrap_or_else(|| limit.max(device_bytes).saturating_mul(4));
         let most = MOST_UNITS / granule_units;
         let granules = match self.va_size_bytes {
             Some(bytes) if bytes / granule_bytes > most => {
@@ -184,7 +186,6 @@ impl PoolConfig {
         if granules < 16 {
             return Err(bad(bytes, "a pool needs 16 granules of addresses at least"));
         }
-        let capacity = self.limit_bytes.unwrap_or(device_bytes).min(device_bytes) / granule_bytes;
         Ok(Checked {
             limit_bytes: self.limit_bytes,
             pending_policy: self.pending_policy,
@@ -195,7 +196,7 @@ impl PoolConfig {
             patience: self.patience,
             background: self.background.clone(),
             granules: granules as u32,
-            capacity,
+            capacity: limit.min(bytes.max(device_bytes)) / granule_bytes,
         })
     }
 }

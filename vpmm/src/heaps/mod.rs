@@ -198,8 +198,7 @@ impl Heaps {
         let device = self.device();
         let backing = self.main.backing().of_another_heap();
         let granule_bytes = backing.granule_bytes();
-        let memory = device.total_memory()?;
-        let most = self.terms.limit_bytes.map_or(memory, |limit| limit.min(memory));
+        let most = backing.location().most(self.terms.limit_bytes, device.total_memory()?);
         // As much again as it may hold, to grow in; at the least what its parts need.
         let bytes = most.saturating_mul(2).max(64 * granule_bytes);
         let addresses = bytes.min((2 << 40) - granule_bytes) / granule_bytes * granule_bytes;
@@ -208,6 +207,7 @@ impl Heaps {
             va_size_bytes: Some(addresses),
             pending_policy: self.terms.pending_policy,
             reuse: self.terms.reuse,
+            location: backing.location(),
             ..PoolConfig::default()
         };
         let core = Core::beside(backing, device, &config, fixed)?;
