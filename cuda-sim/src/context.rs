@@ -33,6 +33,7 @@ pub(crate) struct Context {
 
 #[derive(Debug, Default)]
 pub(crate) struct Primary {
+    /// Retained so many times; a reset takes none away.
     pub(crate) references: usize,
     pub(crate) context: Option<ContextKey>,
     /// Given out once and kept: the value outlives resets.
@@ -255,11 +256,9 @@ pub(crate) fn primary_release(call: &mut Call<'_>, device: CUdevice) -> Result<(
 
 pub(crate) fn primary_reset(call: &mut Call<'_>, device: CUdevice) -> Result<(), CUresult> {
     let device = call.device(device)?;
+    // Whoever has retained it still has it to release.
     match call.contexts.primaries[device].context.take() {
-        Some(key) => {
-            call.contexts.primaries[device].references = 0;
-            call.end_context(key)
-        }
+        Some(key) => call.end_context(key),
         None => Ok(()),
     }
 }

@@ -109,6 +109,34 @@ fn contexts_end() {
     assert!(gpu.sim.leaks().is_empty(), "{:?}", gpu.sim.leaks());
 }
 
+/// As the documentation says: who has retained a primary context releases it also after somebody's reset.
+#[test]
+fn a_primary_context_that_was_reset_is_still_its_holders_to_release() {
+    let gpu = Gpu::new(Simulator::builder());
+    let first = gpu.retain(0);
+    let released = || call!(gpu, cuDevicePrimaryCtxRelease_v2(0));
+    let active = || {
+        let (mut flags, mut active) = (0, -1);
+        ok!(gpu, cuDevicePrimaryCtxGetState(0, &mut flags, &mut active));
+        active
+    };
+    ok!(gpu, cuDevicePrimaryCtxReset_v2(0));
+    assert_eq!((active(), gpu.sim.leaks().contexts), (0, 2), "retained twice, and reset");
+    // One of them goes on with a new one, which stays when the other lets go of the old.
+    assert_eq!((gpu.retain(0), active()), (first, 1));
+    for _ in 0..2 {
+        assert_eq!((released(), active()), (CUresult::CUDA_SUCCESS, 1));
+    }
+    gpu.stream();
+    assert_eq!((released(), active()), (CUresult::CUDA_SUCCESS, 0));
+    assert_eq!(released(), CUresult::CUDA_ERROR_INVALID_CONTEXT);
+    // Also where nobody has retained it again.
+    gpu.retain(0);
+    ok!(gpu, cuDevicePrimaryCtxReset_v2(0));
+    assert_eq!((released(), active()), (CUresult::CUDA_SUCCESS, 0));
+    assert!(gpu.sim.leaks().is_empty(), "{:?}", gpu.sim.leaks());
+}
+
 #[test]
 fn names_and_addresses() {
     let gpu = Gpu::new(Simulator::builder());
