@@ -341,6 +341,46 @@ fn a_stream_whose_end_could_not_be_recorded_is_left_alone() {
     watched.assert_intact();
 }
 
+/// Addresses that memory has left wait for the stream that used them. That ended without a last event, in a capture
+/// or because the driver would not: a wait for the device is behind all that it did, and what has moved can go back.
+#[test]
+fn addresses_that_wait_for_a_lost_stream_do_so_until_the_device_was_waited_for() {
+    for captures in [true, false] {
+        let rig = Rig::simulated(Schedule::Manual);
+        let sim = rig.sim.clone().unwrap();
+        {
+            let watched = rig.pool(&config(4, 64));
+            let pool = &watched.pool;
+            let stream = rig.stream();
+            let held = [(); 4].map(|()| watched.malloc(GRANULE, &stream));
+            watched.free(held[0], &stream);
+            watched.free(held[2], &stream);
+            let two = watched.malloc(2 * GRANULE, &stream);
+            assert!(pool.stats().zombie_bytes > 0, "{pool:?}");
+            for held in [held[1], held[3], two] {
+                watched.free(held, &stream);
+            }
+            // Its closed epoch has an event.
+            assert_eq!(pool.trim_to(0).unwrap(), 0);
+            if captures {
+                begin_capture(&rig, stream.handle().raw());
+            } else {
+                sim.fail_call(1, CUresult::CUDA_ERROR_UNKNOWN);
+            }
+            drop(stream);
+            sim.clear_faults();
+            watched.validate();
+            rig.device.synchronize().unwrap();
+            watched.validate();
+            assert_eq!(pool.trim_to(0).unwrap(), 4 * GRANULE, "{pool:?}");
+            assert_eq!(pool.stats().zombie_bytes, 0);
+            watched.assert_intact();
+        }
+        drop(rig);
+        assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+    }
+}
+
 /// A stream that comes to be a pool's only one finds nobody's memory there, which is not the
 /// stream's: what it frees beside that becomes one with it all the same, when it has to.
 #[test]

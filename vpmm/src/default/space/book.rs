@@ -47,7 +47,7 @@ pub(in crate::default) enum Recording {
     /// The stream has ended. Its last event covers everything.
     Ended,
     /// The stream ended and would not take a last event (it was capturing). Only a wait for the
-    /// whole context frees its memory.
+    /// whole context frees its memory, this pool's or one that it is told of.
     Lost,
 }
 
@@ -75,6 +75,8 @@ pub(in crate::default) struct Book {
     pub(in crate::default) follows: SmallVec<[Follows; 2]>,
     /// The highest mark that the host has seen passed, from 1.
     pub(in crate::default) seen: u64,
+    /// Where the stream was lost: marks from this one on are behind all that it did.
+    pub(in crate::default) lost_at: u64,
     /// Epochs up to this one the host has waited for.
     pub(in crate::default) awaited: u64,
     /// The highest epoch that a deferred free waits for.
@@ -118,6 +120,7 @@ impl Book {
             marks: 1,
             follows: SmallVec::new(),
             seen: 0,
+            lost_at: 0,
             awaited: 0,
             deferred_until: 0,
             fences: SmallVec::new(),
@@ -206,6 +209,12 @@ impl Book {
 }
 
 impl Book {
+    /// The stream has ended and takes no last event.
+    pub(in crate::default) fn lose(&mut self) {
+        self.recording = Recording::Lost;
+        self.lost_at = self.marks;
+    }
+
     /// Takes the place over for another stream. Epochs go on counting, so that nothing of the
     /// former stream is mistaken for the new one's.
     pub(in crate::default) fn reuse(&mut self, recording: Recording, label: u32) {

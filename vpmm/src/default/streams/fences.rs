@@ -184,13 +184,20 @@ impl Space {
             if book.recording != Recording::Lost || (!all && waits()) {
                 continue;
             }
-            let book = &mut self.books[stream as usize];
-            book.recording = Recording::Ended;
-            book.stage = Stage::Passed;
-            book.passed = book.epoch;
-            self.epochs_passed(tags, stream);
-            while self.drain(tags, stream) {}
+            self.end_lost(tags, stream);
         }
+    }
+
+    /// A stream that was lost is over.
+    pub(super) fn end_lost(&mut self, tags: &Tags, stream: u32) {
+        let book = &mut self.books[stream as usize];
+        book.recording = Recording::Ended;
+        book.passed = book.epoch;
+        if let Stage::Recorded(event) = std::mem::replace(&mut book.stage, Stage::Passed) {
+            self.events.push(event);
+        }
+        self.epochs_passed(tags, stream);
+        while self.drain(tags, stream) {}
     }
 
     pub(in crate::default) fn zombie_waits(&self, stream: u32) -> bool {
@@ -379,7 +386,7 @@ impl Core {
             // It ends all the same, and its handle means nothing from here on.
             let mut space = self.space.lock();
             let book = &mut space.books[stream as usize];
-            book.recording = Recording::Lost;
+            book.lose();
             // Somebody may be waiting for the lock above, to record an event.
             if book.stage == Stage::Recording {
                 book.stage = Stage::Unrecorded;
@@ -409,12 +416,12 @@ impl Core {
                 book.stage = Stage::Recorded(event);
             }
             Ok(Recorded::Capturing(spare)) => {
-                book.recording = Recording::Lost;
+                book.lose();
                 book.stage = Stage::Unrecorded;
                 space.events.extend(spare);
             }
             Err(_) => {
-                book.recording = Recording::Lost;
+                book.lose();
                 book.stage = Stage::Unrecorded;
                 space.events.extend(spare);
             }

@@ -216,6 +216,10 @@ impl Space {
         book.seen = book.seen.max(mark.point);
         self.settle_deferred(tags);
         let book = &mut self.books[mark.stream as usize];
+        if waited && book.recording == Recording::Lost && mark.point >= book.lost_at {
+            self.end_lost(tags, mark.stream);
+            return;
+        }
         // The event of a stream that has ended covers more than the closed epoch.
         let has_end = matches!(book.recording, Recording::Ended | Recording::Lost);
         // Else the closed epoch is the one that was closed already when the mark was taken.
