@@ -3,6 +3,7 @@
 
 use std::io::Write;
 use std::net::Shutdown;
+use std::ops::Range;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -86,12 +87,14 @@ fn a_writer_that_is_dead_already_replaces_nothing() {
         // Held by the kernel until the server runs.
         raw(&folder.socket()).write_all(&bytes).unwrap();
     }
-    let stopper = server.stopper();
+    let (stopper, metrics) = (server.stopper(), server.metrics());
     let thread = std::thread::spawn(move || server.run());
-    // Accepted after those three, so that they are soon dealt with.
+    // Accepted after those three.
     let events = || gms::client::event_history(folder.socket(), PATIENCE).unwrap();
     events();
-    std::thread::sleep(Duration::from_millis(50));
+    let none = "gms_connections{name=\"default\",device=\"0\"} 0\n";
+    let metrics = [metrics];
+    eventually("connections end", || gms::server::Metrics::render(&metrics).contains(none));
     assert_eq!(events(), []);
     stopper.stop();
     thread.join().unwrap().unwrap();
@@ -196,41 +199,50 @@ fn layouts_are_never_mixed_whoever_breaks_off() {
     });
     let inside = Inside::default();
     let (generations, committed) = (AtomicU64::new(1), AtomicU64::new(0));
-    let rounds = cases() / 2;
+    let rounds = 1 + cases() / 2;
     let locks =
         [Requested::Rw, Requested::Ro, Requested::Ro, Requested::RwOrRo, Requested::RwDataOrRw];
     let adopted = AtomicU64::new(0);
-    std::thread::scope(|scope| {
-        for seed in 1..9 {
-            let (local, inside) = (&local, &inside);
-            let (generations, committed, adopted) = (&generations, &committed, &adopted);
-            scope.spawn(move || {
-                let mut random = Lcg(seed * 7919);
-                for _ in 0..rounds {
-                    let lock = locks[random.below(5) as usize];
-                    let time = Duration::from_millis(random.below(30));
-                    let options =
-                        ConnectOptions::new(lock).timeout(time).batch(random.below(2) > 0);
-                    let session = match Session::connect(local.socket(), options) {
-                        Ok(session) => session,
-                        Err(ClientError::LockTimeout) => continue,
-                        Err(error) => panic!("{error}"),
-                    };
-                    if session.granted() != Granted::Rw {
-                        let is_sealed = session.granted() == Granted::RwData;
-                        adopted.fetch_add(is_sealed.into(), Ordering::SeqCst);
-                        read(session, &mut random, inside).unwrap();
-                    } else {
-                        let generation = generations.fetch_add(1, Ordering::SeqCst);
-                        let published = write(session, generation, &mut random, inside).unwrap();
-                        committed.fetch_add(published.into(), Ordering::SeqCst);
+    let crowd = |seeds: Range<u64>| {
+        std::thread::scope(|scope| {
+            for seed in seeds {
+                let (local, inside) = (&local, &inside);
+                let (generations, committed, adopted) = (&generations, &committed, &adopted);
+                scope.spawn(move || {
+                    let mut random = Lcg(seed * 7919);
+                    for _ in 0..rounds {
+                        let lock = locks[random.below(5) as usize];
+                        let time = Duration::from_millis(random.below(30));
+                        let options =
+                            ConnectOptions::new(lock).timeout(time).batch(random.below(2) > 0);
+                        let session = match Session::connect(local.socket(), options) {
+                            Ok(session) => session,
+                            Err(ClientError::LockTimeout) => continue,
+                            Err(error) => panic!("{error}"),
+                        };
+                        if session.granted() != Granted::Rw {
+                            let is_sealed = session.granted() == Granted::RwData;
+                            adopted.fetch_add(is_sealed.into(), Ordering::SeqCst);
+                            read(session, &mut random, inside).unwrap();
+                        } else {
+                            let generation = generations.fetch_add(1, Ordering::SeqCst);
+                            let published =
+                                write(session, generation, &mut random, inside).unwrap();
+                            committed.fetch_add(published.into(), Ordering::SeqCst);
+                        }
                     }
-                }
-            });
-        }
-    });
+                });
+            }
+        })
+    };
+    // Who gets its lock in time depends on the machine.
+    let (mut seed, deadline) = (1, Instant::now() + PATIENCE);
+    while [&committed, &adopted].into_iter().any(|count| count.load(Ordering::SeqCst) == 0) {
+        assert!(Instant::now() < deadline, "nobody publishes, or nobody takes over what is sealed");
+        crowd(seed..seed + 8);
+        seed += 8;
+    }
     assert_eq!(local.metric("commits_total"), committed.load(Ordering::SeqCst));
-    assert!(committed.load(Ordering::SeqCst) > 0 && adopted.load(Ordering::SeqCst) > 0);
     drop(local.session(Requested::Rw));
     local.await_state("EMPTY");
     local.await_memory(0);
@@ -243,7 +255,11 @@ fn killed_processes_leave_nothing_at_the_server() {
     let folder = Folder::new();
     let mut server = Process::server(&folder.socket());
     let mut random = Lcg(20_261_121);
-    let mut descriptors = usize::MAX;
+    // The simulator keeps a descriptor from its first memory on.
+    let options = ConnectOptions::new(Requested::Rw).timeout(PATIENCE);
+    Session::connect(folder.socket(), options).unwrap().allocate(1, "t").unwrap();
+    eventually("memory given back", || server.ask("memory") == "0");
+    let mut descriptors = open_descriptors(server.id());
     let kills = 8 + cases() / 4;
     for round in 0..kills {
         let mut crowd: Vec<Process> = (0..3)
@@ -260,18 +276,12 @@ fn killed_processes_leave_nothing_at_the_server() {
             crowd.swap_remove(random.below(crowd.len() as u64) as usize).kill();
         }
         // Whoever comes next gets the lock, and finds nothing.
-        let started = Instant::now();
-        let options = ConnectOptions::new(Requested::Rw).timeout(PATIENCE);
         let mut next = Session::connect(folder.socket(), options).unwrap();
         assert_eq!(next.allocation_count().unwrap(), 0, "round {round}");
-        assert!(started.elapsed() < PATIENCE / 2);
         drop(next);
         eventually("memory given back", || server.ask("memory") == "0");
         eventually("descriptors closed", || open_descriptors(server.id()) <= descriptors);
-        // The simulator keeps one from its first memory on.
-        if round > 0 {
-            descriptors = descriptors.min(open_descriptors(server.id()));
-        }
+        descriptors = descriptors.min(open_descriptors(server.id()));
     }
     assert_eq!(server.ask("stop"), "stopped");
     assert!(server.end());

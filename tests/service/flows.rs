@@ -4,7 +4,8 @@ use gms::client::ConnectOptions;
 use gms::client::{ClientError, Session};
 use gms::lock::{Granted, Requested};
 
-use crate::rig::{GRANULE, Local, PATIENCE, open_descriptors};
+use crate::rig::{Folder, GRANULE, Local, PATIENCE, open_descriptors};
+use crate::roles::Process;
 
 #[test]
 fn a_layout_is_published_with_its_metadata() {
@@ -123,17 +124,22 @@ fn probes_change_nothing() {
 /// The Python service leaks a descriptor for each.
 #[test]
 fn exports_leave_no_descriptors_open() {
-    let local = Local::start();
-    local.publish(1);
-    let mut reader = local.session(Requested::Ro);
-    let id = reader.list(None).unwrap().remove(0).allocation_id;
+    // A process of its own, as other tests open descriptors in this one.
+    let folder = Folder::new();
+    let mut server = Process::server(&folder.socket());
+    let options = |lock| ConnectOptions::new(lock).timeout(PATIENCE);
+    let mut writer = Session::connect(folder.socket(), options(Requested::Rw)).unwrap();
+    let id = writer.allocate(GRANULE, "t").unwrap().allocation_id;
+    writer.commit().unwrap();
+    let mut reader = Session::connect(folder.socket(), options(Requested::Ro)).unwrap();
     drop(reader.export(&id).unwrap());
-    let before = open_descriptors(std::process::id());
+    let before = open_descriptors(server.id());
     for _ in 0..2_000 {
         drop(reader.export(&id).unwrap());
     }
-    // Other tests run beside this one.
-    assert!(open_descriptors(std::process::id()) < before + 500);
+    assert!(open_descriptors(server.id()) <= before);
+    drop(reader);
+    assert_eq!(server.ask("stop"), "stopped");
 }
 
 /// Looking for messages without sleeping changes nothing but the time.
