@@ -738,7 +738,7 @@ fn number(name: &str, otherwise: u64) -> u64 {
 #[test]
 fn heaps_in_several_threads() {
     let first = number("VPMM_CROWD_FIRST", 0);
-    for seed in first..first + number("VPMM_CROWD_CASES", 60) {
+    for seed in first..first + number("VPMM_CROWD_CASES", 40) {
         Profile::BOTH.iter().for_each(|profile| run(seed, *profile));
     }
     println!("{:#?}", locked(&REACHED));

@@ -51,6 +51,12 @@ pub(super) fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), StorageError>
     write().map_err(failed("write", path))
 }
 
+/// Sees the names in a folder to the disk: a file that is there without its name is lost.
+pub(super) fn sync_folder(path: &Path) -> Result<(), StorageError> {
+    let folder = File::open(path).map_err(failed("open", path))?;
+    folder.sync_all().map_err(failed("write", path))
+}
+
 /// A folder that is being filled and gets its name once it is whole. It goes if it does not come to
 /// that; what a process that was killed has left is taken over by the next.
 #[derive(Debug)]
@@ -132,8 +138,7 @@ impl Draft {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
             _ => Path::new("."),
         };
-        let parent_folder = File::open(parent).map_err(failed("open", parent))?;
-        parent_folder.sync_all().map_err(failed("write", parent))
+        sync_folder(parent)
     }
 }
 

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use super::chunks::{cut, for_each};
-use super::files::{Draft, can_be_direct, failed, open};
+use super::files::{Draft, can_be_direct, failed, open, sync_folder};
 use super::manifest::{Checksums, Manifest, SHARDS, plan};
 use super::{StorageError, StorageOptions, Stored};
 use crate::client::MemoryManager;
@@ -67,6 +67,7 @@ pub fn save(
     for (name, (file, _)) in &files {
         file.sync_all().map_err(failed("write", &draft.path().join(name)))?;
     }
+    sync_folder(&shards)?;
     let chunks_of = |bytes: u64| bytes.div_ceil(options.chunk_bytes) as usize;
     let mut crc32: Vec<Vec<u32>> =
         saved.iter().map(|saved| vec![0; chunks_of(saved.aligned_size)]).collect();
