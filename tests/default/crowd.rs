@@ -4,9 +4,8 @@
 //! with its scripts, and comes again by many runs of these.
 
 use std::cell::Cell;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Barrier, Mutex};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use cuda_sim::{Schedule, Simulator};
@@ -17,7 +16,7 @@ use vpmm::{Background, PendingPolicy, Stream};
 use crate::program::{bytes, schedule};
 use crate::rig::{GRANULE, config};
 use crate::support::changed::changed;
-use crate::support::{Held, Lcg, Rig, Watched, cases};
+use crate::support::{Held, Lcg, Meeting, Rig, Watched, cases};
 
 /// Of memory, where there is a limit; else the device has twice as much.
 const LIMIT: u64 = 20;
@@ -320,35 +319,18 @@ impl Member<'_> {
 
 /// Runs the scripts, each in its thread, with a look at the whole pool after each round.
 fn run_threads(common: &Common<'_>, threads: &[(Streams, Script)]) {
-    let all_here = Barrier::new(threads.len());
-    let failed = AtomicBool::new(false);
-    // Who fails comes to the barrier all the same: the others wait for it there.
-    let attempt = |part: &mut dyn FnMut()| {
-        let outcome = catch_unwind(AssertUnwindSafe(part));
-        failed.fetch_or(outcome.is_err(), Ordering::Relaxed);
-        outcome
-    };
+    let meeting = Meeting::of(threads.len());
     std::thread::scope(|scope| {
         for (number, (streams, script)) in threads.iter().enumerate() {
-            let (all_here, failed, attempt) = (&all_here, &failed, &attempt);
+            let meeting = &meeting;
             scope.spawn(move || {
                 let own =
                     (*streams != Streams::Shared).then(|| Arc::new(common.watched.rig.stream()));
                 let is_sharing = *streams != Streams::Own;
                 let mut member = Member { common, number, own, is_sharing, live: Vec::new() };
                 for actions in script {
-                    let acted = attempt(&mut || actions.iter().for_each(|one| member.act(one)));
-                    let is_leader = all_here.wait().is_leader();
-                    let checked = attempt(&mut || {
-                        if is_leader && !failed.load(Ordering::Relaxed) {
-                            common.watched.validate();
-                        }
-                    });
-                    all_here.wait();
-                    if let Err(panic) = acted.and(checked) {
-                        resume_unwind(panic);
-                    }
-                    if failed.load(Ordering::Relaxed) {
+                    let part = || actions.iter().for_each(|one| member.act(one));
+                    if !meeting.after(part, || common.watched.validate()) {
                         return;
                     }
                 }

@@ -6,9 +6,8 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Barrier, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use cuda_sim::{Schedule, Simulator};
@@ -21,7 +20,7 @@ use vpmm::{
 use crate::graph::{self, Graph};
 use crate::rig::{GRANULE, MIB, Profile};
 use crate::support::changed::changed;
-use crate::support::{Lcg, Rig};
+use crate::support::{Lcg, Meeting, Rig};
 
 const MOST: u64 = 20;
 const FAULT: CUresult = CUresult::CUDA_ERROR_UNKNOWN;
@@ -585,17 +584,10 @@ impl<'a> Member<'a> {
 
 /// Three rounds of so many steps, each thread its own, with a look at the whole pool after each.
 fn run_threads(crowd: &Crowd<'_>, threads: usize, steps: u64, seed: u64) {
-    let all_here = Barrier::new(threads);
-    let failed = AtomicBool::new(false);
-    // Who fails comes to the barrier all the same: the others wait for it there.
-    let attempt = |part: &mut dyn FnMut()| {
-        let outcome = catch_unwind(AssertUnwindSafe(part));
-        failed.fetch_or(outcome.is_err(), Ordering::Relaxed);
-        outcome
-    };
+    let meeting = Meeting::of(threads);
     std::thread::scope(|scope| {
         for number in 0..threads {
-            let (all_here, failed, attempt) = (&all_here, &failed, &attempt);
+            let meeting = &meeting;
             scope.spawn(move || {
                 let mut random = Lcg(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ number as u64);
                 CHANCE.set(Lcg(random.below(u64::MAX)));
@@ -611,18 +603,8 @@ fn run_threads(crowd: &Crowd<'_>, threads: usize, steps: u64, seed: u64) {
                     is_capturing: false,
                 };
                 for _ in 0..3 {
-                    let acted = attempt(&mut || (0..steps).for_each(|_| member.act()));
-                    let is_leader = all_here.wait().is_leader();
-                    let checked = attempt(&mut || {
-                        if is_leader && !failed.load(Ordering::Relaxed) {
-                            validate(crowd.pool);
-                        }
-                    });
-                    all_here.wait();
-                    if let Err(panic) = acted.and(checked) {
-                        resume_unwind(panic);
-                    }
-                    if failed.load(Ordering::Relaxed) {
+                    let part = || (0..steps).for_each(|_| member.act());
+                    if !meeting.after(part, || validate(crowd.pool)) {
                         return;
                     }
                 }

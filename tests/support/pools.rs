@@ -5,11 +5,13 @@
 
 pub(crate) mod changed;
 pub(crate) mod faults;
+mod meeting;
 mod random;
 mod rig;
 pub(crate) mod streams;
 mod watched;
 
+pub(crate) use meeting::Meeting;
 pub(crate) use random::{Lcg, cases};
 pub(crate) use rig::{Rig, Stall, call};
 pub(crate) use watched::{Held, Watched};
