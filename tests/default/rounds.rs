@@ -118,6 +118,25 @@ fn trainings_settle() {
     }
 }
 
+/// A pool without a rate of moves takes no notice of time. When large requests counted as in haste by the clock,
+/// what such a pool made and moved differed from run to run, and a loaded machine's trainings settled late.
+#[test]
+fn without_a_rate_time_makes_no_difference() {
+    let run = |wait: Duration| {
+        let rounds = Rounds::of("gpt_train");
+        let pause = |_| {
+            let begin = Instant::now();
+            while begin.elapsed() < wait {
+                std::hint::spin_loop();
+            }
+        };
+        let changes: Vec<u64> = (0..5).map(|_| rounds.round_at(pause)).collect();
+        rounds.end();
+        changes
+    };
+    assert_eq!(run(Duration::ZERO), run(Duration::from_micros(2)));
+}
+
 /// What a program holds that goes through its requests once, without a pause, with the rate of moves that pools
 /// have. When sizes counted as known after a handful of requests cupy_mix held 1.17.
 #[test]

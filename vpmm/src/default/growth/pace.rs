@@ -141,9 +141,10 @@ impl Pace {
         self.grown = self.grown.saturating_add(took);
     }
 
-    /// Whether the program has had much time of its own, so long after the pool was made.
+    /// Whether the program has had much time of its own, so long after the pool was made; without a rate no time
+    /// counts.
     pub(super) fn is_long_at_work(&self, now: Duration) -> bool {
-        now.saturating_sub(self.grown) >= LONG
+        self.has_rate() && now.saturating_sub(self.grown) >= LONG
     }
 
     /// The handles that may be made beyond what is needed, so long after the pool was made.
@@ -251,6 +252,7 @@ mod tests {
         assert!(!pace.is_long_at_work(255 * MILLI) && pace.is_long_at_work(256 * MILLI));
         pace.note_growth(100 * MILLI);
         assert!(!pace.is_long_at_work(355 * MILLI) && pace.is_long_at_work(356 * MILLI));
+        assert!(!Pace::new(0).is_long_at_work(Duration::MAX), "no time is known there");
     }
 
     #[test]

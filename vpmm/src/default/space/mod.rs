@@ -8,7 +8,7 @@ pub(super) mod free_set;
 pub(super) mod owner;
 pub(super) mod tags;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use intrusive_collections::UnsafeRef;
 
@@ -539,8 +539,10 @@ impl Space {
         ebb.is_some()
     }
 
+    /// Now, of a pool made then; without a rate of moves no time counts, and each program counts as in haste.
     fn moment(&self, made: Instant) -> lifetimes::Moment {
-        lifetimes::Moment { at: made.elapsed(), made: self.counters.created }
+        let at = if self.pace.has_rate() { made.elapsed() } else { Duration::ZERO };
+        lifetimes::Moment { at, made: self.counters.created }
     }
 
     /// Takes a block back from a caller or a front, as free memory of the stream's open epoch.
