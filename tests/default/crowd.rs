@@ -348,7 +348,6 @@ fn run_threads(common: &Common<'_>, threads: &[(Streams, Script)]) {
 fn run(crowd: &Crowd, reached: &Reached) -> Result<(), TestCaseError> {
     let sim = Simulator::builder()
         .schedule(crowd.schedule)
-        .deadlock_after(Duration::from_secs(2))
         .seed(crowd.seed)
         // A little is the rig's own.
         .memory_bytes((2 * LIMIT + 1) * GRANULE)

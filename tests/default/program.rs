@@ -505,7 +505,6 @@ impl Run<'_> {
 fn run(program: &Program, reached: &Reached) -> Result<(), TestCaseError> {
     let sim = Simulator::builder()
         .schedule(program.schedule)
-        .deadlock_after(Duration::from_secs(2))
         .seed(program.seed)
         // A little is the rig's own.
         .memory_bytes((program.device_granules + 1) * GRANULE)

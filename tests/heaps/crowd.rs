@@ -668,7 +668,6 @@ fn run(seed: u64, profile: Profile) {
     let sim = Simulator::builder()
         .devices(2)
         .schedule(schedule)
-        .deadlock_after(Duration::from_secs(2))
         .seed(seed)
         .memory_bytes((2 * MOST + 1) * GRANULE)
         .build()

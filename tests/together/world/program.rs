@@ -124,7 +124,6 @@ pub(crate) fn run(seed: u64, timed: bool, most_steps: u64) {
     let sim = Simulator::builder()
         .devices(2)
         .schedule(schedule)
-        .deadlock_after(Duration::from_secs(2))
         .seed(seed)
         .memory_bytes((device + 1) * GRANULE)
         .build()
