@@ -43,6 +43,30 @@ fn every_address_leads_to_its_pool() {
     });
 }
 
+/// Also of small requests, whose addresses are the driver's to give to any pool.
+#[test]
+fn another_pool_s_pointers_are_foreign() {
+    Rig::everywhere(|rig| {
+        let stream = rig.stream();
+        let pools = Profile::BOTH.map(|profile| [(); 2].map(|()| profile.open(&rig.device)));
+        let pools: Vec<Pool> = pools.into_iter().flatten().collect();
+        for owner in &pools {
+            for bytes in [3 * GRANULE, SMALL] {
+                let ptr = owner.malloc(bytes as usize, &stream).unwrap();
+                for pool in pools.iter().filter(|pool| *pool != owner) {
+                    for refused in [pool.free(ptr, &stream), pool.record_stream(ptr, &stream)] {
+                        let error = refused.unwrap_err();
+                        assert!(matches!(error, Error::ForeignPointer { .. }), "{error}");
+                    }
+                }
+                owner.free(ptr, &stream).unwrap();
+                let error = owner.free(ptr, &stream).unwrap_err();
+                assert!(matches!(error, Error::DoubleFree { .. }), "{error}");
+            }
+        }
+    });
+}
+
 #[test]
 fn foreign_memory_has_no_pool() {
     Rig::everywhere(|rig| {

@@ -206,6 +206,7 @@ impl Pool {
                 pool.check_live(ptr.address())?;
                 heaps.postpone(ptr, stream)
             }
+            Err(error @ Error::DoubleFree { .. }) => Err(self.unless_foreign(error, ptr)),
             freed => freed,
         }
     }

@@ -57,6 +57,21 @@ impl Pool {
         pool.free(ptr, stream)
     }
 
+    /// Of small requests a paged pool knows those that it has: one that another pool has was never freed.
+    #[cold]
+    pub(super) fn unless_foreign(&self, error: Error, ptr: DevicePtr) -> Error {
+        let address = ptr.address();
+        let is_anothers = |pool: Self| {
+            pool != *self && pool.allocation(address).is_some_and(|found| found.start == ptr)
+        };
+        match error {
+            Error::DoubleFree { .. } if self.registry().find(address).is_some_and(is_anothers) => {
+                Error::ForeignPointer { address }
+            }
+            error => error,
+        }
+    }
+
     /// Ends the pool now, and gives everything back, allocations included: their addresses are no
     /// longer to be used. Waits for the work before its frees; for the whole context where something is
     /// allocated, which ends every capture in it.

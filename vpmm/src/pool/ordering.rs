@@ -39,7 +39,10 @@ impl Pool {
         self.check_process()?;
         match self.family.heaps.heap_of(ptr.address()) {
             Some(heap) => heap.record_stream(ptr, stream.into()),
-            None => self.heap().record_stream(ptr, stream.into()),
+            None => self
+                .heap()
+                .record_stream(ptr, stream.into())
+                .map_err(|error| self.unless_foreign(error, ptr)),
         }
     }
 
