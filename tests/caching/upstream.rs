@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use vpmm::caching::{CachingAllocator, CachingConfig};
-use vpmm::resource::{Callback, DeviceMalloc, DriverPool, DriverPoolConfig};
+use vpmm::resource::{Callback, DeviceMalloc, DriverPool, DriverPoolConfig, Limiting};
 use vpmm::{MemoryResource, Pool, PoolConfig, Stream, StreamHandle};
 
 use crate::rig::{KIB, MIB};
@@ -44,6 +44,29 @@ fn it_stands_on_any_resource() {
             }
             cached.assert_intact();
         }
+    });
+}
+
+/// No event tells when it is free; all work is waited for then.
+#[test]
+fn what_a_thread_that_is_gone_has_used_goes_back_at_the_end() {
+    Rig::everywhere(|rig| {
+        let below = Arc::new(Limiting::new(DeviceMalloc::new(&rig.device), u64::MAX));
+        let config = CachingConfig::default();
+        let allocator = CachingAllocator::over(Arc::clone(&below), &rig.device, &config).unwrap();
+        let cached = rig.observe(allocator);
+        let own = rig.stream();
+        let held = cached.malloc(3 * MIB, &own);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
+                cached.look_from(&held, &own, StreamHandle::PER_THREAD);
+            });
+        });
+        cached.free(held, &own);
+        assert!(below.allocated_bytes() > 0);
+        drop(cached);
+        assert_eq!(below.allocated_bytes(), 0);
     });
 }
 

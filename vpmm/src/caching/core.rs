@@ -378,8 +378,13 @@ impl Drop for Core {
             return;
         }
         // Of streams that may be gone: all work is waited for instead of theirs.
-        let idle = self.books.get_mut().take_idle();
-        if !idle.is_empty() && self.device.synchronize().is_ok() {
+        let (waits_are_left, mut idle) = {
+            let books = self.books.get_mut();
+            (*self.outstanding.get_mut() != 0 || books.has_open(), books.take_idle())
+        };
+        if (waits_are_left || !idle.is_empty()) && self.device.synchronize().is_ok() {
+            lock(&self.waits).passed(self, None, u64::MAX);
+            idle.extend(self.books.lock().take_idle());
             for segment in idle {
                 let (bytes, stream) = (segment.bytes as usize, StreamHandle::LEGACY);
                 let _ = self.upstream.deallocate(segment.ptr, bytes, self.align, stream);
