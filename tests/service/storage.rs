@@ -217,6 +217,24 @@ fn a_manifest_without_checksums_is_taken() {
     assert_eq!(loaded(&local, &files).unwrap(), Stored { checked: false, ..stored });
 }
 
+/// Other writers of such files may put an allocation anywhere in them, also where nothing can be read around the
+/// page cache.
+#[test]
+fn an_allocation_may_begin_at_any_byte_of_its_file() {
+    let folder = Folder::new();
+    let files = folder.path().join("saved");
+    let (stored, _) = saved(&files);
+    let shard = files.join("shards/shard_0002.bin");
+    let moved = [vec![7; 100], std::fs::read(&shard).unwrap()].concat();
+    std::fs::write(&shard, moved).unwrap();
+    let path = files.join("manifest.json");
+    let mut manifest: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    assert_eq!(manifest["allocations"][3]["tensor_offset"], 0);
+    manifest["allocations"][3]["tensor_offset"] = 100.into();
+    std::fs::write(&path, manifest.to_string()).unwrap();
+    assert_eq!(loaded(&Local::start(), &files).unwrap(), stored);
+}
+
 #[test]
 fn a_save_that_breaks_off_leaves_no_folder_of_the_name() {
     let folder = Folder::new();

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use super::StorageError;
 
 /// What addresses, lengths and offsets are multiples of, where the page cache is gone around.
-const DIRECT_ALIGNMENT: usize = 4096;
+const DIRECT_ALIGNMENT: u64 = 4096;
 
 pub(super) fn failed(
     what: &'static str,
@@ -21,13 +21,28 @@ pub(super) fn failed(
     move |source| StorageError::File { what, path, source }
 }
 
-/// Whether memory at this address can be written to files directly.
-pub(super) fn can_be_direct(memory: &[u8]) -> bool {
-    memory.as_ptr().addr().is_multiple_of(DIRECT_ALIGNMENT)
+/// A file of a layout's bytes, open twice: which of the two is used depends on the memory and the place.
+#[derive(Debug)]
+pub(super) struct Shard {
+    pub(super) plain: File,
+    direct: File,
+}
+
+impl Shard {
+    pub(super) fn open(path: &Path, write: bool, direct: bool) -> Result<Self, StorageError> {
+        Ok(Self { plain: open(path, write, false)?, direct: open(path, write, direct)? })
+    }
+
+    /// The one by which memory goes to or comes from that place.
+    pub(super) fn of(&self, memory: &[u8], at: u64) -> &File {
+        let is_aligned = |number: u64| number.is_multiple_of(DIRECT_ALIGNMENT);
+        let numbers = [memory.as_ptr().addr() as u64, memory.len() as u64, at];
+        if numbers.into_iter().all(is_aligned) { &self.direct } else { &self.plain }
+    }
 }
 
 /// Opens a file, around the page cache if that is wanted and the file system can.
-pub(super) fn open(path: &Path, write: bool, direct: bool) -> Result<File, StorageError> {
+fn open(path: &Path, write: bool, direct: bool) -> Result<File, StorageError> {
     let mut options = OpenOptions::new();
     options.read(!write).write(write).create(write).mode(0o644);
     if direct {

@@ -1,14 +1,13 @@
 //! What the disk and the device give by themselves, for saving and loading to be held against.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::chunks::{Chunk, Worker, cut, for_each};
-use super::files::{can_be_direct, failed, open};
-use super::manifest::{Saved, plan};
+use super::files::{Shard, failed};
+use super::manifest::plan;
 use super::{StorageError, StorageOptions};
 use crate::client::MemoryManager;
 
@@ -34,9 +33,6 @@ const ROUNDS: u32 = 4;
 
 /// What a worker does with a chunk.
 type Work<'a> = dyn Fn(&mut Worker<'_>, Chunk) -> Result<(), StorageError> + Sync + 'a;
-
-/// Each file twice, as in saving.
-type Files<'a> = BTreeMap<&'a str, (File, File)>;
 
 /// Measures with the memory that a writer's manager has mapped, which is filled with bytes that do not
 /// compress, and with files in a folder that is not there yet, and is not afterwards.
@@ -93,39 +89,36 @@ fn in_folder(
     })?;
 
     let path = |name: &str| folder.join(name.replace('/', "-"));
-    let open_all = |write: bool| -> Result<Files<'_>, StorageError> {
+    let open_all = |write: bool| -> Result<BTreeMap<&str, Shard>, StorageError> {
         let names: BTreeSet<&str> = placed.iter().map(|one| one.tensor_file.as_str()).collect();
-        let both = |name| {
-            let path = path(name);
-            Ok((name, (open(&path, write, false)?, open(&path, write, options.direct)?)))
-        };
-        names.into_iter().map(both).collect()
+        let opened = |name| Ok((name, Shard::open(&path(name), write, options.direct)?));
+        names.into_iter().map(opened).collect()
+    };
+    let place = |chunk: Chunk| {
+        let about = &placed[chunk.allocation];
+        (about.tensor_file.as_str(), about.tensor_offset + chunk.offset)
     };
     let files = open_all(true)?;
     let started = Instant::now();
     timed(&chunks, &|worker, chunk| {
         fill(worker.buffer.bytes_mut());
         let contents = &worker.buffer.bytes()[..chunk.bytes as usize];
-        let (file, at) = place(&files, &placed[chunk.allocation], contents);
-        file.write_all_at(contents, at + chunk.offset).map_err(failed("write", folder))
+        let (name, at) = place(chunk);
+        let shard = &files[name];
+        shard.of(contents, at).write_all_at(contents, at).map_err(failed("write", folder))
     })?;
-    for (file, _) in files.values() {
-        file.sync_all().map_err(failed("write", folder))?;
+    for shard in files.values() {
+        shard.plain.sync_all().map_err(failed("write", folder))?;
     }
     let disk_write = started.elapsed();
     let files = open_all(false)?;
     let disk_read = timed(&chunks, &|worker, chunk| {
         let contents = &mut worker.buffer.bytes_mut()[..chunk.bytes as usize];
-        let (file, at) = place(&files, &placed[chunk.allocation], contents);
-        file.read_exact_at(contents, at + chunk.offset).map_err(failed("read", folder))
+        let (name, at) = place(chunk);
+        let shard = &files[name];
+        shard.of(contents, at).read_exact_at(contents, at).map_err(failed("read", folder))
     })?;
     Ok(Limits { bytes, copy_to_device, copy_to_host, disk_write, disk_read })
-}
-
-/// The file that an allocation is in, and where.
-fn place<'a>(files: &'a Files<'_>, about: &Saved, memory: &[u8]) -> (&'a File, u64) {
-    let (plain, direct) = &files[about.tensor_file.as_str()];
-    (if can_be_direct(memory) { direct } else { plain }, about.tensor_offset)
 }
 
 /// Fills a worker's fresh memory, which is zero, with bytes that no disk makes less of.

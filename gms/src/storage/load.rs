@@ -1,12 +1,11 @@
 //! From files to the device.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use super::chunks::{Chunk, Worker, cut, for_each};
-use super::files::{can_be_direct, failed, open};
+use super::files::{Shard, failed};
 use super::manifest::Manifest;
 use super::{StorageError, StorageOptions, Stored};
 use crate::client::{ClientError, MemoryManager};
@@ -82,12 +81,12 @@ fn load_and_publish(
     let work = |worker: &mut Worker<'_>, chunk: Chunk| {
         let saved = &manifest.allocations[chunk.allocation];
         let path = || folder.join(&saved.tensor_file);
-        let Some((plain, direct)) = files.get(saved.tensor_file.as_str()) else {
+        let Some(shard) = files.get(saved.tensor_file.as_str()) else {
             return Err(failed("find", &path())(std::io::ErrorKind::NotFound.into()));
         };
         let contents = &mut worker.buffer.bytes_mut()[..chunk.bytes as usize];
-        let file = if can_be_direct(contents) { direct } else { plain };
         let at = saved.tensor_offset + chunk.offset;
+        let file = shard.of(contents, at);
         file.read_exact_at(contents, at).map_err(|source| failed("read", &path())(source))?;
         if let Some(checksums) = &manifest.checksums {
             let expected = checksums.crc32[chunk.allocation][chunk.index];
@@ -129,23 +128,22 @@ fn load_and_publish(
     })
 }
 
-/// Opens every file, twice as in saving, and checks that none ends early.
+/// Opens every file, and checks that none ends early.
 fn open_all<'a>(
     manifest: &'a Manifest,
     folder: &Path,
     direct: bool,
-) -> Result<BTreeMap<&'a str, (File, File)>, StorageError> {
+) -> Result<BTreeMap<&'a str, Shard>, StorageError> {
     let mut files = BTreeMap::new();
     for (name, bytes) in manifest.file_lengths() {
         let path = folder.join(name);
-        let plain = open(&path, false, false)?;
-        let there = plain.metadata().map_err(failed("look at", &path))?.len();
+        let shard = Shard::open(&path, false, direct)?;
+        let there = shard.plain.metadata().map_err(failed("look at", &path))?.len();
         if there < bytes {
             let reason = format!("it has {there} bytes, and {bytes} were written");
             return Err(StorageError::Damaged { path, reason });
         }
-        let direct = open(&path, false, direct)?;
-        files.insert(name, (plain, direct));
+        files.insert(name, shard);
     }
     Ok(files)
 }

@@ -1,12 +1,11 @@
 //! From the device to files.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use super::chunks::{cut, for_each};
-use super::files::{Draft, can_be_direct, failed, open, sync_folder};
+use super::files::{Draft, Shard, failed, sync_folder};
 use super::manifest::{Checksums, Manifest, SHARDS, plan};
 use super::{StorageError, StorageOptions, Stored};
 use crate::client::MemoryManager;
@@ -37,14 +36,11 @@ pub fn save(
     let draft = Draft::begin(folder)?;
     let shards = draft.path().join(SHARDS);
     std::fs::create_dir(&shards).map_err(failed("make", &shards))?;
-    // Two descriptors a file: which one is used depends on the memory that is written from.
-    let mut files: BTreeMap<&str, (File, File)> = BTreeMap::new();
+    let mut files: BTreeMap<&str, Shard> = BTreeMap::new();
     for saved in &saved {
         if !files.contains_key(saved.tensor_file.as_str()) {
             let path = draft.path().join(&saved.tensor_file);
-            let plain = open(&path, true, false)?;
-            let direct = open(&path, true, options.direct)?;
-            files.insert(&saved.tensor_file, (plain, direct));
+            files.insert(&saved.tensor_file, Shard::open(&path, true, options.direct)?);
         }
     }
     let chunks = cut(&saved, options.chunk_bytes);
@@ -55,17 +51,16 @@ pub fn save(
         let contents = &worker.buffer.bytes()[..bytes];
         let crc = crc32fast::hash(contents);
         let path = draft.path().join(&about.tensor_file);
-        let Some((plain, direct)) = files.get(about.tensor_file.as_str()) else {
+        let Some(shard) = files.get(about.tensor_file.as_str()) else {
             return Err(failed("find", &path)(std::io::ErrorKind::NotFound.into()));
         };
-        let file = if can_be_direct(contents) { direct } else { plain };
         let at = about.tensor_offset + chunk.offset;
-        file.write_all_at(contents, at).map_err(failed("write", &path))?;
+        shard.of(contents, at).write_all_at(contents, at).map_err(failed("write", &path))?;
         Ok(crc)
     };
     let crcs = for_each(manager.context(), options, &chunks, progress, work)?;
-    for (name, (file, _)) in &files {
-        file.sync_all().map_err(failed("write", &draft.path().join(name)))?;
+    for (name, shard) in &files {
+        shard.plain.sync_all().map_err(failed("write", &draft.path().join(name)))?;
     }
     sync_folder(&shards)?;
     let chunks_of = |bytes: u64| bytes.div_ceil(options.chunk_bytes) as usize;
