@@ -70,7 +70,8 @@ pub struct PoolConfig {
     /// limit extents move whenever that helps. For each move's
     /// time 32 handles more than needed may be made, in shorter extents, of which a block keeps
     /// less from moving: once, while the pool grows, and not in a program's first 16 milliseconds.
-    /// With 0 no time counts: what the pool does follows from the requests alone, as if they came in haste.
+    /// With 0 no time counts: what is made and moved follows from the requests and from what of the work before
+    /// them has finished, as if they came in haste.
     pub moves_per_second: u32,
     /// Makes the pool rather wait than grow, where memory that other streams freed would do but is not
     /// ready; not at all by default. Three things happen then before it grows, the last two for
