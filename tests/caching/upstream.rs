@@ -2,7 +2,10 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
+use std::thread::{sleep, yield_now};
+use std::time::Duration;
 
 use vpmm::caching::{CachingAllocator, CachingConfig};
 use vpmm::resource::{Callback, DeviceMalloc, DriverPool, DriverPoolConfig, Limiting};
@@ -67,6 +70,49 @@ fn what_a_thread_that_is_gone_has_used_goes_back_at_the_end() {
         assert!(below.allocated_bytes() > 0);
         drop(cached);
         assert_eq!(below.allocated_bytes(), 0);
+    });
+}
+
+/// Another thread gives back what belongs to it: the driver must not be told a stream that is gone.
+#[test]
+fn a_stream_ends_once_memory_has_gone_back_on_it() {
+    Rig::everywhere(|rig| {
+        let pool = DriverPool::new(&rig.device, &DriverPoolConfig::default()).unwrap();
+        let pool = Arc::new(pool);
+        let (facts, above) = (pool.facts(), Arc::clone(&pool));
+        let (under_way, is_under_way) = channel();
+        let (ends, has_ended) =
+            (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let (seen_to_end, seen_ended) = (Arc::clone(&ends), Arc::clone(&has_ended));
+        let upstream = Callback::new(
+            facts,
+            move |bytes, align, stream| above.allocate(bytes, align, stream),
+            move |ptr, bytes, align, stream| {
+                under_way.send(()).expect("the test waits");
+                while !seen_to_end.load(Ordering::Acquire) {
+                    yield_now();
+                }
+                // As long as the end takes where nobody is in its way.
+                sleep(Duration::from_millis(50));
+                assert!(!seen_ended.load(Ordering::Acquire), "ended before the free on it");
+                pool.deallocate(ptr, bytes, align, stream)
+            },
+        );
+        let allocator =
+            CachingAllocator::over(upstream, &rig.device, &CachingConfig::default()).unwrap();
+        let own = rig.stream();
+        let ptr = allocator.malloc(3 << 20, &own).unwrap();
+        allocator.free(ptr).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| allocator.empty_cache().unwrap());
+            is_under_way.recv().expect("the free is under way");
+            ends.store(true, Ordering::Release);
+            drop(own);
+            has_ended.store(true, Ordering::Release);
+        });
+        assert_eq!(allocator.memory_reserved(), 0);
+        drop(allocator);
+        rig.assert_clean();
     });
 }
 

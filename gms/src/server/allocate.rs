@@ -12,6 +12,9 @@ use crate::memory::{Extent, Progress};
 use crate::socket::{self, Waited};
 use crate::wake::Waker;
 
+/// Asking for memory takes a processor, however soon somebody wants to know.
+const SHORTEST_RETRY: Duration = Duration::from_millis(1);
+
 /// How a request for memory ended.
 pub(super) enum Allocated {
     /// With an allocation.
@@ -107,7 +110,8 @@ impl Session {
         let progress = service.memory.progress();
         progress.tell(waker.clone());
         let _told = Told(progress);
-        let (interval, timeout) = (service.settings.retry_interval, service.settings.retry_timeout);
+        let interval = service.settings.retry_interval.max(SHORTEST_RETRY);
+        let timeout = service.settings.retry_timeout;
         loop {
             if let Some(waker) = &waker {
                 waker.clear();

@@ -55,7 +55,7 @@ pub struct Settings {
     pub name: String,
     /// A group that may connect beside this user and root.
     pub group: Option<u32>,
-    /// How long to wait before memory is asked for again that there was not enough of.
+    /// How long to wait before memory is asked for again that there was not enough of; a millisecond at least.
     pub retry_interval: Duration,
     /// How long to go on asking; for ever if not said.
     pub retry_timeout: Option<Duration>,

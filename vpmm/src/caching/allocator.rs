@@ -117,6 +117,7 @@ impl CachingAllocator {
     /// waits for the whole device.
     ///
     /// Functions of the caller's in that resource may call this allocator: no lock is held that they would wait for.
+    /// They must not wait for another thread that ends a stream: one that memory goes back on ends when that is over.
     /// A request that they make while it flushes for the thread is out of memory where nothing cached serves it, and
     /// one that they make at every request never ends, as in any function that calls itself.
     ///

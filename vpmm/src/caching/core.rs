@@ -1,7 +1,7 @@
 //! What every handle of an allocator shares, and the way of a request through it.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 
 use smallvec::{SmallVec, smallvec};
 
@@ -83,6 +83,8 @@ pub(super) struct Core {
     realm: Realm,
     pub(super) books: SpinLock<Books>,
     pub(super) waits: Mutex<Waits>,
+    /// A stream that memory was given back on may end again.
+    pub(super) stream_returns: Condvar,
     /// How many waits there are that have an event, or want one: looked at without the lock.
     pub(super) outstanding: AtomicUsize,
     /// Requests that came while there were any.
@@ -125,6 +127,7 @@ impl Core {
             realm: driver.realm(),
             books: SpinLock::new(Books::new(rules)),
             waits: Mutex::new(Waits::default()),
+            stream_returns: Condvar::new(),
             outstanding: AtomicUsize::new(0),
             requests: AtomicUsize::new(0),
             ask_at: AtomicUsize::new(0),
@@ -403,6 +406,9 @@ impl StreamWatcher for Core {
         let mut waits = lock(&self.waits);
         let place = self.books.lock().place_of(number);
         if let Some(place) = place {
+            while waits.has_lent(place) {
+                waits = self.stream_returns.wait(waits).unwrap_or_else(PoisonError::into_inner);
+            }
             waits.stream_ends(self, place, stream);
             self.books.lock().forget_stream(place);
         }

@@ -150,13 +150,14 @@ impl Core {
 
     /// `false` where it cannot go now.
     fn give_one_back(&self, segment: Leaving, alive: Option<(u32, StreamHandle)>) -> Result<bool> {
-        let driver = self.device.driver();
-        let stream = match lock(&self.waits).stream_of(driver, segment.place, alive) {
-            Some(stream) => stream,
-            // Whose free waits for the device needs no stream.
-            None if !self.upstream.facts().stream_ordered => StreamHandle::LEGACY,
-            None => return Ok(false),
+        // Whose free waits for the device needs no stream.
+        let lent = if self.upstream.facts().stream_ordered {
+            let Some(lent) = Lent::of(self, segment.place, alive) else { return Ok(false) };
+            Some(lent)
+        } else {
+            None
         };
+        let stream = lent.as_ref().map_or(StreamHandle::LEGACY, |lent| lent.handle);
         let bytes = segment.bytes as usize;
         match self.upstream.deallocate(segment.ptr, bytes, self.align, stream) {
             Ok(()) => Ok(true),
@@ -165,6 +166,27 @@ impl Core {
             Err(Error::StreamCapturing) => Ok(false),
             Err(error) => Err(error),
         }
+    }
+}
+
+/// A place's stream, whose owner ends it when this is over.
+struct Lent<'a> {
+    core: &'a Core,
+    place: u32,
+    handle: StreamHandle,
+}
+
+impl<'a> Lent<'a> {
+    fn of(core: &'a Core, place: u32, alive: Option<(u32, StreamHandle)>) -> Option<Self> {
+        let handle = lock(&core.waits).lend_stream(core.device.driver(), place, alive)?;
+        Some(Self { core, place, handle })
+    }
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        lock(&self.core.waits).give_back_stream(self.place);
+        self.core.stream_returns.notify_all();
     }
 }
 

@@ -22,7 +22,7 @@ pub(crate) struct Inside<'a> {
 }
 
 /// A number that no other thread has at the same time, and that is not 0.
-fn this_thread() -> usize {
+pub(crate) fn this_thread() -> usize {
     thread_local!(static PLACE: Cell<u8> = const { Cell::new(0) });
     PLACE.with(|place| std::ptr::from_ref(place).addr())
 }

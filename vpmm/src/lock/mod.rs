@@ -29,7 +29,7 @@ mod sync {
     };
 }
 
-pub(crate) use alone::Alone;
+pub(crate) use alone::{Alone, this_thread};
 pub(crate) use biased::{Asymmetry, Biased, BiasedGuard};
 pub(crate) use order::{Ordered, OrderedGuard, Rank, check_driver_call};
 pub(crate) use spin::{SpinGuard, SpinLock};

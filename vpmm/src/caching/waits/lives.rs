@@ -12,6 +12,7 @@ use crate::device::StreamHandle;
 use crate::driver::Driver;
 use crate::error::Result;
 use crate::event::Event;
+use crate::lock::this_thread;
 
 /// What is known of the stream at a place.
 #[derive(Clone, Copy, Debug)]
@@ -140,16 +141,16 @@ impl Waits {
         lost
     }
 
-    /// The stream to give a place's memory back on; `None` where it is not known to be alive, or
-    /// captures. What is over needs no stream in particular. `alive`: a place with a stream that the
-    /// caller vouches for.
-    pub(in crate::caching) fn stream_of(
-        &self,
+    /// The stream to give a place's memory back on, which lasts until it is [returned](Self::give_back_stream);
+    /// `None` where it is not known to be alive, or captures. What is over needs no stream in particular. `alive`: a
+    /// place with a stream that the caller vouches for.
+    pub(in crate::caching) fn lend_stream(
+        &mut self,
         driver: &Driver,
         place: u32,
         alive: Option<(u32, StreamHandle)>,
     ) -> Option<StreamHandle> {
-        match self.places[place as usize].life {
+        let handle = match self.places[place as usize].life {
             Life::Lasting(handle) => {
                 let capturing = stream_is_capturing(driver, handle).unwrap_or(true);
                 (!capturing).then_some(handle)
@@ -157,6 +158,21 @@ impl Waits {
             Life::Over => Some(StreamHandle::LEGACY),
             Life::Foreign => alive.filter(|of| of.0 == place).map(|(_, handle)| handle),
             Life::Ended(_) | Life::Lost(_) => None,
+        }?;
+        self.lent.push((place, this_thread()));
+        Some(handle)
+    }
+
+    /// A stream that was lent to this thread may end.
+    pub(in crate::caching) fn give_back_stream(&mut self, place: u32) {
+        if let Some(index) = self.lent.iter().position(|of| *of == (place, this_thread())) {
+            self.lent.swap_remove(index);
         }
+    }
+
+    /// Whether a place's stream is lent to another thread. One that ends a stream within the call that it was lent
+    /// for cannot wait for itself.
+    pub(in crate::caching) fn has_lent(&self, place: u32) -> bool {
+        self.lent.iter().any(|(of, thread)| *of == place && *thread != this_thread())
     }
 }

@@ -91,6 +91,9 @@ pub(super) struct Waits {
     resting: Vec<Event>,
     /// Lists to use again, empty.
     lists: Vec<Vec<Since>>,
+    /// Places on whose streams memory goes back upstream now, without the lock, each with the thread that gives it.
+    /// Such a stream does not end before that is over.
+    lent: Vec<(u32, usize)>,
     /// So many requests go by before one asks again: while nothing passes, twice as many each time.
     pause: usize,
 }
