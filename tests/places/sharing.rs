@@ -494,3 +494,60 @@ fn a_failed_import_leaves_nothing_behind() {
     }
     assert!(met >= 8, "only {met} faults were met");
 }
+
+/// The importer's driver unmaps nothing where an import fails or ends: what comes next finds the addresses free,
+/// and nothing stays beyond the next wait for the device.
+#[test]
+fn what_an_import_could_not_unmap_is_unmapped_later() {
+    let [owner, user] = two(Simulator::builder);
+    let pool = Profile::Paged.open(&owner.device, Location::Device, FILES).unwrap();
+    let stream = owner.stream();
+    let malloc = || pool.malloc(GRANULE as usize, &stream).unwrap();
+    let (sim, code) = (user.sim.as_ref().unwrap(), CUresult::CUDA_ERROR_UNKNOWN);
+    let before = sim.leaks();
+    let first = malloc();
+    let send = || pass(pool.export(first).unwrap(), &user, Access::Read);
+    // By the failed call, and by the end of what it had begun.
+    sim.fail_nth("cuMemSetAccess", 1, code);
+    (1..3).for_each(|n| sim.fail_nth("cuMemUnmap", n, code));
+    assert!(matches!(send(), (Err(Error::PeerRefused), Err(Error::Driver { .. }))));
+    assert_ne!(sim.leaks(), before);
+    user.device.synchronize().unwrap();
+    assert_eq!(sim.leaks(), before);
+    // At its end, and by a wait after that.
+    let (sent, memory) = send();
+    sent.unwrap();
+    (1..3).for_each(|n| sim.fail_nth("cuMemUnmap", n, code));
+    drop(memory);
+    user.device.synchronize().unwrap();
+    assert_ne!(sim.leaks(), before);
+    user.device.synchronize().unwrap();
+    assert_eq!(sim.leaks(), before);
+    // In the window of a whole pool that grows.
+    let mut export = pool.export_all().unwrap();
+    let (here, there) = UnixStream::pair().unwrap();
+    let mut memory = std::thread::scope(|scope| {
+        let receiver = scope.spawn(|| Imported::receive(&user.device, &there, Access::Read));
+        export.send(&here).unwrap();
+        receiver.join().unwrap().unwrap()
+    });
+    let second = malloc();
+    let mut send_more = || {
+        let (here, there) = UnixStream::pair().unwrap();
+        std::thread::scope(|scope| {
+            let receiver = scope.spawn(|| memory.receive_more(&there));
+            (export.send(&here), receiver.join().unwrap())
+        })
+    };
+    sim.fail_nth("cuMemSetAccess", 1, code);
+    sim.fail_nth("cuMemUnmap", 1, code);
+    assert!(matches!(send_more(), (Err(Error::PeerRefused), Err(Error::Driver { .. }))));
+    assert!(matches!(send_more(), (Ok(()), Ok(()))));
+    assert!(memory.translate(second.address()).is_some());
+    drop(memory);
+    assert_eq!(sim.leaks(), before);
+    for ptr in [first, second] {
+        pool.free(ptr, &stream).unwrap();
+    }
+    pool.validate().unwrap();
+}

@@ -1,6 +1,6 @@
 //! The other process's side.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr;
@@ -42,7 +42,7 @@ struct Mapped {
 /// both processes on it is in order. When it is dropped, it waits for the work of the device's primary
 /// context (which ends captures there), then unmaps the memory; the owner's part of it stays. While a stream
 /// captures the driver refuses that wait: then the memory is unmapped when [`Device::synchronize`], or the
-/// drop of another import, has waited for the device.
+/// drop of another import, has waited for the device. So is what the driver would not unmap.
 pub struct Imported {
     device: Device,
     access: Access,
@@ -53,6 +53,8 @@ pub struct Imported {
     /// By their addresses there; and so are the extents.
     windows: BTreeMap<u64, Window>,
     extents: BTreeMap<u64, Mapped>,
+    /// Of messages that came to nothing: what the driver would not unmap, in windows of these.
+    left: Vec<Mapped>,
 }
 
 impl Imported {
@@ -133,6 +135,7 @@ impl Imported {
                 block: header.block,
                 windows: BTreeMap::new(),
                 extents: BTreeMap::new(),
+                left: Vec::new(),
             };
             imported.take(socket, &header)?;
             Ok(imported)
@@ -212,9 +215,9 @@ impl Imported {
         socket::receive(socket, &mut bytes)?;
         let spans = header.read_windows(&bytes)?;
         let device = self.device.clone();
-        let _context = device.enter()?;
-        let driver = device.driver();
-        // Dropped after what is mapped in them.
+        let (_context, driver) = (device.enter()?, device.driver());
+        // Some of what is to come may go there.
+        self.unmap_left();
         let mut reserved = BTreeMap::new();
         for span in &spans {
             match self.windows.get(&span.start) {
@@ -231,7 +234,30 @@ impl Imported {
             })?;
             reserved.insert(span.start, Window { there: *span, here });
         }
-        let mut arrived = Arrived { driver, extents: Vec::new() };
+        let mut arrived = Vec::new();
+        let taken = self.map_all(socket, header, &spans, &reserved, &mut arrived);
+        if taken.is_ok() {
+            self.extents.extend(arrived);
+        } else {
+            self.left.extend(arrived.into_iter().map(|(_, extent)| extent));
+            self.unmap_left();
+            let held: BTreeSet<u64> = self.left.iter().map(|extent| extent.window).collect();
+            reserved.retain(|start, _| held.contains(start));
+        }
+        self.windows.append(&mut reserved);
+        taken
+    }
+
+    /// Maps the extents of a message in these windows, known ones and new ones.
+    fn map_all(
+        &self,
+        socket: BorrowedFd<'_>,
+        header: &Header,
+        spans: &[Span],
+        reserved: &BTreeMap<u64, Window>,
+        arrived: &mut Vec<(u64, Mapped)>,
+    ) -> Result<()> {
+        let driver = self.device.driver();
         let (mut left, mut last) = (header.extents as usize, 0);
         loop {
             let count = left.min(BATCH);
@@ -243,8 +269,8 @@ impl Imported {
                     reason: "its descriptors are not one for each extent",
                 });
             }
-            let first = arrived.extents.len();
-            let batch = header.read_batch(&bytes, &spans, &mut last)?;
+            let first = arrived.len();
+            let batch = header.read_batch(&bytes, spans, &mut last)?;
             for ((span, at), entry) in batch.iter().zip(bytes.chunks_exact(header.entry_bytes())) {
                 let start = spans[*at].start;
                 let known = self.windows.get(&start).or_else(|| reserved.get(&start));
@@ -258,9 +284,9 @@ impl Imported {
                 };
                 let mapped = Mapped { here, bytes: span.bytes, window: start };
                 self.map(handle, mapped)?;
-                arrived.extents.push((span.start, mapped));
+                arrived.push((span.start, mapped));
             }
-            self.open(&arrived.extents[first..])?;
+            self.open(&arrived[first..])?;
             left -= count;
             if left == 0 {
                 break;
@@ -270,11 +296,16 @@ impl Imported {
         if self.block.is_some_and(|block| last < block.end()) {
             return Err(Error::BadMessage { reason: "its block has not all its memory" });
         }
-        socket::send(socket, &[wire::TAKEN], &[])?;
-        self.extents.extend(std::mem::take(&mut arrived.extents));
-        drop(arrived);
-        self.windows.append(&mut reserved);
-        Ok(())
+        socket::send(socket, &[wire::TAKEN], &[])
+    }
+
+    /// Unmaps what is left of messages. The device's context is current.
+    fn unmap_left(&mut self) {
+        let driver = self.device.driver();
+        self.left.retain(|extent| {
+            // SAFETY: a whole mapping made for a message, which nobody was told of.
+            unsafe { mapping::unmap(driver, extent.here, extent.bytes) }.is_err()
+        });
     }
 
     /// Whether some of an extent is mapped already.
@@ -339,19 +370,25 @@ impl Drop for Imported {
     fn drop(&mut self) {
         let driver = self.device.driver();
         let Ok(_context) = self.device.enter() else { return };
-        if self.extents.is_empty() {
+        if self.extents.is_empty() && self.left.is_empty() {
             return;
         }
-        let waited = BesideCaptures::enter(driver).map_err(Error::from).and_then(|_beside| {
-            driver.tell_wait_for(Awaited::Device(self.device.ordinal()), || {
-                // SAFETY: no arguments.
-                unsafe { driver.cuCtxSynchronize() }
+        let waited = if self.extents.is_empty() {
+            // Nobody was told of what is left.
+            Ok(())
+        } else {
+            BesideCaptures::enter(driver).map_err(Error::from).and_then(|_beside| {
+                driver.tell_wait_for(Awaited::Device(self.device.ordinal()), || {
+                    // SAFETY: no arguments.
+                    unsafe { driver.cuCtxSynchronize() }
+                })
             })
-        });
+        };
+        let extents = std::mem::take(&mut self.extents).into_values();
         let mappings = Mappings {
             device: self.device.clone(),
-            extents: std::mem::take(&mut self.extents).into_values().collect(),
-            windows: std::mem::take(&mut self.windows),
+            extents: extents.chain(std::mem::take(&mut self.left)).collect(),
+            _windows: std::mem::take(&mut self.windows),
         };
         match waited {
             Ok(()) => mappings.unmap(),
@@ -367,7 +404,7 @@ pub(super) struct Mappings {
     device: Device,
     extents: Vec<Mapped>,
     /// Dropped after what is mapped in them.
-    windows: BTreeMap<u64, Window>,
+    _windows: BTreeMap<u64, Window>,
 }
 
 impl Mappings {
@@ -375,14 +412,18 @@ impl Mappings {
         &self.device
     }
 
-    /// The device has been waited for since, and its context is current.
-    pub(super) fn unmap(self) {
-        let Self { device, extents, windows } = self;
-        for extent in extents {
+    /// The device has been waited for since, and its context is current. What the driver refuses to unmap
+    /// is tried again when it has been waited for once more.
+    pub(super) fn unmap(mut self) {
+        let driver = self.device.driver().clone();
+        self.extents.retain(|extent| {
             // SAFETY: a whole mapping of the import, and all work on the device has finished.
-            let _ = unsafe { mapping::unmap(device.driver(), extent.here, extent.bytes) };
+            let unmapped = unsafe { mapping::unmap(&driver, extent.here, extent.bytes) };
+            unmapped.is_err_and(|failure| !Error::from(failure).is_context_lost())
+        });
+        if !self.extents.is_empty() {
+            Limbo::keep(&driver, self);
         }
-        drop(windows);
     }
 }
 
@@ -393,21 +434,6 @@ impl fmt::Debug for Imported {
             .field("access", &self.access)
             .field("stats", &self.stats())
             .finish()
-    }
-}
-
-/// What has been mapped of a message: undone at drop.
-struct Arrived<'a> {
-    driver: &'a Driver,
-    extents: Vec<(u64, Mapped)>,
-}
-
-impl Drop for Arrived<'_> {
-    fn drop(&mut self) {
-        for (_, extent) in &self.extents {
-            // SAFETY: a whole mapping made for this message, which nobody was told of.
-            let _ = unsafe { mapping::unmap(self.driver, extent.here, extent.bytes) };
-        }
     }
 }
 
