@@ -1,12 +1,16 @@
 //! The heaps of one pool in several threads at a time: what is ordinary, what sleeps, what graphs have; with
-//! trims, limits and accesses that change, and in some programs driver calls that fail.
+//! trims, limits and accesses that change, in some programs memory that is shared, and in some driver calls that
+//! fail.
 //!
 //! What the threads meet in differs from run to run: a program that fails is printed, and comes again by many
 //! runs of it. `VPMM_CROWD_FIRST` and `VPMM_CROWD_CASES` choose others.
 
+mod pools;
+mod sharing;
+
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
@@ -14,7 +18,7 @@ use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUresult;
 use vpmm::{
     Access, Background, Buffers, Contents, DevicePtr, Error, GraphPool, PagedConfig, PendingPolicy,
-    Pool, PoolConfig, Stream, WaitPolicy,
+    Pool, PoolConfig, Sharing, Stream, WaitPolicy,
 };
 
 use crate::graph::{self, Graph};
@@ -47,21 +51,24 @@ fn fails() -> bool {
     failing > 0 && CHANCE.with_borrow_mut(|chance| chance.below(100) < failing)
 }
 
+/// Has the function put such driver functions into a table as fail now and then.
 macro_rules! failing {
-    ($($module:ident: $function:ident($($argument:ident: $type:ty),*);)*) => {
+    ($put:ident: $($module:ident: $function:ident($($argument:ident: $type:ty),*);)*) => {
         $(mod $module {
-            use super::{FAULT, fails};
+            use crate::crowd::{FAULT, fails};
             use crate::support::changed::replaced;
             replaced!($function($($argument: $type),*), if fails() { return FAULT });
         })*
 
-        fn put_failing(api: &mut cuda_sys::DriverApi) {
+        fn $put(api: &mut cuda_sys::DriverApi) {
             $($module::put(api);)*
         }
     };
 }
+use failing;
 
 failing! {
+    put_failing:
     create: cuMemCreate(
         handle: *mut CUmemGenericAllocationHandle,
         bytes: usize,
@@ -87,6 +94,12 @@ failing! {
     query: cuEventQuery(event: CUevent);
     hold_back: cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: u32);
     capture_question: cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus);
+    export: cuMemExportToShareableHandle(
+        out: *mut std::ffi::c_void,
+        handle: CUmemGenericAllocationHandle,
+        kind: CUmemAllocationHandleType,
+        flags: u64
+    );
 }
 
 static REACHED: Mutex<BTreeMap<&'static str, u64>> = Mutex::new(BTreeMap::new());
@@ -110,6 +123,8 @@ struct Sleeper {
     users: Mutex<Vec<Arc<Stream>>>,
     /// What all work comes after.
     woken_on: Option<Arc<Stream>>,
+    /// Some of it is another process's, and stays.
+    is_exported: AtomicBool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -127,6 +142,8 @@ struct Block {
     seed: u64,
     home: Home,
     of: Arc<Stream>,
+    /// Other streams read it.
+    is_used: bool,
 }
 
 /// What threads have in common.
@@ -136,31 +153,56 @@ struct Crowd<'a> {
     sim: &'a Simulator,
     pool: &'a Pool,
     is_faulty: bool,
+    /// Another process's machine, where the pool can be shared.
+    abroad: Option<&'a Rig>,
     shared: Arc<Stream>,
     sleepers: [RwLock<Sleeper>; 2],
     /// What was given to each of the threads.
     given: Vec<Mutex<Vec<Block>>>,
     seeds: AtomicU64,
-    /// Bytes by address.
-    live: Mutex<BTreeMap<u64, u64>>,
+    live: Live,
+}
+
+/// A call that may fail where driver calls do.
+fn attempt<T>(is_faulty: bool, call: impl Fn() -> Result<T, Error>) -> Result<T, Error> {
+    if !is_faulty || !chance(4) {
+        return call();
+    }
+    FAILING.set(10);
+    let result = call();
+    FAILING.set(0);
+    match result {
+        Err(Error::Driver { code: FAULT, .. } | Error::HalfAsleep { code: FAULT, .. }) => {
+            reach("faults met");
+            call()
+        }
+        result => result,
+    }
+}
+
+/// What is allocated: bytes by address.
+#[derive(Default)]
+struct Live(Mutex<BTreeMap<u64, u64>>);
+
+impl Live {
+    fn enter(&self, start: u64, bytes: u64) {
+        let mut live = locked(&self.0);
+        assert!(start.is_multiple_of(256), "{start:#x}");
+        if let Some((other, length)) = live.range(..start + bytes).next_back() {
+            assert!(other + length <= start, "{start:#x} +{bytes:#x} overlaps {other:#x}");
+        }
+        live.insert(start, bytes);
+    }
+
+    /// Before a free: from there on another thread may be given the address.
+    fn leave(&self, start: u64, bytes: u64) {
+        assert_eq!(locked(&self.0).remove(&start), Some(bytes));
+    }
 }
 
 impl Crowd<'_> {
-    /// A call that may fail where driver calls do.
     fn attempt<T>(&self, call: impl Fn() -> Result<T, Error>) -> Result<T, Error> {
-        if !self.is_faulty || !chance(4) {
-            return call();
-        }
-        FAILING.set(10);
-        let result = call();
-        FAILING.set(0);
-        match result {
-            Err(Error::Driver { code: FAULT, .. } | Error::HalfAsleep { code: FAULT, .. }) => {
-                reach("faults met");
-                call()
-            }
-            result => result,
-        }
+        attempt(self.is_faulty, call)
     }
 
     fn sleeper(&self, home: Home) -> Option<RwLockReadGuard<'_, Sleeper>> {
@@ -172,16 +214,6 @@ impl Crowd<'_> {
         if !Arc::ptr_eq(before, after) {
             self.rig.order(&**before, &**after);
         }
-    }
-
-    fn enter(&self, ptr: DevicePtr, bytes: u64) {
-        let mut live = locked(&self.live);
-        let start = ptr.address();
-        assert!(start.is_multiple_of(256), "{start:#x}");
-        if let Some((other, length)) = live.range(..start + bytes).next_back() {
-            assert!(other + length <= start, "{start:#x} +{bytes:#x} overlaps {other:#x}");
-        }
-        live.insert(start, bytes);
     }
 
     /// A request, written to on its stream.
@@ -209,7 +241,7 @@ impl Crowd<'_> {
             Err(Error::AddressSpaceExhausted { .. }) => return None,
             Err(error) => panic!("{home:?}: {error}"),
         };
-        self.enter(ptr, bytes);
+        self.live.enter(ptr.address(), bytes);
         let seed = self.seeds.fetch_add(1 << 40, Ordering::Relaxed);
         if let Some(sleeper) = &sleeper {
             assert!(!sleeper.is_asleep);
@@ -221,7 +253,7 @@ impl Crowd<'_> {
             Home::Tag(..) => "requests of tags",
             Home::Graph(_) => "requests of graphs",
         });
-        Some(Block { ptr, bytes, seed, home, of: Arc::clone(of) })
+        Some(Block { ptr, bytes, seed, home, of: Arc::clone(of), is_used: false })
     }
 
     /// Work of a stream on a heap that may sleep.
@@ -256,14 +288,28 @@ impl Crowd<'_> {
         if is_known {
             self.check(&block, sleeper.as_deref(), stream);
         }
-        // Before the free: from there on another thread may be given the address.
-        assert_eq!(locked(&self.live).remove(&block.ptr.address()), Some(block.bytes));
+        self.live.leave(block.ptr.address(), block.bytes);
         let free = || match chance(2) {
             true => Pool::free_any(&self.rig.driver, block.ptr, &**stream),
             false => self.pool.free(block.ptr, &**stream),
         };
         self.attempt(free).unwrap_or_else(|error| panic!("{:?}: {error}", block.home));
     }
+}
+
+fn some_bytes(random: &mut Lcg) -> u64 {
+    let (low, high) = [
+        (1, 2048),
+        (1, 64 << 10),
+        (64 << 10, 2 * MIB),
+        (64 << 10, 2 * MIB),
+        (2 * MIB, 12 * MIB),
+        (2 * MIB, 30 * MIB),
+    ][random.below(6) as usize];
+    if random.below(5) == 0 {
+        return (1 + random.below(6)) * GRANULE;
+    }
+    low + random.below(high - low)
 }
 
 /// A thread under way.
@@ -279,6 +325,7 @@ struct Member<'a> {
     aside: Vec<Block>,
     graphs: Option<Graphs<'a>>,
     is_capturing: bool,
+    shares: sharing::Shares<'a>,
 }
 
 /// A graph's pool, its graphs, and what they have.
@@ -295,18 +342,7 @@ impl<'a> Member<'a> {
     }
 
     fn bytes(&mut self) -> u64 {
-        let (low, high) = [
-            (1, 2048),
-            (1, 64 << 10),
-            (64 << 10, 2 * MIB),
-            (64 << 10, 2 * MIB),
-            (2 * MIB, 12 * MIB),
-            (2 * MIB, 30 * MIB),
-        ][self.below(6) as usize];
-        if self.below(5) == 0 {
-            return (1 + self.below(6)) * GRANULE;
-        }
-        low + self.below(high - low)
+        some_bytes(&mut self.random)
     }
 
     fn lane(&mut self) -> Arc<Stream> {
@@ -320,7 +356,7 @@ impl<'a> Member<'a> {
 
     fn act(&mut self) {
         let crowd = self.crowd;
-        match self.below(40) {
+        match self.below(if crowd.abroad.is_some() { 44 } else { 40 }) {
             0..10 => {
                 let (bytes, of) = (self.bytes(), self.lane());
                 let home = match self.below(5) {
@@ -398,6 +434,7 @@ impl<'a> Member<'a> {
             32..34 if !self.is_capturing => self.capture(),
             34 => self.launch(),
             35 if self.below(3) == 0 && !self.is_capturing => self.release(),
+            40.. if !self.is_capturing => self.share(),
             _ => {
                 for _ in 0..1 + self.below(8) {
                     crowd.sim.advance_all();
@@ -412,7 +449,7 @@ impl<'a> Member<'a> {
     }
 
     fn use_further(&mut self, at: usize, stream: &Arc<Stream>) {
-        let (crowd, block) = (self.crowd, &self.live[at]);
+        let (crowd, block) = (self.crowd, &mut self.live[at]);
         let sleeper = crowd.sleeper(block.home);
         if sleeper.as_ref().is_some_and(|sleeper| sleeper.is_asleep) {
             return;
@@ -420,6 +457,7 @@ impl<'a> Member<'a> {
         crowd.order(&block.of, stream);
         crowd.check(block, sleeper.as_deref(), stream);
         crowd.attempt(|| crowd.pool.record_stream(block.ptr, &**stream)).expect("a noted use");
+        block.is_used = true;
         reach("uses");
     }
 
@@ -462,7 +500,13 @@ impl<'a> Member<'a> {
             _ => Contents::Keep(Buffers::Release),
         };
         match crowd.attempt(|| pool.suspend(TAGS[tag], &*stream, &contents)) {
-            Ok(_) => reach("sleeps"),
+            Ok(_) => {
+                assert!(!sleeper.is_exported.load(Ordering::Relaxed));
+                reach("sleeps");
+            }
+            Err(Error::Exported { .. }) if sleeper.is_exported.load(Ordering::Relaxed) => {
+                reach("sleeps refused");
+            }
             // Half, by a fault.
             Err(Error::Asleep) if crowd.is_faulty && tagged.is_asleep() => {}
             // Another thread's record has just failed: a stream that cannot be asked is taken to capture.
@@ -574,6 +618,7 @@ impl<'a> Member<'a> {
 
     fn end(mut self) {
         self.release();
+        self.shares = sharing::Shares::default();
         let stream = self.lane();
         for block in std::mem::take(&mut self.live) {
             self.crowd.free(block, &stream, true);
@@ -601,6 +646,7 @@ fn run_threads(crowd: &Crowd<'_>, threads: usize, steps: u64, seed: u64) {
                     aside: Vec::new(),
                     graphs: None,
                     is_capturing: false,
+                    shares: sharing::Shares::default(),
                 };
                 for _ in 0..3 {
                     let part = || (0..steps).for_each(|_| member.act());
@@ -618,7 +664,7 @@ fn validate(pool: &Pool) {
     pool.validate().unwrap_or_else(|violation| panic!("{violation}\n{pool:?}"));
 }
 
-fn open(profile: Profile, rig: &Rig, random: &mut Lcg) -> Pool {
+fn open(profile: Profile, rig: &Rig, sharing: Sharing, random: &mut Lcg) -> Pool {
     let wait = match random.below(3) {
         0 => WaitPolicy::FailAtOnce,
         1 => WaitPolicy::WaitUpTo(Duration::from_micros(300)),
@@ -626,6 +672,7 @@ fn open(profile: Profile, rig: &Rig, random: &mut Lcg) -> Pool {
     };
     let policy = [PendingPolicy::GrowFirst, PendingPolicy::WaitFirst][random.below(2) as usize];
     let limit = (random.below(2) == 0).then_some(MOST * GRANULE);
+    let threshold = [None, None, Some(0), Some(6 * GRANULE)][random.below(4) as usize];
     let pool = match profile {
         Profile::Default => {
             let mut config = PoolConfig::default();
@@ -634,6 +681,8 @@ fn open(profile: Profile, rig: &Rig, random: &mut Lcg) -> Pool {
             config.va_size_bytes = Some(8 * MOST * GRANULE);
             config.pending_policy = policy;
             config.out_of_memory = wait;
+            config.sharing = sharing;
+            config.release_threshold_bytes = threshold;
             config.patience = Duration::from_micros(100 * random.below(2));
             if random.below(4) == 0 {
                 let mut background = Background::default();
@@ -649,35 +698,50 @@ fn open(profile: Profile, rig: &Rig, random: &mut Lcg) -> Pool {
             config.va_size_bytes = 8 * MOST * GRANULE;
             config.pending_policy = policy;
             config.out_of_memory = wait;
+            config.sharing = sharing;
+            config.release_threshold_bytes = threshold;
             Pool::paged(&rig.device, &config)
         }
     };
     pool.expect("a pool")
 }
 
-fn run(seed: u64, profile: Profile) {
-    let mut random = Lcg(seed ^ 0x5DEE_CE66);
-    random.below(1);
-    let schedule = match random.below(4) {
+fn some_schedule(random: &mut Lcg) -> Schedule {
+    match random.below(4) {
         0 => Schedule::Eager,
         1 => Schedule::Late { patience: 1 + random.below(20) as u32 },
         2 => Schedule::Random,
         _ => Schedule::Manual,
-    };
+    }
+}
+
+fn run(seed: u64, profile: Profile) {
+    let mut random = Lcg(seed ^ 0x5DEE_CE66);
+    random.below(1);
+    let schedule = some_schedule(&mut random);
     let is_faulty = random.below(3) == 0;
+    let sharing = match random.below(4) {
+        0 => Sharing::FileDescriptor,
+        1 => Sharing::Fabric,
+        _ => Sharing::None,
+    };
     let sim = Simulator::builder()
         .devices(2)
         .schedule(schedule)
         .seed(seed)
         .memory_bytes((2 * MOST + 1) * GRANULE)
+        .fabric(true)
         .build()
         .expect("a simulator");
     let rig = Rig::with(changed(&sim, put_failing), sim.clone());
     let peer = rig.beside(1);
-    let pool = open(profile, &rig, &mut random);
+    let abroad = (sharing != Sharing::None).then(|| sharing::abroad(schedule, seed));
+    let pool = open(profile, &rig, sharing, &mut random);
     let threads = 2 + random.below(3) as usize;
     let steps = random.below(60);
-    println!("{profile:?} {seed}: {threads} threads, {schedule:?}, faulty {is_faulty}");
+    println!(
+        "{profile:?} {seed}: {threads} threads, {schedule:?}, {sharing:?}, faulty {is_faulty}"
+    );
     {
         let crowd = Crowd {
             rig: &rig,
@@ -685,11 +749,12 @@ fn run(seed: u64, profile: Profile) {
             sim: &sim,
             pool: &pool,
             is_faulty,
+            abroad: abroad.as_ref(),
             shared: Arc::new(rig.stream()),
             sleepers: Default::default(),
             given: (0..threads).map(|_| Mutex::default()).collect(),
             seeds: AtomicU64::new(1 << 40),
-            live: Mutex::default(),
+            live: Live::default(),
         };
         run_threads(&crowd, threads, steps, seed);
         // What was given to threads that had ended.
@@ -700,24 +765,39 @@ fn run(seed: u64, profile: Profile) {
     let stats = pool.stats();
     assert_eq!((stats.live_count, stats.live_bytes), (0, 0));
     validate(&pool);
-    assert_eq!(rig.mismatches(), 0, "words differ from what was written");
+    for rig in [&rig, &peer].into_iter().chain(&abroad) {
+        assert_eq!(rig.mismatches(), 0, "words differ from what was written");
+    }
     pool.destroy().map_err(|(_, error)| error).expect("an end");
+    let abroad = abroad.map(|rig| {
+        // What could not be unmapped there waits for this.
+        rig.device.synchronize().expect("the device finishes");
+        rig.sim.clone().expect("it is one")
+    });
     drop(peer);
     drop(rig);
     sim.assert_clean();
     let leaks = sim.leaks();
     assert!(is_faulty || leaks.is_empty(), "{leaks:?}");
+    if let Some(sim) = abroad {
+        sim.assert_clean();
+        assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+    }
 }
 
 fn number(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).ok().and_then(|set| set.parse().ok()).unwrap_or(otherwise)
 }
 
+/// One crowd at a time: what fails is one simulator's.
+static ALONE: Mutex<()> = Mutex::new(());
+
 /// What is allocated never overlaps, keeps what was written into it through sleeps and launches, and meets no
 /// use that comes unordered; no capture is harmed; the books agree whenever the threads stand still; nothing
 /// is left at the end.
 #[test]
 fn heaps_in_several_threads() {
+    let _alone = locked(&ALONE);
     let first = number("VPMM_CROWD_FIRST", 0);
     for seed in first..first + number("VPMM_CROWD_CASES", 40) {
         Profile::BOTH.iter().for_each(|profile| run(seed, *profile));
