@@ -363,7 +363,8 @@ impl FreeSet {
                 return least;
             }
             if self.is_crowded(class) {
-                let least = Bound::Included(&(u64::from(units) << 32));
+                let least = u64::from(units) << 32;
+                let least = Bound::Included(&least);
                 if let Some(block) = self.others[class].lower_bound(least).clone_pointer() {
                     return Some(block);
                 }
