@@ -142,6 +142,41 @@ fn no_request_waits_for_the_device_beside_a_capture() {
     });
 }
 
+/// A wait for the device says nothing of what is freed after it, on whichever stream.
+#[test]
+fn what_is_freed_after_a_wait_for_the_device_is_not_complete_by_it() {
+    Rig::everywhere(|rig| {
+        const HALF: usize = 8 << 20;
+        let mut config = CoalescingConfig::default();
+        (config.initial_bytes, config.max_bytes) = (16 * MIB, Some(16 * MIB));
+        let pool = CoalescingPool::new(malloc(rig), &rig.device, &config).expect("a pool");
+        let limit = Limiting::new(malloc(rig), 16 * MIB);
+        let mut config = FixedSizeConfig::default();
+        (config.block_bytes, config.blocks_at_once) = (HALF, 2);
+        let blocks = FixedSize::new(limit, &rig.device, &config).expect("blocks");
+        for resource in [&pool as &dyn MemoryResource, &blocks] {
+            let watched = Watched::new(rig, resource);
+            let [busy, ended, asking, other] = [(); 4].map(|()| rig.stream());
+            // A block that was freed before the wait, and is in use again.
+            let held = watched.allocate(HALF, &busy);
+            let lost = resource.allocate(HALF, 256, ended.handle()).expect("memory");
+            watched.free(held, &busy);
+            let held = watched.allocate(HALF, &busy);
+            streams::begin_capture(rig, ended.handle().raw());
+            resource.deallocate(lost, HALF, 256, ended.handle()).expect("freed");
+            drop(ended);
+            let last = watched.allocate(HALF, &asking);
+            let stall = rig.stall(busy.handle());
+            watched.free(held, &busy);
+            let again = watched.allocate(HALF, &other);
+            drop(stall);
+            watched.free(again, &other);
+            watched.free(last, &asking);
+            watched.assert_intact();
+        }
+    });
+}
+
 /// A request that is longer than all that a pool may have gives nothing back: no room that it makes is enough.
 #[test]
 fn a_request_beyond_the_maximum_gives_nothing_back() {

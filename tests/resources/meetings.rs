@@ -15,6 +15,7 @@ use crate::watched::Watched;
 gated!(recording: cuEventRecord(event: CUevent, stream: CUstream));
 gated!(waiting: cuEventSynchronize(event: CUevent));
 gated!(waiting_for_all: cuCtxSynchronize());
+gated!(waited_for_all: cuCtxSynchronize());
 
 const BLOCK: usize = 1 << 20;
 
@@ -201,5 +202,48 @@ fn others_go_on_while_a_request_waits_for_the_device() {
         });
         drop(resource);
         rig.assert_clean();
+    }
+}
+
+/// What is freed while a request waits for the device is not complete when it has waited.
+#[test]
+fn what_is_freed_during_a_wait_for_the_device_is_not_complete_by_it() {
+    for fixed in [false, true] {
+        let schedule = Schedule::Late { patience: 64 };
+        let sim = Simulator::builder().schedule(schedule).build().expect("a simulator");
+        let driver = changed(&sim, waited_for_all::put);
+        let rig = Rig::with(driver, sim);
+        let below = Limiting::new(malloc(&rig), 2 * MIB);
+        let resource: Box<dyn MemoryResource> = if fixed {
+            let mut config = FixedSizeConfig::default();
+            (config.block_bytes, config.blocks_at_once) = (BLOCK, 2);
+            Box::new(FixedSize::new(below, &rig.device, &config).expect("blocks"))
+        } else {
+            let mut config = CoalescingConfig::default();
+            config.initial_bytes = 2 * MIB;
+            Box::new(CoalescingPool::new(below, &rig.device, &config).expect("a pool"))
+        };
+        let watched = Watched::new(&rig, &resource);
+        let [busy, ends, asking, other] = [(); 4].map(|()| rig.stream());
+        let held = watched.allocate(BLOCK, &busy);
+        watched.free(held, &busy);
+        let held = watched.allocate(BLOCK, &busy);
+        let lost = resource.allocate(BLOCK, 256, ends.handle()).expect("memory");
+        streams::begin_capture(&rig, ends.handle().raw());
+        resource.deallocate(lost, BLOCK, 256, ends.handle()).expect("freed");
+        drop(ends);
+        let last = std::thread::scope(|scope| {
+            waited_for_all::AFTER.arm();
+            let asks = scope.spawn(|| watched.allocate(BLOCK, &asking));
+            waited_for_all::AFTER.wait();
+            watched.check(&held, &busy);
+            watched.free(held, &busy);
+            waited_for_all::AFTER.open();
+            asks.join().expect("served")
+        });
+        let again = watched.allocate(BLOCK, &other);
+        watched.free(again, &other);
+        watched.free(last, &asking);
+        watched.assert_intact();
     }
 }

@@ -262,7 +262,7 @@ impl State {
     }
 
     /// What a wait for the device would prove free, if there is memory that nothing else does.
-    fn lost(&self) -> Option<Vec<(u32, u64)>> {
+    fn lost(&mut self) -> Option<Vec<(u32, u64)>> {
         let lost = |lane: u32| {
             self.lanes.is_lost(lane) && (self.blocks.has_free(lane) || self.uses.names(lane))
         };

@@ -116,6 +116,12 @@ impl Lane {
             None => self.waited.push((lane, epoch)),
         }
     }
+
+    /// The epoch of all that was freed so far, and that nothing has which is freed from now on.
+    fn end_epoch(&mut self) -> u64 {
+        self.epoch += 1;
+        self.epoch - 1
+    }
 }
 
 /// The lanes of one pool.
@@ -566,10 +572,10 @@ impl Lanes {
         Ok(last)
     }
 
-    /// What is pending of each lane, up to which epoch.
-    pub(super) fn pending(&self) -> Vec<(u32, u64)> {
-        let pending = self.all().filter(|lane| self.has_pending(*lane));
-        pending.map(|lane| (lane, self.lanes[lane as usize].freed)).collect()
+    /// What is pending of each lane, up to which epoch. What is freed from now on is no part of it.
+    pub(super) fn pending(&mut self) -> Vec<(u32, u64)> {
+        let pending: Vec<u32> = self.all().filter(|lane| self.has_pending(*lane)).collect();
+        pending.into_iter().map(|lane| (lane, self.lanes[lane as usize].end_epoch())).collect()
     }
 
     /// The host has waited for everything in the context: what was pending before has passed.
@@ -623,8 +629,7 @@ impl Lanes {
         for lane in pending {
             let known = &mut self.lanes[lane as usize];
             // What is freed from now on is not waited for.
-            let point = known.epoch;
-            known.epoch += 1;
+            let point = known.end_epoch();
             marks.push(Mark { pool: self.number, stream: lane, point, epoch: known.stream });
         }
         marks

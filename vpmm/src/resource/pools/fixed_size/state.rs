@@ -268,7 +268,7 @@ impl State {
     }
 
     /// What a wait for the device would prove free, if there is memory that nothing else does.
-    pub(super) fn lost(&self) -> Option<Vec<(u32, u64)>> {
+    pub(super) fn lost(&mut self) -> Option<Vec<(u32, u64)>> {
         let lost =
             |lane: u32| self.lanes.is_lost(lane) && (self.has_free(lane) || self.uses.names(lane));
         self.lanes.all().any(lost).then(|| self.lanes.pending())
