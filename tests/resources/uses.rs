@@ -116,6 +116,34 @@ fn streams_end_with_uses_noted_and_pending() {
     });
 }
 
+/// A note stands for all that its stream is given until the free, though the host has waited since.
+#[test]
+fn a_stream_that_goes_on_using_what_was_noted_long_ago_ends() {
+    each_that_records(|rig, watched| {
+        let (own, other) = (rig.stream(), rig.stream());
+        for waits in [false, true] {
+            let side = rig.stream();
+            let held = watched.allocate(BYTES, &own);
+            rig.order(&own, &side);
+            watched.resource.record_stream(held.ptr, side.handle()).expect("noted");
+            if waits {
+                side.synchronize().expect("it is not stuck");
+            } else {
+                // More than there is: streams are asked how far they have come.
+                churn(watched, other.handle());
+            }
+            let stall = rig.stall(side.handle());
+            watched.check(&held, &side);
+            drop(side);
+            watched.free(held, &own);
+            churn(watched, own.handle());
+            churn(watched, other.handle());
+            drop(stall);
+            rig.device.synchronize().expect("all is done");
+        }
+    });
+}
+
 #[test]
 fn uses_on_streams_of_every_kind() {
     each_that_records(|rig, watched| {

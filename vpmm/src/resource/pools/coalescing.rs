@@ -306,7 +306,8 @@ impl Core {
 
 impl StreamWatcher for Core {
     fn stream_ends(&self, stream: StreamHandle) {
-        self.state().lanes.stream_ends(stream);
+        let State { lanes, uses, .. } = &mut *self.state();
+        lanes.stream_ends(stream, |lane| uses.names(lane));
     }
 
     fn marks(&self, of: Awaited) -> SmallVec<[Mark; 2]> {

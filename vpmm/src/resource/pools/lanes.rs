@@ -589,13 +589,17 @@ impl Lanes {
         self.lanes[lane as usize].passed
     }
 
-    /// A stream of this library is about to end: the last chance to record on it.
-    pub(super) fn stream_ends(&mut self, handle: StreamHandle) {
+    /// A stream of this library is about to end: the last chance to record on it. `is_used` tells whether a lane's
+    /// stream was noted for what is allocated, which it may have used until now.
+    pub(super) fn stream_ends(&mut self, handle: StreamHandle, is_used: impl Fn(u32) -> bool) {
         let Some(stream) = number_of(&self.device, handle) else { return };
         let Some(lane) = self.by_stream.remove(&stream) else { return };
         // Who lent it may lend it again, under the same number: the lane can be another stream's by then.
         self.last = (NO_STREAM, NOBODY);
-        let known = &self.lanes[lane as usize];
+        let known = &mut self.lanes[lane as usize];
+        if is_used(lane) {
+            known.freed = known.epoch;
+        }
         if known.covered() >= known.freed {
             self.lanes[lane as usize].recording = Recording::Ended;
             return;

@@ -128,7 +128,7 @@ impl StreamWatcher for Core {
             }
             self.fronts.give_up(number);
         }
-        state.lanes.stream_ends(stream);
+        state.stream_ends(stream);
     }
 
     fn marks(&self, of: Awaited) -> SmallVec<[Mark; 2]> {

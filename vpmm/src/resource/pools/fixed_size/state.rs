@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 use super::Core;
 use super::chunks::BlockId;
 use super::front::{BATCH, Front};
+use crate::device::StreamHandle;
 use crate::error::Result;
 use crate::resource::pools::blocks::NOBODY;
 use crate::resource::pools::lanes::{Lanes, Named};
@@ -233,6 +234,11 @@ impl State {
             self.add_at(lane, epoch, rest);
         }
         Some(first)
+    }
+
+    /// A stream is about to end, and has nothing in a front.
+    pub(super) fn stream_ends(&mut self, stream: StreamHandle) {
+        self.lanes.stream_ends(stream, |lane| self.uses.names(lane));
     }
 
     /// A stream uses what is allocated at an address.
