@@ -16,6 +16,7 @@ gated!(recording: cuEventRecord(event: CUevent, stream: CUstream));
 gated!(waiting: cuEventSynchronize(event: CUevent));
 gated!(waiting_for_all: cuCtxSynchronize());
 gated!(waited_for_all: cuCtxSynchronize());
+gated!(allocating: cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize));
 
 const BLOCK: usize = 1 << 20;
 
@@ -246,4 +247,29 @@ fn what_is_freed_during_a_wait_for_the_device_is_not_complete_by_it() {
         watched.free(last, &asking);
         watched.assert_intact();
     }
+}
+
+/// Another thread of the stream frees while upstream is asked in vain.
+#[test]
+fn a_block_that_comes_back_while_upstream_refuses_serves_the_request() {
+    let sim = Simulator::builder().memory_bytes(6 * MIB).build().expect("a simulator");
+    let driver = changed(&sim, allocating::put);
+    let rig = Rig::with(driver, sim);
+    let blocks = blocks(&rig, 4);
+    let stream = rig.stream();
+    let take = || blocks.allocate(BLOCK, 256, stream.handle());
+    let give = |ptr| blocks.deallocate(ptr, BLOCK, 256, stream.handle()).expect("freed");
+    give(take().expect("a block"));
+    let mut held = [(); 4].map(|()| take().expect("a block"));
+    std::thread::scope(|scope| {
+        allocating::BEFORE.arm();
+        let asks = scope.spawn(take);
+        allocating::BEFORE.wait();
+        give(held[3]);
+        allocating::BEFORE.open();
+        held[3] = asks.join().expect("no panic").expect("what came back");
+    });
+    held.into_iter().for_each(give);
+    assert_eq!(blocks.held_bytes(), Some(4 * MIB));
+    rig.assert_clean();
 }

@@ -252,7 +252,7 @@ impl<R: MemoryResource> FixedSize<R> {
             let mut state = self.core.state();
             let lane = state.lane(named)?;
             // Whoever was here before may have made room.
-            if let Some(block) = state.hit(lane, None) {
+            if let Some(block) = self.look_again(&mut state, lane, named) {
                 return Ok(block);
             }
             if let Some(block) = state.take_waited_for(lane, named) {
@@ -295,6 +295,9 @@ impl<R: MemoryResource> FixedSize<R> {
             }
             Err(error) => {
                 let lane = state.lane(named)?;
+                if let Some(block) = self.look_again(&mut state, lane, named) {
+                    return Ok(block);
+                }
                 let others = state.others(&self.core, lane);
                 if let Some(block) = state.ask(&others, lane, named)? {
                     return Ok(block);
@@ -311,10 +314,15 @@ impl<R: MemoryResource> FixedSize<R> {
             }
         };
         let lane = state.lane(named)?;
-        state.hit(lane, None).ok_or_else(|| {
+        self.look_again(&mut state, lane, named).ok_or_else(|| {
             let refusal = refusal.filter(|error| !error.is_out_of_memory());
             refusal.unwrap_or_else(|| self.exhausted())
         })
+    }
+
+    /// What a stream may have at once: other threads of it may have freed meanwhile, into its front.
+    fn look_again(&self, state: &mut State, lane: u32, named: Named) -> Option<BlockId> {
+        state.hit(lane, None).or_else(|| self.core.front(named).and_then(Front::pop))
     }
 
     fn exhausted(&self) -> Error {
