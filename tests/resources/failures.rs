@@ -1,8 +1,8 @@
 //! Driver calls that fail, one after the other.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 
 use cuda_sys::types::{CUresult, CUstream_flags_enum};
 use vpmm::resource::*;
@@ -208,5 +208,50 @@ fn a_piece_that_does_not_go_back_stays() {
     assert_eq!(pool.trim(foreign, true).expect("all of it"), MIB);
     drop(pool);
     call!(rig.driver, cuStreamDestroy_v2(raw));
+    rig.assert_clean();
+}
+
+/// The same where another stream has come to the place of the one that gives back, and the driver cannot be asked
+/// about that one either.
+#[test]
+fn a_piece_that_does_not_go_back_stays_though_its_stream_is_forgotten() {
+    let rig = Rig::simulated(cuda_sim::Schedule::Eager);
+    let sim = rig.sim.as_ref().expect("simulated");
+    let refuses = Arc::new(AtomicBool::new(true));
+    let pool: Arc<OnceLock<Weak<dyn MemoryResource>>> = Arc::default();
+    let non_blocking = CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0;
+    let [(raw, foreign), (raw_other, other)] = [(); 2].map(|()| streams::make(&rig, non_blocking));
+    let (below, malloc) = (malloc(&rig), malloc(&rig));
+    let upstream =
+        Callback::new(below.facts(), move |bytes, align, of| below.allocate(bytes, align, of), {
+            let (refuses, pool, sim) = (Arc::clone(&refuses), Arc::clone(&pool), sim.clone());
+            move |ptr, bytes, align, stream| {
+                if refuses.load(Ordering::Relaxed) {
+                    let pool = pool.get().and_then(Weak::upgrade).expect("the pool");
+                    pool.allocate(1000, 256, other).expect_err("it gives back just now");
+                    sim.fail_nth("cuStreamGetCtx", 1, CUresult::CUDA_ERROR_UNKNOWN);
+                    return Err(Error::Unsupported { what: "a free, for the test" });
+                }
+                malloc.deallocate(ptr, bytes, align, stream)
+            }
+        });
+    let mut config = CoalescingConfig::default();
+    config.max_bytes = Some(MIB);
+    let made = Arc::new(CoalescingPool::new(upstream, &rig.device, &config).expect("a pool"));
+    let weak: Weak<dyn MemoryResource> = Arc::downgrade(&made) as _;
+    assert!(pool.set(weak).is_ok());
+    let ptr = made.allocate(1 << 20, 256, foreign).expect("memory");
+    made.deallocate(ptr, 1 << 20, 256, foreign).expect("freed");
+    made.trim(foreign, true).expect_err("refused");
+    sim.clear_faults();
+    assert_eq!(made.pool_bytes(), MIB);
+    refuses.store(false, Ordering::Relaxed);
+    let ptr = made.allocate(1 << 20, 256, other).expect("the same memory");
+    made.deallocate(ptr, 1 << 20, 256, other).expect("freed");
+    assert_eq!(made.pool_bytes(), MIB);
+    drop(made);
+    for raw in [raw, raw_other] {
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+    }
     rig.assert_clean();
 }

@@ -419,9 +419,11 @@ impl<R: MemoryResource> CoalescingPool<R> {
         let free = || self.upstream.deallocate(chunk.ptr, bytes, MIN_ALIGN, stream);
         or_undo(free, || {
             let mut state = self.core.state();
-            // It had one just now.
-            let Ok(lane) = state.lane(named) else { return };
-            let epoch = state.lanes.put(lane, named);
+            // It had a lane just now, which another stream may have by this time.
+            let (lane, epoch) = match state.lane(named) {
+                Ok(lane) => (lane, state.lanes.put(lane, named)),
+                Err(_) => state.lanes.put_lost(),
+            };
             state.blocks.add_chunk(chunk.ptr, chunk.bytes, lane, epoch);
         })
     }

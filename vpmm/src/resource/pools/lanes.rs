@@ -541,6 +541,13 @@ impl Lanes {
         }
     }
 
+    /// A lane for what a stream had that has none and can be given none, and the epoch that it carries: only a wait
+    /// for the device tells when that is complete.
+    pub(super) fn put_lost(&mut self) -> (u32, u64) {
+        let lane = self.add(NO_STREAM, Recording::Lost);
+        (lane, self.freed_on_known(lane))
+    }
+
     /// Whether nobody can record behind what is pending of a lane: its stream is gone without an event, or
     /// another thread's.
     pub(super) fn is_lost(&self, lane: u32) -> bool {
