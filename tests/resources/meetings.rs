@@ -4,8 +4,8 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use cuda_sim::{Schedule, Simulator};
-use vpmm::MemoryResource;
 use vpmm::resource::*;
+use vpmm::{MemoryResource, StreamHandle};
 
 use crate::subjects::{MIB, arena, malloc, plain_pool};
 use crate::support::changed::{changed, gated};
@@ -17,6 +17,7 @@ gated!(waiting: cuEventSynchronize(event: CUevent));
 gated!(waiting_for_all: cuCtxSynchronize());
 gated!(waited_for_all: cuCtxSynchronize());
 gated!(allocating: cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize));
+gated!(freeing: cuMemFree_v2(address: CUdeviceptr));
 
 const BLOCK: usize = 1 << 20;
 
@@ -271,5 +272,29 @@ fn a_block_that_comes_back_while_upstream_refuses_serves_the_request() {
     });
     held.into_iter().for_each(give);
     assert_eq!(blocks.held_bytes(), Some(4 * MIB));
+    rig.assert_clean();
+}
+
+/// What one thread has freed another may have before the first has come back from the driver.
+#[test]
+fn a_peak_is_no_higher_than_what_there_was() {
+    let sim = Simulator::builder().build().expect("a simulator");
+    let driver = changed(&sim, freeing::put);
+    let rig = Rig::with(driver, sim);
+    let statistics = Statistics::new(Limiting::new(malloc(&rig), 4 * MIB));
+    let take = || statistics.allocate(BLOCK, 256, StreamHandle::LEGACY).expect("memory");
+    let give = |ptr| statistics.deallocate(ptr, BLOCK, 256, StreamHandle::LEGACY).expect("freed");
+    let held = take();
+    std::thread::scope(|scope| {
+        freeing::AFTER.arm();
+        scope.spawn(|| give(held));
+        freeing::AFTER.wait();
+        let again = take();
+        freeing::AFTER.open();
+        give(again);
+    });
+    let Counters { bytes, allocations } = statistics.counters();
+    assert_eq!((bytes.peak, allocations.peak), (BLOCK as i64, 1));
+    assert_eq!((bytes.current, allocations.current), (0, 0));
     rig.assert_clean();
 }

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use crate::device::StreamHandle;
 use crate::error::Result;
 use crate::resource::request::is_of_nothing;
-use crate::resource::{Description, MemoryResource};
+use crate::resource::{Description, MemoryResource, or_undo};
 use crate::units::DevicePtr;
 
 /// One thing counted.
@@ -29,8 +29,17 @@ impl Counter {
         self.total = self.total.saturating_add(amount);
     }
 
-    fn subtract(&mut self, amount: u64) {
+    /// How much of it there was room for.
+    fn subtract(&mut self, amount: u64) -> u64 {
+        let before = self.current;
         self.current = self.current.saturating_sub_unsigned(amount);
+        before.abs_diff(self.current)
+    }
+
+    /// What was subtracted is there after all.
+    fn put_back(&mut self, amount: u64) {
+        self.current = self.current.saturating_add_unsigned(amount);
+        self.peak = self.peak.max(self.current);
     }
 
     /// Takes in what was counted after this stopped.
@@ -163,11 +172,17 @@ impl<R: MemoryResource> MemoryResource for Statistics<R> {
         if is_of_nothing(ptr, bytes)? {
             return Ok(());
         }
-        self.upstream.deallocate(ptr, bytes, align, stream)?;
-        let top = &mut self.stack().top;
-        top.bytes.subtract(bytes as u64);
-        top.allocations.subtract(1);
-        Ok(())
+        // Counted first: once it is freed below, the memory may be another request's.
+        let (counted, count) = {
+            let top = &mut self.stack().top;
+            (top.bytes.subtract(bytes as u64), top.allocations.subtract(1))
+        };
+        let free = || self.upstream.deallocate(ptr, bytes, align, stream);
+        or_undo(free, || {
+            let top = &mut self.stack().top;
+            top.bytes.put_back(counted);
+            top.allocations.put_back(count);
+        })
     }
 
     fn describe(&self) -> Description {
@@ -180,7 +195,7 @@ impl<R: MemoryResource> MemoryResource for Statistics<R> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::resource::HostMalloc;
+    use crate::resource::{HostMalloc, Report, Tracking, TrackingConfig};
 
     #[test]
     fn what_was_freed_in_a_part_is_below_zero_there_and_no_peak_of_it() {
@@ -194,5 +209,20 @@ mod tests {
         assert_eq!(statistics.counters().bytes, Counter { current: 0, peak: 300, total: 300 });
         assert_eq!(statistics.pop(), None);
         assert_eq!(statistics.counters().allocations.total, 1);
+    }
+
+    #[test]
+    fn a_free_that_is_refused_counts_for_nothing() {
+        let config = TrackingConfig { report: Report::Silent, ..TrackingConfig::default() };
+        let statistics = Statistics::new(Tracking::new(HostMalloc::new(), config));
+        let stream = StreamHandle::LEGACY;
+        let ptr = statistics.allocate(300, 256, stream).expect("memory");
+        let before = statistics.counters();
+        for bytes in [1, 299, usize::MAX] {
+            statistics.deallocate(ptr, bytes, 256, stream).expect_err("a wrong size");
+            assert_eq!(statistics.counters(), before, "{bytes}");
+        }
+        statistics.deallocate(ptr, 300, 256, stream).expect("freed");
+        assert_eq!(statistics.counters().bytes, Counter { current: 0, peak: 300, total: 300 });
     }
 }
