@@ -1,11 +1,12 @@
 //! Threads and streams that do not wait for each other, and what they cost each other in driver calls.
 
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use cuda_sim::{Schedule, Simulator};
+use vpmm::caching::CachingConfig;
 use vpmm::resource::*;
-use vpmm::{MemoryResource, StreamHandle};
+use vpmm::{CachingAllocator, MemoryResource, StreamHandle};
 
 use crate::subjects::{MIB, arena, malloc, plain_pool};
 use crate::support::changed::{changed, gated};
@@ -13,6 +14,7 @@ use crate::support::{Rig, streams};
 use crate::watched::Watched;
 
 gated!(recording: cuEventRecord(event: CUevent, stream: CUstream));
+gated!(last_record: cuEventRecord(event: CUevent, stream: CUstream));
 gated!(waiting: cuEventSynchronize(event: CUevent));
 gated!(waiting_for_all: cuCtxSynchronize());
 gated!(waited_for_all: cuCtxSynchronize());
@@ -296,5 +298,36 @@ fn a_peak_is_no_higher_than_what_there_was() {
     let Counters { bytes, allocations } = statistics.counters();
     assert_eq!((bytes.peak, allocations.peak), (BLOCK as i64, 1));
     assert_eq!((bytes.current, allocations.current), (0, 0));
+    rig.assert_clean();
+}
+
+/// Another thread gives back what belongs to it, to a pool that has been told of its end already.
+#[test]
+fn a_stream_that_ends_is_given_to_no_pool_that_has_been_told() {
+    let sim = Simulator::builder().schedule(Schedule::Eager).build().expect("a simulator");
+    let driver = changed(&sim, last_record::put);
+    let rig = Rig::with(driver, sim);
+    // They are told in the order in which they were made.
+    let (below, beside) = (Arc::new(plain_pool(&rig)), plain_pool(&rig));
+    let config = CachingConfig::default();
+    let above = CachingAllocator::over(Arc::clone(&below), &rig.device, &config).expect("one");
+    let (ends, other) = (rig.stream(), rig.stream());
+    let ptr = above.malloc(BLOCK, &ends).expect("memory");
+    above.free(ptr).expect("freed");
+    let ptr = beside.allocate(BLOCK, 256, ends.handle()).expect("memory");
+    beside.deallocate(ptr, BLOCK, 256, ends.handle()).expect("freed");
+    std::thread::scope(|scope| {
+        last_record::BEFORE.arm();
+        scope.spawn(|| drop(ends));
+        last_record::BEFORE.wait();
+        let flushed = above.empty_cache();
+        last_record::BEFORE.open();
+        flushed.expect("what can go");
+    });
+    above.empty_cache().expect("the rest");
+    assert_eq!((above.memory_reserved(), below.live_bytes()), (0, 0));
+    let ptr = below.allocate(16 << 20, 256, other.handle()).expect("all of it");
+    below.deallocate(ptr, 16 << 20, 256, other.handle()).expect("freed");
+    drop((above, beside, below));
     rig.assert_clean();
 }

@@ -401,14 +401,23 @@ impl Drop for Core {
 }
 
 impl StreamWatcher for Core {
+    fn stream_leaves(&self, stream: StreamHandle) {
+        let Some(number) = stream.known_to(self.realm) else { return };
+        let mut waits = lock(&self.waits);
+        let place = self.books.lock().place_of(number);
+        if let Some(place) = place {
+            waits.stream_leaves(place);
+            while waits.has_lent(place) {
+                waits = self.stream_returns.wait(waits).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+
     fn stream_ends(&self, stream: StreamHandle) {
         let Some(number) = stream.known_to(self.realm) else { return };
         let mut waits = lock(&self.waits);
         let place = self.books.lock().place_of(number);
         if let Some(place) = place {
-            while waits.has_lent(place) {
-                waits = self.stream_returns.wait(waits).unwrap_or_else(PoisonError::into_inner);
-            }
             waits.stream_ends(self, place, stream);
             self.books.lock().forget_stream(place);
         }

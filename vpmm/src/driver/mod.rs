@@ -408,6 +408,9 @@ impl Driver {
         }
         let watchers = &self.0.watchers;
         for id in watchers.ids() {
+            watchers.call(id, |watcher| watcher.stream_leaves(stream));
+        }
+        for id in watchers.ids() {
             watchers.call(id, |watcher| watcher.stream_ends(stream));
         }
         if let Some(number) = stream.known_to(self.realm()) {

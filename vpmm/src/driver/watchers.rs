@@ -9,6 +9,10 @@ use crate::ordering::Mark;
 
 /// Somebody with a stake in streams that the library owns.
 pub(crate) trait StreamWatcher: Send + Sync {
+    /// The stream is about to be destroyed, and nobody has been told of its end yet. Who passes it on, on behalf of
+    /// other threads, does so no more when this returns: whoever is below is told once.
+    fn stream_leaves(&self, _stream: StreamHandle) {}
+
     /// The stream is about to be destroyed: the last chance to record on it.
     fn stream_ends(&self, stream: StreamHandle);
 

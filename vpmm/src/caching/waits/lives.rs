@@ -33,8 +33,11 @@ impl Waits {
     /// A place has a new stream.
     pub(in crate::caching) fn begin(&mut self, place: u32, life: Life) {
         match self.places.get_mut(place as usize) {
-            Some(of) => of.life = life,
-            None => self.places.push(OfPlace { life, queue: VecDeque::new(), deferred: 0 }),
+            Some(of) => (of.life, of.leaves) = (life, false),
+            None => {
+                let (queue, deferred, leaves) = (VecDeque::new(), 0, false);
+                self.places.push(OfPlace { life, queue, deferred, leaves });
+            }
         }
     }
 
@@ -90,6 +93,11 @@ impl Waits {
             }
             Life::Lasting(_) | Life::Foreign | Life::Lost(_) => Ok(false),
         }
+    }
+
+    /// The stream at a place is about to end, and is lent no more: resources below may be told before this.
+    pub(in crate::caching) fn stream_leaves(&mut self, place: u32) {
+        self.places[place as usize].leaves = true;
     }
 
     /// The stream at a place is about to end: a last event covers all that it was given.
@@ -150,7 +158,9 @@ impl Waits {
         place: u32,
         alive: Option<(u32, StreamHandle)>,
     ) -> Option<StreamHandle> {
-        let handle = match self.places[place as usize].life {
+        let of = &self.places[place as usize];
+        let handle = match of.life {
+            Life::Lasting(_) if of.leaves => None,
             Life::Lasting(handle) => {
                 let capturing = stream_is_capturing(driver, handle).unwrap_or(true);
                 (!capturing).then_some(handle)

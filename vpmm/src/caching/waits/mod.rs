@@ -73,6 +73,8 @@ struct OfPlace {
     queue: VecDeque<Waiter>,
     /// Deferred blocks.
     deferred: u32,
+    /// It is about to end.
+    leaves: bool,
 }
 
 /// All that is waited for.
