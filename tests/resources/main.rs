@@ -6,6 +6,7 @@
 
 mod adaptors;
 mod captures;
+mod crowd;
 mod current;
 mod defects;
 mod devices;
@@ -17,6 +18,7 @@ mod meetings;
 mod program;
 mod sequences;
 mod sizes;
+mod stacks;
 mod streams;
 mod subjects;
 #[allow(unused_macros, reason = "no driver function is held here")]

@@ -1,8 +1,8 @@
 //! A resource under observation.
 
 use std::collections::BTreeMap;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use vpmm::{DevicePtr, Error, MemoryResource, StreamHandle};
 
@@ -23,14 +23,24 @@ pub(crate) struct Held {
 pub(crate) struct Watched<'a> {
     pub(crate) rig: &'a Rig,
     pub(crate) resource: &'a dyn MemoryResource,
-    next_seed: AtomicU64,
+    book: Arc<Book>,
+}
+
+#[derive(Default)]
+struct Book {
+    last_seed: AtomicU64,
     /// Bytes by address.
     live: Mutex<BTreeMap<u64, u64>>,
 }
 
 impl<'a> Watched<'a> {
     pub(crate) fn new(rig: &'a Rig, resource: &'a dyn MemoryResource) -> Self {
-        Self { rig, resource, next_seed: AtomicU64::new(1), live: Mutex::default() }
+        Self { rig, resource, book: Arc::default() }
+    }
+
+    /// Another resource that has memory from the same place: what is allocated of one is nobody's in the other.
+    pub(crate) fn beside(&self, resource: &'a dyn MemoryResource) -> Self {
+        Self { rig: self.rig, resource, book: Arc::clone(&self.book) }
     }
 
     pub(crate) fn allocate(&self, bytes: usize, stream: impl Into<StreamHandle>) -> Held {
@@ -44,28 +54,46 @@ impl<'a> Watched<'a> {
         stream: impl Into<StreamHandle>,
     ) -> Result<Held, Error> {
         let stream = stream.into();
-        let ptr = self.resource.allocate(bytes, align, stream)?;
+        let held = self.enter(self.resource.allocate(bytes, align, stream)?, bytes, align);
+        if bytes > 0 {
+            self.fill(&held, stream);
+        }
+        Ok(held)
+    }
+
+    /// Looks an allocation up among all that are live.
+    pub(crate) fn enter(&self, ptr: DevicePtr, bytes: usize, align: usize) -> Held {
         let facts = self.resource.facts();
         let multiple = align.max(facts.min_align).max(256) as u64;
         assert!(ptr.address().is_multiple_of(multiple), "{ptr} is no multiple of {multiple}");
         assert_eq!(ptr.is_null(), bytes == 0);
-        let seed = self.next_seed.fetch_add(1, Ordering::Relaxed);
+        // Words follow from the seed plus their number: no two allocations have one in common.
+        let seed = self.book.last_seed.fetch_add(1 << 32, Ordering::Relaxed) + 1;
         let held = Held { ptr, bytes, align, seed };
         if bytes == 0 {
-            return Ok(held);
+            return held;
         }
-        let (start, end) = (ptr.address(), ptr.address() + bytes as u64);
-        {
-            let mut live = self.live.lock().expect("no panic");
-            let before = live.range(..end).next_back();
-            assert!(
-                before.is_none_or(|(at, bytes)| at + bytes <= start),
-                "{ptr} of {bytes} bytes overlaps {before:x?}"
-            );
-            live.insert(start, bytes as u64);
-        }
-        self.fill(&held, stream);
-        Ok(held)
+        self.take_back(&held);
+        held
+    }
+
+    /// An allocation that was given up is the caller's all the same.
+    pub(crate) fn take_back(&self, held: &Held) {
+        let (ptr, bytes) = (held.ptr, held.bytes as u64);
+        let mut live = self.book.live.lock().expect("no panic");
+        let before = live.range(..ptr.address() + bytes).next_back();
+        assert!(
+            before.is_none_or(|(at, bytes)| at + bytes <= ptr.address()),
+            "{ptr} of {bytes} bytes overlaps {before:x?}"
+        );
+        live.insert(ptr.address(), bytes);
+    }
+
+    /// An allocation is no longer the caller's: to be said before the free, since from there on another thread
+    /// may be given the address.
+    pub(crate) fn give_up(&self, held: &Held) {
+        let bytes = self.book.live.lock().expect("no panic").remove(&held.ptr.address());
+        assert_eq!(bytes, Some(held.bytes as u64));
     }
 
     /// Enqueues the writing of the pattern.
@@ -105,8 +133,7 @@ impl<'a> Watched<'a> {
         let stream = stream.into();
         if held.bytes > 0 {
             self.check(&held, stream);
-            // Out of the map first: another thread may get the address at once.
-            self.live.lock().expect("no panic").remove(&held.ptr.address());
+            self.give_up(&held);
         }
         self.resource.deallocate(held.ptr, held.bytes, held.align, stream)
     }

@@ -3,6 +3,7 @@
 
 #![allow(dead_code, unused_imports, reason = "each suite uses a part")]
 
+pub(crate) mod chance;
 pub(crate) mod changed;
 pub(crate) mod faults;
 mod meeting;

@@ -21,8 +21,16 @@ pub(crate) fn make(rig: &Rig, flags: u32) -> (CUstream, StreamHandle) {
 
 /// Begins a capture in global mode, which is the easiest to break.
 pub(crate) fn begin_capture(rig: &Rig, stream: CUstream) {
+    begin(rig, stream, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL);
+}
+
+/// Begins a capture that forbids other threads nothing.
+pub(crate) fn begin_quiet_capture(rig: &Rig, stream: CUstream) {
+    begin(rig, stream, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
+}
+
+fn begin(rig: &Rig, stream: CUstream, mode: CUstreamCaptureMode) {
     call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
-    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
     call!(rig.driver, cuStreamBeginCapture_v2(stream, mode));
 }
 
