@@ -8,14 +8,12 @@
 mod pools;
 mod sharing;
 
-use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use cuda_sim::{Schedule, Simulator};
-use cuda_sys::types::CUresult;
 use vpmm::{
     Access, Background, Buffers, Contents, DevicePtr, Error, GraphPool, PagedConfig, PendingPolicy,
     Pool, PoolConfig, Sharing, Stream, WaitPolicy,
@@ -23,49 +21,12 @@ use vpmm::{
 
 use crate::graph::{self, Graph};
 use crate::rig::{GRANULE, MIB, Profile};
+use crate::support::chance::{self, FAULT, Reached, chance, failing, number, with_faults};
 use crate::support::changed::changed;
 use crate::support::{Lcg, Meeting, Rig};
 
 const MOST: u64 = 20;
-const FAULT: CUresult = CUresult::CUDA_ERROR_UNKNOWN;
 const TAGS: [&str; 2] = ["weights", "cache"];
-
-thread_local! {
-    /// Of a hundred driver calls.
-    static FAILING: Cell<u64> = const { Cell::new(0) };
-    static CHANCE: RefCell<Lcg> = const { RefCell::new(Lcg(0)) };
-}
-
-fn chance(of: u64) -> bool {
-    CHANCE.with_borrow_mut(|chance| chance.below(of) == 0)
-}
-
-/// Whether a driver call fails. Others go first, now and then: here the pool holds few locks, or none.
-fn fails() -> bool {
-    match CHANCE.with_borrow_mut(|chance| chance.below(32)) {
-        0 => std::thread::sleep(Duration::from_micros(50)),
-        1..4 => std::thread::yield_now(),
-        _ => {}
-    }
-    let failing = FAILING.get();
-    failing > 0 && CHANCE.with_borrow_mut(|chance| chance.below(100) < failing)
-}
-
-/// Has the function put such driver functions into a table as fail now and then.
-macro_rules! failing {
-    ($put:ident: $($module:ident: $function:ident($($argument:ident: $type:ty),*);)*) => {
-        $(mod $module {
-            use crate::crowd::{FAULT, fails};
-            use crate::support::changed::replaced;
-            replaced!($function($($argument: $type),*), if fails() { return FAULT });
-        })*
-
-        fn $put(api: &mut cuda_sys::DriverApi) {
-            $($module::put(api);)*
-        }
-    };
-}
-use failing;
 
 failing! {
     put_failing:
@@ -102,10 +63,10 @@ failing! {
     );
 }
 
-static REACHED: Mutex<BTreeMap<&'static str, u64>> = Mutex::new(BTreeMap::new());
+static REACHED: Reached = Reached::new();
 
 fn reach(what: &'static str) {
-    *locked(&REACHED).entry(what).or_default() += 1;
+    REACHED.count(what);
 }
 
 fn locked<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -168,10 +129,7 @@ fn attempt<T>(is_faulty: bool, call: impl Fn() -> Result<T, Error>) -> Result<T,
     if !is_faulty || !chance(4) {
         return call();
     }
-    FAILING.set(10);
-    let result = call();
-    FAILING.set(0);
-    match result {
+    match with_faults(10, &call) {
         Err(Error::Driver { code: FAULT, .. } | Error::HalfAsleep { code: FAULT, .. }) => {
             reach("faults met");
             call()
@@ -635,7 +593,7 @@ fn run_threads(crowd: &Crowd<'_>, threads: usize, steps: u64, seed: u64) {
             let meeting = &meeting;
             scope.spawn(move || {
                 let mut random = Lcg(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ number as u64);
-                CHANCE.set(Lcg(random.below(u64::MAX)));
+                chance::seed(random.below(u64::MAX));
                 let mut member = Member {
                     crowd,
                     number,
@@ -785,10 +743,6 @@ fn run(seed: u64, profile: Profile) {
     }
 }
 
-fn number(name: &str, otherwise: u64) -> u64 {
-    std::env::var(name).ok().and_then(|set| set.parse().ok()).unwrap_or(otherwise)
-}
-
 /// One crowd at a time: what fails is one simulator's.
 static ALONE: Mutex<()> = Mutex::new(());
 
@@ -797,10 +751,27 @@ static ALONE: Mutex<()> = Mutex::new(());
 /// is left at the end.
 #[test]
 fn heaps_in_several_threads() {
+    const CASES: u64 = 40;
     let _alone = locked(&ALONE);
     let first = number("VPMM_CROWD_FIRST", 0);
-    for seed in first..first + number("VPMM_CROWD_CASES", 40) {
+    let cases = number("VPMM_CROWD_CASES", CASES);
+    for seed in first..first + cases {
         Profile::BOTH.iter().for_each(|profile| run(seed, *profile));
     }
-    println!("{:#?}", locked(&REACHED));
+    let expected = [
+        "allocations shared",
+        "captures",
+        "faults met",
+        "given",
+        "launches",
+        "requests of graphs",
+        "requests of sleeping heaps",
+        "requests refused",
+        "sleeps",
+        "uses",
+        "wakes",
+        "wakes refused",
+        "whole pools shared",
+    ];
+    REACHED.assert_all(if cases < CASES { &[] } else { &expected });
 }

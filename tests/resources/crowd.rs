@@ -89,7 +89,7 @@ impl Crowd<'_> {
         if !self.is_faulty || !chance(4) {
             return call();
         }
-        match with_faults(&call) {
+        match with_faults(10, &call) {
             // A stream that cannot be asked is taken to capture.
             Err(Error::Driver { code: FAULT, .. } | Error::StreamCapturing) => {
                 REACHED.count("faults met");
@@ -339,7 +339,7 @@ impl Member<'_> {
         let last = std::mem::replace(&mut self.own, next);
         if self.crowd.is_faulty {
             // Nobody can say where the work of a stream ends that ends so.
-            with_faults(|| drop(last));
+            with_faults(10, || drop(last));
         }
         REACHED.count("streams replaced");
     }

@@ -25,26 +25,48 @@ pub(crate) fn seed(seed: u64) {
 
 /// Once in so many times.
 pub(crate) fn chance(of: u64) -> bool {
-    CHANCE.with_borrow_mut(|chance| chance.below(of) == 0)
+    below(of) == 0
 }
 
-/// Makes a call in which one driver call of ten fails.
-pub(crate) fn with_faults<T>(call: impl FnOnce() -> T) -> T {
-    FAILING.set(10);
+/// A number below another.
+pub(crate) fn below(bound: u64) -> u64 {
+    CHANCE.with_borrow_mut(|chance| chance.below(bound))
+}
+
+/// Makes a call in which so many of a hundred driver calls fail.
+pub(crate) fn with_faults<T>(percent: u64, call: impl FnOnce() -> T) -> T {
+    let before = FAILING.replace(percent);
     let result = call();
-    FAILING.set(0);
+    FAILING.set(before);
     result
+}
+
+/// A thread's chances, for another one that does part of its call.
+pub(crate) struct Chances {
+    failing: u64,
+    seed: u64,
+}
+
+impl Chances {
+    pub(crate) fn of_this_thread() -> Self {
+        Self { failing: FAILING.get(), seed: below(u64::MAX) }
+    }
+
+    pub(crate) fn take_over(self) {
+        FAILING.set(self.failing);
+        seed(self.seed);
+    }
 }
 
 /// Whether a driver call fails. Others go first, now and then: here the library holds few locks, or none.
 pub(crate) fn fails() -> bool {
-    match CHANCE.with_borrow_mut(|chance| chance.below(32)) {
+    match below(32) {
         0 => std::thread::sleep(Duration::from_micros(50)),
         1..4 => std::thread::yield_now(),
         _ => {}
     }
     let failing = FAILING.get();
-    failing > 0 && CHANCE.with_borrow_mut(|chance| chance.below(100) < failing)
+    failing > 0 && below(100) < failing
 }
 
 /// Makes a module for each of some driver functions, in which that [`fails`] by chance, and a function that

@@ -14,10 +14,11 @@ use vpmm::{
 };
 
 use super::{
-    ALONE, CHANCE, FAILING, Live, MOST, REACHED, Sleeper, attempt, locked, number, open,
-    put_failing, reach, some_bytes, some_schedule, validate,
+    ALONE, Live, MOST, REACHED, Sleeper, attempt, locked, open, put_failing, reach, some_bytes,
+    some_schedule, validate,
 };
 use crate::rig::{GRANULE, Profile};
+use crate::support::chance::{self, below, number, with_faults};
 use crate::support::changed::changed;
 use crate::support::{Lcg, Meeting, Rig, call};
 
@@ -139,7 +140,7 @@ impl Common {
     /// Frees by a handle, by one that is found, or by the address.
     fn free(&self, pool: Option<&Pool>, home: Option<&Home>, block: &Block, stream: &Stream) {
         self.leave(home, block.ptr, block.bytes);
-        let way = CHANCE.with_borrow_mut(|chance| chance.below(3));
+        let way = chance::below(3);
         let free = || match (way, pool) {
             (0, Some(pool)) => pool.free(block.ptr, stream),
             (0 | 1, _) => {
@@ -153,7 +154,6 @@ impl Common {
 
     /// What a pool's callback does, holding nobody up: whoever asked for memory may keep others from theirs.
     fn make_room(&self, pool: &Pool) -> Recovery {
-        let below = |bound| CHANCE.with_borrow_mut(|chance| chance.below(bound));
         let other = self.slots[below(self.slots.len() as u64) as usize].try_read();
         let Ok(other) = other.map(|home| Arc::clone(&home)) else { return Recovery::GiveUp };
         match below(6) {
@@ -388,10 +388,7 @@ fn new_home(
         let callback = pool.on_out_of_memory(move |pool, _| {
             let Some(common) = common.upgrade() else { return Recovery::GiveUp };
             reach("callbacks");
-            let failing = FAILING.replace(0);
-            let answer = common.make_room(pool);
-            FAILING.set(failing);
-            answer
+            with_faults(0, || common.make_room(pool))
         });
         callback.keep();
     }
@@ -735,7 +732,7 @@ fn run_threads(crowd: &Crowd<'_>, threads: usize, steps: u64, seed: u64) {
             let meeting = &meeting;
             scope.spawn(move || {
                 let mut random = Lcg(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ number as u64);
-                CHANCE.set(Lcg(random.below(u64::MAX)));
+                chance::seed(random.below(u64::MAX));
                 let own = [0, 1].map(|device| crowd.lane(device));
                 let (live, graphs, scope, mark) = (Vec::new(), Vec::new(), None, None);
                 let mut member = Member { crowd, number, random, own, live, scope, mark, graphs };
@@ -843,10 +840,32 @@ fn run(seed: u64) {
 /// As with one pool; and no pool ends before its time, or stays beyond it.
 #[test]
 fn pools_in_several_threads() {
+    const CASES: u64 = 40;
     let _alone = locked(&ALONE);
     let first = number("VPMM_CROWD_FIRST", 0);
-    for seed in first..first + number("VPMM_CROWD_CASES", 40) {
+    let cases = number("VPMM_CROWD_CASES", CASES);
+    for seed in first..first + cases {
         run(seed);
     }
-    println!("{:#?}", locked(&REACHED));
+    let expected = [
+        "callbacks",
+        "default pools destroyed",
+        "graph pools of pools",
+        "handles dropped",
+        "made current",
+        "orders told",
+        "orphans adopted",
+        "pools destroyed",
+        "pools renewed",
+        "pools shared",
+        "requests of pools",
+        "requests of what is current",
+        "requests refused of pools",
+        "sleeps in pools",
+        "trims by callbacks",
+        "uses by the other device",
+        "uses of pools",
+        "wakes in pools",
+    ];
+    REACHED.assert_all(if cases < CASES { &[] } else { &expected });
 }

@@ -8,11 +8,12 @@ use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUresult;
 use vpmm::{Access, Error, Export, Imported, Stream};
 
-use super::{CHANCE, Crowd, FAILING, FAULT, Home, MOST, Member, TAGS, chance, failing, reach};
+use super::{Crowd, Home, MOST, Member, TAGS, reach};
 use crate::graph::{self, RELAXED};
 use crate::rig::GRANULE;
+use crate::support::Rig;
+use crate::support::chance::{Chances, FAULT, chance, failing, with_faults};
 use crate::support::changed::changed;
-use crate::support::{Lcg, Rig};
 
 const REFUSED: CUresult = CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
 
@@ -74,11 +75,10 @@ fn pass<T: Send>(
     receive: impl FnOnce(&UnixStream) -> Result<T, Error> + Send,
 ) -> (Result<(), Error>, Result<T, Error>) {
     let (here, there) = UnixStream::pair().expect("a socket");
-    let (failing, chance) = (FAILING.get(), CHANCE.with_borrow_mut(|of| of.below(u64::MAX)));
+    let chances = Chances::of_this_thread();
     std::thread::scope(|scope| {
         let receiver = scope.spawn(move || {
-            FAILING.set(failing);
-            CHANCE.set(Lcg(chance));
+            chances.take_over();
             receive(&there)
         });
         let sent = export.send(&here);
@@ -102,10 +102,7 @@ impl Crowd<'_> {
         mut receive: impl FnMut(&UnixStream) -> Result<T, Error> + Send,
     ) -> T {
         if self.is_faulty && chance(2) {
-            FAILING.set(20);
-            let passed = pass(export, &mut receive);
-            FAILING.set(0);
-            match passed {
+            match with_faults(20, || pass(export, &mut receive)) {
                 (Ok(()), Ok(received)) => return received,
                 (sent, received) => {
                     let by_fault = |error: &Error| {
