@@ -4,9 +4,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
-use std::thread::{sleep, yield_now};
+use std::thread::{sleep, spawn, yield_now};
 use std::time::Duration;
 
+use cuda_sys::types::CUstream_flags_enum;
 use vpmm::caching::{CachingAllocator, CachingConfig};
 use vpmm::resource::{Callback, DeviceMalloc, DriverPool, DriverPoolConfig, Limiting};
 use vpmm::{MemoryResource, Pool, PoolConfig, Stream, StreamHandle};
@@ -112,6 +113,57 @@ fn a_stream_ends_once_memory_has_gone_back_on_it() {
         });
         assert_eq!(allocator.memory_reserved(), 0);
         drop(allocator);
+        rig.assert_clean();
+    });
+}
+
+/// Whoever ends a stream waits for the function that it was given to: that must not wait for the end in turn.
+#[test]
+fn a_function_below_borrows_a_stream_that_ends_meanwhile() {
+    Rig::everywhere(|rig| {
+        let pool = DriverPool::new(&rig.device, &DriverPoolConfig::default()).unwrap();
+        let pool = Arc::new(pool);
+        let (facts, above, device) = (pool.facts(), Arc::clone(&pool), rig.device.clone());
+        let (under_way, is_under_way) = channel();
+        let upstream = Callback::new(
+            facts,
+            move |bytes, align, stream| above.allocate(bytes, align, stream),
+            move |ptr, bytes, align, stream| {
+                under_way.send(()).expect("the test is there");
+                // As long as the end takes to come this far.
+                sleep(Duration::from_millis(50));
+                // SAFETY: it is alive in this call, and the value ends within.
+                drop(unsafe { Stream::borrowed(&device, stream) }?);
+                pool.deallocate(ptr, bytes, align, stream)
+            },
+        );
+        let allocator =
+            CachingAllocator::over(upstream, &rig.device, &CachingConfig::default()).unwrap();
+        let (raw, bare) = make(rig, CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0);
+        // SAFETY: destroyed below.
+        let lent = unsafe { Stream::borrowed(&rig.device, bare) }.unwrap();
+        let ptr = allocator.malloc(3 << 20, &lent).unwrap();
+        allocator.free(ptr).unwrap();
+        let (done, is_done) = channel();
+        let (handle, flushed) = (allocator.clone(), done.clone());
+        spawn(move || {
+            handle.empty_cache().expect("what can go");
+            drop(handle);
+            let _ = flushed.send(());
+        });
+        is_under_way.recv().expect("the free is under way");
+        spawn(move || {
+            drop(lent);
+            let _ = done.send(());
+        });
+        for _ in 0..2 {
+            is_done.recv_timeout(Duration::from_secs(20)).expect("each waits for the other");
+        }
+        // In the order of what is over.
+        allocator.empty_cache().unwrap();
+        assert_eq!(allocator.memory_reserved(), 0);
+        drop(allocator);
+        call!(rig.driver, cuStreamDestroy_v2(raw));
         rig.assert_clean();
     });
 }

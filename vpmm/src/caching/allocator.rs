@@ -118,6 +118,9 @@ impl CachingAllocator {
     ///
     /// Functions of the caller's in that resource may call this allocator: no lock is held that they would wait for.
     /// They must not wait for another thread that ends a stream: one that memory goes back on ends when that is over.
+    /// To borrow it ([`Stream::borrowed`](crate::Stream::borrowed)) is refused then
+    /// ([`Error::StreamEnded`](crate::Error::StreamEnded)); what they refuse with that stays, and goes back later.
+    /// A value that they borrow before may become the last one: with it the stream ends at once.
     /// A request that they make while it flushes for the thread is out of memory where nothing cached serves it, and
     /// one that they make at every request never ends, as in any function that calls itself.
     ///

@@ -413,6 +413,13 @@ impl StreamWatcher for Core {
         }
     }
 
+    fn has_passed_on(&self, stream: StreamHandle) -> bool {
+        let Some(number) = stream.known_to(self.realm) else { return false };
+        let waits = lock(&self.waits);
+        let place = self.books.lock().place_of(number);
+        place.is_some_and(|place| waits.has_lent_here(place))
+    }
+
     fn stream_ends(&self, stream: StreamHandle) {
         let Some(number) = stream.known_to(self.realm) else { return };
         let mut waits = lock(&self.waits);

@@ -162,8 +162,8 @@ impl Core {
         match self.upstream.deallocate(segment.ptr, bytes, self.align, stream) {
             Ok(()) => Ok(true),
             // That of what is over is the legacy one, which nobody may use while a blocking stream captures; or a
-            // capture began just now.
-            Err(Error::StreamCapturing) => Ok(false),
+            // capture began just now. Or the stream ends as soon as this is over.
+            Err(Error::StreamCapturing | Error::StreamEnded) => Ok(false),
             Err(error) => Err(error),
         }
     }

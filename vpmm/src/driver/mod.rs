@@ -418,6 +418,13 @@ impl Driver {
         }
     }
 
+    /// Whether the end of a stream waits for a call that this thread is in. Not under a lock.
+    pub(crate) fn awaits_this_thread(&self, stream: StreamHandle) -> bool {
+        let watchers = &self.0.watchers;
+        let has_passed_on = |id| watchers.call(id, |watcher| watcher.has_passed_on(stream));
+        watchers.ids().into_iter().any(|id| has_passed_on(id) == Some(true))
+    }
+
     /// Waits on the host by `wait`, and tells every watcher what has passed by it.
     pub(crate) fn tell_wait_for(
         &self,

@@ -13,6 +13,11 @@ pub(crate) trait StreamWatcher: Send + Sync {
     /// other threads, does so no more when this returns: whoever is below is told once.
     fn stream_leaves(&self, _stream: StreamHandle) {}
 
+    /// Whether this thread is in a call that the stream was passed on to, and that its end waits for.
+    fn has_passed_on(&self, _stream: StreamHandle) -> bool {
+        false
+    }
+
     /// The stream is about to be destroyed: the last chance to record on it.
     fn stream_ends(&self, stream: StreamHandle);
 

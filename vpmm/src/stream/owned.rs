@@ -41,7 +41,8 @@ impl Stream {
     ///
     /// # Errors
     /// [`Error::StreamCapturing`], with the capture as it was: the question for a stream's number would
-    /// end it. [`Error::WrongDevice`], [`Error::WrongContext`], [`Error::Driver`],
+    /// end it. [`Error::StreamEnded`] in a function below a caching allocator that is given the stream, which ends as
+    /// soon as that is over. [`Error::WrongDevice`], [`Error::WrongContext`], [`Error::Driver`],
     /// [`Error::ContextLost`].
     ///
     /// # Safety

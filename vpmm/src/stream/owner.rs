@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::device::{Device, StreamHandle};
 use crate::driver::Failure;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Who knows when a stream ends.
 pub(super) struct Owner {
@@ -98,7 +98,7 @@ pub(super) unsafe fn own(device: &Device, handle: StreamHandle) -> Result<Arc<Ow
 }
 
 /// The owner of a stream that somebody else destroys, or the library itself: a new one only if there is none.
-/// Waits while the end of the last one is told.
+/// Waits while the end of the last one is told; [`Error::StreamEnded`] where that waits for this thread.
 ///
 /// # Safety
 /// The stream is alive, of the device whose context is current, and does not capture.
@@ -107,17 +107,28 @@ pub(super) unsafe fn borrow(device: &Device, handle: StreamHandle) -> Result<Arc
     let number = unsafe { number_of(device, handle) }?;
     let driver = device.driver();
     let owners = driver.companion::<Owners>();
+    let handle = handle.with_number(number, driver.realm());
     let mut by_number = owners.by_number();
+    let mut is_asked = false;
     while let Some(known) = by_number.get(&number) {
         if let Some(owner) = known.upgrade() {
             return Ok(owner);
         }
-        // Its last value is being dropped, by another thread: none of what is told there borrows a stream.
+        // Its last value is being dropped, by another thread: none of what is told there borrows a stream. But it
+        // may wait for a function of the caller's that does, in this thread.
+        if !is_asked {
+            drop(by_number);
+            if driver.awaits_this_thread(handle) {
+                return Err(Error::StreamEnded);
+            }
+            (by_number, is_asked) = (owners.by_number(), true);
+            continue;
+        }
         by_number = owners.removed.wait(by_number).unwrap_or_else(PoisonError::into_inner);
     }
     let owner = Arc::new(Owner {
         device: device.clone(),
-        handle: handle.with_number(number, driver.realm()),
+        handle,
         destroys: false,
         entered: Some((Arc::clone(&owners), number)),
     });

@@ -185,4 +185,9 @@ impl Waits {
     pub(in crate::caching) fn has_lent(&self, place: u32) -> bool {
         self.lent.iter().any(|(of, thread)| *of == place && *thread != this_thread())
     }
+
+    /// Whether it is lent to this thread.
+    pub(in crate::caching) fn has_lent_here(&self, place: u32) -> bool {
+        self.lent.contains(&(place, this_thread()))
+    }
 }
