@@ -1,0 +1,84 @@
+//! What the manifests promise: the oldest Rust that they name builds all that is locked (Clippy looks after the
+//! workspace's own code), and the packages that are published are complete.
+
+use std::env::{consts, var_os};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::Value;
+
+/// Of a version as manifests have it: 1.88 or 1.88.0.
+fn parse(version: &str) -> Option<(u32, u32)> {
+    let mut parts = version.split('.').map(|part| part.parse().ok());
+    Some((parts.next()??, parts.next()??))
+}
+
+/// The packages that cargo builds here, with the workspace's own; `None` where cargo does not run this.
+fn packages() -> Option<Vec<Value>> {
+    let Some(cargo) = var_os("CARGO") else {
+        println!("skipped: not run by cargo");
+        return None;
+    };
+    let platform = format!("{}-unknown-linux-gnu", consts::ARCH);
+    let output = Command::new(cargo)
+        .args(["metadata", "--locked", "--offline", "--format-version", "1"])
+        .args(["--filter-platform", &platform])
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let mut metadata: Value = serde_json::from_slice(&output.stdout).unwrap();
+    match metadata["packages"].take() {
+        Value::Array(packages) => Some(packages),
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn no_dependency_needs_a_newer_one() {
+    let Some(packages) = packages() else { return };
+    let of = |package: &Value| package["rust_version"].as_str().and_then(parse);
+    let is_ours = |package: &&Value| package["name"] == "vpmm";
+    let oldest = packages.iter().find(is_ours).and_then(of).expect("a version of our own");
+    let newer: Vec<String> = packages
+        .iter()
+        .filter(|package| of(package) > Some(oldest))
+        .map(|package| {
+            format!("{} {} {}", package["name"], package["version"], package["rust_version"])
+        })
+        .collect();
+    assert!(newer.is_empty(), "need more than Rust {oldest:?}: {newer:?}");
+    assert!(packages.len() > 50, "only {} packages", packages.len());
+}
+
+/// MIT asks for its text in every copy, and a package that depends on a path alone cannot be published.
+#[test]
+fn what_is_published_has_the_licences_and_says_what_it_is() {
+    let Some(packages) = packages() else { return };
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut published = 0;
+    // What is published nowhere has an empty list, what may go anywhere none.
+    for package in packages.iter().filter(|package| package["source"].is_null()) {
+        if package["publish"].is_array() {
+            continue;
+        }
+        published += 1;
+        let name = &package["name"];
+        for key in ["description", "license", "repository", "rust_version"] {
+            assert!(package[key].is_string(), "{name} has no {key}");
+        }
+        let folder = Path::new(package["manifest_path"].as_str().unwrap()).parent().unwrap();
+        for licence in ["LICENSE-MIT", "LICENSE-APACHE"] {
+            let its = fs::read(folder.join(licence));
+            let its = its.unwrap_or_else(|error| panic!("{name}, {licence}: {error}"));
+            assert!(its == fs::read(root.join(licence)).unwrap(), "{name}: another {licence}");
+        }
+        for dependency in package["dependencies"].as_array().unwrap() {
+            // Cargo leaves out those for tests that have none.
+            let needs = dependency["path"].is_string() && dependency["kind"] != "dev";
+            assert!(!needs || dependency["req"] != "*", "{name}: {}", dependency["name"]);
+        }
+    }
+    assert!(published > 5, "only {published} packages");
+}
