@@ -1,16 +1,20 @@
 #!/usr/bin/env bash
-# Makes a folder with the `vpmm` command, every test executable of the workspace and
-# the traces, to be carried to a machine that has a GPU but no Rust:
+# Makes a folder with the `vpmm` command, the test executables of the workspace, the
+# traces and the recordings that tests replay, to be carried to a machine that has a GPU
+# but no Rust:
 #
 #     scripts/bundle.sh [FOLDER]      (default: bundle)
 #     FOLDER/run-tests.sh             (over there)
 #
-# Documentation tests are not in it: they are compiled one by one by rustdoc.
+# Documentation tests are not in it: they are compiled one by one by rustdoc. Nor are
+# tests of the sources, and those that build or run other programs of the workspace.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 out=${1:-bundle}
-limit_mib=64
+limit_mib=256
+# The tests that are left out, here and in other packages.
+at_home=' examples header packages programs rooms '
 
 if [[ -e $out && ! -e $out/.vpmm-bundle ]]; then
     echo "$out exists and is no bundle: not touching it" >&2
@@ -37,7 +41,9 @@ cargo test --workspace --locked --features vpmm-harness/stub --no-run --message-
         package=$(dirname "$manifest")
         package=${package#"$root"}
         package=${package#/}
-        cp "$executable" "$out/tests/${package:-harness}--$(basename "$executable")"
+        name=$(basename "$executable")
+        [[ $at_home != *" ${name%-*} "* ]] || continue
+        cp "$executable" "$out/tests/${package:-harness}--$name"
     done
 
 strip --strip-all "$out"/bin/* "$out"/tests/*
@@ -48,6 +54,11 @@ stubs=$(ls -td "$target"/debug/build/vpmm-harness-*/out/stub | head -n 1)
 cp -r "$stubs" "$out/stubs"
 
 for trace in traces/*; do cp "$trace" "$out/traces/"; done
+grep -rhoE 'benches/results/simulated-[0-9a-z-]+' tests | sort -u |
+    while read -r folder; do
+        mkdir -p "$out/$folder"
+        cp "$folder"/*.csv.gz "$out/$folder/"
+    done
 
 commit=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
 [[ -z $(git status --porcelain 2>/dev/null) ]] || commit+=' with uncommitted changes'
