@@ -9,7 +9,8 @@
 //!   ignored there.
 //! - Structures begin with their own size, which the program tells their `init` function, so that they
 //!   can grow: a program that was built with an older header has the newer fields at their defaults.
-//! - Every function that can fail answers a [`vpmm_status`]; [`vpmm_last_error`] has the text. What it
+//! - Every function that can fail answers a [`vpmm_status`], but for those that PyTorch calls, which
+//!   throw where it expects that; [`vpmm_last_error`] has the text. What it
 //!   would write through its pointers is written on success only.
 //! - No panic leaves a function: it is caught and answered as `VPMM_PANIC`.
 //! - All functions may be called from any thread, on the same handles too, except that a handle is

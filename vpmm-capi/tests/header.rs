@@ -1,4 +1,4 @@
-//! The committed header is what the code says.
+//! The committed header is what the code says, and every function that can fail answers a status there.
 
 use std::path::Path;
 
@@ -65,5 +65,43 @@ fn the_header_is_what_the_code_says() {
     assert!(
         committed == generated,
         "include/vpmm.h is not what the code says: run this test with VPMM_BLESS=1"
+    );
+}
+
+/// The functions of the header that answer something else than a status, or nothing.
+fn without_a_status(header: &str) -> Vec<&str> {
+    let declared = |text: &'_ str| text.contains(" *vpmm_") || text.contains(" vpmm_");
+    let ends = header.match_indices(");").map(|(end, _)| &header[..end]);
+    let texts = ends.map(|text| &text[text.rfind(";\n").map_or(0, |at| at + 2)..]);
+    let codes = texts.map(|text| text.rsplit("*/").next().unwrap_or_default().trim());
+    codes
+        .filter(|code| !code.starts_with("typedef") && !code.starts_with("enum vpmm_status "))
+        .filter(|code| declared(code))
+        .map(|code| {
+            let name = &code[code.find("vpmm_").unwrap_or_default()..];
+            name.split('(').next().unwrap_or_default()
+        })
+        .collect()
+}
+
+#[test]
+fn what_can_fail_answers_a_status_but_where_pytorch_calls() {
+    const CANNOT_FAIL: [&str; 4] =
+        ["vpmm_version", "vpmm_status_name", "vpmm_last_error", "vpmm_process_has_pool"];
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("include/vpmm.h");
+    let header = std::fs::read_to_string(path).unwrap();
+    let others = without_a_status(&header);
+    let is_known = |name: &&str| {
+        CANNOT_FAIL.contains(name)
+            || name.ends_with("_init")
+            || name.ends_with("_release")
+            || name.starts_with("vpmm_torch_")
+            || name.starts_with("vpmm_gms_torch_")
+    };
+    let unknown: Vec<&str> = others.iter().copied().filter(|name| !is_known(name)).collect();
+    assert!(unknown.is_empty(), "{unknown:?}");
+    assert!(
+        others.len() > 20 && CANNOT_FAIL.iter().all(|name| others.contains(name)),
+        "{others:?}"
     );
 }
