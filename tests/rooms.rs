@@ -1,4 +1,5 @@
 //! The allocator's modules import one way: each from those above it in the table of `vpmm/src/lib.rs`.
+//! They keep no state that is global.
 
 use std::collections::HashMap;
 use std::fs;
@@ -71,6 +72,37 @@ fn every_module_is_in_the_table_and_imports_from_above() {
     });
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert!(rooms.len() > 30 && seen > 150, "{} rooms, {seen} files", rooms.len());
+}
+
+/// What a program would share through the library without having handed it over. A thread's own are of types
+/// that no two threads may use.
+fn global(line: &str) -> bool {
+    let of_a_thread = ["Cell<", "RefCell<", "Living "];
+    line.starts_with("static ")
+        && !of_a_thread.iter().any(|name| line.contains(&format!(": {name}")))
+}
+
+/// As README has it: counters that number threads, drivers, pools and resources. Beside them, what is the same
+/// whenever it is asked for: bytes that nobody writes, and whether the clock is steady.
+#[test]
+fn the_only_global_state_is_what_counts() {
+    let mut found = Vec::new();
+    files(&sources(), None, &mut |_, path| {
+        // A model of what is the kernel's, in loom's tests.
+        if path.ends_with("lock/model.rs") {
+            return;
+        }
+        let text = fs::read_to_string(path).unwrap();
+        let code = text.split("#[cfg(test)]").next().unwrap_or_default();
+        let lines = code.lines().map(str::trim_start).map(|line| {
+            let line = line.strip_prefix("pub(crate) ").unwrap_or(line);
+            line.strip_prefix("pub ").unwrap_or(line)
+        });
+        let name = |line: &str| line.split([' ', ':']).nth(1).unwrap_or_default().to_owned();
+        found.extend(lines.filter(|line| global(line)).map(name));
+    });
+    found.sort();
+    assert_eq!(found, ["DRIVERS", "NEXT", "POOLS", "STEADY", "THREADS", "ZEROES"]);
 }
 
 #[test]
