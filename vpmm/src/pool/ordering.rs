@@ -106,6 +106,25 @@ impl Pool {
     /// [`Stream::synchronize`](crate::Stream::synchronize) and
     /// [`Device::synchronize`](crate::Device::synchronize) tell every pool by themselves.
     ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let sim = cuda_sim::Simulator::builder().build()?;
+    /// # let driver = vpmm::Driver::new(sim.driver())?;
+    /// # let device = driver.device(0)?;
+    /// let pool = vpmm::Pool::new(&device, &vpmm::PoolConfig::default())?;
+    /// let (first, second) = (device.stream()?, device.stream()?);
+    /// let ptr = pool.malloc(64 << 20, &first)?;
+    /// pool.free(ptr, &first)?;
+    ///
+    /// let mark = pool.mark(&first)?;
+    /// // … cuStreamSynchronize(first), by whatever library …
+    /// pool.passed(&mark)?;
+    /// let again = pool.malloc(64 << 20, &second)?;
+    /// assert_eq!(again.address(), ptr.address());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     /// [`Error::ForeignMark`](crate::Error::ForeignMark); those of [`trim_to`](Self::trim_to) where
     /// there is a threshold.
