@@ -412,12 +412,12 @@ impl Mappings {
         &self.device
     }
 
-    /// The device has been waited for since, and its context is current. What the driver refuses to unmap
-    /// is tried again when it has been waited for once more.
+    /// The device has been waited for since, unless nobody was told of any of these, and its context is current.
+    /// What the driver refuses to unmap is tried again when it has been waited for once more.
     pub(super) fn unmap(mut self) {
         let driver = self.device.driver().clone();
         self.extents.retain(|extent| {
-            // SAFETY: a whole mapping of the import, and all work on the device has finished.
+            // SAFETY: a whole mapping of the import; all work on the device has finished, or nobody was told of it.
             let unmapped = unsafe { mapping::unmap(&driver, extent.here, extent.bytes) };
             unmapped.is_err_and(|failure| !Error::from(failure).is_context_lost())
         });
