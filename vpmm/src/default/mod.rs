@@ -357,13 +357,17 @@ impl Core {
         })
     }
 
+    /// The unit of a pointer, where it is one of this pool's and at the start of a unit at which a block may start.
+    fn unit_of(&self, address: u64) -> Option<u32> {
+        self.unit_at(address).filter(|unit| self.tags.may_start(*unit))
+    }
+
     /// The unit of a pointer, where it is one of this pool's and at the start of a unit.
     #[inline(always)]
-    fn unit_of(&self, address: u64) -> Option<u32> {
+    fn unit_at(&self, address: u64) -> Option<u32> {
         // What is not a multiple of a unit becomes larger than any unit.
         let unit = address.wrapping_sub(self.base).rotate_right(UNIT_BYTES.ilog2());
-        let inside = unit < u64::from(self.tags.units());
-        (inside && self.tags.may_start(unit as u32)).then_some(unit as u32)
+        (unit < u64::from(self.tags.units())).then_some(unit as u32)
     }
 
     #[inline]
@@ -375,16 +379,16 @@ impl Core {
     /// [`unit_at_hand`](Self::unit_at_hand) it cannot fail, and calls nothing but at its end.
     #[inline]
     pub(crate) fn free_at_hand(&self, ptr: DevicePtr, stream: StreamHandle) -> bool {
-        let Some(start) = self.unit_of(ptr.address()) else { return false };
-        let at = self.tags.place_of(start);
-        let Some(units) = self.tags.live_at(at) else { return false };
+        let Some(start) = self.unit_at(ptr.address()) else { return false };
+        let leaf = self.tags.leaf_of(start);
+        let Some(units) = self.tags.live_at(leaf, start) else { return false };
         let Some(slot) = self.route(stream) else { return false };
         // SAFETY: the shortcut is the calling thread's, which is inside no front between calls.
         let Some(mut front) = (unsafe { slot.enter_at_once() }) else {
             return self.free_in_time(slot, start, units);
         };
         // Before the push: from there on the block may be handed out again.
-        self.tags.set_cached(at, units);
+        self.tags.set_cached_at(leaf, start, units);
         if front.push(start, units) {
             return true;
         }
@@ -398,7 +402,7 @@ impl Core {
     fn free_in_time(&self, slot: &Slot, start: u32, units: u32) -> bool {
         // SAFETY: as in `free_at_hand`.
         let Some(mut front) = (unsafe { slot.enter() }) else { return false };
-        self.tags.set_cached(self.tags.place_of(start), units);
+        self.tags.set_cached(start, units);
         if front.push(start, units) {
             return true;
         }

@@ -23,7 +23,7 @@ use book::Book;
 use cut::End;
 use free_set::{Block, FreeSet};
 use owner::Owner;
-use tags::{Place, Tag, Tags};
+use tags::{CELL_UNITS, Tags};
 
 /// Small blocks live in addresses of their own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -38,6 +38,12 @@ impl Part {
     #[inline]
     pub(super) fn of_size(units: u32) -> Self {
         if units <= SMALL_UNITS { Self::Small } else { Self::Large }
+    }
+
+    /// The large part or the small one.
+    #[inline(always)]
+    const fn of(large: bool) -> Self {
+        if large { Self::Large } else { Self::Small }
     }
 
     pub(super) fn other(self) -> Self {
@@ -260,7 +266,21 @@ impl Space {
         owner: Owner,
         freed_at: u64,
     ) {
-        let part = self.part_of(start) as usize;
+        match self.part_of(start) {
+            Part::Small => self.give_in::<false>(tags, start, units, owner, freed_at),
+            Part::Large => self.give_in::<true>(tags, start, units, owner, freed_at),
+        }
+    }
+
+    fn give_in<const LARGE: bool>(
+        &mut self,
+        tags: &Tags,
+        start: u32,
+        units: u32,
+        owner: Owner,
+        freed_at: u64,
+    ) {
+        let part = usize::from(LARGE);
         let Self { common, books, blocks, .. } = self;
         // A neighbour that is nobody's too is one with all that is nobody's behind it; beyond a stream's own
         // there may be something of nobody's.
@@ -272,7 +292,6 @@ impl Space {
             }
         };
         let (mut first, mut end) = (start, start + units);
-        let (mut at_first, mut at_end) = (tags.place_of(first), tags.place_of(end));
         // The node that becomes the block's, and whether it is in the owner's set.
         let mut kept: Option<(UnsafeRef<Block>, bool)> = None;
         let mut freed_at = freed_at;
@@ -309,24 +328,36 @@ impl Space {
             }
             Some((start, units, is_own && nobodys.is_none()))
         };
-        while let Tag::Free(left) = tags.read(tags.before(at_first, first))
-            && let Some((start, _, last)) = absorb(left, end - first, End::Last, first)
+        // What was short may become long, whose tags are elsewhere.
+        let is_short = |units| LARGE && units <= CELL_UNITS;
+        if is_short(units) {
+            tags.clear_start_in::<LARGE>(start);
+        }
+        while let Some(left) = tags.free_before_in::<LARGE>(first)
+            && let Some((start, units, last)) = absorb(left, end - first, End::Last, first)
         {
-            tags.clear(at_first);
-            tags.clear(tags.before(at_first, first));
+            tags.clear_start_in::<LARGE>(first);
+            tags.clear_end_in::<LARGE>(first);
+            if is_short(units) {
+                tags.clear_start_in::<LARGE>(start);
+            }
             first = start;
-            at_first = tags.place_of(first);
             if last {
                 break;
             }
         }
-        while let Tag::Free(right) = tags.read(at_end)
-            && let Some((_, units, last)) = absorb(right, end - first, End::First, end)
+        while let Some(right) = tags.free_at_in::<LARGE>(end)
+            && let Some((_, more, last)) = absorb(right, end - first, End::First, end)
         {
-            tags.clear(tags.before(at_end, end));
-            tags.clear(at_end);
-            end += units;
-            at_end = tags.place_of(end);
+            tags.clear_start_in::<LARGE>(end);
+            // What is given has no last tag.
+            if end != start + units {
+                tags.clear_end_in::<LARGE>(end);
+            }
+            if is_short(more) {
+                tags.clear_end_in::<LARGE>(end + more);
+            }
+            end += more;
             if last {
                 break;
             }
@@ -355,8 +386,7 @@ impl Space {
         };
         // Of the whole, although parts of it may have been freed before.
         node.set_freed_at(freed_at);
-        tags.set_free(at_first, node.id());
-        tags.set_free(tags.before(at_end, end), node.id());
+        tags.set_free_in::<LARGE>(first, end - first, node.id());
     }
 
     /// Has two owners change sets: what was one's is the other's.
@@ -374,43 +404,41 @@ impl Space {
         let block = self.node(id);
         let (start, units) = (block.start(), block.units());
         self.unlink(&block, self.part_of(start));
-        tags.clear(tags.place_of(start));
-        tags.clear(tags.place_of(start + units - 1));
+        tags.clear_start(start);
+        tags.clear_end(start + units);
         vacate(&mut self.blocks, &block);
         (start, units, block.owner())
     }
 
     /// Takes the last units of a free block out, which has more: where they start.
     #[inline]
-    fn cut_tail(&mut self, tags: &Tags, block: &Block, part: Part, units: u32) -> u32 {
+    fn cut_tail<const LARGE: bool>(&mut self, tags: &Tags, block: &Block, units: u32) -> u32 {
         let (first, rest) = (block.start(), block.units() - units);
-        tags.clear(tags.place_of(block.end() - 1));
-        self.resize(block, part, first, rest);
-        // Where one unit is left, it is the first and the last.
-        tags.set_free(tags.place_of(first + rest - 1), block.id());
+        tags.cut_tail_in::<LARGE>(first, rest, units, block.id());
+        self.resize(block, Part::of(LARGE), first, rest);
         first + rest
     }
 
     /// Takes the first units of a free block out.
     pub(super) fn take_head(&mut self, tags: &Tags, id: u32, units: u32) {
         let block = self.node(id);
-        let at = tags.place_of(block.start());
-        self.cut_head(tags, &block, at, self.part_of(block.start()), units);
+        tags.clear_start(block.start());
+        match self.part_of(block.start()) {
+            Part::Small => self.cut_head::<false>(tags, &block, units),
+            Part::Large => self.cut_head::<true>(tags, &block, units),
+        }
     }
 
+    /// The same, but what the first of them is is for the caller to say.
     #[inline(always)]
-    fn cut_head(&mut self, tags: &Tags, block: &Block, at: Place, part: Part, units: u32) {
+    fn cut_head<const LARGE: bool>(&mut self, tags: &Tags, block: &Block, units: u32) {
         let (start, rest) = (block.start(), block.units() - units);
-        let end = tags.place_of(start + units);
-        tags.clear(at);
+        tags.cut_head_in::<LARGE>(start, units, rest, block.id());
         if rest == 0 {
-            tags.clear(tags.before(end, start + units));
-            self.unlink(block, part);
+            self.unlink(block, Part::of(LARGE));
             vacate(&mut self.blocks, block);
         } else {
-            self.resize(block, part, start + units, rest);
-            // The last tag names the node already.
-            tags.set_free(end, block.id());
+            self.resize(block, Part::of(LARGE), start + units, rest);
         }
     }
 
@@ -448,34 +476,43 @@ impl Space {
         units: u32,
         part: Part,
     ) -> Option<u32> {
+        match part {
+            Part::Small => self.place_in::<false>(tags, stream, units),
+            Part::Large => self.place_in::<true>(tags, stream, units),
+        }
+    }
+
+    #[inline]
+    fn place_in<const LARGE: bool>(&mut self, tags: &Tags, stream: u32, units: u32) -> Option<u32> {
+        let part = Part::of(LARGE);
         let cares = self.lifetimes.is_on() || self.is_scarce();
-        let (block, end) = if part == Part::Large && cares {
+        let (block, end) = if LARGE && cares {
             let (id, end) = self.choose(stream, units, part)?;
             (self.node(id), end)
         } else {
             (self.best_fit(stream, units, part)?, End::First)
         };
-        let (start, at) = if end == End::Last && block.units() > units {
-            let start = self.cut_tail(tags, &block, part, units);
-            (start, tags.place_of(start))
+        let start = if end == End::Last && block.units() > units {
+            self.cut_tail::<LARGE>(tags, &block, units)
         } else {
             let start = block.start();
-            let at = tags.place_of(start);
-            self.cut_head(tags, &block, at, part, units);
-            (start, at)
+            self.cut_head::<LARGE>(tags, &block, units);
+            start
         };
-        self.hand_out_at(tags, at, stream, start, units);
+        self.hand_out_in::<LARGE>(tags, stream, start, units);
         Some(start)
     }
 
-    #[inline]
     pub(super) fn hand_out(&mut self, tags: &Tags, stream: u32, start: u32, units: u32) {
-        self.hand_out_at(tags, tags.place_of(start), stream, start, units);
+        match self.part_of(start) {
+            Part::Small => self.hand_out_in::<false>(tags, stream, start, units),
+            Part::Large => self.hand_out_in::<true>(tags, stream, start, units),
+        }
     }
 
     #[inline]
-    fn hand_out_at(&mut self, tags: &Tags, at: Place, stream: u32, start: u32, units: u32) {
-        tags.set_live_at(at, start, units, self.books[stream as usize].label);
+    fn hand_out_in<const LARGE: bool>(&mut self, tags: &Tags, stream: u32, start: u32, units: u32) {
+        tags.hand_out_in::<LARGE>(start, units, self.books[stream as usize].label);
         self.out_units += u64::from(units);
         self.out_blocks += 1;
         if units > SMALL_UNITS {
@@ -560,14 +597,14 @@ impl Space {
 
     /// The free block that starts at the unit, if the stream may use it.
     pub(super) fn usable_at(&self, tags: &Tags, unit: u32, stream: u32) -> Option<&Block> {
-        let Tag::Free(id) = tags.get(unit) else { return None };
+        let id = tags.free_at(unit)?;
         let block = self.blocks.get(id);
         (block.start() == unit && block.owner().is_usable_by(stream)).then_some(block)
     }
 
     /// The free block that ends before the unit, if the stream may use it.
     pub(super) fn usable_before(&self, tags: &Tags, unit: u32, stream: u32) -> Option<&Block> {
-        let Tag::Free(id) = tags.get(unit.wrapping_sub(1)) else { return None };
+        let id = tags.free_before(unit)?;
         let block = self.blocks.get(id);
         (block.end() == unit && block.owner().is_usable_by(stream)).then_some(block)
     }
@@ -620,7 +657,7 @@ impl Space {
     fn take_run(&mut self, tags: &Tags, start: u32, units: u32) {
         let (mut at, end) = (start, start + units);
         while at < end {
-            let Tag::Free(id) = tags.get(at) else { return };
+            let Some(id) = tags.free_at(at) else { return };
             let take = self.blocks.get(id).units().min(end - at);
             self.take_head(tags, id, take);
             at += take;
@@ -661,13 +698,13 @@ mod tests {
         let start = 10 << 12;
         let mut give = |at: u32| {
             space.give(&tags, start + at, 8, Owner::NOBODY);
-            let Tag::Free(id) = tags.get(start + at) else { panic!("no block") };
+            let Some(id) = tags.free_at(start + at) else { panic!("no block") };
             id
         };
         let [elsewhere, gone] = [64, 128].map(&mut give);
         space.take_whole(&tags, gone);
-        tags.set_free(tags.place_of(start + 16), elsewhere);
-        tags.set_free(tags.place_of(start + 32), gone);
+        tags.set_free(start + 16, 8, elsewhere);
+        tags.set_free(start + 32, 8, gone);
         space.give(&tags, start + 24, 8, Owner::NOBODY);
         let common = &space.common[Part::Large as usize];
         assert!(common.agrees());

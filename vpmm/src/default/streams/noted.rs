@@ -328,7 +328,7 @@ impl Space {
         self.out_units -= u64::from(block.units);
         self.out_blocks -= 1;
         self.deferred_units += u64::from(block.units);
-        tags.set_cached(tags.place_of(block.start), block.units);
+        tags.set_cached(block.start, block.units);
         for wait in block.waits.iter().chain([&block.own]) {
             let book = &mut self.books[wait.stream as usize];
             book.pins += 1;

@@ -1,0 +1,1087 @@
+//! For every unit of the address space: what begins there, or ends.
+//!
+//! | at | tag |
+//! |---|---|
+//! | the first unit of an allocation | live, with its size and its stream's label |
+//! | the same, where more is noted about the allocation elsewhere | noted, with both |
+//! | the first unit of a block in a front, or that waits for further streams | cached, with its size |
+//! | the first and the last unit of a free block | free, with its node |
+//! | everywhere else | nothing |
+//!
+//! So the size of an allocation, the state of a pointer and both neighbours of a block are two
+//! loads each, without a node for anything live.
+//!
+//! ```text
+//! unit ─▶ its span of 2 MiB ─▶ directory ─▶ the span's leaf ─▶ tag      without memory: a leaf of
+//!                                                                       none, the same for all
+//! ```
+//!
+//! A leaf of the small part has a [word] for each unit; the label is in the next one. In a leaf of the large part,
+//! where everything is whole pages of 4 KiB and hardly a block is short, there is a [cell] for every 64 KiB:
+//! longer blocks have their tags there. Most of them begin and end where none did before, and with a word for
+//! each page each of them would have another line of the host's memory brought near. Of short ones, a free one, which
+//! is what was cut off, is known to the cell that it ends in; where two end there, and of small blocks that had no
+//! other place, pages have words.
+//!
+//! A span has a leaf only while it has memory, and where memory moves that goes with it. A table by
+//! address would have another page of the host's memory touched for every few MiB that move, for
+//! ever new addresses; to the system that is a fault of some microseconds, which costs the pool
+//! more than the move's own book-keeping.
+
+mod cell;
+mod word;
+mod zeroed;
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
+
+use super::Part;
+use crate::default::class::LARGE_STEP;
+use crate::lock::{Rank, SpinLock};
+pub(super) use cell::CELL_UNITS;
+pub(in crate::default) use word::LABEL;
+use zeroed::Zeroed;
+
+/// A span: what has a leaf of its own. Granules are spans or several of them.
+pub(in crate::default) const SPAN_UNITS: u32 = 4096;
+
+/// Cells of a leaf of the large part: two numbers each, for what starts and for what ends there. As many
+/// again as fill a line of the processor's cache keep what lies alike in all spans from having the same place
+/// in that cache.
+const CELLS: usize = (SPAN_UNITS / CELL_UNITS) as usize;
+const LEAF: usize = 2 * CELLS + 8;
+
+/// Pages of a span of the large part.
+const PAGES: usize = (SPAN_UNITS / LARGE_STEP) as usize;
+
+/// What a unit's tag says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(in crate::default) enum Tag {
+    /// Neither a start nor an end of anything.
+    None,
+    /// An allocation of so many units starts here.
+    Live(u32),
+    /// The same, and more is noted about it.
+    Noted(u32),
+    /// A block of so many units starts here that is in a front or waits for further streams.
+    Cached(u32),
+    /// The free block of this node starts or ends here.
+    Free(u32),
+}
+
+impl Tag {
+    /// The units of the allocation that starts here.
+    #[inline(always)]
+    pub(in crate::default) fn live_units(self) -> Option<u32> {
+        match self {
+            Self::Live(units) | Self::Noted(units) => Some(units),
+            Self::None | Self::Cached(_) | Self::Free(_) => None,
+        }
+    }
+}
+
+/// Spans of all units that have a number.
+const SPANS: usize = 1 << (u32::BITS - SPAN_UNITS.ilog2());
+
+/// Where among all of its part a unit's leaf begins, as long as its memory stays where it is.
+#[derive(Clone, Copy)]
+pub(in crate::default) struct Leaf(usize);
+
+/// Leaves that no span has, by part.
+struct Unused {
+    /// What begins here never was one's.
+    next: u32,
+    /// Those that came back, without a tag.
+    vacant: Vec<u32>,
+}
+
+/// The tags. Any thread may read and write them: a tag is written by whoever owns its unit at that
+/// time, and others only learn from it that they do not. Leaves come and go with memory, under the
+/// space's lock; who owns a unit keeps the leaf. What ends in a cell is written under that lock, too.
+pub(in crate::default) struct Tags {
+    /// By span where its leaf begins; 0 where there is no memory.
+    directory: Zeroed<AtomicU32>,
+    /// All leaves of the small part. The first is that of spans without memory, here and below.
+    words: Zeroed<AtomicU32>,
+    /// All leaves of the large part.
+    cells: Zeroed<AtomicU64>,
+    /// What the [fate](crate::default::lifetimes) of an allocation is told by, at the place of its cell.
+    fates: Zeroed<AtomicU64>,
+    /// Words of the pages of the large part, for short blocks.
+    pages: Zeroed<AtomicU32>,
+    unused: SpinLock<[Unused; 2]>,
+    /// Cells up to this place have the host's memory.
+    ready: AtomicUsize,
+    units: u32,
+    /// The first unit of the large part.
+    split: u32,
+}
+
+impl Tags {
+    /// For so many units, of which those from `split` on are the large part, all of them whole
+    /// spans; `None` where the system does not give the address space.
+    pub(in crate::default) fn new(units: u32, split: u32) -> Option<Self> {
+        let spans = [split, units.checked_sub(split)?].map(|units| (units / SPAN_UNITS) as usize);
+        // One more each, of what has no memory.
+        let [small, large] = spans.map(|spans| spans + 1);
+        u32::try_from((small * leaf_length(Part::Small)).max(large * leaf_length(Part::Large)))
+            .ok()?;
+        let unused = |part| Unused { next: leaf_length(part) as u32, vacant: Vec::new() };
+        Some(Self {
+            directory: Zeroed::new(SPANS)?,
+            words: Zeroed::new(small * leaf_length(Part::Small))?,
+            cells: Zeroed::new(large * LEAF)?,
+            fates: Zeroed::new(large * LEAF)?,
+            pages: Zeroed::new(large * PAGES)?,
+            unused: SpinLock::ranked(Rank::Leaves, Part::ALL.map(unused)),
+            ready: AtomicUsize::new(0),
+            units,
+            split,
+        })
+    }
+
+    /// Has the system find the host's memory for the first so many spans of the large part, and for a few of the
+    /// small part, at once. Only a help.
+    pub(in crate::default) fn prepare_first(&self, spans: u32) {
+        let spans = spans as usize;
+        let end = (1 + spans) * LEAF;
+        self.cells.touch(0..end);
+        self.words.touch(0..(1 + spans / 32) * leaf_length(Part::Small));
+        self.ready.store(end, Relaxed);
+    }
+
+    pub(in crate::default) fn units(&self) -> u32 {
+        self.units
+    }
+
+    #[inline(always)]
+    fn is_small(&self, unit: u32) -> bool {
+        unit < self.split
+    }
+
+    /// Whether a block has the words of pages, where it is in the large part.
+    #[inline(always)]
+    fn is_short(&self, start: u32, units: u32) -> bool {
+        units <= CELL_UNITS && !self.is_small(start)
+    }
+
+    /// How many units from this one on have one tag together.
+    #[inline(always)]
+    pub(in crate::default) fn step(&self, unit: u32) -> u32 {
+        if self.is_small(unit) { 1 } else { LARGE_STEP }
+    }
+
+    /// Whether a block may start at the unit.
+    #[inline(always)]
+    pub(in crate::default) fn may_start(&self, unit: u32) -> bool {
+        self.is_small(unit) || unit.is_multiple_of(LARGE_STEP)
+    }
+
+    /// The first unit of those that have one tag together with this one.
+    pub(in crate::default) fn first_with(&self, unit: u32) -> u32 {
+        unit - unit % self.step(unit)
+    }
+
+    /// Where the tags of a unit's span are.
+    #[inline(always)]
+    pub(in crate::default) fn leaf_of(&self, unit: u32) -> Leaf {
+        // SAFETY: there is an entry for whatever a unit's number may be.
+        let entry = unsafe { self.directory.within((unit / SPAN_UNITS) as usize) };
+        Leaf(entry.load(Relaxed) as usize)
+    }
+
+    /// The word of a unit of the small part, in its leaf.
+    #[inline(always)]
+    fn word(&self, leaf: Leaf, unit: u32) -> &AtomicU32 {
+        debug_assert!(self.is_small(unit) || leaf.0 == 0);
+        // SAFETY: leaves are told here only, and used with the tags and for the units that they are of. One is 0
+        // (where the unit is none of the space's, too) or was found by `take` to end within all leaves of its
+        // part, and is so long that every unit of the span has a place in it.
+        unsafe { self.words.within(leaf.0 + (unit % SPAN_UNITS) as usize) }
+    }
+
+    /// The place of a unit's cell in the large part.
+    #[inline(always)]
+    fn cell(&self, leaf: Leaf, unit: u32) -> usize {
+        debug_assert!(!self.is_small(unit) || leaf.0 == 0);
+        leaf.0 + (unit % SPAN_UNITS / CELL_UNITS * 2) as usize
+    }
+
+    /// What starts in a unit's cell.
+    #[inline(always)]
+    fn start(&self, leaf: Leaf, unit: u32) -> &AtomicU64 {
+        // SAFETY: as in `word`: a leaf of the large part has two numbers for each cell.
+        unsafe { self.cells.within(self.cell(leaf, unit)) }
+    }
+
+    /// What ends in a unit's cell.
+    #[inline(always)]
+    fn end(&self, leaf: Leaf, unit: u32) -> &AtomicU64 {
+        // SAFETY: as in `start`.
+        unsafe { self.cells.within(self.cell(leaf, unit) + 1) }
+    }
+
+    /// The word of a page of the large part.
+    #[inline]
+    fn page(&self, unit: u32) -> &AtomicU32 {
+        let Leaf(leaf) = self.leaf_of(unit);
+        debug_assert!(!self.is_small(unit));
+        let at = leaf / LEAF * PAGES + (unit % SPAN_UNITS / LARGE_STEP) as usize;
+        // SAFETY: as in `word`: there are pages for as many leaves as there are cells for.
+        unsafe { self.pages.within(at) }
+    }
+
+    /// The tag of a unit; nothing where there is no memory.
+    #[inline]
+    pub(in crate::default) fn get(&self, unit: u32) -> Tag {
+        let leaf = self.leaf_of(unit);
+        if self.is_small(unit) {
+            return word::read(self.word(leaf, unit).load(Relaxed));
+        }
+        let end = self.end(leaf, unit).load(Relaxed);
+        match cell::read(self.start(leaf, unit).load(Relaxed), self.first_with(unit)) {
+            Tag::None => match cell::ending_node(end, unit).or_else(|| self.short_at(unit)) {
+                Some(node) => Tag::Free(node),
+                None if cell::has_short(end) => word::read(self.page(unit).load(Relaxed)),
+                None => Tag::None,
+            },
+            tag => tag,
+        }
+    }
+
+    /// The units of the allocation that starts at a unit, the leaf of which this is, where nothing more is noted
+    /// about it, and it is no short one of the large part.
+    #[inline(always)]
+    pub(in crate::default) fn live_at(&self, leaf: Leaf, unit: u32) -> Option<u32> {
+        if self.is_small(unit) {
+            word::live_units(self.word(leaf, unit).load(Relaxed))
+        } else {
+            cell::live_units(self.start(leaf, unit).load(Relaxed), unit)
+        }
+    }
+
+    /// The label of the stream that the allocation at this unit was made on; `None` where there was
+    /// no room for it.
+    pub(in crate::default) fn label_at(&self, unit: u32) -> Option<u32> {
+        let units = self.get(unit).live_units()?;
+        let word = |unit: u32| {
+            let word = if self.is_small(unit) {
+                self.word(self.leaf_of(unit), unit)
+            } else {
+                self.page(unit)
+            };
+            word.load(Relaxed)
+        };
+        if !self.is_small(unit) && !self.is_short(unit, units) {
+            return Some(cell::label(self.start(self.leaf_of(unit), unit).load(Relaxed)));
+        }
+        let step = self.step(unit);
+        if units > step { Some(word(unit + step)) } else { word::label(word(unit)) }
+    }
+
+    /// The first unit of a range, which is of one part, that has a tag. Pages that are not whole in
+    /// the range do not count.
+    pub(in crate::default) fn first_in(&self, range: Range<u32>) -> Option<u32> {
+        let step = self.step(range.start);
+        let first = range.start.checked_next_multiple_of(step)?;
+        let end = range.end.min(self.units);
+        (first..end).step_by(step as usize).find(|unit| {
+            let whole = unit + step <= end;
+            whole && self.get(*unit) != Tag::None
+        })
+    }
+
+    /// The node of the free block that ends before a unit of this part.
+    #[inline(always)]
+    pub(super) fn free_before_in<const LARGE: bool>(&self, unit: u32) -> Option<u32> {
+        let last = unit.wrapping_sub(1);
+        let leaf = self.leaf_of(last);
+        if !LARGE {
+            return word::free_node(self.word(leaf, last).load(Relaxed));
+        }
+        let end = self.end(leaf, last).load(Relaxed);
+        match cell::ending_node(end, last) {
+            None if cell::has_short(end) => self.free_page(last),
+            node => node,
+        }
+    }
+
+    /// The node of the free block that starts at a unit.
+    #[inline(always)]
+    pub(super) fn free_at_in<const LARGE: bool>(&self, unit: u32) -> Option<u32> {
+        let leaf = self.leaf_of(unit);
+        if !LARGE {
+            return word::free_node(self.word(leaf, unit).load(Relaxed));
+        }
+        let start = self.start(leaf, unit).load(Relaxed);
+        match cell::free_node(start, unit) {
+            None if !cell::starts(start, unit) => self.free_short(unit),
+            node => node,
+        }
+    }
+
+    /// The same, where no longer block starts there.
+    #[cold]
+    #[inline(never)]
+    fn free_short(&self, unit: u32) -> Option<u32> {
+        self.short_at(unit).or_else(|| {
+            let end = self.end(self.leaf_of(unit), unit).load(Relaxed);
+            if cell::has_short(end) { self.free_page(unit) } else { None }
+        })
+    }
+
+    /// The node of the short free block that starts with a page, where the cell knows it that it ends in: the page's
+    /// own or the next one.
+    fn short_at(&self, unit: u32) -> Option<u32> {
+        let unit = self.first_with(unit);
+        let first = unit - unit % CELL_UNITS;
+        [Some(first), first.checked_add(CELL_UNITS)].into_iter().flatten().find_map(|cell| {
+            let end = self.end(self.leaf_of(cell), cell).load(Relaxed);
+            let (behind, units, node) = cell::short(end)?;
+            (cell + behind - units == unit).then_some(node)
+        })
+    }
+
+    #[inline(never)]
+    fn free_page(&self, unit: u32) -> Option<u32> {
+        word::free_node(self.page(unit).load(Relaxed))
+    }
+
+    /// Notes an allocation of what was one before, or in a front; no short one of the large part. The label stays when
+    /// a block of the small part is freed: it is no tag.
+    #[inline(always)]
+    pub(in crate::default) fn set_live(&self, start: u32, units: u32, label: u32) {
+        if self.is_small(start) {
+            self.set_live_in::<false>(start, units, label);
+        } else {
+            self.set_live_in::<true>(start, units, label);
+        }
+    }
+
+    #[inline(always)]
+    fn set_live_in<const LARGE: bool>(&self, start: u32, units: u32, label: u32) {
+        let leaf = self.leaf_of(start);
+        debug_assert!(self.has_memory(start));
+        if LARGE {
+            debug_assert!(units > CELL_UNITS);
+            return self.start(leaf, start).store(cell::live(start, units, label), Relaxed);
+        }
+        let (word, behind) = word::live(units, 1, label);
+        self.word(leaf, start).store(word, Relaxed);
+        if let Some(label) = behind {
+            self.word(self.behind(leaf, start), start + 1).store(label, Relaxed);
+        }
+    }
+
+    /// The leaf of the next unit, where this is a unit's.
+    #[inline(always)]
+    fn behind(&self, leaf: Leaf, unit: u32) -> Leaf {
+        // Not by a call: the way through the front has none, and so saves no registers.
+        if (unit + 1).is_multiple_of(SPAN_UNITS) { self.leaf_of(unit + 1) } else { leaf }
+    }
+
+    /// Notes an allocation, of whatever was free. Under the space's lock.
+    #[inline(always)]
+    pub(super) fn hand_out_in<const LARGE: bool>(&self, start: u32, units: u32, label: u32) {
+        if LARGE && units <= CELL_UNITS {
+            return self.hand_out_short(start, units, label);
+        }
+        self.set_live_in::<LARGE>(start, units, label);
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn hand_out_short(&self, start: u32, units: u32, label: u32) {
+        let (word, behind) = word::live(units, LARGE_STEP, label);
+        self.set_page(start, word);
+        if let Some(label) = behind {
+            self.page(start + LARGE_STEP).store(label, Relaxed);
+        }
+    }
+
+    /// Notes three numbers of 30 bits beside an allocation that has five units or more. They are no tags, and stay
+    /// as long as the block is nobody else's.
+    pub(super) fn set_inside(&self, start: u32, numbers: [u32; 3]) {
+        let [first, second, third] = numbers.map(|number| number & !word::KIND);
+        if self.is_small(start) {
+            let words = [first, second, third].into_iter().zip(start + 2..);
+            words.for_each(|(word, unit)| self.word(self.leaf_of(unit), unit).store(word, Relaxed));
+            return;
+        }
+        let [low, high] = self.fate(start);
+        low.store(u64::from(first) | u64::from(second) << 32, Relaxed);
+        high.store(third.into(), Relaxed);
+    }
+
+    /// The same; or anything, where nothing was noted.
+    pub(super) fn inside(&self, start: u32) -> [u32; 3] {
+        if self.is_small(start) {
+            let word = |unit| self.word(self.leaf_of(unit), unit).load(Relaxed) & !word::KIND;
+            return [2, 3, 4].map(|behind| word(start + behind));
+        }
+        let [low, high] = self.fate(start).map(|number| number.load(Relaxed));
+        [low as u32, (low >> 32) as u32, high as u32]
+    }
+
+    #[inline]
+    fn fate(&self, start: u32) -> [&AtomicU64; 2] {
+        let at = self.cell(self.leaf_of(start), start);
+        // SAFETY: as in `word`: fates have the places of cells.
+        [at, at + 1].map(|at| unsafe { self.fates.within(at) })
+    }
+
+    /// Notes more about the allocation at a unit, which keeps its size.
+    pub(in crate::default) fn set_noted(&self, start: u32, units: u32) {
+        let leaf = self.leaf_of(start);
+        if self.is_small(start) {
+            self.word(leaf, start).store(word::noted(units), Relaxed);
+        } else if self.is_short(start, units) {
+            self.page(start).store(word::noted(units), Relaxed);
+        } else {
+            let start = self.start(leaf, start);
+            start.store(cell::noted(start.load(Relaxed)), Relaxed);
+        }
+    }
+
+    /// Notes that an allocation is in a front, or waits.
+    pub(in crate::default) fn set_cached(&self, start: u32, units: u32) {
+        if self.is_short(start, units) {
+            self.page(start).store(word::cached(units), Relaxed);
+        } else {
+            self.set_cached_at(self.leaf_of(start), start, units);
+        }
+    }
+
+    /// The same where the leaf of the first unit is known, and it is no short one of the large part.
+    #[inline(always)]
+    pub(in crate::default) fn set_cached_at(&self, leaf: Leaf, start: u32, units: u32) {
+        if self.is_small(start) {
+            self.word(leaf, start).store(word::cached(units), Relaxed);
+        } else {
+            debug_assert!(units > CELL_UNITS);
+            self.start(leaf, start).store(cell::cached(start, units), Relaxed);
+        }
+    }
+
+    /// Notes a free block of this part where nothing starts or ends. Under the space's lock, as all that follows.
+    #[inline(always)]
+    pub(super) fn set_free_in<const LARGE: bool>(&self, start: u32, units: u32, node: u32) {
+        self.set_free_start_in::<LARGE>(start, units, node);
+        self.set_free_end_in::<LARGE>(start, units, node);
+    }
+
+    /// A short one of the large part is known by its end.
+    #[inline(always)]
+    fn set_free_start_in<const LARGE: bool>(&self, start: u32, units: u32, node: u32) {
+        let leaf = self.leaf_of(start);
+        debug_assert!(self.has_memory(start));
+        if !LARGE {
+            self.word(leaf, start).store(word::free(node), Relaxed);
+        } else if units > CELL_UNITS {
+            self.start(leaf, start).store(cell::free(start, node), Relaxed);
+        }
+    }
+
+    #[inline(always)]
+    fn set_free_end_in<const LARGE: bool>(&self, start: u32, units: u32, node: u32) {
+        let last = start + units - 1;
+        let leaf = self.leaf_of(last);
+        debug_assert!(self.has_memory(last));
+        if !LARGE {
+            return self.word(leaf, last).store(word::free(node), Relaxed);
+        }
+        let end = self.end(leaf, last);
+        let word = end.load(Relaxed);
+        if cell::may_end(word) || cell::ending_node(word, last).is_some() {
+            end.store(cell::with_end(word, last, units, node), Relaxed);
+        } else {
+            self.share_cell(start, units, node);
+        }
+    }
+
+    /// Two free blocks end in a cell: a short one has the words of its pages instead.
+    #[cold]
+    #[inline(never)]
+    fn share_cell(&self, start: u32, units: u32, node: u32) {
+        let last = start + units - 1;
+        let end = self.end(self.leaf_of(last), last);
+        let (mut short, mut of_short, mut node_of_short) = (start, units, node);
+        if units > CELL_UNITS {
+            let word = end.load(Relaxed);
+            let Some((behind, units, node)) = cell::short(word) else { return };
+            (short, of_short, node_of_short) =
+                (last - last % CELL_UNITS + behind - units, units, node);
+            end.store(cell::without_end(word), Relaxed);
+        }
+        for unit in [short, short + of_short - LARGE_STEP] {
+            self.set_page(unit, word::free(node_of_short));
+        }
+        if units > CELL_UNITS {
+            end.store(cell::with_end(end.load(Relaxed), last, units, node), Relaxed);
+        }
+    }
+
+    /// Writes the word of a page, and that its cell has one more such, if so.
+    #[inline(never)]
+    fn set_page(&self, unit: u32, word: u32) {
+        let page = self.page(unit);
+        if !word::is_tag(page.load(Relaxed)) {
+            let end = self.end(self.leaf_of(unit), unit);
+            end.store(cell::with_short(end.load(Relaxed)), Relaxed);
+        }
+        page.store(word, Relaxed);
+    }
+
+    /// Nothing starts at the unit any more.
+    #[inline(always)]
+    pub(super) fn clear_start_in<const LARGE: bool>(&self, unit: u32) {
+        let leaf = self.leaf_of(unit);
+        if !LARGE {
+            self.word(leaf, unit).store(0, Relaxed);
+        } else if cell::starts(self.start(leaf, unit).load(Relaxed), unit) {
+            self.start(leaf, unit).store(0, Relaxed);
+        } else if cell::has_short(self.end(leaf, unit).load(Relaxed)) {
+            self.clear_page(unit);
+        }
+    }
+
+    /// No free block ends before the unit any more.
+    #[inline(always)]
+    pub(super) fn clear_end_in<const LARGE: bool>(&self, unit: u32) {
+        let last = unit - 1;
+        let leaf = self.leaf_of(last);
+        if !LARGE {
+            return self.word(leaf, last).store(0, Relaxed);
+        }
+        let end = self.end(leaf, last).load(Relaxed);
+        if cell::ending_node(end, last).is_some() {
+            self.end(leaf, last).store(cell::without_end(end), Relaxed);
+        } else if cell::has_short(end) {
+            self.clear_page(last);
+        }
+    }
+
+    /// Clears the word of a page.
+    #[inline(never)]
+    fn clear_page(&self, unit: u32) {
+        let page = self.page(unit);
+        if word::is_tag(page.load(Relaxed)) {
+            let end = self.end(self.leaf_of(unit), unit);
+            end.store(cell::without_short(end.load(Relaxed)), Relaxed);
+        }
+        page.store(0, Relaxed);
+    }
+
+    /// Of a free block so many units remain, the last ones. Where it started there is to be an allocation next.
+    #[inline(always)]
+    pub(super) fn cut_head_in<const LARGE: bool>(
+        &self,
+        start: u32,
+        taken: u32,
+        rest: u32,
+        node: u32,
+    ) {
+        if LARGE && taken <= CELL_UNITS {
+            self.clear_start_in::<LARGE>(start);
+        }
+        if rest == 0 {
+            self.clear_end_in::<LARGE>(start + taken);
+        } else if LARGE && rest <= CELL_UNITS {
+            self.clear_end_in::<LARGE>(start + taken + rest);
+            self.set_free_end_in::<LARGE>(start + taken, rest, node);
+        } else {
+            // The last tag names the node already.
+            self.set_free_start_in::<LARGE>(start + taken, rest, node);
+        }
+    }
+
+    /// Of a free block so many units remain, the first ones, one at least.
+    #[inline(always)]
+    pub(super) fn cut_tail_in<const LARGE: bool>(
+        &self,
+        start: u32,
+        rest: u32,
+        taken: u32,
+        node: u32,
+    ) {
+        self.clear_end_in::<LARGE>(start + rest + taken);
+        if LARGE && rest <= CELL_UNITS {
+            self.clear_start_in::<LARGE>(start);
+        }
+        // Where one unit is left, it is the first and the last.
+        self.set_free_end_in::<LARGE>(start, rest, node);
+    }
+
+    /// As [`free_before_in`](Self::free_before_in), whichever part the unit is of, and so on.
+    #[inline]
+    pub(super) fn free_before(&self, unit: u32) -> Option<u32> {
+        if self.is_small(unit.wrapping_sub(1)) {
+            self.free_before_in::<false>(unit)
+        } else {
+            self.free_before_in::<true>(unit)
+        }
+    }
+
+    #[inline]
+    pub(super) fn free_at(&self, unit: u32) -> Option<u32> {
+        if self.is_small(unit) {
+            self.free_at_in::<false>(unit)
+        } else {
+            self.free_at_in::<true>(unit)
+        }
+    }
+
+    pub(super) fn clear_start(&self, unit: u32) {
+        if self.is_small(unit) {
+            self.clear_start_in::<false>(unit)
+        } else {
+            self.clear_start_in::<true>(unit)
+        }
+    }
+
+    pub(super) fn clear_end(&self, unit: u32) {
+        if self.is_small(unit - 1) {
+            self.clear_end_in::<false>(unit)
+        } else {
+            self.clear_end_in::<true>(unit)
+        }
+    }
+
+    /// These units, whole spans, have memory from now on, in which nothing begins or ends yet.
+    pub(in crate::default) fn add(&self, units: Range<u32>) {
+        let mut unused = self.unused.lock();
+        for span in units.start / SPAN_UNITS..units.end / SPAN_UNITS {
+            let part = self.part_of(span);
+            self.enter(span, self.take(&mut unused[part as usize], part));
+        }
+    }
+
+    /// Has the system find the host's memory for the tags of these units at once: a fault for each page of
+    /// them, as blocks are handed out there one by one, costs more. Only a help.
+    pub(in crate::default) fn prepare(&self, units: Range<u32>) {
+        let Some(last) = units.end.checked_sub(1).filter(|last| *last >= units.start) else {
+            return;
+        };
+        let part = self.part_of(units.start / SPAN_UNITS);
+        let place = |unit| match (part, self.leaf_of(unit)) {
+            (Part::Small, Leaf(leaf)) => leaf + (unit % SPAN_UNITS) as usize,
+            (Part::Large, leaf) => self.cell(leaf, unit),
+        };
+        let [first, last] = [units.start, last].map(place);
+        // Leaves that other spans had before may be anywhere, and have their pages.
+        let spans = ((units.end - 1) / SPAN_UNITS - units.start / SPAN_UNITS) as usize;
+        if last.checked_sub(first).is_none_or(|tags| tags / leaf_length(part) > spans) {
+            return;
+        }
+        match part {
+            Part::Small => self.words.touch(first..last + 1),
+            Part::Large if last < self.ready.load(Relaxed) => {}
+            Part::Large => self.cells.touch(first..last + 2),
+        }
+    }
+
+    /// Memory that is wholly free goes from one unit, and those behind it, to another.
+    pub(in crate::default) fn carry(&self, from: u32, to: u32, units: u32) {
+        let mut unused = self.unused.lock();
+        for step in 0..units / SPAN_UNITS {
+            let [from, to] = [from, to].map(|first| first / SPAN_UNITS + step);
+            let mut leaf = self.leave(from);
+            let [old, new] = [from, to].map(|span| self.part_of(span));
+            if old != new {
+                unused[old as usize].vacant.push(leaf);
+                leaf = self.take(&mut unused[new as usize], new);
+            }
+            self.enter(to, leaf);
+        }
+    }
+
+    /// These units have no memory any more.
+    pub(in crate::default) fn remove(&self, units: Range<u32>) {
+        let mut unused = self.unused.lock();
+        for span in units.start / SPAN_UNITS..units.end / SPAN_UNITS {
+            let leaf = self.leave(span);
+            unused[self.part_of(span) as usize].vacant.push(leaf);
+        }
+    }
+
+    fn part_of(&self, span: u32) -> Part {
+        if self.is_small(span * SPAN_UNITS) { Part::Small } else { Part::Large }
+    }
+
+    fn has_memory(&self, unit: u32) -> bool {
+        self.leaf_of(unit).0 > 0
+    }
+
+    fn enter(&self, span: u32, leaf: u32) {
+        if let Some(entry) = self.directory.get(span as usize) {
+            entry.store(leaf, Relaxed);
+        }
+    }
+
+    /// Takes a span's leaf from it.
+    fn leave(&self, span: u32) -> u32 {
+        self.directory.get(span as usize).map_or(0, |entry| entry.swap(0, Relaxed))
+    }
+
+    /// A leaf for a span of a part. There is one for each, or where there were none it would be
+    /// that of spans without memory.
+    fn take(&self, unused: &mut Unused, part: Part) -> u32 {
+        let length = match part {
+            Part::Small => self.words.length(),
+            Part::Large => self.cells.length(),
+        };
+        unused.vacant.pop().unwrap_or_else(|| {
+            let (start, each) = (unused.next, leaf_length(part));
+            if length - (start as usize) < each {
+                return 0;
+            }
+            unused.next += each as u32;
+            start
+        })
+    }
+}
+
+/// The length of a span's leaf.
+const fn leaf_length(part: Part) -> usize {
+    match part {
+        Part::Small => SPAN_UNITS as usize,
+        Part::Large => LEAF,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::default::class::MAX_UNITS;
+
+    /// Six spans, all with memory, of which so many are the small part.
+    fn tags(small: u32) -> Tags {
+        let Some(tags) = Tags::new(6 * SPAN_UNITS, small * SPAN_UNITS) else {
+            panic!("no memory for 120 KiB")
+        };
+        tags.add(0..6 * SPAN_UNITS);
+        tags
+    }
+
+    /// In whichever part they are.
+    impl Tags {
+        fn hand_out(&self, start: u32, units: u32, label: u32) {
+            if self.is_small(start) {
+                self.hand_out_in::<false>(start, units, label);
+            } else {
+                self.hand_out_in::<true>(start, units, label);
+            }
+        }
+
+        pub(in crate::default) fn set_free(&self, start: u32, units: u32, node: u32) {
+            if self.is_small(start) {
+                self.set_free_in::<false>(start, units, node);
+            } else {
+                self.set_free_in::<true>(start, units, node);
+            }
+        }
+
+        fn cut_head(&self, start: u32, taken: u32, rest: u32, node: u32) {
+            if self.is_small(start) {
+                self.cut_head_in::<false>(start, taken, rest, node);
+            } else {
+                self.cut_head_in::<true>(start, taken, rest, node);
+            }
+        }
+
+        fn cut_tail(&self, start: u32, rest: u32, taken: u32, node: u32) {
+            if self.is_small(start) {
+                self.cut_tail_in::<false>(start, rest, taken, node);
+            } else {
+                self.cut_tail_in::<true>(start, rest, taken, node);
+            }
+        }
+    }
+
+    /// Lengths of blocks, short ones and longer ones, in the large part.
+    const SHORT: [u32; 3] = [LARGE_STEP, 2 * LARGE_STEP, CELL_UNITS];
+    const LONG: [u32; 3] = [CELL_UNITS + LARGE_STEP, 2 * SPAN_UNITS - 8, 2 * SPAN_UNITS];
+
+    /// Whether no unit has a tag, and no cell says that its pages have some.
+    fn is_clear(tags: &Tags) -> bool {
+        let large = (tags.split..tags.units).step_by(CELL_UNITS as usize);
+        let has_short = |unit| cell::has_short(tags.end(tags.leaf_of(unit), unit).load(Relaxed));
+        let parts = [0..tags.split, tags.split..tags.units];
+        parts.into_iter().all(|part| tags.first_in(part).is_none())
+            && !large.into_iter().any(has_short)
+    }
+
+    #[test]
+    fn to_prepare_pages_changes_no_tag() {
+        let tags = tags(2);
+        let starts = [3, SPAN_UNITS + 8, 2 * SPAN_UNITS, 6 * SPAN_UNITS - 136];
+        starts.iter().for_each(|start| tags.hand_out(*start, 136, 5));
+        // Over both parts, within a span, over all there is, beyond it, and nothing.
+        let [all, some] = [6 * SPAN_UNITS, SPAN_UNITS + 9];
+        for units in
+            [0..all, 3..some, some..all, 0..all + SPAN_UNITS, 7..7, Range { start: 9, end: 2 }]
+        {
+            tags.prepare(units);
+            let live = starts.map(|start| tags.get(start).live_units());
+            assert_eq!(live, [Some(136); 4]);
+        }
+    }
+
+    #[test]
+    fn tags_say_what_was_written_and_nothing_elsewhere() {
+        let tags = tags(6);
+        let end = tags.units();
+        tags.hand_out(0, 5, 7);
+        tags.set_cached(5, 7);
+        tags.set_free(end - 1, 1, 3);
+        assert_eq!(tags.label_at(0), Some(7));
+        let read = [0, 1, 5, end - 1, end, u32::MAX].map(|unit| tags.get(unit));
+        let [live, none, cached, free, beyond, far] = read;
+        assert_eq!((live, none, cached), (Tag::Live(5), Tag::None, Tag::Cached(7)));
+        assert_eq!((free, beyond, far), (Tag::Free(3), Tag::None, Tag::None));
+        assert_eq!(
+            [0, SPAN_UNITS, 6, end].map(|end| tags.free_before(end)),
+            [None, None, None, Some(3)]
+        );
+        assert_eq!(
+            [0, 5, end - 1, end].map(|start| tags.free_at(start)),
+            [None, None, Some(3), None]
+        );
+        let ranges = [0..end, 1..end, 6..end - 1, 6..end + 9, end..end + 9];
+        let first = ranges.map(|range| tags.first_in(range));
+        assert_eq!(first, [Some(0), Some(5), None, Some(end - 1), None]);
+    }
+
+    #[test]
+    fn allocations_know_their_stream_and_may_be_noted() {
+        let tags = tags(1);
+        // Of one tag and of more, where each unit has one and where pages have, at the end of a
+        // span and over several; and long ones wherever they may begin in a cell.
+        let large = SPAN_UNITS;
+        let blocks = [(1, 1), (2, 2), (4, 12), (large - 1, 1), (large, 8), (large + 8, 4080)];
+        let at_ends = [(2 * large - 8, 16), (3 * large, 8192), (3 * large - 8, 136)];
+        let anywhere = (0..16).map(|page| (3 * large + 8 * page, LONG[0]));
+        for (start, units) in blocks.into_iter().chain(at_ends).chain(anywhere) {
+            tags.hand_out(start, units, LABEL - 2);
+            assert_eq!(tags.get(start), Tag::Live(units));
+            assert_eq!(tags.label_at(start), Some(LABEL - 2));
+            assert!(tags.first_in(start + 1..start + units).is_none());
+            let leaf = tags.leaf_of(start);
+            let is_short = tags.is_short(start, units);
+            assert_eq!(tags.live_at(leaf, start), (!is_short).then_some(units));
+            tags.set_noted(start, units);
+            assert_eq!((tags.get(start), tags.live_at(leaf, start)), (Tag::Noted(units), None));
+            let kept = units > tags.step(start);
+            assert_eq!(tags.label_at(start), kept.then_some(LABEL - 2));
+            tags.set_cached(start, units);
+            assert_eq!((tags.get(start), tags.label_at(start)), (Tag::Cached(units), None));
+            tags.clear_start(start);
+        }
+        assert!(is_clear(&tags));
+        // The longest there may be.
+        tags.hand_out(large, MAX_UNITS, LABEL);
+        assert_eq!((tags.get(large), tags.label_at(large)), (Tag::Live(MAX_UNITS), Some(LABEL)));
+        tags.set_noted(large, MAX_UNITS);
+        assert_eq!(tags.get(large), Tag::Noted(MAX_UNITS));
+    }
+
+    #[test]
+    fn what_is_noted_inside_an_allocation_is_no_tag() {
+        let tags = tags(1);
+        let value = !word::KIND;
+        // In both parts, at the end of a span's leaf and elsewhere.
+        let starts = [0, SPAN_UNITS, 2 * SPAN_UNITS - 16, 3 * SPAN_UNITS - 24, 4 * SPAN_UNITS - 32];
+        for start in starts {
+            tags.hand_out(start, 136, 5);
+            tags.set_inside(start, [value - start, start, 3]);
+            assert_eq!(tags.inside(start), [value - start, start, 3]);
+            assert_eq!((tags.get(start), tags.label_at(start)), (Tag::Live(136), Some(5)));
+            assert!(tags.first_in(start + tags.step(start)..start + 136).is_none());
+            tags.set_cached(start, 136);
+            assert_eq!(tags.inside(start), [value - start, start, 3]);
+            tags.clear_start(start);
+        }
+    }
+
+    #[test]
+    fn pages_of_the_large_part_have_one_tag() {
+        let tags = tags(1);
+        let large = SPAN_UNITS;
+        tags.hand_out(large - 1, 1, 0);
+        tags.hand_out(large, 8, 0);
+        tags.set_free(large + 8, SPAN_UNITS - 8, 7);
+        let [small, page, same] = [large - 1, large, large + 7].map(|unit| tags.get(unit));
+        assert_eq!((small, page, same), (Tag::Live(1), Tag::Live(8), Tag::Live(8)));
+        let [first, inside, last] =
+            [large + 8, large + 16, 2 * large - 8].map(|unit| tags.get(unit));
+        assert_eq!((first, inside, last), (Tag::Free(7), Tag::None, Tag::Free(7)));
+        assert_eq!((tags.step(large - 1), tags.step(large)), (1, 8));
+        assert!(tags.may_start(large - 1) && tags.may_start(large + 8));
+        assert!(!tags.may_start(large + 9) && tags.first_with(large + 9) == large + 8);
+    }
+
+    /// All that a block leaves behind it and before it is gone with it, wherever its ends are in their cells.
+    #[test]
+    fn blocks_of_the_large_part_come_and_go() {
+        let tags = tags(1);
+        for page in 0..2 * CELL_UNITS / LARGE_STEP {
+            let start = 2 * SPAN_UNITS - CELL_UNITS + page * LARGE_STEP;
+            for units in SHORT.into_iter().chain(LONG) {
+                let end = start + units;
+                tags.set_free(start, units, u32::MAX >> 3);
+                assert_eq!([tags.get(start), tags.get(end - 1)], [Tag::Free(u32::MAX >> 3); 2]);
+                let nodes = [tags.free_at(start), tags.free_before(end)];
+                assert_eq!(nodes, [Some(u32::MAX >> 3); 2]);
+                assert_eq!([tags.free_before(start), tags.free_at(end)], [None; 2]);
+                // Beside it one of the same cells.
+                tags.set_free(end, LARGE_STEP, 1);
+                tags.hand_out(start - LARGE_STEP, LARGE_STEP, 2);
+                let seen = tags.first_in(start + LARGE_STEP..end - LARGE_STEP);
+                assert_eq!(seen, None, "{page} {units}");
+                tags.clear_start(start);
+                tags.clear_end(end);
+                assert_eq!([tags.get(start), tags.get(end - 1)], [Tag::None; 2]);
+                let beside = (tags.get(start - 1), tags.free_at(end), tags.label_at(start - 1));
+                assert_eq!(beside, (Tag::Live(LARGE_STEP), Some(1), Some(2)));
+                tags.clear_start(end);
+                tags.clear_end(end + LARGE_STEP);
+                tags.clear_start(start - LARGE_STEP);
+                assert!(is_clear(&tags));
+            }
+        }
+    }
+
+    /// Short free blocks have the words of pages where a longer one has the cell, whichever came first.
+    #[test]
+    fn a_cell_is_the_longer_ones() {
+        let (tags, length) = (tags(1), LONG[0]);
+        for short in SHORT.into_iter().filter(|units| *units < CELL_UNITS) {
+            let start = 2 * SPAN_UNITS;
+            for (before, is_free) in [(true, true), (true, false), (false, true), (false, false)] {
+                // Before what starts in the cell, and behind what ends there.
+                let middle = start + short;
+                let end = middle + length;
+                let give = |node| tags.set_free(start, short, node);
+                if before {
+                    give(1);
+                }
+                if is_free {
+                    tags.set_free(middle, length, 2);
+                } else {
+                    tags.hand_out(middle, length, 2);
+                }
+                if !before {
+                    give(1);
+                }
+                tags.set_free(end, short, 3);
+                let long = if is_free { Tag::Free(2) } else { Tag::Live(length) };
+                assert_eq!(
+                    [start, middle, end].map(|at| tags.get(at)),
+                    [Tag::Free(1), long, Tag::Free(3)]
+                );
+                let ends = [middle, end, end + short].map(|at| tags.free_before(at));
+                assert_eq!(ends, [Some(1), is_free.then_some(2), Some(3)]);
+                assert_eq!([start, end].map(|at| tags.free_at(at)), [Some(1), Some(3)]);
+                let seen = (start..end + short).filter(|unit| unit % LARGE_STEP == 0);
+                let seen = seen.filter(|unit| tags.get(*unit) != Tag::None).count();
+                let pages = if short > LARGE_STEP { 2 } else { 1 };
+                assert_eq!(seen, 2 * pages + 1 + usize::from(is_free));
+                for unit in [start, middle, end] {
+                    tags.clear_start(unit);
+                }
+                for unit in [middle, end, end + short] {
+                    tags.clear_end(unit);
+                }
+                assert!(is_clear(&tags), "{short} {before} {is_free}");
+            }
+        }
+    }
+
+    /// Short ones of long ones, long ones of long ones, and all of it, from both ends.
+    #[test]
+    fn blocks_are_cut() {
+        let lengths = || SHORT.into_iter().chain(LONG);
+        for small in [1, 6] {
+            let tags = tags(small);
+            let start = SPAN_UNITS + 24;
+            for (taken, rest) in
+                lengths().flat_map(|taken| lengths().map(move |rest| (taken, rest)))
+            {
+                let (middle, end) = (start + taken, start + taken + rest);
+                tags.set_free(start, taken + rest, 9);
+                tags.cut_head(start, taken, rest, 9);
+                tags.hand_out(start, taken, 4);
+                let seen = (tags.get(start), tags.free_at(middle), tags.free_before(end));
+                assert_eq!(seen, (Tag::Live(taken), Some(9), Some(9)), "{taken} {rest}");
+                assert_eq!(tags.free_before(middle), None);
+                tags.cut_head(middle, rest, 0, 9);
+                tags.hand_out(middle, rest, 4);
+                assert_eq!((tags.get(middle), tags.free_before(end)), (Tag::Live(rest), None));
+                tags.clear_start(start);
+                tags.clear_start(middle);
+
+                tags.set_free(start, taken + rest, 9);
+                tags.cut_tail(start, taken, rest, 9);
+                tags.hand_out(middle, rest, 4);
+                let seen = (tags.free_at(start), tags.free_before(middle), tags.get(middle));
+                assert_eq!(seen, (Some(9), Some(9), Tag::Live(rest)), "{taken} {rest}");
+                assert_eq!(tags.free_before(end), None);
+                tags.clear_start(start);
+                tags.clear_end(middle);
+                tags.clear_start(middle);
+                // What is beside labels is no tag.
+                assert!(is_clear(&tags), "{taken} {rest}");
+            }
+        }
+    }
+
+    #[test]
+    fn leaves_come_and_go_with_memory() {
+        let Some(tags) = Tags::new(6 * SPAN_UNITS, 2 * SPAN_UNITS) else {
+            panic!("no memory for 120 KiB")
+        };
+        let [add, remove] = [Tags::add, Tags::remove].map(|change| {
+            let tags = &tags;
+            move |spans: Range<u32>| change(tags, spans.start * SPAN_UNITS..spans.end * SPAN_UNITS)
+        });
+        let carry = |from: u32, to: u32, spans: u32| {
+            tags.carry(from * SPAN_UNITS, to * SPAN_UNITS, spans * SPAN_UNITS);
+        };
+        let each_has_its_own = |spans: &[u32]| {
+            let with = (0..6).filter(|span| tags.has_memory(span * SPAN_UNITS));
+            assert_eq!(with.collect::<Vec<_>>(), spans);
+            let starts = || spans.iter().map(|span| (span * SPAN_UNITS, *span));
+            starts().for_each(|(at, span)| tags.set_free(at, SPAN_UNITS, span));
+            starts().for_each(|(at, span)| {
+                assert_eq!(
+                    (tags.free_at(at), tags.free_before(at + SPAN_UNITS)),
+                    (Some(span), Some(span))
+                );
+            });
+            starts().for_each(|(at, _)| {
+                tags.clear_start(at);
+                tags.clear_end(at + SPAN_UNITS);
+            });
+        };
+        each_has_its_own(&[]);
+        add(0..1);
+        add(3..5);
+        each_has_its_own(&[0, 3, 4]);
+        // Within a part, then into the other and back.
+        carry(3, 2, 2);
+        each_has_its_own(&[0, 2, 3]);
+        carry(2, 1, 1);
+        each_has_its_own(&[0, 1, 3]);
+        carry(0, 4, 1);
+        remove(1..2);
+        each_has_its_own(&[3, 4]);
+        // All that is needed from here on but one leaf was another's before.
+        let next = || tags.unused.lock().each_ref().map(|unused| unused.next);
+        let before = next();
+        add(1..2);
+        carry(1, 5, 1);
+        carry(3, 0, 1);
+        each_has_its_own(&[0, 4, 5]);
+        assert_eq!(next(), [before[0], before[1] + LEAF as u32]);
+    }
+}

@@ -1,0 +1,96 @@
+//! Memory of the host that is taken as it is written.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use rustix::mm::{Advice, madvise};
+
+/// Numbers, zero at first, that cost the host's memory only where they were written.
+pub(super) struct Zeroed<T> {
+    start: NonNull<T>,
+    length: usize,
+}
+
+/// # Safety
+/// Zeros are a valid one, and any thread may use it by reference.
+pub(super) unsafe trait Number {}
+
+// SAFETY: an atomic is as its number is, of which zeros are one.
+unsafe impl Number for AtomicU32 {}
+// SAFETY: as above.
+unsafe impl Number for AtomicU64 {}
+
+// SAFETY: the memory is of atomics, alive until drop; the pointer itself never changes.
+unsafe impl<T: Number> Send for Zeroed<T> {}
+// SAFETY: as above.
+unsafe impl<T: Number> Sync for Zeroed<T> {}
+
+impl<T: Number> Zeroed<T> {
+    /// `None` for none, and where the system does not give the address space.
+    pub(super) fn new(length: usize) -> Option<Self> {
+        let layout = layout::<T>(length)?;
+        // SAFETY: the layout is not empty, as `layout` makes sure.
+        let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+        Some(Self { start: start.cast(), length })
+    }
+
+    pub(super) fn length(&self) -> usize {
+        self.length
+    }
+
+    #[inline(always)]
+    pub(super) fn get(&self, at: usize) -> Option<&T> {
+        // SAFETY: the index is within the memory, which is zeroed (a valid state of atomics) and
+        // alive while `self` is.
+        (at < self.length).then(|| unsafe { self.start.add(at).as_ref() })
+    }
+
+    /// Has pages behind some of the numbers, which stay as they are.
+    pub(super) fn touch(&self, range: Range<usize>) {
+        if cfg!(miri) {
+            return;
+        }
+        // SAFETY: it touches no memory of the program's.
+        let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+        let Ok(page @ 1..) = usize::try_from(page) else { return };
+        let (first, end) =
+            (range.start * size_of::<T>(), range.end.min(self.length) * size_of::<T>());
+        let start = self.start.as_ptr().addr();
+        // Whole pages of this memory alone.
+        let Some(first) = (start + first).checked_next_multiple_of(page) else { return };
+        let end = (start + end) / page * page;
+        if first >= end {
+            return;
+        }
+        let pages = self.start.as_ptr().with_addr(first).cast();
+        // Linux before 5.14 refuses, and has them touched one by one later.
+        // SAFETY: the range lies within this allocation, of which the call changes no byte.
+        let _ = unsafe { madvise(pages, end - first, Advice::LinuxPopulateWrite) };
+    }
+
+    /// The number there, without a look at whether there is one.
+    ///
+    /// # Safety
+    /// There is.
+    #[inline(always)]
+    pub(super) unsafe fn within(&self, at: usize) -> &T {
+        debug_assert!(at < self.length);
+        // SAFETY: the caller vouches for the index; the memory is as in `get`.
+        unsafe { self.start.add(at).as_ref() }
+    }
+}
+
+impl<T> Drop for Zeroed<T> {
+    fn drop(&mut self) {
+        if let Some(layout) = layout::<T>(self.length) {
+            // SAFETY: allocated in `new` with this very layout.
+            unsafe { dealloc(self.start.as_ptr().cast(), layout) };
+        }
+    }
+}
+
+fn layout<T>(length: usize) -> Option<Layout> {
+    Layout::array::<T>(length).ok().filter(|layout| layout.size() > 0)
+}
