@@ -1,5 +1,6 @@
 //! Memory straight from the system: zeros, and no page of it taken before it is touched.
 
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::{self, NonNull};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
@@ -18,12 +19,27 @@ unsafe impl Send for Pages {}
 unsafe impl Sync for Pages {}
 
 impl Pages {
-    /// `None` where the system has no memory.
+    /// `None` for none, and where the system has no memory.
     pub(crate) fn new(bytes: usize) -> Option<Self> {
+        if cfg!(miri) {
+            return Self::stand_in(bytes);
+        }
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping anywhere, of nothing else's memory.
         let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) };
         Some(Self { start: NonNull::new(start.ok()?.cast())?, bytes })
+    }
+
+    /// What Miri has for them.
+    fn stand_in(bytes: usize) -> Option<Self> {
+        let layout = Self::layout(bytes).filter(|layout| layout.size() > 0)?;
+        // SAFETY: the layout is not empty.
+        let start = unsafe { alloc_zeroed(layout) };
+        Some(Self { start: NonNull::new(start)?, bytes })
+    }
+
+    fn layout(bytes: usize) -> Option<Layout> {
+        Layout::from_size_align(bytes, 4096).ok()
     }
 
     /// Has a fork make it zeros again in the child. Whether it will: Linux before 4.14 refuses.
@@ -48,6 +64,13 @@ impl Pages {
 
 impl Drop for Pages {
     fn drop(&mut self) {
+        if cfg!(miri) {
+            if let Some(layout) = Self::layout(self.bytes) {
+                // SAFETY: allocated in `stand_in`, with this layout; nobody uses it after its owner's end.
+                unsafe { dealloc(self.start.as_ptr(), layout) };
+            }
+            return;
+        }
         // SAFETY: made in `new`, with this length; nobody uses it after its owner's end.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };
     }

@@ -1,16 +1,18 @@
-//! Memory of the host that is taken as it is written.
+//! Numbers in pages of the host that are taken as they are written.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use rustix::mm::{Advice, madvise};
 
+use crate::pages::Pages;
+
 /// Numbers, zero at first, that cost the host's memory only where they were written.
 pub(super) struct Zeroed<T> {
     start: NonNull<T>,
     length: usize,
+    _pages: Pages,
 }
 
 /// # Safety
@@ -22,7 +24,7 @@ unsafe impl Number for AtomicU32 {}
 // SAFETY: as above.
 unsafe impl Number for AtomicU64 {}
 
-// SAFETY: the memory is of atomics, alive until drop; the pointer itself never changes.
+// SAFETY: the memory is of numbers that any thread may use, alive until drop; the pointer itself never changes.
 unsafe impl<T: Number> Send for Zeroed<T> {}
 // SAFETY: as above.
 unsafe impl<T: Number> Sync for Zeroed<T> {}
@@ -30,10 +32,9 @@ unsafe impl<T: Number> Sync for Zeroed<T> {}
 impl<T: Number> Zeroed<T> {
     /// `None` for none, and where the system does not give the address space.
     pub(super) fn new(length: usize) -> Option<Self> {
-        let layout = layout::<T>(length)?;
-        // SAFETY: the layout is not empty, as `layout` makes sure.
-        let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
-        Some(Self { start: start.cast(), length })
+        let pages = Pages::new(length.checked_mul(size_of::<T>())?)?;
+        // A page is aligned as any number is.
+        Some(Self { start: pages.start().cast(), length, _pages: pages })
     }
 
     pub(super) fn length(&self) -> usize {
@@ -80,17 +81,4 @@ impl<T: Number> Zeroed<T> {
         // SAFETY: the caller vouches for the index; the memory is as in `get`.
         unsafe { self.start.add(at).as_ref() }
     }
-}
-
-impl<T> Drop for Zeroed<T> {
-    fn drop(&mut self) {
-        if let Some(layout) = layout::<T>(self.length) {
-            // SAFETY: allocated in `new` with this very layout.
-            unsafe { dealloc(self.start.as_ptr().cast(), layout) };
-        }
-    }
-}
-
-fn layout<T>(length: usize) -> Option<Layout> {
-    Layout::array::<T>(length).ok().filter(|layout| layout.size() > 0)
 }
