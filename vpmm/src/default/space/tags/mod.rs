@@ -285,10 +285,28 @@ impl Tags {
         let step = self.step(range.start);
         let first = range.start.checked_next_multiple_of(step)?;
         let end = range.end.min(self.units);
-        (first..end).step_by(step as usize).find(|unit| {
-            let whole = unit + step <= end;
-            whole && self.get(*unit) != Tag::None
-        })
+        let mut unit = first;
+        while unit < end && end - unit >= step {
+            if !self.is_small(unit) && unit.is_multiple_of(CELL_UNITS) && self.is_bare(unit) {
+                unit = unit.saturating_add(CELL_UNITS);
+                continue;
+            }
+            if self.get(unit) != Tag::None {
+                return Some(unit);
+            }
+            unit += step;
+        }
+        None
+    }
+
+    /// Whether nothing starts or ends in a cell of the large part.
+    fn is_bare(&self, cell: u32) -> bool {
+        let word = |cell: u32| self.end(self.leaf_of(cell), cell).load(Relaxed);
+        let starts = self.start(self.leaf_of(cell), cell).load(Relaxed) != 0;
+        // What ends in the next one may start here.
+        let reaches_back =
+            |next| cell::short(word(next)).is_some_and(|(behind, units, _)| behind < units);
+        !starts && word(cell) == 0 && !cell.checked_add(CELL_UNITS).is_some_and(reaches_back)
     }
 
     /// The node of the free block that ends before a unit of this part.
