@@ -195,8 +195,9 @@ impl Tags {
     fn word(&self, leaf: Leaf, unit: u32) -> &AtomicU32 {
         debug_assert!(self.is_small(unit) || leaf.0 == 0);
         // SAFETY: leaves are told here only, and used with the tags and for the units that they are of. One is 0
-        // (where the unit is none of the space's, too) or was found by `take` to end within all leaves of its
-        // part, and is so long that every unit of the span has a place in it.
+        // (where the unit is none of the space's, too, and beside a part: the granule between them has no memory)
+        // or was found by `take` to end within all leaves of its part, and is so long that every unit of the span
+        // has a place in it. Leaf 0 is as long, in both parts.
         unsafe { self.words.within(leaf.0 + (unit % SPAN_UNITS) as usize) }
     }
 
