@@ -25,8 +25,10 @@ impl Pages {
             return Self::stand_in(bytes);
         }
         let access = ProtFlags::READ | ProtFlags::WRITE;
+        // Most of it is never touched, and nobody is to be refused memory for that.
+        let private = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a new mapping anywhere, of nothing else's memory.
-        let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) };
+        let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes, access, private) };
         Some(Self { start: NonNull::new(start.ok()?.cast())?, bytes })
     }
 

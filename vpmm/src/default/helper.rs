@@ -363,7 +363,6 @@ impl Space {
             let mut at = fill.start;
             for (piece, handle) in fill.pieces.iter().zip(handles.by_ref()) {
                 self.memory.enter(handle, at, piece.granules);
-                tags.add(at * granule_units..(at + piece.granules) * granule_units);
                 self.counters.created += 1;
                 self.counters.created_granules += u64::from(piece.granules);
                 at += piece.granules;

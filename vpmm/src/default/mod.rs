@@ -76,9 +76,11 @@ fn lock<T>(mutex: &Ordered<T>) -> OrderedGuard<'_, T> {
 /// pool.
 const OPEN_BYTES: u64 = 16 << 20;
 
-/// Of a pool's memory the first so much has the host's pages of its tags from the pool's making on: one fault
-/// for each two granules would come to a fifth of what it costs to grow there by small requests.
-const PREPARED_BYTES: u64 = 1 << 30;
+/// From a pool's making on the tags of so much have the host's pages, where its first request goes and where those
+/// go that have fresh windows next, each of which halves what is left of the addresses: a gigabyte asked for by
+/// 2 MiB meets hardly a fault, which would come to a fifth and more of what that costs.
+const PREPARED_BYTES: u64 = 1 << 28;
+const PREPARED_WINDOWS: u32 = 16;
 
 /// Granules are at least so long: what the tags count memory in.
 const SPAN_BYTES: u64 = UNIT_BYTES * SPAN_UNITS as u64;
@@ -128,11 +130,16 @@ impl Core {
         Ok(core)
     }
 
-    /// Has the host's memory ready for the first gigabyte, and for the first stream's front: a page fault takes
+    /// Has the host's memory ready for the first memory's tags, and for the first stream's front: a page fault takes
     /// as long as a hundred hits, and the first requests would meet hundreds of them.
     fn prepare(&self) {
         let bytes = (self.policy.capacity * self.granule_bytes).min(PREPARED_BYTES);
-        self.tags.prepare_first((bytes / SPAN_BYTES) as u32);
+        let units = (bytes / SPAN_BYTES) as u32 * SPAN_UNITS;
+        let large = self.tags.large();
+        let apart = (large.end - large.start) / PREPARED_WINDOWS;
+        let starts = (0..PREPARED_WINDOWS).map(|at| large.start + at * apart);
+        let windows = starts.map(|start| start..start + units.min(apart));
+        self.tags.prepare_first(units / 8, windows);
         lock(&self.registry).prepare();
     }
 
@@ -380,15 +387,14 @@ impl Core {
     #[inline]
     pub(crate) fn free_at_hand(&self, ptr: DevicePtr, stream: StreamHandle) -> bool {
         let Some(start) = self.unit_at(ptr.address()) else { return false };
-        let leaf = self.tags.leaf_of(start);
-        let Some(units) = self.tags.live_at(leaf, start) else { return false };
+        let Some(units) = self.tags.live_at(start) else { return false };
         let Some(slot) = self.route(stream) else { return false };
         // SAFETY: the shortcut is the calling thread's, which is inside no front between calls.
         let Some(mut front) = (unsafe { slot.enter_at_once() }) else {
             return self.free_in_time(slot, start, units);
         };
         // Before the push: from there on the block may be handed out again.
-        self.tags.set_cached_at(leaf, start, units);
+        self.tags.set_cached_whole(start, units);
         if front.push(start, units) {
             return true;
         }

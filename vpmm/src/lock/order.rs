@@ -24,8 +24,6 @@ pub(crate) enum Rank {
     Registry,
     Front,
     Space,
-    /// That of the tags' leaves.
-    Leaves,
     Bell,
 }
 
@@ -233,7 +231,7 @@ mod tests {
         let locks = allowed.map(|rank| Ordered::new(rank, ()));
         let _held = locks.each_ref().map(Ordered::lock);
         check_driver_call();
-        for rank in [Rank::Space, Rank::Leaves, Rank::Bell] {
+        for rank in [Rank::Space, Rank::Bell] {
             let lock = SpinLock::ranked(rank, ());
             let held = lock.lock();
             assert!(is_refused(check_driver_call), "under {rank:?}");

@@ -714,23 +714,19 @@ impl Space {
                     Source::New => {
                         if let Some(handle) = handles.next() {
                             self.memory.enter(handle, at, piece.granules);
-                            tags.add(at * granule_units..(at + piece.granules) * granule_units);
                             self.counters.created += 1;
                             self.counters.created_granules += u64::from(piece.granules);
                         }
                     }
                     Source::Moved { number, owner, .. } => {
                         let from = self.memory.rehome(number, at);
-                        let [first, to, units] =
-                            [from, at, piece.granules].map(|granules| granules * granule_units);
-                        tags.carry(first, to, units);
                         left.push((from, piece.granules, self.fence_of(owner)));
                         self.transit_units -= u64::from(piece.granules * granule_units);
                         self.counters.moved += 1;
                         self.counters.moved_granules += u64::from(piece.granules);
                     }
                     Source::Shared(rest) => {
-                        self.split(tags, &rest, at);
+                        self.split(&rest, at);
                         self.counters.moved += 1;
                         self.counters.moved_granules += u64::from(rest.granules);
                     }

@@ -228,7 +228,7 @@ impl Space {
     }
 
     /// The extent of a rest was mapped from a granule of addresses on, too: it is split.
-    pub(in crate::default) fn split(&mut self, tags: &Tags, rest: &Rest, at: u32) {
+    pub(in crate::default) fn split(&mut self, rest: &Rest, at: u32) {
         let granule_units = self.memory.granule_units();
         let cut = match rest.side {
             Side::Low => rest.units,
@@ -236,7 +236,6 @@ impl Space {
         };
         let since = self.fence_of(rest.owner);
         self.memory.split(Split { number: rest.number, moved: rest.side, since }, at, cut);
-        tags.add(at * granule_units..(at + rest.granules) * granule_units);
         self.transit_units -= u64::from(rest.units);
     }
 
@@ -319,7 +318,6 @@ impl Space {
         };
         let left = self.memory.rejoin(number, side);
         let extent = *self.memory.extent(number);
-        tags.remove(left * granule_units..(left + extent.granules) * granule_units);
         self.memory.retire([left], left + extent.granules, self.fence_of(owner));
         let start = extent.start * granule_units + offset;
         let owner = self.now(owner);

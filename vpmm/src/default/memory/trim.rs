@@ -110,7 +110,7 @@ impl Core {
             self.space.lock().keep(&self.tags, run);
             return Err(failure.about(bytes));
         }
-        let handles = self.space.lock().forget(&self.tags, run);
+        let handles = self.space.lock().forget(run);
         self.backing.gave_up(bytes);
         let mut released = bytes;
         for (handle, bytes) in handles {
@@ -291,9 +291,8 @@ impl Space {
     }
 
     /// A run was unmapped: its handles, each with its bytes.
-    fn forget(&mut self, tags: &Tags, run: &Run) -> SmallVec<[(crate::physical::Extent, u64); 8]> {
+    fn forget(&mut self, run: &Run) -> SmallVec<[(crate::physical::Extent, u64); 8]> {
         let granule_units = self.memory.granule_units();
-        tags.remove(run.start * granule_units..(run.start + run.granules) * granule_units);
         self.transit_units -= u64::from(run.granules * granule_units);
         let handles = run.extents.iter().map(|number| self.memory.leave(*number));
         handles.collect()

@@ -209,7 +209,6 @@ mod tests {
             let Some(tags) = Tags::new(GRANULES * UNITS, base) else {
                 panic!("no memory for the tags")
             };
-            tags.add(base..base + 6 * UNITS);
             // A whole extent, and one with what is left of another before it.
             space.give(&tags, base, 2 * UNITS, Owner::NOBODY);
             space.give(&tags, base + 3 * UNITS, 3 * UNITS, Owner::NOBODY);

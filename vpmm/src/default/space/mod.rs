@@ -694,7 +694,6 @@ mod tests {
     fn a_tag_is_not_believed_where_its_node_lies_elsewhere() {
         let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), false, true, 0);
         let Some(tags) = Tags::new(64 << 12, 9 << 12) else { panic!("no memory for the tags") };
-        tags.add(10 << 12..64 << 12);
         let start = 10 << 12;
         let mut give = |at: u32| {
             space.give(&tags, start + at, 8, Owner::NOBODY);

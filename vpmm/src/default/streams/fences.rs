@@ -582,7 +582,6 @@ mod tests {
         let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), false, true, 0);
         space.books.push(Book::new(Recording::Eager, 0));
         let Some(tags) = Tags::new(64 << 12, 9 << 12) else { panic!("no memory for the tags") };
-        tags.add(10 << 12..64 << 12);
         let start = 10 << 12;
         for at in 0..passed {
             space.give(&tags, start + 16 * at, 8, Owner::stream(0, 0));

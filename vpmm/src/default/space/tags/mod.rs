@@ -12,47 +12,40 @@
 //! loads each, without a node for anything live.
 //!
 //! ```text
-//! unit ─▶ its span of 2 MiB ─▶ directory ─▶ the span's leaf ─▶ tag      without memory: a leaf of
-//!                                                                       none, the same for all
+//! unit of the small part ─▶ its word              unit of the large part ─▶ its cell
 //! ```
 //!
-//! A leaf of the small part has a [word] for each unit; the label is in the next one. In a leaf of the large part,
-//! where everything is whole pages of 4 KiB and hardly a block is short, there is a [cell] for every 64 KiB:
-//! longer blocks have their tags there. Most of them begin and end where none did before, and with a word for
-//! each page each of them would have another line of the host's memory brought near. Of short ones, a free one, which
-//! is what was cut off, is known to the cell that it ends in; where two end there, and of small blocks that had no
-//! other place, pages have words.
+//! In the small part each unit has a [word]; the label is in the next one. In the large part, where everything
+//! is whole pages of 4 KiB and hardly a block is short, there is a [cell] for every 64 KiB: longer blocks have
+//! their tags there. Most of them begin and end where none did before, and with a word for each page each of them
+//! would have another line of the host's memory brought near. Of short ones, a free one, which is what was cut off,
+//! is known to the cell that it ends in; where two end there, and of small blocks that had no other place, pages
+//! have words.
 //!
-//! A span has a leaf only while it has memory, and where memory moves that goes with it. A table by
-//! address would have another page of the host's memory touched for every few MiB that move, for
-//! ever new addresses; to the system that is a fault of some microseconds, which costs the pool
-//! more than the move's own book-keeping.
+//! All of it lies in tables by address, of which the host's memory holds what was written: a page for 14 MiB of the
+//! large part, so that memory which moves to new addresses seldom meets one that has to be found.
 
 mod cell;
 mod word;
 mod zeroed;
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
-use super::Part;
 use crate::default::class::LARGE_STEP;
-use crate::lock::{Rank, SpinLock};
 pub(super) use cell::CELL_UNITS;
 pub(in crate::default) use word::LABEL;
 use zeroed::Zeroed;
 
-/// A span: what has a leaf of its own. Granules are spans or several of them.
+/// Units of a span: granules are spans or several of them.
 pub(in crate::default) const SPAN_UNITS: u32 = 4096;
 
-/// Cells of a leaf of the large part: two numbers each, for what starts and for what ends there. As many
-/// again as fill a line of the processor's cache keep what lies alike in all spans from having the same place
+/// Numbers of a span of the large part: two for each of its cells, for what starts and for what ends there. As
+/// many again as fill a line of the processor's cache keep what lies alike in all spans from having the same place
 /// in that cache.
 const CELLS: usize = (SPAN_UNITS / CELL_UNITS) as usize;
-const LEAF: usize = 2 * CELLS + 8;
-
-/// Pages of a span of the large part.
-const PAGES: usize = (SPAN_UNITS / LARGE_STEP) as usize;
+const SPAN: usize = 2 * CELLS + 8;
 
 /// What a unit's tag says.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -80,38 +73,23 @@ impl Tag {
     }
 }
 
-/// Spans of all units that have a number.
-const SPANS: usize = 1 << (u32::BITS - SPAN_UNITS.ilog2());
-
-/// Where among all of its part a unit's leaf begins, as long as its memory stays where it is.
-#[derive(Clone, Copy)]
-pub(in crate::default) struct Leaf(usize);
-
-/// Leaves that no span has, by part.
-struct Unused {
-    /// What begins here never was one's.
-    next: u32,
-    /// Those that came back, without a tag.
-    vacant: Vec<u32>,
-}
-
 /// The tags. Any thread may read and write them: a tag is written by whoever owns its unit at that
-/// time, and others only learn from it that they do not. Leaves come and go with memory, under the
-/// space's lock; who owns a unit keeps the leaf. What ends in a cell is written under that lock, too.
+/// time, and others only learn from it that they do not. What ends in a cell is written under the space's lock.
 pub(in crate::default) struct Tags {
-    /// By span where its leaf begins; 0 where there is no memory.
-    directory: Zeroed<AtomicU32>,
-    /// All leaves of the small part. The first is that of spans without memory, here and below.
+    /// Words of the small part.
     words: Zeroed<AtomicU32>,
-    /// All leaves of the large part.
+    /// Cells of the large part.
     cells: Zeroed<AtomicU64>,
     /// What the [fate](crate::default::lifetimes) of an allocation is told by, at the place of its cell.
     fates: Zeroed<AtomicU64>,
     /// Words of the pages of the large part, for short blocks.
     pages: Zeroed<AtomicU32>,
-    unused: SpinLock<[Unused; 2]>,
-    /// Cells up to this place have the host's memory.
-    ready: AtomicUsize,
+    /// Of a unit the bits that count, in the small part and in all: so many that the first unit behind either, and the
+    /// last that has a number, have a place in the tables where nothing is written.
+    small: u32,
+    all: u32,
+    /// Places of cells that have the host's memory since the beginning.
+    ready: OnceLock<Box<[Range<usize>]>>,
     units: u32,
     /// The first unit of the large part.
     split: u32,
@@ -121,37 +99,45 @@ impl Tags {
     /// For so many units, of which those from `split` on are the large part, all of them whole
     /// spans; `None` where the system does not give the address space.
     pub(in crate::default) fn new(units: u32, split: u32) -> Option<Self> {
-        let spans = [split, units.checked_sub(split)?].map(|units| (units / SPAN_UNITS) as usize);
-        // One more each, of what has no memory.
-        let [small, large] = spans.map(|spans| spans + 1);
-        u32::try_from((small * leaf_length(Part::Small)).max(large * leaf_length(Part::Large)))
-            .ok()?;
-        let unused = |part| Unused { next: leaf_length(part) as u32, vacant: Vec::new() };
+        if split > units {
+            return None;
+        }
+        let [small, all] = [split, units].map(mask_beyond);
+        let numbers = |mask: u32| mask as usize + 1;
+        let cells = numbers(all).div_ceil(SPAN_UNITS as usize) * SPAN;
         Some(Self {
-            directory: Zeroed::new(SPANS)?,
-            words: Zeroed::new(small * leaf_length(Part::Small))?,
-            cells: Zeroed::new(large * LEAF)?,
-            fates: Zeroed::new(large * LEAF)?,
-            pages: Zeroed::new(large * PAGES)?,
-            unused: SpinLock::ranked(Rank::Leaves, Part::ALL.map(unused)),
-            ready: AtomicUsize::new(0),
+            words: Zeroed::new(numbers(small))?,
+            cells: Zeroed::new(cells)?,
+            fates: Zeroed::new(cells)?,
+            pages: Zeroed::new(numbers(all).div_ceil(LARGE_STEP as usize))?,
+            small,
+            all,
+            ready: OnceLock::new(),
             units,
             split,
         })
     }
 
-    /// Has the system find the host's memory for the first so many spans of the large part, and for a few of the
-    /// small part, at once. Only a help.
-    pub(in crate::default) fn prepare_first(&self, spans: u32) {
-        let spans = spans as usize;
-        let end = (1 + spans) * LEAF;
-        self.cells.touch(0..end);
-        self.words.touch(0..(1 + spans / 32) * leaf_length(Part::Small));
-        self.ready.store(end, Relaxed);
+    /// Has the system find the host's memory for the tags of so many small units and of these large ones at once.
+    /// Only a help.
+    pub(in crate::default) fn prepare_first(
+        &self,
+        small: u32,
+        large: impl Iterator<Item = Range<u32>>,
+    ) {
+        self.words.touch(0..small as usize);
+        let ready = large.map(|units| cell(units.start)..cell(units.end));
+        let ready = ready.inspect(|cells| self.cells.touch(cells.clone())).collect();
+        let _ = self.ready.set(ready);
     }
 
     pub(in crate::default) fn units(&self) -> u32 {
         self.units
+    }
+
+    /// The units of the large part.
+    pub(in crate::default) fn large(&self) -> Range<u32> {
+        self.split..self.units
     }
 
     #[inline(always)]
@@ -182,65 +168,42 @@ impl Tags {
         unit - unit % self.step(unit)
     }
 
-    /// Where the tags of a unit's span are.
+    /// The word of a unit of the small part.
     #[inline(always)]
-    pub(in crate::default) fn leaf_of(&self, unit: u32) -> Leaf {
-        // SAFETY: there is an entry for whatever a unit's number may be.
-        let entry = unsafe { self.directory.within((unit / SPAN_UNITS) as usize) };
-        Leaf(entry.load(Relaxed) as usize)
-    }
-
-    /// The word of a unit of the small part, in its leaf.
-    #[inline(always)]
-    fn word(&self, leaf: Leaf, unit: u32) -> &AtomicU32 {
-        debug_assert!(self.is_small(unit) || leaf.0 == 0);
-        // SAFETY: leaves are told here only, and used with the tags and for the units that they are of. One is 0
-        // (where the unit is none of the space's, too, and beside a part: the granule between them has no memory)
-        // or was found by `take` to end within all leaves of its part, and is so long that every unit of the span
-        // has a place in it. Leaf 0 is as long, in both parts.
-        unsafe { self.words.within(leaf.0 + (unit % SPAN_UNITS) as usize) }
-    }
-
-    /// The place of a unit's cell in the large part.
-    #[inline(always)]
-    fn cell(&self, leaf: Leaf, unit: u32) -> usize {
-        debug_assert!(!self.is_small(unit) || leaf.0 == 0);
-        leaf.0 + (unit % SPAN_UNITS / CELL_UNITS * 2) as usize
+    fn word(&self, unit: u32) -> &AtomicU32 {
+        // SAFETY: there is a word for whatever these bits may be.
+        unsafe { self.words.within((unit & self.small) as usize) }
     }
 
     /// What starts in a unit's cell.
     #[inline(always)]
-    fn start(&self, leaf: Leaf, unit: u32) -> &AtomicU64 {
-        // SAFETY: as in `word`: a leaf of the large part has two numbers for each cell.
-        unsafe { self.cells.within(self.cell(leaf, unit)) }
+    fn start(&self, unit: u32) -> &AtomicU64 {
+        // SAFETY: there are two numbers for each cell, whatever these bits may be.
+        unsafe { self.cells.within(cell(unit & self.all)) }
     }
 
     /// What ends in a unit's cell.
     #[inline(always)]
-    fn end(&self, leaf: Leaf, unit: u32) -> &AtomicU64 {
+    fn end(&self, unit: u32) -> &AtomicU64 {
         // SAFETY: as in `start`.
-        unsafe { self.cells.within(self.cell(leaf, unit) + 1) }
+        unsafe { self.cells.within(cell(unit & self.all) + 1) }
     }
 
     /// The word of a page of the large part.
     #[inline]
     fn page(&self, unit: u32) -> &AtomicU32 {
-        let Leaf(leaf) = self.leaf_of(unit);
-        debug_assert!(!self.is_small(unit));
-        let at = leaf / LEAF * PAGES + (unit % SPAN_UNITS / LARGE_STEP) as usize;
-        // SAFETY: as in `word`: there are pages for as many leaves as there are cells for.
-        unsafe { self.pages.within(at) }
+        // SAFETY: there is a word for each page, whatever these bits may be.
+        unsafe { self.pages.within(((unit & self.all) / LARGE_STEP) as usize) }
     }
 
     /// The tag of a unit; nothing where there is no memory.
     #[inline]
     pub(in crate::default) fn get(&self, unit: u32) -> Tag {
-        let leaf = self.leaf_of(unit);
         if self.is_small(unit) {
-            return word::read(self.word(leaf, unit).load(Relaxed));
+            return word::read(self.word(unit).load(Relaxed));
         }
-        let end = self.end(leaf, unit).load(Relaxed);
-        match cell::read(self.start(leaf, unit).load(Relaxed), self.first_with(unit)) {
+        let end = self.end(unit).load(Relaxed);
+        match cell::read(self.start(unit).load(Relaxed), self.first_with(unit)) {
             Tag::None => match cell::ending_node(end, unit).or_else(|| self.short_at(unit)) {
                 Some(node) => Tag::Free(node),
                 None if cell::has_short(end) => word::read(self.page(unit).load(Relaxed)),
@@ -250,14 +213,14 @@ impl Tags {
         }
     }
 
-    /// The units of the allocation that starts at a unit, the leaf of which this is, where nothing more is noted
-    /// about it, and it is no short one of the large part.
+    /// The units of the allocation that starts at a unit, where nothing more is noted about it, and it is no short one
+    /// of the large part.
     #[inline(always)]
-    pub(in crate::default) fn live_at(&self, leaf: Leaf, unit: u32) -> Option<u32> {
+    pub(in crate::default) fn live_at(&self, unit: u32) -> Option<u32> {
         if self.is_small(unit) {
-            word::live_units(self.word(leaf, unit).load(Relaxed))
+            word::live_units(self.word(unit).load(Relaxed))
         } else {
-            cell::live_units(self.start(leaf, unit).load(Relaxed), unit)
+            cell::live_units(self.start(unit).load(Relaxed), unit)
         }
     }
 
@@ -266,15 +229,11 @@ impl Tags {
     pub(in crate::default) fn label_at(&self, unit: u32) -> Option<u32> {
         let units = self.get(unit).live_units()?;
         let word = |unit: u32| {
-            let word = if self.is_small(unit) {
-                self.word(self.leaf_of(unit), unit)
-            } else {
-                self.page(unit)
-            };
+            let word = if self.is_small(unit) { self.word(unit) } else { self.page(unit) };
             word.load(Relaxed)
         };
         if !self.is_small(unit) && !self.is_short(unit, units) {
-            return Some(cell::label(self.start(self.leaf_of(unit), unit).load(Relaxed)));
+            return Some(cell::label(self.start(unit).load(Relaxed)));
         }
         let step = self.step(unit);
         if units > step { Some(word(unit + step)) } else { word::label(word(unit)) }
@@ -302,8 +261,8 @@ impl Tags {
 
     /// Whether nothing starts or ends in a cell of the large part.
     fn is_bare(&self, cell: u32) -> bool {
-        let word = |cell: u32| self.end(self.leaf_of(cell), cell).load(Relaxed);
-        let starts = self.start(self.leaf_of(cell), cell).load(Relaxed) != 0;
+        let word = |cell: u32| self.end(cell).load(Relaxed);
+        let starts = self.start(cell).load(Relaxed) != 0;
         // What ends in the next one may start here.
         let reaches_back =
             |next| cell::short(word(next)).is_some_and(|(behind, units, _)| behind < units);
@@ -314,11 +273,10 @@ impl Tags {
     #[inline(always)]
     pub(super) fn free_before_in<const LARGE: bool>(&self, unit: u32) -> Option<u32> {
         let last = unit.wrapping_sub(1);
-        let leaf = self.leaf_of(last);
         if !LARGE {
-            return word::free_node(self.word(leaf, last).load(Relaxed));
+            return word::free_node(self.word(last).load(Relaxed));
         }
-        let end = self.end(leaf, last).load(Relaxed);
+        let end = self.end(last).load(Relaxed);
         match cell::ending_node(end, last) {
             None if cell::has_short(end) => self.free_page(last),
             node => node,
@@ -328,11 +286,10 @@ impl Tags {
     /// The node of the free block that starts at a unit.
     #[inline(always)]
     pub(super) fn free_at_in<const LARGE: bool>(&self, unit: u32) -> Option<u32> {
-        let leaf = self.leaf_of(unit);
         if !LARGE {
-            return word::free_node(self.word(leaf, unit).load(Relaxed));
+            return word::free_node(self.word(unit).load(Relaxed));
         }
-        let start = self.start(leaf, unit).load(Relaxed);
+        let start = self.start(unit).load(Relaxed);
         match cell::free_node(start, unit) {
             None if !cell::starts(start, unit) => self.free_short(unit),
             node => node,
@@ -344,7 +301,7 @@ impl Tags {
     #[inline(never)]
     fn free_short(&self, unit: u32) -> Option<u32> {
         self.short_at(unit).or_else(|| {
-            let end = self.end(self.leaf_of(unit), unit).load(Relaxed);
+            let end = self.end(unit).load(Relaxed);
             if cell::has_short(end) { self.free_page(unit) } else { None }
         })
     }
@@ -355,7 +312,7 @@ impl Tags {
         let unit = self.first_with(unit);
         let first = unit - unit % CELL_UNITS;
         [Some(first), first.checked_add(CELL_UNITS)].into_iter().flatten().find_map(|cell| {
-            let end = self.end(self.leaf_of(cell), cell).load(Relaxed);
+            let end = self.end(cell).load(Relaxed);
             let (behind, units, node) = cell::short(end)?;
             (cell + behind - units == unit).then_some(node)
         })
@@ -379,24 +336,15 @@ impl Tags {
 
     #[inline(always)]
     fn set_live_in<const LARGE: bool>(&self, start: u32, units: u32, label: u32) {
-        let leaf = self.leaf_of(start);
-        debug_assert!(self.has_memory(start));
         if LARGE {
             debug_assert!(units > CELL_UNITS);
-            return self.start(leaf, start).store(cell::live(start, units, label), Relaxed);
+            return self.start(start).store(cell::live(start, units, label), Relaxed);
         }
         let (word, behind) = word::live(units, 1, label);
-        self.word(leaf, start).store(word, Relaxed);
+        self.word(start).store(word, Relaxed);
         if let Some(label) = behind {
-            self.word(self.behind(leaf, start), start + 1).store(label, Relaxed);
+            self.word(start + 1).store(label, Relaxed);
         }
-    }
-
-    /// The leaf of the next unit, where this is a unit's.
-    #[inline(always)]
-    fn behind(&self, leaf: Leaf, unit: u32) -> Leaf {
-        // Not by a call: the way through the front has none, and so saves no registers.
-        if (unit + 1).is_multiple_of(SPAN_UNITS) { self.leaf_of(unit + 1) } else { leaf }
     }
 
     /// Notes an allocation, of whatever was free. Under the space's lock.
@@ -424,7 +372,7 @@ impl Tags {
         let [first, second, third] = numbers.map(|number| number & !word::KIND);
         if self.is_small(start) {
             let words = [first, second, third].into_iter().zip(start + 2..);
-            words.for_each(|(word, unit)| self.word(self.leaf_of(unit), unit).store(word, Relaxed));
+            words.for_each(|(word, unit)| self.word(unit).store(word, Relaxed));
             return;
         }
         let [low, high] = self.fate(start);
@@ -435,7 +383,7 @@ impl Tags {
     /// The same; or anything, where nothing was noted.
     pub(super) fn inside(&self, start: u32) -> [u32; 3] {
         if self.is_small(start) {
-            let word = |unit| self.word(self.leaf_of(unit), unit).load(Relaxed) & !word::KIND;
+            let word = |unit| self.word(unit).load(Relaxed) & !word::KIND;
             return [2, 3, 4].map(|behind| word(start + behind));
         }
         let [low, high] = self.fate(start).map(|number| number.load(Relaxed));
@@ -444,20 +392,19 @@ impl Tags {
 
     #[inline]
     fn fate(&self, start: u32) -> [&AtomicU64; 2] {
-        let at = self.cell(self.leaf_of(start), start);
-        // SAFETY: as in `word`: fates have the places of cells.
+        let at = cell(start & self.all);
+        // SAFETY: as in `start`: fates have the places of cells.
         [at, at + 1].map(|at| unsafe { self.fates.within(at) })
     }
 
     /// Notes more about the allocation at a unit, which keeps its size.
     pub(in crate::default) fn set_noted(&self, start: u32, units: u32) {
-        let leaf = self.leaf_of(start);
         if self.is_small(start) {
-            self.word(leaf, start).store(word::noted(units), Relaxed);
+            self.word(start).store(word::noted(units), Relaxed);
         } else if self.is_short(start, units) {
             self.page(start).store(word::noted(units), Relaxed);
         } else {
-            let start = self.start(leaf, start);
+            let start = self.start(start);
             start.store(cell::noted(start.load(Relaxed)), Relaxed);
         }
     }
@@ -467,18 +414,18 @@ impl Tags {
         if self.is_short(start, units) {
             self.page(start).store(word::cached(units), Relaxed);
         } else {
-            self.set_cached_at(self.leaf_of(start), start, units);
+            self.set_cached_whole(start, units);
         }
     }
 
-    /// The same where the leaf of the first unit is known, and it is no short one of the large part.
+    /// The same where it is no short one of the large part.
     #[inline(always)]
-    pub(in crate::default) fn set_cached_at(&self, leaf: Leaf, start: u32, units: u32) {
+    pub(in crate::default) fn set_cached_whole(&self, start: u32, units: u32) {
         if self.is_small(start) {
-            self.word(leaf, start).store(word::cached(units), Relaxed);
+            self.word(start).store(word::cached(units), Relaxed);
         } else {
             debug_assert!(units > CELL_UNITS);
-            self.start(leaf, start).store(cell::cached(start, units), Relaxed);
+            self.start(start).store(cell::cached(start, units), Relaxed);
         }
     }
 
@@ -492,24 +439,20 @@ impl Tags {
     /// A short one of the large part is known by its end.
     #[inline(always)]
     fn set_free_start_in<const LARGE: bool>(&self, start: u32, units: u32, node: u32) {
-        let leaf = self.leaf_of(start);
-        debug_assert!(self.has_memory(start));
         if !LARGE {
-            self.word(leaf, start).store(word::free(node), Relaxed);
+            self.word(start).store(word::free(node), Relaxed);
         } else if units > CELL_UNITS {
-            self.start(leaf, start).store(cell::free(start, node), Relaxed);
+            self.start(start).store(cell::free(start, node), Relaxed);
         }
     }
 
     #[inline(always)]
     fn set_free_end_in<const LARGE: bool>(&self, start: u32, units: u32, node: u32) {
         let last = start + units - 1;
-        let leaf = self.leaf_of(last);
-        debug_assert!(self.has_memory(last));
         if !LARGE {
-            return self.word(leaf, last).store(word::free(node), Relaxed);
+            return self.word(last).store(word::free(node), Relaxed);
         }
-        let end = self.end(leaf, last);
+        let end = self.end(last);
         let word = end.load(Relaxed);
         if cell::may_end(word) || cell::ending_node(word, last).is_some() {
             end.store(cell::with_end(word, last, units, node), Relaxed);
@@ -523,7 +466,7 @@ impl Tags {
     #[inline(never)]
     fn share_cell(&self, start: u32, units: u32, node: u32) {
         let last = start + units - 1;
-        let end = self.end(self.leaf_of(last), last);
+        let end = self.end(last);
         let (mut short, mut of_short, mut node_of_short) = (start, units, node);
         if units > CELL_UNITS {
             let word = end.load(Relaxed);
@@ -545,7 +488,7 @@ impl Tags {
     fn set_page(&self, unit: u32, word: u32) {
         let page = self.page(unit);
         if !word::is_tag(page.load(Relaxed)) {
-            let end = self.end(self.leaf_of(unit), unit);
+            let end = self.end(unit);
             end.store(cell::with_short(end.load(Relaxed)), Relaxed);
         }
         page.store(word, Relaxed);
@@ -554,12 +497,11 @@ impl Tags {
     /// Nothing starts at the unit any more.
     #[inline(always)]
     pub(super) fn clear_start_in<const LARGE: bool>(&self, unit: u32) {
-        let leaf = self.leaf_of(unit);
         if !LARGE {
-            self.word(leaf, unit).store(0, Relaxed);
-        } else if cell::starts(self.start(leaf, unit).load(Relaxed), unit) {
-            self.start(leaf, unit).store(0, Relaxed);
-        } else if cell::has_short(self.end(leaf, unit).load(Relaxed)) {
+            self.word(unit).store(0, Relaxed);
+        } else if cell::starts(self.start(unit).load(Relaxed), unit) {
+            self.start(unit).store(0, Relaxed);
+        } else if cell::has_short(self.end(unit).load(Relaxed)) {
             self.clear_page(unit);
         }
     }
@@ -568,13 +510,12 @@ impl Tags {
     #[inline(always)]
     pub(super) fn clear_end_in<const LARGE: bool>(&self, unit: u32) {
         let last = unit - 1;
-        let leaf = self.leaf_of(last);
         if !LARGE {
-            return self.word(leaf, last).store(0, Relaxed);
+            return self.word(last).store(0, Relaxed);
         }
-        let end = self.end(leaf, last).load(Relaxed);
+        let end = self.end(last).load(Relaxed);
         if cell::ending_node(end, last).is_some() {
-            self.end(leaf, last).store(cell::without_end(end), Relaxed);
+            self.end(last).store(cell::without_end(end), Relaxed);
         } else if cell::has_short(end) {
             self.clear_page(last);
         }
@@ -585,7 +526,7 @@ impl Tags {
     fn clear_page(&self, unit: u32) {
         let page = self.page(unit);
         if word::is_tag(page.load(Relaxed)) {
-            let end = self.end(self.leaf_of(unit), unit);
+            let end = self.end(unit);
             end.store(cell::without_short(end.load(Relaxed)), Relaxed);
         }
         page.store(0, Relaxed);
@@ -666,106 +607,33 @@ impl Tags {
         }
     }
 
-    /// These units, whole spans, have memory from now on, in which nothing begins or ends yet.
-    pub(in crate::default) fn add(&self, units: Range<u32>) {
-        let mut unused = self.unused.lock();
-        for span in units.start / SPAN_UNITS..units.end / SPAN_UNITS {
-            let part = self.part_of(span);
-            self.enter(span, self.take(&mut unused[part as usize], part));
-        }
-    }
-
     /// Has the system find the host's memory for the tags of these units at once: a fault for each page of
     /// them, as blocks are handed out there one by one, costs more. Only a help.
     pub(in crate::default) fn prepare(&self, units: Range<u32>) {
         let Some(last) = units.end.checked_sub(1).filter(|last| *last >= units.start) else {
             return;
         };
-        let part = self.part_of(units.start / SPAN_UNITS);
-        let place = |unit| match (part, self.leaf_of(unit)) {
-            (Part::Small, Leaf(leaf)) => leaf + (unit % SPAN_UNITS) as usize,
-            (Part::Large, leaf) => self.cell(leaf, unit),
-        };
-        let [first, last] = [units.start, last].map(place);
-        // Leaves that other spans had before may be anywhere, and have their pages.
-        let spans = ((units.end - 1) / SPAN_UNITS - units.start / SPAN_UNITS) as usize;
-        if last.checked_sub(first).is_none_or(|tags| tags / leaf_length(part) > spans) {
-            return;
+        if self.is_small(units.start) {
+            return self.words.touch(units.start as usize..last as usize + 1);
         }
-        match part {
-            Part::Small => self.words.touch(first..last + 1),
-            Part::Large if last < self.ready.load(Relaxed) => {}
-            Part::Large => self.cells.touch(first..last + 2),
+        let cells = cell(units.start)..cell(last) + 2;
+        let is_ready = |ready: &Range<usize>| ready.start <= cells.start && cells.end <= ready.end;
+        if !self.ready.get().is_some_and(|all| all.iter().any(is_ready)) {
+            self.cells.touch(cells);
         }
-    }
-
-    /// Memory that is wholly free goes from one unit, and those behind it, to another.
-    pub(in crate::default) fn carry(&self, from: u32, to: u32, units: u32) {
-        let mut unused = self.unused.lock();
-        for step in 0..units / SPAN_UNITS {
-            let [from, to] = [from, to].map(|first| first / SPAN_UNITS + step);
-            let mut leaf = self.leave(from);
-            let [old, new] = [from, to].map(|span| self.part_of(span));
-            if old != new {
-                unused[old as usize].vacant.push(leaf);
-                leaf = self.take(&mut unused[new as usize], new);
-            }
-            self.enter(to, leaf);
-        }
-    }
-
-    /// These units have no memory any more.
-    pub(in crate::default) fn remove(&self, units: Range<u32>) {
-        let mut unused = self.unused.lock();
-        for span in units.start / SPAN_UNITS..units.end / SPAN_UNITS {
-            let leaf = self.leave(span);
-            unused[self.part_of(span) as usize].vacant.push(leaf);
-        }
-    }
-
-    fn part_of(&self, span: u32) -> Part {
-        if self.is_small(span * SPAN_UNITS) { Part::Small } else { Part::Large }
-    }
-
-    fn has_memory(&self, unit: u32) -> bool {
-        self.leaf_of(unit).0 > 0
-    }
-
-    fn enter(&self, span: u32, leaf: u32) {
-        if let Some(entry) = self.directory.get(span as usize) {
-            entry.store(leaf, Relaxed);
-        }
-    }
-
-    /// Takes a span's leaf from it.
-    fn leave(&self, span: u32) -> u32 {
-        self.directory.get(span as usize).map_or(0, |entry| entry.swap(0, Relaxed))
-    }
-
-    /// A leaf for a span of a part. There is one for each, or where there were none it would be
-    /// that of spans without memory.
-    fn take(&self, unused: &mut Unused, part: Part) -> u32 {
-        let length = match part {
-            Part::Small => self.words.length(),
-            Part::Large => self.cells.length(),
-        };
-        unused.vacant.pop().unwrap_or_else(|| {
-            let (start, each) = (unused.next, leaf_length(part));
-            if length - (start as usize) < each {
-                return 0;
-            }
-            unused.next += each as u32;
-            start
-        })
     }
 }
 
-/// The length of a span's leaf.
-const fn leaf_length(part: Part) -> usize {
-    match part {
-        Part::Small => SPAN_UNITS as usize,
-        Part::Large => LEAF,
-    }
+/// The place of a unit's cell.
+#[inline(always)]
+fn cell(unit: u32) -> usize {
+    let [span, cell] = [SPAN_UNITS, CELL_UNITS].map(|of| (unit / of) as usize);
+    2 * cell + (SPAN - 2 * CELLS) * span
+}
+
+/// The bits of all units up to the one behind so many, and a last one.
+fn mask_beyond(units: u32) -> u32 {
+    u32::MAX.unbounded_shr(units.leading_zeros())
 }
 
 #[cfg(test)]
@@ -773,13 +641,10 @@ mod tests {
     use super::*;
     use crate::default::class::MAX_UNITS;
 
-    /// Six spans, all with memory, of which so many are the small part.
+    /// Six spans, of which so many are the small part.
     fn tags(small: u32) -> Tags {
-        let Some(tags) = Tags::new(6 * SPAN_UNITS, small * SPAN_UNITS) else {
-            panic!("no memory for 120 KiB")
-        };
-        tags.add(0..6 * SPAN_UNITS);
-        tags
+        let tags = Tags::new(6 * SPAN_UNITS, small * SPAN_UNITS);
+        tags.unwrap_or_else(|| panic!("no memory for 300 KiB"))
     }
 
     /// In whichever part they are.
@@ -824,7 +689,7 @@ mod tests {
     /// Whether no unit has a tag, and no cell says that its pages have some.
     fn is_clear(tags: &Tags) -> bool {
         let large = (tags.split..tags.units).step_by(CELL_UNITS as usize);
-        let has_short = |unit| cell::has_short(tags.end(tags.leaf_of(unit), unit).load(Relaxed));
+        let has_short = |unit| cell::has_short(tags.end(unit).load(Relaxed));
         let parts = [0..tags.split, tags.split..tags.units];
         parts.into_iter().all(|part| tags.first_in(part).is_none())
             && !large.into_iter().any(has_short)
@@ -885,11 +750,10 @@ mod tests {
             assert_eq!(tags.get(start), Tag::Live(units));
             assert_eq!(tags.label_at(start), Some(LABEL - 2));
             assert!(tags.first_in(start + 1..start + units).is_none());
-            let leaf = tags.leaf_of(start);
             let is_short = tags.is_short(start, units);
-            assert_eq!(tags.live_at(leaf, start), (!is_short).then_some(units));
+            assert_eq!(tags.live_at(start), (!is_short).then_some(units));
             tags.set_noted(start, units);
-            assert_eq!((tags.get(start), tags.live_at(leaf, start)), (Tag::Noted(units), None));
+            assert_eq!((tags.get(start), tags.live_at(start)), (Tag::Noted(units), None));
             let kept = units > tags.step(start);
             assert_eq!(tags.label_at(start), kept.then_some(LABEL - 2));
             tags.set_cached(start, units);
@@ -908,7 +772,7 @@ mod tests {
     fn what_is_noted_inside_an_allocation_is_no_tag() {
         let tags = tags(1);
         let value = !word::KIND;
-        // In both parts, at the end of a span's leaf and elsewhere.
+        // In both parts, at the end of a span and elsewhere.
         let starts = [0, SPAN_UNITS, 2 * SPAN_UNITS - 16, 3 * SPAN_UNITS - 24, 4 * SPAN_UNITS - 32];
         for start in starts {
             tags.hand_out(start, 136, 5);
@@ -1053,54 +917,33 @@ mod tests {
             }
         }
     }
-
+    /// What is behind a part or before it, or of a number that no unit has, has a place where nothing is.
     #[test]
-    fn leaves_come_and_go_with_memory() {
-        let Some(tags) = Tags::new(6 * SPAN_UNITS, 2 * SPAN_UNITS) else {
-            panic!("no memory for 120 KiB")
-        };
-        let [add, remove] = [Tags::add, Tags::remove].map(|change| {
-            let tags = &tags;
-            move |spans: Range<u32>| change(tags, spans.start * SPAN_UNITS..spans.end * SPAN_UNITS)
-        });
-        let carry = |from: u32, to: u32, spans: u32| {
-            tags.carry(from * SPAN_UNITS, to * SPAN_UNITS, spans * SPAN_UNITS);
-        };
-        let each_has_its_own = |spans: &[u32]| {
-            let with = (0..6).filter(|span| tags.has_memory(span * SPAN_UNITS));
-            assert_eq!(with.collect::<Vec<_>>(), spans);
-            let starts = || spans.iter().map(|span| (span * SPAN_UNITS, *span));
-            starts().for_each(|(at, span)| tags.set_free(at, SPAN_UNITS, span));
-            starts().for_each(|(at, span)| {
-                assert_eq!(
-                    (tags.free_at(at), tags.free_before(at + SPAN_UNITS)),
-                    (Some(span), Some(span))
-                );
-            });
-            starts().for_each(|(at, _)| {
-                tags.clear_start(at);
-                tags.clear_end(at + SPAN_UNITS);
-            });
-        };
-        each_has_its_own(&[]);
-        add(0..1);
-        add(3..5);
-        each_has_its_own(&[0, 3, 4]);
-        // Within a part, then into the other and back.
-        carry(3, 2, 2);
-        each_has_its_own(&[0, 2, 3]);
-        carry(2, 1, 1);
-        each_has_its_own(&[0, 1, 3]);
-        carry(0, 4, 1);
-        remove(1..2);
-        each_has_its_own(&[3, 4]);
-        // All that is needed from here on but one leaf was another's before.
-        let next = || tags.unused.lock().each_ref().map(|unused| unused.next);
-        let before = next();
-        add(1..2);
-        carry(1, 5, 1);
-        carry(3, 0, 1);
-        each_has_its_own(&[0, 4, 5]);
-        assert_eq!(next(), [before[0], before[1] + LEAF as u32]);
+    fn every_number_has_a_place_and_every_cell_its_own() {
+        for (spans, small) in [(1, 0), (6, 1), (6, 6), (8, 7), (9, 8), (16, 15), (33, 4)] {
+            let (units, split) = (spans * SPAN_UNITS, small * SPAN_UNITS);
+            let Some(tags) = Tags::new(units, split) else { panic!("no memory for 2 MiB") };
+            let (mut last, mut places) = (None, 0);
+            for unit in (split..units).step_by(CELL_UNITS as usize) {
+                let place = std::ptr::from_ref(tags.start(unit)).addr();
+                assert!(last < Some(place), "{unit} of {units}");
+                last = Some(place);
+                places += 1;
+                tags.start(unit).store(cell::live(unit, CELL_UNITS + 8, 1), Relaxed);
+                tags.end(unit).store(cell::with_end(0, unit, 8, 1), Relaxed);
+            }
+            assert_eq!(places, (spans - small) * (SPAN_UNITS / CELL_UNITS));
+            (0..split).for_each(|unit| tags.word(unit).store(word::free(unit), Relaxed));
+            let far = [u32::MAX, u32::MAX - SPAN_UNITS, u32::MAX / 2 + 1];
+            for unit in far.into_iter().filter(|unit| unit & tags.all >= units).chain([units]) {
+                assert_eq!(tags.get(unit), Tag::None, "{unit} of {units}");
+                assert_eq!(tags.page(unit).load(Relaxed), 0);
+            }
+            let before = [tags.free_before(0), tags.free_before_in::<false>(0)];
+            assert_eq!(before, [None; 2], "{units}");
+            assert_eq!(tags.free_at_in::<false>(split), None);
+            assert_eq!(tags.free_before_in::<true>(split), None);
+        }
+        assert!(Tags::new(0, SPAN_UNITS).is_none());
     }
 }

@@ -37,17 +37,6 @@ impl<T: Number> Zeroed<T> {
         Some(Self { start: pages.start().cast(), length, _pages: pages })
     }
 
-    pub(super) fn length(&self) -> usize {
-        self.length
-    }
-
-    #[inline(always)]
-    pub(super) fn get(&self, at: usize) -> Option<&T> {
-        // SAFETY: the index is within the memory, which is zeroed (a valid state of atomics) and
-        // alive while `self` is.
-        (at < self.length).then(|| unsafe { self.start.add(at).as_ref() })
-    }
-
     /// Has pages behind some of the numbers, which stay as they are.
     pub(super) fn touch(&self, range: Range<usize>) {
         if cfg!(miri) {
@@ -71,14 +60,15 @@ impl<T: Number> Zeroed<T> {
         let _ = unsafe { madvise(pages, end - first, Advice::LinuxPopulateWrite) };
     }
 
-    /// The number there, without a look at whether there is one.
+    /// The number there.
     ///
     /// # Safety
     /// There is.
     #[inline(always)]
     pub(super) unsafe fn within(&self, at: usize) -> &T {
         debug_assert!(at < self.length);
-        // SAFETY: the caller vouches for the index; the memory is as in `get`.
+        // SAFETY: the caller vouches for the index; the memory is zeroed, which is a valid state of atomics, and
+        // alive while `self` is.
         unsafe { self.start.add(at).as_ref() }
     }
 }
