@@ -26,6 +26,8 @@
 //! large part, so that memory which moves to new addresses seldom meets one that has to be found.
 
 mod cell;
+#[cfg(test)]
+mod model;
 mod word;
 mod zeroed;
 
