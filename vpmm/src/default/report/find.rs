@@ -46,19 +46,22 @@ impl Core {
             };
         }
         // Back to what the unit is part of; nothing reaches across addresses without memory.
-        let mut at = self.tags.first_with(unit);
+        let mut at = unit;
         loop {
-            if space.memory.extent_at(space.memory.granule_of(at)).is_none() {
+            let granule = space.memory.granule_of(at);
+            if space.memory.extent_at(granule).is_none() {
                 return foreign;
             }
-            match self.tags.get(at) {
-                Tag::Cached(units) if unit < at + units => return Error::DoubleFree { address },
-                Tag::Free(_) => return Error::DoubleFree { address },
-                Tag::Live(_) | Tag::Noted(_) | Tag::Cached(_) => return foreign,
-                Tag::None => {}
+            let first = granule * space.memory.granule_units();
+            if let Some(found) = self.tags.last_up_to(at, first) {
+                return match self.tags.get(found) {
+                    Tag::Cached(units) if unit < found + units => Error::DoubleFree { address },
+                    Tag::Free(_) => Error::DoubleFree { address },
+                    _ => foreign,
+                };
             }
-            match at.checked_sub(1) {
-                Some(below) => at -= self.tags.step(below),
+            match first.checked_sub(1) {
+                Some(below) => at = below,
                 None => return foreign,
             }
         }
@@ -81,15 +84,8 @@ impl Space {
         };
         let stretch = self.memory.stretch_of(unit);
         let first = self.memory.start_of_stretch(stretch);
-        let mut at = tags.first_with(unit);
-        while at >= first {
-            if tags.get(at) != Tag::None {
-                return live(at);
-            }
-            match at.checked_sub(tags.step(at)) {
-                Some(below) => at = below,
-                None => break,
-            }
+        if let Some(at) = tags.last_up_to(unit, first) {
+            return live(at);
         }
         live(self.memory.covered_by(stretch))
     }

@@ -261,6 +261,22 @@ impl Tags {
         None
     }
 
+    /// The last unit with a tag from `first` to a unit; of a page its first one.
+    pub(in crate::default) fn last_up_to(&self, unit: u32, first: u32) -> Option<u32> {
+        let mut at = self.first_with(unit);
+        while at >= first {
+            let cell = at - at % CELL_UNITS;
+            let is_last = at - cell == CELL_UNITS - LARGE_STEP;
+            if !self.is_small(at) && is_last && self.is_bare(cell) {
+                at = cell;
+            } else if self.get(at) != Tag::None {
+                return Some(at);
+            }
+            at = self.first_with(at.checked_sub(1)?);
+        }
+        None
+    }
+
     /// Whether nothing starts or ends in a cell of the large part.
     fn is_bare(&self, cell: u32) -> bool {
         let word = |cell: u32| self.end(cell).load(Relaxed);

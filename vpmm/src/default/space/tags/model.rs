@@ -387,6 +387,11 @@ impl Both {
             if !tags.is_small(start) {
                 let tag = free.filter(|_| units > step).map(|_| tags.first_with(last));
                 assert_eq!(tags.first_in(start + step..start + units), tag, "unit {start}");
+                for unit in [start, start + units / 2, last] {
+                    let is_last = tags.first_with(unit) == tags.first_with(last);
+                    let tag = tag.filter(|_| is_last).or((is != Is::Nothing).then_some(start));
+                    assert_eq!(tags.last_up_to(unit, start), tag, "unit {unit}");
+                }
             }
         }
     }
