@@ -7,6 +7,7 @@ use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
+use vpmm::snapshot::BlockState;
 use vpmm::{Pool, Stream, StreamHandle};
 
 use crate::rig::{GRANULE, bare, config};
@@ -53,6 +54,49 @@ fn a_stream_that_ends_while_its_event_is_recorded() {
     drop((pool, other, device));
     sim.assert_clean();
     assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+}
+
+gated!(creation: cuMemCreate(
+    handle: *mut CUmemGenericAllocationHandle,
+    bytes: usize,
+    properties: *const CUmemAllocationProp,
+    flags: u64,
+));
+
+/// A request that grows has taken free memory: what lies behind that in the same granule is in a snapshot all
+/// the same.
+#[test]
+fn a_snapshot_has_what_lies_behind_memory_on_its_way() {
+    let sim = Simulator::builder().build().unwrap();
+    let driver = changed(&sim, creation::put);
+    let device = driver.device(0).unwrap();
+    let pool = Pool::new(&device, &config(11, 96)).unwrap();
+    let stream = device.stream().unwrap();
+    // A granule that goes back, and one of which a half stays.
+    let [whole, free, stays] =
+        [BYTES, BYTES / 2, BYTES / 2].map(|bytes| pool.malloc(bytes, &stream).unwrap());
+    for ptr in [whole, free] {
+        // By the bare handle, it goes past the front.
+        pool.free(ptr, bare(&stream)).unwrap();
+    }
+    pool.trim_to(0).unwrap();
+    assert_eq!(pool.stats().mapped_bytes, GRANULE);
+    creation::BEFORE.arm();
+    std::thread::scope(|scope| {
+        let growing = scope.spawn(|| pool.malloc(BYTES + BYTES / 4, &stream).unwrap());
+        creation::BEFORE.wait();
+        let segments = pool.snapshot();
+        creation::BEFORE.open();
+        let blocks = segments.iter().flat_map(|segment| &segment.blocks);
+        let seen: Vec<_> = blocks.map(|block| (block.address, block.state)).collect();
+        assert_eq!(seen, [(stays.address(), BlockState::Live)]);
+        let taken = growing.join().unwrap();
+        assert_eq!(taken.address() + BYTES as u64 + GRANULE / 4, stays.address());
+        for ptr in [taken, stays] {
+            pool.free(ptr, &stream).unwrap();
+        }
+    });
+    pool.validate().unwrap();
 }
 
 /// Questions of a thread that comes behind a stream's end are held until the stream is gone.

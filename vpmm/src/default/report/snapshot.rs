@@ -61,8 +61,14 @@ impl Core {
                             },
                             None => break,
                         },
-                        // In transit, until the granule's end at the least.
-                        Tag::None => break,
+                        // In transit; behind it may be what is not.
+                        Tag::None => match self.tags.first_in(at..end) {
+                            Some(next) => {
+                                at = next;
+                                continue;
+                            }
+                            None => break,
+                        },
                     };
                     segments.put(Block {
                         address: self.pointer(at).address(),
