@@ -686,7 +686,12 @@ impl Space {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
+    use crate::default::class::LARGE_STEP;
+    use book::Recording;
+    use tags::Tag;
 
     /// As after a pointer was freed by two threads at once: beside a block are tags of a node that is elsewhere, and
     /// of one that is no block's.
@@ -708,5 +713,64 @@ mod tests {
         let common = &space.common[Part::Large as usize];
         assert!(common.agrees());
         assert_eq!((common.blocks(), common.units(), space.blocks.in_use()), (2, 16, 2));
+    }
+
+    /// Short blocks and longer ones of the large part, which two streams free and nobody owns in the end.
+    #[test]
+    fn blocks_leave_no_tag_inside_what_they_become() {
+        let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), false, true, 0);
+        let Some(tags) = Tags::new(64 << 12, 9 << 12) else { panic!("no memory for the tags") };
+        let (first, end) = (10 << 12, 11 << 12);
+        tags.add(first..end);
+        space.books.extend([(); 2].map(|()| Book::new(Recording::Eager, 0)));
+        space.give(&tags, first, end - first, Owner::NOBODY);
+        let mut live: BTreeMap<u32, u32> = BTreeMap::new();
+        let mut seed = 1_u64;
+        let mut random = |bound: usize| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (seed >> 33) as usize % bound
+        };
+        for _ in 0..if cfg!(miri) { 100 } else { 4000 } {
+            let stream = random(2);
+            match random(8) {
+                0..=3 => {
+                    let most = [4, 16, 60][random(3)];
+                    let pages = 1 + random(most) as u32;
+                    let units = pages * LARGE_STEP;
+                    let placed = space.place(&tags, stream as u32, units, Part::Large);
+                    live.extend(placed.map(|start| (start, units)));
+                }
+                4..=6 if !live.is_empty() => {
+                    let freed = live.iter().nth(random(live.len()));
+                    let Some((start, units)) = freed.map(|(start, units)| (*start, *units)) else {
+                        continue;
+                    };
+                    live.remove(&start);
+                    space.take_back(&tags, stream as u32, start, units);
+                }
+                _ => {
+                    let sets = space.books[stream].sets.iter().flatten();
+                    let Some(id) = sets.flat_map(FreeSet::first).map(Block::id).next() else {
+                        continue;
+                    };
+                    let (start, units, _) = space.take_whole(&tags, id);
+                    space.give(&tags, start, units, Owner::NOBODY);
+                }
+            }
+            let mut blocks: Vec<_> =
+                live.iter().map(|(start, units)| (*start, *units, Tag::Live(*units))).collect();
+            let free = space.every_free_block();
+            blocks.extend(free.map(|of| (of.start(), of.units(), Tag::Free(of.id()))));
+            blocks.sort_unstable_by_key(|(start, ..)| *start);
+            let mut at = first;
+            for (start, units, tag) in blocks {
+                assert_eq!((start, tags.get(start)), (at, tag));
+                at += units;
+                let last = at - LARGE_STEP;
+                let is_tagged = matches!(tag, Tag::Free(_)) && last > start;
+                assert_eq!(tags.first_in(start + LARGE_STEP..at), is_tagged.then_some(last));
+            }
+            assert_eq!(at, end);
+        }
     }
 }

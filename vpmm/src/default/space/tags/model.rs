@@ -404,9 +404,9 @@ impl Both {
         let pages = || units(LARGE).step_by(LARGE_STEP as usize);
         for unit in units(SMALL).chain(pages()) {
             let expected = self.expected(unit);
-            assert_eq!(tags.get(unit), expected, "unit {unit}");
             // Nothing starts at a unit that is no page's first, whatever starts with the page.
             for at in unit..unit + tags.step(unit) {
+                assert_eq!(tags.get(at), expected, "unit {at}");
                 let live = expected.live_units().filter(|units| {
                     at == unit && !self.is_short(unit, *units) && matches!(expected, Tag::Live(_))
                 });
