@@ -593,7 +593,9 @@ fn small_blocks_fill_all_memory_and_not_only_their_own_addresses() {
     let sim = Simulator::builder().memory_bytes(80 * GRANULE).build().unwrap();
     let rig = Rig::on(sim);
     let stream = rig.stream();
-    for is_tagged in [false, true] {
+    let sizes = [64 * KIB, 3 * KIB];
+    // Each in a pool that has to grow for it.
+    for (is_tagged, bytes) in [false, true].into_iter().flat_map(|tag| sizes.map(|of| (tag, of))) {
         let mut config = PoolConfig::default();
         config.limit_bytes = is_tagged.then_some(64 * GRANULE);
         let pool = Pool::new(&rig.device, &config).unwrap();
@@ -602,21 +604,19 @@ fn small_blocks_fill_all_memory_and_not_only_their_own_addresses() {
             false => pool.malloc(bytes as usize, &stream),
             true => tagged.malloc(bytes as usize, &stream),
         };
-        for bytes in [64 * KIB, 3 * KIB] {
-            // The rig holds some of the device's memory.
-            let (most, least) = if is_tagged { (64, 64) } else { (80, 78) };
-            let mut held = Vec::new();
-            while let Ok(ptr) = malloc(bytes) {
-                held.push(ptr);
-            }
-            let mapped = pool.stats().mapped_bytes / GRANULE;
-            assert!((least..=most).contains(&mapped), "{mapped} granules of {most}");
-            assert!(pool.stats().live_bytes > mapped * GRANULE / 8 * 7, "{:?}", pool.stats());
-            pool.validate().unwrap();
-            held.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
-            pool.free(malloc(40 * GRANULE).unwrap(), &stream).unwrap();
-            pool.validate().unwrap();
+        // The rig holds some of the device's memory.
+        let (most, least) = if is_tagged { (64, 64) } else { (80, 78) };
+        let mut held = Vec::new();
+        while let Ok(ptr) = malloc(bytes) {
+            held.push(ptr);
         }
+        let mapped = pool.stats().mapped_bytes / GRANULE;
+        assert!((least..=most).contains(&mapped), "{mapped} granules of {most}");
+        assert!(pool.stats().live_bytes > mapped * GRANULE / 8 * 7, "{:?}", pool.stats());
+        pool.validate().unwrap();
+        held.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+        pool.free(malloc(40 * GRANULE).unwrap(), &stream).unwrap();
+        pool.validate().unwrap();
     }
     rig.assert_clean();
 }
