@@ -57,7 +57,9 @@ pub(crate) fn snapshot(args: &SnapshotArgs, out: &mut dyn Write) -> Result<Exit,
 fn abort(error: StorageError) -> Abort {
     match error {
         StorageError::Damaged { .. } | StorageError::Exists { .. } => Abort::bad_input(error),
-        StorageError::File { ref source, .. } if source.kind() == ErrorKind::NotFound => {
+        StorageError::File { ref source, .. }
+            if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) =>
+        {
             Abort::bad_input(error)
         }
         error => Abort::failure(error),

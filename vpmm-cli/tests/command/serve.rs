@@ -465,10 +465,12 @@ fn a_folder_that_cannot_be_loaded_is_told_before_any_server_is_waited_for() {
     let (missing, broken) = (folder.0.join("missing"), folder.0.join("broken"));
     std::fs::create_dir(&broken).unwrap();
     std::fs::write(broken.join("manifest.json"), "{").unwrap();
+    let file = broken.join("manifest.json");
     let nobody = folder.0.join("nobody.sock");
     for (way, place, word) in [
         ("load", &missing, "manifest.json"),
         ("load", &broken, "manifest.json"),
+        ("load", &file, "Not a directory"),
         ("save", &broken, "is there already"),
     ] {
         let started = Instant::now();
@@ -496,6 +498,20 @@ fn a_bench_without_a_driver_or_a_server_ends_at_once() {
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
     assert!(stderr(&output).contains("the server has ended"), "{}", stderr(&output));
     assert!(started.elapsed() < AT_ONCE, "it waited");
+}
+
+#[test]
+fn a_bench_without_its_folder_says_so_before_anything_is_measured() {
+    let folder = Folder::new();
+    let (missing, file) = (folder.0.join("missing"), folder.0.join("file"));
+    std::fs::write(&file, "").unwrap();
+    for place in [&missing, &file] {
+        let mut command = vpmm(&["serve-bench", "--device", "sim", "--quick", "--folder"]);
+        let output = command.arg(place).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+        assert!(stderr(&output).contains("is no folder"), "{}", stderr(&output));
+        assert_eq!(stdout(&output), "");
+    }
 }
 
 #[test]

@@ -70,7 +70,11 @@ struct Bench<'a> {
 /// Runs every case and prints a JSON object for each.
 pub(crate) fn bench(args: &ServeBenchArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
     raise_descriptor_limit();
-    // First, as without a driver no server will come either.
+    // Its turn comes last, minutes later on a GPU.
+    if let Some(folder) = args.folder.as_ref().filter(|folder| !folder.is_dir()) {
+        return Err(Abort::bad_input(format_args!("{} is no folder", folder.display())));
+    }
+    // Before the server, as without a driver no server will come either.
     let driver = driver(args.device)?;
     if let (Some(readers), Some(socket)) = (args.readers, &args.socket_path) {
         let socket = socket.clone();
