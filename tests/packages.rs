@@ -3,7 +3,7 @@
 
 use std::env::{consts, var_os};
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::Value;
@@ -81,4 +81,42 @@ fn what_is_published_has_the_licences_and_says_what_it_is() {
         }
     }
     assert!(published > 5, "only {published} packages");
+}
+
+/// All sources below a folder.
+fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            sources(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
+        }
+    }
+}
+
+/// What lies beside a package's folder does not go along when it is published.
+#[test]
+fn what_is_published_names_no_file_outside_of_its_package() {
+    let Some(packages) = packages() else { return };
+    let mut named = 0;
+    for package in packages.iter().filter(|package| package["source"].is_null()) {
+        if package["publish"].is_array() {
+            continue;
+        }
+        let folder = Path::new(package["manifest_path"].as_str().unwrap()).parent().unwrap();
+        let mut found = Vec::new();
+        sources(folder, &mut found);
+        for source in found {
+            let text = fs::read_to_string(&source).unwrap();
+            for literal in text.split("\"../").skip(1) {
+                named += 1;
+                let path = format!("../{}", literal.split('"').next().unwrap());
+                let file = source.parent().unwrap().join(&path).canonicalize();
+                let is_inside = file.is_ok_and(|file| file.starts_with(folder));
+                assert!(is_inside, "{}: {path}", source.display());
+            }
+        }
+    }
+    assert!(named > 0, "no file is named at all");
 }

@@ -8,7 +8,7 @@ use vpmm_cli::trace::{Action, Trace};
 /// `room` is how much of the trace's peak the pool may hold, if that is limited.
 fn books_hold(name: &str, schedule: Schedule, seed: u64, room: Option<f64>) {
     // From the package's folder, where tests are run: the folder at build time may be another machine's.
-    let trace = Trace::open(&format!("../traces/{name}.csv.gz")).unwrap();
+    let trace = Trace::open(&format!("traces/{name}.csv.gz")).unwrap();
     let sim = Simulator::builder().memory_bytes(141 << 30).costs(Costs::free()).seed(seed);
     let sim = sim.schedule(schedule).build().unwrap();
     let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
