@@ -68,7 +68,16 @@ fn what_is_published_has_the_licences_and_says_what_it_is() {
         for key in ["description", "license", "repository", "rust_version"] {
             assert!(package[key].is_string(), "{name} has no {key}");
         }
+        for key in ["keywords", "categories"] {
+            assert!(!package[key].as_array().unwrap().is_empty(), "{name} has no {key}");
+        }
         let folder = Path::new(package["manifest_path"].as_str().unwrap()).parent().unwrap();
+        // Its own, which says what it is: the workspace's is about all of them.
+        assert_eq!(package["readme"], "README.md", "{name}");
+        let readme = fs::read_to_string(folder.join("README.md"));
+        let readme = readme.unwrap_or_else(|error| panic!("{name}, README.md: {error}"));
+        let title = format!("# {}\n", name.as_str().unwrap());
+        assert!(readme.starts_with(&title), "{name}: {}", readme.lines().next().unwrap_or(""));
         for licence in ["LICENSE-MIT", "LICENSE-APACHE"] {
             let its = fs::read(folder.join(licence));
             let its = its.unwrap_or_else(|error| panic!("{name}, {licence}: {error}"));

@@ -396,3 +396,8 @@ impl Simulator {
         }
     }
 }
+
+/// Compiles the README's example.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

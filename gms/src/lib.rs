@@ -65,3 +65,8 @@ pub mod wire;
 
 pub use cuda::CudaError;
 pub use paths::{SOCKET_DIR, socket_path};
+
+/// Compiles the README's example.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

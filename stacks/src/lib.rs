@@ -32,3 +32,8 @@ mod parse;
 pub use build::{Any, Builder, Built, Face, Peak};
 pub use kinds::{Kind, Stack};
 pub use parse::{StackError, quoted, split_list};
+
+/// Compiles the README's example.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -66,7 +66,7 @@ impl Build<'_> {
         let name = format!(
             "vpmm-capi-{}-{}-{}-{}",
             std::process::id(),
-            self.source.replace('.', "-"),
+            self.source.replace(['.', '/'], "-"),
             self.is_static,
             self.beside.is_some()
         );
@@ -117,6 +117,17 @@ fn a_program_in_c_with_the_shared_library() {
 #[test]
 fn a_program_in_c_with_the_static_library() {
     Build { source: "program.c", flags: &["-std=c11"], is_static: true, ..Build::default() }.run();
+}
+
+#[test]
+fn the_program_in_the_readme() {
+    let readme = include_str!("../README.md");
+    let (_, program) = readme.split_once("```c\n").unwrap();
+    let (program, _) = program.split_once("```").unwrap();
+    let path = std::env::temp_dir().join(format!("vpmm-capi-readme-{}.c", std::process::id()));
+    std::fs::write(&path, program).unwrap();
+    Build { source: path.to_str().unwrap(), flags: &["-std=c99"], ..Build::default() }.run();
+    std::fs::remove_file(&path).unwrap();
 }
 
 #[test]

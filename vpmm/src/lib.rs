@@ -113,3 +113,8 @@ pub use stats::Stats;
 pub use stream::{Event, Stream, StreamPool};
 pub use units::DevicePtr;
 pub use validate::Violation;
+
+/// Compiles the README's example.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
