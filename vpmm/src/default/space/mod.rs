@@ -721,7 +721,6 @@ mod tests {
         let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), false, true, 0);
         let Some(tags) = Tags::new(64 << 12, 9 << 12) else { panic!("no memory for the tags") };
         let (first, end) = (10 << 12, 11 << 12);
-        tags.add(first..end);
         space.books.extend([(); 2].map(|()| Book::new(Recording::Eager, 0)));
         space.give(&tags, first, end - first, Owner::NOBODY);
         let mut live: BTreeMap<u32, u32> = BTreeMap::new();

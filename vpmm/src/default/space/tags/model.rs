@@ -118,7 +118,6 @@ impl Both {
 
     fn add(&mut self, spans: Range<u32>) {
         let units = spans.start * SPAN_UNITS..spans.end * SPAN_UNITS;
-        self.tags.add(units.clone());
         self.put(units.start, units.end - units.start, Is::Nothing);
         self.give(units.start, [false; 2]);
     }
@@ -262,7 +261,11 @@ impl Both {
 
     fn spans(&self, with: bool) -> Vec<u32> {
         let spans = SMALL.chain(LARGE);
-        spans.filter(|span| self.tags.has_memory(span * SPAN_UNITS) == with).collect()
+        let has_memory = |span: &u32| {
+            let piece = self.pieces.range(..=span * SPAN_UNITS).next_back();
+            piece.is_some_and(|(start, piece)| start + piece.units > span * SPAN_UNITS)
+        };
+        spans.filter(|span| has_memory(span) == with).collect()
     }
 
     fn run(&mut self, step: &Step) {
@@ -322,14 +325,9 @@ impl Both {
                 let (with, without) = (self.spans(true), self.spans(false));
                 let Some(from) = with.get(from % with.len().max(1)).copied() else { return };
                 self.empty(from);
-                let at = from * SPAN_UNITS;
-                match without.get(to % (without.len() + 1)).map(|to| to * SPAN_UNITS) {
-                    None => self.tags.remove(at..at + SPAN_UNITS),
-                    Some(to) => {
-                        self.tags.carry(at, to, SPAN_UNITS);
-                        self.put(to, SPAN_UNITS, Is::Nothing);
-                        self.give(to, [true; 2]);
-                    }
+                if let Some(to) = without.get(to % (without.len() + 1)).map(|to| to * SPAN_UNITS) {
+                    self.put(to, SPAN_UNITS, Is::Nothing);
+                    self.give(to, [true; 2]);
                 }
             }
             Step::Bring { which } => {
@@ -410,13 +408,13 @@ impl Both {
                 let live = expected.live_units().filter(|units| {
                     at == unit && !self.is_short(unit, *units) && matches!(expected, Tag::Live(_))
                 });
-                assert_eq!(tags.live_at(tags.leaf_of(at), at), live, "unit {at}");
+                assert_eq!(tags.live_at(at), live, "unit {at}");
             }
         }
         // A cell says that its pages have words where one has, and nowhere else.
         let has_tag = |unit: &u32| word::is_tag(tags.page(*unit).load(Relaxed));
         for cell in units(LARGE).step_by(CELL_UNITS as usize) {
-            let has_short = cell::has_short(tags.end(tags.leaf_of(cell), cell).load(Relaxed));
+            let has_short = cell::has_short(tags.end(cell).load(Relaxed));
             let mut pages = (cell..cell + CELL_UNITS).step_by(LARGE_STEP as usize);
             assert_eq!(has_short, pages.any(|unit| has_tag(&unit)), "cell {cell}");
         }
