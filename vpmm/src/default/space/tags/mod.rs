@@ -645,8 +645,7 @@ impl Tags {
 /// The place of a unit's cell.
 #[inline(always)]
 fn cell(unit: u32) -> usize {
-    let [span, cell] = [SPAN_UNITS, CELL_UNITS].map(|of| (unit / of) as usize);
-    2 * cell + (SPAN - 2 * CELLS) * span
+    2 * (unit / CELL_UNITS) as usize + (SPAN - 2 * CELLS) * (unit / SPAN_UNITS) as usize
 }
 
 /// The bits of all units up to the one behind so many, and a last one.
