@@ -43,7 +43,7 @@ use zeroed::Zeroed;
 /// Units of a span: granules are spans or several of them.
 pub(in crate::default) const SPAN_UNITS: u32 = 4096;
 
-/// Numbers of a span of the large part: two for each of its cells, for what starts and for what ends there. As
+/// Cells of a span of the large part, and numbers: two for each cell, for what starts and for what ends there. As
 /// many again as fill a line of the processor's cache keep what lies alike in all spans from having the same place
 /// in that cache.
 const CELLS: usize = (SPAN_UNITS / CELL_UNITS) as usize;
