@@ -37,10 +37,10 @@ use crate::lock::{OrderedGuard, Token};
 use crate::ordering::PendingPolicy;
 use crate::out_of_memory::WaitPolicy;
 
-/// Mappings of zombies that are unmapped on behalf of one request: half a millisecond. Where addresses run
+/// Mappings of zombies that are unmapped on behalf of one request, and how long at most. Where addresses run
 /// short so many.
-const REAPED: u64 = 32;
-const REAPED_IN_CROWD: u64 = 128;
+const REAPED: (u64, Duration) = (32, Duration::from_micros(500));
+const REAPED_IN_CROWD: (u64, Duration) = (128, Duration::from_millis(2));
 
 /// What other streams freed is called in before the pool grows when it comes to this fraction of
 /// the pool, and to 2 MiB. Asking costs two or three driver calls for each stream, growing twenty
@@ -296,7 +296,7 @@ impl Core {
         }
         self.space.lock().rejoin(&self.tags, true);
         // What was waited for may be addresses.
-        self.reap(u64::MAX);
+        self.reap(u64::MAX, Duration::MAX);
         if let Some(start) = self.retry(request, room)? {
             return Ok(start);
         }
@@ -360,7 +360,8 @@ impl Core {
             if crowded {
                 self.poll(None, true)?;
             }
-            self.reap(if crowded { REAPED_IN_CROWD } else { REAPED });
+            let (most, within) = if crowded { REAPED_IN_CROWD } else { REAPED };
+            self.reap(most, within);
         }
         Ok(())
     }

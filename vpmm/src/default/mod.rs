@@ -105,6 +105,7 @@ pub(crate) struct Core {
     growing: Ordered<()>,
     /// What the device has, where that is less than the pool may have.
     full: memory::full::Full,
+    opening: growth::opening::Opening,
     /// The stream that is asked about next.
     asked: AtomicUsize,
     registry: Ordered<Registry>,
@@ -197,6 +198,7 @@ impl Core {
             aside: Aside::default(),
             growing: Ordered::new(Rank::Growing, ()),
             full: memory::full::Full::default(),
+            opening: growth::opening::Opening::default(),
             asked: AtomicUsize::new(0),
             registry: Ordered::new(Rank::Registry, Registry::default()),
             revoking: Ordered::new(Rank::Revoking, ()),

@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
+use std::time::Duration;
 
 use crate::default::Core;
 use crate::default::memory::trim::Run;
@@ -15,10 +16,10 @@ use crate::default::space::Space;
 use crate::default::space::tags::Tags;
 use crate::error::Result;
 
-/// Mappings that are unmapped at once so that what has moved can go back: two milliseconds, or where the program is
-/// long at work eight.
-const REAPED: u64 = 128;
-const REAPED_LATER: u64 = 512;
+/// Mappings that are unmapped at once so that what has moved can go back, and how long at most; and where the
+/// program is long at work.
+const REAPED: (u64, Duration) = (128, Duration::from_micros(1200));
+const REAPED_LATER: (u64, Duration) = (512, Duration::from_micros(5000));
 
 impl Core {
     /// Gives the shortest extents that nobody uses back, so many granules; none of those in a request's window,
@@ -32,7 +33,8 @@ impl Core {
         long_at_work: bool,
     ) -> Result<bool> {
         self.poll(None, true)?;
-        self.reap(if long_at_work { REAPED_LATER } else { REAPED });
+        let (most, within) = if long_at_work { REAPED_LATER } else { REAPED };
+        self.reap(most, within);
         let runs = self.space.lock().take_shortest(&self.tags, granules, window);
         let mut gone = 0;
         for run in &runs {

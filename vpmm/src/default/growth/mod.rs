@@ -6,11 +6,13 @@
 //! sources         the free extents that move there
 //! remap           the plan carried out, committed or put back
 //! exchange        short extents given up for long ones
+//! opening         how long the driver takes for a mapping, and how many a request has time for
 //! lead            whether the stream noticed
 //! ```
 
 pub(super) mod exchange;
 pub(super) mod lead;
+pub(super) mod opening;
 pub(super) mod pace;
 pub(super) mod plan;
 pub(super) mod policy;

@@ -167,6 +167,8 @@ pub(super) struct Means {
     pub(super) saved: u64,
     /// Whether the program has had much time of its own.
     pub(super) long_at_work: bool,
+    /// Mappings that a request has time for.
+    pub(super) in_time: u32,
 }
 
 /// What a request finds, whichever window it gets.
@@ -179,6 +181,22 @@ struct Outlook {
     may_move_first: bool,
     /// Granules that are made before a window has parts of extents.
     room: u64,
+}
+
+impl Outlook {
+    /// What a request may have made and moved that has so many handles already, where so many more are saved up.
+    fn allowance(&self, policy: &Policy, saved: u64, before: u32) -> Allowance {
+        let Means { long_at_work, in_time, .. } = self.means;
+        Allowance {
+            in_haste: policy.is_in_haste(saved),
+            long_at_work,
+            again: self.growths.again(),
+            settles: policy.settles(self.growths),
+            saved,
+            before,
+            in_time,
+        }
+    }
 }
 
 impl Space {
@@ -204,7 +222,7 @@ impl Space {
     }
 
     /// What growth may use now.
-    pub(super) fn means(&mut self, wanted: Wanted, now: Duration) -> Means {
+    pub(super) fn means(&mut self, wanted: Wanted, now: Duration, in_time: u32) -> Means {
         let made = self.counters.created;
         let pace = &mut self.pace;
         Means {
@@ -215,6 +233,7 @@ impl Space {
             hurried: pace.is_hurried(now),
             saved: pace.saved(now),
             long_at_work: pace.is_long_at_work(now),
+            in_time,
         }
     }
 
@@ -460,8 +479,8 @@ impl Space {
                 fills.sum::<usize>() as u32
             };
             if move_first {
-                let most = policy.moves_at_once(means.saved, before(&fill));
-                missing -= sources.take(&mut fill, missing, most);
+                let allowed = outlook.allowance(policy, means.saved, before(&fill));
+                missing -= sources.take(&mut fill, missing, policy.moves_at_once(allowed));
             }
             // What has to be moved goes before what is new, where its lengths leave something over.
             let beyond_room = missing - u64::from(missing).min(room) as u32;
@@ -486,12 +505,7 @@ impl Space {
                     let new = |granules| Piece { source: Source::New, granules };
                     fill.pieces.extend(pieces.map(new));
                 } else {
-                    let allowed = Allowance {
-                        in_haste: policy.is_in_haste(saved),
-                        long_at_work: means.long_at_work,
-                        saved: if policy.shortens(outlook.growths) { saved } else { 0 },
-                        before: before(&fill),
-                    };
+                    let allowed = outlook.allowance(policy, saved, before(&fill));
                     spent += self.create(&mut fill, new, policy, window, allowed);
                 }
                 room -= u64::from(new + more);

@@ -1,6 +1,6 @@
 //! Growth carried out: handles made, memory mapped, the plan committed or put back.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
@@ -139,7 +139,7 @@ impl Core {
     ) -> Result<Option<Job>> {
         let Request { stream, units, .. } = request;
         let mut space = self.space.lock();
-        let means = space.means(wanted, now);
+        let means = space.means(wanted, now, self.opening.in_time());
         let Some(job) = space.plan(&self.tags, stream, units, part, &self.policy, means) else {
             return Ok(None);
         };
@@ -151,7 +151,7 @@ impl Core {
         drop(space);
         let exchanged = self.exchange(need, window, means.long_at_work)?;
         let mut space = self.space.lock();
-        let means = space.means(Wanted { exchanged, ..wanted }, now);
+        let means = space.means(Wanted { exchanged, ..wanted }, now, self.opening.in_time());
         Ok(space.plan(&self.tags, stream, units, part, &self.policy, means))
     }
 
@@ -222,7 +222,9 @@ impl Core {
                 unsafe { mappings.push(extent, bytes) }.map_err(|f| (f, bytes))?;
             }
             let bytes = u64::from(fill.granules) * self.granule_bytes;
+            let begin = Instant::now();
             self.backing.open(mappings).map_err(|failure| (failure, bytes))?;
+            self.opening.note(begin.elapsed(), fill.pieces.len());
         }
         Ok(())
     }

@@ -14,6 +14,8 @@
 //! the map of addresses a sleeping run is in transit. `growing` is held from one end to the other,
 //! so nothing is mapped, moved, or exported on the way.
 
+use std::time::Duration;
+
 use super::{Backed, Memory};
 use crate::default::class::UNIT_BYTES;
 use crate::default::space::book::{Book, Recording, Stage};
@@ -85,7 +87,7 @@ impl Core {
                 return Err(Error::StreamCapturing);
             }
         }
-        self.reap(u64::MAX);
+        self.reap(u64::MAX, Duration::MAX);
         let space = self.space.lock();
         let zombies = space.zombie_granules();
         if zombies > 0 {

@@ -56,7 +56,7 @@ impl Core {
         if rejoined {
             self.look_around()?;
         }
-        self.reap(u64::MAX);
+        self.reap(u64::MAX, Duration::MAX);
         let runs = self.space.lock().take_surplus(&self.tags, keep_bytes);
         let mut released = 0;
         let mut failed = None;
