@@ -357,17 +357,16 @@ impl FreeSet {
 
     fn search(&self, units: u32) -> Option<UnsafeRef<Block>> {
         let class = class_of(units);
-        if self.is_occupied(class) {
-            let least = self.least(class);
-            if least.as_ref().is_some_and(|least| least.units() >= units) {
-                return least;
-            }
-            if self.is_crowded(class) {
-                let least = u64::from(units) << 32;
-                let least = Bound::Included(&least);
-                if let Some(block) = self.others[class].lower_bound(least).clone_pointer() {
-                    return Some(block);
-                }
+        // Whether the class has any goes either way: any of a longer class is long enough.
+        let least = self.least(self.next_class(class)?)?;
+        if least.units() >= units {
+            return Some(least);
+        }
+        if self.is_crowded(class) {
+            let least = u64::from(units) << 32;
+            let least = Bound::Included(&least);
+            if let Some(block) = self.others[class].lower_bound(least).clone_pointer() {
+                return Some(block);
             }
         }
         self.least(self.next_class(class + 1)?)
