@@ -190,7 +190,7 @@ impl Outlook {
         Allowance {
             in_haste: policy.is_in_haste(saved),
             long_at_work,
-            again: self.growths.again(),
+            roomy: self.growths.is_roomy(),
             settles: policy.settles(self.growths),
             saved,
             before,
