@@ -1,5 +1,6 @@
 //! cuMemAlloc, page-locked host memory, and questions about pointers.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use cuda_sys::types::{CUcontext, CUmemorytype, CUpointer_attribute, CUresult};
@@ -13,6 +14,7 @@ use crate::managed;
 use crate::memory::HostKind;
 use crate::physical::Seat;
 use crate::pool::PoolKey;
+use crate::race::{Access, AccessKind, PhysicalId, StreamKey};
 
 const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
 
@@ -47,7 +49,30 @@ impl Call<'_> {
         Some(Region { start, size, seat, pool: Some(key) })
     }
 
-    /// Frees memory of cuMemAlloc; false if none begins there.
+    /// The physical bytes at an address, which lie in one mapping.
+    pub(crate) fn bytes_at(&self, address: u64, bytes: u64) -> Option<(PhysicalId, Range<u64>)> {
+        let (start, mapping) = self.space.addresses.mapping(address)?;
+        Some((mapping.physical, address - start..address - start + bytes))
+    }
+
+    /// The physical bytes of the cuMemAlloc memory that begins at an address.
+    pub(crate) fn bytes_of_allocation(&self, address: u64) -> Option<(PhysicalId, Range<u64>)> {
+        let (_, bytes) = self.heaps[self.allocation_at(address)?].find(address)?;
+        self.bytes_at(address, bytes)
+    }
+
+    /// The host frees memory of cuMemAlloc: no use may come after.
+    fn count_as_given_back(&mut self, address: u64) {
+        let Some((physical, range)) = self.bytes_of_allocation(address) else { return };
+        let (kind, what) = (AccessKind::Write, self.name);
+        let state = &mut *self.state;
+        let Some(detector) = &mut state.space.detector else { return };
+        let (stream, clock) = (StreamKey::HOST, &state.host);
+        // What other devices may still do with the bytes is not looked at.
+        let _ = detector.give_back(Access { physical, range, kind, stream, clock, what });
+    }
+
+    /// Frees memory of cuMemAlloc; `None` if none begins there.
     fn free_allocation(&mut self, address: u64) -> Option<u64> {
         let state = &mut *self.state;
         for heap in &mut state.heaps {
@@ -99,6 +124,12 @@ pub(crate) fn allocate(call: &mut Call<'_>, out: Out<u64>, bytes: usize) -> Resu
             heap.take(wish).ok_or(CUresult::CUDA_ERROR_OUT_OF_MEMORY)?
         }
     };
+    // Whatever freed it, it is every stream's now.
+    if let Some((physical, range)) = call.bytes_at(taken.address, bytes)
+        && let Some(detector) = &mut call.space.detector
+    {
+        detector.forget_range(physical, &range);
+    }
     call.cost = Some(call.costs.malloc(bytes));
     out.set(taken.address)
 }
@@ -111,6 +142,7 @@ pub(crate) fn free(call: &mut Call<'_>, address: u64) -> Result<(), CUresult> {
     call.forbid_in_capture()?;
     if let Some(device) = call.allocation_at(address) {
         call.wait_device(device)?;
+        call.count_as_given_back(address);
         let bytes = call.free_allocation(address).ok_or(INVALID)?;
         call.cost = Some(call.costs.free_memory(bytes));
         return call.healthy(context);

@@ -509,6 +509,13 @@ impl DeviceMemory<'_> {
         };
         let mut check = |physical, range| {
             let (stream, clock, what) = (self.stream, self.clock, &**self.what);
+            if let Some(free) = detector.given_back(physical, &range, clock) {
+                self.findings.misuse(format!(
+                    "`{what}` on {stream}: {kind} at {address:#x} of memory that `{}` on {} gave \
+                     back before",
+                    free.what, free.stream
+                ));
+            }
             let access = Access { physical, range, kind, stream, clock, what };
             self.findings.races(detector.access(access));
         };

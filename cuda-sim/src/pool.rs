@@ -182,12 +182,10 @@ impl Call<'_> {
         };
         let Taken { address, after } = taken;
         state.pools.owners.insert(address, key);
-        let known = clock.is_some_and(|clock| clock.covers(&after.clock));
-        if !known {
-            let what = self.name.into();
-            self.append(stream, &[after], Work::Order, &what)?;
-            self.settle();
-        }
+        let (physical, range) = self.bytes_at(address, bytes).ok_or(INVALID)?;
+        let what = self.name.into();
+        self.append(stream, &[after], Work::Take { physical, range }, &what)?;
+        self.settle();
         Ok(address)
     }
 
@@ -196,10 +194,8 @@ impl Call<'_> {
         let key = *self.pools.owners.get(&address).ok_or(INVALID)?;
         let pool = self.pools.by_key.get(&key).ok_or(INVALID)?;
         let (_, bytes) = pool.heap.find(address).ok_or(INVALID)?;
-        let (chunk, mapping) = self.space.addresses.mapping(address).ok_or(INVALID)?;
-        let range = address - chunk..address - chunk + bytes;
-        let work = Work::Return { physical: mapping.physical, range };
-        let after = self.append(stream, &[], work, &free_name())?;
+        let (physical, range) = self.bytes_at(address, bytes).ok_or(INVALID)?;
+        let after = self.append(stream, &[], Work::Return { physical, range }, &free_name())?;
         let state = &mut *self.state;
         let pool = state.pools.by_key.get_mut(&key).ok_or(INVALID)?;
         pool.heap.free(address, Some(after)).ok_or(INVALID)?;

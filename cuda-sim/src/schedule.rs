@@ -138,9 +138,19 @@ impl Call<'_> {
                 let now = self.modelled_us;
                 self.events.stamp(*event, *record, now);
             }
-            Work::Free { address } => self.free_in_order(*address),
+            Work::Free { address } => {
+                if let Some((physical, range)) = self.bytes_of_allocation(*address) {
+                    self.count_as_returned(key, &item, physical, range);
+                }
+                self.free_in_order(*address);
+            }
+            Work::Take { physical, range } => {
+                let (physical, range) = (*physical, range.clone());
+                self.count_as_taken(key, &item, physical, range);
+            }
             Work::Return { physical, range } => {
-                self.count_as_returned(key, &item, *physical, range)
+                let (physical, range) = (*physical, range.clone());
+                self.count_as_returned(key, &item, physical, range);
             }
             Work::Host(function) => {
                 let function = Arc::clone(function);
@@ -186,19 +196,34 @@ impl Call<'_> {
             .unwrap_or(Err(CUresult::CUDA_ERROR_ASSERT))
     }
 
-    /// No use of the bytes may be beside their free.
+    /// No use of the bytes may be beside or before their allocation.
+    fn count_as_taken(
+        &mut self,
+        stream: StreamKey,
+        item: &Item,
+        physical: PhysicalId,
+        range: Range<u64>,
+    ) {
+        let state = &mut *self.state;
+        let Some(detector) = &mut state.space.detector else { return };
+        let (kind, what) = (AccessKind::Write, &*item.task.what);
+        let access = Access { physical, range, kind, stream, clock: &item.clock, what };
+        state.findings.races(detector.access(access));
+    }
+
+    /// No use of the bytes may be beside or after their free.
     fn count_as_returned(
         &mut self,
         stream: StreamKey,
         item: &Item,
         physical: PhysicalId,
-        range: &Range<u64>,
+        range: Range<u64>,
     ) {
         let state = &mut *self.state;
         let Some(detector) = &mut state.space.detector else { return };
-        let (range, kind, what) = (range.clone(), AccessKind::Write, &*item.task.what);
+        let (kind, what) = (AccessKind::Write, &*item.task.what);
         let access = Access { physical, range, kind, stream, clock: &item.clock, what };
-        state.findings.races(detector.access(access));
+        state.findings.races(detector.give_back(access));
     }
 
     /// A kernel failed: its context is of no use from now on.

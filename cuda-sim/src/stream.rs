@@ -37,6 +37,9 @@ pub(crate) enum Work {
     Host(Arc<dyn Fn() + Send + Sync>),
     /// Frees memory of cuMemAlloc.
     Free { address: u64 },
+    /// Takes memory from its pool. To the race detector that is a write: every use of the bytes is to
+    /// come after it.
+    Take { physical: PhysicalId, range: Range<u64> },
     /// Gives memory back to its pool. To the race detector that is a write: whoever has the bytes next,
     /// every use of them is to be over.
     Return { physical: PhysicalId, range: Range<u64> },
@@ -50,6 +53,7 @@ impl fmt::Debug for Work {
             Self::Kernel(_) => "Kernel",
             Self::Host(_) => "Host",
             Self::Free { .. } => "Free",
+            Self::Take { .. } => "Take",
             Self::Return { .. } => "Return",
         })
     }

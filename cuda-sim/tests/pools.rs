@@ -119,6 +119,78 @@ fn no_use_is_beside_the_free() {
 }
 
 #[test]
+fn no_use_is_beside_the_allocation() {
+    for schedule in [LATE, Schedule::Eager] {
+        for (ordered, expected) in [(true, 0), (false, 1)] {
+            let gpu = Gpu::new(Simulator::builder().schedule(schedule));
+            gpu.keep_everything();
+            let (own, user) = (gpu.stream(), gpu.stream());
+            let block = gpu.take(MIB, own);
+            if ordered {
+                ok!(gpu, cuStreamWaitEvent(user, gpu.record(own), 0));
+            }
+            gpu.fill(block, 1, 4, user);
+            ok!(gpu, cuCtxSynchronize());
+            let races = gpu.sim.report().races;
+            assert_eq!(races.len(), expected, "{ordered}: {races:?}");
+        }
+    }
+}
+
+/// Nothing orders memory's next owner after that, whoever it is, and the bytes may be anybody's.
+#[test]
+fn no_use_comes_after_the_free() {
+    for schedule in [LATE, Schedule::Eager] {
+        let gpu = Gpu::new(Simulator::builder().schedule(schedule));
+        gpu.keep_everything();
+        let stream = gpu.stream();
+        let block = gpu.take(MIB, stream);
+        gpu.fill(block, 1, 4, stream);
+        ok!(gpu, cuMemFreeAsync(block, stream));
+        gpu.fill(block + 4, 2, 1, stream);
+        ok!(gpu, cuCtxSynchronize());
+        let misuse = gpu.sim.report().misuse;
+        assert_eq!(misuse.len(), 1, "{misuse:?}");
+        assert!(misuse[0].contains("of memory that `cuMemFreeAsync` on"), "{misuse:?}");
+        // Who has it next may use it, as far as it goes.
+        let again = gpu.take(1000, stream);
+        assert_eq!(again, block);
+        gpu.fill(again, 3, 250, stream);
+        ok!(gpu, cuCtxSynchronize());
+        assert_eq!(gpu.sim.report().misuse.len(), 1);
+        gpu.fill(again, 3, 251, stream);
+        ok!(gpu, cuCtxSynchronize());
+        assert_eq!(gpu.sim.report().misuse.len(), 2, "beyond its end");
+        assert!(gpu.sim.report().races.is_empty());
+    }
+}
+
+/// Small blocks share a granule, so that their addresses stay mapped.
+#[test]
+fn what_cu_mem_free_took_is_used_no_more() {
+    let gpu = Gpu::new(Simulator::builder());
+    let (a, b) = (gpu.stream(), gpu.stream());
+    let [_stays, block] = [gpu.alloc(64), gpu.alloc(64)];
+    gpu.fill(block, 1, 4, a);
+    ok!(gpu, cuMemFree_v2(block));
+    gpu.fill(block, 2, 4, a);
+    ok!(gpu, cuCtxSynchronize());
+    let misuse = gpu.sim.report().misuse;
+    assert_eq!(misuse.len(), 1, "{misuse:?}");
+    assert!(misuse[0].contains("of memory that `cuMemFree_v2` on the host"), "{misuse:?}");
+    // In a stream's order it is freed as memory of a pool is, and every stream's afterwards.
+    assert_eq!(gpu.alloc(64), block);
+    gpu.fill(block, 3, 4, a);
+    ok!(gpu, cuMemFreeAsync(block, a));
+    assert_eq!(gpu.alloc(64), block);
+    gpu.fill(block, 4, 4, b);
+    assert!(gpu.sim.report().races.is_empty());
+    ok!(gpu, cuMemFreeAsync(block, a));
+    ok!(gpu, cuCtxSynchronize());
+    assert_eq!(gpu.sim.report().races.len(), 1, "b's use is beside the free");
+}
+
+#[test]
 fn at_the_limit_a_wait_is_inserted() {
     let gpu = Gpu::new(Simulator::builder().schedule(LATE).memory_bytes(64 << 20));
     let (a, b) = (gpu.stream(), gpu.stream());

@@ -26,6 +26,8 @@ struct History {
     /// The reads since that write of which none is known to come after another: what comes
     /// after these comes after all. At most one per stream.
     reads: Vec<Work>,
+    /// That write gave the bytes back: they are nobody's until they are taken.
+    gone: bool,
 }
 
 impl History {
@@ -78,15 +80,32 @@ impl Cells {
         }
     }
 
-    /// Remembers a use of `range` by `work`, which ran with `clock`.
-    pub(super) fn record(&mut self, range: Range<u64>, work: Work, clock: &Clock) {
+    /// What gave back bytes of `range` that nobody has taken since.
+    pub(super) fn given_back(&self, range: &Range<u64>) -> Option<&Work> {
+        let cells = self.by_start.range(..range.end).rev().map(|(_, cell)| cell);
+        let mut cells = cells.take_while(|cell| cell.end > range.start);
+        cells.find(|cell| cell.history.gone).and_then(|cell| cell.history.write.as_ref())
+    }
+
+    /// Remembers a use of `range` by `work`, which ran with `clock`. A write after which the bytes
+    /// are nobody's has them `gone`.
+    pub(super) fn record(&mut self, range: Range<u64>, work: Work, gone: bool, clock: &Clock) {
         self.split_at(range.start);
         self.split_at(range.end);
         match work.kind {
-            AccessKind::Write => self.write(&range, work),
+            AccessKind::Write => self.write(&range, work, gone),
             AccessKind::Read => self.read(&range, &work, clock),
         }
         self.join_within(&range);
+    }
+
+    /// Forgets the uses of `range`.
+    pub(super) fn forget(&mut self, range: &Range<u64>) {
+        self.split_at(range.start);
+        self.split_at(range.end);
+        while let Some((&start, _)) = self.by_start.range(range.clone()).next() {
+            self.by_start.remove(&start);
+        }
     }
 
     /// Makes `at` a border between runs, if it lies inside one.
@@ -99,11 +118,11 @@ impl Cells {
         }
     }
 
-    fn write(&mut self, range: &Range<u64>, work: Work) {
+    fn write(&mut self, range: &Range<u64>, work: Work, gone: bool) {
         while let Some((&start, _)) = self.by_start.range(range.clone()).next() {
             self.by_start.remove(&start);
         }
-        let history = History { write: Some(work), reads: Vec::new() };
+        let history = History { write: Some(work), reads: Vec::new(), gone };
         self.by_start.insert(range.start, Cell { end: range.end, history });
     }
 
@@ -121,7 +140,7 @@ impl Cells {
             gaps.push(at..range.end);
         }
         for gap in gaps {
-            let history = History { write: None, reads: vec![work.clone()] };
+            let history = History { write: None, reads: vec![work.clone()], gone: false };
             self.by_start.insert(gap.start, Cell { end: gap.end, history });
         }
     }

@@ -153,6 +153,34 @@ impl Detector {
     ///
     /// Costs O(log n + k) for k remembered ranges under the access, whatever their length.
     pub fn access(&mut self, access: Access<'_>) -> Vec<Race> {
+        self.note(access, false)
+    }
+
+    /// As [`Self::access`] with a write, after which the bytes are nobody's until the next write:
+    /// the free of an allocation.
+    pub fn give_back(&mut self, access: Access<'_>) -> Vec<Race> {
+        self.note(Access { kind: AccessKind::Write, ..access }, true)
+    }
+
+    /// The free that a use of `range` with this clock comes after, if nobody has the bytes.
+    pub fn given_back(
+        &self,
+        physical: PhysicalId,
+        range: &Range<u64>,
+        clock: &Clock,
+    ) -> Option<&Work> {
+        let free = self.extents.get(&physical)?.given_back(range)?;
+        (clock.get(free.stream) >= free.tick).then_some(free)
+    }
+
+    /// Forgets the uses of some bytes of an extent: whoever has them now is after all of these.
+    pub fn forget_range(&mut self, physical: PhysicalId, range: &Range<u64>) {
+        if let Some(cells) = self.extents.get_mut(&physical) {
+            cells.forget(range);
+        }
+    }
+
+    fn note(&mut self, access: Access<'_>, gone: bool) -> Vec<Race> {
         if access.range.is_empty() {
             return Vec::new();
         }
@@ -167,7 +195,7 @@ impl Detector {
         cells.conflicts(&access.range, access.kind, access.clock, |range, first| {
             races.add(range, first);
         });
-        cells.record(access.range, work, access.clock);
+        cells.record(access.range, work, gone, access.clock);
         races.found
     }
 
