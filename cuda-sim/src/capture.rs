@@ -45,10 +45,17 @@ struct Capture {
 }
 
 #[derive(Debug)]
+struct Executable {
+    nodes: Arc<[Node]>,
+    /// The end of its last launch, which the next comes after on whatever stream.
+    launched: Option<Recorded>,
+}
+
+#[derive(Debug)]
 pub(crate) struct Captures {
     running: HashMap<CaptureId, Capture>,
     graphs: Handles<Arc<[Node]>>,
-    executables: Handles<Arc<[Node]>>,
+    executables: Handles<Executable>,
     next: u64,
 }
 
@@ -443,7 +450,8 @@ pub(crate) fn instantiate(
     let nodes = nodes.filter(|_| flags & !ALL_FLAGS == 0);
     let nodes = nodes.ok_or(CUresult::CUDA_ERROR_INVALID_VALUE)?;
     out.required()?;
-    let executable = call.captures.executables.insert(nodes);
+    let executable = Executable { nodes, launched: None };
+    let executable = call.captures.executables.insert(executable);
     out.set(executable as CUgraphExec)
 }
 
@@ -460,12 +468,20 @@ pub(crate) fn launch(
     executable: CUgraphExec,
     stream: CUstream,
 ) -> Result<(), CUresult> {
-    let nodes = call.captures.executables.get(executable as usize).cloned();
-    let nodes = nodes.ok_or(CUresult::CUDA_ERROR_INVALID_VALUE)?;
+    let handle = executable as usize;
+    let executable = call.captures.executables.get(handle);
+    let executable = executable.ok_or(CUresult::CUDA_ERROR_INVALID_VALUE)?;
+    let (nodes, before) = (Arc::clone(&executable.nodes), executable.launched.clone());
     let stream = call.stream(stream)?;
     match call.capture_of(stream)? {
         Some(id) => call.embed(id, stream, &nodes),
-        None => call.run_graph(stream, &nodes)?,
+        None => {
+            let end = call.run_graph(stream, before, &nodes)?;
+            if let Some(executable) = call.captures.executables.get_mut(handle) {
+                executable.launched = end;
+            }
+            call.settle();
+        }
     }
     Ok(())
 }
@@ -513,16 +529,22 @@ impl Call<'_> {
         }));
     }
 
-    /// Gives a graph's nodes to a stream and to lanes beside it. What the stream gets later comes after
-    /// all of them.
-    fn run_graph(&mut self, stream: StreamKey, nodes: &[Node]) -> Result<(), CUresult> {
+    /// Gives a graph's nodes to a stream and to lanes beside it, after the launch `before`. What the
+    /// stream gets later comes after all of them; their end, which the next launch comes after.
+    fn run_graph(
+        &mut self,
+        stream: StreamKey,
+        before: Option<Recorded>,
+        nodes: &[Node],
+    ) -> Result<Option<Recorded>, CUresult> {
         let (lanes, count) = lanes_of(nodes);
         let what: Arc<str> = self.name.into();
         // A lane is used again by the stream's next launch, which comes after this one anyway.
         let mut keys = vec![stream];
         keys.extend(self.streams.lanes_beside(stream, count.saturating_sub(1)));
-        let start = if count > 1 {
-            vec![self.append(stream, &[], Work::Order, &what)?]
+        let elsewhere = before.iter().any(|before| before.point.stream != stream);
+        let start = if count > 1 || elsewhere {
+            vec![self.append(stream, before.as_slice(), Work::Order, &what)?]
         } else {
             Vec::new()
         };
@@ -536,9 +558,8 @@ impl Call<'_> {
         }
         if count > 1 {
             let last: Vec<_> = last_of(nodes).map(|node| done[node].clone()).collect();
-            self.append(stream, &last, Work::Order, &what)?;
+            return self.append(stream, &last, Work::Order, &what).map(Some);
         }
-        self.settle();
-        Ok(())
+        Ok(done.pop().or(before))
     }
 }

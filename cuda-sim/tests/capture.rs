@@ -131,6 +131,39 @@ fn branches_of_a_graph_run_side_by_side() {
     }
 }
 
+/// The documentation: each launch comes after those before it of the same executable graph.
+#[test]
+fn launches_of_a_graph_come_one_after_another() {
+    for branches in [false, true] {
+        let gpu = Gpu::new(Simulator::builder().schedule(Schedule::Late { patience: 9 }));
+        let (stream, side, other) = (gpu.stream(), gpu.stream(), gpu.stream());
+        let memory = gpu.alloc(8);
+        gpu.begin(stream, GLOBAL);
+        if branches {
+            let back = gpu.fork(stream, side, |side| gpu.fill(memory, 2, 1, side));
+            gpu.fill(memory + 4, 2, 1, stream);
+            ok!(gpu, cuStreamWaitEvent(stream, back, 0));
+        }
+        gpu.fill(memory, 3, 2, stream);
+        let graph = gpu.end(stream).unwrap();
+        let [first, second] = [(); 2].map(|()| gpu.instantiate(graph));
+        let spin = gpu.sim.spin(stream).unwrap();
+        ok!(gpu, cuGraphLaunch(first, stream));
+        ok!(gpu, cuGraphLaunch(first, other));
+        gpu.sim.run_until_idle();
+        assert_eq!(gpu.word(memory), 0, "the second waits for the first");
+        spin.release();
+        ok!(gpu, cuStreamSynchronize(other));
+        assert_eq!(gpu.word(memory), 3);
+        gpu.sim.assert_clean();
+        // Nothing orders the launches of two.
+        ok!(gpu, cuGraphLaunch(first, stream));
+        ok!(gpu, cuGraphLaunch(second, other));
+        ok!(gpu, cuCtxSynchronize());
+        assert!(!gpu.sim.report().races.is_empty());
+    }
+}
+
 #[test]
 fn a_graph_in_a_capture_keeps_its_branches() {
     let gpu = Gpu::new(Simulator::builder());
