@@ -3,12 +3,15 @@
 //! A copy between page-locked host memory and the device runs in stream order like any work. One
 //! from pageable host memory takes its bytes at the call, and one to pageable host memory has
 //! arrived when the call returns, as the driver's staging has it. Memsets and copies within the
-//! device return at once, also in their synchronous forms.
+//! device return at once, also in their synchronous forms; so do copies from pageable memory, once
+//! the stream's earlier work is done: where the bytes arrive, only the stream's order tells.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use cuda_sys::types::{CUcontext, CUresult, CUstream};
 
+use crate::address::BASE;
 use crate::arguments::Untyped;
 use crate::call::Call;
 use crate::memory::DeviceMemory;
@@ -58,6 +61,11 @@ impl Call<'_> {
         if self.space.host.holds(address, bytes) { Place::Reachable } else { Place::Pageable }
     }
 
+    /// Where either end of a copy is: no device address is a host address.
+    fn place(&self, address: u64, bytes: u64) -> Place {
+        if address >= BASE { Place::Reachable } else { self.host_place(address, bytes) }
+    }
+
     /// Gives a copy to a stream. The caller of the driver vouches for the host's end.
     fn copy(
         &mut self,
@@ -95,11 +103,23 @@ impl Call<'_> {
                 if to == 0 {
                     return Err(INVALID);
                 }
-                // SAFETY: the caller vouches for the target, and the call does not return
-                // before the copy is done, unless it is captured: see above.
-                let body = kernel(move |memory| unsafe { memory.read_to_host(to, from, bytes) });
+                let given_up = Arc::new(AtomicBool::new(false));
+                let seen = Arc::clone(&given_up);
+                let body = kernel(move |memory| {
+                    if seen.load(Ordering::Relaxed) {
+                        return Ok(());
+                    }
+                    // SAFETY: the caller vouches for the target, and the call does not return
+                    // before the copy is done or given up, unless it is captured: see above.
+                    unsafe { memory.read_to_host(to, from, bytes) }
+                });
                 self.submit_kernel(stream, body)?;
-                if capturing { Ok(()) } else { self.wait_stream(stream) }
+                if capturing {
+                    return Ok(());
+                }
+                let done = self.finish_copy(stream);
+                given_up.store(done.is_err(), Ordering::Relaxed);
+                done
             }
             (Place::Pageable, Place::Pageable) => {
                 let staged = Untyped(from).bytes(bytes as usize)?;
@@ -117,6 +137,25 @@ impl Call<'_> {
         }
     }
 
+    /// A synchronous copy with an end on the host. From pageable memory it is staged once the stream
+    /// is done with what it has: whether the bytes have arrived the host does not know.
+    fn copy_now(
+        &mut self,
+        to: (u64, Place),
+        from: (u64, Place),
+        bytes: u64,
+    ) -> Result<(), CUresult> {
+        let stream = self.legacy_stream()?;
+        self.forbid_in_capture()?;
+        self.capture_of(stream)?;
+        if from.1 == Place::Pageable && to.0 >= BASE {
+            self.finish_copy(stream)?;
+            return self.copy(stream, to, from, bytes);
+        }
+        self.copy(stream, to, from, bytes)?;
+        self.finish_copy(stream)
+    }
+
     /// Ends a synchronous copy: it is done, or has failed, when the call returns.
     fn finish_copy(&mut self, stream: StreamKey) -> Result<(), CUresult> {
         self.wait_stream(stream)?;
@@ -131,11 +170,8 @@ pub(crate) fn to_device(
     from: Untyped,
     bytes: usize,
 ) -> Result<(), CUresult> {
-    let stream = call.legacy_stream()?;
-    call.forbid_in_capture()?;
     let place = call.host_place(from.0, bytes as u64);
-    call.copy(stream, (to, Place::Reachable), (from.0, place), bytes as u64)?;
-    call.finish_copy(stream)
+    call.copy_now((to, Place::Reachable), (from.0, place), bytes as u64)
 }
 
 pub(crate) fn to_host(
@@ -144,11 +180,8 @@ pub(crate) fn to_host(
     from: u64,
     bytes: usize,
 ) -> Result<(), CUresult> {
-    let stream = call.legacy_stream()?;
-    call.forbid_in_capture()?;
     let place = call.host_place(to.0, bytes as u64);
-    call.copy(stream, (to.0, place), (from, Place::Reachable), bytes as u64)?;
-    call.finish_copy(stream)
+    call.copy_now((to.0, place), (from, Place::Reachable), bytes as u64)
 }
 
 pub(crate) fn on_device(
@@ -196,7 +229,6 @@ pub(crate) fn on_device_async(
     call.copy(stream, (to, Place::Reachable), (from, Place::Reachable), bytes as u64)
 }
 
-/// Which end is the host's follows from the address: no device address is a host address.
 pub(crate) fn any_async(
     call: &mut Call<'_>,
     to: u64,
@@ -205,26 +237,19 @@ pub(crate) fn any_async(
     stream: CUstream,
 ) -> Result<(), CUresult> {
     let stream = call.stream(stream)?;
-    let place = |address| {
-        if address >= crate::address::BASE {
-            Place::Reachable
-        } else {
-            call.host_place(address, bytes as u64)
-        }
-    };
-    let (to_place, from_place) = (place(to), place(from));
-    call.copy(stream, (to, to_place), (from, from_place), bytes as u64)
+    let bytes = bytes as u64;
+    let (to_place, from_place) = (call.place(to, bytes), call.place(from, bytes));
+    call.copy(stream, (to, to_place), (from, from_place), bytes)
 }
 
 pub(crate) fn any(call: &mut Call<'_>, to: u64, from: u64, bytes: usize) -> Result<(), CUresult> {
-    call.forbid_in_capture()?;
-    any_async(call, to, from, bytes, std::ptr::null_mut())?;
-    let within_device = to.min(from) >= crate::address::BASE;
+    let within_device = to.min(from) >= BASE;
     if within_device {
-        return Ok(());
+        return on_device(call, to, from, bytes);
     }
-    let stream = call.legacy_stream()?;
-    call.finish_copy(stream)
+    let bytes = bytes as u64;
+    let (to_place, from_place) = (call.place(to, bytes), call.place(from, bytes));
+    call.copy_now((to, to_place), (from, from_place), bytes)
 }
 
 pub(crate) fn peer_async(

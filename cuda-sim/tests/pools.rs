@@ -3,6 +3,7 @@
 mod support;
 
 use std::ptr::null_mut;
+use std::time::Duration;
 
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::*;
@@ -376,6 +377,58 @@ fn mem_alloc_shares_granules_and_free_waits() {
     let mut at = 0;
     assert_eq!(call!(gpu, cuMemAlloc_v2(&mut at, 65 * MIB)), OOM);
     gpu.sim.assert_clean();
+}
+
+/// As documented: the call returns when the bytes are staged, and other streams know of the copy what
+/// the legacy stream's order tells.
+#[test]
+fn a_synchronous_copy_from_pageable_memory_may_arrive_later() {
+    for (flags, expected) in [(0, 0), (1, 1)] {
+        let gpu = Gpu::new(Simulator::builder().schedule(LATE));
+        let stream = gpu.stream_with(flags);
+        let memory = gpu.alloc(4);
+        let words = [5_u32];
+        ok!(gpu, cuMemcpyHtoD_v2(memory, words.as_ptr().cast(), 4));
+        assert_eq!(gpu.word(memory), 0, "it is staged");
+        gpu.fill(memory, 6, 1, stream);
+        let mut back = 0_u32;
+        ok!(gpu, cuMemcpyHtoD_v2(memory, words.as_ptr().cast(), 4));
+        ok!(gpu, cuMemcpyDtoH_v2((&raw mut back).cast(), memory, 4));
+        assert_eq!(back, 5);
+        ok!(gpu, cuCtxSynchronize());
+        let races = gpu.sim.report().races;
+        assert_eq!(!races.is_empty(), expected == 1, "{races:?}");
+    }
+    // From page-locked memory it has arrived.
+    let gpu = Gpu::new(Simulator::builder().schedule(LATE));
+    let (stream, memory) = (gpu.stream(), gpu.alloc(4));
+    let mut locked = null_mut();
+    ok!(gpu, cuMemAllocHost_v2(&mut locked, 4));
+    ok!(gpu, cuMemcpyHtoD_v2(memory, locked, 4));
+    gpu.fill(memory, 6, 1, stream);
+    ok!(gpu, cuMemFreeHost(locked));
+    gpu.sim.assert_clean();
+}
+
+/// Its bytes are there when the call returns, or it says that they are not, and they never come.
+#[test]
+fn a_copy_to_pageable_memory_arrives_or_fails() {
+    let gpu = Gpu::new(Simulator::builder().deadlock_after(Duration::from_millis(30)));
+    let (stream, memory) = (gpu.stream(), gpu.alloc(4));
+    let mut word = 7_u32;
+    let to = (&raw mut word).cast();
+    let copy = || call!(gpu, cuMemcpyDtoHAsync_v2(to, memory, 4, stream));
+    let spin = gpu.sim.spin(stream).unwrap();
+    assert_eq!(copy(), CUresult::CUDA_ERROR_LAUNCH_TIMEOUT);
+    spin.release();
+    ok!(gpu, cuStreamSynchronize(stream));
+    assert_eq!(word, 7, "not late either");
+    assert_eq!((copy(), word), (CUresult::CUDA_SUCCESS, 0));
+    let gpu = Gpu::new(Simulator::builder().schedule(LATE));
+    let (stream, memory) = (gpu.stream(), gpu.alloc(4));
+    gpu.sim.enqueue(stream, "stray", |memory| memory.write(0x1000, &[1])).unwrap();
+    let code = call!(gpu, cuMemcpyDtoHAsync_v2(to, memory, 4, stream));
+    assert_eq!(code, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
 }
 
 #[test]
