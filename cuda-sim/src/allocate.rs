@@ -78,6 +78,9 @@ impl Call<'_> {
         for heap in &mut state.heaps {
             if let Some(bytes) = heap.free(address, None) {
                 heap.trim(&mut state.space, 0);
+                for context in state.contexts.by_key.values_mut() {
+                    context.allocations.remove(&address);
+                }
                 return Some(bytes);
             }
         }
@@ -97,6 +100,19 @@ impl Call<'_> {
         self.heaps.iter().position(holds)
     }
 
+    /// The memory that was given out in a context which ends, and that of the host which was locked.
+    pub(crate) fn end_memory_of(&mut self, context: ContextKey) {
+        let entry = self.contexts.by_key.get_mut(&context);
+        let allocations = entry.map(|entry| std::mem::take(&mut entry.allocations));
+        for address in allocations.into_iter().flatten() {
+            self.count_as_given_back(address);
+            self.free_allocation(address);
+        }
+        for id in self.space.host.end_context(context) {
+            self.space.forget(id);
+        }
+    }
+
     /// Lets a device use what another one's cuMemAlloc gave out, or no longer.
     pub(crate) fn open_to_peer(&mut self, owner: usize, user: usize, open: bool) {
         let state = &mut *self.state;
@@ -107,7 +123,8 @@ impl Call<'_> {
 }
 
 pub(crate) fn allocate(call: &mut Call<'_>, out: Out<u64>, bytes: usize) -> Result<(), CUresult> {
-    let device = call.current_device()?;
+    let context = call.current()?;
+    let device = call.contexts.by_key[&context].device;
     call.forbid_in_capture()?;
     out.required()?;
     let bytes = bytes as u64;
@@ -124,6 +141,9 @@ pub(crate) fn allocate(call: &mut Call<'_>, out: Out<u64>, bytes: usize) -> Resu
             heap.take(wish).ok_or(CUresult::CUDA_ERROR_OUT_OF_MEMORY)?
         }
     };
+    if let Some(context) = call.contexts.by_key.get_mut(&context) {
+        context.allocations.insert(taken.address);
+    }
     // Whatever freed it, it is every stream's now.
     if let Some((physical, range)) = call.bytes_at(taken.address, bytes)
         && let Some(detector) = &mut call.space.detector
@@ -201,14 +221,14 @@ pub(crate) fn host_allocate_with_flags(
     bytes: usize,
     flags: u32,
 ) -> Result<(), CUresult> {
-    call.current()?;
+    let context = call.current()?;
     call.forbid_in_capture()?;
     out.required()?;
     if bytes == 0 || flags > 7 {
         return Err(INVALID);
     }
     let id = call.space.physical.foreign_id();
-    let start = call.space.host.allocate(bytes as u64, flags, id, HostKind::Locked)?;
+    let start = call.space.host.allocate(bytes as u64, flags, id, HostKind::Locked, context)?;
     out.set(start as *mut _)
 }
 
@@ -230,12 +250,12 @@ pub(crate) fn host_register(
     bytes: usize,
     flags: u32,
 ) -> Result<(), CUresult> {
-    call.current()?;
+    let context = call.current()?;
     if address.0 == 0 || bytes == 0 || flags > 15 {
         return Err(INVALID);
     }
     let id = call.space.physical.foreign_id();
-    if call.space.host.register(address.0, bytes as u64, flags, id) {
+    if call.space.host.register(address.0, bytes as u64, flags, id, context) {
         Ok(())
     } else {
         Err(CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)

@@ -1,6 +1,6 @@
 //! Contexts, primary and created, and what is current on each thread.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use cuda_sys::types::{CUcontext, CUdevice, CUresult, CUstreamCaptureMode};
 
@@ -27,6 +27,8 @@ pub(crate) struct Context {
     /// The streams that the legacy stream orders with.
     pub(crate) blocking: Vec<StreamKey>,
     pub(crate) peers: HashSet<ContextKey>,
+    /// Where memory begins that cuMemAlloc gave out in it.
+    pub(crate) allocations: BTreeSet<u64>,
     /// What a failed kernel left: every later call answers it.
     pub(crate) sticky: Option<CUresult>,
 }
@@ -167,14 +169,15 @@ impl Call<'_> {
                 per_thread: HashMap::new(),
                 blocking: Vec::new(),
                 peers: HashSet::new(),
+                allocations: BTreeSet::new(),
                 sticky: None,
             },
         );
         key
     }
 
-    /// Waits for a context's work and ends its streams and events; what was allocated stays
-    /// with the device until it is freed.
+    /// Waits for a context's work and ends its streams and events, and its memory of cuMemAlloc, on
+    /// the host and managed; handles of memory and what pools gave out are no context's, and stay.
     fn end_context(&mut self, key: ContextKey) -> Result<(), CUresult> {
         let waited = self.wait_context(key);
         let streams: Vec<_> = self
@@ -201,6 +204,7 @@ impl Call<'_> {
         self.streams.forget_context(key);
         self.events.end_context(key);
         self.modules.end_context(key);
+        self.end_memory_of(key);
         self.contexts.by_key.remove(&key);
         for context in self.contexts.by_key.values_mut() {
             context.peers.remove(&key);

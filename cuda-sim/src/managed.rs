@@ -28,7 +28,7 @@ pub(crate) fn allocate(
     flags: u32,
 ) -> Result<(), CUresult> {
     use CUmemAttach_flags_enum as Attach;
-    call.current()?;
+    let context = call.current()?;
     call.forbid_in_capture()?;
     out.required()?;
     let attached = [Attach::CU_MEM_ATTACH_GLOBAL.0, Attach::CU_MEM_ATTACH_HOST.0].contains(&flags);
@@ -36,7 +36,7 @@ pub(crate) fn allocate(
         return Err(INVALID);
     }
     let id = call.space.physical.foreign_id();
-    let start = call.space.host.allocate(bytes as u64, 0, id, HostKind::Managed)?;
+    let start = call.space.host.allocate(bytes as u64, 0, id, HostKind::Managed, context)?;
     out.set(start)
 }
 

@@ -11,6 +11,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use smallvec::SmallVec;
 
 use crate::address::AddressSpace;
+use crate::context::ContextKey;
 use crate::physical::{Physical, Seat};
 use crate::race::{Access, AccessKind, Clock, Detector, PhysicalId, StreamKey};
 use crate::report::Findings;
@@ -38,6 +39,8 @@ pub(crate) struct HostAllocation {
     pub(crate) flags: u32,
     id: PhysicalId,
     kind: HostKind,
+    /// Which it was made or registered in.
+    context: ContextKey,
 }
 
 /// Whose memory on the host it is.
@@ -70,6 +73,7 @@ impl HostMemory {
         flags: u32,
         id: PhysicalId,
         kind: HostKind,
+        context: ContextKey,
     ) -> Result<u64, CUresult> {
         const OOM: CUresult = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
         let length = usize::try_from(size).map_err(|_| OOM)?;
@@ -84,18 +88,26 @@ impl HostMemory {
             )
         }
         .map_err(|_| OOM)? as u64;
-        self.by_start.insert(start, HostAllocation { size, flags, id, kind });
+        self.by_start.insert(start, HostAllocation { size, flags, id, kind, context });
         Ok(start)
     }
 
     /// Notes the caller's own memory as page-locked; false if some of it already is.
-    pub(crate) fn register(&mut self, start: u64, size: u64, flags: u32, id: PhysicalId) -> bool {
+    pub(crate) fn register(
+        &mut self,
+        start: u64,
+        size: u64,
+        flags: u32,
+        id: PhysicalId,
+        context: ContextKey,
+    ) -> bool {
         let Some(end) = start.checked_add(size) else { return false };
         let before = self.by_start.range(..end).next_back();
         if before.is_some_and(|(&at, other)| at + other.size > start) {
             return false;
         }
-        self.by_start.insert(start, HostAllocation { size, flags, id, kind: HostKind::Registered });
+        let kind = HostKind::Registered;
+        self.by_start.insert(start, HostAllocation { size, flags, id, kind, context });
         true
     }
 
@@ -111,6 +123,13 @@ impl HostMemory {
             let _ = unsafe { rustix::mm::munmap(start as *mut _, allocation.size as usize) };
         }
         Some(allocation.id)
+    }
+
+    /// Frees and unregisters the memory of a context that ends.
+    pub(crate) fn end_context(&mut self, context: ContextKey) -> Vec<PhysicalId> {
+        let of_context = self.by_start.iter().filter(|(_, a)| a.context == context);
+        let gone: Vec<_> = of_context.map(|(&start, a)| (start, a.kind)).collect();
+        gone.into_iter().filter_map(|(start, kind)| self.remove(start, kind)).collect()
     }
 
     /// The allocation that holds an address, with its start.

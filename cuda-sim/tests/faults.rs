@@ -109,6 +109,43 @@ fn contexts_end() {
     assert!(gpu.sim.leaks().is_empty(), "{:?}", gpu.sim.leaks());
 }
 
+/// As the documentation of cuCtxDestroy says.
+#[test]
+fn memory_that_is_a_contexts_goes_with_it() {
+    let gpu = Gpu::new(Simulator::builder());
+    let (kept, stream) = (gpu.alloc(64), gpu.stream());
+    let mut context = null_mut();
+    ok!(gpu, cuCtxCreate_v2(&mut context, 0, 0));
+    let block = gpu.alloc(64);
+    let (mut locked, mut managed, mut own) = (null_mut(), 0, [0_u32; 16]);
+    ok!(gpu, cuMemAllocHost_v2(&mut locked, 64));
+    ok!(gpu, cuMemAllocManaged(&mut managed, 64, 1));
+    ok!(gpu, cuMemHostRegister_v2(own.as_mut_ptr().cast(), 64, 0));
+    let mut pooled = 0;
+    ok!(gpu, cuMemAllocAsync(&mut pooled, 64, null_mut()));
+    let handle = gpu.create(GRANULE);
+    ok!(gpu, cuCtxDestroy_v2(context));
+    let leaks = gpu.sim.leaks();
+    assert_eq!((leaks.allocations, leaks.host_allocations, leaks.handles), (2, 0, 1));
+    let invalid = CUresult::CUDA_ERROR_INVALID_VALUE;
+    assert_eq!(call!(gpu, cuMemFree_v2(block)), invalid);
+    assert_eq!(call!(gpu, cuMemFree_v2(managed)), invalid);
+    assert_eq!(call!(gpu, cuMemFreeHost(locked)), invalid);
+    let unregistered = call!(gpu, cuMemHostUnregister(own.as_mut_ptr().cast()));
+    assert_eq!(unregistered, CUresult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
+    // What is no context's, or another's, stays.
+    gpu.fill(pooled, 1, 4, stream);
+    gpu.fill(kept, 1, 4, stream);
+    ok!(gpu, cuStreamSynchronize(stream));
+    ok!(gpu, cuMemFreeAsync(pooled, stream));
+    ok!(gpu, cuMemRelease(handle));
+    gpu.sim.assert_clean();
+    gpu.fill(block, 1, 4, stream);
+    assert_eq!(gpu.sim.report().misuse.len(), 1, "a use of what is gone");
+    ok!(gpu, cuDevicePrimaryCtxReset_v2(0));
+    assert_eq!(gpu.sim.leaks().allocations, 0);
+}
+
 /// As the documentation says: who has retained a primary context releases it also after somebody's reset.
 #[test]
 fn a_primary_context_that_was_reset_is_still_its_holders_to_release() {
