@@ -84,6 +84,9 @@ pub(crate) struct Call<'a> {
     pub(crate) name: &'static str,
     /// What the call costs on the modelled machine, where that is not one figure, in µs.
     pub(crate) cost: Option<f64>,
+    /// The lock is no longer held where this goes: what the call drops, such as work that has run,
+    /// cannot call back into it.
+    _inside: InsideWork,
 }
 
 impl Deref for Call<'_> {
@@ -104,11 +107,12 @@ static NEXT_THREAD: AtomicU64 = AtomicU64::new(1);
 
 thread_local! {
     static THREAD: u64 = NEXT_THREAD.fetch_add(1, Ordering::Relaxed);
-    /// One bit for each simulator whose work this thread is executing.
+    /// One bit for each simulator whose work this thread is executing, or whose lock it holds.
     static INSIDE_WORK: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Marks this thread as executing work of a simulator, where driver calls are not permitted.
+/// Marks this thread as executing work of a simulator, or as holding its lock, where driver calls
+/// are not permitted.
 #[derive(Debug)]
 pub(crate) struct InsideWork(u64);
 
@@ -119,7 +123,7 @@ impl InsideWork {
         Self(before)
     }
 
-    /// Whether this thread executes work of the simulator.
+    /// Whether this thread executes work of the simulator, or holds its lock.
     pub(crate) fn is(slot: usize) -> bool {
         INSIDE_WORK.get() & (1 << slot) != 0
     }
@@ -135,7 +139,9 @@ impl Shared {
     /// Takes the lock outside of any driver call.
     pub(crate) fn call(&self, name: &'static str) -> Call<'_> {
         let thread = THREAD.with(|id| *id);
-        Call { shared: self, state: self.state.lock(), thread, name, cost: None }
+        let state = self.state.lock();
+        let _inside = InsideWork::enter(self.slot);
+        Call { shared: self, state, thread, name, cost: None, _inside }
     }
 
     /// Runs one driver call.

@@ -203,7 +203,8 @@ impl Simulator {
     }
 
     /// Enqueues a Rust closure as device work: a kernel stand-in. It runs in stream order when
-    /// the schedule lets it, under the simulator's lock, so it must not make driver calls.
+    /// the schedule lets it, under the simulator's lock, so it must not make driver calls, and nor must
+    /// the drop of what it owns: they are not permitted.
     ///
     /// A closure that answers `CUDA_ERROR_NOT_READY` is taken to be still running and runs again
     /// later; any other error makes the stream's context answer it from then on, as a failed

@@ -4,7 +4,7 @@ mod support;
 
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Duration;
 
 use cuda_sim::{Schedule, Simulator};
@@ -374,6 +374,38 @@ fn a_host_function_may_wait_for_the_enqueuing_thread() {
         assert_eq!(gpu.word(memory), 1);
         gpu.sim.assert_clean();
     }
+}
+
+/// Destroys an event of a driver when it goes, and tells how that went.
+struct EndsAnEvent(cuda_sys::Driver, usize, mpsc::Sender<CUresult>);
+
+impl Drop for EndsAnEvent {
+    fn drop(&mut self) {
+        let destroy = self.0.cuEventDestroy_v2.unwrap();
+        // SAFETY: an event of that driver, which nothing else destroys meanwhile.
+        let _ = self.2.send(unsafe { destroy(self.1 as _) });
+    }
+}
+
+#[test]
+fn work_that_goes_may_not_call_either() {
+    let gpu = Gpu::new(Simulator::builder());
+    let (stream, event) = (gpu.stream() as usize, gpu.event());
+    let (answer, answers) = mpsc::channel();
+    let owned = EndsAnEvent(gpu.sim.driver(), event as usize, answer);
+    let sim = gpu.sim.clone();
+    // On a thread of its own, so that a lock taken twice is told.
+    std::thread::spawn(move || {
+        let work = move |_: &mut cuda_sim::DeviceMemory<'_>| {
+            let _ = &owned;
+            Ok(())
+        };
+        sim.enqueue(stream as _, "owner", work)
+    });
+    let answer = answers.recv_timeout(Duration::from_secs(10));
+    assert_eq!(answer, Ok(CUresult::CUDA_ERROR_NOT_PERMITTED));
+    ok!(gpu, cuEventDestroy_v2(event));
+    gpu.sim.assert_clean();
 }
 
 #[test]
