@@ -43,7 +43,7 @@ impl<'a> Program<'a> {
             5 => self.free(0, 0),
             6 => self.free(2, 1),
             7 => self.malloc(3 * page, 1), // grows, or waits
-            8 => self.free(4, 0),
+            8 => self.free(4, 1),
             9 => self.malloc(4 * page, 0), // moves
             10 => self.free(1, 0),
             11 => self.malloc(2 * page, 1),
