@@ -229,6 +229,12 @@ impl AddressSpace {
         before.is_some_and(|(&at, mapping)| at + mapping.size > start)
     }
 
+    /// What is mapped in `start..start + size`, the mapping that holds its start included.
+    pub(crate) fn mapped_in(&self, start: u64, size: u64) -> impl Iterator<Item = PhysicalId> + '_ {
+        let first = self.mapping(start).map_or(start, |(at, _)| at);
+        self.mappings.range(first..start + size).map(|(_, mapping)| mapping.physical)
+    }
+
     /// Maps an extent over a free range of a reservation, with no rights for anyone.
     pub(crate) fn map(
         &mut self,

@@ -178,9 +178,10 @@ impl Call<'_> {
     pub(crate) fn forbid_beside_capture(&mut self, context: ContextKey) -> Result<(), CUresult> {
         let mut any = false;
         let state = &mut *self.state;
-        for capture in state.captures.running.values_mut() {
-            let origin = state.streams.by_key.get(&capture.origin);
-            if origin.is_some_and(|stream| stream.context == context) {
+        for (id, capture) in &mut state.captures.running {
+            let mut streams =
+                capture.frontiers.keys().filter_map(|key| state.streams.by_key.get(key));
+            if streams.any(|stream| stream.context == context && stream.capture == Some(*id)) {
                 capture.invalid = true;
                 any = true;
             }

@@ -166,13 +166,24 @@ pub(crate) fn record_with_flags(
     stream: CUstream,
     flags: u32,
 ) -> Result<(), CUresult> {
-    if flags > 1 {
-        return Err(CUresult::CUDA_ERROR_INVALID_VALUE);
-    }
+    call.require_no_flags(flags, stream)?;
     record(call, handle, stream)
 }
 
 impl Call<'_> {
+    /// The one flag asks for a node of a graph, which is not modelled; outside of a capture it is invalid.
+    fn require_no_flags(&mut self, flags: u32, stream: CUstream) -> Result<(), CUresult> {
+        const EXTERNAL: u32 = 1;
+        if flags == 0 {
+            return Ok(());
+        }
+        let stream = self.stream(stream)?;
+        match self.capture_of(stream)? {
+            Some(_) if flags == EXTERNAL => Err(CUresult::CUDA_ERROR_NOT_SUPPORTED),
+            _ => Err(CUresult::CUDA_ERROR_INVALID_VALUE),
+        }
+    }
+
     fn set_last(&mut self, key: EventKey, last: Last) -> Result<(), CUresult> {
         let event = self.events.by_key.get_mut(&key);
         event.ok_or(CUresult::CUDA_ERROR_INVALID_HANDLE)?.last = last;
@@ -209,6 +220,9 @@ pub(crate) fn elapsed(
     end: CUevent,
 ) -> Result<(), CUresult> {
     let (start, end) = (call.event(start)?, call.event(end)?);
+    if call.events.by_key[&start].context != call.events.by_key[&end].context {
+        return Err(CUresult::CUDA_ERROR_INVALID_HANDLE);
+    }
     let mut times = [0.0; 2];
     for (key, time) in [start, end].into_iter().zip(&mut times) {
         let event = &call.events.by_key[&key];
@@ -226,9 +240,7 @@ pub(crate) fn wait(
     handle: CUevent,
     flags: u32,
 ) -> Result<(), CUresult> {
-    if flags > 1 {
-        return Err(CUresult::CUDA_ERROR_INVALID_VALUE);
-    }
+    call.require_no_flags(flags, stream)?;
     let stream = call.stream(stream)?;
     let key = call.event(handle)?;
     let last = call.events.by_key[&key].last.clone();

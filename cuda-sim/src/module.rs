@@ -77,6 +77,7 @@ struct Module {
 
 #[derive(Debug)]
 struct Function {
+    context: ContextKey,
     name: Arc<str>,
     kernel: Registered,
 }
@@ -188,13 +189,19 @@ pub(crate) fn function(
         return Err(missing);
     }
     let kernel = modules.registered.get(name).ok_or(missing)?.clone();
-    let function = modules.functions.insert(Function { name: name.into(), kernel });
+    let (context, name_of) = (module.context, name.into());
+    let function = modules.functions.insert(Function { context, name: name_of, kernel });
     module.functions.insert(name.to_owned(), function);
     out.set(function as CUfunction)
 }
 
 /// The most threads of a block, and its most in z.
 const MAX_BLOCK: (u64, u32) = (1024, 64);
+/// The most blocks of a grid in x, y and z.
+const MAX_GRID: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
+/// The most shared memory that a block gets without having asked for more: an attribute of functions,
+/// which is not modelled.
+const MAX_SHARED_BYTES: u32 = 48 << 10;
 
 #[expect(clippy::too_many_arguments, reason = "the driver's signature")]
 pub(crate) fn launch(
@@ -206,7 +213,7 @@ pub(crate) fn launch(
     block_x: u32,
     block_y: u32,
     block_z: u32,
-    _shared_bytes: u32,
+    shared_bytes: u32,
     stream: CUstream,
     parameters: In<*mut std::ffi::c_void>,
     extra: Untyped,
@@ -215,10 +222,16 @@ pub(crate) fn launch(
     let entry = call.modules.functions.get(function as usize);
     let entry = entry.ok_or(CUresult::CUDA_ERROR_INVALID_HANDLE)?;
     let (name, kernel) = (Arc::clone(&entry.name), entry.kernel.clone());
+    if call.context_of(stream) != Some(entry.context) {
+        return Err(CUresult::CUDA_ERROR_INVALID_HANDLE);
+    }
     let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
     let threads: u64 = block.iter().map(|&n| u64::from(n)).product();
     let empty = grid.contains(&0) || threads == 0;
-    if empty || threads > MAX_BLOCK.0 || block_z > MAX_BLOCK.1 || extra.0 != 0 {
+    let grid_fits = grid.iter().zip(MAX_GRID).all(|(&blocks, most)| blocks <= most);
+    let block_fits = threads <= MAX_BLOCK.0 && block_z <= MAX_BLOCK.1;
+    let fits = grid_fits && block_fits && shared_bytes <= MAX_SHARED_BYTES;
+    if empty || !fits || extra.0 != 0 {
         return Err(CUresult::CUDA_ERROR_INVALID_VALUE);
     }
     let mut values = Vec::with_capacity(kernel.parameter_bytes.len());

@@ -384,9 +384,11 @@ pub(crate) fn set_access(
     if !reserved.is_some_and(|(_, _, owner)| owner == Owner::Caller) {
         return Err(INVALID);
     }
-    let first = call.space.addresses.mapping(address).map(|(_, mapping)| mapping.physical);
-    let seat = first.and_then(|id| call.space.physical.get(id)).map(|extent| extent.seat);
-    call.reachable(seat.ok_or(INVALID)?, &wanted)?;
+    let mapped = call.space.addresses.mapped_in(address, size);
+    let seats = mapped.map(|id| call.space.physical.get(id).map(|extent| extent.seat));
+    for seat in seats.collect::<Vec<_>>() {
+        call.reachable(seat.ok_or(INVALID)?, &wanted)?;
+    }
     let state = &mut *call.state;
     let change = |rights| {
         wanted.iter().fold(rights, |rights: crate::address::AccessRights, right| {

@@ -301,6 +301,40 @@ fn the_legacy_stream_breaks_captures_of_blocking_streams() {
 }
 
 #[test]
+fn a_context_is_not_waited_for_where_a_stream_of_it_has_joined_a_capture() {
+    let gpu = Gpu::new(Simulator::builder().devices(2));
+    let stream = gpu.stream();
+    let first = gpu.retain(0);
+    let second = gpu.retain(1);
+    let side = gpu.stream();
+    ok!(gpu, cuCtxSetCurrent(first));
+    gpu.begin(stream, RELAXED);
+    let fork = gpu.record(stream);
+    ok!(gpu, cuCtxSetCurrent(second));
+    ok!(gpu, cuCtxSynchronize());
+    ok!(gpu, cuStreamWaitEvent(side, fork, 0));
+    assert_eq!(call!(gpu, cuCtxSynchronize()), UNSUPPORTED);
+    assert_eq!(gpu.end(stream), Err(INVALIDATED));
+    ok!(gpu, cuCtxSynchronize());
+}
+
+/// cuEventRecordWithFlags and cuStreamWaitEvent: a flag for captures only.
+#[test]
+fn external_events_are_for_captures() {
+    let gpu = Gpu::new(Simulator::builder());
+    let (stream, event) = (gpu.stream(), gpu.event());
+    let record = |flags| call!(gpu, cuEventRecordWithFlags(event, stream, flags));
+    let wait = |flags| call!(gpu, cuStreamWaitEvent(stream, event, flags));
+    let invalid = CUresult::CUDA_ERROR_INVALID_VALUE;
+    assert_eq!([record(0), wait(0)], [CUresult::CUDA_SUCCESS; 2]);
+    assert_eq!([record(1), wait(1), record(2), wait(2)], [invalid; 4]);
+    gpu.begin(stream, RELAXED);
+    assert_eq!([record(1), wait(1)], [CUresult::CUDA_ERROR_NOT_SUPPORTED; 2]);
+    assert_eq!([record(2), wait(2)], [invalid; 2]);
+    ok!(gpu, cuGraphDestroy(gpu.end(stream).unwrap()));
+}
+
+#[test]
 fn captures_end_where_they_began() {
     let gpu = Gpu::new(Simulator::builder());
     let (stream, side) = (gpu.stream(), gpu.stream());

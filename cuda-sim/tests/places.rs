@@ -85,6 +85,21 @@ fn who_can_reach_what() {
     assert_eq!(gpu.set(of_node, &[right(host())]), CUresult::CUDA_SUCCESS);
 }
 
+/// Not only the first of them.
+#[test]
+fn every_mapping_of_a_range_must_be_within_reach() {
+    let gpu = Gpu::new(Simulator::builder());
+    let range = gpu.reserve(2 * GRANULE);
+    for (index, place) in [host(), location(0)].into_iter().enumerate() {
+        let handle = gpu.create_at(&at(place)).unwrap();
+        ok!(gpu, cuMemMap(range + (index * GRANULE) as u64, GRANULE, 0, handle, 0));
+    }
+    let code = call!(gpu, cuMemSetAccess(range, 2 * GRANULE, &right(host()), 1));
+    assert_eq!(code, CUresult::CUDA_ERROR_NOT_SUPPORTED);
+    assert_eq!(gpu.right_of(host(), range), 0, "nor is the first opened");
+    gpu.open(range, 2 * GRANULE);
+}
+
 #[test]
 fn places_that_are_not_there() {
     let gpu = Gpu::new(Simulator::builder());

@@ -278,6 +278,23 @@ fn events_belong_to_a_context() {
 }
 
 #[test]
+fn time_runs_between_events_of_one_context() {
+    let gpu = Gpu::new(Simulator::builder().devices(2));
+    let timed = |stream| {
+        let mut event = null_mut();
+        ok!(gpu, cuEventCreate(&mut event, 0));
+        ok!(gpu, cuEventRecord(event, stream));
+        event
+    };
+    let first = timed(gpu.stream());
+    gpu.retain(1);
+    let second = timed(gpu.stream());
+    let elapsed = |start, end| call!(gpu, cuEventElapsedTime(&mut 0.0, start, end));
+    assert_eq!(elapsed(first, first), READY);
+    assert_eq!(elapsed(first, second), CUresult::CUDA_ERROR_INVALID_HANDLE);
+}
+
+#[test]
 fn unordered_writes_are_a_race() {
     let gpu = Gpu::new(Simulator::builder());
     let (a, b) = (gpu.stream(), gpu.stream());
@@ -441,6 +458,35 @@ fn kernels_by_name() {
     assert_eq!(u64::from_le_bytes(word), cuda_sim::kernels::mix(3, 9));
     ok!(gpu, cuModuleUnload(module));
     gpu.sim.assert_clean();
+}
+
+#[test]
+fn what_no_device_launches() {
+    let gpu = Gpu::new(Simulator::builder().devices(2));
+    let (mut module, mut function) = (null_mut(), null_mut());
+    ok!(gpu, cuModuleLoadData(&mut module, cuda_sim::kernels::PTX.as_ptr().cast()));
+    ok!(gpu, cuModuleGetFunction(&mut function, module, c"vpmm_spin_clocks".as_ptr()));
+    let clocks = 0_u64;
+    let launch = |stream, [x, y, z]: [u32; 3], shared| {
+        let mut parameters = [(&raw const clocks).cast_mut().cast()];
+        let parameters = parameters.as_mut_ptr();
+        call!(
+            gpu,
+            cuLaunchKernel(function, x, y, z, 32, 1, 1, shared, stream, parameters, null_mut())
+        )
+    };
+    let stream = gpu.stream();
+    let invalid = CUresult::CUDA_ERROR_INVALID_VALUE;
+    assert_eq!(launch(stream, [i32::MAX as u32, 65_535, 65_535], 48 << 10), READY);
+    for grid in [[1 << 31, 1, 1], [1, 1 << 16, 1], [1, 1, 1 << 16], [1, 0, 1]] {
+        assert_eq!(launch(stream, grid, 0), invalid, "{grid:?}");
+    }
+    assert_eq!(launch(stream, [1; 3], (48 << 10) + 1), invalid, "shared memory");
+    // A function is a context's, as a stream is.
+    gpu.retain(1);
+    let elsewhere = gpu.stream();
+    assert_eq!(launch(elsewhere, [1; 3], 0), CUresult::CUDA_ERROR_INVALID_HANDLE);
+    assert_eq!(launch(stream, [1; 3], 0), READY);
 }
 
 /// Two kernels, each with words far apart, none of them the other's: what lies between is theirs, too.
