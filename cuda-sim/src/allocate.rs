@@ -170,9 +170,11 @@ pub(crate) fn free(call: &mut Call<'_>, address: u64) -> Result<(), CUresult> {
     if managed::is_start(call, address) {
         return managed::free(call, address, context);
     }
-    // Memory of a pool is freed as if on the legacy stream, and nothing is waited for.
-    let stream = call.contexts.by_key[&context].legacy;
-    call.free_to_pool(address, stream)
+    // Memory of a pool goes at once. Nothing is waited for: whoever calls this has seen to that.
+    let stream = call.contexts.by_key[&context].frees;
+    call.free_to_pool(address, stream)?;
+    while call.advance(stream) {}
+    Ok(())
 }
 
 pub(crate) fn info(

@@ -22,6 +22,8 @@ pub(crate) struct Context {
     api_version: u32,
     pub(crate) flags: u32,
     pub(crate) legacy: StreamKey,
+    /// What the host itself frees of memory pools: it orders with no stream.
+    pub(crate) frees: StreamKey,
     /// Each thread's own default stream.
     pub(crate) per_thread: HashMap<u64, StreamKey>,
     /// The streams that the legacy stream orders with.
@@ -157,6 +159,7 @@ impl Call<'_> {
         let key = ContextKey(self.contexts.next);
         self.contexts.next += 1;
         let legacy = self.streams.create(key, device, Kind::Legacy, 0);
+        let frees = self.streams.create(key, device, Kind::NonBlocking, 0);
         let handle = handle.unwrap_or_else(|| self.contexts.handles.insert(key));
         self.contexts.by_key.insert(
             key,
@@ -166,6 +169,7 @@ impl Call<'_> {
                 api_version: API_VERSION,
                 flags,
                 legacy,
+                frees,
                 per_thread: HashMap::new(),
                 blocking: Vec::new(),
                 peers: HashSet::new(),

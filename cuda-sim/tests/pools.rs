@@ -138,6 +138,28 @@ fn no_use_is_beside_the_allocation() {
     }
 }
 
+/// As the documentation of cuMemFree says: it waits for nothing where the memory is a pool's.
+#[test]
+fn the_host_frees_memory_of_a_pool_that_it_knows_to_be_unused() {
+    for schedule in [LATE, Schedule::Eager] {
+        for waits in [true, false] {
+            let gpu = Gpu::new(Simulator::builder().schedule(schedule));
+            gpu.keep_everything();
+            let (stream, other) = (gpu.stream_with(0), gpu.stream());
+            let block = gpu.take(20 * MIB, stream);
+            gpu.fill(block, 1, 4, stream);
+            if waits {
+                ok!(gpu, cuStreamSynchronize(stream));
+            }
+            ok!(gpu, cuMemFree_v2(block));
+            assert_eq!(gpu.take(20 * MIB, other), block, "it is anybody's at once");
+            ok!(gpu, cuCtxSynchronize());
+            let races = gpu.sim.report().races;
+            assert_eq!(races.is_empty(), waits, "{races:?}");
+        }
+    }
+}
+
 /// Nothing orders memory's next owner after that, whoever it is, and the bytes may be anybody's.
 #[test]
 fn no_use_comes_after_the_free() {
