@@ -230,6 +230,24 @@ struct Piece {
 
 type Pieces = SmallVec<[Piece; 4]>;
 
+/// Whether any byte is in both.
+fn overlap(one: &Pieces, other: &Pieces) -> bool {
+    let bounds = |piece: &Piece| {
+        let start = piece.start.as_ptr() as usize;
+        (start, start + piece.bytes)
+    };
+    let mut all: SmallVec<[((usize, usize), usize); 8]> = SmallVec::new();
+    all.extend(one.iter().map(|piece| (bounds(piece), 0)));
+    all.extend(other.iter().map(|piece| (bounds(piece), 1)));
+    all.sort_unstable();
+    // How far each goes, of what begins no later.
+    let mut ends = [0; 2];
+    all.into_iter().any(|((start, end), of)| {
+        ends[of] = end.max(ends[of]);
+        start < ends[1 - of]
+    })
+}
+
 /// An aligned word, which both the device and the host may reach at any time.
 enum Word {
     Four(NonNull<AtomicU32>),
@@ -349,13 +367,20 @@ impl DeviceMemory<'_> {
         self.write(address, &value.to_le_bytes())
     }
 
-    /// Copies `bytes` bytes from `from` to `to`, piece by piece in ascending order.
+    /// Copies `bytes` bytes from `from` to `to`, which do not overlap, through whatever addresses:
+    /// that they do is reported as misuse.
     ///
     /// # Errors
     /// `CUDA_ERROR_ILLEGAL_ADDRESS`: see [`DeviceMemory`].
     pub fn copy(&mut self, to: u64, from: u64, bytes: u64) -> Done {
         let source = self.resolve(from, bytes, AccessKind::Read)?;
         let target = self.resolve(to, bytes, AccessKind::Write)?;
+        if overlap(&source, &target) {
+            self.findings.misuse(format!(
+                "`{}` on {}: a copy of {bytes} bytes from {from:#x} to {to:#x}, which overlap",
+                self.what, self.stream
+            ));
+        }
         let (mut source, mut target) = (source.into_iter(), target.into_iter());
         let (mut s, mut t) = (source.next(), target.next());
         while let (Some(from), Some(to)) = (s, t) {

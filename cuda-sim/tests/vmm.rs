@@ -53,8 +53,40 @@ fn work_crosses_handles_in_mapping_order() {
     let mut back = vec![0_u32; words.len()];
     ok!(gpu, cuMemcpyDtoHAsync_v2(back.as_mut_ptr().cast(), range, 3 * GRANULE, stream));
     assert!(words == back);
-    ok!(gpu, cuMemcpyDtoDAsync_v2(range + 10, range + GRANULE as u64, GRANULE, stream));
+    ok!(gpu, cuMemcpyDtoDAsync_v2(range + 10, range + GRANULE as u64, GRANULE - 10, stream));
     assert_eq!(gpu.word(range + 10 + 4 * 100), words[GRANULE / 4 + 100]);
+    gpu.sim.assert_clean();
+}
+
+/// The documentation of copies: the memory areas may not overlap.
+#[test]
+fn copies_onto_themselves_are_misuse() {
+    let gpu = Gpu::new(Simulator::builder());
+    let stream = gpu.stream();
+    let (range, alias) = (gpu.reserve(3 * GRANULE), gpu.reserve(GRANULE));
+    let handles = [GRANULE; 3].map(|bytes| gpu.create(bytes));
+    for (at, handle) in handles.into_iter().enumerate() {
+        gpu.map(range + (at * GRANULE) as u64, GRANULE, handle);
+    }
+    gpu.map(alias, GRANULE, handles[1]);
+    let middle = range + GRANULE as u64;
+    for (to, from, bytes, overlap) in [
+        (range, middle, GRANULE, false),
+        (range, middle, GRANULE + 1, true),
+        (middle, range, GRANULE, false),
+        (middle - 1, range, GRANULE, true),
+        (range, range, 4, true),
+        (alias, range, GRANULE, false),
+        (alias + 64, middle, 64, false),
+        (alias + 64, middle, 65, true),
+        (range, alias, GRANULE, false),
+        (middle - 8, alias, 16, true),
+    ] {
+        let before = gpu.sim.report().misuse.len();
+        ok!(gpu, cuMemcpyDtoDAsync_v2(to, from, bytes, stream));
+        let found = gpu.sim.report().misuse.len() - before;
+        assert_eq!(found, usize::from(overlap), "{to:#x} from {from:#x}, {bytes}");
+    }
 }
 
 #[test]
