@@ -542,7 +542,8 @@ impl Call<'_> {
         let what: Arc<str> = self.name.into();
         // A lane is used again by the stream's next launch, which comes after this one anyway.
         let mut keys = vec![stream];
-        keys.extend(self.streams.lanes_beside(stream, count.saturating_sub(1)));
+        let state = &mut *self.state;
+        keys.extend(state.streams.lanes_beside(stream, count.saturating_sub(1), &state.host));
         let elsewhere = before.iter().any(|before| before.point.stream != stream);
         let start = if count > 1 || elsewhere {
             vec![self.append(stream, before.as_slice(), Work::Order, &what)?]

@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use cuda_sys::types::{CUcontext, CUdevice, CUresult, CUstreamCaptureMode};
 
 use crate::arguments::{Out, Untyped};
-use crate::call::Call;
+use crate::call::{Call, State};
 use crate::handles::Handles;
 use crate::race::StreamKey;
 use crate::stream::Kind;
@@ -158,8 +158,9 @@ impl Call<'_> {
     fn new_context(&mut self, device: usize, handle: Option<usize>, flags: u32) -> ContextKey {
         let key = ContextKey(self.contexts.next);
         self.contexts.next += 1;
-        let legacy = self.streams.create(key, device, Kind::Legacy, 0);
-        let frees = self.streams.create(key, device, Kind::NonBlocking, 0);
+        let State { streams, host, .. } = &mut *self.state;
+        let legacy = streams.create(key, device, Kind::Legacy, 0, host);
+        let frees = streams.create(key, device, Kind::NonBlocking, 0, host);
         let handle = handle.unwrap_or_else(|| self.contexts.handles.insert(key));
         self.contexts.by_key.insert(
             key,

@@ -104,6 +104,8 @@ pub(crate) enum Kind {
 #[derive(Debug)]
 pub(crate) struct Stream {
     pub(crate) key: StreamKey,
+    /// What cuStreamGetId answers: no other stream's, ever.
+    pub(crate) id: u64,
     pub(crate) context: ContextKey,
     pub(crate) device: usize,
     pub(crate) kind: Kind,
@@ -155,8 +157,16 @@ pub(crate) struct Streams {
     departed: HashMap<ContextKey, (usize, Clock)>,
     /// Work of destroyed blocking streams that a legacy stream's next item comes after.
     left_behind: HashMap<StreamKey, Vec<Recorded>>,
+    /// The timelines of streams that are gone, each with its last item: what is created once the host
+    /// has seen that complete comes after all of it, and goes on there. So clocks know as many streams
+    /// as there are at a time, not as there ever were.
+    ended: VecDeque<(StreamKey, u64)>,
     next: u64,
+    next_id: u64,
 }
+
+/// How many timelines a new stream looks at for one to go on with.
+const ENDED_LOOKS: usize = 8;
 
 impl Streams {
     pub(crate) fn new() -> Self {
@@ -167,8 +177,23 @@ impl Streams {
             residue: HashMap::new(),
             departed: HashMap::new(),
             left_behind: HashMap::new(),
+            ended: VecDeque::new(),
             next: 1,
+            next_id: 1,
         }
+    }
+
+    /// A timeline for a new stream, and its last item so far.
+    fn timeline(&mut self, host: &Clock) -> (StreamKey, u64) {
+        for _ in 0..ENDED_LOOKS.min(self.ended.len()) {
+            let Some((key, last)) = self.ended.pop_front() else { break };
+            if host.get(key) >= last {
+                return (key, last);
+            }
+            self.ended.push_back((key, last));
+        }
+        self.next += 1;
+        (StreamKey(self.next - 1), 0)
     }
 
     /// A new stream without a handle.
@@ -178,20 +203,23 @@ impl Streams {
         device: usize,
         kind: Kind,
         priority: i32,
+        host: &Clock,
     ) -> StreamKey {
-        let key = StreamKey(self.next);
-        self.next += 1;
+        let (key, last) = self.timeline(host);
+        let id = self.next_id;
+        self.next_id += 1;
         self.by_key.insert(
             key,
             Stream {
                 key,
+                id,
                 context,
                 device,
                 kind,
                 priority,
                 capture: None,
-                enqueued: 0,
-                completed: 0,
+                enqueued: last,
+                completed: last,
                 clock: Arc::new(Clock::new()),
                 queue: VecDeque::new(),
                 running: false,
@@ -203,12 +231,17 @@ impl Streams {
     }
 
     /// So many streams beside another one, which go with it. Nothing orders them with it, nor with others.
-    pub(crate) fn lanes_beside(&mut self, key: StreamKey, count: usize) -> Vec<StreamKey> {
+    pub(crate) fn lanes_beside(
+        &mut self,
+        key: StreamKey,
+        count: usize,
+        host: &Clock,
+    ) -> Vec<StreamKey> {
         let Some(stream) = self.by_key.get_mut(&key) else { return Vec::new() };
         let (context, device, priority) = (stream.context, stream.device, stream.priority);
         let mut lanes = std::mem::take(&mut stream.lanes);
         while lanes.len() < count {
-            lanes.push(self.create(context, device, Kind::NonBlocking, priority));
+            lanes.push(self.create(context, device, Kind::NonBlocking, priority, host));
         }
         let used = lanes[..count].to_vec();
         if let Some(stream) = self.by_key.get_mut(&key) {
@@ -308,6 +341,7 @@ impl Streams {
         if stream.is_blocking() {
             self.residue.entry(stream.context).or_default().join(&stream.clock);
         }
+        self.ended.push_back((key, stream.enqueued));
     }
 
     /// What the finished work of streams that are gone came after, of one context.
@@ -325,5 +359,45 @@ impl Streams {
     pub(crate) fn forget_context(&mut self, context: ContextKey) {
         self.residue.remove(&context);
         self.departed.remove(&context);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    /// A stream with one piece of work, which has run, and what the host learns by waiting for it.
+    fn come_and_go(streams: &mut Streams, host: &Clock) -> (StreamKey, u64, Recorded) {
+        let key = streams.create(ContextKey(1), 0, Kind::NonBlocking, 0, host);
+        let id = streams.by_key[&key].id;
+        let task = Task { work: Work::Order, what: "work".into(), generation: 0 };
+        let recorded = streams.push(key, &[], host, &[], task).unwrap();
+        assert!(!streams.is_done(recorded.point));
+        streams.by_key.get_mut(&key).unwrap().queue.pop_front();
+        streams.complete(key, recorded.point.seq);
+        assert!(streams.is_done(recorded.point));
+        streams.destroy(key);
+        (key, id, recorded)
+    }
+
+    #[test]
+    fn streams_go_on_where_those_that_the_host_has_waited_for_ended() {
+        let (mut streams, mut host) = (Streams::new(), Clock::new());
+        let (mut keys, mut ids) = (HashSet::new(), HashSet::new());
+        let mut before: Option<Recorded> = None;
+        for _ in 0..100 {
+            let (key, id, recorded) = come_and_go(&mut streams, &host);
+            assert!(before.is_none_or(|before| recorded.clock.covers(&before.clock)));
+            host.join(&recorded.clock);
+            keys.insert(key);
+            ids.insert(id);
+            before = Some(recorded);
+        }
+        assert_eq!((keys.len(), ids.len()), (1, 100));
+        // Not where nobody has waited.
+        let unseen = [(); 20].map(|()| come_and_go(&mut streams, &host).0);
+        assert_eq!(HashSet::from(unseen).len(), 20);
     }
 }

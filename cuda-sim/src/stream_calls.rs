@@ -50,7 +50,7 @@ impl Call<'_> {
         if let Some(&key) = entry.per_thread.get(&thread) {
             return Ok(key);
         }
-        let key = state.streams.create(context, entry.device, Kind::PerThread, 0);
+        let key = state.streams.create(context, entry.device, Kind::PerThread, 0, &state.host);
         entry.per_thread.insert(thread, key);
         entry.blocking.push(key);
         Ok(key)
@@ -82,7 +82,8 @@ pub(crate) fn create_with_priority(
     };
     let priority = priority.clamp(PRIORITIES.1, PRIORITIES.0);
     let device = call.current_device()?;
-    let key = call.streams.create(context, device, kind, priority);
+    let state = &mut *call.state;
+    let key = state.streams.create(context, device, kind, priority, &state.host);
     if kind == Kind::Blocking
         && let Some(context) = call.contexts.by_key.get_mut(&context)
     {
@@ -167,7 +168,7 @@ impl Call<'_> {
 pub(crate) fn get_id(call: &mut Call<'_>, handle: CUstream, out: Out<u64>) -> Result<(), CUresult> {
     let stream = call.stream(handle)?;
     call.forbid_on_capturing(stream)?;
-    out.set(stream.0)
+    out.set(call.streams.by_key[&stream].id)
 }
 
 pub(crate) fn get_flags(

@@ -32,8 +32,9 @@ use std::sync::Arc;
 use cells::Cells;
 pub use clock::Clock;
 
-/// A timeline of work that runs in order: a stream by its unique id, never by its handle,
-/// because handles are used again.
+/// A timeline of work that runs in order: a stream, never by its handle, because handles are used
+/// again. One that is created when the host has seen all work of an earlier one complete may go on in
+/// its timeline, which is in order then, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StreamKey(pub u64);
 
