@@ -194,6 +194,8 @@ fn values_are_dropped_in_any_order() {
             let stream = device.stream().unwrap();
             let pool = profile.open(&device);
             let held = [GRANULE, SMALL].map(|bytes| pool.malloc(bytes as usize, &stream).unwrap());
+            // Whoever frees comes after the allocations, on whatever stream.
+            stream.synchronize().unwrap();
             // Another way to the same driver, for what is left of it.
             let other = (!frees).then(|| Profile::Default.open(&device));
             if frees {

@@ -243,7 +243,9 @@ impl Pool {
     }
 
     /// Frees an allocation once everything enqueued on `stream` so far has finished. The stream
-    /// need not be the one of the allocation; uses on other streams must be ordered before.
+    /// need not be the one of the allocation; that one's work until the allocation, and uses on other
+    /// streams, must be ordered before. Also where nothing was done with the memory: its own stream had
+    /// it at once, and may still be at work with what it was before.
     ///
     /// Two threads that free one pointer at the same instant may both succeed in the default
     /// profile, which then hands the block out twice; a free that comes later is told.

@@ -89,7 +89,8 @@ pub trait MemoryResource: Send + Sync {
     fn allocate(&self, bytes: usize, align: usize, stream: StreamHandle) -> Result<DevicePtr>;
 
     /// Frees an allocation of `bytes` with `align`, both as they were asked for, once everything
-    /// enqueued on `stream` so far has finished. The stream need not be the one of the allocation.
+    /// enqueued on `stream` so far has finished. The stream need not be the one of the allocation; that
+    /// one's work until the allocation must be ordered before, as uses on other streams are.
     ///
     /// # Errors
     /// What the resource finds wrong with the pointer ([`Facts::checks`] says how much that is), and
