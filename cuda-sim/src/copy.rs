@@ -61,6 +61,16 @@ impl Call<'_> {
         if self.space.host.holds(address, bytes) { Place::Reachable } else { Place::Pageable }
     }
 
+    /// Where the end of a copy is that the call says is the host's: nobody on the host can follow an
+    /// address of the device.
+    fn host_end(&mut self, address: u64, bytes: u64) -> Result<Place, CUresult> {
+        if address >= BASE {
+            self.misuse(&format!("{address:#x} is no address of the host"));
+            return Err(INVALID);
+        }
+        Ok(self.host_place(address, bytes))
+    }
+
     /// Where either end of a copy is: no device address is a host address.
     fn place(&self, address: u64, bytes: u64) -> Place {
         if address >= BASE { Place::Reachable } else { self.host_place(address, bytes) }
@@ -170,7 +180,7 @@ pub(crate) fn to_device(
     from: Untyped,
     bytes: usize,
 ) -> Result<(), CUresult> {
-    let place = call.host_place(from.0, bytes as u64);
+    let place = call.host_end(from.0, bytes as u64)?;
     call.copy_now((to, Place::Reachable), (from.0, place), bytes as u64)
 }
 
@@ -180,7 +190,7 @@ pub(crate) fn to_host(
     from: u64,
     bytes: usize,
 ) -> Result<(), CUresult> {
-    let place = call.host_place(to.0, bytes as u64);
+    let place = call.host_end(to.0, bytes as u64)?;
     call.copy_now((to.0, place), (from, Place::Reachable), bytes as u64)
 }
 
@@ -202,7 +212,7 @@ pub(crate) fn to_device_async(
     stream: CUstream,
 ) -> Result<(), CUresult> {
     let stream = call.stream(stream)?;
-    let place = call.host_place(from.0, bytes as u64);
+    let place = call.host_end(from.0, bytes as u64)?;
     call.copy(stream, (to, Place::Reachable), (from.0, place), bytes as u64)
 }
 
@@ -214,7 +224,7 @@ pub(crate) fn to_host_async(
     stream: CUstream,
 ) -> Result<(), CUresult> {
     let stream = call.stream(stream)?;
-    let place = call.host_place(to.0, bytes as u64);
+    let place = call.host_end(to.0, bytes as u64)?;
     call.copy(stream, (to.0, place), (from, Place::Reachable), bytes as u64)
 }
 

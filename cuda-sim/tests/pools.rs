@@ -453,6 +453,20 @@ fn a_copy_to_pageable_memory_arrives_or_fails() {
     assert_eq!(code, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
 }
 
+/// They would end the program.
+#[test]
+fn copies_do_not_follow_device_addresses_on_the_host() {
+    let gpu = Gpu::new(Simulator::builder());
+    let (stream, memory) = (gpu.stream(), gpu.alloc(8));
+    let as_host = memory as *mut std::ffi::c_void;
+    assert_eq!(call!(gpu, cuMemcpyHtoD_v2(memory + 4, as_host, 4)), INVALID);
+    assert_eq!(call!(gpu, cuMemcpyDtoH_v2(as_host, memory + 4, 4)), INVALID);
+    assert_eq!(call!(gpu, cuMemcpyHtoDAsync_v2(memory + 4, as_host, 4, stream)), INVALID);
+    assert_eq!(call!(gpu, cuMemcpyDtoHAsync_v2(as_host, memory + 4, 4, stream)), INVALID);
+    assert_eq!(gpu.sim.report().misuse.len(), 4);
+    ok!(gpu, cuMemcpyAsync(memory, memory + 4, 4, stream));
+}
+
 #[test]
 fn copies_from_pageable_and_locked_memory() {
     let gpu = Gpu::new(Simulator::builder().schedule(LATE));
