@@ -118,7 +118,9 @@ impl Call<'_> {
         let state = &mut *self.state;
         let heap = &mut state.heaps[owner];
         let rights = heap.rights.with(user, if open { 3 } else { 0 });
-        heap.set_rights(&mut state.space, rights);
+        if rights != heap.rights {
+            heap.set_rights(&mut state.space, rights);
+        }
     }
 }
 

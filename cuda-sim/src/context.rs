@@ -210,11 +210,29 @@ impl Call<'_> {
         self.events.end_context(key);
         self.modules.end_context(key);
         self.end_memory_of(key);
-        self.contexts.by_key.remove(&key);
+        let device = self.contexts.by_key.remove(&key).map(|context| context.device);
         for context in self.contexts.by_key.values_mut() {
             context.peers.remove(&key);
         }
+        if let Some(device) = device {
+            for other in 0..self.lost.len() {
+                self.settle_peers(device, other);
+                self.settle_peers(other, device);
+            }
+        }
         waited
+    }
+
+    /// Opens what cuMemAlloc gives out on one device to another one while a context there has asked for
+    /// it that has not ended, nor has the context that it asked.
+    fn settle_peers(&mut self, owner: usize, user: usize) {
+        let contexts = &self.contexts.by_key;
+        let is_owner = |key| contexts.get(key).is_some_and(|context| context.device == owner);
+        let mut users = contexts.values().filter(|context| context.device == user);
+        let open = users.any(|context| context.peers.iter().any(is_owner));
+        if owner != user {
+            self.open_to_peer(owner, user, open);
+        }
     }
 }
 
@@ -447,13 +465,16 @@ pub(crate) fn enable_peer_access(
     if device(peer) == device(current) {
         return Err(CUresult::CUDA_ERROR_INVALID_DEVICE);
     }
+    if !call.peer_access {
+        return Err(CUresult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
+    }
     let owner = device(peer).ok_or(CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED)?;
     let user = device(current).ok_or(CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED)?;
     let context = call.contexts.by_key.get_mut(&current);
     if !context.is_some_and(|context| context.peers.insert(peer)) {
         return Err(CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
     }
-    call.open_to_peer(owner, user, true);
+    call.settle_peers(owner, user);
     Ok(())
 }
 
@@ -466,7 +487,7 @@ pub(crate) fn disable_peer_access(call: &mut Call<'_>, peer: CUcontext) -> Resul
     }
     let device = |key| call.contexts.by_key.get(&key).map(|context: &Context| context.device);
     if let (Some(owner), Some(user)) = (device(peer), device(current)) {
-        call.open_to_peer(owner, user, false);
+        call.settle_peers(owner, user);
     }
     Ok(())
 }

@@ -175,8 +175,40 @@ fn gpu_event_on(gpu: &Gpu, stream: CUstream) -> CUevent {
 }
 
 #[test]
+fn peer_access_ends_with_either_context() {
+    let gpu = Gpu::new(Simulator::builder().devices(2));
+    let (block, first) = (gpu.alloc(64), gpu.retain(0));
+    let (second, stream) = (gpu.retain(1), gpu.stream());
+    let reach = |address, stream| call!(gpu, cuMemsetD32Async(address, 1, 4, stream));
+    assert_eq!(reach(block, stream), INVALID);
+    // Of two contexts that asked one takes it back.
+    let mut created = std::ptr::null_mut();
+    ok!(gpu, cuCtxCreate_v2(&mut created, 0, 1));
+    for context in [created, second] {
+        ok!(gpu, cuCtxSetCurrent(context));
+        ok!(gpu, cuCtxEnablePeerAccess(first, 0));
+    }
+    ok!(gpu, cuCtxDisablePeerAccess(first));
+    assert_eq!(reach(block, stream), CUresult::CUDA_SUCCESS);
+    ok!(gpu, cuCtxDestroy_v2(created));
+    assert_eq!(reach(block, stream), INVALID);
+    ok!(gpu, cuCtxEnablePeerAccess(first, 0));
+    assert_eq!(reach(block, stream), CUresult::CUDA_SUCCESS);
+    ok!(gpu, cuDevicePrimaryCtxReset_v2(0));
+    gpu.retain(0);
+    let block = gpu.alloc(64);
+    assert_eq!(reach(block, stream), INVALID, "whose context is another one");
+    gpu.sim.assert_clean();
+}
+
+#[test]
 fn devices_without_peer_access() {
     let gpu = Gpu::new(Simulator::builder().devices(2).peer_access(false));
+    let first = gpu.retain(0);
+    gpu.retain(1);
+    let code = call!(gpu, cuCtxEnablePeerAccess(first, 0));
+    assert_eq!(code, CUresult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
+    gpu.retain(0);
     let mut can = -1;
     ok!(gpu, cuDeviceCanAccessPeer(&mut can, 1, 0));
     assert_eq!(can, 0);
