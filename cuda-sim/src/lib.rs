@@ -23,7 +23,8 @@
 //! - Streams complete asynchronously, as late as the contract allows if asked to
 //!   ([`Schedule`]); one seed and one sequence of calls are one run.
 //! - Work finds memory when it executes, not when it is enqueued, and a race detector ([`race`])
-//!   watches the physical bytes, through whatever address they are used.
+//!   watches the physical bytes, through whatever address they are used: also for uses beside or
+//!   after their free, by the driver's own allocators.
 //! - The driver's contract is enforced. What would crash a real driver or corrupt memory is
 //!   reported as misuse ([`Simulator::assert_clean`]) and answered with an error.
 //! - Calls fail on demand, memory ends at a limit, devices are lost.
@@ -31,7 +32,9 @@
 //!
 //! Not modelled: where pages of managed memory are, the host's own loads and stores through host-located mappings
 //! (device work reaches them), arrays, multicast, allocation nodes of graphs, exported memory pools,
-//! CUDA IPC, and time spent by the device itself.
+//! CUDA IPC, the end of a thread (a driver waits for its default stream then), open descriptors of
+//! exported memory (a driver counts it as used until they are closed), and time spent by the device
+//! itself.
 
 mod address;
 mod allocate;
