@@ -278,7 +278,11 @@ impl Simulator {
 
     /// Fails the `n`-th call (1 is the next) of the function `name`, which must be its full
     /// name with version, with `code`. The call has no other effect.
+    ///
+    /// # Panics
+    /// If the simulator has no function of that name: none of its calls would ever fail.
     pub fn fail_nth(&self, name: &str, n: u64, code: CUresult) {
+        assert!(slots::NAMES.contains(&name), "the simulator has no function {name}");
         self.call().faults.fail_nth(name, n, code);
     }
 

@@ -28,6 +28,13 @@ fn the_nth_call_of_a_name_fails_and_has_no_effect() {
 }
 
 #[test]
+#[should_panic = "no function cuMemAlloc"]
+fn a_call_that_there_is_not_cannot_be_made_to_fail() {
+    // The table has cuMemAlloc_v2.
+    Simulator::builder().build().unwrap().fail_nth("cuMemAlloc", 1, OOM);
+}
+
+#[test]
 fn calls_fail_by_number_and_from_a_number_on() {
     let gpu = Gpu::new(Simulator::builder());
     let before = gpu.sim.calls();
