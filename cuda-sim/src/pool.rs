@@ -294,6 +294,7 @@ pub(crate) fn create(
     out: Out<CUmemoryPool>,
     props: In<CUmemPoolProps>,
 ) -> Result<(), CUresult> {
+    call.forbid_in_capture()?;
     out.required()?;
     let props = props.get()?;
     let pinned = props.allocType == CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -311,6 +312,7 @@ pub(crate) fn create(
 }
 
 pub(crate) fn destroy(call: &mut Call<'_>, handle: CUmemoryPool) -> Result<(), CUresult> {
+    call.forbid_in_capture()?;
     let key = call.pool(handle)?;
     if call.pools.of_device.iter().any(|(default, _)| *default == key) {
         return Err(INVALID);
@@ -408,6 +410,7 @@ pub(crate) fn set_access(
     descriptors: In<CUmemAccessDesc>,
     count: usize,
 ) -> Result<(), CUresult> {
+    call.forbid_in_capture()?;
     let key = call.pool(handle)?;
     let wanted = call.access_rights(&descriptors, count)?;
     let seat = call.pools.by_key[&key].heap.seat;
@@ -435,6 +438,7 @@ pub(crate) fn get_access(
     handle: CUmemoryPool,
     location: In<CUmemLocation>,
 ) -> Result<(), CUresult> {
+    call.forbid_in_capture()?;
     let key = call.pool(handle)?;
     let party = call.accessor(location.get()?)?.owner();
     let flags = call.pools.by_key[&key].heap.rights.of(party);

@@ -318,6 +318,36 @@ fn a_context_is_not_waited_for_where_a_stream_of_it_has_joined_a_capture() {
     ok!(gpu, cuCtxSynchronize());
 }
 
+#[test]
+fn calls_on_memory_pools_invalidate_a_capture() {
+    type OfPool = fn(&Gpu, CUmemoryPool, &CUmemPoolProps) -> CUresult;
+    let calls: [OfPool; 4] = [
+        |gpu, _, props| call!(gpu, cuMemPoolCreate(&mut null_mut(), props)),
+        |gpu, pool, _| call!(gpu, cuMemPoolSetAccess(pool, &support::access(0, 3), 1)),
+        |gpu, pool, props| {
+            let (mut flags, mut place) = (CUmemAccess_flags(0), props.location);
+            call!(gpu, cuMemPoolGetAccess(&mut flags, pool, &mut place))
+        },
+        |gpu, pool, _| call!(gpu, cuMemPoolDestroy(pool)),
+    ];
+    for call in calls {
+        let gpu = Gpu::new(Simulator::builder());
+        let props = CUmemPoolProps {
+            allocType: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+            location: support::location(0),
+            ..Default::default()
+        };
+        let (stream, mut pool) = (gpu.stream(), null_mut());
+        ok!(gpu, cuMemPoolCreate(&mut pool, &props));
+        gpu.begin(stream, GLOBAL);
+        assert_eq!(call(&gpu, pool, &props), UNSUPPORTED);
+        assert_eq!(gpu.end(stream), Err(INVALIDATED));
+        gpu.begin(stream, RELAXED);
+        assert_eq!(call(&gpu, pool, &props), CUresult::CUDA_SUCCESS);
+        assert!(gpu.end(stream).is_ok());
+    }
+}
+
 /// cuEventRecordWithFlags and cuStreamWaitEvent: a flag for captures only.
 #[test]
 fn external_events_are_for_captures() {
