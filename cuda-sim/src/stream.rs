@@ -319,7 +319,14 @@ impl Streams {
 
     /// The next item of `legacy` comes after a stream that is about to be destroyed.
     pub(crate) fn leave_behind(&mut self, legacy: StreamKey, end: Recorded) {
-        self.left_behind.entry(legacy).or_default().push(end);
+        let runs = |end: &Recorded| {
+            let stream = self.by_key.get(&end.point.stream);
+            stream.is_some_and(|stream| stream.completed < end.point.seq)
+        };
+        let left = self.left_behind.entry(legacy).or_default();
+        // What has run since is in the residue.
+        left.retain(runs);
+        left.push(end);
     }
 
     /// The stream takes no more work and is gone once what it has has run.
@@ -341,6 +348,7 @@ impl Streams {
         if stream.is_blocking() {
             self.residue.entry(stream.context).or_default().join(&stream.clock);
         }
+        self.left_behind.remove(&key);
         self.ended.push_back((key, stream.enqueued));
     }
 
@@ -380,6 +388,27 @@ mod tests {
         assert!(streams.is_done(recorded.point));
         streams.destroy(key);
         (key, id, recorded)
+    }
+
+    #[test]
+    fn what_destroyed_streams_leave_goes_when_it_has_run() {
+        let (mut streams, host) = (Streams::new(), Clock::new());
+        let legacy = streams.create(ContextKey(1), 0, Kind::Legacy, 0, &host);
+        for _ in 0..100 {
+            let key = streams.create(ContextKey(1), 0, Kind::Blocking, 0, &host);
+            let task = Task { work: Work::Order, what: "work".into(), generation: 0 };
+            let recorded = streams.push(key, &[], &host, &[], task).unwrap();
+            streams.leave_behind(legacy, recorded.clone());
+            streams.destroy(key);
+            assert_eq!(streams.left_behind[&legacy].len(), 1);
+            streams.by_key.get_mut(&key).unwrap().queue.pop_front();
+            streams.complete(key, recorded.point.seq);
+            // The legacy stream's next work comes after it, whether it is kept or not.
+            let residue = &streams.residue[&ContextKey(1)];
+            assert!(residue.covers(&recorded.clock));
+        }
+        streams.destroy(legacy);
+        assert!(streams.left_behind.is_empty());
     }
 
     #[test]
