@@ -208,6 +208,22 @@ fn a_drivers_pool_is_made_beside_a_capture() {
     });
 }
 
+/// So is one ended.
+#[test]
+fn a_drivers_pool_ends_beside_a_capture() {
+    Rig::everywhere(|rig| {
+        let pool = DriverPool::new(&rig.device, &DriverPoolConfig::default()).expect("a pool");
+        let (raw, _) = streams::make(rig, CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0);
+        streams::begin_capture(rig, raw);
+        drop(pool);
+        assert_eq!(streams::end_capture(rig, raw), 0);
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+        if let Some(sim) = &rig.sim {
+            assert_eq!(sim.leaks().pools, 0);
+        }
+    });
+}
+
 /// To the driver 0 is no limit at all.
 #[test]
 fn a_drivers_pool_of_at_most_nothing_is_refused() {

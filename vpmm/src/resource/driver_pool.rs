@@ -342,10 +342,11 @@ impl MemoryResource for DriverPool {
 impl Drop for DriverPool {
     fn drop(&mut self) {
         if self.config.is_some() {
-            // SAFETY: made in `new`, destroyed once here. A driver that is shutting down answers with
-            // an error, which leaves nothing to do.
-            let _: Result<(), Failure> =
-                unsafe { self.device.driver().cuMemPoolDestroy(self.pool) };
+            let driver = self.device.driver();
+            // A driver that is shutting down answers with an error, which leaves nothing to do.
+            let Ok(_beside) = BesideCaptures::enter(driver) else { return };
+            // SAFETY: made in `new`, destroyed once here.
+            let _: Result<(), Failure> = unsafe { driver.cuMemPoolDestroy(self.pool) };
         }
     }
 }
