@@ -6,16 +6,28 @@ use std::process::ExitCode;
 use clap::Parser;
 use vpmm_cli::args::Cli;
 use vpmm_cli::command;
-use vpmm_cli::exit::Exit;
+use vpmm_cli::exit::{Abort, Exit};
 
 fn main() -> ExitCode {
-    // Clap ends the process itself for --help (0) and wrong usage (2).
-    let cli = Cli::parse();
-    let exit = command::run(cli, &mut io::stdout().lock()).unwrap_or_else(|abort| {
+    let exit = run().unwrap_or_else(|abort| {
         if !abort.message.is_empty() {
             let _ = writeln!(io::stderr(), "vpmm: {abort}");
         }
         abort.exit
     });
     Exit::into(exit)
+}
+
+fn run() -> Result<Exit, Abort> {
+    match Cli::try_parse() {
+        Ok(cli) => command::run(cli, &mut io::stdout().lock()),
+        // Wrong usage: ends the process, with 2.
+        Err(error) if error.use_stderr() => error.exit(),
+        // --help and --version are output like any other.
+        Err(text) => {
+            text.print()?;
+            io::stdout().flush()?;
+            Ok(Exit::Done)
+        }
+    }
 }

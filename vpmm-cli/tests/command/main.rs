@@ -2,6 +2,7 @@
 
 mod bench;
 mod fit;
+mod output;
 mod replay;
 mod rig;
 mod serve;
