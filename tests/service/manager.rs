@@ -193,6 +193,62 @@ fn a_mapping_that_fails_leaves_nothing() {
     }
 }
 
+/// What is asked for by itself fails and is as before; what fails on the way is unmapped before anything else
+/// comes to its address, or at the end.
+#[test]
+fn memory_that_the_driver_would_not_unmap_is_not_forgotten() {
+    let local = Local::start();
+    let machine = Machine::new();
+    let fail = |call, times| {
+        (1..=times).for_each(|n| machine.sim.fail_nth(call, n, CUresult::CUDA_ERROR_UNKNOWN));
+    };
+    let before = machine.sim.leaks();
+    let mut manager = machine.connected(local.socket(), Requested::Rw);
+    let at = manager.create_mapping(GRANULE, "t").unwrap();
+    for _ in 0..2 {
+        fail("cuMemUnmap", 1);
+        assert!(matches!(manager.unmap(at), Err(ClientError::Cuda(_))));
+        fail("cuMemUnmap", 1);
+        assert!(matches!(manager.destroy_mapping(at), Err(ClientError::Cuda(_))));
+        assert!(manager.mappings()[0].is_mapped);
+        machine.write(at, b"here");
+    }
+    // Whoever reads would find memory that can be written here.
+    fail("cuMemUnmap", 2);
+    assert!(matches!(manager.commit(), Err(ClientError::Cuda(_))));
+    assert_eq!(local.state(), "RW");
+    manager.commit().unwrap();
+    assert_ne!(machine.try_write(at, b"late"), CUresult::CUDA_SUCCESS);
+    let _ = machine.sim.report();
+
+    manager.connect(options(Requested::Ro)).unwrap();
+    for others in [0, 1] {
+        fail("cuMemSetAccess", 1);
+        fail("cuMemUnmap", 1 + others);
+        assert!(matches!(manager.remap_all(), Err(ClientError::Cuda(_))));
+        if others == 1 {
+            assert!(matches!(manager.remap_all(), Err(ClientError::Cuda(_))), "still there");
+        }
+        manager.remap_all().unwrap();
+        assert_eq!(machine.read(at, 4), b"here");
+        // By the second try.
+        fail("cuMemUnmap", 1);
+        manager.unmap_all().unwrap();
+        assert_eq!(machine.sim.leaks().handles, before.handles);
+    }
+    // With its addresses, which nobody else has meanwhile.
+    manager.remap_all().unwrap();
+    fail("cuMemUnmap", 2);
+    assert!(matches!(manager.close(), Err(ClientError::Cuda(_))));
+    assert_eq!(machine.sim.leaks(), before);
+    let mut manager = machine.connected(local.socket(), Requested::Ro);
+    manager.import_all(None).unwrap();
+    fail("cuMemUnmap", 1);
+    drop(manager);
+    assert_eq!(machine.sim.leaks(), before);
+    machine.sim.assert_clean();
+}
+
 /// A writer's as well, at the server, too: with batches, and with a server that has none, where the
 /// allocation is there before its descriptor is asked for.
 #[test]

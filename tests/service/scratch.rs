@@ -123,3 +123,27 @@ fn one_that_fails_leaves_nothing() {
     manager.close().unwrap();
     machine.sim.assert_clean();
 }
+
+#[test]
+fn one_that_the_driver_would_not_unmap_is_as_before() {
+    let local = Local::start();
+    let machine = Machine::new();
+    let before = machine.sim.leaks();
+    let mut manager = manager(&local, &machine);
+    let at = manager.create_scratch_mapping(3 * BLOCK, "t").unwrap();
+    let fail = |call, nth| machine.sim.fail_nth(call, nth, CUresult::CUDA_ERROR_UNKNOWN);
+    fail("cuMemUnmap", 1);
+    let failed = manager.destroy_scratch_mapping(at);
+    assert!(matches!(failed, Err(ClientError::Cuda(_))), "{failed:?}");
+    machine.write(at, b"here");
+    assert!(manager.destroy_scratch_mapping(at).unwrap());
+    // One that was only begun, until the next.
+    fail("cuMemMap", 2);
+    fail("cuMemUnmap", 1);
+    assert!(manager.create_scratch_mapping(3 * BLOCK, "t").is_err());
+    let at = manager.create_scratch_mapping(BLOCK, "t").unwrap();
+    assert!(manager.destroy_scratch_mapping(at).unwrap());
+    drop(manager);
+    assert_eq!(machine.sim.leaks(), before);
+    machine.sim.assert_clean();
+}

@@ -30,6 +30,15 @@ impl Place {
     ) -> Self {
         Self { mapping: None, reservation, bytes, allocation, order: 0 }
     }
+
+    /// Takes the memory away, which nobody uses any more. It stays if the driver refuses.
+    pub(super) fn unmap(&mut self) -> Result<(), ClientError> {
+        if let Some(mapping) = &mut self.mapping {
+            mapping.unmap()?;
+        }
+        self.mapping = None;
+        Ok(())
+    }
 }
 
 /// A mapping as callers see it.

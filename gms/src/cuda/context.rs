@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::os::fd::OwnedFd;
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cuda_sys::types::*;
 
@@ -19,6 +19,21 @@ pub(crate) struct Context(Arc<Share>);
 struct Share {
     cuda: Cuda,
     raw: CUcontext,
+    left: Mutex<Left>,
+}
+
+/// What nobody uses any more and the driver would not take away: ranges by address and bytes.
+#[derive(Debug, Default)]
+struct Left {
+    mapped: Vec<(u64, u64)>,
+    /// Reservations in which some of it is. Others could have their addresses once they are given back.
+    reserved: Vec<(u64, u64)>,
+}
+
+impl Left {
+    fn is_mapped_in(&self, (start, bytes): (u64, u64)) -> bool {
+        self.mapped.iter().any(|(address, _)| (start..start + bytes).contains(address))
+    }
 }
 
 // SAFETY: a context may be used from any thread; it is only ever made current by calls that the
@@ -42,7 +57,7 @@ impl Context {
         let mut raw = ptr::null_mut();
         // SAFETY: the pointer is to a live context handle, and the device was found at the start.
         unsafe { cuda.table().cuDevicePrimaryCtxRetain(&mut raw, cuda.0.device) }?;
-        Ok(Self(Arc::new(Share { cuda: cuda.clone(), raw })))
+        Ok(Self(Arc::new(Share { cuda: cuda.clone(), raw, left: Mutex::default() })))
     }
 
     pub(crate) fn cuda(&self) -> &Cuda {
@@ -85,6 +100,55 @@ impl Context {
         // whole mapping is answered with an error.
         unsafe { self.cuda().table().cuMemSetAccess(at, bytes as usize, &access, 1) }
     }
+
+    fn left(&self) -> MutexGuard<'_, Left> {
+        self.0.left.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tries once more what the driver would not unmap when it was dropped.
+    ///
+    /// # Errors
+    /// The first that it refuses again, of those at addresses that matter to the caller.
+    pub(crate) fn unmap_left(&self, matters: impl Fn(u64) -> bool) -> Result<(), CudaError> {
+        let mut left = self.left();
+        if left.mapped.is_empty() {
+            return Ok(());
+        }
+        let _current = self.enter()?;
+        self.0.cuda.unmap_left(&mut left, matters)
+    }
+}
+
+impl Cuda {
+    /// The context is current.
+    fn unmap_left(&self, left: &mut Left, matters: impl Fn(u64) -> bool) -> Result<(), CudaError> {
+        let mut unmapped = Ok(());
+        left.mapped.retain(|&(address, bytes)| {
+            // SAFETY: whole mappings that have been dropped, and a reservation that is theirs still.
+            let refused = unsafe { self.table().cuMemUnmap(address, bytes as usize) }.err();
+            let stays = refused.is_some();
+            if let Some(error) = refused.filter(|_| unmapped.is_ok() && matters(address)) {
+                unmapped = Err(error);
+            }
+            stays
+        });
+        for range in std::mem::take(&mut left.reserved) {
+            if left.is_mapped_in(range) {
+                left.reserved.push(range);
+            } else {
+                self.give_back(range);
+            }
+        }
+        unmapped
+    }
+
+    /// Gives addresses back at which nothing is mapped.
+    fn give_back(&self, (address, bytes): (u64, u64)) {
+        // SAFETY: exactly the range that was reserved, once.
+        if let Err(error) = unsafe { self.table().cuMemAddressFree(address, bytes as usize) } {
+            tracing::error!(%error, address, "addresses could not be given back");
+        }
+    }
 }
 
 impl Drop for Current<'_> {
@@ -100,12 +164,24 @@ impl Drop for Current<'_> {
 
 impl Drop for Share {
     fn drop(&mut self) {
+        let left = self.left.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if !left.mapped.is_empty() {
+            // SAFETY: the context is alive while this has its share in it.
+            let entered = unsafe { self.cuda.table().cuCtxPushCurrent_v2(self.raw) };
+            // The process's end takes what stays now.
+            let _ = entered.and_then(|()| {
+                let _ = self.cuda.unmap_left(left, |_| true);
+                let mut popped = ptr::null_mut();
+                // SAFETY: the pointer is to a live context handle; what was pushed is still on the stack.
+                unsafe { self.cuda.table().cuCtxPopCurrent_v2(&mut popped) }
+            });
+        }
         // SAFETY: the share was taken in `retain` and is given back once.
         let _ = unsafe { self.cuda.table().cuDevicePrimaryCtxRelease_v2(self.cuda.0.device) };
     }
 }
 
-/// A range of addresses, given back when this is dropped. Nothing may be mapped there then.
+/// A range of addresses, given back when this is dropped, or once what was mapped there is.
 #[derive(Debug)]
 pub(crate) struct Reservation {
     context: Context,
@@ -139,12 +215,48 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        let (table, bytes) = (self.context.cuda().table(), self.bytes as usize);
+        let range = (self.address, self.bytes);
+        let mut left = self.context.left();
+        if left.is_mapped_in(range) {
+            left.reserved.push(range);
+            return;
+        }
+        drop(left);
         let _current = self.context.enter();
-        // SAFETY: exactly the range that was reserved; where something is mapped in it still, the
-        // driver refuses and the addresses are lost, nothing else.
-        if let Err(error) = unsafe { table.cuMemAddressFree(self.address, bytes) } {
-            tracing::error!(%error, address = self.address, "addresses could not be given back");
+        self.context.cuda().give_back(range);
+    }
+}
+
+/// What is mapped from an address on. Nobody may use it any more when this is dropped; what the driver would
+/// not unmap then is left to the context.
+#[derive(Debug)]
+struct Mapped {
+    context: Context,
+    address: u64,
+    /// Of whole mappings end to end; 0 where nothing is mapped any more, or yet.
+    bytes: u64,
+}
+
+impl Mapped {
+    /// Nobody uses it any more. It stays mapped if the driver refuses.
+    fn unmap(&mut self) -> Result<(), CudaError> {
+        if self.bytes > 0 {
+            let _current = self.context.enter()?;
+            let table = self.context.cuda().table();
+            // SAFETY: exactly what was mapped, once. That no work uses it is the caller's promise; the
+            // manager waits for the device first.
+            unsafe { table.cuMemUnmap(self.address, self.bytes as usize) }?;
+            self.bytes = 0;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        if let Err(error) = self.unmap() {
+            tracing::error!(%error, address = self.address, "memory could not be unmapped");
+            self.context.left().mapped.push((self.address, self.bytes));
         }
     }
 }
@@ -153,9 +265,9 @@ impl Drop for Reservation {
 /// when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Mapping {
-    context: Context,
-    handle: PhysicalHandle,
-    address: u64,
+    /// Before the handle, so that it goes first.
+    mapped: Mapped,
+    _handle: PhysicalHandle,
 }
 
 impl Mapping {
@@ -169,23 +281,18 @@ impl Mapping {
     ) -> Result<Self, CudaError> {
         let cuda = context.cuda();
         let _current = context.enter()?;
+        // What was there before may be there still.
+        context.unmap_left(|left| left == address)?;
         let handle = PhysicalHandle::import(cuda, file, bytes)?;
         // SAFETY: the handle is alive; a range that is no free part of a reservation, or not of the
         // memory's size, is answered with an error; offset and flags must be 0.
         unsafe { cuda.table().cuMemMap(address, bytes as usize, 0, handle.raw, 0) }?;
-        Ok(Self { context: context.clone(), handle, address })
+        Ok(Self { mapped: Mapped { context: context.clone(), address, bytes }, _handle: handle })
     }
-}
 
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        let (table, bytes) = (self.context.cuda().table(), self.handle.bytes() as usize);
-        let _current = self.context.enter();
-        // SAFETY: exactly what was mapped, once. That no work uses it is the promise of whoever
-        // drops this; the manager waits for the device first.
-        if let Err(error) = unsafe { table.cuMemUnmap(self.address, bytes) } {
-            tracing::error!(%error, address = self.address, "memory could not be unmapped");
-        }
+    /// Takes the memory away, which nobody uses any more. It stays if the driver refuses.
+    pub(crate) fn unmap(&mut self) -> Result<(), CudaError> {
+        self.mapped.unmap()
     }
 }
 
@@ -193,11 +300,10 @@ impl Drop for Mapping {
 /// more when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Aliases {
-    context: Context,
+    /// Before the block, so that it goes first.
+    mapped: Mapped,
     /// What is mapped, as many times as it takes.
-    block: Arc<PhysicalHandle>,
-    address: u64,
-    times: u64,
+    _block: Arc<PhysicalHandle>,
 }
 
 impl Aliases {
@@ -213,28 +319,19 @@ impl Aliases {
         let _current = context.enter()?;
         let size = block.bytes();
         // Counts what is mapped, so that an error takes it away again.
-        let mut made = Self { context: context.clone(), block: block.clone(), address, times: 0 };
-        while made.times * size < bytes {
-            let at = address + made.times * size;
+        let mut mapped = Mapped { context: context.clone(), address, bytes: 0 };
+        while mapped.bytes < bytes {
+            let at = address + mapped.bytes;
             // SAFETY: as in `Mapping::import`.
             unsafe { table.cuMemMap(at, size as usize, 0, block.raw, 0) }?;
-            made.times += 1;
+            mapped.bytes += size;
         }
-        Ok(made)
+        Ok(Self { mapped, _block: block.clone() })
     }
-}
 
-impl Drop for Aliases {
-    fn drop(&mut self) {
-        if self.times == 0 {
-            return;
-        }
-        let bytes = (self.times * self.block.bytes()) as usize;
-        let _current = self.context.enter();
-        // SAFETY: whole mappings end to end, once; as in `Mapping`.
-        if let Err(error) = unsafe { self.context.cuda().table().cuMemUnmap(self.address, bytes) } {
-            tracing::error!(%error, address = self.address, "memory could not be unmapped");
-        }
+    /// Takes the block away, as [`Mapping::unmap`].
+    pub(crate) fn unmap(&mut self) -> Result<(), CudaError> {
+        self.mapped.unmap()
     }
 }
 

@@ -89,11 +89,11 @@ impl MemoryManager {
     /// Takes the memory at an address away and keeps the address. Waits for the device first.
     ///
     /// # Errors
-    /// [`ClientError::UnknownAddress`], [`ClientError::Cuda`].
+    /// [`ClientError::UnknownAddress`], [`ClientError::Cuda`]; the memory is there as before then.
     pub fn unmap(&mut self, address: u64) -> Result<()> {
         if self.places.get(address)?.mapping.is_some() {
             self.context.synchronize()?;
-            self.places.get_mut(address)?.mapping = None;
+            self.places.get_mut(address)?.unmap()?;
         }
         Ok(())
     }

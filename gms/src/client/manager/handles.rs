@@ -61,8 +61,9 @@ impl MemoryManager {
     /// here can write to what others read.
     ///
     /// # Errors
-    /// [`ClientError::WrongLock`], [`ClientError::Cuda`]; what is published or not is known by the
-    /// next [`connect`](Self::connect).
+    /// [`ClientError::WrongLock`], [`ClientError::Cuda`] as [`unmap_all`](Self::unmap_all): nothing is
+    /// published then, and the session stays. Where it ends with an error, what is published or not is
+    /// known by the next [`connect`](Self::connect).
     pub fn commit(&mut self) -> Result<()> {
         match self.session()?.granted() {
             Granted::Rw => {

@@ -210,12 +210,13 @@ impl MemoryManager {
     /// Gives everything up: memory, addresses, the lock. Waits for the device first.
     ///
     /// # Errors
-    /// [`ClientError::Cuda`] where waiting fails; everything is given up all the same.
+    /// [`ClientError::Cuda`] where waiting fails, or the driver would not unmap something, though asked
+    /// twice; everything else is given up all the same.
     pub fn close(mut self) -> Result<()> {
         let waited = self.context.synchronize();
         self.places.clear();
         self.scratches.clear();
-        Ok(waited?)
+        Ok(waited.and(self.context.unmap_left(|_| true))?)
     }
 
     /// Gives memory and addresses up, whatever the device says.

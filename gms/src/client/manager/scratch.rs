@@ -134,10 +134,11 @@ impl MemoryManager {
     /// # Errors
     /// [`ClientError::Cuda`]; it is as before then.
     pub fn destroy_scratch_mapping(&mut self, address: u64) -> Result<bool> {
-        if !self.scratches.by_address.contains_key(&address) {
-            return Ok(false);
-        }
+        let Some(scratch) = self.scratches.by_address.get_mut(&address) else { return Ok(false) };
         self.context.synchronize()?;
+        if let Some(aliases) = &mut scratch.aliases {
+            aliases.unmap()?;
+        }
         Ok(self.scratches.by_address.remove(&address).is_some())
     }
 

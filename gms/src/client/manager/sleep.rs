@@ -26,7 +26,9 @@ impl MemoryManager {
     /// Gives all memory up and keeps the addresses. Waits for the device first.
     ///
     /// # Errors
-    /// [`ClientError::Cuda`].
+    /// [`ClientError::Cuda`]: nothing was given up where the device cannot be waited for, and all but what
+    /// the driver would not unmap otherwise. That is tried again by the next call, and before anything else
+    /// comes to its address.
     pub fn unmap_all(&mut self) -> Result<()> {
         let _current = self.context.enter()?;
         self.context.synchronize()?;
@@ -35,7 +37,8 @@ impl MemoryManager {
         }
         self.scratches.unmap();
         self.unmapped = true;
-        Ok(())
+        // Once more, and what was left before.
+        Ok(self.context.unmap_left(|_| true)?)
     }
 
     /// Brings the memory back at the same addresses: as a reader that of the published layout, if it
