@@ -60,6 +60,23 @@ fn batches_do_what_single_requests_do() {
     assert_eq!(written_and_read(true), written_and_read(false));
 }
 
+/// A message has the entries that it counts, whatever came before: each of these may be put by itself, and the
+/// last two are too much for one message.
+#[test]
+fn large_entries_are_put_with_small_ones() {
+    let local = Local::start();
+    let mut writer = session(&local, Requested::Rw, true);
+    let id = writer.allocate(GRANULE, "t").unwrap().allocation_id;
+    let entry = |(key, bytes): (&str, usize)| {
+        let value =
+            MetadataValue { allocation_id: id.clone(), offset_bytes: 0, value: vec![0; bytes] };
+        (key.to_owned(), value)
+    };
+    let entries = [("a", 1), ("b", 900 << 10), ("c", 200 << 10)].map(entry);
+    writer.metadata_put_many(&entries).unwrap();
+    assert_eq!(writer.metadata_get_many("").unwrap(), entries);
+}
+
 #[test]
 fn a_batch_is_done_whole_or_not_at_all() {
     let local = Local::with(16 * GRANULE, |settings| {

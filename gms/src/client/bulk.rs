@@ -134,11 +134,12 @@ impl Session {
                     .map_err(|_| ClientError::Size { bytes: entry.offset_bytes })?,
                 value: entry.value.clone(),
             };
-            bytes += key.len() + entry.allocation_id.len() + entry.value.len() + 64;
-            if bytes > PAGE_BYTES && !page.is_empty() {
+            let more = key.len() + entry.allocation_id.len() + entry.value.len() + 64;
+            if bytes + more > PAGE_BYTES && !page.is_empty() {
                 self.put_page(std::mem::take(&mut page))?;
                 bytes = 0;
             }
+            bytes += more;
             page.push(item);
         }
         if page.is_empty() { Ok(()) } else { self.put_page(page) }
