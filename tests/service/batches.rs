@@ -82,11 +82,14 @@ fn a_batch_is_done_whole_or_not_at_all() {
     let local = Local::with(16 * GRANULE, |settings| {
         settings.retry_timeout = Some(std::time::Duration::from_millis(1));
     });
+    for batch in [false, true] {
+        let mut writer = session(&local, Requested::Rw, batch);
+        let refused = writer.allocate_many(&[GRANULE, 4 * GRANULE, 15 * GRANULE], "t");
+        assert!(matches!(refused, Err(ClientError::Refused { .. })), "{batch}: {refused:?}");
+        assert_eq!(writer.allocation_count().unwrap(), 0, "{batch}");
+        local.await_memory(0);
+    }
     let mut writer = session(&local, Requested::Rw, true);
-    let refused = writer.allocate_many(&[GRANULE, 4 * GRANULE, 15 * GRANULE], "t");
-    assert!(matches!(refused, Err(ClientError::Refused { .. })), "{refused:?}");
-    assert_eq!(writer.allocation_count().unwrap(), 0);
-    local.await_memory(0);
     let id = writer.allocate(GRANULE, "t").unwrap().allocation_id;
     let value = |id: &str| MetadataValue {
         allocation_id: id.to_owned(),

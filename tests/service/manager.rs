@@ -322,3 +322,33 @@ fn an_address_that_goes_takes_no_other_along() {
     manager.close().unwrap();
     machine.sim.assert_clean();
 }
+
+/// Whoever is refused memory asks again, and finds as many allocations as there are addresses.
+#[test]
+fn a_cache_that_there_is_no_memory_for_is_allocated_anew_later() {
+    let local = Local::with(6 * GRANULE, |settings| {
+        settings.retry_timeout = Some(std::time::Duration::from_millis(1));
+        settings.ahead_bytes = 0;
+    });
+    let machine = Machine::new();
+    for batch in [false, true] {
+        let mut manager = machine.manager(local.socket());
+        manager.connect(options(Requested::Rw).batch(batch)).unwrap();
+        let addresses = manager.create_mappings(&[2 * GRANULE, 3 * GRANULE], "t").unwrap();
+        manager.unmap_all().unwrap();
+        manager.abort();
+        local.await_memory(0);
+        manager.connect(options(Requested::Rw).batch(batch)).unwrap();
+        // As another process would have it.
+        let taken = manager.allocate_handle(3 * GRANULE, "t").unwrap();
+        assert!(matches!(manager.reallocate_all("t"), Err(ClientError::Refused { .. })), "{batch}");
+        assert!(manager.free_handle(&taken.allocation_id).unwrap());
+        local.await_memory(0);
+        manager.reallocate_all("t").unwrap();
+        manager.remap_all().unwrap();
+        machine.write(addresses[1], b"new");
+        manager.close().unwrap();
+        local.await_memory(0);
+    }
+    machine.sim.assert_clean();
+}

@@ -16,12 +16,32 @@ const SIZES: usize = 4096;
 type Result<T> = std::result::Result<T, ClientError>;
 
 impl Session {
-    /// Makes allocations of a tag, in this order.
+    /// Makes allocations of a tag, in this order. If the server refuses one, nothing is left of the others
+    /// there.
     pub fn allocate_many(&mut self, sizes: &[u64], tag: &str) -> Result<Vec<AllocationInfo>> {
-        if !self.batches() {
-            return sizes.iter().map(|size| self.allocate(*size, tag)).collect();
-        }
         let mut made = Vec::with_capacity(sizes.len());
+        let done = self.allocate_all(sizes, tag, &mut made);
+        if matches!(done, Err(ClientError::Refused { .. })) {
+            for allocation in &made {
+                // The error that matters is the first.
+                let _ = self.free(&allocation.allocation_id);
+            }
+        }
+        done.map(|()| made)
+    }
+
+    fn allocate_all(
+        &mut self,
+        sizes: &[u64],
+        tag: &str,
+        made: &mut Vec<AllocationInfo>,
+    ) -> Result<()> {
+        if !self.batches() {
+            for size in sizes {
+                made.push(self.allocate(*size, tag)?);
+            }
+            return Ok(());
+        }
         for part in sizes.chunks(SIZES) {
             let sizes = part
                 .iter()
@@ -38,7 +58,7 @@ impl Session {
                 other => return Err(unexpected("BatchAllocateResponse", other)),
             }
         }
-        Ok(made)
+        Ok(())
     }
 
     /// Makes an allocation and brings its descriptor, in one request where that can be. If the server

@@ -56,7 +56,8 @@ impl MemoryManager {
     /// Makes allocations of a tag and maps them side by side: the address of each.
     ///
     /// # Errors
-    /// As [`create_mapping`](Self::create_mapping), except that allocations made stay at the server.
+    /// As [`create_mapping`](Self::create_mapping), except that allocations stay at the server where they
+    /// cannot be mapped.
     pub fn create_mappings(&mut self, sizes: &[u64], tag: &str) -> Result<Vec<u64>> {
         let sizes: Vec<u64> =
             sizes.iter().map(|bytes| self.aligned(*bytes)).collect::<Result<_>>()?;
