@@ -147,3 +147,25 @@ fn one_that_the_driver_would_not_unmap_is_as_before() {
     assert_eq!(machine.sim.leaks(), before);
     machine.sim.assert_clean();
 }
+
+/// Not taken for one whose memory is there, where all else has had its own back.
+#[test]
+fn one_without_memory_is_told_by_the_next_who_maps() {
+    let local = Local::start();
+    let machine = Machine::new();
+    let mut manager = manager(&local, &machine);
+    let at = manager.create_scratch_mapping(GRANULE, "kv_cache").unwrap();
+    manager.unmap_all().unwrap();
+    connect(&mut manager, Requested::Rw);
+    manager.remap_all().unwrap();
+    assert!(!manager.is_unmapped());
+    manager.prepare_scratch_for_reallocation().unwrap();
+    assert!(manager.is_unmapped());
+    let stale = manager.remap_all();
+    assert!(matches!(stale, Err(ClientError::StaleLayout { .. })), "{stale:?}");
+    manager.allocate_handle(GRANULE, "kv_cache").unwrap();
+    manager.remap_all().unwrap();
+    machine.write(at, b"here");
+    manager.close().unwrap();
+    machine.sim.assert_clean();
+}

@@ -167,6 +167,8 @@ impl MemoryManager {
         let mut moved: Vec<_> =
             std::mem::take(&mut self.scratches.by_address).into_iter().collect();
         moved.sort_by_key(|(_, scratch)| scratch.order);
+        // Whatever else has had its memory back since.
+        self.unmapped |= !moved.is_empty();
         for (address, Scratch { reservation, bytes, aligned, tag, .. }) in moved {
             let allocation = AllocationInfo {
                 allocation_id: String::new(),
