@@ -551,3 +551,50 @@ fn what_an_import_could_not_unmap_is_unmapped_later() {
     }
     pool.validate().unwrap();
 }
+
+/// Of a message that fails the addresses go with what the driver would not unmap there, whatever comes next.
+#[test]
+fn the_window_of_a_message_that_failed_goes_when_it_is_empty() {
+    let [owner, user] = two(Simulator::builder);
+    let mut config = vpmm::PagedConfig::default();
+    (config.va_size_bytes, config.sharing) = (2 * GRANULE, FILES);
+    let pool = Pool::paged(&owner.device, &config).unwrap();
+    let stream = owner.stream();
+    let malloc = || pool.malloc(2 * GRANULE as usize, &stream).unwrap();
+    let (sim, code) = (user.sim.as_ref().unwrap(), CUresult::CUDA_ERROR_UNKNOWN);
+    let nothing = sim.leaks();
+    let first = malloc();
+    let (here, there) = UnixStream::pair().unwrap();
+    let mut export = pool.export_all().unwrap();
+    let mut memory = std::thread::scope(|scope| {
+        let receiver = scope.spawn(|| Imported::receive(&user.device, &there, Access::Read));
+        export.send(&here).unwrap();
+        receiver.join().unwrap().unwrap()
+    });
+    let second = malloc();
+    let mut send_more = |memory: &mut Imported| {
+        let (here, there) = UnixStream::pair().unwrap();
+        std::thread::scope(|scope| {
+            let receiver = scope.spawn(|| memory.receive_more(&there));
+            (export.send(&here), receiver.join().unwrap())
+        })
+    };
+    let before = (sim.leaks(), memory.stats());
+    sim.fail_nth("cuMemSetAccess", 1, code);
+    sim.fail_nth("cuMemUnmap", 1, code);
+    assert!(matches!(send_more(&mut memory), (Err(Error::PeerRefused), Err(Error::Driver { .. }))));
+    assert_eq!(memory.stats().reservation_count, 2);
+    sim.fail_nth("cuMemImportFromShareableHandle", 1, code);
+    assert!(matches!(send_more(&mut memory), (Err(Error::PeerRefused), Err(_))));
+    assert_eq!((sim.leaks(), memory.stats()), before);
+    assert!(matches!(send_more(&mut memory), (Ok(()), Ok(()))));
+    assert!(memory.translate(second.address()).is_some());
+    // Or with the import.
+    let third = malloc();
+    sim.fail_nth("cuMemSetAccess", 1, code);
+    sim.fail_nth("cuMemUnmap", 1, code);
+    assert!(matches!(send_more(&mut memory), (Err(Error::PeerRefused), Err(Error::Driver { .. }))));
+    drop(memory);
+    assert_eq!(sim.leaks(), nothing);
+    [first, second, third].into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+}

@@ -1,6 +1,6 @@
 //! The other process's side.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr;
@@ -24,6 +24,13 @@ use crate::units::DevicePtr;
 struct Window {
     there: Span,
     here: Reservation,
+}
+
+impl Window {
+    /// Whether an address of this process is in it.
+    fn holds(&self, here: u64) -> bool {
+        here.wrapping_sub(self.here.base()) < self.here.bytes()
+    }
 }
 
 /// An extent where it is mapped here.
@@ -53,8 +60,10 @@ pub struct Imported {
     /// By their addresses there; and so are the extents.
     windows: BTreeMap<u64, Window>,
     extents: BTreeMap<u64, Mapped>,
-    /// Of messages that came to nothing: what the driver would not unmap, in windows of these.
+    /// Of messages that came to nothing: what the driver would not unmap, and the windows that were made for it,
+    /// which are no part of `windows`. Some of it may lie in one of those.
     left: Vec<Mapped>,
+    left_windows: Vec<Window>,
 }
 
 impl Imported {
@@ -136,6 +145,7 @@ impl Imported {
                 windows: BTreeMap::new(),
                 extents: BTreeMap::new(),
                 left: Vec::new(),
+                left_windows: Vec::new(),
             };
             imported.take(socket, &header)?;
             Ok(imported)
@@ -196,13 +206,14 @@ impl Imported {
     /// driver call.
     pub fn stats(&self) -> Stats {
         let mapped_bytes = self.mapped_bytes();
-        let reserved_bytes = self.windows.values().map(|window| window.here.bytes()).sum();
+        let windows = || self.windows.values().chain(&self.left_windows);
+        let reserved_bytes = windows().map(|window| window.here.bytes()).sum();
         Stats {
             mapped_bytes,
             peak_mapped_bytes: mapped_bytes,
             reserved_bytes,
             hole_bytes: reserved_bytes - mapped_bytes,
-            reservation_count: self.windows.len() as u64,
+            reservation_count: windows().count() as u64,
             extent_count: self.extents.len() as u64,
             page_size_bytes: self.granule,
             ..Stats::default()
@@ -238,13 +249,12 @@ impl Imported {
         let taken = self.map_all(socket, header, &spans, &reserved, &mut arrived);
         if taken.is_ok() {
             self.extents.extend(arrived);
+            self.windows.append(&mut reserved);
         } else {
             self.left.extend(arrived.into_iter().map(|(_, extent)| extent));
+            self.left_windows.extend(reserved.into_values());
             self.unmap_left();
-            let held: BTreeSet<u64> = self.left.iter().map(|extent| extent.window).collect();
-            reserved.retain(|start, _| held.contains(start));
         }
-        self.windows.append(&mut reserved);
         taken
     }
 
@@ -299,13 +309,16 @@ impl Imported {
         socket::send(socket, &[wire::TAKEN], &[])
     }
 
-    /// Unmaps what is left of messages. The device's context is current.
+    /// Unmaps what is left of messages, and gives the windows back in which nothing is then. The device's context
+    /// is current.
     fn unmap_left(&mut self) {
         let driver = self.device.driver();
         self.left.retain(|extent| {
             // SAFETY: a whole mapping made for a message, which nobody was told of.
             unsafe { mapping::unmap(driver, extent.here, extent.bytes) }.is_err()
         });
+        let left = &self.left;
+        self.left_windows.retain(|window| left.iter().any(|extent| window.holds(extent.here)));
     }
 
     /// Whether some of an extent is mapped already.
@@ -388,7 +401,10 @@ impl Drop for Imported {
         let mappings = Mappings {
             device: self.device.clone(),
             extents: extents.chain(std::mem::take(&mut self.left)).collect(),
-            _windows: std::mem::take(&mut self.windows),
+            _windows: std::mem::take(&mut self.windows)
+                .into_values()
+                .chain(std::mem::take(&mut self.left_windows))
+                .collect(),
         };
         match waited {
             Ok(()) => mappings.unmap(),
@@ -404,7 +420,7 @@ pub(super) struct Mappings {
     device: Device,
     extents: Vec<Mapped>,
     /// Dropped after what is mapped in them.
-    _windows: BTreeMap<u64, Window>,
+    _windows: Vec<Window>,
 }
 
 impl Mappings {
