@@ -1,7 +1,7 @@
 //! Driver calls that fail, one after the other.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use cuda_sys::types::{CUresult, CUstream_flags_enum};
@@ -254,4 +254,86 @@ fn a_piece_that_does_not_go_back_stays_though_its_stream_is_forgotten() {
         call!(rig.driver, cuStreamDestroy_v2(raw));
     }
     rig.assert_clean();
+}
+
+/// Which has come from below and has no lane: a chunk for a stream in whose place another has come meanwhile, and
+/// that the driver cannot be asked about. Or one of the beginning, whose stream cannot be waited for.
+#[test]
+fn a_piece_that_has_no_place_and_does_not_go_back_stays() {
+    type Below = Box<dyn MemoryResource>;
+    type Open = fn(&Rig, Below, bool) -> Result<Shared, Error>;
+    let opens: [Open; 2] = [
+        |rig, below, at_start| {
+            let mut config = CoalescingConfig::default();
+            config.initial_bytes = if at_start { MIB } else { 0 };
+            Ok(Arc::new(CoalescingPool::new(below, &rig.device, &config)?))
+        },
+        |rig, below, at_start| {
+            let mut config = FixedSizeConfig::default();
+            (config.blocks_at_once, config.at_start) = (1, at_start);
+            Ok(Arc::new(FixedSize::new(below, &rig.device, &config)?))
+        },
+    ];
+    let non_blocking = CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0;
+    for (open, ordered) in opens.into_iter().flat_map(|open| [(open, false), (open, true)]) {
+        let rig = Rig::simulated(cuda_sim::Schedule::Eager);
+        let sim = rig.sim.as_ref().expect("simulated");
+        let [(raw, foreign), (raw_other, other)] =
+            [(); 2].map(|()| streams::make(&rig, non_blocking));
+        let (held, refusals) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+        let pool: Arc<OnceLock<Weak<dyn MemoryResource>>> = Arc::default();
+        let below = || -> Below {
+            let below = Arc::new(Limiting::new(malloc(&rig), MIB));
+            let facts = below.facts().with_stream_order(ordered);
+            let (held, refusals) = (Arc::clone(&held), Arc::clone(&refusals));
+            let (pool, sim, given_back) = (Arc::clone(&pool), sim.clone(), Arc::clone(&held));
+            let again = Arc::clone(&below);
+            Box::new(Callback::new(
+                facts,
+                move |bytes, align, of| {
+                    let ptr = below.allocate(bytes, align, of)?;
+                    held.fetch_add(1, Ordering::Relaxed);
+                    if let Some(pool) = pool.get().and_then(Weak::upgrade) {
+                        pool.allocate(1000, 256, other).expect_err("it grows just now");
+                        sim.fail_nth("cuStreamGetCtx", 1, CUresult::CUDA_ERROR_UNKNOWN);
+                        sim.fail_nth("cuStreamGetCtx", 2, CUresult::CUDA_ERROR_UNKNOWN);
+                    }
+                    Ok(ptr)
+                },
+                move |ptr, bytes, align, stream| {
+                    if refusals.load(Ordering::Relaxed) > 0 {
+                        refusals.fetch_sub(1, Ordering::Relaxed);
+                        return Err(Error::Unsupported { what: "a free, for the test" });
+                    }
+                    given_back.fetch_sub(1, Ordering::Relaxed);
+                    again.deallocate(ptr, bytes, align, stream)
+                },
+            ))
+        };
+        let held = || held.load(Ordering::Relaxed);
+        if ordered {
+            sim.fail_nth("cuStreamSynchronize", 1, CUresult::CUDA_ERROR_UNKNOWN);
+            refusals.store(1, Ordering::Relaxed);
+            let error = open(&rig, below(), true).map(drop).expect_err("no wait");
+            assert!(matches!(error, Error::Driver { call: "cuStreamSynchronize", .. }), "{error}");
+            assert_eq!((held(), refusals.load(Ordering::Relaxed)), (0, 0));
+        }
+        let made = open(&rig, below(), false).expect("a pool");
+        assert!(pool.set(Arc::downgrade(&made)).is_ok());
+        refusals.store(1, Ordering::Relaxed);
+        let error = made.allocate(1 << 20, 256, foreign).expect_err("no place");
+        assert!(matches!(error, Error::Driver { call: "cuStreamGetCtx", .. }), "{error}");
+        sim.clear_faults();
+        assert_eq!((held(), refusals.load(Ordering::Relaxed)), (1, 0));
+        assert_eq!(made.held_bytes(), Some(MIB));
+        let ptr = made.allocate(1 << 20, 256, other).expect("the same memory");
+        assert_eq!(made.held_bytes(), Some(MIB));
+        made.deallocate(ptr, 1 << 20, 256, other).expect("freed");
+        drop(made);
+        assert_eq!(held(), 0);
+        for raw in [raw, raw_other] {
+            call!(rig.driver, cuStreamDestroy_v2(raw));
+        }
+        rig.assert_clean();
+    }
 }

@@ -359,11 +359,13 @@ impl<R: MemoryResource> CoalescingPool<R> {
     fn take_initial(&self, bytes: u64) -> Result<()> {
         // On a stream of its own, so that no other is waited for; after the wait it is everybody's.
         let stream = self.core.device.stream()?;
+        let named = lanes::name(&self.core.device, stream.handle())?;
         let ptr = self.upstream.allocate(bytes as usize, MIN_ALIGN, stream.handle())?;
         if self.upstream.facts().stream_ordered
             && let Err(error) = stream.synchronize()
         {
-            self.upstream.deallocate(ptr, bytes as usize, MIN_ALIGN, stream.handle())?;
+            // The error to report is the first one.
+            let _ = self.give_back(ptr, bytes, named, stream.handle());
             return Err(error);
         }
         self.core.state().blocks.add_chunk(ptr, bytes, NOBODY, 0);
@@ -407,16 +409,21 @@ impl<R: MemoryResource> CoalescingPool<R> {
         self.core.state().poll()?;
         while given_back < least {
             let Some(chunk) = self.core.state().take_chunk(named, wait)? else { break };
-            self.give_back(chunk, named, stream)?;
+            self.give_back(chunk.ptr, chunk.bytes, named, stream)?;
             given_back += chunk.bytes;
         }
         Ok(given_back)
     }
 
-    /// A chunk that is out of the books goes upstream, or comes back: also where upstream panics.
-    fn give_back(&self, chunk: Chunk, named: Named, stream: StreamHandle) -> Result<()> {
-        let bytes = chunk.bytes as usize;
-        let free = || self.upstream.deallocate(chunk.ptr, bytes, MIN_ALIGN, stream);
+    /// A chunk that is not in the books goes upstream, or comes there: also where upstream panics.
+    fn give_back(
+        &self,
+        ptr: DevicePtr,
+        bytes: u64,
+        named: Named,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        let free = || self.upstream.deallocate(ptr, bytes as usize, MIN_ALIGN, stream);
         or_undo(free, || {
             let mut state = self.core.state();
             // It had a lane just now, which another stream may have by this time.
@@ -424,7 +431,7 @@ impl<R: MemoryResource> CoalescingPool<R> {
                 Ok(lane) => (lane, state.lanes.put(lane, named)),
                 Err(_) => state.lanes.put_lost(),
             };
-            state.blocks.add_chunk(chunk.ptr, chunk.bytes, lane, epoch);
+            state.blocks.add_chunk(ptr, bytes, lane, epoch);
         })
     }
 
@@ -527,7 +534,7 @@ impl<R: MemoryResource> CoalescingPool<R> {
             Ok(lane) => lane,
             Err(error) => {
                 drop(state);
-                self.upstream.deallocate(ptr, ask as usize, MIN_ALIGN, stream)?;
+                let _ = self.give_back(ptr, ask, named, stream);
                 return Err(error);
             }
         };

@@ -36,7 +36,7 @@ use crate::error::{Error, Result};
 use crate::lock::{Alone, SpinGuard, SpinLock};
 use crate::ordering::Mark;
 use crate::resource::request::{MIN_ALIGN, check_align, check_device, is_of_nothing, rounded};
-use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
+use crate::resource::{Checks, Description, Facts, Identity, MemoryResource, or_undo};
 use crate::units::{Bytes, DevicePtr, round_up};
 
 /// What a [`FixedSize`] is made with.
@@ -190,11 +190,13 @@ impl<R: MemoryResource> FixedSize<R> {
         if config.at_start {
             // On a stream of its own, so that no other is waited for; after the wait it is everybody's.
             let stream = device.stream()?;
+            let named = lanes::name(device, stream.handle())?;
             let ptr = blocks.get_chunk(stream.handle())?;
             if blocks.upstream.facts().stream_ordered
                 && let Err(error) = stream.synchronize()
             {
-                blocks.give_chunk(ptr, stream.handle())?;
+                // The error to report is the first one.
+                let _ = blocks.give_back(ptr, named, stream.handle());
                 return Err(error);
             }
             if !blocks.add_chunk(&mut blocks.core.state(), ptr, NOBODY, 0) {
@@ -224,6 +226,21 @@ impl<R: MemoryResource> FixedSize<R> {
 
     fn give_chunk(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
         self.upstream.deallocate(ptr, self.chunk_bytes(), MIN_ALIGN, stream)
+    }
+
+    /// A chunk that is not in the books goes upstream, or comes there: also where upstream panics.
+    fn give_back(&self, ptr: DevicePtr, named: Named, stream: StreamHandle) -> Result<()> {
+        or_undo(
+            || self.give_chunk(ptr, stream),
+            || {
+                let mut state = self.core.state();
+                let (lane, epoch) = match state.lane(named) {
+                    Ok(lane) => (lane, state.lanes.put(lane, named)),
+                    Err(_) => state.put_lost(),
+                };
+                self.add_chunk(&mut state, ptr, lane, epoch);
+            },
+        )
     }
 
     /// Enters a chunk, free; `false` where no more can be counted.
@@ -277,7 +294,7 @@ impl<R: MemoryResource> FixedSize<R> {
                     Ok(lane) => lane,
                     Err(error) => {
                         drop(state);
-                        self.give_chunk(ptr, stream)?;
+                        let _ = self.give_back(ptr, named, stream);
                         return Err(error);
                     }
                 };

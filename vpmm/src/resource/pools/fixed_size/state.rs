@@ -99,6 +99,13 @@ impl State {
         self.free[lane as usize].extend(blocks.into_iter().map(|block| (block, epoch)));
     }
 
+    /// As [`Lanes::put_lost`].
+    pub(super) fn put_lost(&mut self) -> (u32, u64) {
+        let (lane, epoch) = self.lanes.put_lost();
+        self.free.resize_with(lane as usize + 1, VecDeque::new);
+        (lane, epoch)
+    }
+
     /// What is in a front is its lane's.
     pub(super) fn settle(&mut self, front: &Front) {
         let (lane, blocks) = front.drain();
