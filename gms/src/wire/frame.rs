@@ -8,6 +8,9 @@ use super::pack::Packer;
 /// Bytes of the length before each message.
 pub const HEADER_BYTES: usize = 4;
 
+/// The longest message that a length tells: the next one stands for all that are longer.
+const MOST_BYTES: u32 = u32::MAX - 1;
+
 /// The least room that is offered for reading.
 const CHUNK_BYTES: usize = 16 << 10;
 
@@ -21,7 +24,8 @@ pub struct FrameError {
     pub limit: u64,
 }
 
-/// Appends a message as a frame.
+/// Appends a message as a frame. One of 4 GiB or more, whose length 32 bits do not hold, is refused by whoever
+/// reads it.
 pub fn encode_frame(message: &impl Encode, out: &mut Vec<u8>) {
     let start = out.len();
     let mut bytes = std::mem::take(out);
@@ -46,8 +50,9 @@ pub struct FrameReader {
 }
 
 impl FrameReader {
-    /// For messages of at most `limit` bytes each.
+    /// For messages of at most `limit` bytes each, and less than 4 GiB.
     pub fn new(limit: u64) -> Self {
+        let limit = limit.min(MOST_BYTES.into());
         Self { buffer: Vec::new(), filled: 0..0, limit }
     }
 
@@ -168,5 +173,14 @@ mod tests {
         let refused = FrameError { bytes: 0xffff_ffff, limit: 1 << 20 };
         assert_eq!(reader.next_frame(), Err(refused));
         assert!(reader.buffer.capacity() < 64 << 10);
+    }
+
+    /// Which is what a longer message has that was encoded all the same.
+    #[test]
+    fn the_greatest_length_is_refused_whatever_the_limit() {
+        let mut reader = FrameReader::new(u64::MAX);
+        feed(&mut reader, &[0xff; HEADER_BYTES]);
+        let refused = FrameError { bytes: 0xffff_ffff, limit: 0xffff_fffe };
+        assert_eq!(reader.next_frame(), Err(refused));
     }
 }
