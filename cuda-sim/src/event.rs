@@ -171,7 +171,7 @@ pub(crate) fn record_with_flags(
 }
 
 impl Call<'_> {
-    /// The one flag asks for a node of a graph, which is not modelled; outside of a capture it is invalid.
+    /// The one flag asks for a node of a graph, which is not modelled; outside of a capture there is none.
     fn require_no_flags(&mut self, flags: u32, stream: CUstream) -> Result<(), CUresult> {
         const EXTERNAL: u32 = 1;
         if flags == 0 {
@@ -179,8 +179,9 @@ impl Call<'_> {
         }
         let stream = self.stream(stream)?;
         match self.capture_of(stream)? {
-            Some(_) if flags == EXTERNAL => Err(CUresult::CUDA_ERROR_NOT_SUPPORTED),
-            _ => Err(CUresult::CUDA_ERROR_INVALID_VALUE),
+            _ if flags != EXTERNAL => Err(CUresult::CUDA_ERROR_INVALID_VALUE),
+            Some(_) => Err(CUresult::CUDA_ERROR_NOT_SUPPORTED),
+            None => Err(CUresult::CUDA_ERROR_ILLEGAL_STATE),
         }
     }
 

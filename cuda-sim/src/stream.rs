@@ -329,6 +329,11 @@ impl Streams {
         left.push(end);
     }
 
+    /// What destroyed streams leave that a legacy stream's next item comes after.
+    pub(crate) fn left_behind(&self, legacy: StreamKey) -> &[Recorded] {
+        self.left_behind.get(&legacy).map_or(&[], Vec::as_slice)
+    }
+
     /// The stream takes no more work and is gone once what it has has run.
     pub(crate) fn destroy(&mut self, key: StreamKey) {
         let Some(stream) = self.by_key.get_mut(&key) else { return };

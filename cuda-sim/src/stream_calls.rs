@@ -8,7 +8,7 @@ use crate::arguments::{Out, Untyped};
 use crate::call::Call;
 use crate::context::{ContextKey, PRIORITIES};
 use crate::race::StreamKey;
-use crate::stream::{Kind, Work};
+use crate::stream::{Kind, Recorded, Stream, Work};
 
 const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
@@ -133,8 +133,8 @@ pub(crate) fn query(call: &mut Call<'_>, handle: CUstream) -> Result<(), CUresul
     let stream = call.stream(handle)?;
     call.forbid_on_capturing(stream)?;
     call.forbid_in_capture()?;
-    let end = call.streams.by_key[&stream].end();
-    let done = call.poll(&end);
+    let ends = call.ends_of(stream);
+    let done = ends.iter().all(|end| call.poll(end));
     // What ran may have failed.
     call.stream(handle)?;
     if done { Ok(()) } else { Err(CUresult::CUDA_ERROR_NOT_READY) }
@@ -152,6 +152,20 @@ pub(crate) fn synchronize(call: &mut Call<'_>, handle: CUstream) -> Result<(), C
 }
 
 impl Call<'_> {
+    /// What a stream has to come to before it is idle: the legacy stream, what it orders with, too. Nothing is
+    /// enqueued for that, which would order other streams' later work.
+    fn ends_of(&self, stream: StreamKey) -> Vec<Recorded> {
+        let Some(entry) = self.streams.by_key.get(&stream) else { return Vec::new() };
+        let mut ends = vec![entry.end()];
+        if entry.kind == Kind::Legacy {
+            let context = self.contexts.by_key.get(&entry.context);
+            let siblings = context.into_iter().flat_map(|context| &context.blocking);
+            ends.extend(siblings.filter_map(|key| self.streams.by_key.get(key)).map(Stream::end));
+            ends.extend_from_slice(self.streams.left_behind(stream));
+        }
+        ends
+    }
+
     /// Waits for a stream; the legacy stream stands for every stream that it orders with.
     pub(crate) fn wait_stream(&mut self, stream: StreamKey) -> Result<(), CUresult> {
         let entry = self.streams.by_key.get(&stream).ok_or(CUresult::CUDA_ERROR_INVALID_HANDLE)?;

@@ -186,6 +186,30 @@ fn the_legacy_stream_orders_with_destroyed_blocking_streams() {
     gpu.sim.assert_clean();
 }
 
+/// Its own work, what blocking streams have, and those that were destroyed; as an H100 answers.
+#[test]
+fn the_legacy_stream_is_idle_when_all_that_it_orders_with_is() {
+    let gpu = Gpu::new(Simulator::builder().schedule(Schedule::Manual));
+    let legacy = || call!(gpu, cuStreamQuery(null_mut()));
+    let (blocking, other, destroyed) = (gpu.stream_with(0), gpu.stream_with(0), gpu.stream_with(0));
+    let apart = gpu.stream_with(1);
+    let memory = gpu.alloc(16);
+    gpu.fill(memory, 1, 1, apart);
+    assert_eq!(legacy(), READY);
+    gpu.fill(memory + 4, 1, 1, blocking);
+    assert_eq!(legacy(), NOT_READY);
+    // A question orders nothing.
+    gpu.fill(memory + 8, 1, 1, other);
+    assert!(gpu.sim.advance(other));
+    assert!(gpu.sim.advance(blocking));
+    assert_eq!(legacy(), READY);
+    gpu.fill(memory + 12, 1, 1, destroyed);
+    ok!(gpu, cuStreamDestroy_v2(destroyed));
+    assert_eq!(legacy(), NOT_READY);
+    gpu.sim.run_until_idle();
+    assert_eq!(legacy(), READY);
+}
+
 #[test]
 fn the_per_thread_handle_is_another_stream_on_each_thread() {
     let gpu = Gpu::new(Simulator::builder());

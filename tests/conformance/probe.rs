@@ -590,6 +590,18 @@ impl<'t> Probe<'t> {
         Ok(value)
     }
 
+    pub(crate) fn pool_open(&self, pool: CUmemoryPool) -> Asked<()> {
+        let flags = CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        let access = CUmemAccessDesc { location: on(self.target.device), flags };
+        ask!(self.driver(), cuMemPoolSetAccess(pool, &access, 1))
+    }
+
+    pub(crate) fn pool_access(&self, pool: CUmemoryPool) -> Asked<CUmemAccess_flags> {
+        let (mut flags, mut location) = (CUmemAccess_flags(0), on(self.target.device));
+        ask!(self.driver(), cuMemPoolGetAccess(&mut flags, pool, &mut location))?;
+        Ok(flags)
+    }
+
     pub(crate) fn pool_trim(&self, pool: CUmemoryPool, keep_bytes: u64) -> Asked<()> {
         ask!(self.driver(), cuMemPoolTrimTo(pool, keep_bytes as usize))
     }
@@ -668,6 +680,10 @@ impl<'t> Probe<'t> {
         ask!(self.driver(), cuEventRecord(event, stream))
     }
 
+    pub(crate) fn record_with(&self, event: CUevent, stream: CUstream, flags: u32) -> Asked<()> {
+        ask!(self.driver(), cuEventRecordWithFlags(event, stream, flags))
+    }
+
     pub(crate) fn query(&self, event: CUevent) -> Asked<()> {
         ask!(self.driver(), cuEventQuery(event))
     }
@@ -677,7 +693,11 @@ impl<'t> Probe<'t> {
     }
 
     pub(crate) fn wait(&self, stream: CUstream, event: CUevent) -> Asked<()> {
-        ask!(self.driver(), cuStreamWaitEvent(stream, event, 0))
+        self.wait_with(stream, event, 0)
+    }
+
+    pub(crate) fn wait_with(&self, stream: CUstream, event: CUevent, flags: u32) -> Asked<()> {
+        ask!(self.driver(), cuStreamWaitEvent(stream, event, flags))
     }
 
     pub(crate) fn elapsed(&self, start: CUevent, end: CUevent) -> Asked<f32> {

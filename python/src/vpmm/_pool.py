@@ -251,7 +251,9 @@ class Pool:
         return address(answer("void *", lib.vpmm_tagged_malloc, heap, size, handle(stream)))
 
     def free(self, pointer: int, stream: int = 0) -> None:
-        """Frees an allocation once everything enqueued on the stream so far has finished."""
+        """Frees an allocation once everything enqueued on the stream so far has finished. Where it is not the
+        allocation's own stream, that one's work until the allocation, and all uses, must be ordered before;
+        the default stream orders with no stream that is not blocking."""
         call(lib.vpmm_free, self._handle, handle(pointer), handle(stream))
 
     def record_stream(self, pointer: int, stream: int) -> None:

@@ -177,6 +177,30 @@ pub(crate) fn rows() -> Vec<Row> {
             let stream = capturing(p, GLOBAL)?;
             harmed(p, stream, answer(p.pool_trim(pool, 0)))
         }),
+        row("capture, global: make a pool", UNSUPPORTED, |p| {
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.pool()))
+        }),
+        row("capture, global: end a pool", UNSUPPORTED, |p| {
+            let pool = p.pool()?;
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.pool_destroy(pool)))
+        }),
+        row("capture, global: open a pool", UNSUPPORTED, |p| {
+            let pool = p.pool()?;
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.pool_open(pool)))
+        }),
+        row("capture, global: who has access to a pool", UNSUPPORTED, |p| {
+            let pool = p.pool()?;
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.pool_access(pool)))
+        }),
+        row("capture, relaxed: wait for an event that was never recorded", SUCCESS, |p| {
+            let event = p.event()?;
+            let stream = capturing(p, RELAXED)?;
+            unharmed(p, stream, answer(p.wait(stream, event)))
+        }),
         row("capture, global: page-locked host memory", UNSUPPORTED, |p| {
             let stream = capturing(p, GLOBAL)?;
             harmed(p, stream, answer(p.host_words(1)))

@@ -143,6 +143,24 @@ pub(crate) fn rows() -> Vec<Row> {
             ensure(p.read32(at + 60, stream)? == 5, "the graph wrote to the new memory")?;
             Ok(code)
         }),
+        row(
+            "graph: launched again on another stream it waits for the first launch",
+            NOT_READY,
+            |p| {
+                let at = p.open(&[p.g])?;
+                let (stream, other) = (capturing(p, GLOBAL)?, p.stream(NON_BLOCKING)?);
+                p.set32(at, 5, 16, stream)?;
+                let graph = p.end_capture_as_graph(stream)?;
+                let hold = p.hold(stream)?;
+                p.launch_graph(&graph, stream)?;
+                p.launch_graph(&graph, other)?;
+                std::thread::sleep(std::time::Duration::from_millis(20));
+                let code = answer(p.stream_query(other));
+                hold.release();
+                p.stream_sync(other)?;
+                code
+            },
+        ),
     ]
 }
 

@@ -8,6 +8,7 @@ use super::*;
 /// What a stream that is held answers.
 const BUSY: CUresult = CUresult::CUDA_ERROR_NOT_READY;
 const DONE: CUresult = CUresult::CUDA_SUCCESS;
+const ILLEGAL_STATE: &[CUresult] = &[CUresult::CUDA_ERROR_ILLEGAL_STATE];
 
 pub(crate) fn rows() -> Vec<Row> {
     vec![
@@ -150,6 +151,36 @@ pub(crate) fn rows() -> Vec<Row> {
             let code = answer(p.stream_query(stream));
             hold.release();
             code
+        }),
+        row("stream query: the legacy stream beside a busy blocking one", NOT_READY, |p| {
+            let stream = p.stream(BLOCKING)?;
+            let hold = p.hold(stream)?;
+            let code = answer(p.stream_query(LEGACY));
+            hold.release();
+            code
+        }),
+        row(
+            "stream query: the legacy stream beside a busy one that does not block",
+            SUCCESS,
+            |p| {
+                let stream = p.stream(NON_BLOCKING)?;
+                let hold = p.hold(stream)?;
+                let code = answer(p.stream_query(LEGACY));
+                hold.release();
+                code
+            },
+        ),
+        row("event record: external, outside of a capture", ILLEGAL_STATE, |p| {
+            answer(p.record_with(p.event()?, p.stream(NON_BLOCKING)?, 1))
+        }),
+        row("event wait: external, outside of a capture", ILLEGAL_STATE, |p| {
+            answer(p.wait_with(p.stream(NON_BLOCKING)?, p.event()?, 1))
+        }),
+        row("event record: unknown flags", INVALID_VALUE, |p| {
+            answer(p.record_with(p.event()?, p.stream(NON_BLOCKING)?, 2))
+        }),
+        row("event wait: unknown flags", INVALID_VALUE, |p| {
+            answer(p.wait_with(p.stream(NON_BLOCKING)?, p.event()?, 2))
         }),
         row("stream destroy: while it works: the work goes on", SUCCESS, |p| {
             let (stream, event) = (p.stream(NON_BLOCKING)?, p.event()?);

@@ -92,8 +92,9 @@ class DeviceMemoryResource:
         return address(forwarded(answer, "void *", *request, back=back))
 
     def deallocate(self, ptr: int, nbytes: int, stream: Any = None, *, alignment: int = 0) -> None:
-        """Frees an allocation once everything enqueued on the stream so far has finished. Bytes and
-        alignment are those of the allocation."""
+        """Frees an allocation once everything enqueued on the stream so far has finished. Where it is not the
+        allocation's own stream, that one's work until the allocation, and all uses, must be ordered before.
+        Bytes and alignment are those of the allocation."""
         on = handle(raw_stream(stream))
         forwarded(call, lib.vpmm_resource_deallocate, self._handle, handle(ptr), nbytes, alignment, on)
 
