@@ -892,8 +892,8 @@ enum vpmm_status vpmm_malloc(const struct vpmm_pool *pool,
  *
  * # Safety
  * `pool` is null or a handle; the stream is alive; nobody uses the memory in work that is enqueued
- * later, or that is not ordered before. The work of the allocation's own stream until then is ordered
- * before, too, also where nothing was done with the memory.
+ * later, or that is not ordered before. The work of the allocation's own stream until then is
+ * ordered before, too, also where nothing was done with the memory.
  */
 enum vpmm_status vpmm_free(const struct vpmm_pool *pool, void *pointer, void *stream);
 

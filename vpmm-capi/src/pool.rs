@@ -156,8 +156,8 @@ pub unsafe extern "C" fn vpmm_malloc(
 ///
 /// # Safety
 /// `pool` is null or a handle; the stream is alive; nobody uses the memory in work that is enqueued
-/// later, or that is not ordered before. The work of the allocation's own stream until then is ordered
-/// before, too, also where nothing was done with the memory.
+/// later, or that is not ordered before. The work of the allocation's own stream until then is
+/// ordered before, too, also where nothing was done with the memory.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_free(
     pool: *const vpmm_pool,

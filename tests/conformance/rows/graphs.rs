@@ -57,7 +57,7 @@ pub(crate) fn rows() -> Vec<Row> {
             p.begin_capture(stream, RELAXED)?;
             answer(p.capture_info(LEGACY))
         }),
-        // Not seen on a GPU yet: by the documentation the question harms no capture.
+        // By the documentation the question harms no capture.
         row(
             "capture: ask whether the legacy stream captures beside a blocking one",
             IMPLICIT,
@@ -68,7 +68,7 @@ pub(crate) fn rows() -> Vec<Row> {
                 unharmed(p, stream, code)
             },
         ),
-        // The same, as to what the documentation does not say.
+        // This one neither, of which the documentation does not say so.
         row("capture info: asked of the legacy stream it harms no capture", IMPLICIT, |p| {
             let stream = p.stream(BLOCKING)?;
             p.begin_capture(stream, GLOBAL)?;
