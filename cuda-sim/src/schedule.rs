@@ -139,18 +139,18 @@ impl Call<'_> {
                 self.events.stamp(*event, *record, now);
             }
             Work::Free { address } => {
-                if let Some((physical, range)) = self.bytes_of_allocation(*address) {
-                    self.count_as_returned(key, &item, physical, range);
+                if let Some(bytes) = self.bytes_of_allocation(*address) {
+                    self.count_as_written(key, &item, bytes, true);
                 }
                 self.free_in_order(*address);
             }
             Work::Take { physical, range } => {
-                let (physical, range) = (*physical, range.clone());
-                self.count_as_taken(key, &item, physical, range);
+                let bytes = (*physical, range.clone());
+                self.count_as_written(key, &item, bytes, false);
             }
             Work::Return { physical, range } => {
-                let (physical, range) = (*physical, range.clone());
-                self.count_as_returned(key, &item, physical, range);
+                let bytes = (*physical, range.clone());
+                self.count_as_written(key, &item, bytes, true);
             }
             Work::Host(function) => {
                 let function = Arc::clone(function);
@@ -196,34 +196,20 @@ impl Call<'_> {
             .unwrap_or(Err(CUresult::CUDA_ERROR_ASSERT))
     }
 
-    /// No use of the bytes may be beside or before their allocation.
-    fn count_as_taken(
+    /// No use of the bytes may be beside their allocation or their free, nor before the one or after the other.
+    fn count_as_written(
         &mut self,
         stream: StreamKey,
         item: &Item,
-        physical: PhysicalId,
-        range: Range<u64>,
+        (physical, range): (PhysicalId, Range<u64>),
+        goes: bool,
     ) {
         let state = &mut *self.state;
         let Some(detector) = &mut state.space.detector else { return };
         let (kind, what) = (AccessKind::Write, &*item.task.what);
         let access = Access { physical, range, kind, stream, clock: &item.clock, what };
-        state.findings.races(detector.access(access));
-    }
-
-    /// No use of the bytes may be beside or after their free.
-    fn count_as_returned(
-        &mut self,
-        stream: StreamKey,
-        item: &Item,
-        physical: PhysicalId,
-        range: Range<u64>,
-    ) {
-        let state = &mut *self.state;
-        let Some(detector) = &mut state.space.detector else { return };
-        let (kind, what) = (AccessKind::Write, &*item.task.what);
-        let access = Access { physical, range, kind, stream, clock: &item.clock, what };
-        state.findings.races(detector.give_back(access));
+        let races = if goes { detector.give_back(access) } else { detector.access(access) };
+        state.findings.races(races);
     }
 
     /// A kernel failed: its context is of no use from now on.

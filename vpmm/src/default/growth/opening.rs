@@ -1,8 +1,8 @@
 //! How long the driver takes to open a mapping, and how many one request has time for.
 //!
 //! Opening is most of what growth costs, and goes by mappings, not by bytes. It takes 20 microseconds on one
-//! machine and 40 on another with the same card, so what a number of mappings takes is known only from the
-//! calls that were made.
+//! machine and 26 to 40 on others, so what a number of mappings takes is known only from the calls that were
+//! made.
 
 #![forbid(unsafe_code)]
 
