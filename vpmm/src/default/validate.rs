@@ -35,7 +35,7 @@ impl Core {
         let mut cached = BTreeMap::new();
         let _revoking = lock(&self.revoking);
         let shards = self.shards();
-        let mut twice = None;
+        let (mut twice, mut miscounted) = (None, None);
         // SAFETY: `revoking` is held, and this thread is inside no front.
         unsafe {
             Shard::reach(shards.iter().copied(), self.asymmetry, |shard, front| {
@@ -44,10 +44,16 @@ impl Core {
                         twice = Some(start);
                     }
                 });
+                if !front.agrees() {
+                    miscounted = Some(shard.index);
+                }
             });
         }
         if let Some(start) = twice {
             return broken(I1, format!("unit {start} is in two fronts"));
+        }
+        if let Some(stream) = miscounted {
+            return broken(I1, format!("a front of stream {stream} is not what is counted of it"));
         }
         let space = self.space.lock();
         space.check_sets()?;

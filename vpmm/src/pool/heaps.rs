@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 
 use super::{Pool, Profile};
+use crate::default::{Core, Routed};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::heap::{Beside, Heap};
@@ -150,7 +151,35 @@ impl Pool {
         self.family.heaps.find_tag(tag)?.resume(stream.into(), false)
     }
 
-    /// A request of the paged profile, or one that the default one has nothing at hand for.
+    /// A request of the default profile for which the front, which is loose, has no block of exactly its size.
+    #[inline(never)]
+    pub(super) fn malloc_loosely(&self, pool: &Core, routed: Routed<'_>) -> Result<DevicePtr> {
+        match pool.malloc_loosely(routed) {
+            Some(ptr) => Ok(ptr),
+            None => self.malloc_behind(pool, routed),
+        }
+    }
+
+    /// A request of the default profile for which the front has no block.
+    #[inline(never)]
+    pub(super) fn malloc_behind(&self, pool: &Core, routed: Routed<'_>) -> Result<DevicePtr> {
+        match pool.malloc_behind(routed) {
+            Some(ptr) => Ok(ptr),
+            None => self.malloc_climbing(pool, routed),
+        }
+    }
+
+    /// The same where nothing behind the front serves it, either.
+    #[cold]
+    #[inline(never)]
+    fn malloc_climbing(&self, pool: &Core, routed: Routed<'_>) -> Result<DevicePtr> {
+        pool.malloc_climbing(routed).or_else(|error| match pool.handle_of(routed) {
+            Ok(stream) => self.recover(error, || self.malloc_once(routed.bytes(), stream)),
+            Err(_) => Err(error),
+        })
+    }
+
+    /// A request of the paged profile, or one of the default one without a shortcut to a front.
     #[inline(never)]
     pub(super) fn malloc_beyond(&self, bytes: usize, stream: StreamHandle) -> Result<DevicePtr> {
         let once = |pool: &Self| match &pool.profile {
@@ -158,6 +187,15 @@ impl Pool {
             Profile::Paged(paged) => pool.malloc_paged(paged, bytes, stream),
         };
         once(self).or_else(|error| self.recover(error, || self.malloc_once(bytes, stream)))
+    }
+
+    /// A free of the paged profile, or one of the default one without a shortcut to a front.
+    #[inline(never)]
+    pub(super) fn free_beyond(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
+        match &self.profile {
+            Profile::Default(pool) => pool.free_outside(ptr, stream),
+            Profile::Paged(pool) => self.free_paged(pool, ptr, stream),
+        }
     }
 
     /// A request, without what is done where it fails.

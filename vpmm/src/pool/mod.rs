@@ -16,7 +16,7 @@ pub use out_of_memory::OutOfMemoryCallback;
 use std::fmt;
 use std::sync::Arc;
 
-use crate::default::{Core, Helper, PoolConfig};
+use crate::default::{AtHand, Core, Freed, Helper, PoolConfig};
 use crate::device::{Device, StreamHandle};
 use crate::error::Result;
 use crate::heap::Heap;
@@ -234,10 +234,14 @@ impl Pool {
     #[inline]
     pub fn malloc(&self, bytes: usize, stream: impl Into<StreamHandle>) -> Result<DevicePtr> {
         let stream = stream.into();
-        if let Profile::Default(pool) = &self.profile
-            && let Some(ptr) = pool.malloc_at_hand(bytes, stream)
-        {
-            return Ok(ptr);
+        // What is called is called last, with what is in registers: then hits save none.
+        if let Profile::Default(pool) = &self.profile {
+            match pool.malloc_at_hand(bytes, stream) {
+                AtHand::Served(ptr) => return Ok(ptr),
+                AtHand::Loose(routed) => return self.malloc_loosely(pool, routed),
+                AtHand::Missed(routed) => return self.malloc_behind(pool, routed),
+                AtHand::Unknown => {}
+            }
         }
         self.malloc_beyond(bytes, stream)
     }
@@ -269,11 +273,15 @@ impl Pool {
     #[inline]
     pub fn free(&self, ptr: DevicePtr, stream: impl Into<StreamHandle>) -> Result<()> {
         let stream = stream.into();
-        match &self.profile {
-            Profile::Default(pool) if pool.free_at_hand(ptr, stream) => Ok(()),
-            Profile::Default(pool) => pool.free_outside(ptr, stream),
-            Profile::Paged(pool) => self.free_paged(pool, ptr, stream),
+        if let Profile::Default(pool) = &self.profile {
+            match pool.free_at_hand(ptr, stream) {
+                Freed::Done => return Ok(()),
+                Freed::Full(routed, start) => return pool.free_behind(routed, start),
+                Freed::Missed(started) => return pool.free_in_time(started),
+                Freed::Unknown => {}
+            }
         }
+        self.free_beyond(ptr, stream)
     }
 
     /// Everything but the hot path.

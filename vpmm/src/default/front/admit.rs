@@ -121,9 +121,10 @@ impl Routes {
 
     #[inline(always)]
     fn at(&self, key: u64, thread: u64) -> &AtomicPtr<Slot> {
-        // Fibonacci hashing: the driver counts streams up, and threads are counted, too.
-        let both = key.wrapping_add(thread << 20);
-        let hash = both.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (64 - ROUTE_BITS);
+        // Fibonacci hashing: the driver counts streams up, and threads are counted, too. Of 32 bits, whose factor is
+        // part of the instruction.
+        let both = (key as u32).wrapping_add((thread as u32) << 20);
+        let hash = both.wrapping_mul(0x9E37_79B9) >> (u32::BITS - ROUTE_BITS);
         &self.all()[hash as usize % ROUTES]
     }
 }

@@ -14,6 +14,9 @@ pub(super) mod admit;
 pub(super) mod shard;
 pub(super) mod tide;
 
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
+
 use crate::default::class::{
     LARGE_CLASSES, SMALL_CLASSES, SMALL_UNITS, large_class, small_class, small_units,
 };
@@ -148,7 +151,43 @@ impl Stack {
     }
 }
 
-/// Units in a front.
+/// How many units a front holds. Beside it, so that others can look whether it holds anything.
+#[derive(Default)]
+pub(super) struct Counts {
+    large: AtomicU32,
+    small: AtomicU32,
+}
+
+impl Counts {
+    #[inline(always)]
+    fn of<const LARGE: bool>(&self) -> &AtomicU32 {
+        if LARGE { &self.large } else { &self.small }
+    }
+
+    #[inline(always)]
+    fn get<const LARGE: bool>(&self) -> u32 {
+        self.of::<LARGE>().load(Relaxed)
+    }
+
+    /// Only whoever is in the front changes what is here.
+    #[inline(always)]
+    fn set<const LARGE: bool>(&self, units: u32) {
+        self.of::<LARGE>().store(units, Relaxed);
+    }
+
+    #[inline(always)]
+    fn take<const LARGE: bool>(&self, units: u32) {
+        self.set::<LARGE>(self.get::<LARGE>() - units);
+    }
+
+    /// Of all sizes.
+    #[inline(always)]
+    pub(super) fn units(&self) -> u32 {
+        self.get::<true>() + self.get::<false>()
+    }
+}
+
+/// What others learn of a front's units.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cached {
     pub(super) now: u64,
@@ -168,13 +207,10 @@ pub(super) struct Front {
     /// of a stack the processor would have to know the block's size, and so read its tag, before it
     /// could know whether the next request finds another block there.
     last: Held,
-    large_units: u32,
-    /// With those of small blocks.
-    units: u32,
     /// The fewest units since somebody looked last, and those that there were then.
     least: u32,
     told: u32,
-    /// The most of `large_units`.
+    /// The most units of large blocks.
     bound: u32,
     /// One longer than all of the bound is kept while there is less than this: 1 or, for none, 0.
     alone: u32,
@@ -236,28 +272,17 @@ impl Front {
 
     /// A block of exactly so many units, as `units_of` rounds them: its start.
     #[inline(always)]
-    pub(super) fn pop(&mut self, units: u32) -> Option<u32> {
-        if units <= SMALL_UNITS {
-            return match self.pop_last(units) {
-                Some(start) => Some(start),
-                None => self.pop_small(small_class(units), units),
-            };
-        }
+    pub(super) fn pop<const LARGE: bool>(&mut self, units: u32, counts: &Counts) -> Option<u32> {
         let start = match self.pop_last(units) {
             Some(start) => start,
-            None => {
-                let stack = self.large.get_mut(large_class(units))?;
-                let block = stack.top();
-                if block.units != units {
-                    return None;
-                }
-                stack.set_depth(stack.depth() - 1);
-                self.units -= units;
-                block.start
-            }
+            None if LARGE => self.pop_large(units)?,
+            None => self.pop_small(small_class(units))?,
         };
-        self.large_units -= units;
-        self.score += HIT;
+        counts.take::<LARGE>(units);
+        if LARGE {
+            self.score += HIT;
+        }
+        self.note_least(counts);
         Some(start)
     }
 
@@ -268,27 +293,46 @@ impl Front {
             return None;
         }
         self.last.units = 0;
-        self.units -= units;
         Some(self.last.start)
     }
 
-    /// The block of a small class, of so many units, that came last: its start.
+    /// The block that came last of those in the size's large class, if it is of so many units: its start.
     #[inline(always)]
-    fn pop_small(&mut self, class: usize, units: u32) -> Option<u32> {
+    fn pop_large(&mut self, units: u32) -> Option<u32> {
+        let stack = self.large.get_mut(large_class(units))?;
+        let block = stack.top();
+        if block.units != units {
+            return None;
+        }
+        stack.set_depth(stack.depth() - 1);
+        Some(block.start)
+    }
+
+    /// The block of a small class that came last: its start.
+    #[inline(always)]
+    fn pop_small(&mut self, class: usize) -> Option<u32> {
         let depth = self.small_depths.get_mut(class)?;
         let now = depth.now.checked_sub(1)?;
         let start = *self.small.get(usize::from(SMALL_STACKS[class] + now))?;
         depth.now = now;
-        self.units -= units;
         Some(start)
     }
 
+    /// Notes how little is left after a block has gone out.
+    #[inline(always)]
+    fn note_least(&mut self, counts: &Counts) {
+        // Without a branch: whether it is less than ever goes either way.
+        self.least = self.least.min(counts.units());
+    }
+
     /// Takes out a block of the next longer small class that has one: its start, and its units.
-    pub(super) fn take_longer(&mut self, units: u32) -> Option<(u32, u32)> {
+    pub(super) fn take_longer(&mut self, units: u32, counts: &Counts) -> Option<(u32, u32)> {
         let longer = small_class(units) + 1..SMALL_CLASSES;
         let class = longer.into_iter().find(|class| self.small_depths[*class].now > 0)?;
         let units = small_units(class);
-        Some((self.pop_small(class, units)?, units))
+        let start = self.pop_small(class)?;
+        counts.take::<false>(units);
+        Some((start, units))
     }
 
     #[inline(always)]
@@ -299,7 +343,7 @@ impl Front {
     /// A block of at least `units` that leaves little unused, where the front is loose: its start,
     /// and its units. Longer ones are in the same class or in the next.
     #[inline(always)]
-    pub(super) fn pop_loose(&mut self, units: u32) -> Option<(u32, u32)> {
+    pub(super) fn pop_loose(&mut self, units: u32, counts: &Counts) -> Option<(u32, u32)> {
         if !self.loose || units <= SMALL_UNITS {
             return None;
         }
@@ -312,7 +356,9 @@ impl Front {
         // The class's own before the next one's, and of those what came last.
         let fitting = own.fitting(units, more) << 8 | next.fitting(units, more);
         let best = fitting.checked_ilog2()? as usize;
-        Some(self.take(if best < 8 { class + 1 } else { class }, best % 8))
+        let block = self.take(if best < 8 { class + 1 } else { class }, best % 8, counts);
+        self.note_least(counts);
+        Some(block)
     }
 
     #[inline(always)]
@@ -321,28 +367,31 @@ impl Front {
     }
 
     /// Takes a large block out; the top of its stack has its place then.
-    fn take(&mut self, class: usize, place: usize) -> (u32, u32) {
+    fn take(&mut self, class: usize, place: usize, counts: &Counts) -> (u32, u32) {
         let block = self.large[class].take(place);
-        self.large_units -= block.units;
-        self.units -= block.units;
+        counts.take::<true>(block.units);
         (block.start, block.units)
     }
 
     /// Keeps a block, if there is room for it.
     #[inline(always)]
-    pub(super) fn push(&mut self, start: u32, units: u32) -> bool {
-        let large = units > SMALL_UNITS;
+    pub(super) fn push<const LARGE: bool>(
+        &mut self,
+        start: u32,
+        units: u32,
+        counts: &Counts,
+    ) -> bool {
+        let held = counts.get::<LARGE>();
         // The sum is not too large: nothing beyond the bound is kept but one single block.
-        if large && self.large_units + units > self.bound && self.large_units >= self.alone {
+        if LARGE && held + units > self.bound && held >= self.alone {
             return false;
         }
         if self.last.units != 0 && !self.put_away() {
             return false;
         }
         self.last = Held { start, units };
-        self.units += units;
-        if large {
-            self.large_units += units;
+        counts.set::<LARGE>(held + units);
+        if LARGE {
             self.score -= 1;
         }
         true
@@ -377,38 +426,52 @@ impl Front {
     /// Whether there is no place for a block of `units` whatever goes: for a large one where none is to stay, and
     /// none is left.
     #[inline]
-    pub(super) fn refuses(&self, units: u32, share: Share) -> bool {
-        units > SMALL_UNITS && share.keeps_no_large && self.alone == 0 && self.large_units == 0
+    pub(super) fn refuses(&self, units: u32, share: Share, counts: &Counts) -> bool {
+        let has_large = counts.get::<true>() > 0;
+        units > SMALL_UNITS && share.keeps_no_large && self.alone == 0 && !has_large
     }
 
     /// Makes room for a block of `units` where the pool and the stream's share of it are `share`: half of
     /// the stack that the block before it goes to is for `spill`, where that is full; or everything
     /// large, where all of it is too much.
-    pub(super) fn make_room(&mut self, units: u32, share: Share, mut spill: impl FnMut(u32, u32)) {
+    pub(super) fn make_room(
+        &mut self,
+        units: u32,
+        share: Share,
+        counts: &Counts,
+        mut spill: impl FnMut(u32, u32),
+    ) {
         self.judge(share);
         match self.last.units {
             0 => {}
-            small @ ..=SMALL_UNITS => self.halve_small(small, share.each, &mut spill),
-            large => self.halve_large(large, &mut spill),
+            small @ ..=SMALL_UNITS => self.halve_small(small, share.each, counts, &mut spill),
+            large => self.halve_large(large, counts, &mut spill),
         }
-        if units > SMALL_UNITS && self.large_units.saturating_add(units) > self.bound {
-            self.spill_large(spill);
+        let large = counts.get::<true>();
+        if units > SMALL_UNITS && large.saturating_add(units) > self.bound {
+            self.spill_large(counts, spill);
         }
     }
 
     /// Has half of a large class go where its stack is full. The oldest go.
-    fn halve_large(&mut self, units: u32, mut spill: impl FnMut(u32, u32)) {
+    fn halve_large(&mut self, units: u32, counts: &Counts, mut spill: impl FnMut(u32, u32)) {
         let class = large_class(units);
         if self.large[class].depth() == LARGE_DEPTH {
             for place in (1..=LARGE_DEPTH / 2).rev() {
-                let (start, units) = self.take(class, place);
+                let (start, units) = self.take(class, place, counts);
                 spill(start, units);
             }
         }
     }
 
     /// The same of a small class.
-    fn halve_small(&mut self, units: u32, share: u64, mut spill: impl FnMut(u32, u32)) {
+    fn halve_small(
+        &mut self,
+        units: u32,
+        share: u64,
+        counts: &Counts,
+        mut spill: impl FnMut(u32, u32),
+    ) {
         if self.may_be_loose {
             let of_pool = u32::try_from(share / SMALL_CLASS_OF_POOL).unwrap_or(u32::MAX);
             self.bound_small(of_pool.clamp(SMALL_CLASS_UNITS, SMALL_CLASS_MOST));
@@ -427,7 +490,7 @@ impl Front {
         // The oldest go; those freed last, whose tags are in the processor's cache, stay.
         stack.copy_within(usize::from(gone)..usize::from(depth), 0);
         self.small_depths[class].now = depth - gone;
-        self.units -= u32::from(gone) * units;
+        counts.take::<false>(u32::from(gone) * units);
     }
 
     /// Goes loose, or exact again, as the score says.
@@ -459,7 +522,7 @@ impl Front {
         self.bound = bound.max(LARGE_UNITS);
     }
 
-    fn spill_large(&mut self, mut spill: impl FnMut(u32, u32)) {
+    fn spill_large(&mut self, counts: &Counts, mut spill: impl FnMut(u32, u32)) {
         if self.last.units > SMALL_UNITS {
             spill(self.last.start, self.last.units);
             self.last = Held::NONE;
@@ -473,17 +536,21 @@ impl Front {
                 stack.set_depth(0);
             }
         }
-        self.units -= self.large_units;
-        self.large_units = 0;
+        counts.set::<true>(0);
     }
 
     /// Empties the front, of one part's sizes or all.
-    pub(super) fn spill(&mut self, sizes: Option<Part>, mut spill: impl FnMut(u32, u32)) {
-        if self.large_units > 0 && sizes != Some(Part::Small) {
-            self.spill_large(&mut spill);
+    pub(super) fn spill(
+        &mut self,
+        sizes: Option<Part>,
+        counts: &Counts,
+        mut spill: impl FnMut(u32, u32),
+    ) {
+        if counts.get::<true>() > 0 && sizes != Some(Part::Small) {
+            self.spill_large(counts, &mut spill);
         }
-        if self.units > self.large_units && sizes != Some(Part::Large) {
-            self.spill_small(spill);
+        if counts.get::<false>() > 0 && sizes != Some(Part::Large) {
+            self.spill_small(counts, spill);
         }
     }
 
@@ -493,7 +560,7 @@ impl Front {
         &self.small[first..first + usize::from(self.small_depths[class].now)]
     }
 
-    fn spill_small(&mut self, mut spill: impl FnMut(u32, u32)) {
+    fn spill_small(&mut self, counts: &Counts, mut spill: impl FnMut(u32, u32)) {
         if (1..=SMALL_UNITS).contains(&self.last.units) {
             spill(self.last.start, self.last.units);
             self.last = Held::NONE;
@@ -502,25 +569,14 @@ impl Front {
             self.stack(class).iter().for_each(|start| spill(*start, small_units(class)));
             self.small_depths[class].now = 0;
         }
-        self.units = self.large_units;
-    }
-
-    #[inline(always)]
-    pub(super) fn units(&self) -> u32 {
-        self.units
-    }
-
-    /// Notes how little is left after a block has gone out.
-    #[inline(always)]
-    pub(super) fn note_least(&mut self) {
-        self.least = self.least.min(self.units);
+        counts.set::<false>(0);
     }
 
     /// What is here now, and the least since this was asked last. Whoever asks tells the space
     /// ([`note_front`](crate::default::space::Space::note_front)): what has changed is said once.
-    pub(super) fn cached(&mut self) -> Cached {
+    pub(super) fn cached(&mut self, counts: &Counts) -> Cached {
         self.score = self.score.clamp(LOOSE_AT, MOST);
-        let now = self.units;
+        let now = counts.units();
         let least = std::mem::replace(&mut self.least, now);
         let told = std::mem::replace(&mut self.told, now);
         let change = i64::from(now) - i64::from(told);
@@ -538,6 +594,13 @@ impl Front {
         u64::from(self.last.units > 0)
             + small
             + self.large.iter().map(|stack| stack.depth() as u64).sum::<u64>()
+    }
+
+    /// Whether this is what the front holds.
+    pub(super) fn agrees(&self, counts: &Counts) -> bool {
+        let (mut large, mut small) = (0, 0);
+        self.each(|_, units| *(if units > SMALL_UNITS { &mut large } else { &mut small }) += units);
+        (large, small) == (counts.get::<true>(), counts.get::<false>())
     }
 
     /// Every block: start and units.
@@ -585,32 +648,35 @@ mod tests {
     fn a_front_that_is_to_keep_no_large_block_keeps_small_ones_and_large_ones_later() {
         let large = 2 * SMALL_UNITS;
         let none = Share { pool: 1 << 21, each: 1 << 21, spare: 0, keeps_no_large: true };
-        let mut front = Front::new(true);
-        assert!(front.push(0, large) && !front.refuses(large, none));
+        let (mut front, held) = (Front::new(true), Counts::default());
+        assert!(front.push::<true>(0, large, &held) && !front.refuses(large, none, &held));
         let mut gone = Vec::new();
-        front.make_room(large, none, |start, units| gone.push((start, units)));
+        front.make_room(large, none, &held, |start, units| gone.push((start, units)));
         assert_eq!(gone, [(0, large)]);
-        assert!(!front.push(512, large) && front.push(1024, 8));
-        assert_eq!([large, 8].map(|units| front.refuses(units, none)), [true, false]);
-        assert_eq!((front.pop(large), front.pop(8)), (None, Some(1024)));
+        assert!(!front.push::<true>(512, large, &held) && front.push::<false>(1024, 8, &held));
+        assert_eq!([large, 8].map(|units| front.refuses(units, none, &held)), [true, false]);
+        assert_eq!(front.pop::<true>(large, &held), None);
+        assert_eq!(front.pop::<false>(8, &held), Some(1024));
         let some = Share { keeps_no_large: false, ..none };
-        assert!(!front.refuses(large, some));
-        front.make_room(large, some, |_, _| ());
-        assert!(front.push(512, large) && front.pop(large) == Some(512));
+        assert!(!front.refuses(large, some, &held));
+        front.make_room(large, some, &held, |_, _| ());
+        assert!(front.push::<true>(512, large, &held) && front.agrees(&held));
+        assert_eq!(front.pop::<true>(large, &held), Some(512));
+        assert!(front.agrees(&held) && held.units() == 0);
     }
 
     #[test]
     fn no_number_of_hits_makes_a_front_loose() {
         let units = 2 * SMALL_UNITS;
-        let mut front = Front::new(true);
+        let (mut front, held) = (Front::new(true), Counts::default());
         // As after some hundred million hits that nobody asked about.
         front.score = i64::from(i32::MAX);
         for _ in 0..3 {
-            assert!(front.push(8, units));
-            assert_eq!(front.pop(units), Some(8));
+            assert!(front.push::<true>(8, units, &held));
+            assert_eq!(front.pop::<true>(units, &held), Some(8));
         }
-        front.cached();
-        front.make_room(units, Share::default(), |_, _| ());
-        assert!(!front.is_loose() && front.score == MOST);
+        front.cached(&held);
+        front.make_room(units, Share::default(), &held, |_, _| ());
+        assert!(!front.loose && front.score == MOST);
     }
 }

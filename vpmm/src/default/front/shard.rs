@@ -1,12 +1,13 @@
 //! One stream's part of the pool that needs no lock: its fronts, one for each thread that uses it.
 
 use std::mem::ManuallyDrop;
+use std::ops::DerefMut;
 use std::ptr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use super::admit::NO_KEY;
-use super::{Cached, Front};
+use super::{Cached, Counts, Front};
 use crate::default::space::{Part, Share};
 use crate::lock::{Asymmetry, Biased, BiasedGuard, Life, Ordered, Rank, Token};
 use crate::pages::Pages;
@@ -25,8 +26,8 @@ pub(in crate::default) struct Slot {
     owner: AtomicU64,
     /// What allocations of the stream are marked with.
     label: AtomicU32,
-    /// Units in the front, for those who only want to know whether to look.
-    units: AtomicU32,
+    /// What is in the front, for those too who only want to know whether to look.
+    counts: Counts,
     front: Biased<Front>,
     /// Units in the front when the space was told last: it takes the front for that full until it is told
     /// again, though blocks go out.
@@ -78,7 +79,7 @@ impl Slot {
             (&raw mut (*slot).owner).write(AtomicU64::new(owner));
             (&raw mut (*slot).label).write(AtomicU32::new(shard.label.load(Ordering::Relaxed)));
             (&raw mut (*slot).index).write(shard.index);
-            (&raw mut (*slot).units).write(AtomicU32::new(0));
+            (&raw mut (*slot).counts).write(Counts::default());
             let front = Biased::make_around(&raw mut (*slot).front, asymmetry);
             (*front).begin(may_be_loose);
             (&raw mut (*slot).told).write(AtomicU32::new(0));
@@ -263,7 +264,7 @@ impl Shard {
 
     /// Units in all fronts, as far as one can see from outside.
     pub(in crate::default) fn units(&self) -> u64 {
-        self.all().map(|slot| u64::from(slot.units.load(Ordering::Relaxed))).sum()
+        self.all().map(|slot| u64::from(slot.counts.units())).sum()
     }
 
     /// Reaches into every front of these shards that holds something, or that the space takes to.
@@ -273,10 +274,9 @@ impl Shard {
     pub(in crate::default) unsafe fn reach<'a>(
         shards: impl Iterator<Item = &'a Shard> + Clone,
         asymmetry: Asymmetry,
-        mut visit: impl FnMut(&'a Shard, &mut Front),
+        mut visit: impl FnMut(&'a Shard, &mut Entered<'a, &mut Front>),
     ) {
-        let count = |count: &AtomicU32| count.load(Ordering::Relaxed);
-        let held = |slot: &&Slot| count(&slot.units) > 0 || count(&slot.told) > 0;
+        let held = |slot: &&Slot| slot.counts.units() > 0 || slot.told.load(Ordering::Relaxed) > 0;
         let slots = shards.flat_map(|shard| shard.all().filter(held).map(move |s| (shard, s)));
         // What is held may change until the fronts are revoked: look at one list throughout.
         let slots: smallvec::SmallVec<[(&Shard, &Slot); 8]> = slots.collect();
@@ -287,9 +287,7 @@ impl Shard {
         let fronts = slots.iter().map(|(_, slot)| &slot.front);
         let work = |front: &mut Front| {
             if let Some((shard, slot)) = reached.next() {
-                visit(shard, front);
-                slot.units.store(front.units(), Ordering::Relaxed);
-                slot.told.store(front.told(), Ordering::Relaxed);
+                visit(shard, &mut Entered { slot, front });
             }
         };
         // SAFETY: passed on to the caller.
@@ -309,18 +307,16 @@ impl Drop for Shard {
     }
 }
 
-/// The calling thread is inside its front, until drop.
-pub(in crate::default) struct Entered<'a> {
+/// The calling thread is inside its front, until drop; or inside a revoked one.
+pub(in crate::default) struct Entered<'a, F = BiasedGuard<'a, Front>> {
     slot: &'a Slot,
-    front: BiasedGuard<'a, Front>,
+    front: F,
 }
 
-impl Entered<'_> {
+impl<F: DerefMut<Target = Front>> Entered<'_, F> {
     #[inline(always)]
-    pub(in crate::default) fn pop(&mut self, units: u32) -> Option<u32> {
-        let start = self.front.pop(units)?;
-        self.note_pop();
-        Some(start)
+    pub(in crate::default) fn pop<const LARGE: bool>(&mut self, units: u32) -> Option<u32> {
+        self.front.pop::<LARGE>(units, &self.slot.counts)
     }
 
     #[inline(always)]
@@ -330,40 +326,26 @@ impl Entered<'_> {
 
     #[inline(always)]
     pub(in crate::default) fn pop_loose(&mut self, units: u32) -> Option<(u32, u32)> {
-        let block = self.front.pop_loose(units)?;
-        self.note_pop();
-        Some(block)
+        self.front.pop_loose(units, &self.slot.counts)
     }
 
     #[inline(always)]
-    fn note_pop(&mut self) {
-        self.front.note_least();
-        self.slot.units.store(self.front.units(), Ordering::Relaxed);
-    }
-
-    #[inline(always)]
-    pub(in crate::default) fn push(&mut self, start: u32, units: u32) -> bool {
-        let kept = self.front.push(start, units);
-        if kept {
-            self.slot.units.store(self.front.units(), Ordering::Relaxed);
-        }
-        kept
+    pub(in crate::default) fn push<const LARGE: bool>(&mut self, start: u32, units: u32) -> bool {
+        self.front.push::<LARGE>(start, units, &self.slot.counts)
     }
 
     pub(in crate::default) fn cached(&mut self) -> Cached {
-        let cached = self.front.cached();
+        let cached = self.front.cached(&self.slot.counts);
         self.slot.told.store(self.front.told(), Ordering::Relaxed);
         cached
     }
 
     pub(in crate::default) fn take_longer(&mut self, units: u32) -> Option<(u32, u32)> {
-        let block = self.front.take_longer(units)?;
-        self.slot.units.store(self.front.units(), Ordering::Relaxed);
-        Some(block)
+        self.front.take_longer(units, &self.slot.counts)
     }
 
     pub(in crate::default) fn refuses(&self, units: u32, share: Share) -> bool {
-        self.front.refuses(units, share)
+        self.front.refuses(units, share, &self.slot.counts)
     }
 
     pub(in crate::default) fn make_room(
@@ -372,13 +354,25 @@ impl Entered<'_> {
         share: Share,
         spill: impl FnMut(u32, u32),
     ) {
-        self.front.make_room(units, share, spill);
-        self.slot.units.store(self.front.units(), Ordering::Relaxed);
+        self.front.make_room(units, share, &self.slot.counts, spill);
     }
 
     pub(in crate::default) fn spill(&mut self, sizes: Option<Part>, spill: impl FnMut(u32, u32)) {
-        self.front.spill(sizes, spill);
-        self.slot.units.store(self.front.units(), Ordering::Relaxed);
+        self.front.spill(sizes, &self.slot.counts, spill);
+    }
+
+    pub(in crate::default) fn blocks(&self) -> u64 {
+        self.front.blocks()
+    }
+
+    /// Every block: start and units.
+    pub(in crate::default) fn each(&self, visit: impl FnMut(u32, u32)) {
+        self.front.each(visit);
+    }
+
+    /// Whether what the front is said to hold is what it holds.
+    pub(in crate::default) fn agrees(&self) -> bool {
+        self.front.agrees(&self.slot.counts)
     }
 }
 
@@ -396,7 +390,8 @@ mod tests {
         let slot = shard.slot_of(token).unwrap();
         // SAFETY: the front is this thread's, which is not inside.
         let mut front = unsafe { slot.enter() }.unwrap();
-        assert!(front.push(0, 8) && front.push(1 << 12, 1 << 12) && front.push(1 << 13, 1 << 12));
+        assert!(front.push::<false>(0, 8));
+        assert!(front.push::<true>(1 << 12, 1 << 12) && front.push::<true>(1 << 13, 1 << 12));
         drop(front);
 
         // SAFETY: no arguments that matter.

@@ -73,6 +73,13 @@ pub(super) fn cached(unit: u32, units: u32) -> u64 {
     head(CACHED, unit) | size(units)
 }
 
+/// The same of what says that it is live. The label stays, and says nothing.
+#[inline(always)]
+pub(super) fn live_cached(word: u64) -> u64 {
+    const { assert!(LIVE | CACHED == CACHED) };
+    word | CACHED
+}
+
 #[inline(always)]
 pub(super) fn free(unit: u32, node: u32) -> u64 {
     head(FREE, unit) | u64::from(node) << VALUE

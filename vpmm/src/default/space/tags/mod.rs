@@ -35,7 +35,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
-use crate::default::class::LARGE_STEP;
+use crate::default::class::{LARGE_STEP, SMALL_UNITS};
 pub(super) use cell::CELL_UNITS;
 pub(in crate::default) use word::LABEL;
 use zeroed::Zeroed;
@@ -72,6 +72,46 @@ impl Tag {
             Self::Live(units) | Self::Noted(units) => Some(units),
             Self::None | Self::Cached(_) | Self::Free(_) => None,
         }
+    }
+}
+
+/// An allocation, by the number that says so.
+pub(in crate::default) struct Live<'a, T: StartTag> {
+    tag: &'a T,
+    said: T::Value,
+    pub(in crate::default) units: u32,
+}
+
+impl<T: StartTag> Live<'_, T> {
+    /// It is in a front now.
+    #[inline(always)]
+    pub(in crate::default) fn set_cached(&self) {
+        T::set_cached(self);
+    }
+}
+
+/// A number that says what starts at a unit.
+pub(in crate::default) trait StartTag: Sized {
+    type Value;
+
+    fn set_cached(live: &Live<'_, Self>);
+}
+
+impl StartTag for AtomicU32 {
+    type Value = u32;
+
+    #[inline(always)]
+    fn set_cached(live: &Live<'_, Self>) {
+        live.tag.store(word::cached(live.units), Relaxed);
+    }
+}
+
+impl StartTag for AtomicU64 {
+    type Value = u64;
+
+    #[inline(always)]
+    fn set_cached(live: &Live<'_, Self>) {
+        live.tag.store(cell::live_cached(live.said), Relaxed);
     }
 }
 
@@ -143,7 +183,7 @@ impl Tags {
     }
 
     #[inline(always)]
-    fn is_small(&self, unit: u32) -> bool {
+    pub(in crate::default) fn is_small(&self, unit: u32) -> bool {
         unit < self.split
     }
 
@@ -215,15 +255,48 @@ impl Tags {
         }
     }
 
-    /// The units of the allocation that starts at a unit, where nothing more is noted about it, and it is no short one
-    /// of the large part.
+    /// The small allocation that starts at a unit of the small part, where nothing more is noted about it.
+    ///
+    /// # Safety
+    /// There is such a unit in that part.
     #[inline(always)]
-    pub(in crate::default) fn live_at(&self, unit: u32) -> Option<u32> {
-        if self.is_small(unit) {
-            word::live_units(self.word(unit).load(Relaxed))
-        } else {
-            cell::live_units(self.start(unit).load(Relaxed), unit)
-        }
+    pub(in crate::default) unsafe fn live_small(&self, unit: u32) -> Option<Live<'_, AtomicU32>> {
+        // SAFETY: by the caller's word.
+        let tag = unsafe { self.known_word(unit) };
+        let said = tag.load(Relaxed);
+        let units = word::live_units(said)?;
+        (units <= SMALL_UNITS).then_some(Live { tag, said, units })
+    }
+
+    /// The large allocation that starts at a unit of the large part, where nothing more is noted about it.
+    ///
+    /// # Safety
+    /// There is such a unit in that part.
+    #[inline(always)]
+    pub(in crate::default) unsafe fn live_large(&self, unit: u32) -> Option<Live<'_, AtomicU64>> {
+        // SAFETY: by the caller's word.
+        let tag = unsafe { self.known_cell(unit) };
+        let said = tag.load(Relaxed);
+        let units = cell::live_units(said, unit)?;
+        Some(Live { tag, said, units })
+    }
+
+    /// # Safety
+    /// There is such a unit in the small part.
+    #[inline(always)]
+    unsafe fn known_word(&self, unit: u32) -> &AtomicU32 {
+        debug_assert!(unit < self.units && self.is_small(unit));
+        // SAFETY: by the caller's word; each unit of that part has a word.
+        unsafe { self.words.within(unit as usize) }
+    }
+
+    /// # Safety
+    /// There is such a unit in the large part.
+    #[inline(always)]
+    unsafe fn known_cell(&self, unit: u32) -> &AtomicU64 {
+        debug_assert!(unit < self.units && !self.is_small(unit));
+        // SAFETY: by the caller's word; each unit of that part has a cell, of two numbers.
+        unsafe { self.cells.within(cell(unit)) }
     }
 
     /// The label of the stream that the allocation at this unit was made on; `None` where there was
@@ -341,14 +414,29 @@ impl Tags {
         word::free_node(self.page(unit).load(Relaxed))
     }
 
-    /// Notes an allocation of what was one before, or in a front; no short one of the large part. The label stays when
-    /// a block of the small part is freed: it is no tag.
+    /// Notes an allocation of what was in a front. The label stays when a block of the small part is freed: it is no
+    /// tag.
+    ///
+    /// # Safety
+    /// There are such units, small ones in the small part or large ones in the large.
     #[inline(always)]
-    pub(in crate::default) fn set_live(&self, start: u32, units: u32, label: u32) {
-        if self.is_small(start) {
-            self.set_live_in::<false>(start, units, label);
-        } else {
-            self.set_live_in::<true>(start, units, label);
+    pub(in crate::default) unsafe fn set_live<const LARGE: bool>(
+        &self,
+        start: u32,
+        units: u32,
+        label: u32,
+    ) {
+        if LARGE {
+            // SAFETY: by the caller's word.
+            return unsafe { self.known_cell(start) }
+                .store(cell::live(start, units, label), Relaxed);
+        }
+        let (word, behind) = word::live(units, 1, label);
+        // SAFETY: by the caller's word.
+        unsafe { self.known_word(start) }.store(word, Relaxed);
+        if let Some(label) = behind {
+            // SAFETY: as before; it is longer than a unit.
+            unsafe { self.known_word(start + 1) }.store(label, Relaxed);
         }
     }
 
@@ -437,7 +525,6 @@ impl Tags {
     }
 
     /// The same where it is no short one of the large part.
-    #[inline(always)]
     pub(in crate::default) fn set_cached_whole(&self, start: u32, units: u32) {
         if self.is_small(start) {
             self.word(start).store(word::cached(units), Relaxed);
@@ -674,6 +761,34 @@ mod tests {
             }
         }
 
+        /// What was in a front is an allocation again.
+        pub(super) fn set_live_again(&self, start: u32, units: u32, label: u32) {
+            assert!(self.is_small(start) == (units <= SMALL_UNITS) && start + units <= self.units);
+            // SAFETY: as asserted.
+            unsafe {
+                if units <= SMALL_UNITS {
+                    self.set_live::<false>(start, units, label);
+                } else {
+                    self.set_live::<true>(start, units, label);
+                }
+            }
+        }
+
+        /// The units of what fronts keep.
+        pub(super) fn live_at(&self, unit: u32) -> Option<u32> {
+            if unit >= self.units {
+                return None;
+            }
+            // SAFETY: there is such a unit, of that part.
+            unsafe {
+                if self.is_small(unit) {
+                    self.live_small(unit).map(|live| live.units)
+                } else {
+                    self.live_large(unit).map(|live| live.units)
+                }
+            }
+        }
+
         pub(in crate::default) fn set_free(&self, start: u32, units: u32, node: u32) {
             if self.is_small(start) {
                 self.set_free_in::<false>(start, units, node);
@@ -767,8 +882,8 @@ mod tests {
             assert_eq!(tags.get(start), Tag::Live(units));
             assert_eq!(tags.label_at(start), Some(LABEL - 2));
             assert!(tags.first_in(start + 1..start + units).is_none());
-            let is_short = tags.is_short(start, units);
-            assert_eq!(tags.live_at(start), (!is_short).then_some(units));
+            let is_usual = tags.is_small(start) == (units <= SMALL_UNITS);
+            assert_eq!(tags.live_at(start), is_usual.then_some(units));
             tags.set_noted(start, units);
             assert_eq!((tags.get(start), tags.live_at(start)), (Tag::Noted(units), None));
             let kept = units > tags.step(start);

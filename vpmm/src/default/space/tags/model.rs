@@ -7,7 +7,6 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 
 use super::*;
-use crate::default::class::SMALL_UNITS;
 
 /// The small part, the granule that is never mapped, and the large part.
 const SMALL: Range<u32> = 0..2;
@@ -297,11 +296,11 @@ impl Both {
                         self.tags.set_cached(start, units);
                         Is::Cached
                     }
-                    // A short one of the large part is in no front.
-                    _ if self.is_short(start, units) => return,
+                    // In fronts are small ones of the small part and large ones of the large.
+                    _ if self.tags.is_small(start) != (units <= SMALL_UNITS) => return,
                     _ => {
                         let label = self.next();
-                        self.tags.set_live(start, units, label);
+                        self.tags.set_live_again(start, units, label);
                         Is::Live(label)
                     }
                 };
@@ -406,7 +405,8 @@ impl Both {
             for at in unit..unit + tags.step(unit) {
                 assert_eq!(tags.get(at), expected, "unit {at}");
                 let live = expected.live_units().filter(|units| {
-                    at == unit && !self.is_short(unit, *units) && matches!(expected, Tag::Live(_))
+                    let is_usual = tags.is_small(unit) == (*units <= SMALL_UNITS);
+                    at == unit && is_usual && matches!(expected, Tag::Live(_))
                 });
                 assert_eq!(tags.live_at(at), live, "unit {at}");
             }
