@@ -153,7 +153,7 @@ impl Pool {
 
     /// A request of the default profile for which the front, which is loose, has no block of exactly its size.
     #[inline(never)]
-    pub(super) fn malloc_loosely(&self, pool: &Core, routed: Routed<'_>) -> Result<DevicePtr> {
+    pub(super) fn malloc_loosely(&self, pool: &Arc<Core>, routed: Routed<'_>) -> Result<DevicePtr> {
         match pool.malloc_loosely(routed) {
             Some(ptr) => Ok(ptr),
             None => self.malloc_behind(pool, routed),
@@ -162,7 +162,7 @@ impl Pool {
 
     /// A request of the default profile for which the front has no block.
     #[inline(never)]
-    pub(super) fn malloc_behind(&self, pool: &Core, routed: Routed<'_>) -> Result<DevicePtr> {
+    pub(super) fn malloc_behind(&self, pool: &Arc<Core>, routed: Routed<'_>) -> Result<DevicePtr> {
         match pool.malloc_behind(routed) {
             Some(ptr) => Ok(ptr),
             None => self.malloc_climbing(pool, routed),
@@ -172,7 +172,7 @@ impl Pool {
     /// The same where nothing behind the front serves it, either.
     #[cold]
     #[inline(never)]
-    fn malloc_climbing(&self, pool: &Core, routed: Routed<'_>) -> Result<DevicePtr> {
+    fn malloc_climbing(&self, pool: &Arc<Core>, routed: Routed<'_>) -> Result<DevicePtr> {
         pool.malloc_climbing(routed).or_else(|error| match pool.handle_of(routed) {
             Ok(stream) => self.recover(error, || self.malloc_once(routed.bytes(), stream)),
             Err(_) => Err(error),

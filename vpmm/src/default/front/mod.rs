@@ -278,11 +278,12 @@ impl Front {
             None if LARGE => self.pop_large(units)?,
             None => self.pop_small(small_class(units))?,
         };
-        counts.take::<LARGE>(units);
+        let left = counts.get::<LARGE>() - units;
+        counts.set::<LARGE>(left);
+        self.note_least(left + if LARGE { counts.get::<false>() } else { counts.get::<true>() });
         if LARGE {
             self.score += HIT;
         }
-        self.note_least(counts);
         Some(start)
     }
 
@@ -320,9 +321,9 @@ impl Front {
 
     /// Notes how little is left after a block has gone out.
     #[inline(always)]
-    fn note_least(&mut self, counts: &Counts) {
+    fn note_least(&mut self, left: u32) {
         // Without a branch: whether it is less than ever goes either way.
-        self.least = self.least.min(counts.units());
+        self.least = self.least.min(left);
     }
 
     /// Takes out a block of the next longer small class that has one: its start, and its units.
@@ -357,7 +358,7 @@ impl Front {
         let fitting = own.fitting(units, more) << 8 | next.fitting(units, more);
         let best = fitting.checked_ilog2()? as usize;
         let block = self.take(if best < 8 { class + 1 } else { class }, best % 8, counts);
-        self.note_least(counts);
+        self.note_least(counts.units());
         Some(block)
     }
 
