@@ -2,13 +2,14 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cuda_sim::{SimError, Simulator};
 use stacks::Built;
-use vpmm_core::{Device, DevicePtr, Driver, Pool, Stream, StreamHandle};
+use vpmm_core::{Device, DevicePtr, Driver, Pool, StreamHandle};
 
 use crate::guard::{Failure, given, guard, make, put, put_if, release};
+use crate::known::Known;
 use crate::status::vpmm_status;
 
 /// A driver that was loaded. Whatever was made with it keeps it.
@@ -18,7 +19,7 @@ pub(crate) struct Loaded {
     driver: Driver,
     devices: Mutex<HashMap<u32, Device>>,
     /// Streams whose end is told, by their raw handles.
-    pub(crate) streams: RwLock<HashMap<usize, Stream>>,
+    pub(crate) streams: Known,
     /// Resources that were made current, by the device's number.
     pub(crate) current: Mutex<HashMap<u32, Arc<Built>>>,
     /// Pointers of resources that want more back than the address, by that.
@@ -52,7 +53,7 @@ impl Loaded {
         Ok(Arc::new(Self {
             driver,
             devices: Mutex::default(),
-            streams: RwLock::default(),
+            streams: Known::default(),
             current: Mutex::default(),
             marks: Mutex::default(),
             _simulator: simulator,

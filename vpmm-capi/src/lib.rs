@@ -24,6 +24,7 @@ mod graph;
 mod grows;
 mod guard;
 mod kept;
+mod known;
 mod options;
 mod pool;
 mod process;

@@ -1,7 +1,6 @@
 //! Streams by their raw handles, and whose end is told.
 
 use std::ffi::c_void;
-use std::sync::PoisonError;
 
 use vpmm_core::{Device, Stream, StreamHandle};
 
@@ -10,44 +9,30 @@ use crate::guard::{Failure, given, guard, make};
 use crate::status::vpmm_status;
 
 impl Loaded {
-    /// A raw handle as pools take it: with the stream's number where its end will be told.
+    /// A raw handle as pools take it.
     ///
     /// # Safety
     /// The stream is alive while the handle is used.
+    #[inline]
     pub(crate) unsafe fn stream(&self, raw: *mut c_void) -> StreamHandle {
-        let streams = self.streams.read().unwrap_or_else(PoisonError::into_inner);
-        match streams.get(&raw.addr()) {
-            Some(stream) => stream.handle(),
-            // SAFETY: the caller vouches for it.
-            None => unsafe { StreamHandle::from_raw(raw.cast()) },
-        }
-    }
-
-    fn lent(&self, raw: *mut c_void) -> Option<Stream> {
-        let streams = self.streams.read().unwrap_or_else(PoisonError::into_inner);
-        streams.get(&raw.addr()).cloned()
-    }
-
-    fn keep(&self, stream: Stream) -> *mut c_void {
-        let raw: *mut c_void = stream.handle().raw().cast();
-        let mut streams = self.streams.write().unwrap_or_else(PoisonError::into_inner);
-        let former = streams.insert(raw.addr(), stream);
-        drop(streams);
-        drop(former);
-        raw
+        // SAFETY: the caller vouches for it.
+        unsafe { self.streams.handle(raw) }
     }
 
     /// Takes out a stream that was made here, or one that was lent; nothing where one is taken back that was
     /// made here.
     fn take(&self, raw: *mut c_void, made: bool) -> Result<Option<Stream>, Failure> {
         let refused = |text| Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
-        let mut streams = self.streams.write().unwrap_or_else(PoisonError::into_inner);
-        match (streams.get(&raw.addr()).map(Stream::is_owned), made) {
-            (Some(true), true) | (Some(false), false) => Ok(streams.remove(&raw.addr())),
-            (Some(true), false) => Ok(None),
-            (Some(false), true) => refused("the stream was lent: only who made it can destroy it"),
-            (None, _) => refused("the stream was neither made nor lent here"),
-        }
+        self.streams.change(|streams| {
+            match (streams.get(&raw.addr()).map(Stream::is_owned), made) {
+                (Some(true), true) | (Some(false), false) => Ok(streams.remove(&raw.addr())),
+                (Some(true), false) => Ok(None),
+                (Some(false), true) => {
+                    refused("the stream was lent: only who made it can destroy it")
+                }
+                (None, _) => refused("the stream was neither made nor lent here"),
+            }
+        })
     }
 
     fn open(&self, device: u32) -> Result<Device, Failure> {
@@ -69,7 +54,7 @@ pub unsafe extern "C" fn vpmm_stream_create(
     let work = || {
         // SAFETY: the caller vouches for it.
         let loaded = &unsafe { given(driver, "driver") }?.0;
-        let raw = loaded.keep(loaded.open(device)?.stream()?);
+        let raw = loaded.streams.keep(loaded.open(device)?.stream()?);
         Ok(raw)
     };
     // SAFETY: the caller vouches for it.
@@ -115,10 +100,10 @@ pub unsafe extern "C" fn vpmm_stream_lend(
         let handle = unsafe { StreamHandle::from_raw(stream.cast()) };
         // Lent twice it stays lent. Of two threads that find it is not, both may lend it: their values are of
         // one owner, so that the one which takes the other's place tells no end.
-        let lent = loaded.lent(stream).is_some();
+        let lent = loaded.streams.get(stream).is_some();
         if !lent && handle != StreamHandle::LEGACY && handle != StreamHandle::PER_THREAD {
             // SAFETY: the caller vouches for it.
-            loaded.keep(unsafe { Stream::borrowed(&device, handle) }?);
+            loaded.streams.keep(unsafe { Stream::borrowed(&device, handle) }?);
         }
         Ok(())
     })
@@ -161,7 +146,7 @@ pub unsafe extern "C" fn vpmm_stream_synchronize(
     guard(|| {
         // SAFETY: the caller vouches for it.
         let loaded = &unsafe { given(driver, "driver") }?.0;
-        if let Some(known) = loaded.lent(stream) {
+        if let Some(known) = loaded.streams.get(stream) {
             return Ok(known.synchronize()?);
         }
         let device = loaded.open(device)?;
