@@ -179,22 +179,13 @@ impl Core {
     #[inline(never)]
     pub(crate) fn malloc_climbing(&self, routed: Routed<'_>) -> Result<DevicePtr> {
         let Routed { slot, units } = routed;
-        let request = Request { stream: slot.index, handle: self.handle_of(routed)?, units };
+        let request = Request { stream: slot.index, handle: None, units };
         self.climb_on(request).map(|start| self.pointer(start))
     }
 
-    /// The handle of the stream of a request.
-    pub(crate) fn handle_of(&self, routed: Routed<'_>) -> Result<StreamHandle> {
-        self.handle_at(routed.slot)
-    }
-
-    /// The handle of a stream that calls are routed for.
-    fn handle_at(&self, slot: &Slot) -> Result<StreamHandle> {
-        match self.space.lock().books[slot.index as usize].recording {
-            Recording::Lazy(handle) => Ok(handle),
-            // Somebody ended the stream since the call began.
-            _ => Err(Error::StreamEnded),
-        }
+    /// The handle of a request's stream.
+    pub(crate) fn routed_handle(&self, routed: Routed<'_>) -> Result<StreamHandle> {
+        self.booked_handle(routed.slot.index)
     }
 
     /// A request without a shortcut to a front: the first of a stream or a thread, a foreign stream's, or one that
@@ -216,7 +207,7 @@ impl Core {
         {
             return Ok(self.pointer(start));
         }
-        let request = Request { stream: admitted.stream, handle, units };
+        let request = Request { stream: admitted.stream, handle: Some(handle), units };
         self.climb(request).map(|start| self.pointer(start))
     }
 
@@ -315,7 +306,7 @@ impl Core {
         match freed {
             Some(Freed::Done) => Ok(()),
             Some(Freed::Full(routed, start)) => self.free_behind(routed, start),
-            _ => self.free_outside(self.pointer(start), self.handle_at(slot)?),
+            _ => self.free_outside(self.pointer(start), self.booked_handle(slot.index)?),
         }
     }
 

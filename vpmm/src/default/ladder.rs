@@ -80,11 +80,26 @@ fn is_often(times: u64, passed: Duration) -> bool {
 pub(super) struct Request {
     /// The stream's index among the books.
     pub(super) stream: u32,
-    pub(super) handle: StreamHandle,
+    /// The stream's handle, where its book does not have it.
+    pub(super) handle: Option<StreamHandle>,
     pub(super) units: u32,
 }
 
 impl Core {
+    /// The handle of a request's stream.
+    pub(super) fn handle_of(&self, request: Request) -> Result<StreamHandle> {
+        request.handle.map_or_else(|| self.booked_handle(request.stream), Ok)
+    }
+
+    /// The handle of a stream that calls are routed for.
+    pub(super) fn booked_handle(&self, stream: u32) -> Result<StreamHandle> {
+        match self.space.lock().books[stream as usize].recording {
+            Recording::Lazy(handle) => Ok(handle),
+            // Somebody ended the stream since the call began.
+            _ => Err(Error::StreamEnded),
+        }
+    }
+
     /// Serves a request from behind the front.
     pub(super) fn climb(&self, request: Request) -> Result<u32> {
         match self.place(request) {
@@ -371,6 +386,7 @@ impl Core {
     fn take_with_wait(&self, request: Request) -> Result<Option<u32>> {
         let driver = self.device.driver();
         let streams = self.space.lock().books.len() as u32;
+        let handle = self.handle_of(request)?;
         for other in (0..streams).filter(|other| *other != request.stream) {
             if self.advance(other, false)?
                 && let Some(start) = self.retry(request, 0)?
@@ -378,20 +394,20 @@ impl Core {
                 return Ok(Some(start));
             }
             let Some(record) = self.space.lock().record_of(other) else { continue };
-            if crate::capture::stream_is_capturing(driver, request.handle)? {
+            if crate::capture::stream_is_capturing(driver, handle)? {
                 return Ok(None);
             }
             let in_order = lock(&self.shard(request.stream).eager);
             {
                 let _beside = BesideCaptures::enter(driver)?;
-                record.event.hold_back(driver, request.handle)?;
+                record.event.hold_back(driver, handle)?;
             }
             let eager = {
                 let space = self.space.lock();
                 space.books[request.stream as usize].recording == Recording::Eager
             };
             // What the stream is handed counts as freed by it, so that an event is behind it.
-            let behind = if eager { Some(self.record_now(request.handle)?) } else { None };
+            let behind = if eager { Some(self.record_now(handle)?) } else { None };
             let mut space = self.space.lock();
             if space.record_of(other) != Some(record) {
                 space.events.extend(behind);

@@ -173,7 +173,7 @@ impl Pool {
     #[cold]
     #[inline(never)]
     fn malloc_climbing(&self, pool: &Arc<Core>, routed: Routed<'_>) -> Result<DevicePtr> {
-        pool.malloc_climbing(routed).or_else(|error| match pool.handle_of(routed) {
+        pool.malloc_climbing(routed).or_else(|error| match pool.routed_handle(routed) {
             Ok(stream) => self.recover(error, || self.malloc_once(routed.bytes(), stream)),
             Err(_) => Err(error),
         })

@@ -16,6 +16,7 @@ impl Core {
         if job.moves() == 0 {
             return None;
         }
+        let handle = self.handle_of(request).ok()?;
         let spare = {
             let mut space = self.space.lock();
             if !space.pace.has_rate() {
@@ -23,7 +24,7 @@ impl Core {
             }
             space.events.pop()
         };
-        match record_beside_captures(self.device.driver(), request.handle, spare) {
+        match record_beside_captures(self.device.driver(), handle, spare) {
             Ok(Recorded::On(event)) => Some(event),
             Ok(Recorded::Capturing(unused)) => {
                 self.space.lock().events.extend(unused);

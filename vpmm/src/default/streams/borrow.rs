@@ -114,16 +114,16 @@ impl Core {
         // Its owner may be about to destroy the stream, and waits for us here; or has done so.
         let _not_ending = lock(&self.shard(loan.from).eager);
         let recording = self.space.lock().books[loan.from as usize].recording;
-        let is_free = stream_is_capturing(driver, request.handle).is_ok_and(|captures| !captures);
-        let recorded = if is_free && recording == Recording::Lazy(loan.on) {
-            record_beside_captures(driver, loan.on, loan.spare)
-        } else {
-            Ok(Recorded::Capturing(loan.spare))
+        let is_free = |stream| stream_is_capturing(driver, stream).is_ok_and(|captures| !captures);
+        let handle = self.handle_of(request).ok().filter(|handle| is_free(*handle));
+        let Some(handle) = handle.filter(|_| recording == Recording::Lazy(loan.on)) else {
+            self.space.lock().events.extend(loan.spare);
+            return false;
         };
-        let (event, waits) = match recorded {
+        let (event, waits) = match record_beside_captures(driver, loan.on, loan.spare) {
             Ok(Recorded::On(event)) => {
                 let waits = BesideCaptures::enter(driver)
-                    .and_then(|_beside| event.hold_back(driver, request.handle));
+                    .and_then(|_beside| event.hold_back(driver, handle));
                 (Some(event), waits.is_ok())
             }
             Ok(Recorded::Capturing(spare)) => (spare, false),

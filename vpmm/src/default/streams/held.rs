@@ -36,7 +36,7 @@ impl Core {
     ) -> Result<DevicePtr> {
         let units = self.check_size(bytes as u64)?;
         let admitted = self.admit_as(handle, number, Recording::Held)?;
-        let request = Request { stream: admitted.stream, handle, units };
+        let request = Request { stream: admitted.stream, handle: Some(handle), units };
         self.climb(request).map(|start| self.pointer(start))
     }
 
