@@ -586,6 +586,28 @@ fn small_blocks_come_from_the_large_part_rather_than_not_at_all() {
     watched.assert_intact();
 }
 
+/// What fronts keep is told small from large by its address alone, which this block would be taken for the wrong one
+/// by.
+#[test]
+fn large_blocks_come_from_the_small_part_rather_than_not_at_all_and_are_in_no_front() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let watched = rig.pool(&config(4, 64));
+    let stream = rig.stream();
+    let small = watched.malloc(4 * KIB, &stream);
+    let pinned = watched.malloc(6 * MIB, &stream);
+    // Only the small block's granule has room.
+    for _ in 0..3 {
+        let half = watched.malloc(700 * KIB, &stream);
+        assert_eq!((watched.usage(), half.address() / GRANULE), (4, small.address() / GRANULE));
+        watched.free(half, &stream);
+        assert_eq!(watched.pool.stats().cached_bytes, 0);
+        watched.assert_intact();
+    }
+    watched.free(pinned, &stream);
+    watched.free(small, &stream);
+    watched.assert_intact();
+}
+
 /// Small blocks have an eighth of the addresses: half of what a device has, and a quarter of what a tagged heap may
 /// hold. What they need beyond that lies among large blocks, and a large one finds it again.
 #[test]

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use super::class::{LARGE_STEP, UNIT_BYTES};
+use super::class::{LARGE_STEP, SMALL_UNITS, UNIT_BYTES};
 use super::front::shard::Shard;
 use super::memory::Backed;
 use super::space::book::{Book, Recording, Stage};
@@ -35,13 +35,17 @@ impl Core {
         let mut cached = BTreeMap::new();
         let _revoking = lock(&self.revoking);
         let shards = self.shards();
-        let (mut twice, mut miscounted) = (None, None);
+        let (mut twice, mut misplaced, mut miscounted) = (None, None, None);
         // SAFETY: `revoking` is held, and this thread is inside no front.
         unsafe {
             Shard::reach(shards.iter().copied(), self.asymmetry, |shard, front| {
                 front.each(|start, units| {
                     if cached.insert(start, (units, shard.index)).is_some() {
                         twice = Some(start);
+                    }
+                    // Hits take it for granted.
+                    if self.tags.is_small(start) != (units <= SMALL_UNITS) {
+                        misplaced = Some((start, units));
                     }
                 });
                 if !front.agrees() {
@@ -51,6 +55,9 @@ impl Core {
         }
         if let Some(start) = twice {
             return broken(I1, format!("unit {start} is in two fronts"));
+        }
+        if let Some((start, units)) = misplaced {
+            return broken(I1, format!("a front has {units} units at {start}, in the other part"));
         }
         if let Some(stream) = miscounted {
             return broken(I1, format!("a front of stream {stream} is not what is counted of it"));
