@@ -16,6 +16,7 @@ use super::space::{Part, Space};
 use super::{Core, lock};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
+use crate::lock::SpinGuard;
 use crate::units::DevicePtr;
 
 /// A stream's epoch is closed on its own account, so that what it has freed is everybody's before
@@ -338,12 +339,18 @@ impl Core {
         if !kept {
             space.take_back(&self.tags, stream, start, units);
         }
+        self.leave_freed(space, stream);
+        Ok(())
+    }
+
+    /// Leaves the space after a free.
+    #[inline]
+    fn leave_freed(&self, space: SpinGuard<'_, Space>, stream: u32) {
         let much = self.is_much_open(&space, stream);
         drop(space);
         if much {
             self.close_own(stream);
         }
-        Ok(())
     }
 
     fn is_much_open(&self, space: &Space, stream: u32) -> bool {
@@ -404,11 +411,7 @@ impl Core {
             return Err(self.not_live(ptr.address()));
         };
         space.take_back(&self.tags, stream, start, units);
-        let much = self.is_much_open(&space, stream);
-        drop(space);
-        if much {
-            self.close_own(stream);
-        }
+        self.leave_freed(space, stream);
         Ok(())
     }
 

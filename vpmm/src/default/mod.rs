@@ -15,7 +15,7 @@
 //!
 //! Locks, in the order in which they may be taken: `growing`, a shard's `eager`, `revoking`,
 //! `registry`, being inside a front, `space`. No driver call is made under `space` or in a front.
-//! That of the tags' leaves is taken under `space`, the helper's `bell` under any, and nothing under either.
+//! The helper's `bell` is taken under any, and nothing under that.
 //! Builds with debug assertions, so all tests, check both ([`Rank`]).
 
 mod access;
