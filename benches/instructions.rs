@@ -12,15 +12,16 @@
 
 mod rig;
 
-use std::ffi::{CStr, c_uint, c_void};
+use std::ffi::{CStr, c_uint, c_ulonglong, c_void};
 use std::hint::black_box;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use cuda_sys::types::{
-    CUcontext, CUdevice, CUdeviceptr, CUevent, CUmemoryPool, CUresult, CUstream,
-    CUstreamCaptureMode, CUstreamCaptureStatus,
+    CUcontext, CUdevice, CUdeviceptr, CUevent, CUmemAccessDesc, CUmemAllocationProp,
+    CUmemGenericAllocationHandle, CUmemoryPool, CUresult, CUstream, CUstreamCaptureMode,
+    CUstreamCaptureStatus,
 };
 use rig::{Churn, MIB, Machine, Profile, Ring, Subject, Vpmm, simulator};
 use vpmm::{DevicePtr, Driver, Stream, StreamHandle};
@@ -222,7 +223,7 @@ macro_rules! uncounted {
     };
 }
 
-// Whatever a pool may call on a hit. A call that is not here would be counted, and seen.
+// Whatever a pool may call on a hit, and as it grows. A call that is not here would be counted, and seen.
 uncounted! {
     cuCtxGetCurrent(context: *mut CUcontext);
     cuCtxPushCurrent_v2(context: CUcontext);
@@ -244,6 +245,28 @@ uncounted! {
         stream: CUstream
     );
     cuMemFreeAsync(address: CUdeviceptr, stream: CUstream);
+    cuMemCreate(
+        handle: *mut CUmemGenericAllocationHandle,
+        bytes: usize,
+        properties: *const CUmemAllocationProp,
+        flags: c_ulonglong
+    );
+    cuMemRelease(handle: CUmemGenericAllocationHandle);
+    cuMemMap(
+        address: CUdeviceptr,
+        bytes: usize,
+        offset: usize,
+        handle: CUmemGenericAllocationHandle,
+        flags: c_ulonglong
+    );
+    cuMemSetAccess(
+        address: CUdeviceptr,
+        bytes: usize,
+        access: *const CUmemAccessDesc,
+        count: usize
+    );
+    cuMemUnmap(address: CUdeviceptr, bytes: usize);
+    cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
 }
 
 fn driver_that_is_not_counted() -> cuda_sys::Driver {

@@ -25,6 +25,11 @@ impl Wiped {
         Some(Self { pages, wipes })
     }
 
+    /// Has all of it taken now, rather than page by page. Only a help.
+    pub(crate) fn populate(&self) {
+        self.pages.populate();
+    }
+
     /// Its first byte: zeroed memory, aligned to a page.
     pub(crate) fn start(&self) -> NonNull<u8> {
         self.pages.start()

@@ -125,8 +125,8 @@ impl Core {
         Ok(core)
     }
 
-    /// Has the host's memory ready for the first memory's tags, and for the first stream's front: a page fault takes
-    /// as long as a hundred hits, and the first requests would meet hundreds of them.
+    /// Has the host's memory ready for the first memory's tags, for the first stream's front and for the shortcuts
+    /// to fronts: a page fault takes as long as a hundred hits, and the first requests would meet hundreds of them.
     fn prepare(&self) {
         let bytes = (self.policy.capacity * self.granule_bytes).min(PREPARED_BYTES);
         let units = (bytes / SPAN_BYTES) as u32 * SPAN_UNITS;
@@ -136,6 +136,7 @@ impl Core {
         let windows = starts.map(|start| start..start + units.min(apart));
         self.tags.prepare_first(units / 8, windows);
         lock(&self.registry).prepare();
+        self.routes.prepare();
     }
 
     /// A heap of such memory; `fixed` where free memory, too, is to stay where it is.

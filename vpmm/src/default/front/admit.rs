@@ -107,6 +107,11 @@ impl Routes {
         Wiped::new(ROUTES * size_of::<AtomicPtr<Slot>>()).map(Self)
     }
 
+    /// Has the host's memory ready for all of them.
+    pub(in crate::default) fn prepare(&self) {
+        self.0.populate();
+    }
+
     #[inline(always)]
     fn all(&self) -> &[AtomicPtr<Slot>; ROUTES] {
         // SAFETY: the mapping is page-aligned and as long as that, of zeroes at first, which are

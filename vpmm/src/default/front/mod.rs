@@ -201,12 +201,13 @@ pub(super) struct Cached {
 /// What one thread has in front of one stream. What every call needs comes first.
 #[repr(C)]
 pub(super) struct Front {
-    /// The block of any class that came last, which is not on its stack yet; or one of no units.
+    /// The block of any class that came last, small and large, which is not on its stack yet; or one of no units.
     ///
     /// A program that frees and asks for the same again has it back through this one place. By way
     /// of a stack the processor would have to know the block's size, and so read its tag, before it
-    /// could know whether the next request finds another block there.
-    last: Held,
+    /// could know whether the next request finds another block there. Small and large ones apart, so that
+    /// what came before need not be asked which it is.
+    last: [Held; 2],
     /// The fewest units since somebody looked last, and those that there were then.
     least: u32,
     told: u32,
@@ -273,7 +274,7 @@ impl Front {
     /// A block of exactly so many units, as `units_of` rounds them: its start.
     #[inline(always)]
     pub(super) fn pop<const LARGE: bool>(&mut self, units: u32, counts: &Counts) -> Option<u32> {
-        let start = match self.pop_last(units) {
+        let start = match self.pop_last::<LARGE>(units) {
             Some(start) => start,
             None if LARGE => self.pop_large(units)?,
             None => self.pop_small(small_class(units))?,
@@ -289,12 +290,18 @@ impl Front {
 
     /// The block that came last, if it is of so many units: its start.
     #[inline(always)]
-    fn pop_last(&mut self, units: u32) -> Option<u32> {
-        if self.last.units != units {
+    fn pop_last<const LARGE: bool>(&mut self, units: u32) -> Option<u32> {
+        let last = self.last_mut::<LARGE>();
+        if last.units != units {
             return None;
         }
-        self.last.units = 0;
-        Some(self.last.start)
+        last.units = 0;
+        Some(last.start)
+    }
+
+    #[inline(always)]
+    fn last_mut<const LARGE: bool>(&mut self) -> &mut Held {
+        &mut self.last[usize::from(LARGE)]
     }
 
     /// The block that came last of those in the size's large class, if it is of so many units: its start.
@@ -349,7 +356,8 @@ impl Front {
             return None;
         }
         let class = large_class(units);
-        if !self.may_have(class) && !self.may_have(class + 1) {
+        // One branch for both: which of them has any goes either way.
+        if !self.may_have(class) & !self.may_have(class + 1) {
             return None;
         }
         let [own, next] = self.large.get(class..class + 2)? else { return None };
@@ -364,7 +372,8 @@ impl Front {
 
     #[inline(always)]
     fn may_have(&self, class: usize) -> bool {
-        self.filled.get(class / 64).is_some_and(|word| word & 1 << (class % 64) != 0)
+        let word = self.filled.get(class / 64).copied().unwrap_or(0);
+        word >> (class % 64) & 1 != 0
     }
 
     /// Takes a large block out; the top of its stack has its place then.
@@ -387,10 +396,11 @@ impl Front {
         if LARGE && held + units > self.bound && held >= self.alone {
             return false;
         }
-        if self.last.units != 0 && !self.put_away() {
+        let last = *self.last_mut::<LARGE>();
+        if last.units != 0 && !(if LARGE { self.put_large(last) } else { self.put_small(last) }) {
             return false;
         }
-        self.last = Held { start, units };
+        *self.last_mut::<LARGE>() = Held { start, units };
         counts.set::<LARGE>(held + units);
         if LARGE {
             self.score -= 1;
@@ -398,28 +408,30 @@ impl Front {
         true
     }
 
-    /// Puts the block that came last on its stack, where there is room for it.
+    /// Puts a small block on its stack, where there is room for it.
     #[inline(always)]
-    fn put_away(&mut self) -> bool {
-        let Held { start, units } = self.last;
-        if units <= SMALL_UNITS {
-            let class = small_class(units);
-            let Some(depth) = self.small_depths.get_mut(class) else { return false };
-            if depth.now >= depth.most {
-                return false;
-            }
-            let at = usize::from(SMALL_STACKS[class] + depth.now);
-            let Some(place) = self.small.get_mut(at) else { return false };
-            *place = start;
-            depth.now += 1;
-            return true;
+    fn put_small(&mut self, Held { start, units }: Held) -> bool {
+        let class = small_class(units);
+        let Some(depth) = self.small_depths.get_mut(class) else { return false };
+        if depth.now >= depth.most {
+            return false;
         }
-        let class = large_class(units);
+        let at = usize::from(SMALL_STACKS[class] + depth.now);
+        let Some(place) = self.small.get_mut(at) else { return false };
+        *place = start;
+        depth.now += 1;
+        true
+    }
+
+    /// The same of a large one.
+    #[inline(always)]
+    fn put_large(&mut self, block: Held) -> bool {
+        let class = large_class(block.units);
         let Some(stack) = self.large.get_mut(class) else { return false };
         if stack.depth() >= LARGE_DEPTH {
             return false;
         }
-        stack.push(Held { start, units });
+        stack.push(block);
         self.filled[class / 64] |= 1 << (class % 64);
         true
     }
@@ -443,13 +455,13 @@ impl Front {
         mut spill: impl FnMut(u32, u32),
     ) {
         self.judge(share);
-        match self.last.units {
+        let is_large = units > SMALL_UNITS;
+        match self.last[usize::from(is_large)].units {
             0 => {}
-            small @ ..=SMALL_UNITS => self.halve_small(small, share.each, counts, &mut spill),
-            large => self.halve_large(large, counts, &mut spill),
+            large if is_large => self.halve_large(large, counts, &mut spill),
+            small => self.halve_small(small, share.each, counts, &mut spill),
         }
-        let large = counts.get::<true>();
-        if units > SMALL_UNITS && large.saturating_add(units) > self.bound {
+        if is_large && counts.get::<true>().saturating_add(units) > self.bound {
             self.spill_large(counts, spill);
         }
     }
@@ -524,9 +536,9 @@ impl Front {
     }
 
     fn spill_large(&mut self, counts: &Counts, mut spill: impl FnMut(u32, u32)) {
-        if self.last.units > SMALL_UNITS {
-            spill(self.last.start, self.last.units);
-            self.last = Held::NONE;
+        let last = std::mem::replace(self.last_mut::<true>(), Held::NONE);
+        if last.units > 0 {
+            spill(last.start, last.units);
         }
         for (word, first) in self.filled.iter_mut().zip((0..).step_by(64)) {
             let mut classes = std::mem::take(word);
@@ -562,9 +574,9 @@ impl Front {
     }
 
     fn spill_small(&mut self, counts: &Counts, mut spill: impl FnMut(u32, u32)) {
-        if (1..=SMALL_UNITS).contains(&self.last.units) {
-            spill(self.last.start, self.last.units);
-            self.last = Held::NONE;
+        let last = std::mem::replace(self.last_mut::<false>(), Held::NONE);
+        if last.units > 0 {
+            spill(last.start, last.units);
         }
         for class in 0..SMALL_CLASSES {
             self.stack(class).iter().for_each(|start| spill(*start, small_units(class)));
@@ -592,9 +604,8 @@ impl Front {
 
     pub(super) fn blocks(&self) -> u64 {
         let small: u64 = self.small_depths.iter().map(|depth| u64::from(depth.now)).sum();
-        u64::from(self.last.units > 0)
-            + small
-            + self.large.iter().map(|stack| stack.depth() as u64).sum::<u64>()
+        let last = self.last.iter().map(|block| u64::from(block.units > 0)).sum::<u64>();
+        last + small + self.large.iter().map(|stack| stack.depth() as u64).sum::<u64>()
     }
 
     /// Whether this is what the front holds.
@@ -609,7 +620,7 @@ impl Front {
         for class in 0..SMALL_CLASSES {
             self.stack(class).iter().for_each(|start| visit(*start, small_units(class)));
         }
-        let last = std::iter::once(self.last).filter(|block| block.units > 0);
+        let last = self.last.into_iter().filter(|block| block.units > 0);
         let large = self.large.iter().flat_map(Stack::blocks);
         last.chain(large).for_each(|block| visit(block.start, block.units));
     }

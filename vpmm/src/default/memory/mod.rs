@@ -195,11 +195,18 @@ impl Memory {
     #[inline]
     pub(super) fn cover(&mut self, start: u32, units: u32) {
         let (first, last) = (self.stretch_of(start), self.stretch_of(start + units - 1));
-        if first < last {
-            self.cover_stretches(first + 1, last, start);
+        if last - first > 1 {
+            return self.cover_stretches(first + 1, last, start);
+        }
+        // Without a branch: whether one begins inside goes either way. Across the first nothing lies, and what is
+        // noted there is not believed.
+        let at = if first < last { last } else { 0 };
+        if let Some(noted) = self.covered_by.get_mut(at as usize) {
+            *noted = start;
         }
     }
 
+    #[cold]
     #[inline(never)]
     fn cover_stretches(&mut self, first: u32, last: u32, start: u32) {
         self.covered_by[first as usize..=last as usize].fill(start);
@@ -216,6 +223,13 @@ impl Memory {
             Part::Small => 0..self.split - 1,
             Part::Large => self.split..self.granules,
         }
+    }
+
+    /// Whether a part's addresses end before a unit.
+    pub(super) fn ends_part(&self, unit: u32) -> bool {
+        Part::ALL
+            .iter()
+            .any(|part| u64::from(unit) == u64::from(self.range(*part).end) << self.granule_shift)
     }
 
     pub(super) fn address_of(&self, granule: u32) -> u64 {

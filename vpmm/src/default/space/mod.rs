@@ -597,6 +597,10 @@ impl Space {
 
     /// The free block that starts at the unit, if the stream may use it.
     pub(super) fn usable_at(&self, tags: &Tags, unit: u32, stream: u32) -> Option<&Block> {
+        // There a tag would be a page of the host's memory by itself, which a pool's first request would wait for.
+        if self.memory.ends_part(unit) {
+            return None;
+        }
         let id = tags.free_at(unit)?;
         let block = self.blocks.get(id);
         (block.start() == unit && block.owner().is_usable_by(stream)).then_some(block)
@@ -604,6 +608,10 @@ impl Space {
 
     /// The free block that ends before the unit, if the stream may use it.
     pub(super) fn usable_before(&self, tags: &Tags, unit: u32, stream: u32) -> Option<&Block> {
+        // As in `usable_at`.
+        if unit == 0 || unit == self.memory.split_unit() {
+            return None;
+        }
         let id = tags.free_before(unit)?;
         let block = self.blocks.get(id);
         (block.end() == unit && block.owner().is_usable_by(stream)).then_some(block)

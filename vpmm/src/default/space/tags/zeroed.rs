@@ -45,19 +45,16 @@ impl<T: Number> Zeroed<T> {
         // SAFETY: it touches no memory of the program's.
         let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
         let Ok(page @ 1..) = usize::try_from(page) else { return };
-        let (first, end) =
-            (range.start * size_of::<T>(), range.end.min(self.length) * size_of::<T>());
-        let start = self.start.as_ptr().addr();
-        // Whole pages of this memory alone.
-        let Some(first) = (start + first).checked_next_multiple_of(page) else { return };
-        let end = (start + end) / page * page;
-        if first >= end {
+        if range.start >= range.end.min(self.length) {
             return;
         }
-        let pages = self.start.as_ptr().with_addr(first).cast();
+        // With all of the first page and of the last: the mapping is of whole pages, and nobody else's.
+        let first = range.start * size_of::<T>() / page * page;
+        let bytes = range.end.min(self.length) * size_of::<T>() - first;
+        let pages = self.start.as_ptr().wrapping_byte_add(first).cast();
         // Linux before 5.14 refuses, and has them touched one by one later.
         // SAFETY: the range lies within this allocation, of which the call changes no byte.
-        let _ = unsafe { madvise(pages, end - first, Advice::LinuxPopulateWrite) };
+        let _ = unsafe { madvise(pages, bytes, Advice::LinuxPopulateWrite) };
     }
 
     /// The number there.
