@@ -460,6 +460,41 @@ fn a_binning_sends_each_size_to_its_bin() {
     });
 }
 
+/// The driver frees whatever it knows, and a piece that a pool has from it begins where the pool's first block
+/// does: a bin of the driver's must not be given what it has not given.
+#[test]
+fn a_bin_frees_what_it_gave_and_nothing_else() {
+    Rig::everywhere(|rig| {
+        let mut config = CoalescingConfig::default();
+        config.initial_bytes = 16 * MIB;
+        let pool = CoalescingPool::new(malloc(rig), &rig.device, &config).expect("a pool");
+        let below: [Arc<dyn MemoryResource>; 2] = [
+            Arc::new(pool),
+            Arc::new(Pool::new(&rig.device, &PoolConfig::default()).expect("a pool")),
+        ];
+        for upstream in below {
+            let binning = Binning::new(upstream, &rig.device);
+            let watched = Watched::new(rig, &binning);
+            let stream = rig.stream();
+            let early = watched.allocate(1000, &stream);
+            let beside = watched.allocate(3 << 20, &stream);
+            let counted = Arc::new(Statistics::new(malloc(rig)));
+            binning.add_bin(4096, Arc::clone(&counted) as _).expect("a bin");
+            watched.free(early, &stream);
+            assert_eq!(counted.counters(), Counters::default());
+            let own = watched.allocate(1000, &stream);
+            assert_eq!(counted.counters().allocations.current, 1);
+            // With a size of no bin, too, it is the bin's that gave it; the driver knows no sizes.
+            watched.check(&own, &stream);
+            watched.give_up(&own);
+            binning.deallocate(own.ptr, 5000, 256, stream.handle()).expect("freed");
+            assert_eq!(counted.counters().allocations.current, 0);
+            watched.free(beside, &stream);
+            watched.assert_intact();
+        }
+    });
+}
+
 #[test]
 fn bins_are_added_while_others_allocate() {
     let rig = Rig::simulated(cuda_sim::Schedule::Late { patience: 3 });

@@ -6,6 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::device::Device;
 
+/// The kind of this crate's pools.
+const POOL: &str = "vpmm";
+
 /// Whose memory a resource gives out: two with equal identities may free each other's.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Identity {
@@ -32,6 +35,16 @@ impl Identity {
     /// All resources of a kind on one device of one driver.
     pub(super) fn of_device(kind: &'static str, device: &Device) -> Self {
         Self { kind, of: (device.driver().realm().number(), u64::from(device.ordinal())) }
+    }
+
+    /// A pool of this crate, by its number.
+    pub(super) fn of_pool(number: u64) -> Self {
+        Self::of_kind(POOL, number)
+    }
+
+    /// Whether it is one of a pool's, which knows what it gave.
+    pub(super) fn is_of_a_pool(self) -> bool {
+        self.kind == POOL
     }
 
     /// A resource of a kind by a number that no other of that kind has while it lives.

@@ -56,7 +56,7 @@ impl MemoryResource for Pool {
     }
 
     fn identity(&self) -> Identity {
-        Identity::of_kind("vpmm", self.number())
+        Identity::of_pool(self.number())
     }
 
     fn device(&self) -> Option<&Device> {

@@ -11,7 +11,7 @@ use super::lock;
 use crate::device::{Device, StreamHandle};
 use crate::error::{Error, Result};
 use crate::resource::request::{check_align, check_device, is_of_nothing, rounded};
-use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
+use crate::resource::{Checks, Description, Facts, Identity, MemoryResource, or_undo};
 use crate::units::{Bytes, DevicePtr};
 
 /// What a [`Binning`] makes of its own bins at once, in bytes, if that is less than 128 blocks.
@@ -23,7 +23,8 @@ const AT_ONCE: usize = 32 << 20;
 /// Bins that it makes itself are [`FixedSize`], take memory when they are first used, and not more than
 /// 32 MiB at a time (or one block); RMM's take 128 blocks at once when they are made. Bins may be added
 /// while others use it. A free that a bin does not know, of something allocated before the bin was added,
-/// goes on to the next.
+/// goes on to the next. Of a bin whose resource leaves pointers to the driver, as
+/// [`DeviceMalloc`](crate::resource::DeviceMalloc) does, a table has what it gave: a look-up under a lock.
 ///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -108,6 +109,53 @@ struct Bin {
     /// Made here, over the same upstream.
     is_own: bool,
     resource: Arc<dyn MemoryResource>,
+    /// What it gave and has not back, by address, where the resource would free what others have given, too.
+    given: Option<Arc<Mutex<HashSet<u64>>>>,
+}
+
+impl Bin {
+    fn allocate(&self, bytes: usize, align: usize, stream: StreamHandle) -> Result<DevicePtr> {
+        let ptr = self.resource.allocate(bytes, align, stream)?;
+        if let Some(given) = &self.given {
+            lock(given).insert(ptr.address());
+        }
+        Ok(ptr)
+    }
+
+    /// [`Error::ForeignPointer`], and nothing done, where the bin is known not to have given it.
+    fn deallocate(
+        &self,
+        ptr: DevicePtr,
+        bytes: usize,
+        align: usize,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        let address = ptr.address();
+        let free = || self.resource.deallocate(ptr, bytes, align, stream);
+        let Some(given) = &self.given else { return free() };
+        // Out of the table first: once it is freed, the address may be another's.
+        if !lock(given).remove(&address) {
+            return Err(Error::ForeignPointer { address });
+        }
+        or_undo(free, || {
+            lock(given).insert(address);
+        })
+    }
+
+    fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
+        let address = ptr.address();
+        match &self.given {
+            Some(given) if !lock(given).contains(&address) => {
+                Err(Error::ForeignPointer { address })
+            }
+            _ => self.resource.record_stream(ptr, stream),
+        }
+    }
+
+    /// Whether the table has it.
+    fn has_given(&self, ptr: DevicePtr) -> bool {
+        self.given.as_ref().is_some_and(|given| lock(given).contains(&ptr.address()))
+    }
 }
 
 impl<R: MemoryResource + 'static> Binning<R> {
@@ -168,7 +216,8 @@ impl<R: MemoryResource + 'static> Binning<R> {
         let blocks = FixedSize::new(upstream, &self.device, &config)?;
         let bytes = blocks.block_bytes() as u64;
         let max_align = blocks.facts().max_align;
-        self.add(Bin { bytes, max_align, is_own: true, resource: Arc::new(blocks) });
+        let resource = Arc::new(blocks);
+        self.add(Bin { bytes, max_align, is_own: true, resource, given: None });
         Ok(())
     }
 
@@ -186,12 +235,15 @@ impl<R: MemoryResource + 'static> Binning<R> {
         if bytes == 0 {
             return wrong("a bin must have bytes");
         }
-        if resource.facts().checks == Checks::Nothing {
+        let Facts { checks, max_align, .. } = resource.facts();
+        if checks == Checks::Nothing {
             return wrong("a bin's resource must find pointers that it does not know");
         }
         check_device(&*resource, &self.device)?;
-        let max_align = resource.facts().max_align;
-        self.add(Bin { bytes: rounded(bytes)?, max_align, is_own: false, resource });
+        // Who knows the sizes has a table of its own, and so has a pool.
+        let knows = checks == Checks::PointersAndSizes || resource.identity().is_of_a_pool();
+        let given = (!knows).then(Arc::default);
+        self.add(Bin { bytes: rounded(bytes)?, max_align, is_own: false, resource, given });
         Ok(())
     }
 
@@ -233,7 +285,7 @@ impl<R: MemoryResource> MemoryResource for Binning<R> {
         let rounded = rounded(bytes)?;
         let bins = self.read();
         match bins.get(first_of(bins, rounded)) {
-            Some(bin) if bin.max_align >= align => bin.resource.allocate(bytes, align, stream),
+            Some(bin) if bin.max_align >= align => bin.allocate(bytes, align, stream),
             _ => self.upstream.allocate(bytes, align, stream),
         }
     }
@@ -254,11 +306,12 @@ impl<R: MemoryResource> MemoryResource for Binning<R> {
         let bins = self.read();
         let first = first_of(bins, rounded);
         // A bin's chunk begins where its first block does: a size too large for that bin must not free the
-        // chunk. A lesser bin names what is wrong.
+        // chunk. A lesser bin names what is wrong. Nor must what is below free what is a bin's.
         let is_chunk = || lock(&self.chunks).contains(&ptr.address());
-        let lesser = if bins[first..].is_empty() && !is_chunk() { 0..0 } else { 0..first };
+        let is_bins = || is_chunk() || bins.iter().any(|bin| bin.has_given(ptr));
+        let lesser = if bins[first..].is_empty() && !is_bins() { 0..0 } else { 0..first };
         for bin in bins[first..].iter().chain(&bins[lesser]) {
-            match bin.resource.deallocate(ptr, bytes, align, stream) {
+            match bin.deallocate(ptr, bytes, align, stream) {
                 // Allocated before the bin was added, or with a greater alignment than it has.
                 Err(Error::ForeignPointer { .. }) => {}
                 result => return result,
@@ -310,7 +363,7 @@ impl<R: MemoryResource> MemoryResource for Binning<R> {
     /// Those of the bins, or of upstream.
     fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
         for bin in self.read() {
-            match bin.resource.record_stream(ptr, stream) {
+            match bin.record_stream(ptr, stream) {
                 Err(Error::ForeignPointer { .. }) => {}
                 result => return result,
             }
