@@ -426,8 +426,8 @@ impl Blocks {
         self.enter(id);
     }
 
-    /// Puts a free block that is in no set into its lane's, joined with its neighbours.
-    fn enter(&mut self, id: u32) {
+    /// Puts a free block that is in no set into its lane's, joined with its neighbours: which block it is then.
+    fn enter(&mut self, id: u32) -> u32 {
         let mut id = id;
         let node = self.nodes[id as usize];
         if node.next != NONE && self.nodes[node.next as usize].lane == node.lane {
@@ -441,6 +441,7 @@ impl Blocks {
         }
         let entry = self.entry(id);
         self.free_set(node.lane).insert(entry);
+        id
     }
 
     fn leave(&mut self, id: u32) {
@@ -462,12 +463,12 @@ impl Blocks {
         self.vacant.push(gone);
     }
 
-    /// Gives a free block to another lane.
-    fn hand_over(&mut self, id: u32, lane: u32, epoch: u64) {
+    /// Gives a free block to another lane, or to its own anew: which block it is then.
+    fn hand_over(&mut self, id: u32, lane: u32, epoch: u64) -> u32 {
         self.leave(id);
         let node = &mut self.nodes[id as usize];
         (node.lane, node.epoch) = (lane, epoch);
-        self.enter(id);
+        self.enter(id)
     }
 
     /// What a lane has up to an epoch becomes nobody's.
@@ -480,7 +481,9 @@ impl Blocks {
             .filter(|id| self.nodes[*id as usize].epoch <= epoch)
             .collect();
         // Of one lane, no two are neighbours: none of them goes while another is handed over.
-        passed.into_iter().for_each(|id| self.hand_over(id, NOBODY, 0));
+        for id in passed {
+            self.hand_over(id, NOBODY, 0);
+        }
     }
 
     /// Neighbouring free blocks that together have enough bytes: each with its lane and epoch. Only
@@ -494,7 +497,7 @@ impl Blocks {
                     run.clear();
                     continue;
                 }
-                run.push(node);
+                run.push(id, node);
                 if run.bytes >= bytes {
                     return Some(run);
                 }
@@ -505,30 +508,16 @@ impl Blocks {
 
     /// Gives all blocks of a run to one lane; they become one.
     pub(super) fn join(&mut self, run: &Run, lane: u32, epoch: u64) {
-        let mut at = run.start;
-        // By address: a block may have been absorbed by the one before.
-        for (_, bytes) in &run.blocks {
-            let block = self.block_at(at, run);
-            if self.nodes[block as usize].lane != lane {
-                self.hand_over(block, lane, epoch);
-            } else {
-                self.leave(block);
-                self.nodes[block as usize].epoch = epoch;
-                self.enter(block);
+        let end = run.start + run.bytes;
+        let mut joined = self.hand_over(run.first, lane, epoch);
+        loop {
+            // What stands next may have been the lane's already, and is in it then.
+            let node = self.nodes[joined as usize];
+            if node.start + node.bytes >= end || node.next == NONE {
+                return;
             }
-            at += bytes;
+            joined = self.hand_over(node.next, lane, epoch);
         }
-    }
-
-    /// The block that holds an address of a run.
-    fn block_at(&self, address: u64, run: &Run) -> u32 {
-        let holds = |id: &u32| {
-            let node = &self.nodes[*id as usize];
-            node.start <= address && address - node.start < node.bytes
-        };
-        let chunk = self.chunks.range(..=run.start).next_back().map(|(_, chunk)| *chunk);
-        let found = chunk.and_then(|chunk| self.chunk_nodes(&chunk).find(holds));
-        found.unwrap_or(NONE)
     }
 
     /// All blocks of a chunk that is wholly free, in lanes that `usable` says: of the longest such.
@@ -540,7 +529,7 @@ impl Blocks {
         let whole = |chunk: &&Chunk| self.chunk_nodes(chunk).all(is_free);
         let chunk = self.chunks.values().filter(whole).max_by_key(|chunk| chunk.bytes)?;
         let mut run = Run::default();
-        self.chunk_nodes(chunk).for_each(|id| run.push(&self.nodes[id as usize]));
+        self.chunk_nodes(chunk).for_each(|id| run.push(id, &self.nodes[id as usize]));
         Some(run)
     }
 
@@ -633,10 +622,12 @@ impl Blocks {
 /// Free neighbours of several lanes.
 #[derive(Debug, Default)]
 pub(super) struct Run {
+    /// The first of them.
+    first: u32,
     start: u64,
     bytes: u64,
-    /// Lane and epoch of each, and its bytes.
-    blocks: Vec<((u32, u64), u64)>,
+    /// Lane and epoch of each.
+    blocks: Vec<(u32, u64)>,
 }
 
 impl Run {
@@ -645,17 +636,17 @@ impl Run {
         self.blocks.clear();
     }
 
-    fn push(&mut self, node: &Node) {
+    fn push(&mut self, id: u32, node: &Node) {
         if self.blocks.is_empty() {
-            self.start = node.start;
+            (self.first, self.start) = (id, node.start);
         }
         self.bytes += node.bytes;
-        self.blocks.push(((node.lane, node.epoch), node.bytes));
+        self.blocks.push((node.lane, node.epoch));
     }
 
     /// The lanes that have a part in it, each with its latest epoch.
     pub(super) fn lanes(&self) -> Vec<(u32, u64)> {
-        let mut lanes: Vec<(u32, u64)> = self.blocks.iter().map(|(of, _)| *of).collect();
+        let mut lanes = self.blocks.clone();
         lanes.sort_unstable_by_key(|(lane, epoch)| (*lane, std::cmp::Reverse(*epoch)));
         lanes.dedup_by_key(|(lane, _)| *lane);
         lanes
@@ -778,6 +769,32 @@ mod tests {
                 prop_assert_eq!(blocks.check(), Ok(()));
             }
         }
+    }
+
+    /// Two streams' blocks side by side, behind as many that are live: each is looked at a few times, not each
+    /// time that another joins.
+    #[test]
+    #[cfg_attr(miri, ignore = "it takes long")]
+    fn joining_many_blocks_takes_time_by_their_number() {
+        const HALF: u64 = 1 << 16;
+        let mut blocks = Blocks::default();
+        blocks.add_chunk(DevicePtr::from_address(1 << 40), 2 * HALF * UNIT, NOBODY, 0);
+        let mut take = || {
+            let block = blocks.best_fit(NOBODY, UNIT).expect("free");
+            blocks.take(block, UNIT, UNIT)
+        };
+        let all: Vec<u64> = (0..2 * HALF).map(|_| take()).collect();
+        for (number, address) in all[HALF as usize..].iter().enumerate() {
+            let id = blocks.find(*address, UNIT).expect("live");
+            blocks.free(id, 1 + number as u32 % 2, 1);
+        }
+        blocks.settle_all();
+        let start = std::time::Instant::now();
+        let run = blocks.run(HALF * UNIT, |_| true).expect("the second half");
+        blocks.join(&run, 3, 2);
+        let took = start.elapsed();
+        assert_eq!(blocks.best_fit(3, UNIT).map(|block| block.bytes), Some(HALF * UNIT));
+        assert!(took < std::time::Duration::from_secs(2), "{took:?}");
     }
 
     #[test]
