@@ -213,6 +213,25 @@ fn the_full_format_says_more_and_is_read_the_same() {
     });
 }
 
+/// A free that is refused takes nothing away, whatever the size given.
+#[test]
+fn live_bytes_are_those_of_frees_that_came_about() {
+    let text = Text::default();
+    let logging = Logging::to_writer(HostMalloc::new(), LogFormat::Full, text.clone());
+    let ptr = logging.allocate(1000, 256, STREAM).expect("memory");
+    let live = || {
+        let log = text.read();
+        let last = log.lines().last().expect("a row");
+        last.split(',').nth(8).expect("a field").to_owned()
+    };
+    for bytes in [1, 5000, usize::MAX] {
+        logging.deallocate(ptr, bytes, 256, STREAM).expect_err("a wrong size");
+        assert_eq!(live(), "1000", "after {bytes}");
+    }
+    logging.deallocate(ptr, 1000, 256, STREAM).expect("freed");
+    assert_eq!(live(), "0");
+}
+
 /// A file of several windows, written by several threads: every row is whole, and every address is freed
 /// before it is allocated again.
 #[test]

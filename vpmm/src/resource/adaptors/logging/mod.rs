@@ -155,19 +155,22 @@ impl<R: MemoryResource> Logging<R> {
 
     /// Live bytes are counted where they are shown: an atomic operation for each row.
     #[inline]
-    fn count(&self, bytes: usize) {
+    fn count(&self, bytes: u64) {
         if self.is_full() {
-            self.live.fetch_add(bytes as u64, Ordering::Relaxed);
+            self.live.fetch_add(bytes, Ordering::Relaxed);
         }
     }
 
+    /// How much of it was counted.
     #[inline]
-    fn discount(&self, bytes: usize) {
-        if self.is_full() {
-            let less = |live: u64| Some(live.saturating_sub(bytes as u64));
-            // Never refused: the closure always has an answer.
-            let _ = self.live.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+    fn discount(&self, bytes: usize) -> u64 {
+        if !self.is_full() {
+            return 0;
         }
+        let less = |live: u64| Some(live.saturating_sub(bytes as u64));
+        // Never refused: the closure always has an answer.
+        let live = self.live.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+        live.map_or(0, |live| live.min(bytes as u64))
     }
 
     fn log(&self, row: Row<'_>) {
@@ -193,7 +196,7 @@ impl<R: MemoryResource> MemoryResource for Logging<R> {
         let nanoseconds = start.map(|start| start.elapsed().as_nanos() as u64);
         let (action, ptr) = match &result {
             Ok(ptr) => {
-                self.count(bytes);
+                self.count(bytes as u64);
                 (Action::Allocate, *ptr)
             }
             Err(_) => (Action::AllocateFailure, DevicePtr::NULL),
@@ -210,7 +213,7 @@ impl<R: MemoryResource> MemoryResource for Logging<R> {
         align: usize,
         stream: StreamHandle,
     ) -> Result<()> {
-        self.discount(bytes);
+        let counted = self.discount(bytes);
         let row = Row {
             action: Action::Free,
             ptr,
@@ -223,7 +226,7 @@ impl<R: MemoryResource> MemoryResource for Logging<R> {
         self.log(row);
         // It is still allocated: so must it be for whoever replays the log.
         let take_back = |failure: Option<&Error>| {
-            self.count(bytes);
+            self.count(counted);
             self.log(Row { action: Action::Allocate, failure, ..row });
         };
         let free = || Ok(self.upstream.deallocate(ptr, bytes, align, stream));
