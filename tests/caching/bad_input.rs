@@ -100,7 +100,13 @@ fn settings_that_cannot_be_are_refused() {
             Ok(_) => panic!("{config:?} was taken"),
         }
     };
-    assert_eq!(refused(&|of| of.max_split_size_bytes = Some(1)), "max_split_size_bytes");
+    for bytes in [1, 20 << 20] {
+        assert_eq!(refused(&|of| of.max_split_size_bytes = Some(bytes)), "max_split_size_bytes");
+    }
+    let longer_segments = |of: &mut CachingConfig| {
+        (of.max_split_size_bytes, of.large_segment_bytes) = (Some(32 << 20), 32 << 20);
+    };
+    assert_eq!(refused(&longer_segments), "max_split_size_bytes");
     assert_eq!(refused(&|of| of.max_non_split_rounding_bytes = 1), "max_non_split_rounding_bytes");
     assert_eq!(refused(&|of| of.large_segment_bytes = (20 << 20) + 512), "large_segment_bytes");
     assert_eq!(refused(&|of| of.large_segment_bytes = u64::MAX), "large_segment_bytes");
