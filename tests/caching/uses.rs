@@ -1,5 +1,7 @@
 //! Uses on further streams: memory is kept until their events have passed.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use cuda_sim::{Schedule, Simulator};
 use vpmm::{Stream, StreamHandle};
 
@@ -270,6 +272,51 @@ fn another_threads_default_stream_is_waited_for() {
             answers.recv().unwrap();
             assert_found_again(cached, &held, own);
         });
+        cached.assert_intact();
+    });
+}
+
+/// One question and one event serve for all blocks that wait for one stream, however many they are.
+#[test]
+fn what_waits_for_another_threads_stream_is_not_asked_about_one_by_one() {
+    Rig::everywhere(|rig| {
+        const BLOCKS: usize = 100;
+        let cached = rig.cached();
+        let own = rig.stream();
+        let (to_thread, orders) = std::sync::mpsc::channel::<()>();
+        let (to_test, answers) = std::sync::mpsc::channel::<()>();
+        let held: Vec<_> = (0..BLOCKS).map(|_| cached.malloc(MIB, &own)).collect();
+        let (mut questions, records) = (0, AtomicU64::new(0));
+        std::thread::scope(|scope| {
+            let (cached, own, held, records) = (&cached, &own, &held, &records);
+            scope.spawn(move || {
+                call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
+                held.iter().for_each(|held| cached.look_from(held, own, StreamHandle::PER_THREAD));
+                to_test.send(()).unwrap();
+                orders.recv().unwrap();
+                let calls = cached.calls(|| {
+                    let other = cached.allocator.malloc(1, StreamHandle::PER_THREAD).unwrap();
+                    cached.allocator.free(other).unwrap();
+                });
+                records.store(calls.count("cuEventRecord"), Ordering::Relaxed);
+                call!(rig.driver, cuStreamSynchronize(StreamHandle::PER_THREAD.raw()));
+                to_test.send(()).unwrap();
+            });
+            answers.recv().unwrap();
+            held.iter().for_each(|held| cached.free(*held, own));
+            // A request that lacks memory asks whether any of it is this thread's.
+            let mut other = None;
+            let calls = cached.calls(|| other = Some(cached.allocator.malloc(24 << 20, own)));
+            questions = calls.total();
+            cached.allocator.free(other.unwrap().unwrap()).unwrap();
+            to_thread.send(()).unwrap();
+            answers.recv().unwrap();
+            // All of them are free again.
+            cached.allocator.empty_cache().unwrap();
+            assert_eq!(cached.reserved(), 0);
+        });
+        assert!(questions < BLOCKS as u64 / 2, "{questions} calls");
+        assert_eq!(records.into_inner(), 1);
         cached.assert_intact();
     });
 }

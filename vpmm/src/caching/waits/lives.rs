@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use cuda_sys::types::CUresult;
 
-use super::{Deferred, OfPlace, On, Since, Waiter, Waits};
+use super::{OfPlace, On, Waiter, Waits};
 use crate::caching::books::{Books, Place};
 use crate::caching::core::Core;
 use crate::capture::{BesideCaptures, Recorded, record_beside_captures, stream_is_capturing};
@@ -125,13 +125,8 @@ impl Waits {
             self.enqueue(place, Waiter { event: None, blocks: open });
         }
         // What was to be recorded on it is covered by that.
-        for index in (0..self.deferred.len()).rev() {
-            let of = &self.deferred[index];
-            if of.place == place && of.on == On::Place {
-                let Deferred { block, since, .. } = self.deferred.swap_remove(index);
-                self.places[place as usize].deferred -= 1;
-                self.enqueue_one(place, None, Since { block, since });
-            }
+        if self.deferred.iter().any(|of| of.place == place && of.on == On::Place) {
+            self.end_deferral(place, On::Place, None);
         }
         self.publish(core);
     }

@@ -208,7 +208,7 @@ impl Waits {
             Life::Lasting(handle) if handle != StreamHandle::LEGACY => return Ok(Some(Made::Open)),
             Life::Lasting(handle) => (handle, On::Place),
             Life::Foreign if of.on == StreamHandle::PER_THREAD => {
-                if !is_of_this_thread(core, of.place)? {
+                if place_of_this_thread(core)? != Some(of.place) {
                     return Ok(Some(Made::Deferred(On::PerThread)));
                 }
                 (of.on, On::PerThread)
@@ -231,24 +231,27 @@ impl Waits {
         }
     }
 
-    /// Records what was deferred, where that is possible now.
+    /// Records what was deferred, where that is possible now: one event for all that waits for a stream.
     fn retry_deferred(&mut self, core: &Core) -> Result<()> {
+        let mut wanted: SmallVec<[(u32, On); 4]> = SmallVec::new();
+        for of in self.deferred.iter().filter(|of| of.on != On::Nowhere) {
+            if !wanted.contains(&(of.place, of.on)) {
+                wanted.push((of.place, of.on));
+            }
+        }
+        let is_asked = wanted.iter().any(|(_, on)| *on == On::PerThread);
+        let own = if is_asked { place_of_this_thread(core)? } else { None };
         let driver = core.device.driver();
-        for index in (0..self.deferred.len()).rev() {
-            let (place, on) = (self.deferred[index].place, self.deferred[index].on);
+        for (place, on) in wanted {
             let handle = match (on, self.places[place as usize].life) {
                 (On::Place, Life::Lasting(handle)) => handle,
-                (On::PerThread, _) if is_of_this_thread(core, place)? => StreamHandle::PER_THREAD,
+                (On::PerThread, _) if own == Some(place) => StreamHandle::PER_THREAD,
                 _ => continue,
             };
             let spare = self.spare.pop();
             match record_beside_captures(driver, handle, spare) {
                 Ok(Recorded::Capturing(spare)) => self.spare.extend(spare),
-                Ok(Recorded::On(event)) => {
-                    let Deferred { block, since, .. } = self.deferred.swap_remove(index);
-                    self.places[place as usize].deferred -= 1;
-                    self.enqueue_one(place, Some(event), Since { block, since });
-                }
+                Ok(Recorded::On(event)) => self.end_deferral(place, on, Some(event)),
                 Err(failure) => {
                     self.spare.extend(spare);
                     return Err(failure.into());
@@ -256,6 +259,22 @@ impl Waits {
             }
         }
         Ok(())
+    }
+
+    /// All that an event was to be recorded for on a place's stream waits for this one; `None`: for the stream's
+    /// last.
+    fn end_deferral(&mut self, place: u32, on: On, event: Option<Event>) {
+        let mut blocks = self.lists.pop().unwrap_or_default();
+        self.deferred.retain(|of| {
+            let is_it = of.place == place && of.on == on;
+            if is_it {
+                blocks.push(Since { block: of.block, since: of.since });
+            }
+            !is_it
+        });
+        self.places[place as usize].deferred -= blocks.len() as u32;
+        blocks.sort_unstable_by_key(|wait| wait.since);
+        self.enqueue(place, Waiter { event, blocks });
     }
 
     /// Takes everything as far as it has come. The context must be current, beside captures.
@@ -459,14 +478,13 @@ impl Waits {
     }
 }
 
-/// Whether the calling thread's default stream is the one at a place. While it captures nobody can
-/// tell.
-fn is_of_this_thread(core: &Core, place: u32) -> Result<bool> {
+/// The place of the calling thread's default stream. While it captures nobody can tell.
+fn place_of_this_thread(core: &Core) -> Result<Option<u32>> {
     if stream_is_capturing(core.device.driver(), StreamHandle::PER_THREAD)? {
-        return Ok(false);
+        return Ok(None);
     }
     let stream = core.ask_number(StreamHandle::PER_THREAD)?;
-    Ok(core.books.lock().places[place as usize].stream == stream)
+    Ok(core.books.lock().place_of(stream))
 }
 
 impl Core {
