@@ -183,6 +183,35 @@ fn many_threads_free_an_orphan() {
     }
 }
 
+/// Frees of threads that have their front at hand, and need no handle, beside the drop of the last one.
+#[test]
+fn frees_without_a_handle_come_before_the_last_one_goes_or_end_the_pool() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let before = used(&rig);
+    for _ in 0..300 {
+        let pool = Profile::Default.open(&rig.device);
+        let start = Barrier::new(4);
+        std::thread::scope(|scope| {
+            for _ in 1..4 {
+                let (rig, start, pool) = (&rig, &start, pool.clone());
+                scope.spawn(move || {
+                    let stream = rig.stream();
+                    let held = [(); 8].map(|()| pool.malloc(SMALL as usize, &stream).unwrap());
+                    drop(pool);
+                    start.wait();
+                    for ptr in held {
+                        Pool::free_any(&rig.driver, ptr, &stream).unwrap();
+                    }
+                });
+            }
+            start.wait();
+            drop(pool);
+        });
+        assert_eq!(used(&rig), before);
+    }
+    rig.assert_clean();
+}
+
 /// Driver, device, stream and pool go in every order, with and without something allocated.
 #[test]
 fn values_are_dropped_in_any_order() {

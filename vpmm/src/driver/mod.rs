@@ -12,7 +12,7 @@ mod watchers;
 use std::any::Any;
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ushort, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use cuda_sys::types::*;
@@ -249,9 +249,17 @@ struct Inner {
     birthmark: Birthmark,
     watchers: Watchers,
     living: Living,
-    /// What rooms above keep for each driver: one value of a type.
-    companions: Mutex<Vec<Arc<dyn Any + Send + Sync>>>,
+    /// The first of what rooms above keep.
+    companions: OnceLock<Box<Companion>>,
     library: cuda_sys::Driver,
+}
+
+/// What a room above keeps for each driver, one value of a type, and the next such. It is there from the first
+/// question on, so that further ones write nothing.
+struct Companion {
+    /// An `Arc` of the value.
+    value: Box<dyn Any + Send + Sync>,
+    next: OnceLock<Box<Self>>,
 }
 
 /// A loaded and initialised CUDA driver. Cheap to clone; all clones share one call count.
@@ -292,7 +300,7 @@ impl Driver {
             counts,
             watchers: Watchers::default(),
             living: Living::default(),
-            companions: Mutex::default(),
+            companions: OnceLock::new(),
             library,
         }));
         // SAFETY: cuInit takes no pointer; flags must be 0.
@@ -353,14 +361,18 @@ impl Driver {
 
     /// The value of this type that belongs to this driver and its clones, made when it is first
     /// asked for.
-    pub(crate) fn companion<T: Any + Default + Send + Sync>(&self) -> Arc<T> {
-        let mut companions = self.0.companions.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = companions.iter().find_map(|known| Arc::clone(known).downcast().ok());
-        known.unwrap_or_else(|| {
-            let new = Arc::<T>::default();
-            companions.push(Arc::clone(&new) as _);
-            new
-        })
+    pub(crate) fn companion<T: Any + Default + Send + Sync>(&self) -> &Arc<T> {
+        let mut place = &self.0.companions;
+        loop {
+            let here = place.get_or_init(|| {
+                let value = Box::new(Arc::<T>::default());
+                Box::new(Companion { value, next: OnceLock::new() })
+            });
+            if let Some(known) = here.value.downcast_ref() {
+                return known;
+            }
+            place = &here.next;
+        }
     }
 
     /// Adds somebody to be told of the end of streams.

@@ -24,6 +24,8 @@ pub(super) struct Family {
     pub(super) shortage: Shortage,
     /// Nobody has had a handle at some time: free memory has been given back.
     abandoned: AtomicBool,
+    /// No free finds it without a handle any more.
+    pub(super) hidden: AtomicBool,
 }
 
 impl Family {
@@ -34,7 +36,8 @@ impl Family {
         shortage: Shortage,
     ) -> Self {
         let main = profile.heap();
-        Self { helper, heaps, profile, main, shortage, abandoned: AtomicBool::new(false) }
+        let (abandoned, hidden) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { helper, heaps, profile, main, shortage, abandoned, hidden }
     }
 
     pub(super) fn profile(&self) -> Profile {

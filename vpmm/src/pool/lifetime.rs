@@ -52,7 +52,11 @@ impl Pool {
         stream: impl Into<StreamHandle>,
     ) -> Result<()> {
         driver.check_process()?;
-        let pool = Self::of(driver, ptr.address());
+        let (registry, stream) = (Registry::of(driver), stream.into());
+        if let Some(freed) = registry.by_address.free_at_hand(ptr, stream) {
+            return freed;
+        }
+        let pool = registry.find(ptr.address());
         let pool = pool.ok_or(Error::ForeignPointer { address: ptr.address() })?;
         pool.free(ptr, stream)
     }

@@ -1,5 +1,6 @@
 //! The pool as its users see it.
 
+mod by_address;
 mod current;
 mod family;
 mod heaps;
@@ -199,7 +200,7 @@ impl Pool {
             let small: std::sync::Weak<dyn crate::budget::Besides> = Arc::downgrade(pool) as _;
             profile.heap().backing().budget().count_besides(small);
         }
-        let registry = profile.heap().device().driver().companion::<Registry>();
+        let registry = Arc::clone(Registry::of(profile.heap().device().driver()));
         registry.enter(Arc::new(Family::new(profile, heaps, helper, Shortage::new(policy))))
     }
 

@@ -10,14 +10,16 @@
 //! What the registry owns keeps the driver alive, which owns the registry: such a ring ends when the
 //! last allocation is freed, or another pool is made current.
 //!
-//! The lock is held for look-ups only: no driver call is made under it, and no pool ends under it.
+//! The lock is held for look-ups only: no driver call is made under it, and no pool ends under it. A free's hit needs
+//! neither it nor a handle: [`ByAddress`].
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
 
-use super::Pool;
+use super::by_address::ByAddress;
 use super::family::Family;
+use super::{Pool, Profile};
 use crate::driver::Driver;
 use crate::sharing::Span;
 
@@ -25,6 +27,8 @@ use crate::sharing::Span;
 #[derive(Default)]
 pub(super) struct Registry {
     book: RwLock<Book>,
+    /// Pools of the default profile, from their first handle to the drop of the last one.
+    pub(super) by_address: ByAddress,
 }
 
 #[derive(Default)]
@@ -80,6 +84,7 @@ impl Drop for Handles {
         if self.ends.load(Ordering::Relaxed) {
             return;
         }
+        self.registry.hide(&self.family);
         // Only who has a handle can change this, and whoever gets one meanwhile decides instead.
         let in_use = self.family.is_in_use();
         if in_use {
@@ -97,7 +102,7 @@ impl Drop for Handles {
 
 impl Registry {
     /// The registry of a driver.
-    pub(super) fn of(driver: &Driver) -> Arc<Self> {
+    pub(super) fn of(driver: &Driver) -> &Arc<Self> {
         driver.companion()
     }
 
@@ -124,7 +129,22 @@ impl Registry {
         };
         book.pools.insert(id, entry);
         book.set_windows(id, &windows);
+        if let (Profile::Default(core), [window]) = (family.profile(), windows.as_slice()) {
+            self.by_address.add(*window, &core);
+        }
         Pool { profile: family.profile(), family, handles }
+    }
+
+    /// Has every free of a pool's allocations take a handle, and waits for those that did not. Each of several last
+    /// handles, of which one was made while another was on its way out.
+    fn hide(&self, family: &Family) {
+        if family.hidden.load(Ordering::Acquire) {
+            return;
+        }
+        if let Profile::Default(_) = family.profile() {
+            family.windows().iter().for_each(|window| self.by_address.remove(window.start));
+        }
+        family.hidden.store(true, Ordering::Release);
     }
 
     fn handles_of(self: &Arc<Self>, id: u64, family: &Arc<Family>) -> Arc<Handles> {
@@ -219,6 +239,8 @@ impl Registry {
         }
         book.remove(pool.handles.id);
         pool.handles.ends.store(true, Ordering::Relaxed);
+        drop(book);
+        self.hide(&pool.family);
         Ok(())
     }
 }

@@ -18,7 +18,7 @@ type Shared = Arc<dyn MemoryResource>;
 struct Book(RwLock<HashMap<u32, Shared>>);
 
 impl Book {
-    fn of(device: &Device) -> Arc<Self> {
+    fn of(device: &Device) -> &Arc<Self> {
         device.driver().companion::<Self>()
     }
 

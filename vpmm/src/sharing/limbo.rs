@@ -30,7 +30,7 @@ impl Limbo {
             let number = left.last;
             left.mappings.push((number, mappings));
         }
-        let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&limbo) as _;
+        let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(limbo) as _;
         driver.watch_streams(watcher);
     }
 

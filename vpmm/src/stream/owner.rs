@@ -90,7 +90,7 @@ pub(super) unsafe fn own(device: &Device, handle: StreamHandle) -> Result<Arc<Ow
     let driver = device.driver();
     let owners = driver.companion::<Owners>();
     owner.handle = handle.with_number(number, driver.realm());
-    owner.entered = Some((Arc::clone(&owners), number));
+    owner.entered = Some((Arc::clone(owners), number));
     driver.note_life_of(owner.handle);
     let owner = Arc::new(owner);
     owners.by_number().insert(number, Arc::downgrade(&owner));
@@ -130,7 +130,7 @@ pub(super) unsafe fn borrow(device: &Device, handle: StreamHandle) -> Result<Arc
         device: device.clone(),
         handle,
         destroys: false,
-        entered: Some((Arc::clone(&owners), number)),
+        entered: Some((Arc::clone(owners), number)),
     });
     driver.note_life_of(owner.handle);
     by_number.insert(number, Arc::downgrade(&owner));
