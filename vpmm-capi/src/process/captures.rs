@@ -65,6 +65,7 @@ struct Graphs {
 
 #[derive(Default)]
 struct Captures {
+    /// In the order in which they have begun.
     open: Vec<Open>,
     graphs: BTreeMap<Id, Graphs>,
 }
@@ -105,7 +106,7 @@ pub(crate) fn begin(
 pub(crate) fn end(device: u32, number: (u64, u64)) -> Result<(), Failure> {
     let mut captures = captures();
     let at = captures.open.iter().position(|open| open.id == (device, number));
-    let open = captures.open.swap_remove(at.ok_or_else(|| wrong("the pool has not begun"))?);
+    let open = captures.open.remove(at.ok_or_else(|| wrong("the pool has not begun"))?);
     mode::set(Mode::Capturing, !captures.open.is_empty());
     let mut result = Ok(());
     if let Some(graphs) = captures.graphs.get(&open.id) {
@@ -127,7 +128,7 @@ pub(crate) fn release(device: u32, number: (u64, u64)) -> Result<(), Failure> {
     if graphs.uses == 0 {
         let graphs = captures.graphs.remove(&id);
         let at = captures.open.iter().position(|open| open.id == id);
-        let open = at.map(|at| captures.open.swap_remove(at));
+        let open = at.map(|at| captures.open.remove(at));
         mode::set(Mode::Capturing, !captures.open.is_empty());
         drop(captures);
         // As in `end`.
@@ -189,16 +190,17 @@ mod tests {
         }
     }
 
-    fn allocate(stream: &Stream) -> u64 {
+    fn allocate(device: u32, stream: &Stream) -> u64 {
         // SAFETY: the stream lasts as long as the test, which forgets it.
-        let made = unsafe { process::allocate(0, 1 << 20, raw(stream), Life::Lasts, Asked::Not) };
+        let made =
+            unsafe { process::allocate(device, 1 << 20, raw(stream), Life::Lasts, Asked::Not) };
         made.map_err(|failure| failure.text().to_owned()).unwrap().addr() as u64
     }
 
-    fn free(address: u64, stream: &Stream) {
+    fn free(device: u32, address: u64, stream: &Stream) {
         let pointer = std::ptr::without_provenance_mut(address as usize);
         // SAFETY: allocated above, and used by nothing.
-        let freed = unsafe { process::free(0, pointer, raw(stream), Life::Lasts) };
+        let freed = unsafe { process::free(device, pointer, raw(stream), Life::Lasts) };
         freed.map_err(|failure| failure.text().to_owned()).unwrap();
     }
 
@@ -228,49 +230,90 @@ mod tests {
             let segment = segments.iter().find(|segment| holds(segment.address, segment.bytes));
             segment.unwrap().heap != vpmm_core::snapshot::HeapName::Main
         };
-        let before = allocate(&known);
+        let before = allocate(0, &known);
         for (turn, stream) in [&known, &new].into_iter().enumerate() {
             let number = (9, turn as u64);
             super::begin(pool, number, Captures(device.clone())).ok().unwrap();
-            let early = allocate(stream);
-            free(early, stream);
+            let early = allocate(0, stream);
+            free(0, early, stream);
             assert!(!of_graph(early), "it does not capture yet");
             let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
             // SAFETY: a live stream of the simulator's.
             ok(unsafe { begin(stream.handle().raw(), mode) });
-            let inside = allocate(stream);
+            let inside = allocate(0, stream);
             assert!(of_graph(inside));
             // Not of a heap that the thread's requests have at the time.
             // SAFETY: it ends with a zero byte.
             let pushed = unsafe { process::vpmm_process_push_tag(c"beside".as_ptr()) };
             assert_eq!(pushed, vpmm_status::VPMM_OK);
-            let tagged = allocate(stream);
+            let tagged = allocate(0, stream);
             assert!(of_graph(tagged) && pool.tagged("beside").unwrap().stats().live_count == 0);
-            free(tagged, stream);
+            free(0, tagged, stream);
             assert_eq!(process::vpmm_process_pop_tag(), vpmm_status::VPMM_OK);
-            let other = allocate(&beside);
+            let other = allocate(0, &beside);
             assert!(!of_graph(other), "another stream's");
-            free(other, &beside);
-            free(inside, stream);
-            assert_eq!(allocate(stream), inside, "freed in the capture, it serves it again");
+            free(0, other, &beside);
+            free(0, inside, stream);
+            assert_eq!(allocate(0, stream), inside, "freed in the capture, it serves it again");
             let mut graph = std::ptr::null_mut();
             // SAFETY: as above; the pointer is to a live handle.
             ok(unsafe { end(stream.handle().raw(), &mut graph) });
             // SAFETY: made just now.
             ok(unsafe { driver.cuGraphDestroy.unwrap()(graph) });
             super::end(0, number).ok().unwrap();
-            let late = allocate(stream);
+            let late = allocate(0, stream);
             assert!(!of_graph(late), "the capture is over");
-            free(late, stream);
-            free(inside, stream);
+            free(0, late, stream);
+            free(0, inside, stream);
             super::release(0, number).ok().unwrap();
             assert!(super::release(0, number).is_err() && super::end(0, number).is_err());
         }
-        free(before, &known);
+        free(0, before, &known);
         for stream in [&known, &new, &beside] {
             assert!(super::super::streams::forget(0, raw(stream)));
         }
         assert_eq!(pool.stats().live_count, 0);
         pool.validate().unwrap();
+    }
+    /// Answers the same to everybody.
+    struct Says(bool);
+
+    impl Filter for Says {
+        fn takes(&self, _: *mut c_void) -> bool {
+            self.0
+        }
+    }
+
+    /// A pool that ends beside them has the others asked as before.
+    #[test]
+    fn pools_are_asked_in_the_order_in_which_they_have_begun() {
+        process::use_simulator();
+        // A device of its own: another test counts what is allocated on the first.
+        let pool = process::pool(1).map_err(|failure| failure.text().to_owned()).unwrap();
+        let stream = pool.device().stream().unwrap();
+        let heap_of = |address: u64| {
+            let segments = pool.snapshot();
+            let found = segments.iter().find(|segment| {
+                address.checked_sub(segment.address).is_some_and(|offset| offset < segment.bytes)
+            });
+            found.unwrap().heap.clone()
+        };
+        for (number, takes) in [(0, false), (1, true), (2, true)] {
+            super::begin(pool, (10, number), Says(takes)).ok().unwrap();
+        }
+        let first = allocate(1, &stream);
+        super::end(1, (10, 0)).ok().unwrap();
+        let second = allocate(1, &stream);
+        assert_eq!(heap_of(second), heap_of(first));
+        for address in [first, second] {
+            free(1, address, &stream);
+        }
+        for number in [1, 2] {
+            super::end(1, (10, number)).ok().unwrap();
+        }
+        for number in 0..3 {
+            super::release(1, (10, number)).ok().unwrap();
+        }
+        assert!(super::super::streams::forget(1, raw(&stream)));
     }
 }

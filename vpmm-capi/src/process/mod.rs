@@ -125,14 +125,14 @@ impl Process {
     }
 }
 
-/// For tests: the simulated driver, whatever the environment says, and few addresses.
+/// For tests: the simulated driver with two devices, whatever the environment says, and few addresses.
 #[cfg(test)]
 pub(crate) fn use_simulator() {
     let mut process = process();
     if process.loaded.is_some() {
         return;
     }
-    process.loaded = Some(Loaded::load(Some("sim")).expect("the simulator"));
+    process.loaded = Some(Loaded::load(Some("sim:1")).expect("the simulator"));
     let initial = vpmm_pool_options::initial(VPMM_EVERY_DEVICE);
     let options = vpmm_pool_options { limit_bytes: 1 << 30, va_size_bytes: 4 << 30, ..initial };
     process.options.insert(VPMM_EVERY_DEVICE, options);
