@@ -1762,7 +1762,7 @@ enum vpmm_status vpmm_process_pool(uint32_t device,
 
 /**
  * Whether the process's pool on a device was made: 1 or 0. Nothing is made by this: a pool has a context of
- * the device, which takes memory of its own.
+ * the device, which takes memory of its own. A child of the process has none.
  */
 uint32_t vpmm_process_has_pool(uint32_t device);
 

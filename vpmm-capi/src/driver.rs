@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cuda_sim::{SimError, Simulator};
 use stacks::Built;
-use vpmm_core::{Device, DevicePtr, Driver, Pool, StreamHandle};
+use vpmm_core::{Device, DevicePtr, Driver, Error, Pool, StreamHandle};
 
 use crate::guard::{Failure, given, guard, make, put, put_if, release};
 use crate::known::Known;
@@ -51,9 +51,9 @@ impl Loaded {
             }
         };
         Ok(Arc::new(Self {
+            streams: Known::of(driver.clone()),
             driver,
             devices: Mutex::default(),
-            streams: Known::default(),
             current: Mutex::default(),
             marks: Mutex::default(),
             _simulator: simulator,
@@ -69,7 +69,13 @@ impl Loaded {
         Pool::free_any(&self.driver, ptr, stream)
     }
 
+    /// Turns a child of the process away, before it takes a lock that a thread of its parent may have held.
+    pub(crate) fn check_process(&self) -> Result<(), Failure> {
+        if self.driver.is_forked() { Err(Error::Forked.into()) } else { Ok(()) }
+    }
+
     pub(crate) fn device(&self, ordinal: u32) -> Result<Device, Failure> {
+        self.check_process()?;
         let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(device) = devices.get(&ordinal) {
             return Ok(device.clone());

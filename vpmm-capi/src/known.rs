@@ -10,15 +10,15 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use vpmm_core::{Stream, StreamHandle};
+use vpmm_core::{Driver, Stream, StreamHandle};
 
 /// Streams that a thread remembers at a time. Others take each other's places.
 const PLACES: usize = 1 << PLACE_BITS;
 const PLACE_BITS: u32 = 5;
 
 /// The streams of one driver.
-#[derive(Default)]
 pub(crate) struct Known {
+    driver: Driver,
     state: State,
     streams: RwLock<HashMap<usize, Stream>>,
 }
@@ -56,6 +56,10 @@ thread_local! {
 }
 
 impl Known {
+    pub(crate) fn of(driver: Driver) -> Self {
+        Self { driver, state: State::default(), streams: RwLock::default() }
+    }
+
     /// A raw handle as pools take it: with the stream's number where its end will be told.
     ///
     /// # Safety
@@ -83,11 +87,14 @@ impl Known {
     #[cold]
     #[inline(never)]
     unsafe fn look(&self, raw: *mut c_void) -> StreamHandle {
-        match self.read().get(&raw.addr()) {
-            Some(stream) => stream.handle(),
-            // SAFETY: the caller vouches for it.
-            None => unsafe { StreamHandle::from_raw(raw.cast()) },
+        // In a child of the process nobody may be there to let go of the lock. Whoever gets the handle turns it away.
+        if !self.driver.is_forked()
+            && let Some(stream) = self.read().get(&raw.addr())
+        {
+            return stream.handle();
         }
+        // SAFETY: the caller vouches for it.
+        unsafe { StreamHandle::from_raw(raw.cast()) }
     }
 
     /// The stream of a raw handle, if its end is told.

@@ -22,6 +22,7 @@ impl Loaded {
     /// Takes out a stream that was made here, or one that was lent; nothing where one is taken back that was
     /// made here.
     fn take(&self, raw: *mut c_void, made: bool) -> Result<Option<Stream>, Failure> {
+        self.check_process()?;
         let refused = |text| Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
         self.streams.change(|streams| {
             match (streams.get(&raw.addr()).map(Stream::is_owned), made) {
@@ -146,6 +147,7 @@ pub unsafe extern "C" fn vpmm_stream_synchronize(
     guard(|| {
         // SAFETY: the caller vouches for it.
         let loaded = &unsafe { given(driver, "driver") }?.0;
+        loaded.check_process()?;
         if let Some(known) = loaded.streams.get(stream) {
             return Ok(known.synchronize()?);
         }

@@ -141,6 +141,11 @@ fn the_process_s_pool_in_c() {
 }
 
 #[test]
+fn a_child_of_a_process_in_c() {
+    Build { source: "forks.c", flags: &["-std=c11"], ..Build::default() }.run();
+}
+
+#[test]
 fn resources_and_adaptors_in_c() {
     Build { source: "resources.c", flags: &["-std=c99"], ..Build::default() }.run();
 }

@@ -86,6 +86,7 @@ pub(crate) fn begin(
     number: (u64, u64),
     filter: impl Filter + 'static,
 ) -> Result<(), Failure> {
+    super::check_process()?;
     let id = (pool.device().ordinal(), number);
     let mut captures = captures();
     if captures.open.iter().any(|open| open.id == id) {
@@ -104,6 +105,7 @@ pub(crate) fn begin(
 }
 
 pub(crate) fn end(device: u32, number: (u64, u64)) -> Result<(), Failure> {
+    super::check_process()?;
     let mut captures = captures();
     let at = captures.open.iter().position(|open| open.id == (device, number));
     let open = captures.open.remove(at.ok_or_else(|| wrong("the pool has not begun"))?);
@@ -121,6 +123,7 @@ pub(crate) fn end(device: u32, number: (u64, u64)) -> Result<(), Failure> {
 }
 
 pub(crate) fn release(device: u32, number: (u64, u64)) -> Result<(), Failure> {
+    super::check_process()?;
     let mut captures = captures();
     let id = (device, number);
     let graphs = captures.graphs.get_mut(&id).ok_or_else(|| wrong("there is no such pool"))?;

@@ -23,7 +23,7 @@ pub use trace::{vpmm_process_record_history, vpmm_where};
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use vpmm_core::{Pool, StreamHandle};
 
@@ -64,6 +64,15 @@ impl Process {
 
 static PROCESS: Mutex<Process> = Mutex::new(Process::new());
 
+/// The driver once more, to be looked at without the lock.
+static LOADED: OnceLock<Arc<Loaded>> = OnceLock::new();
+
+/// Turns a child of the process away, before it takes one of the locks of these modules: a thread of its parent may
+/// have held it.
+pub(crate) fn check_process() -> Result<(), Failure> {
+    LOADED.get().map_or(Ok(()), |loaded| loaded.check_process())
+}
+
 fn process() -> MutexGuard<'static, Process> {
     PROCESS.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -72,7 +81,10 @@ impl Process {
     fn loaded(&mut self) -> Result<Arc<Loaded>, Failure> {
         match &self.loaded {
             Some(loaded) => Ok(Arc::clone(loaded)),
-            None => Ok(Arc::clone(self.loaded.insert(Loaded::load(None)?))),
+            None => {
+                let loaded = self.loaded.insert(Loaded::load(None)?);
+                Ok(Arc::clone(LOADED.get_or_init(|| Arc::clone(loaded))))
+            }
         }
     }
 
@@ -132,7 +144,8 @@ pub(crate) fn use_simulator() {
     if process.loaded.is_some() {
         return;
     }
-    process.loaded = Some(Loaded::load(Some("sim:1")).expect("the simulator"));
+    let loaded = Loaded::load(Some("sim:1")).expect("the simulator");
+    process.loaded = Some(Arc::clone(LOADED.get_or_init(|| loaded)));
     let initial = vpmm_pool_options::initial(VPMM_EVERY_DEVICE);
     let options = vpmm_pool_options { limit_bytes: 1 << 30, va_size_bytes: 4 << 30, ..initial };
     process.options.insert(VPMM_EVERY_DEVICE, options);
@@ -140,17 +153,21 @@ pub(crate) fn use_simulator() {
 
 /// The pool of a device.
 pub(crate) fn pool(device: u32) -> Result<&'static Pool, Failure> {
+    check_process()?;
     process().pool(device)
 }
 
-/// The pools that there are.
+/// The pools that there are; in a child of the process none.
 pub(crate) fn pools() -> Vec<&'static Pool> {
+    if check_process().is_err() {
+        return Vec::new();
+    }
     process().pools.values().copied().collect()
 }
 
 /// Whether a driver is the process's own.
 pub(crate) fn is_own(loaded: &Arc<Loaded>) -> bool {
-    process().loaded.as_ref().is_some_and(|own| Arc::ptr_eq(own, loaded))
+    LOADED.get().is_some_and(|own| Arc::ptr_eq(own, loaded))
 }
 
 /// A stream that was kept, as pools take it.
@@ -165,6 +182,7 @@ pub(crate) fn is_capturing() -> bool {
 
 /// Sets a limit as a part of a device's memory, whether its pool is made or not. The last counts.
 pub(crate) fn limit_to_part(device: u32, part: f64) -> Result<(), Failure> {
+    check_process()?;
     process().limit_to_part(device, part)
 }
 
@@ -210,6 +228,7 @@ pub unsafe extern "C" fn vpmm_process_configure(options: *const vpmm_pool_option
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_process_driver(out: *mut *mut vpmm_driver) -> vpmm_status {
     let work = || {
+        check_process()?;
         let handle = Box::new(vpmm_driver(process().loaded()?));
         Ok(Box::into_raw(handle))
     };
@@ -225,6 +244,7 @@ pub unsafe extern "C" fn vpmm_process_driver(out: *mut *mut vpmm_driver) -> vpmm
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_process_pool(device: u32, out: *mut *mut vpmm_pool) -> vpmm_status {
     let work = || {
+        check_process()?;
         let mut process = process();
         let pool = process.pool(device)?.clone();
         let handle = vpmm_pool::handle(pool, process.loaded()?);
@@ -235,10 +255,10 @@ pub unsafe extern "C" fn vpmm_process_pool(device: u32, out: *mut *mut vpmm_pool
 }
 
 /// Whether the process's pool on a device was made: 1 or 0. Nothing is made by this: a pool has a context of
-/// the device, which takes memory of its own.
+/// the device, which takes memory of its own. A child of the process has none.
 #[unsafe(no_mangle)]
 pub extern "C" fn vpmm_process_has_pool(device: u32) -> u32 {
-    u32::from(process().pools.contains_key(&device))
+    u32::from(check_process().is_ok() && process().pools.contains_key(&device))
 }
 
 /// As `vpmm_malloc`, from the process's pool on a device. Nothing is assumed about how long the stream
@@ -306,6 +326,7 @@ pub unsafe extern "C" fn vpmm_process_forget_stream(
     known: *mut u32,
 ) -> vpmm_status {
     guard(|| {
+        check_process()?;
         let was_known = streams::forget(device, stream);
         // SAFETY: the caller vouches for it.
         unsafe { put_if(known, u32::from(was_known)) };

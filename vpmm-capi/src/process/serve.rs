@@ -53,6 +53,7 @@ pub(crate) unsafe fn questions(
     stream: *mut c_void,
     life: Life,
 ) -> Result<Questions, Failure> {
+    super::check_process()?;
     // SAFETY: the caller vouches for it.
     let (_, stream) = unsafe { resolve(device, stream, life) }?;
     Ok(captures::questions(device, stream))
@@ -128,6 +129,7 @@ unsafe fn allocate_slowly(
     life: Life,
     asked: Asked,
 ) -> Result<*mut c_void, Failure> {
+    super::check_process()?;
     // SAFETY: the caller vouches for it.
     let (pool, stream) = unsafe { resolve(device, stream, life) }?;
     let graphs = match asked {
@@ -198,6 +200,7 @@ unsafe fn free_slowly(
     if pointer.is_null() {
         return Ok(());
     }
+    super::check_process()?;
     // SAFETY: the caller vouches for it.
     let (pool, stream) = unsafe { resolve(device, stream, life) }?;
     captures::open_to(stream, ask(device, stream))?;
@@ -235,6 +238,7 @@ pub(crate) unsafe fn record_stream(
     if pointer.is_null() {
         return Ok(());
     }
+    super::check_process()?;
     let at = address(pointer);
     if let Some(heap) = service::of(at.address()) {
         // SAFETY: the caller vouches for it.

@@ -32,6 +32,7 @@ pub unsafe extern "C" fn vpmm_resource_current(
     let work = || {
         // SAFETY: the caller vouches for it.
         let loaded = Arc::clone(&unsafe { given(driver, "driver") }?.0);
+        loaded.check_process()?;
         let known = currents(&loaded).get(&device).cloned();
         let built = match known {
             Some(built) => built,

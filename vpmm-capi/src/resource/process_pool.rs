@@ -77,6 +77,7 @@ impl MemoryResource for ProcessPool {
     }
 
     fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
+        process::check_process()?;
         if let Some(heap) = service::of(ptr.address()) {
             return Ok(heap.record_stream(ptr, stream)?);
         }

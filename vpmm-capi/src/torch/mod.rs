@@ -185,6 +185,7 @@ pub extern "C" fn vpmm_torch_init(device_count: c_int) {
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn vpmm_torch_reset() {
     let work = || {
+        process::check_process()?;
         for pool in process::pools() {
             if !process::is_capturing() {
                 pool.device().synchronize()?;
@@ -221,6 +222,7 @@ pub unsafe extern "C-unwind" fn vpmm_torch_base_alloc(
     size: *mut usize,
 ) -> *mut c_void {
     let work = || {
+        process::check_process()?;
         let address = pointer.addr() as u64;
         let of_pools = || {
             let found = process::pools().into_iter().find_map(|pool| pool.allocation(address))?;

@@ -388,9 +388,11 @@ impl Driver {
         }
     }
 
-    /// Whether the process was forked since the driver was started: nothing works any more.
+    /// Whether this process is a child of the one that started the driver (a fork), where nothing works any more. To be
+    /// asked before a lock is taken that a thread of the parent may have held: that thread is not here. One load, no
+    /// driver call.
     #[inline]
-    pub(crate) fn is_forked(&self) -> bool {
+    pub fn is_forked(&self) -> bool {
         self.0.birthmark.is_childs()
     }
 
