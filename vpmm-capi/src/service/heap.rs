@@ -9,7 +9,7 @@
 //! 1. A heap cuts up by PyTorch's scheme, so that what a program makes is a layout as with PyTorch's own
 //!    pools: small tensors share a granule, and what is freed serves again on its stream.
 //! 2. An address is a heap's if it is in one of its segments. A heap is known until its last segment is
-//!    gone, whoever has released it.
+//!    gone, whoever has released it, and again when a thread that has it open still makes one.
 //! 3. Once it was released, segments go as they become free, but for those whose manager does not write
 //!    ([`tensors`](super::tensors)): these are that one's to keep.
 
@@ -34,7 +34,7 @@ pub(crate) struct Heap {
     number: u64,
     device: u32,
     allocator: CachingAllocator,
-    /// Nobody asks it for memory any more.
+    /// Its handle is gone. Threads that have it open may still ask it for memory.
     ended: AtomicBool,
     /// Why the service had no memory the last time.
     refused: Arc<Mutex<String>>,
@@ -140,8 +140,12 @@ impl Heap {
         self.device
     }
 
-    pub(crate) fn malloc(&self, bytes: usize, stream: StreamHandle) -> Result<DevicePtr, Failure> {
-        self.allocator.malloc(bytes, stream).map_err(|error| {
+    pub(crate) fn malloc(
+        self: &Arc<Self>,
+        bytes: usize,
+        stream: StreamHandle,
+    ) -> Result<DevicePtr, Failure> {
+        let made = self.allocator.malloc(bytes, stream).map_err(|error| {
             if !error.is_out_of_memory() {
                 return error.into();
             }
@@ -149,7 +153,12 @@ impl Heap {
             let text = format!("The GPU memory service has not so much: {why}");
             // Still out of memory to adaptors, where the process's pool is a resource.
             Failure::from(error).saying(text)
-        })
+        })?;
+        // A thread has it open still, and it may have been forgotten. What ends it after this look finds the segment.
+        if self.ended.load(Ordering::Acquire) {
+            heaps().by_number.entry(self.number).or_insert_with(|| Arc::clone(self));
+        }
+        Ok(made)
     }
 
     /// Frees an allocation. Where the heap has ended, its segment goes if it is free now, unless a graph

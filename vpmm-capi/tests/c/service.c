@@ -245,6 +245,30 @@ static void a_resource(const char *socket) {
   vpmm_driver_release(driver);
 }
 
+/* Memory of a heap that nobody but a thread's requests knows any more: freed as any other. */
+static void a_heap_that_is_released_first(const char *socket) {
+  vpmm_driver *driver = NULL;
+  vpmm_gms_heap *heap = NULL;
+  void *memory[2] = {NULL, NULL};
+  MUST(vpmm_process_driver(&driver) == VPMM_OK);
+  vpmm_gms *gms = opened(driver, socket);
+  MUST(vpmm_gms_connect(gms, VPMM_GMS_RW, 10000, NULL) == VPMM_OK);
+  MUST(vpmm_gms_heap_open(0, &heap) == VPMM_OK && vpmm_gms_heap_push(heap) == VPMM_OK);
+  vpmm_gms_heap_release(heap);
+  MUST(vpmm_gms_torch_begin(gms, "weights", 0) == VPMM_OK);
+  for (int turn = 0; turn < 2; turn++) {
+    MUST(vpmm_process_malloc(0, 3 * MIB, NULL, &memory[0]) == VPMM_OK);
+    MUST(vpmm_process_malloc(0, 30 * MIB, NULL, &memory[1]) == VPMM_OK);
+    MUST(state_of(gms).total_bytes >= 33 * MIB);
+    MUST(vpmm_process_free(0, memory[0], NULL) == VPMM_OK);
+    MUST(vpmm_process_free(0, memory[1], NULL) == VPMM_OK);
+    MUST(state_of(gms).total_bytes == 0);
+  }
+  MUST(vpmm_gms_torch_end() == VPMM_OK && vpmm_process_pop_tag() == VPMM_OK);
+  vpmm_gms_release(gms);
+  vpmm_driver_release(driver);
+}
+
 /* A server that takes connections and says nothing: who waits for its lock does not wait for ever. */
 static void a_silent_server(const vpmm_driver *driver, const char *beside) {
   struct sockaddr_un address = {.sun_family = AF_UNIX};
@@ -291,6 +315,7 @@ int main(int count, char **arguments) {
   single_steps(driver, arguments[1]);
   scratch(driver, arguments[1]);
   a_resource(arguments[1]);
+  a_heap_that_is_released_first(arguments[1]);
   a_silent_server(driver, arguments[1]);
   what_is_no_client(driver);
   vpmm_driver_release(driver);
