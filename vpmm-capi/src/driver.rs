@@ -124,8 +124,9 @@ pub unsafe extern "C" fn vpmm_driver_load(
     unsafe { make(out, work) }
 }
 
-/// Gives a handle back. Streams that were lent by it are the driver's own again: see
-/// `vpmm_stream_lend`.
+/// Gives a handle back. The driver ends with its last handle and with all that was made with it. Until then
+/// streams that were lent stay so, and are to be taken back before they end (`vpmm_stream_take_back`); those of
+/// `vpmm_stream_create` that nobody has destroyed are destroyed then.
 ///
 /// # Safety
 /// `driver` is null, or a handle that is not used again.
