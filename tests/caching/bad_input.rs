@@ -100,11 +100,11 @@ fn settings_that_cannot_be_are_refused() {
             Ok(_) => panic!("{config:?} was taken"),
         }
     };
-    for bytes in [1, 20 << 20] {
+    for bytes in [1, (20 << 20) - 1] {
         assert_eq!(refused(&|of| of.max_split_size_bytes = Some(bytes)), "max_split_size_bytes");
     }
     let longer_segments = |of: &mut CachingConfig| {
-        (of.max_split_size_bytes, of.large_segment_bytes) = (Some(32 << 20), 32 << 20);
+        (of.max_split_size_bytes, of.large_segment_bytes) = (Some(32 << 20), 64 << 20);
     };
     assert_eq!(refused(&longer_segments), "max_split_size_bytes");
     assert_eq!(refused(&|of| of.max_non_split_rounding_bytes = 1), "max_non_split_rounding_bytes");

@@ -22,9 +22,9 @@ use crate::error::{Error, Result};
 #[non_exhaustive]
 pub struct CachingConfig {
     /// Blocks of at least so many bytes are not split, and serve requests of at least as many only
-    /// (`max_split_size_mb`). `None`: every block is split. More than 20 MiB, and than
-    /// [`large_segment_bytes`](Self::large_segment_bytes): a free segment as long would serve no request
-    /// again of those that it is made for.
+    /// (`max_split_size_mb`). `None`: every block is split. At least 20 MiB and
+    /// [`large_segment_bytes`](Self::large_segment_bytes), as PyTorch 2.11 has it; better more: a free segment that
+    /// is as long serves none of the requests again that it is made for.
     pub max_split_size_bytes: Option<u64>,
     /// A block that is not split serves a request that is less than this shorter
     /// (`max_non_split_rounding_mb`). At least 20 MiB.
@@ -66,8 +66,8 @@ impl CachingConfig {
         };
         let least = LARGE_BUFFER as u64;
         let longest = self.large_segment_bytes.max(least);
-        if let Some(bytes) = self.max_split_size_bytes.filter(|bytes| *bytes <= longest) {
-            let reason = "it must be more than 20 MiB, and than large_segment_bytes";
+        if let Some(bytes) = self.max_split_size_bytes.filter(|bytes| *bytes < longest) {
+            let reason = "it must be at least 20 MiB, and at least large_segment_bytes";
             return refuse("max_split_size_bytes", &bytes, reason);
         }
         let bytes = self.max_non_split_rounding_bytes;

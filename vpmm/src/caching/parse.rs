@@ -124,7 +124,7 @@ impl CachingConfig {
     fn take(&mut self, key: &str, tokens: &mut Tokens<'_>) -> Parsed<()> {
         match key {
             "max_split_size_mb" => {
-                self.max_split_size_bytes = Some(mebibytes(key, tokens.value()?, 21)?);
+                self.max_split_size_bytes = Some(mebibytes(key, tokens.value()?, 20)?);
             }
             "max_non_split_rounding_mb" => {
                 self.max_non_split_rounding_bytes = mebibytes(key, tokens.value()?, 20)?;
@@ -237,11 +237,7 @@ fn mebibytes(key: &str, value: &str, least: u64) -> Parsed<u64> {
         return Err(bad(key, value, "it must be a number of MiB"));
     };
     if mib < least {
-        let reason = match least {
-            21 => "it must be more than 20",
-            20 => "it must be at least 20",
-            _ => "it must be at least 10",
-        };
+        let reason = if least == 20 { "it must be at least 20" } else { "it must be at least 10" };
         return Err(bad(key, value, reason));
     }
     // More than any device has is as good as without bounds.
@@ -407,7 +403,7 @@ mod tests {
     fn what_is_wrong_is_named() {
         for (text, part) in [
             ("max_split_size:128", "\"max_split_size\""),
-            ("max_split_size_mb:20", "more than 20"),
+            ("max_split_size_mb:19", "at least 20"),
             ("max_non_split_rounding_mb:19", "at least 20"),
             ("max_split_size_mb:many", "max_split_size_mb:many"),
             ("max_split_size_mb:-1", "max_split_size_mb:-1"),
