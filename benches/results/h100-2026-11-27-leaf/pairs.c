@@ -4,11 +4,12 @@
  *     VPMM_DEVICE=cuda ./pairs THREADS [RESOURCE]
  *
  * With RESOURCE ("default", "statistics(default)") through vpmm_resource_allocate, else through
- * vpmm_malloc. Prints the first thread's least of seven rounds, and the sum over threads. */
+ * vpmm_malloc and vpmm_free, or where it is "any" vpmm_free_any. Prints the first thread's least of seven rounds, and the sum over threads. */
 #include "vpmm.h"
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 enum { ROUNDS = 7, PAIRS = 300000, MOST_THREADS = 64, BYTES = 1 << 20 };
@@ -16,6 +17,7 @@ enum { ROUNDS = 7, PAIRS = 300000, MOST_THREADS = 64, BYTES = 1 << 20 };
 static struct vpmm_driver *driver;
 static struct vpmm_pool *pool;
 static struct vpmm_resource *resource;
+static int by_address;
 static pthread_barrier_t together;
 
 static void check(enum vpmm_status status) {
@@ -39,7 +41,7 @@ static void pairs(void *stream, int times) {
             check(vpmm_resource_deallocate(resource, block, BYTES, 256, stream));
         } else {
             check(vpmm_malloc(pool, BYTES, stream, &block));
-            check(vpmm_free(pool, block, stream));
+            check(by_address ? vpmm_free_any(driver, block, stream) : vpmm_free(pool, block, stream));
         }
     }
 }
@@ -66,7 +68,8 @@ int main(int count, char **arguments) {
     if (threads < 1 || threads > MOST_THREADS) return 2;
     check(vpmm_driver_load(NULL, &driver));
     check(vpmm_pool_create(driver, NULL, &pool));
-    if (count > 2) check(vpmm_resource_open(driver, 0, arguments[2], NULL, &resource));
+    by_address = count > 2 && strcmp(arguments[2], "any") == 0;
+    if (count > 2 && !by_address) check(vpmm_resource_open(driver, 0, arguments[2], NULL, &resource));
     pthread_barrier_init(&together, NULL, threads);
     for (int i = 0; i < threads; i++) pthread_create(&running[i], NULL, run, &least[i]);
     for (int i = 0; i < threads; i++) {

@@ -53,7 +53,7 @@ impl<T: Number> Zeroed<T> {
         let bytes = range.end.min(self.length) * size_of::<T>() - first;
         let pages = self.start.as_ptr().wrapping_byte_add(first).cast();
         // Linux before 5.14 refuses, and has them touched one by one later.
-        // SAFETY: the range lies within this allocation, of which the call changes no byte.
+        // SAFETY: the range begins at a page of this mapping and ends within its last; the call changes no byte.
         let _ = unsafe { madvise(pages, bytes, Advice::LinuxPopulateWrite) };
     }
 
