@@ -100,6 +100,32 @@ while done < 2000:
     check()
 """
 
+_FREED_WHILE_FUNCTIONS_ARE_CALLED = """
+import threading
+pool = vpmm.Pool.of_process()
+def make_resource():
+    def allocate(size, stream):
+        return pool.malloc(size, stream)
+    def deallocate(pointer, size, stream):
+        pool.free(pointer, stream)
+    # It calls them with a lock.
+    return vpmm.mr.ThreadSafeResourceAdaptor(vpmm.mr.CallbackMemoryResource(allocate, deallocate))
+def work():
+    resource = make_resource()
+    for at in range(3000):
+        collect_soon(at)
+        Ring(vpmm.DeviceBuffer(100, mr=resource))
+threads = [threading.Thread(target=work) for _ in range(THREADS)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert gc.isenabled()
+gc.set_threshold(700)
+gc.collect()
+assert vpmm.statistics().live_count == 0
+"""
+
 
 @pytest.mark.parametrize(
     "program",
@@ -109,6 +135,8 @@ while done < 2000:
         pytest.param(_HEAPS_BY_THE_COLLECTOR, id="heaps, given up by the collector"),
         pytest.param(_REPORTED_BY_A_HANDLER, id="profiles, by a handler"),
         pytest.param(_SET_BY_A_HANDLER, id="resources, set by a handler"),
+        pytest.param("THREADS = 1\n" + _FREED_WHILE_FUNCTIONS_ARE_CALLED, id="functions, of a resource"),
+        pytest.param("THREADS = 3\n" + _FREED_WHILE_FUNCTIONS_ARE_CALLED, id="functions, of several"),
     ],
 )
 def test_nothing_waits_for_itself(program):

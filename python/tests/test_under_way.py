@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import os
 import shutil
 import subprocess
@@ -181,10 +182,11 @@ def test_a_child_does_not_wait_for_its_parents_threads():
             if not child:
                 begin = time.monotonic()
                 lib.vpmm_python_end()
-                os._exit(time.monotonic() - begin >= 1)
+                # The function's caller, for which the collector rests, is not there.
+                os._exit((time.monotonic() - begin >= 1) | 2 * (not gc.isenabled()))
             waited.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     finally:
         may_end.set()
         thread.join()
     # Now and then a machine that is busy takes as long by itself.
-    assert 0 in waited
+    assert 0 in waited, waited

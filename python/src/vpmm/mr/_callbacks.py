@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import _pool
 from .._library import NULL, address, answer, ffi, lib
-from ._functions import Functions
+from ._functions import Collector, Functions
 from ._resource import DeviceMemoryResource, UpstreamResourceAdaptor, handle_of
 
 
 @contextlib.contextmanager
 def _called(context: Any, *, is_request: bool = False) -> Iterator[tuple[Callable[..., Any], ...]]:
-    """The functions of a resource, as what stands on it calls them: perhaps with a lock, so that the garbage
-    collector may not free a buffer of the same now. What they raise is kept for who called the library."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    """The functions of a resource, as what stands on it calls them. What they raise is kept for who called
+    the library."""
+    # Where that was no Python the garbage collector is still on.
+    this_call = object()
     try:
+        Collector.rest(this_call)
         yield ffi.from_handle(context).functions
     except BaseException as error:
         Functions.note(error, is_lack=is_request and isinstance(error, Exception))
     finally:
-        if was_enabled:
-            gc.enable()
+        Collector.go_on(this_call)
 
 
 @ffi.callback("void *(void *, size_t, size_t, void *)")

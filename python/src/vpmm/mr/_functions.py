@@ -2,11 +2,59 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from .._library import ffi
+
+
+class Collector:
+    """Has the garbage collector rest in calls of the library that may call Python's functions: perhaps with a
+    lock, so that it may not free a buffer of the same resource then. From before a call until it is over, as
+    all that Python makes in between may set it off, the first arguments of a function among that."""
+
+    #: By what tells the calls apart, on whichever threads.
+    _calls: ClassVar[set[object]] = set()
+    #: Whether it rests for these, and was on before.
+    _rests = False
+    _lock = threading.RLock()
+
+    @classmethod
+    def rest(cls, call: object) -> None:
+        """Until :meth:`go_on` with the same, whatever comes in between: before what that is called after."""
+        with cls._lock:
+            cls._calls.add(call)
+            if gc.isenabled():
+                cls._rests = True
+                gc.disable()
+
+    @classmethod
+    def go_on(cls, call: object) -> None:
+        """Once no other call is under way."""
+        cls._lock.acquire()
+        try:
+            cls._calls.discard(call)
+            if cls._rests and not cls._calls:
+                cls._rests = False
+                # What it frees, even here, waits for nobody: no call is under way, and none begins yet.
+                gc.enable()
+        finally:
+            cls._lock.release()
+
+    @classmethod
+    def after_in_child(cls) -> None:
+        """The calls of other threads are not under way in a child of the process."""
+        cls._lock = threading.RLock()
+        cls._calls.clear()
+        if cls._rests:
+            cls._rests = False
+            gc.enable()
+
+
+os.register_at_fork(after_in_child=Collector.after_in_child)
 
 
 class Functions:
@@ -48,9 +96,10 @@ def forwarded(function: Any, *arguments: Any, back: Callable[[Any], None] | None
     room."""
     if not Functions._live:
         return function(*arguments)
-    # The garbage collector comes here, too, in the middle of another call.
-    before = Functions.exchange(None)
+    # What the garbage collector frees comes here, too, in the middle of other things.
+    before, this_call = Functions.exchange(None), object()
     try:
+        Collector.rest(this_call)
         try:
             result = function(*arguments)
         except Exception:
@@ -66,3 +115,4 @@ def forwarded(function: Any, *arguments: Any, back: Callable[[Any], None] | None
         raise noted[0]
     finally:
         Functions.exchange(before)
+        Collector.go_on(this_call)
