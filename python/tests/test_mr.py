@@ -85,6 +85,28 @@ def test_str_is_the_tree():
     assert type(mr.open("thread-safe", pool)) is mr.ThreadSafeResourceAdaptor
 
 
+def test_arguments_have_rmms_names(tmp_path):
+    cuda = mr.CudaMemoryResource()
+    for kind, named in (
+        (mr.PoolMemoryResource, {"initial_pool_size": MIB, "maximum_pool_size": 4 * MIB}),
+        (mr.ArenaMemoryResource, {"arena_size": MIB}),
+        (mr.FixedSizeMemoryResource, {"block_size": MIB, "blocks_to_preallocate": 2}),
+        (mr.BinningMemoryResource, {"min_size_exponent": 18, "max_size_exponent": 20}),
+        (mr.LimitingResourceAdaptor, {"allocation_limit": MIB}),
+        (mr.LoggingResourceAdaptor, {"log_file_name": tmp_path / "log.csv"}),
+        (mr.StatisticsResourceAdaptor, {}),
+        (mr.TrackingResourceAdaptor, {"capture_stacks": True}),
+        (mr.FailureCallbackResourceAdaptor, {"callback": lambda size: False}),
+        (mr.PrefetchResourceAdaptor, {}),
+    ):
+        assert kind(upstream_mr=cuda, **named).device == 0
+    try:
+        mr.set_current_device_resource(mr=cuda)
+        assert mr.get_current_device_resource() is cuda
+    finally:
+        mr.reset_current_device_resource()
+
+
 def test_settings_reach_the_library(tmp_path):
     cuda = mr.CudaMemoryResource()
     for resource, first in (

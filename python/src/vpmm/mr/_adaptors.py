@@ -35,9 +35,9 @@ class Counters:
 class LimitingResourceAdaptor(UpstreamResourceAdaptor):
     """Refuses what would have more than so many bytes allocated."""
 
-    def __init__(self, upstream: DeviceMemoryResource, allocation_limit: int | str):
+    def __init__(self, upstream_mr: DeviceMemoryResource, allocation_limit: int | str):
         limit = _pool.bytes_of(allocation_limit)
-        self._open(f"limiting({limit})", device_of(upstream), upstream)
+        self._open(f"limiting({limit})", device_of(upstream_mr), upstream_mr)
 
     def get_allocated_bytes(self) -> int:
         """What is allocated, each rounded up to 256 bytes."""
@@ -51,8 +51,8 @@ class LimitingResourceAdaptor(UpstreamResourceAdaptor):
 class StatisticsResourceAdaptor(UpstreamResourceAdaptor):
     """Counts bytes and allocations: now, at most, in total; nested."""
 
-    def __init__(self, upstream: DeviceMemoryResource):
-        self._open("statistics", device_of(upstream), upstream)
+    def __init__(self, upstream_mr: DeviceMemoryResource):
+        self._open("statistics", device_of(upstream_mr), upstream_mr)
 
     @property
     def allocation_counts(self) -> Counters:
@@ -85,9 +85,9 @@ class TrackingResourceAdaptor(UpstreamResourceAdaptor):
     """Knows every allocation until it is freed: refuses wrong frees, and says on the standard error stream
     what was never freed. With ``capture_stacks`` the library's stack of calls is noted for each."""
 
-    def __init__(self, upstream: DeviceMemoryResource, capture_stacks: bool = False):
+    def __init__(self, upstream_mr: DeviceMemoryResource, capture_stacks: bool = False):
         text = settings_text("tracking", backtraces="on" if capture_stacks else None)
-        self._open(text, device_of(upstream), upstream)
+        self._open(text, device_of(upstream_mr), upstream_mr)
 
     def get_allocated_bytes(self) -> int:
         """What is allocated, as it was asked for."""
@@ -114,7 +114,7 @@ class LoggingResourceAdaptor(UpstreamResourceAdaptor):
 
     def __init__(
         self,
-        upstream: DeviceMemoryResource,
+        upstream_mr: DeviceMemoryResource,
         log_file_name: str | os.PathLike[str] | None = None,
         *,
         format: str = "rmm",
@@ -122,10 +122,10 @@ class LoggingResourceAdaptor(UpstreamResourceAdaptor):
         name = os.environ.get("RMM_LOG_FILE") if log_file_name is None else os.fspath(log_file_name)
         if not name:
             raise ValueError("a log file's name, or the environment variable RMM_LOG_FILE, has to be given")
-        device = device_of(upstream)
+        device = device_of(upstream_mr)
         path = pathlib.Path(name)
         path = path.with_name(f"{path.stem}.dev{device}{path.suffix}")
-        self._open(settings_text("logging", file=quoted(str(path)), format=format), device, upstream)
+        self._open(settings_text("logging", file=quoted(str(path)), format=format), device, upstream_mr)
 
     def get_file_name(self) -> str:
         """The file."""
@@ -148,25 +148,25 @@ class AlignedResourceAdaptor(UpstreamResourceAdaptor):
 
     def __init__(
         self,
-        upstream: DeviceMemoryResource,
+        upstream_mr: DeviceMemoryResource,
         alignment: int | str = 256,
         alignment_threshold: int | str = 0,
     ):
         text = settings_text(
             "aligned", alignment=bytes_or_none(alignment), **{"from": bytes_or_none(alignment_threshold)}
         )
-        self._open(text, device_of(upstream), upstream)
+        self._open(text, device_of(upstream_mr), upstream_mr)
 
 
 class ThreadSafeResourceAdaptor(UpstreamResourceAdaptor):
     """One call at a time, for resources of one's own; all of this library's are safe without."""
 
-    def __init__(self, upstream: DeviceMemoryResource):
-        self._open("thread-safe", device_of(upstream), upstream)
+    def __init__(self, upstream_mr: DeviceMemoryResource):
+        self._open("thread-safe", device_of(upstream_mr), upstream_mr)
 
 
 class PrefetchResourceAdaptor(UpstreamResourceAdaptor):
     """Has managed memory moved to the device when it is allocated; nothing with other memory."""
 
-    def __init__(self, upstream: DeviceMemoryResource):
-        self._open("prefetch", device_of(upstream), upstream)
+    def __init__(self, upstream_mr: DeviceMemoryResource):
+        self._open("prefetch", device_of(upstream_mr), upstream_mr)

@@ -92,8 +92,8 @@ class CallbackMemoryResource(DeviceMemoryResource):
 class FailureCallbackResourceAdaptor(UpstreamResourceAdaptor):
     """Asks ``callback(size)`` when there is no memory, and tries again as long as it answers true."""
 
-    def __init__(self, upstream: DeviceMemoryResource, callback: Callable[[int], bool]):
-        below, functions = handle_of(upstream), Functions(callback)
+    def __init__(self, upstream_mr: DeviceMemoryResource, callback: Callable[[int], bool]):
+        below, functions = handle_of(upstream_mr), Functions(callback)
         with _forgotten_if_it_fails(functions):
             made = answer(
                 "vpmm_resource *",
@@ -103,8 +103,8 @@ class FailureCallbackResourceAdaptor(UpstreamResourceAdaptor):
                 _behind(functions),
                 ffi.addressof(lib, "vpmm_python_finish"),
             )
-        self._upstream = upstream
-        self._take(made, upstream.device)
+        self._upstream = upstream_mr
+        self._take(made, upstream_mr.device)
 
 
 @contextlib.contextmanager

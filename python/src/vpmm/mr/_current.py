@@ -28,10 +28,10 @@ def get_current_device_resource(device: int = 0) -> DeviceMemoryResource:
     return _current.get(device) or PoolMemoryResource.of_process(device)
 
 
-def set_current_device_resource(resource: DeviceMemoryResource) -> None:
+def set_current_device_resource(mr: DeviceMemoryResource) -> None:
     """Makes a resource its device's current one, for all threads, and for C and C++ code that asks this
     library. What was allocated before is freed where it came from."""
-    _set(device_of(resource), resource)
+    _set(device_of(mr), mr)
 
 
 def reset_current_device_resource(device: int = 0) -> None:

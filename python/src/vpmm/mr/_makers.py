@@ -60,27 +60,27 @@ class CudaAsyncMemoryResource(DeviceMemoryResource):
 class PoolMemoryResource(DeviceMemoryResource):
     """A pool of this library's, with the options of :class:`vpmm.Pool`.
 
-    It takes its memory from the device: with an ``upstream`` that is no :class:`CudaMemoryResource` use
+    It takes its memory from the device: with an ``upstream_mr`` that is no :class:`CudaMemoryResource` use
     :class:`CoalescingMemoryResource`, which does as RMM's pool does. ``initial_pool_size`` is mapped when the
     pool is made; ``maximum_pool_size`` is its limit.
     """
 
     def __init__(
         self,
-        upstream: DeviceMemoryResource | None = None,
+        upstream_mr: DeviceMemoryResource | None = None,
         initial_pool_size: int | str | None = None,
         maximum_pool_size: int | str | None = None,
         *,
         device: int | None = None,
         **options: Unpack[_pool.PoolOptions],
     ):
-        if upstream is not None and not isinstance(upstream, CudaMemoryResource):
+        if upstream_mr is not None and not isinstance(upstream_mr, CudaMemoryResource):
             raise TypeError(
-                f"a PoolMemoryResource takes its memory from the device, not from {upstream!r}: "
+                f"a PoolMemoryResource takes its memory from the device, not from {upstream_mr!r}: "
                 "CoalescingMemoryResource stands on any resource"
             )
         if device is None:
-            device = 0 if upstream is None else upstream.device
+            device = 0 if upstream_mr is None else upstream_mr.device
         if maximum_pool_size is not None:
             options["limit"] = maximum_pool_size
         pool = _pool.Pool(device, **options)

@@ -23,14 +23,14 @@ class CoalescingMemoryResource(UpstreamResourceAdaptor):
 
     def __init__(
         self,
-        upstream: DeviceMemoryResource,
+        upstream_mr: DeviceMemoryResource,
         initial_pool_size: int | str | None = None,
         maximum_pool_size: int | str | None = None,
     ):
         text = settings_text(
             "coalescing", initial=bytes_or_none(initial_pool_size), max=bytes_or_none(maximum_pool_size)
         )
-        self._open(text, device_of(upstream), upstream)
+        self._open(text, device_of(upstream_mr), upstream_mr)
 
 
 class FixedSizeMemoryResource(UpstreamResourceAdaptor):
@@ -38,28 +38,28 @@ class FixedSizeMemoryResource(UpstreamResourceAdaptor):
 
     def __init__(
         self,
-        upstream: DeviceMemoryResource,
+        upstream_mr: DeviceMemoryResource,
         block_size: int | str = 1 << 20,
         blocks_to_preallocate: int | None = None,
     ):
         text = settings_text("fixed-size", block=bytes_or_none(block_size), blocks=blocks_to_preallocate)
-        self._open(text, device_of(upstream), upstream)
+        self._open(text, device_of(upstream_mr), upstream_mr)
 
 
 class BinningMemoryResource(UpstreamResourceAdaptor):
-    """Sends each request to the bin of the least size that suffices, and longer ones to ``upstream``. Bins
+    """Sends each request to the bin of the least size that suffices, and longer ones to ``upstream_mr``. Bins
     are of 2 to the exponents, both included; without exponents there is none before :meth:`add_bin`."""
 
     def __init__(
         self,
-        upstream: DeviceMemoryResource,
+        upstream_mr: DeviceMemoryResource,
         min_size_exponent: int | None = None,
         max_size_exponent: int | None = None,
     ):
         if (min_size_exponent is None) != (max_size_exponent is None):
             raise TypeError("both exponents, or none")
         text = settings_text("binning", least=min_size_exponent, most=max_size_exponent)
-        self._open(text, device_of(upstream), upstream)
+        self._open(text, device_of(upstream_mr), upstream_mr)
 
     def add_bin(self, allocation_size: int | str, bin_resource: DeviceMemoryResource | None = None) -> None:
         """Adds a bin for requests of up to so many bytes: blocks of that size, or another resource."""
@@ -71,8 +71,9 @@ class BinningMemoryResource(UpstreamResourceAdaptor):
 class ArenaMemoryResource(UpstreamResourceAdaptor):
     """One piece of memory, divided among streams: half of what is free where no size is said."""
 
-    def __init__(self, upstream: DeviceMemoryResource, arena_size: int | str | None = None):
-        self._open(settings_text("arena", bytes=bytes_or_none(arena_size)), device_of(upstream), upstream)
+    def __init__(self, upstream_mr: DeviceMemoryResource, arena_size: int | str | None = None):
+        text = settings_text("arena", bytes=bytes_or_none(arena_size))
+        self._open(text, device_of(upstream_mr), upstream_mr)
 
 
 class CachingMemoryResource(UpstreamResourceAdaptor):
@@ -80,8 +81,8 @@ class CachingMemoryResource(UpstreamResourceAdaptor):
     ``max_split_size_mb=64``. Over :class:`CudaMemoryResource` where nothing is said."""
 
     def __init__(
-        self, upstream: DeviceMemoryResource | None = None, *, device: int | None = None, **settings: Any
+        self, upstream_mr: DeviceMemoryResource | None = None, *, device: int | None = None, **settings: Any
     ):
-        if upstream is None:
-            upstream = CudaMemoryResource(device=device or 0)
-        self._open(settings_text("caching", **settings), upstream.device, upstream)
+        if upstream_mr is None:
+            upstream_mr = CudaMemoryResource(device=device or 0)
+        self._open(settings_text("caching", **settings), upstream_mr.device, upstream_mr)
