@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use super::{bar, remark};
+use super::{bar, finish, remark};
 use crate::args::BenchArgs;
 use crate::bench::{Amount, Bench, BenchError, Case, Figures};
 use crate::device::Setup;
@@ -10,6 +10,16 @@ use crate::exit::{Abort, Exit};
 use crate::report::{BenchReport, bench_table};
 
 pub(super) fn bench(args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
+    let mut reports = Vec::new();
+    let end = bench_all(args, &mut reports, out);
+    finish(end, args.json, &reports, bench_table, out)
+}
+
+fn bench_all(
+    args: &BenchArgs,
+    reports: &mut Vec<BenchReport>,
+    out: &mut dyn Write,
+) -> Result<Exit, Abort> {
     let cases = args.case.as_ref().map_or(&Case::ALL[..], |list| &list.0);
     let allocators = &args.allocator.0;
     let amount = if args.quick { Amount::Quick } else { Amount::Full };
@@ -17,7 +27,6 @@ pub(super) fn bench(args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, Abort
     let open = || device.open(Setup::default()).map_err(Abort::failure);
 
     let mut exit = Exit::Done;
-    let mut reports = Vec::new();
     let mut machine = open()?;
     let bar = bar((cases.len() * allocators.len()) as u64);
     for &case in cases {
@@ -50,10 +59,6 @@ pub(super) fn bench(args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, Abort
         }
     }
     bar.finish_and_clear();
-    if !args.json {
-        writeln!(out, "{}", bench_table(&reports))?;
-        out.flush()?;
-    }
     Ok(exit)
 }
 

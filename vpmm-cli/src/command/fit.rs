@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use super::traces::{abort, explain, open_all};
-use super::{bar, remark};
+use super::{bar, finish, remark};
 use crate::args::FitArgs;
 use crate::backend::AllocatorSpec;
 use crate::bytes::ByteCount;
@@ -21,9 +21,20 @@ pub(super) fn fit(args: &FitArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
     let traces = open_all(&args.traces)?;
     let device = args.device.settle(remark);
 
-    let mut exit = Exit::Done;
     let mut reports = Vec::new();
-    for trace in &traces {
+    let end = fit_all(&traces, device, args, &mut reports, out);
+    finish(end, args.json, &reports, fit_table, out)
+}
+
+fn fit_all(
+    traces: &[Trace],
+    device: DeviceChoice,
+    args: &FitArgs,
+    reports: &mut Vec<FitReport>,
+    out: &mut dyn Write,
+) -> Result<Exit, Abort> {
+    let mut exit = Exit::Done;
+    for trace in traces {
         let mut machine = open(device)?;
         for allocator in &args.allocator.0 {
             let (report, end) = fit_one(trace, allocator, &machine)?;
@@ -41,10 +52,6 @@ pub(super) fn fit(args: &FitArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
                 reports.push(report);
             }
         }
-    }
-    if !args.json {
-        writeln!(out, "{}", fit_table(&reports))?;
-        out.flush()?;
     }
     Ok(exit)
 }

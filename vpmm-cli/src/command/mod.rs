@@ -40,6 +40,26 @@ fn remark(text: &str) {
     let _ = writeln!(std::io::stderr(), "vpmm: {text}");
 }
 
+/// Prints the table of what there is, and ends as the work did: what was found out until it was given up
+/// may have taken hours. With JSON each result was printed as soon as it was there.
+fn finish<R>(
+    end: Result<Exit, Abort>,
+    json: bool,
+    reports: &[R],
+    table: fn(&[R]) -> String,
+    out: &mut dyn Write,
+) -> Result<Exit, Abort> {
+    let printed = if json || (end.is_err() && reports.is_empty()) {
+        Ok(())
+    } else {
+        writeln!(out, "{}", table(reports)).and_then(|()| out.flush())
+    };
+    // Why it was given up says more than that the output could not be written.
+    let exit = end?;
+    printed?;
+    Ok(exit)
+}
+
 /// A bar on standard error where that is a terminal; hidden elsewhere.
 pub(crate) fn bar(length: u64) -> ProgressBar {
     let bar = ProgressBar::with_draw_target(Some(length), ProgressDrawTarget::stderr());

@@ -5,7 +5,7 @@ use std::io::Write;
 use indicatif::ProgressBar;
 
 use super::traces::{abort, explain, open_all};
-use super::{bar, remark};
+use super::{bar, finish, remark};
 use crate::args::ReplayArgs;
 use crate::backend::AllocatorSpec;
 use crate::device::{DeviceChoice, Machine, Setup};
@@ -28,9 +28,20 @@ pub(super) fn replay(args: &ReplayArgs, out: &mut dyn Write) -> Result<Exit, Abo
     }
     let device = args.device.settle(remark);
 
-    let mut exit = Exit::Done;
     let mut reports = Vec::new();
-    for trace in &traces {
+    let end = replay_all(&traces, device, args, &mut reports, out);
+    finish(end, args.json, &reports, table, out)
+}
+
+fn replay_all(
+    traces: &[Trace],
+    device: DeviceChoice,
+    args: &ReplayArgs,
+    reports: &mut Vec<Report>,
+    out: &mut dyn Write,
+) -> Result<Exit, Abort> {
+    let mut exit = Exit::Done;
+    for trace in traces {
         for allocator in &args.allocator.0 {
             let (report, outcome) = replay_one(trace, allocator, device, args)?;
             explain(trace, allocator, &outcome);
@@ -47,10 +58,6 @@ pub(super) fn replay(args: &ReplayArgs, out: &mut dyn Write) -> Result<Exit, Abo
                 reports.push(report);
             }
         }
-    }
-    if !args.json {
-        writeln!(out, "{}", table(&reports))?;
-        out.flush()?;
     }
     Ok(exit)
 }

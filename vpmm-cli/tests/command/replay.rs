@@ -159,6 +159,29 @@ fn bad_input_and_usage_end_with_2() {
     }
 }
 
+/// An allocator that cannot be made is found out when its turn comes.
+#[test]
+fn what_was_found_out_before_bad_input_is_printed() {
+    let file = File::rows("1,x,allocate,0x1,64,0\n");
+    let bad = "--allocator=default,coalescing(initial=4GiB,max=1GiB)";
+    let commands: [&[&str]; 3] = [
+        &["replay", file.path(), bad],
+        &["fit", file.path(), bad],
+        &["bench", "--quick", "--case=pair_512", bad],
+    ];
+    for command in commands {
+        let output = run(&[command, &["--device=sim"]].concat());
+        assert_eq!(output.status.code(), Some(2), "{command:?}: {}", stderr(&output));
+        assert!(stderr(&output).contains("max_bytes"), "{command:?}: {}", stderr(&output));
+        let rows = stdout(&output).lines().filter(|line| line.contains(" default ")).count();
+        assert_eq!(rows, 1, "{command:?}: {}", stdout(&output));
+        let objects = json(&run(&[command, &["--device=sim", "--json"]].concat()), 2);
+        assert_eq!(objects.len(), 1, "{command:?}");
+    }
+    let output = run(&["replay", file.path(), "--device=sim", &bad.replace("default,", "")]);
+    assert_eq!((output.status.code(), stdout(&output)), (Some(2), ""));
+}
+
 #[test]
 fn a_bad_variable_is_named_and_ends_with_2() {
     let file = File::rows("1,x,allocate,0x1,64,0\n");
