@@ -21,6 +21,8 @@ use crate::trace::{Action, Trace};
 const STRIDE: usize = 4096;
 /// An operation that is due sooner than this is made at once: sleep is no finer.
 const SOON: Duration = Duration::from_micros(100);
+/// How often one that is due later looks whether another thread has failed: a trace may pause for hours.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// Device work around allocations: writes a pattern and looks whether it is still there.
 pub trait Checker: Sync {
@@ -114,12 +116,16 @@ pub struct Replay<'a> {
     costs: Costs,
 }
 
-/// Waits for a moment that is not soon anyway.
-fn wait_until(moment: Instant) {
-    let left = moment.saturating_duration_since(Instant::now());
-    if left >= SOON {
-        thread::sleep(left);
+/// Waits for a moment that is not soon anyway; `false` if the replay was stopped first.
+fn wait_until(moment: Instant, progress: &Progress) -> bool {
+    while !progress.is_stopped() {
+        let left = moment.saturating_duration_since(Instant::now());
+        if left < SOON {
+            return true;
+        }
+        thread::sleep(left.min(LOOK));
     }
+    false
 }
 
 /// What one lane did.
@@ -295,7 +301,10 @@ impl<'a> Replay<'a> {
                     }
                 }
                 if let Some(due) = target.due.and_then(|due| due.get(step.row as usize)) {
-                    watch.apart(|| wait_until(progress.start() + *due));
+                    let moment = progress.start() + *due;
+                    if !watch.apart(|| wait_until(moment, progress)) {
+                        break 'lane;
+                    }
                 }
                 if let Err(error) = self.run_step(target, step, &mut watch, times.as_mut()) {
                     watch.stop();

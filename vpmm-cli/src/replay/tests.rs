@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use indicatif::ProgressBar;
 use vpmm::{Stream, StreamHandle};
@@ -77,12 +78,21 @@ impl Backend for Noting {
 }
 
 fn pass(trace: &Trace, threads: bool, backend: &dyn Backend) -> Pass {
+    pass_when(trace, threads, backend, None)
+}
+
+fn pass_when(
+    trace: &Trace,
+    threads: bool,
+    backend: &dyn Backend,
+    due: Option<&[Duration]>,
+) -> Pass {
     let streams = vec![StreamHandle::LEGACY; trace.streams as usize];
     let pass = Replay::new(trace, threads).pass(&Target {
         backend,
         streams: &streams,
         checker: None,
-        due: None,
+        due,
         timer: None,
         spent: None,
         enter: &|| Ok(()),
@@ -157,6 +167,19 @@ fn out_of_memory_on_one_thread_stops_the_others() {
     let trace = trace("1,x,allocate,0x1,10,0\n1,x,allocate,0x2,50,0\n2,x,free,0x2,50,0\n");
     let pass = pass(&trace, true, &Noting::new(40));
     assert_eq!(pass.stop.expect("it stops").row, 1);
+}
+
+/// The other thread sleeps until then.
+#[test]
+fn a_failure_is_told_before_the_other_threads_next_call_is_due() {
+    let trace = trace(
+        "1,00:00:00.0,allocate,0x1,100,0\n2,00:00:00.1,allocate,0x2,11,0\n\
+         1,00:10:00.0,free,0x1,100,0\n",
+    );
+    let started = Instant::now();
+    let pass = pass_when(&trace, true, &Noting::new(110), Some(&trace.times));
+    assert!(started.elapsed() < Duration::from_secs(300), "{:?}", started.elapsed());
+    assert_eq!((pass.operations, pass.stop.map(|stop| stop.row)), (1, Some(1)));
 }
 
 #[test]
