@@ -11,7 +11,10 @@ import numpy
 import pytest
 
 import vpmm
+from vpmm import _buffer
+from vpmm._errors import error_of
 from vpmm._stream import raw_stream
+from vpmm.mr import _resource
 
 
 def test_bytes_go_there_and_back():
@@ -91,6 +94,25 @@ def test_a_free_that_fails_is_told():
     vpmm.Pool.of_process().free(buffer.ptr)
     with pytest.raises(vpmm.PointerError):
         buffer.free()
+
+
+@pytest.mark.parametrize("mr", [None, vpmm.mr.StatisticsResourceAdaptor(vpmm.mr.CudaMemoryResource())])
+def test_a_buffer_whose_free_was_refused_is_freed_later(monkeypatch, mr):
+    def refused(*_):
+        raise error_of("VPMM_BAD_STREAM", "the stream captures")
+
+    buffer = vpmm.DeviceBuffer.from_bytes(b"abc", mr=mr)
+    pointer = buffer.ptr
+    with monkeypatch.context() as patched:
+        patched.setattr(_buffer, "call", refused)
+        patched.setattr(_resource, "call", refused)
+        with pytest.raises(vpmm.StreamError, match="captures"):
+            buffer.free()
+    assert (buffer.ptr, buffer.size, buffer.to_bytes()) == (pointer, 3, b"abc")
+    buffer.free()
+    assert buffer.ptr == buffer.size == 0
+    buffer.free()
+    assert mr is None or mr.allocation_counts.current_count == 0
 
 
 def test_what_lives_until_the_interpreter_ends_is_not_freed():

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import _dlpack
-from ._errors import Error
+from ._errors import Error, PointerError
 from ._library import address, answer, call, ffi, handle, lib
 from ._stream import raw_stream
 from .mr import DeviceMemoryResource, PoolMemoryResource
 from .mr._current import current_or_none
+from .mr._functions import Functions
 
 #: The legacy default stream where a number may not be 0.
 _LEGACY = 1
@@ -114,22 +115,14 @@ class DeviceBuffer:
         if mr is None:
             made = answer("void *", lib.vpmm_process_malloc, device, size, handle(self._stream))
             self._pointer = address(made)
-            self._end = weakref.finalize(
-                self, _free, device, self._pointer, self._stream, self._thread, self._streams
-            )
+            self._end_by(_free, device, self._pointer, self._stream, self._thread, self._streams)
         else:
             self._pointer = mr.allocate(size, self._stream)
-            self._end = weakref.finalize(
-                self,
-                _deallocate,
-                mr,
-                self._pointer,
-                size,
-                self._stream,
-                self._thread,
-                self._streams,
-                self._unnoted,
-            )
+            about = mr, self._pointer, size, self._stream, self._thread
+            self._end_by(_deallocate, *about, self._streams, self._unnoted)
+
+    def _end_by(self, function: Callable[..., None], *arguments: Any) -> None:
+        self._end = weakref.finalize(self, function, *arguments)
         # The driver takes everything back when the process ends.
         self._end.atexit = False
 
@@ -262,9 +255,24 @@ class DeviceBuffer:
             self._streams[id(stream)] = stream
 
     def free(self) -> None:
-        """Frees it now, once everything enqueued on its stream has finished."""
+        """Frees it now, once everything enqueued on its stream has finished. Where that is refused, as on a
+        stream that captures, the buffer is as before, and may be freed later."""
+        ending = self._end.detach()
+        if ending is None:
+            return
+        _, function, arguments, _ = ending
+        before = self._pointer, self._size
         self._pointer = self._size = 0
-        self._end()
+        try:
+            function(*arguments)
+        except Error as error:
+            # A wrong pointer may be somebody else's by now; and what a function of Python's has raised, of
+            # whichever resource, came after others had freed it.
+            is_still_there = not isinstance(error, PointerError)
+            if is_still_there and (function is _free or not Functions._live):
+                self._pointer, self._size = before
+                self._end_by(function, *arguments)
+            raise
 
     def __enter__(self) -> DeviceBuffer:
         return self
