@@ -27,7 +27,9 @@ pub(crate) fn send_until(
         match send(socket, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
             Ok(sent) => bytes = bytes.get(sent..).unwrap_or_default(),
             Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => ready_until(socket, PollFlags::OUT, deadline)?,
+            Err(Errno::AGAIN) => {
+                ready_until(socket, PollFlags::OUT, deadline, Signals::Ignored)?;
+            }
             Err(error) => return Err(error),
         }
     }
@@ -56,6 +58,15 @@ pub(crate) fn send_all(
         bytes = bytes.get(sent..).unwrap_or_default();
     }
     Ok(())
+}
+
+/// What a signal that this thread handles does to a wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Signals {
+    /// Nothing.
+    Ignored,
+    /// It ends it.
+    End,
 }
 
 /// How long to look for bytes without sleeping: a time that is given, or longer where it was just too
@@ -91,7 +102,7 @@ impl Spin {
 
 /// Receives what is there, at least a byte unless the other end has closed, and the descriptors that
 /// come with it. Looks for it without sleeping for so long first, and waits until a moment then:
-/// [`Errno::TIMEDOUT`].
+/// [`Errno::TIMEDOUT`]. With [`Signals::End`] a signal ends that wait: [`Errno::INTR`].
 pub(crate) fn receive(
     socket: BorrowedFd<'_>,
     bytes: &mut [u8],
@@ -99,15 +110,16 @@ pub(crate) fn receive(
     spin: &mut Spin,
     given: Duration,
     deadline: Option<Instant>,
+    signals: Signals,
 ) -> rustix::io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut parts = [IoSliceMut::new(bytes)];
     let receive =
         |flags| recvmsg(socket, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC | flags);
-    let before_sleep = || match deadline {
-        Some(_) => ready_until(socket, PollFlags::IN, deadline),
-        None => Ok(()),
+    let before_sleep = || match (deadline, signals) {
+        (None, Signals::Ignored) => Ok(()),
+        _ => ready_until(socket, PollFlags::IN, deadline, signals),
     };
     let got = spinning(spin, given, receive, before_sleep)?;
     for message in control.drain() {
@@ -220,6 +232,7 @@ fn ready_until(
     socket: BorrowedFd<'_>,
     what: PollFlags,
     deadline: Option<Instant>,
+    signals: Signals,
 ) -> rustix::io::Result<()> {
     loop {
         let left = deadline.map(|time| time.saturating_duration_since(Instant::now()));
@@ -227,10 +240,19 @@ fn ready_until(
         match poll(&mut [PollFd::from_borrowed_fd(socket, what)], time.as_ref()) {
             Ok(0) => return Err(Errno::TIMEDOUT),
             Ok(_) => return Ok(()),
-            Err(Errno::INTR) => {}
+            Err(Errno::INTR) if signals == Signals::Ignored => {}
             Err(error) => return Err(error),
         }
     }
+}
+
+/// Sleeps; [`Errno::INTR`] where a signal comes that is to end it.
+pub(crate) fn sleep(time: Duration, signals: Signals) -> rustix::io::Result<()> {
+    if signals == Signals::Ignored {
+        std::thread::sleep(time);
+        return Ok(());
+    }
+    poll(&mut [], Some(&timespec(time))).map(|_| ())
 }
 
 /// Waits until there is something to receive; false if the time is up first.

@@ -9,6 +9,7 @@ import os
 import pathlib
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -241,6 +242,50 @@ def test_a_server_that_says_nothing_is_given_up(tmp_path):
             manager.connect(RequestedLockType.RW)
         manager.set_answer_timeout(None)
         assert not manager.is_connected
+
+
+def test_handlers_of_signals_run_while_a_lock_is_waited_for(server, tmp_path):
+    class Enough(Exception):
+        pass
+
+    calls = []
+
+    def handler(*_):
+        calls.append(time.monotonic())
+        if len(calls) == enough:
+            raise Enough
+
+    former = signal.signal(signal.SIGALRM, handler)
+    writer = GMSClientMemoryManager(server)
+    writer.connect(RequestedLockType.RW)
+    waiting = GMSClientMemoryManager(server)
+    try:
+        # For the lock, and for a server that is not there yet.
+        for manager in (waiting, GMSClientMemoryManager(str(tmp_path / "nobody.sock"))):
+            calls.clear()
+            enough = 3
+            signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+            with pytest.raises(Enough):
+                manager.connect(RequestedLockType.RW, 60_000)
+            assert calls[-1] - calls[0] < 20 and not manager.is_connected
+        # One that raises nothing only has the lock asked for anew, within the time.
+        calls.clear()
+        enough = None
+        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError):
+            waiting.connect(RequestedLockType.RW, 1000)
+        assert len(calls) > 3 and 0.9 < time.monotonic() - begin < 20
+        leaves = threading.Timer(0.5, writer.abort)
+        leaves.start()
+        waiting.connect(RequestedLockType.RW)
+        leaves.join()
+        assert waiting.granted_lock_type is GrantedLockType.RW
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+        waiting.close()
+        writer.close()
 
 
 def test_the_usual_server_is_found_anew_after_an_abort(monkeypatch):

@@ -108,6 +108,10 @@ typedef enum vpmm_status {
    * The system would not start the thread that a pool is to have of its own: without one it can be made.
    */
   VPMM_NO_THREAD = 22,
+  /**
+   * A signal ended a wait: see `vpmm_gms_set_interruptible`.
+   */
+  VPMM_INTERRUPTED = 23,
 } vpmm_status;
 
 /**
@@ -1331,6 +1335,17 @@ enum vpmm_status vpmm_gms_connect(const struct vpmm_gms *gms,
  */
 enum vpmm_status vpmm_gms_set_answer_timeout(const struct vpmm_gms *gms,
                                              int64_t milliseconds);
+
+/**
+ * Sets whether a signal that has a handler and comes to the thread in `vpmm_gms_connect` ends its wait for
+ * a server or a lock, from the next connection on: `VPMM_INTERRUPTED`. Not if nothing is set. For programs
+ * whose handlers note the signal for later, as an interpreter's do.
+ *
+ * # Safety
+ * `gms` is null or a handle.
+ */
+enum vpmm_status vpmm_gms_set_interruptible(const struct vpmm_gms *gms,
+                                            uint32_t interruptible);
 
 /**
  * Gives the lock up. What is mapped stays mapped.

@@ -98,10 +98,10 @@ pub use service::{
     vpmm_gms_metadata_delete, vpmm_gms_metadata_get, vpmm_gms_metadata_list, vpmm_gms_metadata_put,
     vpmm_gms_open, vpmm_gms_prepare_scratch, vpmm_gms_reallocate_all, vpmm_gms_release,
     vpmm_gms_remap_all, vpmm_gms_reserve, vpmm_gms_scratch_summary, vpmm_gms_set_answer_timeout,
-    vpmm_gms_set_scratch_block, vpmm_gms_set_tag, vpmm_gms_socket_path, vpmm_gms_state,
-    vpmm_gms_state_init, vpmm_gms_state_of, vpmm_gms_torch_alloc, vpmm_gms_torch_begin,
-    vpmm_gms_torch_end, vpmm_gms_torch_free, vpmm_gms_unmap, vpmm_gms_unmap_all,
-    vpmm_gms_visit_allocation, vpmm_gms_visit_key, vpmm_gms_visit_value,
+    vpmm_gms_set_interruptible, vpmm_gms_set_scratch_block, vpmm_gms_set_tag, vpmm_gms_socket_path,
+    vpmm_gms_state, vpmm_gms_state_init, vpmm_gms_state_of, vpmm_gms_torch_alloc,
+    vpmm_gms_torch_begin, vpmm_gms_torch_end, vpmm_gms_torch_free, vpmm_gms_unmap,
+    vpmm_gms_unmap_all, vpmm_gms_visit_allocation, vpmm_gms_visit_key, vpmm_gms_visit_value,
 };
 pub use share::{
     vpmm_access, vpmm_export, vpmm_export_create, vpmm_export_release, vpmm_export_send,

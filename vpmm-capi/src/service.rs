@@ -22,6 +22,7 @@ pub use tensors::{
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -43,6 +44,8 @@ pub struct vpmm_gms {
     manager: Shared,
     /// How long its server may take for an answer, from the next connection on; none for ever.
     answer_time: Mutex<Option<Duration>>,
+    /// Whether a signal ends a wait for the lock, from the next connection on.
+    is_interruptible: AtomicBool,
     _loaded: Arc<Loaded>,
 }
 
@@ -156,6 +159,7 @@ impl From<ClientError> for Failure {
         use vpmm_status::*;
         let status = match &error {
             ClientError::LockTimeout => VPMM_TIMED_OUT,
+            ClientError::Interrupted => VPMM_INTERRUPTED,
             ClientError::Connect { .. }
             | ClientError::Silent { .. }
             | ClientError::Replaced { .. }
@@ -317,7 +321,9 @@ pub unsafe extern "C" fn vpmm_gms_open(
         let manager = MemoryManager::new(loaded.raw(), device, path)?;
         let manager = Arc::new(Mutex::new(Some(manager)));
         let answer_time = Mutex::new(ConnectOptions::default().answer_timeout);
-        let client = vpmm_gms { manager, answer_time, _loaded: Arc::clone(loaded) };
+        let is_interruptible = AtomicBool::new(false);
+        let _loaded = Arc::clone(loaded);
+        let client = vpmm_gms { manager, answer_time, is_interruptible, _loaded };
         Ok(Box::into_raw(Box::new(client)))
     };
     // SAFETY: the caller vouches for it.
@@ -408,7 +414,9 @@ pub unsafe extern "C" fn vpmm_gms_connect(
                 return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
             }
         };
-        let mut options = ConnectOptions::new(lock).answer_timeout(*gms.answer_time());
+        let mut options = ConnectOptions::new(lock)
+            .answer_timeout(*gms.answer_time())
+            .interruptible(gms.is_interruptible.load(Ordering::Relaxed));
         if let Ok(milliseconds) = u64::try_from(timeout_milliseconds) {
             options = options.timeout(Duration::from_millis(milliseconds));
         }
@@ -435,6 +443,25 @@ pub unsafe extern "C" fn vpmm_gms_set_answer_timeout(
 ) -> vpmm_status {
     let work = |gms: &vpmm_gms| {
         *gms.answer_time() = u64::try_from(milliseconds).ok().map(Duration::from_millis);
+        Ok(())
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(gms, "gms", work) }
+}
+
+/// Sets whether a signal that has a handler and comes to the thread in `vpmm_gms_connect` ends its wait for
+/// a server or a lock, from the next connection on: `VPMM_INTERRUPTED`. Not if nothing is set. For programs
+/// whose handlers note the signal for later, as an interpreter's do.
+///
+/// # Safety
+/// `gms` is null or a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_set_interruptible(
+    gms: *const vpmm_gms,
+    interruptible: u32,
+) -> vpmm_status {
+    let work = |gms: &vpmm_gms| {
+        gms.is_interruptible.store(interruptible != 0, Ordering::Relaxed);
         Ok(())
     };
     // SAFETY: the caller vouches for it.
@@ -984,6 +1011,7 @@ mod tests {
             (ClientError::Silent { time: Duration::ZERO }, VPMM_DISCONNECTED),
             (ClientError::Replaced { time: Duration::ZERO }, VPMM_DISCONNECTED),
             (ClientError::LockTimeout, VPMM_TIMED_OUT),
+            (ClientError::Interrupted, VPMM_INTERRUPTED),
         ] {
             let text = error.to_string();
             assert_eq!(Failure::from(error).status(), status, "{text}");

@@ -56,6 +56,8 @@ pub enum vpmm_status {
     VPMM_STALE = 21,
     /// The system would not start the thread that a pool is to have of its own: without one it can be made.
     VPMM_NO_THREAD = 22,
+    /// A signal ended a wait: see `vpmm_gms_set_interruptible`.
+    VPMM_INTERRUPTED = 23,
 }
 
 use vpmm_status::*;
@@ -141,11 +143,12 @@ impl vpmm_status {
             VPMM_REFUSED => c"VPMM_REFUSED",
             VPMM_STALE => c"VPMM_STALE",
             VPMM_NO_THREAD => c"VPMM_NO_THREAD",
+            VPMM_INTERRUPTED => c"VPMM_INTERRUPTED",
         }
     }
 }
 
-const ALL: [vpmm_status; 23] = [
+const ALL: [vpmm_status; 24] = [
     VPMM_OK,
     VPMM_INVALID_ARGUMENT,
     VPMM_OUT_OF_MEMORY,
@@ -169,6 +172,7 @@ const ALL: [vpmm_status; 23] = [
     VPMM_REFUSED,
     VPMM_STALE,
     VPMM_NO_THREAD,
+    VPMM_INTERRUPTED,
 ];
 
 /// The name of a status as it is written here, for ever; `"?"` for a number that is none.

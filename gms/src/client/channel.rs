@@ -14,7 +14,7 @@ use rustix::io::Errno;
 
 use super::ClientError;
 use super::connect::{Health, Identity, Reached, health};
-use crate::socket::{self, Spin};
+use crate::socket::{self, Signals, Spin};
 use crate::wire::*;
 
 type Result<T> = std::result::Result<T, ClientError>;
@@ -52,6 +52,8 @@ pub(super) struct Channel {
     /// Whether something went wrong with the connection: what is received then need not begin with an
     /// answer.
     broken: bool,
+    /// What signals do to a wait for an answer.
+    signals: Signals,
 }
 
 impl Channel {
@@ -66,8 +68,20 @@ impl Channel {
         let frames = FrameReader::new(MAX_ANSWER_BYTES);
         let (out, files) = (Vec::new(), Vec::new());
         let (spin, spin_time) = (Spin::default(), spin);
-        let broken = false;
-        Self { socket, frames, out, files, spin, spin_time, path, server, answer_time, broken }
+        let (broken, signals) = (false, Signals::Ignored);
+        Self {
+            socket,
+            frames,
+            out,
+            files,
+            spin,
+            spin_time,
+            path,
+            server,
+            answer_time,
+            broken,
+            signals,
+        }
     }
 
     /// Sends a request and waits for the answer, with so many descriptors beside it unless it is an
@@ -91,6 +105,19 @@ impl Channel {
                 Err(ClientError::Descriptors { expected, found })
             }
         }
+    }
+
+    /// The same with the first request, whose wait may end by a signal: the connection is broken then.
+    pub(super) fn begin(
+        &mut self,
+        request: &impl Encode,
+        waits: Waits,
+        signals: Signals,
+    ) -> Result<Message> {
+        self.signals = signals;
+        let answer = self.call(request, 0, waits);
+        self.signals = Signals::Ignored;
+        Ok(answer?.0)
     }
 
     /// Sends a request. Several may be under way: answers come in the order of the requests.
@@ -154,6 +181,7 @@ impl Channel {
                 spin,
                 given,
                 deadline,
+                self.signals,
             ) {
                 Ok(0) => return Err(ClientError::Disconnected),
                 Ok(bytes) => self.frames.arrived(bytes),
@@ -168,6 +196,8 @@ impl Channel {
                         Health::Replaced => return Err(ClientError::Replaced { time }),
                     }
                 }
+                // Told only of a wait that a signal is to end.
+                Err(Errno::INTR) => return Err(ClientError::Interrupted),
                 Err(error) => return Err(error.into()),
             }
         };

@@ -12,7 +12,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 use super::ClientError;
 use super::channel::{Channel, Waits};
 use crate::lock::Requested;
-use crate::socket::default_spin;
+use crate::socket::{self, Signals, default_spin};
 use crate::wire::*;
 
 /// How a session is begun.
@@ -34,6 +34,10 @@ pub struct ConnectOptions {
     /// nature may take longer: a lock, and memory that there is too little of. Where that lasts this long
     /// the server is asked for its state, over a connection of its own, and has as long again to give it.
     pub answer_timeout: Option<Duration>,
+    /// Whether a signal that this thread handles ends the wait for a server and for the lock,
+    /// [`ClientError::Interrupted`]: not, if nothing else is said. For programs whose handlers do no more
+    /// than note the signal, as an interpreter's.
+    pub interruptible: bool,
 }
 
 /// How long an answer may take where nothing else is said: many times what a server needs that is alive,
@@ -44,7 +48,13 @@ impl ConnectOptions {
     /// As long as it takes to get the lock, and with batches.
     pub fn new(lock: Requested) -> Self {
         let (spin, answer_timeout) = (default_spin(), Some(ANSWER));
-        Self { lock, timeout: None, batch: true, spin, answer_timeout }
+        Self { lock, timeout: None, batch: true, spin, answer_timeout, interruptible: false }
+    }
+
+    /// Whether a signal ends the wait.
+    pub fn interruptible(mut self, interruptible: bool) -> Self {
+        self.interruptible = interruptible;
+        self
     }
 
     /// Waits so long and no longer.
@@ -102,9 +112,13 @@ impl Identity {
 /// A connection, and to which server; not known where nobody is at the path any more once it is made.
 pub(super) type Reached = (OwnedFd, Option<Identity>);
 
-/// Connects to a server that is there, or will be before the time is up.
-pub(super) fn reach(path: &Path, timeout: Option<Duration>) -> Result<Reached, ClientError> {
-    reach_by(path, timeout, TO_START)
+/// Connects to a server that is there, or will be before the time is up, or before a signal comes.
+pub(super) fn reach(
+    path: &Path,
+    timeout: Option<Duration>,
+    signals: Signals,
+) -> Result<Reached, ClientError> {
+    reach_by(path, timeout, TO_START, signals)
 }
 
 /// The same, trying again after these errors.
@@ -112,6 +126,7 @@ fn reach_by(
     path: &Path,
     timeout: Option<Duration>,
     again: &[Errno],
+    signals: Signals,
 ) -> Result<Reached, ClientError> {
     let failed = |error: Errno| ClientError::Connect { path: path.into(), source: error.into() };
     let address = SocketAddrUnix::new(path).map_err(failed)?;
@@ -141,7 +156,9 @@ fn reach_by(
                 if left.is_zero() {
                     return Err(failed(error));
                 }
-                std::thread::sleep(left.min(pause));
+                if socket::sleep(left.min(pause), signals).is_err() {
+                    return Err(ClientError::Interrupted);
+                }
                 pause = (pause * 3 / 2).min(LONGEST_PAUSE);
             }
             Err(error) => return Err(failed(error)),
@@ -151,7 +168,7 @@ fn reach_by(
 
 /// A question over a connection of its own, whose answer may take as long as it may take to connect.
 fn ask(path: &Path, timeout: Duration, question: &impl Encode) -> Result<Message, ClientError> {
-    ask_over(reach(path, Some(timeout))?, path, timeout, question)
+    ask_over(reach(path, Some(timeout), Signals::Ignored)?, path, timeout, question)
 }
 
 fn ask_over(
@@ -213,7 +230,7 @@ pub(super) enum Health {
 pub(super) fn health(path: &Path, server: Option<Identity>, time: Duration) -> Health {
     let is_other =
         |there: Option<Identity>| matches!((server, there), (Some(a), Some(b)) if a != b);
-    let reached = match reach_by(path, Some(time), TO_ACCEPT) {
+    let reached = match reach_by(path, Some(time), TO_ACCEPT, Signals::Ignored) {
         Ok((_, there)) if is_other(there) => return Health::Replaced,
         Ok(reached) => reached,
         // It has not taken those that came before, either.
@@ -264,7 +281,7 @@ mod tests {
         let path = folder.join("s");
         let time = Duration::from_secs(20);
         let first = UnixListener::bind(&path).unwrap();
-        let (_socket, server) = reach(&path, Some(time)).unwrap();
+        let (_socket, server) = reach(&path, Some(time), Signals::Ignored).unwrap();
         assert!(server.is_some() && server == Identity::at(&path));
         let short = Duration::from_millis(1);
         assert_eq!(health(&path, server, short), Health::Silent);
@@ -301,7 +318,8 @@ mod tests {
                     servers.drain(..servers.len().saturating_sub(100));
                 }
             });
-            let known = (0..3_000).all(|_| reach(path, Some(time)).unwrap().1.is_some());
+            let known =
+                (0..3_000).all(|_| reach(path, Some(time), Signals::Ignored).unwrap().1.is_some());
             done.store(true, Ordering::Relaxed);
             assert!(known);
         });

@@ -7,6 +7,7 @@ use super::ClientError;
 use super::channel::{Channel, Waits};
 use super::connect::{ConnectOptions, reach, unexpected};
 use crate::lock::Granted;
+use crate::socket::Signals;
 use crate::wire::*;
 
 type Result<T> = std::result::Result<T, ClientError>;
@@ -90,11 +91,12 @@ impl Session {
     /// Connects and waits for the lock.
     ///
     /// # Errors
-    /// [`ClientError::Connect`], [`ClientError::LockTimeout`], [`ClientError::Silent`],
-    /// [`ClientError::Replaced`], and what goes wrong with connections.
+    /// [`ClientError::Connect`], [`ClientError::LockTimeout`], [`ClientError::Interrupted`],
+    /// [`ClientError::Silent`], [`ClientError::Replaced`], and what goes wrong with connections.
     pub fn connect(path: impl AsRef<Path>, options: ConnectOptions) -> Result<Self> {
         let path = path.as_ref();
-        let reached = reach(path, options.timeout)?;
+        let signals = if options.interruptible { Signals::End } else { Signals::Ignored };
+        let reached = reach(path, options.timeout, signals)?;
         let mut channel = Channel::new(reached, path.into(), options.spin, options.answer_timeout);
         let extensions = if options.batch { vec![BATCH.to_owned()] } else { Vec::new() };
         let handshake = HandshakeRequest {
@@ -103,7 +105,7 @@ impl Session {
             extensions: Extensions(extensions),
         };
         let waits = options.timeout.map_or(Waits::ForEver, Waits::For);
-        match channel.call(&handshake, 0, waits)?.0 {
+        match channel.begin(&handshake, waits, signals)? {
             Message::HandshakeResponse(HandshakeResponse {
                 success: true,
                 committed,

@@ -16,10 +16,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import pathlib
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._errors import DisconnectedError, LockTimeoutError, RefusedError, StaleMemoryLayoutError
+from .._errors import DisconnectedError, Error, LockTimeoutError, RefusedError, StaleMemoryLayoutError
 from .._library import NULL, answer, call, ffi, lib
 from .._pool import _driver
 
@@ -151,6 +152,8 @@ class GMSClientMemoryManager:
         path = str(pathlib.Path(socket_path)).encode()
         raw = answer("vpmm_gms *", lib.vpmm_gms_open, _driver(), device, path)
         self._handle = ffi.gc(raw, lib.vpmm_gms_release)
+        # So that handlers of signals run, as of Ctrl-C, however long a lock takes.
+        call(lib.vpmm_gms_set_interruptible, self._handle, 1)
         self._scratch_size_is_set = False
         self._is_closed = False
         if tag is not None:
@@ -208,16 +211,27 @@ class GMSClientMemoryManager:
     # The connection.
 
     def connect(self, lock_type: RequestedLockType | str, timeout_ms: int | None = None) -> None:
-        """Waits for a lock, for ever if no time is said, and half a minute for a server to be there.
+        """Waits for a lock, for ever if no time is said, and half a minute for a server to be there. In the
+        main thread handlers of signals run meanwhile: what one raises ends the wait, and after one that
+        raises nothing the lock is asked for anew.
 
         :raises LockTimeoutError: (a ``TimeoutError``) the one failure to simply try again after.
         :raises DisconnectedError: (a ``ConnectionError``) no server is there, or it does not answer.
         :raises RuntimeError: it is connected already.
         """
         lock = _LOCKS[RequestedLockType(lock_type).value]
-        time = -1 if timeout_ms is None else timeout_ms
+        begin, left = time.monotonic(), -1 if timeout_ms is None else timeout_ms
         try:
-            call(lib.vpmm_gms_connect, self._handle, lock, time, NULL)
+            while True:
+                try:
+                    call(lib.vpmm_gms_connect, self._handle, lock, left, NULL)
+                    break
+                except Error as error:
+                    # By now its handler has run.
+                    if error.status != "VPMM_INTERRUPTED":
+                        raise
+                    if timeout_ms is not None and timeout_ms >= 0:
+                        left = max(0, timeout_ms - int((time.monotonic() - begin) * 1000))
         finally:
             if self.tag is not None:
                 seen = _keys()
