@@ -190,3 +190,56 @@ def test_a_child_does_not_wait_for_its_parents_threads():
         thread.join()
     # Now and then a machine that is busy takes as long by itself.
     assert 0 in waited, waited
+
+
+_FORKED_BESIDE = """
+import os, signal, sys, threading
+import vpmm
+from vpmm.mr import _current
+vpmm.configure(addresses="4 GiB", limit="1 GiB")
+vpmm.statistics()
+other = vpmm.mr.CudaMemoryResource()
+locks = [vpmm._pool.Peaks._lock, vpmm._profile._lock, _current._current_lock]
+is_over = threading.Event()
+
+def work():
+    # As long as it may take: the library is asked under these.
+    while not is_over.is_set():
+        with vpmm.profile("work"), vpmm.mr.using(other):
+            vpmm.records()
+
+def hold(lock):
+    while not is_over.is_set():
+        with lock:
+            is_over.wait(0.01)
+
+threads = [threading.Thread(target=work)]
+threads += [threading.Thread(target=hold, args=[lock]) for lock in locks]
+for thread in threads:
+    thread.start()
+waited = []
+for _ in range(10):
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        vpmm.report()
+        for refused in (vpmm.profile("child").__enter__, vpmm.mr.reset_current_device_resource):
+            try:
+                refused()
+            except vpmm.Error as error:
+                assert error.status == "VPMM_FORKED"
+        os._exit(0)
+    waited.append(os.waitpid(child, 0)[1])
+    if waited[-1]:
+        break
+is_over.set()
+for thread in threads:
+    thread.join()
+sys.exit(f"children ended with {waited}" if any(waited) else 0)
+"""
+
+
+def test_a_child_waits_for_no_lock_of_its_parents_threads():
+    command = [sys.executable, "-W", "ignore", "-c", _FORKED_BESIDE]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

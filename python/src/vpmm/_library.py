@@ -9,13 +9,26 @@ from __future__ import annotations
 import atexit
 import os
 import pathlib
+import threading
 from typing import Any
 
 from . import _native
 from ._errors import error_of
 from ._native import ffi, lib
 
-__all__ = ["EVERY_DEVICE", "NULL", "address", "answer", "call", "ffi", "handle", "lib", "path", "text_of"]
+__all__ = [
+    "EVERY_DEVICE",
+    "NULL",
+    "address",
+    "answer",
+    "call",
+    "ffi",
+    "handle",
+    "lib",
+    "lock_of_each_process",
+    "path",
+    "text_of",
+]
 
 #: Every device that has no options of its own, for :func:`vpmm.configure`.
 EVERY_DEVICE = 0xFFFF_FFFF
@@ -25,6 +38,12 @@ NULL = ffi.NULL
 # Threads that go on until the very end may no longer call functions of Python's then.
 atexit.register(lib.vpmm_python_end)
 os.register_at_fork(after_in_child=lib.vpmm_python_forked)
+
+
+def lock_of_each_process(owner: Any, name: str) -> None:
+    """A lock that a thread of the parent holds as it forks is given back by nobody in the child, which has
+    one of its own there. By name, so that who holds it then gives back what it took."""
+    os.register_at_fork(after_in_child=lambda: setattr(owner, name, threading.RLock()))
 
 
 def path() -> str:

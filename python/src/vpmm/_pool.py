@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from . import _share, _snapshot
 from ._errors import InUseError
-from ._library import EVERY_DEVICE, NULL, address, answer, call, ffi, handle, lib, text_of
+from ._library import (
+    EVERY_DEVICE,
+    NULL,
+    address,
+    answer,
+    call,
+    ffi,
+    handle,
+    lib,
+    lock_of_each_process,
+    text_of,
+)
 from ._stream import raw_stream
 
 if TYPE_CHECKING:
@@ -428,6 +439,9 @@ class Peaks:
             if stretches:
                 stretches[0] = cls(device, now)
             pool.reset_peaks()
+
+
+lock_of_each_process(Peaks, "_lock")
 
 
 def statistics(device: int = 0) -> Statistics:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import sys
 import threading
 import time
 import types
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from . import _pool
+from ._library import lock_of_each_process
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -36,6 +38,7 @@ class Record:
 _records: dict[str, Record] = {}
 #: Taken once more by what runs in between: a finalizer, a signal's handler that reports.
 _lock = threading.RLock()
+lock_of_each_process(sys.modules[__name__], "_lock")
 
 
 class profile(contextlib.ContextDecorator):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 
 from .. import _pool
-from .._library import NULL, call, lib
+from .._library import NULL, call, lib, lock_of_each_process
 from ._makers import PoolMemoryResource
 from ._resource import DeviceMemoryResource, device_of, handle_of
 
 _current: dict[int, DeviceMemoryResource] = {}
 #: Taken once more by what runs in between: a finalizer, a signal's handler.
 _current_lock = threading.RLock()
+lock_of_each_process(sys.modules[__name__], "_current_lock")
 _last_turn: object = None
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from .._library import ffi
+from .._library import ffi, lock_of_each_process
 
 
 class Collector:
@@ -34,7 +34,8 @@ class Collector:
     @classmethod
     def go_on(cls, call: object) -> None:
         """Once no other call is under way."""
-        cls._lock.acquire()
+        lock = cls._lock
+        lock.acquire()
         try:
             cls._calls.discard(call)
             if cls._rests and not cls._calls:
@@ -42,18 +43,18 @@ class Collector:
                 # What it frees, even here, waits for nobody: no call is under way, and none begins yet.
                 gc.enable()
         finally:
-            cls._lock.release()
+            lock.release()
 
     @classmethod
     def after_in_child(cls) -> None:
         """The calls of other threads are not under way in a child of the process."""
-        cls._lock = threading.RLock()
         cls._calls.clear()
         if cls._rests:
             cls._rests = False
             gc.enable()
 
 
+lock_of_each_process(Collector, "_lock")
 os.register_at_fork(after_in_child=Collector.after_in_child)
 
 
