@@ -1,16 +1,17 @@
 //! `vpmm info`.
 
 use std::io::Write;
+use std::ops::Range;
 
 use cuda_sys::types::CUdevice_attribute;
 use cuda_sys::version::Version;
 use cuda_sys::{LoadError, Runtime};
 use serde::Serialize;
-use vpmm::{Device, Driver};
+use vpmm::Driver;
 
 use crate::args::InfoArgs;
 use crate::bytes::ByteCount;
-use crate::device::{DeviceChoice, HandleCosts, Machine, Setup, handle_costs};
+use crate::device::{Bare, DeviceChoice, HandleCosts, Machine, MachineError, Setup, handle_costs};
 use crate::exit::{Abort, Exit};
 
 /// Everything that is shown.
@@ -46,13 +47,15 @@ struct DeviceInfo {
     name: String,
     compute_capability: String,
     total_bytes: u64,
-    /// Needs a context, which a device in exclusive use refuses.
+    /// Needs a context.
     free_bytes: Option<u64>,
     /// The least bytes of one physical handle.
     granularity_bytes: Option<u64>,
     attributes: Vec<Attribute>,
-    /// Where they were asked for.
+    /// Where they were asked for. They need a context.
     costs: Option<Vec<HandleCosts>>,
+    /// Why there is no context: a device that is full, or in exclusive use, gives none.
+    no_context: Option<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -99,14 +102,12 @@ fn collect(args: &InfoArgs) -> Result<Info, Abort> {
         Err(why) => (None, Some(why.to_string())),
     };
     let mut info = Info { driver: None, no_driver: None, runtime, no_runtime, devices: Vec::new() };
-    let (driver, machines) = match args.device {
+    let mut simulated = None;
+    let (driver, ordinals) = match args.device {
         DeviceChoice::Auto => match Driver::load() {
             Ok(driver) => {
-                let open = |ordinal| driver.device(ordinal).map(Machine::of);
                 let count = driver.device_count().map_err(Abort::failure)?;
-                let machines = (0..count).map(open).collect::<vpmm::Result<Vec<_>>>();
-                let machines = machines.map_err(Abort::failure)?;
-                (driver, machines)
+                (driver, 0..count)
             }
             Err(why) => {
                 info.no_driver = Some(why.to_string());
@@ -115,11 +116,15 @@ fn collect(args: &InfoArgs) -> Result<Info, Abort> {
         },
         DeviceChoice::Sim => {
             let machine = Machine::simulated(Setup::default()).map_err(Abort::failure)?;
-            (machine.driver().clone(), vec![machine])
+            let driver = machine.driver().clone();
+            simulated = Some(machine);
+            (driver, 0..1)
         }
         DeviceChoice::Cuda(ordinal) => {
-            let machine = Machine::cuda(ordinal, Setup::default()).map_err(Abort::failure)?;
-            (machine.driver().clone(), vec![machine])
+            let unusable = |source| Abort::failure(MachineError::Cuda { ordinal, source });
+            let driver = Driver::load().map_err(unusable)?;
+            Bare::find(&driver, ordinal).map_err(unusable)?;
+            (driver, ordinal..ordinal.saturating_add(1))
         }
     };
     info.driver = Some(DriverInfo {
@@ -127,14 +132,28 @@ fn collect(args: &InfoArgs) -> Result<Info, Abort> {
         cuda_version: Version::from_code(driver.version().map_err(Abort::failure)?).to_string(),
         missing_functions: driver.raw().missing().count(),
     });
-    for machine in &machines {
-        let mut device = device_info(machine.device()).map_err(Abort::failure)?;
-        if args.costs {
-            device.costs = Some(handle_costs(machine).map_err(Abort::failure)?);
-        }
-        info.devices.push(device);
-    }
+    let devices = collect_of(&driver, ordinals, simulated, args.costs);
+    info.devices = devices.map_err(Abort::failure)?;
     Ok(info)
+}
+
+/// `simulated` is the one device's machine, where there is one already.
+fn collect_of(
+    driver: &Driver,
+    ordinals: Range<u32>,
+    mut simulated: Option<Machine>,
+    costs: bool,
+) -> vpmm::Result<Vec<DeviceInfo>> {
+    let device = |ordinal| {
+        let mut device = device_info(driver, ordinal)?;
+        let opened = match simulated.take() {
+            Some(machine) => Ok(machine),
+            None => driver.device(ordinal).map(Machine::of),
+        };
+        device.look_into(opened, costs);
+        Ok(device)
+    };
+    ordinals.map(device).collect()
 }
 
 fn runtime() -> Result<RuntimeInfo, LoadError> {
@@ -146,8 +165,10 @@ fn runtime() -> Result<RuntimeInfo, LoadError> {
     }
 }
 
-fn device_info(device: &Device) -> vpmm::Result<DeviceInfo> {
+/// What there is to know without a context.
+fn device_info(driver: &Driver, ordinal: u32) -> vpmm::Result<DeviceInfo> {
     use CUdevice_attribute as A;
+    let device = Bare::find(driver, ordinal)?;
     let major = device.attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = device.attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
     let attributes = ATTRIBUTES
@@ -155,15 +176,31 @@ fn device_info(device: &Device) -> vpmm::Result<DeviceInfo> {
         .map(|(name, attribute)| Attribute { name, value: device.attribute(attribute).ok() })
         .collect();
     Ok(DeviceInfo {
-        ordinal: device.ordinal(),
+        ordinal,
         name: device.name()?,
         compute_capability: format!("{major}.{minor}"),
         total_bytes: device.total_memory()?,
-        free_bytes: device.free_memory().ok(),
-        granularity_bytes: device.granularity().ok(),
+        free_bytes: None,
+        granularity_bytes: None,
         attributes,
         costs: None,
+        no_context: None,
     })
+}
+
+impl DeviceInfo {
+    /// Adds what needs a context, or why there is none.
+    fn look_into(&mut self, opened: vpmm::Result<Machine>, costs: bool) {
+        let looked = opened.and_then(|machine| {
+            self.free_bytes = machine.device().free_memory().ok();
+            self.granularity_bytes = machine.device().granularity().ok();
+            if costs {
+                self.costs = Some(handle_costs(&machine)?);
+            }
+            Ok(())
+        });
+        self.no_context = looked.err().map(|why| why.to_string());
+    }
 }
 
 fn show(info: &Info, out: &mut dyn Write) -> std::io::Result<()> {
@@ -199,13 +236,16 @@ fn show(info: &Info, out: &mut dyn Write) -> std::io::Result<()> {
         let free = device.free_bytes.map_or_else(|| "?".into(), |b| ByteCount(b).to_string());
         line(out, "memory", &format!("{}, {free} free", ByteCount(device.total_bytes)))?;
         let granularity = device.granularity_bytes.map_or_else(
-            || "none".to_owned(),
+            || if device.no_context.is_some() { "?" } else { "none" }.to_owned(),
             |bytes| match bytes % (1 << 20) {
                 0 => format!("{} MiB", bytes >> 20),
                 _ => format!("{bytes} bytes"),
             },
         );
         line(out, "granularity", &granularity)?;
+        if let Some(why) = &device.no_context {
+            line(out, "no context", why)?;
+        }
         for attribute in &device.attributes {
             let value = match attribute.value {
                 None => "unknown to the driver".to_owned(),
@@ -240,4 +280,37 @@ fn show_costs(costs: &[HandleCosts], out: &mut dyn Write) -> std::io::Result<()>
 
 fn line(out: &mut dyn Write, name: &str, value: &str) -> std::io::Result<()> {
     writeln!(out, "  {name:<28}{value}")
+}
+
+#[cfg(test)]
+mod tests {
+    use cuda_sys::types::CUresult;
+
+    use super::*;
+
+    /// A context takes memory of the device.
+    #[test]
+    fn a_device_that_is_full_is_shown() {
+        let simulator = cuda_sim::Simulator::builder().devices(2).build().unwrap();
+        let driver = Driver::new(simulator.driver()).unwrap();
+        let retain = "cuDevicePrimaryCtxRetain";
+        simulator.fail_nth(retain, 1, CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+        let mut info = collect_of(&driver, 0..2, None, true).unwrap();
+        let (free, full) = (info.pop().unwrap(), info.pop().unwrap());
+        assert!(full.no_context.as_ref().unwrap().contains(retain), "{full:?}");
+        assert!(full.free_bytes.is_none() && full.costs.is_none(), "{full:?}");
+        assert_eq!((&full.name, full.total_bytes), (&free.name, free.total_bytes));
+        assert_eq!(full.attributes[0].value, Some(1));
+        assert!(free.no_context.is_none() && free.free_bytes.is_some(), "{free:?}");
+        assert!(free.costs.is_some(), "{free:?}");
+        assert!(collect_of(&driver, 0..3, None, false).is_err(), "one that is not there");
+
+        let (driver, devices) = (None, vec![full]);
+        let none = || Some("none".to_owned());
+        let (no_driver, runtime, no_runtime) = (none(), None, none());
+        let mut out = Vec::new();
+        show(&Info { driver, no_driver, runtime, no_runtime, devices }, &mut out).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        assert!(text.contains("? free") && text.contains(retain), "{text}");
+    }
 }

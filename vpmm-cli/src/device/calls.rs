@@ -1,7 +1,7 @@
 //! The driver calls that the command makes itself: allocators that are nothing
 //! but driver calls, and the device work of `--verify`.
 //!
-//! All of the command's foreign calls are here and in `handles`. What is unsafe elsewhere passes
+//! All of the command's foreign calls are here and in `bare`, `handles` and `stall`. What is unsafe elsewhere passes
 //! on a promise about an address: that it is allocated, and freed once.
 
 use std::ffi::{CStr, c_void};

@@ -1,5 +1,6 @@
 //! The machine that a command runs on: a GPU, or the simulated one.
 
+mod bare;
 mod calls;
 mod choice;
 mod costs;
@@ -8,6 +9,7 @@ mod spent;
 mod stall;
 mod timer;
 
+pub use bare::Bare;
 pub use calls::{Calls, MemoryPool, Patterns, Words};
 pub use choice::DeviceChoice;
 pub use costs::{EachCosts, HandleCosts, handle_costs};
