@@ -243,3 +243,29 @@ def test_a_child_waits_for_no_lock_of_its_parents_threads():
     command = [sys.executable, "-W", "ignore", "-c", _FORKED_BESIDE]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    "block",
+    [
+        lambda: vpmm.tag("of the parent"),
+        lambda: vpmm.profile("of the parent"),
+        lambda: vpmm.mr.using(vpmm.mr.CudaMemoryResource()),
+        lambda: vpmm.DeviceBuffer(100),
+    ],
+)
+def test_a_child_leaves_its_parents_blocks(block):
+    """As where a program in them becomes a daemon: what ends the child is not lost."""
+    ended = 1
+    try:
+        with block():
+            child = os.fork()
+            if not child:
+                raise SystemExit
+    except SystemExit:
+        ended = 0
+    finally:
+        if not child:
+            os._exit(ended)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from . import _dlpack
 from ._errors import Error, PointerError
-from ._library import address, answer, call, ffi, handle, lib
+from ._library import address, answer, but_in_a_child, call, ffi, handle, lib
 from ._stream import raw_stream
 from .mr import DeviceMemoryResource, PoolMemoryResource
 from .mr._current import current_or_none
@@ -39,19 +38,9 @@ def _as_seen_here(stream: int, thread: object) -> int:
     return stream if stream != _PER_THREAD or thread is _token() else _LEGACY
 
 
-@contextlib.contextmanager
-def _but_in_a_child() -> Iterator[None]:
-    """In a child of the process (a fork) memory is the parent's, and there is nobody to tell so."""
-    try:
-        yield
-    except Error as error:
-        if error.status != "VPMM_FORKED":
-            raise
-
-
 def _free(device: int, pointer: int, stream: int, thread: object, streams: dict[int, Any]) -> None:
     """`streams` are those that it was used on, as their owners know them, which must not end before."""
-    with _but_in_a_child():
+    with but_in_a_child():
         call(lib.vpmm_process_free, device, handle(pointer), handle(_as_seen_here(stream, thread)))
     streams.clear()
 
@@ -67,7 +56,7 @@ def _deallocate(
 ) -> None:
     """`unnoted` are further streams that the resource takes no notes of."""
     stream = _as_seen_here(stream, thread)
-    with _but_in_a_child():
+    with but_in_a_child():
         for other in unnoted:
             call(lib.vpmm_process_wait_for, mr.device, handle(stream), handle(other))
         mr.deallocate(pointer, size, stream)

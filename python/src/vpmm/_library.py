@@ -7,13 +7,15 @@ CuPy open the same file, so that there is one copy of it in the process, with th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pathlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from . import _native
-from ._errors import error_of
+from ._errors import Error, error_of
 from ._native import ffi, lib
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "NULL",
     "address",
     "answer",
+    "but_in_a_child",
     "call",
     "ffi",
     "handle",
@@ -38,6 +41,17 @@ NULL = ffi.NULL
 # Threads that go on until the very end may no longer call functions of Python's then.
 atexit.register(lib.vpmm_python_end)
 os.register_at_fork(after_in_child=lib.vpmm_python_forked)
+
+
+@contextlib.contextmanager
+def but_in_a_child() -> Iterator[None]:
+    """In a child of the process (a fork) memory, and what is known of it, are the parent's, and
+    there is nobody to tell so where something ends."""
+    try:
+        yield
+    except Error as error:
+        if error.status != "VPMM_FORKED":
+            raise
 
 
 def lock_of_each_process(owner: Any, name: str) -> None:

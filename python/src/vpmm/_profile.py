@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from . import _pool
-from ._library import lock_of_each_process
+from ._library import but_in_a_child, lock_of_each_process
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -97,6 +97,10 @@ class profile(contextlib.ContextDecorator):
 
     def __exit__(self, *_: Any) -> None:
         peaks, begin = self._stack.pop()
+        with but_in_a_child():
+            self._note(peaks, begin)
+
+    def _note(self, peaks: _pool.Peaks, begin: float) -> None:
         seen, before = peaks.leave(), peaks.begin
         kept = seen.live_bytes + seen.small_live_bytes - before.live_bytes - before.small_live_bytes
         held = seen.peak_mapped_bytes + seen.peak_small_mapped_bytes

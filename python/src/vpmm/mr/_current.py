@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 from .. import _pool
-from .._library import NULL, call, lib, lock_of_each_process
+from .._library import NULL, but_in_a_child, call, lib, lock_of_each_process
 from ._makers import PoolMemoryResource
 from ._resource import DeviceMemoryResource, device_of, handle_of
 
@@ -69,4 +69,5 @@ def using(resource: DeviceMemoryResource) -> Iterator[DeviceMemoryResource]:
     try:
         yield resource
     finally:
-        _set(device, former)
+        with but_in_a_child():
+            _set(device, former)
