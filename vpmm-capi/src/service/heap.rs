@@ -166,7 +166,8 @@ impl Heap {
     pub(crate) fn free(&self, ptr: DevicePtr) -> Result<(), Failure> {
         self.allocator.free(ptr)?;
         if self.ended.load(Ordering::Acquire) && !process::is_capturing() {
-            self.settle()?;
+            // The free is done. What cannot go now goes with a later one, or with its manager.
+            let _ = self.settle();
         }
         Ok(())
     }
@@ -273,5 +274,32 @@ mod tests {
         let refused = heap.malloc(2 << 20, StreamHandle::LEGACY).err().unwrap();
         assert_eq!(refused.status(), direct.status(), "{}", refused.text());
         assert_ne!(refused.status(), vpmm_status::VPMM_OTHER);
+    }
+
+    /// A caller that is told of an error frees again.
+    #[test]
+    fn a_free_is_done_though_the_segment_stays() {
+        process::use_simulator();
+        let pool = process::pool(0).ok().unwrap();
+        let (below, refused) = (pool.clone(), Arc::<Mutex<String>>::default());
+        let refusing = Callback::new(
+            Facts::of_device_memory().aligned(ALIGN, ALIGN),
+            move |bytes, _, stream| below.malloc(bytes, stream),
+            |_, _, _, _| Err(vpmm_core::Error::UnknownTag),
+        );
+        let refusing = refusing.with_device(pool.device());
+        let allocator =
+            CachingAllocator::over(refusing, pool.device(), &CachingConfig::default()).unwrap();
+        let ended = AtomicBool::new(true);
+        let heap = Arc::new(Heap { number: u64::MAX, device: 0, allocator, ended, refused });
+        let ptr = heap.malloc(2 << 20, StreamHandle::LEGACY).ok().unwrap();
+        assert!(heap.allocator.empty_cache().is_ok(), "nothing is free");
+        let freed = heap.free(ptr).map_err(|failure| failure.text().to_owned());
+        assert_eq!(freed, Ok(()));
+        assert!(heap.allocator.empty_cache().is_err());
+        assert!(heap.free(ptr).is_err(), "it was freed");
+        heaps().by_number.remove(&u64::MAX);
+        // Segments that its end could not give back are the pool's.
+        std::mem::forget(heap);
     }
 }
