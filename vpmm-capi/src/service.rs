@@ -255,6 +255,23 @@ unsafe fn make_with_manager<T>(
     unsafe { make(out, work) }
 }
 
+/// The same for what ends a writer's layout as it is, or begins one: what its tensors gave back while other
+/// calls had the manager is no part of that.
+///
+/// # Safety
+/// As `ask`.
+unsafe fn ask_settled<T>(
+    gms: *const vpmm_gms,
+    work: impl FnOnce(&mut MemoryManager) -> Result<T, Failure>,
+) -> Result<T, Failure> {
+    // SAFETY: the caller vouches for it.
+    let gms = unsafe { given(gms, "gms") }?;
+    let mut held = gms.held();
+    let manager = held.manager()?;
+    tensors::settle(&gms.manager, manager);
+    work(manager)
+}
+
 /// A text, or none for null.
 ///
 /// # Safety
@@ -490,7 +507,7 @@ pub unsafe extern "C" fn vpmm_gms_abort(gms: *const vpmm_gms) -> vpmm_status {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_gms_commit(gms: *const vpmm_gms) -> vpmm_status {
     // SAFETY: the caller vouches for it.
-    unsafe { with_manager(gms, |manager| Ok(manager.commit()?)) }
+    guard(|| unsafe { ask_settled(gms, |manager| Ok(manager.commit()?)) })
 }
 
 /// Seals the layout: its allocations outlive this process. Session and mappings stay. `visit`, which may
@@ -506,7 +523,7 @@ pub unsafe extern "C" fn vpmm_gms_commit_layout(
 ) -> vpmm_status {
     guard(|| {
         // SAFETY: the caller vouches for it.
-        let hash = unsafe { ask(gms, |manager| Ok(manager.commit_layout()?)) }?;
+        let hash = unsafe { ask_settled(gms, |manager| Ok(manager.commit_layout()?)) }?;
         if let Some(visit) = visit {
             // SAFETY: the caller vouches for it.
             unsafe { visit(context, c_text(&hash).as_ptr()) };
@@ -978,16 +995,13 @@ pub unsafe extern "C" fn vpmm_gms_reallocate_all(
     gms: *const vpmm_gms,
     tag: *const c_char,
 ) -> vpmm_status {
-    let work = |gms: &vpmm_gms| {
+    let work = |manager: &mut MemoryManager| {
         // SAFETY: the caller vouches for it.
         let tag = unsafe { text(tag, "tag") }?;
-        let mut held = gms.held();
-        let manager = held.manager()?;
-        tensors::settle(&gms.manager, manager);
         Ok(manager.reallocate_all(tag)?)
     };
     // SAFETY: the caller vouches for it.
-    unsafe { with(gms, "gms", work) }
+    guard(|| unsafe { ask_settled(gms, work) })
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@
 //!    (autograd's, say), from the only one in use.
 //! 2. A free finds its manager by the address. It waits for nobody: where another call has the manager,
 //!    which may be waiting for Python's lock that this thread holds, the address is taken down and freed
-//!    later.
+//!    later: with the next request or free, and before a layout is sealed or published.
 //! 3. What is freed while its manager does not write stays mapped, or reserved, until it writes anew or
 //!    ends: the layout's other addresses go with it.
 
@@ -255,5 +255,70 @@ pub unsafe extern "C" fn vpmm_gms_torch_free(
     });
     if let Err(failure) = done {
         tell_failed_free(pointer, device, &failure);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use gms::client::{ConnectOptions, runtime_state};
+    use gms::lock::Requested;
+    use gms::memory::Memory;
+    use gms::server::{Server, Settings};
+
+    use super::*;
+    use crate::driver::Loaded;
+    use crate::service::{vpmm_gms_commit, vpmm_gms_commit_layout};
+
+    /// A tensor that goes while another call has the manager, of whatever thread, is none of what is published
+    /// after that call.
+    #[test]
+    fn what_was_freed_during_another_call_is_not_published() {
+        let loaded = Loaded::load(Some("sim")).ok().unwrap();
+        let socket = std::env::temp_dir().join(format!("vpmm-freed-{}.sock", std::process::id()));
+        let memory = Memory::open(loaded.raw(), 0).unwrap();
+        let server = Server::bind(memory, Settings::new(&socket)).unwrap();
+        let stopper = server.stopper();
+        let server = std::thread::spawn(move || server.run());
+        let manager = MemoryManager::new(loaded.raw(), 0, &socket).unwrap();
+        let gms = vpmm_gms {
+            manager: Arc::new(Mutex::new(Some(manager))),
+            answer_time: Mutex::new(None),
+            _loaded: loaded,
+        };
+        let time = Duration::from_secs(30);
+        let left = || runtime_state(&socket, time).unwrap().allocation_count;
+        for seals in [true, false] {
+            let [kept, freed] = {
+                let mut held = gms.held();
+                let manager = held.manager().ok().unwrap();
+                let options = ConnectOptions::new(Requested::Rw).timeout(time);
+                manager.connect(options).unwrap();
+                [(); 2].map(|()| manager.create_mapping(1, "weights").unwrap())
+            };
+            for address in [kept, freed] {
+                registry(|all| all.owners.insert(address, Arc::downgrade(&gms.manager)));
+            }
+            let another = gms.held();
+            give_back(freed);
+            drop(another);
+            assert_eq!(left(), 2, "it waits for nobody");
+            if seals {
+                // SAFETY: a handle; null is for nothing.
+                let sealed = unsafe { vpmm_gms_commit_layout(&gms, None, ptr::null_mut()) };
+                assert_eq!((sealed, left()), (vpmm_status::VPMM_OK, 1));
+                gms.held().manager().ok().unwrap().abort();
+            } else {
+                // SAFETY: a handle.
+                let published = unsafe { vpmm_gms_commit(&gms) };
+                assert_eq!((published, left()), (vpmm_status::VPMM_OK, 1));
+            }
+            assert!(gms.held().manager().ok().unwrap().allocation_at(kept).is_some());
+        }
+        drop(gms);
+        stopper.stop();
+        server.join().unwrap().unwrap();
     }
 }
