@@ -1,6 +1,7 @@
 //! One limit over all heaps of a pool, and their numbers.
 
-use vpmm::{Buffers, Contents, Error, Location, Pool, Sharing};
+use cuda_sim::Schedule;
+use vpmm::{Buffers, Contents, Error, Location, Pool, Sharing, Tagged, WaitPolicy};
 
 use crate::graph;
 use crate::rig::{GRANULE, LIMIT, Profile};
@@ -124,4 +125,66 @@ fn released_graphs_make_room() {
             watched.assert_intact();
         }
     });
+}
+
+/// What one heap holds and nobody uses serves the others' requests, also where the work before its free has yet
+/// to end.
+#[test]
+fn whichever_heap_holds_free_memory_another_has_it() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            let watched = rig.pool(profile, Location::Device);
+            let pool = &watched.pool;
+            let stream = rig.stream();
+            let [weights, cache] = ["weights", "cache"].map(|tag| pool.tagged(tag).unwrap());
+            let bytes = LIMIT * GRANULE;
+            let malloc = |heap: Option<&Tagged>| match heap {
+                None => pool.malloc(bytes as usize, &stream),
+                Some(heap) => heap.malloc(bytes as usize, &stream),
+            };
+            for is_done in [true, false] {
+                let heaps = [None, Some(&weights), None, Some(&cache), Some(&weights), None];
+                for (seed, heap) in heaps.into_iter().enumerate() {
+                    let ptr = malloc(heap).unwrap();
+                    rig.fill(ptr.address(), bytes, seed as u64, stream.handle());
+                    rig.check(ptr.address(), bytes, seed as u64, stream.handle());
+                    pool.free(ptr, &stream).unwrap();
+                    if is_done {
+                        stream.synchronize().unwrap();
+                    }
+                    watched.validate();
+                }
+            }
+            watched.assert_intact();
+        }
+    });
+}
+
+/// A heap beside the main one waits for the GPU where its pool does, for what was freed there or in another one.
+#[test]
+fn heaps_wait_for_the_gpu_where_their_pool_does() {
+    let bytes = 4 * GRANULE;
+    for policy in [WaitPolicy::FailAtOnce, WaitPolicy::WaitForPending] {
+        for (from_tagged, to_tagged) in [(true, true), (true, false), (false, true)] {
+            // What is enqueued runs when somebody waits for it.
+            let rig = Rig::simulated(Schedule::Manual);
+            let (stream, other) = (rig.stream(), rig.stream());
+            let mut config = vpmm::PoolConfig::default();
+            (config.limit_bytes, config.out_of_memory) = (Some(bytes), policy);
+            config.reuse.internal_dependencies = false;
+            let pool = vpmm::Pool::new(&rig.device, &config).unwrap();
+            let tagged = pool.tagged("weights").unwrap();
+            let malloc = |is_tagged, stream| match is_tagged {
+                true => tagged.malloc(bytes as usize, stream),
+                false => pool.malloc(bytes as usize, stream),
+            };
+            let ptr = malloc(from_tagged, &stream).unwrap();
+            rig.fill(ptr.address(), bytes, 1, stream.handle());
+            pool.free(ptr, &stream).unwrap();
+            let served = malloc(to_tagged, &other);
+            let waits = policy == WaitPolicy::WaitForPending;
+            assert_eq!(served.is_ok(), waits, "{policy:?} {from_tagged} {to_tagged}: {served:?}");
+            served.into_iter().for_each(|ptr| pool.free(ptr, &other).unwrap());
+        }
+    }
 }

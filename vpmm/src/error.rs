@@ -397,6 +397,12 @@ impl Error {
             || matches!(self, Self::Driver { code, .. } if *code == CUresult::CUDA_ERROR_OUT_OF_MEMORY)
     }
 
+    /// Whether it is of a request that would not fit into the empty pool.
+    pub(crate) fn is_hopeless(&self) -> bool {
+        matches!(self, Self::OutOfMemory { requested_bytes, limit_bytes: Some(limit), .. }
+            if requested_bytes > limit)
+    }
+
     /// What the pool held, and where, when a request was given up: with [`Error::OutOfMemory`] from
     /// [`Pool::malloc`](crate::Pool::malloc).
     ///

@@ -55,6 +55,8 @@ pub(crate) trait Heap: Source + Send + Sync {
     /// Waits on the host for what was freed, where that is more than a refused request has done;
     /// answers whether it did.
     fn wait_for_pending(&self) -> Result<bool>;
+    /// Waits on the host for what was freed so far, which is everybody's then.
+    fn wait_for_frees(&self) -> Result<()>;
     /// Allocations in the hands of callers. No driver call.
     fn live_count(&self) -> u64;
     /// Whether an address is in an allocation that is in none of the reservations.

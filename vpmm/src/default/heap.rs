@@ -66,6 +66,10 @@ impl Heap for Core {
         Ok(false)
     }
 
+    fn wait_for_frees(&self) -> Result<()> {
+        self.wait_for_past()
+    }
+
     fn live_count(&self) -> u64 {
         self.stats().live_count
     }

@@ -25,6 +25,7 @@ pub(crate) use graph::Graph;
 pub(crate) use tagged::TaggedHeap;
 pub use tagged::{Resumed, Suspended};
 
+use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
@@ -39,6 +40,7 @@ use crate::event::Event;
 use crate::heap::{Beside, Heap};
 use crate::location::Access;
 use crate::ordering::{Mark, PendingPolicy, Reuse};
+use crate::out_of_memory::WaitPolicy;
 use crate::snapshot::{HeapName, Segment};
 use crate::stats::Stats;
 use crate::units::DevicePtr;
@@ -72,6 +74,7 @@ pub(crate) struct Terms {
     pub(crate) limit_bytes: Option<u64>,
     pub(crate) pending_policy: PendingPolicy,
     pub(crate) reuse: Reuse,
+    pub(crate) out_of_memory: WaitPolicy,
 }
 
 impl Terms {
@@ -79,8 +82,9 @@ impl Terms {
         limit_bytes: Option<u64>,
         pending_policy: PendingPolicy,
         reuse: Reuse,
+        out_of_memory: WaitPolicy,
     ) -> Self {
-        Self { limit_bytes, pending_policy, reuse }
+        Self { limit_bytes, pending_policy, reuse, out_of_memory }
     }
 }
 
@@ -181,7 +185,7 @@ impl Heaps {
 
     /// The heap beside the main one that an address is of.
     fn of(&self, address: u64) -> Option<Member> {
-        if !self.any.load(Ordering::Acquire) {
+        if !self.has_others() {
             return None;
         }
         let members = self.members.read().unwrap_or_else(PoisonError::into_inner);
@@ -207,6 +211,7 @@ impl Heaps {
             va_size_bytes: Some(addresses),
             pending_policy: self.terms.pending_policy,
             reuse: self.terms.reuse,
+            out_of_memory: self.terms.out_of_memory,
             location: backing.location(),
             ..PoolConfig::default()
         };
@@ -437,42 +442,63 @@ impl Heaps {
             .retain(|member| !matches!(member, Member::Graph(other) if Arc::ptr_eq(other, graph)));
     }
 
-    /// Has the other heaps, the main one first, give free memory back for one that lacks some.
-    pub(crate) fn reclaim(&self, for_heap: &Core, bytes: u64) -> bool {
+    /// Has the other heaps, the main one first, give free memory back for one that lacks some; that is the main
+    /// one where there is none. `waits` for what was freed there before, on the host.
+    fn reclaim(&self, for_heap: Option<&Core>, bytes: u64, waits: bool) -> bool {
         let mut any = self.reap(true);
+        let members = self.members();
+        let tagged = members.iter().filter_map(|member| match member {
+            Member::Tagged(heap) => Some(heap.core()),
+            Member::Graph(_) => None,
+        });
+        let tagged = tagged.filter(|core| {
+            !for_heap.is_some_and(|heap| ptr::eq(Arc::as_ptr(core), heap)) && !core.is_asleep()
+        });
+        let main = for_heap.map(|_| self.main.as_ref());
         let mut missing = bytes.saturating_add(self.main.backing().granule_bytes());
-        let mut trim = |heap: &dyn Heap| {
+        for heap in main.into_iter().chain(tagged.map(|core| core.as_ref() as &dyn Heap)) {
             if missing == 0 {
-                return;
+                break;
+            }
+            if waits {
+                // What cannot be waited for, as beside a capture, stays.
+                let _ = heap.wait_for_frees();
             }
             let mapped = heap.stats().mapped_bytes;
             let given = heap.trim_to(mapped.saturating_sub(missing)).unwrap_or(0);
             missing = missing.saturating_sub(given);
             any |= given > 0;
-        };
-        trim(self.main.as_ref());
-        for member in self.members() {
-            if let Member::Tagged(heap) = member
-                && !std::ptr::eq(Arc::as_ptr(heap.core()), for_heap)
-                && !heap.core().is_asleep()
-            {
-                trim(heap.core().as_ref());
-            }
         }
         any
     }
 
-    /// A request of one heap beside the main one, tried again when others have made room.
+    /// A request of a heap, the main one where none is named, that found no memory: tried again when others
+    /// have made room; where the host may wait for the GPU, with what was freed there before.
     pub(crate) fn with_room<T>(
         &self,
-        core: &Core,
-        bytes: usize,
+        for_heap: Option<&Core>,
+        bytes: u64,
+        mut error: Error,
         request: impl Fn() -> Result<T>,
     ) -> Result<T> {
-        match request() {
-            Err(error) if error.is_out_of_memory() && self.reclaim(core, bytes as u64) => request(),
-            other => other,
+        for waits in [false, true] {
+            let stays = waits && self.terms.out_of_memory != WaitPolicy::WaitForPending;
+            if !error.is_out_of_memory() || error.is_hopeless() || stays || !self.has_others() {
+                break;
+            }
+            if self.reclaim(for_heap, bytes, waits) {
+                match request() {
+                    Err(again) => error = again,
+                    served => return served,
+                }
+            }
         }
+        Err(error)
+    }
+
+    /// Whether there are heaps beside the main one.
+    fn has_others(&self) -> bool {
+        self.any.load(Ordering::Acquire)
     }
 
     /// Keeps a free on a capturing stream, for a main heap that cannot take it now.
@@ -486,7 +512,7 @@ impl Heaps {
 
     /// Whether a free of this address waits for a capture's end.
     pub(crate) fn is_postponed(&self, address: u64) -> bool {
-        self.any.load(Ordering::Acquire) && lock(&self.captures).is_postponed(address)
+        self.has_others() && lock(&self.captures).is_postponed(address)
     }
 
     /// The sum over the heaps beside the main one.
@@ -498,7 +524,7 @@ impl Heaps {
 
     /// Allocations of the heaps beside the main one.
     pub(crate) fn live_count(&self) -> u64 {
-        if !self.any.load(Ordering::Acquire) {
+        if !self.has_others() {
             return 0;
         }
         let live = |member: &Member| Heap::live_count(member.core().as_ref());
@@ -573,7 +599,8 @@ impl Beside for Heaps {
             drop(captures);
             graph.malloc(bytes, stream, number)
         };
-        Some(self.with_room(&graph.core, bytes, request))
+        let room = |error| self.with_room(Some(&graph.core), bytes as u64, error, request);
+        Some(request().or_else(room))
     }
 
     fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Option<Result<()>> {
@@ -608,7 +635,7 @@ impl Beside for Heaps {
     }
 
     fn make_room(&self, wait: bool) -> bool {
-        self.any.load(Ordering::Acquire) && self.reap(wait)
+        self.has_others() && self.reap(wait)
     }
 }
 

@@ -67,6 +67,10 @@ impl Heap for PagedPool {
         self.wait_for_pending()
     }
 
+    fn wait_for_frees(&self) -> Result<()> {
+        self.wait_for_frees().map(|_| ())
+    }
+
     fn live_count(&self) -> u64 {
         let of_pages = self.lock_space().map.totals().regions(State::Live);
         of_pages + self.small.as_ref().map_or(0, Small::count)

@@ -12,14 +12,22 @@ impl PagedPool {
     /// for another one's memory, unless memory is kept for uses on further streams: no stream waits for
     /// those.
     pub(crate) fn wait_for_pending(&self) -> Result<bool> {
+        let waits = {
+            let _context = self.device.enter()?;
+            self.record_due()?;
+            let space = self.lock_space();
+            !self.config.reuse.internal_dependencies || !space.uses.deferred().is_empty()
+        };
+        if waits { self.wait_for_frees() } else { Ok(false) }
+    }
+
+    /// The same whatever streams may be made to wait for.
+    pub(crate) fn wait_for_frees(&self) -> Result<bool> {
         let _context = self.device.enter()?;
         let driver = self.device.driver();
         self.record_due()?;
         let newest: Vec<(Fence, Event)> = {
             let space = self.lock_space();
-            if self.config.reuse.internal_dependencies && space.uses.deferred().is_empty() {
-                return Ok(false);
-            }
             let newest = space.timelines.ids().filter_map(|id| space.timelines.newest(id));
             newest.filter_map(|fence| Some((fence, space.timelines.event(fence)?))).collect()
         };

@@ -151,6 +151,19 @@ impl Pool {
         self.family.heaps.find_tag(tag)?.resume(stream.into(), false)
     }
 
+    /// Where memory ran out in a heap, the main one where none is named: once more, with what the pool's other
+    /// heaps can do without; then as [`recover`](Self::recover) does it.
+    fn with_room<T>(
+        &self,
+        core: Option<&Core>,
+        bytes: u64,
+        error: Error,
+        request: impl Fn() -> Result<T>,
+    ) -> Result<T> {
+        let room = |error| self.family.heaps.with_room(core, bytes, error, &request);
+        room(error).or_else(|error| self.recover(error, || request().or_else(room)))
+    }
+
     /// A request of the default profile for which the front, which is loose, has no block of exactly its size.
     #[inline(never)]
     pub(super) fn malloc_loosely(&self, pool: &Arc<Core>, routed: Routed<'_>) -> Result<DevicePtr> {
@@ -174,7 +187,7 @@ impl Pool {
     #[inline(never)]
     fn malloc_climbing(&self, pool: &Arc<Core>, routed: Routed<'_>) -> Result<DevicePtr> {
         pool.malloc_climbing(routed).or_else(|error| match pool.routed_handle(routed) {
-            Ok(stream) => self.recover(error, || self.malloc_once(routed.bytes(), stream)),
+            Ok(stream) => self.malloc_with_room(error, routed.bytes(), stream),
             Err(_) => Err(error),
         })
     }
@@ -186,7 +199,17 @@ impl Pool {
             Profile::Default(pool) => pool.malloc_outside(bytes, stream),
             Profile::Paged(paged) => pool.malloc_paged(paged, bytes, stream),
         };
-        once(self).or_else(|error| self.recover(error, || self.malloc_once(bytes, stream)))
+        once(self).or_else(|error| self.malloc_with_room(error, bytes, stream))
+    }
+
+    #[cold]
+    fn malloc_with_room(
+        &self,
+        error: Error,
+        bytes: usize,
+        stream: StreamHandle,
+    ) -> Result<DevicePtr> {
+        self.with_room(None, bytes as u64, error, || self.malloc_once(bytes, stream))
     }
 
     /// A free of the paged profile, or one of the default one without a shortcut to a front.
@@ -386,8 +409,6 @@ impl Tagged {
         }
     }
 
-    /// Where memory ran out: once more, with what the pool's other heaps can do without; then as
-    /// the pool does it.
     #[cold]
     fn malloc_with_room(
         &self,
@@ -395,15 +416,8 @@ impl Tagged {
         bytes: usize,
         stream: StreamHandle,
     ) -> Result<DevicePtr> {
-        if !error.is_out_of_memory() {
-            return Err(error);
-        }
         let core = self.heap.core();
-        let attempt = || {
-            let request = || core.malloc(bytes, stream);
-            self.pool.family.heaps.with_room(core, bytes, request)
-        };
-        attempt().or_else(|error| self.pool.recover(error, attempt))
+        self.pool.with_room(Some(core), bytes as u64, error, || core.malloc(bytes, stream))
     }
 
     /// As [`Pool::free`], for memory of this heap, without looking for its heap.

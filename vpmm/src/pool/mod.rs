@@ -155,8 +155,9 @@ impl Pool {
         let core = Core::new(device, config)?;
         // Another thread may be telling it of a stream just now, in whose hands it must not end.
         let helper = Helper::start(&core).inspect_err(|_| core.retire())?;
-        let terms = Terms::of(config.limit_bytes, config.pending_policy, config.reuse);
-        Ok(Self::open(Profile::Default(core), helper, config.out_of_memory, terms))
+        let (limit, waits) = (config.limit_bytes, config.out_of_memory);
+        let terms = Terms::of(limit, config.pending_policy, config.reuse, waits);
+        Ok(Self::open(Profile::Default(core), helper, waits, terms))
     }
 
     /// A pool of the paged profile: everything rounds up to pages of 2 MiB (or another multiple of
@@ -186,8 +187,9 @@ impl Pool {
     pub fn paged(device: &Device, config: &PagedConfig) -> Result<Self> {
         device.driver().check_process()?;
         let pool = PagedPool::new(device, config)?;
-        let terms = Terms::of(config.limit_bytes, config.pending_policy, config.reuse);
-        Ok(Self::open(Profile::Paged(pool), None, config.out_of_memory, terms))
+        let (limit, waits) = (config.limit_bytes, config.out_of_memory);
+        let terms = Terms::of(limit, config.pending_policy, config.reuse, waits);
+        Ok(Self::open(Profile::Paged(pool), None, waits, terms))
     }
 
     fn open(profile: Profile, helper: Option<Helper>, policy: WaitPolicy, terms: Terms) -> Self {

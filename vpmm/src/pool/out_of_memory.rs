@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! the heap has nothing    it has moved, made, taken over, and waited for pending frees (policy)
+//! the pool's others       give back what nobody uses, and what was freed before (policy); the heap is asked again
 //! callbacks, in order     each until it gives up; after each "retry" the heap is asked again
 //! wait (policy)           the heap is asked again and again until the time is over
 //! the error, with a map
@@ -218,7 +219,7 @@ impl Pool {
         error: Error,
         attempt: &mut impl FnMut() -> ControlFlow<Result<T>, Error>,
     ) -> ControlFlow<Result<T>, Error> {
-        if is_hopeless(&error) {
+        if error.is_hopeless() {
             return ControlFlow::Continue(error);
         }
         let error = self.after_pending(error, attempt)?;
@@ -305,10 +306,4 @@ impl Pool {
         }
         error
     }
-}
-
-/// Whether a request would not fit into the empty pool.
-fn is_hopeless(error: &Error) -> bool {
-    matches!(error, Error::OutOfMemory { requested_bytes, limit_bytes: Some(limit), .. }
-        if requested_bytes > limit)
 }

@@ -74,14 +74,29 @@ impl Core {
         failed.map_or(Ok(released), Err)
     }
 
+    /// Waits on the host for what was freed so far: a trim finds it then, also where its stream goes on.
+    pub(in crate::default) fn wait_for_past(&self) -> Result<()> {
+        let _context = self.device.enter()?;
+        self.flush_fronts(|_| true);
+        let marks = self.every_mark();
+        let waited = self.wait_for_frees();
+        let mut space = self.space.lock();
+        for mark in &marks {
+            space.settle_past(&self.tags, mark);
+        }
+        waited
+    }
+
+    fn every_mark(&self) -> Vec<Mark> {
+        let mut space = self.space.lock();
+        let streams = 0..space.books.len() as u32;
+        streams.map(|stream| space.take_mark(self.number, stream)).collect()
+    }
+
     /// Finds out what has passed: closes every stream's epoch and asks about its event. Memory
     /// changes its owner for that only as it does whenever an epoch passes.
     fn look_around(&self) -> Result<()> {
-        let mut marks: Vec<Mark> = {
-            let mut space = self.space.lock();
-            let streams = 0..space.books.len() as u32;
-            streams.map(|stream| space.take_mark(self.number, stream)).collect()
-        };
+        let mut marks = self.every_mark();
         let begun = Instant::now();
         let mut asked = 0;
         loop {
