@@ -1,7 +1,9 @@
 //! One limit over all heaps of a pool, and their numbers.
 
+use std::sync::{Arc, Mutex};
+
 use cuda_sim::Schedule;
-use vpmm::{Buffers, Contents, Error, Location, Pool, Sharing, Tagged, WaitPolicy};
+use vpmm::{Buffers, Contents, Error, Location, Pool, Recovery, Sharing, Tagged, WaitPolicy};
 
 use crate::graph;
 use crate::rig::{GRANULE, LIMIT, Profile};
@@ -122,6 +124,70 @@ fn released_graphs_make_room() {
             drop(pool.graph_pool().unwrap());
             let held = watched.malloc(LIMIT * GRANULE, &stream);
             watched.free(held, &stream);
+            watched.assert_intact();
+        }
+    });
+}
+
+/// Memory that the other heaps hold and nobody uses is no reason to sleep on, as it is none to refuse a request.
+#[test]
+fn a_heap_wakes_into_what_the_others_can_do_without() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            let watched = rig.pool(profile, Location::Device);
+            let pool = &watched.pool;
+            let stream = rig.stream();
+            let [weights, cache] = ["weights", "cache"].map(|tag| pool.tagged(tag).unwrap());
+            let bytes = LIMIT / 2 * GRANULE;
+            let held = weights.malloc(bytes as usize, &stream).unwrap();
+            rig.fill(held.address(), bytes, 7, stream.handle());
+            for beside in [None, Some(&cache)] {
+                pool.suspend("weights", &stream, &Contents::Keep(Buffers::Release)).unwrap();
+                let all = (LIMIT * GRANULE) as usize;
+                let other = match beside {
+                    None => pool.malloc(all, &stream),
+                    Some(heap) => heap.malloc(all, &stream),
+                };
+                let other = other.unwrap();
+                let refused = pool.resume("weights", &stream);
+                assert!(refused.as_ref().is_err_and(Error::is_out_of_memory), "{refused:?}");
+                assert!(refused.is_err_and(|error| error.map().is_some()));
+                assert!(weights.is_asleep());
+                pool.free(other, &stream).unwrap();
+                stream.synchronize().unwrap();
+                assert_eq!(pool.stats().mapped_bytes, LIMIT * GRANULE, "it is kept");
+                let awake = pool.resume("weights", &stream).unwrap();
+                assert_eq!((awake.bytes, awake.loaded_bytes), (bytes, bytes));
+                assert!(pool.stats().mapped_bytes <= LIMIT * GRANULE);
+                rig.check(held.address(), bytes, 7, stream.handle());
+            }
+            pool.free(held, &stream).unwrap();
+            watched.assert_intact();
+        }
+    });
+}
+
+/// What the program's callbacks make room for is a heap that wakes, too.
+#[test]
+fn callbacks_make_room_to_wake_in() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            let watched = rig.pool(profile, Location::Device);
+            let pool = &watched.pool;
+            let stream = Arc::new(rig.stream());
+            let tagged = pool.tagged("weights").unwrap();
+            let held = tagged.malloc(GRANULE as usize, &*stream).unwrap();
+            pool.suspend("weights", &*stream, &Contents::Discard).unwrap();
+            let cached = pool.malloc((LIMIT * GRANULE) as usize, &*stream).unwrap();
+            let cached = Mutex::new(Some(cached));
+            let on = Arc::clone(&stream);
+            let _callback =
+                pool.on_out_of_memory(move |pool, _| match cached.lock().unwrap().take() {
+                    Some(ptr) if pool.free(ptr, &*on).is_ok() => Recovery::Retry,
+                    _ => Recovery::GiveUp,
+                });
+            pool.resume("weights", &*stream).unwrap();
+            pool.free(held, &*stream).unwrap();
             watched.assert_intact();
         }
     });

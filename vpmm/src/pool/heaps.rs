@@ -130,7 +130,9 @@ impl Pool {
     /// with. Work enqueued on `stream` after the call finds them there; other streams must be
     /// ordered after. The host waits for the copies.
     ///
-    /// Three driver calls for each physical handle, and the copies.
+    /// Three driver calls for each physical handle, and the copies. Memory that is lacking is made room for
+    /// as for a request: by what the pool's other heaps hold and nobody uses, by
+    /// [callbacks](Self::on_out_of_memory), and by [waiting](crate::WaitPolicy).
     ///
     /// # Errors
     /// [`Error::UnknownTag`], [`Error::NotAsleep`], [`Error::OutOfMemory`],
@@ -138,8 +140,7 @@ impl Pool {
     /// [`Error::WrongDevice`], [`Error::WrongContext`], [`Error::ContextLost`],
     /// [`Error::Driver`]: the heap is asleep as it was, and so are its contents.
     pub fn resume(&self, tag: &str, stream: impl Into<StreamHandle>) -> Result<Resumed> {
-        self.check_process()?;
-        self.family.heaps.find_tag(tag)?.resume(stream.into(), true)
+        self.wake(tag, stream.into(), true)
     }
 
     /// As [`resume`](Self::resume), but gives the contents up: for those that are lost.
@@ -147,8 +148,16 @@ impl Pool {
     /// # Errors
     /// As [`resume`](Self::resume), but for those about contents.
     pub fn resume_empty(&self, tag: &str, stream: impl Into<StreamHandle>) -> Result<Resumed> {
+        self.wake(tag, stream.into(), false)
+    }
+
+    /// Where memory is lacking room is made as for a request.
+    fn wake(&self, tag: &str, stream: StreamHandle, with_contents: bool) -> Result<Resumed> {
         self.check_process()?;
-        self.family.heaps.find_tag(tag)?.resume(stream.into(), false)
+        let heap = self.family.heaps.find_tag(tag)?;
+        let bytes = || heap.core().stats().asleep_bytes;
+        let attempt = || heap.resume(stream, with_contents);
+        attempt().or_else(|error| self.with_room(Some(heap.core()), bytes(), error, attempt))
     }
 
     /// Where memory ran out in a heap, the main one where none is named: once more, with what the pool's other
