@@ -1,10 +1,11 @@
 //! Clients that do what they should not, and machines that run short.
 
-use std::io::{IoSlice, Write};
+use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use cuda_sim::Simulator;
@@ -12,7 +13,7 @@ use gms::client::{ClientError, ConnectOptions, Session};
 use gms::lock::Requested;
 use gms::memory::Memory;
 use gms::server::{ListenError, Server, ServerError, Settings};
-use gms::wire::{self, encode_frame};
+use gms::wire::{self, FrameReader, Message, encode_frame};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 use crate::random::{Lcg, cases};
@@ -155,6 +156,7 @@ fn running_out_of_descriptors_is_an_error_to_one_client() {
 /// others have these wait, and are not refused.
 #[test]
 fn readers_wait_while_too_many_descriptors_are_under_way() {
+    let _alone = UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = Folder::new();
     let mut server = Process::start("narrow-server", &folder.socket());
     assert_eq!(server.hear(), "ready");
@@ -194,6 +196,66 @@ fn readers_wait_while_too_many_descriptors_are_under_way() {
     assert!(early.is_err(), "750 descriptors are under way, and 600 may be");
     drop(deaf);
     assert_eq!(reading.join().unwrap().unwrap(), 250);
+    assert_eq!(server.ask("stop"), "stopped");
+    assert!(server.end());
+}
+
+/// Tests of what the kernel counts for a user, in all processes, come one after the other.
+static UNDER_WAY: Mutex<()> = Mutex::new(());
+
+/// An answer whose descriptors the kernel does not take is a refusal: what the request had made goes with it.
+#[test]
+fn what_is_refused_for_its_descriptor_leaves_nothing() {
+    let _alone = UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = Folder::new();
+    let mut server = Process::start("hasty-narrow-server", &folder.socket());
+    assert_eq!(server.hear(), "ready");
+    let stream = raw(&folder.socket());
+    let mut reader = FrameReader::new(1 << 20);
+    let send = |message: &Message| {
+        let mut bytes = Vec::new();
+        encode_frame(message, &mut bytes);
+        (&stream).write_all(&bytes).unwrap();
+    };
+    let mut hear = |mut stream: &UnixStream| loop {
+        if let Some(bytes) = reader.next_frame().unwrap() {
+            break Message::decode(bytes).unwrap();
+        }
+        // The kernel closes what comes beside these.
+        let bytes = stream.read(reader.space()).unwrap();
+        assert!(bytes > 0, "closed");
+        reader.arrived(bytes);
+    };
+    let extensions = wire::Extensions(vec![wire::BATCH.to_owned()]);
+    let (lock_type, timeout_ms) = (Requested::Rw, None);
+    send(&wire::HandshakeRequest { lock_type, timeout_ms, extensions }.into());
+    hear(&stream);
+    let tag = "t".to_owned();
+    let sizes = vec![1; 250];
+    send(&wire::BatchAllocateRequest { sizes, tag: tag.clone(), export: false }.into());
+    let Message::BatchAllocateResponse(made) = hear(&stream) else { panic!("not made") };
+    let allocation_ids: Vec<String> =
+        made.allocations.into_iter().map(|made| made.allocation_id).collect();
+    let waiting = || rustix::io::ioctl_fionread(&stream).unwrap();
+    for _ in 0..3 {
+        let before = waiting();
+        let allocation_ids = allocation_ids.clone();
+        send(&wire::BatchExportRequest { allocation_ids }.into());
+        eventually("it is answered", || waiting() > before + 250 * 36);
+    }
+    // 750 are under way, and 600 may be.
+    let before = waiting();
+    send(&wire::BatchAllocateRequest { sizes: vec![1], tag, export: true }.into());
+    eventually("it is answered", || waiting() > before);
+    for _ in 0..3 {
+        assert!(matches!(hear(&stream), Message::BatchExportResponse(_)));
+    }
+    let Message::ErrorResponse(refused) = hear(&stream) else { panic!("not refused") };
+    assert_eq!(refused.error, "Too many descriptors are on their way to clients");
+    send(&wire::GetAllocationStateRequest {}.into());
+    let left = wire::GetAllocationStateResponse { allocation_count: 250 };
+    assert_eq!(hear(&stream), left.into());
+    stream.shutdown(std::net::Shutdown::Both).unwrap();
     assert_eq!(server.ask("stop"), "stopped");
     assert!(server.end());
 }

@@ -127,14 +127,14 @@ fn enter() {
     let socket = std::env::var(SOCKET).unwrap();
     let socket = Path::new(&socket);
     match role.as_str() {
-        "server" => serve(socket),
+        "server" => serve(Settings::new(socket)),
         "small-server" => {
             let mut limit = getrlimit(Resource::Nofile);
             limit.current = Some(SMALL);
             setrlimit(Resource::Nofile, limit).unwrap();
-            serve(socket);
+            serve(Settings::new(socket));
         }
-        "narrow-server" => {
+        "narrow-server" | HASTY => {
             let mut limit = getrlimit(Resource::Nofile);
             limit.current = Some(NARROW);
             setrlimit(Resource::Nofile, limit).unwrap();
@@ -142,7 +142,11 @@ fn enter() {
             let none = CapabilitySet::empty();
             let sets = CapabilitySets { effective: none, permitted: none, inheritable: none };
             set_capabilities(None, sets).unwrap();
-            serve(socket);
+            let mut settings = Settings::new(socket);
+            if role == HASTY {
+                settings.handshake_timeout = Duration::from_millis(100);
+            }
+            serve(settings);
         }
         "writer" => write(socket),
         "reader" => read(socket),
@@ -163,11 +167,14 @@ const SMALL: u64 = 48;
 /// Descriptors that a narrow server may have, or have under way.
 const NARROW: u64 = 600;
 
+/// A narrow server that does not wait long for those under way.
+const HASTY: &str = "hasty-narrow-server";
+
 /// Serves until its input ends; answers what it is asked of itself.
-fn serve(socket: &Path) {
+fn serve(settings: Settings) {
     let sim = Simulator::builder().memory_bytes(1 << 30).build().unwrap();
     let memory = Memory::open(&sim.driver(), 0).unwrap();
-    let server = Server::bind(memory, Settings::new(socket)).unwrap();
+    let server = Server::bind(memory, settings).unwrap();
     let stopper = server.stopper();
     let thread = std::thread::spawn(move || server.run());
     say("ready");

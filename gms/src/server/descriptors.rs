@@ -58,15 +58,22 @@ impl Session {
             }
         }
         if let Some(error) = refused {
-            for (allocation, _) in made {
-                self.free(&allocation.id);
-            }
+            self.free_all(&made);
             return self.refuse(error);
         }
         let allocations = made.iter().map(|(allocation, _)| described(allocation)).collect();
         // Descriptors that were not asked for are made as they are: while the client maps the first
         // of them, the next are made.
-        self.send_with(&BatchAllocateResponse { allocations }, &files)
+        if !self.send_with(&BatchAllocateResponse { allocations }, &files)? {
+            self.free_all(&made);
+        }
+        Ok(())
+    }
+
+    fn free_all(&mut self, made: &[(Allocation, Arc<Extent>)]) {
+        for (allocation, _) in made {
+            self.free(&allocation.id);
+        }
     }
 
     pub(super) fn export(&mut self, id: &str) -> Result<(), End> {
@@ -81,7 +88,7 @@ impl Session {
                     tag: about.tag.to_string(),
                     layout_slot: about.slot as i64,
                 };
-                self.send_with(&answer, &[file])
+                self.send_with(&answer, &[file]).map(drop)
             }
             Err(Refused(error)) => self.refuse(error),
         }
@@ -100,13 +107,13 @@ impl Session {
         match exported {
             Ok((files, found)) => {
                 let allocations = found.iter().map(|(about, _)| described(about)).collect();
-                self.send_with(&BatchExportResponse { allocations }, &files)
+                self.send_with(&BatchExportResponse { allocations }, &files).map(drop)
             }
             Err(Refused(error)) => self.refuse(error),
         }
     }
 
-    fn send_with(&mut self, message: &impl Encode, files: &[Arc<OwnedFd>]) -> Result<(), End> {
+    fn send_with(&mut self, message: &impl Encode, files: &[Arc<OwnedFd>]) -> Result<bool, End> {
         self.service.counters.exports.add(files.len() as u64);
         let borrowed: Vec<BorrowedFd<'_>> = files.iter().map(|file| file.as_fd()).collect();
         self.send(message, &borrowed)

@@ -204,12 +204,13 @@ impl Session {
         }
     }
 
-    /// Sends a message with descriptors beside it.
+    /// Sends a message with descriptors beside it; false where the client got a refusal in its place, as the
+    /// kernel has too many descriptors under way.
     pub(super) fn send(
         &mut self,
         message: &impl Encode,
         files: &[BorrowedFd<'_>],
-    ) -> Result<(), End> {
+    ) -> Result<bool, End> {
         self.out.clear();
         encode_frame(message, &mut self.out);
         let started = Instant::now();
@@ -219,11 +220,15 @@ impl Session {
                 // More descriptors are under way than this user may have open, to readers that
                 // import what they got before. Nothing was sent.
                 Err(Errno::TOOMANYREFS) => {}
-                sent => return Ok(sent?),
+                sent => {
+                    sent?;
+                    return Ok(true);
+                }
             }
             if started.elapsed() > self.service.settings.handshake_timeout {
                 let text = "Too many descriptors are on their way to clients";
-                return self.refuse(text.to_owned());
+                self.refuse(text.to_owned())?;
+                return Ok(false);
             }
             if socket::wait(self.socket(), None, Some(pause))? == Waited::HungUp {
                 return Err(End::Gone);
@@ -233,7 +238,7 @@ impl Session {
     }
 
     pub(super) fn answer(&mut self, message: &impl Encode) -> Result<(), End> {
-        self.send(message, &[])
+        self.send(message, &[]).map(drop)
     }
 
     /// Says why a request is not done.
