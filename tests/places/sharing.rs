@@ -120,7 +120,7 @@ fn two_processes_share_an_allocation() {
 fn two_processes_share_a_pool_that_grows() {
     if let Some((rig, socket)) = started() {
         for _ in Profile::BOTH {
-            let mut memory = Imported::receive(&rig.device, &socket, Access::Read).unwrap();
+            let memory = Imported::receive(&rig.device, &socket, Access::Read).unwrap();
             let stream = rig.stream();
             let look = |memory: &Imported| {
                 let [address, bytes, seed] = hear(&socket);
@@ -233,7 +233,7 @@ fn a_pool_of_many_reservations_is_shared_whole() {
     let (here, there) = UnixStream::pair().unwrap();
     let mut export = pool.export_all().unwrap();
     let mut held = grow(70);
-    let mut memory = std::thread::scope(|scope| {
+    let memory = std::thread::scope(|scope| {
         let receiver = scope.spawn(|| Imported::receive(&user.device, &there, Access::Read));
         export.send(&here).unwrap();
         receiver.join().unwrap().unwrap()
@@ -526,7 +526,7 @@ fn what_an_import_could_not_unmap_is_unmapped_later() {
     // In the window of a whole pool that grows.
     let mut export = pool.export_all().unwrap();
     let (here, there) = UnixStream::pair().unwrap();
-    let mut memory = std::thread::scope(|scope| {
+    let memory = std::thread::scope(|scope| {
         let receiver = scope.spawn(|| Imported::receive(&user.device, &there, Access::Read));
         export.send(&here).unwrap();
         receiver.join().unwrap().unwrap()
@@ -566,13 +566,13 @@ fn the_window_of_a_message_that_failed_goes_when_it_is_empty() {
     let first = malloc();
     let (here, there) = UnixStream::pair().unwrap();
     let mut export = pool.export_all().unwrap();
-    let mut memory = std::thread::scope(|scope| {
+    let memory = std::thread::scope(|scope| {
         let receiver = scope.spawn(|| Imported::receive(&user.device, &there, Access::Read));
         export.send(&here).unwrap();
         receiver.join().unwrap().unwrap()
     });
     let second = malloc();
-    let mut send_more = |memory: &mut Imported| {
+    let mut send_more = |memory: &Imported| {
         let (here, there) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
             let receiver = scope.spawn(|| memory.receive_more(&there));
@@ -582,18 +582,18 @@ fn the_window_of_a_message_that_failed_goes_when_it_is_empty() {
     let before = (sim.leaks(), memory.stats());
     sim.fail_nth("cuMemSetAccess", 1, code);
     sim.fail_nth("cuMemUnmap", 1, code);
-    assert!(matches!(send_more(&mut memory), (Err(Error::PeerRefused), Err(Error::Driver { .. }))));
+    assert!(matches!(send_more(&memory), (Err(Error::PeerRefused), Err(Error::Driver { .. }))));
     assert_eq!(memory.stats().reservation_count, 2);
     sim.fail_nth("cuMemImportFromShareableHandle", 1, code);
-    assert!(matches!(send_more(&mut memory), (Err(Error::PeerRefused), Err(_))));
+    assert!(matches!(send_more(&memory), (Err(Error::PeerRefused), Err(_))));
     assert_eq!((sim.leaks(), memory.stats()), before);
-    assert!(matches!(send_more(&mut memory), (Ok(()), Ok(()))));
+    assert!(matches!(send_more(&memory), (Ok(()), Ok(()))));
     assert!(memory.translate(second.address()).is_some());
     // Or with the import.
     let third = malloc();
     sim.fail_nth("cuMemSetAccess", 1, code);
     sim.fail_nth("cuMemUnmap", 1, code);
-    assert!(matches!(send_more(&mut memory), (Err(Error::PeerRefused), Err(Error::Driver { .. }))));
+    assert!(matches!(send_more(&memory), (Err(Error::PeerRefused), Err(Error::Driver { .. }))));
     drop(memory);
     assert_eq!(sim.leaks(), nothing);
     [first, second, third].into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());

@@ -4,8 +4,7 @@ use std::ffi::{c_int, c_void};
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rustix::net::RecvFlags;
-use vpmm_core::{Access, Error, Export, Imported, Pool};
+use vpmm_core::{Access, Export, Imported, Pool};
 
 use crate::driver::{Loaded, vpmm_driver};
 use crate::guard::{Failure, given, make, put, put_if, release, with};
@@ -139,9 +138,7 @@ pub unsafe extern "C" fn vpmm_export_release(export: *mut vpmm_export) {
 /// Memory of another process's pool, mapped in this one.
 pub struct vpmm_import {
     // First, so that its driver is there when it ends.
-    imported: Mutex<Imported>,
-    /// Held while more is waited for, for which others do not wait that ask what is there.
-    receiving: Mutex<()>,
+    imported: Imported,
     _loaded: Arc<Loaded>,
 }
 
@@ -165,8 +162,7 @@ pub unsafe extern "C" fn vpmm_import_receive(
         // SAFETY: the caller vouches for it.
         let socket = unsafe { borrow(socket) }?;
         let imported = Imported::receive(&loaded.device(device)?, socket, access_of(access)?)?;
-        let (imported, receiving) = (Mutex::new(imported), Mutex::default());
-        let import = vpmm_import { imported, receiving, _loaded: Arc::clone(loaded) };
+        let import = vpmm_import { imported, _loaded: Arc::clone(loaded) };
         Ok(Box::into_raw(Box::new(import)))
     };
     // SAFETY: the caller vouches for it.
@@ -186,10 +182,7 @@ pub unsafe extern "C" fn vpmm_import_receive_more(
     let work = |import: &vpmm_import| {
         // SAFETY: the caller vouches for it.
         let socket = unsafe { borrow(socket) }?;
-        let _receiving = import.receiving.lock().unwrap_or_else(PoisonError::into_inner);
-        wait_for(socket)?;
-        let mut imported = import.imported.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(imported.receive_more(socket)?)
+        Ok(import.imported.receive_more(socket)?)
     };
     // SAFETY: the caller vouches for it.
     unsafe { with(import, "import", work) }
@@ -207,7 +200,7 @@ pub unsafe extern "C" fn vpmm_import_memory(
     bytes: *mut u64,
 ) -> vpmm_status {
     let work = |import: &vpmm_import| {
-        let imported = import.imported.lock().unwrap_or_else(PoisonError::into_inner);
+        let imported = &import.imported;
         let start = imported.ptr().map_or(std::ptr::null_mut(), to_pointer);
         // SAFETY: the caller vouches for it.
         unsafe { put_if(pointer, start) };
@@ -230,8 +223,7 @@ pub unsafe extern "C" fn vpmm_import_translate(
     out: *mut *mut c_void,
 ) -> vpmm_status {
     let work = |import: &vpmm_import| {
-        let imported = import.imported.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(here) = imported.translate(there) else {
+        let Some(here) = import.imported.translate(there) else {
             let text = format!("{there:#x} has no memory here");
             return Err(Failure::new(vpmm_status::VPMM_BAD_POINTER, text));
         };
@@ -250,15 +242,6 @@ pub unsafe extern "C" fn vpmm_import_translate(
 pub unsafe extern "C" fn vpmm_import_release(import: *mut vpmm_import) {
     // SAFETY: made by `Box::into_raw` in `vpmm_import_receive`, given back once.
     unsafe { release(import) };
-}
-
-/// Waits until something has come through a socket, or it has ended; nothing is taken from it.
-fn wait_for(socket: BorrowedFd<'_>) -> Result<(), Failure> {
-    let peek = || rustix::net::recv(socket, &mut [0_u8; 1], RecvFlags::PEEK);
-    match rustix::io::retry_on_intr(peek) {
-        Ok(_) => Ok(()),
-        Err(error) => Err(Error::Socket(Arc::new(error.into())).into()),
-    }
 }
 
 /// Refuses what is no descriptor.

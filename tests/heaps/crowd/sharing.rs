@@ -241,7 +241,7 @@ impl<'a> Member<'a> {
         let crowd = self.crowd;
         match self.shares.whole.take() {
             Some(_) if self.below(4) == 0 => return reach("whole pools given back"),
-            Some((mut export, mut memory)) => {
+            Some((mut export, memory)) => {
                 crowd.pass(&mut export, |socket| memory.receive_more(socket));
                 self.shares.whole = Some((export, memory));
                 reach("whole pools shared further");

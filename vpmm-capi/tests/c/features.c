@@ -132,6 +132,34 @@ static void *receive_more(void *argument) {
   return NULL;
 }
 
+static void *receive_less(void *argument) {
+  const struct more *more = argument;
+  MUST(vpmm_import_receive_more(more->import, more->socket) == VPMM_IO_ERROR);
+  return NULL;
+}
+
+/* A sender that stops in the middle of a message keeps nobody from asking what is there. */
+static void stalled(vpmm_import *import, uint64_t there) {
+  int sockets[2];
+  uint64_t bytes = 0, after = 0;
+  void *pointer = NULL;
+  MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
+  MUST(vpmm_import_memory(import, NULL, &bytes) == VPMM_OK);
+  struct more more = {import, sockets[1]};
+  pthread_t waiting;
+  MUST(pthread_create(&waiting, NULL, receive_less, &more) == 0);
+  MUST(write(sockets[0], "vpmm", 4) == 4);
+  const struct timespec moment = {0, 50000000};
+  MUST(nanosleep(&moment, NULL) == 0);
+  alarm(60);
+  MUST(vpmm_import_memory(import, NULL, &after) == VPMM_OK && after == bytes);
+  MUST(vpmm_import_translate(import, there, &pointer) == VPMM_OK && pointer != NULL);
+  alarm(0);
+  MUST(close(sockets[0]) == 0);
+  MUST(pthread_join(waiting, NULL) == 0);
+  MUST(close(sockets[1]) == 0);
+}
+
 /* The other process, for which a driver of its own stands. */
 static void *receive(void *argument) {
   const struct receiver *receiver = argument;
@@ -166,6 +194,7 @@ static void *receive(void *argument) {
   MUST(read(receiver->socket, &there, sizeof there) == sizeof there);
   MUST(vpmm_import_translate(all, there, &pointer) == VPMM_OK && pointer != NULL);
   MUST(vpmm_import_translate(all, 1, &pointer) == VPMM_BAD_POINTER);
+  stalled(all, there);
   vpmm_import_release(one);
   vpmm_import_release(all);
   vpmm_import_release(NULL);

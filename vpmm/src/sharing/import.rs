@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cuda_sys::types::*;
 
@@ -57,6 +58,16 @@ pub struct Imported {
     granule: u64,
     handles: Sharing,
     block: Option<Span>,
+    /// Held while a message is taken, however long the sender makes that: before the books, which nobody else
+    /// changes.
+    taking: Mutex<()>,
+    /// Held for moments, so that others may ask meanwhile what is there.
+    books: Mutex<Books>,
+}
+
+/// What an import has mapped, and where.
+#[derive(Default)]
+struct Books {
     /// By their addresses there; and so are the extents.
     windows: BTreeMap<u64, Window>,
     extents: BTreeMap<u64, Mapped>,
@@ -64,6 +75,29 @@ pub struct Imported {
     /// which are no part of `windows`. Some of it may lie in one of those.
     left: Vec<Mapped>,
     left_windows: Vec<Window>,
+}
+
+impl Books {
+    fn mapped_bytes(&self) -> u64 {
+        self.extents.values().map(|extent| extent.bytes).sum()
+    }
+
+    /// Whether some of an extent is mapped already.
+    fn is_known(&self, span: Span) -> bool {
+        let before = self.extents.range(..span.end()).next_back();
+        before.is_some_and(|(start, mapped)| start + mapped.bytes > span.start)
+    }
+
+    /// Unmaps what is left of messages, and gives the windows back in which nothing is then. The device's context
+    /// is current.
+    fn unmap_left(&mut self, driver: &Driver) {
+        self.left.retain(|extent| {
+            // SAFETY: a whole mapping made for a message, which nobody was told of.
+            unsafe { mapping::unmap(driver, extent.here, extent.bytes) }.is_err()
+        });
+        let left = &self.left;
+        self.left_windows.retain(|window| left.iter().any(|extent| window.holds(extent.here)));
+    }
 }
 
 impl Imported {
@@ -135,17 +169,15 @@ impl Imported {
         let socket = socket.as_fd();
         telling(socket, || {
             let header = receive_header(socket)?;
-            let mut imported = Self {
+            let imported = Self {
                 device: device.clone(),
                 access,
                 pool: header.pool,
                 granule: header.granule,
                 handles: header.handles,
                 block: header.block,
-                windows: BTreeMap::new(),
-                extents: BTreeMap::new(),
-                left: Vec::new(),
-                left_windows: Vec::new(),
+                taking: Mutex::default(),
+                books: Mutex::default(),
             };
             imported.take(socket, &header)?;
             Ok(imported)
@@ -153,15 +185,19 @@ impl Imported {
     }
 
     /// Takes what a pool has made since it was sent last, from the same
-    /// [`Export`](crate::Export) of a whole pool.
+    /// [`Export`](crate::Export) of a whole pool. Blocks until it has come; other threads may ask
+    /// meanwhile what is there, and wait where they take more.
     ///
     /// # Errors
     /// As [`receive`](Self::receive); [`Error::BadMessage`] for memory of another export. What was
     /// there before stays, nothing is added.
     ///
     /// [`Error::BadMessage`]: crate::Error::BadMessage
-    pub fn receive_more(&mut self, socket: impl AsFd) -> Result<()> {
+    pub fn receive_more(&self, socket: impl AsFd) -> Result<()> {
         let socket = socket.as_fd();
+        // Before a lock that a thread of the parent may hold.
+        self.device.driver().check_process()?;
+        let _taking = self.taking.lock().unwrap_or_else(PoisonError::into_inner);
         telling(socket, || {
             let header = receive_header(socket)?;
             let same = header.pool == self.pool
@@ -182,12 +218,14 @@ impl Imported {
     /// The bytes of the allocation, rounded as the owner's pool rounds; of a whole pool all that is
     /// mapped.
     pub fn bytes(&self) -> u64 {
-        self.block.map_or_else(|| self.mapped_bytes(), |block| block.bytes)
+        let mapped = || self.books().map_or(0, |books| books.mapped_bytes());
+        self.block.map_or_else(mapped, |block| block.bytes)
     }
 
     /// Where an address of the owner's process is here; nothing where it has no memory here.
     pub fn translate(&self, there: u64) -> Option<DevicePtr> {
-        let (start, mapped) = self.extents.range(..=there).next_back()?;
+        let books = self.books()?;
+        let (start, mapped) = books.extents.range(..=there).next_back()?;
         let offset = there - start;
         (offset < mapped.bytes).then(|| DevicePtr::from_address(mapped.here + offset))
     }
@@ -197,16 +235,19 @@ impl Imported {
         self.access
     }
 
-    fn mapped_bytes(&self) -> u64 {
-        self.extents.values().map(|extent| extent.bytes).sum()
+    /// `None` in a child of the process, where nothing is mapped and the lock may be held for ever.
+    fn books(&self) -> Option<MutexGuard<'_, Books>> {
+        self.device.driver().check_process().ok()?;
+        Some(self.books.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The memory that this process holds by the import: mapped and reserved bytes, extents,
     /// reservations. It is the owner's physical memory, and counted by the owner's pool too. No
     /// driver call.
     pub fn stats(&self) -> Stats {
-        let mapped_bytes = self.mapped_bytes();
-        let windows = || self.windows.values().chain(&self.left_windows);
+        let Some(books) = self.books() else { return Stats::default() };
+        let mapped_bytes = books.mapped_bytes();
+        let windows = || books.windows.values().chain(&books.left_windows);
         let reserved_bytes = windows().map(|window| window.here.bytes()).sum();
         Stats {
             mapped_bytes,
@@ -214,24 +255,25 @@ impl Imported {
             reserved_bytes,
             hole_bytes: reserved_bytes - mapped_bytes,
             reservation_count: windows().count() as u64,
-            extent_count: self.extents.len() as u64,
+            extent_count: books.extents.len() as u64,
             page_size_bytes: self.granule,
             ..Stats::default()
         }
     }
 
-    /// Maps what follows a header, all of it or nothing.
-    fn take(&mut self, socket: BorrowedFd<'_>, header: &Header) -> Result<()> {
+    /// Maps what follows a header, all of it or nothing. Nobody else takes a message meanwhile.
+    fn take(&self, socket: BorrowedFd<'_>, header: &Header) -> Result<()> {
         let mut bytes = vec![0; header.windows as usize * WINDOW_BYTES];
         socket::receive(socket, &mut bytes)?;
         let spans = header.read_windows(&bytes)?;
         let device = self.device.clone();
         let (_context, driver) = (device.enter()?, device.driver());
-        // Some of what is to come may go there.
-        self.unmap_left();
         let mut reserved = BTreeMap::new();
+        let mut books = self.books().ok_or(Error::Forked)?;
+        // Some of what is to come may go there.
+        books.unmap_left(driver);
         for span in &spans {
-            match self.windows.get(&span.start) {
+            match books.windows.get(&span.start) {
                 None => {}
                 Some(known) if known.there == *span => continue,
                 Some(_) => {
@@ -245,15 +287,17 @@ impl Imported {
             })?;
             reserved.insert(span.start, Window { there: *span, here });
         }
+        drop(books);
         let mut arrived = Vec::new();
         let taken = self.map_all(socket, header, &spans, &reserved, &mut arrived);
+        let mut books = self.books().ok_or(Error::Forked)?;
         if taken.is_ok() {
-            self.extents.extend(arrived);
-            self.windows.append(&mut reserved);
+            books.extents.extend(arrived);
+            books.windows.append(&mut reserved);
         } else {
-            self.left.extend(arrived.into_iter().map(|(_, extent)| extent));
-            self.left_windows.extend(reserved.into_values());
-            self.unmap_left();
+            books.left.extend(arrived.into_iter().map(|(_, extent)| extent));
+            books.left_windows.extend(reserved.into_values());
+            books.unmap_left(driver);
         }
         taken
     }
@@ -283,11 +327,7 @@ impl Imported {
             let batch = header.read_batch(&bytes, spans, &mut last)?;
             for ((span, at), entry) in batch.iter().zip(bytes.chunks_exact(header.entry_bytes())) {
                 let start = spans[*at].start;
-                let known = self.windows.get(&start).or_else(|| reserved.get(&start));
-                let Some(window) = known.filter(|_| !self.is_known(*span)) else {
-                    return Err(Error::BadMessage { reason: "it repeats an extent" });
-                };
-                let here = window.here.base() + (span.start - window.there.start);
+                let here = self.place(*span, start, reserved)?;
                 let handle = match files.next() {
                     Some(file) => import_descriptor(driver, &file, span.bytes)?,
                     None => import_fabric(driver, entry, span.bytes)?,
@@ -309,22 +349,14 @@ impl Imported {
         socket::send(socket, &[wire::TAKEN], &[])
     }
 
-    /// Unmaps what is left of messages, and gives the windows back in which nothing is then. The device's context
-    /// is current.
-    fn unmap_left(&mut self) {
-        let driver = self.device.driver();
-        self.left.retain(|extent| {
-            // SAFETY: a whole mapping made for a message, which nobody was told of.
-            unsafe { mapping::unmap(driver, extent.here, extent.bytes) }.is_err()
-        });
-        let left = &self.left;
-        self.left_windows.retain(|window| left.iter().any(|extent| window.holds(extent.here)));
-    }
-
-    /// Whether some of an extent is mapped already.
-    fn is_known(&self, span: Span) -> bool {
-        let before = self.extents.range(..span.end()).next_back();
-        before.is_some_and(|(start, mapped)| start + mapped.bytes > span.start)
+    /// Where an extent goes here, in a window that begins so there.
+    fn place(&self, span: Span, window: u64, reserved: &BTreeMap<u64, Window>) -> Result<u64> {
+        let books = self.books().ok_or(Error::Forked)?;
+        let known = books.windows.get(&window).or_else(|| reserved.get(&window));
+        let Some(window) = known.filter(|_| !books.is_known(span)) else {
+            return Err(Error::BadMessage { reason: "it repeats an extent" });
+        };
+        Ok(window.here.base() + (span.start - window.there.start))
     }
 
     /// Maps an imported handle, which is given up: the mapping keeps the memory.
@@ -383,10 +415,11 @@ impl Drop for Imported {
     fn drop(&mut self) {
         let driver = self.device.driver();
         let Ok(_context) = self.device.enter() else { return };
-        if self.extents.is_empty() && self.left.is_empty() {
+        let books = std::mem::take(self.books.get_mut().unwrap_or_else(PoisonError::into_inner));
+        if books.extents.is_empty() && books.left.is_empty() {
             return;
         }
-        let waited = if self.extents.is_empty() {
+        let waited = if books.extents.is_empty() {
             // Nobody was told of what is left.
             Ok(())
         } else {
@@ -397,14 +430,10 @@ impl Drop for Imported {
                 })
             })
         };
-        let extents = std::mem::take(&mut self.extents).into_values();
         let mappings = Mappings {
             device: self.device.clone(),
-            extents: extents.chain(std::mem::take(&mut self.left)).collect(),
-            _windows: std::mem::take(&mut self.windows)
-                .into_values()
-                .chain(std::mem::take(&mut self.left_windows))
-                .collect(),
+            extents: books.extents.into_values().chain(books.left).collect(),
+            _windows: books.windows.into_values().chain(books.left_windows).collect(),
         };
         match waited {
             Ok(()) => mappings.unmap(),
