@@ -410,6 +410,34 @@ fn wrong_messages_leave_nothing_behind() {
     assert_eq!(rig.sim.as_ref().unwrap().leaks(), before);
 }
 
+/// A process that may have no more descriptors is told so, and not that the message is wrong.
+#[test]
+fn an_import_without_descriptors_says_so() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    if let Some((rig, socket)) = started() {
+        let limit = getrlimit(Resource::Nofile);
+        let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
+        setrlimit(Resource::Nofile, Rlimit { current: Some(open + 4), ..limit }).unwrap();
+        let error = Imported::receive(&rig.device, &socket, Access::Read).unwrap_err();
+        setrlimit(Resource::Nofile, limit).unwrap();
+        let text = error.to_string();
+        let Error::Socket(error) = error else { panic!("{text}") };
+        let short = rustix::io::Errno::MFILE.raw_os_error();
+        assert_eq!(error.raw_os_error(), Some(short), "{text}");
+        return rig.assert_clean();
+    }
+    let rig = Rig::simulated(Schedule::Eager);
+    let (mut child, socket) = start("sharing::an_import_without_descriptors_says_so", &rig);
+    let watched = shareable(&rig, Profile::Paged);
+    let stream = rig.stream();
+    let held = watched.malloc(LIMIT * GRANULE, &stream);
+    let refused = watched.pool.export(held.ptr).unwrap().send(&socket);
+    assert!(matches!(refused, Err(Error::PeerRefused)), "{refused:?}");
+    assert!(child.wait().unwrap().success());
+    watched.free(held, &stream);
+    watched.assert_intact();
+}
+
 /// The socket's other end is gone before anything was said, at either end.
 #[test]
 fn a_closed_socket_is_named() {

@@ -52,12 +52,19 @@ pub(super) fn receive(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<Vec<Ow
         let got =
             retry_on_intr(|| recvmsg(socket, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC));
         let got = got.map_err(failed)?;
+        let before = files.len();
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(received) = message {
                 files.extend(received);
             }
         }
-        if got.flags.contains(ReturnFlags::CTRUNC) || files.len() > BATCH {
+        let came = files.len() - before;
+        let cut = got.flags.contains(ReturnFlags::CTRUNC);
+        if cut && came < BATCH {
+            // There was room for more: the process may have no more of them.
+            return Err(failed(Errno::MFILE));
+        }
+        if cut || files.len() > BATCH {
             return Err(Error::BadMessage { reason: "it has too many descriptors" });
         }
         if got.bytes == 0 {
