@@ -46,7 +46,7 @@ pub struct vpmm_gms {
     answer_time: Mutex<Option<Duration>>,
     /// Whether a signal ends a wait for the lock, from the next connection on.
     is_interruptible: AtomicBool,
-    _loaded: Arc<Loaded>,
+    loaded: Arc<Loaded>,
 }
 
 /// The locks that a client may ask for.
@@ -197,8 +197,11 @@ impl Held<'_> {
 }
 
 impl vpmm_gms {
-    fn held(&self) -> Held<'_> {
-        Held(self.manager.lock().unwrap_or_else(PoisonError::into_inner))
+    /// Not in a child of the process, in which the connection is its parent's, and another call of the parent's
+    /// may have the manager for ever.
+    fn held(&self) -> Result<Held<'_>, Failure> {
+        self.loaded.check_process()?;
+        Ok(Held(self.manager.lock().unwrap_or_else(PoisonError::into_inner)))
     }
 
     fn answer_time(&self) -> MutexGuard<'_, Option<Duration>> {
@@ -208,9 +211,12 @@ impl vpmm_gms {
 
 impl Drop for vpmm_gms {
     fn drop(&mut self) {
-        // Here and not where a tensor that goes may be the last to know of it.
-        let manager = self.held().0.take();
-        drop(manager);
+        match self.held() {
+            // Here and not where a tensor that goes may be the last to know of it.
+            Ok(mut held) => drop(held.0.take()),
+            // The memory and the lock are the parent's.
+            Err(_) => std::mem::forget(Arc::clone(&self.manager)),
+        }
     }
 }
 
@@ -225,7 +231,7 @@ unsafe fn ask<T>(
 ) -> Result<T, Failure> {
     // SAFETY: the caller vouches for it.
     let gms = unsafe { given(gms, "gms") }?;
-    work(gms.held().manager()?)
+    work(gms.held()?.manager()?)
 }
 
 /// Runs what a function does with a manager.
@@ -266,7 +272,7 @@ unsafe fn ask_settled<T>(
 ) -> Result<T, Failure> {
     // SAFETY: the caller vouches for it.
     let gms = unsafe { given(gms, "gms") }?;
-    let mut held = gms.held();
+    let mut held = gms.held()?;
     let manager = held.manager()?;
     tensors::settle(&gms.manager, manager);
     work(manager)
@@ -330,6 +336,7 @@ pub unsafe extern "C" fn vpmm_gms_open(
     let work = || {
         // SAFETY: the caller vouches for it.
         let loaded = &unsafe { given(driver, "driver") }?.0;
+        loaded.check_process()?;
         if socket_path.is_null() {
             return Err(Failure::null("socket_path"));
         }
@@ -339,8 +346,8 @@ pub unsafe extern "C" fn vpmm_gms_open(
         let manager = Arc::new(Mutex::new(Some(manager)));
         let answer_time = Mutex::new(ConnectOptions::default().answer_timeout);
         let is_interruptible = AtomicBool::new(false);
-        let _loaded = Arc::clone(loaded);
-        let client = vpmm_gms { manager, answer_time, is_interruptible, _loaded };
+        let loaded = Arc::clone(loaded);
+        let client = vpmm_gms { manager, answer_time, is_interruptible, loaded };
         Ok(Box::into_raw(Box::new(client)))
     };
     // SAFETY: the caller vouches for it.
@@ -355,7 +362,7 @@ pub unsafe extern "C" fn vpmm_gms_open(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_gms_close(gms: *const vpmm_gms) -> vpmm_status {
     let work = |gms: &vpmm_gms| {
-        let manager = gms.held().0.take();
+        let manager = gms.held()?.0.take();
         manager.map_or(Ok(()), |manager| Ok(manager.close()?))
     };
     // SAFETY: the caller vouches for it.
@@ -392,7 +399,7 @@ pub unsafe extern "C" fn vpmm_gms_state_of(
     out: *mut vpmm_gms_state,
 ) -> vpmm_status {
     let work = |gms: &vpmm_gms| {
-        let held = gms.held();
+        let held = gms.held()?;
         let state = held.0.as_ref().map_or(vpmm_gms_state::INITIAL, |manager| vpmm_gms_state {
             grant: grant_of(manager.granted_lock()),
             is_unmapped: u32::from(manager.is_unmapped()),
@@ -437,7 +444,7 @@ pub unsafe extern "C" fn vpmm_gms_connect(
         if let Ok(milliseconds) = u64::try_from(timeout_milliseconds) {
             options = options.timeout(Duration::from_millis(milliseconds));
         }
-        let granted = gms.held().manager()?.connect(options)?;
+        let granted = gms.held()?.manager()?.connect(options)?;
         // SAFETY: the caller vouches for it.
         unsafe { put_if(grant, grant_of(Some(granted))) };
         Ok(())

@@ -14,6 +14,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
 use gms::client::{ClientError, MemoryManager};
@@ -46,6 +47,15 @@ struct Registry {
 
 static REGISTRY: Mutex<Option<Registry>> = Mutex::new(None);
 
+/// The process that has begun to use pools, if any has.
+static PROCESS: AtomicU32 = AtomicU32::new(0);
+
+/// Whether this is a child of that one: the managers are its parent's, whose threads may hold any lock for ever.
+fn is_childs() -> bool {
+    let process = PROCESS.load(Ordering::Relaxed);
+    process != 0 && process != std::process::id()
+}
+
 thread_local! {
     /// The pools that this thread uses, the innermost last.
     static USED_HERE: RefCell<Vec<Arc<Source>>> = const { RefCell::new(Vec::new()) };
@@ -76,6 +86,8 @@ pub unsafe extern "C" fn vpmm_gms_torch_begin(
         // SAFETY: the caller vouches for both.
         let (gms, tag) = unsafe { (given(gms, "gms")?, text(tag, "tag")?) };
         let manager = Arc::clone(&gms.manager);
+        gms.loaded.check_process()?;
+        PROCESS.store(std::process::id(), Ordering::Relaxed);
         let source = Arc::new(Source { manager, tag: tag.to_owned(), scratch: scratch != 0 });
         registry(|registry| registry.used.push(Arc::clone(&source)));
         USED_HERE.with_borrow_mut(|used| used.push(source));
@@ -100,6 +112,9 @@ pub extern "C" fn vpmm_gms_torch_end() -> vpmm_status {
 }
 
 fn source() -> Result<Arc<Source>, Failure> {
+    if is_childs() {
+        return Err(vpmm_core::Error::Forked.into());
+    }
     if let Some(source) = USED_HERE.with_borrow(|used| used.last().cloned()) {
         return Ok(source);
     }
@@ -167,6 +182,10 @@ pub(super) fn settle(shared: &Shared, manager: &mut MemoryManager) {
 
 /// Frees what `allocate` has made, now or later.
 pub(super) fn give_back(address: u64) {
+    // The memory is the parent's, and its addresses here are none.
+    if is_childs() {
+        return;
+    }
     let owner = registry(|registry| registry.owners.remove(&address));
     // Of a manager that has ended, with everything.
     let Some(shared) = owner.as_ref().and_then(Weak::upgrade) else { return };
@@ -286,13 +305,13 @@ mod tests {
         let gms = vpmm_gms {
             manager: Arc::new(Mutex::new(Some(manager))),
             answer_time: Mutex::new(None),
-            _loaded: loaded,
+            loaded,
         };
         let time = Duration::from_secs(30);
         let left = || runtime_state(&socket, time).unwrap().allocation_count;
         for seals in [true, false] {
             let [kept, freed] = {
-                let mut held = gms.held();
+                let mut held = gms.held().ok().unwrap();
                 let manager = held.manager().ok().unwrap();
                 let options = ConnectOptions::new(Requested::Rw).timeout(time);
                 manager.connect(options).unwrap();
@@ -301,7 +320,7 @@ mod tests {
             for address in [kept, freed] {
                 registry(|all| all.owners.insert(address, Arc::downgrade(&gms.manager)));
             }
-            let another = gms.held();
+            let another = gms.held().ok().unwrap();
             give_back(freed);
             drop(another);
             assert_eq!(left(), 2, "it waits for nobody");
@@ -309,13 +328,13 @@ mod tests {
                 // SAFETY: a handle; null is for nothing.
                 let sealed = unsafe { vpmm_gms_commit_layout(&gms, None, ptr::null_mut()) };
                 assert_eq!((sealed, left()), (vpmm_status::VPMM_OK, 1));
-                gms.held().manager().ok().unwrap().abort();
+                gms.held().ok().unwrap().manager().ok().unwrap().abort();
             } else {
                 // SAFETY: a handle.
                 let published = unsafe { vpmm_gms_commit(&gms) };
                 assert_eq!((published, left()), (vpmm_status::VPMM_OK, 1));
             }
-            assert!(gms.held().manager().ok().unwrap().allocation_at(kept).is_some());
+            assert!(gms.held().ok().unwrap().manager().ok().unwrap().allocation_at(kept).is_some());
         }
         drop(gms);
         stopper.stop();

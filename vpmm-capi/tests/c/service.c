@@ -4,11 +4,14 @@
 #define _POSIX_C_SOURCE 200809L
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "must.h"
@@ -269,6 +272,46 @@ static void a_heap_that_is_released_first(const char *socket) {
   vpmm_driver_release(driver);
 }
 
+static void *wait_to_write(void *gms) {
+  MUST(vpmm_gms_connect(gms, VPMM_GMS_RW, 60000, NULL) == VPMM_OK);
+  return NULL;
+}
+
+/* A child of a client does not speak for it, nor wait for a call that a thread of it is in. */
+static void a_child(const vpmm_driver *driver, const char *socket) {
+  vpmm_gms *gms = opened(driver, socket), *waits = opened(driver, socket);
+  uint64_t at = 0;
+  seen seen = {0};
+  MUST(vpmm_gms_connect(gms, VPMM_GMS_RW, 10000, NULL) == VPMM_OK);
+  MUST(vpmm_gms_create_mapping(gms, NULL, 1, "t", &at) == VPMM_OK);
+  pthread_t thread;
+  MUST(pthread_create(&thread, NULL, wait_to_write, waits) == 0);
+  const struct timespec moment = {0, 50000000};
+  MUST(nanosleep(&moment, NULL) == 0);
+  pid_t child = fork();
+  MUST(child >= 0);
+  if (child == 0) {
+    alarm(60);
+    MUST(vpmm_gms_torch_begin(gms, "t", 0) == VPMM_FORKED);
+    vpmm_gms *none = NULL;
+    MUST(vpmm_gms_open(driver, 0, socket, &none) == VPMM_FORKED && none == NULL);
+    MUST(vpmm_gms_list_mappings(waits, see, &seen) == VPMM_FORKED);
+    MUST(vpmm_gms_list_handles(gms, NULL, see, &seen) == VPMM_FORKED && seen.count == 0);
+    MUST(vpmm_gms_commit(gms) == VPMM_FORKED);
+    MUST(vpmm_gms_abort(gms) == VPMM_FORKED);
+    vpmm_gms_release(waits);
+    vpmm_gms_release(gms);
+    _exit(0);
+  }
+  int status = 0;
+  MUST(waitpid(child, &status, 0) == child);
+  MUST(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  MUST(vpmm_gms_list_handles(gms, NULL, see, &seen) == VPMM_OK && seen.count == 1);
+  vpmm_gms_release(gms);
+  MUST(pthread_join(thread, NULL) == 0);
+  vpmm_gms_release(waits);
+}
+
 /* A server that takes connections and says nothing: who waits for its lock does not wait for ever. */
 static void a_silent_server(const vpmm_driver *driver, const char *beside) {
   struct sockaddr_un address = {.sun_family = AF_UNIX};
@@ -316,6 +359,7 @@ int main(int count, char **arguments) {
   scratch(driver, arguments[1]);
   a_resource(arguments[1]);
   a_heap_that_is_released_first(arguments[1]);
+  a_child(driver, arguments[1]);
   a_silent_server(driver, arguments[1]);
   what_is_no_client(driver);
   vpmm_driver_release(driver);
