@@ -466,6 +466,7 @@ pub unsafe extern "C" fn vpmm_gms_set_answer_timeout(
     milliseconds: i64,
 ) -> vpmm_status {
     let work = |gms: &vpmm_gms| {
+        gms.loaded.check_process()?;
         *gms.answer_time() = u64::try_from(milliseconds).ok().map(Duration::from_millis);
         Ok(())
     };
@@ -485,6 +486,7 @@ pub unsafe extern "C" fn vpmm_gms_set_interruptible(
     interruptible: u32,
 ) -> vpmm_status {
     let work = |gms: &vpmm_gms| {
+        gms.loaded.check_process()?;
         gms.is_interruptible.store(interruptible != 0, Ordering::Relaxed);
         Ok(())
     };

@@ -305,6 +305,7 @@ mod tests {
         let gms = vpmm_gms {
             manager: Arc::new(Mutex::new(Some(manager))),
             answer_time: Mutex::new(None),
+            is_interruptible: false.into(),
             loaded,
         };
         let time = Duration::from_secs(30);
