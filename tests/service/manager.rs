@@ -134,6 +134,43 @@ fn a_cache_is_given_up_and_allocated_anew_at_its_addresses() {
     machine.sim.assert_clean();
 }
 
+/// A writer may go on while the rest is asleep.
+#[test]
+fn what_was_made_while_the_rest_slept_stays_as_it_is() {
+    let local = Local::with(8 * GRANULE, |_| {});
+    let machine = Machine::new();
+    let mut manager = machine.connected(local.socket(), Requested::Rw);
+    let slept = manager.create_mapping(2 * GRANULE, "weights").unwrap();
+    machine.write(slept, b"before");
+    manager.unmap_all().unwrap();
+    let new = manager.create_mapping(GRANULE, "weights").unwrap();
+    machine.write(new, b"new");
+    manager.remap_all().unwrap();
+    assert_eq!(machine.read(slept, 6), b"before");
+    assert_eq!(machine.read(new, 3), b"new");
+
+    // Of a layout that is gone it is not mixed with the one that came after.
+    manager.unmap_all().unwrap();
+    let new = manager.create_mapping(GRANULE, "weights").unwrap();
+    manager.abort();
+    let mut other = Machine::new().connected(local.socket(), Requested::Rw);
+    other.create_mappings(&[2 * GRANULE, GRANULE, GRANULE], "weights").unwrap();
+    other.commit().unwrap();
+    other.close().unwrap();
+    manager.connect(options(Requested::Ro)).unwrap();
+    let state = "mapped still, of a layout that is gone";
+    let mixed = manager.remap_all();
+    assert!(
+        matches!(mixed, Err(ClientError::MappingState { address, state: is }) if (address, is) == (new, state)),
+        "{mixed:?}"
+    );
+    manager.unmap_all().unwrap();
+    manager.remap_all().unwrap();
+    assert_eq!(machine.read(new, 3), b"\0\0\0");
+    manager.close().unwrap();
+    machine.sim.assert_clean();
+}
+
 #[test]
 fn single_steps_do_what_they_say_and_no_more() {
     let local = Local::start();

@@ -42,14 +42,14 @@ impl MemoryManager {
     }
 
     /// Brings the memory back at the same addresses: as a reader that of the published layout, if it
-    /// is the one whose addresses were kept.
+    /// is the one whose addresses were kept. What was mapped since stays as it is.
     ///
     /// Allocations are told by the order of their slots, so that a layout that was written anew in
     /// the same shape fits, too.
     ///
     /// # Errors
-    /// [`ClientError::StaleLayout`], [`ClientError::Refused`], [`ClientError::Cuda`]; nothing is
-    /// mapped then.
+    /// [`ClientError::StaleLayout`], [`ClientError::MappingState`] where something was mapped since that is of
+    /// another layout, [`ClientError::Refused`], [`ClientError::Cuda`]; nothing more is mapped then.
     pub fn remap_all(&mut self) -> Result<()> {
         if !self.unmapped {
             return Ok(());
@@ -74,9 +74,18 @@ impl MemoryManager {
                 return Err(ClientError::StaleLayout { reason });
             }
         }
-        let addresses: Vec<u64> = kept.iter().map(|(address, _)| *address).collect();
-        for (address, now) in addresses.iter().zip(there) {
-            self.places.bind(*address, now)?;
+        let mut without = Vec::with_capacity(kept.len());
+        for ((address, before), now) in kept.into_iter().zip(there) {
+            if self.places.get(address)?.mapping.is_none() {
+                without.push((address, now));
+            } else if before.allocation_id != now.allocation_id {
+                let state = "mapped still, of a layout that is gone";
+                return Err(ClientError::MappingState { address, state });
+            }
+        }
+        let addresses: Vec<u64> = without.iter().map(|(address, _)| *address).collect();
+        for (address, now) in without {
+            self.places.bind(address, now)?;
         }
         self.map_at(&addresses)?;
         self.unmapped = false;
