@@ -5,7 +5,7 @@ import threading
 import pytest
 
 import vpmm
-from vpmm import _buffer
+from vpmm import _buffer, mr
 from vpmm._library import address, call, handle, lib
 
 
@@ -72,6 +72,25 @@ def test_a_borrower_waits_for_what_was_written(make_stream, waits):
         buffer.__dlpack__(stream=stream)
     # None stands for the legacy default stream, -1 for no order at all.
     assert waits == [(1, own), (borrowers, own)]
+
+
+@pytest.mark.parametrize("resource", [mr.PinnedHostMemoryResource, mr.ManagedMemoryResource])
+def test_the_host_borrows_what_has_been_written(make_stream, monkeypatch, resource):
+    """NumPy names no stream, and reads at once."""
+    own, borrowers, ended = make_stream(), make_stream(), []
+
+    def noted(function, *arguments):
+        if function is lib.vpmm_process_synchronize:
+            ended.append(address(arguments[-1]))
+        call(function, *arguments)
+
+    buffer = vpmm.DeviceBuffer(100, stream=own, mr=resource())
+    monkeypatch.setattr(_buffer, "call", noted)
+    for stream in (borrowers, -1, own):
+        buffer.__dlpack__(stream=stream)
+    assert not ended
+    buffer.__dlpack__()
+    assert ended == [own]
 
 
 def test_a_buffer_waits_for_streams_that_its_resource_takes_no_notes_of(make_stream, waits):

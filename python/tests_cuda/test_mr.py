@@ -88,6 +88,17 @@ def test_cupy_s_arrays_from_a_resource():
         cupy.cuda.set_allocator(former)
 
 
+@pytest.mark.parametrize("resource", [mr.PinnedHostMemoryResource, mr.ManagedMemoryResource])
+def test_numpy_reads_what_was_written_before(resource):
+    numpy = pytest.importorskip("numpy")
+    buffer = vpmm.DeviceBuffer(512 * MIB, mr=resource())
+    for value in (1, 2, 3):
+        buffer.fill(value)
+        assert numpy.from_dlpack(buffer)[-1] == value
+    # Before the resource, whose memory it is.
+    buffer.free()
+
+
 def test_numba_s_arrays_from_a_resource():
     pytest.importorskip("numba.cuda")
     program = textwrap.dedent(

@@ -303,6 +303,9 @@ class DeviceBuffer:
             raise BufferError("a buffer is lent on its own device only")
         if copy:
             raise BufferError("a buffer is lent, not copied")
+        if stream is None and self._pointer and self.__dlpack_device__()[0] != _dlpack.CUDA:
+            # Whoever names no stream may read on the host at once, as NumPy does.
+            call(lib.vpmm_process_synchronize, self._device, handle(self._here()))
         # None stands for the legacy default stream, -1 for no order at all.
         consumer = _LEGACY if stream is None else stream
         if consumer != -1 and self._pointer:
