@@ -87,11 +87,15 @@ fn tag(text: &str) -> Result<String, String> {
 fn loopback(text: &str) -> Result<SocketAddr, String> {
     let address: SocketAddr =
         text.parse().map_err(|_| "expected ADDRESS:PORT, such as 127.0.0.1:9400".to_owned())?;
-    if address.ip().is_loopback() {
-        Ok(address)
-    } else {
-        Err("only a loopback address, as there is no authentication".to_owned())
+    if !address.ip().is_loopback() {
+        return Err("only a loopback address, as there is no authentication".to_owned());
     }
+    if address.port() == 0 {
+        return Err(
+            "a port of its own, as nobody is told which one the system would give".to_owned()
+        );
+    }
+    Ok(address)
 }
 
 /// The arguments of `vpmm serve`.
@@ -290,7 +294,9 @@ mod tests {
 
     #[test]
     fn metrics_are_told_to_this_machine_only() {
-        assert!(loopback("127.0.0.1:0").is_ok() && loopback("[::1]:9").is_ok());
+        assert!(loopback("127.0.0.1:1").is_ok() && loopback("[::1]:9").is_ok());
         assert!(loopback("0.0.0.0:9400").is_err());
+        // With --all the second device's would be port 1.
+        assert!(loopback("127.0.0.1:0").is_err());
     }
 }
