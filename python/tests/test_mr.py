@@ -215,7 +215,7 @@ def test_a_log_that_rmm_s_tools_read(tmp_path, monkeypatch):
 
 
 def test_bins():
-    binning = mr.BinningMemoryResource(mr.CudaMemoryResource())
+    binning = mr.BinningMemoryResource(mr.CudaMemoryResource(), -1, -1)
     counted = mr.StatisticsResourceAdaptor(mr.CudaMemoryResource())
     binning.add_bin("64 KiB")
     binning.add_bin(MIB, counted)

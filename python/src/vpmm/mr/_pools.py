@@ -48,7 +48,8 @@ class FixedSizeMemoryResource(UpstreamResourceAdaptor):
 
 class BinningMemoryResource(UpstreamResourceAdaptor):
     """Sends each request to the bin of the least size that suffices, and longer ones to ``upstream_mr``. Bins
-    are of 2 to the exponents, both included; without exponents there is none before :meth:`add_bin`."""
+    are of 2 to the exponents, both included; without exponents, or with -1 as RMM has it, there is none before
+    :meth:`add_bin`."""
 
     def __init__(
         self,
@@ -56,9 +57,10 @@ class BinningMemoryResource(UpstreamResourceAdaptor):
         min_size_exponent: int | None = None,
         max_size_exponent: int | None = None,
     ):
-        if (min_size_exponent is None) != (max_size_exponent is None):
+        least, most = (None if of == -1 else of for of in (min_size_exponent, max_size_exponent))
+        if (least is None) != (most is None):
             raise TypeError("both exponents, or none")
-        text = settings_text("binning", least=min_size_exponent, most=max_size_exponent)
+        text = settings_text("binning", least=least, most=most)
         self._open(text, device_of(upstream_mr), upstream_mr)
 
     def add_bin(self, allocation_size: int | str, bin_resource: DeviceMemoryResource | None = None) -> None:
