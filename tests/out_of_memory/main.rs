@@ -4,6 +4,7 @@ mod callbacks;
 mod maps;
 #[path = "../lifetimes/rig.rs"]
 mod rig;
+mod small;
 #[allow(unused_macros, reason = "no driver function is held here")]
 #[path = "../support/pools.rs"]
 mod support;

@@ -85,7 +85,6 @@ pub(super) struct Checked {
     pub(super) initial_bytes: u64,
     /// A multiple of `page`.
     pub(super) va_bytes: u64,
-    pub(super) limit_bytes: Option<u64>,
     pub(super) pending_policy: PendingPolicy,
     pub(super) reuse: Reuse,
     pub(super) release_threshold_bytes: Option<u64>,
@@ -180,7 +179,6 @@ impl PagedConfig {
             page,
             initial_bytes,
             va_bytes,
-            limit_bytes: self.limit_bytes,
             pending_policy: self.pending_policy,
             reuse: self.reuse,
             release_threshold_bytes: self.release_threshold_bytes,

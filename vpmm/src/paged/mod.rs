@@ -148,11 +148,8 @@ impl PagedPool {
 
     fn malloc_small(&self, small: &Small, bytes: u64, caller: Caller) -> Result<DevicePtr> {
         self.settle_small(caller.stream_id, caller.stream)?;
-        if let Some(limit) = self.config.limit_bytes {
-            let held = self.backing.budget().held().saturating_add(small.held_bytes());
-            if held.saturating_add(bytes) > limit {
-                return Err(self.out_of_memory(bytes));
-            }
+        if self.bytes_over_limit(small, bytes) > 0 {
+            return Err(self.out_of_memory(bytes));
         }
         small.malloc(self.device.driver(), bytes, caller).map_err(|failure| {
             if failure.is_out_of_memory() {
@@ -161,6 +158,14 @@ impl PagedPool {
                 failure.about(bytes)
             }
         })
+    }
+
+    /// How far a small request would go beyond the limit, which may have been set after the pool was made.
+    fn bytes_over_limit(&self, small: &Small, bytes: u64) -> u64 {
+        let budget = self.backing.budget();
+        let Some(limit) = budget.limit() else { return 0 };
+        let held = budget.held().saturating_add(small.held_bytes());
+        held.saturating_add(bytes).saturating_sub(limit)
     }
 
     #[inline(never)]

@@ -25,7 +25,7 @@ impl PagedPool {
     pub(super) fn remap(&self, caller: Caller, bytes: u64) -> Result<DevicePtr> {
         let growing = self.lock_growing();
         self.retry_orphans();
-        let mut trims = self.config.limit_bytes.and(self.small.as_ref());
+        let mut trims = self.backing.budget().limit().and(self.small.as_ref());
         let mut plan = loop {
             let room = self.room()?;
             let mut space = self.lock_space();
@@ -111,7 +111,7 @@ impl PagedPool {
 
     /// How many bytes of new memory the limit allows.
     fn room(&self) -> Result<u64> {
-        let Some(limit) = self.config.limit_bytes else { return Ok(u64::MAX) };
+        let Some(limit) = self.backing.budget().limit() else { return Ok(u64::MAX) };
         let small =
             self.small.as_ref().map_or(Ok(0), |small| small.reserved(self.device.driver()))?;
         let own = limit.saturating_sub(self.lock_space().mapped).saturating_sub(small);
