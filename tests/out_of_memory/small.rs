@@ -1,7 +1,7 @@
 //! Requests that the paged profile serves from the driver's own pool, where memory is short.
 
-use cuda_sim::Schedule;
-use vpmm::{Error, Pool};
+use cuda_sim::{Schedule, Simulator};
+use vpmm::{Error, Pool, WaitPolicy};
 
 use crate::rig::{GRANULE, LIMIT, MIB, Profile};
 use crate::support::Rig;
@@ -44,4 +44,49 @@ fn a_limit_set_later_counts_small_requests() {
     held.into_iter().for_each(|ptr| open.free(ptr, &stream).unwrap());
     drop((pool, open));
     rig.assert_clean();
+}
+
+/// Pages that nobody uses make room, at the limit and where the device has no more.
+#[test]
+fn free_pages_make_room_for_small_requests() {
+    for limit in [Some(64 * GRANULE), None] {
+        let sim = Simulator::builder().memory_bytes(100 * GRANULE).build().unwrap();
+        let rig = Rig::on(sim);
+        let stream = rig.stream();
+        let pool = Profile::Paged.limited(&rig.device, limit, WaitPolicy::FailAtOnce);
+        let most = limit.unwrap_or(u64::MAX).min(rig.device.free_memory().unwrap());
+        let all = pool.malloc((most / GRANULE * GRANULE) as usize, &stream).unwrap();
+        assert!(pool.malloc(1000, &stream).unwrap_err().is_out_of_memory());
+        pool.free(all, &stream).unwrap();
+        stream.synchronize().unwrap();
+        let small = pool.malloc(1000, &stream).unwrap();
+        pool.validate().unwrap();
+        // What was not needed stays.
+        let pages = pool.malloc(32 * GRANULE as usize, &stream).unwrap();
+        pool.free(pages, &stream).unwrap();
+        pool.free(small, &stream).unwrap();
+        drop(pool);
+        rig.assert_clean();
+    }
+}
+
+/// Also those that work still uses, where a request may wait for it.
+#[test]
+fn small_requests_wait_for_pages() {
+    for policy in [WaitPolicy::FailAtOnce, WaitPolicy::WaitForPending] {
+        // What is enqueued runs when somebody waits for it.
+        let rig = Rig::simulated(Schedule::Manual);
+        let stream = rig.stream();
+        let bytes = LIMIT * GRANULE;
+        let pool = Profile::Paged.limited(&rig.device, Some(bytes), policy);
+        let all = pool.malloc(bytes as usize, &stream).unwrap();
+        rig.fill(all.address(), bytes, 1, stream.handle());
+        pool.free(all, &stream).unwrap();
+        let small = pool.malloc(1000, &stream);
+        assert_eq!(small.is_ok(), policy == WaitPolicy::WaitForPending, "{small:?}");
+        small.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+        pool.validate().unwrap();
+        drop(pool);
+        rig.assert_clean();
+    }
 }

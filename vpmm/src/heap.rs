@@ -52,9 +52,9 @@ pub(crate) trait Heap: Source + Send + Sync {
     fn access_of(&self, device: &Device) -> Access;
     fn set_access(&self, device: &Device, access: Access) -> Result<()>;
 
-    /// Waits on the host for what was freed, where that is more than a refused request has done;
-    /// answers whether it did.
-    fn wait_for_pending(&self) -> Result<bool>;
+    /// Waits on the host for what was freed, where that is more than a refused request of so many
+    /// bytes has done; answers whether it did.
+    fn wait_for_pending(&self, bytes: u64) -> Result<bool>;
     /// Waits on the host for what was freed so far, which is everybody's then.
     fn wait_for_frees(&self) -> Result<()>;
     /// Allocations in the hands of callers. No driver call.

@@ -62,7 +62,7 @@ impl Heap for Core {
     }
 
     /// The ladder's last step.
-    fn wait_for_pending(&self) -> Result<bool> {
+    fn wait_for_pending(&self, _bytes: u64) -> Result<bool> {
         Ok(false)
     }
 

@@ -63,8 +63,8 @@ impl Heap for PagedPool {
         self.set_access(device, access)
     }
 
-    fn wait_for_pending(&self) -> Result<bool> {
-        self.wait_for_pending()
+    fn wait_for_pending(&self, bytes: u64) -> Result<bool> {
+        self.wait_for_pending(bytes)
     }
 
     fn wait_for_frees(&self) -> Result<()> {

@@ -59,6 +59,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// What the driver's pools take from the device at a time.
+const SMALL_CHUNK_BYTES: u64 = 32 << 20;
+
 /// A stream that was found fit for this pool, by handle for the driver and by id for the books.
 #[derive(Clone, Copy)]
 struct Caller {
@@ -148,6 +151,16 @@ impl PagedPool {
 
     fn malloc_small(&self, small: &Small, bytes: u64, caller: Caller) -> Result<DevicePtr> {
         self.settle_small(caller.stream_id, caller.stream)?;
+        match self.malloc_from_driver(small, bytes, caller) {
+            Err(error) if error.is_out_of_memory() && !error.is_hopeless() => {
+                self.malloc_in_place_of_pages(small, bytes, caller, error)
+            }
+            served => served,
+        }
+    }
+
+    /// A small request, as far as the limit and the driver's pool allow it.
+    fn malloc_from_driver(&self, small: &Small, bytes: u64, caller: Caller) -> Result<DevicePtr> {
         if self.bytes_over_limit(small, bytes) > 0 {
             return Err(self.out_of_memory(bytes));
         }
@@ -158,6 +171,37 @@ impl PagedPool {
                 failure.about(bytes)
             }
         })
+    }
+
+    /// A small request that found no memory: again and again while free pages can be given back for it.
+    #[cold]
+    fn malloc_in_place_of_pages(
+        &self,
+        small: &Small,
+        bytes: u64,
+        caller: Caller,
+        mut error: Error,
+    ) -> Result<DevicePtr> {
+        // No other request takes the room for pages meanwhile.
+        let _growing = self.lock_growing();
+        if self.lock_space().free_bytes() == 0 {
+            return Err(error);
+        }
+        self.ask_every_stream()?;
+        self.reap_pages(u64::MAX);
+        loop {
+            let missing = match self.bytes_over_limit(small, bytes) {
+                0 => bytes.max(SMALL_CHUNK_BYTES),
+                over => over,
+            };
+            if self.trim_pages(missing)? == 0 {
+                return Err(error);
+            }
+            match self.malloc_from_driver(small, bytes, caller) {
+                Err(again) if again.is_out_of_memory() => error = again,
+                served => return served,
+            }
+        }
     }
 
     /// How far a small request would go beyond the limit, which may have been set after the pool was made.

@@ -94,7 +94,7 @@ impl PagedPool {
     }
 
     /// Gives free pages back, `excess` bytes or a page more; returns how many bytes went.
-    fn trim_pages(&self, excess: u64) -> Result<u64> {
+    pub(super) fn trim_pages(&self, excess: u64) -> Result<u64> {
         let mut spare = self.lock_space().take_spare(excess).into_iter();
         let mut gone = 0;
         for run in spare.by_ref() {

@@ -5,18 +5,23 @@ use crate::capture::BesideCaptures;
 use crate::error::Result;
 use crate::event::Event;
 use crate::fence::Fence;
+use crate::region::State;
 
 impl PagedPool {
     /// Waits until the GPU has come past everything that was freed so far, which is everybody's then;
     /// answers whether it had anything to wait for. It has not as long as a stream may be made to wait
     /// for another one's memory, unless memory is kept for uses on further streams: no stream waits for
-    /// those.
-    pub(crate) fn wait_for_pending(&self) -> Result<bool> {
+    /// those. Nor can one be made to wait for pages that are to be given back for a small request.
+    pub(crate) fn wait_for_pending(&self, bytes: u64) -> Result<bool> {
         let waits = {
             let _context = self.device.enter()?;
             self.record_due()?;
             let space = self.lock_space();
-            !self.config.reuse.internal_dependencies || !space.uses.deferred().is_empty()
+            let lacks_pages = self.small.is_some()
+                && bytes < self.config.page
+                && space.map.totals().regions(State::Pending) > 0;
+            let streams_wait = self.config.reuse.internal_dependencies && !lacks_pages;
+            !streams_wait || !space.uses.deferred().is_empty()
         };
         if waits { self.wait_for_frees() } else { Ok(false) }
     }

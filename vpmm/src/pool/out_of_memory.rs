@@ -237,7 +237,11 @@ impl Pool {
         if self.family.shortage.policy != WaitPolicy::WaitForPending {
             return ControlFlow::Continue(error);
         }
-        match self.heap().wait_for_pending() {
+        let bytes = match error {
+            Error::OutOfMemory { requested_bytes, .. } => requested_bytes,
+            _ => u64::MAX,
+        };
+        match self.heap().wait_for_pending(bytes) {
             Ok(true) => attempt(),
             Ok(false) => ControlFlow::Continue(error),
             Err(error) => ControlFlow::Break(Err(error)),
