@@ -172,6 +172,46 @@ fn a_container_of_a_thread_goes_to_another_thread() {
     });
 }
 
+gated!(copying: cuMemcpyDtoDAsync_v2(
+    to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream
+));
+
+/// What one thread is about to enqueue comes before what another does with the same container next.
+#[test]
+fn threads_that_share_a_container_of_a_thread_take_turns() {
+    let sim = Simulator::builder().build().unwrap();
+    let rig = Rig::with(changed(&sim, copying::put), sim);
+    let pool = pool(&rig);
+    let (per_thread, own) = (Stream::per_thread(&rig.device), rig.stream());
+    let shared = DeviceBuffer::from_slice(&vec![5; BYTES as usize], &per_thread, &pool).unwrap();
+    let mut copy = DeviceBuffer::zeroed(BYTES as usize, &own, &pool).unwrap();
+    own.synchronize().unwrap();
+    let stall = std::thread::scope(|scope| {
+        copying::BEFORE.arm();
+        let copies = scope.spawn(|| copy.as_mut_slice().copy_from(&shared.as_slice()).unwrap());
+        copying::BEFORE.wait();
+        scope.spawn(|| {
+            std::thread::sleep(std::time::Duration::from_millis(200));
+            copying::BEFORE.open();
+        });
+        // Whoever comes here before the copy was enqueued makes this thread the container's.
+        assert_eq!(shared.as_slice().get(0).unwrap(), 5);
+        let stall = rig.stall(own.handle());
+        copying::BEFORE.open();
+        copies.join().unwrap();
+        stall
+    });
+    let address = shared.ptr().address();
+    drop(shared);
+    let next = DeviceBuffer::zeroed(BYTES as usize, &per_thread, &pool).unwrap();
+    assert_eq!(next.ptr().address(), address, "the same memory");
+    drop(stall);
+    assert!(copy.as_slice().to_vec().unwrap().iter().all(|byte| *byte == 5));
+    drop((next, copy));
+    drop(pool);
+    rig.assert_clean();
+}
+
 #[test]
 fn streams_and_events() {
     Rig::everywhere(|rig| {

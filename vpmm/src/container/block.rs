@@ -56,7 +56,7 @@ impl<R: MemoryResource> Block<R> {
         bytes: usize,
         copy: impl FnOnce(&Home, DevicePtr, DevicePtr) -> Result<()>,
     ) -> Result<()> {
-        let stream = self.home.stream()?.handle();
+        let stream = self.home.turn()?.handle();
         let new = self.resource.allocate(bytes, self.align, stream)?;
         if let Err(error) = copy(&self.home, self.ptr, new) {
             // The first failure is the one to tell.
@@ -74,7 +74,7 @@ impl<R: MemoryResource> Block<R> {
         if std::mem::replace(&mut self.freed, true) {
             return Ok(());
         }
-        let stream = self.home.stream()?.handle();
+        let stream = self.home.turn()?.handle();
         self.resource.deallocate(self.ptr, self.bytes, self.align, stream)
     }
 

@@ -212,7 +212,7 @@ impl<R: MemoryResource> DeviceBuffer<R> {
     fn reallocate(&mut self, capacity: usize) -> Result<()> {
         let len = self.len;
         self.block.replace(capacity, |home, old, new| {
-            copy::across(home.stream()?, new.address(), old.address(), len)
+            copy::across(&*home.turn()?, new.address(), old.address(), len)
         })
     }
 

@@ -2,7 +2,7 @@
 
 use bytemuck::Pod;
 
-use super::home::Home;
+use super::home::{Home, Turn};
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 use crate::units::DevicePtr;
@@ -18,8 +18,8 @@ const WORDS_BYTES: usize = 16;
 /// # Errors
 /// [`Error::StreamCapturing`]: the copy would become a part of the graph, with an address of the host's
 /// in it, and the wait would end the capture.
-fn waiting(home: &Home) -> Result<&Stream> {
-    let stream = home.stream()?;
+fn waiting(home: &Home) -> Result<Turn<'_>> {
+    let stream = home.turn()?;
     if stream.is_capturing()? { Err(Error::StreamCapturing) } else { Ok(stream) }
 }
 
@@ -39,8 +39,8 @@ pub(super) fn upload(home: &Home, to: u64, from: &[u8]) -> Result<()> {
     }
     let stream = waiting(home)?;
     // SAFETY: the host's bytes are borrowed until the copy has been waited for.
-    unsafe { enqueue_upload(stream, to, from.as_ptr(), from.len()) }?;
-    wait(stream)
+    unsafe { enqueue_upload(&stream, to, from.as_ptr(), from.len()) }?;
+    wait(&stream)
 }
 
 /// Copies from the device, and waits for that.
@@ -50,8 +50,8 @@ pub(super) fn download(home: &Home, to: &mut [u8], from: u64) -> Result<()> {
     }
     let stream = waiting(home)?;
     // SAFETY: as in `upload`; nobody else has the bytes meanwhile.
-    unsafe { enqueue_download(stream, to.as_mut_ptr(), from, to.len()) }?;
-    wait(stream)
+    unsafe { enqueue_download(&stream, to.as_mut_ptr(), from, to.len()) }?;
+    wait(&stream)
 }
 
 /// # Safety
@@ -95,11 +95,11 @@ pub(super) fn between(
     from: u64,
     bytes: usize,
 ) -> Result<()> {
-    let (writer, reader) = (to_home.stream()?, from_home.stream()?);
-    writer.wait_for_stream(reader)?;
-    across(writer, to, from, bytes)?;
+    let [writer, reader] = to_home.turns(from_home)?;
+    writer.wait_for_stream(&reader)?;
+    across(&writer, to, from, bytes)?;
     // What is enqueued on the reader's stream next may be a free: then the host waits instead.
-    reader.wait_for_stream(writer).or_else(|error| writer.synchronize().map_err(|_| error))
+    reader.wait_for_stream(&writer).or_else(|error| writer.synchronize().map_err(|_| error))
 }
 
 /// Sets `count` bytes.
@@ -129,13 +129,12 @@ fn fill_halves(stream: &Stream, to: u64, value: u16, count: usize) -> Result<()>
 pub(super) fn fill<T: Pod>(home: &Home, to: u64, value: &T, count: usize) -> Result<()> {
     let bytes = bytemuck::bytes_of(value);
     let Some(&first) = bytes.first().filter(|_| count > 0) else { return Ok(()) };
-    let stream = home.stream()?;
     if bytes.iter().all(|byte| *byte == first) {
-        return fill_bytes(stream, to, first, count * bytes.len());
+        return fill_bytes(&*home.turn()?, to, first, count * bytes.len());
     }
     match bytes {
-        [a, b] => fill_halves(stream, to, u16::from_ne_bytes([*a, *b]), count),
-        [a, b, c, d] => fill_words(stream, to, u32::from_ne_bytes([*a, *b, *c, *d]), count),
+        [a, b] => fill_halves(&*home.turn()?, to, u16::from_ne_bytes([*a, *b]), count),
+        [a, b, c, d] => fill_words(&*home.turn()?, to, u32::from_ne_bytes([*a, *b, *c, *d]), count),
         _ => fill_by_copies(home, to, bytes, count),
     }
 }
@@ -145,11 +144,11 @@ fn fill_by_copies(home: &Home, to: u64, pattern: &[u8], count: usize) -> Result<
     let all = pattern.len() * count;
     let first = (PATTERN_BYTES / pattern.len()).clamp(1, count);
     upload(home, to, &pattern.repeat(first))?;
-    let stream = home.stream()?;
+    let stream = home.turn()?;
     let mut done = first * pattern.len();
     while done < all {
         let more = done.min(all - done);
-        across(stream, to + done as u64, to, more)?;
+        across(&stream, to + done as u64, to, more)?;
         done += more;
     }
     Ok(())
@@ -162,10 +161,10 @@ pub(super) fn write<T: Pod>(home: &Home, to: u64, value: &T) -> Result<()> {
     if bytes.len() > WORDS_BYTES || !bytes.len().is_multiple_of(4) {
         return fill(home, to, value, 1);
     }
-    let stream = home.stream()?;
+    let stream = home.turn()?;
     for (at, word) in bytes.chunks_exact(4).enumerate() {
         let word = u32::from_ne_bytes([word[0], word[1], word[2], word[3]]);
-        fill_words(stream, to + 4 * at as u64, word, 1)?;
+        fill_words(&stream, to + 4 * at as u64, word, 1)?;
     }
     Ok(())
 }

@@ -1,6 +1,8 @@
 //! The stream that a container is at home on.
 
-use std::sync::{Mutex, PoisonError};
+use std::ops::Deref;
+use std::ptr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::device::StreamHandle;
 use crate::error::Result;
@@ -18,6 +20,21 @@ pub(super) struct Home {
     thread: Option<Mutex<Option<Token>>>,
 }
 
+/// A home's stream for a call by this thread, until everything that the call enqueues is: another thread that
+/// shares the container would else wait for the device before, and for nothing after.
+pub(super) struct Turn<'a> {
+    stream: &'a Stream,
+    _thread: Option<MutexGuard<'a, Option<Token>>>,
+}
+
+impl Deref for Turn<'_> {
+    type Target = Stream;
+
+    fn deref(&self) -> &Stream {
+        self.stream
+    }
+}
+
 impl Home {
     pub(super) fn new(stream: &Stream) -> Self {
         let per_thread = stream.handle() == StreamHandle::PER_THREAD;
@@ -30,23 +47,36 @@ impl Home {
         &self.stream
     }
 
-    /// The stream, for a call by this thread.
-    pub(super) fn stream(&self) -> Result<&Stream> {
-        if let Some(thread) = &self.thread {
-            let mut thread = thread.lock().unwrap_or_else(PoisonError::into_inner);
-            let now = Token::current();
-            // A thread that is ending has no number, and is nobody that was seen before.
-            if now.is_none() || *thread != now {
-                self.stream.device().synchronize()?;
-                *thread = now;
-            }
+    /// The stream, for a call by this thread, which takes no other turn meanwhile.
+    pub(super) fn turn(&self) -> Result<Turn<'_>> {
+        let Some(thread) = &self.thread else {
+            return Ok(Turn { stream: &self.stream, _thread: None });
+        };
+        let mut thread = thread.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Token::current();
+        // A thread that is ending has no number, and is nobody that was seen before.
+        if now.is_none() || *thread != now {
+            self.stream.device().synchronize()?;
+            *thread = now;
         }
-        Ok(&self.stream)
+        Ok(Turn { stream: &self.stream, _thread: Some(thread) })
+    }
+
+    /// The streams of two, for a call by this thread: the same two in the same order for every thread.
+    pub(super) fn turns<'a>(&'a self, other: &'a Self) -> Result<[Turn<'a>; 2]> {
+        if ptr::eq(self, other) {
+            return Ok([self.turn()?, Turn { stream: &self.stream, _thread: None }]);
+        }
+        if ptr::from_ref(self) < ptr::from_ref(other) {
+            return Ok([self.turn()?, other.turn()?]);
+        }
+        let second = other.turn()?;
+        Ok([self.turn()?, second])
     }
 
     /// Goes to another stream, which comes after everything enqueued on this one.
     pub(super) fn move_to(&mut self, stream: &Stream) -> Result<()> {
-        stream.wait_for_stream(self.stream()?)?;
+        stream.wait_for_stream(&*self.turn()?)?;
         *self = Self::new(stream);
         Ok(())
     }

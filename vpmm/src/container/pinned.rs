@@ -109,7 +109,7 @@ impl<T: Pod, R: MemoryResource> PinnedVec<T, R> {
     pub fn upload(self, to: &mut DeviceSliceMut<'_, T>) -> Result<Transfer<T, R>> {
         self.check_length(to.len())?;
         let (address, bytes) = (to.address(), self.len * size_of::<T>());
-        self.transfer(to.home().stream()?, |stream, host| {
+        self.transfer(&*to.home().turn()?, |stream, host| {
             // SAFETY: the transfer owns the values until it has waited for the copy, or for ever.
             unsafe { copy::enqueue_upload(stream, address, host, bytes) }
         })
@@ -123,7 +123,7 @@ impl<T: Pod, R: MemoryResource> PinnedVec<T, R> {
     pub fn download(self, from: &DeviceSlice<'_, T>) -> Result<Transfer<T, R>> {
         self.check_length(from.len())?;
         let (address, bytes) = (from.address(), self.len * size_of::<T>());
-        self.transfer(from.home().stream()?, |stream, host| {
+        self.transfer(&*from.home().turn()?, |stream, host| {
             // SAFETY: as in `upload`.
             unsafe { copy::enqueue_download(stream, host, address, bytes) }
         })

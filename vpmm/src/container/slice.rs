@@ -135,13 +135,13 @@ impl<'a, T: Pod> DeviceSlice<'a, T> {
     /// waited for, or, where it captures a graph, for all launches of that.
     pub unsafe fn copy_to_slice_async(&self, host: &mut [T]) -> Result<()> {
         check_lengths(host.len(), self.len)?;
-        let stream = self.home.stream()?;
+        let stream = self.home.turn()?;
         let host: &mut [u8] = bytemuck::cast_slice_mut(host);
         if host.is_empty() {
             return Ok(());
         }
         // SAFETY: the caller vouches for it.
-        unsafe { copy::enqueue_download(stream, host.as_mut_ptr(), self.address, host.len()) }
+        unsafe { copy::enqueue_download(&stream, host.as_mut_ptr(), self.address, host.len()) }
     }
 
     /// The same memory as so many values, which it is long enough for.
@@ -241,8 +241,8 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
     /// # Errors
     /// [`Error::Driver`], [`Error::ContextLost`].
     pub fn fill_zero(&mut self) -> Result<()> {
-        let stream = self.home.stream()?;
-        copy::fill_bytes(stream, self.address, 0, self.len * size_of::<T>())
+        let stream = self.home.turn()?;
+        copy::fill_bytes(&stream, self.address, 0, self.len * size_of::<T>())
     }
 
     /// Copies values from the host, and waits for that.
@@ -266,13 +266,13 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
     /// been waited for, or, where it captures a graph, for all launches of that.
     pub unsafe fn copy_from_slice_async(&mut self, host: &[T]) -> Result<()> {
         check_lengths(host.len(), self.len)?;
-        let stream = self.home.stream()?;
+        let stream = self.home.turn()?;
         let host: &[u8] = bytemuck::cast_slice(host);
         if host.is_empty() {
             return Ok(());
         }
         // SAFETY: the caller vouches for it.
-        unsafe { copy::enqueue_upload(stream, self.address, host.as_ptr(), host.len()) }
+        unsafe { copy::enqueue_upload(&stream, self.address, host.as_ptr(), host.len()) }
     }
 
     /// Copies values from another container, without waiting: after what is enqueued on either's
