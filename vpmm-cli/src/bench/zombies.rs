@@ -52,11 +52,21 @@ fn among_held<S: Subject, T>(
         hands.run_steps(&zombies.free)?;
         // No more may be made: what the requests lack has to move.
         subject.limit_to(Some(zombies.most_bytes))?;
-        hands.run_steps(&zombies.gather)?;
+        let gathered = hands.run_steps(&zombies.gather);
         subject.limit_to(None)?;
-        let worked = work()?;
         let expected = u64::from(zombies.count);
-        match subject.zombie_bytes().map(|bytes| bytes / zombies.bytes_each) {
+        let waiting = || subject.zombie_bytes().map(|bytes| bytes / zombies.bytes_each);
+        if let Err(error) = gathered {
+            // The limit is the case's own: what was freed does not move.
+            return Err(match waiting() {
+                Some(waiting) if error.is_out_of_memory() => {
+                    BenchError::FewZombies { waiting, expected }
+                }
+                _ => error.into(),
+            });
+        }
+        let worked = work()?;
+        match waiting() {
             Some(waiting) if waiting < expected => {
                 Err(BenchError::FewZombies { waiting, expected })
             }
