@@ -232,6 +232,21 @@ def test_locks_that_are_not_to_be_had(server, tmp_path):
             lost.list_handles()
 
 
+def test_a_name_with_a_zero_is_no_shorter_one(server):
+    # The library takes a text to end there: it would be another entry.
+    with pytest.raises(ValueError, match="zero"):
+        GMSClientMemoryManager(f"{server}\0")
+    with GMSClientMemoryManager(server) as manager:
+        manager.connect(RequestedLockType.RW)
+        name, _ = manager.allocate_handle(1, "a tag")
+        assert manager.metadata_put("key", name, 0, b"value")
+        with pytest.raises(ValueError, match="zero"):
+            manager.metadata_put("key\0of another", name, 0, b"other")
+        with pytest.raises(ValueError, match="zero"):
+            manager.metadata_delete("key\0of another")
+        assert manager.metadata_get("key") == (name, 0, b"value")
+
+
 def test_a_server_that_says_nothing_is_given_up(tmp_path):
     path = str(tmp_path / "silent.sock")
     with socket.socket(socket.AF_UNIX) as listener, GMSClientMemoryManager(path) as manager:

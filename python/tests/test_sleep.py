@@ -80,3 +80,22 @@ def test_mistakes():
         vpmm.suspend("nobody has this tag")
     with pytest.raises(vpmm.NotFoundError):
         vpmm.resume("nobody has this tag")
+
+
+def test_a_name_with_a_zero_is_no_shorter_one(tmp_path):
+    # The library takes a text to end there: it would be another tag, and another file.
+    with pytest.raises(ValueError, match="zero"), vpmm.tag("zero\0of another"):
+        pass
+    pool = vpmm.Pool.of_process()
+    with pytest.raises(ValueError, match="zero"):
+        pool.malloc(1, tag="zero\0of another")
+    with vpmm.tag("zero"):
+        buffer = vpmm.DeviceBuffer(MIB)
+    with pytest.raises(ValueError, match="zero"):
+        vpmm.suspend("zero\0of another")
+    with pytest.raises(ValueError, match="zero"):
+        vpmm.suspend("zero", path=f"{tmp_path}/file\0of another")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="zero"):
+        vpmm.mr.open("default\0 of another")
+    buffer.free()

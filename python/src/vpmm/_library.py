@@ -25,6 +25,7 @@ __all__ = [
     "answer",
     "but_in_a_child",
     "call",
+    "encoded",
     "ffi",
     "handle",
     "lib",
@@ -91,6 +92,14 @@ def text_of(function: Any, *arguments: Any, after: tuple[Any, ...] = ()) -> str:
         if needed[0] <= length:
             return ffi.string(text).decode()
         length = needed[0]  # it may have grown meanwhile
+
+
+def encoded(text: str | bytes) -> bytes:
+    """A text, or a path as the system has it, for the library, which takes it to end at the first zero."""
+    made = text.encode() if isinstance(text, str) else text
+    if b"\0" in made:
+        raise ValueError(f"{text!r} has a zero character")
+    return made
 
 
 def handle(raw: int) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from ._errors import Error
-from ._library import answer, call, ffi, lib
+from ._library import answer, call, encoded, ffi, lib
 from ._pool import Pool, Statistics, statistics_by
 from ._sleep import resume, suspend
 
@@ -87,7 +87,7 @@ class HeapMemPool:
     @contextlib.contextmanager
     def using(self) -> Iterator[HeapMemPool]:
         """What this thread allocates in the block on the pool's device comes from it."""
-        call(lib.vpmm_process_push_tag_on, self.name.encode(), self.device)
+        call(lib.vpmm_process_push_tag_on, encoded(self.name), self.device)
         try:
             yield self
         finally:
@@ -121,5 +121,5 @@ def _name_of(number: int) -> str:
 
 def _open(name: str, device: int) -> Any:
     pool = Pool.of_process(device)
-    heap = answer("vpmm_tagged *", lib.vpmm_tagged_open, pool._handle, name.encode())
+    heap = answer("vpmm_tagged *", lib.vpmm_tagged_open, pool._handle, encoded(name))
     return ffi.gc(heap, lib.vpmm_tagged_release)

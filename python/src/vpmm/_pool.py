@@ -18,6 +18,7 @@ from ._library import (
     address,
     answer,
     call,
+    encoded,
     ffi,
     handle,
     lib,
@@ -257,7 +258,7 @@ class Pool:
         0 bytes. With a ``tag`` it is in a heap of that name, which :meth:`suspend` has sleep."""
         if tag is None:
             return address(answer("void *", lib.vpmm_malloc, self._handle, size, handle(stream)))
-        made = answer("vpmm_tagged *", lib.vpmm_tagged_open, self._handle, tag.encode())
+        made = answer("vpmm_tagged *", lib.vpmm_tagged_open, self._handle, encoded(tag))
         heap = ffi.gc(made, lib.vpmm_tagged_release)
         return address(answer("void *", lib.vpmm_tagged_malloc, heap, size, handle(stream)))
 
@@ -294,14 +295,14 @@ class Pool:
         if contents not in _CONTENTS:
             raise ValueError(f"contents cannot be {contents!r}; known: {', '.join(_CONTENTS)}")
         way = _CONTENTS[contents] if path is None else _SAVE
-        file = NULL if path is None else ffi.new("char[]", os.fsencode(path))
+        file = NULL if path is None else ffi.new("char[]", encoded(os.fsencode(path)))
         on = handle(raw_stream(stream))
-        return answer("uint64_t", lib.vpmm_suspend, self._handle, tag.encode(), on, way, file)
+        return answer("uint64_t", lib.vpmm_suspend, self._handle, encoded(tag), on, way, file)
 
     def resume(self, tag: str, *, empty: bool = False, stream: Any = None) -> int:
         """Brings memory with a tag back: as :func:`vpmm.resume`."""
         on = handle(raw_stream(stream))
-        return answer("uint64_t", lib.vpmm_resume, self._handle, tag.encode(), on, empty)
+        return answer("uint64_t", lib.vpmm_resume, self._handle, encoded(tag), on, empty)
 
     def export(self, pointer: int, socket: Any) -> None:
         """Sends an allocation to a process that is in :meth:`vpmm.Imported.receive` at the other end of a

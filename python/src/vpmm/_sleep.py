@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ._library import call, lib
+from ._library import call, encoded, lib
 from ._pool import Pool
 
 
@@ -21,7 +21,7 @@ def tag(name: str) -> Iterator[None]:
     >>> vpmm.suspend("weights")        # the GPU's memory is others' now
     >>> vpmm.resume("weights")         # and back, at the same addresses, with its contents
     """
-    call(lib.vpmm_process_push_tag, name.encode())
+    call(lib.vpmm_process_push_tag, encoded(name))
     try:
         yield
     finally:

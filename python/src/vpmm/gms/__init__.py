@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._errors import DisconnectedError, Error, LockTimeoutError, RefusedError, StaleMemoryLayoutError
-from .._library import NULL, answer, call, ffi, lib
+from .._library import NULL, answer, call, encoded, ffi, lib
 from .._pool import _driver
 
 __all__ = [
@@ -149,7 +149,7 @@ class GMSClientMemoryManager:
     ):
         self.socket_path, self.device, self.tag = str(socket_path), device, tag
         self.scratch_size = scratch_size
-        path = str(pathlib.Path(socket_path)).encode()
+        path = encoded(str(pathlib.Path(socket_path)))
         raw = answer("vpmm_gms *", lib.vpmm_gms_open, _driver(), device, path)
         self._handle = ffi.gc(raw, lib.vpmm_gms_release)
         # So that handlers of signals run, as of Ctrl-C, however long a lock takes.
@@ -157,7 +157,7 @@ class GMSClientMemoryManager:
         self._scratch_size_is_set = False
         self._is_closed = False
         if tag is not None:
-            call(lib.vpmm_gms_set_tag, self._handle, tag.encode())
+            call(lib.vpmm_gms_set_tag, self._handle, encoded(tag))
 
     def __enter__(self) -> GMSClientMemoryManager:
         return self
@@ -263,23 +263,23 @@ class GMSClientMemoryManager:
     def allocate_handle(self, size: int, tag: str = "default") -> tuple[str, int]:
         """Makes an allocation, of whole granules: its name and its place in the layout. Maps nothing."""
         seen = _allocations()
-        call(lib.vpmm_gms_allocate_handle, self._handle, size, tag.encode(), *seen.by)
+        call(lib.vpmm_gms_allocate_handle, self._handle, size, encoded(tag), *seen.by)
         return seen.all[0].allocation_id, seen.all[0].layout_slot
 
     def export_handle(self, allocation_id: str) -> int:
         """A descriptor of an allocation's memory, for the caller to close."""
-        return answer("int", lib.vpmm_gms_export_handle, self._handle, allocation_id.encode())
+        return answer("int", lib.vpmm_gms_export_handle, self._handle, encoded(allocation_id))
 
     def get_handle_info(self, allocation_id: str) -> GetAllocationResponse:
         """An allocation."""
         seen = _allocations()
-        name = allocation_id.encode()
+        name = encoded(allocation_id)
         call(lib.vpmm_gms_handle_info, self._handle, name, *seen.by)
         return seen.all[0]
 
     def free_handle(self, allocation_id: str) -> bool:
         """Gives an allocation back. What is mapped of it stays mapped."""
-        name = allocation_id.encode()
+        name = encoded(allocation_id)
         if not answer("uint32_t", lib.vpmm_gms_free_handle, self._handle, name):
             raise RefusedError(f"Unknown allocation: {allocation_id}", "VPMM_REFUSED")
         return True
@@ -287,7 +287,7 @@ class GMSClientMemoryManager:
     def list_handles(self, tag: str | None = None) -> list[GetAllocationResponse]:
         """All allocations, or those of a tag, in the order of their slots."""
         seen = _allocations()
-        of = NULL if tag is None else tag.encode()
+        of = NULL if tag is None else encoded(tag)
         call(lib.vpmm_gms_list_handles, self._handle, of, *seen.by)
         return seen.all
 
@@ -330,7 +330,7 @@ class GMSClientMemoryManager:
         """Maps an allocation's memory at an address that was reserved for it, for reading, or also for
         writing if the lock is a writer's. The descriptor is closed. Size, tag and slot are the server's to
         know. Answers the address, which stands for the memory."""
-        call(lib.vpmm_gms_map, self._handle, fd, va, allocation_id.encode())
+        call(lib.vpmm_gms_map, self._handle, fd, va, encoded(allocation_id))
         return va
 
     def unmap_va(self, va: int) -> None:
@@ -347,12 +347,12 @@ class GMSClientMemoryManager:
 
     def metadata_put(self, key: str, allocation_id: str, offset_bytes: int, value: bytes) -> bool:
         """Puts an entry."""
-        name = allocation_id.encode()
+        name = encoded(allocation_id)
         buffer = ffi.from_buffer(value)
         call(
             lib.vpmm_gms_metadata_put,
             self._handle,
-            key.encode(),
+            encoded(key),
             name,
             offset_bytes,
             buffer,
@@ -368,25 +368,25 @@ class GMSClientMemoryManager:
 
         signature = "void(*)(const char *, uint64_t, const void *, size_t)"
         seen = _Seen(signature, "vpmm_python_visit_value", take)
-        call(lib.vpmm_gms_metadata_get, self._handle, key.encode(), *seen.by)
+        call(lib.vpmm_gms_metadata_get, self._handle, encoded(key), *seen.by)
         return seen.all[0] if seen.all else None
 
     def metadata_list(self, prefix: str = "") -> list[str]:
         """The keys that begin so, sorted."""
         seen = _keys()
-        call(lib.vpmm_gms_metadata_list, self._handle, prefix.encode(), *seen.by)
+        call(lib.vpmm_gms_metadata_list, self._handle, encoded(prefix), *seen.by)
         return seen.all
 
     def metadata_delete(self, key: str) -> bool:
         """Takes an entry away; whether there was one."""
-        return bool(answer("uint32_t", lib.vpmm_gms_metadata_delete, self._handle, key.encode()))
+        return bool(answer("uint32_t", lib.vpmm_gms_metadata_delete, self._handle, encoded(key)))
 
     # Everything together.
 
     def create_mapping(self, allocation_id: str | None = None, size: int = 0, tag: str = "default") -> int:
         """Makes an allocation and maps it, or maps the one that is named: its address."""
-        name = NULL if allocation_id is None else allocation_id.encode()
-        return answer("uint64_t", lib.vpmm_gms_create_mapping, self._handle, name, size, tag.encode())
+        name = NULL if allocation_id is None else encoded(allocation_id)
+        return answer("uint64_t", lib.vpmm_gms_create_mapping, self._handle, name, size, encoded(tag))
 
     def create_mappings(self, sizes: Sequence[int], tag: str = "default") -> list[int]:
         """Makes many allocations at once, side by side: the address of each. Not in the Python client."""
@@ -397,7 +397,7 @@ class GMSClientMemoryManager:
             self._handle,
             asked,
             len(sizes),
-            tag.encode(),
+            encoded(tag),
             addresses,
         )
         return list(addresses)
@@ -406,7 +406,7 @@ class GMSClientMemoryManager:
         """Maps every allocation of the layout, or of a tag, side by side and at once: the address of each.
         Not in the Python client."""
         seen = _allocations(lambda raw: (_text(raw.id), raw.address))
-        of = NULL if tag is None else tag.encode()
+        of = NULL if tag is None else encoded(tag)
         call(lib.vpmm_gms_import_all, self._handle, of, *seen.by)
         return dict(seen.all)
 
@@ -428,14 +428,14 @@ class GMSClientMemoryManager:
     def reallocate_all_handles(self, tag: str = "default") -> None:
         """As a writer of a new layout, makes an allocation for every address that is kept;
         :meth:`remap_all_vas` maps them."""
-        call(lib.vpmm_gms_reallocate_all, self._handle, tag.encode())
+        call(lib.vpmm_gms_reallocate_all, self._handle, encoded(tag))
 
     def begin_torch(self, tag: str, scratch: bool = False) -> None:
         """Has PyTorch's pools that this thread uses allocate here, until ``vpmm_gms_torch_end``:
         :func:`vpmm.gms.torch.gms_use_mem_pool` does both."""
         if scratch:
             self._set_scratch_size()
-        call(lib.vpmm_gms_torch_begin, self._handle, tag.encode(), int(scratch))
+        call(lib.vpmm_gms_torch_begin, self._handle, encoded(tag), int(scratch))
 
     # Addresses before there is memory for them.
 
@@ -450,7 +450,7 @@ class GMSClientMemoryManager:
         """
         self._set_scratch_size()
         create = lib.vpmm_gms_create_scratch_mapping
-        return answer("uint64_t", create, self._handle, size, tag.encode())
+        return answer("uint64_t", create, self._handle, size, encoded(tag))
 
     def _set_scratch_size(self) -> None:
         # Not before it is needed: sizes that cannot be are refused here.

@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import _pool
 from .._errors import UnsupportedError
-from .._library import NULL, address, answer, call, ffi, handle, lib, text_of
+from .._library import NULL, address, answer, call, encoded, ffi, handle, lib, text_of
 from .._stream import raw_stream
 from ._functions import forwarded
 
@@ -57,7 +57,7 @@ def _release(raw: Any, forwarded: Any = forwarded, release: Any = lib.vpmm_resou
 
 def opened(text: str, device: int, below: Any) -> Any:
     """The resource of a text, on another or on nothing."""
-    request = lib.vpmm_resource_open, _pool._driver(), device, text.encode(), below
+    request = lib.vpmm_resource_open, _pool._driver(), device, encoded(text), below
     return forwarded(answer, "vpmm_resource *", *request, back=lib.vpmm_resource_release)
 
 
