@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import pickle
 import subprocess
 import sys
 import types
@@ -529,3 +530,33 @@ def test_what_was_raised_is_not_forgotten_meanwhile(second):
     with pytest.raises(KeyboardInterrupt):
         resource.allocate(1000)
     assert freed == [(1 << 20, 1000, 1)]
+
+
+def test_a_buffer_of_the_host_s_memory_has_contents():
+    # A device does not reach it, so its copies are none of the driver's.
+    for resource in (mr.HostMemoryResource(), mr.StatisticsResourceAdaptor(mr.HostMemoryResource())):
+        buffer = vpmm.DeviceBuffer.from_bytes(b"abcdef", mr=resource)
+        assert buffer.to_bytes() == b"abcdef" == numpy.from_dlpack(buffer).tobytes()
+        buffer.copy_from(b"xy", 2)
+        out = bytearray(3)
+        buffer.copy_to(out, 1)
+        assert out == b"bxy" and buffer.to_numpy().tobytes() == b"abxyef"
+        # From the host to the device, from there to the host, and on the host.
+        with vpmm.DeviceBuffer(6) as other:
+            other.copy_from_device(buffer)
+            assert other.to_bytes() == b"abxyef"
+            other.fill(ord("d"))
+            buffer.copy_from_device(other)
+            assert buffer.to_bytes() == b"dddddd"
+        another = vpmm.DeviceBuffer.from_bytes(b"host", mr=resource)
+        buffer.copy_from_device(another)
+        assert buffer.to_bytes() == b"hostdd"
+        buffer.fill(7)
+        assert buffer.to_bytes() == bytes([7] * 6)
+        with pytest.raises(ValueError):
+            buffer.copy_from(b"too long", 1)
+        with pytest.raises(ValueError):
+            another.copy_from_device(buffer)
+        with pytest.raises((BufferError, ValueError, TypeError)):
+            buffer.copy_to(b"123456")
+        assert pickle.loads(pickle.dumps(buffer)).to_bytes() == bytes([7] * 6)

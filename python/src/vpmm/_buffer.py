@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from collections.abc import Callable
@@ -173,7 +174,10 @@ class DeviceBuffer:
         self._check(offset, view.nbytes)
         if view.nbytes:
             source = ffi.from_buffer(view)
-            self._do(lib.vpmm_process_upload, self._pointer + offset, source, view.nbytes)
+            if self._is_the_host_s():
+                ffi.memmove(handle(self._pointer + offset), source, view.nbytes)
+            else:
+                self._do(lib.vpmm_process_upload, self._pointer + offset, source, view.nbytes)
 
     def copy_to(self, out: Any, offset: int = 0) -> None:
         """Copies to the host, into whatever has room for bytes and can be written; waits for it."""
@@ -181,6 +185,9 @@ class DeviceBuffer:
         self._check(offset, view.nbytes)
         if view.nbytes:
             target = ffi.from_buffer(view, require_writable=True)
+            if self._is_the_host_s():
+                ffi.memmove(target, handle(self._pointer + offset), view.nbytes)
+                return
             call(
                 lib.vpmm_process_download,
                 self._device,
@@ -197,8 +204,19 @@ class DeviceBuffer:
         pointer, size = _device_bytes(source)
         if size > self._size:
             raise ValueError(f"{size} bytes into a buffer of {self._size}")
-        if size:
-            self._do(lib.vpmm_process_copy, self._pointer, handle(pointer), size)
+        if not size:
+            return
+        from_the_host = isinstance(source, DeviceBuffer) and source._is_the_host_s()
+        here, there = handle(self._pointer), handle(pointer)
+        if self._is_the_host_s():
+            if from_the_host:
+                ffi.memmove(here, there, size)
+            else:
+                call(lib.vpmm_process_download, self._device, here, there, size, handle(self._here()))
+        elif from_the_host:
+            self._do(lib.vpmm_process_upload, self._pointer, there, size)
+        else:
+            self._do(lib.vpmm_process_copy, self._pointer, there, size)
             if isinstance(source, DeviceBuffer) and source._here() != self._here():
                 # The first is its own, with what owns it.
                 source.record_stream(next(iter(self._streams.values())) or self._here())
@@ -207,7 +225,9 @@ class DeviceBuffer:
         """Sets every byte, on the buffer's stream."""
         if not 0 <= value <= 255:
             raise ValueError(f"{value} is no byte")
-        if self._size:
+        if self._is_the_host_s():
+            ctypes.memset(self._pointer, value, self._size)
+        elif self._size:
             self._do(lib.vpmm_process_fill, self._pointer, value, self._size)
 
     def to_bytes(self) -> bytes:
@@ -271,7 +291,7 @@ class DeviceBuffer:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        if self._mr is not None and not self._mr.facts.device_accessible:
+        if self._is_the_host_s():
             # So that who asks finds none, and a kernel does not fail the device for good.
             raise AttributeError("a GPU does not reach this memory: it is lent by DLPack, as the host's")
         return {
@@ -322,6 +342,10 @@ class DeviceBuffer:
 
     def _do(self, function: Any, pointer: int, *arguments: Any) -> None:
         call(function, self._device, handle(pointer), *arguments, handle(self._here()))
+
+    def _is_the_host_s(self) -> bool:
+        """Whether no device reaches the memory, so that no copy of the driver's does."""
+        return self._mr is not None and not self._mr.facts.device_accessible
 
     def _here(self) -> int:
         return _as_seen_here(self._stream, self._thread) or _LEGACY

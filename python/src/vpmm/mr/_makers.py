@@ -34,7 +34,8 @@ class PinnedHostMemoryResource(DeviceMemoryResource):
 
 
 class HostMemoryResource(DeviceMemoryResource):
-    """The program's own memory, which a GPU does not reach: for tests."""
+    """The program's own memory, which a GPU does not reach: for tests. What copies from and to its buffers
+    does so on the host, at once."""
 
     def __init__(self, *, device: int = 0):
         self._open("host", device)
