@@ -592,6 +592,32 @@ def _holds(manager, address):
     return any(va <= address < va + mapping.aligned_size for va, mapping in mappings)
 
 
+def test_which_mapping_has_a_tensor():
+    from vpmm.gms import LocalMapping
+    from vpmm.gms.torch import _Holders
+
+    def of(count, gap):
+        places = [MIB * (1 + (1 + gap) * at) for at in range(count)]
+        # Not in their order, as addresses that were given back serve again.
+        random.Random(1).shuffle(places)
+        return {va: LocalMapping(f"at {va}", va, 1, MIB, "weights", 0, True) for va in places}
+
+    assert _Holders({}).of(MIB, 1) is None
+    for gap in 0, 1:
+        mappings = of(5, gap)
+        holders = _Holders(mappings)
+        for address in range(MIB // 2, 12 * MIB, MIB // 4):
+            for size in 1, MIB // 4, MIB // 2, MIB, 2 * MIB:
+                has = [va for va in mappings if va <= address and address + size <= va + MIB]
+                assert [holders.of(address, size)] == (has or [None])
+        assert all(holders.allocation_id(va) == f"at {va}" for va in mappings)
+    # A look at each for every tensor would be half a billion.
+    mappings = of(30_000, 0)
+    begin, holders = time.monotonic(), _Holders(mappings)
+    assert all(holders.of(va + 512, 512) == va for va in mappings)
+    assert time.monotonic() - begin < 10
+
+
 def test_pools_beside_our_allocator(server, plugged):
     from vpmm.gms import _pools
     from vpmm.gms import torch as gms_torch

@@ -23,8 +23,10 @@ Entries of metadata have the Python service's form, so that either side may be t
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from . import GMSClientMemoryManager, GrantedLockType, LocalMapping, RequestedLockType
@@ -100,12 +102,25 @@ def _describe(tensor: Any, kind: str) -> bytes:
     return json.dumps(about, sort_keys=True).encode()
 
 
-def _holder(mappings: dict[int, LocalMapping], address: int, size: int) -> int | None:
-    """Where the mapping begins that has these bytes."""
-    for va, mapping in mappings.items():
-        if va <= address and address + size <= va + mapping.aligned_size:
-            return va
-    return None
+class _Holders:
+    """A manager's mappings as they are now, by what lies in them. In their order, as models have tens of
+    thousands of tensors, each perhaps with a mapping of its own."""
+
+    def __init__(self, mappings: Mapping[int, LocalMapping]):
+        self._mappings, self._begins = mappings, sorted(mappings)
+
+    def of(self, address: int, size: int) -> int | None:
+        """Where the mapping begins that has these bytes."""
+        # No two overlap: it is the last one that does not begin later.
+        at = bisect.bisect_right(self._begins, address)
+        if not at:
+            return None
+        va = self._begins[at - 1]
+        return va if address + size <= va + self._mappings[va].aligned_size else None
+
+    def allocation_id(self, va: int) -> str:
+        """The allocation of the mapping that begins there."""
+        return self._mappings[va].allocation_id
 
 
 def register_module_tensors(manager: GMSClientMemoryManager, model: Any) -> set[str]:
@@ -115,14 +130,14 @@ def register_module_tensors(manager: GMSClientMemoryManager, model: Any) -> set[
     :raises RuntimeError: a parameter is not in the manager's memory; buffers and tensors that are plain
         attributes need not be.
     """
-    mappings, names = dict(manager.mappings), set()
+    holders, names = _Holders(manager.mappings), set()
     for name, tensor, kind in itertools.chain(registered(model), attributes(model)):
         if tensor.numel() == 0 or (kind == "tensor_attr" and not tensor.is_cuda):
             continue
         address = tensor.data_ptr()
-        va = _holder(mappings, address, 1)
+        va = holders.of(address, 1)
         if va is not None:
-            allocation_id = mappings[va].allocation_id
+            allocation_id = holders.allocation_id(va)
             manager.metadata_put(name, allocation_id, address - va, _describe(tensor, kind))
             names.add(allocation_id)
         elif kind == "parameter":
@@ -148,14 +163,14 @@ def publish(
     storages: dict[int, tuple[int, Any]] = {}
     placed = []
     release_unused(manager)
-    mappings = dict(manager.mappings)
+    holders = _Holders(manager.mappings)
     with torch.no_grad():
         for name, tensor, kind in itertools.chain(registered(module), attributes(module)):
             if tensor.numel() == 0 or not tensor.is_cuda:
                 continue
             storage = tensor.untyped_storage()
             key = storage.data_ptr()
-            held = _holder(mappings, key, storage.nbytes())
+            held = holders.of(key, storage.nbytes())
             if held is not None:
                 storages[key] = (key, storage)
             elif kind == "tensor_attr" and not with_attributes and key not in storages:
@@ -169,13 +184,13 @@ def publish(
                 storages[key] = (address, storage)
             placed.append((name, tensor, kind, storages[key][0]))
     torch.cuda.synchronize(manager.device)
-    mappings = dict(manager.mappings)
+    holders = _Holders(manager.mappings)
     moved, copied = [], []
     for name, tensor, kind, address in placed:
         offset = tensor.storage_offset() * tensor.element_size()
-        va = _holder(mappings, address, 1)
+        va = holders.of(address, 1)
         assert va is not None
-        name_there = mappings[va].allocation_id
+        name_there = holders.allocation_id(va)
         manager.metadata_put(name, name_there, address - va + offset, _describe(tensor, kind))
         if tensor.data_ptr() == address + offset:
             if kind == "parameter":
