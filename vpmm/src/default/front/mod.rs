@@ -7,8 +7,8 @@
 //! Large blocks are handed out again for exactly their size. Programs ask for the same sizes over
 //! and over, and what a looser fit leaves unused inside a block is lost to everybody until the
 //! block is freed. Where sizes do not come again, though, an exact front is only in the way: then
-//! it goes *loose*, holds more, and takes a block that is up to a sixteenth too long. A pool with
-//! a limit is never loose.
+//! it goes *loose*, holds more, and takes a block that is up to a sixteenth too long; above 4 MiB
+//! twice that, but no more than 4 MiB on top of the sixteenth. A pool with a limit is never loose.
 
 pub(super) mod admit;
 pub(super) mod shard;
@@ -46,8 +46,11 @@ const EXACT_TOGETHER: u64 = 8;
 const EXACT_OF_SPARE: u64 = 2;
 const EXACT_OF_LIMITED: u64 = 64;
 const LOOSE_OF_POOL: u64 = 4;
-/// A loose fit leaves at most this fraction of the request unused.
+/// A loose fit leaves at most this fraction of the request unused, of a request of more than 4 MiB as much again,
+/// up to 4 MiB: of large blocks a front has few, and a sixteenth fits one request in three.
 const LOOSE_FIT: u32 = 16;
+const LONG_UNITS: u32 = 1 << 13;
+const LONG_MORE: u32 = 1 << 13;
 /// How a front judges itself: every large block that comes counts against it, every one that goes
 /// out for its exact size for it. Down at one bound it goes loose, and exact again at the middle.
 const HIT: i64 = 4;
@@ -349,23 +352,25 @@ impl Front {
     }
 
     /// A block of at least `units` that leaves little unused, where the front is loose: its start,
-    /// and its units. Longer ones are in the same class or in the next.
+    /// and its units. Longer ones are in the same class or in the next two.
     #[inline(always)]
     pub(super) fn pop_loose(&mut self, units: u32, counts: &Counts) -> Option<(u32, u32)> {
         if !self.loose || units <= SMALL_UNITS {
             return None;
         }
-        let class = large_class(units);
-        // One branch for both: which of them has any goes either way.
-        if !self.may_have(class) & !self.may_have(class + 1) {
+        let (class, is_long) = (large_class(units), units > LONG_UNITS);
+        // One branch for all: which of them has any goes either way.
+        if !self.may_have(class) & !self.may_have(class + 1) & !is_long {
             return None;
         }
-        let [own, next] = self.large.get(class..class + 2)? else { return None };
+        let [own, next, third] = self.large.get(class..class + 3)? else { return None };
         let more = units / LOOSE_FIT;
-        // The class's own before the next one's, and of those what came last.
-        let fitting = own.fitting(units, more) << 8 | next.fitting(units, more);
+        let more = if is_long { more + more.min(LONG_MORE) } else { more };
+        // The class's own before the next ones', and of those what came last.
+        let third = if is_long { third.fitting(units, more) } else { 0 };
+        let fitting = own.fitting(units, more) << 16 | next.fitting(units, more) << 8 | third;
         let best = fitting.checked_ilog2()? as usize;
-        let block = self.take(if best < 8 { class + 1 } else { class }, best % 8, counts);
+        let block = self.take(class + 2 - best / 8, best % 8, counts);
         self.note_least(counts.units());
         Some(block)
     }
@@ -675,6 +680,41 @@ mod tests {
         assert!(front.push::<true>(512, large, &held) && front.agrees(&held));
         assert_eq!(front.pop::<true>(large, &held), Some(512));
         assert!(front.agrees(&held) && held.units() == 0);
+    }
+
+    #[test]
+    fn a_loose_front_takes_what_is_a_sixteenth_too_long_and_above_4_mib_an_eighth() {
+        const MIB: u32 = 1 << 11;
+        let held = Counts::default();
+        let mut front = Front::new(true);
+        front.bound = u32::MAX >> 1;
+        let mut fits = |block: u32, request: u32, loose: bool| {
+            front.loose = loose;
+            assert!(front.push::<true>(8, block, &held));
+            // What came last is not on its stack yet.
+            assert!(front.push::<true>(0, 8 << 20, &held));
+            let found = front.pop_loose(request, &held);
+            assert!(found.is_none() || found == Some((8, block)), "{found:?}");
+            front.spill(None, &held, |_, _| ());
+            found.is_some()
+        };
+        for (request, more) in [
+            (MIB, MIB / 16),
+            (4 * MIB, 4 * MIB / 16),
+            (4 * MIB + 8, 4 * MIB / 8),
+            (7 * MIB, 7 * MIB / 8),
+            (33 * MIB, 33 * MIB / 8),
+            (64 * MIB, 8 * MIB),
+            (128 * MIB, 12 * MIB),
+        ] {
+            // The classes looked at end before an eighth where they are narrowest.
+            let reach = if request == 7 * MIB { more / 2 } else { more };
+            let tried =
+                [0, 8, reach - 8, reach].map(|longer| fits(request + longer, request, true));
+            assert_eq!(tried, [true; 4], "{request}");
+            assert!(!fits(request + more + 8, request, true), "{request}");
+            assert!(!fits(request - 8, request, true) && !fits(request + 8, request, false));
+        }
     }
 
     #[test]
