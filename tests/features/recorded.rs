@@ -1,6 +1,7 @@
 //! Uses on further streams: memory is kept until they are over, and no stream waits for that.
 
 use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUresult;
@@ -168,6 +169,29 @@ fn many_allocations_are_used_on_one_stream() {
         assert_found_again(&watched, GRANULE, &own);
         watched.assert_intact();
     });
+}
+
+/// A side stream that is far behind: no free looks through all those before it.
+#[test]
+fn frees_that_wait_take_no_time_by_the_square_of_their_number() {
+    const FREES: u64 = 50_000;
+    let rig = Rig::simulated(Schedule::Eager);
+    let pool = Profile::Default.open(&rig.device, &Settings::default()).expect("a pool");
+    let (own, side) = (rig.stream(), rig.stream());
+    let stall = rig.stall(side.handle());
+    let start = Instant::now();
+    for _ in 0..FREES {
+        let ptr = pool.malloc(512, &own).expect("memory");
+        pool.record_stream(ptr, &side).expect("the use is noted");
+        pool.free(ptr, &own).expect("the free");
+    }
+    let took = start.elapsed();
+    assert_eq!(pool.stats().pending_bytes, FREES * 512);
+    drop(stall);
+    rig.device.synchronize().expect("the device");
+    assert_eq!(pool.stats().pending_bytes, 0, "{}", pool.layout());
+    pool.validate().expect("the books");
+    assert!(took < Duration::from_secs(2), "{took:?}");
 }
 
 #[test]

@@ -58,6 +58,7 @@ impl Core {
         book.recording = Recording::Ended;
         book.stage = Stage::Passed;
         book.passed = book.epoch;
+        space.settle_deferred(&self.tags);
         while space.drain(&self.tags, index) {}
     }
 

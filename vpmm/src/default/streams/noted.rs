@@ -334,11 +334,15 @@ impl Space {
             book.pins += 1;
             book.deferred_until = book.deferred_until.max(wait.epoch);
         }
+        let owner = self.owner_after(&block);
         self.deferred.push(block);
-        self.settle_deferred(tags);
+        // Nothing has changed for those before it, of which there may be many: a stream may be far behind.
+        if let Some(owner) = owner {
+            self.settle(tags, self.deferred.len() - 1, owner);
+        }
     }
 
-    /// Frees what has waited long enough.
+    /// Frees what has waited long enough: after more of a stream has passed, or was seen to have.
     pub(super) fn settle_deferred(&mut self, tags: &Tags) {
         let mut at = 0;
         while let Some(block) = self.deferred.get(at) {
