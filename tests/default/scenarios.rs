@@ -140,8 +140,8 @@ fn what_never_settles_grows_ahead_until_it_does() {
     };
     let mut held = Vec::new();
     let mut late = 0;
-    for round in 0..90_000 {
-        if round == 75_000 {
+    for round in 0..150_000 {
+        if round == 120_000 {
             late = pool.stats().extents_moved;
         }
         if held.len() == 100 {
