@@ -1,10 +1,13 @@
 //! Containers on several streams: what they order, what they keep alive, captures.
 
+use std::sync::Arc;
+
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUresult;
+use vpmm::resource::{CoalescingConfig, CoalescingPool, DeviceMalloc, FixedSize, FixedSizeConfig};
 use vpmm::{DeviceBuffer, DeviceVec, Error, Event, Stream, StreamHandle, StreamPool};
 
-use crate::resources::{each, pool};
+use crate::resources::{Any, all, each, pool};
 use crate::support::changed::{changed, gated};
 use crate::support::streams::{begin_capture, end_capture, make};
 use crate::support::{Rig, call};
@@ -508,4 +511,47 @@ fn a_stream_is_borrowed_by_many_threads() {
         call!(rig.driver, cuStreamDestroy_v2(raw));
         rig.assert_clean();
     });
+}
+
+/// A default stream's handle is the same on every device, and a wait for that of one says nothing of another's.
+#[test]
+fn a_wait_for_another_devices_default_stream_passes_nothing() {
+    const BLOCK: usize = 4 << 20;
+    let mut coalescing = CoalescingConfig::default();
+    (coalescing.initial_bytes, coalescing.max_bytes) = (BLOCK as u64, Some(BLOCK as u64));
+    let mut fixed = FixedSizeConfig::default();
+    (fixed.block_bytes, fixed.blocks_at_once) = (BLOCK, 1);
+    for name in ["the default profile", "the paged profile", "coalescing", "fixed size"] {
+        let sim = Simulator::builder().devices(2).build().unwrap();
+        let rig = Rig::on(sim);
+        let (other, stream) = (rig.beside(1), rig.stream());
+        let malloc = DeviceMalloc::new(&rig.device);
+        let resource: Any = match name {
+            "coalescing" => {
+                Arc::new(CoalescingPool::new(malloc, &rig.device, &coalescing).unwrap())
+            }
+            "fixed size" => Arc::new(FixedSize::new(malloc, &rig.device, &fixed).unwrap()),
+            _ => all(&rig).into_iter().find(|(of, _)| *of == name).unwrap().1,
+        };
+        let legacy = StreamHandle::LEGACY;
+        let held = resource.allocate(BLOCK, 256, legacy).unwrap();
+        rig.fill(held.address(), BLOCK as u64, 7, legacy);
+        let stall = rig.stall(legacy);
+        rig.check(held.address(), BLOCK as u64, 7, legacy);
+        resource.deallocate(held, BLOCK, 256, legacy).unwrap();
+        Stream::legacy(&other.device).synchronize().unwrap();
+        let next = resource.allocate(BLOCK, 256, stream.handle());
+        if let Ok(next) = &next {
+            rig.fill(next.address(), BLOCK as u64, 8, stream.handle());
+        }
+        drop(stall);
+        rig.device.synchronize().unwrap();
+        assert_eq!(rig.mismatches(), 0, "{name}");
+        match next {
+            Ok(next) => resource.deallocate(next, BLOCK, 256, stream.handle()).unwrap(),
+            Err(error) => assert!(error.is_out_of_memory(), "{name}: {error}"),
+        }
+        drop(resource);
+        rig.assert_clean();
+    }
 }

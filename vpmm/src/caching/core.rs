@@ -433,9 +433,9 @@ impl StreamWatcher for Core {
     fn marks(&self, of: Awaited) -> SmallVec<[Mark; 2]> {
         let waits = lock(&self.waits);
         let stream = match of {
-            Awaited::Device(ordinal) if ordinal == self.device.ordinal() => EVERY_PLACE,
-            Awaited::Device(_) => return SmallVec::new(),
-            Awaited::Stream(handle) => {
+            _ if !of.is_of(&self.device) => return SmallVec::new(),
+            Awaited::Device(_) => EVERY_PLACE,
+            Awaited::Stream(handle, _) => {
                 let number = handle.known_to(self.realm);
                 let place = number.and_then(|number| self.books.lock().place_of(number));
                 let Some(place) = place else { return SmallVec::new() };

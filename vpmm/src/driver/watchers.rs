@@ -4,7 +4,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 
 use smallvec::SmallVec;
 
-use crate::device::StreamHandle;
+use crate::device::{Device, StreamHandle};
 use crate::ordering::Mark;
 
 /// Somebody with a stake in streams that the library owns.
@@ -31,9 +31,18 @@ pub(crate) trait StreamWatcher: Send + Sync {
 /// What the host waits for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Awaited {
-    Stream(StreamHandle),
+    /// What a stream was given, of the device with this number: a default stream's handle is the same on every one.
+    Stream(StreamHandle, u32),
     /// Everything in the primary context of the device with this number.
     Device(u32),
+}
+
+impl Awaited {
+    /// Whether it is work of this device: a wait for another's says nothing of that.
+    pub(crate) fn is_of(self, device: &Device) -> bool {
+        let (Self::Stream(_, ordinal) | Self::Device(ordinal)) = self;
+        ordinal == device.ordinal()
+    }
 }
 
 /// Which watcher: a number that does not come again.

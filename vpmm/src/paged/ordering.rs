@@ -199,15 +199,13 @@ impl StreamWatcher for PagedPool {
     fn marks(&self, of: Awaited) -> SmallVec<[Mark; 2]> {
         let space = self.lock_space();
         match of {
-            Awaited::Stream(stream) => {
+            _ if !of.is_of(&self.device) => SmallVec::new(),
+            Awaited::Stream(stream, _) => {
                 let id = stream.known_to(self.device.driver().realm());
                 let timeline = id.and_then(|id| space.timelines.find(id));
                 timeline.map(|timeline| self.mark_of(&space, timeline)).into_iter().collect()
             }
-            Awaited::Device(ordinal) if ordinal == self.device.ordinal() => {
-                smallvec![self.mark_of_every_stream(&space)]
-            }
-            Awaited::Device(_) => SmallVec::new(),
+            Awaited::Device(_) => smallvec![self.mark_of_every_stream(&space)],
         }
     }
 

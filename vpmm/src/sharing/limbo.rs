@@ -47,7 +47,7 @@ impl StreamWatcher for Limbo {
             Awaited::Device(ordinal) => {
                 smallvec![Mark { pool: 0, stream: ordinal, point: self.left().last, epoch: 0 }]
             }
-            Awaited::Stream(_) => SmallVec::new(),
+            Awaited::Stream(..) => SmallVec::new(),
         }
     }
 

@@ -118,7 +118,7 @@ impl Stream {
     pub fn synchronize(&self) -> Result<()> {
         let _context = self.device.enter()?;
         let _beside = BesideCaptures::enter(self.device.driver())?;
-        self.device.driver().tell_wait_for(Awaited::Stream(self.handle), || {
+        self.device.driver().tell_wait_for(Awaited::Stream(self.handle, self.device.ordinal()), || {
             // SAFETY: the stream is alive while `self` is.
             unsafe { self.device.driver().cuStreamSynchronize(self.handle.raw()) }
         })

@@ -36,11 +36,9 @@ impl Core {
     /// what others have only where memory is to be given back.
     pub(in crate::default) fn marks_before(&self, of: Awaited) -> SmallVec<[Mark; 2]> {
         let streams: SmallVec<[u32; 8]> = match of {
-            Awaited::Device(ordinal) if ordinal == self.device.ordinal() => {
-                (0..self.space.lock().books.len() as u32).collect()
-            }
-            Awaited::Device(_) => SmallVec::new(),
-            Awaited::Stream(handle) => self.known_stream(handle).into_iter().collect(),
+            _ if !of.is_of(&self.device) => SmallVec::new(),
+            Awaited::Device(_) => (0..self.space.lock().books.len() as u32).collect(),
+            Awaited::Stream(handle, _) => self.known_stream(handle).into_iter().collect(),
         };
         if streams.is_empty() {
             return SmallVec::new();

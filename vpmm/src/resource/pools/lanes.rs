@@ -627,12 +627,12 @@ impl Lanes {
     /// What the host is about to wait for, as far as it matters here.
     pub(super) fn marks(&mut self, of: Awaited) -> SmallVec<[Mark; 2]> {
         let lanes: SmallVec<[u32; 4]> = match of {
-            Awaited::Stream(handle) => {
+            _ if !of.is_of(&self.device) => SmallVec::new(),
+            Awaited::Stream(handle, _) => {
                 let stream = number_of(&self.device, handle);
                 stream.and_then(|stream| self.by_stream.get(&stream).copied()).into_iter().collect()
             }
-            Awaited::Device(ordinal) if ordinal == self.device.ordinal() => self.all().collect(),
-            Awaited::Device(_) => SmallVec::new(),
+            Awaited::Device(_) => self.all().collect(),
         };
         let pending = lanes.into_iter().filter(|lane| self.has_pending(*lane));
         let pending: SmallVec<[u32; 4]> = pending.collect();

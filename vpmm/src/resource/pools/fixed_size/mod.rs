@@ -135,7 +135,7 @@ impl StreamWatcher for Core {
         let mut state = self.state();
         // What is in a front was freed before the wait, and gets its epoch now.
         match of {
-            Awaited::Stream(stream) => {
+            Awaited::Stream(stream, _) => {
                 let number = lanes::number_of(&self.device, stream);
                 if let Some(front) = number.and_then(|number| self.fronts.find(number)) {
                     state.settle(front);
