@@ -1,7 +1,7 @@
 //! Marks: what a stream may have of another's, and what the host's waits tell.
 
 use cuda_sim::{Schedule, Simulator};
-use vpmm::{Error, PendingPolicy, Reuse};
+use vpmm::{Error, PendingPolicy, Reuse, StreamHandle};
 
 use crate::rig::{BLOCK, Profile, Settings};
 use crate::support::{Rig, Watched, call};
@@ -300,6 +300,37 @@ fn the_hosts_waits_make_memory_everybodys() {
                 call!(watched.rig.driver, cuStreamSynchronize(stream.handle().raw()));
                 watched.pool.passed(&mark).unwrap();
             });
+        }
+    });
+}
+
+/// So it is with every stream that there is a value of, the library's own or not.
+#[test]
+fn the_hosts_waits_for_streams_of_others_make_memory_everybodys() {
+    let mut nothing = Reuse::default();
+    nothing.opportunistic = false;
+    Rig::each(|rig, profile| {
+        let foreign = rig.stream();
+        // SAFETY: the stream lives to the end of the test.
+        let passing = unsafe {
+            let handle = StreamHandle::from_raw(foreign.handle().raw());
+            vpmm::Stream::passing(&rig.device, handle)
+        };
+        let of_others =
+            [vpmm::Stream::legacy(&rig.device), vpmm::Stream::per_thread(&rig.device), passing];
+        for stream in &of_others {
+            for reuse in [Reuse::default(), nothing] {
+                println!("{profile:?}, {stream:?}, {reuse:?}");
+                let watched = rig.pool_with(profile, &Settings { reuse, ..Settings::default() });
+                let held = watched.malloc(BLOCK, stream);
+                watched.free(held, stream);
+                stream.synchronize().unwrap();
+                let other = rig.stream();
+                let again = without_questions(&watched, || watched.malloc(BLOCK, &other));
+                assert_eq!(again.address(), held.address());
+                watched.free(again, &other);
+                watched.assert_intact();
+            }
         }
     });
 }

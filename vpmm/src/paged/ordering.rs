@@ -201,7 +201,9 @@ impl StreamWatcher for PagedPool {
         match of {
             _ if !of.is_of(&self.device) => SmallVec::new(),
             Awaited::Stream(stream, _) => {
-                let id = stream.known_to(self.device.driver().realm());
+                let is_legacy = stream == StreamHandle::LEGACY;
+                let legacy = space.streams.legacy().filter(|_| is_legacy);
+                let id = stream.known_to(self.device.driver().realm()).or(legacy);
                 let timeline = id.and_then(|id| space.timelines.find(id));
                 timeline.map(|timeline| self.mark_of(&space, timeline)).into_iter().collect()
             }

@@ -64,6 +64,7 @@ pub(super) struct Space {
 pub(super) struct Streams {
     by_id: HashMap<u64, StreamHandle>,
     last: Option<u64>,
+    legacy: Option<u64>,
 }
 
 impl Streams {
@@ -75,7 +76,15 @@ impl Streams {
         if self.last != Some(id) {
             self.last = Some(id);
             self.by_id.entry(id).or_insert(stream);
+            if stream == StreamHandle::LEGACY {
+                self.legacy = Some(id);
+            }
         }
+    }
+
+    /// The legacy stream's id, if it has called.
+    pub(super) fn legacy(&self) -> Option<u64> {
+        self.legacy
     }
 
     pub(super) fn remove(&mut self, id: u64) {

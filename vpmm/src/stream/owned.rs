@@ -118,7 +118,8 @@ impl Stream {
     pub fn synchronize(&self) -> Result<()> {
         let _context = self.device.enter()?;
         let _beside = BesideCaptures::enter(self.device.driver())?;
-        self.device.driver().tell_wait_for(Awaited::Stream(self.handle, self.device.ordinal()), || {
+        let awaited = Awaited::Stream(self.numbered(), self.device.ordinal());
+        self.device.driver().tell_wait_for(awaited, || {
             // SAFETY: the stream is alive while `self` is.
             unsafe { self.device.driver().cuStreamSynchronize(self.handle.raw()) }
         })
@@ -165,6 +166,19 @@ impl Stream {
     pub fn is_capturing(&self) -> Result<bool> {
         let _context = self.device.enter()?;
         Ok(stream_is_capturing(self.device.driver(), self.handle)?)
+    }
+
+    /// The handle with the number that pools know the stream by, also where nobody tells its end. The context is
+    /// current. Without one where it cannot be had: while the stream captures the question would end that.
+    fn numbered(&self) -> StreamHandle {
+        if self.owner.is_some() || self.handle == StreamHandle::LEGACY {
+            return self.handle;
+        }
+        let driver = self.device.driver();
+        let Ok(false) = stream_is_capturing(driver, self.handle) else { return self.handle };
+        // SAFETY: the stream is alive while `self` is, of the device whose context is current.
+        let number = unsafe { owner::number_of(&self.device, self.handle) };
+        number.map_or(self.handle, |number| self.handle.with_number(number, driver.realm()))
     }
 
     /// Whether the two are one stream: an alias that means different streams to different threads is

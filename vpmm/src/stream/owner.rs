@@ -72,7 +72,7 @@ impl Owners {
 ///
 /// # Safety
 /// The stream is alive.
-unsafe fn number_of(device: &Device, handle: StreamHandle) -> Result<u64> {
+pub(super) unsafe fn number_of(device: &Device, handle: StreamHandle) -> Result<u64> {
     let mut number = 0;
     // SAFETY: the stream is alive, by the caller; the pointer is to a live u64.
     unsafe { device.driver().cuStreamGetId(handle.raw(), &mut number) }?;
