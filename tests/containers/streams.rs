@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUresult;
-use vpmm::resource::{CoalescingConfig, CoalescingPool, DeviceMalloc, FixedSize, FixedSizeConfig};
+use vpmm::resource::{
+    CoalescingConfig, CoalescingPool, DeviceMalloc, FixedSize, FixedSizeConfig, Managed,
+};
 use vpmm::{DeviceBuffer, DeviceVec, Error, Event, Stream, StreamHandle, StreamPool};
 
 use crate::resources::{Any, all, each, pool};
@@ -511,6 +513,34 @@ fn a_stream_is_borrowed_by_many_threads() {
         call!(rig.driver, cuStreamDestroy_v2(raw));
         rig.assert_clean();
     });
+}
+
+/// What is in the order of streams is in that of its own device's: a default stream of another one would be taken
+/// for its own, and a free of the memory come before what still uses it.
+#[test]
+fn a_container_is_not_at_home_on_another_devices_stream() {
+    let rig = Rig::on(Simulator::builder().devices(2).build().unwrap());
+    let (other, stream, pool) = (rig.beside(1), rig.stream(), pool(&rig));
+    let of_other =
+        [other.stream(), Stream::legacy(&other.device), Stream::per_thread(&other.device)];
+    let is_refused =
+        |error: &Error| matches!(error, Error::WrongDevice { stream_device: 1, pool_device: 0 });
+    for elsewhere in &of_other {
+        let error = DeviceBuffer::uninit(1000, elsewhere, &pool).unwrap_err();
+        assert!(is_refused(&error), "{error}");
+        let mut buffer = DeviceBuffer::from_slice(&[1, 2, 3], &stream, &pool).unwrap();
+        let error = buffer.set_stream(elsewhere).unwrap_err();
+        assert!(is_refused(&error), "{error}");
+        assert_eq!(buffer.stream().handle(), stream.handle(), "it stays");
+        buffer.release().unwrap();
+    }
+    assert_eq!(pool.stats().live_count, 0);
+    // Where streams do not matter to a free any will do.
+    let managed = Managed::new(&rig.device).unwrap();
+    let buffer = DeviceBuffer::from_slice(&[1, 2, 3], &of_other[1], managed).unwrap();
+    assert_eq!(buffer.to_vec().unwrap(), [1, 2, 3]);
+    drop(buffer);
+    rig.assert_clean();
 }
 
 /// A default stream's handle is the same on every device, and a wait for that of one says nothing of another's.

@@ -3,7 +3,8 @@
 use std::fmt;
 
 use super::home::Home;
-use crate::error::Result;
+use crate::device::Device;
+use crate::error::{Error, Result};
 use crate::resource::MemoryResource;
 use crate::stream::Stream;
 use crate::units::DevicePtr;
@@ -21,6 +22,7 @@ pub(super) struct Block<R: MemoryResource> {
 
 impl<R: MemoryResource> Block<R> {
     pub(super) fn new(bytes: usize, align: usize, stream: &Stream, resource: R) -> Result<Self> {
+        check_device(&resource, stream)?;
         let ptr = resource.allocate(bytes, align, stream.handle())?;
         Ok(Self { ptr, bytes, align, home: Home::new(stream), resource, freed: false })
     }
@@ -41,8 +43,10 @@ impl<R: MemoryResource> Block<R> {
         &self.home
     }
 
-    pub(super) fn home_mut(&mut self) -> &mut Home {
-        &mut self.home
+    /// Goes to another stream: see [`Home::move_to`].
+    pub(super) fn move_to(&mut self, stream: &Stream) -> Result<()> {
+        check_device(&self.resource, stream)?;
+        self.home.move_to(stream)
     }
 
     pub(super) fn resource(&self) -> &R {
@@ -81,6 +85,18 @@ impl<R: MemoryResource> Block<R> {
     /// Frees the memory, and says what came of it.
     pub(super) fn release(mut self) -> Result<()> {
         self.deallocate()
+    }
+}
+
+/// Refuses a stream of another device than a resource orders its memory by: the handle of a default stream, which
+/// is the same for every device, it would take for that of its own.
+fn check_device<R: MemoryResource>(resource: &R, stream: &Stream) -> Result<()> {
+    let stream_device = stream.device().ordinal();
+    match resource.device().map(Device::ordinal) {
+        Some(own) if own != stream_device && resource.facts().stream_ordered => {
+            Err(Error::WrongDevice { stream_device, pool_device: own })
+        }
+        _ => Ok(()),
     }
 }
 

@@ -42,7 +42,8 @@ impl<R: MemoryResource> DeviceBuffer<R> {
     /// So many bytes with whatever was in the memory before. 0 take no memory.
     ///
     /// # Errors
-    /// Those of the resource's [`allocate`](MemoryResource::allocate).
+    /// Those of the resource's [`allocate`](MemoryResource::allocate); [`Error::WrongDevice`](crate::Error::WrongDevice)
+    /// as for [`set_stream`](Self::set_stream).
     pub fn uninit(len: usize, stream: &Stream, resource: R) -> Result<Self> {
         Self::uninit_aligned(len, MIN_ALIGN, stream, resource)
     }
@@ -123,9 +124,11 @@ impl<R: MemoryResource> DeviceBuffer<R> {
     /// enqueued on the old one; the host does not wait.
     ///
     /// # Errors
-    /// Those of [`Stream::wait_for_stream`]; the buffer stays where it was.
+    /// Those of [`Stream::wait_for_stream`]; [`Error::WrongDevice`](crate::Error::WrongDevice) for a stream of another
+    /// device than the resource's, where that is [in the order of streams](crate::resource::Facts::stream_ordered).
+    /// The buffer stays where it was.
     pub fn set_stream(&mut self, stream: &Stream) -> Result<()> {
-        self.block.home_mut().move_to(stream)
+        self.block.move_to(stream)
     }
 
     /// Notes that the memory is also used on another stream, so that it is not handed out before that

@@ -79,7 +79,7 @@ impl<T: Pod, R: MemoryResource> DeviceScalar<T, R> {
     /// Goes to another stream: [`DeviceBuffer::set_stream`](super::DeviceBuffer::set_stream).
     ///
     /// # Errors
-    /// Those of [`Stream::wait_for_stream`].
+    /// As there.
     pub fn set_stream(&mut self, stream: &Stream) -> Result<()> {
         self.0.set_stream(stream)
     }

@@ -144,7 +144,7 @@ impl<T: Pod, R: MemoryResource> DeviceVec<T, R> {
     /// Goes to another stream: [`DeviceBuffer::set_stream`].
     ///
     /// # Errors
-    /// Those of [`Stream::wait_for_stream`].
+    /// As there.
     pub fn set_stream(&mut self, stream: &Stream) -> Result<()> {
         self.buffer.set_stream(stream)
     }
