@@ -515,6 +515,20 @@ fn a_stream_is_borrowed_by_many_threads() {
     });
 }
 
+/// A default stream's handle is the same on every device: the mark is on the device of the stream, or nowhere.
+#[test]
+fn an_event_is_not_recorded_on_another_devices_default_stream() {
+    let rig = Rig::on(Simulator::builder().devices(2).build().unwrap());
+    let other = rig.beside(1);
+    for stream in [Stream::legacy(&other.device), Stream::per_thread(&other.device)] {
+        let event = Event::new(&rig.device).unwrap();
+        let error = event.record(&stream).unwrap_err();
+        let code = CUresult::CUDA_ERROR_INVALID_HANDLE;
+        assert!(matches!(error, Error::Driver { code: of, .. } if of == code), "{error}");
+    }
+    rig.assert_clean();
+}
+
 /// What is in the order of streams is in that of its own device's: a default stream of another one would be taken
 /// for its own, and a free of the memory come before what still uses it.
 #[test]

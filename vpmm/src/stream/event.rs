@@ -65,10 +65,12 @@ impl Event {
     /// On a stream that captures it becomes a part of the graph. `cuEventRecord`.
     ///
     /// # Errors
-    /// [`Error::Driver`](crate::Error::Driver), [`Error::ContextLost`](crate::Error::ContextLost).
+    /// [`Error::Driver`](crate::Error::Driver): `CUDA_ERROR_INVALID_HANDLE` for a stream of another device;
+    /// [`Error::ContextLost`](crate::Error::ContextLost).
     pub fn record(&self, stream: &Stream) -> Result<()> {
-        let _context = self.device.enter()?;
-        Ok(self.raw.record(self.device.driver(), stream.handle())?)
+        // The stream's, not the event's: it says whose default stream a handle is.
+        let _context = stream.device().enter()?;
+        Ok(self.raw.record(stream.device().driver(), stream.handle())?)
     }
 
     /// Whether the work before the mark has finished; so it is with an event that was never recorded.
