@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUresult;
-use vpmm::resource::{DeviceMalloc, HostMalloc, PinnedHost};
+use vpmm::resource::{CoalescingConfig, CoalescingPool, DeviceMalloc, HostMalloc, PinnedHost};
 use vpmm::{DeviceBuffer, DevicePtr, DeviceScalar, DeviceVec, Error, MemoryResource, PinnedVec};
 
 use crate::resources::pool;
 use crate::support::Rig;
+use crate::support::streams::{begin_capture, end_capture};
 
 const COUNT: usize = 300_000;
 
@@ -33,6 +34,33 @@ fn a_slice_for_the_host() {
             assert!(matches!(error, Error::SizeOverflow { .. }), "{error}");
         }
     });
+}
+
+/// What a pool gives is for what the stream does next: the host writes when what was enqueued before is done.
+#[test]
+fn a_vector_in_memory_that_its_stream_still_uses() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let (stream, malloc) = (rig.stream(), PinnedHost::new(&rig.device));
+    let config = CoalescingConfig::default();
+    let pool = CoalescingPool::new(malloc, &rig.device, &config).unwrap();
+    let mut buffer = DeviceBuffer::uninit(COUNT, &stream, &pool).unwrap();
+    buffer.as_mut_slice().fill(0xFF).unwrap();
+    let address = buffer.ptr();
+    drop(buffer);
+    // SAFETY: the host reaches page-locked memory; nobody frees it by its address.
+    let values = unsafe { PinnedVec::<u8, _>::zeroed_in(COUNT, &stream, &pool) }.unwrap();
+    assert_eq!(values.as_ptr() as u64, address.address(), "the same memory");
+    rig.device.synchronize().unwrap();
+    assert!(values.iter().all(|value| *value == 0));
+    drop(values);
+    begin_capture(&rig, stream.handle().raw());
+    // SAFETY: as above.
+    let refused = unsafe { PinnedVec::<u8, _>::zeroed_in(COUNT, &stream, &pool) };
+    assert!(matches!(refused, Err(Error::StreamCapturing)), "{:?}", refused.err());
+    end_capture(&rig, stream.handle().raw());
+    drop(refused);
+    drop(pool);
+    rig.assert_clean();
 }
 
 /// Nobody frees a vector's memory under it.

@@ -23,6 +23,11 @@ fn waiting(home: &Home) -> Result<Turn<'_>> {
     if stream.is_capturing()? { Err(Error::StreamCapturing) } else { Ok(stream) }
 }
 
+/// Waits for what a container's stream was given so far.
+pub(super) fn settle(home: &Home) -> Result<()> {
+    waiting(home)?.synchronize()
+}
+
 /// Waits for a copy that memory of the host's is lent to.
 fn wait(stream: &Stream) -> Result<()> {
     stream.synchronize().or_else(|error| {

@@ -65,10 +65,11 @@ impl<T: Pod, R: HostMemory> PinnedVec<T, R> {
 }
 
 impl<T: Pod, R: MemoryResource> PinnedVec<T, R> {
-    /// As [`zeroed`](Self::zeroed), with any resource.
+    /// As [`zeroed`](Self::zeroed), with any resource. One in the [order of streams](crate::resource::Facts::stream_ordered),
+    /// as a pool is, gives memory that the stream may still be using: that is waited for.
     ///
     /// # Errors
-    /// As there.
+    /// As there; for such a resource those of [`Stream::synchronize`], and [`Error::StreamCapturing`].
     ///
     /// # Safety
     /// The host can read and write the resource's memory at its addresses, and nobody frees, by the
@@ -79,6 +80,9 @@ impl<T: Pod, R: MemoryResource> PinnedVec<T, R> {
         let fits = |bytes: &usize| isize::try_from(*bytes).is_ok();
         let bytes = len.checked_mul(size_of::<T>()).filter(fits).ok_or(overflow)?;
         let block = Block::new(bytes, align_of::<T>().max(MIN_ALIGN), stream, resource)?;
+        if bytes > 0 && block.resource().facts().stream_ordered {
+            copy::settle(block.home())?;
+        }
         let values = Self { block, len, values: PhantomData };
         // SAFETY: the memory has so many bytes, and is nobody else's; zeros are values of `T`.
         unsafe { values.first().as_ptr().cast::<u8>().write_bytes(0, bytes) };
