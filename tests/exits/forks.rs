@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use cuda_sim::{Schedule, Simulator};
 use vpmm::caching::CachingConfig;
 use vpmm::{
-    Access, CachingAllocator, Contents, CurrentPool, DevicePtr, Error, GraphPool, Mark,
-    MemoryResource, OutOfMemoryCallback, Pool, PoolConfig, Recovery, Result, Sharing, Stream,
+    Access, CachingAllocator, Contents, CurrentPool, DeviceBuffer, DevicePtr, Error, GraphPool,
+    Mark, MemoryResource, OutOfMemoryCallback, Pool, PoolConfig, Recovery, Result, Sharing, Stream,
     StreamHandle, Tagged,
 };
 
@@ -25,6 +25,13 @@ gated!(creation: cuMemCreate(
     bytes: usize,
     prop: *const CUmemAllocationProp,
     flags: u64,
+));
+
+gated!(reading: cuMemcpyDtoHAsync_v2(
+    to: *mut std::ffi::c_void,
+    from: CUdeviceptr,
+    bytes: usize,
+    stream: CUstream,
 ));
 
 /// A child of this process, which ends by itself or is killed.
@@ -291,6 +298,39 @@ fn a_child_comes_while_threads_are_at_work() {
             pool.destroy().unwrap();
             watched.assert_intact();
         });
+    });
+}
+
+/// A child that comes while a thread of the parent has its turn with a container of a thread.
+#[test]
+fn a_child_has_no_turn_with_a_container() {
+    bounded("forks::a_child_has_no_turn_with_a_container", || {
+        let sim = Simulator::builder().schedule(Schedule::Eager).build().unwrap();
+        let driver = changed(&sim, reading::put);
+        let device = driver.device(0).unwrap();
+        let (pool, own) =
+            (Pool::new(&device, &PoolConfig::default()).unwrap(), Stream::per_thread(&device));
+        let mut copy = DeviceBuffer::zeroed(3, &own, &pool).unwrap();
+        let shared = DeviceBuffer::from_slice(&[1, 2, 3], &own, &pool).unwrap();
+        reading::BEFORE.arm();
+        std::thread::scope(|scope| {
+            let reads = scope.spawn(|| shared.to_vec().unwrap());
+            reading::BEFORE.wait();
+            let child = fork(|| {
+                told(shared.to_vec(), "to_vec");
+                told(copy.as_mut_slice().copy_from(&shared.as_slice()), "copy_from");
+                // SAFETY: the child has a copy of the value, which it drops once and the parent's owner,
+                // which is not run in the child, never.
+                told(unsafe { std::ptr::read(&shared) }.release(), "release");
+                // SAFETY: as above.
+                drop(unsafe { std::ptr::read(&shared) });
+            });
+            let ended = child.end();
+            reading::BEFORE.open();
+            assert_eq!(reads.join().unwrap(), [1, 2, 3]);
+            assert!(ended.success(), "the child: {ended}");
+        });
+        shared.release().unwrap();
     });
 }
 

@@ -52,6 +52,8 @@ impl Home {
         let Some(thread) = &self.thread else {
             return Ok(Turn { stream: &self.stream, _thread: None });
         };
+        // Before the lock, which a thread of the parent's may hold that is not here.
+        self.stream.device().driver().check_process()?;
         let mut thread = thread.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Token::current();
         // A thread that is ending has no number, and is nobody that was seen before.
