@@ -117,3 +117,24 @@ fn a_capture_that_begins_before_the_record_does_not_pass_for_a_use_that_is_over(
         watched.assert_intact();
     }
 }
+
+/// What the driver gets back when a pool ends is enqueued on no stream that others' captures forbid.
+#[test]
+fn a_pool_that_ends_with_a_free_that_waited_harms_no_capture() {
+    Rig::everywhere(|rig| {
+        let watched = rig.small_pool(0);
+        let (own, side) = (rig.stream(), rig.stream());
+        let held = watched.malloc(1000, &own);
+        rig.order(&own, &side);
+        let stall = rig.stall(side.handle());
+        held.check(rig, side.handle());
+        watched.pool.record_stream(held.ptr, &side).unwrap();
+        watched.free(held, &own);
+        let (raw, _) = make(rig, 0);
+        begin_capture(rig, raw);
+        drop(stall);
+        drop(watched);
+        assert_eq!(end_capture(rig, raw), 0, "nodes");
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+    });
+}

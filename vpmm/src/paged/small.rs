@@ -323,9 +323,23 @@ impl Small {
     pub(super) fn destroy(&self, driver: &Driver) {
         let Ok(_beside) = BesideCaptures::enter(driver) else { return };
         let book = std::mem::take(&mut *super::lock(&self.book));
-        for address in book.live.into_keys().chain(book.kept.into_keys()) {
-            // SAFETY: live allocations of this pool, whose uses the caller of `destroy` has seen end.
-            let _ = unsafe { driver.cuMemFreeAsync(address, StreamHandle::LEGACY.raw()) };
+        let mut left = book.live.into_keys().chain(book.kept.into_keys()).peekable();
+        if left.peek().is_some() {
+            // On a stream that is nobody's: the legacy one is forbidden beside a blocking stream's capture, which
+            // the driver would end, and the thread's own may be capturing.
+            let flags = CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0;
+            let mut own: CUstream = ptr::null_mut();
+            // SAFETY: the pointer is to a live CUstream, and the context is current.
+            let made = unsafe { driver.cuStreamCreate(&mut own, flags) };
+            let stream = if made.is_ok() { own } else { StreamHandle::LEGACY.raw() };
+            for address in left {
+                // SAFETY: live allocations of this pool, whose uses the caller of `destroy` has seen end.
+                let _ = unsafe { driver.cuMemFreeAsync(address, stream) };
+            }
+            if made.is_ok() {
+                // SAFETY: made above, and nobody else has it. What it was given is done all the same.
+                let _ = unsafe { driver.cuStreamDestroy_v2(own) };
+            }
         }
         // SAFETY: the pool is alive, and not used after.
         let _ = unsafe { driver.cuMemPoolDestroy(self.pool) };
