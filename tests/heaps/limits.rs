@@ -42,6 +42,26 @@ fn the_limit_is_for_all_heaps_together() {
     });
 }
 
+/// What the driver's pool holds for requests smaller than a page is the pool's, too.
+#[test]
+fn a_trim_counts_what_is_held_for_small_requests() {
+    Rig::everywhere(|rig| {
+        let watched = rig.pool(Profile::Paged, Location::Device);
+        let (pool, stream) = (&watched.pool, rig.stream());
+        let tagged = pool.tagged("weights").unwrap();
+        let weights = [(); 4].map(|()| tagged.malloc(GRANULE as usize, &stream).unwrap());
+        let small = pool.malloc(1000, &stream).unwrap();
+        weights.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+        stream.synchronize().unwrap();
+        let held = || pool.stats().mapped_bytes + pool.stats().small_mapped_bytes;
+        let keep_bytes = held() - 3 * GRANULE;
+        assert_eq!(pool.trim_to(keep_bytes).unwrap(), 3 * GRANULE);
+        assert_eq!(held(), keep_bytes);
+        pool.free(small, &stream).unwrap();
+        watched.validate();
+    });
+}
+
 #[test]
 fn a_graphs_memory_stays_where_it_is_when_memory_is_short() {
     Rig::everywhere(|rig| {
