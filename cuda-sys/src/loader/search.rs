@@ -43,12 +43,21 @@ struct Places {
 
 impl Places {
     fn of_this_process() -> Self {
-        let named = TOOLKIT_VARS.iter().filter_map(env::var_os).map(PathBuf::from);
-        Self {
-            toolkits: named.chain(TOOLKITS.map(PathBuf::from)).collect(),
-            site_packages: site_packages(&|name| env::var_os(name), Path::new("/")),
-        }
+        let var = |name: &str| env::var_os(name);
+        Self { toolkits: toolkits(&var), site_packages: site_packages(&var, Path::new("/")) }
     }
+}
+
+/// The toolkits that the environment names, then the usual ones.
+fn toolkits(var: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
+    let named = TOOLKIT_VARS.iter().filter_map(|name| folder(var, name));
+    named.chain(TOOLKITS.map(PathBuf::from)).collect()
+}
+
+/// The folder that a variable names. Set to nothing it names none: joined with a library's place it would be the
+/// folder that the process happens to be in.
+fn folder(var: &dyn Fn(&str) -> Option<OsString>, name: &str) -> Option<PathBuf> {
+    var(name).filter(|value| !value.is_empty()).map(PathBuf::from)
 }
 
 fn candidates(places: &Places) -> Vec<OsString> {
@@ -85,7 +94,7 @@ fn site_packages(var: &dyn Fn(&str) -> Option<OsString>, root: &Path) -> Vec<Pat
         }
     };
     for name in ["VIRTUAL_ENV", "CONDA_PREFIX"] {
-        add(var(name).map_or_else(Vec::new, |prefix| of_prefix(Path::new(&prefix))));
+        add(folder(var, name).map_or_else(Vec::new, |prefix| of_prefix(&prefix)));
     }
     if let Some(path) = var("PYTHONPATH") {
         add(env::split_paths(&path).filter(|dir| dir.is_absolute()).collect());
@@ -95,8 +104,8 @@ fn site_packages(var: &dyn Fn(&str) -> Option<OsString>, root: &Path) -> Vec<Pat
             add(of_python_in(&bin));
         }
     }
-    let user_base = var("PYTHONUSERBASE").map(PathBuf::from);
-    if let Some(base) = user_base.or_else(|| Some(PathBuf::from(var("HOME")?).join(".local"))) {
+    let user_base = folder(var, "PYTHONUSERBASE");
+    if let Some(base) = user_base.or_else(|| Some(folder(var, "HOME")?.join(".local"))) {
         add(of_prefix(&base));
     }
     add(of_prefix(&root.join("usr/local")));
@@ -271,6 +280,13 @@ mod tests {
         let var =
             |name: &str| (name == "PYTHONPATH" || name == "PATH").then(|| OsString::from(".:"));
         assert!(site_packages(&var, Path::new("/nonexistent")).is_empty());
+    }
+
+    #[test]
+    fn a_variable_set_to_nothing_names_no_folder() {
+        let var = |name: &str| (name != "PATH").then(OsString::new);
+        assert_eq!(toolkits(&var), TOOLKITS.map(PathBuf::from));
+        assert_eq!(folder(&var, "HOME"), None);
     }
 
     #[test]
