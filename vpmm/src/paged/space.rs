@@ -280,7 +280,9 @@ impl Space {
             let id = region.id();
             self.set_zombie(id, Fence::PASSED);
         }
-        self.settle();
+        if self.uses.waits_for(timeline) {
+            self.settle();
+        }
     }
 
     /// The fence that the oldest zombie of some stream waits for: each time another stream's, and

@@ -11,7 +11,7 @@
 //! Uses name streams by id, which does not come again as a timeline's place does. A use holds its
 //! fence, as a region does. Nothing here calls the driver.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use smallvec::SmallVec;
 
@@ -69,13 +69,53 @@ pub(super) struct UseBook {
     /// Of live allocations, by the address of the first byte.
     live: HashMap<u64, Uses>,
     deferred: Vec<Deferred>,
+    counts: Counts,
+    /// Frees of small allocations that were deferred: the newest on each timeline.
+    own_of_small: BTreeMap<TimelineId, u64>,
     /// No stream's: what regions of deferred frees wait for, each under a number of its own.
     timeline: TimelineId,
 }
 
+/// What deferred frees wait for, counted, so that a request need not go through all of them to see that there is
+/// nothing for it to do.
+#[derive(Default, PartialEq, Eq, Debug)]
+pub(super) struct Counts {
+    /// Uses without a fence.
+    due: usize,
+    /// Uses with a fence, by timeline.
+    fenced: BTreeMap<TimelineId, usize>,
+    /// Small allocations.
+    small: usize,
+    /// Those that wait for no use and are in nobody's hands.
+    ready: usize,
+}
+
+impl Counts {
+    fn add(&mut self, of: &Use) {
+        match of.fence {
+            Some(fence) => *self.fenced.entry(fence.timeline).or_default() += 1,
+            None => self.due += 1,
+        }
+    }
+
+    fn take(&mut self, of: &Use) {
+        let Some(fence) = of.fence else {
+            self.due -= 1;
+            return;
+        };
+        if let Some(count) = self.fenced.get_mut(&fence.timeline) {
+            *count -= 1;
+            if *count == 0 {
+                self.fenced.remove(&fence.timeline);
+            }
+        }
+    }
+}
+
 impl UseBook {
     pub(super) fn new(timeline: TimelineId) -> Self {
-        Self { live: HashMap::new(), deferred: Vec::new(), timeline }
+        let (live, deferred, counts) = (HashMap::new(), Vec::new(), Counts::default());
+        Self { live, deferred, counts, own_of_small: BTreeMap::new(), timeline }
     }
 
     pub(super) fn timeline(&self) -> TimelineId {
@@ -97,11 +137,27 @@ impl UseBook {
 
     /// Whether something freed waits for a stream that could not be recorded on.
     pub(super) fn has_due(&self) -> bool {
-        self.deferred.iter().flat_map(|deferred| &deferred.uses).any(|of| of.fence.is_none())
+        self.counts.due > 0
     }
 
     pub(super) fn has_small(&self) -> bool {
-        self.deferred.iter().any(|deferred| matches!(deferred.kept, Kept::Small(_)))
+        self.counts.small > 0
+    }
+
+    /// Whether a deferred free waits for a fence of a timeline.
+    pub(super) fn waits_for(&self, timeline: TimelineId) -> bool {
+        self.counts.fenced.contains_key(&timeline)
+    }
+
+    /// Whether the counts are those of the list, for validation.
+    pub(super) fn are_counted(&self) -> bool {
+        let mut counted = Counts::default();
+        for deferred in &self.deferred {
+            deferred.uses.iter().for_each(|of| counted.add(of));
+            counted.small += usize::from(deferred.is_small());
+            counted.ready += usize::from(deferred.is_ready());
+        }
+        counted == self.counts
     }
 
     /// Notes a use of a live allocation. Twice is once, by the handle that lasts longer.
@@ -180,7 +236,11 @@ impl Space {
             if !matches!(scope, Scope::Freed(_)) {
                 let deferred = book.deferred.iter_mut().flat_map(|deferred| &mut deferred.uses);
                 let due = |of: &&mut Use| of.stream == stream && of.fence.is_none();
-                deferred.filter(due).for_each(&mut enter);
+                for of in deferred.filter(due) {
+                    book.counts.take(of);
+                    enter(of);
+                    book.counts.add(of);
+                }
             }
         }
         former.into_iter().for_each(|fence| self.release(fence));
@@ -221,9 +281,12 @@ impl Space {
     /// another record.
     pub(super) fn is_captured(&mut self, fence: Fence) {
         let mut given_up = 0;
-        for of in self.uses.deferred.iter_mut().flat_map(|deferred| &mut deferred.uses) {
+        let UseBook { deferred, counts, .. } = &mut self.uses;
+        for of in deferred.iter_mut().flat_map(|deferred| &mut deferred.uses) {
             if of.fence == Some(fence) && of.handle.is_some() {
+                counts.take(of);
                 of.fence = None;
+                counts.add(of);
                 given_up += 1;
             }
         }
@@ -241,7 +304,16 @@ impl Space {
             let sequence = self.timelines.next_sequence();
             self.set(id, State::Pending, Fence { timeline, sequence });
         }
-        self.uses.deferred.push(Deferred { kept, stream, own, uses, freeing: false });
+        let deferred = Deferred { kept, stream, own, uses, freeing: false };
+        let book = &mut self.uses;
+        deferred.uses.iter().for_each(|of| book.counts.add(of));
+        if deferred.is_small() {
+            book.counts.small += 1;
+            book.counts.ready += usize::from(deferred.is_ready());
+            let newest = book.own_of_small.entry(own.timeline).or_default();
+            *newest = own.sequence.max(*newest);
+        }
+        book.deferred.push(deferred);
     }
 
     /// Gives up waiting for uses that are over. Pages that wait for none any more are as if they had
@@ -250,10 +322,12 @@ impl Space {
     pub(super) fn settle(&mut self) {
         let mut at = 0;
         while at < self.uses.deferred.len() {
+            let was_ready = self.uses.deferred[at].is_ready();
             let mut uses = std::mem::take(&mut self.uses.deferred[at].uses);
             uses.retain(|of| {
                 let over = self.is_over(of);
                 if over && let Some(fence) = of.fence {
+                    self.uses.counts.take(of);
                     self.release(fence);
                 }
                 !over
@@ -266,7 +340,10 @@ impl Space {
                     self.release(own);
                 }
                 _ => {
-                    self.uses.deferred[at].uses = uses;
+                    let book = &mut self.uses;
+                    book.deferred[at].uses = uses;
+                    let is_ready = book.deferred[at].is_ready();
+                    book.counts.ready += usize::from(is_ready && !was_ready);
                     at += 1;
                 }
             }
@@ -276,44 +353,55 @@ impl Space {
     /// The host has waited for what one stream, or every one, was given up to a number: uses that
     /// could not be recorded are over, too, where they are of what was freed before.
     pub(super) fn settle_by(&mut self, point: u64, stream: Option<u64>) {
-        for deferred in &mut self.uses.deferred {
-            if deferred.own.sequence <= point {
+        let UseBook { deferred, counts, .. } = &mut self.uses;
+        let has_due = counts.due > 0;
+        for deferred in deferred.iter_mut() {
+            if has_due && deferred.own.sequence <= point {
+                let was_ready = deferred.is_ready();
                 let of_mark = |of: &Use| stream.is_none_or(|stream| stream == of.stream);
-                deferred.uses.retain(|of| of.fence.is_some() || !of_mark(of));
+                deferred.uses.retain(|of| {
+                    let stays = of.fence.is_some() || !of_mark(of);
+                    if !stays {
+                        counts.take(of);
+                    }
+                    stays
+                });
+                counts.ready += usize::from(deferred.is_ready() && !was_ready);
             }
         }
         self.settle();
     }
 
-    /// The timelines that deferred frees wait for.
-    pub(super) fn waited_for(&self) -> SmallVec<[TimelineId; 4]> {
-        let mut found: SmallVec<[TimelineId; 4]> = SmallVec::new();
-        for deferred in &self.uses.deferred {
-            let own = matches!(deferred.kept, Kept::Small(_)).then_some(deferred.own);
-            let fences = deferred.uses.iter().filter_map(|of| of.fence).chain(own);
-            for fence in fences.filter(|fence| !self.timelines.is_complete(*fence)) {
-                if !found.contains(&fence.timeline) {
-                    found.push(fence.timeline);
-                }
-            }
-        }
-        found
+    /// The timelines that deferred frees wait for. O(those).
+    pub(super) fn waited_for(&mut self) -> SmallVec<[TimelineId; 4]> {
+        let (timelines, book) = (&self.timelines, &mut self.uses);
+        // What is complete once stays so, and an older free of the same stream is if a newer one is.
+        book.own_of_small.retain(|timeline, newest| {
+            !timelines.is_complete(Fence { timeline: *timeline, sequence: *newest })
+        });
+        let own = book.own_of_small.keys().copied();
+        let own = own.filter(|timeline| !book.waits_for(*timeline));
+        book.counts.fenced.keys().copied().chain(own).collect()
     }
 
     /// A small allocation that the driver may have back, on the stream of a request (or on any):
     /// its uses are over, and so is what came before the free, unless that was on this stream.
     /// Whoever takes it says how it went: [`small_is_free`](Self::small_is_free).
     pub(super) fn next_ready_small(&mut self, stream: Option<u64>) -> Option<u64> {
+        if self.uses.counts.ready == 0 {
+            return None;
+        }
         let timelines = &self.timelines;
-        self.uses.deferred.iter_mut().find_map(|deferred| {
+        let address = self.uses.deferred.iter_mut().find_map(|deferred| {
             let Kept::Small(address) = deferred.kept else { return None };
             let in_order = Some(deferred.stream) == stream || timelines.is_complete(deferred.own);
-            let ready = deferred.uses.is_empty() && in_order && !deferred.freeing;
-            ready.then(|| {
+            (deferred.is_ready() && in_order).then(|| {
                 deferred.freeing = true;
                 address
             })
-        })
+        })?;
+        self.uses.counts.ready -= 1;
+        Some(address)
     }
 
     /// What the driver said to a small allocation taken by
@@ -323,14 +411,28 @@ impl Space {
         let Some(at) = self.uses.deferred.iter().position(is_it) else { return };
         if done {
             let deferred = self.uses.deferred.swap_remove(at);
+            self.uses.counts.small -= 1;
+            if self.uses.counts.small == 0 {
+                self.uses.own_of_small.clear();
+            }
             self.release(deferred.own);
         } else {
             self.uses.deferred[at].freeing = false;
+            self.uses.counts.ready += 1;
         }
     }
 }
 
 impl Deferred {
+    fn is_small(&self) -> bool {
+        matches!(self.kept, Kept::Small(_))
+    }
+
+    /// Whether it is a small allocation that waits for no use and is in nobody's hands.
+    fn is_ready(&self) -> bool {
+        self.is_small() && self.uses.is_empty() && !self.freeing
+    }
+
     pub(super) fn is_being_freed(&self) -> bool {
         self.freeing
     }
@@ -390,6 +492,39 @@ mod tests {
         let few = frees_among(200);
         let many = frees_among(if cfg!(miri) { 2_000 } else { 200_000 });
         assert!(many < 50 * few, "{few:?} among 200, {many:?} among a thousand times as many");
+    }
+
+    #[test]
+    fn a_request_beside_many_frees_that_wait_costs_what_it_costs_beside_few() {
+        let event = Event::foreign(std::ptr::null_mut());
+        let requests_beside = |frees: u64| {
+            let mut space = Space::new(2 << 20);
+            let (own, side) = (space.timeline(1), space.timeline(7));
+            for address in 0..frees {
+                let fence = Some(space.timelines.push(side, event));
+                let freed = space.timelines.push(own, event);
+                let uses: Uses = [Use { stream: 7, handle: None, fence }].into_iter().collect();
+                space.defer(Kept::Small(address), 1, freed, uses);
+            }
+            let mut request = || {
+                assert!(space.uses.has_small() && !space.uses.has_due());
+                assert!(space.waited_for().contains(&side));
+                let freed = space.timelines.push(own, event);
+                space.pass(freed);
+                assert_eq!(space.next_ready_small(Some(1)), None);
+            };
+            request(); // all frees on its own stream pass
+            let start = std::time::Instant::now();
+            (0..200).for_each(|_| request());
+            let took = start.elapsed();
+            let newest = space.timelines.newest(side).unwrap();
+            space.pass(newest);
+            assert_eq!(space.next_ready_small(Some(2)), Some(0), "they have waited for that");
+            took
+        };
+        let few = requests_beside(200);
+        let many = requests_beside(if cfg!(miri) { 2_000 } else { 200_000 });
+        assert!(many < 50 * few, "{few:?} beside 200, {many:?} beside a thousand times as many");
     }
 
     #[test]

@@ -43,6 +43,9 @@ impl PagedPool {
                 return broken(format!("{address:#x} is used on {} streams, and free", uses.len()));
             }
         }
+        if !space.uses.are_counted() {
+            return broken("what deferred frees wait for is not what is counted".to_owned());
+        }
         for deferred in space.uses.deferred() {
             if let Some(of) = deferred
                 .uses
