@@ -47,7 +47,7 @@ const EXACT_OF_SPARE: u64 = 2;
 const EXACT_OF_LIMITED: u64 = 64;
 const LOOSE_OF_POOL: u64 = 4;
 /// A loose fit leaves at most this fraction of the request unused, of a request of more than 4 MiB as much again,
-/// up to 4 MiB: of large blocks a front has few, and a sixteenth fits one request in three.
+/// up to 4 MiB: of large blocks a front has few, and a sixteenth fits two requests in five.
 const LOOSE_FIT: u32 = 16;
 const LONG_UNITS: u32 = 1 << 13;
 const LONG_MORE: u32 = 1 << 13;
