@@ -145,7 +145,8 @@ impl Runtime {
     ///
     /// Tried in this order, until one of version 13 is found:
     /// 1. `libcudart.so.13`, as the dynamic linker finds it or as it is already loaded;
-    /// 2. that name in `CUDA_HOME`, `CUDA_PATH`, `CUDA_ROOT`, `/usr/local/cuda` and `/opt/cuda`;
+    /// 2. that name in `CUDA_HOME`, `CUDA_PATH`, `CUDA_ROOT`, `CONDA_PREFIX`, `/usr/local/cuda`
+    ///    and `/opt/cuda`;
     /// 3. the wheel nvidia-cuda-runtime in the `site-packages` of the active virtual or
     ///    conda environment, of `PYTHONPATH`, of each `python3` on `PATH`, of the user and
     ///    of the system (Python is not run);

@@ -22,8 +22,9 @@ const NATIVE_WHEEL: &str = "nvidia/cu13/lib/libcudart.so.13";
 const OTHER_WHEELS: [&str; 2] =
     ["nvidia/cuda_runtime/lib/libcudart.so.12", "nvidia/cuda_runtime/lib/libcudart.so.11.0"];
 
-/// Environment variables that name a toolkit.
-const TOOLKIT_VARS: [&str; 3] = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"];
+/// Environment variables that name a toolkit; and a conda environment, which is laid out as one where its package
+/// cuda-cudart is installed.
+const TOOLKIT_VARS: [&str; 4] = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CONDA_PREFIX"];
 const TOOLKITS: [&str; 2] = ["/usr/local/cuda", "/opt/cuda"];
 const TOOLKIT_LIBS: [&str; 2] = ["lib64", "lib"];
 
@@ -280,6 +281,18 @@ mod tests {
         let var =
             |name: &str| (name == "PYTHONPATH" || name == "PATH").then(|| OsString::from(".:"));
         assert!(site_packages(&var, Path::new("/nonexistent")).is_empty());
+    }
+
+    #[test]
+    fn a_conda_environment_is_a_toolkit_behind_those_that_are_named() {
+        let var = |name: &str| match name {
+            "CUDA_HOME" => Some(OsString::from("/cuda")),
+            "CONDA_PREFIX" => Some(OsString::from("/env")),
+            _ => None,
+        };
+        let named = toolkits(&var);
+        assert_eq!(named[..2], ["/cuda", "/env"].map(PathBuf::from));
+        assert_eq!(named[2..], TOOLKITS.map(PathBuf::from));
     }
 
     #[test]
