@@ -25,6 +25,7 @@ from vpmm import _library
 from vpmm.gms import (
     GMSClientMemoryManager,
     GrantedLockType,
+    LockTimeoutError,
     RequestedLockType,
     StaleMemoryLayoutError,
 )
@@ -514,6 +515,35 @@ def test_a_tag_has_one_manager(server, tmp_path):
         pools.evict_gms_client_memory_manager(manager)
         manager.close()
     assert pools.get_gms_client_memory_managers() == ()
+
+
+def test_threads_that_ask_at_once_have_one_manager(server):
+    from vpmm.gms import torch as pools
+
+    create = pools.get_or_create_gms_client_memory_manager
+    found = []
+
+    def ask():
+        found.append(create(server, 0, "rw", tag="t", timeout_ms=20_000))
+
+    with GMSClientMemoryManager(server, tag="t") as other:
+        other.connect("rw")
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.1)
+        with pytest.raises(LockTimeoutError, match="another thread"):
+            create(server, 0, "rw", tag="t", timeout_ms=10)
+        other.abort()
+        for thread in threads:
+            thread.join(30)
+    try:
+        assert len(found) == 3 and len(set(map(id, found))) == 1 and found[0].is_connected
+        assert pools.get_gms_client_memory_managers() == (found[0],)
+    finally:
+        for manager in set(found):
+            pools.evict_gms_client_memory_manager(manager)
+            manager.close()
 
 
 def test_a_manager_that_was_closed_is_replaced(server):

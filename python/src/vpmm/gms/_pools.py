@@ -6,12 +6,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
+import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from .. import _library
 from .._library import answer, call, ffi, lib
-from . import GMSClientMemoryManager, GrantedLockType, RequestedLockType
+from . import GMSClientMemoryManager, GrantedLockType, LockTimeoutError, RequestedLockType
 
 
 @dataclasses.dataclass
@@ -31,6 +33,8 @@ class _Pool:
 
 
 _pools: dict[str, _Pool] = {}
+# For each tag, held by the thread that has its manager made and connected: another would wait for this one's lock.
+_making: dict[str, threading.Lock] = {}
 
 
 @functools.cache
@@ -96,28 +100,51 @@ def get_or_create_gms_client_memory_manager(
     tag: str = "weights",
     timeout_ms: int | None = None,
 ) -> GMSClientMemoryManager:
-    """The process's manager for a tag; at the first call it is made and connected. With a writer's lock
-    tensors can be made in its memory: :func:`gms_use_mem_pool`.
+    """The process's manager for a tag; at the first call it is made and connected, and other threads that ask for
+    it meanwhile wait for it as long as they would for the lock. With a writer's lock tensors can be made in its
+    memory: :func:`gms_use_mem_pool`.
 
+    :raises LockTimeoutError: the lock was not to be had in the time for it.
     :raises RuntimeError: there is one for the tag with another server, device or lock.
     """
     wanted = RequestedLockType(mode)
-    pool = _pools.get(tag)
-    if pool is not None and pool.is_over():
-        del _pools[tag]
-        pool = None
-    if pool is not None:
-        manager = pool.manager
-        if (manager.socket_path, manager.device) != (str(socket_path), device):
-            text = f"{manager.socket_path} on device {manager.device}"
-            raise RuntimeError(f"the manager for {tag!r} is of {text}")
-        has = manager.granted_lock_type
-        if wanted.value in ("rw", "ro") and (has is None or has.value != wanted.value):
-            raise RuntimeError(f"the manager for {tag!r} has {has}, not {wanted.value}")
+    making = _making.setdefault(tag, threading.Lock())
+    begin = time.monotonic()
+    most = None if timeout_ms is None or timeout_ms < 0 else timeout_ms / 1000
+    if not making.acquire(timeout=-1 if most is None else min(most, threading.TIMEOUT_MAX)):
+        raise LockTimeoutError(f"another thread connects the manager for {tag!r}", "VPMM_TIMED_OUT")
+    try:
+        manager = _manager_as_wanted(socket_path, device, wanted, tag)
+        if manager is None:
+            left = None if most is None else max(0, int((most - (time.monotonic() - begin)) * 1000))
+            manager = GMSClientMemoryManager(socket_path, device=device, tag=tag)
+            manager.connect(wanted, left)
+            _pools[tag] = _Pool(manager)
         return manager
-    manager = GMSClientMemoryManager(socket_path, device=device, tag=tag)
-    manager.connect(wanted, timeout_ms)
-    _pools[tag] = _Pool(manager)
+    finally:
+        making.release()
+
+
+def _manager_as_wanted(
+    socket_path: str, device: int, wanted: RequestedLockType, tag: str
+) -> GMSClientMemoryManager | None:
+    """The manager that there is for a tag.
+
+    :raises RuntimeError: it has another server, device or lock than wanted.
+    """
+    pool = _pools.get(tag)
+    if pool is None:
+        return None
+    if pool.is_over():
+        del _pools[tag]
+        return None
+    manager = pool.manager
+    if (manager.socket_path, manager.device) != (str(socket_path), device):
+        text = f"{manager.socket_path} on device {manager.device}"
+        raise RuntimeError(f"the manager for {tag!r} is of {text}")
+    has = manager.granted_lock_type
+    if wanted.value in ("rw", "ro") and (has is None or has.value != wanted.value):
+        raise RuntimeError(f"the manager for {tag!r} has {has}, not {wanted.value}")
     return manager
 
 
