@@ -10,23 +10,23 @@ use crate::exit::{Abort, Exit};
 use crate::report::{BenchReport, bench_table};
 
 pub(super) fn bench(args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
-    let mut reports = Vec::new();
-    let end = bench_all(args, &mut reports, out);
-    finish(end, args.json, &reports, bench_table, out)
+    let (mut reports, mut exit) = (Vec::new(), Exit::Done);
+    let end = bench_all(args, &mut reports, &mut exit, out);
+    finish(end, exit, args.json, &reports, bench_table, out)
 }
 
 fn bench_all(
     args: &BenchArgs,
     reports: &mut Vec<BenchReport>,
+    exit: &mut Exit,
     out: &mut dyn Write,
-) -> Result<Exit, Abort> {
+) -> Result<(), Abort> {
     let cases = args.case.as_ref().map_or(&Case::ALL[..], |list| &list.0);
     let allocators = &args.allocator.0;
     let amount = if args.quick { Amount::Quick } else { Amount::Full };
     let device = args.device.settle(remark);
     let open = || device.open(Setup::default()).map_err(Abort::failure);
 
-    let mut exit = Exit::Done;
     let mut machine = open()?;
     let bar = bar((cases.len() * allocators.len()) as u64);
     for &case in cases {
@@ -43,7 +43,7 @@ fn bench_all(
                 bar.suspend(|| remark(&format!("{case}: {allocator}: {error}")));
             }
             let end = end_of(&result);
-            exit = exit.and(end);
+            *exit = exit.and(end);
             if end == Exit::Failure {
                 // A device that has failed may answer nothing more.
                 drop(machine);
@@ -59,7 +59,7 @@ fn bench_all(
         }
     }
     bar.finish_and_clear();
-    Ok(exit)
+    Ok(())
 }
 
 fn end_of(result: &Result<Figures, BenchError>) -> Exit {

@@ -21,9 +21,9 @@ pub(super) fn fit(args: &FitArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
     let traces = open_all(&args.traces)?;
     let device = args.device.settle(remark);
 
-    let mut reports = Vec::new();
-    let end = fit_all(&traces, device, args, &mut reports, out);
-    finish(end, args.json, &reports, fit_table, out)
+    let (mut reports, mut exit) = (Vec::new(), Exit::Done);
+    let end = fit_all(&traces, device, args, &mut reports, &mut exit, out);
+    finish(end, exit, args.json, &reports, fit_table, out)
 }
 
 fn fit_all(
@@ -31,14 +31,14 @@ fn fit_all(
     device: DeviceChoice,
     args: &FitArgs,
     reports: &mut Vec<FitReport>,
+    exit: &mut Exit,
     out: &mut dyn Write,
-) -> Result<Exit, Abort> {
-    let mut exit = Exit::Done;
+) -> Result<(), Abort> {
     for trace in traces {
         let mut machine = open(device)?;
         for allocator in &args.allocator.0 {
             let (report, end) = fit_one(trace, allocator, &machine)?;
-            exit = exit.and(end);
+            *exit = exit.and(end);
             if end == Exit::Failure {
                 // A device that has failed may answer nothing more.
                 drop(machine);
@@ -53,7 +53,7 @@ fn fit_all(
             }
         }
     }
-    Ok(exit)
+    Ok(())
 }
 
 fn open(device: DeviceChoice) -> Result<Machine, Abort> {

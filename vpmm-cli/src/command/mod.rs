@@ -41,9 +41,11 @@ fn remark(text: &str) {
 }
 
 /// Prints the table of what there is, and ends as the work did: what was found out until it was given up
-/// may have taken hours. With JSON each result was printed as soon as it was there.
+/// may have taken hours. With JSON each result was printed as soon as it was there. `exit` is what the
+/// results come to: it counts too where the work was given up, or nobody reads them any more.
 fn finish<R>(
-    end: Result<Exit, Abort>,
+    end: Result<(), Abort>,
+    exit: Exit,
     json: bool,
     reports: &[R],
     table: fn(&[R]) -> String,
@@ -55,9 +57,10 @@ fn finish<R>(
         writeln!(out, "{}", table(reports)).and_then(|()| out.flush())
     };
     // Why it was given up says more than that the output could not be written.
-    let exit = end?;
-    printed?;
-    Ok(exit)
+    match end.and_then(|()| printed.map_err(Abort::from)) {
+        Ok(()) => Ok(exit),
+        Err(abort) => Err(Abort { exit: exit.and(abort.exit), ..abort }),
+    }
 }
 
 /// A bar on standard error where that is a terminal; hidden elsewhere.

@@ -28,9 +28,9 @@ pub(super) fn replay(args: &ReplayArgs, out: &mut dyn Write) -> Result<Exit, Abo
     }
     let device = args.device.settle(remark);
 
-    let mut reports = Vec::new();
-    let end = replay_all(&traces, device, args, &mut reports, out);
-    finish(end, args.json, &reports, table, out)
+    let (mut reports, mut exit) = (Vec::new(), Exit::Done);
+    let end = replay_all(&traces, device, args, &mut reports, &mut exit, out);
+    finish(end, exit, args.json, &reports, table, out)
 }
 
 fn replay_all(
@@ -38,17 +38,17 @@ fn replay_all(
     device: DeviceChoice,
     args: &ReplayArgs,
     reports: &mut Vec<Report>,
+    exit: &mut Exit,
     out: &mut dyn Write,
-) -> Result<Exit, Abort> {
-    let mut exit = Exit::Done;
+) -> Result<(), Abort> {
     for trace in traces {
         for allocator in &args.allocator.0 {
             let (report, outcome) = replay_one(trace, allocator, device, args)?;
             explain(trace, allocator, &outcome);
             if outcome.is_failure() {
-                exit = exit.and(Exit::Failure);
+                *exit = exit.and(Exit::Failure);
             } else if outcome.is_out_of_memory() {
-                exit = exit.and(Exit::OutOfMemory);
+                *exit = exit.and(Exit::OutOfMemory);
             }
             if args.json {
                 let line = serde_json::to_string(&report).map_err(Abort::failure)?;
@@ -59,7 +59,7 @@ fn replay_all(
             }
         }
     }
-    Ok(exit)
+    Ok(())
 }
 
 fn replay_one(
