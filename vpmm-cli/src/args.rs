@@ -13,11 +13,12 @@ use crate::serve::{ServeArgs, ServeBenchArgs, SnapshotArgs};
 const EXIT_CODES: &str = "\
 Exit codes:
   0  done
-  1  something failed: a check, an allocator, the device, the output
+  1  something failed: a check, an allocator, the device, a server, the output
   2  bad input or usage: a malformed trace, an unknown option, a bad VPMM_… variable
   3  out of memory: the allocator could not serve the trace or the case";
 
-/// Replay allocation traces through GPU memory pools, measure these, and look at devices.
+/// Replay allocation traces through GPU memory pools, measure these, look at devices, and own GPU
+/// memory for other processes.
 #[derive(Debug, Parser)]
 #[command(name = "vpmm", version, after_help = EXIT_CODES)]
 pub struct Cli {

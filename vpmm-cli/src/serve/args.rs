@@ -101,7 +101,8 @@ fn loopback(text: &str) -> Result<SocketAddr, String> {
 /// The arguments of `vpmm serve`.
 #[derive(Args, Clone, Debug)]
 pub struct ServeArgs {
-    /// Whose memory to own: a GPU's number, as CUDA counts, or sim.
+    /// Whose memory to own: a GPU's number, as CUDA counts, or sim; sim:N is a simulator's device of
+    /// that number.
     #[arg(long, value_name = "DEVICE", required_unless_present = "all")]
     pub device: Option<ServeDevice>,
 
@@ -225,8 +226,8 @@ pub struct SnapshotArgs {
 pub enum SnapshotCommand {
     /// Save the published layout of a server into a folder that is not there yet.
     Save(SnapshotPlace),
-    /// Publish a saved layout at a server. Files that are not whole are refused, and nothing is
-    /// published then.
+    /// Publish a saved layout at a server; what was published there before goes. Files that are not
+    /// whole are refused, and nothing is published then.
     Load(SnapshotPlace),
 }
 
