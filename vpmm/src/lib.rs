@@ -21,8 +21,21 @@
 //!
 //! [`Pool::new`] makes a pool of the default profile, [`Pool::paged`] one of whole pages.
 //!
+//! # Where to look
+//!
+//! | | |
+//! |---|---|
+//! | [`Driver`], [`Device`] | the start: a driver that is loaded, or simulated (`cuda_sim`), and one of its devices |
+//! | [`Stream`], [`Event`], [`StreamHandle`] | streams with an owner, borrowed, or by their bare handle |
+//! | [`Pool`], [`PoolConfig`], [`PagedConfig`], [`DevicePtr`] | pools, what they are made with, what they give out |
+//! | [`Pool::stats`], [`Pool::layout`], [`Pool::snapshot`], [`Pool::validate`] | what a pool holds, where, and whether its books are right |
+//! | [`Error`], [`Pool::on_out_of_memory`], [`WaitPolicy`] | how calls fail, and what can be done where memory runs out |
+//! | [`MemoryResource`], [`resource`], [`CachingAllocator`] | everything that gives out memory behind one trait, and adaptors on it |
+//! | [`DeviceVec`], [`DeviceBuffer`], [`DeviceScalar`], [`PinnedVec`] | containers on any resource |
+//! | [`Pool::export`], [`Imported`] | memory for other processes, and of them |
+//!
 //! # Rooms
-//! A module imports only from those above it, but that `driver` makes `device`s and tells watchers of
+//! For whoever changes the code: its modules, most of them private. A module imports only from those above it, but that `driver` makes `device`s and tells watchers of
 //! `ordering`'s marks.
 //!
 //! | room | what it is |
