@@ -1,5 +1,16 @@
 /* The C ABI of vpmm: GPU memory pools on CUDA's virtual memory management.
-   Made by cbindgen from vpmm-capi/src: see vpmm-capi/tests/header.rs. */
+   Made by cbindgen from vpmm-capi/src: see vpmm-capi/tests/header.rs.
+
+   What holds for every function that does not say otherwise:
+   - A status other than VPMM_OK is a failure, whose text `vpmm_last_error` has. What a function writes
+     through its pointers it writes on success only.
+   - Any thread may call it, with the same handles too. A handle is given back once, by its `release`
+     function, and used by nobody while or after that; null is no handle, and ignored there.
+   - A structure that begins with its size goes to its `init` function first: the program's header may be
+     older than the library.
+   - `stream` is a cudaStream_t, which is a CUstream. Null and 1 are the legacy default stream, 2 is the
+     calling thread's own (cudaStreamPerThread).
+   - In a child of the process (a fork) what needs the driver answers VPMM_FORKED. */
 
 #ifndef VPMM_H
 #define VPMM_H

@@ -41,7 +41,18 @@ fn generated() -> String {
         .with_sys_include("stdint.h")
         .with_header(
             "/* The C ABI of vpmm: GPU memory pools on CUDA's virtual memory management.\n   \
-             Made by cbindgen from vpmm-capi/src: see vpmm-capi/tests/header.rs. */",
+             Made by cbindgen from vpmm-capi/src: see vpmm-capi/tests/header.rs.\n\
+             \n   \
+             What holds for every function that does not say otherwise:\n   \
+             - A status other than VPMM_OK is a failure, whose text `vpmm_last_error` has. What a function writes\n     \
+             through its pointers it writes on success only.\n   \
+             - Any thread may call it, with the same handles too. A handle is given back once, by its `release`\n     \
+             function, and used by nobody while or after that; null is no handle, and ignored there.\n   \
+             - A structure that begins with its size goes to its `init` function first: the program's header may be\n     \
+             older than the library.\n   \
+             - `stream` is a cudaStream_t, which is a CUstream. Null and 1 are the legacy default stream, 2 is the\n     \
+             calling thread's own (cudaStreamPerThread).\n   \
+             - In a child of the process (a fork) what needs the driver answers VPMM_FORKED. */",
         )
         .with_documentation(true)
         .with_style(cbindgen::Style::Both)
