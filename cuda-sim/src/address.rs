@@ -49,11 +49,21 @@ pub(crate) struct Mapping {
     pub(crate) physical: PhysicalId,
     /// The handle that was mapped; 0 for the driver's own memory.
     pub(crate) handle: u64,
-    /// Its place among all mappings ever made.
+    /// Its place among all mappings ever made, and changes of rights.
     pub(crate) generation: u64,
     access: AccessRights,
+    /// Since when each party has the rights that it has.
+    opened: SmallVec<[Opened; 1]>,
     /// The last work of each stream that went through this address.
     users: SmallVec<[User; 2]>,
+}
+
+/// Since which change of mappings a party may read, and write.
+#[derive(Clone, Copy, Debug)]
+struct Opened {
+    party: usize,
+    read: u64,
+    write: u64,
 }
 
 /// Work that went through a mapping.
@@ -95,6 +105,17 @@ impl AccessRights {
         self.of(party) & needed == needed
     }
 
+    /// The parties that have rights which they had not in `old`, and which: 1 read, 2 write.
+    fn gained_since(self, old: Self) -> impl Iterator<Item = (usize, u64)> {
+        let mut gained = Self(self.0 & !old.0);
+        std::iter::from_fn(move || {
+            let party = (gained.0 != 0).then(|| gained.0.trailing_zeros() as usize / 2)?;
+            let rights = gained.of(party);
+            gained = gained.with(party, 0);
+            Some((party, rights))
+        })
+    }
+
     /// Whether every right that a party has in `self` it has in `new` too.
     fn kept_by(self, new: Self, party: usize) -> bool {
         self.of(party) & !new.of(party) == 0
@@ -104,6 +125,30 @@ impl AccessRights {
 impl Mapping {
     pub(crate) fn access(&self) -> AccessRights {
         self.access
+    }
+
+    fn set_access(&mut self, access: AccessRights, generation: u64) {
+        for (party, rights) in access.gained_since(self.access) {
+            let known = self.opened.iter().position(|opened| opened.party == party);
+            let at = known.unwrap_or_else(|| {
+                self.opened.push(Opened { party, read: 0, write: 0 });
+                self.opened.len() - 1
+            });
+            let opened = &mut self.opened[at];
+            if rights & AccessRights::READ != 0 {
+                opened.read = generation;
+            }
+            if rights & AccessRights::WRITE != 0 {
+                opened.write = generation;
+            }
+        }
+        self.access = access;
+    }
+
+    /// Whether a party got a right that it has now after a change of mappings.
+    pub(crate) fn was_opened_after(&self, party: usize, write: bool, generation: u64) -> bool {
+        let mut opened = self.opened.iter().filter(|opened| opened.party == party);
+        opened.any(|opened| generation < if write { opened.write } else { opened.read })
     }
 
     pub(crate) fn used_by(&mut self, stream: StreamKey, tick: u64, device: usize) {
@@ -171,7 +216,7 @@ impl AddressSpace {
         }
     }
 
-    /// How many mappings were ever made: work that is enqueued now knows no later ones.
+    /// How many mappings were ever made or opened: work that is enqueued now knows no later ones.
     pub(crate) fn generation(&self) -> u64 {
         self.generation
     }
@@ -252,6 +297,7 @@ impl AddressSpace {
             handle,
             generation: self.generation,
             access: AccessRights::default(),
+            opened: SmallVec::new(),
             users: SmallVec::new(),
         };
         self.mappings.insert(start, mapping);
@@ -331,11 +377,12 @@ impl AddressSpace {
             return Err(INVALID);
         }
         let mut changed = Vec::new();
+        self.generation += 1;
         for (_, mapping) in self.mappings.range_mut(start..end) {
             let access = change(mapping.access);
             if access != mapping.access {
                 changed.push(mapping.size);
-                mapping.access = access;
+                mapping.set_access(access, self.generation);
             }
         }
         Ok(changed)

@@ -206,7 +206,7 @@ impl Space {
 ///
 /// Addresses are those of the device (and of page-locked host memory). A range that is not
 /// mapped, that was mapped only after the work was enqueued, or that the work's device has no
-/// right to, gives `CUDA_ERROR_ILLEGAL_ADDRESS`, is
+/// right to or had none then, gives `CUDA_ERROR_ILLEGAL_ADDRESS`, is
 /// reported as misuse, and leaves all bytes unchanged.
 #[derive(Debug)]
 pub struct DeviceMemory<'a> {
@@ -217,7 +217,7 @@ pub struct DeviceMemory<'a> {
     pub(crate) tick: u64,
     pub(crate) clock: &'a Clock,
     pub(crate) what: &'a Arc<str>,
-    /// The last mapping that existed when the work was enqueued.
+    /// The last change of mappings before the work was enqueued.
     pub(crate) generation: u64,
 }
 
@@ -534,6 +534,14 @@ impl DeviceMemory<'_> {
                 self.findings.misuse(format!(
                     "`{}` on {}: uses {at:#x}, where the mapping is newer than the work",
                     self.what, self.stream
+                ));
+                return Err(illegal);
+            }
+            if mapping.was_opened_after(self.device, write, self.generation) {
+                self.findings.misuse(format!(
+                    "`{}` on {}: {kind} at {at:#x}, which device {} was let reach after the work was \
+                     enqueued",
+                    self.what, self.stream, self.device
                 ));
                 return Err(illegal);
             }

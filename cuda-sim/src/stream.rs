@@ -79,7 +79,7 @@ pub(crate) struct Task {
     pub(crate) work: Work,
     /// Its name, for messages.
     pub(crate) what: Arc<str>,
-    /// The last mapping that existed when it was enqueued.
+    /// The last change of mappings before it was enqueued.
     pub(crate) generation: u64,
 }
 

@@ -2,7 +2,7 @@
 
 mod support;
 
-use cuda_sim::{Leaks, Schedule, Simulator};
+use cuda_sim::{DeviceMemory, Leaks, Schedule, Simulator};
 use cuda_sys::types::*;
 use support::{GRANULE, Gpu, MIB, access, call, ok, prop};
 
@@ -260,6 +260,54 @@ fn late_work_does_not_find_a_newer_mapping() {
     assert_eq!(code, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
     assert_eq!(gpu.word(range), 0);
     assert!(gpu.sim.report().misuse[0].contains("newer than the work"));
+}
+
+/// A kernel may run as soon as it is enqueued: rights that come later come too late for it.
+#[test]
+fn late_work_does_not_find_newer_rights() {
+    let late = Schedule::Late { patience: 9 };
+    // What is given before the work is enqueued and after it, and whether that is soon enough for a read and
+    // for a write.
+    for (before, after, may_read, may_write) in
+        [(0, 3, false, false), (1, 3, true, false), (3, 3, true, true), (3, 1, true, false)]
+    {
+        for (writes, fine) in [(false, may_read), (true, may_write)] {
+            for schedule in [late, Schedule::Manual] {
+                let gpu = Gpu::new(Simulator::builder().schedule(schedule));
+                let stream = gpu.stream();
+                let range = gpu.reserve(GRANULE);
+                let handle = gpu.create(GRANULE);
+                ok!(gpu, cuMemMap(range, GRANULE, 0, handle, 0));
+                ok!(gpu, cuMemSetAccess(range, GRANULE, &access(0, before), 1));
+                let work = move |memory: &mut DeviceMemory<'_>| match writes {
+                    true => memory.write_u32(range, 1),
+                    false => memory.read_u32(range).map(|_| ()),
+                };
+                gpu.sim.enqueue(stream, "early", work).expect("enqueued");
+                ok!(gpu, cuMemSetAccess(range, GRANULE, &access(0, after), 1));
+                let code = call!(gpu, cuStreamSynchronize(stream));
+                let case = format!("{before} then {after}, writes {writes}, {schedule:?}");
+                assert_eq!(code == CUresult::CUDA_SUCCESS, fine, "{case}");
+                assert_eq!(gpu.sim.report().misuse.is_empty(), fine, "{case}");
+            }
+        }
+    }
+}
+
+/// Another device's rights are no business of the work's, nor is a mapping of the same memory elsewhere.
+#[test]
+fn rights_that_others_get_change_nothing() {
+    let gpu = Gpu::new(Simulator::builder().devices(2).schedule(Schedule::Late { patience: 9 }));
+    let stream = gpu.stream();
+    let (range, alias) = (gpu.reserve(GRANULE), gpu.reserve(GRANULE));
+    let handle = gpu.create(GRANULE);
+    gpu.map(range, GRANULE, handle);
+    gpu.fill(range, 1, 1, stream);
+    ok!(gpu, cuMemSetAccess(range, GRANULE, &access(1, 3), 1));
+    gpu.map(alias, GRANULE, handle);
+    ok!(gpu, cuStreamSynchronize(stream));
+    assert_eq!(gpu.word(alias), 1);
+    gpu.sim.assert_clean();
 }
 
 #[test]
