@@ -215,12 +215,15 @@ fn a_mark_of_another_pool_is_refused() {
             let (watched, foreign) = (rig.pool(profile), rig.pool(*other));
             let stream = rig.stream();
             let mark = foreign.pool.mark(&stream).unwrap();
+            // The place that the mark names is some stream's here, too.
+            watched.pool.mark(&stream).unwrap();
             for refused in [watched.pool.follows(&stream, &mark), watched.pool.passed(&mark)] {
                 assert!(matches!(refused, Err(Error::ForeignMark)), "{refused:?}");
             }
             // Not even when its pool is gone, and this one stands where that stood.
             drop(foreign);
             let next = rig.pool(*other);
+            next.pool.mark(&stream).unwrap();
             assert!(matches!(next.pool.passed(&mark), Err(Error::ForeignMark)));
         }
     });
