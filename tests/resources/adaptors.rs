@@ -102,6 +102,26 @@ fn addresses(calls: &AtomicUsize) -> impl MemoryResource + '_ {
     )
 }
 
+/// What a function gave that nobody gets goes back to its owner.
+#[test]
+fn a_callback_frees_what_it_cannot_hand_out() {
+    let freed = Mutex::new(Vec::new());
+    let given = |address| DevicePtr::from_address(address);
+    let callback = Callback::new(
+        Facts::of_device_memory().aligned(256, 4096),
+        |_, _, _| Ok(given(0x1200)),
+        |ptr, bytes, align, _| {
+            freed.lock().expect("no panic").push((ptr, bytes, align));
+            Ok(())
+        },
+    );
+    assert_eq!(callback.allocate(100, 512, STREAM).expect("aligned"), given(0x1200));
+    let refused = callback.allocate(100, 1024, STREAM);
+    let named = matches!(refused, Err(Error::AlignmentUnsupported { align: 1024, most: 512 }));
+    assert!(named, "{refused:?}");
+    assert_eq!(*freed.lock().expect("no panic"), [(given(0x1200), 100, 1024)]);
+}
+
 #[test]
 fn tracking_refuses_and_reports_wrong_frees() {
     let (frees, findings) = (AtomicUsize::new(0), Arc::new(Mutex::new(Vec::new())));
@@ -444,7 +464,11 @@ fn a_binning_sends_each_size_to_its_bin() {
         // One chunk of blocks, and one that is longer than all bins.
         assert_eq!(upstream.counters().allocations.current, before + 2);
         // A size of another bin is no way around the check.
-        assert!(binning.deallocate(held[0].ptr, 5000, 256, stream.handle()).is_err());
+        // A block's may be where a piece of upstream's begins, which upstream would free.
+        for wrong in [5000, (1 << 20) + 1] {
+            let refused = binning.deallocate(held[0].ptr, wrong, 256, stream.handle());
+            assert!(matches!(refused, Err(Error::WrongSize { .. })), "{wrong}: {refused:?}");
+        }
         assert!(binning.deallocate(held[2].ptr, 100, 256, stream.handle()).is_err());
         held.into_iter().for_each(|held| watched.free(held, &stream));
         assert_eq!(middle.counters().allocations.current, 0);

@@ -148,7 +148,13 @@ fn an_end_in_which_a_call_fails_waits_all_the_same() {
 #[test]
 fn an_end_with_allocations_waits_for_the_device() {
     const BYTES: usize = 16 << 20;
-    let makes: [Make; 3] = [coalescing, blocks_of_16_mib, |rig, below| {
+    // What is taken at the start is behind no stream's request.
+    let at_start: Make = |rig, below| {
+        let mut config = FixedSizeConfig::default();
+        (config.block_bytes, config.blocks_at_once) = (BYTES, 1);
+        Arc::new(FixedSize::new(below, &rig.device, &config).expect("blocks"))
+    };
+    let makes: [Make; 4] = [coalescing, blocks_of_16_mib, at_start, |rig, below| {
         let mut config = ArenaConfig::default();
         config.arena_bytes = Some(16 * MIB);
         Arc::new(Arena::new(below, &rig.device, &config).expect("an arena"))

@@ -1,10 +1,11 @@
 //! Streams that end with work under way, that others made, that capture.
 
 use cuda_sys::types::CUstream_flags_enum;
-use vpmm::{Error, Stream, StreamHandle};
+use vpmm::resource::*;
+use vpmm::{Error, MemoryResource, Stream, StreamHandle};
 
-use crate::subjects::each;
-use crate::support::{call, streams};
+use crate::subjects::{MIB, each, malloc};
+use crate::support::{Rig, call, streams};
 use crate::watched::Watched;
 
 const BYTES: usize = 3 << 20;
@@ -167,6 +168,38 @@ fn captures_are_left_alone() {
         streams::end_capture(rig, raw);
         call!(rig.driver, cuStreamDestroy_v2(raw));
         watched.assert_intact();
+    });
+}
+
+/// What a stream has waited for is nothing to the one that has its place when it has ended.
+#[test]
+fn a_stream_in_the_place_of_one_that_has_waited_waits_itself() {
+    Rig::everywhere(|rig| {
+        const HALF: usize = 8 << 20;
+        let mut config = CoalescingConfig::default();
+        (config.initial_bytes, config.max_bytes) = (16 * MIB, Some(16 * MIB));
+        let pool = CoalescingPool::new(malloc(rig), &rig.device, &config).expect("a pool");
+        let limit = Limiting::new(malloc(rig), 16 * MIB);
+        let mut config = FixedSizeConfig::default();
+        (config.block_bytes, config.blocks_at_once) = (HALF, 2);
+        let blocks = FixedSize::new(limit, &rig.device, &config).expect("blocks");
+        for resource in [&pool as &dyn MemoryResource, &blocks] {
+            let watched = Watched::new(rig, resource);
+            let [busy, first] = [(); 2].map(|()| rig.stream());
+            let both = [(); 2].map(|()| watched.allocate(HALF, &busy));
+            let stall = rig.stall(busy.handle());
+            both.into_iter().for_each(|held| watched.free(held, &busy));
+            // The event that it waits for is behind both.
+            let one = watched.allocate(HALF, &first);
+            drop(first);
+            let second = rig.stream();
+            let other = watched.allocate(HALF, &second);
+            drop(stall);
+            rig.device.synchronize().expect("all is done");
+            watched.free(one, &second);
+            watched.free(other, &second);
+            watched.assert_intact();
+        }
     });
 }
 

@@ -1,5 +1,7 @@
 //! Uses on further streams, in every resource that takes notes of them.
 
+use std::sync::mpsc;
+
 use vpmm::resource::Checks;
 use vpmm::{Error, MemoryResource, StreamHandle};
 
@@ -180,6 +182,37 @@ fn a_use_on_another_threads_default_stream() {
         churn(watched, own.handle());
         rig.device.synchronize().expect("all is done");
         churn(watched, own.handle());
+    });
+}
+
+/// An event on the default stream of the thread that frees says nothing of another thread's.
+#[test]
+fn a_use_on_another_threads_default_stream_is_waited_for() {
+    each_that_records(|rig, watched| {
+        let own = rig.stream();
+        let held = watched.allocate(BYTES, &own);
+        let (tell, told) = mpsc::channel();
+        let (end, ends) = mpsc::channel::<()>();
+        std::thread::scope(|scope| {
+            let own = &own;
+            // The thread lives until its work is over: a GPU's driver has it wait for that.
+            scope.spawn(move || {
+                call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
+                let stall = look(watched, &held, own.handle(), StreamHandle::PER_THREAD);
+                tell.send(stall).expect("the other thread listens");
+                // Nothing is sent: the other end goes.
+                let _ = ends.recv();
+            });
+            let stall = told.recv().expect("it is stuck");
+            watched.free(held, own);
+            churn(watched, own.handle());
+            own.synchronize().expect("it is not stuck");
+            churn(watched, own.handle());
+            drop(stall);
+            rig.device.synchronize().expect("all is done");
+            churn(watched, own.handle());
+            drop(end);
+        });
     });
 }
 
