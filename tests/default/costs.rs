@@ -2,7 +2,7 @@
 //! not depend on how fast the machine is.
 
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
 use vpmm::{Device, DevicePtr, Driver, Pool, PoolConfig, Stream};
@@ -76,6 +76,38 @@ fn requests_among_up_to_a_million_live_allocations() {
 #[test]
 fn requests_on_a_thousand_streams_among_up_to_a_million_live_allocations() {
     requests_among_live_allocations(1_000);
+}
+
+/// What two streams freed by turns is one run of all their blocks to whom it may serve: a request that it does not
+/// serve goes through it a few times, and not once for each of the blocks.
+#[test]
+fn a_run_of_two_streams_frees_is_looked_at_once() {
+    const BLOCKS: usize = 8_000;
+    let sim = Simulator::builder().build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    // A pool with a limit looks in more places before it grows.
+    let mut config = PoolConfig::default();
+    config.limit_bytes = Some(device.total_memory().unwrap());
+    let pool = Pool::new(&device, &config).unwrap();
+    let [own, other] = [(); 2].map(|()| device.stream().unwrap());
+    let malloc = |kib: usize, stream: &Stream| pool.malloc(kib << 10, stream).unwrap();
+    let mut of_own = Vec::new();
+    let mut of_other = Vec::new();
+    for _ in 0..BLOCKS {
+        of_own.push(malloc(128, &own));
+        of_other.push(malloc(256, &other));
+    }
+    // Everybody's, each between two that are live.
+    of_other.into_iter().for_each(|ptr| pool.free(ptr, &other).unwrap());
+    device.synchronize().unwrap();
+    // Shorter than what is beside them, so that they stay the stream's own.
+    of_own.into_iter().for_each(|ptr| pool.free(ptr, &own).unwrap());
+    let begin = Instant::now();
+    let more = malloc(BLOCKS * 384 + (1 << 20), &own);
+    let took = begin.elapsed();
+    pool.free(more, &own).unwrap();
+    pool.validate().unwrap();
+    assert!(took < Duration::from_secs(1), "{took:?}");
 }
 
 /// A pool of `count` blocks of five granules, of which every other one was freed: as many extents that may move.

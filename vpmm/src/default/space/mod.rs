@@ -8,6 +8,8 @@ pub(super) mod free_set;
 pub(super) mod owner;
 pub(super) mod tags;
 
+use std::collections::BTreeMap;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use intrusive_collections::UnsafeRef;
@@ -624,7 +626,8 @@ impl Space {
     }
 
     /// Best fit over runs: neighbours that the sets keep apart because their owners differ, but
-    /// that this stream may use all the same. Looks at no more than `LOOKED_AT` blocks.
+    /// that this stream may use all the same. Looks at the runs of no more than `LOOKED_AT` blocks,
+    /// and at a long one only once: what two streams freed by turns may be one run of thousands.
     pub(super) fn place_in_run(
         &mut self,
         tags: &Tags,
@@ -633,25 +636,28 @@ impl Space {
         part: Part,
     ) -> Option<u32> {
         const LOOKED_AT: usize = 2048;
+        const LONG: usize = 8;
         let kinds = self.usable_sets(stream, part).iter().filter(|set| !set.is_empty()).count();
         if kinds < 2 {
             return None;
         }
-        let mut best: Option<(u64, u32)> = None;
+        let mut best: Option<(u32, u32)> = None;
+        // The long ones, by their ends.
+        let mut known = BTreeMap::new();
         let book = &self.books[stream as usize];
         let own = book.sets.iter().flat_map(|sets| sets[part as usize].of_at_least(1));
         for block in own.take(LOOKED_AT) {
-            let mut first = block;
-            while let Some(left) = self.usable_before(tags, first.start(), stream) {
-                first = left;
+            let around = known.range(block.end()..).next();
+            if around.is_some_and(|(_, start)| *start <= block.start()) {
+                continue;
             }
-            let (mut total, mut end) = (u64::from(first.units()), first.end());
-            while let Some(right) = self.usable_at(tags, end, stream) {
-                total += u64::from(right.units());
-                end = right.end();
+            let (Range { start, end }, blocks) = self.usable_run(tags, block, stream);
+            if blocks > LONG {
+                known.insert(end, start);
             }
-            if total >= u64::from(units) && best.is_none_or(|(least, _)| total < least) {
-                best = Some((total, first.start()));
+            let total = end - start;
+            if total >= units && best.is_none_or(|(least, _)| total < least) {
+                best = Some((total, start));
             }
         }
         let (_, start) = best?;
@@ -659,6 +665,21 @@ impl Space {
         self.hand_out(tags, stream, start, units);
         self.note_peak();
         Some(start)
+    }
+
+    /// The run that a free block of a stream's is in, all around it that the stream may use; and of how many
+    /// blocks it is.
+    fn usable_run(&self, tags: &Tags, block: &Block, stream: u32) -> (Range<u32>, usize) {
+        let (mut start, mut end, mut blocks) = (block.start(), block.end(), 1);
+        while let Some(left) = self.usable_before(tags, start, stream) {
+            start = left.start();
+            blocks += 1;
+        }
+        while let Some(right) = self.usable_at(tags, end, stream) {
+            end = right.end();
+            blocks += 1;
+        }
+        (start..end, blocks)
     }
 
     /// Takes units out of neighbouring free blocks, from the start of the first.
@@ -694,8 +715,6 @@ impl Space {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use super::*;
     use crate::default::class::LARGE_STEP;
     use book::Recording;
