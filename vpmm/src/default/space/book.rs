@@ -209,6 +209,14 @@ impl Book {
 }
 
 impl Book {
+    /// What was closed, and has passed, is open again, where nothing was freed since nor waits for the open epoch.
+    pub(in crate::default) fn open_again(&mut self) {
+        debug_assert!(self.stage == Stage::Passed && self.open_units() == 0);
+        self.epoch += 1;
+        self.passed = self.epoch - 1;
+        self.stage = Stage::Clear;
+    }
+
     /// The stream has ended and takes no last event.
     pub(in crate::default) fn lose(&mut self) {
         self.recording = Recording::Lost;

@@ -112,6 +112,13 @@ impl Space {
             // Its open epoch is for what an event is recorded for.
             return false;
         }
+        if keeps && !self.has_open(stream) {
+            // However many blocks there are.
+            let book = &mut self.books[stream as usize];
+            let gained = !book.is_empty();
+            book.open_again();
+            return gained;
+        }
         let owner = if keeps { book.open_owner(stream) } else { Owner::NOBODY };
         let parities: &[usize] =
             if ended { &[0, 1] } else { &[[1, 0][self.books[stream as usize].open_parity()]] };
@@ -619,5 +626,35 @@ mod tests {
             assert_eq!(space.blocks.in_use(), common.blocks() as usize);
             assert_eq!(common.blocks(), blocks);
         }
+    }
+
+    /// A pool's only stream keeps its memory: each time that somebody looks whether it has passed.
+    #[test]
+    fn what_a_sole_stream_keeps_is_open_again_at_once() {
+        let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), false, true, 0);
+        space.books.push(Book::new(Recording::Lazy(StreamHandle::LEGACY), 0));
+        let Some(tags) = Tags::new(64 << 12, 9 << 12) else { panic!("no memory for the tags") };
+        let give = |space: &mut Space, at: u32| {
+            let owner = space.books[0].open_owner(0);
+            space.give(&tags, (10 << 12) + 16 * at, 8, owner);
+        };
+        (0..EXCHANGED + 1).for_each(|at| give(&mut space, at));
+        let drained = |space: &mut Space| {
+            space.books[0].stage = Stage::Passed;
+            std::iter::from_fn(|| space.drain(&tags, 0).then_some(())).count()
+        };
+        for _ in 0..2 {
+            space.close(&tags, 0);
+            assert_eq!(drained(&mut space), 1);
+            let book = &space.books[0];
+            assert!(book.stage == Stage::Clear && book.passed == book.epoch - 1);
+            assert_eq!([book.open_units(), book.units()], [8 * u64::from(EXCHANGED + 1); 2]);
+        }
+        // Beside what was freed since, some at a time.
+        space.close(&tags, 0);
+        give(&mut space, EXCHANGED + 1);
+        assert_eq!(drained(&mut space), EXCHANGED as usize / DRAINED + 1);
+        let book = &space.books[0];
+        assert_eq!([book.open_units(), book.units()], [8 * u64::from(EXCHANGED + 2); 2]);
     }
 }

@@ -119,6 +119,11 @@ impl Core {
             drop(space);
             return Err(self.not_live(ptr.address()));
         };
+        // Without an event only the epoch that is open now is behind the free: one that was open before may count
+        // as passed since.
+        let is_recorded = |of: &Wait| space.books[of.stream as usize].recording == Recording::Eager;
+        waits.retain(|of| is_recorded(of));
+        let own = own.filter(is_recorded);
         for of in &uses {
             space.books[of.stream as usize].pins -= 1;
             let covered = is_own(of) || waits.iter().any(|known| known.stream == of.stream);
