@@ -347,6 +347,14 @@ impl Space {
             if book.pins != pins {
                 return broken(I3, format!("stream {index} has {} pins, not {pins}", book.pins));
             }
+            let waits = self.deferred.iter().flat_map(|block| &block.waits);
+            let waits = waits.filter(|wait| wait.stream == index as u32).count();
+            if book.waits as usize != waits {
+                return broken(
+                    I3,
+                    format!("{waits} frees wait for stream {index}, not {}", book.waits),
+                );
+            }
             let late = |block: &&Block| !block.is_before(book.marks);
             if let Some(block) =
                 book.sets.iter().flatten().flat_map(|s| s.of_at_least(1)).find(late)

@@ -79,6 +79,8 @@ pub(in crate::default) struct Book {
     pub(in crate::default) lost_at: u64,
     /// Epochs up to this one the host has waited for.
     pub(in crate::default) awaited: u64,
+    /// Deferred frees that wait for this stream as a further one.
+    pub(in crate::default) waits: u32,
     /// The highest epoch that a deferred free waits for.
     pub(in crate::default) deferred_until: u64,
     /// Events recorded for deferred frees, in order.
@@ -122,6 +124,7 @@ impl Book {
             seen: 0,
             lost_at: 0,
             awaited: 0,
+            waits: 0,
             deferred_until: 0,
             fences: SmallVec::new(),
             pins: 0,

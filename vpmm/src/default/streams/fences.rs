@@ -83,7 +83,7 @@ impl Space {
     pub(super) fn epochs_passed(&mut self, tags: &Tags, stream: u32) {
         let passed = self.books[stream as usize].passed;
         self.memory.pass(stream, passed);
-        self.settle_deferred(tags);
+        self.settle_deferred_of(tags, stream);
     }
 
     /// Notes that a record never came to its stream, but to a graph: one is still to be made.

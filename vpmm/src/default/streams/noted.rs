@@ -272,6 +272,9 @@ impl Core {
         let stream = request.stream;
         let mut freed_on: SmallVec<[u32; 4]> = {
             let space = self.space.lock();
+            if space.books[stream as usize].waits == 0 {
+                return Ok(false);
+            }
             let mine =
                 space.deferred.iter().filter(|block| space.waits_for_it_alone(block, stream));
             let freed_on: SmallVec<[u32; 4]> = mine.map(|block| block.own.stream).collect();
@@ -295,8 +298,14 @@ impl Core {
     pub(in crate::default) fn poll_deferred(&self) -> Result<()> {
         let mut streams: SmallVec<[u32; 8]> = {
             let space = self.space.lock();
-            let waits = space.deferred.iter().flat_map(|block| &block.waits);
-            waits.map(|wait| wait.stream).collect()
+            // There may be many more frees than streams, or the other way round.
+            if space.deferred.len() < space.books.len() {
+                let waits = space.deferred.iter().flat_map(|block| &block.waits);
+                waits.map(|wait| wait.stream).collect()
+            } else {
+                let books = space.books.iter().enumerate();
+                books.filter(|(_, book)| book.waits > 0).map(|(at, _)| at as u32).collect()
+            }
         };
         if streams.is_empty() {
             return Ok(());
@@ -334,6 +343,9 @@ impl Space {
         self.out_blocks -= 1;
         self.deferred_units += u64::from(block.units);
         tags.set_cached(block.start, block.units);
+        for wait in &block.waits {
+            self.books[wait.stream as usize].waits += 1;
+        }
         for wait in block.waits.iter().chain([&block.own]) {
             let book = &mut self.books[wait.stream as usize];
             book.pins += 1;
@@ -347,7 +359,17 @@ impl Space {
         }
     }
 
-    /// Frees what has waited long enough: after more of a stream has passed, or was seen to have.
+    /// Frees what has waited long enough, after more of a stream has passed, or was seen to have. Most streams are
+    /// none that a free waits for, of which there may be many. (Where it waits for no further one any more it does
+    /// for its own only if that is recorded on at every free.)
+    pub(super) fn settle_deferred_of(&mut self, tags: &Tags, stream: u32) {
+        let book = &self.books[stream as usize];
+        if book.waits > 0 || (book.pins > 0 && book.recording == Recording::Eager) {
+            self.settle_deferred(tags);
+        }
+    }
+
+    /// The same of any stream.
     pub(super) fn settle_deferred(&mut self, tags: &Tags) {
         let mut at = 0;
         while let Some(block) = self.deferred.get(at) {
@@ -362,6 +384,9 @@ impl Space {
     /// Frees a deferred block.
     fn settle(&mut self, tags: &Tags, at: usize, owner: Owner) {
         let Deferred { start, units, own, waits } = self.deferred.swap_remove(at);
+        for of in &waits {
+            self.books[of.stream as usize].waits -= 1;
+        }
         for of in waits.iter().chain([&own]) {
             let book = &mut self.books[of.stream as usize];
             book.pins -= 1;

@@ -212,7 +212,7 @@ impl Space {
     pub(in crate::default) fn settle_epoch(&mut self, tags: &Tags, mark: &Mark, waited: bool) {
         let book = &mut self.books[mark.stream as usize];
         book.seen = book.seen.max(mark.point);
-        self.settle_deferred(tags);
+        self.settle_deferred_of(tags, mark.stream);
         let book = &mut self.books[mark.stream as usize];
         if waited && book.recording == Recording::Lost && mark.point >= book.lost_at {
             self.end_lost(tags, mark.stream);
