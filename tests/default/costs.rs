@@ -140,6 +140,31 @@ fn requests_beside_frees_that_wait_for_others_do_not_go_through_them() {
     pool.validate().unwrap();
 }
 
+/// A trim asks for a while about what streams have freed, but not so often about each of a great many.
+#[test]
+fn a_trim_beside_many_busy_streams_asks_few_questions() {
+    const STREAMS: usize = 500;
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let pool = Pool::new(&device, &PoolConfig::default()).unwrap();
+    let streams: Vec<Stream> = (0..STREAMS).map(|_| device.stream().unwrap()).collect();
+    let held: Vec<DevicePtr> =
+        streams.iter().map(|stream| pool.malloc(GRANULE as usize, stream).unwrap()).collect();
+    for (ptr, stream) in held.into_iter().zip(&streams) {
+        sim.enqueue(stream.handle().raw(), "keeps it busy", |_| Ok(())).unwrap();
+        pool.free(ptr, stream).unwrap();
+    }
+    let before = device.driver().calls();
+    // What was made ahead goes.
+    pool.trim_to(0).unwrap();
+    let calls = device.driver().calls().since(&before).total();
+    assert_eq!(pool.stats().pending_bytes, STREAMS as u64 * GRANULE);
+    assert!(calls < 24 * STREAMS as u64, "{calls} calls");
+    sim.run_until_idle();
+    pool.trim_to(0).unwrap();
+    assert_eq!(pool.stats().mapped_bytes, 0);
+}
+
 /// A pool of `count` blocks of five granules, of which every other one was freed: as many extents that may move.
 fn scattered(pool: &Pool, stream: &Stream, count: usize) {
     let five = 5 * GRANULE as usize;

@@ -16,9 +16,11 @@ use crate::ordering::Mark;
 use crate::physical::{release, release_all};
 
 /// How long, and how often at least, events are asked about that were recorded for a trim: on a
-/// stream that has nothing else to do one takes some microseconds to pass.
+/// stream that has nothing else to do one takes some microseconds to pass. Of many streams each is asked about
+/// less often, when so many questions have come together, but twice.
 const PATIENCE: Duration = Duration::from_micros(100);
 const ASKED: u32 = 32;
+const ASKED_TOGETHER: usize = 512;
 
 /// A run of neighbouring extents on its way back: its first granule, its granules, its extents.
 pub(in crate::default) struct Run {
@@ -98,16 +100,18 @@ impl Core {
     fn look_around(&self) -> Result<()> {
         let mut marks = self.every_mark();
         let begun = Instant::now();
-        let mut asked = 0;
+        let (mut asked, mut together) = (0, 0);
         loop {
             for mark in &marks {
                 self.advance(mark.stream, false)?;
             }
+            together += marks.len();
             let mut space = self.space.lock();
             marks.retain(|mark| !space.settle_past(&self.tags, mark));
             drop(space);
             asked += 1;
-            if marks.is_empty() || (asked >= ASKED && begun.elapsed() >= PATIENCE) {
+            let often = asked >= ASKED || (asked >= 2 && together >= ASKED_TOGETHER);
+            if marks.is_empty() || (often && begun.elapsed() >= PATIENCE) {
                 return Ok(());
             }
             std::hint::spin_loop();
