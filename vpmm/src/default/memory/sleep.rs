@@ -26,7 +26,7 @@ use crate::error::{Error, Result};
 use crate::fence::Fence;
 use crate::lock::OrderedGuard;
 use crate::mapping::{NewMappings, unmap};
-use crate::region::{NodeId, State};
+use crate::region::State;
 use crate::units::DevicePtr;
 
 /// Addresses in a row that have, or had, memory.
@@ -377,15 +377,14 @@ impl Memory {
 
     /// Puts every region of some runs in a state.
     fn mark(&mut self, runs: &[Granules], state: State) {
-        let within = |start: u32| runs.iter().any(|run| (run.0..run.0 + run.1).contains(&start));
-        let regions: Vec<NodeId> = self
-            .map
-            .iter()
-            .filter(|region| within(region.start() as u32))
-            .map(crate::region::Region::id)
-            .collect();
-        for region in regions {
-            self.map.set(region, state, Fence::PASSED);
+        for (start, granules) in runs {
+            let mut at = u64::from(*start);
+            while at < u64::from(start + granules)
+                && let Some((id, end)) = self.map.containing(at).map(|of| (of.id(), of.end()))
+            {
+                self.map.set(id, state, Fence::PASSED);
+                at = end;
+            }
         }
     }
 }
