@@ -1,9 +1,9 @@
 //! Server, writer and readers as processes of their own.
 
-use gms::client::{ConnectOptions, Session};
+use gms::client::{ClientError, ConnectOptions, Session};
 use gms::lock::Requested;
 
-use crate::rig::{Folder, PATIENCE, eventually, open_descriptors};
+use crate::rig::{Folder, Local, PATIENCE, eventually, open_descriptors};
 use crate::roles::Process;
 
 #[test]
@@ -88,4 +88,28 @@ fn a_killed_server_is_replaced() {
     Session::connect(folder.socket(), options).unwrap();
     assert_eq!(next.ask("stop"), "stopped");
     assert!(!folder.socket().exists());
+}
+
+/// It has the same socket, and answers go to whoever looks first.
+#[test]
+fn a_child_of_a_clients_process_asks_nothing() {
+    let local = Local::start();
+    let mut session = local.session(Requested::Rw);
+    let made = session.allocate(5, "weights").unwrap();
+    // SAFETY: the child asks once, which needs of the process what glibc keeps working after a fork (memory from
+    // the heap), and ends at once, by a signal if by nothing else.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: a number of seconds.
+        unsafe { libc::alarm(20) };
+        let is_told = matches!(session.list(None), Err(ClientError::Forked));
+        // SAFETY: ends the process; what belongs to the parent is not dropped here.
+        unsafe { libc::_exit(i32::from(!is_told)) };
+    }
+    assert!(child > 0, "no child: {}", std::io::Error::last_os_error());
+    let mut status = 0;
+    // SAFETY: a child of this process, which nobody else waits for; a live int.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert_eq!(status, 0, "the child was answered, or ended by a signal");
+    assert_eq!(session.list(None).unwrap(), [made]);
 }

@@ -160,6 +160,7 @@ impl From<ClientError> for Failure {
         let status = match &error {
             ClientError::LockTimeout => VPMM_TIMED_OUT,
             ClientError::Interrupted => VPMM_INTERRUPTED,
+            ClientError::Forked => VPMM_FORKED,
             ClientError::Connect { .. }
             | ClientError::Silent { .. }
             | ClientError::Replaced { .. }
@@ -1035,6 +1036,7 @@ mod tests {
             (ClientError::Replaced { time: Duration::ZERO }, VPMM_DISCONNECTED),
             (ClientError::LockTimeout, VPMM_TIMED_OUT),
             (ClientError::Interrupted, VPMM_INTERRUPTED),
+            (ClientError::Forked, VPMM_FORKED),
         ] {
             let text = error.to_string();
             assert_eq!(Failure::from(error).status(), status, "{text}");

@@ -54,6 +54,8 @@ pub(super) struct Channel {
     broken: bool,
     /// What signals do to a wait for an answer.
     signals: Signals,
+    /// Whose connection it is: a child of the process has the same socket, and would take its parent's answers.
+    process: u32,
 }
 
 impl Channel {
@@ -69,6 +71,7 @@ impl Channel {
         let (out, files) = (Vec::new(), Vec::new());
         let (spin, spin_time) = (Spin::default(), spin);
         let (broken, signals) = (false, Signals::Ignored);
+        let process = std::process::id();
         Self {
             socket,
             frames,
@@ -81,6 +84,7 @@ impl Channel {
             answer_time,
             broken,
             signals,
+            process,
         }
     }
 
@@ -144,6 +148,9 @@ impl Channel {
 
     /// Does something with the connection that is not done again once it has failed.
     fn unless_broken<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        if std::process::id() != self.process {
+            return Err(ClientError::Forked);
+        }
         if self.broken {
             return Err(ClientError::Disconnected);
         }

@@ -45,6 +45,9 @@ pub enum ClientError {
         /// How long an answer may take.
         time: Duration,
     },
+    /// The process was forked: the connection is its parent's.
+    #[error("the process was forked, and the connection is its parent's")]
+    Forked,
     /// The server has closed the connection, or died.
     #[error("the server is gone")]
     Disconnected,

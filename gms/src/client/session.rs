@@ -65,7 +65,7 @@ pub struct MetadataValue {
 /// Each method sends one request and waits for its answer, as long as
 /// [`ConnectOptions::answer_timeout`] says, and fails with [`ClientError::Refused`] where the server would
 /// not do it, or with what goes wrong with a connection; the session is of no further use after the
-/// latter.
+/// latter. In a child of the process each fails with [`ClientError::Forked`], and asks nothing.
 #[derive(Debug)]
 pub struct Session {
     channel: Channel,
