@@ -122,8 +122,8 @@ pub(super) struct Space {
     /// Whether all memory is to come together, since there is hardly any more to be had.
     pub(super) gathers: bool,
     pub(super) borrowed: crate::default::streams::borrow::Borrowed,
-    /// Whether the host waits for all that was freed now.
-    pub(super) awaits: bool,
+    /// Threads that wait on the host for all that was freed.
+    pub(super) awaits: u32,
     /// What each stream's share of the pool is, and of what it was found.
     shared: Shared,
     /// Blocks that came back, ever: tells growth whether anything was freed since the last, and how long the
@@ -183,7 +183,7 @@ impl Space {
             patient: false,
             gathers: false,
             borrowed: crate::default::streams::borrow::Borrowed::default(),
-            awaits: false,
+            awaits: 0,
             shared: Shared::default(),
             returns: 0,
             tide: crate::default::front::tide::Tide::default(),

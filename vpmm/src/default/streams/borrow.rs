@@ -142,7 +142,7 @@ impl Space {
     /// short, so that all of it is to come together.
     pub(super) fn keeps_its_own(&self, stream: u32) -> bool {
         let book = &self.books[stream as usize];
-        let keeps = self.patient && !self.awaits && !self.gathers;
+        let keeps = self.patient && self.awaits == 0 && !self.gathers;
         let is_lazy = matches!(book.recording, Recording::Lazy(_));
         keeps && is_lazy && !book.at_once && book.units() > self.free_units() / 2
     }

@@ -106,7 +106,7 @@ impl Space {
         // What is nobody's already must not stay apart from it: an extent moves in one piece. (A
         // stream of many has most of it in one set that way, and others ask for the block.)
         let alone = self.is_sole(stream) && self.common.iter().all(FreeSet::is_empty);
-        let asked = !self.opportunistic && !self.awaits && !ended && book.passed > book.awaited;
+        let asked = !self.opportunistic && self.awaits == 0 && !ended && book.passed > book.awaited;
         let keeps = alone || asked || self.keeps_its_own(stream);
         if keeps && book.recording == Recording::Eager {
             // Its open epoch is for what an event is recorded for.
@@ -442,9 +442,9 @@ impl Core {
     /// Waits on the host until everything that streams freed so far may be used by any.
     pub(in crate::default) fn wait_for_frees(&self) -> Result<()> {
         // What turns out to have passed already is as good as waited for.
-        self.space.lock().awaits = true;
+        self.space.lock().awaits += 1;
         let waited = self.wait_for_each();
-        self.space.lock().awaits = false;
+        self.space.lock().awaits -= 1;
         waited
     }
 

@@ -430,7 +430,7 @@ impl Space {
         let book = &self.books[stream as usize];
         let passed = self.is_over(&block.own);
         match book.recording {
-            Recording::Lazy(_) if !(passed && (self.opportunistic || self.awaits)) => {
+            Recording::Lazy(_) if !(passed && (self.opportunistic || self.awaits > 0)) => {
                 Some(book.open_owner(stream))
             }
             // The event that was recorded at the free is not the open epoch's any more.
