@@ -14,7 +14,7 @@ use super::pace::AT_LEISURE;
 /// New extents are at most this fraction of the pool, or of the request where that is longer:
 /// their number grows with the pool's logarithm, and what one short block can hold in its place
 /// stays the same small share.
-const OF_POOL: u64 = 160;
+const OF_POOL: u64 = 140;
 const OF_REQUEST: u64 = 96;
 
 /// The first request of all, when nothing is known of how the program goes on: one extent from so many
@@ -478,8 +478,8 @@ mod tests {
             excess: 301,
             hurried: false,
             random: false,
-            peak_live: 1600,
-            mapped: 1600,
+            peak_live: 1400,
+            mapped: 1400,
         };
         let policy = Policy::new(1 << 20, false, false);
         let exchanges = |growths, moves, granules| {
