@@ -491,7 +491,7 @@ mod tests {
         assert_eq!([3, 4, 512, 513].map(later), [false, true, true, false]);
         assert_eq!([50, 51].map(|granules| exchanges(growths, 10, granules)), [true, false]);
         assert!(!exchanges(Growths { excess: 300, ..growths }, 10, 10), "it may settle");
-        assert!(!exchanges(Growths { mapped: 300, ..growths }, 10, 10), "new ones are as short");
+        assert!(!exchanges(Growths { mapped: 250, ..growths }, 10, 10), "new ones are as short");
         assert!(!policy.exchanges(growths, AT_LEISURE - 1, true, 10, 10), "it is in haste");
         for (limited, fixed) in [(true, false), (false, true)] {
             let policy = Policy::new(1 << 20, limited, fixed);
