@@ -225,10 +225,22 @@ pub struct SnapshotArgs {
 #[derive(Clone, Debug, Subcommand)]
 pub enum SnapshotCommand {
     /// Save the published layout of a server into a folder that is not there yet.
-    Save(SnapshotPlace),
+    Save(SaveArgs),
     /// Publish a saved layout at a server; what was published there before goes. Files that are not
     /// whole are refused, and nothing is published then.
     Load(SnapshotPlace),
+}
+
+/// The arguments of `vpmm snapshot save`.
+#[derive(Args, Clone, Debug)]
+pub struct SaveArgs {
+    /// What is saved, and where.
+    #[command(flatten)]
+    pub place: SnapshotPlace,
+
+    /// Bytes after which the next file is begun.
+    #[arg(long, value_name = "BYTES", default_value = "4GiB", value_parser = some_bytes)]
+    pub shard: ByteCount,
 }
 
 /// Where a layout is, and where its files are.
@@ -252,10 +264,6 @@ pub struct SnapshotPlace {
     /// Seconds to wait for the server's lock.
     #[arg(long, value_name = "S", default_value = "30")]
     pub timeout: f64,
-
-    /// Bytes after which the next file is begun.
-    #[arg(long, value_name = "BYTES", default_value = "4GiB", value_parser = some_bytes)]
-    pub shard: ByteCount,
 
     /// How many chunks of 16 MiB are under way at a time.
     #[arg(long, value_name = "N", default_value = "8")]

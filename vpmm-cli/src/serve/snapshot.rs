@@ -12,13 +12,14 @@ use serde_json::json;
 
 use super::args::{SnapshotArgs, SnapshotCommand, SnapshotPlace};
 use super::run::{driver, ordinal};
+use super::thousandths;
 use crate::command::bar;
 use crate::exit::{Abort, Exit};
 
 /// `vpmm snapshot save` and `vpmm snapshot load`.
 pub(crate) fn snapshot(args: &SnapshotArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
     let (place, lock) = match &args.command {
-        SnapshotCommand::Save(place) => (place, Requested::Ro),
+        SnapshotCommand::Save(save) => (&save.place, Requested::Ro),
         SnapshotCommand::Load(place) => (place, Requested::Rw),
     };
     if lock == Requested::Rw {
@@ -29,7 +30,9 @@ pub(crate) fn snapshot(args: &SnapshotArgs, out: &mut dyn Write) -> Result<Exit,
     }
     let mut manager = connect(place, lock)?;
     let mut options = StorageOptions::default();
-    options.shard_bytes = place.shard.0;
+    if let SnapshotCommand::Save(save) = &args.command {
+        options.shard_bytes = save.shard.0;
+    }
     options.workers = place.workers.get();
     options.direct = !place.no_direct;
     let started = Instant::now();
@@ -46,8 +49,8 @@ pub(crate) fn snapshot(args: &SnapshotArgs, out: &mut dyn Write) -> Result<Exit,
         "metadata": stored.metadata,
         "layout_hash": stored.layout_hash,
         "checked": stored.checked,
-        "seconds": seconds,
-        "gb_per_s": stored.bytes as f64 / 1e9 / seconds.max(1e-9),
+        "seconds": thousandths(seconds),
+        "gb_per_s": thousandths(stored.bytes as f64 / 1e9 / seconds.max(1e-9)),
     });
     writeln!(out, "{line}")?;
     Ok(Exit::Done)

@@ -441,7 +441,7 @@ fn a_layout_is_saved_and_loaded_into_another_server() {
     let two = line(&snapshot("load", &second));
     assert_eq!((&one["bytes"], &one["layout_hash"]), (&6_291_456.into(), &two["layout_hash"]));
     // Before the writer's lock is asked for, with which what is published goes.
-    let mut command = vpmm(&["snapshot", "load", "--device", "sim", "--shard", "0"]);
+    let mut command = vpmm(&["snapshot", "load", "--device", "sim", "--workers", "0"]);
     let useless = command.arg("--socket-path").arg(&second).arg(&saved).output().unwrap();
     assert_eq!(useless.status.code(), Some(2), "{}", stderr(&useless));
     let state = gms::client::runtime_state(&second, PATIENCE).unwrap();

@@ -9,12 +9,14 @@ use serde_json::json;
 
 use super::{Bench, MIB};
 use crate::exit::Abort;
+use crate::serve::thousandths;
 
 /// Bytes of an allocation.
 const EACH: u64 = 64 * MIB;
 
+/// Gigabytes a second, to the megabyte.
 fn rate(bytes: u64, time: Duration) -> f64 {
-    bytes as f64 / 1e9 / time.as_secs_f64().max(1e-9)
+    thousandths(bytes as f64 / 1e9 / time.as_secs_f64().max(1e-9))
 }
 
 impl Bench<'_> {
@@ -56,7 +58,7 @@ impl Bench<'_> {
                 "gb_per_s": rate(bytes, time),
                 "disk_gb_per_s": rate(bytes, disk),
                 "pinned_copy_gb_per_s": rate(bytes, copy),
-                "of_the_slower": disk.max(copy).as_secs_f64() / time.as_secs_f64().max(1e-9),
+                "of_the_slower": thousandths(disk.max(copy).as_secs_f64() / time.as_secs_f64().max(1e-9)),
             }))?;
         }
         Ok(())
