@@ -50,8 +50,9 @@ pub(in crate::default) const EMPTIED: u64 = SAVED_EACH as u64;
 pub(in crate::default) struct Pace {
     per_second: u32,
     moves: u64,
-    /// All moves that there were.
+    /// All moves that there were, and those of them until the program had grown last.
     ever: u64,
+    until_grown: u64,
     /// Up to when time has been made up for, since the pool was made.
     until: Duration,
     saved: u64,
@@ -64,7 +65,7 @@ pub(in crate::default) struct Pace {
 impl Pace {
     pub(in crate::default) fn new(per_second: u32) -> Self {
         let [until, saved_until, grown] = [Duration::ZERO; 3];
-        Self { per_second, moves: 0, ever: 0, until, saved: 0, saved_until, grown }
+        Self { per_second, moves: 0, ever: 0, until_grown: 0, until, saved: 0, saved_until, grown }
     }
 
     /// Whether time makes up for moves.
@@ -114,6 +115,16 @@ impl Pace {
     /// The moves that there were beyond those that may go on for ever.
     pub(super) fn excess(&self, now: Duration) -> u64 {
         self.ever.saturating_sub(self.lasting(now))
+    }
+
+    /// Those of them since the program had grown last: what moved before tells nothing of whether it settles.
+    pub(super) fn unsettled(&self, now: Duration) -> u64 {
+        self.excess(now).min(self.ever - self.until_grown)
+    }
+
+    /// The program has grown.
+    pub(super) fn note_grown(&mut self) {
+        self.until_grown = self.ever;
     }
 
     /// Whether moves take more of the program's time than they are worth where they are for one request only.
@@ -233,6 +244,23 @@ mod tests {
         let mut pace = Pace::new(u32::MAX);
         pace.note(60);
         assert_eq!(pace.excess(MILLI), 0);
+    }
+
+    #[test]
+    fn what_moved_before_a_program_had_grown_says_nothing_of_whether_it_settles() {
+        let mut pace = Pace::new(0);
+        pace.note(60);
+        pace.note_grown();
+        assert_eq!([pace.unsettled(MILLI), pace.excess(MILLI)], [0, 60]);
+        pace.note(7);
+        assert_eq!([pace.unsettled(MILLI), pace.excess(MILLI)], [7, 67]);
+        // Nor do those that may go on for ever.
+        let mut pace = Pace::new(100);
+        pace.note(60);
+        pace.note_grown();
+        pace.note(30);
+        let counted = |seconds: u32| pace.unsettled(seconds * 1000 * MILLI);
+        assert_eq!([0, 1, 3, 4].map(counted), [30, 30, 15, 0]);
     }
 
     #[test]

@@ -23,6 +23,9 @@ use crate::region::{Region, State};
 const HOLES_LOOKED_AT: usize = 4096;
 const WINDOWS_TRIED: usize = 8;
 
+/// A program has grown when the most that was live has risen by this fraction.
+const RISEN: u64 = 4;
+
 /// What growth remembers from one time to the next.
 #[derive(Default)]
 pub(in crate::default) struct Growth {
@@ -32,6 +35,8 @@ pub(in crate::default) struct Growth {
     streaks: [u32; 2],
     /// The largest request that it served, in granules.
     pub(in crate::default) largest: u32,
+    /// The most units that were live when the program had grown last.
+    grown_to: u64,
     /// Handles made beyond what was needed, ever: they are no reason to move more.
     spent: u64,
     /// The granule behind the memory made last.
@@ -157,8 +162,9 @@ pub(super) struct Means {
     pub(super) wanted: Wanted,
     /// Extents that moved lately.
     pub(super) moved_lately: u64,
-    /// Extents that moved beyond what may go on for ever.
+    /// Extents that moved beyond what may go on for ever; and those of them since the program had grown last.
     pub(super) excess: u64,
+    pub(super) unsettled: u64,
     /// Whether moves take more of the program's time than they are worth for one request only.
     pub(super) restive: bool,
     /// Whether moves take a good part of the program's time.
@@ -225,10 +231,15 @@ impl Space {
     pub(super) fn means(&mut self, wanted: Wanted, now: Duration, in_time: u32) -> Means {
         let made = self.counters.created;
         let pace = &mut self.pace;
+        if self.peak_live > self.growth.grown_to + self.growth.grown_to / RISEN {
+            self.growth.grown_to = self.peak_live;
+            pace.note_grown();
+        }
         Means {
             wanted,
             moved_lately: pace.moves(now, made),
             excess: pace.excess(now),
+            unsettled: pace.unsettled(now),
             restive: pace.is_restive(now),
             hurried: pace.is_hurried(now),
             saved: pace.saved(now),
@@ -260,6 +271,7 @@ impl Space {
             made: self.counters.created,
             moved: means.moved_lately,
             excess: means.excess,
+            unsettled: means.unsettled,
             hurried: means.hurried,
             peak_live: self.peak_live / granule_units,
             mapped: self.memory.mapped(),

@@ -34,10 +34,13 @@ const AT_ONCE_LATER: u32 = 256;
 /// In haste one request has at most so many extents made, and at most so many moved where more can be made: 3 ms. On
 /// a slower machine (`opening`) fewer are made; and fewer moved where more have moved than were made, and the pool has
 /// so much of the most that was live. Else what is made in their place stays for good: a language model's training
-/// would hold 1.04 to 1.06 of its peak, and one on samples of a graph up to 1.09, for a millisecond less. Each that moves takes the place of three quarters of one that is made, but so many are made
-/// beside in any case. The longest move first, so that what stays away is little. With a limit there may be more: what
-/// does not move for one request has to for another.
-const MADE_IN_HASTE: u32 = 64;
+/// would hold 1.04 to 1.06 of its peak, and one on samples of a graph up to 1.09, for a millisecond less. Each that
+/// moves takes the place of three quarters of one that is made, but so many are made beside in any case. The longest
+/// move first, so that what stays away is little. With a limit there may be more: what does not move for one request
+/// has to for another.
+///
+/// Fewer are made than may be moved: the next request as large has all of them moved, and others beside.
+const MADE_IN_HASTE: u32 = 40;
 const MADE_WITH_LIMIT: u32 = 100;
 const MADE_BESIDE_MOVES: u32 = 8;
 const ROOMY: (u64, u64) = (33, 32);
@@ -81,9 +84,9 @@ const MOVED_FIRST_AT_RANDOM: u64 = 32;
 /// for some time. A program of a few thousand requests, however much it moves for them, may hold little.
 const SIZES_KNOWN: u64 = 1 << 15;
 
-/// That fraction doubles whenever this many more extents have moved lately for each that was made:
-/// while a pool finds its size moves are worth their time, but a loop whose requests never settle
-/// would do nothing else.
+/// That fraction doubles whenever this many more extents have moved lately for each that was made, be it for need
+/// or shorter than need be: while a pool finds its size moves are worth their time, but a loop whose requests
+/// never settle would do nothing else.
 const MOVES_EACH: u64 = 2;
 
 /// From this many growths of a part in a row on, with nothing freed between, a program is filling its
@@ -101,8 +104,8 @@ const LARGE: u64 = 5 * AHEAD_MOST;
 /// its extent in its place, and a program that has loaded what it works on asks for other sizes.
 const AHEAD_PIECE: u32 = 4;
 
-/// Once so many extents have moved for each that was made, beyond what may go on for ever, the program's
-/// requests do not settle in what the pool has, and would go on to have it moved for every few of them. Then
+/// Once so many extents have moved for each that was made, beyond what may go on for ever and since the program had
+/// grown last, its requests do not settle in what the pool has, and would go on to have it moved for every few of them. Then
 /// nothing moves first until the pool has so many sixteenths of the most that was live, and two more for each
 /// further extent that has moved for each that was made, or the most at once where moves take a good part
 /// of the program's time; and up to five eighths of that growth maps this fraction of the pool ahead,
@@ -284,7 +287,7 @@ impl Policy {
         match growths.sixteenths_at_rest() {
             Some(rest) if !self.limited => growths.has_sixteenths(rest).then_some(granules),
             _ => {
-                let doublings = growths.moved / (growths.created.max(1) * MOVES_EACH);
+                let doublings = growths.moved / (growths.made.max(1) * MOVES_EACH);
                 Some(granules << doublings.min(24))
             }
         }
@@ -396,8 +399,9 @@ pub(super) struct Growths {
     pub(super) made: u64,
     /// Extents moved lately.
     pub(super) moved: u64,
-    /// Extents moved beyond what may go on for ever.
+    /// Extents moved beyond what may go on for ever; and those of them since the program had grown last.
     pub(super) excess: u64,
+    pub(super) unsettled: u64,
     /// Whether moves take a good part of the program's time.
     pub(super) hurried: bool,
     /// The most granules that were live.
@@ -418,11 +422,11 @@ impl Growths {
     /// `None` where it is not restless.
     fn sixteenths_at_rest(&self) -> Option<u64> {
         let made = self.made.max(1);
-        (self.excess > made * RESTLESS).then(|| {
+        (self.unsettled > made * RESTLESS).then(|| {
             if self.hurried {
                 return SIXTEENTHS_AT_MOST;
             }
-            let further = (self.excess / made).saturating_sub(RESTLESS);
+            let further = (self.unsettled / made).saturating_sub(RESTLESS);
             further
                 .saturating_mul(SIXTEENTHS_EACH)
                 .saturating_add(SIXTEENTHS_AT_REST)
@@ -448,6 +452,7 @@ mod tests {
             made: 100,
             moved: 0,
             excess: 0,
+            unsettled: 0,
             peak_live: 3200,
             mapped: 3200,
             hurried: false,
@@ -476,6 +481,7 @@ mod tests {
             made: 100,
             moved: 0,
             excess: 301,
+            unsettled: 301,
             hurried: false,
             random: false,
             peak_live: 1400,
@@ -541,8 +547,8 @@ mod tests {
             [0, 40, 80, 300]
                 .map(|before| policy.at_least(1200, Allowance { before, in_time, ..in_haste }))
         };
-        // Sixty-four, or thirty-four beside forty that move, or at most eight.
-        assert_eq!(at_least(&free, 98), [19, 36, 150, 150]);
+        // Forty, or ten beside forty that move, or at most eight.
+        assert_eq!(at_least(&free, 98), [30, 120, 150, 150]);
         assert_eq!(at_least(&limited, 98), [12, 18, 30, 150]);
         let moves = |policy: &Policy, in_time| {
             [0, 50, 300]
@@ -556,10 +562,10 @@ mod tests {
         assert_eq!(few.map(|saved| limited.is_in_haste(saved)), [true, true, true, false]);
         // Fewer where they take longer; what has to be moved at a limit has to be in any case, and what moves once may.
         assert_eq!(
-            [at_least(&free, 48), at_least(&limited, 48)],
-            [[29, 150, 150, 150], [12, 18, 30, 150]]
+            [at_least(&free, 32), at_least(&limited, 32)],
+            [[43, 150, 150, 150], [12, 18, 30, 150]]
         );
-        assert_eq!([moves(&free, 48), moves(&limited, 48)], [[40, 0, 0], [120, 70, 0]]);
+        assert_eq!([moves(&free, 32), moves(&limited, 32)], [[24, 0, 0], [120, 70, 0]]);
         let tight = Allowance { roomy: false, in_time: 48, ..in_haste };
         assert_eq!(free.moves_at_once(tight), 90);
     }
@@ -574,6 +580,7 @@ mod tests {
             made: 100,
             moved: 0,
             excess: 0,
+            unsettled: 0,
             peak_live: 100,
             mapped: 0,
             hurried: false,
@@ -614,18 +621,19 @@ mod tests {
             made: 100,
             moved: 800,
             excess: 800,
+            unsettled: 800,
             hurried: false,
             random: false,
             peak_live: 4000,
             mapped: 4000,
         };
         let first = |excess, mapped| {
-            let growths = Growths { moved: excess, excess, mapped, ..calm };
+            let growths = Growths { moved: excess, unsettled: excess, mapped, ..calm };
             policy.moves_first(4000, growths, 0)
         };
         assert_eq!([first(800, 4000), first(801, 4000)], [Some(10 << 4), None]);
         let in_a_hurry = |mapped| {
-            let growths = Growths { moved: 801, excess: 801, hurried: true, mapped, ..calm };
+            let growths = Growths { moved: 801, unsettled: 801, hurried: true, mapped, ..calm };
             policy.moves_first(4000, growths, 0)
         };
         assert_eq!([5999, 6000].map(in_a_hurry), [None, Some(10)]);
@@ -633,11 +641,14 @@ mod tests {
         assert_eq!([first(900, 4999), first(900, 5000)], [None, Some(10)]);
         assert_eq!([first(u64::MAX, 5999), first(u64::MAX, 6000)], [None, Some(10)]);
         // Short extents that were made at leisure count, too: there are more that may move.
-        let beyond_need = Growths { made: 101, excess: 801, ..calm };
-        assert_eq!(policy.moves_first(4000, beyond_need, 0), Some(10 << 4));
-        // What may go on for ever makes no pool restless, but has it move less.
+        let beyond_need = Growths { made: 101, unsettled: 801, ..calm };
+        assert_eq!(policy.moves_first(4000, beyond_need, 0), Some(10 << 3));
+        // What may go on for ever, or moved before the program had grown, makes no pool restless, but has it move
+        // less.
+        assert_eq!(policy.moves_first(4000, Growths { excess: 900, ..calm }, 0), Some(10 << 4));
         assert_eq!(policy.moves_first(4000, Growths { moved: 900, ..calm }, 0), Some(10 << 4));
-        let ahead = |excess, mapped| policy.ahead(Growths { excess, mapped, ..calm }, 1000);
+        let ahead =
+            |excess, mapped| policy.ahead(Growths { unsettled: excess, mapped, ..calm }, 1000);
         assert_eq!([ahead(800, 4000), ahead(801, 4000), ahead(801, 4250)], [0, 62, 0]);
         let limited = Policy::new(1 << 20, true, false);
         let roomy = |excess, mapped| Growths { excess, mapped, ..calm }.is_roomy();
