@@ -16,6 +16,7 @@
 mod access;
 mod chunk;
 mod config;
+mod deferred;
 mod free_pieces;
 mod heap;
 mod ordering;
@@ -49,9 +50,10 @@ use crate::ordering::next_pool;
 use crate::region::{NodeId, State};
 use crate::units::{DevicePtr, round_up};
 use config::Checked;
+use deferred::Kept;
 use small::Small;
 use space::Space;
-use uses::{Kept, Uses};
+use uses::Uses;
 
 /// Locks without regard to poison: nothing here panics with a lock held, and a panic elsewhere in
 /// a caller's thread must not take the pool from all others.

@@ -3,9 +3,10 @@
 //! A stream is recorded on when the allocation is freed; or when the stream ends, if that is before;
 //! or later, where it was capturing at the free: an event recorded then would be the graph's.
 
+use super::deferred::Kept;
 use super::small::{Live, Small};
 use super::space::Space;
-use super::uses::{Kept, Scope, Uses};
+use super::uses::{Scope, Uses};
 use super::{Caller, PagedPool, lock};
 use crate::device::StreamHandle;
 use crate::driver::Failure;
@@ -156,7 +157,8 @@ impl PagedPool {
         // Whoever is recording on it by the books comes to the end of that first.
         let _in_order = recording.as_ref().map(|recording| lock(recording));
         let mut space = self.lock_space();
-        space.uses.forget_handle(stream);
+        let timeline = space.timelines.find(stream);
+        space.uses.forget_handle(stream, timeline);
         space.streams.remove(stream);
     }
 

@@ -281,7 +281,7 @@ impl Space {
             self.set_zombie(id, Fence::PASSED);
         }
         if self.uses.waits_for(timeline) {
-            self.settle();
+            self.settle(timeline);
         }
     }
 

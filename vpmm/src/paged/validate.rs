@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 
 use super::PagedPool;
+use super::deferred::{Deferred, Kept};
 use super::small::Small;
 use super::space::Space;
-use super::uses::{Deferred, Kept};
 use crate::fence::Fence;
 use crate::region::{State, Totals, joinable};
 use crate::validate::Violation;
@@ -43,10 +43,10 @@ impl PagedPool {
                 return broken(format!("{address:#x} is used on {} streams, and free", uses.len()));
             }
         }
-        if !space.uses.are_counted() {
-            return broken("what deferred frees wait for is not what is counted".to_owned());
+        if !space.uses.deferred().agree() {
+            return broken("what deferred frees wait for is not what is noted".to_owned());
         }
-        for deferred in space.uses.deferred() {
+        for deferred in space.uses.deferred().iter() {
             if let Some(of) = deferred
                 .uses
                 .iter()
