@@ -5,6 +5,7 @@
 //! is one.
 
 mod bad_input;
+mod costs;
 mod failures;
 mod mistakes;
 mod program;

@@ -66,15 +66,19 @@ impl<E> Timeline<E> {
         self.position(sequence).is_some_and(|at| self.entries[at].event.is_some())
     }
 
-    /// Whether an entry is held and not known to be complete.
-    fn is_open(&self, entry: &Entry<E>) -> bool {
-        entry.event.is_some() && entry.sequence > self.complete
+    /// The place behind the entries up to a number.
+    fn behind(&self, sequence: u64) -> usize {
+        self.entries.partition_point(|entry| entry.sequence <= sequence)
     }
 
     /// Drops entries that nobody holds, once they outnumber the others.
     fn sweep(&mut self) {
         while self.entries.back().is_some_and(|entry| entry.event.is_none()) {
             self.entries.pop_back();
+            self.unheld -= 1;
+        }
+        while self.entries.front().is_some_and(|entry| entry.event.is_none()) {
+            self.entries.pop_front();
             self.unheld -= 1;
         }
         if self.unheld * 2 > self.entries.len() + 32 {
@@ -245,25 +249,33 @@ impl<E: Copy> Timelines<E> {
         slot.position(fence.sequence).and_then(|at| slot.entries[at].event)
     }
 
-    /// The oldest fence of a timeline that is not known to be complete.
-    pub(crate) fn oldest(&self, id: TimelineId) -> Option<Fence> {
+    /// A fence of a timeline that is not known to be complete and is older than `before`: that many entries after
+    /// the oldest, or the newest where there are not so many.
+    pub(crate) fn open_after(&self, id: TimelineId, entries: usize, before: u64) -> Option<Fence> {
         let slot = &self.slots[id.0 as usize];
-        let entry = slot.entries.iter().find(|entry| slot.is_open(entry))?;
+        let (first, end) = (slot.behind(slot.complete), slot.behind(before - 1));
+        let at = first.saturating_add(entries);
+        let held = |entry: &&Entry<E>| entry.event.is_some();
+        let entry = match slot.entries.range(at.min(end)..end).find(held) {
+            None if first < end => slot.entries.range(first..at.min(end)).rfind(held)?,
+            entry => entry?,
+        };
         Some(Fence { timeline: id, sequence: entry.sequence })
     }
 
     /// The newest fence of a timeline that is not known to be complete: if it is, all are.
     pub(crate) fn newest(&self, id: TimelineId) -> Option<Fence> {
         let slot = &self.slots[id.0 as usize];
-        let entry = slot.entries.iter().rfind(|entry| slot.is_open(entry))?;
+        let open = slot.entries.range(slot.behind(slot.complete)..);
+        let entry = open.rev().find(|entry| entry.event.is_some())?;
         Some(Fence { timeline: id, sequence: entry.sequence })
     }
 
     /// The newest fence of a timeline up to a number that has not passed.
     pub(crate) fn newest_until(&self, id: TimelineId, sequence: u64) -> Option<Fence> {
-        let entries = &self.slots.get(id.0 as usize)?.entries;
-        let held = |entry: &&Entry<E>| entry.event.is_some() && entry.sequence <= sequence;
-        let entry = entries.iter().rfind(held)?;
+        let slot = self.slots.get(id.0 as usize)?;
+        let until = slot.entries.range(..slot.behind(sequence));
+        let entry = until.rev().find(|entry| entry.event.is_some())?;
         Some(Fence { timeline: id, sequence: entry.sequence })
     }
 
@@ -341,7 +353,10 @@ mod tests {
         assert_eq!(recycled, ['x', 'y']);
         assert!(timelines.has_passed(first) && timelines.has_passed(second));
         assert!(!timelines.has_passed(third) && !timelines.has_passed(other));
-        assert_eq!((timelines.oldest(a), timelines.newest(a)), (Some(third), Some(third)));
+        assert_eq!(
+            (timelines.open_after(a, 0, u64::MAX), timelines.newest(a)),
+            (Some(third), Some(third))
+        );
     }
 
     #[test]
@@ -390,7 +405,10 @@ mod tests {
         assert!(timelines.see_complete(second));
         assert!(timelines.is_complete(first) && timelines.is_complete(second));
         assert!(!timelines.has_passed(first) && !timelines.is_complete(third));
-        assert_eq!((timelines.oldest(a), timelines.newest(a)), (Some(third), Some(third)));
+        assert_eq!(
+            (timelines.open_after(a, 0, u64::MAX), timelines.newest(a)),
+            (Some(third), Some(third))
+        );
         // Who waits for them gives them up one by one, and the events come back.
         assert_eq!(timelines.release(first), Some('x'));
         assert!(!timelines.see_complete(first), "nobody holds it any more");
@@ -399,6 +417,33 @@ mod tests {
         assert!(timelines.pass(second, |event| assert_eq!(event, 'y')));
         assert!(timelines.has_passed(second) && !timelines.has_passed(third));
         assert_eq!(timelines.newest_until(a, second.sequence), None);
+    }
+
+    #[test]
+    fn open_fences_are_found_by_their_place_and_no_further_than_those_that_are_held() {
+        let mut timelines = Timelines::new();
+        let (a, b) = (timelines.open(1), timelines.open(2));
+        let fences: Vec<Fence> = (0..40).map(|event| timelines.push(a, event)).collect();
+        timelines.push(b, 99);
+        let open = |timelines: &Timelines<i32>, entries, before| {
+            let fence = timelines.open_after(a, entries, before)?;
+            fences.iter().position(|known| *known == fence)
+        };
+        let end = u64::MAX;
+        assert_eq!([0, 7, 39, 40, usize::MAX].map(|at| open(&timelines, at, end)), {
+            [Some(0), Some(7), Some(39), Some(39), Some(39)]
+        });
+        let seventh = fences[7].sequence;
+        assert_eq!([0, 3, 7].map(|at| open(&timelines, at, seventh)), [Some(0), Some(3), Some(6)]);
+        assert_eq!(open(&timelines, 0, fences[0].sequence), None);
+        timelines.see_complete(fences[4]);
+        assert_eq!([0, 9].map(|at| open(&timelines, at, seventh)), [Some(5), Some(6)]);
+        // What nobody holds is passed over, upwards first.
+        fences[5..8].iter().for_each(|fence| assert!(timelines.release(*fence).is_some()));
+        assert_eq!([0, 2, 4].map(|at| open(&timelines, at, end)), [Some(8), Some(8), Some(9)]);
+        assert_eq!(open(&timelines, 0, fences[8].sequence), None);
+        timelines.see_complete(fences[39]);
+        assert_eq!((open(&timelines, 0, end), timelines.newest(a)), (None, None));
     }
 
     #[test]

@@ -85,19 +85,24 @@ impl PagedPool {
         timelines.into_iter().try_for_each(|timeline| self.ask_timeline(timeline))
     }
 
-    /// Asks about one stream: the newest fence first, because it answers for all, and else the older
-    /// ones up to the first that has not passed.
+    /// Asks about one stream: the newest fence first, because it answers for all; else how far the stream has come,
+    /// by twice as many more each time and then between the last two, however many frees it has come past.
     pub(super) fn ask_timeline(&self, timeline: TimelineId) -> Result<()> {
         let newest = self.lock_space().timelines.newest(timeline);
         let Some(newest) = newest else { return Ok(()) };
         if self.ask(newest)? {
             return Ok(());
         }
+        let (mut entries, mut not_yet, mut grows) = (0, newest.sequence, true);
         loop {
-            let oldest = self.lock_space().timelines.oldest(timeline);
-            let Some(oldest) = oldest else { return Ok(()) };
-            if !self.ask(oldest)? {
+            let fence = self.lock_space().timelines.open_after(timeline, entries, not_yet);
+            let Some(fence) = fence else { return Ok(()) };
+            if self.ask(fence)? {
+                entries = if grows { 2 * entries + 1 } else { entries / 2 };
+            } else if entries == 0 {
                 return Ok(());
+            } else {
+                (entries, not_yet, grows) = (entries / 2, fence.sequence, false);
             }
         }
     }
