@@ -140,6 +140,70 @@ fn requests_beside_frees_that_wait_for_others_do_not_go_through_them() {
     pool.validate().unwrap();
 }
 
+/// Nor are they a matter of frees that wait for another stream, which comes past them at once.
+#[test]
+fn frees_that_wait_for_a_quick_stream_do_not_go_through_those_that_wait_for_a_slow_one() {
+    const FREES: usize = 200_000;
+    let sim = Simulator::builder().build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let pool = Pool::new(&device, &PoolConfig::default()).unwrap();
+    let [own, slow, quick] = [(); 3].map(|()| device.stream().unwrap());
+    let at_work = sim.spin(slow.handle().raw()).unwrap();
+    let noted_free = |bytes: usize, further: &Stream| {
+        let ptr = pool.malloc(bytes, &own).unwrap();
+        pool.record_stream(ptr, further).unwrap();
+        pool.free(ptr, &own).unwrap();
+    };
+    (0..FREES).for_each(|_| noted_free(512, &slow));
+    assert_eq!(pool.stats().pending_bytes, FREES as u64 * 512);
+    // Each of these finds that the one before it is over.
+    let took = |_| {
+        let begin = Instant::now();
+        noted_free(GRANULE as usize, &quick);
+        begin.elapsed()
+    };
+    let mut took: Vec<Duration> = (0..64).map(took).collect();
+    took.sort_unstable();
+    assert!(took[32] < Duration::from_micros(500), "{took:?}");
+    at_work.release();
+    device.synchronize().unwrap();
+    assert_eq!(pool.stats().pending_bytes, 0);
+    pool.validate().unwrap();
+}
+
+/// However many streams noted frees wait for, a request of another one asks about a few.
+#[test]
+fn questions_among_frees_that_wait_for_a_thousand_streams() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let pool = Pool::new(&device, &PoolConfig::default()).unwrap();
+    let [own, other] = [(); 2].map(|()| device.stream().unwrap());
+    let streams: Vec<Stream> = (0..1000).map(|_| device.stream().unwrap()).collect();
+    for stream in &streams {
+        sim.enqueue(stream.handle().raw(), "keeps it busy", |_| Ok(())).unwrap();
+        let ptr = pool.malloc(512, &own).unwrap();
+        pool.record_stream(ptr, stream).unwrap();
+        pool.free(ptr, &own).unwrap();
+    }
+    for _ in 0..20 {
+        let before = device.driver().calls();
+        pool.malloc(20 << 20, &other).unwrap();
+        let calls = device.driver().calls().since(&before);
+        let (asked, recorded) = (calls.count("cuEventQuery"), calls.count("cuEventRecord"));
+        assert!(asked <= 64 && recorded <= 64, "{calls:?}");
+    }
+    // And all are asked about in time: each request the next ones.
+    sim.run_until_idle();
+    let round = |_| {
+        pool.malloc(20 << 20, &other).unwrap();
+        sim.run_until_idle();
+    };
+    assert!(pool.stats().pending_count >= 1000);
+    (0..200).for_each(round);
+    assert_eq!(pool.stats().pending_count, 1, "one block of the stream that freed them");
+    pool.validate().unwrap();
+}
+
 /// A trim asks for a while about what streams have freed, but not so often about each of a great many.
 #[test]
 fn a_trim_beside_many_busy_streams_asks_few_questions() {

@@ -280,6 +280,7 @@ impl Core {
     fn make_do(&self, request: Request, room: u64) -> Result<u32> {
         self.space.lock().gathers = true;
         let flushed = self.flush_fronts(|_| true);
+        self.poll_deferred(true)?;
         let gained = self.poll(Some(request.stream), true)?;
         let rejoined = self.space.lock().rejoin(&self.tags, true);
         if (gained || flushed || rejoined)

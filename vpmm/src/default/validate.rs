@@ -335,6 +335,7 @@ impl Space {
     /// What waits for a stream has something to wait for.
     fn check_books(&self) -> Checked {
         let mut events = HashSet::new();
+        let mut all_parked = 0;
         for (index, book) in self.books.iter().enumerate() {
             let closed = book.units_of(book.open_parity() ^ 1);
             if book.stage == Stage::Clear && closed > 0 {
@@ -355,6 +356,8 @@ impl Space {
                     format!("{waits} frees wait for stream {index}, not {}", book.waits),
                 );
             }
+            let parked = book.parked.iter().filter(|parked| parked.wait.stream == index as u32);
+            all_parked += parked.count();
             let late = |block: &&Block| !block.is_before(book.marks);
             if let Some(block) =
                 book.sets.iter().flatten().flat_map(|s| s.of_at_least(1)).find(late)
@@ -378,6 +381,10 @@ impl Space {
                     return broken(I3, format!("stream {index} shares an event"));
                 }
             }
+        }
+        if all_parked != self.deferred.len() {
+            let deferred = self.deferred.len();
+            return broken(I3, format!("{all_parked} of {deferred} deferred frees are parked"));
         }
         for event in &self.events {
             if !events.insert(format!("{event:?}")) {

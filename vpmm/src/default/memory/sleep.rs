@@ -66,7 +66,7 @@ impl Core {
         let _context = self.device.enter()?;
         self.flush_fronts(|_| true);
         self.wait_for_frees()?;
-        self.poll_deferred()?;
+        self.poll_deferred(true)?;
         let still = lock(&self.growing);
         // Calls that were under way when the shortcuts went.
         self.flush_fronts(|_| true);

@@ -14,6 +14,7 @@ use super::Part;
 use super::free_set::FreeSet;
 use super::owner::Owner;
 use crate::default::lifetimes::ways::Course;
+use crate::default::streams::deferred::ParkedFrees;
 use crate::device::StreamHandle;
 use crate::event::Event;
 use crate::ordering::Mark;
@@ -81,6 +82,8 @@ pub(in crate::default) struct Book {
     pub(in crate::default) awaited: u64,
     /// Deferred frees that wait for this stream as a further one.
     pub(in crate::default) waits: u32,
+    /// Deferred frees that are looked at again when more of the stream has passed.
+    pub(in crate::default) parked: ParkedFrees,
     /// The highest epoch that a deferred free waits for.
     pub(in crate::default) deferred_until: u64,
     /// Events recorded for deferred frees, in order.
@@ -125,6 +128,7 @@ impl Book {
             lost_at: 0,
             awaited: 0,
             waits: 0,
+            parked: ParkedFrees::default(),
             deferred_until: 0,
             fences: SmallVec::new(),
             pins: 0,

@@ -111,8 +111,10 @@ pub(super) struct Space {
     /// Bytes of regions of operations under way.
     pub(super) transit_units: u64,
     /// Freed blocks that wait for further streams, and their units.
-    pub(super) deferred: Vec<crate::default::streams::noted::Deferred>,
+    pub(super) deferred: crate::default::streams::deferred::DeferredFrees,
     pub(super) deferred_units: u64,
+    /// The stream that such blocks wait for and that is asked about next.
+    pub(super) deferred_asked: u32,
     /// Further streams that use an allocation, by its first unit: of noted allocations.
     pub(super) uses: std::collections::HashMap<u32, crate::default::streams::noted::Uses>,
     /// Whether memory becomes everybody's because a query says so.
@@ -176,8 +178,9 @@ impl Space {
             is_loose: false,
             peak_live: 0,
             transit_units: 0,
-            deferred: Vec::new(),
+            deferred: crate::default::streams::deferred::DeferredFrees::default(),
             deferred_units: 0,
+            deferred_asked: 0,
             uses: std::collections::HashMap::new(),
             opportunistic,
             patient: false,

@@ -58,7 +58,7 @@ impl Core {
         book.recording = Recording::Ended;
         book.stage = Stage::Passed;
         book.passed = book.epoch;
-        space.settle_deferred(&self.tags);
+        space.settle_deferred_of(&self.tags, index);
         while space.drain(&self.tags, index) {}
     }
 
@@ -98,7 +98,7 @@ impl Core {
             }
         }
         self.poll(None, true)?;
-        self.poll_deferred()?;
+        self.poll_deferred(true)?;
         Ok(self.all_passed(*last))
     }
 }

@@ -24,11 +24,15 @@ use crate::default::space::Space;
 use crate::default::space::book::{Fence, Recording};
 use crate::default::space::owner::Owner;
 use crate::default::space::tags::{Tag, Tags};
+use crate::default::streams::deferred::{Deferred, Parked, Wait};
 use crate::default::{Core, lock};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::ordering::Mark;
 use crate::units::DevicePtr;
+
+/// Streams asked about for one request.
+const ASKED: usize = 16;
 
 /// Events for deferred frees on one stream at a time.
 pub(in crate::default) const FENCES: usize = 8;
@@ -42,24 +46,6 @@ pub(in crate::default) struct Use {
 }
 
 pub(in crate::default) type Uses = SmallVec<[Use; 2]>;
-
-/// A freed block that waits for further streams.
-pub(in crate::default) struct Deferred {
-    pub(in crate::default) start: u32,
-    pub(in crate::default) units: u32,
-    /// The stream that it was freed on, at that time: which may have it again before.
-    pub(in crate::default) own: Wait,
-    /// The further streams.
-    pub(in crate::default) waits: SmallVec<[Wait; 2]>,
-}
-
-/// What has to pass of a stream: the epoch, or a mark of at least this number.
-#[derive(Clone, Copy)]
-pub(in crate::default) struct Wait {
-    pub(in crate::default) stream: u32,
-    epoch: u64,
-    mark: u64,
-}
 
 impl Core {
     pub(in crate::default) fn note_use(&self, ptr: DevicePtr, handle: StreamHandle) -> Result<()> {
@@ -275,8 +261,9 @@ impl Core {
             if space.books[stream as usize].waits == 0 {
                 return Ok(false);
             }
-            let mine =
-                space.deferred.iter().filter(|block| space.waits_for_it_alone(block, stream));
+            let waiting = space.books[stream as usize].parked.iter();
+            let waiting = waiting.filter_map(|parked| space.deferred.get(parked.at));
+            let mine = waiting.filter(|block| space.waits_for_it_alone(block, stream));
             let freed_on: SmallVec<[u32; 4]> = mine.map(|block| block.own.stream).collect();
             if freed_on.is_empty()
                 || !space.opportunistic
@@ -294,25 +281,14 @@ impl Core {
         Ok(self.space.lock().give_deferred(&self.tags, stream))
     }
 
-    /// Takes the epochs that deferred frees wait for as far as they go now.
-    pub(in crate::default) fn poll_deferred(&self) -> Result<()> {
-        let mut streams: SmallVec<[u32; 8]> = {
-            let space = self.space.lock();
-            // There may be many more frees than streams, or the other way round.
-            if space.deferred.len() < space.books.len() {
-                let waits = space.deferred.iter().flat_map(|block| &block.waits);
-                waits.map(|wait| wait.stream).collect()
-            } else {
-                let books = space.books.iter().enumerate();
-                books.filter(|(_, book)| book.waits > 0).map(|(at, _)| at as u32).collect()
-            }
-        };
+    /// Takes the epochs that deferred frees wait for as far as they go now: of all streams, or of a few, each call
+    /// the next ones.
+    pub(in crate::default) fn poll_deferred(&self, all: bool) -> Result<()> {
+        let streams = self.space.lock().waited_for(all);
         if streams.is_empty() {
             return Ok(());
         }
         let _context = self.device.enter()?;
-        streams.sort_unstable();
-        streams.dedup();
         for stream in streams {
             if !self.ask_fences(stream)? {
                 self.advance(stream, false)?;
@@ -323,6 +299,27 @@ impl Core {
 }
 
 impl Space {
+    /// The streams that deferred frees wait for: all, or a few, each time the next ones.
+    fn waited_for(&mut self, all: bool) -> SmallVec<[u32; ASKED]> {
+        // There may be many more frees than streams, or the other way round.
+        let mut streams: SmallVec<[u32; ASKED]> = if self.deferred.places() < self.books.len() {
+            let waits = self.deferred.iter().flat_map(|block| &block.waits);
+            waits.map(|wait| wait.stream).collect()
+        } else {
+            let books = self.books.iter().enumerate();
+            books.filter(|(_, book)| book.waits > 0).map(|(at, _)| at as u32).collect()
+        };
+        streams.sort_unstable();
+        streams.dedup();
+        if !all && streams.len() > ASKED {
+            let next = streams.partition_point(|stream| *stream < self.deferred_asked);
+            streams.rotate_left(next);
+            streams.truncate(ASKED);
+            self.deferred_asked = streams.last().map_or(0, |last| last + 1);
+        }
+        streams
+    }
+
     /// What has to pass of a stream for everything on it so far to have finished.
     fn wait_for_open(&self, stream: u32) -> Wait {
         let book = &self.books[stream as usize];
@@ -351,39 +348,43 @@ impl Space {
             book.pins += 1;
             book.deferred_until = book.deferred_until.max(wait.epoch);
         }
-        let owner = self.owner_after(&block);
-        self.deferred.push(block);
         // Nothing has changed for those before it, of which there may be many: a stream may be far behind.
-        if let Some(owner) = owner {
-            self.settle(tags, self.deferred.len() - 1, owner);
+        let at = self.deferred.add(block);
+        self.settle_or_park(tags, at);
+    }
+
+    /// Frees a deferred block that waits for nothing any more; else its stream, or one of them, is to have it
+    /// looked at again.
+    fn settle_or_park(&mut self, tags: &Tags, at: u32) {
+        let Some(block) = self.deferred.get(at) else { return };
+        match self.blocker_of(block) {
+            None => self.settle(tags, at, self.owner_after(block)),
+            Some(wait) => self.books[wait.stream as usize].parked.add(Parked { wait, at }),
         }
     }
 
-    /// Frees what has waited long enough, after more of a stream has passed, or was seen to have. Most streams are
-    /// none that a free waits for, of which there may be many. (Where it waits for no further one any more it does
-    /// for its own only if that is recorded on at every free.)
+    /// Frees what has waited long enough, after more of a stream has passed, or was seen to have: of what waited for
+    /// that one. There may be a great many that wait for others.
     pub(super) fn settle_deferred_of(&mut self, tags: &Tags, stream: u32) {
-        let book = &self.books[stream as usize];
-        if book.waits > 0 || (book.pins > 0 && book.recording == Recording::Eager) {
-            self.settle_deferred(tags);
+        let book = &mut self.books[stream as usize];
+        if book.recording == Recording::Eager {
+            // What waits for an event that was recorded before others did may come first.
+            for parked in book.parked.take_all() {
+                self.settle_or_park(tags, parked.at);
+            }
+            return;
         }
-    }
-
-    /// The same of any stream.
-    pub(super) fn settle_deferred(&mut self, tags: &Tags) {
-        let mut at = 0;
-        while let Some(block) = self.deferred.get(at) {
-            let Some(owner) = self.owner_after(block) else {
-                at += 1;
-                continue;
-            };
-            self.settle(tags, at, owner);
+        while let Some(first) = self.books[stream as usize].parked.first()
+            && self.is_over(&first.wait)
+        {
+            self.books[stream as usize].parked.take_first();
+            self.settle_or_park(tags, first.at);
         }
     }
 
     /// Frees a deferred block.
-    fn settle(&mut self, tags: &Tags, at: usize, owner: Owner) {
-        let Deferred { start, units, own, waits } = self.deferred.swap_remove(at);
+    fn settle(&mut self, tags: &Tags, at: u32, owner: Owner) {
+        let Some(Deferred { start, units, own, waits }) = self.deferred.take(at) else { return };
         for of in &waits {
             self.books[of.stream as usize].waits -= 1;
         }
@@ -411,34 +412,42 @@ impl Space {
     /// if it had: whether there were any.
     fn give_deferred(&mut self, tags: &Tags, stream: u32) -> bool {
         let before = self.deferred.len();
-        for at in (0..before).rev() {
-            let block = &self.deferred[at];
-            if self.waits_for_it_alone(block, stream) && self.is_over(&block.own) {
+        for parked in self.books[stream as usize].parked.take_all() {
+            let goes = self.deferred.get(parked.at).is_some_and(|block| {
+                self.waits_for_it_alone(block, stream) && self.is_over(&block.own)
+            });
+            if goes {
                 let owner = self.books[stream as usize].open_owner(stream);
-                self.settle(tags, at, owner);
+                self.settle(tags, parked.at, owner);
+            } else {
+                self.books[stream as usize].parked.add(parked);
             }
         }
         self.deferred.len() < before
     }
 
-    /// Whose a deferred block is, once the further streams have come past its free.
-    fn owner_after(&self, block: &Deferred) -> Option<Owner> {
-        if !block.waits.iter().all(|wait| self.is_over(wait)) {
-            return None;
-        }
+    /// What a deferred block waits for: a further stream, or its own where that is recorded on at every free.
+    fn blocker_of(&self, block: &Deferred) -> Option<Wait> {
+        let further = block.waits.iter().find(|wait| !self.is_over(wait));
+        let is_eager = self.books[block.own.stream as usize].recording == Recording::Eager;
+        let own = Some(&block.own).filter(|own| is_eager && !self.is_over(own));
+        further.or(own).copied()
+    }
+
+    /// Whose a deferred block is that waits for nothing any more.
+    fn owner_after(&self, block: &Deferred) -> Owner {
         let stream = block.own.stream;
         let book = &self.books[stream as usize];
         let passed = self.is_over(&block.own);
         match book.recording {
             Recording::Lazy(_) if !(passed && (self.opportunistic || self.awaits > 0)) => {
-                Some(book.open_owner(stream))
+                book.open_owner(stream)
             }
-            // The event that was recorded at the free is not the open epoch's any more.
-            Recording::Eager => passed.then_some(Owner::NOBODY),
             // What it did before its capture may not be over.
-            Recording::Held => Some(book.open_owner(stream)),
-            Recording::Ended | Recording::Lost if !passed => Some(book.open_owner(stream)),
-            _ => Some(Owner::NOBODY),
+            Recording::Held => book.open_owner(stream),
+            Recording::Ended | Recording::Lost if !passed => book.open_owner(stream),
+            // Of an eager one it is over: the event that was recorded at the free is not the open epoch's any more.
+            _ => Owner::NOBODY,
         }
     }
 

@@ -105,7 +105,7 @@ impl Core {
             return Ok(Some(start));
         }
         while self.space.lock().take_followed(&self.tags, stream) {}
-        self.poll_deferred()?;
+        self.poll_deferred(false)?;
         Ok(None)
     }
 }
