@@ -72,7 +72,7 @@ pub(in crate::default) struct Book {
     /// Marks taken so far. What is freed carries the number: a mark covers what has none higher
     /// than its own.
     pub(in crate::default) marks: u64,
-    /// Streams that this one comes after.
+    /// Streams that this one comes after, each once, in their order.
     pub(in crate::default) follows: SmallVec<[Follows; 2]>,
     /// The highest mark that the host has seen passed, from 1.
     pub(in crate::default) seen: u64,

@@ -500,6 +500,28 @@ impl FreeSet {
         }
     }
 
+    /// Every block behind one of so many units at that start, in the order of sizes and then of addresses; behind
+    /// none of no units are all.
+    pub(in crate::default) fn behind(
+        &self,
+        units: u32,
+        start: u32,
+    ) -> impl Iterator<Item = &Block> {
+        let key = u64::from(units) << 32 | u64::from(start);
+        let class = class_of(units.max(1));
+        let least = Some(class).filter(|class| self.is_occupied(*class));
+        let least = least.and_then(|class| self.least_of(class));
+        let others = self.others.get(class).into_iter();
+        let others = others.flat_map(move |of| of.range(Bound::Excluded(&key), Bound::Unbounded));
+        let of_class = least.into_iter().filter(move |block| block.key.get() > key).chain(others);
+        let longer =
+            std::iter::successors(self.next_class(class + 1), |class| self.next_class(class + 1));
+        of_class.chain(longer.flat_map(|class| {
+            let others = self.others.get(class).into_iter().flatten();
+            self.least_of(class).into_iter().chain(others)
+        }))
+    }
+
     /// Every block of at least about `units` (a class more, at most), the smallest first.
     pub(in crate::default) fn of_at_least(&self, units: u32) -> impl Iterator<Item = &Block> {
         let first = class_of(units);
@@ -589,6 +611,14 @@ mod tests {
             assert_eq!(set.largest().map(Block::units), model.iter().map(|of| of.0).max());
             let most = random(8);
             assert_eq!(smallest(&set, wanted, most), smallest_of(&model, wanted, most as usize));
+            if step % 16 == 0 {
+                let place = (wanted & 63, random(step.max(1)) * 1000);
+                let mut behind: Vec<_> =
+                    model.iter().map(|of| (of.0, of.1)).filter(|of| *of > place).collect();
+                behind.sort_unstable();
+                let found = set.behind(place.0, place.1).map(|of| (of.units(), of.start()));
+                assert!(found.eq(behind.into_iter()));
+            }
             assert!(step % 64 != 0 || set.agrees());
             assert_eq!(set.units(), model.iter().map(|of| u64::from(of.0)).sum::<u64>());
         }
