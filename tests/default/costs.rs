@@ -204,6 +204,30 @@ fn questions_among_frees_that_wait_for_a_thousand_streams() {
     pool.validate().unwrap();
 }
 
+/// A patient pool looks through its streams once for a request, and not for each of them.
+#[test]
+fn a_patient_pool_of_many_streams_looks_through_them_once() {
+    const STREAMS: usize = 2000;
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let mut config = PoolConfig::default();
+    config.patience = Duration::from_nanos(1);
+    let pool = Pool::new(&device, &config).unwrap();
+    let streams: Vec<Stream> = (0..STREAMS).map(|_| device.stream().unwrap()).collect();
+    for stream in &streams {
+        let ptr = pool.malloc(GRANULE as usize, stream).unwrap();
+        pool.free(ptr, stream).unwrap();
+    }
+    let took = |round: usize| {
+        let begin = Instant::now();
+        pool.malloc(20 << 20, &streams[round]).unwrap();
+        begin.elapsed()
+    };
+    let mut took: Vec<Duration> = (0..32).map(took).collect();
+    took.sort_unstable();
+    assert!(took[16] < Duration::from_millis(5), "{took:?}");
+}
+
 /// A trim asks for a while about what streams have freed, but not so often about each of a great many.
 #[test]
 fn a_trim_beside_many_busy_streams_asks_few_questions() {

@@ -322,8 +322,8 @@ impl Space {
             return broken(I1, format!("{} units in transit", self.transit_units));
         }
         let mapped = self.memory.mapped() * self.memory.granule_bytes() / UNIT_BYTES;
-        if out_units + deferred_units + self.free_units() != mapped {
-            let free = self.free_units();
+        if out_units + deferred_units + self.free_units_of_sets() != mapped {
+            let free = self.free_units_of_sets();
             let detail = format!(
                 "{out_units} out, {deferred_units} deferred and {free} free of {mapped} units"
             );

@@ -120,7 +120,7 @@ impl SizeIndex {
         self.0.back().get()
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = &Region> {
+    pub(super) fn iter(&self) -> impl DoubleEndedIterator<Item = &Region> {
         self.0.iter()
     }
 

@@ -344,6 +344,11 @@ impl RegionMap {
         self.holes.iter()
     }
 
+    /// The same, the largest first.
+    pub(crate) fn largest_holes(&self) -> impl Iterator<Item = &Region> {
+        self.holes.iter().rev()
+    }
+
     /// The regions that wait for a fence of one stream, in the order in which they were freed.
     pub(crate) fn pending(&self, timeline: TimelineId) -> impl Iterator<Item = &Region> {
         self.streams.get(timeline.0 as usize).into_iter().flat_map(|of| of.pending.iter())

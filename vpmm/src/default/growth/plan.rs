@@ -282,6 +282,7 @@ impl Space {
         let enough = policy.moves_first(live, growths, means.saved);
         let enough = enough.filter(|_| !means.wanted.exchanged && !is_little);
         // A first look without walking: free memory that is too little cannot be extents enough.
+        debug_assert_eq!(self.free_units(), self.free_units_of_sets());
         let free = self.free_units() / granule_units;
         let may_move_first = !policy.fixed && enough.is_some_and(|enough| free >= enough);
         // Parts of extents are for what would be missing, and not instead of memory that is there: they keep both
@@ -437,12 +438,8 @@ impl Space {
         policy: &Policy,
     ) -> Option<(u32, u32)> {
         let range = self.memory.range(part);
-        let largest = self
-            .memory
-            .map
-            .holes()
-            .filter(|hole| range.contains(&(hole.start() as u32)))
-            .max_by_key(|hole| hole.bytes())?;
+        let largest =
+            self.memory.map.largest_holes().find(|hole| range.contains(&(hole.start() as u32)))?;
         let (first, length) = (largest.start() as u32, largest.bytes() as u32);
         if granules > length {
             return None;

@@ -702,8 +702,16 @@ impl Space {
         self.books.len() == 1 && self.books.get(stream as usize).is_some_and(lazy)
     }
 
-    /// Free units, whoever owns them.
+    /// Free units, whoever owns them: what is neither out, nor waits for further streams, nor is in transit. Summed
+    /// up from the sets it would take a look at every stream.
     pub(super) fn free_units(&self) -> u64 {
+        let all = self.memory.mapped() * u64::from(self.memory.granule_units());
+        let others = self.out_units + self.deferred_units + self.transit_units;
+        all.saturating_sub(others)
+    }
+
+    /// The same by the sets.
+    pub(super) fn free_units_of_sets(&self) -> u64 {
         let common: u64 = self.common.iter().map(FreeSet::units).sum();
         common + self.books.iter().map(Book::units).sum::<u64>()
     }
