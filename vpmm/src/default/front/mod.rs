@@ -610,7 +610,15 @@ impl Front {
     pub(super) fn blocks(&self) -> u64 {
         let small: u64 = self.small_depths.iter().map(|depth| u64::from(depth.now)).sum();
         let last = self.last.iter().map(|block| u64::from(block.units > 0)).sum::<u64>();
-        last + small + self.large.iter().map(|stack| stack.depth() as u64).sum::<u64>()
+        // Stacks that nothing was ever on stay untouched.
+        let large = self.filled.iter().zip((0..).step_by(64)).flat_map(|(word, first)| {
+            let classes = std::iter::successors(Some(*word), |classes| {
+                classes.checked_sub(1).map(|less| classes & less)
+            });
+            let classes = classes.take_while(|classes| *classes != 0);
+            classes.map(move |classes| first + classes.trailing_zeros() as usize)
+        });
+        last + small + large.map(|class| self.large[class].depth() as u64).sum::<u64>()
     }
 
     /// Whether this is what the front holds.

@@ -392,6 +392,7 @@ mod tests {
         let mut front = unsafe { slot.enter() }.unwrap();
         assert!(front.push::<false>(0, 8));
         assert!(front.push::<true>(1 << 12, 1 << 12) && front.push::<true>(1 << 13, 1 << 12));
+        assert_eq!(front.blocks(), 3);
         drop(front);
 
         // SAFETY: no arguments that matter.
