@@ -548,10 +548,11 @@ impl Heaps {
         });
         // What the driver's pool holds for small requests is the main heap's, which counts it, too.
         let held = |stats: Stats| stats.mapped_bytes + stats.small_mapped_bytes;
+        let mut all = held(self.main.stats()) + held(self.stats());
         for heap in std::iter::once(self.main.as_ref() as &dyn Heap).chain(tagged) {
-            let all = held(self.main.stats()) + held(self.stats());
             let others = all.saturating_sub(held(heap.stats()));
             given += heap.trim_to(keep_bytes.saturating_sub(others))?;
+            all = others + held(heap.stats());
         }
         Ok(given)
     }
