@@ -15,7 +15,14 @@ wheels=(librmm-cu13==26.10.0 rapids-logger==0.3.0
 
 site=${RMM_WHEELS:-${XDG_CACHE_HOME:-$HOME/.cache}/vpmm-rmm-wheels}
 if [[ $(cat "$site/.wheels" 2>/dev/null) != "${wheels[*]}" ]]; then
+    # It is taken away, but only if this script has made it.
+    if [[ ! -e $site/.wheels && -n $(ls -A "$site" 2>/dev/null) ]]; then
+        echo "$site has something else in it: RMM_WHEELS must name a folder for these wheels alone" >&2
+        exit 2
+    fi
     rm -rf "$site"
+    mkdir -p "$site"
+    : >"$site/.wheels" # whatever comes of the rest
     python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
         --no-deps --target "$site" "${wheels[@]}"
     echo "${wheels[*]}" >"$site/.wheels"
