@@ -7,6 +7,7 @@ use smallvec::SmallVec;
 
 use super::chunks::BlockId;
 use crate::lock::SpinLock;
+use crate::resource::pools::blocks::NOBODY;
 
 /// Blocks in a front.
 const DEPTH: usize = 16;
@@ -34,6 +35,12 @@ impl Front {
     /// It is another stream's from here on, and empty.
     pub(super) fn begin(&self, lane: u32) {
         self.0.lock().lane = lane;
+    }
+
+    /// It is nobody's from here on: the lane that it was of, which may soon be another stream's, and the blocks.
+    pub(super) fn end(&self) -> (u32, Batch) {
+        let mut stack = self.0.lock();
+        (std::mem::replace(&mut stack.lane, NOBODY), std::mem::take(&mut stack.blocks))
     }
 
     #[inline]

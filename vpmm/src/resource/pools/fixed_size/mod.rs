@@ -124,7 +124,7 @@ impl StreamWatcher for Core {
         let mut state = self.state();
         if let Some(number) = lanes::number_of(&self.device, stream) {
             if let Some(front) = self.fronts.find(number) {
-                state.settle(front);
+                state.end(front);
             }
             self.fronts.give_up(number);
         }
@@ -513,5 +513,62 @@ impl<R: MemoryResource> fmt::Debug for FixedSize<R> {
             .field("live", &self.core.chunks.live())
             .field("streams", &self.core.state().lanes.len())
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::resource::{DeviceMalloc, Limiting};
+    use crate::stream::Stream;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "the simulator calls the system")]
+    fn streams_that_end_leave_no_fronts() {
+        let sim = cuda_sim::Simulator::builder().build().expect("a simulator");
+        let driver = crate::Driver::new(sim.driver()).expect("a driver");
+        let device = driver.device(0).expect("a device");
+        let mut config = FixedSizeConfig::default();
+        (config.block_bytes, config.blocks_at_once) = (4096, 4);
+        let blocks =
+            FixedSize::new(DeviceMalloc::new(&device), &device, &config).expect("a resource");
+        for _ in 0..64 {
+            let stream = device.stream().expect("a stream");
+            let ptr = blocks.allocate(4096, 256, stream.handle()).expect("a block");
+            blocks.deallocate(ptr, 4096, 256, stream.handle()).expect("freed");
+        }
+        assert_eq!(blocks.core.fronts.all().len(), 1);
+    }
+
+    /// A front that was given up lies behind one whose stream has the lane that it was of.
+    #[test]
+    #[cfg_attr(miri, ignore = "the simulator calls the system")]
+    fn a_front_that_was_given_up_hides_no_other() {
+        let sim = cuda_sim::Simulator::builder().build().expect("a simulator");
+        let driver = crate::Driver::new(sim.driver()).expect("a driver");
+        let device = driver.device(0).expect("a device");
+        let mut config = FixedSizeConfig::default();
+        (config.block_bytes, config.blocks_at_once) = (4096, 2);
+        let upstream = Limiting::new(DeviceMalloc::new(&device), 2 * 4096);
+        let blocks = FixedSize::new(upstream, &device, &config).expect("a resource");
+        let stream = || device.stream().expect("a stream");
+        let allocate = |on: &Stream| blocks.allocate(4096, 256, on.handle()).expect("a block");
+        let free =
+            |ptr, on: &Stream| blocks.deallocate(ptr, 4096, 256, on.handle()).expect("freed");
+        let (first, second) = (stream(), stream());
+        let [of_first, of_second] = [&first, &second].map(allocate);
+        free(of_first, &first);
+        free(of_second, &second);
+        // The second one's lane is empty when it ends, and the first one's is not.
+        let kept = allocate(&second);
+        drop(second);
+        drop(first);
+        let third = stream();
+        free(kept, &third);
+        let last = stream();
+        // The first one's block, and that in the third one's front: upstream has no more.
+        let held = [(); 2].map(|()| allocate(&last));
+        assert_ne!(held[0], held[1]);
+        held.into_iter().for_each(|ptr| free(ptr, &last));
     }
 }

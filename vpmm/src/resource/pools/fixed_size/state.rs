@@ -114,6 +114,14 @@ impl State {
         }
     }
 
+    /// A front is nobody's from here on, and what is in it its lane's.
+    pub(super) fn end(&mut self, front: &Front) {
+        let (lane, blocks) = front.end();
+        if !blocks.is_empty() {
+            self.add(lane, blocks);
+        }
+    }
+
     /// What is in any front is its lane's.
     pub(super) fn settle_all(&mut self, core: &Core) {
         core.fronts.all().into_iter().for_each(|(_, front)| self.settle(front));
@@ -135,7 +143,7 @@ impl State {
         let mut others: Vec<_> = self.lanes.all().map(|of| (count(of), of, None)).collect();
         for (_, front) in core.fronts.all() {
             let (of, count) = front.look();
-            // Lanes count from 1.
+            // Lanes count from 1; a front that was given up has none.
             if let Some(other) = others.get_mut((of as usize).wrapping_sub(1)) {
                 *other = (other.0 + count as u64, of, Some(front));
             }
