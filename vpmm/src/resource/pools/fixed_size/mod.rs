@@ -22,7 +22,7 @@ use std::sync::{Arc, Weak};
 use smallvec::SmallVec;
 
 use chunks::{BlockId, Chunks};
-use front::Front;
+use front::{Front, Put};
 use state::State;
 
 use super::blocks::NOBODY;
@@ -116,6 +116,12 @@ impl Core {
     #[inline]
     fn front(&self, named: Named) -> Option<&Front> {
         if named.is_told() { self.fronts.find(named.stream()) } else { None }
+    }
+
+    /// The latest block in a stream's front.
+    #[inline]
+    fn pop(&self, named: Named) -> Option<BlockId> {
+        self.front(named)?.pop(named.stream())
     }
 }
 
@@ -339,7 +345,7 @@ impl<R: MemoryResource> FixedSize<R> {
 
     /// What a stream may have at once: other threads of it may have freed meanwhile, into its front.
     fn look_again(&self, state: &mut State, lane: u32, named: Named) -> Option<BlockId> {
-        state.hit(lane, None).or_else(|| self.core.front(named).and_then(Front::pop))
+        state.hit(lane, None).or_else(|| self.core.pop(named))
     }
 
     fn exhausted(&self) -> Error {
@@ -373,8 +379,9 @@ impl<R: MemoryResource> FixedSize<R> {
         let mut state = self.core.state();
         let lane = state.lane(named)?;
         if named.is_told() {
-            let (begin, make) = (|front: &Front| front.begin(lane), |_| Ok(Front::new(lane)));
-            let front = self.core.fronts.open(named.stream(), begin, make)?;
+            let stream = named.stream();
+            let begin = |front: &Front| front.begin(stream, lane);
+            let front = self.core.fronts.open(stream, begin, |_| Ok(Front::new(stream, lane)))?;
             // Another thread of the stream may have opened and filled it.
             let rest = front.fill([block].into_iter());
             if !rest.is_empty() {
@@ -406,7 +413,7 @@ impl<R: MemoryResource> MemoryResource for FixedSize<R> {
             return Err(Error::RequestTooLong { bytes: asked, most_bytes: self.block_bytes });
         }
         let named = lanes::name(&self.core.device, stream)?;
-        let block = match self.core.front(named).and_then(Front::pop) {
+        let block = match self.core.pop(named) {
             Some(block) => block,
             None => self.search(named, stream)?,
         };
@@ -432,15 +439,17 @@ impl<R: MemoryResource> MemoryResource for FixedSize<R> {
             Ok(block) => block,
             Err(error) => return self.free_noted(named, address, asked, error),
         };
-        let Some(front) = self.core.front(named) else {
-            return self.free_slowly(named, block).inspect_err(|_| {
+        let put = self.core.front(named).map(|front| front.push(named.stream(), block));
+        match put {
+            Some(Put::In) => Ok(()),
+            Some(Put::Over(lane, older)) => {
+                self.core.state().add(lane, older);
+                Ok(())
+            }
+            Some(Put::NotIts) | None => self.free_slowly(named, block).inspect_err(|_| {
                 self.core.chunks.take_back(block, asked);
-            });
-        };
-        if let Some((lane, older)) = front.push(block) {
-            self.core.state().add(lane, older);
+            }),
         }
-        Ok(())
     }
 
     fn facts(&self) -> Facts {
