@@ -1,6 +1,5 @@
 // Runs the cases of `vpmm bench` on any allocator and prints what `vpmm bench --json` prints: the
-// same calls and the same way to figures. Rounds of pairs are as many calls as take about as long
-// there, where they last as long as the clock says; figures are per call in both.
+// same calls and the same way to figures.
 //
 // An allocator is a type with
 //     void *allocate(std::size_t bytes, cudaStream_t stream);
@@ -111,20 +110,47 @@ Figures run_warm(Allocator &allocator, const std::vector<Lane> &lanes, double ca
     const LoopCosts costs = LoopCosts::of(lanes[0], streams);
     std::uint64_t calls = 0;
     for (const Lane &lane : lanes) calls += lane.calls();
-    const auto rounds = static_cast<std::size_t>(
-        std::clamp(kRoundsNs / (call_ns * static_cast<double>(calls)), 1.0, kMostRounds));
+    const double round_ns =
+        lanes[0].by_time ? kRoundNs : std::max(call_ns * static_cast<double>(calls), 1.0);
+    const auto rounds =
+        static_cast<std::size_t>(std::clamp(kRoundsNs / round_ns, 1.0, kMostRounds));
 
     struct Span {
         Clock::time_point begin, end;
+        std::uint64_t calls = 0;
     };
     std::vector<std::vector<Span>> spans(count, std::vector<Span>(rounds));
     std::vector<std::vector<double>> samples(count);
     std::vector<std::exception_ptr> failures(count);
     std::atomic<bool> failed{false};
+    std::atomic<std::size_t> over{0}; // rounds whose time is over
     Meeting meeting(count);
+
+    // One thread's part of a round. Where any number of calls will do, all threads go on until the
+    // round's time is over for the first of them: one that came late or was interrupted then has made
+    // fewer calls, and keeps nobody waiting. Else the body is done once.
+    auto run_round = [&](Hands<Allocator> &hands, const Lane &lane, const Lane &part,
+                         std::size_t number) {
+        Blind blind;
+        Span span{Clock::now(), {}};
+        if (lane.by_time) {
+            // One that has failed comes to no more rounds.
+            while (over.load(std::memory_order_relaxed) <= number && !failed) {
+                hands.run(part, blind);
+                span.calls += part.calls();
+                if (nanoseconds(Clock::now() - span.begin) >= kRoundNs) over = number + 1;
+            }
+        } else {
+            hands.run(lane, blind);
+            span.calls = lane.calls();
+        }
+        span.end = Clock::now();
+        return span;
+    };
 
     auto work = [&](std::size_t index) {
         const Lane &lane = lanes[index];
+        const Lane part = lane.part();
         Hands hands(allocator, streams, lane.slots);
         Blind blind;
         Samples mine(std::min<std::size_t>(kMostSamples / count, lane.calls()));
@@ -163,11 +189,7 @@ Figures run_warm(Allocator &allocator, const std::vector<Lane> &lanes, double ca
             }
         });
         for (std::size_t round = 0; round < rounds; ++round) {
-            together([&] {
-                spans[index][round].begin = Clock::now();
-                hands.run(lane, blind);
-                spans[index][round].end = Clock::now();
-            });
+            together([&] { spans[index][round] = run_round(hands, lane, part, round); });
         }
         together([&] {
             mine.start();
@@ -189,17 +211,23 @@ Figures run_warm(Allocator &allocator, const std::vector<Lane> &lanes, double ca
     synchronize();
 
     double wall = std::numeric_limits<double>::infinity(), busy = 0;
+    calls = 0;
     for (std::size_t round = 0; round < rounds; ++round) {
         auto begin = spans[0][round].begin, end = spans[0][round].end;
         double sum = 0;
+        std::uint64_t made = 0;
         for (auto &lane : spans) {
             begin = std::min(begin, lane[round].begin);
             end = std::max(end, lane[round].end);
             sum += nanoseconds(lane[round].end - lane[round].begin);
+            made += lane[round].calls;
         }
-        if (nanoseconds(end - begin) < wall) {
-            wall = nanoseconds(end - begin);
+        // The most calls in a time.
+        const double took = std::max(nanoseconds(end - begin), 1.0);
+        if (calls == 0 || static_cast<double>(made) * wall > static_cast<double>(calls) * took) {
+            wall = took;
             busy = sum;
+            calls = made;
         }
     }
     const auto threads = static_cast<double>(count);

@@ -31,8 +31,17 @@ struct Lane {
     Steps setup = {}, together = {}, body = {};
     std::uint64_t times = 1;
     bool settles = false; // streams take from each other at first, for longer than the body is
+    bool by_time = false; // a round may be any number of bodies
 
     std::uint64_t calls() const { return body.size() * times; }
+
+    // A short part of a body that may be done any number of times.
+    Lane part() const {
+        constexpr std::uint64_t kParts = 256;
+        Lane lane = *this;
+        lane.times = std::max<std::uint64_t>(times / kParts, 1);
+        return lane;
+    }
 
     std::uint64_t peak_live_bytes() const {
         std::vector<std::uint64_t> held(slots);
@@ -122,7 +131,7 @@ inline Calls calls_of(const Case &one) {
 
 inline Lane pairs(std::uint64_t bytes, std::uint32_t stream, std::uint64_t calls) {
     const Steps pair{{bytes, 0, stream}, {0, 0, stream}};
-    return {1, {}, pair, pair, std::max<std::uint64_t>(calls / 2, 1), false};
+    return {1, {}, pair, pair, std::max<std::uint64_t>(calls / 2, 1), false, true};
 }
 
 // From nothing to nothing: three allocations for each free until all that may be live are, then
