@@ -11,6 +11,8 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -60,8 +62,9 @@ auto make() { return std::make_unique<Allocator>(); }
 // waits for the device, gives its caches back and tries again by itself.
 std::optional<double> pass_within(std::uint64_t limit, std::size_t total, peers::Replay &program) {
     Allocator allocator;
-    caching::get()->setMemoryFraction(
-        std::min(1.0, static_cast<double>(limit) / static_cast<double>(total)), 0);
+    // The next fraction up: by the nearest one some limits come to a byte less than they are.
+    const double fraction = static_cast<double>(limit) / static_cast<double>(total);
+    caching::get()->setMemoryFraction(std::min(1.0, std::nextafter(fraction, 1.0)), 0);
     try {
         return program.pass(allocator);
     } catch (const c10::OutOfMemoryError &) {
