@@ -1,6 +1,7 @@
 //! Allocators by name.
 
 use std::fmt;
+use std::path::Path;
 use std::str::FromStr;
 
 use super::Backend;
@@ -8,7 +9,7 @@ use super::cuda_async::CudaAsync;
 use super::cuda_malloc::CudaMalloc;
 use super::pool::PoolBackend;
 use super::stack::StackBackend;
-use super::{Stack, StackError};
+use super::{Kind, Stack, StackError};
 use crate::device::Machine;
 
 /// An allocator as the command line names it.
@@ -35,6 +36,20 @@ impl AllocatorSpec {
     /// only counts what was asked for.
     pub const fn has_limit(&self) -> bool {
         !matches!(self, Self::CudaMalloc)
+    }
+
+    /// The files that it writes logs to.
+    pub fn logs(&self) -> impl Iterator<Item = &Path> {
+        let top = match self {
+            Self::Stack(stack) => Some(&**stack),
+            _ => None,
+        };
+        std::iter::successors(top, |stack| stack.upstream()).filter_map(|stack| {
+            match stack.kind() {
+                Kind::Logging { file, .. } => Some(file.as_path()),
+                _ => None,
+            }
+        })
     }
 
     /// Makes the allocator on a machine, holding at most `limit_bytes` of device memory.

@@ -2,6 +2,7 @@
 
 use std::io::Write;
 
+use super::traces::check_logs;
 use super::{bar, finish, remark};
 use crate::args::BenchArgs;
 use crate::bench::{Amount, Bench, BenchError, Case, Figures};
@@ -10,6 +11,7 @@ use crate::exit::{Abort, Exit};
 use crate::report::{BenchReport, bench_table};
 
 pub(super) fn bench(args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
+    check_logs(&[], &args.allocator.0)?;
     let (mut reports, mut exit) = (Vec::new(), Exit::Done);
     let end = bench_all(args, &mut reports, &mut exit, out);
     finish(end, exit, args.json, &reports, bench_table, out)

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use super::traces::{abort, explain, open_all};
+use super::traces::{abort, check_logs, explain, open_all};
 use super::{bar, finish, remark};
 use crate::args::FitArgs;
 use crate::backend::AllocatorSpec;
@@ -18,6 +18,7 @@ pub(super) fn fit(args: &FitArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
     if let Some(allocator) = args.allocator.0.iter().find(|spec| !spec.has_limit()) {
         return Err(Abort::bad_input(FitError::Unlimited(allocator.clone())));
     }
+    check_logs(&args.traces, &args.allocator.0)?;
     let traces = open_all(&args.traces)?;
     let device = args.device.settle(remark);
 

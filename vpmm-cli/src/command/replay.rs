@@ -4,7 +4,7 @@ use std::io::Write;
 
 use indicatif::ProgressBar;
 
-use super::traces::{abort, explain, open_all};
+use super::traces::{abort, check_logs, explain, open_all};
 use super::{bar, finish, remark};
 use crate::args::ReplayArgs;
 use crate::backend::AllocatorSpec;
@@ -18,6 +18,7 @@ use crate::trace::Trace;
 const SIM_STRIDE_BYTES: u64 = 1 << 20;
 
 pub(super) fn replay(args: &ReplayArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
+    check_logs(&args.traces, &args.allocator.0)?;
     let traces = open_all(&args.traces)?;
     if args.paced
         && let Some(untimed) =

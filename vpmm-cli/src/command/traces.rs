@@ -1,5 +1,9 @@
 //! What the commands that take traces have in common: opening them, and saying what went wrong.
 
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
 use super::remark;
 use crate::backend::AllocatorSpec;
 use crate::device::FunctionSpent;
@@ -23,6 +27,39 @@ pub(super) fn open_all(names: &[String]) -> Result<Vec<Trace>, Abort> {
     let traces: Vec<Trace> = names.iter().map(open).collect::<Result<_, _>>()?;
     traces.iter().for_each(remark_on_oddities);
     Ok(traces)
+}
+
+/// Refuses logs that allocators would write over a trace, or one over the other.
+///
+/// # Errors
+/// [`Abort`] for bad usage.
+pub(super) fn check_logs(traces: &[String], allocators: &[AllocatorSpec]) -> Result<(), Abort> {
+    let logs: Vec<&Path> = allocators.iter().flat_map(AllocatorSpec::logs).collect();
+    for (at, log) in logs.iter().enumerate() {
+        let name = log.display();
+        if traces.iter().any(|trace| is_one_file(log, Path::new(trace))) {
+            return Err(Abort::bad_input(format_args!(
+                "{name} is a trace: an allocator's log would be written over it"
+            )));
+        }
+        if logs[..at].iter().any(|other| is_one_file(log, other)) {
+            return Err(Abort::bad_input(format_args!(
+                "{name}: two logs would be written over each other"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Whether two names are one file's. What is there and no file, as a terminal, may be written to by all.
+fn is_one_file(one: &Path, other: &Path) -> bool {
+    match (fs::metadata(one), fs::metadata(other)) {
+        (Ok(one), Ok(other)) => {
+            one.is_file() && (one.dev(), one.ino()) == (other.dev(), other.ino())
+        }
+        // Neither is there yet.
+        _ => one == other,
+    }
 }
 
 /// How a replay that came to nothing ends the command.

@@ -127,6 +127,31 @@ fn a_log_is_a_trace() {
     }
 }
 
+/// A log takes nothing away: no trace that is to be replayed, and no other allocator's log.
+#[test]
+fn a_log_is_not_written_over_a_trace_or_another_log() {
+    let (file, log) = (File::rows(&rows()), File::rows(""));
+    let before = std::fs::read(file.path()).unwrap();
+    let own = format!("caching,statistics(logging({},default))", file.path());
+    let twice = format!("logging({0},default),limiting(1GiB,logging({0},paged))", log.path());
+    let device = "--device=sim";
+    for (args, part) in [
+        (&["replay", file.path(), device, "--allocator", &own][..], "is a trace"),
+        (&["fit", file.path(), device, "--allocator", &own], "is a trace"),
+        (&["replay", file.path(), device, "--allocator", &twice], "two logs"),
+        (&["bench", "--quick", device, "--case=pair_1MiB", "--allocator", &twice], "two logs"),
+    ] {
+        let output = run(args);
+        assert!(stderr(&output).contains(part), "{args:?}: {}", stderr(&output));
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+    }
+    assert!(std::fs::read(file.path()).unwrap() == before);
+    // What is no file may be written to by any number of them.
+    let nowhere = "logging(/dev/null,default),logging(/dev/null,paged)";
+    let args = ["replay", file.path(), device, "--json", "--allocator", nowhere];
+    assert_eq!(json(&run(&args), 0).len(), 2);
+}
+
 #[test]
 fn fits_and_benches_take_stacks() {
     let file = File::rows(&rows());
