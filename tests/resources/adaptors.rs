@@ -442,6 +442,21 @@ fn bins_of_one_upstream_do_not_draw_it_each() {
     );
 }
 
+/// Blocks of a bin's own are taken a few at a time where upstream never has as much as 32 MiB.
+#[test]
+fn bins_of_their_own_fit_into_a_small_upstream() {
+    let rig = Rig::simulated(cuda_sim::Schedule::Eager);
+    let mut config = CoalescingConfig::default();
+    config.max_bytes = Some(16 * MIB);
+    let pool = CoalescingPool::new(malloc(&rig), &rig.device, &config).expect("a pool");
+    let binning = Binning::with_powers(pool, &rig.device, 18..=21).expect("bins");
+    let sizes = [1 << 18, 1 << 19, 1 << 20, 1 << 21];
+    let held = sizes.map(|bytes| binning.allocate(bytes, 256, STREAM).expect("a block"));
+    for (ptr, bytes) in held.into_iter().zip(sizes) {
+        binning.deallocate(ptr, bytes, 256, STREAM).expect("freed");
+    }
+}
+
 #[test]
 fn a_binning_sends_each_size_to_its_bin() {
     Rig::everywhere(|rig| {

@@ -14,17 +14,19 @@ use crate::resource::request::{check_align, check_device, is_of_nothing, rounded
 use crate::resource::{Checks, Description, Facts, Identity, MemoryResource, or_undo};
 use crate::units::{Bytes, DevicePtr};
 
-/// What a [`Binning`] makes of its own bins at once, in bytes, if that is less than 128 blocks.
+/// What a [`Binning`] makes of its own bins at once, in bytes, if that is less than 128 blocks; or this fraction of
+/// the most that upstream can give in one piece, so that several bins have room.
 const AT_ONCE: usize = 32 << 20;
+const AT_ONCE_OF_MOST: usize = 8;
 
 /// Sends each request to the bin of the least size that suffices, and what no bin is long enough for
 /// to another resource. RMM: `binning_memory_resource`.
 ///
-/// Bins that it makes itself are [`FixedSize`], take memory when they are first used, and not more than
-/// 32 MiB at a time (or one block); RMM's take 128 blocks at once when they are made. Bins may be added
-/// while others use it. A free that a bin does not know, of something allocated before the bin was added,
-/// goes on to the next. Of a bin whose resource leaves pointers to the driver, as
-/// [`DeviceMalloc`](crate::resource::DeviceMalloc) does, a table has what it gave: a look-up under a lock.
+/// Bins that it makes itself are [`FixedSize`], take memory when they are first used, and not more than 32 MiB at a
+/// time, nor an eighth of the longest piece that upstream can give (or one block); RMM's take 128 blocks at once
+/// when they are made. Bins may be added while others use it. A free that a bin does not know, of something
+/// allocated before the bin was added, goes on to the next. Of a bin whose resource leaves pointers to the driver,
+/// as [`DeviceMalloc`](crate::resource::DeviceMalloc) does, a table has what it gave: a look-up under a lock.
 ///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -207,9 +209,11 @@ impl<R: MemoryResource + 'static> Binning<R> {
     /// [`Error::Config`] for a size that no block can have; [`Error::WrongDevice`] where upstream is for streams of
     /// another device.
     pub fn add_own_bin(&self, bytes: usize) -> Result<()> {
+        let most = self.upstream.facts().max_bytes.unwrap_or(usize::MAX);
+        let at_once = AT_ONCE.min(most / AT_ONCE_OF_MOST);
         let mut config = FixedSizeConfig::default();
         config.block_bytes = bytes;
-        config.blocks_at_once = (AT_ONCE / bytes.max(1)).clamp(1, config.blocks_at_once);
+        config.blocks_at_once = (at_once / bytes.max(1)).clamp(1, config.blocks_at_once);
         config.at_start = false;
         let (upstream, chunks) = (Arc::clone(&self.upstream), Arc::clone(&self.chunks));
         let upstream = ForBins { upstream, chunks };
@@ -322,10 +326,13 @@ impl<R: MemoryResource> MemoryResource for Binning<R> {
 
     fn facts(&self) -> Facts {
         let bins = self.read();
-        let all = bins.iter().map(|bin| bin.resource.facts());
-        all.fold(self.upstream.facts(), |facts, bin| {
+        let all = bins.iter().map(|bin| (bin.bytes, bin.resource.facts()));
+        all.fold(self.upstream.facts(), |facts, (bytes, bin)| {
             let (least, most) = (facts.min_align.min(bin.min_align), facts.max_align);
+            // What is longer than all bins is upstream's to serve, and what is not, the bin's.
+            let of_bin = bin.max_bytes.unwrap_or(usize::MAX).min(bytes as usize);
             facts
+                .with_max_bytes(facts.max_bytes.map(|most| most.max(of_bin)))
                 .accessible(
                     facts.device_accessible && bin.device_accessible,
                     facts.host_accessible && bin.host_accessible,
