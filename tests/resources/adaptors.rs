@@ -374,6 +374,36 @@ fn aligned_hands_out_a_part_and_gives_all_back() {
     assert!(aligned.allocate(1, 1 << 60, STREAM).is_err());
 }
 
+/// The longest request that a resource tells of is served, and one byte more is not.
+#[test]
+fn the_longest_request_is_known_through_what_aligns_and_what_has_bins() {
+    fn is_right(resource: &dyn MemoryResource) {
+        let most = resource.facts().max_bytes.expect("what is below has blocks of one size");
+        let ptr = resource.allocate(most, 256, STREAM).expect("not too long");
+        resource.deallocate(ptr, most, 256, STREAM).expect("freed");
+        let longer = resource.allocate(most + 1, 256, STREAM);
+        assert!(matches!(longer, Err(Error::RequestTooLong { .. })), "{most}: {longer:?}");
+    }
+    let rig = Rig::simulated(cuda_sim::Schedule::Eager);
+    let blocks = |bytes: u64| {
+        let mut config = FixedSizeConfig::default();
+        (config.block_bytes, config.blocks_at_once) = (bytes as usize, 4);
+        Arc::new(FixedSize::new(malloc(&rig), &rig.device, &config).expect("blocks"))
+    };
+    let small = blocks(MIB);
+    for (alignment, from) in [(256, 0), (4096, 0), (4096, 5000), (4096, 2 << 20)] {
+        let aligned = Aligned::new(Arc::clone(&small), alignment).expect("a power of two");
+        is_right(&aligned.from_bytes(from));
+    }
+    let binning = Binning::new(small, &rig.device);
+    is_right(&binning);
+    binning.add_bin(2 << 10, blocks(4 * MIB)).expect("a bin for less than upstream's");
+    is_right(&binning);
+    // Its blocks are shorter than what it is for.
+    binning.add_bin(4 << 20, blocks(3 * MIB)).expect("a bin for more");
+    is_right(&binning);
+}
+
 #[test]
 fn thread_safe_lets_one_in_at_a_time() {
     let inside = AtomicUsize::new(0);

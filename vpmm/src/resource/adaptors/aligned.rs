@@ -80,6 +80,16 @@ impl<R: MemoryResource> Aligned<R> {
     fn alignment_of(&self, bytes: usize, align: usize) -> usize {
         if bytes >= self.threshold_bytes { align.max(self.alignment) } else { align }
     }
+
+    /// The longest request where what is below has one: what is aligned beyond what that can has to fit with more.
+    fn most_bytes(&self, below: Facts) -> Option<usize> {
+        let most = below.max_bytes?;
+        if self.alignment <= below.max_align {
+            return Some(most);
+        }
+        let aligned = most.saturating_sub(self.alignment - below.min_align.min(self.alignment));
+        Some(aligned.max(most.min(self.threshold_bytes.saturating_sub(1))))
+    }
 }
 
 impl<R: MemoryResource> MemoryResource for Aligned<R> {
@@ -151,7 +161,7 @@ impl<R: MemoryResource> MemoryResource for Aligned<R> {
     fn facts(&self) -> Facts {
         let facts = self.upstream.facts();
         let all = if self.threshold_bytes == 0 { self.alignment } else { MIN_ALIGN };
-        facts.aligned(facts.min_align.max(all), MOST)
+        facts.aligned(facts.min_align.max(all), MOST).with_max_bytes(self.most_bytes(facts))
     }
 
     fn describe(&self) -> Description {
