@@ -298,6 +298,36 @@ fn a_panic_in_a_callback_is_the_callers() {
     rig.assert_clean();
 }
 
+/// A limit that was set later may be a callback's to raise: it is asked for what is longer than that, too.
+#[test]
+fn a_callback_raises_a_limit_that_was_set_later() {
+    let rig = Rig::simulated(Schedule::Eager);
+    for profile in Profile::BOTH {
+        for made_with in [Some(LIMIT * GRANULE), None] {
+            let stream = rig.stream();
+            let pool = profile.limited(&rig.device, made_with, WaitPolicy::default());
+            pool.limit_to(Some(2 * GRANULE)).unwrap();
+            let asked = Arc::new(AtomicUsize::new(0));
+            let counted = asked.clone();
+            let callback = pool.on_out_of_memory(move |pool, _| {
+                // The first time not far enough.
+                let limit = [Some(3 * GRANULE), None][counted.fetch_add(1, Ordering::Relaxed)];
+                pool.limit_to(limit).unwrap();
+                Recovery::Retry
+            });
+            let ptr = pool.malloc(8 * GRANULE as usize, &stream).unwrap();
+            assert_eq!(asked.load(Ordering::Relaxed), 2, "{profile:?}");
+            drop(callback);
+            // Nobody raises it: the request is refused at once.
+            pool.limit_to(Some(2 * GRANULE)).unwrap();
+            let error = pool.malloc(9 * GRANULE as usize, &stream).unwrap_err();
+            assert!(error.is_out_of_memory() && error.map().is_some(), "{error}");
+            free_all(&pool, [ptr], &stream);
+        }
+    }
+    rig.assert_clean();
+}
+
 /// Nobody is asked for what no pool of this size can give, or about other mistakes.
 #[test]
 fn callbacks_are_for_shortage_only() {

@@ -397,7 +397,7 @@ impl Error {
             || matches!(self, Self::Driver { code, .. } if *code == CUresult::CUDA_ERROR_OUT_OF_MEMORY)
     }
 
-    /// Whether it is of a request that would not fit into the empty pool.
+    /// Whether it is of a request that would not fit into the empty pool, with the limit as it is.
     pub(crate) fn is_hopeless(&self) -> bool {
         matches!(self, Self::OutOfMemory { requested_bytes, limit_bytes: Some(limit), .. }
             if requested_bytes > limit)

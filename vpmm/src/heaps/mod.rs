@@ -170,6 +170,16 @@ impl Heaps {
         self.main.backing().budget().limit_to(least.unwrap_or(u64::MAX));
     }
 
+    /// Whether the highest limit that can be set has room for a request that was out of memory.
+    pub(crate) fn may_hold(&self, error: &Error) -> bool {
+        match error {
+            Error::OutOfMemory { requested_bytes, .. } => {
+                self.terms.limit_bytes.is_none_or(|most| *requested_bytes <= most)
+            }
+            _ => true,
+        }
+    }
+
     /// The owner lets go: no stream's end is told here any more.
     pub(crate) fn retire(&self) {
         self.device().driver().unwatch_streams(self);

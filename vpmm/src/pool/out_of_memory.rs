@@ -154,7 +154,8 @@ impl Pool {
     /// registration. One that answers `Retry` is asked again if that fails, 256 times at most in one
     /// request; when it gives up, the next one is asked. While a thread is in a callback its own
     /// requests, on any pool, call none. What a callback allocates elsewhere, and panics, are its own
-    /// affair.
+    /// affair. It is not asked about a request that is longer than the limit that the pool was made with; about one
+    /// that is longer than a limit [set later](Self::limit_to) it is, since it may raise that.
     ///
     /// A callback that owns a handle of this pool keeps the pool for ever: it gets one as its argument.
     ///
@@ -219,7 +220,8 @@ impl Pool {
         error: Error,
         attempt: &mut impl FnMut() -> ControlFlow<Result<T>, Error>,
     ) -> ControlFlow<Result<T>, Error> {
-        if error.is_hopeless() {
+        // A limit that was set later is a callback's to raise.
+        if error.is_hopeless() && !self.family.heaps.may_hold(&error) {
             return ControlFlow::Continue(error);
         }
         let error = self.after_pending(error, attempt)?;
@@ -234,7 +236,7 @@ impl Pool {
         error: Error,
         attempt: &mut impl FnMut() -> ControlFlow<Result<T>, Error>,
     ) -> ControlFlow<Result<T>, Error> {
-        if self.family.shortage.policy != WaitPolicy::WaitForPending {
+        if self.family.shortage.policy != WaitPolicy::WaitForPending || error.is_hopeless() {
             return ControlFlow::Continue(error);
         }
         let bytes = match error {
@@ -283,6 +285,9 @@ impl Pool {
         let WaitPolicy::WaitUpTo(most) = self.family.shortage.policy else {
             return ControlFlow::Continue(error);
         };
+        if error.is_hopeless() {
+            return ControlFlow::Continue(error);
+        }
         // A time that no clock can show is for ever.
         let end = Instant::now().checked_add(most);
         let mut pause = SHORTEST_PAUSE;
