@@ -99,6 +99,38 @@ fn an_orphan_is_a_pool_again() {
     });
 }
 
+/// What is freed of an orphan, by whatever handle, goes back before the last of it is freed.
+#[test]
+fn an_orphan_gives_back_what_is_freed_of_it() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let bytes = 4 * GRANULE;
+    for profile in Profile::BOTH {
+        let before = used(&rig);
+        let stream = rig.stream();
+        let pool = profile.open(&rig.device);
+        let mut held: Vec<DevicePtr> =
+            (0..20).map(|_| pool.malloc(bytes as usize, &stream).unwrap()).collect();
+        drop(pool);
+        // As much again for what is not free to its end, and for what is not looked at each time.
+        let most = |held: &[DevicePtr]| 2 * held.len() as u64 * bytes + 12 * GRANULE;
+        while held.len() > 2 {
+            Pool::free_any(&rig.driver, held.pop().unwrap(), &stream).unwrap();
+            let is = used(&rig) - before;
+            assert!(is <= most(&held), "{profile:?}: {is} with {} left", held.len());
+        }
+        // A handle that takes more, and gives it back.
+        let found = Pool::of(&rig.driver, held[0].address()).unwrap();
+        let more = found.malloc(40 * GRANULE as usize, &stream).unwrap();
+        found.free(more, &stream).unwrap();
+        drop(found);
+        let is = used(&rig) - before;
+        assert!(is <= most(&held), "{profile:?}: {is} after a handle that took more");
+        held.into_iter().for_each(|ptr| Pool::free_any(&rig.driver, ptr, &stream).unwrap());
+        assert_eq!(used(&rig), before);
+    }
+    rig.assert_clean();
+}
+
 /// A mistake with an orphan's pointer is named, and changes nothing.
 #[test]
 fn mistakes_with_an_orphan() {

@@ -1,7 +1,7 @@
 //! What belongs to a pool beside the heap that serves most requests: shared by all its handles.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::Profile;
 use super::out_of_memory::Shortage;
@@ -22,11 +22,23 @@ pub(super) struct Family {
     main: Arc<dyn Heap>,
     /// What is done where memory runs out.
     pub(super) shortage: Shortage,
-    /// Nobody has had a handle at some time: free memory has been given back.
-    abandoned: AtomicBool,
+    /// What was left when free memory was given back last, because nobody had a handle.
+    left: Mutex<Option<Left>>,
     /// No free finds it without a handle any more.
     pub(super) hidden: AtomicBool,
 }
+
+/// What a pool without handles has, in bytes.
+#[derive(Clone, Copy)]
+struct Left {
+    live: u64,
+    held: u64,
+}
+
+/// Free memory is given back again when this fraction of what was allocated has been freed since, and so many bytes; or
+/// when the pool has grown by as many.
+const FREED_SINCE: u64 = 8;
+const LEAST_BYTES: u64 = 16 << 20;
 
 impl Family {
     pub(super) fn new(
@@ -36,8 +48,8 @@ impl Family {
         shortage: Shortage,
     ) -> Self {
         let main = profile.heap();
-        let (abandoned, hidden) = (AtomicBool::new(false), AtomicBool::new(false));
-        Self { helper, heaps, profile, main, shortage, abandoned, hidden }
+        let (left, hidden) = (Mutex::new(None), AtomicBool::new(false));
+        Self { helper, heaps, profile, main, shortage, left, hidden }
     }
 
     pub(super) fn profile(&self) -> Profile {
@@ -64,13 +76,37 @@ impl Family {
         self.main.live_count() > 0 || self.heaps.live_count() > 0
     }
 
-    /// Nobody has a handle any more, but allocations are out: the free memory is of no further use.
-    /// Once, since a pool that is only freed from would else be asked at every free.
+    /// Nobody has a handle any more, but allocations are out: the free memory is of no further use. Not at every
+    /// free of a pool that is only freed from, since each is asked about then.
     pub(super) fn abandon(&self) {
-        if !self.abandoned.swap(true, Ordering::Relaxed) {
-            // What the driver would not take back goes when the pool ends.
-            let _ = self.heaps.trim_to(0);
+        let now = self.now();
+        {
+            let mut left = self.left();
+            if let Some(left) = left.as_mut()
+                && left.live.saturating_sub(now.live) < LEAST_BYTES.max(left.live / FREED_SINCE)
+                && now.held.saturating_sub(left.held) < LEAST_BYTES
+            {
+                // Whoever had a handle again may have left more.
+                left.live = left.live.max(now.live);
+                return;
+            }
+            // Whoever comes meanwhile leaves it to this thread.
+            *left = Some(now);
         }
+        // What the driver would not take back goes when the pool ends.
+        let given = self.heaps.trim_to(0).unwrap_or(0);
+        *self.left() = Some(Left { held: now.held.saturating_sub(given), ..now });
+    }
+
+    fn left(&self) -> MutexGuard<'_, Option<Left>> {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn now(&self) -> Left {
+        let mut stats = self.main.stats();
+        stats.add(&self.heaps.stats());
+        let live = stats.live_bytes + stats.small_live_bytes;
+        Left { live, held: stats.mapped_bytes + stats.small_mapped_bytes }
     }
 }
 

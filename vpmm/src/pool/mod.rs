@@ -50,12 +50,13 @@ pub use heaps::{GraphPool, Tagged};
 /// When its last handle is dropped and nothing of it is allocated, the pool waits for the work before
 /// its frees and gives everything back.
 ///
-/// With allocations out it lives on, owned by its [`Driver`](crate::Driver), as a driver's pool does
-/// after `cuMemPoolDestroy`: memory that is free goes back at once, as far as the GPU has finished
-/// with it. [`Pool::of`] finds the pool from a pointer and gives a handle again, with which everything
-/// can be done; [`Pool::free_any`] frees through one. When such a handle is dropped and nothing is
-/// allocated any more the pool ends as above. What is never freed keeps its memory, the device and the
-/// driver's value until the process ends. [`Pool::destroy`] ends a pool with all that is allocated.
+/// With allocations out it lives on, owned by its [`Driver`](crate::Driver), as a driver's pool does after
+/// `cuMemPoolDestroy`: memory that is free goes back, as far as the GPU has finished with it, at once and each time
+/// that a further eighth of what was allocated has been freed, if that is 16 MiB. [`Pool::of`] finds the pool from
+/// a pointer and gives a handle again, with which everything can be done; [`Pool::free_any`] frees through one.
+/// When such a handle is dropped and nothing is allocated any more the pool ends as above. What is never freed
+/// keeps its memory, the device and the driver's value until the process ends. [`Pool::destroy`] ends a pool with
+/// all that is allocated.
 ///
 /// # Forks
 /// In a child of the process nothing of a pool works, as nothing of the driver does: calls that can
