@@ -86,8 +86,6 @@ pub(crate) const SUBJECTS: &[Subject] = &[
         name: "logging(pool)",
         make: |rig| shared(logging(pool(rig, malloc(rig))?, LogFormat::Rmm)),
     },
-    Subject { name: "caching", make: |rig| shared(caching(rig, malloc(rig))?) },
-    Subject { name: "caching(cuda-async)", make: |rig| shared(caching(rig, driver_pool(rig)?)?) },
     Subject { name: "caching(vpmm)", make: |rig| shared(caching(rig, vpmm(rig)?)?) },
     Subject { name: "deep", make: deep },
 ];
@@ -209,4 +207,12 @@ pub(crate) fn each(test: impl Fn(&Rig, &Shared)) {
             rig.assert_clean();
         }
     });
+}
+
+#[test]
+fn no_subject_comes_twice() {
+    let mut names: Vec<_> = SUBJECTS.iter().map(|subject| subject.name).collect();
+    names.sort_unstable();
+    names.dedup();
+    assert_eq!(names.len(), SUBJECTS.len());
 }
