@@ -6,7 +6,7 @@ use vpmm::{Error, Location, Sharing, StreamHandle};
 use crate::graph::{self, MODES, RELAXED};
 use crate::rig::{GRANULE, LIMIT, MIB, Profile};
 use crate::support::changed::{Gate, changed, gated};
-use crate::support::{Rig, Watched};
+use crate::support::{Rig, Watched, call};
 
 fn everywhere(test: impl Fn(&Rig, Profile)) {
     Rig::everywhere(|rig| Profile::BOTH.iter().for_each(|profile| test(rig, *profile)));
@@ -296,6 +296,52 @@ fn a_stream_that_ends_ends_what_had_begun_on_it() {
         graphs.release(&stream).unwrap();
         watched.assert_intact();
     });
+}
+
+/// A thread frees on its own default stream in a capture. When that is over another thread comes by first, which means
+/// another stream by the same handle: what the first thread's does with the memory is still ahead.
+#[test]
+fn a_free_on_a_threads_own_stream_in_a_capture_is_that_streams() {
+    for profile in Profile::BOTH {
+        let rig = Rig::simulated(Schedule::Eager);
+        let watched = rig.pool(profile, Location::Device);
+        let (pool, own) = (&watched.pool, StreamHandle::PER_THREAD);
+        let all = LIMIT * GRANULE;
+        let come_by = || {
+            call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
+            let stream = rig.stream();
+            let graphs = pool.graph_pool().unwrap();
+            graphs.begin(&stream).unwrap();
+            graphs.end(&stream).unwrap();
+            pool.malloc(all as usize, &stream).map(|ptr| pool.free(ptr, &stream).unwrap())
+        };
+        for ends in [false, true] {
+            let freed_in_capture = || {
+                call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
+                let ptr = pool.malloc(all as usize, own).unwrap();
+                let stall = rig.stall(own);
+                rig.fill(ptr.address(), all, 1, own);
+                let graphs = pool.graph_pool().unwrap();
+                graphs.begin(own).unwrap();
+                graph::begin(&rig, own, RELAXED);
+                pool.free(ptr, own).unwrap();
+                drop(graph::stop(&rig, own));
+                let others = std::thread::scope(|scope| scope.spawn(come_by).join().unwrap());
+                assert!(others.is_err_and(|error| error.is_out_of_memory()), "{profile:?}");
+                drop(stall);
+                // One whose thread ends without this stays until the host has waited for the device.
+                if !ends {
+                    graphs.end(own).unwrap();
+                }
+            };
+            std::thread::scope(|scope| scope.spawn(freed_in_capture).join().unwrap());
+            if ends {
+                rig.device.synchronize().unwrap();
+            }
+            come_by().unwrap();
+        }
+        watched.assert_intact();
+    }
 }
 
 gated!(query: cuEventQuery(event: CUevent));

@@ -117,6 +117,25 @@ pub(super) struct Captures {
 pub(super) struct Postponed {
     pub(super) ptr: DevicePtr,
     pub(super) when: When,
+    key: Key,
+    /// Its number among what waits for the device, should it come to that.
+    number: u64,
+}
+
+impl Postponed {
+    /// Whether the calling thread can make it on its stream.
+    pub(super) fn is_reachable(&self) -> bool {
+        self.key.is_reachable()
+    }
+
+    /// Whether it can be made on any stream, now that the host has waited for the device with so many that wait for
+    /// that: its stream cannot be named any more, or only by a thread that may not come again.
+    pub(super) fn has_passed(&self, number: u64) -> bool {
+        match self.when {
+            When::DevicePassed(at) => at <= number,
+            When::Ended(_) => !self.is_reachable() && self.number <= number,
+        }
+    }
 }
 
 /// When it can be made.
@@ -244,12 +263,19 @@ impl Captures {
         ended
     }
 
-    /// Keeps a free for later; a second one of the same address is a mistake.
-    pub(super) fn postpone(&mut self, ptr: DevicePtr, handle: StreamHandle) -> Result<()> {
+    /// Keeps a free for later; a second one of the same address is a mistake. `number`: the free's, among what
+    /// waits for the device.
+    pub(super) fn postpone(
+        &mut self,
+        ptr: DevicePtr,
+        handle: StreamHandle,
+        number: u64,
+    ) -> Result<()> {
         if self.is_postponed(ptr.address()) {
             return Err(Error::DoubleFree { address: ptr.address() });
         }
-        self.postponed.push(Postponed { ptr, when: When::Ended(handle) });
+        let (key, when) = (Key::of(handle), When::Ended(handle));
+        self.postponed.push(Postponed { ptr, when, key, number });
         Ok(())
     }
 

@@ -363,6 +363,10 @@ impl Heaps {
         }
         captures.postponed.retain_mut(|of| {
             let When::Ended(stream) = of.when else { return true };
+            // In another thread the handle of a default stream means another one.
+            if !of.is_reachable() {
+                return true;
+            }
             match self.main.free(of.ptr, stream) {
                 Err(Error::StreamCapturing) => true,
                 Err(Error::Driver { .. }) => {
@@ -515,7 +519,7 @@ impl Heaps {
     pub(crate) fn postpone(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
         let mut captures = lock(&self.captures);
         match captures.find(self.device(), stream)? {
-            Some(_) => captures.postpone(ptr, stream),
+            Some(_) => captures.postpone(ptr, stream, self.leave_to_device()),
             None => Err(Error::StreamCapturing),
         }
     }
@@ -688,13 +692,13 @@ impl StreamWatcher for Heaps {
     }
 
     fn passed(&self, mark: &Mark) {
-        lock(&self.captures).postponed.retain(|of| match of.when {
+        lock(&self.captures).postponed.retain(|of| {
             // On any stream; no other thread makes this one capture.
-            When::DevicePassed(at) if at <= mark.point => {
+            let is_left = || {
                 let freed = self.main.free(of.ptr, StreamHandle::PER_THREAD);
                 matches!(freed, Err(Error::StreamCapturing | Error::Driver { .. }))
-            }
-            _ => true,
+            };
+            !of.has_passed(mark.point) || is_left()
         });
         for member in self.members() {
             if let Member::Graph(graph) = member {
