@@ -6,7 +6,7 @@ use std::time::Duration;
 use cuda_sim::{Schedule, Simulator};
 use vpmm::caching::CachingConfig;
 use vpmm::resource::*;
-use vpmm::{CachingAllocator, MemoryResource, StreamHandle};
+use vpmm::{CachingAllocator, Error, MemoryResource, StreamHandle};
 
 use crate::subjects::{MIB, arena, malloc, plain_pool};
 use crate::support::changed::{changed, gated};
@@ -15,6 +15,7 @@ use crate::watched::Watched;
 
 gated!(recording: cuEventRecord(event: CUevent, stream: CUstream));
 gated!(last_record: cuEventRecord(event: CUevent, stream: CUstream));
+gated!(ending: cuEventRecord(event: CUevent, stream: CUstream));
 gated!(waiting: cuEventSynchronize(event: CUevent));
 gated!(waiting_for_all: cuCtxSynchronize());
 gated!(waited_for_all: cuCtxSynchronize());
@@ -75,6 +76,40 @@ fn a_stream_has_its_blocks_while_another_thread_asks_the_driver() {
     });
     assert_eq!(blocks.held_bytes(), Some(4 * MIB));
     rig.assert_clean();
+}
+
+/// A stream's end is told to one resource after the other, and then it is destroyed. Whoever was told is not to take
+/// it for alive again meanwhile: nobody would tell that one of its end once more.
+#[test]
+fn a_stream_whose_end_is_being_told_is_refused_by_who_was_told() {
+    type Make = fn(&Rig) -> Arc<dyn MemoryResource>;
+    let kinds: [Make; 2] = [|rig| Arc::new(plain_pool(rig)), |rig| Arc::new(blocks(rig, 4))];
+    let sim = Simulator::builder().schedule(Schedule::Eager).build().expect("a simulator");
+    let rig = Rig::with(changed(&sim, ending::put), sim);
+    for make in kinds {
+        let (stream, other) = (rig.stream(), rig.stream());
+        let handle = stream.handle();
+        let told_first = make(&rig);
+        let ptr = told_first.allocate(1000, 256, handle).expect("memory");
+        let told_last = plain_pool(&rig);
+        let pending = told_last.allocate(1000, 256, handle).expect("memory");
+        told_last.deallocate(pending, 1000, 256, handle).expect("freed");
+        ending::BEFORE.arm();
+        let refused = std::thread::scope(|scope| {
+            scope.spawn(|| drop(stream));
+            ending::BEFORE.wait();
+            let refused = told_first.deallocate(ptr, 1000, 256, handle);
+            ending::BEFORE.open();
+            refused
+        });
+        let name = told_first.describe();
+        assert!(matches!(refused, Err(Error::StreamEnded)), "{name}: {refused:?}");
+        told_first.deallocate(ptr, 1000, 256, other.handle()).expect("allocated still");
+        let ptr = told_first.allocate(1000, 256, rig.stream().handle()).expect("memory");
+        told_first.deallocate(ptr, 1000, 256, other.handle()).expect("freed");
+        drop(told_first);
+        rig.assert_clean();
+    }
 }
 
 /// A ring of blocks that are allocated on one stream and freed on the other, then the other way round.

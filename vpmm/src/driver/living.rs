@@ -5,7 +5,7 @@
 use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The numbers of such streams from when their first handle is made until all have been told of their end. The
+/// The numbers of such streams from when their first handle is made until the first is told of their end. The
 /// driver gives no number twice.
 #[derive(Default)]
 pub(super) struct Living(Mutex<HashSet<u64>>);

@@ -424,11 +424,12 @@ impl Driver {
         for id in watchers.ids() {
             watchers.call(id, |watcher| watcher.stream_leaves(stream));
         }
-        for id in watchers.ids() {
-            watchers.call(id, |watcher| watcher.stream_ends(stream));
-        }
+        // Before any of them knows: who was told takes it for alive no more, and who was not has it still.
         if let Some(number) = stream.known_to(self.realm()) {
             self.0.living.remove(number);
+        }
+        for id in watchers.ids() {
+            watchers.call(id, |watcher| watcher.stream_ends(stream));
         }
     }
 
