@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use vpmm::resource::*;
-use vpmm::{Error, MemoryResource, StreamHandle};
+use vpmm::{DevicePtr, Error, MemoryResource, StreamHandle};
 use vpmm_cli::trace::Trace;
 
 use crate::support::Rig;
@@ -230,6 +230,34 @@ fn live_bytes_are_those_of_frees_that_came_about() {
     }
     logging.deallocate(ptr, 1000, 256, STREAM).expect("freed");
     assert_eq!(live(), "0");
+}
+
+/// A free of what is not allocated leaves no allocation in the log that nobody ever frees.
+#[test]
+fn a_double_free_is_no_allocation_in_the_log() {
+    let rig = Rig::simulated(cuda_sim::Schedule::Eager);
+    for format in [LogFormat::Rmm, LogFormat::Full] {
+        let text = Text::default();
+        let logging = Logging::to_writer(crate::subjects::plain_pool(&rig), format, text.clone());
+        let kept = logging.allocate(1000, 256, STREAM).expect("memory");
+        let ptr = logging.allocate(2000, 256, STREAM).expect("memory");
+        logging.deallocate(ptr, 2000, 256, STREAM).expect("freed");
+        let again = logging.deallocate(ptr, 2000, 256, STREAM);
+        assert!(matches!(again, Err(Error::DoubleFree { .. })), "{again:?}");
+        let inside = DevicePtr::from_address(kept.address() + 8);
+        let refused = logging.deallocate(inside, 1000, 256, STREAM);
+        assert!(matches!(refused, Err(Error::InteriorPointer { .. })), "{refused:?}");
+        logging.deallocate(kept, 1000, 256, STREAM).expect("freed");
+        let log = text.read();
+        let trace = Trace::read("log", log.as_bytes()).expect("a trace");
+        assert_eq!((trace.allocations.len(), trace.leaked.len()), (2, 0), "{log}");
+        assert_eq!(trace.peak_live_bytes, 3000);
+        if format == LogFormat::Full {
+            // Why is there all the same, and what is live as it was.
+            let failed = log.lines().find(|line| line.contains("double free")).expect("a row");
+            assert_eq!(failed.split(',').nth(8), Some("1000"), "{failed}");
+        }
+    }
 }
 
 /// A file of several windows, written by several threads: every row is whole, and every address is freed

@@ -48,7 +48,8 @@ pub enum LogFormat {
 ///
 /// An allocation is logged when it has succeeded or failed, a free before it is passed on: an address
 /// is never logged as allocated again before it is logged as freed. A free that fails is taken back by
-/// a row that allocates the address again. Times are local, as RMM's are; where
+/// a row that allocates the address again; one of what is not allocated at all has a further row of a free in the
+/// full format, which says so. Times are local, as RMM's are; where
 /// somebody sets the system's clock, a thread's rows may show it a millisecond late.
 ///
 /// A file is written through a mapping of it, so that a row costs no system call, and none is lost when
@@ -227,7 +228,17 @@ impl<R: MemoryResource> MemoryResource for Logging<R> {
         // It is still allocated: so must it be for whoever replays the log.
         let take_back = |failure: Option<&Error>| {
             self.count(counted);
-            self.log(Row { action: Action::Allocate, failure, ..row });
+            let action = match failure {
+                // Nothing is allocated there, and nothing was taken away: RMM's rows have no place for that.
+                Some(Error::DoubleFree { .. } | Error::InteriorPointer { .. }) => {
+                    if !self.is_full() {
+                        return;
+                    }
+                    Action::Free
+                }
+                _ => Action::Allocate,
+            };
+            self.log(Row { action, failure, ..row });
         };
         let free = || Ok(self.upstream.deallocate(ptr, bytes, align, stream));
         let result = or_undo(free, || take_back(None))?;
