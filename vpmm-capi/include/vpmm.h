@@ -2248,7 +2248,9 @@ enum vpmm_status vpmm_resource_upstream(const struct vpmm_resource *resource,
 
 /**
  * Gives a handle back. The resource ends with its last handle, with all that stands on it, and when it
- * is nowhere current; its memory goes back to what is below, whether it was freed or not.
+ * is nowhere current. What divides memory (`coalescing`, `fixed-size`, `binning`, `arena`) then gives all of it
+ * to what is below, whether it was freed or not; `caching` keeps the pieces of which something is allocated, a
+ * pool of this library lives on until all is freed, and adaptors free nothing.
  *
  * # Safety
  * `resource` is null, or a handle that is not used again; if it is the last, so is its memory.
