@@ -384,6 +384,8 @@ fn of_servers_that_start_at_once_one_serves() {
         // What a dead server leaves.
         drop(std::os::unix::net::UnixListener::bind(folder.socket()).unwrap());
         let socket = folder.socket();
+        // A process that another test is starting has the listener too until it runs its program.
+        eventually("nobody there", || std::os::unix::net::UnixStream::connect(&socket).is_err());
         let bound = std::thread::scope(|scope| {
             let attempts: Vec<_> = (0..4)
                 .map(|_| scope.spawn(|| Server::bind(memory(), Settings::new(&socket))))

@@ -144,7 +144,7 @@ pub(crate) fn use_simulator() {
     if process.loaded.is_some() {
         return;
     }
-    let loaded = Loaded::load(Some("sim:1")).expect("the simulator");
+    let loaded = Loaded::load(Some("sim:2")).expect("the simulator");
     process.loaded = Some(Arc::clone(LOADED.get_or_init(|| loaded)));
     let initial = vpmm_pool_options::initial(VPMM_EVERY_DEVICE);
     let options = vpmm_pool_options { limit_bytes: 1 << 30, va_size_bytes: 4 << 30, ..initial };
