@@ -217,7 +217,8 @@ fn at_a_small_limit_a_large_request_moves_no_more_than_it_has_time_for() {
 
 /// Programs of many kinds, all of whose requests come at once: what they hold, and that none of their requests
 /// has more extents made or moved than takes some milliseconds. Without a bound lora's has 69 made and 16 moved,
-/// cudagraphs' 89 made and 4.
+/// cudagraphs' 89 made and 4. The last three are of those that no constant was chosen with; the sentences of
+/// `longer` grow, which is no reason to grow as a program that never settles does: it held 1.24.
 #[test]
 fn programs_in_haste_hold_little_and_no_request_of_theirs_takes_long() {
     let most = [
@@ -229,8 +230,11 @@ fn programs_in_haste_hold_little_and_no_request_of_theirs_takes_long() {
         ("cudagraphs", 1.055),
         ("server", 1.06),
     ];
-    for (name, most) in most {
-        let file = format!("benches/results/simulated-2026-11-25-programs/{name}.csv.gz");
+    let further = [("longer", 1.04), ("gathered", 1.11), ("detects", 1.055)];
+    let known = most.map(|of| ("simulated-2026-11-25-programs", of));
+    let further = further.map(|of| ("simulated-2026-11-28-unseen", of));
+    for (folder, (name, most)) in known.into_iter().chain(further) {
+        let file = format!("benches/results/{folder}/{name}.csv.gz");
         let rounds = Rounds::with(&file, 0);
         let handles = || {
             let stats = rounds.pool.stats();
@@ -244,7 +248,7 @@ fn programs_in_haste_hold_little_and_no_request_of_theirs_takes_long() {
             worst.set((made_most.max(made - made_then), moved_most.max(moved - moved_then)));
         });
         let (made, moved) = worst.get();
-        assert!(made <= 66 && moved <= 92, "{name}: {made} made, {moved} moved at the most");
+        assert!(made <= 48 && moved <= 92, "{name}: {made} made, {moved} moved at the most");
         assert!(rounds.held() < most, "{name} holds {}", rounds.held());
         rounds.end();
     }
