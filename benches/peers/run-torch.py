@@ -45,7 +45,10 @@ def build(folder):
         if os.path.getmtime(program) > max(os.path.getmtime(source) for source in sources):
             return program
 
-    from torch.utils import cpp_extension  # knows where PyTorch and CUDA are; seconds to import
+    try:
+        from torch.utils import cpp_extension  # knows where PyTorch and CUDA are; seconds to import
+    except ImportError as error:
+        raise SystemExit(f"run-torch.py: PyTorch is not installed for {sys.executable}: {error}")
 
     libraries = cpp_extension.library_paths("cuda")
     runtime = cuda_runtime(libraries)
@@ -58,7 +61,10 @@ def build(folder):
     command += ["-lc10_cuda", "-lc10", runtime, "-Wl,-rpath," + os.path.dirname(runtime)]
     command += ["-pthread"]
     print("#", " ".join(command), file=sys.stderr)
-    subprocess.run(command, check=True)
+    try:
+        subprocess.run(command, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"run-torch.py: the program is not built: {error}")
     return program
 
 
