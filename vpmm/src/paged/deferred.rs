@@ -3,6 +3,8 @@
 //! Where a stream is far behind they are many. So whatever comes to pass is a matter of those that waited for it,
 //! and a small allocation that the driver may have back is found without a look at those that it may not.
 
+#![forbid(unsafe_code)]
+
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::uses::Uses;

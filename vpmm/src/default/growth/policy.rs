@@ -105,11 +105,11 @@ const LARGE: u64 = 5 * AHEAD_MOST;
 const AHEAD_PIECE: u32 = 4;
 
 /// Once so many extents have moved for each that was made, beyond what may go on for ever and since the program had
-/// grown last, its requests do not settle in what the pool has, and would go on to have it moved for every few of them. Then
-/// nothing moves first until the pool has so many sixteenths of the most that was live, and two more for each
-/// further extent that has moved for each that was made, or the most at once where moves take a good part
-/// of the program's time; and up to five eighths of that growth maps this fraction of the pool ahead,
-/// whatever the request.
+/// grown last, its requests do not settle in what the pool has, and would go on to have it moved for every few of
+/// them. Then nothing moves first until the pool has so many sixteenths of the most that was live, and two more for
+/// each further extent that has moved for each that was made, or the most at once where moves take a good part of
+/// the program's time; and up to five eighths of that growth maps this fraction of the pool ahead, whatever the
+/// request.
 const RESTLESS: u64 = 8;
 const SIXTEENTHS_AT_REST: u64 = 18;
 const SIXTEENTHS_EACH: u64 = 2;
