@@ -7,7 +7,7 @@ use vpmm::{DevicePtr, Error, GraphPool, Location, Pool, Sharing, StreamHandle};
 
 use crate::graph::{self, Graph, MODES, RELAXED};
 use crate::rig::{GRANULE, MIB, Profile};
-use crate::support::{Rig, Watched};
+use crate::support::{Rig, Watched, call};
 
 /// A captured program over memory from the graph's pool: a scratch block is filled, copied and
 /// freed, its memory used again, and an output written. Answers the graph and the output.
@@ -325,6 +325,30 @@ fn a_graphs_memory_goes_beside_a_capture_or_after_it() {
             watched.assert_intact();
             drop(graph);
         }
+    });
+}
+
+/// Memory that is not the graph's is freed in a capture that is over only after the end of the graph's pool: the
+/// next call of any graph's pool sees to it, the release among them.
+#[test]
+fn a_release_sees_to_frees_of_a_capture_that_went_on() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let pool = &watched.pool;
+        let raw = graph::Raw::new(rig, false);
+        let stream = raw.handle();
+        let ptr = pool.malloc(GRANULE as usize, stream).unwrap();
+        let graphs = pool.graph_pool().unwrap();
+        graphs.begin(stream).unwrap();
+        graph::begin(rig, stream, MODES[2]);
+        pool.free(ptr, stream).unwrap();
+        graphs.end(stream).unwrap();
+        drop(graph::stop(rig, stream));
+        graphs.release(stream).unwrap();
+        call!(rig.driver, cuStreamSynchronize(stream.raw()));
+        pool.trim_to(0).unwrap();
+        assert_eq!(pool.stats().mapped_bytes, 0, "{profile:?}");
+        watched.assert_intact();
     });
 }
 

@@ -393,7 +393,9 @@ impl Heaps {
 
     pub(crate) fn release(&self, graph: &Arc<Graph>, stream: StreamHandle) -> Result<()> {
         {
-            let captures = lock(&self.captures);
+            let _context = self.device().enter()?;
+            let mut captures = lock(&self.captures);
+            self.finish_ended(&mut captures);
             if captures.is_open_to(graph) {
                 return Err(Error::GraphPool { reason: "a capture is still using it" });
             }
