@@ -328,6 +328,77 @@ fn a_graphs_memory_goes_beside_a_capture_or_after_it() {
     });
 }
 
+/// Work of before the capture reads a graph's output, which is freed in that capture, another graph's perhaps. The
+/// stream of the release comes after the launches alone.
+#[test]
+fn what_is_freed_in_a_capture_keeps_the_memory_until_the_stream_has_read_it() {
+    everywhere(|rig, profile| {
+        for captures in [true, false] {
+            let watched = rig.pool(profile, Location::Device);
+            let pool = &watched.pool;
+            let (stream, releasing) = (rig.stream(), rig.stream());
+            let (graphs, graph, output) = ran(rig, &watched, stream.handle());
+            graph.launch(&stream);
+            rig.order(&stream, &releasing);
+            rig.check(output.address(), MIB, (3 << 40) + 2, stream.handle());
+            stream.synchronize().unwrap();
+            let stall = rig.stall(stream.handle());
+            rig.check(output.address(), MIB, (3 << 40) + 2, stream.handle());
+            let others = pool.graph_pool().unwrap();
+            others.begin(&stream).unwrap();
+            if captures {
+                graph::begin(rig, &stream, MODES[2]);
+            }
+            pool.free(output, &stream).unwrap();
+            if captures {
+                drop(graph::stop(rig, &stream));
+            }
+            others.end(&stream).unwrap();
+            graphs.release(&releasing).unwrap();
+            releasing.synchronize().unwrap();
+            pool.trim_to(0).unwrap();
+            let held = || graphs.stats().mapped_bytes;
+            assert!(held() > 0, "the stream is still to read it");
+            drop(stall);
+            stream.synchronize().unwrap();
+            goes_back(pool, held);
+            watched.assert_intact();
+            drop(graph);
+        }
+    });
+}
+
+/// As of before: what was allocated between the begin of a graph's pool and the capture, and used meanwhile.
+#[test]
+fn what_is_made_between_begin_and_capture_keeps_the_memory_until_the_stream_has_read_it() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let pool = &watched.pool;
+        let (stream, releasing) = (rig.stream(), rig.stream());
+        let graphs = pool.graph_pool().unwrap();
+        graphs.begin(&stream).unwrap();
+        let early = pool.malloc(MIB as usize, &stream).unwrap();
+        rig.fill(early.address(), MIB, 7, stream.handle());
+        rig.check(early.address(), MIB, 7, stream.handle());
+        stream.synchronize().unwrap();
+        let stall = rig.stall(stream.handle());
+        rig.check(early.address(), MIB, 7, stream.handle());
+        graph::begin(rig, &stream, MODES[2]);
+        pool.free(early, &stream).unwrap();
+        drop(graph::stop(rig, &stream));
+        graphs.end(&stream).unwrap();
+        graphs.release(&releasing).unwrap();
+        releasing.synchronize().unwrap();
+        pool.trim_to(0).unwrap();
+        let held = || graphs.stats().mapped_bytes;
+        assert!(held() > 0, "the stream is still to read it");
+        drop(stall);
+        stream.synchronize().unwrap();
+        goes_back(pool, held);
+        watched.assert_intact();
+    });
+}
+
 /// Memory that is not the graph's is freed in a capture that is over only after the end of the graph's pool: the
 /// next call of any graph's pool sees to it, the release among them.
 #[test]

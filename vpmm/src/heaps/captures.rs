@@ -104,6 +104,12 @@ fn capture_of(device: &Device, stream: StreamHandle) -> Result<Capture> {
     }
 }
 
+/// Whether a stream is in a capture now, as far as can be told.
+pub(super) fn is_in_capture(device: &Device, stream: StreamHandle) -> bool {
+    let asked = device.enter().and_then(|_context| capture_of(device, stream));
+    matches!(asked, Ok(Capture::Active(_)))
+}
+
 pub(super) struct Captures {
     open: Vec<Begun>,
     next: u64,

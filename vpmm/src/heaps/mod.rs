@@ -11,8 +11,8 @@
 //! for streams, and its calls come here first.
 //!
 //! Locks, in the order in which they may be taken, before any lock of a heap: `making`, `captures`,
-//! a graph's `calls`, a tagged heap's `sleep`; under another heap's only `members` and a graph's `life`
-//! and `end`.
+//! a graph's `calls`, a tagged heap's `sleep`; under another heap's only `members` and a graph's `life`,
+//! `end` and `freed`.
 
 mod captures;
 mod contents;
@@ -118,8 +118,8 @@ pub(crate) struct Heaps {
     open: AtomicBool,
     /// Whether there are heaps beside the main one.
     any: AtomicBool,
-    /// Counts what only a wait for the device settles: graphs' pools whose last handle was dropped without
-    /// a release, and frees whose stream cannot be named any more.
+    /// Counts what only a wait for the device settles, or may have to: graphs' pools whose last handle was dropped
+    /// without a release, frees whose stream cannot be named any more, and those in captures.
     left_to_device: AtomicU64,
 }
 
@@ -338,15 +338,15 @@ impl Heaps {
     }
 
     /// A stream's part in a capture is over: what it freed of graphs' memory is for the next
-    /// capture; what it freed of other memory waits for an event.
+    /// capture; what it freed of other memory waits for an event, and so does the end of a graph's
+    /// memory of before.
     fn end_participant(&self, captures: &mut Captures, participant: Participant) {
         let number = participant.number;
         let mut waits = self.core.as_ref().is_some_and(|core| core.has_held(number));
         for member in self.members() {
             match member {
                 Member::Graph(graph) => {
-                    let _calls = lock(&graph.calls);
-                    graph.core.end_held(number);
+                    waits |= graph.end_part(number, &mut lock(&graph.calls));
                 }
                 Member::Tagged(heap) => waits |= heap.core().has_held(number),
             }
@@ -382,12 +382,14 @@ impl Heaps {
     }
 
     fn end_held_behind(&self, ended: Participant) {
-        let tagged = self.members().into_iter().filter_map(|member| match member {
-            Member::Tagged(heap) => Some(Arc::clone(heap.core())),
-            Member::Graph(_) => None,
-        });
-        for core in self.core.iter().cloned().chain(tagged) {
+        if let Some(core) = &self.core {
             core.end_held_behind(ended.number, ended.handle);
+        }
+        for member in self.members() {
+            match member {
+                Member::Tagged(heap) => heap.core().end_held_behind(ended.number, ended.handle),
+                Member::Graph(graph) => graph.end_part_behind(ended.number, ended.handle),
+            }
         }
     }
 
@@ -614,9 +616,9 @@ impl Beside for Heaps {
             let Some((graph, number)) = found(&mut captures)? else {
                 return Err(Error::GraphPool { reason: "it has not begun on this stream" });
             };
-            let _calls = lock(&graph.calls);
+            let mut made = lock(&graph.calls);
             drop(captures);
-            graph.malloc(bytes, stream, number)
+            graph.malloc(bytes, stream, number, &mut made)
         };
         let room = |error| self.with_room(Some(&graph.core), bytes as u64, error, request);
         Some(request().or_else(room))
@@ -630,8 +632,13 @@ impl Beside for Heaps {
             let mut captures = lock(&self.captures);
             match captures.find(self.device(), stream) {
                 Ok(Some((of, number))) => {
-                    let _calls = lock(&of.calls);
+                    let mut made = lock(&of.calls);
                     drop(captures);
+                    if let Member::Graph(owner) = &member
+                        && !(Arc::ptr_eq(owner, &of) && made.remove(&ptr.address()).is_some())
+                    {
+                        owner.note_free(number, || self.leave_to_device());
+                    }
                     return Some(core.free_held(ptr, stream, number));
                 }
                 Ok(None) => {}

@@ -330,7 +330,8 @@ impl GraphPool {
     /// The capture on `stream` needs no more memory. Best called when it has ended.
     ///
     /// Memory that is not the graph's, and was freed in the capture by a handle from elsewhere, gets
-    /// its event now. If the stream still captures that is done by the next call of
+    /// its event now; so do graphs' pools that it freed memory of which was there before the capture. If
+    /// the stream still captures that is done by the next call of
     /// [`begin`](Self::begin), `end` or [`release`](Self::release) of any graph's pool, and the stream
     /// must live until then; on a thread's own default stream it is that thread's next call. Where there can be no
     /// event (the stream ended first, or its thread, or the driver refuses it), such memory is kept until the host has
@@ -348,7 +349,8 @@ impl GraphPool {
     /// Gives the memory back, once everything enqueued on `stream` so far has finished: launches of
     /// the graphs on other streams must come before that, and there are no later ones. Does not wait:
     /// an event is recorded, and asked about by later calls of the pool. What is still allocated keeps
-    /// the memory until it is freed.
+    /// the memory until it is freed, and what was freed until the stream of the free has come so far, in a
+    /// capture too.
     ///
     /// # Errors
     /// [`Error::GraphPool`] where it was released, or between a begin and its end;
