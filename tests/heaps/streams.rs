@@ -1,5 +1,7 @@
 //! Calls on capturing streams that have nothing to do with the graph's memory.
 
+use std::time::{Duration, Instant};
+
 use cuda_sim::{Schedule, Simulator};
 use vpmm::{Error, Location, Sharing, StreamHandle};
 
@@ -296,6 +298,53 @@ fn a_stream_that_ends_ends_what_had_begun_on_it() {
         graphs.release(&stream).unwrap();
         watched.assert_intact();
     });
+}
+
+gated!(create: cuMemCreate(
+    handle: *mut CUmemGenericAllocationHandle,
+    bytes: usize,
+    properties: *const CUmemAllocationProp,
+    flags: u64
+));
+
+/// A request in one capture lasts: the driver makes memory, or the host waits for some. Whoever ends another one
+/// does not wait for that, nor with all who come after.
+#[test]
+fn a_request_in_one_capture_keeps_nobody_from_ending_another() {
+    for profile in Profile::BOTH {
+        let sim = Simulator::builder().build().unwrap();
+        let rig = Rig::with(changed(&sim, create::put), sim.clone());
+        let watched = rig.pool(profile, Location::Device);
+        let pool = &watched.pool;
+        let streams = [rig.stream(), rig.stream()];
+        let graphs = [(); 2].map(|()| pool.graph_pool().unwrap());
+        for (graphs, stream) in graphs.iter().zip(&streams) {
+            graphs.begin(stream).unwrap();
+            graph::begin(&rig, stream, RELAXED);
+        }
+        let early = pool.malloc(MIB as usize, &streams[1]).unwrap();
+        create::BEFORE.arm();
+        let (late, has_ended) = std::thread::scope(|scope| {
+            let asks = scope.spawn(|| pool.malloc(MIB as usize, &streams[0]).unwrap());
+            create::BEFORE.wait();
+            let ends = scope.spawn(|| graphs[1].end(&streams[1]).unwrap());
+            let begin = Instant::now();
+            while !ends.is_finished() && begin.elapsed() < Duration::from_secs(10) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let has_ended = ends.is_finished();
+            create::BEFORE.open();
+            ends.join().unwrap();
+            (asks.join().unwrap(), has_ended)
+        });
+        assert!(has_ended, "{profile:?}");
+        graphs[0].end(&streams[0]).unwrap();
+        for (stream, ptr) in streams.iter().zip([late, early]) {
+            drop(graph::stop(&rig, stream));
+            pool.free(ptr, stream).unwrap();
+        }
+        watched.assert_intact();
+    }
 }
 
 /// A thread frees on its own default stream in a capture. When that is over another thread comes by first, which means

@@ -140,8 +140,7 @@ impl Graph {
 
     /// The part in a capture of the stream of this number is over: what it freed is for the next capture. Whether an
     /// event is to be behind it.
-    pub(super) fn end_part(&self, number: u64, made: &mut Made) -> bool {
-        made.retain(|_, of| *of != number);
+    pub(super) fn end_part(&self, number: u64) -> bool {
         self.core.end_held(number);
         lock(&self.freed).iter().any(|of| of.number == number)
     }

@@ -325,7 +325,7 @@ impl Heaps {
             let mut captures = lock(&self.captures);
             let streams = captures.end(graph, stream)?;
             for participant in streams {
-                self.end_participant(&mut captures, participant);
+                self.end_participant(&mut captures, graph, participant);
             }
             self.set_open(captures.is_open());
             if context.is_ok() {
@@ -340,14 +340,16 @@ impl Heaps {
     /// A stream's part in a capture is over: what it freed of graphs' memory is for the next
     /// capture; what it freed of other memory waits for an event, and so does the end of a graph's
     /// memory of before.
-    fn end_participant(&self, captures: &mut Captures, participant: Participant) {
+    fn end_participant(&self, captures: &mut Captures, of: &Graph, participant: Participant) {
         let number = participant.number;
+        // From here on no call is under way under the number. What other graphs are asked for may last, and is not
+        // waited for: the lock of all captures is held.
+        let mut made = lock(&of.calls);
+        made.retain(|_, number| *number != participant.number);
         let mut waits = self.core.as_ref().is_some_and(|core| core.has_held(number));
         for member in self.members() {
             match member {
-                Member::Graph(graph) => {
-                    waits |= graph.end_part(number, &mut lock(&graph.calls));
-                }
+                Member::Graph(graph) => waits |= graph.end_part(number),
                 Member::Tagged(heap) => waits |= heap.core().has_held(number),
             }
         }
@@ -417,7 +419,7 @@ impl Heaps {
         {
             let mut captures = lock(&self.captures);
             for participant in captures.end_all(graph) {
-                self.end_participant(&mut captures, participant);
+                self.end_participant(&mut captures, graph, participant);
             }
             self.set_open(captures.is_open());
         }
@@ -673,8 +675,8 @@ impl StreamWatcher for Heaps {
         let Ok(_context) = self.device().enter() else { return };
         let mut captures = lock(&self.captures);
         let mut over: Vec<Participant> = Vec::new();
-        for (_, participant) in captures.stream_ends(stream) {
-            self.end_participant(&mut captures, participant);
+        for (graph, participant) in captures.stream_ends(stream) {
+            self.end_participant(&mut captures, &graph, participant);
             over.push(participant);
         }
         self.set_open(captures.is_open());
