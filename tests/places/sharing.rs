@@ -10,6 +10,7 @@ use cuda_sys::types::*;
 use vpmm::{Access, Error, Imported, Location, Pool, Sharing};
 
 use crate::rig::{GRANULE, LIMIT, Profile};
+use crate::support::changed::changed;
 use crate::support::{Held, Rig, Watched, call};
 
 const FILES: Sharing = Sharing::FileDescriptor;
@@ -458,6 +459,71 @@ fn a_closed_socket_is_named() {
         let error = Imported::receive(&rig.device, &here, Access::Read).unwrap_err();
         assert!(matches!(error, Error::Socket(_)), "{error}");
         assert_eq!(rig.sim.as_ref().unwrap().leaks(), before);
+        watched.free(held, &stream);
+        watched.assert_intact();
+    }
+}
+
+mod export {
+    use std::ffi::{c_int, c_void};
+
+    use crate::support::changed::{nothing, replaced};
+
+    /// As a driver may make them, of which that is said nowhere: programs that are started have it as well.
+    unsafe fn inherit(out: *mut c_void) {
+        // SAFETY: the caller's pointer is to a descriptor that was made just now.
+        unsafe { libc::fcntl(*out.cast::<c_int>(), libc::F_SETFD, 0) };
+    }
+
+    replaced!(
+        cuMemExportToShareableHandle(
+            out: *mut c_void,
+            handle: CUmemGenericAllocationHandle,
+            kind: CUmemAllocationHandleType,
+            flags: u64
+        ),
+        nothing(),
+        // SAFETY: the driver has put a descriptor there, as no call fails here.
+        unsafe { inherit(out) }
+    );
+}
+
+/// Descriptors of this process that programs which it starts have, too, and that are of a simulator's memory.
+fn inherited() -> usize {
+    let files = std::fs::read_dir("/proc/self/fd").unwrap();
+    let is_memory = |number: &i32| {
+        let link = std::fs::read_link(format!("/proc/self/fd/{number}"));
+        link.is_ok_and(|link| link.to_string_lossy().starts_with("/memfd:"))
+    };
+    let numbers = files.filter_map(|file| file.unwrap().file_name().to_str()?.parse().ok());
+    // SAFETY: takes no pointer.
+    numbers
+        .filter(is_memory)
+        .filter(|number| unsafe { libc::fcntl(*number, libc::F_GETFD) } == 0)
+        .count()
+}
+
+/// Whoever does not answer has the sender wait with the descriptors. A program that another thread starts
+/// meanwhile would keep the memory for as long as it runs.
+#[test]
+fn programs_that_are_started_have_no_descriptors_of_what_is_sent() {
+    let sim = Simulator::builder().build().unwrap();
+    let rig = Rig::with(changed(&sim, export::put), sim.clone());
+    for profile in Profile::BOTH {
+        let watched = shareable(&rig, profile);
+        let stream = rig.stream();
+        let held = watched.malloc(GRANULE, &stream);
+        let (mut here, there) = UnixStream::pair().unwrap();
+        let found = std::thread::scope(|scope| {
+            let sending = scope.spawn(|| watched.pool.export(held.ptr).unwrap().send(&there));
+            // The header, a window, an extent.
+            here.read_exact(&mut [0; 64 + 16 + 16]).unwrap();
+            let found = inherited();
+            here.write_all(&[1]).unwrap();
+            sending.join().unwrap().unwrap();
+            found
+        });
+        assert_eq!(found, 0, "{profile:?}");
         watched.free(held, &stream);
         watched.assert_intact();
     }

@@ -166,7 +166,11 @@ fn descriptor(driver: &Driver, extent: Extent) -> Result<OwnedFd, Failure> {
     // of handle is; flags must be 0.
     unsafe { driver.cuMemExportToShareableHandle(out, extent.0, kind, 0) }?;
     // SAFETY: a new descriptor that the driver made for its caller, who closes it.
-    Ok(unsafe { OwnedFd::from_raw_fd(file) })
+    let file = unsafe { OwnedFd::from_raw_fd(file) };
+    // Whether the driver's is closed in programs that are started is not said anywhere, and the other end
+    // may take its time to answer.
+    let _ = rustix::io::fcntl_setfd(&file, rustix::io::FdFlags::CLOEXEC);
+    Ok(file)
 }
 
 fn fabric_handle(driver: &Driver, extent: Extent) -> Result<[u8; FABRIC_BYTES], Failure> {
