@@ -279,6 +279,26 @@ unsafe fn ask_settled<T>(
     work(manager)
 }
 
+/// Runs what gives an address up, which is none of PyTorch's from then on.
+///
+/// # Safety
+/// As `ask`.
+unsafe fn give_up(
+    gms: *const vpmm_gms,
+    address: u64,
+    work: impl FnOnce(&mut MemoryManager) -> Result<(), Failure>,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let gms = unsafe { given(gms, "gms") }?;
+        let mut held = gms.held()?;
+        work(held.manager()?)?;
+        // Before another call can make something there.
+        tensors::forget(&gms.manager, address);
+        Ok(())
+    })
+}
+
 /// A text, or none for null.
 ///
 /// # Safety
@@ -767,7 +787,7 @@ pub unsafe extern "C" fn vpmm_gms_unmap(gms: *const vpmm_gms, address: u64) -> v
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_gms_free_address(gms: *const vpmm_gms, address: u64) -> vpmm_status {
     // SAFETY: the caller vouches for it.
-    unsafe { with_manager(gms, |manager| Ok(manager.free_address(address)?)) }
+    unsafe { give_up(gms, address, |manager| Ok(manager.free_address(address)?)) }
 }
 
 /// Puts an entry of metadata.
@@ -972,7 +992,7 @@ pub unsafe extern "C" fn vpmm_gms_destroy_mapping(
     address: u64,
 ) -> vpmm_status {
     // SAFETY: the caller vouches for it.
-    unsafe { with_manager(gms, |manager| Ok(manager.destroy_mapping(address)?)) }
+    unsafe { give_up(gms, address, |manager| Ok(manager.destroy_mapping(address)?)) }
 }
 
 /// Waits for the device, gives all memory up and keeps the addresses.

@@ -4,8 +4,8 @@ use std::ffi::c_char;
 
 use gms::client::MemoryManager;
 
-use super::{make_with_manager, vpmm_gms, with_manager};
-use crate::guard::{put_if, text};
+use super::{make_with_manager, tensors, vpmm_gms, with_manager};
+use crate::guard::{given, guard, put_if, text};
 use crate::status::vpmm_status;
 
 /// Sets the bytes of the block behind scratch mappings, 512 MiB if this is not called: a power of two, and
@@ -55,14 +55,18 @@ pub unsafe extern "C" fn vpmm_gms_destroy_scratch_mapping(
     address: u64,
     found: *mut u32,
 ) -> vpmm_status {
-    let work = |manager: &mut MemoryManager| {
-        let gone = manager.destroy_scratch_mapping(address)?;
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let gms = unsafe { given(gms, "gms") }?;
+        let mut held = gms.held()?;
+        let gone = held.manager()?.destroy_scratch_mapping(address)?;
+        if gone {
+            tensors::forget(&gms.manager, address);
+        }
         // SAFETY: the caller vouches for it.
         unsafe { put_if(found, u32::from(gone)) };
         Ok(())
-    };
-    // SAFETY: the caller vouches for it.
-    unsafe { with_manager(gms, work) }
+    })
 }
 
 /// How many scratch mappings there are, the bytes that were asked for, and those of the memory behind

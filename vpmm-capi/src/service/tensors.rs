@@ -9,6 +9,7 @@
 //!    later: with the next request or free, and before a layout is sealed or published.
 //! 3. What is freed while its manager does not write stays mapped, or reserved, until it writes anew or
 //!    ends: the layout's other addresses go with it.
+//! 4. An address that the program gives up by itself is no pool's any more: another allocation may come there.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -180,6 +181,17 @@ pub(super) fn settle(shared: &Shared, manager: &mut MemoryManager) {
     }
 }
 
+/// The program has given an address up by itself. PyTorch may have it still, and gives it back when it may be
+/// another allocation's.
+pub(super) fn forget(shared: &Shared, address: u64) {
+    registry(|registry| {
+        if registry.owners.get(&address).is_some_and(|owner| is(owner, shared)) {
+            registry.owners.remove(&address);
+        }
+        registry.freed.retain(|(owner, freed)| *freed != address || !is(owner, shared));
+    });
+}
+
 /// Frees what `allocate` has made, now or later.
 pub(super) fn give_back(address: u64) {
     // The memory is the parent's, and its addresses here are none.
@@ -279,6 +291,7 @@ pub unsafe extern "C" fn vpmm_gms_torch_free(
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
     use std::sync::Arc;
     use std::time::Duration;
 
@@ -289,14 +302,19 @@ mod tests {
 
     use super::*;
     use crate::driver::Loaded;
-    use crate::service::{vpmm_gms_commit, vpmm_gms_commit_layout};
+    use crate::service::{
+        vpmm_gms_commit, vpmm_gms_commit_layout, vpmm_gms_destroy_mapping, vpmm_gms_free_address,
+        vpmm_gms_unmap,
+    };
 
-    /// A tensor that goes while another call has the manager, of whatever thread, is none of what is published
-    /// after that call.
-    #[test]
-    fn what_was_freed_during_another_call_is_not_published() {
+    /// Held by each test: the addresses of its simulator are those of the other's, too.
+    static ALONE: Mutex<()> = Mutex::new(());
+
+    /// A client of a server of its own, whose socket is there; and what ends that, after the client.
+    fn served(name: &str) -> (vpmm_gms, PathBuf, impl FnOnce() + use<>) {
         let loaded = Loaded::load(Some("sim")).ok().unwrap();
-        let socket = std::env::temp_dir().join(format!("vpmm-freed-{}.sock", std::process::id()));
+        let socket = format!("vpmm-{name}-{}.sock", std::process::id());
+        let socket = std::env::temp_dir().join(socket);
         let memory = Memory::open(loaded.raw(), 0).unwrap();
         let server = Server::bind(memory, Settings::new(&socket)).unwrap();
         let stopper = server.stopper();
@@ -308,6 +326,19 @@ mod tests {
             is_interruptible: false.into(),
             loaded,
         };
+        let end = move || {
+            stopper.stop();
+            server.join().unwrap().unwrap();
+        };
+        (gms, socket, end)
+    }
+
+    /// A tensor that goes while another call has the manager, of whatever thread, is none of what is published
+    /// after that call.
+    #[test]
+    fn what_was_freed_during_another_call_is_not_published() {
+        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let (gms, socket, end) = served("freed");
         let time = Duration::from_secs(30);
         let left = || runtime_state(&socket, time).unwrap().allocation_count;
         for seals in [true, false] {
@@ -338,7 +369,49 @@ mod tests {
             assert!(gms.held().ok().unwrap().manager().ok().unwrap().allocation_at(kept).is_some());
         }
         drop(gms);
-        stopper.stop();
-        server.join().unwrap().unwrap();
+        end();
+    }
+
+    /// The program has taken a mapping away by itself that a pool of PyTorch's still has, unused. When the pool lets
+    /// go of it another allocation may be at that address.
+    #[test]
+    fn an_address_that_was_given_up_is_no_pools_any_more() {
+        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let (gms, _socket, end) = served("given-up");
+        // Of its own addresses, which the driver gives out again.
+        const BYTES: u64 = 300 << 20;
+        let create = || {
+            let mut held = gms.held().ok().unwrap();
+            held.manager().ok().unwrap().create_mapping(BYTES, "weights").unwrap()
+        };
+        let options = ConnectOptions::new(Requested::Rw);
+        gms.held().ok().unwrap().manager().ok().unwrap().connect(options).unwrap();
+        for (was_freed, splits) in [(false, false), (true, false), (false, true)] {
+            let segment = create();
+            registry(|all| all.owners.insert(segment, Arc::downgrade(&gms.manager)));
+            if was_freed {
+                let another = gms.held().ok().unwrap();
+                give_back(segment);
+                drop(another);
+            }
+            let given_up = if splits {
+                // SAFETY: a handle; nobody uses the memory.
+                unsafe { (vpmm_gms_unmap(&gms, segment), vpmm_gms_free_address(&gms, segment)) }
+            } else {
+                // SAFETY: as above.
+                (vpmm_status::VPMM_OK, unsafe { vpmm_gms_destroy_mapping(&gms, segment) })
+            };
+            assert_eq!(given_up, (vpmm_status::VPMM_OK, vpmm_status::VPMM_OK));
+            let other = create();
+            assert_eq!(other, segment, "the address is another's");
+            give_back(segment);
+            let mut held = gms.held().ok().unwrap();
+            let manager = held.manager().ok().unwrap();
+            settle(&gms.manager, manager);
+            assert!(manager.allocation_at(other).is_some(), "{was_freed} {splits}");
+            manager.destroy_mapping(other).unwrap();
+        }
+        drop(gms);
+        end();
     }
 }
