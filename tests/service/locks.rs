@@ -170,9 +170,8 @@ fn many_readers_are_there_at_once() {
     local.await_state("COMMITTED");
 }
 
-/// A driver that takes as long as it likes to release memory keeps only the thread that gives it back.
-#[test]
-fn a_large_layout_is_given_back_beside_the_next_writer() {
+/// A driver that takes as long as it likes to release memory.
+mod slow {
     use std::ffi::{CStr, c_void};
     use std::sync::{Arc, Mutex, OnceLock};
 
@@ -182,8 +181,7 @@ fn a_large_layout_is_given_back_beside_the_next_writer() {
     type Release = unsafe extern "C" fn(CUmemGenericAllocationHandle) -> CUresult;
     static RELEASE: OnceLock<Release> = OnceLock::new();
     /// Nothing is released while this is held.
-    static GATE: Mutex<()> = Mutex::new(());
-    const COUNT: u64 = 8;
+    pub(super) static GATE: Mutex<()> = Mutex::new(());
 
     unsafe extern "C" fn slowly(handle: CUmemGenericAllocationHandle) -> CUresult {
         // A test that has failed lets it go on.
@@ -192,19 +190,28 @@ fn a_large_layout_is_given_back_beside_the_next_writer() {
         unsafe { RELEASE.get().unwrap()(handle) }
     }
 
+    pub(super) fn driver(sim: &cuda_sim::Simulator) -> Driver {
+        let real = sim.driver();
+        RELEASE.get_or_init(|| real.cuMemRelease.unwrap());
+        let lookup = |name: &'static CStr| match name.to_bytes() {
+            b"cuMemRelease" => slowly as *const c_void,
+            _ => real.symbol(name),
+        };
+        // SAFETY: all functions are the simulator's, which the last argument keeps, or have the signature of
+        // the one whose place they take.
+        unsafe { Driver::from_symbols("slow", lookup, Arc::new(real.clone())) }
+    }
+}
+
+/// It keeps only the thread that gives it back.
+#[test]
+fn a_large_layout_is_given_back_beside_the_next_writer() {
+    const COUNT: u64 = 8;
     let sim = cuda_sim::Simulator::builder().build().unwrap();
-    let real = sim.driver();
-    RELEASE.set(real.cuMemRelease.unwrap()).unwrap();
-    let lookup = |name: &'static CStr| match name.to_bytes() {
-        b"cuMemRelease" => slowly as *const c_void,
-        _ => real.symbol(name),
-    };
-    // SAFETY: all functions are the simulator's, which the last argument keeps, or have the signature of
-    // the one whose place they take.
-    let driver = unsafe { Driver::from_symbols("slow", lookup, Arc::new(real.clone())) };
+    let driver = slow::driver(&sim);
     let local = Local::on(sim, &driver, |settings| settings.ahead_bytes = 0);
     local.publish(COUNT as usize);
-    let shut = GATE.lock().unwrap();
+    let shut = slow::GATE.lock().unwrap();
     let mut writer = local.session(Requested::Rw);
     let made = writer.allocate(GRANULE, "t").unwrap();
     writer.export(&made.allocation_id).unwrap();
@@ -217,4 +224,26 @@ fn a_large_layout_is_given_back_beside_the_next_writer() {
     drop(reader);
     local.await_memory(GRANULE);
     eventually("no figure has it", || local.metric("reclaim_pending_bytes") == 0);
+}
+
+/// Nor does it keep a server from its end, which may be asked for because of it.
+#[test]
+fn a_server_ends_though_memory_does_not_go_back() {
+    let sim = cuda_sim::Simulator::builder().build().unwrap();
+    let driver = slow::driver(&sim);
+    let local = Local::on(sim, &driver, |settings| settings.ahead_bytes = 0);
+    let mut writer = local.session(Requested::Rw);
+    writer.allocate(GRANULE, "t").unwrap();
+    let shut = slow::GATE.lock().unwrap();
+    drop(writer);
+    local.await_state("EMPTY");
+    let begin = Instant::now();
+    let stopping = std::thread::spawn(move || local.stop());
+    while !stopping.is_finished() && begin.elapsed() < PATIENCE {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let has_ended = stopping.is_finished();
+    drop(shut);
+    stopping.join().unwrap().unwrap();
+    assert!(has_ended);
 }

@@ -129,6 +129,11 @@ impl Memory {
         self.reclaimer.take(extents);
     }
 
+    /// What is not given back by now is not waited for at the end: the driver may never come back from it.
+    pub(crate) fn leave(&self) {
+        self.reclaimer.leave();
+    }
+
     /// How giving back goes on.
     pub fn progress(&self) -> &Progress {
         self.reclaimer.progress()

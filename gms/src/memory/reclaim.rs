@@ -1,6 +1,6 @@
 //! A thread that gives memory back to the driver.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -49,6 +49,8 @@ pub(super) struct Reclaimer {
     /// `None` where there is no thread: memory is given back at once then.
     queue: Option<Sender<Vec<Arc<Extent>>>>,
     thread: Option<JoinHandle<()>>,
+    /// Whether whoever ends has waited for it as long as they would.
+    is_left: AtomicBool,
 }
 
 impl Reclaimer {
@@ -62,12 +64,21 @@ impl Reclaimer {
             }
         };
         match std::thread::Builder::new().name("gms-reclaim".to_owned()).spawn(work) {
-            Ok(thread) => Self { progress, queue: Some(queue), thread: Some(thread) },
+            Ok(thread) => {
+                let (queue, thread) = (Some(queue), Some(thread));
+                Self { progress, queue, thread, is_left: AtomicBool::new(false) }
+            }
             Err(error) => {
                 tracing::warn!(%error, "no thread to give memory back: it is done in the way");
-                Self { progress, queue: None, thread: None }
+                let (queue, thread) = (None, None);
+                Self { progress, queue, thread, is_left: AtomicBool::new(false) }
             }
         }
+    }
+
+    /// The thread is not waited for at the end.
+    pub(super) fn leave(&self) {
+        self.is_left.store(true, Ordering::Relaxed);
     }
 
     pub(super) fn take(&self, extents: Vec<Arc<Extent>>) {
@@ -102,7 +113,7 @@ fn release(progress: &Progress, extents: Vec<Arc<Extent>>) {
 impl Drop for Reclaimer {
     fn drop(&mut self) {
         self.queue = None;
-        if let Some(thread) = self.thread.take() {
+        if let Some(thread) = self.thread.take().filter(|_| !*self.is_left.get_mut()) {
             let _ = thread.join();
         }
     }

@@ -260,7 +260,12 @@ impl Service {
         let deadline = Instant::now() + time;
         let all = self.core().clear();
         self.memory.reclaim(all);
-        while self.memory.progress().pending_bytes() > 0 && Instant::now() < deadline {
+        while self.memory.progress().pending_bytes() > 0 {
+            if Instant::now() >= deadline {
+                let bytes = self.memory.progress().pending_bytes();
+                tracing::warn!(bytes, "memory has not been given back in time");
+                return self.memory.leave();
+            }
             std::thread::sleep(Duration::from_millis(1));
         }
     }
