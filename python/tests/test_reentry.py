@@ -38,6 +38,14 @@ for at in range(20_000):
     Ring(vpmm.DeviceBuffer(100))
 """
 
+_FREED_UNDER_A_LOCK = """
+vpmm.record_history(1000)
+resource = vpmm.mr.ThreadSafeResourceAdaptor(vpmm.mr.PoolMemoryResource.of_process())
+for at in range(5000):
+    collect_soon(at)
+    Ring(vpmm.DeviceBuffer(100, mr=resource))
+"""
+
 _ALLOCATED_BY_A_HANDLER = """
 vpmm.record_history(1000)
 done = 0
@@ -131,6 +139,7 @@ assert vpmm.statistics().live_count == 0
     "program",
     [
         pytest.param(_FREED_BY_THE_COLLECTOR, id="history, freed by the collector"),
+        pytest.param(_FREED_UNDER_A_LOCK, id="history, freed by the collector under a lock"),
         pytest.param(_ALLOCATED_BY_A_HANDLER, id="history, allocated by a handler"),
         pytest.param(_HEAPS_BY_THE_COLLECTOR, id="heaps, given up by the collector"),
         pytest.param(_REPORTED_BY_A_HANDLER, id="profiles, by a handler"),

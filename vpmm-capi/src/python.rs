@@ -5,10 +5,14 @@
 //! ends by a signal. So it is laid aside meanwhile. And once the interpreter ends nobody may ask for its
 //! lock: before 3.14 a thread that does is ended, with frames of this library's below it.
 //!
+//! Whoever calls may hold a lock of a resource's, which the end of one of its buffers would wait for. So the
+//! garbage collector rests meanwhile. What begins and ends that is here, as an exception of a signal's handler
+//! comes between any two steps of Python's.
+//!
 //! Python's own functions are found in the process, so that the library needs none to be built or loaded.
 
 use std::cell::Cell;
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{c_char, c_int, c_ulong, c_void};
 use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -40,6 +44,10 @@ struct Python {
     give_lock_back: unsafe extern "C" fn(c_int),
     fetch_error: Fetch,
     restore_error: Restore,
+    raise_later: unsafe extern "C" fn(c_ulong, *mut c_void) -> c_int,
+    this_thread: unsafe extern "C" fn() -> c_ulong,
+    disable_collector: unsafe extern "C" fn() -> c_int,
+    enable_collector: unsafe extern "C" fn() -> c_int,
     is_capsule: unsafe extern "C" fn(*mut c_void, *const c_char) -> c_int,
     in_capsule: unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void,
 }
@@ -59,6 +67,10 @@ impl Python {
             give_lock_back: symbol!("PyGILState_Release"),
             fetch_error: symbol!("PyErr_Fetch"),
             restore_error: symbol!("PyErr_Restore"),
+            raise_later: symbol!("PyThreadState_SetAsyncExc"),
+            this_thread: symbol!("PyThread_get_thread_ident"),
+            disable_collector: symbol!("PyGC_Disable"),
+            enable_collector: symbol!("PyGC_Enable"),
             is_capsule: symbol!("PyCapsule_IsValid"),
             in_capsule: symbol!("PyCapsule_GetPointer"),
         })
@@ -67,6 +79,38 @@ impl Python {
     fn here() -> Option<&'static Self> {
         static HERE: OnceLock<Option<Python>> = OnceLock::new();
         HERE.get_or_init(Self::find).as_ref()
+    }
+}
+
+/// What the garbage collector rests for, and whether it was on before. Both change with the interpreter's lock held.
+static RESTS: AtomicUsize = AtomicUsize::new(0);
+static WAS_ON: AtomicBool = AtomicBool::new(false);
+
+impl Python {
+    /// Has the garbage collector rest until [`go_on`](Self::go_on).
+    ///
+    /// # Safety
+    /// The thread has the interpreter's lock.
+    unsafe fn rest(&self) {
+        RESTS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller vouches for it. It answers whether the collector was on.
+        if unsafe { (self.disable_collector)() } != 0 {
+            WAS_ON.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Ends one of them.
+    ///
+    /// # Safety
+    /// As for [`rest`](Self::rest).
+    unsafe fn go_on(&self) {
+        // None is left to take from in a child that was made in the middle of this.
+        let less = |rests: usize| rests.checked_sub(1);
+        let before = RESTS.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+        if before == Ok(1) && WAS_ON.swap(false, Ordering::Relaxed) {
+            // SAFETY: the caller vouches for it.
+            unsafe { (self.enable_collector)() };
+        }
     }
 }
 
@@ -79,8 +123,8 @@ thread_local! {
     static ENDS_IT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls a function of Python's; not where the interpreter ends.
-fn call<T>(function: impl FnOnce() -> T) -> Option<T> {
+/// Does something with the interpreter's lock; not where the interpreter ends.
+fn with_lock<T>(work: impl FnOnce(&Python) -> T) -> Option<T> {
     let python = Python::here()?;
     // In this order, so that who ends it waits for this, or this sees that it ends.
     CALLS.fetch_add(1, Ordering::SeqCst);
@@ -88,32 +132,89 @@ fn call<T>(function: impl FnOnce() -> T) -> Option<T> {
     let is_there = || unsafe { (python.is_initialized)() != 0 };
     let may = || !IS_ENDING.load(Ordering::SeqCst) || ENDS_IT.get();
     let made = (may() && is_there()).then(|| {
-        let (mut kind, mut value, mut trace) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the interpreter is there. What was laid aside is given back with the lock held, once.
-        unsafe {
-            let state = (python.take_lock)();
-            (python.fetch_error)(&raw mut kind, &raw mut value, &raw mut trace);
-            let made = function();
-            (python.restore_error)(kind, value, trace);
-            (python.give_lock_back)(state);
-            made
-        }
+        // SAFETY: the interpreter is there.
+        let state = unsafe { (python.take_lock)() };
+        let made = work(python);
+        // SAFETY: the lock that was just taken.
+        unsafe { (python.give_lock_back)(state) };
+        made
     });
     // None is left to take from in a child that was made in the middle of this.
     let _ = CALLS.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |calls| calls.checked_sub(1));
     made
 }
 
-/// A `vpmm_where` that asks a function of Python's, which is its context; 0 once the interpreter ends.
+/// Calls a function of Python's; not where the interpreter ends.
+fn call<T>(function: impl FnOnce() -> T) -> Option<T> {
+    with_lock(|python| {
+        let (mut kind, mut value, mut trace) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the lock is held. What was laid aside is given back, once.
+        unsafe {
+            (python.fetch_error)(&raw mut kind, &raw mut value, &raw mut trace);
+            python.rest();
+            let made = function();
+            python.go_on();
+            (python.restore_error)(kind, value, trace);
+            made
+        }
+    })
+}
+
+/// In what a place is answered as: it is the address of a class of exceptions.
+const RAISED: u64 = 1 << 63;
+
+/// A `vpmm_where` that asks a function of Python's, which is its context; 0 once the interpreter ends. What the
+/// function answers with the highest bit is the address of a class of exceptions, such as a signal's handler
+/// raises there: nobody is there to be told, so that the thread has one when it is back in the program.
 ///
 /// # Safety
-/// `function` is a `uint64_t (*)(void)` that lets no exception out.
+/// `function` is a `uint64_t (*)(void)` that lets no exception out; a class that it answers lasts.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_python_where(function: *mut c_void) -> u64 {
     // SAFETY: the caller vouches for it.
     let function: unsafe extern "C" fn() -> u64 = unsafe { std::mem::transmute(function) };
-    // SAFETY: as above.
-    call(|| unsafe { function() }).unwrap_or(0)
+    let ask = || {
+        // SAFETY: the caller vouches for it.
+        let place = unsafe { function() };
+        let (Some(python), true) = (Python::here(), place & RAISED != 0) else { return place };
+        let class = ptr::with_exposed_provenance_mut((place & !RAISED) as usize);
+        // SAFETY: a class; the thread has the interpreter's lock, and runs no more of Python's here.
+        unsafe { (python.raise_later)((python.this_thread)(), class) };
+        0
+    };
+    call(ask).unwrap_or(0)
+}
+
+/// Has the garbage collector rest until `vpmm_python_go_on` with the same: for who calls the library where that
+/// may call Python's functions. All that Python makes on the way there may set the collector off, too. Nothing
+/// once the interpreter ends.
+///
+/// # Safety
+/// `token` is to a number, 0 at first, that nobody else changes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_rest(token: *mut u32) {
+    // SAFETY: the caller vouches for it.
+    unsafe { change(token, 1, Python::rest) };
+}
+
+/// Ends what `vpmm_python_rest` has begun with a number; nothing where it did not come to that.
+///
+/// # Safety
+/// As `vpmm_python_rest`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_go_on(token: *mut u32) {
+    // SAFETY: the caller vouches for it.
+    unsafe { change(token, 0, Python::go_on) };
+}
+
+/// # Safety
+/// As `vpmm_python_rest`; `work` asks for no more than the interpreter's lock.
+unsafe fn change(token: *mut u32, to: u32, work: unsafe fn(&Python)) {
+    // SAFETY: the caller vouches for it.
+    if unsafe { token.replace(to) } != to {
+        // SAFETY: the caller vouches for it; the lock is held.
+        with_lock(|python| unsafe { work(python) });
+    }
 }
 
 /// A `vpmm_write` that hands its text to a function of Python's, which is its context.
@@ -326,8 +427,23 @@ pub extern "C" fn vpmm_python_end() {
     }
 }
 
-/// The process is the child of a fork: the threads whose calls were under way are not there.
+/// The process is the child of a fork: the threads whose calls were under way are not there, and the garbage
+/// collector does not rest for them.
+///
+/// # Safety
+/// The interpreter is there, and the caller has not got its lock.
 #[unsafe(no_mangle)]
-pub extern "C" fn vpmm_python_forked() {
+pub unsafe extern "C" fn vpmm_python_forked() {
     CALLS.store(0, Ordering::SeqCst);
+    RESTS.store(0, Ordering::Relaxed);
+    if WAS_ON.swap(false, Ordering::Relaxed)
+        && let Some(python) = Python::here()
+    {
+        // SAFETY: the caller vouches for it.
+        unsafe {
+            let state = (python.take_lock)();
+            (python.enable_collector)();
+            (python.give_lock_back)(state);
+        }
+    }
 }

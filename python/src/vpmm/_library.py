@@ -21,6 +21,7 @@ from ._native import ffi, lib
 __all__ = [
     "EVERY_DEVICE",
     "NULL",
+    "Raised",
     "address",
     "answer",
     "but_in_a_child",
@@ -73,6 +74,23 @@ def call(function: Any, *arguments: Any) -> None:
     if status:
         name = ffi.string(lib.vpmm_status_name(status)).decode()
         raise error_of(name, ffi.string(lib.vpmm_last_error()).decode(errors="replace"))
+
+
+class Raised:
+    """What a function that the library calls raises, or a signal's handler that runs there. It cannot pass
+    through the library, and goes on when the call is over."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+
+    def note(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        """The function's ``onerror``."""
+        self._error = error
+
+    def go_on(self) -> None:
+        """Raises it, if there is something."""
+        if self._error is not None:
+            raise self._error
 
 
 def answer(kind: str, function: Any, *arguments: Any) -> Any:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ._library import NULL, call, ffi, lib
+from ._library import NULL, Raised, call, ffi, lib
 
 #: With what ends a folder's name: `vpmm_tools.py` beside it is somebody else's.
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
@@ -52,9 +52,28 @@ class _Places:
 
 
 _places = _Places(0)
+_is_asked = False
+
+#: With the address of a class of exceptions, in place of a number: the library has the thread raise one.
+_RAISED = 1 << 63
+#: Such classes, as they are to last.
+_classes: set[type[BaseException]] = set()
 
 
-@ffi.callback("uint64_t(void)", error=0)
+def has_places() -> bool:
+    """Whether requests ask where the program is."""
+    return _is_asked
+
+
+def _raised(kind: type[BaseException], error: BaseException, trace: Any) -> int:
+    """What a signal's handler raises, as of Ctrl-C, is the program's. That it is deep in calls is not."""
+    if issubclass(kind, RecursionError | MemoryError):
+        return 0
+    _classes.add(kind)
+    return _RAISED | id(kind)
+
+
+@ffi.callback("uint64_t(void)", error=0, onerror=_raised)
 def _where() -> int:
     frames: list[tuple[str, int, str]] = []
     frame = sys._getframe().f_back
@@ -70,14 +89,16 @@ def record_history(most: int = 100_000, *, frames: bool = True) -> None:
     """Keeps the last so many requests, frees and failures of the process's pools for :func:`snapshot`, with
     the Python calls that led to each; what was kept before is forgotten. 0 ends it. Without it a request
     costs nothing more; with frames it costs microseconds."""
-    global _places
+    global _places, _is_asked
     _places = _Places(most)
+    _is_asked = _is_asked or bool(most and frames)
     if most and frames:
         # Not at once: a tensor may end while an exception is under way, or the interpreter.
         place = ffi.addressof(lib, "vpmm_python_where"), ffi.cast("void *", _where)
     else:
         place = NULL, NULL
     call(lib.vpmm_process_record_history, most, *place)
+    _is_asked = bool(most and frames)
 
 
 def _frames(place: _Place) -> list[dict[str, Any]]:
@@ -116,12 +137,14 @@ def _unmapped(events: list[dict[str, Any]], segments: list[dict[str, Any]]) -> I
 def taken(function: Any, *arguments: Any) -> dict[str, Any]:
     """What a function of the library's writes."""
     parts: list[bytes] = []
+    raised = Raised()
 
-    @ffi.callback("void(char *, size_t)")
+    @ffi.callback("void(char *, size_t)", onerror=raised.note)
     def write(text: Any, length: int) -> None:
         parts.append(ffi.buffer(text, length)[:])
 
     call(function, *arguments, ffi.addressof(lib, "vpmm_python_write"), ffi.cast("void *", write))
+    raised.go_on()
     made = json.loads(b"".join(parts))
     for segment in made["segments"]:
         segment["segment_pool_id"] = tuple(segment["segment_pool_id"])

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._errors import DisconnectedError, Error, LockTimeoutError, RefusedError, StaleMemoryLayoutError
-from .._library import NULL, answer, call, encoded, ffi, lib
+from .._library import NULL, Raised, answer, call, encoded, ffi, lib
 from .._pool import _driver
 
 __all__ = [
@@ -113,10 +113,20 @@ class _Seen:
     library, so nothing is done there but to take down what came."""
 
     def __init__(self, signature: str, visit: str, take: Any):
-        self.all: list[Any] = []
-        self._function = ffi.callback(signature, lambda *values: self.all.append(take(*values)))
+        self._all: list[Any] = []
+        self._raised = Raised()
+        note = self._raised.note
+        self._function = ffi.callback(
+            signature, lambda *values: self._all.append(take(*values)), onerror=note
+        )
         #: What the library is given: by a function of its own, as the interpreter may end meanwhile.
         self.by = ffi.addressof(lib, visit), ffi.cast("void *", self._function)
+
+    @property
+    def all(self) -> list[Any]:
+        """All that came, once the call is over; what a signal's handler has raised meanwhile goes on here."""
+        self._raised.go_on()
+        return self._all
 
 
 def _allocations(take: Any = _allocation) -> _Seen:

@@ -7,47 +7,39 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import _pool
-from .._library import NULL, address, answer, ffi, lib
-from ._functions import Collector, Functions
+from .._library import address, answer, ffi, lib
+from ._functions import Functions
 from ._resource import DeviceMemoryResource, UpstreamResourceAdaptor, handle_of
 
 
-@contextlib.contextmanager
-def _called(context: Any, *, is_request: bool = False) -> Iterator[tuple[Callable[..., Any], ...]]:
-    """The functions of a resource, as what stands on it calls them. What they raise is kept for who called
-    the library."""
-    # Where that was no Python the garbage collector is still on.
-    this_call = object()
-    try:
-        Collector.rest(this_call)
-        yield ffi.from_handle(context).functions
-    except BaseException as error:
-        Functions.note(error, is_lack=is_request and isinstance(error, Exception))
-    finally:
-        Collector.go_on(this_call)
+def _note(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """What a function raises, or a signal's handler before it begins, is kept for who called the library."""
+    Functions.note(error)
 
 
-@ffi.callback("void *(void *, size_t, size_t, void *)")
+def _note_of_request(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    Functions.note(error, is_lack=isinstance(error, Exception))
+
+
+@ffi.callback("void *(void *, size_t, size_t, void *)", onerror=_note_of_request)
 def _allocate(context: Any, size: int, align: int, stream: Any) -> Any:
-    with _called(context, is_request=True) as (allocate, _):
-        return ffi.cast("void *", allocate(size, int(ffi.cast("uintptr_t", stream))))
-    return NULL
+    allocate, _ = ffi.from_handle(context).functions
+    return ffi.cast("void *", allocate(size, int(ffi.cast("uintptr_t", stream))))
 
 
-@ffi.callback("void(void *, void *, size_t, size_t, void *)")
+@ffi.callback("void(void *, void *, size_t, size_t, void *)", onerror=_note)
 def _deallocate(context: Any, pointer: Any, size: int, align: int, stream: Any) -> None:
-    with _called(context) as (_, deallocate):
-        deallocate(address(pointer), size, int(ffi.cast("uintptr_t", stream)))
+    _, deallocate = ffi.from_handle(context).functions
+    deallocate(address(pointer), size, int(ffi.cast("uintptr_t", stream)))
 
 
-@ffi.callback("uint32_t(void *, size_t)")
+@ffi.callback("uint32_t(void *, size_t)", onerror=_note_of_request)
 def _make_room(context: Any, size: int) -> int:
-    with _called(context, is_request=True) as (function,):
-        return bool(function(size))
-    return 0
+    (function,) = ffi.from_handle(context).functions
+    return bool(function(size))
 
 
-@ffi.callback("void(void *)")
+@ffi.callback("void(void *)", onerror=_note)
 def _finish(context: Any) -> None:
     ffi.from_handle(context).forget()
 

@@ -2,60 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from .._library import ffi, lock_of_each_process
-
-
-class Collector:
-    """Has the garbage collector rest in calls of the library that may call Python's functions: perhaps with a
-    lock, so that it may not free a buffer of the same resource then. From before a call until it is over, as
-    all that Python makes in between may set it off, the first arguments of a function among that."""
-
-    #: By what tells the calls apart, on whichever threads.
-    _calls: ClassVar[set[object]] = set()
-    #: Whether it rests for these, and was on before.
-    _rests = False
-    _lock = threading.RLock()
-
-    @classmethod
-    def rest(cls, call: object) -> None:
-        """Until :meth:`go_on` with the same, whatever comes in between: before what that is called after."""
-        with cls._lock:
-            cls._calls.add(call)
-            if gc.isenabled():
-                cls._rests = True
-                gc.disable()
-
-    @classmethod
-    def go_on(cls, call: object) -> None:
-        """Once no other call is under way."""
-        lock = cls._lock
-        lock.acquire()
-        try:
-            cls._calls.discard(call)
-            if cls._rests and not cls._calls:
-                cls._rests = False
-                # What it frees, even here, waits for nobody: no call is under way, and none begins yet.
-                gc.enable()
-        finally:
-            lock.release()
-
-    @classmethod
-    def after_in_child(cls) -> None:
-        """The calls of other threads are not under way in a child of the process."""
-        cls._calls.clear()
-        if cls._rests:
-            cls._rests = False
-            gc.enable()
-
-
-lock_of_each_process(Collector, "_lock")
-os.register_at_fork(after_in_child=Collector.after_in_child)
+from .. import _snapshot
+from .._library import ffi, lib
 
 
 class Functions:
@@ -95,25 +47,28 @@ def forwarded(function: Any, *arguments: Any, back: Callable[[Any], None] | None
     """Calls the library; what a function of Python's has raised in there goes on here. `back` gives back what
     came of it, where that raises all the same; not by a lack that was made good, as by a callback that makes
     room."""
-    if not Functions._live:
+    if not (Functions._live or _snapshot.has_places()):
         return function(*arguments)
-    # What the garbage collector frees comes here, too, in the middle of other things.
-    before, this_call = Functions.exchange(None), object()
-    try:
-        Collector.rest(this_call)
+    # What calls those may hold a lock, which a buffer of the same resource would wait for at its end: the
+    # garbage collector rests from here on, as all that Python makes may set it off. Until the block is left,
+    # however that is: a signal's handler may raise something anywhere in it, but not where it is left.
+    with ffi.gc(ffi.new("uint32_t *"), lib.vpmm_python_go_on) as this_call:
+        lib.vpmm_python_rest(this_call)
+        # What the garbage collector frees comes here, too, in the middle of other things.
+        before = Functions.exchange(None)
         try:
-            result = function(*arguments)
-        except Exception:
+            try:
+                result = function(*arguments)
+            except Exception:
+                noted = Functions.exchange(None)
+                if noted is not None:
+                    raise noted[0] from None
+                raise
             noted = Functions.exchange(None)
-            if noted is not None:
-                raise noted[0] from None
-            raise
-        noted = Functions.exchange(None)
-        if noted is None or noted[1]:
-            return result
-        if back is not None:
-            back(result)
-        raise noted[0]
-    finally:
-        Functions.exchange(before)
-        Collector.go_on(this_call)
+            if noted is None or noted[1]:
+                return result
+            if back is not None:
+                back(result)
+            raise noted[0]
+        finally:
+            Functions.exchange(before)

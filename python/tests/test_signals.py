@@ -1,0 +1,101 @@
+"""What signals' handlers raise, as Ctrl-C's does, while the library calls functions of the package's."""
+
+import contextlib
+import gc
+import random
+import signal
+
+import pytest
+
+import vpmm
+from vpmm import mr
+from vpmm._library import ffi, lib
+
+
+class Stop(BaseException):
+    """Raised by the handler."""
+
+
+@pytest.fixture
+def stopped():
+    """Calls something again and again until a signal has come, some times; it is to be ended by that."""
+    has_come = False
+
+    def handler(*_):
+        nonlocal has_come
+        has_come = True
+        raise Stop
+
+    def until_it_comes(work, longest):
+        signal.setitimer(signal.ITIMER_REAL, random.random() * longest + 1e-6)
+        while not has_come:
+            work()
+
+    def stopped(work, turns, longest):
+        nonlocal has_come
+        for _ in range(turns):
+            has_come = False
+            # By a call, as Python's newer compilers leave a loop's jump out of the block that it is in.
+            with pytest.raises(Stop):
+                until_it_comes(work, longest)
+
+    # What is raised where the collector frees something is nobody's to see.
+    gc.collect()
+    before = signal.signal(signal.SIGALRM, handler)
+    yield stopped
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def allocates():
+    resource = mr.CallbackMemoryResource(lambda size, stream: 4096, lambda pointer, size, stream: None)
+    return lambda: resource.allocate(256)
+
+
+def deallocates():
+    resource = mr.CallbackMemoryResource(lambda size, stream: 4096, lambda pointer, size, stream: None)
+    return lambda: resource.deallocate(4096, 256)
+
+
+def finds_none():
+    resource = mr.FailureCallbackResourceAdaptor(mr.CudaMemoryResource(), lambda size: False)
+
+    def work():
+        with contextlib.suppress(MemoryError):
+            resource.allocate(1 << 50)
+
+    return work
+
+
+@pytest.mark.parametrize("make", [allocates, deallocates, finds_none])
+def test_it_comes_out_of_calls_with_functions(stopped, make):
+    stopped(make(), 300, 1e-3)
+    # It rests for these.
+    assert gc.isenabled()
+
+
+def test_it_comes_out_of_snapshots(stopped):
+    pool = vpmm.Pool.of_process()
+    kept = [pool.malloc(512) for _ in range(10_000)]
+    try:
+        stopped(vpmm.snapshot, 30, 0.1)
+    finally:
+        for pointer in kept:
+            pool.free(pointer)
+
+
+def test_it_comes_out_behind_a_request_that_is_noted(stopped):
+    """Where it was, be it PyTorch, nobody could be told."""
+    pointer = ffi.new("void **")
+
+    def work():
+        # What the last turn has left; where that freed it, it is refused.
+        lib.vpmm_process_free(0, pointer[0], ffi.NULL)
+        lib.vpmm_process_malloc(0, 1000, ffi.NULL, pointer)
+
+    vpmm.record_history(100)
+    try:
+        stopped(work, 300, 1e-3)
+    finally:
+        vpmm.record_history(0)
+    lib.vpmm_process_free(0, pointer[0], ffi.NULL)
