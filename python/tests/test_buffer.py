@@ -1,6 +1,7 @@
 """Buffers, and how other libraries see them."""
 
 import array
+import ctypes
 import gc
 import pickle
 import subprocess
@@ -11,7 +12,7 @@ import numpy
 import pytest
 
 import vpmm
-from vpmm import _buffer
+from vpmm import _buffer, _dlpack
 from vpmm._errors import error_of
 from vpmm._stream import raw_stream
 from vpmm.mr import _resource
@@ -175,21 +176,24 @@ def test_dlpack_keeps_the_memory_until_the_borrower_is_done():
         buffer.__dlpack__(dl_device=(1, 0))
 
 
-def test_dlpack_is_what_a_borrower_reads():
-    import ctypes
-
-    from vpmm import _dlpack
-
+@pytest.mark.parametrize("version", [None, (0, 8), (1, 0), (2, 3)])
+def test_dlpack_is_what_a_borrower_reads(version):
+    is_versioned = version is not None and version[0] >= 1
+    name = b"dltensor_versioned" if is_versioned else b"dltensor"
     before = vpmm.statistics().live_count
     buffer = vpmm.DeviceBuffer.from_bytes(b"abcd")
-    capsule, pointer = buffer.__dlpack__(stream=-1), buffer.ptr
+    capsule, pointer = buffer.__dlpack__(stream=-1, max_version=version), buffer.ptr
     del buffer
     pointer_of, rename = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_SetName
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     rename.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    managed = _dlpack._Managed.from_address(pointer_of(capsule, b"dltensor"))
-    used = ctypes.c_char_p(b"used_dltensor")
+    kind = _dlpack._Versioned if is_versioned else _dlpack._Managed
+    managed = kind.from_address(pointer_of(capsule, name))
+    used = ctypes.c_char_p(b"used_" + name)
     rename(capsule, used)
+    if is_versioned:
+        # Of the version that it has, and neither read-only nor a copy.
+        assert (managed.version.major, managed.version.minor, managed.flags) == (1, 0, 0)
     tensor = managed.tensor
     assert (tensor.data, tensor.byte_offset, bool(tensor.strides)) == (pointer, 0, False)
     assert (tensor.ndim, tensor.shape[0], tensor.device.type, tensor.device.id) == (1, 4, 2, 0)

@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 import vpmm
-from vpmm import mr
+from vpmm import _dlpack, mr
 from vpmm._library import answer, lib
 from vpmm._pool import _driver
 from vpmm.mr._functions import Functions
@@ -391,6 +391,25 @@ def test_what_dlpack_says_of_memory():
     assert numpy.from_dlpack(buffer).tobytes() == b"abcdefghij"
     with pytest.raises(AttributeError, match="does not reach"):
         _ = buffer.__cuda_array_interface__
+
+
+@pytest.mark.parametrize(
+    "make", [mr.PinnedHostMemoryResource, mr.ManagedMemoryResource, mr.HostMemoryResource]
+)
+def test_numpy_writes_to_what_the_host_reaches(make):
+    buffer = vpmm.DeviceBuffer.from_bytes(b"abcd", mr=make())
+    array = numpy.from_dlpack(buffer)
+    array[1] = ord("x")
+    assert buffer.to_bytes() == b"axcd"
+    # It is the host's memory for who asks for that.
+    capsule = buffer.__dlpack__(dl_device=(1, 0))
+    (_, managed, _), *_ = reversed(_dlpack._LENT.values())
+    assert (managed.tensor.device.type, managed.tensor.device.id) == (1, 0)
+    del buffer, capsule
+    gc.collect()
+    assert len(_dlpack._LENT) == 1 and array.tobytes() == b"axcd"
+    del array
+    assert not _dlpack._LENT
 
 
 def test_streams_that_a_resource_takes_no_notes_of():

@@ -31,7 +31,8 @@ use crate::service::vpmm_gms_allocation;
 /// How long the end of the interpreter waits for calls of other threads.
 const LONGEST: Duration = Duration::from_secs(1);
 
-/// What a capsule of DLPack's is named until somebody takes what is in it.
+/// What capsules of DLPack's are named until somebody takes what is in them: since version 1.0, and before.
+const VERSIONED: *const c_char = c"dltensor_versioned".as_ptr();
 const LENT: *const c_char = c"dltensor".as_ptr();
 
 type Fetch = unsafe extern "C" fn(*mut *mut c_void, *mut *mut c_void, *mut *mut c_void);
@@ -383,6 +384,14 @@ struct Managed {
     deleter: Option<unsafe extern "C" fn(*mut c_void)>,
 }
 
+/// DLPack's `DLManagedTensorVersioned`, but for what comes behind.
+#[repr(C)]
+struct Versioned {
+    version: [u32; 2],
+    context: unsafe extern "C" fn(*mut c_void),
+    deleter: Option<unsafe extern "C" fn(*mut c_void)>,
+}
+
 /// The deleter of a `DLManagedTensor` whose `manager_ctx` is the function of Python's that gives it back,
 /// a `void (*)(DLManagedTensor *)`. It is not given back once the interpreter ends.
 ///
@@ -396,21 +405,41 @@ pub unsafe extern "C" fn vpmm_python_delete(managed: *mut c_void) {
     call(|| unsafe { function(managed) });
 }
 
-/// The destructor of a capsule with a `DLManagedTensor`: one that nobody took is given back.
+/// The same for a `DLManagedTensorVersioned`.
+///
+/// # Safety
+/// As `vpmm_python_delete`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_delete_versioned(managed: *mut c_void) {
+    // SAFETY: the caller vouches for it.
+    let function = unsafe { (*managed.cast::<Versioned>()).context };
+    // SAFETY: as above.
+    call(|| unsafe { function(managed) });
+}
+
+/// The destructor of a capsule with either: one that nobody took is given back.
 ///
 /// # Safety
 /// `capsule` is a `PyCapsule` that ends; the thread has the interpreter's lock.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_python_end_capsule(capsule: *mut c_void) {
     let Some(python) = Python::here() else { return };
-    // SAFETY: the caller vouches for it. Neither touches an exception that is under way.
-    unsafe {
-        if (python.is_capsule)(capsule, LENT) == 0 {
+    for name in [LENT, VERSIONED] {
+        // SAFETY: the caller vouches for it. Neither touches an exception that is under way.
+        unsafe {
+            if (python.is_capsule)(capsule, name) == 0 {
+                continue;
+            }
+            let managed = (python.in_capsule)(capsule, name);
+            let deleter = match name == VERSIONED {
+                true => (*managed.cast::<Versioned>()).deleter,
+                false => (*managed.cast::<Managed>()).deleter,
+            };
+            // It may end what is in the capsule, which is not looked at again.
+            if let Some(delete) = deleter {
+                delete(managed);
+            }
             return;
-        }
-        let managed = (python.in_capsule)(capsule, LENT);
-        if let Some(delete) = (*managed.cast::<Managed>()).deleter {
-            delete(managed);
         }
     }
 }

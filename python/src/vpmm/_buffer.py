@@ -319,11 +319,15 @@ class DeviceBuffer:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+        own_device = self.__dlpack_device__()
+        device = own_device if dl_device is None else (dl_device[0], dl_device[1])
+        # What the host reaches is its memory, too.
+        is_for_the_host = device == (_dlpack.CPU, 0) and own_device[0] != _dlpack.CUDA
+        if device != own_device and not is_for_the_host:
             raise BufferError("a buffer is lent on its own device only")
         if copy:
             raise BufferError("a buffer is lent, not copied")
-        if stream is None and self._pointer and self.__dlpack_device__()[0] != _dlpack.CUDA:
+        if stream is None and self._pointer and own_device[0] != _dlpack.CUDA:
             # Whoever names no stream may read on the host at once, as NumPy does.
             call(lib.vpmm_process_synchronize, self._device, handle(self._here()))
         # None stands for the legacy default stream, -1 for no order at all.
@@ -335,7 +339,9 @@ class DeviceBuffer:
                 # Its work may still run when the consumer lets go. By the number alone: nothing is there
                 # to be kept.
                 self.record_stream(consumer)
-        return _dlpack.capsule(self, self._pointer, self._size, self.__dlpack_device__())
+        # Without a version borrowers such as NumPy take the memory for read-only.
+        is_versioned = max_version is not None and max_version[0] >= 1
+        return _dlpack.capsule(self, self._pointer, self._size, device, is_versioned=is_versioned)
 
     def __reduce__(self) -> Any:
         return (type(self).from_bytes, (self.to_bytes(),))
