@@ -199,6 +199,20 @@ except vpmm.PointerError:
     assert "a wrong free" in ran.stderr and "never freed: 1 allocation, 1000 B" in ran.stderr
 
 
+def test_a_child_does_not_tell_of_its_parents_memory():
+    program = """
+import os, sys, vpmm
+kept = vpmm.DeviceBuffer(1000, mr=vpmm.mr.TrackingResourceAdaptor(vpmm.mr.CudaMemoryResource()))
+child = os.fork()
+if child == 0:
+    sys.exit()
+assert os.waitpid(child, 0)[1] == 0
+kept.free()
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "never freed" not in ran.stderr
+
+
 def test_a_log_that_rmm_s_tools_read(tmp_path, monkeypatch):
     log = mr.LoggingResourceAdaptor(mr.CudaMemoryResource(), tmp_path / 'a=b,(c) "d".csv')
     name = log.get_file_name()

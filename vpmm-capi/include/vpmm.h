@@ -2250,7 +2250,8 @@ enum vpmm_status vpmm_resource_upstream(const struct vpmm_resource *resource,
  * Gives a handle back. The resource ends with its last handle, with all that stands on it, and when it
  * is nowhere current. What divides memory (`coalescing`, `fixed-size`, `binning`, `arena`) then gives all of it
  * to what is below, whether it was freed or not; `caching` keeps the pieces of which something is allocated, a
- * pool of this library lives on until all is freed, and adaptors free nothing.
+ * pool of this library lives on until all is freed, and adaptors free nothing. In a child of the process nothing
+ * ends: it is the parent's.
  *
  * # Safety
  * `resource` is null, or a handle that is not used again; if it is the last, so is its memory.
@@ -2294,7 +2295,7 @@ void vpmm_torch_free(void *pointer, ptrdiff_t size, int device, void *stream);
 uint64_t vpmm_torch_failed_frees(void);
 
 /**
- * How many of PyTorch's requests on a device there was no memory for.
+ * How many of PyTorch's requests on a device there was no memory for; in a child of the process 0.
  */
 uint64_t vpmm_torch_failed_requests(uint32_t device);
 

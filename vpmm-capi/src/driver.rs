@@ -147,7 +147,9 @@ pub unsafe extern "C" fn vpmm_driver_device_count(
 ) -> vpmm_status {
     guard(|| {
         // SAFETY: the caller vouches for it.
-        let count = unsafe { given(driver, "driver") }?.0.driver.device_count()?;
+        let loaded = &unsafe { given(driver, "driver") }?.0;
+        loaded.check_process()?;
+        let count = loaded.driver.device_count()?;
         // SAFETY: the caller vouches for it.
         unsafe { put(out, "out", count) }
     })

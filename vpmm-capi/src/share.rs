@@ -80,7 +80,7 @@ pub struct vpmm_export {
     // Before the pool that it borrows.
     export: Mutex<Export<'static>>,
     _pool: Kept<Pool>,
-    _loaded: Arc<Loaded>,
+    loaded: Arc<Loaded>,
 }
 
 /// Prepares to send a whole pool, again and again as it grows: one of these for each receiver.
@@ -99,7 +99,7 @@ pub unsafe extern "C" fn vpmm_export_create(
         // SAFETY: what borrows it is dropped before it: here, or as the handle's first field.
         let borrowed: &'static Pool = unsafe { pool.borrow() };
         let export = Mutex::new(borrowed.export_all()?);
-        let export = vpmm_export { export, _pool: pool, _loaded: Arc::clone(from.loaded()) };
+        let export = vpmm_export { export, _pool: pool, loaded: Arc::clone(from.loaded()) };
         Ok(Box::into_raw(Box::new(export)))
     };
     // SAFETY: the caller vouches for it.
@@ -117,6 +117,8 @@ pub unsafe extern "C" fn vpmm_export_send_all(
     socket: c_int,
 ) -> vpmm_status {
     let work = |export: &vpmm_export| {
+        // Before the lock, which a thread of the parent has while it sends.
+        export.loaded.check_process()?;
         // SAFETY: the caller vouches for it.
         let socket = unsafe { borrow(socket) }?;
         Ok(export.export.lock().unwrap_or_else(PoisonError::into_inner).send(socket)?)

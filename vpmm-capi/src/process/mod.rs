@@ -195,6 +195,7 @@ pub(crate) fn limit_to_part(device: u32, part: f64) -> Result<(), Failure> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_process_configure(options: *const vpmm_pool_options) -> vpmm_status {
     guard(|| {
+        check_process()?;
         if options.is_null() {
             return Err(Failure::null("options"));
         }

@@ -3,7 +3,7 @@
 
 use std::cell::RefCell;
 use std::ffi::c_char;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use vpmm_core::{DevicePtr, Pool, StreamHandle, Tagged};
 
@@ -59,8 +59,14 @@ thread_local! {
 /// thread that ends with some open leaves them counted, which only has every request look here.
 static OPEN: Mutex<usize> = Mutex::new(0);
 
-fn open() -> MutexGuard<'static, usize> {
-    OPEN.lock().unwrap_or_else(PoisonError::into_inner)
+/// Not in a child of the process, whose requests are refused, and in which a thread of its parent may have the lock.
+fn change_open(work: impl FnOnce(&mut usize)) {
+    if super::check_process().is_err() {
+        return;
+    }
+    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    work(&mut open);
+    mode::set(Mode::Tagging, *open > 0);
 }
 
 /// Runs something with the tag that counts, if there is one. Nothing in it asks for memory: what that
@@ -100,9 +106,7 @@ pub(super) fn heap_of(pool: &Pool, device: u32) -> Option<Result<Heap, Failure>>
 
 fn push(entry: Open) {
     TAGS.with(|tags| tags.borrow_mut().push(entry));
-    let mut open = open();
-    *open += 1;
-    mode::set(Mode::Tagging, true);
+    change_open(|open| *open += 1);
 }
 
 /// From now on what this thread asks a device's pool for comes from a heap of the memory service's, until
@@ -147,9 +151,7 @@ pub extern "C" fn vpmm_process_pop_tag() -> vpmm_status {
             let text = "this thread has no tag";
             return Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text));
         }
-        let mut open = open();
-        *open -= 1;
-        mode::set(Mode::Tagging, *open > 0);
+        change_open(|open| *open -= 1);
         Ok(())
     })
 }

@@ -113,8 +113,11 @@ pub(super) fn take_back(number: u64) {
     }
 }
 
-/// The events so far, the oldest first.
+/// The events so far, the oldest first; in a child of the process none.
 pub(super) fn events() -> Vec<Event> {
+    if super::check_process().is_err() {
+        return Vec::new();
+    }
     trace().events.iter().copied().collect()
 }
 
@@ -132,6 +135,7 @@ pub unsafe extern "C" fn vpmm_process_record_history(
     context: *mut c_void,
 ) -> vpmm_status {
     guard(|| {
+        super::check_process()?;
         let mut trace = trace();
         // An address that only the callback knows.
         let context = context.expose_provenance();

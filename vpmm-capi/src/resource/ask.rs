@@ -135,7 +135,7 @@ pub unsafe extern "C" fn vpmm_resource_held_bytes(
 ) -> vpmm_status {
     let work = || {
         // SAFETY: the caller vouches for it.
-        let held = unsafe { given(resource, "resource") }?.built().resource().held_bytes();
+        let held = unsafe { given(resource, "resource") }?.here()?.resource().held_bytes();
         let text = "the resource holds nothing of its own";
         held.ok_or_else(|| Failure::new(vpmm_status::VPMM_UNSUPPORTED, text))
     };

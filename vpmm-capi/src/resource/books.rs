@@ -62,7 +62,7 @@ fn is_not(what: &str) -> Failure {
 
 impl vpmm_resource {
     fn statistics(&self) -> Result<&Arc<Statistics<Any>>, Failure> {
-        match self.built().face() {
+        match self.here()?.face() {
             Face::Statistics(statistics) => Ok(statistics),
             _ => Err(is_not("statistics")),
         }
@@ -161,7 +161,7 @@ pub unsafe extern "C" fn vpmm_resource_allocated_bytes(
 ) -> vpmm_status {
     let work = || {
         // SAFETY: the caller vouches for it.
-        match unsafe { given(resource, "resource") }?.built().face() {
+        match unsafe { given(resource, "resource") }?.here()?.face() {
             Face::Limiting(limiting) => Ok(limiting.allocated_bytes()),
             Face::Tracking(tracking) => Ok(tracking.outstanding_bytes()),
             Face::Statistics(statistics) => {
@@ -185,7 +185,7 @@ pub unsafe extern "C" fn vpmm_resource_limit_bytes(
 ) -> vpmm_status {
     let work = || {
         // SAFETY: the caller vouches for it.
-        match unsafe { given(resource, "resource") }?.built().face() {
+        match unsafe { given(resource, "resource") }?.here()?.face() {
             Face::Limiting(limiting) => Ok(limiting.limit_bytes()),
             _ => Err(is_not("limiting")),
         }
@@ -209,7 +209,7 @@ pub unsafe extern "C" fn vpmm_resource_outstanding(
     count: *mut u64,
 ) -> vpmm_status {
     let work = |resource: &vpmm_resource| {
-        let Face::Tracking(tracking) = resource.built().face() else {
+        let Face::Tracking(tracking) = resource.here()?.face() else {
             return Err(is_not("tracking"));
         };
         let outstanding = tracking.outstanding();
@@ -239,7 +239,7 @@ pub unsafe extern "C" fn vpmm_resource_log_file(
     lost: *mut u64,
 ) -> vpmm_status {
     let work = |resource: &vpmm_resource| {
-        let Face::Logging(logging, file) = resource.built().face() else {
+        let Face::Logging(logging, file) = resource.here()?.face() else {
             return Err(is_not("logging"));
         };
         // SAFETY: the caller vouches for it.
@@ -259,7 +259,7 @@ pub unsafe extern "C" fn vpmm_resource_log_file(
 /// `resource` is null or a handle.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_resource_flush_log(resource: *const vpmm_resource) -> vpmm_status {
-    let work = |resource: &vpmm_resource| match resource.built().face() {
+    let work = |resource: &vpmm_resource| match resource.here()?.face() {
         Face::Logging(logging, _) => Ok(logging.flush()?),
         _ => Err(is_not("logging")),
     };
@@ -280,7 +280,7 @@ pub unsafe extern "C" fn vpmm_resource_add_bin(
     bin: *const vpmm_resource,
 ) -> vpmm_status {
     let work = |resource: &vpmm_resource| {
-        let Face::Binning(binning) = resource.built().face() else {
+        let Face::Binning(binning) = resource.here()?.face() else {
             return Err(is_not("binning"));
         };
         // SAFETY: the caller vouches for it.

@@ -26,9 +26,10 @@ pub unsafe extern "C" fn vpmm_resource_allocate(
     let work = || {
         // SAFETY: the caller vouches for it.
         let resource = unsafe { given(resource, "resource") }?;
+        let built = resource.here()?;
         // SAFETY: the caller vouches for it.
         let stream = unsafe { resource.stream(stream) };
-        let ptr = resource.built().resource().allocate(bytes, align.max(1), stream)?;
+        let ptr = built.resource().allocate(bytes, align.max(1), stream)?;
         resource.keep_mark(ptr);
         Ok(to_pointer(ptr))
     };
@@ -51,10 +52,11 @@ pub unsafe extern "C" fn vpmm_resource_deallocate(
     stream: *mut c_void,
 ) -> vpmm_status {
     let work = |resource: &vpmm_resource| {
+        let built = resource.here()?;
         // SAFETY: the caller vouches for it.
         let stream = unsafe { resource.stream(stream) };
         let ptr = resource.take_mark(of_pointer(pointer));
-        let freed = resource.built().resource().deallocate(ptr, bytes, align.max(1), stream);
+        let freed = built.resource().deallocate(ptr, bytes, align.max(1), stream);
         if freed.is_err() {
             resource.keep_mark(ptr);
         }
@@ -79,9 +81,10 @@ pub unsafe extern "C" fn vpmm_resource_record_stream(
         if pointer.is_null() {
             return Ok(());
         }
+        let built = resource.here()?;
         // SAFETY: the caller vouches for it.
         let stream = unsafe { resource.stream(stream) };
-        Ok(resource.built().resource().record_stream(of_pointer(pointer), stream)?)
+        Ok(built.resource().record_stream(of_pointer(pointer), stream)?)
     };
     // SAFETY: the caller vouches for it.
     unsafe { with(resource, "resource", work) }

@@ -35,6 +35,12 @@ impl vpmm_resource {
         &self.built
     }
 
+    /// For what may wait for a lock. Not in a child of the process: a thread of its parent may have that for ever.
+    pub(super) fn here(&self) -> Result<&Built, Failure> {
+        self.loaded.check_process()?;
+        Ok(&self.built)
+    }
+
     /// The pointers of its driver's resources that are more than their address.
     pub(super) fn marks(&self) -> MutexGuard<'_, HashMap<u64, DevicePtr>> {
         self.loaded.marks.lock().unwrap_or_else(PoisonError::into_inner)
@@ -186,12 +192,17 @@ pub unsafe extern "C" fn vpmm_resource_upstream(
 /// Gives a handle back. The resource ends with its last handle, with all that stands on it, and when it
 /// is nowhere current. What divides memory (`coalescing`, `fixed-size`, `binning`, `arena`) then gives all of it
 /// to what is below, whether it was freed or not; `caching` keeps the pieces of which something is allocated, a
-/// pool of this library lives on until all is freed, and adaptors free nothing.
+/// pool of this library lives on until all is freed, and adaptors free nothing. In a child of the process nothing
+/// ends: it is the parent's.
 ///
 /// # Safety
 /// `resource` is null, or a handle that is not used again; if it is the last, so is its memory.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_resource_release(resource: *mut vpmm_resource) {
+    // SAFETY: the caller vouches for it.
+    if unsafe { resource.as_ref() }.is_some_and(|resource| resource.here().is_err()) {
+        return;
+    }
     // SAFETY: made by `Box::into_raw`, given back once.
     unsafe { release(resource) };
 }

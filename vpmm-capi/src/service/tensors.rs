@@ -104,6 +104,10 @@ pub extern "C" fn vpmm_gms_torch_end() -> vpmm_status {
             let text = "this thread has begun nothing";
             return Err(Failure::new(vpmm_status::VPMM_BAD_STATE, text));
         };
+        // A thread of the parent may have the registry for ever.
+        if is_childs() {
+            return Ok(());
+        }
         registry(|registry| {
             let at = registry.used.iter().rposition(|used| Arc::ptr_eq(used, &source));
             at.map(|at| registry.used.remove(at));

@@ -165,9 +165,12 @@ pub extern "C" fn vpmm_torch_failed_frees() -> u64 {
     FAILED_FREES.load(Ordering::Relaxed)
 }
 
-/// How many of PyTorch's requests on a device there was no memory for.
+/// How many of PyTorch's requests on a device there was no memory for; in a child of the process 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn vpmm_torch_failed_requests(device: u32) -> u64 {
+    if process::check_process().is_err() {
+        return 0;
+    }
     failed_requests().get(&device).copied().unwrap_or(0)
 }
 
