@@ -1,9 +1,11 @@
 """Memory that is lent to another process."""
 
+import concurrent.futures
 import contextlib
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -76,6 +78,28 @@ def test_another_process_has_an_allocation_and_a_pool_that_grows():
         assert process.stdout.readline() == "refused\n"
         assert process.stdout.readline() == "the memory was closed\n"
         assert process.wait(timeout=60) == 0
+    pool.free(more)
+
+
+def test_one_that_is_closed_while_another_thread_waits_for_more():
+    pool = vpmm.Pool(sharing="descriptors", addresses="1 GiB")
+    first = pool.malloc(MIB)
+    own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with own, others, concurrent.futures.ThreadPoolExecutor() as threads:
+        export = pool.export_all()
+        sent = threads.submit(export.send, own)
+        imported = vpmm.Imported.receive(others)
+        sent.result()
+        waits = threads.submit(imported.receive_more, others)
+        # In the call, as far as can be told.
+        time.sleep(0.2)
+        imported.close()
+        with pytest.raises(ValueError, match="closed"):
+            _ = imported.nbytes
+        more = pool.malloc(64 * MIB)
+        export.send(own)
+        assert waits.result() is None
+    pool.free(first)
     pool.free(more)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 from ._library import NULL, address, answer, call, ffi, lib
@@ -46,6 +47,8 @@ class Imported:
     """
 
     _handle: Any
+    #: Held by the thread that waits for more.
+    _receives: threading.RLock
     _is_read_only: bool
     device: int
     """The device's number."""
@@ -61,13 +64,15 @@ class Imported:
         kind, way = "vpmm_import *", _ACCESS[access]
         made = answer(kind, lib.vpmm_import_receive, _driver(), device, descriptor(socket), way)
         imported = cls()
+        imported._receives = threading.RLock()
         imported._handle = ffi.gc(made, lib.vpmm_import_release)
         imported.device, imported._is_read_only = device, access == "read"
         return imported
 
     def receive_more(self, socket: Any) -> None:
         """Takes what a whole pool has made since it was sent last."""
-        call(lib.vpmm_import_receive_more, self._open(), descriptor(socket))
+        with self._receives:
+            call(lib.vpmm_import_receive_more, self._open(), descriptor(socket))
 
     @property
     def ptr(self) -> int | None:
@@ -87,10 +92,15 @@ class Imported:
         return address(answer("void *", lib.vpmm_import_translate, self._open(), there))
 
     def close(self) -> None:
-        """Waits for the device's work and unmaps it. Nothing may use the memory any more."""
+        """Waits for the device's work and unmaps it. Nothing may use the memory any more. Where another
+        thread waits in :meth:`receive_more` that is when it returns."""
         handle, self._handle = self._handle, None
-        if handle is not None:
-            ffi.release(handle)
+        if handle is not None and self._receives.acquire(blocking=False):
+            try:
+                ffi.release(handle)
+            finally:
+                self._receives.release()
+        # Else with the last reference, which that call has.
 
     def __enter__(self) -> Imported:
         return self
