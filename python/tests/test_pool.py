@@ -271,6 +271,7 @@ def test_a_second_device():
     program = """
 import os
 os.environ["VPMM_DEVICE"] = "sim:1"
+import copy
 import types
 import vpmm.torch
 from vpmm._library import address, answer, call, handle, lib
@@ -286,6 +287,11 @@ pool.free(pointer)
 resource = vpmm.mr.CudaMemoryResource(device=1)
 buffer = vpmm.DeviceBuffer.from_bytes(b"abc", mr=resource)
 assert buffer.device == 1 and buffer.__dlpack_device__() == (2, 1) and buffer.to_bytes() == b"abc"
+for copied in (copy.copy(buffer), copy.deepcopy([buffer])[0]):
+    assert (copied.device, copied.mr) == (1, resource) and copied.ptr != buffer.ptr
+    assert copied.to_bytes() == b"abc"
+with vpmm.DeviceBuffer.from_bytes(b"abc", device=1) as of_pool, copy.copy(of_pool) as copied:
+    assert copied.device == 1 and copied.to_bytes() == b"abc"
 capsule = buffer.__dlpack__()
 ((_, managed, _),) = vpmm._dlpack._LENT.values()
 assert (managed.tensor.device.type, managed.tensor.device.id) == (2, 1)

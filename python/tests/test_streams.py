@@ -1,6 +1,9 @@
 """Streams that come and go, and those that last."""
 
+import concurrent.futures
+import copy
 import threading
+import types
 
 import pytest
 
@@ -275,3 +278,19 @@ def test_a_buffer_keeps_the_stream_that_it_is_copied_on(make_stream):
     assert ends == []
     source.free()
     assert ends == [before]
+
+
+def test_a_copy_is_on_its_stream_and_comes_after(make_stream, waits):
+    stream = types.SimpleNamespace(ptr=make_stream())
+    buffer = vpmm.DeviceBuffer.from_bytes(b"abcd", stream=stream)
+    made = copy.copy(buffer)
+    assert made.stream == stream.ptr and made.to_bytes() == b"abcd"
+    # It keeps the stream, too.
+    assert [*made._streams.values()] == [stream]
+    assert copy.copy(vpmm.DeviceBuffer(0, stream=stream)).size == 0
+    # Another thread's own default stream is not ours.
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        theirs = threads.submit(vpmm.DeviceBuffer.from_bytes, b"theirs", stream=2).result()
+    assert not waits
+    assert copy.copy(theirs).to_bytes() == b"theirs"
+    assert waits == [(2, 1)]

@@ -343,6 +343,19 @@ class DeviceBuffer:
         is_versioned = max_version is not None and max_version[0] >= 1
         return _dlpack.capsule(self, self._pointer, self._size, device, is_versioned=is_versioned)
 
+    def __copy__(self) -> DeviceBuffer:
+        """A buffer of its own with the contents, on the same device and stream, of the same resource."""
+        stream = next(iter(self._streams.values()), None)
+        made = type(self)(self._size, stream=stream, device=self._device, mr=self._mr)
+        # The per-thread default stream may be another thread's here.
+        if self._size and made._here() != self._here():
+            call(lib.vpmm_process_wait_for, self._device, handle(made._here()), handle(self._here()))
+        made.copy_from_device(self)
+        return made
+
+    def __deepcopy__(self, _: dict[int, Any]) -> DeviceBuffer:
+        return self.__copy__()
+
     def __reduce__(self) -> Any:
         return (type(self).from_bytes, (self.to_bytes(),))
 
