@@ -239,6 +239,9 @@ def test_bins():
     for pointer, size in ((small, 1000), (middle, 100_000), (large, 2 * MIB)):
         binning.deallocate(pointer, size)
     assert counted.allocation_counts.current_count == 0
+    for itself in (binning, mr.StatisticsResourceAdaptor(binning)):
+        with pytest.raises(ValueError, match="the bin is the resource itself, or stands on it"):
+            binning.add_bin(4 * MIB, itself)
 
 
 def test_functions_of_python_as_a_resource():

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vpmm::resource::{
     Aligned, Arena, ArenaConfig, Binning, CoalescingConfig, CoalescingPool, DeviceMalloc,
@@ -25,6 +25,8 @@ pub struct Built {
     resource: Any,
     face: Face,
     upstream: Option<Arc<Self>>,
+    /// What was added to it as bins, on which it stands, too. Clones have the same; no other has.
+    bins: Arc<Mutex<Vec<Arc<Self>>>>,
 }
 
 /// A resource by its own type, where there is more to ask of it.
@@ -50,7 +52,7 @@ pub enum Face {
 impl Built {
     /// A resource that was made elsewhere.
     pub fn new(resource: Any, upstream: Option<Arc<Self>>) -> Self {
-        Self { resource, face: Face::Other, upstream }
+        Self { resource, face: Face::Other, upstream, bins: Arc::default() }
     }
 
     /// A pool.
@@ -60,7 +62,7 @@ impl Built {
 
     /// A pool that is called through a resource of the caller's.
     pub fn through(resource: Any, pool: Pool) -> Self {
-        Self { resource, face: Face::Pool(pool), upstream: None }
+        Self { resource, face: Face::Pool(pool), upstream: None, bins: Arc::default() }
     }
 
     /// One with a face, over something or nothing.
@@ -70,7 +72,8 @@ impl Built {
         upstream: Option<&Arc<Self>>,
     ) -> Self {
         let resource = Arc::new(resource);
-        Self { face: face(Arc::clone(&resource)), resource, upstream: upstream.cloned() }
+        let (face, bins) = (face(Arc::clone(&resource)), Arc::default());
+        Self { face, resource, upstream: upstream.cloned(), bins }
     }
 
     /// The resource itself.
@@ -86,6 +89,37 @@ impl Built {
     /// What it stands on, if it stands on one.
     pub fn upstream(&self) -> Option<&Arc<Self>> {
         self.upstream.as_ref()
+    }
+
+    /// Adds a bin to it by a function, for [`Binning::add_bin`]. `None`, and nothing done, where the bin is this or
+    /// stands on it: its requests would go round for ever.
+    pub fn with_bin<T, E>(
+        &self,
+        bin: &Arc<Self>,
+        add: impl FnOnce() -> Result<T, E>,
+    ) -> Option<Result<T, E>> {
+        /// One at a time, as two may be each other's.
+        static ADDING: Mutex<()> = Mutex::new(());
+        let _alone = ADDING.lock().unwrap_or_else(PoisonError::into_inner);
+        if bin.stands_on(self) {
+            return None;
+        }
+        let added = add();
+        if added.is_ok() {
+            self.bins().push(Arc::clone(bin));
+        }
+        Some(added)
+    }
+
+    fn bins(&self) -> MutexGuard<'_, Vec<Arc<Self>>> {
+        self.bins.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether it is another one, or its requests come there.
+    fn stands_on(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.bins, &other.bins)
+            || self.upstream.iter().any(|upstream| upstream.stands_on(other))
+            || self.bins().iter().any(|bin| bin.stands_on(other))
     }
 }
 

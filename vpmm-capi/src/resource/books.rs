@@ -269,7 +269,8 @@ pub unsafe extern "C" fn vpmm_resource_flush_log(resource: *const vpmm_resource)
 
 /// Adds a bin to a `binning` resource, for requests of up to so many bytes: one of blocks of that size,
 /// or, where `bin` is not null, another resource. The greatest bin that there is serves as many bytes as
-/// it says; what is longer goes to what is below.
+/// it says; what is longer goes to what is below. A `bin` that is `resource`, or stands on it, is
+/// `VPMM_INVALID_ARGUMENT`.
 ///
 /// # Safety
 /// `resource` is null or a handle, and `bin` too.
@@ -280,14 +281,17 @@ pub unsafe extern "C" fn vpmm_resource_add_bin(
     bin: *const vpmm_resource,
 ) -> vpmm_status {
     let work = |resource: &vpmm_resource| {
-        let Face::Binning(binning) = resource.here()?.face() else {
+        let built = resource.here()?;
+        let Face::Binning(binning) = built.face() else {
             return Err(is_not("binning"));
         };
         // SAFETY: the caller vouches for it.
-        match unsafe { bin.as_ref() } {
-            Some(bin) => Ok(binning.add_bin(bytes, Arc::clone(bin.built().resource()))?),
-            None => Ok(binning.add_own_bin(bytes)?),
-        }
+        let Some(bin) = (unsafe { bin.as_ref() }) else { return Ok(binning.add_own_bin(bytes)?) };
+        let add = || Ok(binning.add_bin(bytes, Arc::clone(bin.built().resource()))?);
+        built.with_bin(bin.built(), add).unwrap_or_else(|| {
+            let text = "the bin is the resource itself, or stands on it";
+            Err(Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text))
+        })
     };
     // SAFETY: the caller vouches for it.
     unsafe { with(resource, "resource", work) }

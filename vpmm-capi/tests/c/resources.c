@@ -116,6 +116,14 @@ static void adaptors(void) {
   MUST(vpmm_resource_add_bin(binning, 1000, NULL) == VPMM_OK);
   MUST(vpmm_resource_add_bin(binning, 8 * MIB, bin) == VPMM_OK);
   MUST(vpmm_resource_add_bin(bin, 1000, NULL) == VPMM_UNSUPPORTED);
+  /* What would go round for ever: by itself, by what stands on it, by another one's bin. */
+  vpmm_resource *above = over("statistics", binning), *other = over("binning", pool);
+  MUST(vpmm_resource_add_bin(binning, 16 * MIB, binning) == VPMM_INVALID_ARGUMENT);
+  MUST(vpmm_resource_add_bin(binning, 16 * MIB, above) == VPMM_INVALID_ARGUMENT);
+  MUST(vpmm_resource_add_bin(other, 16 * MIB, above) == VPMM_OK);
+  MUST(vpmm_resource_add_bin(binning, 16 * MIB, other) == VPMM_INVALID_ARGUMENT);
+  vpmm_resource_release(above);
+  vpmm_resource_release(other);
   first = allocate(binning, 7 * MIB);
   deallocate(binning, first, 7 * MIB);
   vpmm_resource_release(bin);
