@@ -1,6 +1,7 @@
 """Buffers, and how other libraries see them."""
 
 import array
+import concurrent.futures
 import ctypes
 import gc
 import pickle
@@ -95,6 +96,26 @@ def test_a_free_that_fails_is_told():
     vpmm.Pool.of_process().free(buffer.ptr)
     with pytest.raises(vpmm.PointerError):
         buffer.free()
+
+
+def test_threads_that_free_the_same_buffer():
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        for _ in range(300):
+            buffer = vpmm.DeviceBuffer(1000)
+            for freed in [threads.submit(buffer.free) for _ in range(4)]:
+                assert freed.result() is None
+            assert (buffer.ptr, buffer.size) == (0, 0)
+
+
+def test_a_free_that_fails_as_the_buffer_goes_is_told():
+    program = """
+import vpmm
+buffer = vpmm.DeviceBuffer(1000)
+vpmm.Pool.of_process().free(buffer.ptr)
+del buffer
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.count("could not be freed") == 1
 
 
 @pytest.mark.parametrize("mr", [None, vpmm.mr.StatisticsResourceAdaptor(vpmm.mr.CudaMemoryResource())])

@@ -74,6 +74,22 @@ def test_it_comes_out_of_calls_with_functions(stopped, make):
     assert gc.isenabled()
 
 
+def drops():
+    vpmm.DeviceBuffer(1000)
+
+
+def frees():
+    with vpmm.DeviceBuffer(1000):
+        pass
+
+
+@pytest.mark.parametrize("work", [drops, frees])
+def test_a_buffer_is_freed_whatever_comes(stopped, work):
+    """That nothing is left is seen behind each test."""
+    stopped(work, 300, 1e-3)
+    gc.collect()
+
+
 def test_it_comes_out_of_snapshots(stopped):
     pool = vpmm.Pool.of_process()
     kept = [pool.malloc(512) for _ in range(10_000)]

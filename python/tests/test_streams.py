@@ -53,7 +53,8 @@ def test_what_a_buffer_does_is_on_its_stream(make_stream, monkeypatch):
     own, done = make_stream(), []
 
     def noted(function, *arguments):
-        done.append((function, address(arguments[-1])))
+        is_free = function is lib.vpmm_python_free_memory
+        done.append((function, address(arguments[-1].stream if is_free else arguments[-1])))
         call(function, *arguments)
 
     source = vpmm.DeviceBuffer(4, stream=own)
@@ -64,8 +65,8 @@ def test_what_a_buffer_does_is_on_its_stream(make_stream, monkeypatch):
     buffer.copy_from_device(source)
     buffer.copy_to(bytearray(4))
     buffer.free()
-    names = ("upload", "fill", "copy", "download", "free")
-    assert done == [(getattr(lib, f"vpmm_process_{name}"), own) for name in names]
+    names = [f"process_{name}" for name in ("upload", "fill", "copy", "download")]
+    assert done == [(getattr(lib, f"vpmm_{name}"), own) for name in (*names, "python_free_memory")]
 
 
 def test_a_borrower_waits_for_what_was_written(make_stream, waits):
@@ -236,6 +237,20 @@ def test_another_thread_s_default_stream():
     assert made[0].__cuda_array_interface__["stream"] == made[0].stream == 2
     made.pop()
     assert freed == [1, 2]
+
+
+def test_another_thread_frees_what_is_on_a_default_stream():
+    vpmm.record_history(10, frames=False)
+    try:
+        made = [vpmm.DeviceBuffer(10, stream=2) for _ in range(2)]
+        thread = threading.Thread(target=made.pop)
+        thread.start()
+        thread.join()
+        made.pop()
+        events = vpmm.snapshot()["device_traces"][0]
+        assert [event["stream"] for event in events if event["action"] == "free_completed"] == [1, 2]
+    finally:
+        vpmm.record_history(0)
 
 
 def test_another_thread_reads_what_is_on_a_default_stream():

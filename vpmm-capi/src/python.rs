@@ -11,6 +11,12 @@
 //!
 //! Python's own functions are found in the process, so that the library needs none to be built or loaded.
 
+mod memory;
+
+pub use memory::{
+    vpmm_python_end_memory, vpmm_python_free_memory, vpmm_python_make_memory, vpmm_python_memory,
+};
+
 use std::cell::Cell;
 use std::ffi::{c_char, c_int, c_ulong, c_void};
 use std::ptr;

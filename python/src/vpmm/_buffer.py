@@ -10,7 +10,7 @@ from typing import Any
 
 from . import _dlpack
 from ._errors import Error, PointerError
-from ._library import address, answer, but_in_a_child, call, ffi, handle, lib
+from ._library import address, but_in_a_child, call, ffi, handle, lib
 from ._stream import raw_stream
 from .mr import DeviceMemoryResource, PoolMemoryResource
 from .mr._current import current_or_none
@@ -39,10 +39,9 @@ def _as_seen_here(stream: int, thread: object) -> int:
     return stream if stream != _PER_THREAD or thread is _token() else _LEGACY
 
 
-def _free(device: int, pointer: int, stream: int, thread: object, streams: dict[int, Any]) -> None:
+def _free(memory: Any, streams: dict[int, Any]) -> None:
     """`streams` are those that it was used on, as their owners know them, which must not end before."""
-    with but_in_a_child():
-        call(lib.vpmm_process_free, device, handle(pointer), handle(_as_seen_here(stream, thread)))
+    call(lib.vpmm_python_free_memory, memory)
     streams.clear()
 
 
@@ -101,15 +100,29 @@ class DeviceBuffer:
         # By what tells objects apart, not streams: one of two for the same stream may own it.
         self._streams: dict[int, Any] = {id(stream): stream}
         self._unnoted: set[int] = set()
-        self._end: weakref.finalize[Any, Any]
+        self._end: weakref.finalize[Any, Any] | None = None
+        #: Of the process's pool: it goes back with the last reference, without a step of Python's.
+        self._memory: Any = None
         if mr is None:
-            made = answer("void *", lib.vpmm_process_malloc, device, size, handle(self._stream))
-            self._pointer = address(made)
-            self._end_by(_free, device, self._pointer, self._stream, self._thread, self._streams)
+            made = ffi.gc(ffi.new("vpmm_python_memory *"), lib.vpmm_python_end_memory)
+            made.device, made.stream = device, handle(self._stream)
+            call(lib.vpmm_python_make_memory, made, size)
+            self._memory, self._pointer = made, address(made.pointer)
+            self._keep(stream)
         else:
             self._pointer = mr.allocate(size, self._stream)
             about = mr, self._pointer, size, self._stream, self._thread
             self._end_by(_deallocate, *about, self._streams, self._unnoted)
+
+    def _keep(self, stream: Any) -> None:
+        """Keeps a stream until the end. A number keeps nothing, nor does PyTorch's object, of which each
+        question for the current stream makes a new one; default streams do not end."""
+        if isinstance(stream, int) or hasattr(stream, "cuda_stream") or raw_stream(stream) <= _PER_THREAD:
+            return
+        if self._memory is not None and self._end is None:
+            # By its bare address: it goes back with the buffer, whatever becomes of this.
+            self._end_by(_free, ffi.cast("vpmm_python_memory *", self._memory), self._streams)
+        self._streams[id(stream)] = stream
 
     def _end_by(self, function: Callable[..., None], *arguments: Any) -> None:
         self._end = weakref.finalize(self, function, *arguments)
@@ -258,27 +271,33 @@ class DeviceBuffer:
             self._mr.record_stream(self._pointer, raw)
         else:
             self._unnoted.add(_as_seen_here(raw, None))
-        # A number keeps nothing, nor does PyTorch's object, of which each question for the current stream
-        # makes a new one.
-        if not isinstance(stream, int) and not hasattr(stream, "cuda_stream"):
-            self._streams[id(stream)] = stream
+        self._keep(stream)
 
     def free(self) -> None:
         """Frees it now, once everything enqueued on its stream has finished. Where that is refused, as on a
         stream that captures, the buffer is as before, and may be freed later."""
-        ending = self._end.detach()
+        before = self._pointer, self._size
+        if self._memory is not None:
+            self._pointer = self._size = 0
+            try:
+                call(lib.vpmm_python_free_memory, self._memory)
+            finally:
+                # Of several threads the one that came first knows what it was.
+                if before[0] and self._memory.is_there:
+                    self._pointer, self._size = before
+            self._streams.clear()
+            return
+        ending = None if self._end is None else self._end.detach()
         if ending is None:
             return
         _, function, arguments, _ = ending
-        before = self._pointer, self._size
         self._pointer = self._size = 0
         try:
             function(*arguments)
         except Error as error:
             # A wrong pointer may be somebody else's by now; and what a function of Python's has raised, of
             # whichever resource, came after others had freed it.
-            is_still_there = not isinstance(error, PointerError)
-            if is_still_there and (function is _free or not Functions._live):
+            if not isinstance(error, PointerError) and not Functions._live:
                 self._pointer, self._size = before
                 self._end_by(function, *arguments)
             raise
