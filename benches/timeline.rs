@@ -1,4 +1,5 @@
-//! What a pool holds as a trace goes on, on the simulator: a row for each of some equal parts of its calls.
+//! What a pool holds as a trace goes on, on the simulator: a row for each of some equal parts of its calls; and how
+//! many calls had how much modelled driver time.
 //!
 //! ```sh
 //! cargo run --release -p vpmm-harness --example timeline -- [OPTIONS] TRACE...
@@ -34,6 +35,9 @@ struct Arguments {
     rows: usize,
 }
 
+/// Bounds of the classes that calls are counted in by their driver time.
+const SHORTER_THAN_MS: [f64; 4] = [1.0, 3.0, 5.0, 9.0];
+
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments = Arguments::parse();
     for path in &arguments.traces {
@@ -56,6 +60,8 @@ fn play(trace: &Trace, arguments: &Arguments) -> Result<(), Box<dyn Error>> {
     println!(
         "   call     live     peak     held by peak   small: live   held  in fronts   made  moved  driver ms"
     );
+    let mut times = [0_u64; SHORTER_THAN_MS.len() + 1];
+    let mut longest: f64 = 0.0;
     let part = trace.operations.len().div_ceil(arguments.rows.max(1));
     let start = Instant::now();
     for (at, operation) in trace.operations.iter().enumerate() {
@@ -65,6 +71,7 @@ fn play(trace: &Trace, arguments: &Arguments) -> Result<(), Box<dyn Error>> {
                 std::thread::sleep(left);
             }
         }
+        let before = simulator.modelled_us();
         let (slot, stream) = (operation.slot as usize, &streams[operation.stream as usize]);
         match operation.action {
             Action::Allocate => {
@@ -77,6 +84,9 @@ fn play(trace: &Trace, arguments: &Arguments) -> Result<(), Box<dyn Error>> {
                 }
             }
         }
+        let took_ms = (simulator.modelled_us() - before) / 1e3;
+        times[SHORTER_THAN_MS.partition_point(|bound| *bound <= took_ms)] += 1;
+        longest = longest.max(took_ms);
         if (at + 1) % part == 0 || at + 1 == trace.operations.len() {
             let stats = pool.stats();
             let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;
@@ -96,5 +106,10 @@ fn play(trace: &Trace, arguments: &Arguments) -> Result<(), Box<dyn Error>> {
             );
         }
     }
+    let names = SHORTER_THAN_MS.map(|bound| format!("under {bound} ms"));
+    let names = names.iter().map(String::as_str).chain(["longer"]);
+    let counts: Vec<String> =
+        names.zip(times).map(|(name, calls)| format!("{name}: {calls}")).collect();
+    println!("calls by driver time, {}; the longest {longest:.1} ms", counts.join(", "));
     Ok(())
 }

@@ -19,7 +19,7 @@ use crate::error::Result;
 /// Mappings that are unmapped at once so that what has moved can go back, and how long at most; and where the
 /// program is long at work.
 const REAPED: (u64, Duration) = (128, Duration::from_micros(1200));
-const REAPED_LATER: (u64, Duration) = (256, Duration::from_micros(2400));
+const REAPED_LATER: (u64, Duration) = (512, Duration::from_micros(5000));
 
 impl Core {
     /// Gives the shortest extents that nobody uses back, so many granules; none of those in a request's window,

@@ -36,7 +36,7 @@ const RESTIVE: u64 = 2;
 /// Moves at so many times that rate are a good part of the program's time, 8,000 a second by default, some 20 %.
 const HURRIED: u64 = 32;
 
-/// A program is long at work that has had so much time of its own: more goes back for one request then.
+/// A program is long at work that has had so much time of its own. It can bear a longer request then.
 const LONG: Duration = Duration::from_millis(256);
 
 /// From so many on a program is at leisure: it has been at work for some time, and can bear what costs more

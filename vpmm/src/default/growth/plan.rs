@@ -192,9 +192,10 @@ struct Outlook {
 impl Outlook {
     /// What a request may have made and moved that has so many handles already, where so many more are saved up.
     fn allowance(&self, policy: &Policy, saved: u64, before: u32) -> Allowance {
-        let in_time = self.means.in_time;
+        let Means { long_at_work, in_time, .. } = self.means;
         Allowance {
             in_haste: policy.is_in_haste(saved),
+            long_at_work,
             roomy: self.growths.is_roomy(),
             settles: policy.settles(self.growths),
             saved,

@@ -24,11 +24,13 @@ const WHOLE: u64 = 256;
 const OF_FIRST: u64 = 16;
 
 /// Where time has been saved up extents are as short as this fraction of the pool, or of the limit, and one
-/// request has so many made and moved at once, where that leaves any to be made, or as many as 3 ms are enough for.
-/// More for a program that is long at work would hold no less, for a fifth more driver time.
+/// request has so many made and moved at once, where that leaves any to be made: 3 ms. Once a program is long at
+/// work it is more, however long the driver takes, which it does where it was left alone for a while: to make fewer
+/// then would be to hold more. Still more hold no less, for a fifth more driver time.
 const OF_POOL_AT_LEISURE: u64 = 720;
 const OF_LIMIT_AT_LEISURE: u64 = 4400;
-const AT_ONCE: u32 = 100;
+const AT_ONCE: u32 = 60;
+const AT_ONCE_LATER: u32 = 100;
 
 /// In haste one request has at most so many extents made, and at most so many moved where more can be made: 3 ms. On
 /// a slower machine (`opening`) fewer are made; and fewer moved where more have moved than were made, and the pool has
@@ -360,6 +362,7 @@ fn one_or_two(mapped: u64, largest: u64) -> u64 {
 pub(super) struct Allowance {
     /// Whether few handles are saved up.
     pub(super) in_haste: bool,
+    pub(super) long_at_work: bool,
     /// Whether requests have had more moved than made, and the pool has some room all the same.
     pub(super) roomy: bool,
     /// Whether what moves does not move again and again.
@@ -375,7 +378,9 @@ pub(super) struct Allowance {
 impl Allowance {
     /// How many handles one request makes at most where time has been saved up.
     fn at_once(self) -> u32 {
-        AT_ONCE.saturating_sub(self.before).min(self.makes_in_time()).max(1)
+        let at_once = if self.long_at_work { AT_ONCE_LATER } else { AT_ONCE };
+        let in_time = if self.long_at_work { u32::MAX } else { self.makes_in_time() };
+        at_once.saturating_sub(self.before).min(in_time).max(1)
     }
 
     /// How many handles may be made in what time is left: each takes a little longer than one that moves.
@@ -506,23 +511,25 @@ mod tests {
         let policy = Policy::new(1 << 20, false, false);
         let allowed = |before| Allowance {
             in_haste: false,
+            long_at_work: false,
             roomy: false,
             settles: true,
             saved: 4096,
             before,
             in_time: 98,
         };
-        let fast = |before| Allowance { in_time: 400, ..allowed(before) };
-        assert_eq!([0, 50, 300].map(|moves| allowed(moves).at_once()), [86, 42, 1]);
-        assert_eq!([0, 50, 300].map(|moves| fast(moves).at_once()), [100, 50, 1]);
+        let later = |before| Allowance { long_at_work: true, ..allowed(before) };
+        assert_eq!([0, 50, 300].map(|moves| allowed(moves).at_once()), [60, 10, 1]);
+        assert_eq!([0, 50, 300].map(|moves| later(moves).at_once()), [100, 50, 1]);
         // 300 granules more of a pool of 3,000: by one each, or by what would have been made in haste.
         let length = |moves| policy.at_leisure(18, 300, 3000, 300, allowed(moves));
-        assert_eq!([0, 50, 300].map(length), [4, 8, 18]);
+        assert_eq!([0, 50, 300].map(length), [5, 18, 18]);
         let unsettled = Allowance { settles: false, ..allowed(0) };
         assert_eq!(policy.at_leisure(18, 300, 3000, 300, unsettled), 18);
         assert_eq!([0, 50, 300].map(|moves| policy.at_least(300, allowed(moves))), [1, 1, 1]);
         assert_eq!(policy.moves_at_once(allowed(300)), u32::MAX);
-        assert_eq!(Allowance { in_time: 50, ..allowed(0) }.at_once(), 44);
+        let slow = |at| Allowance { in_time: 50, ..at };
+        assert_eq!([slow(allowed(0)), slow(later(0))].map(Allowance::at_once), [44, 100]);
     }
 
     #[test]
@@ -530,6 +537,7 @@ mod tests {
         let [free, limited] = [false, true].map(|limited| Policy::new(1 << 20, limited, false));
         let in_haste = Allowance {
             in_haste: true,
+            long_at_work: true,
             roomy: true,
             settles: false,
             saved: 0,
