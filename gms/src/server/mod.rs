@@ -59,7 +59,7 @@ pub struct Settings {
     pub retry_interval: Duration,
     /// How long to go on asking; for ever if not said.
     pub retry_timeout: Option<Duration>,
-    /// The longest message that is taken.
+    /// The longest message that is taken. A client's batches of metadata come to 256 KiB and a little more.
     pub max_message_bytes: u64,
     /// What a layout's metadata may take of the server's memory: the keys and the values, 256 bytes for
     /// each entry beside them, and the tags of allocations.

@@ -76,6 +76,16 @@ fn limit(text: &str) -> Result<Limit, String> {
     }
 }
 
+/// What a client sends at a time has to fit.
+const LEAST_MESSAGE: ByteCount = ByteCount(512 << 10);
+
+fn message_bytes(text: &str) -> Result<ByteCount, String> {
+    match some_bytes(text)? {
+        ByteCount(bytes) if bytes < LEAST_MESSAGE.0 => Err("expected 512KiB or more".to_owned()),
+        bytes => Ok(bytes),
+    }
+}
+
 fn tag(text: &str) -> Result<String, String> {
     let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
     if text.is_empty() || text.len() > 64 || !text.chars().all(fits) {
@@ -128,8 +138,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "GID")]
     pub group: Option<u32>,
 
-    /// The longest message that is taken.
-    #[arg(long, value_name = "BYTES", default_value = "1MiB", value_parser = some_bytes)]
+    /// The longest message that is taken: 512KiB at least, since a client sends up to half of that at a time.
+    #[arg(long, value_name = "BYTES", default_value = "1MiB", value_parser = message_bytes)]
     pub max_message: ByteCount,
 
     /// What a layout's metadata may take of the server's memory: keys and values, 256 bytes for each entry

@@ -350,6 +350,8 @@ fn bad_usage_is_told_before_anything_is_begun() {
         &["serve", "--device", "0", "--end-together"],
         &["serve", "--all", "--socket-path", "/tmp/x"],
         &["serve", "--device", "sim", "--max-message", "0"],
+        // A client's batch of metadata would end its session.
+        &["serve", "--device", "sim", "--max-message", "511KiB"],
         &["serve", "--device", "sim", "--max-metadata", "0"],
     ] {
         let output = vpmm(args).output().unwrap();
