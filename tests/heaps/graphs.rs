@@ -3,11 +3,11 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use vpmm::{DevicePtr, Error, GraphPool, Location, Pool, Sharing, StreamHandle};
+use vpmm::{DevicePtr, Error, GraphPool, Location, Pool, Sharing, Stream, StreamHandle};
 
 use crate::graph::{self, Graph, MODES, RELAXED};
 use crate::rig::{GRANULE, MIB, Profile};
-use crate::support::{Rig, Watched, call};
+use crate::support::{Rig, Stall, Watched, call};
 
 /// A captured program over memory from the graph's pool: a scratch block is filled, copied and
 /// freed, its memory used again, and an output written. Answers the graph and the output.
@@ -240,6 +240,16 @@ fn goes_back(pool: &Pool, held: impl Fn() -> u64) {
     assert!(gone, "{} bytes are still held", held());
 }
 
+/// A released graph's memory stays while a stalled stream is still to read it, and goes when it has.
+fn goes_back_after(pool: &Pool, graphs: &GraphPool, stall: Stall<'_>, stream: &Stream) {
+    let held = || graphs.stats().mapped_bytes;
+    pool.trim_to(0).unwrap();
+    assert!(held() > 0, "the stream is still to read it");
+    drop(stall);
+    stream.synchronize().unwrap();
+    goes_back(pool, held);
+}
+
 /// An open graph's pool with a graph that ran, and its output.
 fn ran<'a>(
     rig: &'a Rig,
@@ -356,12 +366,7 @@ fn what_is_freed_in_a_capture_keeps_the_memory_until_the_stream_has_read_it() {
             others.end(&stream).unwrap();
             graphs.release(&releasing).unwrap();
             releasing.synchronize().unwrap();
-            pool.trim_to(0).unwrap();
-            let held = || graphs.stats().mapped_bytes;
-            assert!(held() > 0, "the stream is still to read it");
-            drop(stall);
-            stream.synchronize().unwrap();
-            goes_back(pool, held);
+            goes_back_after(pool, &graphs, stall, &stream);
             watched.assert_intact();
             drop(graph);
         }
@@ -389,12 +394,7 @@ fn what_is_made_between_begin_and_capture_keeps_the_memory_until_the_stream_has_
         graphs.end(&stream).unwrap();
         graphs.release(&releasing).unwrap();
         releasing.synchronize().unwrap();
-        pool.trim_to(0).unwrap();
-        let held = || graphs.stats().mapped_bytes;
-        assert!(held() > 0, "the stream is still to read it");
-        drop(stall);
-        stream.synchronize().unwrap();
-        goes_back(pool, held);
+        goes_back_after(pool, &graphs, stall, &stream);
         watched.assert_intact();
     });
 }

@@ -26,7 +26,7 @@ const OF_FIRST: u64 = 16;
 /// Where time has been saved up extents are as short as this fraction of the pool, or of the limit, and one
 /// request has so many made and moved at once, where that leaves any to be made: 3 ms. Once a program is long at
 /// work it is more, however long the driver takes, which it does where it was left alone for a while: to make fewer
-/// then would be to hold more. Still more hold no less, for a fifth more driver time.
+/// then would be to hold more. Still more hold no less, for a seventh more driver time.
 const OF_POOL_AT_LEISURE: u64 = 720;
 const OF_LIMIT_AT_LEISURE: u64 = 4400;
 const AT_ONCE: u32 = 60;
