@@ -136,33 +136,18 @@ def test_a_visitor_may_ask_as_well(server):
         assert answers == [GrantedLockType.RW] * 3
 
 
-def test_what_a_signal_s_handler_raises_while_something_is_shown(server):
-    class Stop(Exception):
-        pass
+def test_what_a_signal_s_handler_raises_while_something_is_shown(server, stopped):
+    with GMSClientMemoryManager(server) as writer:
+        writer.connect(RequestedLockType.RW)
+        name, _ = writer.allocate_handle(1)
+        keys = [f"key {number:03}" for number in range(300)]
+        for key in keys:
+            writer.metadata_put(key, name, 0, b"value")
 
-    def handler(*_):
-        raise Stop
+        def work():
+            assert writer.metadata_list() == keys
 
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        with GMSClientMemoryManager(server) as writer:
-            writer.connect(RequestedLockType.RW)
-            name, _ = writer.allocate_handle(1)
-            keys = [f"key {number:03}" for number in range(300)]
-            for key in keys:
-                writer.metadata_put(key, name, 0, b"value")
-
-            def until_it_comes():
-                signal.setitimer(signal.ITIMER_REAL, random.random() * 0.01 + 1e-6)
-                while True:
-                    assert writer.metadata_list() == keys
-
-            for _ in range(30):
-                with pytest.raises(Stop):
-                    until_it_comes()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        stopped(work, 30, 0.01)
 
 
 def test_each_step_by_itself(server):

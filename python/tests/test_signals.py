@@ -2,49 +2,12 @@
 
 import contextlib
 import gc
-import random
-import signal
 
 import pytest
 
 import vpmm
 from vpmm import mr
 from vpmm._library import ffi, lib
-
-
-class Stop(BaseException):
-    """Raised by the handler."""
-
-
-@pytest.fixture
-def stopped():
-    """Calls something again and again until a signal has come, some times; it is to be ended by that."""
-    has_come = False
-
-    def handler(*_):
-        nonlocal has_come
-        has_come = True
-        raise Stop
-
-    def until_it_comes(work, longest):
-        signal.setitimer(signal.ITIMER_REAL, random.random() * longest + 1e-6)
-        while not has_come:
-            work()
-
-    def stopped(work, turns, longest):
-        nonlocal has_come
-        for _ in range(turns):
-            has_come = False
-            # By a call, as Python's newer compilers leave a loop's jump out of the block that it is in.
-            with pytest.raises(Stop):
-                until_it_comes(work, longest)
-
-    # What is raised where the collector frees something is nobody's to see.
-    gc.collect()
-    before = signal.signal(signal.SIGALRM, handler)
-    yield stopped
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
 
 
 def allocates():
