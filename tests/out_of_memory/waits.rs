@@ -3,10 +3,10 @@
 use std::time::{Duration, Instant};
 
 use cuda_sim::Schedule;
-use vpmm::{DevicePtr, Pool, Reuse, Stream, WaitPolicy};
+use vpmm::{DevicePtr, PagedConfig, Pool, Reuse, Sharing, Stream, WaitPolicy};
 
 use crate::rig::{GRANULE, LIMIT, Profile};
-use crate::support::{Rig, streams};
+use crate::support::{Rig, call, streams};
 
 /// Longer than any test should have to wait.
 const LONG: Duration = Duration::from_secs(60);
@@ -269,5 +269,44 @@ fn pending_memory_is_waited_for_on_the_host_where_streams_may_not() {
                 assert!(start.elapsed() >= least);
             }
         }
+    });
+}
+
+/// A trim that has seen what has finished, and may give it to nobody, takes nothing away from a request's wait.
+#[test]
+fn what_a_trim_has_seen_complete_is_waited_for_all_the_same() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            let mut reuse = Reuse::default();
+            (reuse.opportunistic, reuse.internal_dependencies) = (false, false);
+            let policy = WaitPolicy::WaitForPending;
+            let pool = profile.with(&rig.device, Some(LIMIT * GRANULE), policy, reuse);
+            let (one, other) = (rig.stream(), rig.stream());
+            free_all(&pool, fill(&pool, &one), &one);
+            // The pool is not told.
+            call!(rig.driver, cuStreamSynchronize(one.handle().raw()));
+            assert_eq!(pool.trim_to((LIMIT - 2) * GRANULE).unwrap(), 2 * GRANULE);
+            let ptr = pool.malloc(8 * GRANULE as usize, &other).unwrap();
+            free_all(&pool, [ptr], &other);
+        }
+    });
+}
+
+/// Once something was exported no page moves any more, so no stream can be made to wait for another one's.
+#[test]
+fn pages_that_may_not_move_are_waited_for_on_the_host() {
+    Rig::everywhere(|rig| {
+        let mut config = PagedConfig::default();
+        config.va_size_bytes = 128 * GRANULE;
+        config.limit_bytes = Some(LIMIT * GRANULE);
+        config.sharing = Sharing::FileDescriptor;
+        let pool = Pool::paged(&rig.device, &config).unwrap();
+        let (busy, stream) = (rig.stream(), rig.stream());
+        let held = fill(&pool, &busy);
+        drop(pool.export(held[0]).unwrap());
+        let stall = rig.stall(busy.handle());
+        free_all(&pool, held, &busy);
+        let ptr = request_while(&pool, 8, &stream, || drop(stall)).unwrap();
+        free_all(&pool, [ptr], &stream);
     });
 }
