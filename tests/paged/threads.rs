@@ -1,9 +1,10 @@
 //! Several threads on one pool.
 
-use cuda_sim::Schedule;
+use cuda_sim::{Schedule, Simulator};
 use vpmm::StreamHandle;
 
 use crate::rig::{MIB, PAGE, config};
+use crate::support::changed::{changed, gated};
 use crate::support::{Held, Lcg, Rig};
 
 #[test]
@@ -92,4 +93,39 @@ fn one_pointer_freed_by_many_threads_is_freed_once() {
         }
     }
     rig.assert_clean();
+}
+
+gated!(creation: cuMemCreate(
+    handle: *mut CUmemGenericAllocationHandle,
+    bytes: usize,
+    properties: *const CUmemAllocationProp,
+    flags: u64,
+));
+
+/// A request was to have new pages while another stream's were pending. By the time that the device turns out to
+/// have none left those are idle.
+#[test]
+fn what_has_become_idle_makes_up_for_pages_that_the_device_does_not_have() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = changed(&sim, creation::put);
+    let device = driver.device(0).unwrap();
+    let pool = vpmm::Pool::paged(&device, &config(PAGE, 0)).unwrap();
+    let (one, other) = (device.stream().unwrap(), device.stream().unwrap());
+    let ptr = pool.malloc(3 * PAGE as usize, &one).unwrap();
+    pool.free(ptr, &one).unwrap();
+    sim.set_memory_limit(0, sim.memory_used(0) + PAGE);
+    creation::AFTER.arm();
+    let served = std::thread::scope(|scope| {
+        let request = scope.spawn(|| pool.malloc(4 * PAGE as usize, &other));
+        creation::AFTER.wait();
+        one.synchronize().unwrap();
+        creation::AFTER.open();
+        request.join().unwrap()
+    });
+    pool.validate().unwrap();
+    let stats = pool.stats();
+    assert_eq!((stats.pages_created, stats.pages_moved), (4, 3), "{served:?}");
+    pool.free(served.unwrap(), &other).unwrap();
+    drop((pool, one, other, device));
+    sim.assert_clean();
 }

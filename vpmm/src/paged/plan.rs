@@ -169,7 +169,7 @@ impl Space {
 
     /// Takes up to `missing` bytes that need no wait: the stream's own, the oldest first, then
     /// idle ones, the smallest regions first. Returns how many it found.
-    fn harvest_own_and_idle(
+    pub(super) fn harvest_own_and_idle(
         &mut self,
         timeline: TimelineId,
         missing: u64,

@@ -130,15 +130,16 @@ impl PagedPool {
             if !failure.is_out_of_memory() {
                 return Err(failure.into());
             }
-            // The device has no more. What other streams have freed may make up for it.
+            // The device has no more. What is free by now may make up for it: what was freed, or has become idle,
+            // since the plan was made, and what other streams have freed.
             let made = new.len() as u64 * self.config.page;
             let missing = plan.new_bytes - made;
             let mut space = self.lock_space();
             let timeline = space.timeline(caller.stream_id);
-            let found = match self.config.waits() {
-                Some(_) => space.harvest_others(timeline, missing, &mut plan.sources),
-                None => 0,
-            };
+            let mut found = space.harvest_own_and_idle(timeline, missing, &mut plan.sources);
+            if self.config.waits().is_some() {
+                found += space.harvest_others(timeline, missing - found, &mut plan.sources);
+            }
             plan.new_bytes = made;
             if found < missing {
                 return Err(Unfinished { error: None, target_is_mapped: false });
