@@ -274,3 +274,77 @@ fn heaps_wait_for_the_gpu_where_their_pool_does() {
         }
     }
 }
+
+/// A small allocation that is freed, but that another stream uses, is still the driver's: it counts.
+#[test]
+fn the_limit_counts_small_allocations_that_wait_to_be_freed() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let mut config = vpmm::PagedConfig::default();
+    (config.limit_bytes, config.out_of_memory) = (Some(LIMIT * GRANULE), WaitPolicy::FailAtOnce);
+    let pool = Pool::paged(&rig.device, &config).unwrap();
+    let tagged = pool.tagged("weights").unwrap();
+    let (stream, user) = (rig.stream(), rig.stream());
+    let small = [(); 4].map(|()| pool.malloc(GRANULE as usize / 2, &stream).unwrap());
+    for ptr in small {
+        rig.order(&stream, &user);
+        rig.fill(ptr.address(), GRANULE / 2, 1, user.handle());
+        pool.record_stream(ptr, &user).unwrap();
+        pool.free(ptr, &stream).unwrap();
+    }
+    let all = (LIMIT * GRANULE) as usize;
+    let refused = tagged.malloc(all, &stream);
+    assert!(refused.as_ref().is_err_and(Error::is_out_of_memory), "{refused:?}");
+    rig.device.synchronize().unwrap();
+    let rest = tagged.malloc(all - 2 * GRANULE as usize, &stream).unwrap();
+    pool.free(rest, &stream).unwrap();
+    pool.validate().unwrap();
+    drop((tagged, pool));
+    rig.assert_clean();
+}
+
+/// Where requests wait for what was freed one waits for those, too, though they give the device nothing back: another
+/// one beside them is still in use.
+#[test]
+fn another_heap_waits_for_small_allocations_that_were_freed() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let mut config = vpmm::PagedConfig::default();
+    config.limit_bytes = Some(LIMIT * GRANULE);
+    let pool = Pool::paged(&rig.device, &config).unwrap();
+    let tagged = pool.tagged("weights").unwrap();
+    let (stream, user) = (rig.stream(), rig.stream());
+    let [freed, kept] = [(); 2].map(|()| pool.malloc(GRANULE as usize - 512, &stream).unwrap());
+    rig.order(&stream, &user);
+    rig.fill(freed.address(), GRANULE - 512, 1, user.handle());
+    pool.record_stream(freed, &user).unwrap();
+    pool.free(freed, &stream).unwrap();
+    let rest = tagged.malloc(((LIMIT - 1) * GRANULE) as usize, &stream).unwrap();
+    [rest, kept].into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+    pool.validate().unwrap();
+    drop((tagged, pool));
+    rig.assert_clean();
+}
+
+/// What the main heap holds for small requests is no reason to give up more of its pages than another heap lacks.
+#[test]
+fn pages_are_given_back_as_many_as_another_heap_lacks() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let mut config = vpmm::PagedConfig::default();
+    config.limit_bytes = Some(40 * GRANULE);
+    let pool = Pool::paged(&rig.device, &config).unwrap();
+    let tagged = pool.tagged("weights").unwrap();
+    let stream = rig.stream();
+    let small = [(); 16].map(|()| pool.malloc(GRANULE as usize / 2, &stream).unwrap());
+    let pages = pool.malloc(8 * GRANULE as usize, &stream).unwrap();
+    pool.free(pages, &stream).unwrap();
+    stream.synchronize().unwrap();
+    let mut held = vec![tagged.malloc(24 * GRANULE as usize, &stream).unwrap()];
+    let pages_held = || pool.stats().mapped_bytes - tagged.stats().mapped_bytes;
+    assert_eq!(pages_held(), 8 * GRANULE);
+    held.push(tagged.malloc(GRANULE as usize, &stream).unwrap());
+    assert!(pages_held() >= 6 * GRANULE, "{}", pages_held() / GRANULE);
+    held.extend(small);
+    held.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+    pool.validate().unwrap();
+    drop((tagged, pool));
+    rig.assert_clean();
+}

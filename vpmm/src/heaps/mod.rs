@@ -68,6 +68,11 @@ fn record(device: &Device, stream: StreamHandle) -> Result<Event> {
     }
 }
 
+/// What a heap holds, by what its trims go. What the driver's pool holds for small requests is the main heap's.
+fn held_bytes(stats: &Stats) -> u64 {
+    stats.mapped_bytes + stats.small_mapped_bytes
+}
+
 /// What further heaps have in common with the main one.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Terms {
@@ -476,6 +481,8 @@ impl Heaps {
         });
         let main = for_heap.map(|_| self.main.as_ref());
         let mut missing = bytes.saturating_add(self.main.backing().granule_bytes());
+        let budget = self.main.backing().budget();
+        let room = budget.room();
         for heap in main.into_iter().chain(tagged.map(|core| core.as_ref() as &dyn Heap)) {
             if missing == 0 {
                 break;
@@ -484,12 +491,13 @@ impl Heaps {
                 // What cannot be waited for, as beside a capture, stays.
                 let _ = heap.wait_for_frees();
             }
-            let mapped = heap.stats().mapped_bytes;
-            let given = heap.trim_to(mapped.saturating_sub(missing)).unwrap_or(0);
+            let held = held_bytes(&heap.stats());
+            let given = heap.trim_to(held.saturating_sub(missing)).unwrap_or(0);
             missing = missing.saturating_sub(given);
             any |= given > 0;
         }
-        any
+        // Small allocations that went to the driver's pool count no more, though that gave nothing back.
+        any || budget.room() > room
     }
 
     /// A request of a heap, the main one where none is named, that found no memory: tried again when others
@@ -566,8 +574,7 @@ impl Heaps {
             }
             _ => None,
         });
-        // What the driver's pool holds for small requests is the main heap's, which counts it, too.
-        let held = |stats: Stats| stats.mapped_bytes + stats.small_mapped_bytes;
+        let held = |stats: Stats| held_bytes(&stats);
         let mut all = held(self.main.stats()) + held(self.stats());
         for heap in std::iter::once(self.main.as_ref() as &dyn Heap).chain(tagged) {
             let others = all.saturating_sub(held(heap.stats()));

@@ -32,10 +32,10 @@ impl PagedPool {
     }
 }
 
-/// Small requests are the driver's memory, which counts as the pool's.
+/// Small requests are the driver's memory, which counts as the pool's until the driver has it back.
 impl Besides for PagedPool {
     fn bytes(&self) -> u64 {
-        self.small.as_ref().map_or(0, Small::live_bytes)
+        self.small.as_ref().map_or(0, Small::held_bytes)
     }
 }
 
