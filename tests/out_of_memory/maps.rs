@@ -169,3 +169,26 @@ fn a_busy_stream_is_named() {
         }
     });
 }
+
+/// What was freed and is still used on another stream is nobody's to have.
+#[test]
+fn what_another_stream_uses_has_no_holder() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            let pool = profile.limited(&rig.device, Some(LIMIT * GRANULE), WaitPolicy::FailAtOnce);
+            let (stream, user) = (rig.stream(), rig.stream());
+            let [used, free, rest] = [4, 2, 6]
+                .map(|granules| pool.malloc((granules * GRANULE) as usize, &stream).unwrap());
+            let stall = rig.stall(user.handle());
+            pool.record_stream(used, &user).unwrap();
+            [used, free].into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+            let error = pool.malloc(5 * GRANULE as usize, &stream).unwrap_err();
+            let map = error.map().expect("a map");
+            let pieces: Vec<_> =
+                map.largest_free.iter().map(|piece| (piece.start, piece.bytes)).collect();
+            assert_eq!(pieces, [(free.address(), 2 * GRANULE)], "{map}");
+            drop(stall);
+            pool.free(rest, &stream).unwrap();
+        }
+    });
+}

@@ -30,7 +30,8 @@ pub struct MemoryMap {
     /// What stood where.
     pub layout: Layout,
     /// The largest free pieces, the largest first, eight at most. Neighbours with different holders
-    /// are pieces of their own.
+    /// are pieces of their own. What further streams still use after its free has no holder, and is
+    /// not among them.
     pub largest_free: Vec<FreePiece>,
 }
 
