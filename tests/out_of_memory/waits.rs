@@ -272,6 +272,37 @@ fn pending_memory_is_waited_for_on_the_host_where_streams_may_not() {
     });
 }
 
+/// Waits for other streams' memory are in the numbers, on the GPU where streams may be made to wait, else the host's.
+#[test]
+fn waits_are_counted() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            for internal_dependencies in [true, false] {
+                let mut reuse = Reuse::default();
+                (reuse.opportunistic, reuse.internal_dependencies) = (false, internal_dependencies);
+                let policy = WaitPolicy::WaitForPending;
+                let pool = profile.with(&rig.device, Some(LIMIT * GRANULE), policy, reuse);
+                let (one, other) = (rig.stream(), rig.stream());
+                let held = fill(&pool, &one);
+                let stall = rig.stall(one.handle());
+                free_all(&pool, held, &one);
+                let ptr = if internal_dependencies {
+                    let ptr = pool.malloc(8 * GRANULE as usize, &other);
+                    drop(stall);
+                    ptr
+                } else {
+                    request_while(&pool, 8, &other, || drop(stall))
+                };
+                let (ptr, stats) = (ptr.unwrap(), pool.stats());
+                let counted = (stats.device_waits, stats.host_waits);
+                let expected = if internal_dependencies { (1, 0) } else { (0, 1) };
+                assert_eq!(counted, expected, "{profile:?}");
+                free_all(&pool, [ptr], &other);
+            }
+        }
+    });
+}
+
 /// A trim that has seen what has finished, and may give it to nobody, takes nothing away from a request's wait.
 #[test]
 fn what_a_trim_has_seen_complete_is_waited_for_all_the_same() {

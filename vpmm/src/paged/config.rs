@@ -46,8 +46,8 @@ pub struct PagedConfig {
     /// In which ways memory goes from one stream to another. What is switched off here is also
     /// switched off in the driver's pool that serves requests smaller than a page.
     pub reuse: Reuse,
-    /// Held memory above this, that for requests smaller than a page included, is given back, as far as it is free, when the host has waited for the
-    /// GPU: by [`Stream::synchronize`](crate::Stream::synchronize),
+    /// Held memory above this, that for requests smaller than a page included, is given back, as far as it is
+    /// free, when the host has waited for the GPU: by [`Stream::synchronize`](crate::Stream::synchronize),
     /// [`Device::synchronize`](crate::Device::synchronize) or [`Pool::passed`](crate::Pool::passed).
     /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD` of the driver's pools, which have 0 by default; here
     /// everything is kept by default.

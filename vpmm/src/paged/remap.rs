@@ -222,7 +222,11 @@ impl PagedPool {
             // transit hold the others, so that their events are not recorded anew before the wait.
             newest.into_iter().filter_map(|fence| space.timelines.event(fence)).collect()
         };
-        waits.into_iter().try_for_each(|event| event.hold_back(self.device.driver(), caller.stream))
+        for event in waits {
+            event.hold_back(self.device.driver(), caller.stream)?;
+            self.lock_space().device_waits += 1;
+        }
+        Ok(())
     }
 
     /// Makes the plan's outcome the state of the pool: pages belong to their new addresses, their

@@ -50,6 +50,8 @@ impl PagedPool {
             exported_bytes: space.shared.len() as u64 * space.page,
             pages_created: space.pages_created,
             pages_moved: space.pages_moved,
+            device_waits: space.device_waits,
+            host_waits: space.host_waits,
             failed_unmaps: space.failed_unmaps,
             ..Stats::default()
         }

@@ -45,6 +45,9 @@ pub(super) struct Space {
     pub(super) failed_unmaps: u64,
     pub(super) pages_created: u64,
     pub(super) pages_moved: u64,
+    /// Waits of streams for others' memory, and of the host for what was freed.
+    pub(super) device_waits: u64,
+    pub(super) host_waits: u64,
     /// Pages that other processes may have.
     pub(super) shared: HashSet<Extent>,
     /// Pages that zombies are mapped to.
@@ -112,6 +115,8 @@ impl Space {
             failed_unmaps: 0,
             pages_created: 0,
             pages_moved: 0,
+            device_waits: 0,
+            host_waits: 0,
             shared: HashSet::new(),
             aliases: Aliases::default(),
             uses,

@@ -47,7 +47,9 @@ impl PagedPool {
             }
             // Where the fence was given up meanwhile, the wait was for another record of the event;
             // this then does nothing.
-            self.lock_space().pass(*fence);
+            let mut space = self.lock_space();
+            space.pass(*fence);
+            space.host_waits += 1;
         }
         Ok(!newest.is_empty())
     }
