@@ -10,7 +10,7 @@ use vpmm::{Access, Buffers, Contents, DevicePtr, Error, Location, Sharing, Tagge
 use crate::graph;
 use crate::rig::{GRANULE, LIMIT, MIB, Profile};
 use crate::support::changed::{changed, gated};
-use crate::support::{Rig, Watched};
+use crate::support::{Rig, Watched, call, streams};
 
 fn everywhere(test: impl Fn(&Rig, Profile)) {
     Rig::everywhere(|rig| Profile::BOTH.iter().for_each(|profile| test(rig, *profile)));
@@ -476,4 +476,39 @@ fn a_heap_that_falls_asleep_before_a_trim_is_not_trimmed() {
         }
         watched.assert_intact();
     }
+}
+
+gated!(identify: cuStreamGetId(stream: CUstream, number: *mut u64));
+
+/// A request is on its way, and another thread has the heap sleep: it is not given addresses without memory.
+#[test]
+fn a_request_that_a_heap_falls_asleep_before_is_refused() {
+    let sim = Simulator::builder().build().unwrap();
+    let rig = Rig::with(changed(&sim, identify::put), sim.clone());
+    let watched = rig.pool(Profile::Default, Location::Device);
+    let (pool, stream, other) = (&watched.pool, rig.stream(), rig.stream());
+    let tagged = pool.tagged("weights").unwrap();
+    // Free memory, which is nobody's when the heap sleeps.
+    for on in [&stream, &other] {
+        let ptr = tagged.malloc(4 * GRANULE as usize, on).unwrap();
+        tagged.free(ptr, on).unwrap();
+    }
+    let (raw, foreign) = streams::make(&rig, 0);
+    identify::BEFORE.arm();
+    let refused = std::thread::scope(|scope| {
+        let request = scope.spawn(|| tagged.malloc(GRANULE as usize, foreign));
+        identify::BEFORE.wait();
+        let slept = pool.suspend("weights", &stream, &Contents::Discard);
+        identify::BEFORE.open();
+        slept.unwrap();
+        request.join().unwrap()
+    });
+    assert!(matches!(refused, Err(Error::Asleep)), "{refused:?}");
+    watched.validate();
+    pool.resume("weights", &stream).unwrap();
+    let ptr = tagged.malloc(GRANULE as usize, foreign).unwrap();
+    tagged.free(ptr, foreign).unwrap();
+    watched.assert_intact();
+    drop(tagged);
+    call!(rig.driver, cuStreamDestroy_v2(raw));
 }

@@ -159,6 +159,10 @@ impl Core {
             self.flush_own(slot.index, Some(Part::Large));
             space = self.space.lock();
         }
+        // The heap may have fallen asleep since: see `place_awake`.
+        if self.is_asleep() {
+            return None;
+        }
         let placed = space.place(&self.tags, slot.index, units, Part::of_size(units));
         space.note_peak();
         placed.map(|start| self.pointer(start))

@@ -102,15 +102,28 @@ impl Core {
 
     /// Serves a request from behind the front.
     pub(super) fn climb(&self, request: Request) -> Result<u32> {
-        match self.place(request) {
+        match self.place_awake(request) {
             Some(start) => Ok(start),
             None => self.climb_on(request),
         }
     }
 
+    /// As [`place`](Self::place), for who does not hold `growing`: the heap may have fallen asleep since the request
+    /// began. What is placed before it looks at what is in use, under the same lock, is seen by it.
+    fn place_awake(&self, request: Request) -> Option<u32> {
+        self.place_unless(request, || self.is_asleep())
+    }
+
     fn place(&self, request: Request) -> Option<u32> {
+        self.place_unless(request, || false)
+    }
+
+    fn place_unless(&self, request: Request, refuses: impl FnOnce() -> bool) -> Option<u32> {
         let Request { stream, units, .. } = request;
         let mut space = self.space.lock();
+        if refuses() {
+            return None;
+        }
         let placed = space.place(&self.tags, stream, units, Part::of_size(units));
         space.note_peak();
         placed
@@ -204,13 +217,13 @@ impl Core {
         let Request { stream, units, .. } = request;
         let sizes = self.config.limit_bytes.is_none().then_some(Part::of_size(units));
         let longer = sizes == Some(Part::Small) && self.take_back_longer(stream, units);
-        if longer && let Some(start) = self.place(request) {
+        if longer && let Some(start) = self.place_awake(request) {
             return Some(start);
         }
         if sizes == Some(Part::Small) && self.space.lock().has_few_small() {
             return None;
         }
-        if self.flush_own(stream, sizes) { self.place(request) } else { None }
+        if self.flush_own(stream, sizes) { self.place_awake(request) } else { None }
     }
 
     /// Takes a block out of the calling thread's front that is longer than a small request; whether

@@ -118,8 +118,14 @@ impl Core {
     pub(in crate::default) fn place_tied(&self, request: Request) -> Result<Option<u32>> {
         let Request { stream, units, .. } = request;
         let part = Part::of_size(units);
-        if let Some(start) = self.space.lock().place_followed(&self.tags, stream, units, part) {
-            return Ok(Some(start));
+        {
+            // It may have fallen asleep: see `place_awake`.
+            let mut space = self.space.lock();
+            if !self.is_asleep()
+                && let Some(start) = space.place_followed(&self.tags, stream, units, part)
+            {
+                return Ok(Some(start));
+            }
         }
         while self.space.lock().take_followed(&self.tags, stream) {}
         self.poll_deferred(false)?;
