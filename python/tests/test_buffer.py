@@ -255,6 +255,7 @@ def test_the_number_of_a_stream():
     made = types.SimpleNamespace
     for stream in (
         7,
+        numpy.uint64(7),
         made(__cuda_stream__=lambda: (3, 7), cuda_stream=4, ptr=4, handle=4),
         made(cuda_stream=7),
         made(ptr=7),
@@ -264,8 +265,9 @@ def test_the_number_of_a_stream():
     ):
         assert raw_stream(stream) == 7
     assert raw_stream(None) == raw_stream(made(handle=made(value=None))) == 0
-    with pytest.raises(TypeError, match="no stream"):
-        raw_stream(made(pointer=7))
+    for wrong in (made(pointer=7), "7", 7.0):
+        with pytest.raises(TypeError, match="no stream"):
+            raw_stream(wrong)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0, 2), (2, 0)])

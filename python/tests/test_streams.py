@@ -135,6 +135,41 @@ def test_a_stream_that_lasts_is_known_until_it_is_forgotten(make_stream):
     assert not vpmm.forget_stream(0)
 
 
+def test_a_pool_s_calls_take_streams_as_buffers_do(make_stream):
+    raw, other, pool = make_stream(), make_stream(), vpmm.Pool(addresses="1 GiB")
+    same = [
+        types.SimpleNamespace(__cuda_stream__=lambda: (0, raw)),
+        types.SimpleNamespace(cuda_stream=raw),
+        types.SimpleNamespace(ptr=raw),
+        types.SimpleNamespace(handle=types.SimpleNamespace(value=raw)),
+        raw,
+    ]
+
+    def blocks():
+        """The numbers of blocks' streams, and what they are, by address."""
+        segments = pool.snapshot()["segments"]
+        made = (block for segment in segments for block in segment["blocks"])
+        return {block["address"]: (block.get("stream_number"), block["vpmm_state"]) for block in made}
+
+    for tag in (None, "cache"):
+        pointers = [pool.malloc(3 << 20, stream, tag=tag) for stream in (*same, None, 0)]
+        seen = [blocks()[pointer][0] for pointer in pointers]
+        assert len({*seen[:5]}) == 1 and seen[0] != 0 and seen[5:] == [0, 0]
+        for pointer, stream in zip(pointers, (*same, None, 0), strict=True):
+            pool.free(pointer, stream)
+    for stream in (same[0], types.SimpleNamespace(ptr=other)):
+        pointer = pool.malloc(5 << 20, raw)
+        pool.record_stream(pointer, stream)
+        pool.free(pointer, same[1])
+        # It waits for a stream that is not its own.
+        assert (blocks()[pointer][1] == "deferred") == (stream is not same[0])
+    for wrong in (lambda: pool.malloc(1, "0"), lambda: pool.free(0, object()), lambda: vpmm.keep_stream([])):
+        with pytest.raises(TypeError, match="no stream"):
+            wrong()
+    vpmm.keep_stream(same[0])
+    assert vpmm.forget_stream(same[1]) and not vpmm.forget_stream(same[2])
+
+
 def state_of(address):
     """What a snapshot says of a block, with whatever free memory it may be one by now: deferred if it waits
     for a stream that is not its own."""

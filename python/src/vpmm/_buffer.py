@@ -117,7 +117,9 @@ class DeviceBuffer:
     def _keep(self, stream: Any) -> None:
         """Keeps a stream until the end. A number keeps nothing, nor does PyTorch's object, of which each
         question for the current stream makes a new one; default streams do not end."""
-        if isinstance(stream, int) or hasattr(stream, "cuda_stream") or raw_stream(stream) <= _PER_THREAD:
+        if hasattr(stream, "__index__") or hasattr(stream, "cuda_stream"):
+            return
+        if raw_stream(stream) <= _PER_THREAD:
             return
         if self._memory is not None and self._end is None:
             # By its bare address: it goes back with the buffer, whatever becomes of this.

@@ -235,6 +235,10 @@ class Pool:
 
     ``initial_pages`` and ``page_size`` are of the paged profile; ``moves_per_second``, ``patience``,
     ``background`` and ``ahead`` of the default one: a pool of the other is not made with them.
+
+    Its methods take a stream as a number (a ``cudaStream_t``), as an object of PyTorch's, CuPy's or Numba's
+    or with ``__cuda_stream__``, or as ``None``, the default stream. The pool keeps no such object: the
+    stream has to last until what was allocated or used on it is freed.
     """
 
     def __init__(self, device: int = 0, **options: Unpack[PoolOptions]):
@@ -253,24 +257,25 @@ class Pool:
         pool._take(answer("vpmm_pool *", lib.vpmm_process_pool, device), device)
         return pool
 
-    def malloc(self, size: int, stream: int = 0, *, tag: str | None = None) -> int:
-        """Allocates bytes for use on a stream (a ``cudaStream_t`` as a number); answers the address, 0 for
-        0 bytes. With a ``tag`` it is in a heap of that name, which :meth:`suspend` has sleep."""
+    def malloc(self, size: int, stream: Any = None, *, tag: str | None = None) -> int:
+        """Allocates bytes for use on a stream; answers the address, 0 for 0 bytes. With a ``tag`` it is in a
+        heap of that name, which :meth:`suspend` has sleep."""
+        on = handle(raw_stream(stream))
         if tag is None:
-            return address(answer("void *", lib.vpmm_malloc, self._handle, size, handle(stream)))
+            return address(answer("void *", lib.vpmm_malloc, self._handle, size, on))
         made = answer("vpmm_tagged *", lib.vpmm_tagged_open, self._handle, encoded(tag))
         heap = ffi.gc(made, lib.vpmm_tagged_release)
-        return address(answer("void *", lib.vpmm_tagged_malloc, heap, size, handle(stream)))
+        return address(answer("void *", lib.vpmm_tagged_malloc, heap, size, on))
 
-    def free(self, pointer: int, stream: int = 0) -> None:
+    def free(self, pointer: int, stream: Any = None) -> None:
         """Frees an allocation once everything enqueued on the stream so far has finished. Where it is not the
         allocation's own stream, that one's work until the allocation, and all uses, must be ordered before;
         the default stream orders with no stream that is not blocking."""
-        call(lib.vpmm_free, self._handle, handle(pointer), handle(stream))
+        call(lib.vpmm_free, self._handle, handle(pointer), handle(raw_stream(stream)))
 
-    def record_stream(self, pointer: int, stream: int) -> None:
+    def record_stream(self, pointer: int, stream: Any) -> None:
         """Notes that an allocation is used on a further stream."""
-        call(lib.vpmm_record_stream, self._handle, handle(pointer), handle(stream))
+        call(lib.vpmm_record_stream, self._handle, handle(pointer), handle(raw_stream(stream)))
 
     def trim(self, keep: int | str = 0) -> int:
         """Gives free memory back to the device until so much is held; answers the bytes given back."""
@@ -468,13 +473,14 @@ def trim(keep: int | str = 0, device: int = 0) -> int:
     return Pool.of_process(device).trim(keep)
 
 
-def keep_stream(stream: int, device: int = 0) -> None:
-    """Says that a stream (a ``cudaStream_t`` as a number) lasts until :func:`forget_stream`: the process's
-    pools then serve it without asking the driver about it, and without an event at each free."""
-    call(lib.vpmm_process_keep_stream, device, handle(stream))
+def keep_stream(stream: Any, device: int = 0) -> None:
+    """Says that a stream, a number or an object as :class:`Pool` takes them, lasts until
+    :func:`forget_stream`: the process's pools then serve it without asking the driver about it, and without
+    an event at each free."""
+    call(lib.vpmm_process_keep_stream, device, handle(raw_stream(stream)))
 
 
-def forget_stream(stream: int, device: int = 0) -> bool:
+def forget_stream(stream: Any, device: int = 0) -> bool:
     """Says that a stream which was kept is about to be destroyed; answers whether the process's pools knew
     it."""
-    return bool(answer("uint32_t", lib.vpmm_process_forget_stream, device, handle(stream)))
+    return bool(answer("uint32_t", lib.vpmm_process_forget_stream, device, handle(raw_stream(stream))))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 
 def raw_stream(stream: Any) -> int:
-    """A stream as a number: an ``int``, or an object of PyTorch's, CuPy's, Numba's or with
-    ``__cuda_stream__``."""
+    """A stream as a number: an ``int`` or what stands for one, as NumPy's, or an object of PyTorch's, CuPy's,
+    Numba's or with ``__cuda_stream__``. ``None`` is the default stream."""
     if stream is None:
         return 0
     if isinstance(stream, int):
@@ -20,4 +21,7 @@ def raw_stream(stream: Any) -> int:
     raw = getattr(stream, "handle", None)
     if raw is not None:
         return int(getattr(raw, "value", raw) or 0)
-    raise TypeError(f"{stream!r} is no stream")
+    try:
+        return operator.index(stream)
+    except TypeError:
+        raise TypeError(f"{stream!r} is no stream") from None
