@@ -8,7 +8,7 @@ import functools
 import os
 import re
 import threading
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 from . import _share, _snapshot
 from ._errors import InUseError
@@ -26,9 +26,7 @@ from ._library import (
     text_of,
 )
 from ._stream import raw_stream
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from ._typing import Unpack
 
 _UNITS = {
     "": 1,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from . import _pool
 from ._library import NULL, address, answer, call, ffi, lib
-
-if TYPE_CHECKING:
-    from ._pool import Pool
 
 _ACCESS = {"read": 1, "read and write": 3}
 
@@ -26,7 +24,7 @@ def descriptor(socket: Any) -> int:
 class Export:
     """A whole pool on its way to another process: :meth:`vpmm.Pool.export_all`. One for each receiver."""
 
-    def __init__(self, pool: Pool):
+    def __init__(self, pool: _pool.Pool):
         made = answer("vpmm_export *", lib.vpmm_export_create, pool._handle)
         self._handle = ffi.gc(made, lib.vpmm_export_release)
 
@@ -59,10 +57,8 @@ class Imported:
         or to ``"read and write"``. Blocks until it has come."""
         if access not in _ACCESS:
             raise ValueError(f"access cannot be {access!r}; known: {', '.join(_ACCESS)}")
-        from ._pool import _driver
-
         kind, way = "vpmm_import *", _ACCESS[access]
-        made = answer(kind, lib.vpmm_import_receive, _driver(), device, descriptor(socket), way)
+        made = answer(kind, lib.vpmm_import_receive, _pool._driver(), device, descriptor(socket), way)
         imported = cls()
         imported._receives = threading.RLock()
         imported._handle = ffi.gc(made, lib.vpmm_import_release)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _pool, _snapshot, mr
 from ._errors import InUseError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from ._typing import Unpack
 
 _LOGGER = logging.getLogger("vpmm")
 

@@ -15,16 +15,14 @@ then device 0. This module needs Dask's ``distributed``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from distributed import WorkerPlugin
 
 from . import _pool
+from ._typing import Unpack
 from ._worker import Settings, Worker
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class VpmmPlugin(WorkerPlugin):

@@ -24,13 +24,11 @@ import inspect
 import json
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _snapshot
+from ._typing import Unpack
 from ._worker import Settings, Worker
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 #: What a process is told by: of the job, and of its actor.
 _OF_JOB, _OF_ACTOR = "VPMM_RAY_JOB", "VPMM_RAY_ACTOR"

@@ -14,14 +14,12 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _library, _pool
 from ._errors import InUseError
 from ._mem_pool import HeapMemPool
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from ._typing import Unpack
 
 _SETTERS = {
     "set_init_fn": "vpmm_torch_init",

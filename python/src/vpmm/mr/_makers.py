@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .. import _pool
 from .._library import answer, lib
+from .._typing import Unpack
 from ._resource import DeviceMemoryResource, bytes_or_none, settings_text
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class CudaMemoryResource(DeviceMemoryResource):
