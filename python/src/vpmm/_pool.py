@@ -140,9 +140,12 @@ class PoolOptions(TypedDict, total=False):
     sharing: str | None
 
 
-def _nanoseconds(seconds: float) -> int:
+def _nanoseconds(name: str, seconds: float) -> int:
     """As the library has them; infinity is longer than anybody waits."""
-    return int(min(seconds * 1e9, 2**63))
+    # So that what is no number is not taken for one, either.
+    if not seconds >= 0:
+        raise ValueError(f"{name} cannot be {seconds}: seconds, 0 or more")
+    return 2**63 if seconds >= 2**63 / 1e9 else int(seconds * 1e9)
 
 
 def _options(
@@ -183,6 +186,8 @@ def _options(
         raise ValueError(f"prefer cannot be {prefer!r}; known: None, 'grow', 'wait'")
     if sharing not in _SHARING:
         raise ValueError(f"sharing cannot be {sharing!r}; known: None, 'descriptors', 'fabric'")
+    if initial_pages < 0:
+        raise ValueError(f"initial_pages cannot be {initial_pages}")
     options.sharing = _SHARING[sharing]
     options.device, options.profile = device, profiles[profile]
     options.pending_policy, options.initial_pages = policies[prefer], initial_pages
@@ -196,10 +201,10 @@ def _options(
             raise ValueError(f"moves_per_second cannot be {moves_per_second}")
         options.moves_per_second = max(moves_per_second, 1)
     if patience is not None:
-        options.patience_nanoseconds = _nanoseconds(patience)
+        options.patience_nanoseconds = _nanoseconds("patience", patience)
     if background is not None:
         # 0 stands for no thread; the shortest period is longer than 1.
-        options.background_period_nanoseconds = _nanoseconds(background) or 1
+        options.background_period_nanoseconds = _nanoseconds("background", background) or 1
     if ahead is not None:
         options.background_ahead_bytes = bytes_of(ahead)
     if release_threshold is not None:
@@ -208,7 +213,7 @@ def _options(
         options.page_size_bytes = bytes_of(page_size)
     if wait is not None:
         # The largest number means something else.
-        options.wait_nanoseconds = _nanoseconds(wait)
+        options.wait_nanoseconds = _nanoseconds("wait", wait)
     return options
 
 

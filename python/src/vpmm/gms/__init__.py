@@ -221,9 +221,9 @@ class GMSClientMemoryManager:
     # The connection.
 
     def connect(self, lock_type: RequestedLockType | str, timeout_ms: int | None = None) -> None:
-        """Waits for a lock, for ever if no time is said, and half a minute for a server to be there. In the
-        main thread handlers of signals run meanwhile: what one raises ends the wait, and after one that
-        raises nothing the lock is asked for anew.
+        """Waits for a lock, for ever if no time is said or one below 0, and half a minute for a server to be
+        there. In the main thread handlers of signals run meanwhile: what one raises ends the wait, and after
+        one that raises nothing the lock is asked for anew.
 
         :raises LockTimeoutError: (a ``TimeoutError``) the one failure to simply try again after.
         :raises DisconnectedError: (a ``ConnectionError``) no server is there, or it does not answer.
@@ -250,7 +250,7 @@ class GMSClientMemoryManager:
 
     def set_answer_timeout(self, timeout_ms: int | None) -> None:
         """How long a server that is there may take for an answer, from the next :meth:`connect` on, before it
-        counts as stopped or stuck: a minute, if nothing is set; None is for ever. Locks, and memory that
+        counts as stopped or stuck: a minute, if nothing is set; None or below 0 is for ever. Locks, and memory that
         there is too little of, are waited for longer, as long as the server is alive."""
         time = -1 if timeout_ms is None else timeout_ms
         call(lib.vpmm_gms_set_answer_timeout, self._handle, time)
