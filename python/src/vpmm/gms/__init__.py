@@ -250,8 +250,8 @@ class GMSClientMemoryManager:
 
     def set_answer_timeout(self, timeout_ms: int | None) -> None:
         """How long a server that is there may take for an answer, from the next :meth:`connect` on, before it
-        counts as stopped or stuck: a minute, if nothing is set; None or below 0 is for ever. Locks, and memory that
-        there is too little of, are waited for longer, as long as the server is alive."""
+        counts as stopped or stuck: a minute, if nothing is set; None or below 0 is for ever. Locks, and
+        memory that there is too little of, are waited for longer, as long as the server is alive."""
         time = -1 if timeout_ms is None else timeout_ms
         call(lib.vpmm_gms_set_answer_timeout, self._handle, time)
 
