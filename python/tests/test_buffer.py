@@ -137,6 +137,33 @@ def test_a_buffer_whose_free_was_refused_is_freed_later(monkeypatch, mr):
     assert mr is None or mr.allocation_counts.current_count == 0
 
 
+def test_functions_elsewhere_lose_no_buffer_whose_free_was_refused(monkeypatch):
+    other = vpmm.mr.CallbackMemoryResource(lambda *_: 1 << 20, lambda *_: None)
+    counted = vpmm.mr.StatisticsResourceAdaptor(vpmm.mr.CudaMemoryResource())
+    with vpmm.DeviceBuffer(10, mr=other):
+        test_a_buffer_whose_free_was_refused_is_freed_later(monkeypatch, counted)
+
+
+def test_a_buffer_whose_function_fails_is_not_freed_twice():
+    freed = []
+
+    def deallocate(*given):
+        freed.append(given)
+        raise error_of("VPMM_BAD_STREAM", "a function's")
+
+    for mr in (
+        vpmm.mr.CallbackMemoryResource(lambda *_: 1 << 20, deallocate),
+        vpmm.mr.StatisticsResourceAdaptor(vpmm.mr.CallbackMemoryResource(lambda *_: 1 << 20, deallocate)),
+    ):
+        buffer = vpmm.DeviceBuffer(10, mr=mr)
+        with pytest.raises(vpmm.StreamError, match="function's"):
+            buffer.free()
+        assert buffer.ptr == buffer.size == 0
+        buffer.free()
+        assert len(freed) == 1
+        freed.clear()
+
+
 def test_what_lives_until_the_interpreter_ends_is_not_freed():
     """The driver takes it back; streams may be gone by then."""
     program = """

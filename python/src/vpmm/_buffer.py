@@ -14,7 +14,6 @@ from ._library import address, but_in_a_child, call, ffi, handle, lib
 from ._stream import raw_stream
 from .mr import DeviceMemoryResource, PoolMemoryResource
 from .mr._current import current_or_none
-from .mr._functions import Functions
 
 #: The legacy default stream where a number may not be 0.
 _LEGACY = 1
@@ -297,9 +296,9 @@ class DeviceBuffer:
         try:
             function(*arguments)
         except Error as error:
-            # A wrong pointer may be somebody else's by now; and what a function of Python's has raised, of
-            # whichever resource, came after others had freed it.
-            if not isinstance(error, PointerError) and not Functions._live:
+            # A wrong pointer may be somebody else's by now; and what a function of Python's has raised came
+            # after others had freed it.
+            if not isinstance(error, PointerError) and not error._is_of_function:
                 self._pointer, self._size = before
                 self._end_by(function, *arguments)
             raise

@@ -6,6 +6,9 @@ from __future__ import annotations
 class Error(RuntimeError):
     """A call of the library failed. ``status`` is the name that ``vpmm.h`` has for why."""
 
+    #: Whether a function of Python's has raised it that the library calls, which does not fail by that.
+    _is_of_function = False
+
     def __init__(self, text: str, status: str = "VPMM_OTHER"):
         super().__init__(text)
         self.status = status

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from .. import _snapshot
+from .._errors import Error
 from .._library import ffi, lib
 
 
@@ -43,6 +44,13 @@ class Functions:
         return before
 
 
+def _of_function(error: BaseException) -> BaseException:
+    """What a function of Python's has raised, which is told from what the library answers by that."""
+    if isinstance(error, Error):
+        error._is_of_function = True
+    return error
+
+
 def forwarded(function: Any, *arguments: Any, back: Callable[[Any], None] | None = None) -> Any:
     """Calls the library; what a function of Python's has raised in there goes on here. `back` gives back what
     came of it, where that raises all the same; not by a lack that was made good, as by a callback that makes
@@ -62,13 +70,13 @@ def forwarded(function: Any, *arguments: Any, back: Callable[[Any], None] | None
             except Exception:
                 noted = Functions.exchange(None)
                 if noted is not None:
-                    raise noted[0] from None
+                    raise _of_function(noted[0]) from None
                 raise
             noted = Functions.exchange(None)
             if noted is None or noted[1]:
                 return result
             if back is not None:
                 back(result)
-            raise noted[0]
+            raise _of_function(noted[0])
         finally:
             Functions.exchange(before)
