@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 
-use flate2::bufread::MultiGzDecoder;
+use flate2::bufread::GzDecoder;
 
 use super::error::{Column, Problem, TraceError};
 
@@ -47,7 +47,7 @@ impl<'a> Lines<'a> {
         let is_gzip = head == GZIP_MAGIC;
         let whole = BufReader::with_capacity(64 << 10, io::Cursor::new(head).chain(bytes));
         let source: Box<dyn BufRead + 'a> = if is_gzip {
-            Box::new(BufReader::with_capacity(64 << 10, MultiGzDecoder::new(whole)))
+            Box::new(BufReader::with_capacity(64 << 10, Gzip::new(whole)))
         } else {
             Box::new(whole)
         };
@@ -103,6 +103,41 @@ impl<'a> Lines<'a> {
             line = line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line);
         }
         Ok(Some((self.number, line)))
+    }
+}
+
+/// The members of a gzip file as one, and the zeroes behind them that come of devices with blocks of one
+/// size, which gzip itself passes over.
+struct Gzip<R> {
+    /// None behind the end.
+    member: Option<GzDecoder<R>>,
+}
+
+impl<R: BufRead> Gzip<R> {
+    fn new(source: R) -> Self {
+        Self { member: Some(GzDecoder::new(source)) }
+    }
+}
+
+impl<R: BufRead> Read for Gzip<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        while let Some(member) = &mut self.member {
+            let read = member.read(buffer)?;
+            if read > 0 || buffer.is_empty() {
+                return Ok(read);
+            }
+            let Some(mut rest) = self.member.take().map(GzDecoder::into_inner) else { break };
+            match rest.fill_buf()?.first().copied() {
+                None => {}
+                Some(0) if is_zero_to_the_end(&mut rest)? => {}
+                Some(0) => {
+                    let text = "zero bytes behind the gzip data, and others behind them";
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+                }
+                Some(_) => self.member = Some(GzDecoder::new(rest)),
+            }
+        }
+        Ok(0)
     }
 }
 

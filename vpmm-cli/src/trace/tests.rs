@@ -81,6 +81,31 @@ fn broken_gzip_is_an_error_that_names_the_line() {
     assert!(error.starts_with("t.gz: line "), "{error}");
 }
 
+/// As parallel compressors and `cat` make files of many members, and tapes have whole blocks.
+#[test]
+fn gzip_may_have_many_members_and_zeroes_behind_them() {
+    let member = |text: &str| {
+        let mut gz = GzEncoder::new(Vec::new(), Compression::fast());
+        gz.write_all(text.as_bytes()).unwrap();
+        gz.finish().unwrap()
+    };
+    // The second begins within a row.
+    let whole =
+        [member(HEADER), member("1,x,alloc"), member(""), member("ate,0x10,64,0\n")].concat();
+    let read = |parts: &[&[u8]]| Trace::read("t.gz", &parts.concat()[..]);
+    for zeroes in [0, 1, 2, 300, 300_000] {
+        let zeroes = vec![0; zeroes];
+        assert_eq!(read(&[&whole, &zeroes]).unwrap().allocations.len(), 1);
+    }
+    for (behind, word) in [
+        (&[b"\0\0\0", &whole[..]].concat(), "zero bytes behind the gzip data"),
+        (&b"more than nothing".to_vec(), "invalid gzip header"),
+    ] {
+        let error = read(&[&whole, behind]).expect_err("others").to_string();
+        assert!(error.starts_with("t.gz: line 3: ") && error.contains(word), "{error}");
+    }
+}
+
 #[test]
 fn an_address_is_another_allocation_after_its_free() {
     let trace = good(
