@@ -33,6 +33,18 @@ pub enum TraceError {
         /// The path as given.
         file: String,
     },
+    /// The header does not name columns that are needed.
+    #[error("{file}: line {line}: the header names no {}, but {named}", missing.join(" and no "))]
+    NoColumn {
+        /// The path as given.
+        file: String,
+        /// The header's line, from 1.
+        line: u64,
+        /// The names that were looked for.
+        missing: Vec<&'static str>,
+        /// The first names that there are.
+        named: Box<str>,
+    },
     /// A row is malformed.
     #[error("{file}: line {line}, {column}: {problem}")]
     Row {
@@ -66,11 +78,10 @@ impl fmt::Display for Column {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Problem {
-    /// The header does not name a column that is needed.
-    #[error("the header names no such column")]
-    NoColumn,
     /// The first row is neither a header nor a row in RMM's own order.
-    #[error("{0:?} is no action, and the first row is no header either")]
+    #[error(
+        "{0:?} is no action, and the first row is no header either, with Action, Pointer and Size"
+    )]
     NoHeader(Box<str>),
     /// The row ends before this column.
     #[error("the row ends before this column")]

@@ -18,7 +18,7 @@ pub use error::{Problem, TraceError};
 
 use compile::Compiler;
 use fields::Fields;
-use row::Columns;
+use row::{Columns, NoColumns};
 use source::Lines;
 use std::io::Read;
 use std::time::Duration;
@@ -129,7 +129,16 @@ impl Trace {
             let known = match &columns {
                 Some(known) => known,
                 None => {
-                    let (found, is_header) = Columns::of_first_row(&fields).map_err(fault)?;
+                    let first = Columns::of_first_row(&fields).map_err(|why| match why {
+                        NoColumns::NoHeader(why) => fault(why),
+                        NoColumns::Unnamed { missing, named } => TraceError::NoColumn {
+                            file: name.to_owned(),
+                            line: number,
+                            missing,
+                            named,
+                        },
+                    });
+                    let (found, is_header) = first?;
                     let known = columns.insert(found);
                     if is_header {
                         continue;

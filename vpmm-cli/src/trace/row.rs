@@ -64,6 +64,15 @@ const RMM_ORDER: Columns = Columns {
 
 type Fault = (Column, Problem);
 
+/// Why a first row tells nothing of columns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum NoColumns {
+    /// It is a header, without these.
+    Unnamed { missing: Vec<&'static str>, named: Box<str> },
+    /// It is none, nor a row in RMM's order.
+    NoHeader(Fault),
+}
+
 /// Where each column is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Columns {
@@ -78,7 +87,7 @@ pub(super) struct Columns {
 impl Columns {
     /// Takes the first row as a header, or, where it is a row in RMM's order,
     /// as that. The flag says whether it was a header.
-    pub(super) fn of_first_row(fields: &Fields) -> Result<(Self, bool), Fault> {
+    pub(super) fn of_first_row(fields: &Fields) -> Result<(Self, bool), NoColumns> {
         let find = |name: &'static str| {
             (0..fields.count())
                 .find(|&i| fields.get(i).is_some_and(|f| f.eq_ignore_ascii_case(name.as_bytes())))
@@ -87,21 +96,20 @@ impl Columns {
         // A misspelt header is told from a first row by any one name it got right.
         let names = [THREAD, TIME, ACTION, POINTER, SIZE, STREAM];
         if names.into_iter().any(|name| find(name).is_some()) {
-            let need = |name| {
-                find(name).ok_or((Column { number: fields.count() + 1, name }, Problem::NoColumn))
+            let needed @ [action, pointer, size] =
+                [ACTION, POINTER, SIZE].map(|name| (name, find(name)));
+            let (Some(action), Some(pointer), Some(size)) = (action.1, pointer.1, size.1) else {
+                let missing = needed.into_iter().filter(|(_, found)| found.is_none());
+                let missing = missing.map(|(name, _)| name).collect();
+                return Err(NoColumns::Unnamed { missing, named: names_of(fields) });
             };
-            let columns = Self {
-                action: need(ACTION)?,
-                pointer: need(POINTER)?,
-                size: need(SIZE)?,
-                thread: find(THREAD),
-                time: find(TIME),
-                stream: find(STREAM),
-            };
-            return Ok((columns, true));
+            let (thread, time, stream) = (find(THREAD), find(TIME), find(STREAM));
+            return Ok((Self { action, pointer, size, thread, time, stream }, true));
         }
         match RMM_ORDER.row(fields) {
-            Err((column, Problem::Action(text))) => Err((column, Problem::NoHeader(text))),
+            Err((column, Problem::Action(text))) => {
+                Err(NoColumns::NoHeader((column, Problem::NoHeader(text))))
+            }
             // Any other fault is the row's own: RMM's order, with a mistake in it.
             _ => Ok((RMM_ORDER, false)),
         }
@@ -203,6 +211,15 @@ fn from_digits(digits: &[u8], radix: u32) -> Option<u64> {
         return None;
     }
     u64::from_str_radix(str::from_utf8(digits).ok()?, radix).ok()
+}
+
+/// The fields of a header, for a message: the first of many.
+fn names_of(fields: &Fields) -> Box<str> {
+    const SHOWN: usize = 16;
+    let named: Vec<_> = (0..fields.count()).filter_map(|i| Some(quote(fields.get(i)?))).collect();
+    let (shown, others) = named.split_at(named.len().min(SHOWN));
+    let end = if others.is_empty() { "" } else { ", …" };
+    format!("{}{end}", shown.join(", ")).into()
 }
 
 /// The start of a field, for a message: a wrong field may be long or no text.

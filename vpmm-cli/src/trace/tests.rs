@@ -244,10 +244,26 @@ fn times_are_since_the_first_row_and_never_go_back() {
 
 #[test]
 fn a_header_without_a_needed_column_is_refused() {
-    let error = refused("Thread,Time,Action,Size,Stream\n");
-    assert!(error.contains("line 1") && error.contains("Pointer"), "{error}");
-    let error = refused("a,b,c,d,e,f\n");
-    assert!(error.contains("\"c\" is no action"), "{error}");
+    for (header, message) in [
+        (
+            "Thread,Time,Action,Address,Size,Stream",
+            "line 2: the header names no Pointer, but Thread, Time, Action, Address, Size, Stream",
+        ),
+        ("size", "line 2: the header names no Action and no Pointer, but size"),
+        (
+            "Time,\" a, b\"",
+            "line 2: the header names no Action and no Pointer and no Size, but Time, a, b",
+        ),
+        (
+            "a,b,c,d,e,f",
+            "line 2, column 3 (Action): \"c\" is no action, and the first row is no header either, \
+             with Action, Pointer and Size",
+        ),
+    ] {
+        assert_eq!(refused(&format!("\n{header}\n")), format!("t.csv: {message}"));
+    }
+    let error = refused(&format!("Action,Pointer{}\n", ",x".repeat(10_000)));
+    assert!(error.len() < 200 && error.ends_with("x, x, …"), "{error}");
 }
 
 #[test]
