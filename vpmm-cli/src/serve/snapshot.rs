@@ -4,10 +4,11 @@ use std::io::{ErrorKind, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use gms::client::{ConnectOptions, MemoryManager};
+use gms::client::{ClientError, ConnectOptions, MemoryManager, runtime_state};
 use gms::lock::Requested;
 use gms::memory::Memory;
 use gms::storage::{StorageError, StorageOptions, Stored, check, load, save};
+use gms::wire::GetRuntimeStateResponse;
 use serde_json::json;
 
 use super::args::{SnapshotArgs, SnapshotCommand, SnapshotPlace};
@@ -79,12 +80,53 @@ fn connect(place: &SnapshotPlace, lock: Requested) -> Result<MemoryManager, Abor
             gms::socket_path(&uuid.map_err(Abort::failure)?, &place.tag)
         }
     };
-    let mut manager = MemoryManager::new(&driver, ordinal, socket).map_err(Abort::failure)?;
+    let mut manager = MemoryManager::new(&driver, ordinal, &socket).map_err(Abort::failure)?;
     let timeout = Duration::try_from_secs_f64(place.timeout)
         .map_err(|error| Abort::bad_input(format_args!("--timeout: {error}")))?;
     let options = ConnectOptions::new(lock).timeout(timeout);
-    manager.connect(options).map_err(Abort::failure)?;
+    manager.connect(options).map_err(|error| {
+        let (path, seconds) = (socket.display(), place.timeout);
+        Abort::failure(match error {
+            ClientError::LockTimeout => {
+                let session = if lock == Requested::Ro { "reader" } else { "writer" };
+                let why = runtime_state(&socket, STATE_TIME).ok();
+                let why = why.and_then(|state| in_the_way(&state, lock)).unwrap_or_default();
+                format!("the server at {path} let no {session} in within {seconds} s{why}")
+            }
+            ClientError::Connect { source, .. } => {
+                let why = match source.kind() {
+                    ErrorKind::NotFound => "nothing is at that path".to_owned(),
+                    ErrorKind::ConnectionRefused => "nobody listens at that path".to_owned(),
+                    _ => source.to_string(),
+                };
+                format!("no server at {path} within {seconds} s: {why}")
+            }
+            ClientError::Disconnected => {
+                format!("the server at {path} has closed the connection instead of an answer")
+            }
+            error => error.to_string(),
+        })
+    })?;
     Ok(manager)
+}
+
+/// How long a server may take to say what keeps a lock from being granted.
+const STATE_TIME: Duration = Duration::from_secs(2);
+
+/// What keeps a lock from being granted, if it still does.
+fn in_the_way(state: &GetRuntimeStateResponse, lock: Requested) -> Option<String> {
+    Some(match lock {
+        _ if state.has_rw_session => ": a writer is there".to_owned(),
+        Requested::Ro if state.waiting_writers > 0 => {
+            ": a writer waits, and comes first".to_owned()
+        }
+        Requested::Ro if !state.committed => ": no layout is published there".to_owned(),
+        Requested::Rw if state.ro_session_count == 1 => ": a reader is there".to_owned(),
+        Requested::Rw if state.ro_session_count > 1 => {
+            format!(": {} readers are there", state.ro_session_count)
+        }
+        _ => return None,
+    })
 }
 
 /// Either direction.

@@ -458,6 +458,56 @@ fn a_layout_is_saved_and_loaded_into_another_server() {
     assert!(stderr(&damaged).contains("is damaged: it has 3 bytes"), "{}", stderr(&damaged));
 }
 
+#[test]
+fn a_server_that_lets_nobody_in_is_told_with_what_is_in_the_way() {
+    use std::os::unix::net::UnixListener;
+
+    let folder = Folder::new();
+    let (socket, saved, stale) =
+        (folder.0.join("1"), folder.0.join("saved"), folder.0.join("stale"));
+    let path = socket.to_str().unwrap();
+    let _server = Server::start(&folder, &["--tag", "weights", "--socket-path", path]);
+    let snapshot = |way: &str, socket: &Path, place: &str| {
+        let mut command = vpmm(&["snapshot", way, "--device", "sim"]);
+        command.arg("--socket-path").arg(socket).arg(folder.0.join(place));
+        command
+    };
+    // Once it is there.
+    drop(Session::connect(&socket, options(Requested::Rw)).unwrap());
+    let says = |way: &str, socket: &Path, place: &str, message: &str| {
+        let output = snapshot(way, socket, place).args(["--timeout", "0.25"]).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{way}: {}", stderr(&output));
+        assert_eq!(stderr(&output), format!("vpmm: {message}\n"));
+    };
+    let lets_in = |session: &str, why: &str| {
+        format!("the server at {path} let no {session} in within 0.25 s: {why}")
+    };
+    says("save", &socket, "new", &lets_in("reader", "no layout is published there"));
+    let writer = Session::connect(&socket, options(Requested::Rw)).unwrap();
+    says("save", &socket, "new", &lets_in("reader", "a writer is there"));
+    drop(writer);
+    publish(&socket);
+    let output = snapshot("save", &socket, "saved").output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let _readers = [(); 2].map(|()| Session::connect(&socket, options(Requested::Ro)).unwrap());
+    says("load", &socket, "saved", &lets_in("writer", "2 readers are there"));
+    assert!(saved.is_dir());
+
+    let none = folder.0.join("none");
+    let nobody = |at: &Path, why: &str| {
+        says("load", at, "saved", &format!("no server at {} within 0.25 s: {why}", at.display()));
+    };
+    nobody(&none, "nothing is at that path");
+    let listener = UnixListener::bind(&stale).unwrap();
+    let ends = std::thread::spawn(move || drop(listener.accept()));
+    let text =
+        format!("the server at {} has closed the connection instead of an answer", stale.display());
+    says("load", &stale, "saved", &text);
+    ends.join().unwrap();
+    // Its file stays behind.
+    nobody(&stale, "nobody listens at that path");
+}
+
 /// How long a command takes that has nothing to wait for; it would wait 30 s for a server.
 const AT_ONCE: Duration = Duration::from_secs(15);
 
