@@ -24,6 +24,7 @@ import held
 import ratios
 import rounds
 import turns
+from workload import file_to_be
 
 HERE = pathlib.Path(__file__).resolve().parent
 ALLOCATORS = ("torch", "expandable", "vpmm")
@@ -232,7 +233,7 @@ def arguments():
     parser.add_argument("workload", help="one, or some with commas between")
     parser.add_argument("--allocators", default=",".join(ALLOCATORS), help=NAMES)
     parser.add_argument("--moves-per-second", type=int, help="of vpmm's pool, in its own time")
-    parser.add_argument("--output", "--json", type=pathlib.Path, metavar="FILE")
+    parser.add_argument("--output", "--json", type=file_to_be, metavar="FILE")
     turn = parser.add_argument_group("in rounds")
     turn.add_argument("--rounds", type=int, default=0, help="at most so many; 0: one run after another")
     turn.add_argument("--seconds", type=float, default=60.0, help="no further rounds after so long")

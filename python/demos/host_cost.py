@@ -56,7 +56,13 @@ def build(folder, with_torch):
         command += ["-DWITH_TORCH", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
         command += [f"-isystem{folder}" for folder in folders]
         command += [f"-L{libraries}", "-lc10", "-lc10_cuda", f"-Wl,-rpath,{libraries}"]
-    subprocess.run(command, check=True)
+    try:
+        subprocess.run(command, check=True)
+    except FileNotFoundError:
+        sys.exit("there is no g++, which builds what measures")
+    except subprocess.CalledProcessError as error:
+        # It has said why.
+        sys.exit(f"g++ has failed with {error.returncode}")
     return ctypes.CDLL(str(library))
 
 
@@ -125,14 +131,22 @@ def main():
     parser.add_argument("--folder", type=pathlib.Path, help="where what is built stays")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
-        folder = args.folder or pathlib.Path(made)
+        # Whole: a library's name without a folder would be looked for elsewhere.
+        folder = (args.folder or pathlib.Path(made)).resolve()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--folder: {error}")
         if args.way:
             run(args.way, args.case or list(CASES), folder)
             return
         named = [word for case in args.case or () for word in ("--case", case)]
         for way in WAYS:
             command = [sys.executable, __file__, way, "--folder", str(folder), *named]
-            subprocess.run(command, check=True)
+            status = subprocess.run(command).returncode
+            if status:
+                # It has said why.
+                sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,20 @@ def settings(text):
         return word
 
     pairs = [pair.partition("=") for pair in text.split(";")]
+    for name, _, word in pairs:
+        if not (name and word):
+            raise argparse.ArgumentTypeError(f"{text!r} is no NAME=VALUE;NAME=VALUE")
     return {name: value(word) for name, _, word in pairs}
+
+
+def file_to_be(text):
+    """A path that can be written to: what does not fit there is told before anything is measured."""
+    try:
+        # Nothing of what is there is lost.
+        with open(text, "a"):
+            return pathlib.Path(text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
 
 
 def arguments(description, steps=100, warmup=20, **further):
@@ -55,7 +68,7 @@ def arguments(description, steps=100, warmup=20, **further):
     parser.add_argument("--settings", type=settings, metavar="NAME=VALUE;…", help="further ones of that pool")
     parser.add_argument("--where", type=int, metavar="STEPS", help="where vpmm's memory is in further steps")
     parser.add_argument("--turns", type=int, metavar="DESCRIPTOR", help="do what comes over this pipe")
-    parser.add_argument("--record", metavar="FILE.csv.gz", help="log the allocations of --allocator torch")
+    parser.add_argument("--record", type=file_to_be, metavar="FILE.csv.gz", help="log the allocations of --allocator torch")
     for name, (kind, default) in further.items():
         parser.add_argument("--" + name.replace("_", "-"), type=kind, default=default)
     return parser.parse_args()

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import types
@@ -167,6 +168,42 @@ def test_one_run_after_another(tmp_path):
     assert all(line["caught_up"] == 1 for line in lines)
     text, lines, status = compare(tmp_path, STAND_IN, "--", "--at", "3", "--what", "no memory")
     assert status == 1 and "out of memory at step 3" in text
+
+
+@pytest.mark.parametrize(
+    "command, said",
+    [
+        (["compare.py", "--output", "{folder}/missing/out", STAND_IN], "No such file"),
+        (["compare.py", "--output", "{folder}", STAND_IN], "Is a directory"),
+        ([STAND_IN, "--record", "{folder}/missing/log.csv.gz"], "No such file"),
+        ([STAND_IN, "--settings", "patience"], "'patience' is no NAME=VALUE"),
+        ([STAND_IN, "--settings", "patience=0;"], "is no NAME=VALUE"),
+        (["host_cost.py", "raw", "--folder", "{folder}/file/built"], "Not a directory"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_measured(tmp_path, command, said):
+    (tmp_path / "file").touch()
+    words = [word.format(folder=tmp_path) for word in command]
+    given = [sys.executable, str(DEMOS / words[0]), *words[1:]]
+    ran = subprocess.run(given, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 2 and not ran.stdout, (ran.stdout, ran.stderr)
+    assert "usage: " in ran.stderr and said in ran.stderr and "Traceback" not in ran.stderr
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
+def test_what_measures_the_host_is_built_where_it_is_told(tmp_path):
+    folder = tmp_path / "a folder" / "in it"
+    for there, told in ((tmp_path, folder), (folder, ".")):
+        words = [str(DEMOS / "host_cost.py"), "raw", "--case", "512 B", "--folder", str(told)]
+        ran = subprocess.run([sys.executable, *words], cwd=there, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0 and json.loads(ran.stdout)["case"] == "512 B", ran.stderr
+    assert (folder / "host_cost.so").exists()
+    # Without a compiler, where nothing is built yet.
+    words[-1] = str(tmp_path / "new")
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    given = {"capture_output": True, "text": True, "timeout": 300, "env": environment}
+    ran = subprocess.run([sys.executable, *words], **given)
+    assert ran.returncode == 1 and ran.stderr == "there is no g++, which builds what measures\n"
 
 
 def test_whose_turn_it_is():
