@@ -10,9 +10,10 @@
 #     FOLDER/bin/hot_paths --bench
 #     FOLDER/bin/sleep --bytes 64GiB
 set -euo pipefail
+out=${1:+$(realpath -m "$1")}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-out=${1:-target/bench-bundle}
+out=${out:-target/bench-bundle}
 mkdir -p "$out/bin"
 
 # executable NAME ARGUMENTS...: builds with these arguments and copies the program of that name.

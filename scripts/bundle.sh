@@ -9,9 +9,10 @@
 # Documentation tests are not in it: they are compiled one by one by rustdoc. Nor are
 # tests of the sources, and those that build or run other programs of the workspace.
 set -euo pipefail
+out=${1:+$(realpath -m "$1")}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-out=${1:-bundle}
+out=${out:-bundle}
 limit_mib=256
 # The tests that are left out, here and in other packages.
 at_home=' examples header packages programs rooms '

@@ -21,7 +21,9 @@ GMS_PYTHON=$(realpath "$folder")
 export GMS_PYTHON
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
+# Whole, as what is in it is used from other folders, too.
+CARGO_TARGET_DIR=$(realpath -m "${CARGO_TARGET_DIR:-target}")
+export CARGO_TARGET_DIR
 environment=$CARGO_TARGET_DIR/gms-interop
 packages=('maturin>=1.9,<2' 'cffi>=1.15' 'cuda-bindings>=13,<14' msgspec uvloop pytest)
 # The stamp says what is there.

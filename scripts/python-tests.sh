@@ -17,7 +17,9 @@ if ! python3 -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10
     exit 0
 fi
 
-export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
+# Whole, as what is in it is used from other folders, too.
+CARGO_TARGET_DIR=$(realpath -m "${CARGO_TARGET_DIR:-target}")
+export CARGO_TARGET_DIR
 environment=$CARGO_TARGET_DIR/python
 packages=('maturin>=1.9,<2' 'cffi>=1.15' distributed numpy pytest 'mypy>=2,<3')
 is_with_ray=

@@ -7,10 +7,13 @@
 #
 # The wheel goes to the folder, else to target/wheels-of-vpmm.
 set -euo pipefail
+folder=${1:+$(realpath -m "$1")}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
-folder=$(realpath -m "${1:-$CARGO_TARGET_DIR/wheels-of-vpmm}")
+# Whole, as what is in it is used from other folders, too.
+CARGO_TARGET_DIR=$(realpath -m "${CARGO_TARGET_DIR:-target}")
+export CARGO_TARGET_DIR
+folder=${folder:-$CARGO_TARGET_DIR/wheels-of-vpmm}
 environment=$CARGO_TARGET_DIR/python-wheel
 packages=('maturin>=1.9,<2' 'cffi>=1.15' 'ziglang==0.17.*' 'auditwheel>=6,<7')
 # The stamp says what is there.
