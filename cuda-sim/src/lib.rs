@@ -119,6 +119,9 @@ impl Drop for SpinHandle {
 const INSIDE: &str = "a simulator cannot be controlled from inside its own device work";
 
 impl Simulator {
+    /// The most devices that one can have.
+    pub const MAX_DEVICES: usize = address::MAX_DEVICES;
+
     /// Default settings: one device like an H200, eager scheduling, races detected.
     pub fn builder() -> Builder {
         Builder::default()

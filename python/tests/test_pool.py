@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -137,16 +138,20 @@ def test_the_same_options_may_be_set_once_more():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_an_unknown_device_is_named():
-    program = "import vpmm\ntry: vpmm.statistics()\nexcept vpmm.Error as error: print(error)"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"VPMM_DEVICE": "abacus"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "abacus" in done.stdout
+def test_a_device_is_one_that_there_is():
+    program = "import vpmm\ntry: print(vpmm.device_count())\nexcept vpmm.Error as error: print(error)"
+
+    def said(device):
+        given = [sys.executable, "-c", program]
+        done = subprocess.run(given, env={"VPMM_DEVICE": device}, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    # The last one of those that are told is there.
+    last = re.search(r"\"abacus\"; known: cuda, sim, sim:1 to sim:(\d+)$", said("abacus"))[1]
+    assert said(f"sim:{last}") == f"{int(last) + 1}\n"
+    assert f'"sim:{int(last) + 1}"; known: ' in said(f"sim:{int(last) + 1}")
+    # As where it is not set: a GPU's driver, or that there is none.
+    assert "known" not in said("")
 
 
 def test_free_memory_goes_back():

@@ -744,8 +744,8 @@ const char *vpmm_last_error(void);
 
 /**
  * Loads a driver. `device` is `"cuda"`, `"sim"` for the simulated driver, which needs no GPU, `"sim:1"`
- * for one with two devices (up to `"sim:63"`), or null for what the environment variable VPMM_DEVICE
- * says: one of these, or `"cuda"` where it is not set.
+ * for one with two devices (up to `"sim:31"`), or null for what the environment variable VPMM_DEVICE
+ * says: one of these, or `"cuda"` where it is not set, or set to nothing.
  *
  * # Safety
  * `device` is null or ends with a zero byte; `out` is null or has room for a pointer.

@@ -33,7 +33,9 @@ impl Loaded {
     pub(crate) fn load(name: Option<&str>) -> Result<Arc<Self>, Failure> {
         let name = match name {
             Some(name) => name.to_owned(),
+            // Set to nothing it names none.
             None => std::env::var_os("VPMM_DEVICE")
+                .filter(|name| !name.is_empty())
                 .map_or("cuda".to_owned(), |name| name.to_string_lossy().into_owned()),
         };
         let (driver, simulator) = match name.as_str() {
@@ -89,18 +91,19 @@ impl Loaded {
 /// As many as there are up to the last one that is named, of which each is made.
 fn simulated_devices(name: &str) -> Result<usize, Failure> {
     let last = match name.strip_prefix("sim:") {
-        Some(last) => last.parse().ok().filter(|last| *last < 64),
+        Some(last) => last.parse().ok().filter(|last| *last < Simulator::MAX_DEVICES),
         None => (name == "sim").then_some(0),
     };
     last.map(|last: usize| last + 1).ok_or_else(|| {
-        let text = format!("there is no device {name:?}; known: cuda, sim, sim:1 to sim:63");
+        let last = Simulator::MAX_DEVICES - 1;
+        let text = format!("there is no device {name:?}; known: cuda, sim, sim:1 to sim:{last}");
         Failure::new(vpmm_status::VPMM_INVALID_ARGUMENT, text)
     })
 }
 
 /// Loads a driver. `device` is `"cuda"`, `"sim"` for the simulated driver, which needs no GPU, `"sim:1"`
-/// for one with two devices (up to `"sim:63"`), or null for what the environment variable VPMM_DEVICE
-/// says: one of these, or `"cuda"` where it is not set.
+/// for one with two devices (up to `"sim:31"`), or null for what the environment variable VPMM_DEVICE
+/// says: one of these, or `"cuda"` where it is not set, or set to nothing.
 ///
 /// # Safety
 /// `device` is null or ends with a zero byte; `out` is null or has room for a pointer.

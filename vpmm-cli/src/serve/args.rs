@@ -8,6 +8,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
+use cuda_sim::Simulator;
 
 use crate::args::some_bytes;
 use crate::bytes::ByteCount;
@@ -24,7 +25,7 @@ pub enum ServeDevice {
 
 /// A text that is no device to serve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("expected a GPU's number, cuda:N, sim or sim:N")]
+#[error("expected a GPU's number, cuda:N, sim or sim:N with N below {}", Simulator::MAX_DEVICES)]
 pub struct ServeDeviceError;
 
 impl FromStr for ServeDevice {
@@ -36,8 +37,8 @@ impl FromStr for ServeDevice {
         }
         if let Some(number) = text.strip_prefix("sim:") {
             // As many devices are made.
-            let few = number.parse().ok().filter(|number| *number < 64);
-            return few.map(Self::Sim).ok_or(ServeDeviceError);
+            let is_one = |number: &u32| (*number as usize) < Simulator::MAX_DEVICES;
+            return number.parse().ok().filter(is_one).map(Self::Sim).ok_or(ServeDeviceError);
         }
         match text.parse() {
             Ok(DeviceChoice::Sim) => Ok(Self::Sim(0)),
@@ -294,10 +295,11 @@ mod tests {
         assert_eq!("cuda:3".parse(), Ok(ServeDevice::Cuda(3)));
         assert_eq!("sim".parse(), Ok(ServeDevice::Sim(0)));
         assert_eq!("sim:3".parse(), Ok(ServeDevice::Sim(3)));
+        assert_eq!("sim:31".parse(), Ok(ServeDevice::Sim(31)));
         for device in [ServeDevice::Sim(0), ServeDevice::Sim(2), ServeDevice::Cuda(1)] {
             assert_eq!(device.to_string().parse(), Ok(device));
         }
-        for text in ["", "auto", "-1", "x", "sim:", "sim:-1", "sim:64"] {
+        for text in ["", "auto", "-1", "x", "sim:", "sim:-1", "sim:32"] {
             assert!(text.parse::<ServeDevice>().is_err(), "{text}");
         }
     }
