@@ -19,6 +19,11 @@ impl Library {
     /// # Safety
     /// The library's initialisers run: they must be sound to run in this process.
     pub(super) unsafe fn open(name: &OsStr) -> Result<Self, LoadError> {
+        if name.is_empty() {
+            // It would be the program itself, with what that has loaded, under no name.
+            let (origin, source) = ("\"\"".to_owned(), "the path is empty".into());
+            return Err(LoadError::Open { origin, source });
+        }
         // SAFETY: the caller vouches for the initialisers; no finaliser runs, for
         // the handle is never closed.
         match unsafe { Handle::open(Some(name), RTLD_NOW | RTLD_LOCAL) } {

@@ -103,6 +103,20 @@ fn a_path_with_a_nul_is_an_error() {
     assert!(matches!(error, LoadError::Open { .. }), "{error:?}");
 }
 
+/// To the dynamic linker it is the program itself, with whatever that has loaded.
+#[test]
+fn a_path_set_to_nothing_is_an_error() {
+    // SAFETY: nothing is opened, so no code runs.
+    let driver = unsafe { Driver::load_from("") }.expect_err("no path");
+    // SAFETY: as above.
+    let runtime = unsafe { Runtime::load_any_major_from("") }.expect_err("no path");
+    for error in [driver, runtime] {
+        assert!(matches!(error, LoadError::Open { .. }), "{error:?}");
+        assert_eq!(error.to_string(), "cannot open \"\"");
+        assert_eq!(error.source().expect("kept").to_string(), "the path is empty");
+    }
+}
+
 #[test]
 fn tables_may_be_shared_between_threads() {
     fn check<T: Send + Sync>() {}
