@@ -90,6 +90,9 @@ def record_history(most: int = 100_000, *, frames: bool = True) -> None:
     the Python calls that led to each; what was kept before is forgotten. 0 ends it. Without it a request
     costs nothing more; with frames it costs microseconds."""
     global _places, _is_asked
+    if most < 0:
+        raise ValueError(f"a history of {most} requests")
+    before = _places, _is_asked
     _places = _Places(most)
     _is_asked = _is_asked or bool(most and frames)
     if most and frames:
@@ -97,7 +100,12 @@ def record_history(most: int = 100_000, *, frames: bool = True) -> None:
         place = ffi.addressof(lib, "vpmm_python_where"), ffi.cast("void *", _where)
     else:
         place = NULL, NULL
-    call(lib.vpmm_process_record_history, most, *place)
+    try:
+        call(lib.vpmm_process_record_history, most, *place)
+    except BaseException:
+        # What is kept goes on, with its places.
+        _places, _is_asked = before
+        raise
     _is_asked = bool(most and frames)
 
 
