@@ -311,6 +311,7 @@ fn a_file_that_was_changed_is_refused() {
             assert!(tagged.is_asleep());
             assert_eq!(rig.device.free_memory().unwrap(), free, "{what}");
             watched.validate();
+            error.to_string()
         };
         fs::write(&path, &written[..written.len() - 1]).unwrap();
         refused("short");
@@ -319,7 +320,8 @@ fn a_file_that_was_changed_is_refused() {
         fs::write(&path, &changed).unwrap();
         refused("one bit");
         fs::remove_file(&path).unwrap();
-        refused("gone");
+        let text = refused("gone");
+        assert!(text.contains(&format!(": {}: No such", path.display())), "{text}");
         // Memory without contents is still to be had.
         let awake = pool.resume_empty("weights", &stream).unwrap();
         assert_eq!(awake.loaded_bytes, 0);

@@ -313,19 +313,21 @@ fn a_writer_that_panics_has_the_next_row() {
 #[test]
 fn the_environment_names_the_file() {
     let file = Path::new("environment");
-    let run = |set: bool| {
+    let run = |named: Option<&std::path::Path>| {
         let mut child = Command::new(std::env::current_exe().expect("known on Linux"));
         child.args(["--exact", "logs::child", "--ignored", "--nocapture"]);
         child.env("VPMM_TEST_CHILD", "environment").env_remove("RMM_LOG_FILE");
-        if set {
-            child.env("RMM_LOG_FILE", &file.0);
+        if let Some(name) = named {
+            child.env("RMM_LOG_FILE", name);
         }
         let output = child.output().expect("the test can run itself");
         assert!(output.status.success(), "{output:?}");
         String::from_utf8_lossy(&output.stdout).into_owned()
     };
-    assert!(run(false).contains("RMM_LOG_FILE="));
-    assert!(run(true).contains("logged"));
+    for nothing in [None, Some("".as_ref())] {
+        assert!(run(nothing).contains("RMM_LOG_FILE="));
+    }
+    assert!(run(Some(&file.0)).contains("logged"));
     assert_eq!(file.read().lines().count(), 3);
 }
 
@@ -375,7 +377,12 @@ fn child() {
 #[test]
 fn a_log_that_cannot_be_made_or_written_is_told() {
     let missing = Logging::to_file(HostMalloc::new(), LogFormat::Rmm, "/nowhere/at/all.csv");
-    assert!(matches!(missing, Err(Error::LogFile(_))));
+    let Err(missing) = missing else { panic!("it was made") };
+    let text = missing.to_string();
+    assert!(
+        matches!(missing, Error::LogFile(_)) && text.contains(": /nowhere/at/all.csv: No such"),
+        "{text}"
+    );
     struct Full;
     impl Write for Full {
         fn write(&mut self, _: &[u8]) -> std::io::Result<usize> {

@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+use std::io;
+use std::path::Path;
 use std::sync::Arc;
 
 use cuda_sys::types::CUresult;
@@ -479,6 +481,11 @@ fn is_sticky(code: CUresult) -> bool {
             | CUresult::CUDA_ERROR_TENSOR_MEMORY_LEAK
             | CUresult::CUDA_ERROR_MPS_CLIENT_TERMINATED
     )
+}
+
+/// What the system says of a file, with which one.
+pub(crate) fn of_path(path: &Path, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
 fn amount(bytes: u64) -> String {

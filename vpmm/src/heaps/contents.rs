@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::pinned::{Copies, Done, Pinned};
 use crate::default::Run;
 use crate::driver::Failure;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, of_path};
 
 /// What becomes of the contents of memory that is [suspended](crate::Pool::suspend).
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -239,9 +239,26 @@ fn of_file(error: io::Error) -> Error {
     Error::ContentsFile(Arc::new(error))
 }
 
+/// An error of a file's says which one.
+fn named(error: Error, path: &Path) -> Error {
+    match error {
+        Error::ContentsFile(error) => of_file(of_path(path, &error)),
+        error => error,
+    }
+}
+
 impl FileCopy {
     /// Writes `used` to a file, through two buffers: one is written while the other is filled.
     pub(super) fn save(
+        device: &crate::Device,
+        copies: &Copies<'_>,
+        used: &[Run],
+        path: &Path,
+    ) -> Result<Self> {
+        Self::save_at(device, copies, used, path).map_err(|error| named(error, path))
+    }
+
+    fn save_at(
         device: &crate::Device,
         copies: &Copies<'_>,
         used: &[Run],
@@ -261,8 +278,9 @@ impl FileCopy {
 
     /// Opens the file if it is what was written.
     fn open(&self) -> Result<File> {
-        let file = File::open(&self.path).map_err(of_file)?;
-        let data = file.metadata().map_err(of_file)?;
+        let failed = |error| of_file(of_path(&self.path, &error));
+        let file = File::open(&self.path).map_err(failed)?;
+        let data = file.metadata().map_err(failed)?;
         let bytes = self.pieces.last().map_or(0, |piece| piece.offset + piece.bytes);
         if data.len() != bytes {
             return Err(Error::ContentsChanged { reason: "it is not as long" });
@@ -277,7 +295,7 @@ impl FileCopy {
         let file = self.open()?;
         let mut ring = Ring::new(device, &self.pieces)?;
         let wanted = self.pieces.iter().filter(|piece| is_in(runs, piece.address));
-        let loaded = ring.load(copies, wanted, &file);
+        let loaded = ring.load(copies, wanted, &file).map_err(|error| named(error, &self.path));
         ring.finish(copies, loaded)
     }
 }

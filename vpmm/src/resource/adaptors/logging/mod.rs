@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use super::undo::or_undo;
 use crate::device::StreamHandle;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, of_path};
 use crate::resource::{Description, MemoryResource};
 use crate::units::DevicePtr;
 use row::{Action, Line, Row};
@@ -91,15 +91,16 @@ impl<R: MemoryResource> Logging<R> {
     /// # Errors
     /// [`Error::LogFile`].
     pub fn to_file(upstream: R, format: LogFormat, path: impl AsRef<Path>) -> Result<Self> {
-        let sink = Sink::file(path.as_ref()).map_err(|error| Error::LogFile(Arc::new(error)))?;
-        Ok(Self::new(upstream, format, sink))
+        let path = path.as_ref();
+        let failed = |error| Error::LogFile(Arc::new(of_path(path, &error)));
+        Ok(Self::new(upstream, format, Sink::file(path).map_err(failed)?))
     }
 
     /// Logs to the file that the environment variable `RMM_LOG_FILE` names, as RMM does where no name
     /// is given.
     ///
     /// # Errors
-    /// [`Error::Config`] where it is not set, [`Error::LogFile`].
+    /// [`Error::Config`] where it is not set, or set to nothing; [`Error::LogFile`].
     pub fn from_environment(upstream: R, format: LogFormat) -> Result<Self> {
         const NAME: &str = "RMM_LOG_FILE";
         let unset = || Error::Config {
@@ -107,7 +108,8 @@ impl<R: MemoryResource> Logging<R> {
             value: String::new(),
             reason: "it must name the file to log to".to_owned(),
         };
-        Self::to_file(upstream, format, std::env::var_os(NAME).ok_or_else(unset)?)
+        let path = std::env::var_os(NAME).filter(|path| !path.is_empty()).ok_or_else(unset)?;
+        Self::to_file(upstream, format, path)
     }
 
     /// Logs to anything, one write for each row, under a lock. A row whose write panics is
