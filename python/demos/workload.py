@@ -68,7 +68,8 @@ def arguments(description, steps=100, warmup=20, **further):
     parser.add_argument("--settings", type=settings, metavar="NAME=VALUE;…", help="further ones of that pool")
     parser.add_argument("--where", type=int, metavar="STEPS", help="where vpmm's memory is in further steps")
     parser.add_argument("--turns", type=int, metavar="DESCRIPTOR", help="do what comes over this pipe")
-    parser.add_argument("--record", type=file_to_be, metavar="FILE.csv.gz", help="log the allocations of --allocator torch")
+    logged = "log the allocations of --allocator torch"
+    parser.add_argument("--record", type=file_to_be, metavar="FILE.csv.gz", help=logged)
     for name, (kind, default) in further.items():
         parser.add_argument("--" + name.replace("_", "-"), type=kind, default=default)
     return parser.parse_args()

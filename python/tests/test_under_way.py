@@ -158,7 +158,7 @@ kept = vpmm.DeviceBuffer(1000)
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_does_not_wait_for_its_parents_threads():
-    """A thread is in a function as the process forks. At its end the child waits for such threads of its own."""
+    """A thread is in a function as the process forks. At its end the child waits for such ones of its own."""
     is_in, may_end = threading.Event(), threading.Event()
 
     def allocate(size, stream):

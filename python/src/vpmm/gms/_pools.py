@@ -33,7 +33,8 @@ class _Pool:
 
 
 _pools: dict[str, _Pool] = {}
-# For each tag, held by the thread that has its manager made and connected: another would wait for this one's lock.
+# For each tag, held by the thread that has its manager made and connected: another would wait for this one's
+# lock.
 _making: dict[str, threading.Lock] = {}
 
 
@@ -100,9 +101,9 @@ def get_or_create_gms_client_memory_manager(
     tag: str = "weights",
     timeout_ms: int | None = None,
 ) -> GMSClientMemoryManager:
-    """The process's manager for a tag; at the first call it is made and connected, and other threads that ask for
-    it meanwhile wait for it as long as they would for the lock. With a writer's lock tensors can be made in its
-    memory: :func:`gms_use_mem_pool`.
+    """The process's manager for a tag; at the first call it is made and connected, and other threads that ask
+    for it meanwhile wait for it as long as they would for the lock. With a writer's lock tensors can be made
+    in its memory: :func:`gms_use_mem_pool`.
 
     :raises LockTimeoutError: the lock was not to be had in the time for it.
     :raises RuntimeError: there is one for the tag with another server, device or lock.

@@ -48,8 +48,8 @@ class FixedSizeMemoryResource(UpstreamResourceAdaptor):
 
 class BinningMemoryResource(UpstreamResourceAdaptor):
     """Sends each request to the bin of the least size that suffices, and longer ones to ``upstream_mr``. Bins
-    are of 2 to the exponents, both included; without exponents, or with -1 as RMM has it, there is none before
-    :meth:`add_bin`."""
+    are of 2 to the exponents, both included; without exponents, or with -1 as RMM has it, there is none
+    before :meth:`add_bin`."""
 
     def __init__(
         self,
