@@ -124,36 +124,41 @@ fn moves_keep_a_pool_small_and_few_moves_let_it_grow() {
     assert!(10 * few.1 < many.1, "{few:?} {many:?}");
 }
 
-/// The same with sizes that hardly fit each other: after some moves the pool grows ahead, and then moves
-/// no more.
+/// The same with sizes that hardly fit each other: after some moves the pool grows ahead, and then hardly moves
+/// any more, less than a seventh as often. For several rows of sizes, as one row is luck.
 #[test]
 fn what_never_settles_grows_ahead_until_it_does() {
-    let rig = Rig::simulated(Schedule::Eager);
-    let mut settings = vpmm::PoolConfig::default();
-    settings.moves_per_second = 0;
-    let pool = vpmm::Pool::new(&rig.device, &settings).expect("a pool");
-    let stream = rig.stream();
-    let mut state = 1_u64;
-    let mut random = |bound: u64| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        (state >> 33) % bound
-    };
-    let mut held = Vec::new();
-    let mut late = 0;
-    for round in 0..150_000 {
-        if round == 120_000 {
-            late = pool.stats().extents_moved;
+    let moves = (1..=8).map(|seed| {
+        let rig = Rig::simulated(Schedule::Eager);
+        let mut settings = vpmm::PoolConfig::default();
+        settings.moves_per_second = 0;
+        let pool = vpmm::Pool::new(&rig.device, &settings).expect("a pool");
+        let stream = rig.stream();
+        let mut state: u64 = seed;
+        let mut random = |bound: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) % bound
+        };
+        let mut held = Vec::new();
+        let mut early = 0;
+        for round in 0..300_000 {
+            if round == 200_000 {
+                early = pool.stats().extents_moved;
+            }
+            if held.len() == 100 {
+                let at = random(100) as usize;
+                pool.free(held.swap_remove(at), &stream).unwrap();
+            }
+            let bytes = (2 * MIB + random(62 * MIB)) as usize;
+            held.push(pool.malloc(bytes, &stream).unwrap());
         }
-        if held.len() == 100 {
-            let at = random(100) as usize;
-            pool.free(held.swap_remove(at), &stream).unwrap();
-        }
-        let bytes = (2 * MIB + random(62 * MIB)) as usize;
-        held.push(pool.malloc(bytes, &stream).unwrap());
-    }
-    let stats = pool.stats();
-    assert!(100 * (stats.extents_moved - late) < late, "{late} {stats:?}");
-    assert!(3 * stats.peak_mapped_bytes < 4 * stats.peak_live_bytes, "{stats:?}");
+        let stats = pool.stats();
+        assert!(3 * stats.peak_mapped_bytes < 4 * stats.peak_live_bytes, "{seed}: {stats:?}");
+        (early, stats.extents_moved - early)
+    });
+    let moves: Vec<_> = moves.collect();
+    let (early, late) = moves.iter().fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1));
+    assert!(15 * late < early, "{moves:?}");
 }
 
 /// Where sizes do not come again a pool grows a little rather than move for one request what the next has no use
