@@ -124,7 +124,7 @@ time.sleep(0.1)
     for _ in range(10):
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         # Python frees the states of all other threads as it ends. A thread that comes back from a call just then,
-        # whatever that was, may look into its own once more: in some of a thousand runs.
+        # whatever that was, may look into its own once more: twice in 4,500 runs.
         if done.returncode == -signal.SIGSEGV:
             crashed.append(done)
             continue
