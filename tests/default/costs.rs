@@ -294,11 +294,11 @@ fn handles_with(
 #[test]
 fn a_request_in_haste_has_few_extents_made_and_moved() {
     let (made, moved) = handles(0, 300, Duration::ZERO, 1200);
-    assert_eq!(moved, 90, "{made} made");
+    assert_eq!(moved, 54, "{made} made");
     assert!(made <= 10, "{made} made");
     // Where few move, more are made.
     let (made, moved) = handles(0, 12, Duration::ZERO, 1200);
-    assert!(moved >= 12 && (20..=40 - moved / 2).contains(&made), "{made} made, {moved} moved");
+    assert!(moved >= 12 && (12..=32 - moved / 2).contains(&made), "{made} made, {moved} moved");
 }
 
 /// Takes much longer to open a mapping than any driver does.
@@ -334,7 +334,7 @@ fn a_request_in_haste_has_fewer_extents_made_by_a_slow_driver() {
     let sim = Simulator::builder().build().unwrap();
     let driver = changed(&sim, slow_opening::put);
     let (made, moved) = handles_with(&driver, 0, 12, Duration::ZERO, 1200);
-    assert!(moved >= 12 && (8..38).contains(&made), "{made} made, {moved} moved");
+    assert!(moved >= 12 && (8..28).contains(&made), "{made} made, {moved} moved");
 }
 
 /// A program at its own pace has all of it moved, and as many extents made as may be beside.

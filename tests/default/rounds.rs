@@ -248,7 +248,7 @@ fn programs_in_haste_hold_little_and_no_request_of_theirs_takes_long() {
             worst.set((made_most.max(made - made_then), moved_most.max(moved - moved_then)));
         });
         let (made, moved) = worst.get();
-        assert!(made <= 48 && moved <= 92, "{name}: {made} made, {moved} moved at the most");
+        assert!(made <= 40 && moved <= 56, "{name}: {made} made, {moved} moved at the most");
         assert!(rounds.held() < most, "{name} holds {}", rounds.held());
         rounds.end();
     }

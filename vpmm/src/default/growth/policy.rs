@@ -43,11 +43,11 @@ const AT_ONCE_LATER: u32 = 100;
 /// has to for another.
 ///
 /// Fewer are made than may be moved: the next request as large has all of them moved, and others beside.
-const MADE_IN_HASTE: u32 = 40;
+const MADE_IN_HASTE: u32 = 32;
 const MADE_WITH_LIMIT: u32 = 100;
 const MADE_BESIDE_MOVES: u32 = 8;
 const ROOMY: (u64, u64) = (33, 32);
-const MOVED_IN_HASTE: u32 = 90;
+const MOVED_IN_HASTE: u32 = 54;
 const MOVED_WITH_LIMIT: u32 = 120;
 
 /// With a limit only what is saved up beyond this: a program that fills its memory within a tenth of a
@@ -549,17 +549,17 @@ mod tests {
             in_time: 98,
         };
         let at_least = |policy: &Policy, in_time| {
-            [0, 40, 80, 300]
+            [0, 20, 80, 300]
                 .map(|before| policy.at_least(1200, Allowance { before, in_time, ..in_haste }))
         };
-        // Forty, or ten beside forty that move, or at most eight.
-        assert_eq!(at_least(&free, 98), [30, 120, 150, 150]);
-        assert_eq!(at_least(&limited, 98), [12, 18, 30, 150]);
+        // Thirty-two, or seventeen beside twenty that move, or at most eight.
+        assert_eq!(at_least(&free, 98), [38, 71, 150, 150]);
+        assert_eq!(at_least(&limited, 98), [12, 15, 30, 150]);
         let moves = |policy: &Policy, in_time| {
             [0, 50, 300]
                 .map(|before| policy.moves_at_once(Allowance { before, in_time, ..in_haste }))
         };
-        assert_eq!([moves(&free, 98), moves(&limited, 98)], [[90, 40, 0], [120, 70, 0]]);
+        assert_eq!([moves(&free, 98), moves(&limited, 98)], [[54, 4, 0], [120, 70, 0]]);
         let at_leisure = Allowance { in_haste: false, ..in_haste };
         assert_eq!([&free, &limited].map(|of| of.moves_at_once(at_leisure)), [u32::MAX; 2]);
         let few = [AT_LEISURE - 1, AT_LEISURE, KEPT_AT_LIMIT, 2 * KEPT_AT_LIMIT];
@@ -568,11 +568,11 @@ mod tests {
         // Fewer where they take longer; what has to be moved at a limit has to be in any case, and what moves once may.
         assert_eq!(
             [at_least(&free, 32), at_least(&limited, 32)],
-            [[43, 150, 150, 150], [12, 18, 30, 150]]
+            [[43, 110, 150, 150], [12, 15, 30, 150]]
         );
         assert_eq!([moves(&free, 32), moves(&limited, 32)], [[24, 0, 0], [120, 70, 0]]);
         let tight = Allowance { roomy: false, in_time: 48, ..in_haste };
-        assert_eq!(free.moves_at_once(tight), 90);
+        assert_eq!(free.moves_at_once(tight), 54);
     }
 
     /// What stays in the last extent that was mapped ahead pins it: in a large pool that is little.
