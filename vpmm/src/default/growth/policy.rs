@@ -14,7 +14,7 @@ use super::pace::AT_LEISURE;
 /// New extents are at most this fraction of the pool, or of the request where that is longer:
 /// their number grows with the pool's logarithm, and what one short block can hold in its place
 /// stays the same small share. In haste they are longer: a program that does nothing but grow waits for
-/// the driver as long as for everything else, and holds half a per cent more for a quarter of that less.
+/// the driver as long as for everything else, and holds half a per cent more for a fifth of that less, by the model.
 const OF_POOL: u64 = 140;
 const OF_POOL_IN_HASTE: u64 = 96;
 const OF_REQUEST: u64 = 96;
