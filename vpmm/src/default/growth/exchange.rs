@@ -16,24 +16,18 @@ use crate::default::space::Space;
 use crate::default::space::tags::Tags;
 use crate::error::Result;
 
-/// Mappings that are unmapped at once so that what has moved can go back, and how long at most; and where the
-/// program is long at work.
-const REAPED: (u64, Duration) = (128, Duration::from_micros(1200));
-const REAPED_LATER: (u64, Duration) = (512, Duration::from_micros(5000));
+/// Mappings that are unmapped at once so that what has moved can go back, and how long at most; what is left is
+/// unmapped for the next exchange. With eight times as many a pool holds no less.
+const REAPED: (u64, Duration) = (64, Duration::from_micros(1200));
 
 impl Core {
     /// Gives the shortest extents that nobody uses back, so many granules; none of those in a request's window,
     /// which would only lack them then. Whether it did; where there are not so many nothing goes.
     ///
     /// The driver's calls count as moves: that many more that the program has had made for its requests.
-    pub(super) fn exchange(
-        &self,
-        granules: u64,
-        window: Range<u32>,
-        long_at_work: bool,
-    ) -> Result<bool> {
+    pub(super) fn exchange(&self, granules: u64, window: Range<u32>) -> Result<bool> {
         self.poll(None, true)?;
-        let (most, within) = if long_at_work { REAPED_LATER } else { REAPED };
+        let (most, within) = REAPED;
         self.reap(most, within);
         let runs = self.space.lock().take_shortest(&self.tags, granules, window);
         let mut gone = 0;

@@ -149,7 +149,7 @@ impl Core {
         let (need, window) = (job.moved_granules(), job.start..job.start + job.units);
         space.abandon(&self.tags, &job, &[]);
         drop(space);
-        let exchanged = self.exchange(need, window, means.long_at_work)?;
+        let exchanged = self.exchange(need, window)?;
         let mut space = self.space.lock();
         let means = space.means(Wanted { exchanged, ..wanted }, now, self.opening.in_time());
         Ok(space.plan(&self.tags, stream, units, part, &self.policy, means))
