@@ -71,7 +71,9 @@ pub struct PoolConfig {
     /// time 32 handles more than needed may be made, in shorter extents, of which a block keeps
     /// less from moving: once, while the pool grows, and not in a program's first 16 milliseconds.
     /// With 0 no time counts: what is made and moved follows from the requests and from what of the work before
-    /// them has finished, as if they came in haste.
+    /// them has finished, as if they came in haste. Without a limit no request then has more than 54 extents
+    /// moved and 32 made, some 3 ms of an H200's driver, where at leisure one for a large part of all that a
+    /// program has may take four times as long: for a pool that is a few per cent smaller.
     pub moves_per_second: u32,
     /// Makes the pool rather wait than grow, where memory that other streams freed would do but is not
     /// ready; not at all by default. Three things happen then before it grows, the last two for
