@@ -256,7 +256,7 @@ impl Space {
         }
         let part = self.part_of(job.start);
         let growths = self.outlook(policy, means, job.units, part).growths;
-        policy.exchanges(growths, means.saved, means.long_at_work, moves, granules)
+        policy.exchanges(growths, means.saved, moves, granules)
     }
 
     fn outlook(&self, policy: &Policy, means: Means, units: u32, part: Part) -> Outlook {

@@ -124,12 +124,10 @@ const OF_POOL_RESTLESS: u64 = 64;
 /// had better be long.
 const UNSETTLED: u64 = 3;
 
-/// From then on a request at leisure that would have so many extents moved, and not more, or once a program is long
-/// at work so many, which are shorter on average than this fraction of what new ones are, has a new one made
-/// instead; and as much memory goes back in the shortest extents that nobody uses. It costs what their move does,
-/// once.
-const EXCHANGED: RangeInclusive<u64> = 4..=64;
-const EXCHANGED_LATER: RangeInclusive<u64> = 4..=512;
+/// From then on a request at leisure that would have so many extents moved, and not more, which are shorter on
+/// average than this fraction of what new ones are, has a new one made instead; and as much memory goes back in the
+/// shortest extents that nobody uses. It costs what their move does, once.
+const EXCHANGED: RangeInclusive<u64> = 4..=100;
 const SHORT: u64 = 2;
 
 /// Where time has been saved up blocks are placed with care from this part of the most on that was live.
@@ -319,16 +317,14 @@ impl Policy {
         &self,
         growths: Growths,
         saved: u64,
-        long_at_work: bool,
         moves: u64,
         granules: u64,
     ) -> bool {
-        let some = if long_at_work { EXCHANGED_LATER } else { EXCHANGED };
         let length = u64::from(self.extent(growths.mapped, 1, 1, false, false));
         !self.fixed
             && saved >= AT_LEISURE
             && !self.settles(growths)
-            && some.contains(&moves)
+            && EXCHANGED.contains(&moves)
             && granules * SHORT <= moves * length
     }
 
@@ -496,20 +492,17 @@ mod tests {
             mapped: 1400,
         };
         let policy = Policy::new(1 << 20, false, false);
-        let exchanges = |growths, moves, granules| {
-            policy.exchanges(growths, AT_LEISURE, false, moves, granules)
-        };
+        let exchanges =
+            |growths, moves, granules| policy.exchanges(growths, AT_LEISURE, moves, granules);
         // New extents would be of ten granules: those that move are up to five long.
-        assert_eq!([3, 4, 64, 65].map(|n| exchanges(growths, n, n)), [false, true, true, false]);
-        let later = |moves| policy.exchanges(growths, AT_LEISURE, true, moves, moves);
-        assert_eq!([3, 4, 512, 513].map(later), [false, true, true, false]);
+        assert_eq!([3, 4, 100, 101].map(|n| exchanges(growths, n, n)), [false, true, true, false]);
         assert_eq!([50, 51].map(|granules| exchanges(growths, 10, granules)), [true, false]);
         assert!(!exchanges(Growths { excess: 300, ..growths }, 10, 10), "it may settle");
         assert!(!exchanges(Growths { mapped: 250, ..growths }, 10, 10), "new ones are as short");
-        assert!(!policy.exchanges(growths, AT_LEISURE - 1, true, 10, 10), "it is in haste");
+        assert!(!policy.exchanges(growths, AT_LEISURE - 1, 10, 10), "it is in haste");
         for (limited, fixed) in [(true, false), (false, true)] {
             let policy = Policy::new(1 << 20, limited, fixed);
-            assert!(!policy.exchanges(growths, AT_LEISURE, true, 10, 10));
+            assert!(!policy.exchanges(growths, AT_LEISURE, 10, 10));
         }
     }
 
