@@ -1,6 +1,7 @@
 //! Heaps that sleep and wake.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -301,6 +302,7 @@ fn a_file_that_was_changed_is_refused() {
         let path = path();
         pool.suspend("weights", &stream, &Contents::Save(path.clone())).unwrap();
         let written = fs::read(&path).unwrap();
+        let modified = fs::metadata(&path).unwrap().modified().unwrap();
         let free = rig.device.free_memory().unwrap();
         let refused = |what: &str| {
             let error = pool.resume("weights", &stream).unwrap_err();
@@ -319,12 +321,40 @@ fn a_file_that_was_changed_is_refused() {
         changed[written.len() / 2] ^= 1;
         fs::write(&path, &changed).unwrap();
         refused("one bit");
+        fs::File::options().write(true).open(&path).unwrap().set_modified(modified).unwrap();
+        let text = refused("one bit, and the time that it had");
+        assert!(text.contains("its bytes are not those written"), "{text}");
         fs::remove_file(&path).unwrap();
         let text = refused("gone");
         assert!(text.contains(&format!(": {}: No such", path.display())), "{text}");
         // Memory without contents is still to be had.
         let awake = pool.resume_empty("weights", &stream).unwrap();
         assert_eq!(awake.loaded_bytes, 0);
+        for (ptr, ..) in held {
+            pool.free(ptr, &stream).unwrap();
+        }
+        watched.assert_intact();
+    });
+}
+
+#[test]
+fn a_file_may_have_another_name_and_other_rights_meanwhile() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let pool = &watched.pool;
+        let stream = rig.stream();
+        let tagged = pool.tagged("weights").unwrap();
+        let held = populate(rig, &tagged, &stream);
+        let (path, other) = (path(), path());
+        pool.suspend("weights", &stream, &Contents::Save(path.clone())).unwrap();
+        fs::rename(&path, &other).unwrap();
+        assert!(matches!(pool.resume("weights", &stream), Err(Error::ContentsFile(_))));
+        fs::hard_link(&other, &path).unwrap();
+        fs::remove_file(&other).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o400)).unwrap();
+        pool.resume("weights", &stream).unwrap();
+        check(rig, &held, &stream);
+        fs::remove_file(&path).unwrap();
         for (ptr, ..) in held {
             pool.free(ptr, &stream).unwrap();
         }

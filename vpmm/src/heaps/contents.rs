@@ -217,21 +217,18 @@ pub(super) struct FileCopy {
     pieces: Vec<FilePiece>,
 }
 
-/// What tells a file that was written to from one that was not.
+/// What tells a file that was written to from one that was not, before anything is mapped. Not the time
+/// of its last change, which also comes with another name or other rights: bytes that are not those
+/// written are found by their sums, whatever times say.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Stamp {
     file: (u64, u64),
     modified: (i64, i64),
-    changed: (i64, i64),
 }
 
 impl Stamp {
     fn of(data: &Metadata) -> Self {
-        Self {
-            file: (data.dev(), data.ino()),
-            modified: (data.mtime(), data.mtime_nsec()),
-            changed: (data.ctime(), data.ctime_nsec()),
-        }
+        Self { file: (data.dev(), data.ino()), modified: (data.mtime(), data.mtime_nsec()) }
     }
 }
 
