@@ -283,7 +283,8 @@ mod bindings {
         let mut candidates = Vec::new();
         for name in ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDA_TOOLKIT_ROOT_DIR"] {
             println!("cargo::rerun-if-env-changed={name}");
-            if let Some(root) = env::var_os(name) {
+            // Set to nothing it names none: joined it would be a folder of this package's.
+            if let Some(root) = env::var_os(name).filter(|root| !root.is_empty()) {
                 candidates.push(PathBuf::from(root).join("include"));
             }
         }
