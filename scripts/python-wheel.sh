@@ -61,10 +61,9 @@ print(vpmm._library.path())
 ln -s "$file" "$scratch/libvpmm.so"
 compile=(g++ -std=c++17 -O1 -I vpmm-capi/include)
 "${compile[@]}" -shared -fPIC -Wl,-soname,libc10.so -o "$scratch/libc10.so" vpmm-capi/tests/c/c10.cpp
-with=(-DWITH_C10 "$scratch/libc10.so")
-for flags in '' "${with[*]}"; do
-    # shellcheck disable=SC2086
-    "${compile[@]}" vpmm-capi/tests/c/torch.cpp $flags -o "$scratch/torch" -L "$scratch" -lvpmm -lpthread -ldl -lm
+for c10 in '' "$scratch/libc10.so"; do
+    "${compile[@]}" vpmm-capi/tests/c/torch.cpp ${c10:+-DWITH_C10 "$c10"} -o "$scratch/torch" \
+        -L "$scratch" -lvpmm -lpthread -ldl -lm
     LD_LIBRARY_PATH=$scratch "$scratch/torch"
 done
 
