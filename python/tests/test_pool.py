@@ -70,7 +70,7 @@ def test_mistakes_are_errors_of_their_own():
         vpmm.Pool(profile="best")
     with pytest.raises(ValueError, match="prefer"):
         vpmm.Pool(prefer="luck")
-    with pytest.raises(vpmm.Error):
+    with pytest.raises(vpmm.DriverError, match="no device 99"):
         vpmm.Pool(99)
     with pytest.raises(OverflowError):
         pool.malloc(-1)

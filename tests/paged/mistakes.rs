@@ -509,8 +509,12 @@ fn device_numbers_that_do_not_exist_are_errors() {
     Rig::everywhere(|rig| {
         for ordinal in [99, u32::MAX] {
             let error = rig.driver.device(ordinal).unwrap_err();
-            let invalid = matches!(error, Error::Driver { code, .. } if code == CUresult::CUDA_ERROR_INVALID_DEVICE);
-            assert!(invalid, "{error}");
+            let there = rig.driver.device_count().unwrap();
+            let told = matches!(
+                error,
+                Error::NoDevice { ordinal: asked, count } if (asked, count) == (ordinal, there)
+            );
+            assert!(told && error.to_string().contains(&format!("device {ordinal}:")), "{error}");
         }
         assert!(c_int::try_from(rig.driver.device_count().unwrap()).unwrap() >= 1);
     });

@@ -70,7 +70,7 @@ impl vpmm_status {
                 VPMM_OUT_OF_MEMORY
             }
             Error::NoDriver(_) | Error::MissingSymbol { .. } => VPMM_NO_DRIVER,
-            Error::Driver { .. } => VPMM_DRIVER_ERROR,
+            Error::Driver { .. } | Error::NoDevice { .. } => VPMM_DRIVER_ERROR,
             Error::ContextLost { .. } => VPMM_CONTEXT_LOST,
             Error::VmmUnsupported { .. }
             | Error::LocationUnsupported { .. }

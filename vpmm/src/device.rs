@@ -46,7 +46,14 @@ impl Device {
         // An ordinal past c_int's range cannot exist; -1 lets the driver say so.
         let number = c_int::try_from(ordinal).unwrap_or(-1);
         // SAFETY: the pointer is to a live CUdevice.
-        unsafe { driver.cuDeviceGet(&mut device, number) }?;
+        if let Err(failure) = unsafe { driver.cuDeviceGet(&mut device, number) } {
+            return Err(match (failure.code, driver.device_count()) {
+                (CUresult::CUDA_ERROR_INVALID_DEVICE, Ok(count)) => {
+                    Error::NoDevice { ordinal, count }
+                }
+                _ => failure.into(),
+            });
+        }
         let mut context: CUcontext = ptr::null_mut();
         // SAFETY: the pointer is to a live CUcontext; the device came from the driver.
         unsafe { driver.cuDevicePrimaryCtxRetain(&mut context, device) }?;

@@ -54,6 +54,15 @@ pub enum Error {
         code: CUresult,
     },
 
+    /// The driver has no device of that number.
+    #[error("there is no device {ordinal}: the driver has {count}")]
+    NoDevice {
+        /// The number that was asked for.
+        ordinal: u32,
+        /// How many devices there are.
+        count: u32,
+    },
+
     /// The device has no virtual memory management.
     #[error("device {ordinal} does not support virtual memory management")]
     VmmUnsupported {

@@ -95,6 +95,7 @@ static void mistakes(vpmm_driver *driver) {
   vpmm_pool_options_init(&options, sizeof options);
   options.device = 99;
   MUST(vpmm_pool_create(driver, &options, &pool) == VPMM_DRIVER_ERROR);
+  MUST(strstr(vpmm_last_error(), "device 99") != NULL);
   vpmm_pool_options_init(&options, sizeof options);
   options.profile = VPMM_PROFILE_PAGED;
   options.page_size_bytes = 12345;

@@ -338,7 +338,7 @@ impl Driver {
     /// Opens a device and retains its primary context, the one that the CUDA runtime uses.
     ///
     /// # Errors
-    /// [`Error::Driver`]: `CUDA_ERROR_INVALID_DEVICE` for an ordinal that is not there.
+    /// [`Error::NoDevice`] for an ordinal that is not there; [`Error::Driver`].
     pub fn device(&self, ordinal: u32) -> Result<Device> {
         Device::open(self, ordinal)
     }
