@@ -76,6 +76,14 @@ def test_mistakes_are_errors_of_their_own():
         pool.malloc(-1)
 
 
+def test_what_a_paged_pool_cannot_be_is_told_by_its_options():
+    for name, wrong in (("initial_pages", 1 << 50), ("page_size", "3 MiB"), ("addresses", "1 MiB")):
+        with pytest.raises(ValueError) as refused:
+            vpmm.Pool(profile="paged", **{name: wrong})
+        field = {"page_size": "page_size_bytes", "addresses": "va_size_bytes"}.get(name, name)
+        assert str(refused.value).startswith(f"{field}=")
+
+
 def test_a_pool_that_is_dropped_leaves_what_is_allocated():
     pool = vpmm.Pool()
     held = pool.malloc(MIB)

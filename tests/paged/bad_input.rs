@@ -117,9 +117,9 @@ fn a_stream_of_a_second_context_of_the_device_is_refused() {
 fn settings_that_do_not_fit_the_device_are_named() {
     Rig::everywhere(|rig| {
         for (page, pages, va, name) in [
-            (Some(3 << 19), 0, 8 << 40, "VPMM_PAGE_SIZE"),
-            (None, 0, 1 << 20, "VPMM_VA_SIZE"),
-            (None, u64::MAX, 8 << 40, "VPMM_PAGES"),
+            (Some(3 << 19), 0, 8 << 40, "page_size_bytes"),
+            (None, 0, 1 << 20, "va_size_bytes"),
+            (None, u64::MAX, 8 << 40, "initial_pages"),
         ] {
             let mut config = vpmm::PagedConfig::default();
             (config.page_size_bytes, config.initial_pages, config.va_size_bytes) =
@@ -131,7 +131,7 @@ fn settings_that_do_not_fit_the_device_are_named() {
         config.limit_bytes = Some(7 * PAGE);
         assert!(matches!(
             vpmm::Pool::paged(&rig.device, &config),
-            Err(Error::Config { name: "VPMM_PAGES", .. })
+            Err(Error::Config { name: "initial_pages", .. })
         ));
     });
 }

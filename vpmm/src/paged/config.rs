@@ -9,9 +9,17 @@ use crate::location::{Location, Sharing};
 use crate::ordering::{PendingPolicy, Reuse};
 use crate::out_of_memory::WaitPolicy;
 
-const PAGE_SIZE: &str = "VPMM_PAGE_SIZE";
-const PAGES: &str = "VPMM_PAGES";
-const VA_SIZE: &str = "VPMM_VA_SIZE";
+/// A number that a variable may give.
+struct Setting {
+    field: &'static str,
+    variable: &'static str,
+    /// Its place among what variables gave.
+    at: usize,
+}
+
+const PAGE_SIZE: Setting = Setting { field: "page_size_bytes", variable: "VPMM_PAGE_SIZE", at: 0 };
+const PAGES: Setting = Setting { field: "initial_pages", variable: "VPMM_PAGES", at: 1 };
+const VA_SIZE: Setting = Setting { field: "va_size_bytes", variable: "VPMM_VA_SIZE", at: 2 };
 
 /// No device has this many bytes of addresses: a page of this size or more means no pages at all.
 const ADDRESS_SPACE_BYTES: u64 = 1 << 47;
@@ -58,6 +66,8 @@ pub struct PagedConfig {
     /// How memory can be shared with other processes; not at all by default. Requests smaller than
     /// a page cannot be shared.
     pub sharing: Sharing,
+    /// What variables gave, so that an error names one only where it is its number.
+    of_variables: [Option<u64>; 3],
 }
 
 impl Default for PagedConfig {
@@ -73,6 +83,7 @@ impl Default for PagedConfig {
             release_threshold_bytes: None,
             location: Location::default(),
             sharing: Sharing::default(),
+            of_variables: [None; 3],
         }
     }
 }
@@ -113,63 +124,63 @@ impl PagedConfig {
     /// As [`from_env`](Self::from_env).
     pub fn from_vars(get: impl Fn(&str) -> Option<OsString>) -> Result<Self> {
         let mut config = Self::default();
-        if let Some(bytes) = number(PAGE_SIZE, &get)? {
-            config.page_size_bytes = Some(bytes);
+        for setting in [PAGE_SIZE, PAGES, VA_SIZE] {
+            config.of_variables[setting.at] = number(setting.variable, &get)?;
         }
-        if let Some(pages) = number(PAGES, &get)? {
-            config.initial_pages = pages;
-        }
-        if let Some(bytes) = number(VA_SIZE, &get)? {
-            config.va_size_bytes = bytes;
-        }
+        let [page_size, pages, va_size] = config.of_variables;
+        config.page_size_bytes = page_size;
+        config.initial_pages = pages.unwrap_or(config.initial_pages);
+        config.va_size_bytes = va_size.unwrap_or(config.va_size_bytes);
         Ok(config)
+    }
+
+    /// What a number is called where it came from.
+    fn name(&self, setting: &Setting, value: u64) -> &'static str {
+        if self.of_variables[setting.at] == Some(value) { setting.variable } else { setting.field }
+    }
+
+    /// Of a device without pools of its own for requests that no page is for.
+    pub(super) fn nothing_serves(&self, page: u64) -> Error {
+        let reason = "the device has no memory pools to serve requests without pages".to_owned();
+        self.bad(&PAGE_SIZE, self.page_size_bytes.unwrap_or(page), reason)
+    }
+
+    fn bad(&self, setting: &Setting, value: u64, reason: String) -> Error {
+        Error::Config { name: self.name(setting, value), value: value.to_string(), reason }
     }
 
     pub(super) fn check(&self, granularity: u64) -> Result<Checked> {
         let page = self.page_size_bytes.unwrap_or(granularity);
         if page >= ADDRESS_SPACE_BYTES {
             if self.initial_pages > 0 {
-                return Err(bad(
-                    PAGES,
-                    self.initial_pages,
-                    format!("{PAGE_SIZE}={page} leaves no room for a page"),
-                ));
+                let size = self.name(&PAGE_SIZE, page);
+                let reason = format!("{size}={page} leaves no room for a page");
+                return Err(self.bad(&PAGES, self.initial_pages, reason));
             }
             return Ok(self.checked(u64::MAX, 0, 0));
         }
         if page == 0 || !page.is_multiple_of(granularity) {
-            return Err(bad(
-                PAGE_SIZE,
-                page,
-                format!("not a multiple of the granularity, {granularity} bytes"),
-            ));
+            let reason = format!("not a multiple of the granularity, {granularity} bytes");
+            return Err(self.bad(&PAGE_SIZE, page, reason));
         }
         let va_bytes = self.va_size_bytes / page * page;
         if va_bytes == 0 {
-            return Err(bad(
-                VA_SIZE,
-                self.va_size_bytes,
-                format!("less than one page of {page} bytes"),
-            ));
+            let reason = format!("less than one page of {page} bytes");
+            return Err(self.bad(&VA_SIZE, self.va_size_bytes, reason));
         }
         if va_bytes > ADDRESS_SPACE_BYTES {
-            return Err(bad(VA_SIZE, self.va_size_bytes, "more than the address space".to_owned()));
+            let reason = "more than the address space".to_owned();
+            return Err(self.bad(&VA_SIZE, self.va_size_bytes, reason));
         }
         let initial_bytes =
             self.initial_pages.checked_mul(page).filter(|bytes| *bytes <= ADDRESS_SPACE_BYTES);
         let Some(initial_bytes) = initial_bytes else {
-            return Err(bad(
-                PAGES,
-                self.initial_pages,
-                format!("more than the address space in pages of {page} bytes"),
-            ));
+            let reason = format!("more than the address space in pages of {page} bytes");
+            return Err(self.bad(&PAGES, self.initial_pages, reason));
         };
         if let Some(limit) = self.limit_bytes.filter(|limit| initial_bytes > *limit) {
-            return Err(bad(
-                PAGES,
-                self.initial_pages,
-                format!("{initial_bytes} bytes, more than the limit of {limit}"),
-            ));
+            let reason = format!("{initial_bytes} bytes, more than the limit of {limit}");
+            return Err(self.bad(&PAGES, self.initial_pages, reason));
         }
         Ok(self.checked(page, initial_bytes, va_bytes))
     }
@@ -199,10 +210,6 @@ fn number(name: &'static str, get: &impl Fn(&str) -> Option<OsString>) -> Result
     }
 }
 
-fn bad(name: &'static str, value: u64, reason: String) -> Error {
-    Error::Config { name, value: value.to_string(), reason }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -224,7 +231,11 @@ mod tests {
 
     #[test]
     fn variables_are_taken() {
-        let vars = [(PAGE_SIZE, "4194304"), (PAGES, " 16 "), (VA_SIZE, "10000000")];
+        let vars = [
+            (PAGE_SIZE.variable, "4194304"),
+            (PAGES.variable, " 16 "),
+            (VA_SIZE.variable, "10000000"),
+        ];
         let checked = from(&vars).unwrap();
         assert_eq!(checked.page, 4 << 20);
         assert_eq!(checked.initial_bytes, 64 << 20);
@@ -234,15 +245,15 @@ mod tests {
     #[test]
     fn a_bad_value_is_named_with_its_variable() {
         for (name, value) in [
-            (PAGE_SIZE, "2MB"),
-            (PAGE_SIZE, ""),
-            (PAGE_SIZE, "0"),
-            (PAGE_SIZE, "2097153"),
-            (PAGES, "-1"),
-            (PAGES, "18446744073709551615"),
-            (VA_SIZE, "1048576"),
-            (VA_SIZE, "18446744073709551616"),
-            (VA_SIZE, "18446744073709551615"),
+            (PAGE_SIZE.variable, "2MB"),
+            (PAGE_SIZE.variable, ""),
+            (PAGE_SIZE.variable, "0"),
+            (PAGE_SIZE.variable, "2097153"),
+            (PAGES.variable, "-1"),
+            (PAGES.variable, "18446744073709551615"),
+            (VA_SIZE.variable, "1048576"),
+            (VA_SIZE.variable, "18446744073709551616"),
+            (VA_SIZE.variable, "18446744073709551615"),
         ] {
             let error = from(&[(name, value)]).unwrap_err();
             assert!(matches!(error, Error::Config { name: named, .. } if named == name), "{error}");
@@ -251,10 +262,30 @@ mod tests {
     }
 
     #[test]
+    fn a_bad_value_that_no_variable_gave_is_named_with_its_field() {
+        let get = |name: &str| (name == PAGES.variable).then(|| OsString::from("5"));
+        let mut config = PagedConfig::from_vars(get).unwrap();
+        config.limit_bytes = Some(GRANULE);
+        let text = |config: &PagedConfig| config.check(GRANULE).unwrap_err().to_string();
+        assert!(text(&config).starts_with("VPMM_PAGES=5: "), "{}", text(&config));
+        config.initial_pages = 6;
+        assert!(text(&config).starts_with("initial_pages=6: "), "{}", text(&config));
+        config.page_size_bytes = Some(ADDRESS_SPACE_BYTES);
+        let both = format!("initial_pages=6: page_size_bytes={ADDRESS_SPACE_BYTES} leaves no room");
+        assert!(text(&config).starts_with(&both), "{}", text(&config));
+        config.page_size_bytes = Some(1);
+        assert!(text(&config).starts_with("page_size_bytes=1: "), "{}", text(&config));
+        (config.page_size_bytes, config.va_size_bytes) = (None, 7);
+        assert!(text(&config).starts_with("va_size_bytes=7: "), "{}", text(&config));
+    }
+
+    #[test]
     fn a_page_larger_than_any_request_turns_pages_off() {
-        let checked = from(&[(PAGE_SIZE, "18446744073709551615")]).unwrap();
+        let checked = from(&[(PAGE_SIZE.variable, "18446744073709551615")]).unwrap();
         assert_eq!(checked.page, u64::MAX);
-        assert!(from(&[(PAGE_SIZE, "18446744073709551615"), (PAGES, "1")]).is_err());
-        assert_eq!(from(&[(PAGE_SIZE, "34359738368")]).unwrap().page, 32 << 30);
+        assert!(
+            from(&[(PAGE_SIZE.variable, "18446744073709551615"), (PAGES.variable, "1")]).is_err()
+        );
+        assert_eq!(from(&[(PAGE_SIZE.variable, "34359738368")]).unwrap().page, 32 << 30);
     }
 }

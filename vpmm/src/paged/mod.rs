@@ -91,16 +91,13 @@ pub(crate) struct PagedPool {
 impl PagedPool {
     pub(crate) fn new(device: &Device, config: &PagedConfig) -> Result<Arc<Self>> {
         let backing = Backing::new(device, config.location, config.sharing)?;
-        let config = config.check(backing.granule_bytes())?;
+        let checked = config.check(backing.granule_bytes())?;
         let _context = device.enter()?;
         let small = Small::new(device, &backing, config.reuse)?;
-        if small.is_none() && config.page == u64::MAX {
-            return Err(Error::Config {
-                name: "VPMM_PAGE_SIZE",
-                value: config.page.to_string(),
-                reason: "the device has no memory pools to serve requests without pages".to_owned(),
-            });
+        if small.is_none() && checked.page == u64::MAX {
+            return Err(config.nothing_serves(checked.page));
         }
+        let config = checked;
         let space = Mutex::new(Space::new(config.page));
         let (device, growing) = (device.clone(), Mutex::new(()));
         let number = next_pool();
