@@ -72,8 +72,24 @@ def test_mistakes_are_errors_of_their_own():
         vpmm.Pool(prefer="luck")
     with pytest.raises(vpmm.DriverError, match="no device 99"):
         vpmm.Pool(99)
-    with pytest.raises(OverflowError):
-        pool.malloc(-1)
+
+
+def test_a_number_that_the_library_has_no_room_for_is_refused_by_name():
+    pool = vpmm.Pool()
+    for wrong in (-1, 1 << 64):
+        for ask in (pool.malloc, vpmm.DeviceBuffer, vpmm.mr.CudaMemoryResource().allocate):
+            with pytest.raises(ValueError, match=f"an allocation of {wrong} bytes|a buffer of {wrong} bytes"):
+                ask(wrong)
+        with pytest.raises(ValueError, match=f"{wrong} is no size"):
+            pool.trim(wrong)
+    for make in (vpmm.Pool, vpmm.configure, vpmm.Pool.of_process):
+        for wrong in (-1, 1 << 32):
+            with pytest.raises(ValueError, match=f"^device cannot be {wrong}$"):
+                make(wrong)
+    of_default, of_paged = ("moves_per_second", 1 << 32, "default"), ("initial_pages", 1 << 64, "paged")
+    for name, wrong, profile in (of_default, of_paged):
+        with pytest.raises(ValueError, match=f"^{name} cannot be {wrong}$"):
+            vpmm.Pool(profile=profile, **{name: wrong})
 
 
 def test_what_a_paged_pool_cannot_be_is_told_by_its_options():

@@ -86,7 +86,7 @@ class DeviceBuffer:
         device: int | None = None,
         mr: DeviceMemoryResource | None = None,
     ):
-        if size < 0:
+        if not 0 <= size < 1 << 64:
             raise ValueError(f"a buffer of {size} bytes")
         if device is None:
             device = 0 if mr is None else mr.device

@@ -56,6 +56,8 @@ def bytes_of(size: int | float | str) -> int:
         raise ValueError(f"{size} is no size: bytes are whole")
     if int(size) < 0:
         raise ValueError(f"{size} is no size: less than nothing")
+    if int(size) >= 1 << 64:
+        raise ValueError(f"{size} is no size: more bytes than there are addresses")
     return int(size)
 
 
@@ -148,6 +150,13 @@ def _nanoseconds(name: str, seconds: float) -> int:
     return 2**63 if seconds >= 2**63 / 1e9 else int(seconds * 1e9)
 
 
+def _within(name: str, number: int, bits: int) -> int:
+    """A number that the library has room for."""
+    if not 0 <= number < 1 << bits:
+        raise ValueError(f"{name} cannot be {number}")
+    return number
+
+
 def _options(
     device: int,
     *,
@@ -186,20 +195,17 @@ def _options(
         raise ValueError(f"prefer cannot be {prefer!r}; known: None, 'grow', 'wait'")
     if sharing not in _SHARING:
         raise ValueError(f"sharing cannot be {sharing!r}; known: None, 'descriptors', 'fabric'")
-    if initial_pages < 0:
-        raise ValueError(f"initial_pages cannot be {initial_pages}")
     options.sharing = _SHARING[sharing]
-    options.device, options.profile = device, profiles[profile]
-    options.pending_policy, options.initial_pages = policies[prefer], initial_pages
+    options.device, options.profile = _within("device", device, 32), profiles[profile]
+    options.pending_policy = policies[prefer]
+    options.initial_pages = _within("initial_pages", initial_pages, 64)
     if limit is not None:
         # 0 stands for none; a limit of nothing is one of a byte.
         options.limit_bytes = max(1, bytes_of(limit))
     if addresses is not None:
         options.va_size_bytes = bytes_of(addresses)
     if moves_per_second is not None:
-        if moves_per_second < 0:
-            raise ValueError(f"moves_per_second cannot be {moves_per_second}")
-        options.moves_per_second = max(moves_per_second, 1)
+        options.moves_per_second = max(_within("moves_per_second", moves_per_second, 32), 1)
     if patience is not None:
         options.patience_nanoseconds = _nanoseconds("patience", patience)
     if background is not None:
@@ -257,12 +263,15 @@ class Pool:
         """The process's own pool on a device, which PyTorch, CuPy and Numba share. Made when it is first
         asked for."""
         pool = cls.__new__(cls)
-        pool._take(answer("vpmm_pool *", lib.vpmm_process_pool, device), device)
+        number = _within("device", device, 32)
+        pool._take(answer("vpmm_pool *", lib.vpmm_process_pool, number), device)
         return pool
 
     def malloc(self, size: int, stream: Any = None, *, tag: str | None = None) -> int:
         """Allocates bytes for use on a stream; answers the address, 0 for 0 bytes. With a ``tag`` it is in a
         heap of that name, which :meth:`suspend` has sleep."""
+        if not 0 <= size < 1 << 64:
+            raise ValueError(f"an allocation of {size} bytes")
         on = handle(raw_stream(stream))
         if tag is None:
             return address(answer("void *", lib.vpmm_malloc, self._handle, size, on))

@@ -81,7 +81,7 @@ class DeviceMemoryResource:
     def allocate(self, nbytes: int, stream: Any = None, *, alignment: int = 0) -> int:
         """Allocates bytes for use on a stream, and answers the address; 0 for 0 bytes. ``alignment`` is a
         power of two, or the resource's own. :class:`vpmm.OutOfMemoryError` where there is none."""
-        if nbytes < 0:
+        if not 0 <= nbytes < 1 << 64:
             raise ValueError(f"an allocation of {nbytes} bytes")
         on, below = handle(raw_stream(stream)), self._handle
 
