@@ -32,6 +32,11 @@ def ask_too_much():
         return str(error)
 
 
+def log_nowhere():
+    """Runs on a worker."""
+    vpmm.mr.LoggingResourceAdaptor(vpmm.mr.CudaMemoryResource(), "/nowhere/log.csv")
+
+
 @pytest.fixture
 def client():
     with (
@@ -67,6 +72,12 @@ def test_each_worker_has_a_pool_of_its_own(client, tmp_path):
     for file in written:
         events = pickle.loads(file.read_bytes())["device_traces"][0]
         assert {event["action"] for event in events} >= {"alloc", "free_completed", "oom"}
+
+
+def test_a_worker_s_errors_come_as_what_they_are(client):
+    with pytest.raises(vpmm.InputOutputError, match="/nowhere/log.dev0.csv") as came:
+        client.submit(log_nowhere).result()
+    assert came.value.status == "VPMM_IO_ERROR"
 
 
 def test_options_on_a_worker_s_command_line(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class Error(RuntimeError):
     """A call of the library failed. ``status`` is the name that ``vpmm.h`` has for why."""
@@ -12,6 +14,11 @@ class Error(RuntimeError):
     def __init__(self, text: str, status: str = "VPMM_OTHER"):
         super().__init__(text)
         self.status = status
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Dask, which makes exceptions without their arguments where there is no such method, cannot make
+        # those of the system's.
+        return type(self), (*self.args, self.status), self.__dict__
 
 
 class OutOfMemoryError(Error, MemoryError):
