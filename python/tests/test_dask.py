@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import errno
 import os
 import pathlib
 import pickle
@@ -77,7 +78,7 @@ def test_each_worker_has_a_pool_of_its_own(client, tmp_path):
 def test_a_worker_s_errors_come_as_what_they_are(client):
     with pytest.raises(vpmm.InputOutputError, match="/nowhere/log.dev0.csv") as came:
         client.submit(log_nowhere).result()
-    assert came.value.status == "VPMM_IO_ERROR"
+    assert (came.value.status, came.value.errno) == ("VPMM_IO_ERROR", errno.ENOENT)
 
 
 def test_options_on_a_worker_s_command_line(tmp_path):

@@ -1,5 +1,8 @@
 """Memory that sleeps."""
 
+import errno
+import os
+import pickle
 import threading
 
 import pytest
@@ -30,6 +33,30 @@ def test_contents_come_back(contents, tmp_path):
     with pytest.raises(vpmm.StateError):
         vpmm.resume("weights")
     other.free()
+    buffer.free()
+
+
+def test_an_error_of_a_file_s_has_the_system_s_number_and_the_name(tmp_path):
+    with vpmm.tag("lost"):
+        buffer = vpmm.DeviceBuffer(MIB)
+    nowhere, saved = str(tmp_path / "no: folder" / "saved"), str(tmp_path / "saved (os error 5)")
+    with pytest.raises(vpmm.InputOutputError) as refused:
+        vpmm.suspend("lost", path=nowhere)
+    vpmm.suspend("lost", path=saved)
+    os.rename(saved, f"{saved}.away")
+    with pytest.raises(vpmm.InputOutputError) as missing:
+        vpmm.resume("lost")
+    for error, name in ((refused.value, nowhere), (missing.value, saved)):
+        for seen in (error, pickle.loads(pickle.dumps(error))):
+            why = (seen.errno, seen.strerror, seen.filename, seen.status)
+            assert why == (errno.ENOENT, os.strerror(errno.ENOENT), name, "VPMM_IO_ERROR")
+            assert str(seen).startswith("the file with a heap's contents failed: ")
+    os.rename(f"{saved}.away", saved)
+    os.truncate(saved, 1)
+    with pytest.raises(vpmm.InputOutputError, match="not as long") as changed:
+        vpmm.resume("lost")
+    assert (changed.value.errno, changed.value.filename) == (None, None)
+    vpmm.resume("lost", empty=True)
     buffer.free()
 
 

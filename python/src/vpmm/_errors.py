@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Any
+
+#: What the library says of the system's errors, with the file where there is one whose name is a text.
+_OF_SYSTEM = re.compile(r"(?:failed: (?P<file>[^\ufffd]+): )?[^:]+ \(os error (?P<number>\d{1,9})\)")
+
+
+def _say_as_the_system(error: OSError, text: str) -> None:
+    """Number and file of an error of the system's: from the text, so that a copy by pickle has them, too."""
+    if found := _OF_SYSTEM.search(text):
+        error.errno, error.filename = int(found["number"]), found["file"]
+        error.strerror = os.strerror(error.errno)
 
 
 class Error(RuntimeError):
@@ -14,6 +26,12 @@ class Error(RuntimeError):
     def __init__(self, text: str, status: str = "VPMM_OTHER"):
         super().__init__(text)
         self.status = status
+        if isinstance(self, OSError):
+            _say_as_the_system(self, text)
+
+    def __str__(self) -> str:
+        # One of the system's would else be told by its number, without what failed.
+        return BaseException.__str__(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Dask, which makes exceptions without their arguments where there is no such method, cannot make
@@ -62,7 +80,8 @@ class NotFoundError(Error, LookupError):
 
 
 class InputOutputError(Error, OSError):
-    """A file, a socket, or what came through it."""
+    """A file, a socket, or what came through it. Where the system said why, ``errno`` is its number, and
+    ``filename`` the file that it is about."""
 
 
 class LockTimeoutError(Error, TimeoutError):
