@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 import gc
+import os
+import pathlib
 import pickle
 import subprocess
 import sys
@@ -227,6 +229,15 @@ def test_a_log_that_rmm_s_tools_read(tmp_path, monkeypatch):
     assert ",allocate,0x" in allocate and allocate.endswith(",1000,0x1") and ",free,0x" in free
     monkeypatch.setenv("RMM_LOG_FILE", str(tmp_path / "named.txt"))
     assert mr.LoggingResourceAdaptor(mr.CudaMemoryResource()).get_file_name().endswith("named.dev0.txt")
+
+
+def test_a_log_s_name_is_any_that_is_utf_8(tmp_path):
+    cuda = mr.CudaMemoryResource()
+    log = mr.LoggingResourceAdaptor(cuda, os.fsencode(tmp_path / "grün.csv"))
+    assert log.get_file_name() == str(tmp_path / "grün.dev0.csv")
+    for name in (b"gr\xfcn.csv", "gr\udcfcn.csv", pathlib.Path("gr\udcfcn.csv")):
+        with pytest.raises(ValueError, match=r"'gr\\udcfcn.csv' is not UTF-8"):
+            mr.LoggingResourceAdaptor(cuda, name)
 
 
 def test_bins():

@@ -115,13 +115,17 @@ class LoggingResourceAdaptor(UpstreamResourceAdaptor):
     def __init__(
         self,
         upstream_mr: DeviceMemoryResource,
-        log_file_name: str | os.PathLike[str] | None = None,
+        log_file_name: str | bytes | os.PathLike[str] | os.PathLike[bytes] | None = None,
         *,
         format: str = "rmm",
     ):
-        name = os.environ.get("RMM_LOG_FILE") if log_file_name is None else os.fspath(log_file_name)
+        name = os.environ.get("RMM_LOG_FILE") if log_file_name is None else os.fsdecode(log_file_name)
         if not name:
             raise ValueError("a log file's name, or the environment variable RMM_LOG_FILE, has to be given")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"a log file's name is a text, and {name!r} is not UTF-8") from None
         device = device_of(upstream_mr)
         path = pathlib.Path(name)
         path = path.with_name(f"{path.stem}.dev{device}{path.suffix}")
