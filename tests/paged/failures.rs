@@ -224,6 +224,25 @@ fn a_zombie_that_cannot_be_unmapped_stays_one_and_is_tried_again() {
     sim.assert_clean();
 }
 
+/// A request that fails half way and cannot be undone leaves a zombie, too, and is counted as one.
+#[test]
+fn a_mapping_that_cannot_be_undone_is_counted() {
+    let sim = Simulator::builder().build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let pool = Pool::paged(&device, &config(PAGE, 0)).unwrap();
+    let stream = device.stream().unwrap();
+    for call in ["cuMemSetAccess", "cuMemUnmap"] {
+        sim.fail_nth(call, 1, CUresult::CUDA_ERROR_UNKNOWN);
+    }
+    pool.malloc(2 * PAGE as usize, &stream).unwrap_err();
+    let stats = pool.stats();
+    assert_eq!((stats.failed_unmaps, stats.zombie_bytes), (1, 2 * PAGE), "{}", pool.layout());
+    pool.malloc(2 * PAGE as usize, &stream).unwrap();
+    assert_eq!((pool.stats().failed_unmaps, pool.stats().zombie_count), (1, 0));
+    pool.validate().unwrap();
+    sim.assert_clean();
+}
+
 /// A pool that ends gives its memory back though the driver refuses one of the calls that it waits by.
 #[test]
 fn an_end_in_which_a_wait_fails_gives_everything_back() {

@@ -78,7 +78,7 @@ pub struct Stats {
     pub device_waits: u64,
     /// Times that a caller waited for the GPU.
     pub host_waits: u64,
-    /// Times that the driver would not unmap a zombie.
+    /// Times that the driver would not unmap a zombie, or undo a mapping for a request that failed.
     pub failed_unmaps: u64,
 }
 

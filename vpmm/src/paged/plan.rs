@@ -227,6 +227,7 @@ impl Space {
     pub(super) fn abandon(&mut self, plan: Plan, target_is_mapped: bool) {
         if target_is_mapped {
             self.set_zombie(plan.target, Fence::PASSED);
+            self.failed_unmaps += 1;
         } else {
             self.set_hole(plan.target);
         }

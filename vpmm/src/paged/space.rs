@@ -41,7 +41,8 @@ pub(super) struct Space {
     pub(super) peak_live: u64,
     /// The start of the allocation made last, for the drawing of the layout.
     pub(super) latest: u64,
-    /// Zombies that the driver would not unmap; they stay zombies.
+    /// Zombies that the driver would not unmap, which stay zombies, and mappings that it would not undo, which
+    /// become some.
     pub(super) failed_unmaps: u64,
     pub(super) pages_created: u64,
     pub(super) pages_moved: u64,
