@@ -224,6 +224,44 @@ fn a_zombie_that_cannot_be_unmapped_stays_one_and_is_tried_again() {
     sim.assert_clean();
 }
 
+/// A wait that the driver refuses is no reason not to wait for what other streams freed.
+#[test]
+fn a_wait_for_one_stream_that_fails_leaves_what_others_freed() {
+    let sim = Simulator::builder().build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let mut config = config(PAGE, 0);
+    config.limit_bytes = Some(6 * PAGE);
+    (config.reuse.opportunistic, config.reuse.internal_dependencies) = (false, false);
+    let pool = Pool::paged(&device, &config).unwrap();
+    let streams = [(); 4].map(|()| device.stream().unwrap());
+    let malloc = |at: usize| pool.malloc(2 * PAGE as usize, &streams[at]);
+    for refused in 1..=3 {
+        let held = [0, 1, 2].map(|at| malloc(at).unwrap());
+        held.iter().zip(&streams).for_each(|(ptr, stream)| pool.free(*ptr, stream).unwrap());
+        sim.fail_nth("cuEventSynchronize", refused, CUresult::CUDA_ERROR_UNKNOWN);
+        let waits = pool.stats().host_waits;
+        let taken = [(); 2].map(|()| malloc(3).unwrap());
+        assert_eq!(pool.stats().host_waits, waits + 2);
+        let last = malloc(3).unwrap();
+        assert_eq!(pool.stats().host_waits, waits + 3);
+        for ptr in taken.into_iter().chain([last]) {
+            pool.free(ptr, &streams[3]).unwrap();
+        }
+        device.synchronize().unwrap();
+        pool.validate().unwrap();
+    }
+    // Where nothing else was waited for it is told.
+    let held = malloc(0).unwrap();
+    let rest = pool.malloc(4 * PAGE as usize, &streams[1]).unwrap();
+    pool.free(held, &streams[0]).unwrap();
+    sim.fail_nth("cuEventSynchronize", 1, CUresult::CUDA_ERROR_UNKNOWN);
+    let refused = malloc(3);
+    assert!(matches!(refused, Err(Error::Driver { .. })), "{refused:?}");
+    pool.free(rest, &streams[1]).unwrap();
+    pool.validate().unwrap();
+    sim.assert_clean();
+}
+
 /// A request that fails half way and cannot be undone leaves a zombie, too, and is counted as one.
 #[test]
 fn a_mapping_that_cannot_be_undone_is_counted() {

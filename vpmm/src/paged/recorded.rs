@@ -123,7 +123,8 @@ impl PagedPool {
         }
     }
 
-    /// Tries again to record on streams that were capturing when memory was freed.
+    /// Tries again to record on streams that were capturing when memory was freed: on each, though the driver
+    /// refuses one.
     pub(super) fn record_due(&self) -> Result<(), Failure> {
         let due = {
             let space = self.lock_space();
@@ -132,10 +133,8 @@ impl PagedPool {
             }
             space.uses.due()
         };
-        for (stream, handle) in due {
-            self.record_use(stream, handle, Scope::Due)?;
-        }
-        Ok(())
+        let record = |(stream, handle)| self.record_use(stream, handle, Scope::Due).map(drop);
+        due.into_iter().map(record).fold(Ok(()), Result::and)
     }
 
     /// A stream is about to be destroyed: what was used on it gets its event now. Where there can be

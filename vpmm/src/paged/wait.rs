@@ -1,5 +1,7 @@
 //! The host's wait for what was freed, where a request finds no memory without it.
 
+use cuda_sys::types::CUresult;
+
 use super::PagedPool;
 use crate::capture::BesideCaptures;
 use crate::error::Result;
@@ -15,8 +17,6 @@ impl PagedPool {
     /// something is exported, for any: what waits would have to move.
     pub(crate) fn wait_for_pending(&self, bytes: u64) -> Result<bool> {
         let waits = {
-            let _context = self.device.enter()?;
-            self.record_due()?;
             let space = self.lock_space();
             let lacks_pages = self.small.is_some()
                 && bytes < self.config.page
@@ -28,11 +28,12 @@ impl PagedPool {
         if waits { self.wait_for_frees() } else { Ok(false) }
     }
 
-    /// The same whatever streams may be made to wait for.
+    /// The same whatever streams may be made to wait for. Where the driver refuses the wait for one stream, the
+    /// others are waited for all the same; that is an error if nothing is gained so.
     pub(crate) fn wait_for_frees(&self) -> Result<bool> {
         let _context = self.device.enter()?;
         let driver = self.device.driver();
-        self.record_due()?;
+        let mut refused = self.record_due().err();
         let newest: Vec<(Fence, Event)> = {
             let space = self.lock_space();
             // What a question found complete has to pass, too.
@@ -40,17 +41,31 @@ impl PagedPool {
             let newest = space.timelines.ids().filter_map(newest);
             newest.filter_map(|fence| Some((fence, space.timelines.event(fence)?))).collect()
         };
-        for (fence, event) in &newest {
-            {
+        let mut waited = false;
+        for (fence, event) in newest {
+            let answer = {
                 let _beside = BesideCaptures::enter(driver)?;
-                event.wait(driver)?;
-            }
-            // Where the fence was given up meanwhile, the wait was for another record of the event;
-            // this then does nothing.
+                event.wait(driver)
+            };
             let mut space = self.lock_space();
-            space.pass(*fence);
-            space.host_waits += 1;
+            match answer {
+                // Where the fence was given up meanwhile, the wait was for another record of the event;
+                // this then does nothing.
+                Ok(()) => {
+                    space.pass(fence);
+                    space.host_waits += 1;
+                    waited = true;
+                }
+                // As where it is asked about: a capture has it, and another is to be recorded.
+                Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
+                    space.is_captured(fence);
+                }
+                Err(failure) => refused = refused.or(Some(failure)),
+            }
         }
-        Ok(!newest.is_empty())
+        match refused {
+            Some(failure) if !waited => Err(failure.into()),
+            _ => Ok(waited),
+        }
     }
 }
