@@ -2,8 +2,10 @@
 //! each with contents checked and with work that finishes at once, late, at random, and on a GPU.
 
 use cuda_sim::Schedule;
+use vpmm::Stream;
 
 use crate::rig::{PAGE, config};
+use crate::support::streams::make;
 use crate::support::{Rig, Watched, call};
 
 const GIB: u64 = 1 << 30;
@@ -350,6 +352,60 @@ fn zombies_are_unmapped_when_their_stream_has_finished_and_not_before() {
             watched.free(held, stream);
         }
         watched.assert_intact();
+    });
+}
+
+/// A stream that has ended needs it no more, and nobody can wait for it by its name: what it freed is everybody's when
+/// its work is known to be done, though a question may give away nothing else; also where the stream was only lent,
+/// which keeps what it frees when it comes again.
+#[test]
+fn what_an_ended_stream_freed_is_everybodys_where_questions_give_nothing_away() {
+    Rig::everywhere(|rig| {
+        for (asked_before, lent) in [(false, false), (true, false), (false, true), (true, true)] {
+            let mut config = config(PAGE, 0);
+            (config.reuse.opportunistic, config.reuse.internal_dependencies) = (false, false);
+            let watched = rig.pool(&config);
+            let own = rig.stream();
+            let (raw, foreign) = make(rig, 1);
+            // SAFETY: the stream lives to the end of the round.
+            let lend = || unsafe { Stream::borrowed(&rig.device, foreign) }.unwrap();
+            let ends = if lent { lend() } else { rig.stream() };
+            let held = watched.pages(3, &ends);
+            let noted = watched.pages(1, &own);
+            rig.order(&own, &ends);
+            noted.check(rig, &ends);
+            watched.pool.record_stream(noted.ptr, &ends).unwrap();
+            let stall = rig.stall(ends.handle());
+            watched.free(held, &ends);
+            if asked_before {
+                drop(stall);
+                // Why the pool asks: this waits for a use there.
+                watched.free(noted, &own);
+                // Past the library, so that nobody tells it.
+                call!(rig.driver, cuCtxSynchronize());
+                assert_eq!(watched.pages(1, &own).address(), noted.address());
+                drop(ends);
+            } else {
+                drop(ends);
+                let other = watched.pages(3, &own);
+                assert_ne!(other.address(), held.address(), "its work is not done");
+                drop(stall);
+                call!(rig.driver, cuCtxSynchronize());
+            }
+            let again = watched.pages(3, &own);
+            assert_eq!(again.address(), held.address(), "{}", watched.layout());
+            if lent {
+                let back = lend();
+                rig.order(&own, &back);
+                watched.free(again, &back);
+                call!(rig.driver, cuStreamSynchronize(back.handle().raw()));
+                let other = watched.pages(3, &own);
+                assert_ne!(other.address(), held.address(), "{}", watched.layout());
+                assert_eq!(watched.pages(3, &back).address(), held.address());
+            }
+            watched.assert_intact();
+            call!(rig.driver, cuStreamDestroy_v2(raw));
+        }
     });
 }
 

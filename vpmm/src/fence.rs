@@ -50,6 +50,8 @@ struct Timeline<E> {
     passed: u64,
     /// Complete up to here, as a question told; at least `passed`.
     complete: u64,
+    /// The last number before the stream's end was told; 0 for never.
+    ended: u64,
     entries: VecDeque<Entry<E>>,
     unheld: usize,
     /// Held while an event is recorded and entered, so that sequence numbers follow the order of
@@ -138,6 +140,7 @@ impl<E: Copy> Timelines<E> {
             stream,
             passed: 0,
             complete: 0,
+            ended: 0,
             entries: VecDeque::new(),
             unheld: 0,
             recording: Arc::new(Mutex::new(())),
@@ -277,6 +280,23 @@ impl<E: Copy> Timelines<E> {
         let until = slot.entries.range(..slot.behind(sequence));
         let entry = until.rev().find(|entry| entry.event.is_some())?;
         Some(Fence { timeline: id, sequence: entry.sequence })
+    }
+
+    /// The timeline's stream has ended: nothing comes after what was entered so far. Where a stream was only lent
+    /// and comes again, what it frees then is not of before its end.
+    pub(crate) fn end(&mut self, id: TimelineId) {
+        self.slots[id.0 as usize].ended = self.last_sequence;
+    }
+
+    /// The newest fence of before the end of a timeline's stream that has not passed.
+    pub(crate) fn newest_of_ended(&self, id: TimelineId) -> Option<Fence> {
+        self.newest_until(id, self.slots.get(id.0 as usize)?.ended)
+    }
+
+    /// The same of those that are known to be complete.
+    pub(crate) fn complete_of_ended(&self, id: TimelineId) -> Option<Fence> {
+        let slot = self.slots.get(id.0 as usize)?;
+        self.newest_until(id, slot.ended.min(slot.complete))
     }
 
     /// Notes that a question found a fence complete, and with it all earlier ones of its timeline.

@@ -52,7 +52,7 @@ pub struct Reuse {
     pub follow_event_dependencies: bool,
     /// Where the pool finds out by an event that the other stream has come past the free. Off, it
     /// does not ask for that reason, and memory stays with the stream that freed it until the host
-    /// has waited for that.
+    /// has waited for that; or until that stream has ended, which needs it no more: about such it asks.
     pub opportunistic: bool,
     /// By a wait on the GPU that the pool adds; [`PendingPolicy`] says when. Off, it adds none.
     pub internal_dependencies: bool,

@@ -159,6 +159,9 @@ impl PagedPool {
         let timeline = space.timelines.find(stream);
         space.uses.forget_handle(stream, timeline);
         space.streams.remove(stream);
+        if let Some(timeline) = timeline {
+            space.end(timeline);
+        }
     }
 
     /// Gives small allocations whose uses are over back to the driver.

@@ -270,10 +270,26 @@ impl Space {
         self.settle_after(timeline);
     }
 
-    /// Notes that a fence was seen complete by a question that gives no memory to other streams.
+    /// Notes that a fence was seen complete by a question that gives no memory to other streams, but for what
+    /// a stream freed that has ended since.
     pub(super) fn see_complete(&mut self, fence: Fence) {
         if self.timelines.see_complete(fence) {
             self.settle_after(fence.timeline);
+            self.pass_ended(fence.timeline);
+        }
+    }
+
+    /// A stream has ended, which has this timeline.
+    pub(super) fn end(&mut self, timeline: TimelineId) {
+        self.timelines.end(timeline);
+        self.pass_ended(timeline);
+    }
+
+    /// What an ended stream freed is nobody's as soon as it is known to be complete: it asks for it no more, and
+    /// the host cannot wait for it by its name.
+    fn pass_ended(&mut self, timeline: TimelineId) {
+        if let Some(fence) = self.timelines.complete_of_ended(timeline) {
+            self.pass(fence);
         }
     }
 

@@ -4,6 +4,7 @@
 use cuda_sys::types::CUresult;
 
 use super::PagedPool;
+use super::space::Space;
 use crate::capture::BesideCaptures;
 use crate::error::Result;
 use crate::fence::{Fence, TimelineId};
@@ -69,18 +70,27 @@ impl PagedPool {
     }
 
     /// Before a request takes what needs more than its own stream's order: asks about every stream
-    /// that something waits for, or about those of deferred frees alone where questions may give no
-    /// memory away.
+    /// that something waits for, or about those of deferred frees and those that have ended alone where
+    /// questions may give no memory away.
     pub(super) fn ask_all(&self) -> Result<()> {
-        if self.config.reuse.opportunistic { self.ask_every_stream() } else { self.ask_deferred() }
+        if self.config.reuse.opportunistic {
+            return self.ask_every_stream();
+        }
+        self.ask_deferred()?;
+        self.ask_streams(|space, timeline| space.timelines.newest_of_ended(timeline).is_some())
     }
 
     /// Asks about every stream that something waits for.
     pub(super) fn ask_every_stream(&self) -> Result<()> {
         self.record_due()?;
+        self.ask_streams(|space, timeline| space.timelines.newest(timeline).is_some())
+    }
+
+    /// Asks about some of the streams.
+    fn ask_streams(&self, some: impl Fn(&Space, TimelineId) -> bool) -> Result<()> {
         let timelines: Vec<TimelineId> = {
             let space = self.lock_space();
-            space.timelines.ids().filter(|id| space.timelines.newest(*id).is_some()).collect()
+            space.timelines.ids().filter(|timeline| some(&space, *timeline)).collect()
         };
         timelines.into_iter().try_for_each(|timeline| self.ask_timeline(timeline))
     }
