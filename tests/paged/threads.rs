@@ -1,6 +1,7 @@
 //! Several threads on one pool.
 
 use cuda_sim::{Schedule, Simulator};
+use cuda_sys::types::CUresult;
 use vpmm::StreamHandle;
 
 use crate::rig::{MIB, PAGE, config};
@@ -126,6 +127,58 @@ fn what_has_become_idle_makes_up_for_pages_that_the_device_does_not_have() {
     let stats = pool.stats();
     assert_eq!((stats.pages_created, stats.pages_moved), (4, 3), "{served:?}");
     pool.free(served.unwrap(), &other).unwrap();
+    drop((pool, one, other, device));
+    sim.assert_clean();
+}
+
+gated!(small_request: cuMemAllocFromPoolAsync(
+    address: *mut CUdeviceptr,
+    bytes: usize,
+    pool: CUmemoryPool,
+    stream: CUstream,
+));
+
+/// A request that the driver is at work for counts: others do not pass the limit beside it, pages no more than small
+/// ones. One that the driver refuses, or that is freed, counts no more.
+#[test]
+fn a_small_request_that_is_under_way_counts() {
+    let sim = Simulator::builder().build().unwrap();
+    let driver = changed(&sim, small_request::put);
+    let device = driver.device(0).unwrap();
+    let mut config = config(PAGE, 0);
+    config.limit_bytes = Some(PAGE);
+    config.out_of_memory = vpmm::WaitPolicy::FailAtOnce;
+    let pool = vpmm::Pool::paged(&device, &config).unwrap();
+    let [one, other] = [(); 2].map(|()| device.stream().unwrap());
+    let most = PAGE as usize / 2;
+    for beside in [most + 1, PAGE as usize] {
+        for refused in [false, true] {
+            small_request::BEFORE.arm();
+            std::thread::scope(|scope| {
+                let request = scope.spawn(|| pool.malloc(most, &one));
+                small_request::BEFORE.wait();
+                let too_much = pool.malloc(beside, &other);
+                // As much as there is beside it.
+                let enough = pool.malloc(most, &other);
+                if refused {
+                    sim.fail_nth("cuMemAllocFromPoolAsync", 1, CUresult::CUDA_ERROR_UNKNOWN);
+                }
+                small_request::BEFORE.open();
+                let request = request.join().unwrap();
+                assert!(too_much.is_err_and(|error| error.is_out_of_memory()), "{beside}");
+                pool.free(enough.unwrap(), &other).unwrap();
+                match request {
+                    Ok(ptr) => pool.free(ptr, &one).unwrap(),
+                    Err(error) => assert!(refused && !error.is_out_of_memory(), "{error}"),
+                }
+            });
+            let all = pool.malloc(PAGE as usize - 1, &other).unwrap();
+            pool.free(all, &other).unwrap();
+            pool.validate().unwrap();
+        }
+    }
+    let pages = pool.malloc(PAGE as usize, &other).unwrap();
+    pool.free(pages, &other).unwrap();
     drop((pool, one, other, device));
     sim.assert_clean();
 }

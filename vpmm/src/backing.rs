@@ -207,7 +207,17 @@ impl Backing {
         made
     }
 
-    /// Notes that extents made here were given up, or will be and count no more.
+    /// Counts memory that a pool of the driver's own is about to be asked for; `false` where the limit does not allow
+    /// it.
+    pub(crate) fn count(&self, bytes: u64) -> bool {
+        let counted = self.budget.take(bytes);
+        if counted {
+            self.held.fetch_add(bytes, Ordering::Relaxed);
+        }
+        counted
+    }
+
+    /// Notes that extents made here, or memory counted here, were given up, or will be and count no more.
     pub(crate) fn gave_up(&self, bytes: u64) {
         self.held.fetch_sub(bytes, Ordering::Relaxed);
         self.budget.give_back(bytes);

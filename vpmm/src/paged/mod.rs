@@ -160,10 +160,12 @@ impl PagedPool {
 
     /// A small request, as far as the limit and the driver's pool allow it.
     fn malloc_from_driver(&self, small: &Small, bytes: u64, caller: Caller) -> Result<DevicePtr> {
-        if self.bytes_over_limit(small, bytes) > 0 {
+        // The driver's memory counts as the pool's until the driver has it back.
+        if !self.backing.count(bytes) {
             return Err(self.out_of_memory(bytes));
         }
         small.malloc(self.device.driver(), bytes, caller).map_err(|failure| {
+            self.backing.gave_up(bytes);
             if failure.is_out_of_memory() {
                 self.out_of_memory(bytes)
             } else {
@@ -189,7 +191,7 @@ impl PagedPool {
         self.ask_every_stream()?;
         self.reap_pages(u64::MAX);
         loop {
-            let missing = match self.bytes_over_limit(small, bytes) {
+            let missing = match self.bytes_over_limit(bytes) {
                 0 => bytes.max(SMALL_CHUNK_BYTES),
                 over => over,
             };
@@ -204,11 +206,10 @@ impl PagedPool {
     }
 
     /// How far a small request would go beyond the limit, which may have been set after the pool was made.
-    fn bytes_over_limit(&self, small: &Small, bytes: u64) -> u64 {
+    fn bytes_over_limit(&self, bytes: u64) -> u64 {
         let budget = self.backing.budget();
         let Some(limit) = budget.limit() else { return 0 };
-        let held = budget.held().saturating_add(small.held_bytes());
-        held.saturating_add(bytes).saturating_sub(limit)
+        budget.held().saturating_add(bytes).saturating_sub(limit)
     }
 
     #[inline(never)]

@@ -178,7 +178,7 @@ impl PagedPool {
             };
             let freed = small.free_kept(self.device.driver(), address, handle);
             self.lock_space().small_is_free(address, freed.is_ok());
-            freed?;
+            self.backing.gave_up(freed?);
         }
     }
 
@@ -212,7 +212,8 @@ impl PagedPool {
         caller: Caller,
     ) -> Result<()> {
         if !used {
-            return small.free_taken(self.device.driver(), address, taken, caller.stream);
+            let freed = small.free_taken(self.device.driver(), address, taken, caller.stream);
+            return freed.inspect(|()| self.backing.gave_up(taken.bytes));
         }
         let freed = self.defer_small(address, caller.stream_id, caller.stream);
         if freed.is_err() {

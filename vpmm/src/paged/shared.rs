@@ -4,10 +4,8 @@
 //! which are not told apart by whether they were shared.
 
 use super::PagedPool;
-use super::small::Small;
 use super::space::Space;
 use crate::backing::Backing;
-use crate::budget::Besides;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::region::State;
@@ -29,13 +27,6 @@ impl PagedPool {
             }),
             _ => Ok(()),
         }
-    }
-}
-
-/// Small requests are the driver's memory, which counts as the pool's until the driver has it back.
-impl Besides for PagedPool {
-    fn bytes(&self) -> u64 {
-        self.small.as_ref().map_or(0, Small::held_bytes)
     }
 }
 

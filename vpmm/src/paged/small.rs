@@ -209,18 +209,21 @@ impl Small {
         })
     }
 
-    /// Gives the driver an allocation that was kept. Where that fails it is still kept.
+    /// Gives the driver an allocation that was kept, of so many bytes. Where that fails it is still kept.
     pub(super) fn free_kept(
         &self,
         driver: &Driver,
         address: u64,
         stream: StreamHandle,
-    ) -> Result<()> {
-        let Some(kept) = super::lock(&self.book).unkeep(address) else { return Ok(()) };
-        self.tell_free(driver, address, stream).map_err(|failure| {
-            super::lock(&self.book).keep(address, kept);
-            failure.about(kept.bytes)
-        })
+    ) -> Result<u64> {
+        let Some(kept) = super::lock(&self.book).unkeep(address) else { return Ok(0) };
+        match self.tell_free(driver, address, stream) {
+            Ok(()) => Ok(kept.bytes),
+            Err(failure) => {
+                super::lock(&self.book).keep(address, kept);
+                Err(failure.about(kept.bytes))
+            }
+        }
     }
 
     fn tell_free(
@@ -259,12 +262,6 @@ impl Small {
     /// Whether an address is in a small allocation.
     pub(super) fn holds(&self, address: u64) -> bool {
         self.containing(address).is_some()
-    }
-
-    /// What the driver takes for live: what is in the hands of callers, and what is kept.
-    pub(super) fn held_bytes(&self) -> u64 {
-        let book = super::lock(&self.book);
-        book.live_bytes + book.kept_bytes
     }
 
     pub(super) fn live_bytes(&self) -> u64 {

@@ -199,10 +199,6 @@ impl Pool {
             Profile::Paged(_) => None,
         };
         let heaps = Heaps::new(profile.heap(), core, terms);
-        if let Profile::Paged(pool) = &profile {
-            let small: std::sync::Weak<dyn crate::budget::Besides> = Arc::downgrade(pool) as _;
-            profile.heap().backing().budget().count_besides(small);
-        }
         let registry = Arc::clone(Registry::of(profile.heap().device().driver()));
         registry.enter(Arc::new(Family::new(profile, heaps, helper, Shortage::new(policy))))
     }
@@ -322,8 +318,7 @@ impl Pool {
 
     /// Physical memory of all its heaps, in bytes.
     pub(crate) fn held(&self) -> u64 {
-        let budget = self.heap().backing().budget();
-        budget.held() + budget.besides()
+        self.heap().backing().budget().held()
     }
 
     /// Whether the host can use the memory.
