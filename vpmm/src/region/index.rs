@@ -3,15 +3,13 @@
 //! The functions are safe to call only from [`RegionMap`](super::RegionMap), which alone decides
 //! membership: a node is in the index that its state and fence name, and in no other.
 
-use intrusive_collections::{
-    Bound, KeyAdapter, LinkedList, LinkedListLink, RBTree, RBTreeLink, UnsafeRef, intrusive_adapter,
-};
+use intrusive_collections::{Bound, KeyAdapter, RBTree, RBTreeLink, UnsafeRef, intrusive_adapter};
 
 use super::Region;
 
 intrusive_adapter!(AddressAdapter = UnsafeRef<Region>: Region { address_link => RBTreeLink });
 intrusive_adapter!(SizeAdapter = UnsafeRef<Region>: Region { size_link => RBTreeLink });
-intrusive_adapter!(QueueAdapter = UnsafeRef<Region>: Region { queue_link => LinkedListLink });
+intrusive_adapter!(QueueAdapter = UnsafeRef<Region>: Region { queue_link => RBTreeLink });
 
 impl<'a> KeyAdapter<'a> for AddressAdapter {
     type Key = u64;
@@ -26,6 +24,14 @@ impl<'a> KeyAdapter<'a> for SizeAdapter {
 
     fn get_key(&self, region: &'a Region) -> (u64, u64) {
         (region.bytes(), region.start())
+    }
+}
+
+impl<'a> KeyAdapter<'a> for QueueAdapter {
+    type Key = u64;
+
+    fn get_key(&self, region: &'a Region) -> u64 {
+        region.fence().sequence
     }
 }
 
@@ -129,26 +135,22 @@ impl SizeIndex {
     }
 }
 
-/// Regions of one kind and one stream, in the order of their fences: the oldest first.
-pub(super) struct Queue(LinkedList<QueueAdapter>);
+/// Regions of one kind and one stream, in the order of their fences: the oldest first. A tree, since one may come
+/// to many that are newer.
+pub(super) struct Queue(RBTree<QueueAdapter>);
 
 impl Queue {
     pub(super) fn new() -> Self {
-        Self(LinkedList::new(QueueAdapter::new()))
+        Self(RBTree::new(QueueAdapter::new()))
     }
 
-    /// Puts a node behind all whose fence is as old or older. O(1) for the newest.
+    /// Puts a node behind all whose fence is as old or older. O(log nodes).
     ///
     /// # Safety
-    /// As [`AddressIndex::insert`].
+    /// As [`AddressIndex::insert`]; and the node's fence does not change while it is in.
     pub(super) unsafe fn insert(&mut self, region: &Region) {
-        let mut cursor = self.0.back_mut();
-        while cursor.get().is_some_and(|other| other.fence().sequence > region.fence().sequence) {
-            cursor.move_prev();
-        }
-        // SAFETY: the caller vouches for the node's life. Past the front the cursor is at the null
-        // object, behind which is the front.
-        cursor.insert_after(unsafe { unowned(region) });
+        // SAFETY: passed on to the caller.
+        self.0.insert(unsafe { unowned(region) });
     }
 
     /// # Safety

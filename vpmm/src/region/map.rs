@@ -480,6 +480,32 @@ mod tests {
 
     #[test]
     fn reservations_that_touch_stay_apart() {
+    /// As where frees that waited for further streams come to be their own stream's, beside what that has freed since.
+    #[test]
+    fn a_region_that_is_older_than_many_is_entered_as_fast_as_beside_few() {
+        const OLDER: u64 = 200;
+        let entries_beside = |newer: u64| {
+            let mut map = RegionMap::new();
+            let regions: Vec<NodeId> =
+                (0..OLDER + newer).map(|at| map.add(2 * at * MIB, MIB, 0, State::Live)).collect();
+            let (older, others) = regions.split_at(OLDER as usize);
+            for (sequence, id) in (OLDER..).zip(others) {
+                map.set(*id, State::Pending, fence(0, sequence));
+            }
+            let start = std::time::Instant::now();
+            for (sequence, id) in (0..).zip(older) {
+                map.set(*id, State::Pending, fence(0, sequence));
+            }
+            let took = start.elapsed();
+            let ages: Vec<NodeId> = map.pending(TimelineId(0)).map(Region::id).collect();
+            assert_eq!(ages, regions);
+            took
+        };
+        let few = entries_beside(OLDER);
+        let many = entries_beside(if cfg!(miri) { 2_000 } else { 200_000 });
+        assert!(many < 50 * few, "{few:?} beside 200, {many:?} beside a thousand times as many");
+    }
+
         let mut map = RegionMap::new();
         let low = map.add(0, 4 * MIB, 0, State::Hole);
         let high = map.add(4 * MIB, 4 * MIB, 1, State::Hole);

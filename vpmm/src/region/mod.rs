@@ -21,7 +21,7 @@ pub(crate) use map::{RegionMap, Totals, joinable};
 
 use std::cell::Cell;
 
-use intrusive_collections::{LinkedListLink, RBTreeLink};
+use intrusive_collections::RBTreeLink;
 
 use crate::fence::Fence;
 
@@ -56,7 +56,7 @@ pub(crate) struct NodeId(pub(crate) u32);
 pub(crate) struct Region {
     address_link: RBTreeLink,
     size_link: RBTreeLink,
-    queue_link: LinkedListLink,
+    queue_link: RBTreeLink,
     id: NodeId,
     start: Cell<u64>,
     bytes: Cell<u64>,
@@ -70,7 +70,7 @@ impl Region {
         Self {
             address_link: RBTreeLink::new(),
             size_link: RBTreeLink::new(),
-            queue_link: LinkedListLink::new(),
+            queue_link: RBTreeLink::new(),
             id,
             start: Cell::new(0),
             bytes: Cell::new(0),
