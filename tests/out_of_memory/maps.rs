@@ -187,7 +187,19 @@ fn what_another_stream_uses_has_no_holder() {
             let pieces: Vec<_> =
                 map.largest_free.iter().map(|piece| (piece.start, piece.bytes)).collect();
             assert_eq!(pieces, [(free.address(), 2 * GRANULE)], "{map}");
+            // Nor is it in what the error and the map's lines call free for somebody.
+            assert_eq!(map.stats.pending_bytes + map.stats.idle_bytes, 6 * GRANULE, "{map}");
+            assert_eq!(map.stats.deferred_bytes, 4 * GRANULE, "{map}");
+            let text = map.to_string();
+            assert!(text.contains("deferred    8 MiB, freed, and still used"), "{text}");
+            assert!(!text.contains("12 MiB, free"), "{text}");
+            let Error::OutOfMemory { largest_free_bytes, .. } = error else { panic!("{error}") };
+            assert_eq!(largest_free_bytes, 2 * GRANULE, "{profile:?}");
             drop(stall);
+            rig.device.synchronize().unwrap();
+            let all = pool.malloc(6 * GRANULE as usize, &stream).unwrap();
+            assert_eq!(pool.stats().deferred_bytes, 0);
+            pool.free(all, &stream).unwrap();
             pool.free(rest, &stream).unwrap();
         }
     });

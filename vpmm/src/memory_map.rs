@@ -111,7 +111,9 @@ impl fmt::Display for MemoryMap {
         line("in use", stats.small_live_bytes, &small)?;
         line("in fronts", stats.cached_bytes, ", each for one thread on one stream")?;
         line("idle", stats.idle_bytes, ", free for every stream")?;
-        line("pending", stats.pending_bytes, ", free for the stream that freed it")?;
+        let own = stats.pending_bytes.saturating_sub(stats.deferred_bytes);
+        line("pending", own, ", free for the stream that freed it")?;
+        line("deferred", stats.deferred_bytes, ", freed, and still used on further streams")?;
         line("in transit", stats.transit_bytes, ", in other threads' hands")?;
         write!(f, "\naddresses     {}", Bytes(stats.reserved_bytes))?;
         let mut line = |name: &str, bytes: u64, of: &str| {

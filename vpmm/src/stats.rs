@@ -20,8 +20,11 @@ pub struct Stats {
     pub cached_bytes: u64,
     /// Free, and no stream can still be using it.
     pub idle_bytes: u64,
-    /// Free, but the stream that freed it may still be using it.
+    /// Free, but the stream that freed it may still be using it; with what is deferred.
     pub pending_bytes: u64,
+    /// The part of `pending_bytes` that no stream may have yet, because further streams that it was noted for
+    /// ([`Pool::record_stream`](crate::Pool::record_stream)) may still be using it.
+    pub deferred_bytes: u64,
     /// Addresses without memory.
     pub hole_bytes: u64,
     /// Addresses whose memory has moved, to be unmapped.
@@ -89,7 +92,7 @@ impl Stats {
             ($( $field:ident )*) => { $( self.$field += other.$field; )* };
         }
         sum!(
-            live_bytes peak_live_bytes cached_bytes idle_bytes pending_bytes hole_bytes
+            live_bytes peak_live_bytes cached_bytes idle_bytes pending_bytes deferred_bytes hole_bytes
             zombie_bytes transit_bytes asleep_bytes mapped_bytes peak_mapped_bytes reserved_bytes
             small_live_bytes small_mapped_bytes peak_small_mapped_bytes live_count cached_count
             idle_count pending_count hole_count zombie_count reservation_count small_live_count

@@ -343,7 +343,8 @@ impl PagedPool {
         Error::OutOfMemory {
             requested_bytes,
             free_bytes: space.free_bytes(),
-            largest_free_bytes: space.map.largest_free(),
+            // What waits for uses on further streams is nobody's to have.
+            largest_free_bytes: space.map.largest_free_but(space.uses.timeline()),
             mapped_bytes: space.mapped + small_mapped,
             live_bytes: space.map.totals().bytes(State::Live) + small_live,
             limit_bytes: self.backing.budget().limit(),

@@ -29,6 +29,7 @@ impl PagedPool {
             peak_live_bytes: space.peak_live,
             idle_bytes: totals.bytes(State::Idle),
             pending_bytes: totals.bytes(State::Pending),
+            deferred_bytes: space.uses.deferred_bytes(),
             hole_bytes: totals.bytes(State::Hole),
             zombie_bytes: totals.bytes(State::Zombie),
             transit_bytes: totals.bytes(State::Transit),

@@ -50,6 +50,8 @@ pub(super) struct UseBook {
     /// Of live allocations, by the address of the first byte.
     live: HashMap<u64, Uses>,
     deferred: DeferredFrees,
+    /// Of pages that are among them.
+    deferred_bytes: u64,
     /// Frees of small allocations that were deferred: the newest on each timeline.
     own_of_small: BTreeMap<TimelineId, u64>,
     /// No stream's: what regions of deferred frees wait for, each under a number of its own.
@@ -59,7 +61,7 @@ pub(super) struct UseBook {
 impl UseBook {
     pub(super) fn new(timeline: TimelineId) -> Self {
         let (live, deferred) = (HashMap::new(), DeferredFrees::default());
-        Self { live, deferred, own_of_small: BTreeMap::new(), timeline }
+        Self { live, deferred, deferred_bytes: 0, own_of_small: BTreeMap::new(), timeline }
     }
 
     pub(super) fn timeline(&self) -> TimelineId {
@@ -72,6 +74,11 @@ impl UseBook {
 
     pub(super) fn deferred(&self) -> &DeferredFrees {
         &self.deferred
+    }
+
+    /// Bytes of pages that were freed and wait for uses on further streams.
+    pub(super) fn deferred_bytes(&self) -> u64 {
+        self.deferred_bytes
     }
 
     /// Whether a live allocation is used on other streams.
@@ -241,6 +248,7 @@ impl Space {
             let timeline = self.uses.timeline;
             let sequence = self.timelines.next_sequence();
             self.set(id, State::Pending, Fence { timeline, sequence });
+            self.uses.deferred_bytes += self.map.region(id).bytes();
         }
         let deferred = Deferred::new(kept, stream, own, uses);
         let book = &mut self.uses;
@@ -274,6 +282,7 @@ impl Space {
         });
         match deferred.kept {
             Kept::Pages(id) if deferred.uses.is_empty() => {
+                self.uses.deferred_bytes -= self.map.region(id).bytes();
                 self.set_free(id, deferred.own);
                 self.release(deferred.own);
             }

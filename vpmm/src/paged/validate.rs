@@ -7,7 +7,7 @@ use super::deferred::{Deferred, Kept};
 use super::small::Small;
 use super::space::Space;
 use crate::fence::Fence;
-use crate::region::{State, Totals, joinable};
+use crate::region::{Region, State, Totals, joinable};
 use crate::validate::Violation;
 
 impl PagedPool {
@@ -78,9 +78,13 @@ impl PagedPool {
         }
         let of_pages = |deferred: &&Deferred| matches!(deferred.kept, Kept::Pages(_));
         let deferred = space.uses.deferred().iter().filter(of_pages).count();
-        let waiting = space.map.pending(space.uses.timeline()).count();
-        if deferred != waiting {
-            return broken(format!("{waiting} regions wait for uses, {deferred} are deferred"));
+        let waiting = || space.map.pending(space.uses.timeline());
+        let (regions, bytes) = (waiting().count(), waiting().map(Region::bytes).sum::<u64>());
+        if (regions, bytes) != (deferred, space.uses.deferred_bytes()) {
+            let entered = space.uses.deferred_bytes();
+            return broken(format!(
+                "{regions} regions wait for uses, of {bytes} bytes; {deferred} are deferred, of {entered}"
+            ));
         }
         Ok(())
     }

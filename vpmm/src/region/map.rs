@@ -381,9 +381,11 @@ impl RegionMap {
         })
     }
 
-    /// The largest free region, whatever its fence.
-    pub(crate) fn largest_free(&self) -> u64 {
-        let pending = self.streams.iter().filter_map(|of| of.pending_by_size.largest());
+    /// The largest free region, whatever its fence, but for those that wait for fences of one timeline.
+    pub(crate) fn largest_free_but(&self, timeline: TimelineId) -> u64 {
+        let streams = self.streams.iter().enumerate();
+        let others = streams.filter(|(at, _)| *at != timeline.0 as usize);
+        let pending = others.filter_map(|(_, of)| of.pending_by_size.largest());
         pending.chain(self.idle.largest()).map(Region::bytes).max().unwrap_or(0)
     }
 
@@ -478,8 +480,6 @@ mod tests {
         assert!(!map.is_clear_of(TimelineId(3)) && map.is_clear_of(TimelineId(9)));
     }
 
-    #[test]
-    fn reservations_that_touch_stay_apart() {
     /// As where frees that waited for further streams come to be their own stream's, beside what that has freed since.
     #[test]
     fn a_region_that_is_older_than_many_is_entered_as_fast_as_beside_few() {
@@ -506,6 +506,8 @@ mod tests {
         assert!(many < 50 * few, "{few:?} beside 200, {many:?} beside a thousand times as many");
     }
 
+    #[test]
+    fn reservations_that_touch_stay_apart() {
         let mut map = RegionMap::new();
         let low = map.add(0, 4 * MIB, 0, State::Hole);
         let high = map.add(4 * MIB, 4 * MIB, 1, State::Hole);

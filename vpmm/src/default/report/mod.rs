@@ -59,6 +59,7 @@ impl Core {
                 sets().map(crate::default::space::free_set::FreeSet::units).sum::<u64>()
                     + space.deferred_units,
             ),
+            deferred_bytes: units(space.deferred_units),
             hole_bytes: bytes(State::Hole)
                 + (1 + space.memory.split_granules()) * self.granule_bytes,
             zombie_bytes: bytes(State::Zombie),
