@@ -682,3 +682,46 @@ fn a_slow_driver_call_does_not_stop_other_threads() {
     drop(pool);
     sim.assert_clean();
 }
+
+gated!(creation_at_the_limit: cuMemCreate(
+    handle: *mut CUmemGenericAllocationHandle,
+    bytes: usize,
+    properties: *const CUmemAllocationProp,
+    flags: u64,
+));
+
+/// Two heaps of a pool grow at the same time, and what the one has takes the limit's rest from the other. That says
+/// nothing of the device: when the one gives it back the other grows again at once, and has no stream wait for it.
+#[test]
+fn what_another_heap_takes_of_the_limit_does_not_pass_for_a_full_device() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = changed(&sim, creation_at_the_limit::put);
+    let device = driver.device(0).unwrap();
+    let pool = Pool::new(&device, &config(24, 192)).unwrap();
+    let tagged = pool.tagged("beside").unwrap();
+    let [one, other, third, its] = [(); 4].map(|()| device.stream().unwrap());
+    let freed = pool.malloc(8 * BYTES, &other).unwrap();
+    pool.free(freed, bare(&other)).unwrap();
+    creation_at_the_limit::AFTER.arm();
+    let (held, of_tagged) = std::thread::scope(|scope| {
+        let growing = scope.spawn(|| pool.malloc(8 * BYTES, &one));
+        creation_at_the_limit::AFTER.wait();
+        let of_tagged = tagged.malloc(12 * BYTES, &its);
+        creation_at_the_limit::AFTER.open();
+        (growing.join().unwrap().unwrap(), of_tagged.unwrap())
+    });
+    assert_eq!(
+        pool.stats().device_waits,
+        1,
+        "it had to do with what was freed: the case that is meant"
+    );
+    tagged.free(of_tagged, &its).unwrap();
+    sim.run_until_idle();
+    its.synchronize().unwrap();
+    tagged.trim_to(0).unwrap();
+    pool.free(held, bare(&one)).unwrap();
+    let last = pool.malloc(12 * BYTES, &third).unwrap();
+    assert_eq!(pool.stats().device_waits, 1, "{}", pool.layout());
+    pool.free(last, &third).unwrap();
+    pool.validate().unwrap();
+}

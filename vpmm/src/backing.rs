@@ -14,6 +14,9 @@ use crate::location::{Access, Location, Sharing};
 use crate::mapping::{self, NewMappings};
 use crate::physical::{self, Extent};
 
+/// What a failure is called that is none of the driver's: all heaps together would pass the pool's limit.
+pub(crate) const LIMIT: &str = "limit_bytes";
+
 /// The kind of memory that a pool holds. Every handle is made and every mapping opened through
 /// this, so that all of a pool's memory is alike.
 pub(crate) struct Backing {
@@ -197,7 +200,7 @@ impl Backing {
     pub(crate) fn create(&self, bytes: u64) -> Result<Extent, Failure> {
         if !self.budget.take(bytes) {
             let code = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-            return Err(Failure { call: "cuMemCreate", code });
+            return Err(Failure { call: LIMIT, code });
         }
         let made = physical::create(self.device.driver(), bytes, &self.properties());
         match made {

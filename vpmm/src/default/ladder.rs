@@ -505,7 +505,7 @@ impl Core {
     }
 
     /// Granules that may still be made.
-    fn room(&self) -> Result<u64> {
+    pub(super) fn room(&self) -> Result<u64> {
         let mapped = self.space.lock().memory.mapped();
         let shared = self.backing.budget().room() / self.granule_bytes;
         let most = self.policy.capacity.min(self.full.most(|| self.made.elapsed()));

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::plan::{Job, Source, Wanted};
+use crate::backing::LIMIT;
 use crate::default::Core;
 use crate::default::ladder::Request;
 use crate::default::space::Part;
@@ -18,8 +19,9 @@ use crate::physical::{Extent, release};
 pub(super) enum Grown {
     /// The request's block.
     Block(u32),
-    /// The device had no memory for a new extent: of the granules that were to be made so many were.
-    DeviceFull { wanted: u64, made: u64 },
+    /// The device had no memory for a new extent, or the limit has none any more, because another heap grew
+    /// meanwhile: of the granules that were to be made so many were.
+    NoMore { wanted: u64, made: u64, of_device: bool },
     /// New and movable memory together do not suffice.
     TooLittle,
 }
@@ -33,9 +35,14 @@ pub(in crate::default) struct Undone {
     made: u64,
 }
 
-/// Whether the device had no memory for a handle.
-fn is_device_full(failure: &Failure) -> bool {
-    failure.is_out_of_memory() && failure.call == "cuMemCreate"
+/// Whether there was no memory for a handle; if so, whether it is the device that has none.
+fn lacks_of_device(failure: &Failure) -> Option<bool> {
+    let of_device = match failure.call {
+        "cuMemCreate" => true,
+        LIMIT => false,
+        _ => return None,
+    };
+    failure.is_out_of_memory().then_some(of_device)
 }
 
 impl Core {
@@ -75,10 +82,12 @@ impl Core {
                 }
                 Ok(Grown::Block(job.start))
             }
-            Err(Undone { failure, made, .. }) if is_device_full(&failure) => {
-                Ok(Grown::DeviceFull { wanted: job.new_granules(), made })
-            }
-            Err(Undone { failure, bytes, .. }) => Err(failure.about(bytes)),
+            Err(Undone { failure, bytes, made }) => match lacks_of_device(&failure) {
+                Some(of_device) => {
+                    Ok(Grown::NoMore { wanted: job.new_granules(), made, of_device })
+                }
+                None => Err(failure.about(bytes)),
+            },
         }
     }
 
@@ -102,19 +111,24 @@ impl Core {
         ahead: bool,
     ) -> Result<Option<u32>> {
         for attempt in 0.. {
-            let (wanted, made) = match self.grow(request, part, *room, ahead)? {
+            let (wanted, made, of_device) = match self.grow(request, part, *room, ahead)? {
                 Grown::Block(start) => return Ok(Some(start)),
                 Grown::TooLittle => return Ok(None),
-                Grown::DeviceFull { wanted, made } => (wanted, made),
+                Grown::NoMore { wanted, made, of_device } => (wanted, made, of_device),
             };
             *room = match attempt {
+                // What others have left of the limit.
+                0 if !of_device => self.room()?.min(wanted.saturating_sub(1)),
                 // What it says to have it need not give away: then what it gave away just now, then nothing.
                 0 => made.max(self.left_on_device().min(wanted.saturating_sub(1))),
                 1 => made,
                 _ => 0,
             };
-            let mapped = self.space.lock().memory.mapped();
-            self.full.note(mapped + *room, self.made.elapsed());
+            // That others have had the limit says nothing of the device.
+            if of_device {
+                let mapped = self.space.lock().memory.mapped();
+                self.full.note(mapped + *room, self.made.elapsed());
+            }
         }
         Ok(None)
     }
