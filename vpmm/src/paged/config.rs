@@ -66,9 +66,21 @@ pub struct PagedConfig {
     /// How memory can be shared with other processes; not at all by default. Requests smaller than
     /// a page cannot be shared.
     pub sharing: Sharing,
-    /// What variables gave, so that an error names one only where it is its number.
-    of_variables: [Option<u64>; 3],
+    of_variables: OfVariables,
 }
+
+/// What variables gave, so that an error names one only where it is its number. Settings are equal by what
+/// they are, not by where that came from.
+#[derive(Clone, Debug)]
+struct OfVariables([Option<u64>; 3]);
+
+impl PartialEq for OfVariables {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for OfVariables {}
 
 impl Default for PagedConfig {
     fn default() -> Self {
@@ -83,7 +95,7 @@ impl Default for PagedConfig {
             release_threshold_bytes: None,
             location: Location::default(),
             sharing: Sharing::default(),
-            of_variables: [None; 3],
+            of_variables: OfVariables([None; 3]),
         }
     }
 }
@@ -125,9 +137,9 @@ impl PagedConfig {
     pub fn from_vars(get: impl Fn(&str) -> Option<OsString>) -> Result<Self> {
         let mut config = Self::default();
         for setting in [PAGE_SIZE, PAGES, VA_SIZE] {
-            config.of_variables[setting.at] = number(setting.variable, &get)?;
+            config.of_variables.0[setting.at] = number(setting.variable, &get)?;
         }
-        let [page_size, pages, va_size] = config.of_variables;
+        let OfVariables([page_size, pages, va_size]) = config.of_variables;
         config.page_size_bytes = page_size;
         config.initial_pages = pages.unwrap_or(config.initial_pages);
         config.va_size_bytes = va_size.unwrap_or(config.va_size_bytes);
@@ -136,7 +148,11 @@ impl PagedConfig {
 
     /// What a number is called where it came from.
     fn name(&self, setting: &Setting, value: u64) -> &'static str {
-        if self.of_variables[setting.at] == Some(value) { setting.variable } else { setting.field }
+        if self.of_variables.0[setting.at] == Some(value) {
+            setting.variable
+        } else {
+            setting.field
+        }
     }
 
     /// Of a device without pools of its own for requests that no page is for.
@@ -259,6 +275,16 @@ mod tests {
             assert!(matches!(error, Error::Config { name: named, .. } if named == name), "{error}");
             assert!(error.to_string().contains(&format!("{name}={value}:")), "{error}");
         }
+    }
+
+    /// By what can be read, and so set by hand.
+    #[test]
+    fn settings_of_variables_are_equal_to_the_same_set_by_hand() {
+        let get = |name: &str| (name == PAGES.variable).then(|| OsString::from("5"));
+        let of_variables = PagedConfig::from_vars(get).unwrap();
+        let by_hand = PagedConfig { initial_pages: 5, ..PagedConfig::default() };
+        assert_eq!(of_variables, by_hand);
+        assert_ne!(of_variables, PagedConfig::default());
     }
 
     #[test]
