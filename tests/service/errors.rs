@@ -49,6 +49,20 @@ fn error_of(message: &Message) -> &str {
     &error.error
 }
 
+/// Numbers come from a launcher, or from CUDA_VISIBLE_DEVICES.
+#[test]
+fn a_device_that_is_not_there_is_told_by_its_number() {
+    let sim = cuda_sim::Simulator::builder().devices(2).build().unwrap();
+    let driver = sim.driver();
+    for ordinal in [2, 7, u32::MAX] {
+        let text = format!("there is no device {ordinal}: the driver has 2");
+        let served = gms::memory::Memory::open(&driver, ordinal).unwrap_err();
+        assert_eq!(served.to_string(), text);
+        let manager = gms::client::MemoryManager::new(&driver, ordinal, "nowhere").unwrap_err();
+        assert_eq!(manager.to_string(), text);
+    }
+}
+
 #[test]
 fn refusals_are_in_the_words_that_clients_know() {
     let local = Local::start();

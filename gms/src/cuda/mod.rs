@@ -30,6 +30,14 @@ pub enum CudaError {
         /// What it answered.
         code: CUresult,
     },
+    /// The driver has no device of that number.
+    #[error("there is no device {ordinal}: the driver has {count}")]
+    NoDevice {
+        /// The number that was asked for.
+        ordinal: u32,
+        /// How many devices there are.
+        count: u32,
+    },
 }
 
 impl CudaError {
@@ -69,7 +77,14 @@ impl Cuda {
         let mut device: CUdevice = 0;
         let number = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
         // SAFETY: the pointer is to a live CUdevice.
-        unsafe { table.cuDeviceGet(&mut device, number) }?;
+        if let Err(error) = unsafe { table.cuDeviceGet(&mut device, number) } {
+            return Err(match (&error, count(&table)) {
+                (CudaError::Call { code: CUresult::CUDA_ERROR_INVALID_DEVICE, .. }, Ok(count)) => {
+                    CudaError::NoDevice { ordinal, count }
+                }
+                _ => error,
+            });
+        }
         let mut granularity = 0;
         let minimum = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
         let properties = properties(ordinal);
@@ -128,6 +143,11 @@ pub(crate) fn device_count(driver: &cuda_sys::Driver) -> Result<u32, CudaError> 
     let table = Table::resolve(driver)?;
     // SAFETY: cuInit may be called at any time and takes no pointer; its flags must be 0.
     unsafe { table.cuInit(0) }?;
+    count(&table)
+}
+
+/// Of a driver that is initialised.
+fn count(table: &Table) -> Result<u32, CudaError> {
     let mut count = 0;
     // SAFETY: the pointer is to a live int.
     unsafe { table.cuDeviceGetCount(&mut count) }?;
