@@ -77,6 +77,8 @@ def test_what_waits_for_further_streams_is_pending_free(make_stream):
     # As PyTorch counts it: active, and allocated no more.
     assert sum(segment["active_size"] for segment in made["segments"]) == active
     assert sum(segment["allocated_size"] for segment in made["segments"]) == active - (3 << 20)
+    now = vpmm.statistics()
+    assert now.pending_bytes >= now.deferred_bytes == 3 << 20
 
 
 def test_history_says_what_was_done_and_where():

@@ -445,7 +445,7 @@ typedef struct vpmm_stats {
    */
   uint64_t idle_bytes;
   /**
-   * Freed, and still in use by a stream as far as is known.
+   * Freed, and still in use by a stream as far as is known; with `deferred_bytes`.
    */
   uint64_t pending_bytes;
   /**
@@ -500,6 +500,11 @@ typedef struct vpmm_stats {
    * Waits of the host so far.
    */
   uint64_t host_waits;
+  /**
+   * The part of `pending_bytes` that no stream may have yet, as further streams that it was noted for may
+   * still be using it.
+   */
+  uint64_t deferred_bytes;
 } vpmm_stats;
 
 /**

@@ -20,7 +20,7 @@ pub struct vpmm_stats {
     pub cached_bytes: u64,
     /// Free to every stream.
     pub idle_bytes: u64,
-    /// Freed, and still in use by a stream as far as is known.
+    /// Freed, and still in use by a stream as far as is known; with `deferred_bytes`.
     pub pending_bytes: u64,
     /// Physical memory held.
     pub mapped_bytes: u64,
@@ -48,6 +48,9 @@ pub struct vpmm_stats {
     pub device_waits: u64,
     /// Waits of the host so far.
     pub host_waits: u64,
+    /// The part of `pending_bytes` that no stream may have yet, as further streams that it was noted for may
+    /// still be using it.
+    pub deferred_bytes: u64,
 }
 
 /// What all fields but the size are.
@@ -71,6 +74,7 @@ fields! {
     live_bytes peak_live_bytes cached_bytes idle_bytes pending_bytes mapped_bytes peak_mapped_bytes
     reserved_bytes small_live_bytes small_mapped_bytes peak_small_mapped_bytes live_count
     small_live_count extent_count extents_created extents_moved device_waits host_waits
+    deferred_bytes
 }
 
 /// Fills what a program has room for.

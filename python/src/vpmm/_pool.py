@@ -81,7 +81,10 @@ class Statistics:
     idle_bytes: int
     """Free to every stream."""
     pending_bytes: int
-    """Freed, and still in use by a stream as far as is known."""
+    """Freed, and still in use by a stream as far as is known; with what is deferred."""
+    deferred_bytes: int
+    """The part of that which no stream may have yet, as further streams that it was noted for may still be
+    using it."""
     mapped_bytes: int
     """Physical memory held, without what the driver holds for small requests."""
     peak_mapped_bytes: int

@@ -34,6 +34,23 @@ static vpmm_pool *limited(vpmm_driver *driver, uint64_t limit_bytes, uint32_t sh
   return pool;
 }
 
+static void further_streams(vpmm_driver *driver) {
+  vpmm_pool *pool = limited(driver, 64 * MIB, VPMM_SHARING_NONE);
+  void *streams[2] = {NULL, NULL}, *pointer = NULL;
+  for (int i = 0; i < 2; i++) {
+    MUST(vpmm_stream_create(driver, 0, &streams[i]) == VPMM_OK);
+  }
+  MUST(vpmm_malloc(pool, 4 * MIB, streams[0], &pointer) == VPMM_OK);
+  MUST(vpmm_record_stream(pool, pointer, streams[1]) == VPMM_OK);
+  MUST(stats_of(pool).deferred_bytes == 0);
+  MUST(vpmm_free(pool, pointer, streams[0]) == VPMM_OK);
+  MUST(stats_of(pool).deferred_bytes == 4 * MIB && stats_of(pool).pending_bytes == 4 * MIB);
+  for (int i = 0; i < 2; i++) {
+    MUST(vpmm_stream_destroy(driver, streams[i]) == VPMM_OK);
+  }
+  vpmm_pool_release(pool);
+}
+
 static void sleep_and_wake(vpmm_driver *driver, const char *file) {
   vpmm_pool *pool = limited(driver, 64 * MIB, VPMM_SHARING_NONE);
   vpmm_tagged *weights = NULL, *same = NULL;
@@ -318,6 +335,7 @@ int main(void) {
   char file[] = "/tmp/vpmm-capi-XXXXXX";
   int made = mkstemp(file);
   MUST(made >= 0 && close(made) == 0);
+  further_streams(driver);
   sleep_and_wake(driver, file);
   graphs(driver);
   share(driver);
