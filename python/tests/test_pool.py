@@ -94,10 +94,25 @@ def test_a_number_that_the_library_has_no_room_for_is_refused_by_name():
 
 def test_what_a_paged_pool_cannot_be_is_told_by_its_options():
     for name, wrong in (("initial_pages", 1 << 50), ("page_size", "3 MiB"), ("addresses", "1 MiB")):
-        with pytest.raises(ValueError) as refused:
+        with pytest.raises(vpmm.InvalidArgumentError, match=f"^{name}=[0-9]+: "):
             vpmm.Pool(profile="paged", **{name: wrong})
-        field = {"page_size": "page_size_bytes", "addresses": "va_size_bytes"}.get(name, name)
-        assert str(refused.value).startswith(f"{field}=")
+    with pytest.raises(vpmm.InvalidArgumentError, match="^addresses=1048576: "):
+        vpmm.Pool(addresses="1 MiB")
+    both = "^initial_pages=1: page_size=[0-9]+ leaves no room"
+    with pytest.raises(vpmm.InvalidArgumentError, match=both):
+        vpmm.Pool(profile="paged", initial_pages=1, page_size=1 << 62)
+
+
+def test_what_the_process_s_pool_cannot_be_is_told_by_its_options():
+    program = (
+        "import vpmm\n"
+        "vpmm.configure(addresses='1 MiB')\n"
+        "for ask in (vpmm.Pool.of_process, lambda: vpmm.DeviceBuffer(1)):\n"
+        "    try: ask()\n"
+        "    except vpmm.InvalidArgumentError as error: assert str(error).startswith('addresses=1048576: '), error\n"
+        "    else: raise SystemExit('made')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_pool_that_is_dropped_leaves_what_is_allocated():

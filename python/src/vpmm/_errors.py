@@ -126,6 +126,13 @@ _OF_STATUS = {
 }
 
 
+#: Options of a pool's that have other names in Python.
+_OPTIONS = {"va_size_bytes": "addresses", "page_size_bytes": "page_size"}
+_OPTION = re.compile(rf"\b({'|'.join(_OPTIONS)})(?==)")
+
+
 def error_of(status: str, text: str) -> Error:
     """The exception for a status."""
+    if status == "VPMM_INVALID_ARGUMENT":
+        text = _OPTION.sub(lambda found: _OPTIONS[found[1]], text)
     return _OF_STATUS.get(status, Error)(text or status, status)
