@@ -72,6 +72,37 @@ def server(tmp_path):
         yield path
 
 
+@pytest.mark.parametrize("wrong", [-1, 1 << 64])
+def test_a_number_is_refused_by_its_name(server, wrong):
+    with pytest.raises(ValueError, match=f"^device cannot be {wrong}$"):
+        GMSClientMemoryManager(server, device=wrong)
+    with GMSClientMemoryManager(server) as manager:
+        asked = [
+            ("size", manager.allocate_handle),
+            ("size", manager.reserve_va),
+            ("fd", lambda fd: manager.map_va(fd, 0)),
+            ("va", lambda va: manager.map_va(0, va)),
+            ("va", manager.unmap_va),
+            ("va", manager.free_va),
+            ("va", manager.destroy_mapping),
+            ("offset_bytes", lambda offset: manager.metadata_put("a", "b", offset, b"")),
+            ("size", lambda size: manager.create_mapping(size=size)),
+            ("a size", lambda size: manager.create_mappings([size])),
+            ("size", manager.create_scratch_mapping),
+            ("base_va", manager.destroy_scratch_mapping),
+        ]
+        for name, ask in asked:
+            with pytest.raises(ValueError, match=f"^{name} cannot be {wrong}$"):
+                ask(wrong)
+        if wrong > 0:
+            asked = [manager.set_answer_timeout, lambda time: manager.connect("ro", time)]
+            for ask in asked:
+                with pytest.raises(ValueError, match=f"^timeout_ms cannot be {wrong}$"):
+                    ask(wrong)
+        # For ever, as it is below 0.
+        manager.set_answer_timeout(-(1 << 70))
+
+
 def test_a_layout_is_written_published_and_read(server):
     with GMSClientMemoryManager(server) as writer:
         assert not writer.is_connected and writer.granted_lock_type is None

@@ -13,6 +13,7 @@ import pytest
 import vpmm
 from vpmm import _errors, _pool, _worker
 from vpmm._library import ffi, lib
+from vpmm._mem_pool import HeapMemPool
 from vpmm._pool import bytes_of
 
 MIB = 1 << 20
@@ -90,6 +91,53 @@ def test_a_number_that_the_library_has_no_room_for_is_refused_by_name():
     for name, wrong, profile in (of_default, of_paged):
         with pytest.raises(ValueError, match=f"^{name} cannot be {wrong}$"):
             vpmm.Pool(profile=profile, **{name: wrong})
+
+
+@pytest.mark.parametrize("wrong", [-1, 1 << 64])
+def test_a_number_is_refused_by_its_name_wherever_it_is_given(wrong):
+    pool, resource = vpmm.Pool(sharing="descriptors"), vpmm.mr.CudaMemoryResource()
+
+    def with_device(make):
+        return "device", lambda: make(device=wrong)
+
+    def with_stream(make):
+        return "stream", lambda: make(stream=wrong)
+
+    asked = [
+        with_device(lambda device: vpmm.keep_stream(0, device)),
+        with_device(lambda device: vpmm.forget_stream(0, device)),
+        with_device(vpmm.device_memory),
+        with_device(vpmm.reset_peaks),
+        with_device(lambda device: vpmm.DeviceBuffer(1, device=device)),
+        with_device(vpmm.mr.CudaMemoryResource),
+        with_device(vpmm.mr.reset_current_device_resource),
+        with_device(lambda device: vpmm.mr.CallbackMemoryResource(print, print, device=device)),
+        with_device(HeapMemPool),
+        with_device(lambda device: vpmm.Imported.receive(0, device=device)),
+        with_stream(vpmm.keep_stream),
+        with_stream(vpmm.forget_stream),
+        with_stream(lambda stream: pool.malloc(1, stream)),
+        with_stream(lambda stream: pool.free(0, stream)),
+        with_stream(lambda stream: pool.record_stream(0, stream)),
+        with_stream(lambda stream: vpmm.DeviceBuffer(1, stream=stream)),
+        with_stream(lambda stream: resource.allocate(1, stream)),
+        ("pointer", lambda: pool.free(wrong)),
+        ("pointer", lambda: pool.record_stream(wrong, 0)),
+        ("pointer", lambda: pool.export(wrong, 0)),
+        ("pointer", lambda: resource.deallocate(wrong, 1)),
+        ("nbytes", lambda: resource.deallocate(0, wrong)),
+        ("alignment", lambda: resource.allocate(1, alignment=wrong)),
+        ("alignment", lambda: resource.deallocate(0, 1, alignment=wrong)),
+    ]
+    if wrong > 0:
+        asked.append(("socket", lambda: vpmm.Imported.receive(wrong)))
+        asked.append(("socket", lambda: pool.export_all().send(wrong)))
+    for name, ask in asked:
+        with pytest.raises(ValueError, match=f"^{name} cannot be {wrong}$"):
+            ask()
+    for ask in (HeapMemPool().trim, lambda most: vpmm.record_history(most)):
+        with pytest.raises(ValueError, match=str(wrong)):
+            ask(wrong)
 
 
 def test_what_a_paged_pool_cannot_be_is_told_by_its_options():

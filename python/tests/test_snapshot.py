@@ -20,13 +20,13 @@ def no_history():
 def test_a_history_that_cannot_be_leaves_the_one_that_is():
     vpmm.record_history(10)
     vpmm.DeviceBuffer(1000).free()
-    for wrong, error in ((-1, ValueError), (1 << 80, OverflowError), ("10", TypeError)):
+    for wrong, error in ((-1, ValueError), (1 << 80, ValueError), ("10", TypeError)):
         with pytest.raises(error):
             vpmm.record_history(wrong)
     events = vpmm.snapshot()["device_traces"][0]
     assert len(events) == len(_WHOLE) and all(event["frames"] for event in events)
     vpmm.record_history(0)
-    with pytest.raises(OverflowError):
+    with pytest.raises(ValueError, match=str(1 << 80)):
         vpmm.record_history(1 << 80)
     assert not _snapshot.has_places()
 

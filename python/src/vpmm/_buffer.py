@@ -10,7 +10,7 @@ from typing import Any
 
 from . import _dlpack
 from ._errors import Error, PointerError
-from ._library import address, but_in_a_child, call, ffi, handle, lib
+from ._library import address, but_in_a_child, call, ffi, handle, lib, within
 from ._stream import raw_stream
 from .mr import DeviceMemoryResource, PoolMemoryResource
 from .mr._current import current_or_none
@@ -91,7 +91,7 @@ class DeviceBuffer:
         if device is None:
             device = 0 if mr is None else mr.device
         if mr is None:
-            mr = current_or_none(device)
+            mr = current_or_none(within("device", device, 32))
         elif mr.device != device:
             raise ValueError(f"a buffer on device {device}, of a resource of device {mr.device}")
         self._size, self._device, self._mr = size, device, mr
@@ -355,7 +355,7 @@ class DeviceBuffer:
         if consumer != -1 and self._pointer:
             own = self._here()
             if consumer != own:
-                call(lib.vpmm_process_wait_for, self._device, handle(consumer), handle(own))
+                call(lib.vpmm_process_wait_for, self._device, handle(consumer, "stream"), handle(own))
                 # Its work may still run when the consumer lets go. By the number alone: nothing is there
                 # to be kept.
                 self.record_stream(consumer)

@@ -33,6 +33,7 @@ __all__ = [
     "lock_of_each_process",
     "path",
     "text_of",
+    "within",
 ]
 
 #: Every device that has no options of its own, for :func:`vpmm.configure`.
@@ -120,9 +121,17 @@ def encoded(text: str | bytes) -> bytes:
     return made
 
 
-def handle(raw: int) -> Any:
+def within(name: str, number: int, bits: int) -> int:
+    """A number that the library has room for."""
+    if not 0 <= number < 1 << bits:
+        raise ValueError(f"{name} cannot be {number}")
+    return number
+
+
+def handle(raw: int, name: str = "pointer") -> Any:
     """A stream or a device address, given as a number, as a pointer."""
-    return ffi.cast("void *", raw)
+    # By itself it would be cut to 64 bits, and be another's.
+    return ffi.cast("void *", within(name, raw, 64))
 
 
 def address(function: Any) -> int:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ._errors import Error
 from ._library import answer, call, encoded, ffi, lib
-from ._pool import Pool, Statistics, statistics_by
+from ._pool import Pool, Statistics, bytes_of, statistics_by
 from ._sleep import resume, suspend
 
 
@@ -97,9 +97,9 @@ class HeapMemPool:
         """What the heap holds."""
         return statistics_by(lib.vpmm_tagged_stats, self._heap)
 
-    def trim(self, keep: int = 0) -> int:
+    def trim(self, keep: int | str = 0) -> int:
         """Gives free memory of the heap back to the device until so much is held; answers the bytes."""
-        return answer("uint64_t", lib.vpmm_tagged_trim_to, self._heap, keep)
+        return answer("uint64_t", lib.vpmm_tagged_trim_to, self._heap, bytes_of(keep))
 
     def suspend(self, **options: Any) -> int:
         """Gives all of its memory to the device: :func:`vpmm.suspend`."""

@@ -24,6 +24,7 @@ from ._library import (
     lib,
     lock_of_each_process,
     text_of,
+    within,
 )
 from ._stream import raw_stream
 from ._typing import Unpack
@@ -153,13 +154,6 @@ def _nanoseconds(name: str, seconds: float) -> int:
     return 2**63 if seconds >= 2**63 / 1e9 else int(seconds * 1e9)
 
 
-def _within(name: str, number: int, bits: int) -> int:
-    """A number that the library has room for."""
-    if not 0 <= number < 1 << bits:
-        raise ValueError(f"{name} cannot be {number}")
-    return number
-
-
 def _options(
     device: int,
     *,
@@ -199,16 +193,16 @@ def _options(
     if sharing not in _SHARING:
         raise ValueError(f"sharing cannot be {sharing!r}; known: None, 'descriptors', 'fabric'")
     options.sharing = _SHARING[sharing]
-    options.device, options.profile = _within("device", device, 32), profiles[profile]
+    options.device, options.profile = within("device", device, 32), profiles[profile]
     options.pending_policy = policies[prefer]
-    options.initial_pages = _within("initial_pages", initial_pages, 64)
+    options.initial_pages = within("initial_pages", initial_pages, 64)
     if limit is not None:
         # 0 stands for none; a limit of nothing is one of a byte.
         options.limit_bytes = max(1, bytes_of(limit))
     if addresses is not None:
         options.va_size_bytes = bytes_of(addresses)
     if moves_per_second is not None:
-        options.moves_per_second = max(_within("moves_per_second", moves_per_second, 32), 1)
+        options.moves_per_second = max(within("moves_per_second", moves_per_second, 32), 1)
     if patience is not None:
         options.patience_nanoseconds = _nanoseconds("patience", patience)
     if background is not None:
@@ -266,7 +260,7 @@ class Pool:
         """The process's own pool on a device, which PyTorch, CuPy and Numba share. Made when it is first
         asked for."""
         pool = cls.__new__(cls)
-        number = _within("device", device, 32)
+        number = within("device", device, 32)
         pool._take(answer("vpmm_pool *", lib.vpmm_process_pool, number), device)
         return pool
 
@@ -478,7 +472,8 @@ def reset_peaks(device: int = 0) -> None:
 def device_memory(device: int = 0) -> tuple[int, int]:
     """Free and total bytes of a device, as the driver counts them."""
     total = ffi.new("uint64_t *")
-    free = answer("uint64_t", lib.vpmm_driver_memory, _driver(), device, total)
+    number = within("device", device, 32)
+    free = answer("uint64_t", lib.vpmm_driver_memory, _driver(), number, total)
     return free, total[0]
 
 
@@ -492,10 +487,11 @@ def keep_stream(stream: Any, device: int = 0) -> None:
     """Says that a stream, a number or an object as :class:`Pool` takes them, lasts until
     :func:`forget_stream`: the process's pools then serve it without asking the driver about it, and without
     an event at each free."""
-    call(lib.vpmm_process_keep_stream, device, handle(raw_stream(stream)))
+    call(lib.vpmm_process_keep_stream, within("device", device, 32), handle(raw_stream(stream)))
 
 
 def forget_stream(stream: Any, device: int = 0) -> bool:
     """Says that a stream which was kept is about to be destroyed; answers whether the process's pools knew
     it."""
-    return bool(answer("uint32_t", lib.vpmm_process_forget_stream, device, handle(raw_stream(stream))))
+    number, raw = within("device", device, 32), handle(raw_stream(stream))
+    return bool(answer("uint32_t", lib.vpmm_process_forget_stream, number, raw))

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from . import _pool
-from ._library import NULL, address, answer, call, ffi, lib
+from ._library import NULL, address, answer, call, ffi, lib, within
 
 _ACCESS = {"read": 1, "read and write": 3}
 
@@ -14,7 +14,8 @@ _ACCESS = {"read": 1, "read and write": 3}
 def descriptor(socket: Any) -> int:
     """Of a socket, or given as such."""
     if isinstance(socket, int):
-        return socket
+        # What the library has room for below 0 it refuses itself.
+        return socket if -1 << 31 <= socket < 0 else within("socket", socket, 31)
     if getattr(socket, "gettimeout", lambda: None)() is not None:
         # With a time limit of Python's the descriptor does not block, and the library would not wait.
         raise ValueError("the socket has to block: settimeout(None); SO_RCVTIMEO and SO_SNDTIMEO limit it")
@@ -58,7 +59,8 @@ class Imported:
         if access not in _ACCESS:
             raise ValueError(f"access cannot be {access!r}; known: {', '.join(_ACCESS)}")
         kind, way = "vpmm_import *", _ACCESS[access]
-        made = answer(kind, lib.vpmm_import_receive, _pool._driver(), device, descriptor(socket), way)
+        number, from_where = within("device", device, 32), descriptor(socket)
+        made = answer(kind, lib.vpmm_import_receive, _pool._driver(), number, from_where, way)
         imported = cls()
         imported._receives = threading.RLock()
         imported._handle = ffi.gc(made, lib.vpmm_import_release)
@@ -85,7 +87,7 @@ class Imported:
     def translate(self, there: int) -> int:
         """Where an address of the other process is in this one; :class:`vpmm.PointerError` where it has no
         memory here."""
-        return address(answer("void *", lib.vpmm_import_translate, self._open(), there))
+        return address(answer("void *", lib.vpmm_import_translate, self._open(), within("address", there, 64)))
 
     def close(self) -> None:
         """Waits for the device's work and unmaps it. Nothing may use the memory any more. Where another

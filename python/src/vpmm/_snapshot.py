@@ -90,7 +90,7 @@ def record_history(most: int = 100_000, *, frames: bool = True) -> None:
     the Python calls that led to each; what was kept before is forgotten. 0 ends it. Without it a request
     costs nothing more; with frames it costs microseconds."""
     global _places, _is_asked
-    if most < 0:
+    if not 0 <= most < 1 << 64:
         raise ValueError(f"a history of {most} requests")
     before = _places, _is_asked
     _places = _Places(most)

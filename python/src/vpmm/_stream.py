@@ -5,12 +5,16 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+from ._library import within
+
 
 def raw_stream(stream: Any) -> int:
     """A stream as a number: an ``int`` or what stands for one, as NumPy's, or an object of PyTorch's, CuPy's,
     Numba's or with ``__cuda_stream__``. ``None`` is the default stream."""
-    if stream is None:
-        return 0
+    return 0 if stream is None else within("stream", _number_of(stream), 64)
+
+
+def _number_of(stream: Any) -> int:
     if isinstance(stream, int):
         return stream
     if hasattr(stream, "__cuda_stream__"):

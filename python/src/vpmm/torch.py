@@ -210,7 +210,7 @@ def forget_stream(stream: Any) -> bool:
 
 def _index(device: Any) -> int:
     if isinstance(device, int):
-        return device
+        return _library.within("device", device, 32)
     import torch
 
     index = None if device is None else torch.device(device).index

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._errors import DisconnectedError, Error, LockTimeoutError, RefusedError, StaleMemoryLayoutError
-from .._library import NULL, Raised, answer, call, encoded, ffi, lib
+from .._library import NULL, Raised, answer, call, encoded, ffi, lib, within
 from .._pool import _driver
 
 __all__ = [
@@ -100,6 +100,11 @@ class LayoutCommit:
     granted_lock_type: GrantedLockType
 
 
+def _milliseconds(timeout_ms: int | None) -> int:
+    """As the library has them: below 0 is for ever."""
+    return -1 if timeout_ms is None or timeout_ms < 0 else within("timeout_ms", timeout_ms, 63)
+
+
 def _text(text: Any) -> str:
     return ffi.string(text).decode()
 
@@ -160,7 +165,7 @@ class GMSClientMemoryManager:
         self.socket_path, self.device, self.tag = str(socket_path), device, tag
         self.scratch_size = scratch_size
         path = encoded(str(pathlib.Path(socket_path)))
-        raw = answer("vpmm_gms *", lib.vpmm_gms_open, _driver(), device, path)
+        raw = answer("vpmm_gms *", lib.vpmm_gms_open, _driver(), within("device", device, 32), path)
         self._handle = ffi.gc(raw, lib.vpmm_gms_release)
         # So that handlers of signals run, as of Ctrl-C, however long a lock takes.
         call(lib.vpmm_gms_set_interruptible, self._handle, 1)
@@ -230,7 +235,7 @@ class GMSClientMemoryManager:
         :raises RuntimeError: it is connected already.
         """
         lock = _LOCKS[RequestedLockType(lock_type).value]
-        begin, left = time.monotonic(), -1 if timeout_ms is None else timeout_ms
+        begin, left = time.monotonic(), _milliseconds(timeout_ms)
         try:
             while True:
                 try:
@@ -252,8 +257,7 @@ class GMSClientMemoryManager:
         """How long a server that is there may take for an answer, from the next :meth:`connect` on, before it
         counts as stopped or stuck: a minute, if nothing is set; None or below 0 is for ever. Locks, and
         memory that there is too little of, are waited for longer, as long as the server is alive."""
-        time = -1 if timeout_ms is None else timeout_ms
-        call(lib.vpmm_gms_set_answer_timeout, self._handle, time)
+        call(lib.vpmm_gms_set_answer_timeout, self._handle, _milliseconds(timeout_ms))
 
     def abort(self) -> None:
         """Gives the lock up; a writer's layout is void then. What is mapped stays mapped."""
@@ -273,7 +277,8 @@ class GMSClientMemoryManager:
     def allocate_handle(self, size: int, tag: str = "default") -> tuple[str, int]:
         """Makes an allocation, of whole granules: its name and its place in the layout. Maps nothing."""
         seen = _allocations()
-        call(lib.vpmm_gms_allocate_handle, self._handle, size, encoded(tag), *seen.by)
+        number = within("size", size, 64)
+        call(lib.vpmm_gms_allocate_handle, self._handle, number, encoded(tag), *seen.by)
         return seen.all[0].allocation_id, seen.all[0].layout_slot
 
     def export_handle(self, allocation_id: str) -> int:
@@ -326,7 +331,7 @@ class GMSClientMemoryManager:
 
     def reserve_va(self, size: int) -> int:
         """Reserves addresses for so many bytes, in whole granules."""
-        return answer("uint64_t", lib.vpmm_gms_reserve, self._handle, size)
+        return answer("uint64_t", lib.vpmm_gms_reserve, self._handle, within("size", size, 64))
 
     def map_va(
         self,
@@ -340,12 +345,13 @@ class GMSClientMemoryManager:
         """Maps an allocation's memory at an address that was reserved for it, for reading, or also for
         writing if the lock is a writer's. The descriptor is closed. Size, tag and slot are the server's to
         know. Answers the address, which stands for the memory."""
-        call(lib.vpmm_gms_map, self._handle, fd, va, encoded(allocation_id))
+        numbers = within("fd", fd, 31), within("va", va, 64)
+        call(lib.vpmm_gms_map, self._handle, *numbers, encoded(allocation_id))
         return va
 
     def unmap_va(self, va: int) -> None:
         """Takes the memory at an address away and keeps the address. Waits for the device first."""
-        call(lib.vpmm_gms_unmap, self._handle, va)
+        call(lib.vpmm_gms_unmap, self._handle, within("va", va, 64))
 
     def free_va(self, va: int) -> None:
         """Gives an address back; memory that is there still is taken away first, after waiting for the
@@ -364,7 +370,7 @@ class GMSClientMemoryManager:
             self._handle,
             encoded(key),
             name,
-            offset_bytes,
+            within("offset_bytes", offset_bytes, 64),
             buffer,
             len(buffer),
         )
@@ -396,12 +402,13 @@ class GMSClientMemoryManager:
     def create_mapping(self, allocation_id: str | None = None, size: int = 0, tag: str = "default") -> int:
         """Makes an allocation and maps it, or maps the one that is named: its address."""
         name = NULL if allocation_id is None else encoded(allocation_id)
-        return answer("uint64_t", lib.vpmm_gms_create_mapping, self._handle, name, size, encoded(tag))
+        number = within("size", size, 64)
+        return answer("uint64_t", lib.vpmm_gms_create_mapping, self._handle, name, number, encoded(tag))
 
     def create_mappings(self, sizes: Sequence[int], tag: str = "default") -> list[int]:
         """Makes many allocations at once, side by side: the address of each. Not in the Python client."""
         addresses = ffi.new("uint64_t[]", len(sizes))
-        asked = ffi.new("uint64_t[]", list(sizes))
+        asked = ffi.new("uint64_t[]", [within("a size", size, 64) for size in sizes])
         call(
             lib.vpmm_gms_create_mappings,
             self._handle,
@@ -422,7 +429,7 @@ class GMSClientMemoryManager:
 
     def destroy_mapping(self, va: int) -> None:
         """Takes a mapping away with its address, and, as a writer, with its allocation."""
-        call(lib.vpmm_gms_destroy_mapping, self._handle, va)
+        call(lib.vpmm_gms_destroy_mapping, self._handle, within("va", va, 64))
 
     def unmap_all_vas(self) -> None:
         """Gives all memory up and keeps the addresses. Waits for the device first."""
@@ -460,17 +467,19 @@ class GMSClientMemoryManager:
         """
         self._set_scratch_size()
         create = lib.vpmm_gms_create_scratch_mapping
-        return answer("uint64_t", create, self._handle, size, encoded(tag))
+        return answer("uint64_t", create, self._handle, within("size", size, 64), encoded(tag))
 
     def _set_scratch_size(self) -> None:
         # Not before it is needed: sizes that cannot be are refused here.
         if not self._scratch_size_is_set:
-            call(lib.vpmm_gms_set_scratch_block, self._handle, self.scratch_size)
+            size = within("scratch_size", self.scratch_size, 64)
+            call(lib.vpmm_gms_set_scratch_block, self._handle, size)
             self._scratch_size_is_set = True
 
     def destroy_scratch_mapping(self, base_va: int) -> bool:
         """Gives a scratch mapping up, with its address; whether there was one."""
-        return bool(answer("uint32_t", lib.vpmm_gms_destroy_scratch_mapping, self._handle, base_va))
+        number = within("base_va", base_va, 64)
+        return bool(answer("uint32_t", lib.vpmm_gms_destroy_scratch_mapping, self._handle, number))
 
     def scratch_summary(self) -> tuple[int, int, int]:
         """How many scratch mappings there are, their bytes, and the bytes of memory behind them."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import _pool
-from .._library import address, answer, ffi, lib
+from .._library import address, answer, ffi, handle, lib, within
 from ._functions import Functions
 from ._resource import DeviceMemoryResource, UpstreamResourceAdaptor, handle_of
 
@@ -24,7 +24,7 @@ def _note_of_request(kind: type[BaseException], error: BaseException, trace: Any
 @ffi.callback("void *(void *, size_t, size_t, void *)", onerror=_note_of_request)
 def _allocate(context: Any, size: int, align: int, stream: Any) -> Any:
     allocate, _ = ffi.from_handle(context).functions
-    return ffi.cast("void *", allocate(size, int(ffi.cast("uintptr_t", stream))))
+    return handle(allocate(size, int(ffi.cast("uintptr_t", stream))), "an address")
 
 
 @ffi.callback("void(void *, void *, size_t, size_t, void *)", onerror=_note)
@@ -66,13 +66,14 @@ class CallbackMemoryResource(DeviceMemoryResource):
         *,
         device: int = 0,
     ):
+        number = within("device", device, 32)
         functions = Functions(allocate_func, deallocate_func)
         with _forgotten_if_it_fails(functions):
             made = answer(
                 "vpmm_resource *",
                 lib.vpmm_resource_callback,
                 _pool._driver(),
-                device,
+                number,
                 ffi.addressof(lib, "vpmm_python_allocate"),
                 ffi.addressof(lib, "vpmm_python_deallocate"),
                 _behind(functions),

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 from .. import _pool
-from .._library import NULL, but_in_a_child, call, lib, lock_of_each_process
+from .._library import NULL, but_in_a_child, call, lib, lock_of_each_process, within
 from ._makers import PoolMemoryResource
 from ._resource import DeviceMemoryResource, device_of, handle_of
 
@@ -44,6 +44,7 @@ def reset_current_device_resource(device: int = 0) -> None:
 def _set(device: int, resource: DeviceMemoryResource | None) -> None:
     global _last_turn
     raw = NULL if resource is None else handle_of(resource)
+    within("device", device, 32)
     with _current_lock:
         # It may end with this, which is not to be under the lock.
         former = _current.get(device)

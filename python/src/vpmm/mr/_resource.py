@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import _pool
 from .._errors import UnsupportedError
-from .._library import NULL, address, answer, call, encoded, ffi, handle, lib, text_of
+from .._library import NULL, address, answer, call, encoded, ffi, handle, lib, text_of, within
 from .._stream import raw_stream
 from ._functions import forwarded
 
@@ -57,7 +57,8 @@ def _release(raw: Any, forwarded: Any = forwarded, release: Any = lib.vpmm_resou
 
 def opened(text: str, device: int, below: Any) -> Any:
     """The resource of a text, on another or on nothing."""
-    request = lib.vpmm_resource_open, _pool._driver(), device, encoded(text), below
+    number = within("device", device, 32)
+    request = lib.vpmm_resource_open, _pool._driver(), number, encoded(text), below
     return forwarded(answer, "vpmm_resource *", *request, back=lib.vpmm_resource_release)
 
 
@@ -84,6 +85,7 @@ class DeviceMemoryResource:
         if not 0 <= nbytes < 1 << 64:
             raise ValueError(f"an allocation of {nbytes} bytes")
         on, below = handle(raw_stream(stream)), self._handle
+        within("alignment", alignment, 64)
 
         def back(made: Any) -> None:
             lib.vpmm_resource_deallocate(below, made, nbytes, alignment, on)
@@ -95,8 +97,9 @@ class DeviceMemoryResource:
         """Frees an allocation once everything enqueued on the stream so far has finished. Where it is not the
         allocation's own stream, that one's work until the allocation, and all uses, must be ordered before.
         Bytes and alignment are those of the allocation."""
+        about = handle(ptr), within("nbytes", nbytes, 64), within("alignment", alignment, 64)
         on = handle(raw_stream(stream))
-        forwarded(call, lib.vpmm_resource_deallocate, self._handle, handle(ptr), nbytes, alignment, on)
+        forwarded(call, lib.vpmm_resource_deallocate, self._handle, *about, on)
 
     def record_stream(self, ptr: int, stream: Any) -> None:
         """Notes that an allocation is used on a further stream; :class:`vpmm.UnsupportedError` where the
