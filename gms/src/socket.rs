@@ -17,18 +17,19 @@ use rustix::net::{
 use crate::wire::MAX_DESCRIPTORS;
 
 /// Sends all bytes, and waits until a moment for the other end to take them: [`Errno::TIMEDOUT`] then,
-/// with some of them sent, perhaps.
+/// with some of them sent, perhaps. So also where a signal ends the wait: [`Errno::INTR`].
 pub(crate) fn send_until(
     socket: BorrowedFd<'_>,
     mut bytes: &[u8],
     deadline: Option<Instant>,
+    signals: Signals<'_>,
 ) -> rustix::io::Result<()> {
     while !bytes.is_empty() {
         match send(socket, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
             Ok(sent) => bytes = bytes.get(sent..).unwrap_or_default(),
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => {
-                ready_until(socket, PollFlags::OUT, deadline, Signals::Ignored)?;
+                ready_until(socket, PollFlags::OUT, deadline, signals)?;
             }
             Err(error) => return Err(error),
         }
@@ -61,12 +62,37 @@ pub(crate) fn send_all(
 }
 
 /// What a signal that this thread handles does to a wait.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Signals {
+#[derive(Clone, Copy)]
+pub(crate) enum Signals<'a> {
     /// Nothing.
     Ignored,
     /// It ends it.
     End,
+    /// Somebody is asked whether it ends it. Also now and then without one: it may have come just before the
+    /// wait, or to another thread.
+    Ask(&'a dyn Fn() -> bool),
+}
+
+/// How long a wait lasts at most until somebody is asked: as soon as whoever sent the signal sees it.
+const UNTIL_ASKED: Duration = Duration::from_millis(100);
+
+impl Signals<'_> {
+    /// How long a wait may last that nothing but a signal disturbs.
+    fn at_most(self, time: Option<Duration>) -> Option<Duration> {
+        match self {
+            Self::Ask(_) => Some(time.map_or(UNTIL_ASKED, |time| time.min(UNTIL_ASKED))),
+            Self::Ignored | Self::End => time,
+        }
+    }
+
+    /// Whether the wait ends: after a signal, or after the longest time without one.
+    fn end(self) -> bool {
+        match self {
+            Self::Ignored => false,
+            Self::End => true,
+            Self::Ask(ask) => ask(),
+        }
+    }
 }
 
 /// How long to look for bytes without sleeping: a time that is given, or longer where it was just too
@@ -102,7 +128,7 @@ impl Spin {
 
 /// Receives what is there, at least a byte unless the other end has closed, and the descriptors that
 /// come with it. Looks for it without sleeping for so long first, and waits until a moment then:
-/// [`Errno::TIMEDOUT`]. With [`Signals::End`] a signal ends that wait: [`Errno::INTR`].
+/// [`Errno::TIMEDOUT`]. Where a signal ends that wait: [`Errno::INTR`].
 pub(crate) fn receive(
     socket: BorrowedFd<'_>,
     bytes: &mut [u8],
@@ -110,7 +136,7 @@ pub(crate) fn receive(
     spin: &mut Spin,
     given: Duration,
     deadline: Option<Instant>,
-    signals: Signals,
+    signals: Signals<'_>,
 ) -> rustix::io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -227,32 +253,44 @@ pub(crate) fn wait(
 }
 
 /// Waits until a socket is ready for something, or its other end is gone; [`Errno::TIMEDOUT`] if the
-/// moment comes first. Signals do not put it off.
+/// moment comes first, [`Errno::INTR`] if a signal ends it. Other signals do not put it off.
 fn ready_until(
     socket: BorrowedFd<'_>,
     what: PollFlags,
     deadline: Option<Instant>,
-    signals: Signals,
+    signals: Signals<'_>,
 ) -> rustix::io::Result<()> {
     loop {
         let left = deadline.map(|time| time.saturating_duration_since(Instant::now()));
-        let time = left.map(timespec);
+        let most = signals.at_most(left);
+        let time = most.map(timespec);
         match poll(&mut [PollFd::from_borrowed_fd(socket, what)], time.as_ref()) {
-            Ok(0) => return Err(Errno::TIMEDOUT),
+            Ok(0) if most == left => return Err(Errno::TIMEDOUT),
+            Ok(0) | Err(Errno::INTR) => {
+                if signals.end() {
+                    return Err(Errno::INTR);
+                }
+            }
             Ok(_) => return Ok(()),
-            Err(Errno::INTR) if signals == Signals::Ignored => {}
             Err(error) => return Err(error),
         }
     }
 }
 
-/// Sleeps; [`Errno::INTR`] where a signal comes that is to end it.
-pub(crate) fn sleep(time: Duration, signals: Signals) -> rustix::io::Result<()> {
-    if signals == Signals::Ignored {
-        std::thread::sleep(time);
-        return Ok(());
+/// Sleeps for a moment; [`Errno::INTR`] where a signal ends it.
+pub(crate) fn sleep(time: Duration, signals: Signals<'_>) -> rustix::io::Result<()> {
+    let pause = || poll(&mut [], Some(&timespec(time)));
+    match signals {
+        Signals::Ignored => std::thread::sleep(time),
+        Signals::End => pause().map(|_| ())?,
+        Signals::Ask(ask) => {
+            let _ = pause();
+            if ask() {
+                return Err(Errno::INTR);
+            }
+        }
     }
-    poll(&mut [], Some(&timespec(time))).map(|_| ())
+    Ok(())
 }
 
 /// Waits until there is something to receive; false if the time is up first.

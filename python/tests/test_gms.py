@@ -305,10 +305,143 @@ def test_a_server_that_says_nothing_is_given_up(tmp_path):
         assert not manager.is_connected
 
 
-def test_handlers_of_signals_run_while_a_lock_is_waited_for(server, tmp_path):
-    class Enough(Exception):
-        pass
+class Enough(Exception):
+    """Raised by the handler of a signal."""
 
+
+@contextlib.contextmanager
+def _handled(handler):
+    """Signals come ten times a second."""
+    former = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+
+
+def test_what_a_signal_s_handler_raises_ends_the_wait_for_memory(tmp_path):
+    calls = []
+
+    def handler(*_):
+        calls.append(None)
+        if len(calls) == 3:
+            raise Enough
+
+    path = str(tmp_path / "gms.sock")
+    with _served(tmp_path, "--socket-path", path, "--alloc-retry-timeout", "20"):
+        with GMSClientMemoryManager(path) as manager:
+            for ask in (
+                manager.allocate_handle,
+                lambda size: manager.create_mapping(size=size),
+                lambda size: manager.create_mappings([size]),
+            ):
+                calls.clear()
+                manager.connect(RequestedLockType.RW, 60_000)
+                manager.allocate_handle(140 << 30)
+                begin = time.monotonic()
+                with _handled(handler), pytest.raises(Enough):
+                    ask(10 << 30)
+                assert time.monotonic() - begin < 10 and len(calls) == 3
+                # The answer is still to come: nobody takes it for another's.
+                assert not manager.is_connected and manager.granted_lock_type is None
+                with pytest.raises(RuntimeError, match="not connected"):
+                    manager.list_handles()
+            manager.connect(RequestedLockType.RW, 60_000)
+            slot = manager.allocate_handle(MIB, "weights")[1]
+            assert slot == 0 and [one.tag for one in manager.list_handles()] == ["weights"]
+
+
+def test_a_signal_s_handler_that_raises_nothing_leaves_a_request_as_it_is(tmp_path):
+    calls, refused = [], []
+
+    def handler(*_):
+        calls.append(None)
+        # A call of this thread's has the manager.
+        for use in (manager.list_handles, manager.abort, lambda: manager.granted_lock_type):
+            try:
+                use()
+            except vpmm.InUseError as error:
+                refused.append(error)
+
+    path = str(tmp_path / "gms.sock")
+    with _served(tmp_path, "--socket-path", path, "--alloc-retry-timeout", "2"):
+        with GMSClientMemoryManager(path) as manager:
+            manager.connect(RequestedLockType.RW)
+            manager.allocate_handle(140 << 30)
+            with _handled(handler):
+                begin = time.monotonic()
+                with pytest.raises(vpmm.RefusedError, match="Timed out waiting for GPU memory"):
+                    manager.allocate_handle(10 << 30)
+                waited = time.monotonic() - begin
+            assert len(calls) > 3 and 1.9 < waited < 20
+            assert len(refused) == 3 * len(calls)
+            assert len(manager.list_handles()) == 1
+
+
+def test_a_signal_that_came_to_another_thread_ends_the_wait_for_memory(tmp_path):
+    path = str(tmp_path / "gms.sock")
+    with _served(tmp_path, "--socket-path", path, "--alloc-retry-timeout", "20"):
+        with GMSClientMemoryManager(path) as manager:
+            manager.connect(RequestedLockType.RW)
+            manager.allocate_handle(140 << 30)
+
+            def handler(*_):
+                raise Enough
+
+            former = signal.signal(signal.SIGALRM, handler)
+            sends = threading.Timer(
+                0.3, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGALRM)
+            )
+            try:
+                begin = time.monotonic()
+                sends.start()
+                with pytest.raises(Enough):
+                    manager.create_mapping(size=10 << 30)
+                assert time.monotonic() - begin < 10
+            finally:
+                signal.signal(signal.SIGALRM, former)
+                sends.join()
+
+
+def test_who_waits_for_a_call_with_the_interpreter_s_lock_does_not_stop_its_signals(tmp_path):
+    """As PyTorch may for a tensor in the manager's memory."""
+    path = str(tmp_path / "gms.sock")
+    with _served(tmp_path, "--socket-path", path, "--alloc-retry-timeout", "20"):
+        with GMSClientMemoryManager(path) as manager:
+            manager.connect(RequestedLockType.RW)
+            manager.allocate_handle(140 << 30)
+            # It keeps the lock for the call.
+            state_of = ctypes.PyDLL(_library.path()).vpmm_gms_state_of
+            state = ctypes.create_string_buffer(ctypes.sizeof(ctypes.c_size_t) + 24)
+            ctypes.c_size_t.from_buffer(state).value = len(state)
+            handle, answers = _library.address(manager._handle), []
+
+            def look():
+                time.sleep(0.5)
+                answers.append(state_of(ctypes.c_void_p(handle), state))
+
+            def handler(*_):
+                raise Enough
+
+            former = signal.signal(signal.SIGALRM, handler)
+            looks = threading.Thread(target=look, daemon=True)
+            try:
+                begin = time.monotonic()
+                looks.start()
+                signal.setitimer(signal.ITIMER_REAL, 1)
+                with pytest.raises(Enough):
+                    manager.create_mapping(size=10 << 30)
+                assert time.monotonic() - begin < 10
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, former)
+            looks.join(30)
+            assert answers == [0]
+
+
+def test_handlers_of_signals_run_while_a_lock_is_waited_for(server, tmp_path):
     calls = []
 
     def handler(*_):

@@ -7,7 +7,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use gms::client::{ClientError, ConnectOptions, Session};
+use gms::client::{ClientError, ConnectOptions, Interrupt, Session};
 use gms::lock::{Granted, Requested};
 use gms::wire::{self, encode_frame};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -96,6 +96,44 @@ fn granted() -> Vec<u8> {
     let mut out = Vec::new();
     encode_frame(&granted, &mut out);
     out
+}
+
+/// Whatever is asked for, and while the server is asked for its state.
+#[test]
+fn a_wait_for_an_answer_ends_where_somebody_says_so() {
+    let folder = Folder::new();
+    grants_and_sticks(&folder.socket());
+    let ends_after = |time: Duration| {
+        let started = Instant::now();
+        Interrupt::new(move || started.elapsed() >= time)
+    };
+    let ask: [fn(&mut Session) -> Result<(), ClientError>; 4] = [
+        |session| session.layout_hash().map(drop),
+        |session| session.allocate(GRANULE, "t").map(drop),
+        |session| session.export_many(&["a".to_owned()], |_, _| Ok(())),
+        // More than the socket takes.
+        |session| session.metadata_put("k", "a", 0, &vec![0; 16 << 20]),
+    ];
+    // Where it is asked for its state the time for the answer is over.
+    for (time, until) in [(None, SHORT), (Some(LONG), LONG + SHORT)] {
+        for (which, ask) in ask.into_iter().enumerate() {
+            let path = folder.socket();
+            let waits_for_ever = which == 1;
+            if time.is_some() && !waits_for_ever {
+                continue;
+            }
+            within("an answer", move || {
+                let options = ConnectOptions::new(Requested::Rw).answer_timeout(time);
+                let mut session = Session::connect(path, options).unwrap();
+                session.set_interrupt(Some(ends_after(until)));
+                let answer = ask(&mut session);
+                assert!(matches!(answer, Err(ClientError::Interrupted)), "{which}: {answer:?}");
+                assert!(session.is_interrupted());
+                let next = session.layout_hash();
+                assert!(matches!(next, Err(ClientError::Disconnected)), "{next:?}");
+            });
+        }
+    }
 }
 
 #[test]

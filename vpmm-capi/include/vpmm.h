@@ -120,7 +120,7 @@ typedef enum vpmm_status {
    */
   VPMM_NO_THREAD = 22,
   /**
-   * A signal ended a wait: see `vpmm_gms_set_interruptible`.
+   * A signal ended a wait: see `vpmm_gms_set_interruptible` and `vpmm_gms_set_check`.
    */
   VPMM_INTERRUPTED = 23,
 } vpmm_status;
@@ -547,6 +547,11 @@ typedef struct vpmm_gms_state {
    */
   uint64_t granularity;
 } vpmm_gms_state;
+
+/**
+ * Is asked while a call waits for the server's answer; other than 0 ends the wait. It lets no exception out.
+ */
+typedef uint32_t (*vpmm_gms_check)(void *context);
 
 /**
  * Is called with each key. It lets no exception out.
@@ -1362,6 +1367,22 @@ enum vpmm_status vpmm_gms_set_answer_timeout(const struct vpmm_gms *gms,
  */
 enum vpmm_status vpmm_gms_set_interruptible(const struct vpmm_gms *gms,
                                             uint32_t interruptible);
+
+/**
+ * Has a function asked, with `context`, while a call waits for the server's answer: where a signal that has a
+ * handler came to its thread, and ten times a second. Where it answers other than 0 the call ends with
+ * `VPMM_INTERRUPTED`, and the connection with it, as after `vpmm_gms_abort`: a writer's layout is void. Nobody
+ * is asked if null, as at first, nor in `vpmm_gms_connect` before the lock is there, nor for tensors of
+ * PyTorch's. For programs whose handlers note the signal for later, as an interpreter's do, and run it then.
+ * What runs there cannot use the client: `VPMM_IN_USE`.
+ *
+ * # Safety
+ * `gms` is null or a handle; the function may be called by any thread that uses the handle, and lets no
+ * exception out.
+ */
+enum vpmm_status vpmm_gms_set_check(const struct vpmm_gms *gms,
+                                    vpmm_gms_check check,
+                                    void *context);
 
 /**
  * Gives the lock up. What is mapped stays mapped.

@@ -49,6 +49,9 @@ struct Python {
     is_initialized: unsafe extern "C" fn() -> c_int,
     take_lock: unsafe extern "C" fn() -> c_int,
     give_lock_back: unsafe extern "C" fn(c_int),
+    has_lock: unsafe extern "C" fn() -> c_int,
+    lay_lock_aside: unsafe extern "C" fn() -> *mut c_void,
+    have_lock_back: unsafe extern "C" fn(*mut c_void),
     fetch_error: Fetch,
     restore_error: Restore,
     raise_later: unsafe extern "C" fn(c_ulong, *mut c_void) -> c_int,
@@ -72,6 +75,9 @@ impl Python {
             is_initialized: symbol!("Py_IsInitialized"),
             take_lock: symbol!("PyGILState_Ensure"),
             give_lock_back: symbol!("PyGILState_Release"),
+            has_lock: symbol!("PyGILState_Check"),
+            lay_lock_aside: symbol!("PyEval_SaveThread"),
+            have_lock_back: symbol!("PyEval_RestoreThread"),
             fetch_error: symbol!("PyErr_Fetch"),
             restore_error: symbol!("PyErr_Restore"),
             raise_later: symbol!("PyThreadState_SetAsyncExc"),
@@ -167,6 +173,25 @@ fn call<T>(function: impl FnOnce() -> T) -> Option<T> {
     })
 }
 
+/// Waits for something without the interpreter's lock, if this thread has it: who has what is waited for may want
+/// that lock meanwhile.
+pub(crate) fn without_lock<T>(wait: impl FnOnce() -> T) -> T {
+    let Some(python) = Python::here() else { return wait() };
+    // SAFETY: it may be asked at any time; where the interpreter is not there nobody has its lock.
+    if unsafe { (python.is_initialized)() == 0 || (python.has_lock)() == 0 } {
+        return wait();
+    }
+    // As in `with_lock`: who ends the interpreter waits for this.
+    CALLS.fetch_add(1, Ordering::SeqCst);
+    // SAFETY: this thread has the lock.
+    let state = unsafe { (python.lay_lock_aside)() };
+    let waited = wait();
+    // SAFETY: what was laid aside, once.
+    unsafe { (python.have_lock_back)(state) };
+    let _ = CALLS.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |calls| calls.checked_sub(1));
+    waited
+}
+
 /// In what a place is answered as: it is the address of a class of exceptions.
 const RAISED: u64 = 1 << 63;
 
@@ -222,6 +247,19 @@ unsafe fn change(token: *mut u32, to: u32, work: unsafe fn(&Python)) {
         // SAFETY: the caller vouches for it; the lock is held.
         with_lock(|python| unsafe { work(python) });
     }
+}
+
+/// A `vpmm_gms_check` that asks a function of Python's, which is its context: handlers of signals run there, in the
+/// thread that they run in. The wait goes on once the interpreter ends.
+///
+/// # Safety
+/// `function` is a `uint32_t (*)(void)` that lets no exception out.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_check(function: *mut c_void) -> u32 {
+    // SAFETY: the caller vouches for it.
+    let function: unsafe extern "C" fn() -> u32 = unsafe { std::mem::transmute(function) };
+    // SAFETY: as above.
+    call(|| unsafe { function() }).unwrap_or(0)
 }
 
 /// A `vpmm_write` that hands its text to a function of Python's, which is its context.

@@ -19,20 +19,22 @@ pub use tensors::{
     vpmm_gms_torch_alloc, vpmm_gms_torch_begin, vpmm_gms_torch_end, vpmm_gms_torch_free,
 };
 
+use std::cell::RefCell;
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use gms::CudaError;
-use gms::client::{AllocationInfo, ClientError, ConnectOptions, MemoryManager};
+use gms::client::{AllocationInfo, ClientError, ConnectOptions, Interrupt, MemoryManager};
 use gms::lock::{Granted, Requested};
 
 use crate::driver::{Loaded, vpmm_driver};
 use crate::grows::{self, Grows};
 use crate::guard::{Failure, c_text, given, guard, make, put_if, release, text, with};
+use crate::python::without_lock;
 use crate::status::vpmm_status;
 
 /// A manager; nothing once it was closed. Tensors of PyTorch's know theirs as well.
@@ -46,7 +48,70 @@ pub struct vpmm_gms {
     answer_time: Mutex<Option<Duration>>,
     /// Whether a signal ends a wait for the lock, from the next connection on.
     is_interruptible: AtomicBool,
+    /// Who is asked whether a wait for an answer ends.
+    check: Mutex<Option<Check>>,
     loaded: Arc<Loaded>,
+}
+
+/// Is asked while a call waits for the server's answer; other than 0 ends the wait. It lets no exception out.
+pub type vpmm_gms_check = Option<unsafe extern "C" fn(context: *mut c_void) -> u32>;
+
+/// Such a function, and what it is called with.
+#[derive(Clone, Copy)]
+struct Check {
+    function: unsafe extern "C" fn(*mut c_void) -> u32,
+    context: *mut c_void,
+}
+
+// SAFETY: whoever gives them vouches for calls from any thread.
+unsafe impl Send for Check {}
+// SAFETY: as above.
+unsafe impl Sync for Check {}
+
+thread_local! {
+    /// The managers that calls of this thread have while somebody is asked, who may be the program.
+    static ASKING: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+}
+
+/// What a manager is known by.
+fn name_of(manager: &Shared) -> usize {
+    Arc::as_ptr(manager).addr()
+}
+
+impl Check {
+    fn ends(self) -> bool {
+        // SAFETY: whoever gave both vouches for it.
+        unsafe { (self.function)(self.context) != 0 }
+    }
+
+    fn interrupt(self, manager: &Shared) -> Interrupt {
+        /// Ends it however that ends.
+        struct Asks;
+
+        impl Drop for Asks {
+            fn drop(&mut self) {
+                ASKING.with_borrow_mut(Vec::pop);
+            }
+        }
+
+        let name = name_of(manager);
+        Interrupt::new(move || {
+            ASKING.with_borrow_mut(|asking| asking.push(name));
+            let _asks = Asks;
+            self.ends()
+        })
+    }
+}
+
+/// Refuses a manager that a call of this very thread has, which waits for the answer of who asks.
+fn check_thread(manager: &Shared) -> Result<(), Failure> {
+    let name = name_of(manager);
+    // Where a thread ends nobody is asked.
+    if ASKING.try_with(|asking| asking.borrow().contains(&name)).unwrap_or(false) {
+        let text = "a call of this thread's waits for an answer of the client's server";
+        return Err(Failure::new(vpmm_status::VPMM_IN_USE, text));
+    }
+    Ok(())
 }
 
 /// The locks that a client may ask for.
@@ -190,7 +255,45 @@ impl From<ClientError> for Failure {
 /// The manager while one call has it.
 struct Held<'a>(MutexGuard<'a, Option<MemoryManager>>);
 
-impl Held<'_> {
+impl<'a> Held<'a> {
+    fn of(manager: &'a Shared) -> Result<Self, Failure> {
+        check_thread(manager)?;
+        let held = match manager.try_lock() {
+            Ok(held) => held,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            // Who has it may ask a function of Python's before it lets go.
+            Err(TryLockError::WouldBlock) => {
+                without_lock(|| manager.lock().unwrap_or_else(PoisonError::into_inner))
+            }
+        };
+        Ok(Self::at_once(held))
+    }
+
+    /// One that nobody else has.
+    fn at_once(mut held: MutexGuard<'a, Option<MemoryManager>>) -> Self {
+        // What the call before has set.
+        if let Some(manager) = held.as_mut() {
+            manager.set_interrupt(None);
+        }
+        Self(held)
+    }
+
+    /// Runs what may wait for an answer. Where somebody has ended that the answer is still to come: the
+    /// connection is closed.
+    fn ask<T>(
+        &mut self,
+        work: impl FnOnce(&mut MemoryManager) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        let manager = self.manager()?;
+        let done = work(manager);
+        if !manager.is_interrupted() {
+            return done;
+        }
+        manager.abort();
+        // Whatever was asked for after that.
+        done.map_err(|_| ClientError::Interrupted.into())
+    }
+
     fn manager(&mut self) -> Result<&mut MemoryManager, Failure> {
         let closed = || Failure::new(vpmm_status::VPMM_BAD_STATE, "the client was closed");
         self.0.as_mut().ok_or_else(closed)
@@ -202,7 +305,17 @@ impl vpmm_gms {
     /// may have the manager for ever.
     fn held(&self) -> Result<Held<'_>, Failure> {
         self.loaded.check_process()?;
-        Ok(Held(self.manager.lock().unwrap_or_else(PoisonError::into_inner)))
+        Held::of(&self.manager)
+    }
+
+    /// The same for what the program asks for and is there to be told: a wait ends where somebody says so.
+    fn held_until_told(&self) -> Result<Held<'_>, Failure> {
+        let mut held = self.held()?;
+        let check = *self.check.lock().unwrap_or_else(PoisonError::into_inner);
+        if let (Some(manager), Some(check)) = (held.0.as_mut(), check) {
+            manager.set_interrupt(Some(check.interrupt(&self.manager)));
+        }
+        Ok(held)
     }
 
     fn answer_time(&self) -> MutexGuard<'_, Option<Duration>> {
@@ -232,7 +345,7 @@ unsafe fn ask<T>(
 ) -> Result<T, Failure> {
     // SAFETY: the caller vouches for it.
     let gms = unsafe { given(gms, "gms") }?;
-    work(gms.held()?.manager()?)
+    gms.held_until_told()?.ask(work)
 }
 
 /// Runs what a function does with a manager.
@@ -273,10 +386,11 @@ unsafe fn ask_settled<T>(
 ) -> Result<T, Failure> {
     // SAFETY: the caller vouches for it.
     let gms = unsafe { given(gms, "gms") }?;
-    let mut held = gms.held()?;
-    let manager = held.manager()?;
-    tensors::settle(&gms.manager, manager);
-    work(manager)
+    gms.held_until_told()?.ask(|manager| {
+        tensors::settle(&gms.manager, manager);
+        // Nothing is published with what could not be freed.
+        if manager.is_interrupted() { Err(ClientError::Interrupted.into()) } else { work(manager) }
+    })
 }
 
 /// Runs what gives an address up, which is none of PyTorch's from then on.
@@ -291,8 +405,8 @@ unsafe fn give_up(
     guard(|| {
         // SAFETY: the caller vouches for it.
         let gms = unsafe { given(gms, "gms") }?;
-        let mut held = gms.held()?;
-        work(held.manager()?)?;
+        let mut held = gms.held_until_told()?;
+        held.ask(work)?;
         // Before another call can make something there.
         tensors::forget(&gms.manager, address);
         Ok(())
@@ -368,7 +482,8 @@ pub unsafe extern "C" fn vpmm_gms_open(
         let answer_time = Mutex::new(ConnectOptions::default().answer_timeout);
         let is_interruptible = AtomicBool::new(false);
         let loaded = Arc::clone(loaded);
-        let client = vpmm_gms { manager, answer_time, is_interruptible, loaded };
+        let check = Mutex::new(None);
+        let client = vpmm_gms { manager, answer_time, is_interruptible, check, loaded };
         Ok(Box::into_raw(Box::new(client)))
     };
     // SAFETY: the caller vouches for it.
@@ -465,7 +580,7 @@ pub unsafe extern "C" fn vpmm_gms_connect(
         if let Ok(milliseconds) = u64::try_from(timeout_milliseconds) {
             options = options.timeout(Duration::from_millis(milliseconds));
         }
-        let granted = gms.held()?.manager()?.connect(options)?;
+        let granted = gms.held_until_told()?.manager()?.connect(options)?;
         // SAFETY: the caller vouches for it.
         unsafe { put_if(grant, grant_of(Some(granted))) };
         Ok(())
@@ -509,6 +624,32 @@ pub unsafe extern "C" fn vpmm_gms_set_interruptible(
     let work = |gms: &vpmm_gms| {
         gms.loaded.check_process()?;
         gms.is_interruptible.store(interruptible != 0, Ordering::Relaxed);
+        Ok(())
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(gms, "gms", work) }
+}
+
+/// Has a function asked, with `context`, while a call waits for the server's answer: where a signal that has a
+/// handler came to its thread, and ten times a second. Where it answers other than 0 the call ends with
+/// `VPMM_INTERRUPTED`, and the connection with it, as after `vpmm_gms_abort`: a writer's layout is void. Nobody
+/// is asked if null, as at first, nor in `vpmm_gms_connect` before the lock is there, nor for tensors of
+/// PyTorch's. For programs whose handlers note the signal for later, as an interpreter's do, and run it then.
+/// What runs there cannot use the client: `VPMM_IN_USE`.
+///
+/// # Safety
+/// `gms` is null or a handle; the function may be called by any thread that uses the handle, and lets no
+/// exception out.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_gms_set_check(
+    gms: *const vpmm_gms,
+    check: vpmm_gms_check,
+    context: *mut c_void,
+) -> vpmm_status {
+    let work = |gms: &vpmm_gms| {
+        gms.loaded.check_process()?;
+        let check = check.map(|function| Check { function, context });
+        *gms.check.lock().unwrap_or_else(PoisonError::into_inner) = check;
         Ok(())
     };
     // SAFETY: the caller vouches for it.

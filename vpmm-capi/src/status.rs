@@ -56,7 +56,7 @@ pub enum vpmm_status {
     VPMM_STALE = 21,
     /// The system would not start the thread that a pool is to have of its own: without one it can be made.
     VPMM_NO_THREAD = 22,
-    /// A signal ended a wait: see `vpmm_gms_set_interruptible`.
+    /// A signal ended a wait: see `vpmm_gms_set_interruptible` and `vpmm_gms_set_check`.
     VPMM_INTERRUPTED = 23,
 }
 

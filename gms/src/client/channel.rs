@@ -4,10 +4,12 @@
 //! 2. What waits by its nature is not: there the server is asked for its state, each time that this time
 //!    has passed, over a connection of its own, which every server that is alive answers at once. Where
 //!    another has come to its place it cannot be asked, and is given up ([`ClientError::Replaced`]).
-//! 3. What went wrong with a connection ends it.
+//! 3. What went wrong with a connection ends it: also that somebody would wait no longer ([`Interrupt`]), as
+//!    the answer is still to come then.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -33,6 +35,25 @@ pub(super) enum Waits {
     ForEver,
 }
 
+/// Who is asked whether a wait for an answer ends: where a signal has come to the thread that waits, and ten
+/// times a second. For programs whose handlers note signals for later, as an interpreter's do, with
+/// what runs them then.
+#[derive(Clone)]
+pub struct Interrupt(Arc<dyn Fn() -> bool + Send + Sync>);
+
+impl Interrupt {
+    /// By a function that says whether. It does not use what waits.
+    pub fn new(ends: impl Fn() -> bool + Send + Sync + 'static) -> Self {
+        Self(Arc::new(ends))
+    }
+}
+
+impl std::fmt::Debug for Interrupt {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Interrupt")
+    }
+}
+
 /// A connection to a server.
 #[derive(Debug)]
 pub(super) struct Channel {
@@ -52,8 +73,10 @@ pub(super) struct Channel {
     /// Whether something went wrong with the connection: what is received then need not begin with an
     /// answer.
     broken: bool,
-    /// What signals do to a wait for an answer.
-    signals: Signals,
+    /// Whether that is because somebody has ended a wait.
+    interrupted: bool,
+    /// Who says whether a signal ends a wait for an answer; nobody where none does.
+    interrupt: Option<Interrupt>,
     /// Whose connection it is: a child of the process has the same socket, and would take its parent's answers.
     process: u32,
 }
@@ -70,7 +93,7 @@ impl Channel {
         let frames = FrameReader::new(MAX_ANSWER_BYTES);
         let (out, files) = (Vec::new(), Vec::new());
         let (spin, spin_time) = (Spin::default(), spin);
-        let (broken, signals) = (false, Signals::Ignored);
+        let (broken, interrupted, interrupt) = (false, false, None);
         let process = std::process::id();
         Self {
             socket,
@@ -83,9 +106,20 @@ impl Channel {
             server,
             answer_time,
             broken,
-            signals,
+            interrupted,
+            interrupt,
             process,
         }
+    }
+
+    /// Has waits for answers end where somebody says so.
+    pub(super) fn set_interrupt(&mut self, interrupt: Option<Interrupt>) {
+        self.interrupt = interrupt;
+    }
+
+    /// Whether it is broken as somebody has ended a wait.
+    pub(super) fn is_interrupted(&self) -> bool {
+        self.interrupted
     }
 
     /// Sends a request and waits for the answer, with so many descriptors beside it unless it is an
@@ -96,11 +130,22 @@ impl Channel {
         descriptors: usize,
         waits: Waits,
     ) -> Result<(Message, Vec<OwnedFd>)> {
-        match self.send(request) {
+        self.call_by(request, descriptors, waits, None)
+    }
+
+    /// `signals` instead of what the connection has for all requests.
+    fn call_by(
+        &mut self,
+        request: &impl Encode,
+        descriptors: usize,
+        waits: Waits,
+        signals: Option<Signals<'_>>,
+    ) -> Result<(Message, Vec<OwnedFd>)> {
+        match self.send_by(request, signals) {
             Err(ClientError::Disconnected) => return self.last_words(),
             sent => sent?,
         }
-        let answer = self.answer(descriptors, waits)?;
+        let answer = self.unless_broken(|channel| channel.receive(descriptors, waits, signals))?;
         match self.files.len() {
             0 => Ok(answer),
             more => {
@@ -111,27 +156,30 @@ impl Channel {
         }
     }
 
-    /// The same with the first request, whose wait may end by a signal: the connection is broken then.
+    /// The same with the first request, and what signals do to that one's wait.
     pub(super) fn begin(
         &mut self,
         request: &impl Encode,
         waits: Waits,
-        signals: Signals,
+        signals: Signals<'_>,
     ) -> Result<Message> {
-        self.signals = signals;
-        let answer = self.call(request, 0, waits);
-        self.signals = Signals::Ignored;
-        Ok(answer?.0)
+        Ok(self.call_by(request, 0, waits, Some(signals))?.0)
     }
 
     /// Sends a request. Several may be under way: answers come in the order of the requests.
     pub(super) fn send(&mut self, request: &impl Encode) -> Result<()> {
+        self.send_by(request, None)
+    }
+
+    fn send_by(&mut self, request: &impl Encode, signals: Option<Signals<'_>>) -> Result<()> {
         self.unless_broken(|channel| {
             channel.out.clear();
             encode_frame(request, &mut channel.out);
             let deadline = channel.answer_time.and_then(after);
-            match socket::send_until(channel.socket.as_fd(), &channel.out, deadline) {
+            let signals = signals.unwrap_or_else(|| by(channel.interrupt.as_ref()));
+            match socket::send_until(channel.socket.as_fd(), &channel.out, deadline, signals) {
                 Err(Errno::TIMEDOUT) => Err(channel.silent()),
+                Err(Errno::INTR) => Err(ClientError::Interrupted),
                 sent => Ok(sent?),
             }
         })
@@ -143,7 +191,7 @@ impl Channel {
         descriptors: usize,
         waits: Waits,
     ) -> Result<(Message, Vec<OwnedFd>)> {
-        self.unless_broken(|channel| channel.receive(descriptors, waits))
+        self.unless_broken(|channel| channel.receive(descriptors, waits, None))
     }
 
     /// Does something with the connection that is not done again once it has failed.
@@ -154,24 +202,33 @@ impl Channel {
         if self.broken {
             return Err(ClientError::Disconnected);
         }
-        work(self).inspect_err(|_| self.broken = true)
+        work(self).inspect_err(|error| {
+            self.broken = true;
+            self.interrupted = matches!(error, ClientError::Interrupted);
+        })
     }
 
     /// What a server said before it closed, which it may do while it is still being sent something: why.
     fn last_words(&mut self) -> Result<(Message, Vec<OwnedFd>)> {
-        match self.receive(0, Waits::Not) {
+        match self.receive(0, Waits::Not, None) {
             Ok(said @ (Message::ErrorResponse(_), _)) => Ok(said),
             _ => Err(ClientError::Disconnected),
         }
     }
 
-    fn receive(&mut self, descriptors: usize, waits: Waits) -> Result<(Message, Vec<OwnedFd>)> {
+    fn receive(
+        &mut self,
+        descriptors: usize,
+        waits: Waits,
+        signals: Option<Signals<'_>>,
+    ) -> Result<(Message, Vec<OwnedFd>)> {
         let started = Instant::now();
         let last = self.answer_time.and_then(|time| match waits {
             Waits::Not => started.checked_add(time),
             Waits::For(most) => started.checked_add(most)?.checked_add(time),
             Waits::ForEver => None,
         });
+        let signals = signals.unwrap_or_else(|| by(self.interrupt.as_ref()));
         // When to ask whether the server is alive, or to give it up.
         let mut next = self.answer_time.and_then(after);
         let message = loop {
@@ -188,7 +245,7 @@ impl Channel {
                 spin,
                 given,
                 deadline,
-                self.signals,
+                signals,
             ) {
                 Ok(0) => return Err(ClientError::Disconnected),
                 Ok(bytes) => self.frames.arrived(bytes),
@@ -197,10 +254,11 @@ impl Channel {
                     let Some(time) = self.answer_time.filter(|_| !over) else {
                         return Err(self.silent());
                     };
-                    match health(&self.path, self.server, time) {
+                    match health(&self.path, self.server, time, signals) {
                         Health::Alive => next = after(time),
                         Health::Silent => return Err(self.silent()),
                         Health::Replaced => return Err(ClientError::Replaced { time }),
+                        Health::Interrupted => return Err(ClientError::Interrupted),
                     }
                 }
                 // Told only of a wait that a signal is to end.
@@ -222,6 +280,11 @@ impl Channel {
     fn silent(&self) -> ClientError {
         ClientError::Silent { time: self.answer_time.unwrap_or_default() }
     }
+}
+
+/// What signals do where somebody is asked, or nobody.
+fn by(interrupt: Option<&Interrupt>) -> Signals<'_> {
+    interrupt.map_or(Signals::Ignored, |interrupt| Signals::Ask(&*interrupt.0))
 }
 
 /// The moment after a time; none for a time that no clock reaches.

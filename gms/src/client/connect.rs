@@ -116,7 +116,7 @@ pub(super) type Reached = (OwnedFd, Option<Identity>);
 pub(super) fn reach(
     path: &Path,
     timeout: Option<Duration>,
-    signals: Signals,
+    signals: Signals<'_>,
 ) -> Result<Reached, ClientError> {
     reach_by(path, timeout, TO_START, signals)
 }
@@ -126,7 +126,7 @@ fn reach_by(
     path: &Path,
     timeout: Option<Duration>,
     again: &[Errno],
-    signals: Signals,
+    signals: Signals<'_>,
 ) -> Result<Reached, ClientError> {
     let failed = |error: Errno| ClientError::Connect { path: path.into(), source: error.into() };
     let address = SocketAddrUnix::new(path).map_err(failed)?;
@@ -168,7 +168,8 @@ fn reach_by(
 
 /// A question over a connection of its own, whose answer may take as long as it may take to connect.
 fn ask(path: &Path, timeout: Duration, question: &impl Encode) -> Result<Message, ClientError> {
-    ask_over(reach(path, Some(timeout), Signals::Ignored)?, path, timeout, question)
+    let reached = reach(path, Some(timeout), Signals::Ignored)?;
+    ask_over(reached, path, timeout, question, Signals::Ignored)
 }
 
 fn ask_over(
@@ -176,9 +177,10 @@ fn ask_over(
     path: &Path,
     timeout: Duration,
     question: &impl Encode,
+    signals: Signals<'_>,
 ) -> Result<Message, ClientError> {
     let mut channel = Channel::new(reached, path.into(), Duration::ZERO, Some(timeout));
-    Ok(channel.call(question, 0, Waits::Not)?.0)
+    channel.begin(question, Waits::Not, signals)
 }
 
 /// The state of a server's lock and layout, within a time each for connecting and for the answer. Takes no
@@ -219,6 +221,8 @@ pub(super) enum Health {
     Silent,
     /// Another has come to where it was.
     Replaced,
+    /// Nobody knows: a signal came before the answer.
+    Interrupted,
 }
 
 /// Asks who is at the path how the server is that a connection leads to. One that turns the question away is
@@ -227,20 +231,27 @@ pub(super) enum Health {
 /// one that ends, and closes the connection then. Where another is there (the first is stopped, or stuck in
 /// the driver where nothing kills it, and somebody has made room) its answer says nothing of the first, which
 /// nobody can ask any more, nor find.
-pub(super) fn health(path: &Path, server: Option<Identity>, time: Duration) -> Health {
+pub(super) fn health(
+    path: &Path,
+    server: Option<Identity>,
+    time: Duration,
+    signals: Signals<'_>,
+) -> Health {
     let is_other =
         |there: Option<Identity>| matches!((server, there), (Some(a), Some(b)) if a != b);
-    let reached = match reach_by(path, Some(time), TO_ACCEPT, Signals::Ignored) {
+    let reached = match reach_by(path, Some(time), TO_ACCEPT, signals) {
         Ok((_, there)) if is_other(there) => return Health::Replaced,
         Ok(reached) => reached,
         // It has not taken those that came before, either.
         Err(ClientError::Connect { source, .. }) if source.kind() == ErrorKind::WouldBlock => {
             return if is_other(Identity::at(path)) { Health::Replaced } else { Health::Silent };
         }
+        Err(ClientError::Interrupted) => return Health::Interrupted,
         Err(_) => return Health::Alive,
     };
-    match ask_over(reached, path, time, &GetRuntimeStateRequest {}) {
+    match ask_over(reached, path, time, &GetRuntimeStateRequest {}, signals) {
         Err(ClientError::Silent { .. }) => Health::Silent,
+        Err(ClientError::Interrupted) => Health::Interrupted,
         _ => Health::Alive,
     }
 }
@@ -265,9 +276,17 @@ mod tests {
         let path = folder.join("s");
         let started = Instant::now();
         let server = Some(Identity(0, 0));
-        assert_eq!(health(&path, server, Duration::from_secs(20)), Health::Alive, "no file");
+        assert_eq!(
+            health(&path, server, Duration::from_secs(20), Signals::Ignored),
+            Health::Alive,
+            "no file"
+        );
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
-        assert_eq!(health(&path, server, Duration::from_secs(20)), Health::Alive, "nobody listens");
+        assert_eq!(
+            health(&path, server, Duration::from_secs(20), Signals::Ignored),
+            Health::Alive,
+            "nobody listens"
+        );
         assert!(started.elapsed() < Duration::from_secs(20));
         std::fs::remove_dir_all(folder).unwrap();
     }
@@ -284,12 +303,12 @@ mod tests {
         let (_socket, server) = reach(&path, Some(time), Signals::Ignored).unwrap();
         assert!(server.is_some() && server == Identity::at(&path));
         let short = Duration::from_millis(1);
-        assert_eq!(health(&path, server, short), Health::Silent);
+        assert_eq!(health(&path, server, short, Signals::Ignored), Health::Silent);
         std::fs::remove_file(&path).unwrap();
         let second = UnixListener::bind(&path).unwrap();
-        assert_eq!(health(&path, server, time), Health::Replaced);
+        assert_eq!(health(&path, server, time, Signals::Ignored), Health::Replaced);
         // Where nothing is known of the first the other one's answer counts.
-        assert_eq!(health(&path, None, short), Health::Silent);
+        assert_eq!(health(&path, None, short, Signals::Ignored), Health::Silent);
         drop((first, second));
         std::fs::remove_dir_all(folder).unwrap();
     }

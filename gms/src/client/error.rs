@@ -16,9 +16,10 @@ pub enum ClientError {
     /// try again after.
     #[error("Timeout waiting for lock")]
     LockTimeout,
-    /// A signal came while a server or the lock was waited for. See
-    /// [`ConnectOptions::interruptible`](super::ConnectOptions::interruptible).
-    #[error("a signal came before the lock")]
+    /// A signal came while a server or the lock was waited for, see
+    /// [`ConnectOptions::interruptible`](super::ConnectOptions::interruptible), or an answer, see
+    /// [`Interrupt`](super::Interrupt). The connection is of no further use.
+    #[error("a signal came before the answer")]
     Interrupted,
     /// No server could be reached in the time for it.
     #[error("no server at {}: {source}", path.display())]

@@ -13,6 +13,7 @@ mod manager;
 mod mappings;
 mod session;
 
+pub use channel::Interrupt;
 pub use connect::{ConnectOptions, event_history, runtime_state};
 pub use error::ClientError;
 pub use floor::MappingFloor;

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 
 use super::ClientError;
-use super::channel::{Channel, Waits};
+use super::channel::{Channel, Interrupt, Waits};
 use super::connect::{ConnectOptions, reach, unexpected};
 use crate::lock::Granted;
 use crate::socket::Signals;
@@ -118,6 +118,17 @@ impl Session {
             Message::HandshakeResponse(_) => Err(ClientError::LockTimeout),
             other => Err(unexpected("HandshakeResponse", other)),
         }
+    }
+
+    /// Has waits for answers end where somebody says so, [`ClientError::Interrupted`]: nobody, if nothing else
+    /// is said. The server may do what it was asked for all the same.
+    pub fn set_interrupt(&mut self, interrupt: Option<Interrupt>) {
+        self.channel.set_interrupt(interrupt);
+    }
+
+    /// Whether somebody has ended a wait: all that it is asked for since fails.
+    pub fn is_interrupted(&self) -> bool {
+        self.channel.is_interrupted()
     }
 
     /// The lock that it has.

@@ -29,6 +29,7 @@ __all__ = [
     "encoded",
     "ffi",
     "handle",
+    "interrupts",
     "lib",
     "lock_of_each_process",
     "path",
@@ -74,6 +75,8 @@ def call(function: Any, *arguments: Any) -> None:
     status = function(*arguments)
     if status:
         name = ffi.string(lib.vpmm_status_name(status)).decode()
+        if name == "VPMM_INTERRUPTED":
+            _Interrupts.go_on()
         raise error_of(name, ffi.string(lib.vpmm_last_error()).decode(errors="replace"))
 
 
@@ -92,6 +95,36 @@ class Raised:
         """Raises it, if there is something."""
         if self._error is not None:
             raise self._error
+
+
+class _Interrupts:
+    """What handlers of signals have raised while a call waits, by the thread."""
+
+    _of_thread = threading.local()
+
+    @classmethod
+    def note(cls, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        cls._of_thread.error = error
+
+    @classmethod
+    def go_on(cls) -> None:
+        """Raises it, if that has ended the call."""
+        error = getattr(cls._of_thread, "error", None)
+        if error is not None:
+            del cls._of_thread.error
+            raise error
+
+
+@ffi.callback("uint32_t(void)", error=1, onerror=_Interrupts.note)
+def _check() -> int:
+    # Handlers run before it begins.
+    return 0
+
+
+def interrupts() -> tuple[Any, Any]:
+    """A function of the library's, and what it is called with, to be asked by a wait: where a handler of a signal
+    raises something that ends the call, and goes on as what :func:`call` raises."""
+    return ffi.addressof(lib, "vpmm_python_check"), ffi.cast("void *", _check)
 
 
 def answer(kind: str, function: Any, *arguments: Any) -> Any:

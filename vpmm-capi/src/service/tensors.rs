@@ -134,7 +134,7 @@ fn source() -> Result<Arc<Source>, Failure> {
 /// Makes an allocation with the manager that this thread uses: its address.
 pub(super) fn allocate(bytes: usize, device: u32) -> Result<u64, Failure> {
     let source = source()?;
-    let mut held = Held(source.manager.lock().unwrap_or_else(PoisonError::into_inner));
+    let mut held = Held::of(&source.manager)?;
     let manager = held.manager()?;
     if device != manager.ordinal() {
         let text = format!("the pool is of device {}", manager.ordinal());
@@ -211,7 +211,7 @@ pub(super) fn give_back(address: u64) {
         Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
         Err(TryLockError::WouldBlock) => return,
     };
-    let mut held = Held(held);
+    let mut held = Held::at_once(held);
     if let Ok(manager) = held.manager() {
         settle(&shared, manager);
     }
@@ -328,6 +328,7 @@ mod tests {
             manager: Arc::new(Mutex::new(Some(manager))),
             answer_time: Mutex::new(None),
             is_interruptible: false.into(),
+            check: Mutex::new(None),
             loaded,
         };
         let end = move || {

@@ -330,6 +330,32 @@ static void a_silent_server(const vpmm_driver *driver, const char *beside) {
   unlink(address.sun_path);
 }
 
+static int checks;
+static vpmm_gms *checked;
+
+static uint32_t check(void *context) {
+  MUST(context == &checks);
+  /* The client is the waiting call's. */
+  MUST(vpmm_gms_abort(checked) == VPMM_IN_USE && vpmm_gms_close(checked) == VPMM_IN_USE);
+  return ++checks == 3;
+}
+
+/* Nobody waits longer than somebody says for memory that there is too little of. */
+static void a_wait_for_memory_that_ends(const vpmm_driver *driver, const char *socket) {
+  seen any = {0};
+  checked = opened(driver, socket);
+  MUST(vpmm_gms_set_check(checked, check, &checks) == VPMM_OK);
+  MUST(vpmm_gms_connect(checked, VPMM_GMS_RW, 10000, NULL) == VPMM_OK);
+  MUST(vpmm_gms_allocate_handle(checked, 140 * 1024 * MIB, "t", see, &any) == VPMM_OK);
+  uint64_t address = 7;
+  MUST(vpmm_gms_create_mapping(checked, NULL, 10 * 1024 * MIB, "t", &address) == VPMM_INTERRUPTED);
+  MUST(checks == 3 && address == 7 && state_of(checked).grant == VPMM_GMS_GRANT_NONE);
+  MUST(vpmm_gms_set_check(checked, NULL, NULL) == VPMM_OK);
+  MUST(vpmm_gms_connect(checked, VPMM_GMS_RW, 10000, NULL) == VPMM_OK);
+  MUST(vpmm_gms_create_mapping(checked, NULL, 1, "t", &address) == VPMM_OK && checks == 3);
+  vpmm_gms_release(checked);
+}
+
 static void what_is_no_client(const vpmm_driver *driver) {
   vpmm_gms *gms = NULL;
   MUST(vpmm_gms_open(NULL, 0, "s", &gms) == VPMM_INVALID_ARGUMENT);
@@ -361,6 +387,7 @@ int main(int count, char **arguments) {
   a_heap_that_is_released_first(arguments[1]);
   a_child(driver, arguments[1]);
   a_silent_server(driver, arguments[1]);
+  a_wait_for_memory_that_ends(driver, arguments[1]);
   what_is_no_client(driver);
   vpmm_driver_release(driver);
   return 0;

@@ -13,7 +13,7 @@ use scratch::Scratches;
 use std::path::{Path, PathBuf};
 
 use super::mappings::Places;
-use super::{AllocationInfo, ClientError, ConnectOptions, MappingInfo, Session};
+use super::{AllocationInfo, ClientError, ConnectOptions, Interrupt, MappingInfo, Session};
 use crate::cuda::{Context, Cuda};
 use crate::lock::{Granted, Requested};
 
@@ -53,6 +53,8 @@ pub struct MemoryManager {
     tag: Option<String>,
     /// Whether a session was given up since the path was last found.
     aborted: bool,
+    /// Who says whether a wait for an answer ends.
+    interrupt: Option<Interrupt>,
     /// The hash of the layout whose addresses are kept; empty where it is not known.
     hash: String,
     unmapped: bool,
@@ -78,6 +80,7 @@ impl MemoryManager {
             path: socket_path.into(),
             tag: None,
             aborted: false,
+            interrupt: None,
             hash: String::new(),
             unmapped: false,
         })
@@ -156,6 +159,20 @@ impl MemoryManager {
         self.context.cuda().ordinal()
     }
 
+    /// As [`Session::set_interrupt`], for this session and those to come. Not for the wait for a lock, which
+    /// [`ConnectOptions::interruptible`] is for.
+    pub fn set_interrupt(&mut self, interrupt: Option<Interrupt>) {
+        if let Some(session) = &mut self.session {
+            session.set_interrupt(interrupt.clone());
+        }
+        self.interrupt = interrupt;
+    }
+
+    /// Whether somebody has ended a wait of the session's: [`Session::is_interrupted`].
+    pub fn is_interrupted(&self) -> bool {
+        self.session.as_ref().is_some_and(Session::is_interrupted)
+    }
+
     /// Connects and waits for a lock. A writer's hash is not known; a reader takes the published
     /// layout's, unless it keeps addresses of one it knew.
     ///
@@ -170,6 +187,7 @@ impl MemoryManager {
         }
         self.aborted = false;
         let mut session = Session::connect(&self.path, options)?;
+        session.set_interrupt(self.interrupt.clone());
         let granted = session.granted();
         let keeps = !self.places.is_empty() && !self.hash.is_empty();
         match granted {

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._errors import DisconnectedError, Error, LockTimeoutError, RefusedError, StaleMemoryLayoutError
-from .._library import NULL, Raised, answer, call, encoded, ffi, lib, within
+from .._library import NULL, Raised, answer, call, encoded, ffi, interrupts, lib, within
 from .._pool import _driver
 
 __all__ = [
@@ -149,6 +149,10 @@ class GMSClientMemoryManager:
     the process's to see to: what takes memory away here waits for the device first. May be used from any
     thread, by one at a time.
 
+    In the main thread handlers of signals run while a call waits for the server, as of Ctrl-C. What one raises
+    ends the call, and the connection with it, as :meth:`abort` does: the answer is still to come. A handler
+    cannot use the manager whose call it has come into: :class:`vpmm.InUseError`.
+
     With a ``tag``, and the server at the device's usual place for it, that place is found anew by the first
     :meth:`connect` after each :meth:`abort`: a process that was moved to another GPU meanwhile finds that
     one's server. A path of one's own stays.
@@ -167,8 +171,9 @@ class GMSClientMemoryManager:
         path = encoded(str(pathlib.Path(socket_path)))
         raw = answer("vpmm_gms *", lib.vpmm_gms_open, _driver(), within("device", device, 32), path)
         self._handle = ffi.gc(raw, lib.vpmm_gms_release)
-        # So that handlers of signals run, as of Ctrl-C, however long a lock takes.
+        # So that handlers of signals run, as of Ctrl-C, however long a lock or an answer takes.
         call(lib.vpmm_gms_set_interruptible, self._handle, 1)
+        call(lib.vpmm_gms_set_check, self._handle, *interrupts())
         self._scratch_size_is_set = False
         self._is_closed = False
         if tag is not None:
@@ -227,8 +232,7 @@ class GMSClientMemoryManager:
 
     def connect(self, lock_type: RequestedLockType | str, timeout_ms: int | None = None) -> None:
         """Waits for a lock, for ever if no time is said or one below 0, and half a minute for a server to be
-        there. In the main thread handlers of signals run meanwhile: what one raises ends the wait, and after
-        one that raises nothing the lock is asked for anew.
+        there. After a signal whose handler raises nothing the lock is asked for anew.
 
         :raises LockTimeoutError: (a ``TimeoutError``) the one failure to simply try again after.
         :raises DisconnectedError: (a ``ConnectionError``) no server is there, or it does not answer.
