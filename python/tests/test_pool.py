@@ -1,6 +1,9 @@
 """Pools, what they hold, and what they refuse."""
 
+import decimal
+import fractions
 import inspect
+import math
 import pickle
 import re
 import subprocess
@@ -8,6 +11,7 @@ import sys
 import threading
 import time
 
+import numpy
 import pytest
 
 import vpmm
@@ -140,6 +144,24 @@ def test_a_number_is_refused_by_its_name_wherever_it_is_given(wrong):
             ask(wrong)
 
 
+@pytest.mark.parametrize("wrong", [4096.5, 4096.0, "4096", None])
+def test_what_is_no_integer_is_none_of_an_address(wrong):
+    pool, resource = vpmm.Pool(), vpmm.mr.CudaMemoryResource()
+    buffer = vpmm.DeviceBuffer(8)
+    asked = [
+        ("pointer", pool.free),
+        ("pointer", lambda pointer: pool.record_stream(pointer, 0)),
+        ("pointer", lambda pointer: resource.deallocate(pointer, 1)),
+        ("device", vpmm.device_memory),
+        ("device", vpmm.Pool),
+        ("offset", lambda offset: buffer.copy_from(b"a", offset)),
+        ("offset", lambda offset: buffer.copy_to(bytearray(1), offset)),
+    ]
+    for name, ask in asked:
+        with pytest.raises(TypeError, match=f"^{name} cannot be {re.escape(repr(wrong))}: no integer$"):
+            ask(wrong)
+
+
 def test_what_a_paged_pool_cannot_be_is_told_by_its_options():
     for name, wrong in (("initial_pages", 1 << 50), ("page_size", "3 MiB"), ("addresses", "1 MiB")):
         with pytest.raises(vpmm.InvalidArgumentError, match=f"^{name}=[0-9]+: "):
@@ -182,6 +204,12 @@ def test_sizes_are_numbers_or_text():
     # A part of the device's memory, as others have it, is not taken for no byte.
     for wrong in ("", "GB", "1 PB", "-1", "1e9", 0.8, "0.8", "0.8 B", -5):
         with pytest.raises(ValueError):
+            bytes_of(wrong)
+    # However the number is written.
+    assert bytes_of(decimal.Decimal(2)) == bytes_of(numpy.float32(2)) == 2
+    fractional = (decimal.Decimal("1.5"), fractions.Fraction(3, 2), numpy.float32(0.8))
+    for wrong in (*fractional, math.inf, math.nan, numpy.float32("inf"), numpy.float32("nan")):
+        with pytest.raises(ValueError, match="is no size: bytes are whole"):
             bytes_of(wrong)
 
 

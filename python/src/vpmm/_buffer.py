@@ -10,7 +10,7 @@ from typing import Any
 
 from . import _dlpack
 from ._errors import Error, PointerError
-from ._library import address, but_in_a_child, call, ffi, handle, lib, within
+from ._library import address, but_in_a_child, call, ffi, handle, integer, lib, within
 from ._stream import raw_stream
 from .mr import DeviceMemoryResource, PoolMemoryResource
 from .mr._current import current_or_none
@@ -390,6 +390,7 @@ class DeviceBuffer:
         return _as_seen_here(self._stream, self._thread) or _LEGACY
 
     def _check(self, offset: int, size: int) -> None:
+        integer("offset", offset)
         if offset < 0 or offset + size > self._size:
             raise ValueError(f"bytes {offset} to {offset + size} of a buffer of {self._size}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import operator
 import os
 import pathlib
 import threading
@@ -29,6 +30,7 @@ __all__ = [
     "encoded",
     "ffi",
     "handle",
+    "integer",
     "interrupts",
     "lib",
     "lock_of_each_process",
@@ -154,11 +156,20 @@ def encoded(text: str | bytes) -> bytes:
     return made
 
 
+def integer(name: str, number: Any) -> int:
+    """A number that is one, as cffi would else take a part of what is none for an address."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name} cannot be {number!r}: no integer") from None
+
+
 def within(name: str, number: int, bits: int) -> int:
     """A number that the library has room for."""
-    if not 0 <= number < 1 << bits:
+    whole = integer(name, number)
+    if not 0 <= whole < 1 << bits:
         raise ValueError(f"{name} cannot be {number}")
-    return number
+    return whole
 
 
 def handle(raw: int, name: str = "pointer") -> Any:

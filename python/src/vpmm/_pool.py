@@ -51,15 +51,21 @@ def bytes_of(size: int | float | str) -> int:
             raise ValueError(f"{size!r} is no size: a number, and B, KB, KiB and so on")
         if _UNITS[found[2].upper()] > 1:
             return int(fractions.Fraction(found[1]) * _UNITS[found[2].upper()])
-        size = found[1] if "." not in found[1] else float(found[1])
-    # As others have it: a part of the device's memory.
-    if isinstance(size, float) and not size.is_integer():
+        size = int(found[1]) if "." not in found[1] else float(found[1])
+    whole: int | None
+    try:
+        whole = int(size)
+    except (OverflowError, ValueError):
+        # Infinity, or what is no number.
+        whole = None
+    # A part is as others have it, of the device's memory.
+    if whole is None or whole != size:
         raise ValueError(f"{size} is no size: bytes are whole")
-    if int(size) < 0:
+    if whole < 0:
         raise ValueError(f"{size} is no size: less than nothing")
-    if int(size) >= 1 << 64:
+    if whole >= 1 << 64:
         raise ValueError(f"{size} is no size: more bytes than there are addresses")
-    return int(size)
+    return whole
 
 
 _SHARING = {None: 0, "descriptors": 1, "fabric": 2}
