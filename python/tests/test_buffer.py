@@ -200,9 +200,17 @@ def test_the_array_interface():
     copy = vpmm.DeviceBuffer(100)
     copy.copy_from_device(Array())
     assert copy.to_bytes() == bytes([3]) * 100
-    Array.__cuda_array_interface__["strides"] = (40, 4)
-    with pytest.raises(ValueError, match="one piece"):
+    for strides in ((40, 4), (2, 10), (20, -2), (0, 2), (10, 2)):
+        Array.__cuda_array_interface__["strides"] = strides
+        with pytest.raises(ValueError, match="one piece"):
+            copy.copy_from_device(Array())
+    # Told though they are what they are without: where there is one of something, anything is.
+    for shape, strides in (((5, 10), (20, 2)), ((5, 1, 10), (20, 7, 2)), ((0, 10), (3, 3)), ((50,), (2,))):
+        Array.__cuda_array_interface__ |= {"shape": shape, "strides": strides}
+        buffer.fill(copy.to_bytes()[0] + 1)
         copy.copy_from_device(Array())
+        assert copy.to_bytes() == bytes([copy.to_bytes()[0]]) * 100
+        assert (copy.to_bytes() == buffer.to_bytes()[:100]) == (0 not in shape)
 
 
 def test_dlpack_keeps_the_memory_until_the_borrower_is_done():

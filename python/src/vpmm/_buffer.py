@@ -406,9 +406,12 @@ def _device_bytes(source: Any) -> tuple[int, int]:
     if isinstance(source, DeviceBuffer):
         return source.ptr, source.size
     interface = source.__cuda_array_interface__
-    if interface.get("strides") is not None:
-        raise ValueError("the source is not in one piece")
-    size = int(interface["typestr"][2:])
-    for extent in interface["shape"]:
+    size, is_contiguous = int(interface["typestr"][2:]), True
+    shape, strides = interface["shape"], interface.get("strides")
+    for extent, stride in zip(reversed(shape), reversed(strides or (None,) * len(shape)), strict=True):
+        # There is no step to another one where there is one alone.
+        is_contiguous &= extent == 1 or stride in (None, size)
         size *= extent
+    if size and not is_contiguous:
+        raise ValueError("the source is not in one piece")
     return interface["data"][0], size
