@@ -2,9 +2,12 @@
 
 import concurrent.futures
 import contextlib
+import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -101,6 +104,55 @@ def test_one_that_is_closed_while_another_thread_waits_for_more():
         assert waits.result() is None
     pool.free(first)
     pool.free(more)
+
+
+class Enough(Exception):
+    """Raised by the handler of a signal."""
+
+
+def test_what_a_signal_s_handler_raises_ends_the_wait_for_what_is_sent():
+    def handler(*_):
+        raise Enough
+
+    pool = vpmm.Pool(sharing="descriptors", addresses="1 GiB")
+    first = pool.malloc(MIB)
+    own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    former = signal.signal(signal.SIGALRM, handler)
+    try:
+        with own, others, concurrent.futures.ThreadPoolExecutor() as threads:
+
+            def ended_soon(wait):
+                # What nobody heeds ends all the same.
+                late = threading.Timer(10, own.shutdown, [socket.SHUT_RDWR])
+                late.start()
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                with pytest.raises(Enough):
+                    wait()
+                late.cancel()
+                late.join()
+
+            ended_soon(lambda: vpmm.Imported.receive(others))
+            ended_soon(lambda: vpmm.Imported.receive(others.fileno()))
+            # What comes after that is whole.
+            sent = threads.submit(pool.export_all().send, own)
+            with vpmm.Imported.receive(others) as imported:
+                sent.result()
+                ended_soon(lambda: imported.receive_more(others))
+                assert imported.translate(first)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+    pool.free(first)
+
+
+def test_a_time_limit_of_the_socket_s_is_kept():
+    own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with own, others:
+        others.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 200_000))
+        begin = time.monotonic()
+        with pytest.raises(vpmm.InputOutputError):
+            vpmm.Imported.receive(others)
+        assert time.monotonic() - begin < 10
 
 
 def resource_of(pool):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import socket as sockets
 import threading
 from typing import Any
 
@@ -20,6 +23,22 @@ def descriptor(socket: Any) -> int:
         # With a time limit of Python's the descriptor does not block, and the library would not wait.
         raise ValueError("the socket has to block: settimeout(None); SO_RCVTIMEO and SO_SNDTIMEO limit it")
     return socket.fileno()
+
+
+def _with_something(number: int) -> int:
+    """Waits until something has come for a socket. Not in the library, so that handlers of signals run meanwhile,
+    as of Ctrl-C; but for a time limit of the socket's own, which that keeps."""
+    try:
+        with sockets.socket(fileno=os.dup(number)) as same:
+            limit = same.getsockopt(sockets.SOL_SOCKET, sockets.SO_RCVTIMEO, 16)
+    except OSError:
+        # The library says what it is.
+        return number
+    if not any(limit):
+        poll = select.poll()
+        poll.register(number, select.POLLIN)
+        poll.poll()
+    return number
 
 
 class Export:
@@ -55,11 +74,11 @@ class Imported:
     @classmethod
     def receive(cls, socket: Any, *, device: int = 0, access: str = "read") -> Imported:
         """Takes what the process at the other end of a socket sends, and maps it for a device, to ``"read"``
-        or to ``"read and write"``. Blocks until it has come."""
+        or to ``"read and write"``. Blocks until it has come, or a signal's handler raises something before."""
         if access not in _ACCESS:
             raise ValueError(f"access cannot be {access!r}; known: {', '.join(_ACCESS)}")
         kind, way = "vpmm_import *", _ACCESS[access]
-        number, from_where = within("device", device, 32), descriptor(socket)
+        number, from_where = within("device", device, 32), _with_something(descriptor(socket))
         made = answer(kind, lib.vpmm_import_receive, _pool._driver(), number, from_where, way)
         imported = cls()
         imported._receives = threading.RLock()
@@ -70,7 +89,7 @@ class Imported:
     def receive_more(self, socket: Any) -> None:
         """Takes what a whole pool has made since it was sent last."""
         with self._receives:
-            call(lib.vpmm_import_receive_more, self._open(), descriptor(socket))
+            call(lib.vpmm_import_receive_more, self._open(), _with_something(descriptor(socket)))
 
     @property
     def ptr(self) -> int | None:
