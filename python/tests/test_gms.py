@@ -441,6 +441,49 @@ def test_who_waits_for_a_call_with_the_interpreter_s_lock_does_not_stop_its_sign
             assert answers == [0]
 
 
+def test_a_signal_that_came_to_another_thread_ends_the_wait_for_a_lock(server):
+    def handler(*_):
+        raise Enough
+
+    former = signal.signal(signal.SIGALRM, handler)
+    sends = threading.Timer(0.3, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGALRM))
+    with GMSClientMemoryManager(server) as writer, GMSClientMemoryManager(server) as waiting:
+        writer.connect(RequestedLockType.RW)
+        try:
+            begin = time.monotonic()
+            sends.start()
+            with pytest.raises(Enough):
+                waiting.connect(RequestedLockType.RW, 20_000)
+            assert time.monotonic() - begin < 10 and not waiting.is_connected
+        finally:
+            signal.signal(signal.SIGALRM, former)
+            sends.join()
+
+
+def test_who_waits_for_a_lock_keeps_its_turn_whatever_signals_come(server):
+    with contextlib.ExitStack() as stack:
+        writer, first, second = (stack.enter_context(GMSClientMemoryManager(server)) for _ in range(3))
+        writer.connect(RequestedLockType.RW)
+        done = []
+
+        def come_second():
+            time.sleep(0.5)
+            second.connect(RequestedLockType.RW, 60_000)
+            done.append("second")
+            second.abort()
+
+        comes, leaves = threading.Thread(target=come_second), threading.Timer(1.5, writer.abort)
+        with _handled(lambda *_: None):
+            comes.start()
+            leaves.start()
+            first.connect(RequestedLockType.RW, 60_000)
+        done.append("first")
+        first.abort()
+        comes.join()
+        leaves.join()
+        assert done == ["first", "second"]
+
+
 def test_handlers_of_signals_run_while_a_lock_is_waited_for(server, tmp_path):
     calls = []
 

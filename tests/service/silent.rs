@@ -107,7 +107,8 @@ fn a_wait_for_an_answer_ends_where_somebody_says_so() {
         let started = Instant::now();
         Interrupt::new(move || started.elapsed() >= time)
     };
-    let ask: [fn(&mut Session) -> Result<(), ClientError>; 4] = [
+    type Ask = fn(&mut Session) -> Result<(), ClientError>;
+    let ask: [Ask; 4] = [
         |session| session.layout_hash().map(drop),
         |session| session.allocate(GRANULE, "t").map(drop),
         |session| session.export_many(&["a".to_owned()], |_, _| Ok(())),

@@ -46,6 +46,11 @@ impl Interrupt {
     pub fn new(ends: impl Fn() -> bool + Send + Sync + 'static) -> Self {
         Self(Arc::new(ends))
     }
+
+    /// What signals do then.
+    pub(super) fn signals(&self) -> Signals<'_> {
+        Signals::Ask(&*self.0)
+    }
 }
 
 impl std::fmt::Debug for Interrupt {
@@ -284,7 +289,7 @@ impl Channel {
 
 /// What signals do where somebody is asked, or nobody.
 fn by(interrupt: Option<&Interrupt>) -> Signals<'_> {
-    interrupt.map_or(Signals::Ignored, |interrupt| Signals::Ask(&*interrupt.0))
+    interrupt.map_or(Signals::Ignored, Interrupt::signals)
 }
 
 /// The moment after a time; none for a time that no clock reaches.

@@ -94,8 +94,20 @@ impl Session {
     /// [`ClientError::Connect`], [`ClientError::LockTimeout`], [`ClientError::Interrupted`],
     /// [`ClientError::Silent`], [`ClientError::Replaced`], and what goes wrong with connections.
     pub fn connect(path: impl AsRef<Path>, options: ConnectOptions) -> Result<Self> {
-        let path = path.as_ref();
-        let signals = if options.interruptible { Signals::End } else { Signals::Ignored };
+        Self::connect_by(path.as_ref(), options, None)
+    }
+
+    /// The same, where somebody may say that all this takes too long.
+    pub(super) fn connect_by(
+        path: &Path,
+        options: ConnectOptions,
+        interrupt: Option<&Interrupt>,
+    ) -> Result<Self> {
+        let signals = match interrupt {
+            Some(interrupt) => interrupt.signals(),
+            None if options.interruptible => Signals::End,
+            None => Signals::Ignored,
+        };
         let reached = reach(path, options.timeout, signals)?;
         let mut channel = Channel::new(reached, path.into(), options.spin, options.answer_timeout);
         let extensions = if options.batch { vec![BATCH.to_owned()] } else { Vec::new() };

@@ -340,11 +340,17 @@ static uint32_t check(void *context) {
   return ++checks == 3;
 }
 
-/* Nobody waits longer than somebody says for memory that there is too little of. */
-static void a_wait_for_memory_that_ends(const vpmm_driver *driver, const char *socket) {
+/* Nobody waits longer than somebody says, be it for a lock or for memory that there is too little of. */
+static void waits_that_end(const vpmm_driver *driver, const char *socket) {
   seen any = {0};
+  vpmm_gms *other = opened(driver, socket);
   checked = opened(driver, socket);
   MUST(vpmm_gms_set_check(checked, check, &checks) == VPMM_OK);
+  MUST(vpmm_gms_connect(other, VPMM_GMS_RW, 10000, NULL) == VPMM_OK);
+  MUST(vpmm_gms_connect(checked, VPMM_GMS_RW, -1, NULL) == VPMM_INTERRUPTED && checks == 3);
+  MUST(state_of(checked).grant == VPMM_GMS_GRANT_NONE);
+  vpmm_gms_release(other);
+  checks = 0;
   MUST(vpmm_gms_connect(checked, VPMM_GMS_RW, 10000, NULL) == VPMM_OK);
   MUST(vpmm_gms_allocate_handle(checked, 140 * 1024 * MIB, "t", see, &any) == VPMM_OK);
   uint64_t address = 7;
@@ -387,7 +393,7 @@ int main(int count, char **arguments) {
   a_heap_that_is_released_first(arguments[1]);
   a_child(driver, arguments[1]);
   a_silent_server(driver, arguments[1]);
-  a_wait_for_memory_that_ends(driver, arguments[1]);
+  waits_that_end(driver, arguments[1]);
   what_is_no_client(driver);
   vpmm_driver_release(driver);
   return 0;

@@ -159,8 +159,9 @@ impl MemoryManager {
         self.context.cuda().ordinal()
     }
 
-    /// As [`Session::set_interrupt`], for this session and those to come. Not for the wait for a lock, which
-    /// [`ConnectOptions::interruptible`] is for.
+    /// As [`Session::set_interrupt`], for this session and those to come; and while a server and the lock are
+    /// waited for, whatever [`ConnectOptions::interruptible`] says: a signal that ends nothing leaves the place
+    /// among those who wait as it is.
     pub fn set_interrupt(&mut self, interrupt: Option<Interrupt>) {
         if let Some(session) = &mut self.session {
             session.set_interrupt(interrupt.clone());
@@ -186,7 +187,7 @@ impl MemoryManager {
             self.path = self.usual_path(tag)?;
         }
         self.aborted = false;
-        let mut session = Session::connect(&self.path, options)?;
+        let mut session = Session::connect_by(&self.path, options, self.interrupt.as_ref())?;
         session.set_interrupt(self.interrupt.clone());
         let granted = session.granted();
         let keeps = !self.places.is_empty() && !self.hash.is_empty();

@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._errors import DisconnectedError, Error, LockTimeoutError, RefusedError, StaleMemoryLayoutError
+from .._errors import DisconnectedError, LockTimeoutError, RefusedError, StaleMemoryLayoutError
 from .._library import NULL, Raised, answer, call, encoded, ffi, interrupts, lib, within
 from .._pool import _driver
 
@@ -172,7 +172,6 @@ class GMSClientMemoryManager:
         raw = answer("vpmm_gms *", lib.vpmm_gms_open, _driver(), within("device", device, 32), path)
         self._handle = ffi.gc(raw, lib.vpmm_gms_release)
         # So that handlers of signals run, as of Ctrl-C, however long a lock or an answer takes.
-        call(lib.vpmm_gms_set_interruptible, self._handle, 1)
         call(lib.vpmm_gms_set_check, self._handle, *interrupts())
         self._scratch_size_is_set = False
         self._is_closed = False
@@ -232,25 +231,15 @@ class GMSClientMemoryManager:
 
     def connect(self, lock_type: RequestedLockType | str, timeout_ms: int | None = None) -> None:
         """Waits for a lock, for ever if no time is said or one below 0, and half a minute for a server to be
-        there. After a signal whose handler raises nothing the lock is asked for anew.
+        there.
 
         :raises LockTimeoutError: (a ``TimeoutError``) the one failure to simply try again after.
         :raises DisconnectedError: (a ``ConnectionError``) no server is there, or it does not answer.
         :raises RuntimeError: it is connected already.
         """
         lock = _LOCKS[RequestedLockType(lock_type).value]
-        begin, left = time.monotonic(), _milliseconds(timeout_ms)
         try:
-            while True:
-                try:
-                    call(lib.vpmm_gms_connect, self._handle, lock, left, NULL)
-                    break
-                except Error as error:
-                    # By now its handler has run.
-                    if error.status != "VPMM_INTERRUPTED":
-                        raise
-                    if timeout_ms is not None and timeout_ms >= 0:
-                        left = max(0, timeout_ms - int((time.monotonic() - begin) * 1000))
+            call(lib.vpmm_gms_connect, self._handle, lock, _milliseconds(timeout_ms), NULL)
         finally:
             if self.tag is not None:
                 seen = _keys()
