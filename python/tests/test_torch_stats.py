@@ -61,17 +61,41 @@ def test_all_that_pytorch_has_is_there():
 
 def test_what_is_made_of_the_pool_s_numbers():
     now = dataclasses.replace(
-        _pool.NOTHING, live_bytes=3, pending_bytes=5, idle_bytes=7, cached_bytes=11, extent_count=2
+        _pool.NOTHING,
+        live_bytes=3,
+        pending_bytes=5,
+        deferred_bytes=1,
+        idle_bytes=7,
+        cached_bytes=11,
+        extent_count=2,
     )
     stats = vpmm.torch._nested(dataclasses.replace(now, extents_created=6))
     check(stats)
-    assert stats["active_bytes"]["all"]["current"] == 8
-    assert stats["inactive_split_bytes"]["all"]["current"] == 18
+    assert stats["active_bytes"]["all"]["current"] == 4
+    assert stats["inactive_split_bytes"]["all"]["current"] == 22
     assert (stats["num_device_alloc"], stats["num_device_free"]) == (6, 4)
     held = dict(mapped_bytes=10, peak_mapped_bytes=20, small_mapped_bytes=5, peak_small_mapped_bytes=6)
     stats = vpmm.torch._nested(dataclasses.replace(now, **held))
     check(stats)
     assert (stats["reserved_bytes"]["all"]["current"], stats["reserved_bytes"]["all"]["peak"]) == (15, 26)
+
+
+@pytest.mark.parametrize("profile", ["default", "paged"])
+def test_what_is_active_is_what_snapshots_have_so(make_stream, profile):
+    pool = vpmm.Pool(profile=profile, addresses="1 GiB")
+    own, further = make_stream(), make_stream()
+    kept, used, freed = (pool.malloc(size * MIB, own) for size in (4, 6, 8))
+    pool.record_stream(used, further)
+    pool.free(used, own)
+    pool.free(freed, own)
+    now = pool.statistics()
+    assert now.pending_bytes + now.cached_bytes > now.deferred_bytes == 6 * MIB
+    active = sum(segment["active_size"] for segment in pool.snapshot()["segments"])
+    stats = vpmm.torch._nested(now)
+    check(stats)
+    assert stats["active_bytes"]["all"]["current"] == active == 10 * MIB
+    assert stats["inactive_split_bytes"]["all"]["current"] >= 8 * MIB
+    pool.free(kept, own)
 
 
 def test_small_requests_of_the_paged_profile_are_in_the_peak():

@@ -127,8 +127,8 @@ def statistics(device: int | None = None) -> dict[str, Any]:
     """What the pool holds, in the shape of ``torch.cuda.memory_stats_as_nested_dict``, with all that
     ``torch.cuda.memory_stats`` and ``memory_summary`` have.
 
-    What PyTorch calls allocated is live, what it calls reserved is held; active has what is freed but may
-    still be in use. The small pool is that of the paged profile's small requests. The pool counts what is,
+    What PyTorch calls allocated is live, what it calls reserved is held; active has what is freed and may
+    still be in use on further streams, as in snapshots. The small pool is that of the paged profile's small requests. The pool counts what is,
     and some peaks, but no totals except of segments: a total, and a peak that it does not have, is the least
     that it can have been, so that ``allocated - freed`` is what is current. Of a device of which nothing was
     asked for all is 0, and its pool is not made for the question, as that takes memory of the device.
@@ -171,7 +171,9 @@ def _nested(now: _pool.Statistics, failed_requests: int = 0) -> dict[str, Any]:
 
     live, small_live = figures(now.live_bytes, now.peak_live_bytes), figures(now.small_live_bytes)
     count, small_count = figures(now.live_count), figures(now.small_live_count)
-    active = figures(now.live_bytes + now.pending_bytes, now.peak_live_bytes)
+    active = figures(now.live_bytes + now.deferred_bytes, now.peak_live_bytes)
+    # What was freed otherwise is its own stream's at once.
+    inactive = now.idle_bytes + now.cached_bytes + now.pending_bytes - now.deferred_bytes
     held = figures(now.mapped_bytes, now.peak_mapped_bytes)
     small_held = figures(now.small_mapped_bytes, now.peak_small_mapped_bytes)
     return {
@@ -183,7 +185,7 @@ def _nested(now: _pool.Statistics, failed_requests: int = 0) -> dict[str, Any]:
         "requested_bytes": kinds(live, small_live, now.peak_live_bytes),
         "active_bytes": kinds(active, small_live, now.peak_live_bytes),
         "reserved_bytes": kinds(held, small_held, held["peak"] + small_held["peak"]),
-        "inactive_split_bytes": kinds(figures(now.idle_bytes + now.cached_bytes)),
+        "inactive_split_bytes": kinds(figures(inactive)),
         # No block is too long to be divided.
         "max_split_size": -1,
         "oversize_allocations": figures(0),
