@@ -343,7 +343,7 @@ def test_what_a_signal_s_handler_raises_ends_the_wait_for_memory(tmp_path):
                 begin = time.monotonic()
                 with _handled(handler), pytest.raises(Enough):
                     ask(10 << 30)
-                assert time.monotonic() - begin < 10 and len(calls) == 3
+                assert time.monotonic() - begin < 10 and len(calls) >= 3
                 # The answer is still to come: nobody takes it for another's.
                 assert not manager.is_connected and manager.granted_lock_type is None
                 with pytest.raises(RuntimeError, match="not connected"):

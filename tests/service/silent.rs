@@ -3,7 +3,8 @@
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -135,6 +136,38 @@ fn a_wait_for_an_answer_ends_where_somebody_says_so() {
             });
         }
     }
+}
+
+/// What does not wait for anything is nearly there: the connection need not go with it.
+#[test]
+fn an_answer_that_comes_soon_is_taken_though_nobody_would_wait_for_it() {
+    let folder = Folder::new();
+    let listener = UnixListener::bind(folder.socket()).unwrap();
+    let server = thread::spawn(move || {
+        let mut stream = grant(&listener);
+        // As often as it is asked, until the other end is gone.
+        while stream.read(&mut [0; 4096]).unwrap_or(0) > 0 {
+            thread::sleep(Duration::from_millis(200));
+            let mut out = Vec::new();
+            let answer = wire::GetStateHashResponse { memory_layout_hash: "h".to_owned() };
+            encode_frame(&answer, &mut out);
+            stream.write_all(&out).unwrap();
+        }
+    });
+    let mut session = Session::connect(folder.socket(), options(Requested::Rw)).unwrap();
+    let asked = Arc::new(AtomicUsize::new(0));
+    for _ in 0..2 {
+        let asks = Arc::clone(&asked);
+        session.set_interrupt(Some(Interrupt::new(move || asks.fetch_add(1, SeqCst) < 100)));
+        // The second one is asked for while somebody waits no longer.
+        for _ in 0..2 {
+            assert_eq!(session.layout_hash().unwrap(), "h");
+        }
+        assert!(!session.is_interrupted());
+    }
+    assert_eq!(asked.load(SeqCst), 2, "once each time");
+    drop(session);
+    server.join().unwrap();
 }
 
 #[test]

@@ -1370,12 +1370,12 @@ enum vpmm_status vpmm_gms_set_interruptible(const struct vpmm_gms *gms,
 
 /**
  * Has a function asked, with `context`, while a call waits for the server's answer: where a signal that has a
- * handler came to its thread, and ten times a second. Where it answers other than 0 the call ends with
- * `VPMM_INTERRUPTED`, and the connection with it, as after `vpmm_gms_abort`: a writer's layout is void. So also
- * while `vpmm_gms_connect` waits for a server and the lock, whatever `vpmm_gms_set_interruptible` says; where it
- * answers 0 the place among those who wait stays. Nobody is asked if null, as at first, nor for tensors of
- * PyTorch's. For programs whose handlers note the signal for later, as an interpreter's do, and run it then.
- * What runs there cannot use the client: `VPMM_IN_USE`.
+ * handler came to its thread, and ten times a second. Where it answers other than 0, and the server does not within
+ * half a second, the call ends with `VPMM_INTERRUPTED`, and the connection with it, as after `vpmm_gms_abort`: a
+ * writer's layout is void. So also while `vpmm_gms_connect` waits for a server and the lock, at once and whatever
+ * `vpmm_gms_set_interruptible` says; where it answers 0 the place among those who wait stays. Nobody is asked if
+ * null, as at first, nor for tensors of PyTorch's. For programs whose handlers note the signal for later, as an
+ * interpreter's do, and run it then. What runs there cannot use the client: `VPMM_IN_USE`.
  *
  * # Safety
  * `gms` is null or a handle; the function may be called by any thread that uses the handle, and lets no

@@ -5,7 +5,7 @@
 //!    has passed, over a connection of its own, which every server that is alive answers at once. Where
 //!    another has come to its place it cannot be asked, and is given up ([`ClientError::Replaced`]).
 //! 3. What went wrong with a connection ends it: also that somebody would wait no longer ([`Interrupt`]), as
-//!    the answer is still to come then.
+//!    the answer is still to come then. Where it comes soon after all there is no harm done.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -24,6 +24,10 @@ type Result<T> = std::result::Result<T, ClientError>;
 /// The longest answer that is read: a list of more than a million allocations.
 const MAX_ANSWER_BYTES: u64 = 256 << 20;
 
+/// How long an answer may take still that somebody would not wait for: more than it takes but where it waits for
+/// something else. It is better had, as the connection goes with it.
+const GRACE: Duration = Duration::from_millis(500);
+
 /// Whether an answer waits for something else than the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Waits {
@@ -37,7 +41,8 @@ pub(super) enum Waits {
 
 /// Who is asked whether a wait for an answer ends: where a signal has come to the thread that waits, and ten
 /// times a second. For programs whose handlers note signals for later, as an interpreter's do, with
-/// what runs them then.
+/// what runs them then. An answer that comes within half a second is taken all the same, and nobody is asked again
+/// before [`set_interrupt`](super::Session::set_interrupt).
 #[derive(Clone)]
 pub struct Interrupt(Arc<dyn Fn() -> bool + Send + Sync>);
 
@@ -82,6 +87,8 @@ pub(super) struct Channel {
     interrupted: bool,
     /// Who says whether a signal ends a wait for an answer; nobody where none does.
     interrupt: Option<Interrupt>,
+    /// Whether somebody has said so: answers that come soon are taken.
+    hurries: bool,
     /// Whose connection it is: a child of the process has the same socket, and would take its parent's answers.
     process: u32,
 }
@@ -113,13 +120,14 @@ impl Channel {
             broken,
             interrupted,
             interrupt,
+            hurries: false,
             process,
         }
     }
 
     /// Has waits for answers end where somebody says so.
     pub(super) fn set_interrupt(&mut self, interrupt: Option<Interrupt>) {
-        self.interrupt = interrupt;
+        (self.interrupt, self.hurries) = (interrupt, false);
     }
 
     /// Whether it is broken as somebody has ended a wait.
@@ -233,14 +241,21 @@ impl Channel {
             Waits::For(most) => started.checked_add(most)?.checked_add(time),
             Waits::ForEver => None,
         });
-        let signals = signals.unwrap_or_else(|| by(self.interrupt.as_ref()));
+        // With a first answer nothing is lost.
+        let (gives_grace, asked) = (signals.is_none(), by(self.interrupt.as_ref()));
+        let signals = signals.unwrap_or(asked);
+        let mut grace = self.hurries.then(|| started + GRACE);
         // When to ask whether the server is alive, or to give it up.
         let mut next = self.answer_time.and_then(after);
         let message = loop {
             if let Some(bytes) = self.frames.next_frame()? {
                 break Message::decode(bytes)?;
             }
-            let deadline = next.map(|next| last.map_or(next, |last| next.min(last)));
+            let due = next.map(|next| last.map_or(next, |last| next.min(last)));
+            let (deadline, signals) = match grace {
+                Some(grace) => (Some(due.map_or(grace, |due| due.min(grace))), Signals::Ignored),
+                None => (due, signals),
+            };
             let space = self.frames.space();
             let (spin, given) = (&mut self.spin, self.spin_time);
             match socket::receive(
@@ -254,6 +269,7 @@ impl Channel {
             ) {
                 Ok(0) => return Err(ClientError::Disconnected),
                 Ok(bytes) => self.frames.arrived(bytes),
+                Err(Errno::TIMEDOUT) if grace.is_some() => return Err(ClientError::Interrupted),
                 Err(Errno::TIMEDOUT) => {
                     let over = last.is_some_and(|last| last <= Instant::now());
                     let Some(time) = self.answer_time.filter(|_| !over) else {
@@ -267,6 +283,10 @@ impl Channel {
                     }
                 }
                 // Told only of a wait that a signal is to end.
+                Err(Errno::INTR) if gives_grace => {
+                    self.hurries = true;
+                    grace = Some(Instant::now() + GRACE);
+                }
                 Err(Errno::INTR) => return Err(ClientError::Interrupted),
                 Err(error) => return Err(error.into()),
             }

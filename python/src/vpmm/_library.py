@@ -74,11 +74,14 @@ def path() -> str:
 
 def call(function: Any, *arguments: Any) -> None:
     """Calls a function that answers a status; raises unless it went well."""
+    if _raised:
+        # By a call that something else has ended.
+        _raised.pop(threading.get_ident(), None)
     status = function(*arguments)
+    if _raised and (error := _raised.pop(threading.get_ident(), None)) is not None:
+        raise error
     if status:
         name = ffi.string(lib.vpmm_status_name(status)).decode()
-        if name == "VPMM_INTERRUPTED":
-            _Interrupts.go_on()
         raise error_of(name, ffi.string(lib.vpmm_last_error()).decode(errors="replace"))
 
 
@@ -99,25 +102,15 @@ class Raised:
             raise self._error
 
 
-class _Interrupts:
-    """What handlers of signals have raised while a call waits, by the thread."""
-
-    _of_thread = threading.local()
-
-    @classmethod
-    def note(cls, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        cls._of_thread.error = error
-
-    @classmethod
-    def go_on(cls) -> None:
-        """Raises it, if that has ended the call."""
-        error = getattr(cls._of_thread, "error", None)
-        if error is not None:
-            del cls._of_thread.error
-            raise error
+#: What handlers of signals have raised while a call waits, by the thread.
+_raised: dict[int, BaseException] = {}
 
 
-@ffi.callback("uint32_t(void)", error=1, onerror=_Interrupts.note)
+def _note(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    _raised[threading.get_ident()] = error
+
+
+@ffi.callback("uint32_t(void)", error=1, onerror=_note)
 def _check() -> int:
     # Handlers run before it begins.
     return 0
@@ -125,7 +118,7 @@ def _check() -> int:
 
 def interrupts() -> tuple[Any, Any]:
     """A function of the library's, and what it is called with, to be asked by a wait: where a handler of a signal
-    raises something that ends the call, and goes on as what :func:`call` raises."""
+    raises something that ends the wait, and goes on as what :func:`call` raises."""
     return ffi.addressof(lib, "vpmm_python_check"), ffi.cast("void *", _check)
 
 

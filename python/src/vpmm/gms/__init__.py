@@ -150,8 +150,9 @@ class GMSClientMemoryManager:
     thread, by one at a time.
 
     In the main thread handlers of signals run while a call waits for the server, as of Ctrl-C. What one raises
-    ends the call, and the connection with it, as :meth:`abort` does: the answer is still to come. A handler
-    cannot use the manager whose call it has come into: :class:`vpmm.InUseError`.
+    ends the call; and the connection, as :meth:`abort` does, where the answer has not come within half a
+    second: it is still to come then. A handler cannot use the manager whose call it has come into:
+    :class:`vpmm.InUseError`.
 
     With a ``tag``, and the server at the device's usual place for it, that place is found anew by the first
     :meth:`connect` after each :meth:`abort`: a process that was moved to another GPU meanwhile finds that
