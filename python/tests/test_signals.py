@@ -7,7 +7,8 @@ import pytest
 
 import vpmm
 from vpmm import mr
-from vpmm._library import ffi, lib
+from vpmm._library import call, ffi, lib
+from vpmm._mem_pool import HeapMemPool
 
 
 def allocates():
@@ -35,6 +36,48 @@ def test_it_comes_out_of_calls_with_functions(stopped, make):
     stopped(make(), 300, 1e-3)
     # It rests for these.
     assert gc.isenabled()
+
+
+def opens_a_tag():
+    def work():
+        with vpmm.tag("weights"):
+            pass
+
+    return work
+
+
+def uses_a_heap():
+    heap = HeapMemPool("weights")
+
+    def work():
+        with heap.using():
+            pass
+
+    return work
+
+
+@pytest.mark.parametrize("make", [opens_a_tag, uses_a_heap])
+def test_a_block_s_tag_is_closed_whatever_comes(stopped, make):
+    stopped(make(), 300, 1e-3)
+    gc.collect()
+    with pytest.raises(vpmm.InvalidArgumentError, match="this thread has no tag"):
+        call(lib.vpmm_process_pop_tag)
+
+
+def test_a_block_s_resource_is_current_no_more_whatever_comes(stopped):
+    resource, others = mr.CudaMemoryResource(), mr.HostMemoryResource()
+
+    def work():
+        with mr.using(resource):
+            pass
+
+    stopped(work, 300, 1e-3)
+    gc.collect()
+    assert type(mr.get_current_device_resource()) is mr.PoolMemoryResource
+    with mr.using(others):
+        stopped(work, 300, 1e-3)
+        gc.collect()
+        assert mr.get_current_device_resource() is others
 
 
 def drops():

@@ -11,8 +11,10 @@
 //!
 //! Python's own functions are found in the process, so that the library needs none to be built or loaded.
 
+mod blocks;
 mod memory;
 
+pub use blocks::{vpmm_python_close, vpmm_python_push_heap, vpmm_python_push_tag};
 pub use memory::{
     vpmm_python_end_memory, vpmm_python_free_memory, vpmm_python_make_memory, vpmm_python_memory,
 };

@@ -25,6 +25,7 @@ __all__ = [
     "Raised",
     "address",
     "answer",
+    "block",
     "but_in_a_child",
     "call",
     "encoded",
@@ -100,6 +101,12 @@ class Raised:
         """Raises it, if there is something."""
         if self._error is not None:
             raise self._error
+
+
+def block() -> Any:
+    """What a block of the program's has open in the library, by what opens it there. It is closed as this is left,
+    without a step of Python's, which a signal's handler may raise something before."""
+    return ffi.gc(ffi.new("uint64_t *"), lib.vpmm_python_close)
 
 
 #: What handlers of signals have raised while a call waits, by the thread.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from ._errors import Error
-from ._library import answer, call, encoded, ffi, lib
+from ._library import answer, block, call, encoded, ffi, lib
 from ._pool import Pool, Statistics, bytes_of, statistics_by
 from ._sleep import resume, suspend
 
@@ -87,11 +87,9 @@ class HeapMemPool:
     @contextlib.contextmanager
     def using(self) -> Iterator[HeapMemPool]:
         """What this thread allocates in the block on the pool's device comes from it."""
-        call(lib.vpmm_process_push_tag_on, encoded(self.name), self.device)
-        try:
+        with block() as this_block:
+            call(lib.vpmm_python_push_tag, this_block, encoded(self.name), self.device)
             yield self
-        finally:
-            call(lib.vpmm_process_pop_tag)
 
     def statistics(self) -> Statistics:
         """What the heap holds."""

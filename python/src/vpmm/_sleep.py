@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ._library import call, encoded, lib
+from ._library import EVERY_DEVICE, block, call, encoded, lib
 from ._pool import Pool
 
 
@@ -21,11 +21,9 @@ def tag(name: str) -> Iterator[None]:
     >>> vpmm.suspend("weights")        # the GPU's memory is others' now
     >>> vpmm.resume("weights")         # and back, at the same addresses, with its contents
     """
-    call(lib.vpmm_process_push_tag, encoded(name))
-    try:
+    with block() as this_block:
+        call(lib.vpmm_python_push_tag, this_block, encoded(name), EVERY_DEVICE)
         yield
-    finally:
-        call(lib.vpmm_process_pop_tag)
 
 
 def suspend(

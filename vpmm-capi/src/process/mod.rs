@@ -17,7 +17,7 @@ pub use copies::{
 };
 pub(crate) use serve::{Asked, Life, allocate, free, questions, record_stream};
 pub use snapshot::vpmm_process_snapshot;
-pub(crate) use tags::push_heap;
+pub(crate) use tags::{close, push_heap, push_tag};
 pub use tags::{vpmm_process_pop_tag, vpmm_process_push_tag, vpmm_process_push_tag_on};
 pub use trace::{vpmm_process_record_history, vpmm_where};
 

@@ -3,6 +3,7 @@
 
 use std::cell::RefCell;
 use std::ffi::c_char;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use vpmm_core::{DevicePtr, Pool, StreamHandle, Tagged};
@@ -15,6 +16,8 @@ use crate::status::vpmm_status;
 
 /// Where a thread's requests go, on one device or all.
 struct Open {
+    /// Tells it from all others.
+    number: u64,
     device: u32,
     goal: Goal,
 }
@@ -104,15 +107,37 @@ pub(super) fn heap_of(pool: &Pool, device: u32) -> Option<Result<Heap, Failure>>
     Some(heap.map(Heap::Tagged).map_err(Failure::from))
 }
 
-fn push(entry: Open) {
-    TAGS.with(|tags| tags.borrow_mut().push(entry));
+/// Answers what [`close`] takes.
+fn push(device: u32, goal: Goal) -> u64 {
+    static NUMBERS: AtomicU64 = AtomicU64::new(1);
+    let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+    TAGS.with(|tags| tags.borrow_mut().push(Open { number, device, goal }));
     change_open(|open| *open += 1);
+    number
+}
+
+/// As `vpmm_process_push_tag_on`, until [`close`] with what this answers.
+pub(crate) fn push_tag(tag: &str, device: u32) -> u64 {
+    push(device, Goal::Tag { tag: tag.to_owned(), heaps: Vec::new() })
+}
+
+/// Closes what this thread has opened, wherever it is among the others; nothing where another thread has.
+pub(crate) fn close(number: u64) {
+    let closed = TAGS.try_with(|tags| {
+        let mut tags = tags.borrow_mut();
+        let at = tags.iter().rposition(|open| open.number == number)?;
+        Some(tags.remove(at))
+    });
+    // Dropped when the list is not borrowed any more, as in `vpmm_process_pop_tag`.
+    if closed.ok().flatten().is_some() {
+        change_open(|open| *open -= 1);
+    }
 }
 
 /// From now on what this thread asks a device's pool for comes from a heap of the memory service's, until
 /// `vpmm_process_pop_tag`.
-pub(crate) fn push_heap(heap: Arc<service::Heap>) {
-    push(Open { device: heap.device(), goal: Goal::Service(heap) });
+pub(crate) fn push_heap(heap: Arc<service::Heap>) -> u64 {
+    push(heap.device(), Goal::Service(heap))
 }
 
 /// From now on what this thread asks the process's pools for comes from their heap with a tag
@@ -134,8 +159,7 @@ pub unsafe extern "C" fn vpmm_process_push_tag(tag: *const c_char) -> vpmm_statu
 pub unsafe extern "C" fn vpmm_process_push_tag_on(tag: *const c_char, device: u32) -> vpmm_status {
     guard(|| {
         // SAFETY: the caller vouches for it.
-        let tag = unsafe { text(tag, "tag") }?.to_owned();
-        push(Open { device, goal: Goal::Tag { tag, heaps: Vec::new() } });
+        push_tag(unsafe { text(tag, "tag") }?, device);
         Ok(())
     })
 }

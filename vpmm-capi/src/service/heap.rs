@@ -245,9 +245,16 @@ pub unsafe extern "C" fn vpmm_gms_heap_push(heap: *const vpmm_gms_heap) -> vpmm_
     guard(|| {
         // SAFETY: the caller vouches for it.
         let heap = unsafe { given(heap, "heap") }?;
-        process::push_heap(Arc::clone(&heap.0));
+        heap.push();
         Ok(())
     })
+}
+
+impl vpmm_gms_heap {
+    /// Answers what [`process::close`] takes.
+    pub(crate) fn push(&self) -> u64 {
+        process::push_heap(Arc::clone(&self.0))
+    }
 }
 
 /// Gives a handle back: free memory of the heap goes back to the server, and what is allocated still

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from .. import _library
-from .._library import answer, call, ffi, lib
+from .._library import answer, block, call, ffi, lib
 from . import GMSClientMemoryManager, GrantedLockType, LockTimeoutError, RequestedLockType
 
 
@@ -76,11 +76,9 @@ class _OfProcess:
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
-        call(lib.vpmm_gms_heap_push, self._handle)
-        try:
+        with block() as this_block:
+            call(lib.vpmm_python_push_heap, this_block, self._handle)
             yield
-        finally:
-            call(lib.vpmm_process_pop_tag)
 
     def end(self) -> None:
         """As :meth:`_OfPyTorch.end`."""

@@ -66,9 +66,18 @@ def using(resource: DeviceMemoryResource) -> Iterator[DeviceMemoryResource]:
     after it."""
     device = device_of(resource)
     former = current_or_none(device)
-    _set(device, resource)
     try:
+        # In here, and what ends it once more: a signal's handler may raise something in either.
+        _set(device, resource)
         yield resource
     finally:
-        with but_in_a_child():
-            _set(device, former)
+        try:
+            _set_back(device, former)
+        except BaseException:
+            _set_back(device, former)
+            raise
+
+
+def _set_back(device: int, former: DeviceMemoryResource | None) -> None:
+    with but_in_a_child():
+        _set(device, former)

@@ -1,0 +1,61 @@
+//! What a block of Python's opens. An exception of a signal's handler comes between any two steps of Python's: so what
+//! was opened is noted by what opens it, in a number that the block gives back however it is left, with cffi's
+//! `with ffi.gc(…)`. Where the block itself never came to that, the number ends with what refers to it.
+
+use std::ffi::c_char;
+
+use crate::guard::{given, guard, put, text};
+use crate::process;
+use crate::service::vpmm_gms_heap;
+use crate::status::vpmm_status;
+
+/// As `vpmm_process_push_tag_on`, until `vpmm_python_close`.
+///
+/// # Safety
+/// `token` is to a number, 0 at first, that nobody else changes; `tag` is null or ends with a zero byte.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_push_tag(
+    token: *mut u64,
+    tag: *const c_char,
+    device: u32,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let tag = unsafe { text(tag, "tag") }?;
+        // SAFETY: as above.
+        unsafe { put(token, "token", process::push_tag(tag, device)) }
+    })
+}
+
+/// As `vpmm_gms_heap_push`, until `vpmm_python_close`.
+///
+/// # Safety
+/// As `vpmm_python_push_tag`; `heap` is null or a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_push_heap(
+    token: *mut u64,
+    heap: *const vpmm_gms_heap,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let heap = unsafe { given(heap, "heap") }?;
+        // SAFETY: as above.
+        unsafe { put(token, "token", heap.push()) }
+    })
+}
+
+/// Closes what one of these has opened with the number, in the same thread; nothing if none has.
+///
+/// # Safety
+/// As `vpmm_python_push_tag`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_close(token: *mut u64) {
+    let _ = guard(|| {
+        // SAFETY: the caller vouches for it.
+        match unsafe { token.replace(0) } {
+            0 => {}
+            number => process::close(number),
+        }
+        Ok(())
+    });
+}
