@@ -90,8 +90,10 @@ class DeviceBuffer:
             raise ValueError(f"a buffer of {size} bytes")
         if device is None:
             device = 0 if mr is None else mr.device
+        else:
+            within("device", device, 32)
         if mr is None:
-            mr = current_or_none(within("device", device, 32))
+            mr = current_or_none(device)
         elif mr.device != device:
             raise ValueError(f"a buffer on device {device}, of a resource of device {mr.device}")
         self._size, self._device, self._mr = size, device, mr

@@ -174,8 +174,9 @@ def within(name: str, number: int, bits: int) -> int:
 
 def handle(raw: int, name: str = "pointer") -> Any:
     """A stream or a device address, given as a number, as a pointer."""
-    # By itself it would be cut to 64 bits, and be another's.
-    return ffi.cast("void *", within(name, raw, 64))
+    # By itself it would be cut to 64 bits, and be another's. Most are looked at here, as requests pass by.
+    is_one = type(raw) is int and 0 <= raw < 1 << 64
+    return ffi.cast("void *", raw if is_one else within(name, raw, 64))
 
 
 def address(function: Any) -> int:

@@ -11,7 +11,8 @@ from ._library import within
 def raw_stream(stream: Any) -> int:
     """A stream as a number: an ``int`` or what stands for one, as NumPy's, or an object of PyTorch's, CuPy's,
     Numba's or with ``__cuda_stream__``. ``None`` is the default stream."""
-    return 0 if stream is None else within("stream", _number_of(stream), 64)
+    number = 0 if stream is None else _number_of(stream)
+    return number if 0 <= number < 1 << 64 else within("stream", number, 64)
 
 
 def _number_of(stream: Any) -> int:
