@@ -145,6 +145,35 @@ def test_what_a_signal_s_handler_raises_ends_the_wait_for_what_is_sent():
     pool.free(first)
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_what_a_signal_s_handler_raises_ends_the_wait_for_who_receives(is_whole):
+    def handler(*_):
+        raise Enough
+
+    pool = vpmm.Pool(sharing="descriptors", addresses="1 GiB")
+    first = pool.malloc(MIB)
+    own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    former = signal.signal(signal.SIGALRM, handler)
+    late = threading.Timer(10, others.shutdown, [socket.SHUT_RDWR])
+    late.start()
+    try:
+        with own, others:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            begin = time.monotonic()
+            with pytest.raises(Enough):
+                pool.export_all().send(own) if is_whole else pool.export(first, own.fileno())
+            assert time.monotonic() - begin < 8
+            # Nobody takes what comes late for something else.
+            with pytest.raises(vpmm.InputOutputError):
+                pool.export(first, own)
+    finally:
+        late.cancel()
+        late.join()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+    pool.free(first)
+
+
 def test_a_time_limit_of_the_socket_s_is_kept():
     own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with own, others:

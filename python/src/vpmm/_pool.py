@@ -328,8 +328,8 @@ class Pool:
         """Sends an allocation to a process that is in :meth:`vpmm.Imported.receive` at the other end of a
         connected Unix stream socket, and waits until it has mapped it. The pool was made with ``sharing``.
         The memory stays where it is from then on, and may be freed when the other process has finished with
-        it."""
-        call(lib.vpmm_export_send, self._handle, handle(pointer), _share.descriptor(socket))
+        it. What a signal's handler raises in the main thread ends the wait, and shuts the socket down."""
+        _share.send(lib.vpmm_export_send, self._handle, handle(pointer), _share.descriptor(socket))
 
     def export_all(self) -> _share.Export:
         """The whole pool, to be sent to one process, again and again as it grows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket as sockets
@@ -41,6 +42,45 @@ def _with_something(number: int) -> int:
     return number
 
 
+def send(function: Any, *arguments: Any) -> None:
+    """Calls a function that sends something through a socket, its last argument, and waits for who receives it. In the
+    main thread another one does, so that handlers of signals run meanwhile. What one raises ends it, and the socket:
+    an answer that came later would be taken for another's."""
+    if threading.current_thread() is not threading.main_thread():
+        call(function, *arguments)
+        return
+    outcome: list[BaseException | None] = []
+
+    def work() -> None:
+        try:
+            call(function, *arguments)
+            outcome.append(None)
+        except BaseException as error:
+            outcome.append(error)
+
+    works = threading.Thread(target=work, daemon=True)
+    try:
+        try:
+            works.start()
+        except RuntimeError:
+            # The system has no more threads.
+            work()
+        else:
+            works.join()
+    except BaseException:
+        if not outcome:
+            with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(arguments[-1])) as same:
+                same.shutdown(sockets.SHUT_RDWR)
+        raise
+    error = outcome.pop()
+    try:
+        if error is not None:
+            raise error
+    finally:
+        # Not in a circle with what it has come through.
+        del error
+
+
 class Export:
     """A whole pool on its way to another process: :meth:`vpmm.Pool.export_all`. One for each receiver."""
 
@@ -50,8 +90,9 @@ class Export:
 
     def send(self, socket: Any) -> None:
         """Sends what the pool has; from the second time on what it has made since, for
-        :meth:`Imported.receive_more`."""
-        call(lib.vpmm_export_send_all, self._handle, descriptor(socket))
+        :meth:`Imported.receive_more`. What a signal's handler raises in the main thread ends the wait for the
+        receiver, and shuts the socket down."""
+        send(lib.vpmm_export_send_all, self._handle, descriptor(socket))
 
 
 class Imported:
