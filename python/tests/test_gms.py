@@ -4,6 +4,7 @@ import array
 import collections
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import pathlib
@@ -867,6 +868,27 @@ def test_which_mapping_has_a_tensor():
     begin, holders = time.monotonic(), _Holders(mappings)
     assert all(holders.of(va + 512, 512) == va for va in mappings)
     assert time.monotonic() - begin < 10
+
+
+def test_what_uses_a_pool_ends_with_its_block_whatever_comes(server, plugged, stopped):
+    from vpmm.gms import torch as gms_torch
+
+    manager = gms_torch.get_or_create_gms_client_memory_manager(server, 0, RequestedLockType.RW)
+
+    def work():
+        with gms_torch.use_pool():
+            pass
+
+    try:
+        stopped(work, 300, 1e-3)
+        gc.collect()
+        with pytest.raises(vpmm.StateError, match="begun nothing"):
+            _library.call(_library.lib.vpmm_gms_torch_end)
+        with pytest.raises(vpmm.InvalidArgumentError, match="no tag"):
+            _library.call(_library.lib.vpmm_process_pop_tag)
+    finally:
+        gms_torch.evict_gms_client_memory_manager(manager)
+        manager.close()
 
 
 def test_pools_beside_our_allocator(server, plugged):

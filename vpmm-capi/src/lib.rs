@@ -70,13 +70,13 @@ pub use process::{
     vpmm_process_synchronize, vpmm_process_upload, vpmm_process_wait_for, vpmm_where,
 };
 pub use python::{
-    vpmm_python_allocate, vpmm_python_check, vpmm_python_close, vpmm_python_deallocate,
-    vpmm_python_delete, vpmm_python_delete_versioned, vpmm_python_end, vpmm_python_end_capsule,
-    vpmm_python_end_memory, vpmm_python_finish, vpmm_python_forked, vpmm_python_free_memory,
-    vpmm_python_functions, vpmm_python_go_on, vpmm_python_make_memory, vpmm_python_make_room,
-    vpmm_python_memory, vpmm_python_push_heap, vpmm_python_push_tag, vpmm_python_rest,
-    vpmm_python_visit_allocation, vpmm_python_visit_key, vpmm_python_visit_value,
-    vpmm_python_where, vpmm_python_write,
+    vpmm_python_allocate, vpmm_python_begin_torch, vpmm_python_check, vpmm_python_close,
+    vpmm_python_deallocate, vpmm_python_delete, vpmm_python_delete_versioned, vpmm_python_end,
+    vpmm_python_end_capsule, vpmm_python_end_memory, vpmm_python_end_torch, vpmm_python_finish,
+    vpmm_python_forked, vpmm_python_free_memory, vpmm_python_functions, vpmm_python_go_on,
+    vpmm_python_make_memory, vpmm_python_make_room, vpmm_python_memory, vpmm_python_push_heap,
+    vpmm_python_push_tag, vpmm_python_rest, vpmm_python_visit_allocation, vpmm_python_visit_key,
+    vpmm_python_visit_value, vpmm_python_where, vpmm_python_write,
 };
 pub use resource::{
     vpmm_counter, vpmm_counters, vpmm_counters_init, vpmm_facts, vpmm_facts_init, vpmm_resource,

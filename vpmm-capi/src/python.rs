@@ -14,7 +14,10 @@
 mod blocks;
 mod memory;
 
-pub use blocks::{vpmm_python_close, vpmm_python_push_heap, vpmm_python_push_tag};
+pub use blocks::{
+    vpmm_python_begin_torch, vpmm_python_close, vpmm_python_end_torch, vpmm_python_push_heap,
+    vpmm_python_push_tag,
+};
 pub use memory::{
     vpmm_python_end_memory, vpmm_python_free_memory, vpmm_python_make_memory, vpmm_python_memory,
 };

@@ -7,7 +7,7 @@
 pub(crate) mod heap;
 mod place;
 mod scratch;
-mod tensors;
+pub(crate) mod tensors;
 
 pub use heap::{vpmm_gms_heap, vpmm_gms_heap_open, vpmm_gms_heap_push, vpmm_gms_heap_release};
 pub use place::{vpmm_gms_set_tag, vpmm_gms_socket_path};

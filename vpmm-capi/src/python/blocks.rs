@@ -6,7 +6,7 @@ use std::ffi::c_char;
 
 use crate::guard::{given, guard, put, text};
 use crate::process;
-use crate::service::vpmm_gms_heap;
+use crate::service::{tensors, vpmm_gms, vpmm_gms_heap};
 use crate::status::vpmm_status;
 
 /// As `vpmm_process_push_tag_on`, until `vpmm_python_close`.
@@ -44,17 +44,53 @@ pub unsafe extern "C" fn vpmm_python_push_heap(
     })
 }
 
-/// Closes what one of these has opened with the number, in the same thread; nothing if none has.
+/// As `vpmm_gms_torch_begin`, until `vpmm_python_end_torch`.
+///
+/// # Safety
+/// As `vpmm_python_push_tag`; `gms` is null or a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_begin_torch(
+    token: *mut u64,
+    gms: *const vpmm_gms,
+    tag: *const c_char,
+    scratch: u32,
+) -> vpmm_status {
+    guard(|| {
+        // SAFETY: the caller vouches for both.
+        let (gms, tag) = unsafe { (given(gms, "gms")?, text(tag, "tag")?) };
+        // SAFETY: as above.
+        unsafe { put(token, "token", gms.begin_torch(tag, scratch != 0)?) }
+    })
+}
+
+/// Ends what `vpmm_python_begin_torch` has begun with the number, in the same thread; nothing if it has not.
+///
+/// # Safety
+/// As `vpmm_python_push_tag`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_python_end_torch(token: *mut u64) {
+    // SAFETY: the caller vouches for it.
+    unsafe { close_by(token, tensors::end) };
+}
+
+/// Closes what one of the others has opened with the number, in the same thread; nothing if none has.
 ///
 /// # Safety
 /// As `vpmm_python_push_tag`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_python_close(token: *mut u64) {
+    // SAFETY: the caller vouches for it.
+    unsafe { close_by(token, process::close) };
+}
+
+/// # Safety
+/// As `vpmm_python_push_tag`.
+unsafe fn close_by(token: *mut u64, close: fn(u64)) {
     let _ = guard(|| {
         // SAFETY: the caller vouches for it.
         match unsafe { token.replace(0) } {
             0 => {}
-            number => process::close(number),
+            number => close(number),
         }
         Ok(())
     });

@@ -15,7 +15,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
 use gms::client::{ClientError, MemoryManager};
@@ -30,6 +30,8 @@ type Owner = Weak<Mutex<Option<MemoryManager>>>;
 
 /// Where a pool's memory comes from.
 struct Source {
+    /// Tells it from all others.
+    number: u64,
     manager: Shared,
     tag: String,
     scratch: bool,
@@ -86,14 +88,47 @@ pub unsafe extern "C" fn vpmm_gms_torch_begin(
     guard(|| {
         // SAFETY: the caller vouches for both.
         let (gms, tag) = unsafe { (given(gms, "gms")?, text(tag, "tag")?) };
-        let manager = Arc::clone(&gms.manager);
-        gms.loaded.check_process()?;
+        gms.begin_torch(tag, scratch != 0).map(drop)
+    })
+}
+
+impl vpmm_gms {
+    /// Answers what [`end`] takes.
+    pub(crate) fn begin_torch(&self, tag: &str, scratch: bool) -> Result<u64, Failure> {
+        static NUMBERS: AtomicU64 = AtomicU64::new(1);
+        self.loaded.check_process()?;
         PROCESS.store(std::process::id(), Ordering::Relaxed);
-        let source = Arc::new(Source { manager, tag: tag.to_owned(), scratch: scratch != 0 });
+        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+        let (manager, tag) = (Arc::clone(&self.manager), tag.to_owned());
+        let source = Arc::new(Source { number, manager, tag, scratch });
         registry(|registry| registry.used.push(Arc::clone(&source)));
         USED_HERE.with_borrow_mut(|used| used.push(source));
-        Ok(())
-    })
+        Ok(number)
+    }
+}
+
+/// Ends what this thread has begun, wherever it is among the others; nothing where another thread has.
+pub(crate) fn end(number: u64) {
+    let ended = USED_HERE.try_with(|used| {
+        let mut used = used.borrow_mut();
+        let at = used.iter().rposition(|source| source.number == number)?;
+        Some(used.remove(at))
+    });
+    if let Some(source) = ended.ok().flatten() {
+        forget_use(&source);
+    }
+}
+
+/// A thread uses a pool no more.
+fn forget_use(source: &Arc<Source>) {
+    // A thread of the parent may have the registry for ever.
+    if is_childs() {
+        return;
+    }
+    registry(|registry| {
+        let at = registry.used.iter().rposition(|used| Arc::ptr_eq(used, source));
+        at.map(|at| registry.used.remove(at));
+    });
 }
 
 /// Ends what this thread began last.
@@ -104,14 +139,7 @@ pub extern "C" fn vpmm_gms_torch_end() -> vpmm_status {
             let text = "this thread has begun nothing";
             return Err(Failure::new(vpmm_status::VPMM_BAD_STATE, text));
         };
-        // A thread of the parent may have the registry for ever.
-        if is_childs() {
-            return Ok(());
-        }
-        registry(|registry| {
-            let at = registry.used.iter().rposition(|used| Arc::ptr_eq(used, &source));
-            at.map(|at| registry.used.remove(at));
-        });
+        forget_use(&source);
         Ok(())
     })
 }

@@ -13,11 +13,12 @@ another import, against either server::
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .._errors import DisconnectedError, LockTimeoutError, RefusedError, StaleMemoryLayoutError
@@ -447,6 +448,15 @@ class GMSClientMemoryManager:
         if scratch:
             self._set_scratch_size()
         call(lib.vpmm_gms_torch_begin, self._handle, encoded(tag), int(scratch))
+
+    @contextlib.contextmanager
+    def _block_of_torch(self, tag: str, scratch: bool) -> Iterator[None]:
+        """The same in a block."""
+        if scratch:
+            self._set_scratch_size()
+        with ffi.gc(ffi.new("uint64_t *"), lib.vpmm_python_end_torch) as this_block:
+            call(lib.vpmm_python_begin_torch, this_block, self._handle, encoded(tag), int(scratch))
+            yield
 
     # Addresses before there is memory for them.
 

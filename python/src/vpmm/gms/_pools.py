@@ -198,12 +198,8 @@ def gms_use_mem_pool(tag: str = "weights", device: Any = None) -> Iterator[None]
         raise RuntimeError(f"the manager for {tag!r} is of device {manager.device}")
     if pool.memory is None:
         pool.memory = _new_memory(manager.device)
-    manager.begin_torch(tag, is_scratch)
-    try:
-        with pool.memory.using():
-            yield
-    finally:
-        call(lib.vpmm_gms_torch_end)
+    with manager._block_of_torch(tag, is_scratch), pool.memory.using():
+        yield
 
 
 use_pool = gms_use_mem_pool
