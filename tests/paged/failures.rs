@@ -316,3 +316,132 @@ fn a_page_that_the_driver_keeps_is_offered_again_where_the_pool_holds_nothing_el
     drop((pool, device));
     sim.assert_clean();
 }
+
+/// Four streams, of which each of three has freed two pages of six; the work has finished.
+fn with_the_frees_of_three(
+    set: impl Fn(&mut vpmm::PagedConfig),
+    work: impl Fn(&Simulator, &Pool, &Stream),
+) {
+    let sim = Simulator::builder().build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let mut config = config(PAGE, 0);
+    config.reuse.internal_dependencies = false;
+    set(&mut config);
+    let pool = Pool::paged(&device, &config).unwrap();
+    let streams = [(); 4].map(|()| device.stream().unwrap());
+    let malloc = |at: usize| pool.malloc(2 * PAGE as usize, &streams[at]).unwrap();
+    let held = [0, 1, 2].map(malloc);
+    held.iter().zip(&streams).for_each(|(ptr, stream)| pool.free(*ptr, stream).unwrap());
+    work(&sim, &pool, &streams[3]);
+    sim.clear_faults();
+    pool.validate().unwrap();
+    drop((pool, streams, device));
+    sim.assert_clean();
+}
+
+/// A question that the driver refuses about one stream does not hide what others freed.
+#[test]
+fn a_question_that_fails_leaves_what_other_streams_freed() {
+    let code = CUresult::CUDA_ERROR_UNKNOWN;
+    for n in 1..=3 {
+        // Served by what the others freed: no error, and nothing grows.
+        with_the_frees_of_three(
+            |_| {},
+            |sim, pool, stream| {
+                sim.fail_nth("cuEventQuery", n, code);
+                let ptr = pool.malloc(2 * PAGE as usize, stream).unwrap();
+                assert_eq!(pool.stats().mapped_bytes, 6 * PAGE);
+                assert_eq!(pool.stats().pending_bytes, 2 * PAGE, "of the stream not asked about");
+                pool.free(ptr, stream).unwrap();
+            },
+        );
+        // They are not enough: the failure is told, and what they freed is everybody's all the same.
+        with_the_frees_of_three(
+            |_| {},
+            |sim, pool, stream| {
+                sim.fail_nth("cuEventQuery", n, code);
+                let error = pool.malloc(7 * PAGE as usize, stream).unwrap_err();
+                assert!(matches!(error, Error::Driver { call: "cuEventQuery", .. }), "{error}");
+                assert_eq!(pool.stats().pending_bytes, 2 * PAGE);
+            },
+        );
+        // A trim gives back what it may, and says that it could not ask about the rest.
+        with_the_frees_of_three(
+            |_| {},
+            |sim, pool, _| {
+                sim.fail_nth("cuEventQuery", n, code);
+                let error = pool.trim_to(0).unwrap_err();
+                assert!(matches!(error, Error::Driver { call: "cuEventQuery", .. }), "{error}");
+                assert_eq!(pool.stats().mapped_bytes, 2 * PAGE);
+            },
+        );
+        // Pages are given back for a small request.
+        with_the_frees_of_three(
+            |config| config.limit_bytes = Some(6 * PAGE),
+            |sim, pool, stream| {
+                sim.fail_nth("cuEventQuery", n, code);
+                let ptr = pool.malloc(1000, stream).unwrap();
+                pool.free(ptr, stream).unwrap();
+            },
+        );
+    }
+}
+
+/// The same of what frees wait for that further streams use: of pages, and of small allocations.
+#[test]
+fn a_question_that_fails_leaves_what_waits_for_other_streams() {
+    for (bytes, opportunistic) in [(2 * PAGE, true), (2 * PAGE, false), (1000, false)] {
+        for n in 1..=3 {
+            let sim = Simulator::builder().build().unwrap();
+            let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+            let mut config = config(PAGE, 0);
+            (config.reuse.opportunistic, config.reuse.internal_dependencies) =
+                (opportunistic, false);
+            config.limit_bytes = Some(6 * PAGE);
+            let pool = Pool::paged(&device, &config).unwrap();
+            let [own, sides @ ..] = [(); 4].map(|()| device.stream().unwrap());
+            let malloc = |bytes: u64| pool.malloc(bytes as usize, &own);
+            let held = sides.each_ref().map(|side| {
+                let ptr = malloc(bytes).unwrap();
+                pool.record_stream(ptr, side).unwrap();
+                ptr
+            });
+            held.into_iter().for_each(|ptr| pool.free(ptr, &own).unwrap());
+            sim.fail_nth("cuEventQuery", n, CUresult::CUDA_ERROR_UNKNOWN);
+            let ptr = malloc(bytes).unwrap();
+            let stats = pool.stats();
+            let kept =
+                if bytes < PAGE { stats.small_live_bytes - bytes } else { stats.pending_bytes };
+            assert!(kept <= 2 * bytes, "at {n}: {kept} of {bytes}");
+            pool.free(ptr, &own).unwrap();
+            sim.clear_faults();
+            pool.validate().unwrap();
+            drop((pool, own, sides, device));
+            sim.assert_clean();
+        }
+    }
+}
+
+/// Zombies of one stream that cannot be asked about are no reason to refuse a request of another.
+#[test]
+fn a_question_about_zombies_that_fails_leaves_requests_that_need_none() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let pool = Pool::paged(&device, &config(PAGE, 0)).unwrap();
+    let stream = device.stream().unwrap();
+    let held = [(); 4].map(|()| pool.malloc(PAGE as usize, &stream).unwrap());
+    pool.free(held[0], &stream).unwrap();
+    pool.free(held[2], &stream).unwrap();
+    let moved = pool.malloc(2 * PAGE as usize, &stream).unwrap();
+    pool.free(held[1], &stream).unwrap();
+    assert_eq!(pool.stats().zombie_count, 2, "{}", pool.layout());
+    sim.fail_nth("cuEventQuery", 1, CUresult::CUDA_ERROR_UNKNOWN);
+    let ptr = pool.malloc(PAGE as usize, &stream).unwrap();
+    assert_eq!(ptr.address(), held[1].address());
+    pool.validate().unwrap();
+    for ptr in [ptr, moved, held[3]] {
+        pool.free(ptr, &stream).unwrap();
+    }
+    drop((pool, stream, device));
+    sim.assert_clean();
+}

@@ -133,7 +133,7 @@ impl PagedPool {
         }
         let overflow = Error::SizeOverflow { bytes: requested, unit_bytes: self.config.page };
         let bytes = round_up(requested, self.config.page).ok_or(overflow)?;
-        self.reap()?;
+        let reaped = self.reap();
         {
             let mut space = self.lock_space();
             let timeline = space.timeline(caller.stream_id);
@@ -144,15 +144,25 @@ impl PagedPool {
         if let Some(ptr) = self.take_followed(caller, bytes)? {
             return Ok(ptr);
         }
-        self.ask_all()?;
-        self.remap(caller, bytes)
+        match reaped.and(self.ask_all()) {
+            Ok(()) => self.remap(caller, bytes),
+            // A failure about one stream's work, while another's is over, is none of the request's.
+            Err(error) => self.place_now(caller, bytes).ok_or(error),
+        }
+    }
+
+    /// Serves a request from what is mapped side by side and may be used at once.
+    fn place_now(&self, caller: Caller, bytes: u64) -> Option<DevicePtr> {
+        let mut space = self.lock_space();
+        let timeline = space.timeline(caller.stream_id);
+        space.place(timeline, bytes).or_else(|| space.place_in_run(timeline, bytes))
     }
 
     fn malloc_small(&self, small: &Small, bytes: u64, caller: Caller) -> Result<DevicePtr> {
-        self.settle_small(caller.stream_id, caller.stream)?;
+        let settled = self.settle_small(caller.stream_id, caller.stream);
         match self.malloc_from_driver(small, bytes, caller) {
             Err(error) if error.is_out_of_memory() && !error.is_hopeless() => {
-                self.malloc_in_place_of_pages(small, bytes, caller, error)
+                self.malloc_in_place_of_pages(small, bytes, caller, settled.err().unwrap_or(error))
             }
             served => served,
         }
@@ -174,7 +184,8 @@ impl PagedPool {
         })
     }
 
-    /// A small request that found no memory: again and again while free pages can be given back for it.
+    /// A small request that found no memory: again and again while free pages can be given back for it. `error` is
+    /// what it comes to if there are none.
     #[cold]
     fn malloc_in_place_of_pages(
         &self,
@@ -188,7 +199,9 @@ impl PagedPool {
         if self.lock_space().free_bytes() == 0 {
             return Err(error);
         }
-        self.ask_every_stream()?;
+        if let Err(failure) = self.ask_every_stream() {
+            error = failure;
+        }
         self.reap_pages(u64::MAX);
         loop {
             let missing = match self.bytes_over_limit(bytes) {
@@ -199,7 +212,9 @@ impl PagedPool {
                 return Err(error);
             }
             match self.malloc_from_driver(small, bytes, caller) {
-                Err(again) if again.is_out_of_memory() => error = again,
+                Err(again) if again.is_out_of_memory() => {
+                    error = if error.is_out_of_memory() { again } else { error }
+                }
                 served => return served,
             }
         }

@@ -188,18 +188,15 @@ impl PagedPool {
         if !self.lock_space().uses.has_small() {
             return Ok(());
         }
-        self.ask_deferred()?;
-        self.free_ready_small(stream, handle)
+        let asked = self.ask_deferred();
+        self.free_ready_small(stream, handle).and(asked)
     }
 
     /// Asks about what deferred frees wait for.
     pub(super) fn ask_deferred(&self) -> Result<()> {
-        self.record_due()?;
+        let recorded = self.record_due();
         let timelines = self.lock_space().waited_for();
-        for timeline in timelines {
-            self.ask_timeline(timeline)?;
-        }
-        Ok(())
+        recorded.map_err(Into::into).and(self.ask_each(timelines))
     }
 
     /// Frees a small allocation just taken out of the book, and kept there if it is used elsewhere.

@@ -67,7 +67,8 @@ impl PagedPool {
         if excess(small_held) == 0 {
             return Ok(self.retry_orphans());
         }
-        self.ask_every_stream()?;
+        // What is known to be free goes all the same.
+        let asked = self.ask_every_stream();
         self.reap_pages(u64::MAX);
         let mut gone = self.retry_orphans();
         gone += self.trim_pages(excess(small_held))?;
@@ -80,7 +81,7 @@ impl PagedPool {
                 gone += small_held.saturating_sub(small.reserved(driver)?);
             }
         }
-        Ok(gone)
+        asked.map(|()| gone)
     }
 
     /// Small allocations that only wait to be given to the driver: on the calling thread's own default

@@ -76,14 +76,18 @@ impl PagedPool {
         if self.config.reuse.opportunistic {
             return self.ask_every_stream();
         }
-        self.ask_deferred()?;
-        self.ask_streams(|space, timeline| space.timelines.newest_of_ended(timeline).is_some())
+        let deferred = self.ask_deferred();
+        let ended =
+            self.ask_streams(|space, timeline| space.timelines.newest_of_ended(timeline).is_some());
+        deferred.and(ended)
     }
 
-    /// Asks about every stream that something waits for.
+    /// Asks about every stream that something waits for. One that the driver refuses to answer for is no reason
+    /// not to ask about the others: the first such failure is told when all were asked.
     pub(super) fn ask_every_stream(&self) -> Result<()> {
-        self.record_due()?;
-        self.ask_streams(|space, timeline| space.timelines.newest(timeline).is_some())
+        let recorded = self.record_due();
+        let asked = self.ask_streams(|space, timeline| space.timelines.newest(timeline).is_some());
+        recorded.map_err(Into::into).and(asked)
     }
 
     /// Asks about some of the streams.
@@ -92,12 +96,19 @@ impl PagedPool {
             let space = self.lock_space();
             space.timelines.ids().filter(|timeline| some(&space, *timeline)).collect()
         };
-        timelines.into_iter().try_for_each(|timeline| self.ask_timeline(timeline))
+        self.ask_each(timelines)
+    }
+
+    /// Asks about each of some streams, whatever comes of the others: see
+    /// [`ask_every_stream`](Self::ask_every_stream).
+    pub(super) fn ask_each(&self, timelines: impl IntoIterator<Item = TimelineId>) -> Result<()> {
+        let answers = timelines.into_iter().map(|timeline| self.ask_timeline(timeline));
+        answers.fold(Ok(()), Result::and)
     }
 
     /// Asks about one stream: the newest fence first, because it answers for all; else how far the stream has come,
     /// by twice as many more each time and then between the last two, however many frees it has come past.
-    pub(super) fn ask_timeline(&self, timeline: TimelineId) -> Result<()> {
+    fn ask_timeline(&self, timeline: TimelineId) -> Result<()> {
         let newest = self.lock_space().timelines.newest(timeline);
         let Some(newest) = newest else { return Ok(()) };
         if self.ask(newest)? {
