@@ -5,6 +5,7 @@ use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::*;
 use vpmm::{
     Device, DevicePtr, Driver, Error, PendingPolicy, Pool, PoolConfig, Stream, StreamHandle,
+    WaitPolicy,
 };
 
 use crate::rig::{GRANULE, config, held};
@@ -361,5 +362,145 @@ fn a_lost_device_is_an_error_and_no_crash() {
         drop(stream);
         pool.validate().unwrap();
         pool.destroy().unwrap(); // and no panic here
+    }
+}
+
+/// Three streams have freed two granules each of six, and a fourth asks.
+fn with_the_frees_of_three(
+    schedule: Schedule,
+    set: impl Fn(&mut PoolConfig),
+    work: impl Fn(&Simulator, &Pool, &Stream),
+) {
+    let sim = Simulator::builder().schedule(schedule).build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let mut config = config(6, 96);
+    config.reuse.internal_dependencies = false;
+    set(&mut config);
+    let pool = Pool::new(&device, &config).unwrap();
+    let streams = [(); 4].map(|()| device.stream().unwrap());
+    let malloc = |at: usize| pool.malloc(2 * GRANULE as usize, &streams[at]).unwrap();
+    let held = [0, 1, 2].map(malloc);
+    held.iter().zip(&streams).for_each(|(ptr, stream)| {
+        pool.free(*ptr, StreamHandle::from(stream)).unwrap();
+    });
+    work(&sim, &pool, &streams[3]);
+    sim.clear_faults();
+    pool.validate().unwrap();
+    drop((pool, streams, device));
+    sim.assert_clean();
+}
+
+/// A question or a wait that the driver refuses for one stream does not hide what others freed: not where a request is
+/// served by that, and not where memory is given back.
+#[test]
+fn a_call_that_fails_for_one_stream_leaves_what_others_freed() {
+    let code = CUresult::CUDA_ERROR_UNKNOWN;
+    for call in ["cuEventRecord", "cuEventQuery", "cuEventSynchronize"] {
+        for n in 1..=3 {
+            for opportunistic in [true, false] {
+                let set = |config: &mut PoolConfig| config.reuse.opportunistic = opportunistic;
+                // Nothing has finished but by a wait.
+                with_the_frees_of_three(Schedule::Manual, set, |sim, pool, stream| {
+                    sim.fail_nth(call, n, code);
+                    let ptr = pool.malloc(2 * GRANULE as usize, stream);
+                    let ptr = ptr.unwrap_or_else(|error| {
+                        panic!("{call} {n}, opportunistic {opportunistic}: {error}")
+                    });
+                    pool.free(ptr, stream).unwrap();
+                });
+            }
+            // Everything is found finished, by the last questions before the limit.
+            let set = |config: &mut PoolConfig| config.out_of_memory = WaitPolicy::FailAtOnce;
+            with_the_frees_of_three(Schedule::Eager, set, |sim, pool, stream| {
+                sim.fail_nth(call, n, code);
+                let ptr = pool.malloc(2 * GRANULE as usize, stream);
+                let ptr = ptr.unwrap_or_else(|error| panic!("{call} {n}, at once: {error}"));
+                pool.free(ptr, stream).unwrap();
+            });
+            if call == "cuEventSynchronize" {
+                continue;
+            }
+            with_the_frees_of_three(
+                Schedule::Eager,
+                |_| {},
+                |sim, pool, _| {
+                    sim.fail_nth(call, n, code);
+                    let trimmed = pool.trim_to(0);
+                    assert!(
+                        matches!(trimmed, Err(Error::Driver { .. })),
+                        "{call} {n}: {trimmed:?}"
+                    );
+                    assert_eq!(pool.stats().mapped_bytes, 2 * GRANULE, "{call} {n}");
+                },
+            );
+        }
+    }
+}
+
+/// What one wait for all streams fails at is told where it was not enough without that stream.
+#[test]
+fn a_wait_that_fails_is_told_where_the_others_do_not_serve_the_request() {
+    for n in 1..=3 {
+        with_the_frees_of_three(
+            Schedule::Manual,
+            |_| {},
+            |sim, pool, stream| {
+                sim.fail_nth("cuEventSynchronize", n, CUresult::CUDA_ERROR_UNKNOWN);
+                let waits = pool.stats().host_waits;
+                let refused = pool.malloc(6 * GRANULE as usize, stream).unwrap_err();
+                assert!(
+                    matches!(refused, Error::Driver { call: "cuEventSynchronize", .. }),
+                    "{refused}"
+                );
+                assert_eq!(pool.stats().host_waits, waits + 2);
+                let ptr = pool.malloc(6 * GRANULE as usize, stream).unwrap();
+                pool.free(ptr, stream).unwrap();
+            },
+        );
+    }
+}
+
+/// An event that came into a graph is no error where it is waited for: another is recorded.
+#[test]
+fn an_event_that_a_capture_has_is_recorded_anew_where_it_is_waited_for() {
+    for n in 1..=3 {
+        with_the_frees_of_three(
+            Schedule::Manual,
+            |_| {},
+            |sim, pool, stream| {
+                sim.fail_nth("cuEventSynchronize", n, CUresult::CUDA_ERROR_CAPTURED_EVENT);
+                let ptr = pool.malloc(6 * GRANULE as usize, stream).unwrap();
+                pool.free(ptr, stream).unwrap();
+            },
+        );
+    }
+}
+
+/// The same of what frees wait for that further streams use.
+#[test]
+fn a_question_that_fails_leaves_what_waits_for_other_streams() {
+    for call in ["cuEventQuery", "cuEventRecord"] {
+        for n in 1..=3 {
+            let sim = Simulator::builder().build().unwrap();
+            let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+            let mut config = config(6, 96);
+            config.out_of_memory = WaitPolicy::FailAtOnce;
+            let pool = Pool::new(&device, &config).unwrap();
+            let [own, sides @ ..] = [(); 4].map(|()| device.stream().unwrap());
+            let malloc = |bytes: u64| pool.malloc(bytes as usize, &own);
+            let held = sides.each_ref().map(|side| {
+                let ptr = malloc(2 * GRANULE).unwrap();
+                pool.record_stream(ptr, side).unwrap();
+                ptr
+            });
+            held.into_iter().for_each(|ptr| pool.free(ptr, &own).unwrap());
+            sim.fail_nth(call, n, CUresult::CUDA_ERROR_UNKNOWN);
+            let ptr = malloc(2 * GRANULE).unwrap_or_else(|error| panic!("{call} {n}: {error}"));
+            pool.free(ptr, &own).unwrap();
+            sim.clear_faults();
+            pool.validate().unwrap();
+            drop((pool, own, sides, device));
+            sim.assert_clean();
+        }
     }
 }

@@ -110,7 +110,7 @@ impl Core {
 
     /// As [`place`](Self::place), for who does not hold `growing`: the heap may have fallen asleep since the request
     /// began. What is placed before it looks at what is in use, under the same lock, is seen by it.
-    fn place_awake(&self, request: Request) -> Option<u32> {
+    pub(super) fn place_awake(&self, request: Request) -> Option<u32> {
         self.place_unless(request, || self.is_asleep())
     }
 
@@ -243,18 +243,24 @@ impl Core {
     /// asked for, and looks again.
     fn call_in(&self, request: Request, room: u64) -> Result<Option<u32>> {
         let look = || self.place(request).or_else(|| self.place_in_run(request));
+        // A failure about one stream is none of a request's that another's memory serves.
+        let served = |asked: Result<bool>| match look() {
+            Some(start) => Ok(Some(start)),
+            None => asked.map(|_| None),
+        };
         let (freed, fronts) = self.is_worth_calling_in(request, room);
-        if (freed || fronts)
-            && self.poll(Some(request.stream), false)?
-            && let Some(start) = look()
-        {
-            return Ok(Some(start));
+        if freed || fronts {
+            let asked = self.poll(Some(request.stream), false);
+            if !matches!(asked, Ok(false))
+                && let Some(start) = served(asked)?
+            {
+                return Ok(Some(start));
+            }
         }
         if !fronts || !self.flush_fronts(|_| true) {
             return Ok(None);
         }
-        self.poll(Some(request.stream), false)?;
-        Ok(look())
+        served(self.poll(Some(request.stream), false))
     }
 
     /// Whether it is worth asking for what other streams freed; and for that and what is in fronts.
@@ -293,10 +299,13 @@ impl Core {
     fn make_do(&self, request: Request, room: u64) -> Result<u32> {
         self.space.lock().gathers = true;
         let flushed = self.flush_fronts(|_| true);
-        self.poll_deferred(true)?;
-        let gained = self.poll(Some(request.stream), true)?;
+        // What fails for one stream is told at the end, if nothing else has served the request.
+        let deferred = self.poll_deferred(true);
+        let polled = self.poll(Some(request.stream), true);
+        let gained = !matches!(polled, Ok(false));
+        let mut failed = deferred.err().or(polled.err());
         let rejoined = self.space.lock().rejoin(&self.tags, true);
-        if (gained || flushed || rejoined)
+        if (gained || flushed || rejoined || failed.is_some())
             && let Some(start) = self.retry(request, room)?
         {
             return Ok(start);
@@ -306,9 +315,12 @@ impl Core {
         }
         if self.config.reuse.internal_dependencies
             && self.config.pending_policy == PendingPolicy::GrowFirst
-            && let Some(start) = self.take_with_wait(request)?
         {
-            return Ok(start);
+            match self.take_with_wait(request) {
+                Ok(Some(start)) => return Ok(start),
+                Ok(None) => {}
+                Err(error) => failed = failed.or(Some(error)),
+            }
         }
         self.aside.make_room(true);
         self.retry_orphans();
@@ -319,8 +331,8 @@ impl Core {
         if self.config.out_of_memory == WaitPolicy::WaitForPending {
             match self.wait_for_frees() {
                 // What only a wait for the context would free stays, for a capture's sake.
-                Ok(()) | Err(Error::StreamCapturing) => {}
-                Err(error) => return Err(error),
+                Err(Error::StreamCapturing) => {}
+                waited => failed = waited.err(),
             }
         }
         self.space.lock().rejoin(&self.tags, true);
@@ -332,7 +344,7 @@ impl Core {
         if let Some(start) = self.place_elsewhere(request) {
             return Ok(start);
         }
-        Err(self.out_of_memory(request.units))
+        Err(failed.unwrap_or_else(|| self.out_of_memory(request.units)))
     }
 
     fn retry(&self, request: Request, room: u64) -> Result<Option<u32>> {
@@ -401,11 +413,17 @@ impl Core {
         let driver = self.device.driver();
         let streams = self.space.lock().books.len() as u32;
         let handle = self.handle_of(request)?;
+        let mut failed = Ok(None);
         for other in (0..streams).filter(|other| *other != request.stream) {
-            if self.advance(other, false)?
+            let advanced = self.advance(other, false);
+            if !matches!(advanced, Ok(false))
                 && let Some(start) = self.retry(request, 0)?
             {
                 return Ok(Some(start));
+            }
+            if let Err(error) = advanced {
+                failed = failed.and(Err(error));
+                continue;
             }
             let Some(record) = self.space.lock().record_of(other) else { continue };
             if crate::capture::stream_is_capturing(driver, handle)? {
@@ -439,7 +457,7 @@ impl Core {
                 return Ok(Some(start));
             }
         }
-        Ok(None)
+        failed
     }
 
     /// Empties the calling thread's front of a stream, of one part's sizes or all; whether there was

@@ -52,11 +52,12 @@ impl Core {
             return Ok(self.retry_orphans());
         }
         self.flush_fronts(|_| true);
-        self.look_around()?;
+        // What is known to be free goes all the same.
+        let mut looked = self.look_around();
         // That leaves addresses, which something may still be using.
         let rejoined = self.space.lock().rejoin(&self.tags, true);
         if rejoined {
-            self.look_around()?;
+            looked = looked.and(self.look_around());
         }
         self.reap(u64::MAX, Duration::MAX);
         let runs = self.space.lock().take_surplus(&self.tags, keep_bytes);
@@ -73,7 +74,7 @@ impl Core {
             }
         }
         released += self.retry_orphans();
-        failed.map_or(Ok(released), Err)
+        failed.map_or(looked.map(|()| released), Err)
     }
 
     /// Waits on the host for what was freed so far: a trim finds it then, also where its stream goes on.
@@ -96,15 +97,20 @@ impl Core {
     }
 
     /// Finds out what has passed: closes every stream's epoch and asks about its event. Memory
-    /// changes its owner for that only as it does whenever an epoch passes.
+    /// changes its owner for that only as it does whenever an epoch passes. A stream that the driver refuses
+    /// something about is told when all others were asked about.
     fn look_around(&self) -> Result<()> {
         let mut marks = self.every_mark();
         let begun = Instant::now();
-        let (mut asked, mut together) = (0, 0);
+        let (mut asked, mut together, mut failed) = (0, 0, None);
         loop {
-            for mark in &marks {
-                self.advance(mark.stream, false)?;
-            }
+            marks.retain(|mark| match self.advance(mark.stream, false) {
+                Ok(_) => true,
+                Err(error) => {
+                    failed.get_or_insert(error);
+                    false
+                }
+            });
             together += marks.len();
             let mut space = self.space.lock();
             marks.retain(|mark| !space.settle_past(&self.tags, mark));
@@ -112,7 +118,7 @@ impl Core {
             asked += 1;
             let often = asked >= ASKED || (asked >= 2 && together >= ASKED_TOGETHER);
             if marks.is_empty() || (often && begun.elapsed() >= PATIENCE) {
-                return Ok(());
+                return failed.map_or(Ok(()), Err);
             }
             std::hint::spin_loop();
         }

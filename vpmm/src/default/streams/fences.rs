@@ -234,18 +234,26 @@ impl Core {
     /// about the events, and makes nobody's what has passed. `all` looks at every stream (and at
     /// the asker's own epoch), else at a few, each call the next ones.
     ///
-    /// Returns whether anything became nobody's.
+    /// Returns whether anything became nobody's; where the driver refuses something about a stream the others are
+    /// asked about all the same, and that is told then.
     pub(in crate::default) fn poll(&self, asker: Option<u32>, all: bool) -> Result<bool> {
         let streams = self.space.lock().books.len();
         let most = if all { streams } else { ASKED.min(streams) };
         let first = if all { 0 } else { self.asked.fetch_add(most, Ordering::Relaxed) };
-        let mut gained = false;
-        for step in 0..most {
-            let stream = (first.wrapping_add(step) % streams) as u32;
-            let own = asker == Some(stream) && !all;
-            gained |= self.advance(stream, own)?;
+        let asked = (0..most).map(|step| (first.wrapping_add(step) % streams) as u32);
+        self.advance_each(asked.map(|stream| (stream, asker == Some(stream) && !all)))
+    }
+
+    /// Advances each of some streams, whatever comes of the others; the first failure is told when all were asked.
+    fn advance_each(&self, streams: impl Iterator<Item = (u32, bool)>) -> Result<bool> {
+        let (mut gained, mut failed) = (false, None);
+        for (stream, own) in streams {
+            match self.advance(stream, own) {
+                Ok(more) => gained |= more,
+                Err(error) => failed = failed.or(Some(error)),
+            }
         }
-        Ok(gained)
+        failed.map_or(Ok(gained), Err)
     }
 
     /// Takes one stream's epochs as far as they go now. `own` leaves the open one open.
@@ -439,7 +447,8 @@ impl Core {
         }
     }
 
-    /// Waits on the host until everything that streams freed so far may be used by any.
+    /// Waits on the host until everything that streams freed so far may be used by any; where the driver refuses it
+    /// for one stream the others are waited for all the same, and that is told then.
     pub(in crate::default) fn wait_for_frees(&self) -> Result<()> {
         // What turns out to have passed already is as good as waited for.
         self.space.lock().awaits += 1;
@@ -449,41 +458,59 @@ impl Core {
     }
 
     fn wait_for_each(&self) -> Result<()> {
-        let driver = self.device.driver();
-        // Every epoch is closed before one is waited for.
-        self.poll(None, true)?;
+        // Every epoch is closed before one is waited for. What fails here is met again below.
+        let _: Result<bool> = self.poll(None, true);
         let streams = self.space.lock().books.len() as u32;
-        for stream in 0..streams {
-            // What is freed from here on is not waited for, or a stream that goes on freeing would
-            // keep the caller.
-            let last = self.space.lock().books[stream as usize].epoch;
-            loop {
-                self.drain_whole(stream);
-                self.advance(stream, false)?;
-                let (passed, stage, record) = {
-                    let space = self.space.lock();
-                    let book = &space.books[stream as usize];
-                    (book.passed, book.stage, space.record_of(stream))
-                };
-                if let Some(record) = record.filter(|_| passed < last) {
-                    {
-                        let _beside = BesideCaptures::enter(driver)?;
-                        record.event.wait(driver)?;
-                    }
-                    let mut space = self.space.lock();
-                    space.pass(&self.tags, stream, record);
-                    space.counters.host_waits += 1;
-                } else if stage == Stage::Recording {
-                    // By a thread that closed its own epoch: there is a record in a moment.
-                    drop(lock(&self.shard(stream).eager));
-                    std::thread::yield_now();
-                } else if stage != Stage::Passed || passed >= last {
-                    break;
-                }
-            }
+        let waited = (0..streams).map(|stream| {
+            let waited = self.wait_for_stream(stream);
             self.drain_whole(stream);
+            waited
+        });
+        let waited = waited.fold(Ok(()), Result::and);
+        waited.and(self.wait_for_lost())
+    }
+
+    fn wait_for_stream(&self, stream: u32) -> Result<()> {
+        let driver = self.device.driver();
+        // What is freed from here on is not waited for, or a stream that goes on freeing would
+        // keep the caller.
+        let last = self.space.lock().books[stream as usize].epoch;
+        loop {
+            self.drain_whole(stream);
+            self.advance(stream, false)?;
+            let (passed, stage, record) = {
+                let space = self.space.lock();
+                let book = &space.books[stream as usize];
+                (book.passed, book.stage, space.record_of(stream))
+            };
+            if let Some(record) = record.filter(|_| passed < last) {
+                let answer = {
+                    let _beside = BesideCaptures::enter(driver)?;
+                    record.event.wait(driver)
+                };
+                let mut space = self.space.lock();
+                match answer {
+                    Ok(()) => {
+                        space.pass(&self.tags, stream, record);
+                        space.counters.host_waits += 1;
+                    }
+                    // As where it is asked about: a capture has it, and another is to be recorded.
+                    Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
+                        space.unrecord(stream, record);
+                        if space.record_of(stream) == Some(record) {
+                            return Err(failure.into());
+                        }
+                    }
+                    Err(failure) => return Err(failure.into()),
+                }
+            } else if stage == Stage::Recording {
+                // By a thread that closed its own epoch: there is a record in a moment.
+                drop(lock(&self.shard(stream).eager));
+                std::thread::yield_now();
+            } else if stage != Stage::Passed || passed >= last {
+                return Ok(());
+            }
         }
-        self.wait_for_lost()
     }
 
     /// Makes all blocks of a passed epoch nobody's.

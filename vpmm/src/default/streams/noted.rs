@@ -275,26 +275,25 @@ impl Core {
         };
         freed_on.sort_unstable();
         freed_on.dedup();
-        for other in freed_on {
-            self.advance(other, false)?;
-        }
-        Ok(self.space.lock().give_deferred(&self.tags, stream))
+        let advanced = freed_on.into_iter().map(|other| self.advance(other, false).map(drop));
+        let advanced = advanced.fold(Ok(()), Result::and);
+        let given = self.space.lock().give_deferred(&self.tags, stream);
+        if given { Ok(true) } else { advanced.map(|()| false) }
     }
 
     /// Takes the epochs that deferred frees wait for as far as they go now: of all streams, or of a few, each call
-    /// the next ones.
+    /// the next ones. Each of them, as [`poll`](Self::poll) does.
     pub(in crate::default) fn poll_deferred(&self, all: bool) -> Result<()> {
         let streams = self.space.lock().waited_for(all);
         if streams.is_empty() {
             return Ok(());
         }
         let _context = self.device.enter()?;
-        for stream in streams {
-            if !self.ask_fences(stream)? {
-                self.advance(stream, false)?;
-            }
-        }
-        Ok(())
+        let ask = |stream| match self.ask_fences(stream)? {
+            true => Ok(()),
+            false => self.advance(stream, false).map(drop),
+        };
+        streams.into_iter().map(ask).fold(Ok(()), Result::and)
     }
 }
 

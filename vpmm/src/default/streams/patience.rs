@@ -60,10 +60,11 @@ impl Core {
                 break Some(start);
             }
             // Where nothing became nobody's a deferred free may have become the stream's own.
-            self.poll(Some(request.stream), false)?;
+            let asked = self.poll(Some(request.stream), false);
             if let Some(start) = look() {
                 break Some(start);
             }
+            asked?;
             if begin.elapsed() >= may || !self.space.lock().others_may_serve(request) {
                 break None;
             }
