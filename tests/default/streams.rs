@@ -495,3 +495,44 @@ fn addresses_wait_for_the_epoch_that_was_open_when_they_were_left() {
     [of_other, more].into_iter().for_each(|held| watched.free(held, &other));
     watched.assert_intact();
 }
+
+/// What a stream has freed that has ended since is for anybody, though no question gives away what others freed: a
+/// request asks about it before the pool grows.
+#[test]
+fn what_an_ended_stream_freed_comes_before_growth_though_nothing_is_opportunistic() {
+    for streams in [1, 40] {
+        for schedule in [Schedule::Eager, Schedule::Manual] {
+            let late = matches!(schedule, Schedule::Manual);
+            let rig = Rig::simulated(schedule);
+            let mut settings = config(1024, 4096);
+            settings.reuse.opportunistic = false;
+            let watched = rig.pool(&settings);
+            let (stays, asks) = (rig.stream(), rig.stream());
+            let kept = watched.malloc(GRANULE, &stays);
+            watched.free(kept, &stays);
+            // More streams than are asked about for one request: they have freed nothing.
+            let idle: Vec<_> = (0..streams).map(|_| rig.stream()).collect();
+            for stream in idle.iter().chain([&asks]) {
+                let held = watched.malloc(512, stream);
+                watched.free(held, stream);
+            }
+            let ends = rig.stream();
+            let held = watched.malloc(3 * GRANULE, &ends);
+            watched.free(held, &ends);
+            drop(ends);
+            let made = watched.pool.stats().mapped_bytes;
+            let before = rig.driver.calls();
+            let held = watched.malloc(3 * GRANULE, &asks);
+            let calls = rig.driver.calls().since(&before);
+            let grew = calls.count("cuMemCreate") + calls.count("cuMemMap");
+            assert_eq!(grew > 0, late, "{streams} streams: {calls:?}");
+            assert_eq!(watched.pool.stats().mapped_bytes > made, late);
+            // What the one freed that goes on is still its own.
+            let one = watched.malloc(GRANULE, &stays);
+            assert_eq!(one.address(), kept.address());
+            watched.free(one, &stays);
+            watched.free(held, &asks);
+            watched.assert_intact();
+        }
+    }
+}

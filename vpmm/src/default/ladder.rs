@@ -46,7 +46,7 @@ const REAPED_IN_CROWD: (u64, Duration) = (128, Duration::from_millis(2));
 /// the pool, and to 2 MiB. Asking costs two or three driver calls for each stream, growing twenty
 /// times as much.
 const FREED_OF_POOL: u64 = 256;
-const FREED_UNITS: u64 = (2 << 20) / super::class::UNIT_BYTES;
+pub(super) const FREED_UNITS: u64 = (2 << 20) / super::class::UNIT_BYTES;
 
 /// Both double whenever that has happened this many times more for each growth: streams that take
 /// from each other in turn get some slack, and ask more rarely.
@@ -248,6 +248,15 @@ impl Core {
             Some(start) => Ok(Some(start)),
             None => asked.map(|_| None),
         };
+        // Nobody would ask for that again on its own stream.
+        if !self.config.reuse.opportunistic {
+            let ended = self.poll_ended(request.units);
+            if !matches!(ended, Ok(false))
+                && let Some(start) = served(ended)?
+            {
+                return Ok(Some(start));
+            }
+        }
         let (freed, fronts) = self.is_worth_calling_in(request, room);
         if freed || fronts {
             let asked = self.poll(Some(request.stream), false);

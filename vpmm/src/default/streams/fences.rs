@@ -10,6 +10,7 @@ use crate::capture::{
     BesideCaptures, Recorded, context_is_capturing, record_beside_captures, stream_is_capturing,
     wait_for_context,
 };
+use crate::default::ladder::FREED_UNITS;
 use crate::default::space::book::{Book, Recording, Stage};
 use crate::default::space::free_set::FreeSet;
 use crate::default::space::owner::Owner;
@@ -184,6 +185,23 @@ impl Space {
         book.open_units() > 0 || deferred || self.zombie_waits(stream) || self.split_waits(stream)
     }
 
+    /// The streams that have ended with something freed that nobody may have yet, where that comes to so many units
+    /// or to enough to be asked for anyway.
+    fn ended_with_frees(&self, units: u32) -> Vec<u32> {
+        let books = self.books.iter().enumerate();
+        let ended =
+            books.filter(|(_, book)| book.recording == Recording::Ended && !book.is_empty());
+        let (mut streams, mut freed) = (Vec::new(), 0);
+        for (at, book) in ended {
+            streams.push(at as u32);
+            freed += book.units();
+        }
+        if freed < FREED_UNITS.min(u64::from(units)) {
+            streams.clear();
+        }
+        streams
+    }
+
     /// Streams that were lost are over: `all`, since the context's work is, or those that nothing waits for.
     fn settle_lost(&mut self, tags: &Tags, all: bool) {
         for stream in 0..self.books.len() as u32 {
@@ -242,6 +260,19 @@ impl Core {
         let first = if all { 0 } else { self.asked.fetch_add(most, Ordering::Relaxed) };
         let asked = (0..most).map(|step| (first.wrapping_add(step) % streams) as u32);
         self.advance_each(asked.map(|stream| (stream, asker == Some(stream) && !all)))
+    }
+
+    /// Brings what streams have freed that have ended since to where anybody can use it, of a few of them: the next
+    /// ones each time. Returns whether anything became nobody's, as [`poll`](Self::poll) does.
+    pub(in crate::default) fn poll_ended(&self, units: u32) -> Result<bool> {
+        let mut ended = self.space.lock().ended_with_frees(units);
+        if ended.len() > ASKED {
+            let first = self.asked.fetch_add(ASKED, Ordering::Relaxed);
+            let all = ended.len();
+            ended.rotate_left(first % all);
+            ended.truncate(ASKED);
+        }
+        self.advance_each(ended.into_iter().map(|stream| (stream, false)))
     }
 
     /// Advances each of some streams, whatever comes of the others; the first failure is told when all were asked.
