@@ -4,6 +4,7 @@
 //! Every test runs on the simulator; those that need nothing of it run on a GPU too, where there
 //! is one.
 
+mod foreign;
 mod limits;
 mod ordering;
 mod queries;

@@ -53,6 +53,7 @@ pub struct Reuse {
     /// Where the pool finds out by an event that the other stream has come past the free. Off, it
     /// does not ask for that reason, and memory stays with the stream that freed it until the host
     /// has waited for that; or until that stream has ended, which needs it no more: about such it asks.
+    /// Of a stream that is known by its raw handle alone the end is known when another comes by that handle.
     pub opportunistic: bool,
     /// By a wait on the GPU that the pool adds; [`PendingPolicy`] says when. Off, it adds none.
     pub internal_dependencies: bool,

@@ -69,6 +69,8 @@ pub(super) struct Streams {
     by_id: HashMap<u64, StreamHandle>,
     last: Option<u64>,
     legacy: Option<u64>,
+    /// Of those whose end nobody tells: which had a raw handle last.
+    by_raw: HashMap<usize, u64>,
 }
 
 impl Streams {
@@ -84,6 +86,12 @@ impl Streams {
                 self.legacy = Some(id);
             }
         }
+    }
+
+    /// A stream whose end nobody tells has come by a handle. Two live ones have none in common: the one that had it
+    /// before, if that was another.
+    pub(super) fn came_by(&mut self, raw: usize, id: u64) -> Option<u64> {
+        self.by_raw.insert(raw, id).filter(|former| *former != id)
     }
 
     /// The legacy stream's id, if it has called.
@@ -136,6 +144,8 @@ impl Space {
         if self.timelines.len() >= self.sweep_timelines_at {
             let map = &self.map;
             self.timelines.close_unused(|id| map.is_clear_of(id));
+            let timelines = &self.timelines;
+            self.streams.by_raw.retain(|_, id| timelines.find(*id).is_some());
             self.sweep_timelines_at = (self.timelines.len() * 2).max(FEW_TIMELINES);
         }
         let timeline = self.timelines.open(stream);
@@ -283,6 +293,13 @@ impl Space {
     pub(super) fn end(&mut self, timeline: TimelineId) {
         self.timelines.end(timeline);
         self.pass_ended(timeline);
+    }
+
+    /// A stream that nobody tells the end of has ended: its handle means another one now.
+    pub(super) fn end_foreign(&mut self, stream: u64) {
+        let timeline = self.timelines.find(stream);
+        self.uses.forget_handle(stream, timeline);
+        timeline.into_iter().for_each(|timeline| self.end(timeline));
     }
 
     /// What an ended stream freed is nobody's as soon as it is known to be complete: it asks for it no more, and

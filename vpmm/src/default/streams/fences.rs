@@ -16,6 +16,7 @@ use crate::default::space::free_set::FreeSet;
 use crate::default::space::owner::Owner;
 use crate::default::space::tags::Tags;
 use crate::default::space::{Part, Space};
+use crate::default::streams::noted::Use;
 use crate::default::{Core, lock};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
@@ -215,6 +216,46 @@ impl Space {
             }
             self.end_lost(tags, stream);
         }
+    }
+
+    /// A stream has ended that an event was recorded on at every free: the last one covers all of those.
+    pub(in crate::default) fn end_eager(&mut self, tags: &Tags, stream: u32) {
+        let is_noted = |of: &Use| of.stream == stream;
+        let book = &self.books[stream as usize];
+        let last = book.last_record;
+        // Of what it uses and nobody has freed yet there is no event, nor will there be one.
+        let unproved = book.deferred_until > book.epoch
+            || (last.is_none() && (book.open_units() > 0 || book.is_unproved()))
+            || (book.pins > 0 && self.uses.values().flatten().any(is_noted));
+        let book = &mut self.books[stream as usize];
+        book.last_record = None;
+        let mut unused = None;
+        if unproved {
+            book.lose();
+            if let Stage::Recorded(event) = book.stage {
+                unused = Some(event);
+                book.stage = Stage::Unrecorded;
+            }
+            self.events.extend(last);
+        } else {
+            book.recording = Recording::Ended;
+            match last {
+                Some(event) => {
+                    if let Stage::Recorded(former) = book.stage {
+                        unused = Some(former);
+                    }
+                    book.stage = Stage::Recorded(event);
+                }
+                // Its last event is the closed epoch's, or has passed.
+                None if matches!(book.stage, Stage::Recorded(_)) => {}
+                None => {
+                    book.passed = book.epoch;
+                    book.stage = Stage::Passed;
+                    self.epochs_passed(tags, stream);
+                }
+            }
+        }
+        self.events.extend(unused);
     }
 
     /// A stream that was lost is over.
