@@ -5,6 +5,7 @@
 //! nothing of it run on a GPU too, where there is one.
 
 mod adaptors;
+mod bounds;
 mod captures;
 mod crowd;
 mod current;

@@ -105,6 +105,13 @@ pub struct Stop {
     pub map: Option<String>,
 }
 
+impl Stop {
+    /// Whether memory ran out, or there never would have been so much.
+    pub fn is_out_of_memory(&self) -> bool {
+        self.error.is_out_of_memory() || matches!(self.error, vpmm::Error::RequestTooLong { .. })
+    }
+}
+
 /// A trace, ready to be run again and again.
 #[derive(Debug)]
 pub struct Replay<'a> {
@@ -200,7 +207,7 @@ impl<'a> Replay<'a> {
         // Before the map and the leaks, which are not the trace's own operations.
         let driver = driver.map(|(timer, before)| timer.since(before));
         let mut stop = stop.into_inner().unwrap_or_else(PoisonError::into_inner);
-        if let Some(stop) = stop.as_mut().filter(|stop| stop.error.is_out_of_memory()) {
+        if let Some(stop) = stop.as_mut().filter(|stop| stop.is_out_of_memory()) {
             stop.map = Some(target.backend.map());
         }
         self.free_rest(target, &mut stop);

@@ -83,8 +83,7 @@ impl Outcome {
 
     /// Whether memory ran out.
     pub fn is_out_of_memory(&self) -> bool {
-        self.unmade.is_some()
-            || self.stop.as_ref().is_some_and(|stop| stop.error.is_out_of_memory())
+        self.unmade.is_some() || self.stop.as_ref().is_some_and(Stop::is_out_of_memory)
     }
 
     /// Whether something is wrong that more memory would not mend.

@@ -401,3 +401,17 @@ fn paced_takes_as_long_as_the_program_did() {
     assert_eq!(output.status.code(), Some(2));
     assert!(stderr(&output).contains("--paced needs a time"), "{}", stderr(&output));
 }
+
+/// A request that is longer than all that an allocator may have is one that lacks memory.
+#[test]
+fn a_request_above_an_allocators_maximum_ends_as_one_that_lacks_memory() {
+    let file = File::rows("1,x,allocate,0x1,1000,0\n1,x,allocate,0x2,14680064,0\n");
+    for (allocator, limit) in
+        [("arena", "--limit=8MiB"), ("coalescing(max=8MiB,default)", "--limit=1GiB")]
+    {
+        let args =
+            ["replay", file.path(), "--device=sim", "--json", "--allocator", allocator, limit];
+        let objects = json(&run(&args), 3);
+        assert_eq!(objects[0]["oom"], true, "{allocator}: {}", objects[0]);
+    }
+}

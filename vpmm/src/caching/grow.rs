@@ -20,6 +20,7 @@ impl Core {
         let (bytes, _) = sizes;
         let segment = segment_bytes(bytes, self.config.large_segment_bytes)
             .ok_or(Error::SizeOverflow { bytes, unit_bytes: super::ROUND_LARGE as u64 })?;
+        let segment = self.most_bytes().map_or(segment, |most| segment.min(most)).max(bytes);
         self.books.lock().tallies.misses += 1;
         self.collect_garbage()?;
         if let Some(found) = self.get_segment(place, handle, segment, sizes)? {
@@ -31,6 +32,12 @@ impl Core {
             return Ok(found);
         }
         self.flush_and_retry(place, handle, segment, sizes)
+    }
+
+    /// The longest block, where what is below gives no more in one piece.
+    pub(super) fn most_bytes(&self) -> Option<u64> {
+        let most = self.upstream.facts().max_bytes?;
+        Some((most - most % super::MIN_BLOCK_SIZE) as u64)
     }
 
     /// Gets a segment for a request; `None` where there is no memory for it, or no right to it.

@@ -52,6 +52,7 @@ impl MemoryResource for CachingAllocator {
             .with_stream_order(true)
             .with_recorded_streams(true)
             .aligned(align, align)
+            .with_max_bytes(self.core().most_bytes().map(|most| most as usize))
             .with_checks(Checks::PointersAndSizes)
     }
 

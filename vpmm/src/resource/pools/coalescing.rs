@@ -80,7 +80,8 @@ pub(super) enum Growth {
 /// # Growth
 /// By what the pool has already (with a maximum, by half of what is left of it), or the size of the request
 /// if that is more; if upstream has not so much, by half of that, and so on. At the maximum, and when
-/// upstream has no more, pieces that are wholly free go back first. What a stream-ordered upstream gives is
+/// upstream has no more, pieces that are wholly free go back first. A request above the maximum, or longer than what
+/// upstream gives in one piece, is refused as too long. What a stream-ordered upstream gives is
 /// the requesting stream's until it has been ordered for others.
 ///
 /// # Cost
@@ -486,8 +487,7 @@ impl<R: MemoryResource> CoalescingPool<R> {
             }
         }
         // What is wholly free but too short makes room for what is long enough.
-        if self.config.max_bytes.is_none_or(|most| bytes <= most)
-            && self.trim_as(named, stream, true, bytes)? > 0
+        if self.trim_as(named, stream, true, bytes)? > 0
             && let Ok(address) = self.grow(named, stream, bytes, asked)?
         {
             return Ok(address);
@@ -523,10 +523,15 @@ impl<R: MemoryResource> CoalescingPool<R> {
         let ptr = loop {
             match self.upstream.allocate(ask as usize, MIN_ALIGN, stream) {
                 Ok(ptr) => break ptr,
-                Err(error) if ask == bytes || !error.is_out_of_memory() => {
-                    return Ok(Err(Some(error)));
+                // Too long for what is below as well: its maximum may have changed.
+                Err(error)
+                    if ask > bytes
+                        && (error.is_out_of_memory()
+                            || matches!(error, Error::RequestTooLong { .. })) =>
+                {
+                    ask = round_up(ask / 2, UNIT).unwrap_or(bytes).max(bytes);
                 }
-                Err(_) => ask = round_up(ask / 2, UNIT).unwrap_or(bytes).max(bytes),
+                Err(error) => return Ok(Err(Some(error))),
             }
         };
         let mut state = self.core.state();
@@ -552,6 +557,16 @@ impl<R: MemoryResource> CoalescingPool<R> {
         }
     }
 
+    /// The longest request that can ever be served, rounded as requests are, where that is known: no more than the
+    /// pool may hold, and in one piece.
+    fn most_bytes(&self) -> Option<u64> {
+        let of_upstream = self.upstream.facts().max_bytes.map(|most| most as u64 / UNIT * UNIT);
+        match (self.config.max_bytes, of_upstream) {
+            (Some(own), Some(of_upstream)) => Some(own.min(of_upstream)),
+            (own, of_upstream) => own.or(of_upstream),
+        }
+    }
+
     /// How much to ask for; `None` where the maximum does not allow what is needed.
     fn growth_for(&self, bytes: u64) -> Option<u64> {
         let held = self.core.state().blocks.held();
@@ -562,7 +577,8 @@ impl<R: MemoryResource> CoalescingPool<R> {
         };
         let more = round_up(more, UNIT)?.max(bytes).min(MOST_BYTES);
         let room = self.config.max_bytes.map_or(u64::MAX, |most| most.saturating_sub(held));
-        (bytes <= room).then_some(more.min(room))
+        let in_one = self.most_bytes().unwrap_or(u64::MAX).max(bytes);
+        (bytes <= room).then_some(more.min(room).min(in_one))
     }
 
     /// Shows every piece: its bytes, and the bytes of its blocks in order, each with whether it is live.
@@ -606,6 +622,9 @@ impl<R: MemoryResource> CoalescingPool<R> {
         bytes: u64,
         asked: u64,
     ) -> Result<u64> {
+        if let Some(most_bytes) = self.most_bytes().filter(|most| bytes > *most) {
+            return Err(Error::RequestTooLong { bytes: asked, most_bytes });
+        }
         let hit = {
             let mut state = self.core.state();
             if bytes > MOST_BYTES {
@@ -664,9 +683,9 @@ impl<R: MemoryResource> CoalescingPool<R> {
 impl<R: MemoryResource> MemoryResource for CoalescingPool<R> {
     /// # Errors
     /// [`Error::BadAlignment`], [`Error::AlignmentUnsupported`] above 256 bytes,
-    /// [`Error::SizeOverflow`], [`Error::OutOfMemory`], [`Error::StreamCapturing`],
-    /// [`Error::WrongDevice`], [`Error::WrongContext`], [`Error::Driver`], [`Error::ContextLost`],
-    /// [`Error::Forked`]; upstream's, but for those of lacking memory.
+    /// [`Error::SizeOverflow`], [`Error::RequestTooLong`] above [`Facts::max_bytes`], [`Error::OutOfMemory`],
+    /// [`Error::StreamCapturing`], [`Error::WrongDevice`], [`Error::WrongContext`], [`Error::Driver`],
+    /// [`Error::ContextLost`], [`Error::Forked`]; upstream's, but for those of lacking memory.
     #[inline]
     fn allocate(&self, bytes: usize, align: usize, stream: StreamHandle) -> Result<DevicePtr> {
         check_align(align, MIN_ALIGN)?;
@@ -708,7 +727,7 @@ impl<R: MemoryResource> MemoryResource for CoalescingPool<R> {
             .with_managed(upstream.managed)
             .with_stream_order(true)
             .with_recorded_streams(true)
-            .with_max_bytes(self.config.max_bytes.map(|most| most as usize))
+            .with_max_bytes(self.most_bytes().map(|most| most as usize))
             .with_checks(Checks::PointersAndSizes)
     }
 

@@ -1,0 +1,108 @@
+//! Requests that a resource can never serve: above its own maximum, or that of what is below it.
+
+use std::sync::Arc;
+
+use cuda_sim::Schedule;
+use vpmm::caching::CachingConfig;
+use vpmm::resource::*;
+use vpmm::{CachingAllocator, Error, MemoryResource, Stream};
+
+use crate::subjects::{MIB, Shared, malloc};
+use crate::support::Rig;
+
+/// Blocks of so many bytes, one at a time: nothing longer is to be had from below.
+fn blocks(rig: &Rig, bytes: u64) -> Shared {
+    let mut config = FixedSizeConfig::default();
+    (config.block_bytes, config.blocks_at_once) = (bytes as usize, 1);
+    Arc::new(FixedSize::new(malloc(rig), &rig.device, &config).expect("blocks"))
+}
+
+fn pool_of(rig: &Rig, upstream: Shared, max_bytes: Option<u64>) -> CoalescingPool<Shared> {
+    let mut config = CoalescingConfig::default();
+    config.max_bytes = max_bytes;
+    CoalescingPool::new(upstream, &rig.device, &config).expect("a pool")
+}
+
+/// The longest request that a resource tells of is served, also beside others; one byte more never is, and is said to.
+fn assert_bound(resource: &dyn MemoryResource, most: u64, stream: &Stream) {
+    let stream = stream.handle();
+    assert_eq!(resource.facts().max_bytes, Some(most as usize));
+    for _ in 0..2 {
+        let longer = resource.allocate(most as usize + 1, 256, stream);
+        let Err(Error::RequestTooLong { bytes, most_bytes }) = longer else {
+            panic!("{most}: {longer:?}");
+        };
+        assert_eq!((bytes, most_bytes), (most + 1, most));
+        let ptr = resource.allocate(most as usize, 256, stream).expect("not too long");
+        resource.deallocate(ptr, most as usize, 256, stream).expect("freed");
+    }
+}
+
+#[test]
+fn a_request_above_a_pools_maximum_is_too_long() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let stream = rig.stream();
+    assert_bound(&pool_of(&rig, Arc::new(malloc(&rig)), Some(16 * MIB)), 16 * MIB, &stream);
+    let mut config = ArenaConfig::default();
+    config.arena_bytes = Some(16 * MIB);
+    assert_bound(&Arena::new(malloc(&rig), &rig.device, &config).unwrap(), 16 * MIB, &stream);
+    // Where the smaller requests' arenas have it.
+    config.arena_bytes = Some(MIB);
+    assert_bound(&Arena::new(malloc(&rig), &rig.device, &config).unwrap(), MIB, &stream);
+}
+
+#[test]
+fn what_is_below_bounds_what_a_pool_can_serve() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let stream = rig.stream();
+    let pool = |max_bytes| pool_of(&rig, blocks(&rig, MIB), max_bytes);
+    assert_bound(&pool(None), MIB, &stream);
+    assert_bound(&pool(Some(16 * MIB)), MIB, &stream);
+    assert_bound(&pool(Some(MIB / 2)), MIB / 2, &stream);
+    // A pool of a pool, and an arena of one.
+    assert_bound(&pool_of(&rig, Arc::new(pool(Some(MIB / 2))), None), MIB / 2, &stream);
+    let mut config = ArenaConfig::default();
+    config.arena_bytes = Some(2 * MIB);
+    let below = pool_of(&rig, Arc::new(malloc(&rig)), Some(3 * MIB));
+    assert_bound(&Arena::new(below, &rig.device, &config).unwrap(), 2 * MIB, &stream);
+}
+
+/// A pool that would grow by more than one piece of what is below has grows by such a piece.
+#[test]
+fn a_pool_of_pieces_that_are_not_long_goes_on_growing() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let stream = rig.stream();
+    for max_bytes in [None, Some(64 * MIB)] {
+        let pool = pool_of(&rig, blocks(&rig, MIB), max_bytes);
+        let held: Vec<_> = (0..40)
+            .map(|at| {
+                let ptr = pool.allocate(600 << 10, 256, stream.handle());
+                ptr.unwrap_or_else(|error| panic!("the {at}th: {error}"))
+            })
+            .collect();
+        for ptr in held {
+            pool.deallocate(ptr, 600 << 10, 256, stream.handle()).expect("freed");
+        }
+        assert_eq!(pool.live_bytes(), 0);
+    }
+}
+
+/// A caching allocator asks for no longer segments than there are.
+#[test]
+fn a_caching_allocator_over_short_pieces_serves_what_fits_into_one() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let stream = rig.stream();
+    for most in [MIB, 16 * MIB, 21 * MIB] {
+        let config = CachingConfig::default();
+        let caching =
+            CachingAllocator::over(blocks(&rig, most), &rig.device, &config).expect("one");
+        assert_eq!(caching.facts().max_bytes, Some(most as usize));
+        for bytes in [1000, MIB, 3 * MIB, 11 * MIB, most].map(|bytes| bytes.min(most) as usize) {
+            let ptr = caching.allocate(bytes, 256, stream.handle());
+            let ptr = ptr.unwrap_or_else(|error| panic!("{bytes} of {most}: {error}"));
+            caching.deallocate(ptr, bytes, 256, stream.handle()).expect("freed");
+            let longer = caching.allocate(most as usize + 1, 256, stream.handle());
+            assert!(matches!(longer, Err(Error::RequestTooLong { .. })), "{longer:?}");
+        }
+    }
+}
