@@ -1,5 +1,6 @@
 //! Streams that end with work under way, that others made, that capture.
 
+use cuda_sim::Schedule;
 use cuda_sys::types::CUstream_flags_enum;
 use vpmm::resource::*;
 use vpmm::{Error, MemoryResource, Stream, StreamHandle};
@@ -279,4 +280,27 @@ fn memory_of_the_legacy_stream_is_left_alone_beside_a_capture() {
         call!(rig.driver, cuStreamDestroy_v2(raw));
         watched.assert_intact();
     });
+}
+
+/// A raw handle that comes again is another stream's: the arena of the one that had it before is given up.
+#[test]
+fn an_arena_has_no_part_for_a_stream_whose_handle_has_come_again() {
+    for schedule in [Schedule::Eager, Schedule::Late { patience: 2 }] {
+        let rig = Rig::simulated(schedule);
+        let mut config = ArenaConfig::default();
+        config.arena_bytes = Some(2 << 30);
+        let arena = Arena::new(DeviceMalloc::new(&rig.device), &rig.device, &config).expect("one");
+        let watched = Watched::new(&rig, &arena);
+        let mut first = None;
+        for _ in 0..200 {
+            let (raw, foreign) = streams::make(&rig, CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0);
+            assert_eq!(*first.get_or_insert(raw), raw, "the simulator hands the last one out again");
+            let held = watched.allocate(1000, foreign);
+            watched.free(held, foreign);
+            call!(rig.driver, cuStreamSynchronize(raw));
+            call!(rig.driver, cuStreamDestroy_v2(raw));
+            assert!(arena.dump().streams() <= 2, "{}", arena.dump());
+        }
+        watched.assert_intact();
+    }
 }

@@ -316,12 +316,8 @@ impl PagedPool {
             let mut space = self.lock_space();
             space.timeline(stream_id);
             self.remember(&mut space, stream, stream_id);
-            // What was lent since has its end told.
-            if !self.outlasts_a_free(stream)
-                && let Some(former) = space.streams.came_by(stream.raw().addr(), stream_id)
-                && space.streams.get(former).is_none()
-            {
-                space.end_foreign(former);
+            if !self.is_the_librarys(stream) && stream != StreamHandle::LEGACY {
+                space.came_by(stream, stream_id);
             }
         }
         Ok(Caller { stream, stream_id })

@@ -29,7 +29,7 @@ impl PagedPool {
 
     /// Whether a handle may be used after the free that it was kept for: the library tells the end of
     /// its own streams, and the default streams have none (a thread has always one of its own).
-    pub(super) fn outlasts_a_free(&self, handle: StreamHandle) -> bool {
+    fn outlasts_a_free(&self, handle: StreamHandle) -> bool {
         self.is_the_librarys(handle)
             || handle == StreamHandle::LEGACY
             || handle == StreamHandle::PER_THREAD

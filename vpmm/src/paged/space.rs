@@ -19,6 +19,7 @@ use crate::fence::{Fence, TimelineId, Timelines};
 use crate::physical::Extent;
 use crate::region::{NodeId, Region, RegionMap, State};
 use crate::reservation::Reservation;
+use crate::stream::RawHandles;
 use crate::units::DevicePtr;
 
 /// Timelines are swept for streams that are gone when their number has doubled, from here on.
@@ -59,6 +60,8 @@ pub(super) struct Space {
     pub(super) follows: Follows,
     /// The library's streams that have called, by id, until they end; and the legacy stream.
     pub(super) streams: Streams,
+    /// Of the others, but for the threads' own.
+    by_raw: RawHandles,
     last_tag: u32,
     sweep_timelines_at: usize,
 }
@@ -69,8 +72,6 @@ pub(super) struct Streams {
     by_id: HashMap<u64, StreamHandle>,
     last: Option<u64>,
     legacy: Option<u64>,
-    /// Of those whose end nobody tells: which had a raw handle last.
-    by_raw: HashMap<usize, u64>,
 }
 
 impl Streams {
@@ -86,12 +87,6 @@ impl Streams {
                 self.legacy = Some(id);
             }
         }
-    }
-
-    /// A stream whose end nobody tells has come by a handle. Two live ones have none in common: the one that had it
-    /// before, if that was another.
-    pub(super) fn came_by(&mut self, raw: usize, id: u64) -> Option<u64> {
-        self.by_raw.insert(raw, id).filter(|former| *former != id)
     }
 
     /// The legacy stream's id, if it has called.
@@ -131,6 +126,7 @@ impl Space {
             uses,
             follows: Follows::default(),
             streams: Streams::default(),
+            by_raw: RawHandles::default(),
             last_tag: 0,
             sweep_timelines_at: FEW_TIMELINES,
         }
@@ -144,8 +140,6 @@ impl Space {
         if self.timelines.len() >= self.sweep_timelines_at {
             let map = &self.map;
             self.timelines.close_unused(|id| map.is_clear_of(id));
-            let timelines = &self.timelines;
-            self.streams.by_raw.retain(|_, id| timelines.find(*id).is_some());
             self.sweep_timelines_at = (self.timelines.len() * 2).max(FEW_TIMELINES);
         }
         let timeline = self.timelines.open(stream);
@@ -295,10 +289,17 @@ impl Space {
         self.pass_ended(timeline);
     }
 
-    /// A stream that nobody tells the end of has ended: its handle means another one now.
-    pub(super) fn end_foreign(&mut self, stream: u64) {
-        let timeline = self.timelines.find(stream);
-        self.uses.forget_handle(stream, timeline);
+    /// A stream whose end nobody tells has come by a handle, for the first time: the one that had it before has ended.
+    pub(super) fn came_by(&mut self, handle: StreamHandle, stream: u64) {
+        let timelines = &self.timelines;
+        let is_known = |known| timelines.find(known).is_some();
+        let former = self.by_raw.came_by(handle, stream, is_known);
+        // What was lent since has its end told.
+        let Some(former) = former.filter(|former| self.streams.get(*former).is_none()) else {
+            return;
+        };
+        let timeline = self.timelines.find(former);
+        self.uses.forget_handle(former, timeline);
         timeline.into_iter().for_each(|timeline| self.end(timeline));
     }
 

@@ -5,7 +5,9 @@ mod event;
 mod owned;
 mod owner;
 mod pool;
+mod raw;
 
 pub use event::Event;
 pub use owned::Stream;
 pub use pool::StreamPool;
+pub(crate) use raw::RawHandles;

@@ -15,6 +15,7 @@ use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::fork::Wiped;
 use crate::lock::Token;
+use crate::stream::RawHandles;
 
 /// The legacy default stream's number here; the driver's own numbers do not come so far.
 pub(in crate::default) const LEGACY: u64 = u64::MAX;
@@ -28,10 +29,6 @@ const ASKED_FOR_ONE: usize = 2;
 /// Of many streams so many are looked at for one that comes, the next ones each time: the thousandth
 /// costs what the hundredth did, and of the places that are vacant few stay so.
 const LOOKED_AT: usize = 64;
-
-/// Raw handles are looked through for those of streams that have no place any more when they are twice as many as
-/// streams, and no fewer than this.
-const FEW: usize = 64;
 
 /// A stream that may be served. While this lives its place is not given to another.
 pub(in crate::default) struct Admitted<'a> {
@@ -54,8 +51,8 @@ impl Drop for Admitted<'_> {
 #[derive(Default)]
 pub(in crate::default) struct Registry {
     by_stream: HashMap<u64, u32>,
-    /// Streams whose end nobody tells: which of them had a raw handle last. Some may have no place any more.
-    by_raw: HashMap<usize, u64>,
+    /// Of streams whose end nobody tells.
+    by_raw: RawHandles,
     /// Boxed, so that they stay where they are while the list grows: routes point to them.
     #[allow(clippy::vec_box)]
     shards: Vec<Box<Shard>>,
@@ -74,17 +71,6 @@ impl Registry {
         let index = self.by_stream.remove(&stream)?;
         self.shards[index as usize].forsake();
         Some(index)
-    }
-
-    /// A stream whose end nobody tells has come by a handle, for the first time. Two live ones have none in common:
-    /// the number of the one that had it before, if that has a place.
-    fn came_by(&mut self, raw: usize, stream: u64) -> Option<u64> {
-        if self.by_raw.len() >= FEW.max(2 * self.by_stream.len()) {
-            let by_stream = &self.by_stream;
-            self.by_raw.retain(|_, known| by_stream.contains_key(known));
-        }
-        let former = self.by_raw.insert(raw, stream)?;
-        (former != stream && self.knows(former)).then_some(former)
     }
 
     /// The stream at a place, if it is known still, has it no more.
@@ -230,7 +216,7 @@ impl Core {
                 if index == 1 {
                     self.share_what_was_seen(0);
                 }
-                if recording == Recording::Eager && handle != StreamHandle::PER_THREAD {
+                if recording == Recording::Eager {
                     self.end_former(handle, stream);
                 }
                 index
@@ -262,8 +248,10 @@ impl Core {
     /// its work is over. Nothing else tells, and where questions may give no memory away nobody asks.
     fn end_former(&self, handle: StreamHandle, stream: u64) {
         let mut registry = lock(&self.registry);
-        let Some(former) = registry.came_by(handle.raw().addr(), stream) else { return };
-        let Some(&index) = registry.by_stream.get(&former) else { return };
+        let Registry { by_stream, by_raw, .. } = &mut *registry;
+        let is_known = |known| by_stream.contains_key(&known);
+        let Some(former) = by_raw.came_by(handle, stream, is_known) else { return };
+        let Some(&index) = by_stream.get(&former) else { return };
         let mut space = self.space.lock();
         // One that was lent since has its end told.
         if space.books[index as usize].recording == Recording::Eager {

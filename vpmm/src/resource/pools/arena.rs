@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::ordering::Mark;
 use crate::resource::request::{MIN_ALIGN, check_align, is_of_nothing, rounded};
 use crate::resource::{Checks, Description, Facts, Identity, MemoryResource};
+use crate::stream::RawHandles;
 use crate::units::{Bytes, DevicePtr};
 
 /// Longer requests are served by the shared arena.
@@ -43,7 +44,7 @@ pub struct ArenaConfig {
 /// superblock tells whose arena it is. It never takes more from upstream than at the start.
 ///
 /// When a stream of this library ends its arena is given up. Of other streams nobody tells; their arenas
-/// stay, and give up what is free when memory is short.
+/// stay until another stream comes by the same raw handle, and give up what is free when memory is short.
 ///
 /// Every wrong free is found. Memory goes back to upstream at the drop, which waits as that of
 /// a [`CoalescingPool`].
@@ -87,6 +88,8 @@ struct Own<R: MemoryResource> {
 struct Streams<R: MemoryResource> {
     device: Device,
     of: ByStream<Own<R>>,
+    /// Of those whose end nobody tells.
+    by_raw: Mutex<RawHandles>,
 }
 
 /// Whose each superblock is: the place of the arena, by the first address; with its bytes.
@@ -166,7 +169,11 @@ impl<R: MemoryResource + 'static> Arena<R> {
         let (initial_bytes, max_bytes) = (arena_bytes, Some(arena_bytes));
         let all = CoalescingConfig { initial_bytes, max_bytes, ..Default::default() };
         let shared = Arc::new(CoalescingPool::new(upstream, device, &all)?);
-        let streams = Arc::new(Streams { device: device.clone(), of: ByStream::new() });
+        let streams = Arc::new(Streams {
+            device: device.clone(),
+            of: ByStream::new(),
+            by_raw: Mutex::default(),
+        });
         let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&streams) as _;
         device.driver().watch_streams(watcher);
         let owners = Arc::default();
@@ -190,6 +197,13 @@ impl<R: MemoryResource + 'static> Arena<R> {
 
     #[cold]
     fn open(&self, named: Named, stream: StreamHandle) -> Result<&Own<R>> {
+        if !named.is_told() {
+            let is_known = |known| self.streams.of.find(known).is_some();
+            let former = lock(&self.streams.by_raw).came_by(stream, named.stream(), is_known);
+            if let Some(own) = former.and_then(|former| self.streams.of.find(former)) {
+                own.has_ended.store(true, Ordering::Relaxed);
+            }
+        }
         self.give_up_ended(stream);
         let again = |own: &Own<R>| own.has_ended.store(false, Ordering::Relaxed);
         self.streams.of.open(named.stream(), again, |place| {
