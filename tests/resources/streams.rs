@@ -294,7 +294,11 @@ fn an_arena_has_no_part_for_a_stream_whose_handle_has_come_again() {
         let mut first = None;
         for _ in 0..200 {
             let (raw, foreign) = streams::make(&rig, CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0);
-            assert_eq!(*first.get_or_insert(raw), raw, "the simulator hands the last one out again");
+            assert_eq!(
+                *first.get_or_insert(raw),
+                raw,
+                "the simulator hands the last one out again"
+            );
             let held = watched.allocate(1000, foreign);
             watched.free(held, foreign);
             call!(rig.driver, cuStreamSynchronize(raw));

@@ -12,7 +12,7 @@
 //! 4. An address that the program gives up by itself is no pool's any more: another allocation may come there.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -44,8 +44,53 @@ struct Registry {
     used: Vec<Arc<Source>>,
     /// Whose memory is at an address that PyTorch has.
     owners: HashMap<u64, Owner>,
-    /// Addresses that PyTorch gave back and that are there still.
-    freed: Vec<(Owner, u64)>,
+    /// What PyTorch gave back of each manager's, and that is there still.
+    given: Vec<Given>,
+}
+
+/// Addresses of one manager's that PyTorch gave back.
+struct Given {
+    owner: Owner,
+    /// Those that nobody has tried to free yet.
+    fresh: BTreeSet<u64>,
+    /// Those that stay until the manager writes.
+    kept: BTreeSet<u64>,
+}
+
+impl Registry {
+    fn given(&mut self, shared: &Shared) -> Option<&mut Given> {
+        self.given.iter_mut().find(|given| is(&given.owner, shared))
+    }
+
+    fn give_back(&mut self, shared: &Shared, address: u64) {
+        if let Some(given) = self.given(shared) {
+            given.fresh.insert(address);
+            return;
+        }
+        // Of managers that have ended everything is gone.
+        self.given.retain(|given| given.owner.strong_count() > 0);
+        self.given.push(Given {
+            owner: Arc::downgrade(shared),
+            fresh: BTreeSet::from([address]),
+            kept: BTreeSet::new(),
+        });
+    }
+
+    /// Takes out what may be freed now.
+    fn take(&mut self, shared: &Shared, writes: bool) -> BTreeSet<u64> {
+        let Some(given) = self.given(shared) else { return BTreeSet::new() };
+        let mut taken = std::mem::take(&mut given.fresh);
+        if writes {
+            taken.append(&mut given.kept);
+        }
+        taken
+    }
+
+    fn keep(&mut self, shared: &Shared, addresses: impl Iterator<Item = u64>) {
+        if let Some(given) = self.given(shared) {
+            given.kept.extend(addresses);
+        }
+    }
 }
 
 static REGISTRY: Mutex<Option<Registry>> = Mutex::new(None);
@@ -198,18 +243,11 @@ fn out_of_memory(error: ClientError) -> Failure {
 
 /// Frees what was given back meanwhile, as far as that can be now.
 pub(super) fn settle(shared: &Shared, manager: &mut MemoryManager) {
-    let mine = registry(|registry| {
-        registry.freed.retain(|(owner, _)| owner.strong_count() > 0);
-        let (mine, others) = std::mem::take(&mut registry.freed)
-            .into_iter()
-            .partition::<Vec<_>, _>(|(owner, _)| is(owner, shared));
-        registry.freed = others;
-        mine
-    });
-    for (owner, address) in mine {
-        if !release(manager, address) {
-            registry(|registry| registry.freed.push((owner, address)));
-        }
+    let writes = manager.granted_lock() == Some(Granted::Rw);
+    let mut stays = registry(|registry| registry.take(shared, writes));
+    stays.retain(|address| !release(manager, *address));
+    if !stays.is_empty() {
+        registry(|registry| registry.keep(shared, stays.into_iter()));
     }
 }
 
@@ -220,7 +258,10 @@ pub(super) fn forget(shared: &Shared, address: u64) {
         if registry.owners.get(&address).is_some_and(|owner| is(owner, shared)) {
             registry.owners.remove(&address);
         }
-        registry.freed.retain(|(owner, freed)| *freed != address || !is(owner, shared));
+        if let Some(given) = registry.given(shared) {
+            given.fresh.remove(&address);
+            given.kept.remove(&address);
+        }
     });
 }
 
@@ -233,7 +274,7 @@ pub(super) fn give_back(address: u64) {
     let owner = registry(|registry| registry.owners.remove(&address));
     // Of a manager that has ended, with everything.
     let Some(shared) = owner.as_ref().and_then(Weak::upgrade) else { return };
-    registry(|registry| registry.freed.push((Arc::downgrade(&shared), address)));
+    registry(|registry| registry.give_back(&shared, address));
     let held = match shared.try_lock() {
         Ok(held) => held,
         Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -444,6 +485,35 @@ mod tests {
             assert!(manager.allocation_at(other).is_some(), "{was_freed} {splits}");
             manager.destroy_mapping(other).unwrap();
         }
+        drop(gms);
+        end();
+    }
+
+    /// What stays until its manager writes is not looked at for every tensor that goes meanwhile.
+    #[test]
+    fn a_free_beside_many_that_have_to_stay_costs_what_one_does() {
+        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let (gms, _socket, end) = served("stays");
+        const MANY: u64 = 50_000;
+        let addresses = (1..=MANY).map(|at| at << 21);
+        let start = std::time::Instant::now();
+        for address in addresses.clone() {
+            registry(|all| all.owners.insert(address, Arc::downgrade(&gms.manager)));
+            give_back(address);
+        }
+        let took = start.elapsed();
+        assert!(took < Duration::from_secs(2), "{took:?}");
+        // They are looked at when it writes; no manager knows them.
+        let options = ConnectOptions::new(Requested::Rw);
+        let mut held = gms.held().ok().unwrap();
+        let manager = held.manager().ok().unwrap();
+        manager.connect(options).unwrap();
+        settle(&gms.manager, manager);
+        assert_eq!(
+            registry(|all| all.given(&gms.manager).map_or(0, |of| of.fresh.len() + of.kept.len())),
+            0
+        );
+        drop(held);
         drop(gms);
         end();
     }

@@ -72,7 +72,10 @@ mod tests {
         let mut handles = RawHandles::default();
         for stream in 0..1000 {
             let is_known = |known| known + 10 > stream;
-            assert_eq!(handles.came_by(handle(0x100 + 0x100 * stream as usize), stream, is_known), None);
+            assert_eq!(
+                handles.came_by(handle(0x100 + 0x100 * stream as usize), stream, is_known),
+                None
+            );
             assert!(handles.by_raw.len() <= 2 * FEW);
         }
     }
