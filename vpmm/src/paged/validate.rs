@@ -43,6 +43,9 @@ impl PagedPool {
                 return broken(format!("{address:#x} is used on {} streams, and free", uses.len()));
             }
         }
+        if !space.uses.agree() {
+            return broken("what each stream is used for is not what is noted".to_owned());
+        }
         if !space.uses.deferred().agree() {
             return broken("what deferred frees wait for is not what is noted".to_owned());
         }
