@@ -552,3 +552,52 @@ fn the_first_request_meets_no_page_fault() {
     }
     sim.assert_clean();
 }
+
+/// A request at the limit, beside many streams that have freed what their work still uses: its stream is made to wait
+/// for those that it gets something from, and for none where all that there is would not do.
+#[test]
+fn a_request_at_the_limit_waits_for_no_stream_in_vain() {
+    const STREAMS: usize = 200;
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let mut settings = config(STREAMS as u64, 8 * STREAMS as u64);
+    settings.out_of_memory = vpmm::WaitPolicy::FailAtOnce;
+    let pool = Pool::new(&device, &settings).unwrap();
+    let streams: Vec<Stream> = (0..STREAMS).map(|_| device.stream().unwrap()).collect();
+    let asks = device.stream().unwrap();
+    let waits = |bytes: u64| {
+        let before = device.driver().calls();
+        let served = pool.malloc(bytes as usize, &asks);
+        (device.driver().calls().since(&before).count("cuStreamWaitEvent"), served)
+    };
+    // Half of each granule is in use.
+    let half = |stream: &Stream| pool.malloc(GRANULE as usize / 2, stream).unwrap();
+    let pairs: Vec<[DevicePtr; 2]> = streams.iter().map(|of| [half(of), half(of)]).collect();
+    for ([one, _], stream) in pairs.iter().zip(&streams) {
+        pool.free(*one, stream).unwrap();
+    }
+    let free = STREAMS as u64 * GRANULE / 2;
+    let (beyond, refused) = waits(free + GRANULE);
+    assert!(refused.is_err_and(|error| error.is_out_of_memory()));
+    assert_eq!(beyond, 0, "there is not so much, whoever it is waited for");
+    // It might have been in one piece.
+    let (first, refused) = waits(3 * GRANULE);
+    assert!(refused.is_err_and(|error| error.is_out_of_memory()));
+    assert!((1..=STREAMS as u64).contains(&first), "{first}");
+    let (again, refused) = waits(3 * GRANULE);
+    assert!(refused.is_err_and(|error| error.is_out_of_memory()));
+    assert_eq!(again, 0, "what they freed is the stream's own by now");
+    let (small, served) = waits(GRANULE / 2);
+    assert_eq!((small, served.is_ok()), (0, true));
+    pool.validate().unwrap();
+    device.synchronize().unwrap();
+    for ([_, other], stream) in pairs.iter().zip(&streams) {
+        pool.free(*other, stream).unwrap();
+    }
+    // No more of them than the request needs.
+    let (some, served) = waits(9 * GRANULE);
+    assert!(served.is_ok(), "{served:?}");
+    assert!(some <= 10, "{some}");
+    pool.validate().unwrap();
+    sim.assert_clean();
+}

@@ -29,6 +29,7 @@ use super::front::shard::Shard;
 use super::growth::pace::{AT_LEISURE, EMPTIED};
 use super::space::Part;
 use super::space::book::Recording;
+use super::space::free_set::FreeSet;
 use super::{Core, lock};
 use crate::capture::BesideCaptures;
 use crate::device::StreamHandle;
@@ -417,16 +418,24 @@ impl Core {
     }
 
     /// Makes the stream wait, on the GPU, for other streams' freed memory, which is the stream's
-    /// own then.
+    /// own then. Where all that there is would not do it waits for none.
     fn take_with_wait(&self, request: Request) -> Result<Option<u32>> {
         let driver = self.device.driver();
-        let streams = self.space.lock().books.len() as u32;
+        let room = self.room()?;
+        let streams = {
+            let space = self.space.lock();
+            let room_units = room * u64::from(space.memory.granule_units());
+            if space.free_units() + room_units < u64::from(request.units) {
+                return Ok(None);
+            }
+            space.books.len() as u32
+        };
         let handle = self.handle_of(request)?;
         let mut failed = Ok(None);
         for other in (0..streams).filter(|other| *other != request.stream) {
             let advanced = self.advance(other, false);
             if !matches!(advanced, Ok(false))
-                && let Some(start) = self.retry(request, 0)?
+                && let Some(start) = self.retry_if_enough(request)?
             {
                 return Ok(Some(start));
             }
@@ -434,7 +443,11 @@ impl Core {
                 failed = failed.and(Err(error));
                 continue;
             }
-            let Some(record) = self.space.lock().record_of(other) else { continue };
+            let record = {
+                let space = self.space.lock();
+                space.record_of(other).filter(|_| space.has_to_hand_over(other))
+            };
+            let Some(record) = record else { continue };
             if crate::capture::stream_is_capturing(driver, handle)? {
                 return Ok(None);
             }
@@ -462,11 +475,17 @@ impl Core {
             drop(space);
             // Frees on the stream need not wait for what comes next, which may be many driver calls.
             drop(in_order);
-            if let Some(start) = self.retry(request, 0)? {
+            if let Some(start) = self.retry_if_enough(request)? {
                 return Ok(Some(start));
             }
         }
         failed
+    }
+
+    /// As [`retry`](Self::retry) without room, once the stream may have as much as that is.
+    fn retry_if_enough(&self, request: Request) -> Result<Option<u32>> {
+        let usable = self.space.lock().usable_units(request.stream);
+        if usable < u64::from(request.units) { Ok(None) } else { self.retry(request, 0) }
     }
 
     /// Empties the calling thread's front of a stream, of one part's sizes or all; whether there was
@@ -580,14 +599,32 @@ impl super::space::Space {
         })
     }
 
+    /// What a stream may use at once.
+    fn usable_units(&self, stream: u32) -> u64 {
+        let nobodys: u64 = self.common.iter().map(FreeSet::units).sum();
+        nobodys + self.books[stream as usize].units()
+    }
+
+    /// What of a stream's its record covers.
+    fn covered_parities(&self, stream: u32) -> &'static [usize] {
+        let book = &self.books[stream as usize];
+        match (book.recording, book.open_parity()) {
+            (Recording::Ended, _) => &[0, 1],
+            (_, 0) => &[1],
+            _ => &[0],
+        }
+    }
+
+    /// Whether a stream has freed anything that its record covers.
+    fn has_to_hand_over(&self, from: u32) -> bool {
+        let book = &self.books[from as usize];
+        self.covered_parities(from).iter().any(|parity| book.units_of(*parity) > 0)
+    }
+
     /// Makes what one stream freed another's, which waits for it now: as if that one had freed it.
     /// The event stays the first stream's, for whatever of it is elsewhere.
     fn hand_over(&mut self, tags: &super::space::tags::Tags, from: u32, to: u32) {
-        let book = &self.books[from as usize];
-        let parities: &[usize] = match book.recording {
-            Recording::Ended => &[0, 1],
-            _ => &[[1, 0][book.open_parity()]],
-        };
+        let parities = self.covered_parities(from);
         let owner = self.books[to as usize].open_owner(to);
         for parity in parities {
             for part in Part::ALL {
