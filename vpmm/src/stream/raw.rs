@@ -24,7 +24,7 @@ impl Default for RawHandles {
 
 impl RawHandles {
     /// A stream has come by a handle, for the first time as far as is known. Two live ones have none in common, so that
-    /// the one that had it before has ended: its number, if that is another and [known](is_known) still.
+    /// the one that had it before has ended: its number, if that is another and known still.
     ///
     /// The default stream of each thread has the same handle.
     pub(crate) fn came_by(
