@@ -122,6 +122,11 @@ impl Pace {
         self.excess(now).min(self.ever - self.until_grown)
     }
 
+    /// All moves that there were.
+    pub(super) fn ever(&self) -> u64 {
+        self.ever
+    }
+
     /// The program has grown.
     pub(super) fn note_grown(&mut self) {
         self.until_grown = self.ever;

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use super::policy::{Allowance, Growths, Policy};
+use super::policy::{Allowance, Growths, Policy, SIXTEENTHS_AT_MOST, has_sixteenths};
 use super::sources::Sources;
 use crate::default::memory::split::Rest;
 use crate::default::space::owner::Owner;
@@ -37,6 +37,8 @@ pub(in crate::default) struct Growth {
     pub(in crate::default) largest: u32,
     /// The most units that were live when the program had grown last.
     grown_to: u64,
+    /// All moves that there had been when the pool first had the most that a restless one gets at once.
+    eased: Option<u64>,
     /// Handles made beyond what was needed, ever: they are no reason to move more.
     spent: u64,
     /// The granule behind the memory made last.
@@ -165,6 +167,8 @@ pub(super) struct Means {
     /// Extents that moved beyond what may go on for ever; and those of them since the program had grown last.
     pub(super) excess: u64,
     pub(super) unsettled: u64,
+    /// Extents that have moved since the pool first had the most that a restless one gets at once.
+    pub(super) uneased: u64,
     /// Whether moves take more of the program's time than they are worth for one request only.
     pub(super) restive: bool,
     /// Whether moves take a good part of the program's time.
@@ -235,11 +239,17 @@ impl Space {
             self.growth.grown_to = self.peak_live;
             pace.note_grown();
         }
+        let peak_live = self.peak_live / u64::from(self.memory.granule_units());
+        let eases = has_sixteenths(self.memory.mapped(), peak_live, SIXTEENTHS_AT_MOST);
+        let eased = eases.then(|| self.growth.eased.unwrap_or(pace.ever()));
+        self.growth.eased = eased;
+        let uneased = eased.map_or(0, |eased| pace.ever() - eased);
         Means {
             wanted,
             moved_lately: pace.moves(now, made),
             excess: pace.excess(now),
             unsettled: pace.unsettled(now),
+            uneased,
             restive: pace.is_restive(now),
             hurried: pace.is_hurried(now),
             saved: pace.saved(now),
@@ -272,6 +282,7 @@ impl Space {
             moved: means.moved_lately,
             excess: means.excess,
             unsettled: means.unsettled,
+            uneased: means.uneased,
             hurried: means.hurried,
             peak_live: self.peak_live / granule_units,
             mapped: self.memory.mapped(),
@@ -823,5 +834,29 @@ impl Space {
     /// Granules that are zombies, waiting or not.
     pub(in crate::default) fn zombie_granules(&self) -> u64 {
         self.memory.map.totals().bytes(State::Zombie)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::default::memory::Memory;
+
+    /// What moved before a pool had the most that a restless one gets at once is no reason for more, nor is what
+    /// moved while a program that had grown had less than that again.
+    #[test]
+    fn what_moves_counts_again_from_when_the_pool_had_half_as_much_again() {
+        let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), false, true, 0);
+        let granule_units = u64::from(space.memory.granule_units());
+        let uneased = |space: &mut Space, peak_granules: u64, moves: u64| {
+            space.peak_live = peak_granules * granule_units;
+            space.pace.note(moves);
+            let wanted = Wanted { room: 64, ahead: true, exchanged: false };
+            space.means(wanted, Duration::ZERO, 100).uneased
+        };
+        // Nothing is mapped, which is enough while nothing was live.
+        assert_eq!([uneased(&mut space, 0, 7), uneased(&mut space, 0, 5)], [0, 5]);
+        assert_eq!([uneased(&mut space, 8, 3), uneased(&mut space, 8, 3)], [0, 0]);
+        assert_eq!([uneased(&mut space, 0, 2), uneased(&mut space, 0, 4)], [0, 4]);
     }
 }

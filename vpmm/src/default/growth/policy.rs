@@ -117,8 +117,13 @@ const AHEAD_PIECE: u32 = 4;
 const RESTLESS: u64 = 8;
 const SIXTEENTHS_AT_REST: u64 = 18;
 const SIXTEENTHS_EACH: u64 = 2;
-const SIXTEENTHS_AT_MOST: u64 = 24;
+pub(super) const SIXTEENTHS_AT_MOST: u64 = 24;
 const OF_POOL_RESTLESS: u64 = 64;
+
+/// Where memory goes on moving with that, and takes a good part of the program's time, another sixteenth whenever as
+/// many extents have moved again as were made, and so many at the very most: several streams hold much that is not
+/// the others'.
+const SIXTEENTHS_IN_A_HURRY: u64 = 28;
 
 /// From so many on for each that was made extents are no longer short at leisure: what moves again and again
 /// had better be long.
@@ -406,6 +411,8 @@ pub(super) struct Growths {
     /// Extents moved beyond what may go on for ever; and those of them since the program had grown last.
     pub(super) excess: u64,
     pub(super) unsettled: u64,
+    /// Extents moved since the pool first had the most that a restless one gets at once.
+    pub(super) uneased: u64,
     /// Whether moves take a good part of the program's time.
     pub(super) hurried: bool,
     /// The most granules that were live.
@@ -428,7 +435,8 @@ impl Growths {
         let made = self.made.max(1);
         (self.unsettled > made * RESTLESS).then(|| {
             if self.hurried {
-                return SIXTEENTHS_AT_MOST;
+                let further = self.uneased / made;
+                return further.saturating_add(SIXTEENTHS_AT_MOST).min(SIXTEENTHS_IN_A_HURRY);
             }
             let further = (self.unsettled / made).saturating_sub(RESTLESS);
             further
@@ -440,8 +448,13 @@ impl Growths {
 
     /// Whether the pool has so many sixteenths of the most that was live.
     fn has_sixteenths(&self, sixteenths: u64) -> bool {
-        self.mapped * 16 >= self.peak_live * sixteenths
+        has_sixteenths(self.mapped, self.peak_live, sixteenths)
     }
+}
+
+/// Whether so many granules are so many sixteenths of the most that was live.
+pub(super) fn has_sixteenths(mapped: u64, peak_live: u64, sixteenths: u64) -> bool {
+    mapped * 16 >= peak_live * sixteenths
 }
 
 #[cfg(test)]
@@ -457,6 +470,7 @@ mod tests {
             moved: 0,
             excess: 0,
             unsettled: 0,
+            uneased: 0,
             peak_live: 3200,
             mapped: 3200,
             hurried: false,
@@ -486,6 +500,7 @@ mod tests {
             moved: 0,
             excess: 301,
             unsettled: 301,
+            uneased: 0,
             hurried: false,
             random: false,
             peak_live: 1400,
@@ -582,6 +597,7 @@ mod tests {
             moved: 0,
             excess: 0,
             unsettled: 0,
+            uneased: 0,
             peak_live: 100,
             mapped: 0,
             hurried: false,
@@ -626,7 +642,8 @@ mod tests {
 
     /// Else a loop whose requests never settle grows without end, since less and less moves.
     #[test]
-    fn a_restless_pool_moves_nothing_until_it_has_an_eighth_more_than_was_live_and_half_at_most() {
+    fn a_restless_pool_moves_nothing_until_it_has_an_eighth_more_than_was_live_and_half_as_a_rule()
+    {
         let policy = Policy::new(1 << 20, false, false);
         let calm = Growths {
             streak: 0,
@@ -635,6 +652,7 @@ mod tests {
             moved: 800,
             excess: 800,
             unsettled: 800,
+            uneased: 0,
             hurried: false,
             random: false,
             peak_live: 4000,
@@ -650,6 +668,14 @@ mod tests {
             policy.moves_first(4000, growths, 0)
         };
         assert_eq!([5999, 6000].map(in_a_hurry), [None, Some(10)]);
+        // And a sixteenth more each time that as many have moved again as were made.
+        let uneased = |uneased, mapped| {
+            let restless = Growths { moved: 801, unsettled: 801, hurried: true, ..calm };
+            policy.moves_first(4000, Growths { uneased, mapped, ..restless }, 0)
+        };
+        assert_eq!([uneased(99, 6000), uneased(100, 6000)], [Some(10), None]);
+        assert_eq!([uneased(100, 6249), uneased(100, 6250)], [None, Some(10)]);
+        assert_eq!([uneased(u64::MAX, 6999), uneased(u64::MAX, 7000)], [None, Some(10)]);
         assert_eq!([first(801, 4499), first(801, 4500)], [None, Some(10)]);
         assert_eq!([first(900, 4999), first(900, 5000)], [None, Some(10)]);
         assert_eq!([first(u64::MAX, 5999), first(u64::MAX, 6000)], [None, Some(10)]);
