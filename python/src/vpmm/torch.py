@@ -128,10 +128,11 @@ def statistics(device: int | None = None) -> dict[str, Any]:
     ``torch.cuda.memory_stats`` and ``memory_summary`` have.
 
     What PyTorch calls allocated is live, what it calls reserved is held; active has what is freed and may
-    still be in use on further streams, as in snapshots. The small pool is that of the paged profile's small requests. The pool counts what is,
-    and some peaks, but no totals except of segments: a total, and a peak that it does not have, is the least
-    that it can have been, so that ``allocated - freed`` is what is current. Of a device of which nothing was
-    asked for all is 0, and its pool is not made for the question, as that takes memory of the device.
+    still be in use on further streams, as in snapshots. The small pool is that of the paged profile's
+    small requests. The pool counts what is, and some peaks, but no totals except of segments: a total,
+    and a peak that it does not have, is the least that it can have been, so that ``allocated - freed`` is
+    what is current. Of a device of which nothing was asked for all is 0, and its pool is not made for the
+    question, as that takes memory of the device.
     """
     import torch
 
