@@ -303,6 +303,42 @@ fn waits_are_counted() {
     });
 }
 
+/// What a stream frees while others wait for what it freed before is had by a wait on the GPU, too.
+#[test]
+fn what_is_freed_behind_a_pending_wait_is_waited_for_on_the_gpu() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            for foreign in [false, true] {
+                let pool = open(rig, profile, WaitPolicy::FailAtOnce);
+                let (own, other) = (rig.stream(), rig.stream());
+                // Nobody tells of a foreign stream's end: an event is recorded at each free.
+                let (raw, made) = streams::make(rig, 1);
+                let one = if foreign { made } else { own.handle() };
+                let mut held: Vec<_> =
+                    (0..LIMIT).map(|_| pool.malloc(GRANULE as usize, one).unwrap()).collect();
+                let stall = rig.stall(one);
+                let free = |freed: Vec<DevicePtr>| {
+                    freed.into_iter().for_each(|ptr| pool.free(ptr, one).unwrap());
+                };
+                let later = held.split_off(8);
+                free(held);
+                let mut held = vec![pool.malloc(2 * GRANULE as usize, &other).unwrap()];
+                free(later);
+                for granules in [8, LIMIT - 10] {
+                    held.push(pool.malloc((granules * GRANULE) as usize, &other).unwrap());
+                    pool.validate().unwrap();
+                }
+                let stats = pool.stats();
+                assert!(stats.device_waits >= 2 && stats.host_waits == 0, "{profile:?}: {stats:?}");
+                drop(stall);
+                free_all(&pool, held, &other);
+                drop(pool);
+                call!(rig.driver, cuStreamDestroy_v2(raw));
+            }
+        }
+    });
+}
+
 /// A trim that has seen what has finished, and may give it to nobody, takes nothing away from a request's wait.
 #[test]
 fn what_a_trim_has_seen_complete_is_waited_for_all_the_same() {

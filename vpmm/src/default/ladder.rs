@@ -432,7 +432,12 @@ impl Core {
         };
         let handle = self.handle_of(request)?;
         let mut failed = Ok(None);
-        for other in (0..streams).filter(|other| *other != request.stream) {
+        let others = (0..streams).filter(|other| *other != request.stream);
+        for (other, again) in others.flat_map(|other| [(other, false), (other, true)]) {
+            // What was freed while the former epoch is pending passes with a later event.
+            if again && !self.space.lock().close_again(&self.tags, other) {
+                continue;
+            }
             let advanced = self.advance(other, false);
             if !matches!(advanced, Ok(false))
                 && let Some(start) = self.retry_if_enough(request)?

@@ -179,6 +179,25 @@ impl Space {
         }
     }
 
+    /// Closes what a stream has freed since, too, where its closed epoch is pending and none of its memory is left
+    /// there: what else waits for that one waits for the later event. Whether there was any such.
+    pub(in crate::default) fn close_again(&mut self, tags: &Tags, stream: u32) -> bool {
+        let book = &mut self.books[stream as usize];
+        let has_event = match book.recording {
+            Recording::Lazy(_) => true,
+            Recording::Eager => book.last_record.is_some(),
+            Recording::Held | Recording::Ended | Recording::Lost => false,
+        };
+        let Stage::Recorded(event) = book.stage else { return false };
+        if !has_event || book.open_units() == 0 || book.units_of(book.open_parity() ^ 1) > 0 {
+            return false;
+        }
+        book.stage = Stage::Clear;
+        self.events.push(event);
+        self.close(tags, stream);
+        true
+    }
+
     /// Whether a stream has anything that closing its epoch would free.
     pub(in crate::default) fn has_open(&self, stream: u32) -> bool {
         let book = &self.books[stream as usize];
