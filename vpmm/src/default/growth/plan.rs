@@ -37,8 +37,8 @@ pub(in crate::default) struct Growth {
     pub(in crate::default) largest: u32,
     /// The most units that were live when the program had grown last.
     grown_to: u64,
-    /// All moves that there had been when the pool first had the most that a restless one gets at once.
-    eased: Option<u64>,
+    /// All moves that there had been when the pool first had half as much again as was live at most.
+    moves_when_half: Option<u64>,
     /// Handles made beyond what was needed, ever: they are no reason to move more.
     spent: u64,
     /// The granule behind the memory made last.
@@ -167,8 +167,8 @@ pub(super) struct Means {
     /// Extents that moved beyond what may go on for ever; and those of them since the program had grown last.
     pub(super) excess: u64,
     pub(super) unsettled: u64,
-    /// Extents that have moved since the pool first had the most that a restless one gets at once.
-    pub(super) uneased: u64,
+    /// Extents that have moved since the pool first had half as much again as was live at most.
+    pub(super) moved_since_half: u64,
     /// Whether moves take more of the program's time than they are worth for one request only.
     pub(super) restive: bool,
     /// Whether moves take a good part of the program's time.
@@ -240,16 +240,16 @@ impl Space {
             pace.note_grown();
         }
         let peak_live = self.peak_live / u64::from(self.memory.granule_units());
-        let eases = has_sixteenths(self.memory.mapped(), peak_live, SIXTEENTHS_AT_MOST);
-        let eased = eases.then(|| self.growth.eased.unwrap_or(pace.ever()));
-        self.growth.eased = eased;
-        let uneased = eased.map_or(0, |eased| pace.ever() - eased);
+        let has_half = has_sixteenths(self.memory.mapped(), peak_live, SIXTEENTHS_AT_MOST);
+        let when_half = has_half.then(|| self.growth.moves_when_half.unwrap_or(pace.ever()));
+        self.growth.moves_when_half = when_half;
+        let moved_since_half = when_half.map_or(0, |then| pace.ever() - then);
         Means {
             wanted,
             moved_lately: pace.moves(now, made),
             excess: pace.excess(now),
             unsettled: pace.unsettled(now),
-            uneased,
+            moved_since_half,
             restive: pace.is_restive(now),
             hurried: pace.is_hurried(now),
             saved: pace.saved(now),
@@ -282,7 +282,7 @@ impl Space {
             moved: means.moved_lately,
             excess: means.excess,
             unsettled: means.unsettled,
-            uneased: means.uneased,
+            moved_since_half: means.moved_since_half,
             hurried: means.hurried,
             peak_live: self.peak_live / granule_units,
             mapped: self.memory.mapped(),
@@ -848,15 +848,15 @@ mod tests {
     fn what_moves_counts_again_from_when_the_pool_had_half_as_much_again() {
         let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), false, true, 0);
         let granule_units = u64::from(space.memory.granule_units());
-        let uneased = |space: &mut Space, peak_granules: u64, moves: u64| {
+        let moved = |space: &mut Space, peak_granules: u64, moves: u64| {
             space.peak_live = peak_granules * granule_units;
             space.pace.note(moves);
             let wanted = Wanted { room: 64, ahead: true, exchanged: false };
-            space.means(wanted, Duration::ZERO, 100).uneased
+            space.means(wanted, Duration::ZERO, 100).moved_since_half
         };
         // Nothing is mapped, which is enough while nothing was live.
-        assert_eq!([uneased(&mut space, 0, 7), uneased(&mut space, 0, 5)], [0, 5]);
-        assert_eq!([uneased(&mut space, 8, 3), uneased(&mut space, 8, 3)], [0, 0]);
-        assert_eq!([uneased(&mut space, 0, 2), uneased(&mut space, 0, 4)], [0, 4]);
+        assert_eq!([moved(&mut space, 0, 7), moved(&mut space, 0, 5)], [0, 5]);
+        assert_eq!([moved(&mut space, 8, 3), moved(&mut space, 8, 3)], [0, 0]);
+        assert_eq!([moved(&mut space, 0, 2), moved(&mut space, 0, 4)], [0, 4]);
     }
 }

@@ -411,8 +411,8 @@ pub(super) struct Growths {
     /// Extents moved beyond what may go on for ever; and those of them since the program had grown last.
     pub(super) excess: u64,
     pub(super) unsettled: u64,
-    /// Extents moved since the pool first had the most that a restless one gets at once.
-    pub(super) uneased: u64,
+    /// Extents moved since the pool first had half as much again as was live at most.
+    pub(super) moved_since_half: u64,
     /// Whether moves take a good part of the program's time.
     pub(super) hurried: bool,
     /// The most granules that were live.
@@ -435,7 +435,7 @@ impl Growths {
         let made = self.made.max(1);
         (self.unsettled > made * RESTLESS).then(|| {
             if self.hurried {
-                let further = self.uneased / made;
+                let further = self.moved_since_half / made;
                 return further.saturating_add(SIXTEENTHS_AT_MOST).min(SIXTEENTHS_IN_A_HURRY);
             }
             let further = (self.unsettled / made).saturating_sub(RESTLESS);
@@ -470,7 +470,7 @@ mod tests {
             moved: 0,
             excess: 0,
             unsettled: 0,
-            uneased: 0,
+            moved_since_half: 0,
             peak_live: 3200,
             mapped: 3200,
             hurried: false,
@@ -500,7 +500,7 @@ mod tests {
             moved: 0,
             excess: 301,
             unsettled: 301,
-            uneased: 0,
+            moved_since_half: 0,
             hurried: false,
             random: false,
             peak_live: 1400,
@@ -597,7 +597,7 @@ mod tests {
             moved: 0,
             excess: 0,
             unsettled: 0,
-            uneased: 0,
+            moved_since_half: 0,
             peak_live: 100,
             mapped: 0,
             hurried: false,
@@ -652,7 +652,7 @@ mod tests {
             moved: 800,
             excess: 800,
             unsettled: 800,
-            uneased: 0,
+            moved_since_half: 0,
             hurried: false,
             random: false,
             peak_live: 4000,
@@ -669,13 +669,13 @@ mod tests {
         };
         assert_eq!([5999, 6000].map(in_a_hurry), [None, Some(10)]);
         // And a sixteenth more each time that as many have moved again as were made.
-        let uneased = |uneased, mapped| {
+        let since_half = |moved_since_half, mapped| {
             let restless = Growths { moved: 801, unsettled: 801, hurried: true, ..calm };
-            policy.moves_first(4000, Growths { uneased, mapped, ..restless }, 0)
+            policy.moves_first(4000, Growths { moved_since_half, mapped, ..restless }, 0)
         };
-        assert_eq!([uneased(99, 6000), uneased(100, 6000)], [Some(10), None]);
-        assert_eq!([uneased(100, 6249), uneased(100, 6250)], [None, Some(10)]);
-        assert_eq!([uneased(u64::MAX, 6999), uneased(u64::MAX, 7000)], [None, Some(10)]);
+        assert_eq!([since_half(99, 6000), since_half(100, 6000)], [Some(10), None]);
+        assert_eq!([since_half(100, 6249), since_half(100, 6250)], [None, Some(10)]);
+        assert_eq!([since_half(u64::MAX, 6999), since_half(u64::MAX, 7000)], [None, Some(10)]);
         assert_eq!([first(801, 4499), first(801, 4500)], [None, Some(10)]);
         assert_eq!([first(900, 4999), first(900, 5000)], [None, Some(10)]);
         assert_eq!([first(u64::MAX, 5999), first(u64::MAX, 6000)], [None, Some(10)]);
