@@ -1,7 +1,6 @@
 //! What happens around every driver call: the lock, the count, faults, and panics.
 
 use std::cell::Cell;
-use std::collections::HashMap;
 use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,6 +9,7 @@ use std::time::Duration;
 
 use cuda_sys::types::CUresult;
 use parking_lot::{Condvar, Mutex, MutexGuard};
+use rustc_hash::FxHashMap;
 
 use crate::builder::Schedule;
 use crate::capture::Captures;
@@ -53,7 +53,7 @@ pub(crate) struct State {
     /// The error of each device that was lost.
     pub(crate) lost: Vec<Option<CUresult>>,
     pub(crate) contexts: Contexts,
-    pub(crate) threads: HashMap<u64, Thread>,
+    pub(crate) threads: FxHashMap<u64, Thread>,
     pub(crate) streams: Streams,
     pub(crate) events: Events,
     pub(crate) space: Space,
@@ -67,6 +67,8 @@ pub(crate) struct State {
     pub(crate) calls: u64,
     pub(crate) counts: Vec<u64>,
     pub(crate) costs: Costs,
+    /// What each function costs where that is one figure, found once for all calls, in µs.
+    pub(crate) flat_us_of: Vec<f64>,
     pub(crate) modelled_us: f64,
     /// The same by function.
     pub(crate) modelled_us_of: Vec<f64>,
@@ -179,7 +181,7 @@ impl Shared {
                 CUresult::CUDA_ERROR_UNKNOWN
             }
         };
-        let cost = call.cost.unwrap_or_else(|| call.costs.flat(call.name));
+        let cost = call.cost.unwrap_or(call.flat_us_of[function.0]);
         call.modelled_us += cost;
         call.modelled_us_of[function.0] += cost;
         code

@@ -4,13 +4,13 @@
 //! comes after the nodes that it came after in the capture, and after no others: branches run side
 //! by side, each chain of nodes on a lane of its own, which is a stream without a handle.
 
-use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use cuda_sys::types::{
     CUgraph, CUgraphEdgeData, CUgraphExec, CUgraphNode, CUresult, CUstream, CUstreamCaptureMode,
     CUstreamCaptureStatus,
 };
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::arguments::Out;
 use crate::call::Call;
@@ -41,7 +41,7 @@ struct Capture {
     invalid: bool,
     nodes: Vec<Node>,
     /// What the next node of each stream that takes part comes after.
-    frontiers: HashMap<StreamKey, Vec<NodeId>>,
+    frontiers: FxHashMap<StreamKey, Vec<NodeId>>,
 }
 
 #[derive(Debug)]
@@ -53,7 +53,7 @@ struct Executable {
 
 #[derive(Debug)]
 pub(crate) struct Captures {
-    running: HashMap<CaptureId, Capture>,
+    running: FxHashMap<CaptureId, Capture>,
     graphs: Handles<Arc<[Node]>>,
     executables: Handles<Executable>,
     next: u64,
@@ -62,7 +62,7 @@ pub(crate) struct Captures {
 impl Captures {
     pub(crate) fn new() -> Self {
         Self {
-            running: HashMap::new(),
+            running: FxHashMap::default(),
             graphs: Handles::new(4),
             executables: Handles::new(5),
             next: 1,
@@ -264,7 +264,7 @@ impl Call<'_> {
 impl Capture {
     /// Whether everything captured on other streams comes before the origin's last work.
     fn is_joined(&self) -> bool {
-        let mut before = HashSet::new();
+        let mut before = FxHashSet::default();
         let mut wanted = self.frontiers.get(&self.origin).cloned().unwrap_or_default();
         while let Some(node) = wanted.pop() {
             if before.insert(node) {
@@ -297,7 +297,7 @@ pub(crate) fn begin(
     if let Some(entry) = call.streams.by_key.get_mut(&key) {
         entry.capture = Some(id);
     }
-    let frontiers = HashMap::from([(key, Vec::new())]);
+    let frontiers = FxHashMap::from_iter([(key, Vec::new())]);
     let capture =
         Capture { mode, origin: key, thread, invalid: false, nodes: Vec::new(), frontiers };
     call.captures.running.insert(id, capture);
@@ -507,7 +507,7 @@ fn lanes_of(nodes: &[Node]) -> (Vec<usize>, usize) {
 
 /// The nodes that no other comes after.
 fn last_of(nodes: &[Node]) -> impl Iterator<Item = NodeId> {
-    let followed: HashSet<NodeId> = nodes.iter().flat_map(|node| &node.after).copied().collect();
+    let followed: FxHashSet<NodeId> = nodes.iter().flat_map(|node| &node.after).copied().collect();
     (0..nodes.len()).filter(move |node| !followed.contains(node))
 }
 

@@ -1,8 +1,9 @@
 //! Contexts, primary and created, and what is current on each thread.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::BTreeSet;
 
 use cuda_sys::types::{CUcontext, CUdevice, CUresult, CUstreamCaptureMode};
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::arguments::{Out, Untyped};
 use crate::call::{Call, State};
@@ -25,10 +26,10 @@ pub(crate) struct Context {
     /// What the host itself frees of memory pools: it orders with no stream.
     pub(crate) frees: StreamKey,
     /// Each thread's own default stream.
-    pub(crate) per_thread: HashMap<u64, StreamKey>,
+    pub(crate) per_thread: FxHashMap<u64, StreamKey>,
     /// The streams that the legacy stream orders with.
     pub(crate) blocking: Vec<StreamKey>,
-    pub(crate) peers: HashSet<ContextKey>,
+    pub(crate) peers: FxHashSet<ContextKey>,
     /// Where memory begins that cuMemAlloc gave out in it.
     pub(crate) allocations: BTreeSet<u64>,
     /// What a failed kernel left: every later call answers it.
@@ -47,7 +48,7 @@ pub(crate) struct Primary {
 
 #[derive(Debug)]
 pub(crate) struct Contexts {
-    pub(crate) by_key: HashMap<ContextKey, Context>,
+    pub(crate) by_key: FxHashMap<ContextKey, Context>,
     pub(crate) handles: Handles<ContextKey>,
     pub(crate) primaries: Vec<Primary>,
     next: u64,
@@ -70,7 +71,7 @@ impl Default for Thread {
 impl Contexts {
     pub(crate) fn new(devices: usize) -> Self {
         Self {
-            by_key: HashMap::new(),
+            by_key: FxHashMap::default(),
             handles: Handles::new(2),
             primaries: (0..devices).map(|_| Primary::default()).collect(),
             next: 1,
@@ -171,9 +172,9 @@ impl Call<'_> {
                 flags,
                 legacy,
                 frees,
-                per_thread: HashMap::new(),
+                per_thread: FxHashMap::default(),
                 blocking: Vec::new(),
-                peers: HashSet::new(),
+                peers: FxHashSet::default(),
                 allocations: BTreeSet::new(),
                 sticky: None,
             },

@@ -1,9 +1,9 @@
 //! Events: points in streams that can be waited for and asked about.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use cuda_sys::types::{CUevent, CUresult, CUstream};
+use rustc_hash::FxHashMap;
 
 use crate::arguments::Out;
 use crate::call::Call;
@@ -40,7 +40,7 @@ pub(crate) struct Event {
 
 #[derive(Debug)]
 pub(crate) struct Events {
-    pub(crate) by_key: HashMap<EventKey, Event>,
+    pub(crate) by_key: FxHashMap<EventKey, Event>,
     pub(crate) handles: Handles<EventKey>,
     next: u64,
 }
@@ -52,7 +52,7 @@ const ALL_FLAGS: u32 = 7;
 
 impl Events {
     pub(crate) fn new() -> Self {
-        Self { by_key: HashMap::new(), handles: Handles::new(3), next: 1 }
+        Self { by_key: FxHashMap::default(), handles: Handles::new(3), next: 1 }
     }
 
     /// A record was reached; it counts if the event was not recorded again or destroyed since.

@@ -1,16 +1,15 @@
 //! Faults on demand.
 
-use std::collections::HashMap;
-
 use cuda_sys::types::CUresult;
+use rustc_hash::FxHashMap;
 
 /// Which coming calls fail, and how.
 #[derive(Debug, Default)]
 pub(crate) struct Faults {
     /// By function: how many calls until each failure.
-    by_name: HashMap<String, Vec<(u64, CUresult)>>,
+    by_name: FxHashMap<String, Vec<(u64, CUresult)>>,
     /// By the number of the call since the simulator began.
-    by_number: HashMap<u64, CUresult>,
+    by_number: FxHashMap<u64, CUresult>,
     /// Every call after that number.
     from: Option<(u64, CUresult)>,
 }

@@ -1,6 +1,6 @@
 //! Opaque handle values, used again after they are given back, as the driver's are.
 
-use std::collections::HashMap;
+use rustc_hash::FxHashMap;
 
 /// Handle values and what they stand for. The value given back last is handed out first, so
 /// that code which keeps a stale handle meets a new object behind it.
@@ -9,7 +9,7 @@ pub(crate) struct Handles<T> {
     next: usize,
     first: usize,
     free: Vec<usize>,
-    live: HashMap<usize, T>,
+    live: FxHashMap<usize, T>,
 }
 
 const STEP: usize = 0x40;
@@ -18,7 +18,7 @@ impl<T> Handles<T> {
     /// `kind` keeps the values of different tables apart.
     pub(crate) fn new(kind: usize) -> Self {
         let first = (0x5_0000 + kind) << 28;
-        Self { next: first, first, free: Vec::new(), live: HashMap::new() }
+        Self { next: first, first, free: Vec::new(), live: FxHashMap::default() }
     }
 
     pub(crate) fn insert(&mut self, object: T) -> usize {

@@ -4,10 +4,11 @@
 //! freed it has run, or belongs to the stream it was freed on, whose later work may have it at
 //! once. Neighbours of one kind in one chunk are one block.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use cuda_sys::types::CUresult;
+use rustc_hash::FxHashMap;
 
 use crate::address::{AccessRights, Owner, RESERVATION_UNIT};
 use crate::memory::Space;
@@ -71,9 +72,9 @@ pub(crate) struct Heap {
     chunks: BTreeMap<u64, Chunk>,
     blocks: BTreeMap<u64, Block>,
     common: BTreeSet<(u64, u64)>,
-    of_stream: HashMap<StreamKey, BTreeSet<(u64, u64)>>,
+    of_stream: FxHashMap<StreamKey, BTreeSet<(u64, u64)>>,
     /// Blocks of each stream in the order of their points.
-    pending: HashMap<StreamKey, VecDeque<(u64, u64)>>,
+    pending: FxHashMap<StreamKey, VecDeque<(u64, u64)>>,
     /// Chunks that are one common block.
     empty: BTreeSet<u64>,
     pub(crate) rights: AccessRights,
@@ -94,8 +95,8 @@ impl Heap {
             chunks: BTreeMap::new(),
             blocks: BTreeMap::new(),
             common: BTreeSet::new(),
-            of_stream: HashMap::new(),
-            pending: HashMap::new(),
+            of_stream: FxHashMap::default(),
+            pending: FxHashMap::default(),
             empty: BTreeSet::new(),
             rights: AccessRights::default().with(seat.owner(), 3),
             live: 0,

@@ -68,11 +68,12 @@ mod stream;
 mod stream_calls;
 mod vmm;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use cuda_sys::types::{CUresult, CUstream};
+use rustc_hash::FxHashMap;
 
 pub use builder::{Builder, Schedule, SimError};
 pub use costs::Costs;
@@ -142,7 +143,7 @@ impl Simulator {
             fabric: settings.fabric,
             lost: vec![None; devices],
             contexts: context::Contexts::new(devices),
-            threads: HashMap::new(),
+            threads: FxHashMap::default(),
             streams: stream::Streams::new(),
             events: event::Events::new(),
             space: memory::Space {
@@ -165,6 +166,7 @@ impl Simulator {
             faults: faults::Faults::default(),
             calls: 0,
             counts: vec![0; slots::NAMES.len()],
+            flat_us_of: slots::NAMES.iter().map(|name| settings.costs.flat(name)).collect(),
             costs: settings.costs,
             modelled_us: 0.0,
             modelled_us_of: vec![0.0; slots::NAMES.len()],

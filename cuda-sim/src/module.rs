@@ -1,10 +1,10 @@
 //! Modules and kernels: PTX text gives the names, registered closures give the meaning.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use cuda_sys::types::{CUfunction, CUmodule, CUresult, CUstream};
+use rustc_hash::FxHashMap;
 
 use crate::arguments::{In, Out, Text, Untyped};
 use crate::call::Call;
@@ -72,7 +72,7 @@ struct Module {
     context: ContextKey,
     entries: Vec<String>,
     /// Functions that were asked for, by name.
-    functions: HashMap<String, usize>,
+    functions: FxHashMap<String, usize>,
 }
 
 #[derive(Debug)]
@@ -84,14 +84,18 @@ struct Function {
 
 #[derive(Debug)]
 pub(crate) struct Modules {
-    registered: HashMap<String, Registered>,
+    registered: FxHashMap<String, Registered>,
     modules: Handles<Module>,
     functions: Handles<Function>,
 }
 
 impl Modules {
     pub(crate) fn new() -> Self {
-        Self { registered: HashMap::new(), modules: Handles::new(7), functions: Handles::new(8) }
+        Self {
+            registered: FxHashMap::default(),
+            modules: Handles::new(7),
+            functions: Handles::new(8),
+        }
     }
 
     /// Modules that were not unloaded.
@@ -146,7 +150,7 @@ pub(crate) fn load(call: &mut Call<'_>, out: Out<CUmodule>, image: Text) -> Resu
     out.required()?;
     let text = image.get()?.to_str().map_err(|_| CUresult::CUDA_ERROR_INVALID_IMAGE)?;
     let entries = entries(text).ok_or(CUresult::CUDA_ERROR_INVALID_IMAGE)?;
-    let module = Module { context, entries, functions: HashMap::new() };
+    let module = Module { context, entries, functions: FxHashMap::default() };
     let value = call.modules.modules.insert(module);
     out.set(value as CUmodule)
 }

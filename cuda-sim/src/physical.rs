@@ -4,12 +4,12 @@
 //! exported moves to a file of its own, so that the descriptor that leaves the simulator covers
 //! that extent and nothing else.
 
-use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use cuda_sys::types::{CUmemLocation, CUmemLocationType, CUresult};
+use rustc_hash::FxHashMap;
 
 use crate::address::HOST;
 use crate::race::PhysicalId;
@@ -115,9 +115,9 @@ struct Device {
 pub(crate) struct Physical {
     /// The devices by index, and the host behind them.
     devices: Vec<Device>,
-    extents: HashMap<PhysicalId, Extent>,
+    extents: FxHashMap<PhysicalId, Extent>,
     /// Extents with files of their own.
-    files: HashMap<FileIdentity, PhysicalId>,
+    files: FxHashMap<FileIdentity, PhysicalId>,
     next: u64,
 }
 
@@ -126,8 +126,8 @@ impl Physical {
         let limits = std::iter::repeat_n(bytes, devices).chain([host_bytes]);
         Self {
             devices: limits.map(|limit| Device { limit, used: 0, segments: Vec::new() }).collect(),
-            extents: HashMap::new(),
-            files: HashMap::new(),
+            extents: FxHashMap::default(),
+            files: FxHashMap::default(),
             next: 1,
         }
     }

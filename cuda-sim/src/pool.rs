@@ -4,13 +4,14 @@
 //! an event already orders it after the free, if the free has run, or, when the device has no
 //! memory left, by being made to wait. Each of the three can be switched off.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use cuda_sys::types::{
     CUdevice, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationHandleType, CUmemAllocationType,
     CUmemLocation, CUmemPool_attribute, CUmemPoolProps, CUmemoryPool, CUresult, CUstream,
 };
+use rustc_hash::FxHashMap;
 
 use crate::allocate::free_name;
 use crate::arguments::{In, Out, Untyped};
@@ -49,7 +50,7 @@ pub(crate) struct Pools {
     /// Each device's default pool, and its current one.
     of_device: Vec<(PoolKey, PoolKey)>,
     /// The pool of each live allocation by its address.
-    owners: HashMap<u64, PoolKey>,
+    owners: FxHashMap<u64, PoolKey>,
     next: u64,
 }
 
@@ -59,7 +60,7 @@ impl Pools {
             by_key: BTreeMap::new(),
             handles: Handles::new(6),
             of_device: Vec::new(),
-            owners: HashMap::new(),
+            owners: FxHashMap::default(),
             next: 1,
         };
         for device in 0..devices {

@@ -4,13 +4,13 @@
 //! calls) under the simulator's lock, so that one seed and one sequence of calls give one run.
 //! Only host functions leave the lock, each on a thread of its own, as a driver's do.
 
-use std::collections::HashSet;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use cuda_sys::types::CUresult;
+use rustc_hash::FxHashSet;
 
 use crate::builder::Schedule;
 use crate::call::{Call, InsideWork};
@@ -260,7 +260,7 @@ impl Call<'_> {
 
     /// One step of the work that a point needs; false if none can be taken now.
     fn pull(&mut self, target: Point) -> bool {
-        let mut seen = HashSet::new();
+        let mut seen = FxHashSet::default();
         let mut wanted = vec![target.stream];
         while let Some(key) = wanted.pop() {
             if !seen.insert(key) {

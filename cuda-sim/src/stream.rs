@@ -5,12 +5,13 @@
 //! order between a context's legacy stream and its blocking streams. Each item carries the
 //! vector clock of everything it comes after; ticks and positions are the same numbers.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use cuda_sys::types::CUresult;
+use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
 use crate::capture::CaptureId;
@@ -144,19 +145,19 @@ impl Stream {
 /// Every stream of a simulator, also destroyed ones whose work goes on.
 #[derive(Debug)]
 pub(crate) struct Streams {
-    pub(crate) by_key: HashMap<StreamKey, Stream>,
+    pub(crate) by_key: FxHashMap<StreamKey, Stream>,
     /// What cuStreamCreate gave out: never the special streams.
     pub(crate) handles: Handles<StreamKey>,
     /// Streams with unfinished items.
     pub(crate) active: BTreeSet<StreamKey>,
     /// What the work of streams that are gone came after, by context: the legacy stream still
     /// orders with it.
-    residue: HashMap<ContextKey, Clock>,
+    residue: FxHashMap<ContextKey, Clock>,
     /// The work of all streams that are gone, by context and its device: who waits for a context
     /// or a device has seen it complete too.
-    departed: HashMap<ContextKey, (usize, Clock)>,
+    departed: FxHashMap<ContextKey, (usize, Clock)>,
     /// Work of destroyed blocking streams that a legacy stream's next item comes after.
-    left_behind: HashMap<StreamKey, Vec<Recorded>>,
+    left_behind: FxHashMap<StreamKey, Vec<Recorded>>,
     /// The timelines of streams that are gone, each with its last item: what is created once the host
     /// has seen that complete comes after all of it, and goes on there. So clocks know as many streams
     /// as there are at a time, not as there ever were.
@@ -171,12 +172,12 @@ const ENDED_LOOKS: usize = 8;
 impl Streams {
     pub(crate) fn new() -> Self {
         Self {
-            by_key: HashMap::new(),
+            by_key: FxHashMap::default(),
             handles: Handles::new(1),
             active: BTreeSet::new(),
-            residue: HashMap::new(),
-            departed: HashMap::new(),
-            left_behind: HashMap::new(),
+            residue: FxHashMap::default(),
+            departed: FxHashMap::default(),
+            left_behind: FxHashMap::default(),
             ended: VecDeque::new(),
             next: 1,
             next_id: 1,
@@ -377,7 +378,7 @@ impl Streams {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashSet;
+    use rustc_hash::FxHashSet;
 
     use super::*;
 
@@ -419,7 +420,7 @@ mod tests {
     #[test]
     fn streams_go_on_where_those_that_the_host_has_waited_for_ended() {
         let (mut streams, mut host) = (Streams::new(), Clock::new());
-        let (mut keys, mut ids) = (HashSet::new(), HashSet::new());
+        let (mut keys, mut ids) = (FxHashSet::default(), FxHashSet::default());
         let mut before: Option<Recorded> = None;
         for _ in 0..100 {
             let (key, id, recorded) = come_and_go(&mut streams, &host);
@@ -432,6 +433,6 @@ mod tests {
         assert_eq!((keys.len(), ids.len()), (1, 100));
         // Not where nobody has waited.
         let unseen = [(); 20].map(|()| come_and_go(&mut streams, &host).0);
-        assert_eq!(HashSet::from(unseen).len(), 20);
+        assert_eq!(FxHashSet::from_iter(unseen).len(), 20);
     }
 }

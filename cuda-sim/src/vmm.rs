@@ -5,7 +5,6 @@
 //! would not answer but let the work fault or corrupt, taking a mapping away (or some of its
 //! rights) while the host has not seen work through it complete.
 
-use std::collections::HashMap;
 use std::os::fd::{BorrowedFd, IntoRawFd};
 
 use cuda_sys::types::{
@@ -13,6 +12,7 @@ use cuda_sys::types::{
     CUmemAllocationProp, CUmemAllocationType, CUmemFabricHandle, CUmemLocation, CUmemLocationType,
     CUresult,
 };
+use rustc_hash::FxHashMap;
 
 use crate::address::{Owner, RESERVATION_UNIT, Refused};
 use crate::arguments::{In, Out, Untyped};
@@ -41,7 +41,7 @@ struct Handle {
 /// Physical memory handles; values are never used again, so that a stale one is always found.
 #[derive(Debug)]
 pub(crate) struct MemoryHandles {
-    by_value: HashMap<u64, Handle>,
+    by_value: FxHashMap<u64, Handle>,
     first: u64,
     next: u64,
     /// References that the caller holds, over all handles.
@@ -51,7 +51,7 @@ pub(crate) struct MemoryHandles {
 impl MemoryHandles {
     pub(crate) fn new() -> Self {
         const FIRST: u64 = 0x6000_0000_0000;
-        Self { by_value: HashMap::new(), first: FIRST, next: FIRST, references: 0 }
+        Self { by_value: FxHashMap::default(), first: FIRST, next: FIRST, references: 0 }
     }
 
     /// References that the caller holds.

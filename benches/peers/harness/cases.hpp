@@ -259,6 +259,7 @@ Figures run_cold(Make make, const Lane &lane, const std::vector<cudaStream_t> &s
         auto allocator = make();
         Hands hands(*allocator, streams, lane.slots);
         synchronize();
+        settle();
         if (pool < kPools) {
             Blind blind;
             auto start = Clock::now();

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <chrono>
 #include <cstddef>
 #include <stdexcept>
 #include <string>
@@ -17,6 +18,26 @@ inline void check(cudaError_t status, const char *call) {
 }
 
 inline void synchronize() { check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); }
+
+// Has the driver be done with memory that was given back, as `vpmm bench` does it (vpmm-cli/src/device/settle.rs):
+// it is scrubbed in the background, and whoever allocates next does the books of it.
+inline void settle() {
+    using Clock = std::chrono::steady_clock;
+    const auto window = std::chrono::milliseconds(5), patience = std::chrono::milliseconds(1000);
+    const auto quick = std::chrono::microseconds(200); // it maps as well
+    const auto began = Clock::now();
+    for (int quiet = 0; quiet < 2 && Clock::now() - began < patience;) {
+        for (auto since = Clock::now(); Clock::now() - since < window;) {}
+        const auto since = Clock::now();
+        void *memory = nullptr;
+        if (cudaMalloc(&memory, std::size_t{2} << 20) != cudaSuccess) {
+            (void)cudaGetLastError();
+            return;
+        }
+        quiet = Clock::now() - since < quick ? quiet + 1 : 0;
+        (void)cudaFree(memory);
+    }
+}
 
 // The device as `vpmm bench` names it.
 inline std::string device_name() {

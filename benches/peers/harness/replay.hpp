@@ -92,6 +92,7 @@ void replay(const std::string &allocator_name, Make make, const Trace &trace) {
     try {
         auto allocator = make();
         Replay program(trace);
+        settle();
         for (int pass = 0; pass < kPasses; ++pass) {
             double ns = program.pass(*allocator) / static_cast<double>(trace.events.size());
             passes.push_back(ns);

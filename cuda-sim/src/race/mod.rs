@@ -24,10 +24,11 @@
 mod cells;
 mod clock;
 
-use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use cells::Cells;
 pub use clock::Clock;
@@ -138,7 +139,7 @@ impl fmt::Display for Race {
 /// Remembers who used which physical bytes, and finds uses that nothing orders.
 #[derive(Clone, Debug, Default)]
 pub struct Detector {
-    extents: HashMap<PhysicalId, Cells>,
+    extents: FxHashMap<PhysicalId, Cells>,
     names: Names,
 }
 
@@ -265,7 +266,7 @@ impl Races {
 /// One shared copy of every name in use.
 #[derive(Clone, Debug, Default)]
 struct Names {
-    known: HashSet<Arc<str>>,
+    known: FxHashSet<Arc<str>>,
     /// When the set reaches this size, names that no cell holds any more are dropped.
     sweep_at: usize,
 }

@@ -95,7 +95,8 @@ fn several(times: usize, mut once: impl FnMut() -> vpmm::Result<()>) -> vpmm::Re
     Ok(())
 }
 
-/// Prepares a fresh pool, waits for the device, and measures; with the driver calls of `timed`.
+/// Prepares a fresh pool, waits for the device, has the driver be done with the pool before, and measures; with
+/// the driver calls of `timed`.
 fn on_fresh<S: Subject, T>(
     script: &Cold,
     bench: &Bench<'_>,
@@ -106,6 +107,7 @@ fn on_fresh<S: Subject, T>(
     let mut hands = Hands::new(subject, streams, script.slots);
     let measured =
         hands.run_steps(&script.setup).and_then(|()| bench.synchronize()).and_then(|()| {
+            bench.settle();
             let before = subject.driver_calls();
             let result = timed(&mut hands)?;
             Ok((result, subject.driver_calls() - before))

@@ -34,7 +34,7 @@ use vpmm::{Stream, StreamHandle};
 
 use crate::backend::{AllocatorSpec, CudaAsync, CudaMalloc, PoolBackend, StackBackend};
 use crate::bytes::ByteCount;
-use crate::device::{Calls, Machine, Stall};
+use crate::device::{self, Calls, Machine, Stall};
 use loops::Hands;
 use script::{Extent, Lane, Script, Warm, Zombies};
 use subject::Subject;
@@ -206,6 +206,11 @@ impl<'a> Bench<'a> {
     /// Waits for the device.
     fn synchronize(&self) -> vpmm::Result<()> {
         self.calls.synchronize()
+    }
+
+    /// Has the driver be done with memory that was given back: see [`device::settle`].
+    fn settle(&self) {
+        device::settle(self.machine);
     }
 
     /// Has a stream stand still.

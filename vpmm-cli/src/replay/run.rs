@@ -7,7 +7,7 @@ use super::engine::{Checker, Replay, Stop, Target};
 use super::longest::{Longest, Spent};
 use super::verify::{Mismatch, Verifier};
 use crate::backend::AllocatorSpec;
-use crate::device::{Calls, FunctionSpent, Ledger, Machine};
+use crate::device::{self, Calls, FunctionSpent, Ledger, Machine};
 use crate::trace::Trace;
 
 /// How to replay.
@@ -183,6 +183,7 @@ impl<'a> Session<'a> {
             None => None,
         };
 
+        device::settle(machine);
         let mut driver_time = DriverTime::on(machine);
         let spent = settings.longest.then(|| spent_on(machine)).flatten();
         let mut outcome = Outcome {
