@@ -10,6 +10,9 @@ use super::script::Cold;
 use super::subject::Subject;
 use super::{Bench, BenchError};
 
+/// What another pool is asked for before the clock runs. It is mapped.
+const WAKING_BYTES: u64 = 2 << 20;
+
 /// No further pool is made after this long, once there were [`LEAST_POOLS`].
 const PATIENCE: Duration = Duration::from_secs(2);
 const LEAST_POOLS: usize = 3;
@@ -32,11 +35,18 @@ pub(super) fn run<S: Subject>(
 ) -> Result<Figures, BenchError> {
     let ops = script.timed.len() as u64;
     let fresh = || open(script.limit_bytes);
+    let stream = *streams.first().ok_or(BenchError::Nothing)?;
+    let wake = || {
+        let other = fresh()?;
+        let ptr = other.allocate(WAKING_BYTES, stream)?;
+        // SAFETY: from this allocator, and freed once.
+        unsafe { other.free(ptr, stream) }
+    };
     bench.enter()?;
     let mut measured = Vec::new();
     several(pools, || {
         let subject = fresh()?;
-        let one = on_fresh(script, bench, &subject, streams, |hands| {
+        let one = on_fresh(script, bench, &subject, streams, wake, |hands| {
             let started = Instant::now();
             hands.run_steps(&script.timed)?;
             Ok(started.elapsed())
@@ -60,7 +70,7 @@ pub(super) fn run<S: Subject>(
         several(pools, || {
             let subject = fresh()?;
             let mut samples = Samples::with_room_for(script.timed.len());
-            on_fresh(script, bench, &subject, streams, |hands| {
+            on_fresh(script, bench, &subject, streams, wake, |hands| {
                 hands.sample_steps(&script.timed, &mut samples)
             })?;
             all.extend(samples.into_nanoseconds().into_iter().map(f64::from));
@@ -96,18 +106,21 @@ fn several(times: usize, mut once: impl FnMut() -> vpmm::Result<()>) -> vpmm::Re
 }
 
 /// Prepares a fresh pool, waits for the device, has the driver be done with the pool before, and measures; with
-/// the driver calls of `timed`.
+/// the driver calls of `timed`. What is fresh is the pool: as in all other cases its code and the driver's have just
+/// run, which is what `wake` is for. After some milliseconds of waiting both would take half as long again.
 fn on_fresh<S: Subject, T>(
     script: &Cold,
     bench: &Bench<'_>,
     subject: &S,
     streams: &[StreamHandle],
+    wake: impl Fn() -> vpmm::Result<()>,
     timed: impl FnOnce(&mut Hands<'_, S>) -> vpmm::Result<T>,
 ) -> vpmm::Result<(T, u64)> {
     let mut hands = Hands::new(subject, streams, script.slots);
     let measured =
         hands.run_steps(&script.setup).and_then(|()| bench.synchronize()).and_then(|()| {
             bench.settle();
+            wake()?;
             let before = subject.driver_calls();
             let result = timed(&mut hands)?;
             Ok((result, subject.driver_calls() - before))
