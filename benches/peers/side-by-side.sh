@@ -4,7 +4,7 @@
 #
 #     benches/peers/side-by-side.sh --vpmm BIN [--rmm FOLDER] [--no-torch] [--out FILE]
 #                                   [--allocators A,B] [--only bench|replay|fit] [--cases A,B]
-#                                   [TRACE...]
+#                                   [--turns N] [TRACE...]
 #
 #   --vpmm BIN         the command, built with --release; or VPMM
 #   --rmm FOLDER       what build-rmm.sh made; without it RMM is left out; or RMM_PEER
@@ -14,6 +14,8 @@
 #                      names have commas: 'default;binning(18,22)'
 #   --only PART        one of the three parts; may be given again
 #   --cases A,B        of bench; default all
+#   --turns N          everything so often, one turn after the other; the tables have the fastest. For
+#                      a machine that others use, too; default 1
 #   TRACE...           RMM's CSV logs, plain or gzip; default: traces/*.csv.gz
 #
 # Every allocator runs in a process of its own. One that fails or takes longer than PART_SECONDS
@@ -26,11 +28,12 @@ command_line="side-by-side.sh $*"
 vpmm=${VPMM:-} rmm=${RMM_PEER:-} torch=yes out=results.jsonl
 allocators=default,paged,cuda-async
 limit=${PART_SECONDS:-120}
+turns=1
 parts=() traces=() cases=()
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" >&2; exit 2; }
 while (($# > 0)); do
     case $1 in
-    --vpmm | --rmm | --out | --allocators | --only | --cases)
+    --vpmm | --rmm | --out | --allocators | --only | --cases | --turns)
         (($# > 1)) || usage
         case $1 in
         --vpmm) vpmm=$2 ;;
@@ -39,6 +42,7 @@ while (($# > 0)); do
         --allocators) allocators=$2 ;;
         --only) parts+=("$2") ;;
         --cases) cases=(--case "$2") ;;
+        --turns) [[ $2 =~ ^[1-9][0-9]*$ ]] || usage; turns=$2 ;;
         esac
         shift 2
         ;;
@@ -129,30 +133,38 @@ measure() {
     ((status == 0)) || failures+=("$name (exit status $status)")
 }
 
-for part in "${parts[@]}"; do
-    case $part in
-    bench) ours=(bench "${cases[@]}") theirs=("${cases[@]}") torchs=(bench "${cases[@]}") ;;
-    replay)
-        ours=(replay "${plain[@]}" --repeat 3)
-        theirs=(replay "${plain[@]}") torchs=("${theirs[@]}")
-        ;;
-    fit) ours=(fit "${plain[@]}") theirs=(none) torchs=(fit "${plain[@]}") ;;
-    esac
-    # One by one: a failure of one allocator must not take the others' results with it.
-    [[ $allocators == *";"* ]] && between=';' || between=','
-    IFS=$between read -ra names <<<"$allocators"
-    for allocator in "${names[@]}"; do
-        measure "vpmm $part, $allocator" timeout "$limit" "$vpmm" "${ours[@]}" --allocator "$allocator" --json
-    done
-    if [[ -n $rmm && ${theirs[*]} != none ]]; then
-        for resource in rmm-cuda-async rmm-pool rmm-arena rmm-binning; do
-            measure "$resource $part" timeout "$limit" "$rmm/rmm-peer" "${theirs[@]}" --allocator "$resource"
+one_turn() {
+    local part allocator names between resource
+    for part in "${parts[@]}"; do
+        case $part in
+        bench) ours=(bench "${cases[@]}") theirs=("${cases[@]}") torchs=(bench "${cases[@]}") ;;
+        replay)
+            ours=(replay "${plain[@]}" --repeat 3)
+            theirs=(replay "${plain[@]}") torchs=("${theirs[@]}")
+            ;;
+        fit) ours=(fit "${plain[@]}") theirs=(none) torchs=(fit "${plain[@]}") ;;
+        esac
+        # One by one: a failure of one allocator must not take the others' results with it.
+        [[ $allocators == *";"* ]] && between=';' || between=','
+        IFS=$between read -ra names <<<"$allocators"
+        for allocator in "${names[@]}"; do
+            measure "vpmm $part, $allocator" timeout "$limit" "$vpmm" "${ours[@]}" --allocator "$allocator" --json
         done
-    fi
-    if [[ $torch == yes ]]; then
-        measure "PyTorch $part" python3 "$here/run-torch.py" --build-dir "$work/torch" \
-            --seconds "$limit" "${torchs[@]}"
-    fi
+        if [[ -n $rmm && ${theirs[*]} != none ]]; then
+            for resource in rmm-cuda-async rmm-pool rmm-arena rmm-binning; do
+                measure "$resource $part" timeout "$limit" "$rmm/rmm-peer" "${theirs[@]}" --allocator "$resource"
+            done
+        fi
+        if [[ $torch == yes ]]; then
+            measure "PyTorch $part" python3 "$here/run-torch.py" --build-dir "$work/torch" \
+                --seconds "$limit" "${torchs[@]}"
+        fi
+    done
+}
+
+for ((turn = 1; turn <= turns; turn++)); do
+    ((turns == 1)) || echo "turn $turn of $turns" >&2
+    one_turn
 done
 
 python3 "$here/table.py" "$out"

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Prints the results of side-by-side.sh as tables: one row a case, one column an allocator.
+"""Prints the results of side-by-side.sh as tables: one row a case, one column an allocator; of several turns the
+fastest.
 
     table.py [--markdown] RESULTS.jsonl...
 """
 
 import argparse
 import json
+import math
 import signal
 import sys
 
@@ -111,6 +113,20 @@ class Table:
                 print("  ".join(cells).rstrip())
 
 
+def fastest(results, *figures):
+    """Of lines about the same, of several turns: the one with the least of the first of these figures that it has."""
+    best = {}
+
+    def figure(result):
+        return next((result[name] for name in figures if result.get(name)), math.inf)
+
+    for result in results:
+        about = result.get("case") or result["trace"], result["allocator"]
+        if about not in best or figure(result) < figure(best[about]):
+            best[about] = result
+    return list(best.values())
+
+
 def tables(cases, replays, fits):
     """Every table that the results have figures for."""
     time = Table("Host time per operation", "ns")
@@ -164,11 +180,13 @@ def held(result):
 
 def main():
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `table.py results | head` is no failure
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("results", nargs="+")
     options = parser.parse_args()
     headers, cases, replays, fits = read(options.results)
+    cases, replays = fastest(cases, "ns_per_op"), fastest(replays, "ns_per_op")
+    fits = fastest(fits, "driver_time_us", "ns_per_op")
     for header in headers:
         for key in ("machine", "driver", "processor", "commit", "date", "command"):
             print(f"{key}: {header.get(key, 'unknown')}" + ("  " if options.markdown else ""))
