@@ -50,7 +50,7 @@ struct Figures {
 
 // A round should not take longer than this, and all rounds together not longer than that.
 constexpr double kRoundNs = 150e6, kRoundsNs = 600e6;
-constexpr double kMostRounds = 5;
+constexpr double kMostRounds = 50;
 constexpr std::size_t kMostSamples = 1'000'000;
 constexpr std::size_t kPools = 9;
 // Peers may be much slower in a case than in pairs of its size: then the case is left out.
