@@ -2,7 +2,7 @@
 
 use cuda_sim::Schedule;
 use cuda_sys::types::CUresult;
-use vpmm::{Error, StreamHandle};
+use vpmm::{Error, Stream, StreamHandle};
 
 use crate::rig::{GRANULE, MIB, bare, config};
 use crate::support::streams::{begin_capture, end_capture, make};
@@ -535,4 +535,42 @@ fn what_an_ended_stream_freed_comes_before_growth_though_nothing_is_opportunisti
             watched.assert_intact();
         }
     }
+}
+
+/// Frees that wait for more streams than are asked about at first are found over by the last questions of all: the
+/// request is served by them, and waits for nobody.
+#[test]
+fn what_many_streams_are_found_to_be_done_with_serves_a_request_at_the_limit_without_a_wait() {
+    const SIDES: usize = 60;
+    let rig = Rig::simulated(Schedule::Eager);
+    let sim = rig.sim.as_ref().expect("a simulator");
+    let watched = rig.pool(&config(SIDES as u64 + 2, 8 * SIDES as u64));
+    let [own, busy] = [(); 2].map(|()| rig.stream());
+    let sides: Vec<_> = (0..SIDES).map(|_| rig.stream()).collect();
+    let spin = |stream: &Stream| sim.spin(stream.handle().raw()).unwrap();
+    let done: Vec<_> = sides.iter().map(spin).collect();
+    let last = [&own, &busy].map(spin);
+    let pool = &watched.pool;
+    let malloc = |bytes: u64, stream| pool.malloc(bytes as usize, stream).unwrap();
+    let used: Vec<_> = sides
+        .iter()
+        .map(|side| {
+            let ptr = malloc(GRANULE, &own);
+            pool.record_stream(ptr, side).unwrap();
+            ptr
+        })
+        .collect();
+    pool.free(malloc(2 * GRANULE, &busy), bare(&busy)).unwrap();
+    used.into_iter().for_each(|ptr| pool.free(ptr, &own).unwrap());
+    drop(done);
+    // By the driver, which does not tell the pool.
+    sides.iter().for_each(|side| call!(rig.driver, cuStreamSynchronize(side.handle().raw())));
+    assert_eq!(pool.stats().deferred_bytes, SIDES as u64 * GRANULE);
+    let before = pool.stats();
+    let all = malloc(SIDES as u64 * GRANULE, &own);
+    let stats = pool.stats();
+    assert_eq!((stats.device_waits, stats.host_waits), (before.device_waits, before.host_waits));
+    pool.free(all, &own).unwrap();
+    drop(last);
+    watched.validate();
 }

@@ -312,10 +312,10 @@ impl Core {
         // What fails for one stream is told at the end, if nothing else has served the request.
         let deferred = self.poll_deferred(true);
         let polled = self.poll(Some(request.stream), true);
-        let gained = !matches!(polled, Ok(false));
+        let gained = !matches!((&deferred, &polled), (Ok(false), Ok(false)));
         let mut failed = deferred.err().or(polled.err());
         let rejoined = self.space.lock().rejoin(&self.tags, true);
-        if (gained || flushed || rejoined || failed.is_some())
+        if (gained || flushed || rejoined)
             && let Some(start) = self.retry(request, room)?
         {
             return Ok(start);

@@ -312,8 +312,8 @@ impl Core {
     /// about the events, and makes nobody's what has passed. `all` looks at every stream (and at
     /// the asker's own epoch), else at a few, each call the next ones.
     ///
-    /// Returns whether anything became nobody's; where the driver refuses something about a stream the others are
-    /// asked about all the same, and that is told then.
+    /// Returns whether anything became nobody's, or free that had waited for further streams; where the driver refuses
+    /// something about a stream the others are asked about all the same, and that is told then.
     pub(in crate::default) fn poll(&self, asker: Option<u32>, all: bool) -> Result<bool> {
         let streams = self.space.lock().books.len();
         let most = if all { streams } else { ASKED.min(streams) };
@@ -374,7 +374,10 @@ impl Core {
                             if space.record_of(stream) == Some(record) {
                                 space.books[stream as usize].at_once = has_recorded;
                             }
+                            let returned = space.returns;
                             space.pass(&self.tags, stream, record);
+                            // What was freed before, and waited for this stream, is somebody's now.
+                            gained |= space.returns != returned;
                         }
                         Ok(false) => break,
                         Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {

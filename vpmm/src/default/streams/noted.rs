@@ -282,18 +282,22 @@ impl Core {
     }
 
     /// Takes the epochs that deferred frees wait for as far as they go now: of all streams, or of a few, each call
-    /// the next ones. Each of them, as [`poll`](Self::poll) does.
-    pub(in crate::default) fn poll_deferred(&self, all: bool) -> Result<()> {
-        let streams = self.space.lock().waited_for(all);
+    /// the next ones. Each of them, as [`poll`](Self::poll) does. Returns whether anything may have become free.
+    pub(in crate::default) fn poll_deferred(&self, all: bool) -> Result<bool> {
+        let (streams, returned) = {
+            let mut space = self.space.lock();
+            (space.waited_for(all), space.returns)
+        };
         if streams.is_empty() {
-            return Ok(());
+            return Ok(false);
         }
         let _context = self.device.enter()?;
         let ask = |stream| match self.ask_fences(stream)? {
             true => Ok(()),
             false => self.advance(stream, false).map(drop),
         };
-        streams.into_iter().map(ask).fold(Ok(()), Result::and)
+        streams.into_iter().map(ask).fold(Ok(()), Result::and)?;
+        Ok(self.space.lock().returns != returned)
     }
 }
 

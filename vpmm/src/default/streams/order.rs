@@ -129,7 +129,7 @@ impl Core {
         }
         while self.space.lock().take_followed(&self.tags, stream) {}
         match self.poll_deferred(false) {
-            Ok(()) => Ok(None),
+            Ok(_) => Ok(None),
             // What waited for other streams than the one that failed may serve it.
             Err(error) => self.place_awake(request).map(Some).ok_or(error),
         }
