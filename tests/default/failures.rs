@@ -8,7 +8,7 @@ use vpmm::{
     WaitPolicy,
 };
 
-use crate::rig::{GRANULE, config, held};
+use crate::rig::{GRANULE, bare, config, held};
 use crate::support::call;
 use crate::support::faults::{self, Fault};
 
@@ -503,4 +503,63 @@ fn a_question_that_fails_leaves_what_waits_for_other_streams() {
             sim.assert_clean();
         }
     }
+}
+
+/// It keeps a request neither from more memory nor from a wait on the GPU for another stream.
+#[test]
+fn a_call_that_fails_for_one_stream_leaves_a_request_what_serves_it_without() {
+    let code = CUresult::CUDA_ERROR_UNKNOWN;
+    for call in ["cuEventRecord", "cuEventQuery"] {
+        let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+        let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+        let pool = Pool::new(&device, &config(60, 96)).unwrap();
+        let streams = [(); 2].map(|()| device.stream().unwrap());
+        let freed = pool.malloc(20 * GRANULE as usize, &streams[0]).unwrap();
+        pool.free(freed, bare(&streams[0])).unwrap();
+        let failed = || {
+            let before = device.driver().calls();
+            sim.fail_nth(call, 1, code);
+            let ptr = pool.malloc(10 * GRANULE as usize, &streams[1]);
+            let ptr = ptr.unwrap_or_else(|error| panic!("{call}: {error}"));
+            assert!(device.driver().calls().since(&before).count(call) > 0);
+            pool.free(ptr, &streams[1]).unwrap();
+        };
+        failed();
+        pool.validate().unwrap();
+        drop((pool, streams, device));
+        sim.assert_clean();
+    }
+    for n in 1..=3 {
+        let set = |config: &mut PoolConfig| {
+            config.reuse.internal_dependencies = true;
+            config.out_of_memory = WaitPolicy::FailAtOnce;
+        };
+        with_the_frees_of_three(Schedule::Manual, set, |sim, pool, stream| {
+            sim.fail_nth("cuStreamWaitEvent", n, code);
+            let ptr = pool.malloc(2 * GRANULE as usize, stream);
+            let ptr = ptr.unwrap_or_else(|error| panic!("cuStreamWaitEvent {n}: {error}"));
+            pool.free(ptr, stream).unwrap();
+        });
+    }
+}
+
+/// Addresses run short, and a question about the stream that they wait for fails: there are enough left for more.
+#[test]
+fn a_question_about_addresses_that_fails_leaves_a_request_others() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let pool = Pool::new(&device, &config(72, 256)).unwrap();
+    let streams = [(); 2].map(|()| device.stream().unwrap());
+    let held = [(); 44].map(|()| pool.malloc(GRANULE as usize, &streams[0]).unwrap());
+    held.iter().step_by(2).for_each(|ptr| pool.free(*ptr, bare(&streams[0])).unwrap());
+    // What was free in between moves.
+    pool.malloc(42 * GRANULE as usize, &streams[0]).unwrap();
+    assert!(pool.stats().zombie_bytes > 16 * GRANULE);
+    sim.fail_nth("cuEventQuery", 1, CUresult::CUDA_ERROR_UNKNOWN);
+    let asked = device.driver().calls();
+    pool.malloc(GRANULE as usize / 2, &streams[1]).unwrap();
+    assert!(device.driver().calls().since(&asked).count("cuEventQuery") > 0);
+    pool.validate().unwrap();
+    drop((pool, streams, device));
+    sim.assert_clean();
 }

@@ -140,8 +140,10 @@ impl Core {
         if let Some(start) = self.place_from_own_front(request) {
             return Ok(start);
         }
+        // What a question about other streams fails at, here and below, is not the request's, which may be served
+        // without them: the last steps ask again, and tell.
         if self.space.lock().has_ties(request.stream)
-            && let Some(start) = self.place_tied(request)?
+            && let Ok(Some(start)) = self.place_tied(request)
         {
             return Ok(start);
         }
@@ -169,13 +171,13 @@ impl Core {
             let mut space = self.space.lock();
             space.gathers = room < space.memory.mapped() / NEAR;
         }
-        if let Some(start) = self.take_ready(request)? {
+        if let Ok(Some(start)) = self.take_ready(request) {
             return Ok(start);
         }
-        if let Some(start) = self.call_in(request, room)? {
+        if let Ok(Some(start)) = self.call_in(request, room) {
             return Ok(start);
         }
-        if self.take_deferred(request)?
+        if let Ok(true) = self.take_deferred(request)
             && let Some(start) = look()
         {
             return Ok(start);
@@ -185,20 +187,27 @@ impl Core {
             if let Some(start) = self.borrow(request) {
                 return Ok(start);
             }
-            if let Some(start) = self.wait_for_others(request, look)? {
+            if let Ok(Some(start)) = self.wait_for_others(request, look) {
                 return Ok(start);
             }
         }
         if let Some(start) = self.place_rejoined(request) {
             return Ok(start);
         }
-        self.tidy()?;
+        if self.tidy()
+            && let Some(start) = look()
+        {
+            return Ok(start);
+        }
         let waits = self.config.reuse.internal_dependencies;
+        let mut failed = None;
         if waits && self.config.pending_policy == PendingPolicy::WaitFirst {
             // What is in a front has no epoch to wait for.
             self.flush_fronts(|_| true);
-            if let Some(start) = self.take_with_wait(request)? {
-                return Ok(start);
+            match self.take_with_wait(request) {
+                Ok(Some(start)) => return Ok(start),
+                Ok(None) => {}
+                Err(error) => failed = Some(error),
             }
         }
         if let Some(start) = self.grow_within(request, &mut room, true)? {
@@ -207,7 +216,7 @@ impl Core {
         if let Some(start) = self.grow_elsewhere(request, &mut room)? {
             return Ok(start);
         }
-        self.make_do(request, room)
+        self.make_do(request, room, failed)
     }
 
     /// Serves a request from what the calling thread has in front of the stream. Without a limit
@@ -305,15 +314,15 @@ impl Core {
         (from_streams, from_fronts)
     }
 
-    /// The last steps, at the limit, or where the device is full.
-    fn make_do(&self, request: Request, room: u64) -> Result<u32> {
+    /// The last steps, at the limit, or where the device is full. `failed`: what none of them tries again.
+    fn make_do(&self, request: Request, room: u64, failed: Option<Error>) -> Result<u32> {
         self.space.lock().gathers = true;
         let flushed = self.flush_fronts(|_| true);
         // What fails for one stream is told at the end, if nothing else has served the request.
         let deferred = self.poll_deferred(true);
         let polled = self.poll(Some(request.stream), true);
         let gained = !matches!((&deferred, &polled), (Ok(false), Ok(false)));
-        let mut failed = deferred.err().or(polled.err());
+        let mut failed = failed.or(deferred.err()).or(polled.err());
         let rejoined = self.space.lock().rejoin(&self.tags, true);
         if (gained || flushed || rejoined)
             && let Some(start) = self.retry(request, room)?
@@ -400,21 +409,21 @@ impl Core {
         self.grow_in(Part::Large, Request { units, ..request }, room, true)
     }
 
-    /// Unmaps some zombies; where addresses run short, closes epochs for that.
-    fn tidy(&self) -> Result<()> {
+    /// Unmaps some zombies; where addresses run short, closes epochs for that. Whether memory may have become free
+    /// meanwhile.
+    fn tidy(&self) -> bool {
         let waits = {
             let space = self.space.lock();
             space.zombie_granules() > 0
         };
-        if waits {
-            let crowded = self.is_crowded();
-            if crowded {
-                self.poll(None, true)?;
-            }
-            let (most, within) = if crowded { REAPED_IN_CROWD } else { REAPED };
-            self.reap(most, within);
+        if !waits {
+            return false;
         }
-        Ok(())
+        let crowded = self.is_crowded();
+        let gained = crowded && !matches!(self.poll(None, true), Ok(false));
+        let (most, within) = if crowded { REAPED_IN_CROWD } else { REAPED };
+        self.reap(most, within);
+        gained
     }
 
     /// Makes the stream wait, on the GPU, for other streams' freed memory, which is the stream's
@@ -457,9 +466,11 @@ impl Core {
                 return Ok(None);
             }
             let in_order = lock(&self.shard(request.stream).eager);
-            {
-                let _beside = BesideCaptures::enter(driver)?;
-                record.event.hold_back(driver, handle)?;
+            let waits = BesideCaptures::enter(driver)
+                .and_then(|_beside| record.event.hold_back(driver, handle));
+            if let Err(failure) = waits {
+                failed = failed.and(Err(failure.into()));
+                continue;
             }
             let eager = {
                 let space = self.space.lock();

@@ -56,7 +56,7 @@ impl Core {
         ahead: bool,
     ) -> Result<Grown> {
         let now = self.made.elapsed();
-        let Some(job) = self.plan(request, part, Wanted { room, ahead, exchanged: false }, now)?
+        let Some(job) = self.plan(request, part, Wanted { room, ahead, exchanged: false }, now)
         else {
             return Ok(Grown::TooLittle);
         };
@@ -144,29 +144,21 @@ impl Core {
 
     /// Plans a request: once more where memory went back for a long extent instead of many short ones that
     /// move.
-    fn plan(
-        &self,
-        request: Request,
-        part: Part,
-        wanted: Wanted,
-        now: Duration,
-    ) -> Result<Option<Job>> {
+    fn plan(&self, request: Request, part: Part, wanted: Wanted, now: Duration) -> Option<Job> {
         let Request { stream, units, .. } = request;
         let mut space = self.space.lock();
         let means = space.means(wanted, now, self.opening.in_time());
-        let Some(job) = space.plan(&self.tags, stream, units, part, &self.policy, means) else {
-            return Ok(None);
-        };
+        let job = space.plan(&self.tags, stream, units, part, &self.policy, means)?;
         if !space.is_better_exchanged(&job, &self.policy, means) {
-            return Ok(Some(job));
+            return Some(job);
         }
         let (need, window) = (job.moved_granules(), job.start..job.start + job.units);
         space.abandon(&self.tags, &job, &[]);
         drop(space);
-        let exchanged = self.exchange(need, window)?;
+        let exchanged = self.exchange(need, window);
         let mut space = self.space.lock();
         let means = space.means(Wanted { exchanged, ..wanted }, now, self.opening.in_time());
-        Ok(space.plan(&self.tags, stream, units, part, &self.policy, means))
+        space.plan(&self.tags, stream, units, part, &self.policy, means)
     }
 
     /// Does what a job lists, for the caller to commit: its new handles, in order. A job that fails
