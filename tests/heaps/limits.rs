@@ -1,6 +1,7 @@
 //! One limit over all heaps of a pool, and their numbers.
 
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use cuda_sim::Schedule;
 use vpmm::{Buffers, Contents, Error, Location, Pool, Recovery, Sharing, Tagged, WaitPolicy};
@@ -147,6 +148,47 @@ fn released_graphs_make_room() {
             watched.assert_intact();
         }
     });
+}
+
+/// What a graph that was released still uses is waited for only where requests wait: the host does not wait for the
+/// GPU with the other policies.
+#[test]
+fn a_released_graph_that_still_runs_is_waited_for_where_requests_wait() {
+    let brief = Duration::from_millis(20);
+    for policy in [WaitPolicy::FailAtOnce, WaitPolicy::WaitUpTo(brief), WaitPolicy::WaitForPending]
+    {
+        for tagged in [false, true] {
+            let rig = Rig::simulated(Schedule::Eager);
+            let (stream, other) = (rig.stream(), rig.stream());
+            let mut config = vpmm::PoolConfig::default();
+            (config.limit_bytes, config.out_of_memory) = (Some(8 * GRANULE), policy);
+            let pool = vpmm::Pool::new(&rig.device, &config).unwrap();
+            let heap = pool.tagged("weights").unwrap();
+            let graphs = pool.graph_pool().unwrap();
+            graphs.begin(&stream).unwrap();
+            pool.free(pool.malloc(4 * GRANULE as usize, &stream).unwrap(), &stream).unwrap();
+            graphs.end(&stream).unwrap();
+            let runs = rig.stall(stream.handle());
+            graphs.release(&stream).unwrap();
+            let request = || match tagged {
+                true => heap.malloc(6 * GRANULE as usize, &other),
+                false => pool.malloc(6 * GRANULE as usize, &other),
+            };
+            let waits = policy == WaitPolicy::WaitForPending;
+            std::thread::scope(|scope| {
+                let asks = scope.spawn(request);
+                let begin = Instant::now();
+                let most = Duration::from_secs(if waits { 0 } else { 2 }) + 2 * brief;
+                while !asks.is_finished() && begin.elapsed() < most {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                let waited = !asks.is_finished();
+                drop(runs);
+                let served = asks.join().unwrap();
+                assert_eq!((waited, served.is_ok()), (waits, waits), "{policy:?}: {served:?}");
+            });
+        }
+    }
 }
 
 /// Memory that the other heaps hold and nobody uses is no reason to sleep on, as it is none to refuse a request.

@@ -341,7 +341,7 @@ impl Core {
                 Err(error) => failed = failed.or(Some(error)),
             }
         }
-        self.aside.make_room(true);
+        self.aside.make_room(self.config.out_of_memory == WaitPolicy::WaitForPending);
         self.retry_orphans();
         // The device may have more by now, whoever gave it back.
         self.full.forget();

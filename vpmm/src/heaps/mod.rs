@@ -468,9 +468,10 @@ impl Heaps {
     }
 
     /// Has the other heaps, the main one first, give free memory back for one that lacks some; that is the main
-    /// one where there is none. `waits` for what was freed there before, on the host.
+    /// one where there is none. `waits` for what was freed there before, on the host; for released graphs wherever
+    /// the pool's policy is to.
     fn reclaim(&self, for_heap: Option<&Core>, bytes: u64, waits: bool) -> bool {
-        let mut any = self.reap(true);
+        let mut any = self.reap(self.terms.out_of_memory == WaitPolicy::WaitForPending);
         let members = self.members();
         let tagged = members.iter().filter_map(|member| match member {
             Member::Tagged(heap) => Some(heap.core()),
