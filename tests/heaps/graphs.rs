@@ -1,12 +1,14 @@
 //! Memory that is taken in captures, and the graphs that use it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use cuda_sim::Simulator;
 use vpmm::{DevicePtr, Error, GraphPool, Location, Pool, Sharing, Stream, StreamHandle};
 
 use crate::graph::{self, Graph, MODES, RELAXED};
 use crate::rig::{GRANULE, MIB, Profile};
+use crate::support::changed::{changed, gated};
 use crate::support::{Rig, Stall, Watched, call};
 
 /// A captured program over memory from the graph's pool: a scratch block is filled, copied and
@@ -565,4 +567,41 @@ fn misuse_is_told_by_name() {
         ));
         watched.assert_intact();
     });
+}
+
+gated!(whose: cuStreamGetCtx(stream: CUstream, context: *mut CUcontext));
+
+/// One thread frees memory of the main heap on a stream that takes part in a capture, and another ends the part
+/// meanwhile: what was freed waits for the stream, and is not kept for a capture that is over.
+#[test]
+fn a_free_beside_the_end_of_its_streams_part_in_a_capture() {
+    let sim = Simulator::builder().build().unwrap();
+    let device = changed(&sim, whose::put).device(0).unwrap();
+    let mut config = vpmm::PoolConfig::default();
+    config.limit_bytes = Some(8 * GRANULE);
+    let pool = Pool::new(&device, &config).unwrap();
+    let [stream, other] = [(); 2].map(|()| device.stream().unwrap());
+    // SAFETY: the stream lives longer than this.
+    let bare = unsafe { StreamHandle::from_raw(stream.handle().raw()) };
+    let ptr = pool.malloc(6 * GRANULE as usize, &other).unwrap();
+    let graphs = pool.graph_pool().unwrap();
+    graphs.begin(bare).unwrap();
+    whose::BEFORE.arm();
+    std::thread::scope(|scope| {
+        let free = scope.spawn(|| pool.free(ptr, bare));
+        whose::BEFORE.wait();
+        let end = scope.spawn(|| graphs.end(bare));
+        // Long enough for one that does not wait for the free; one that does is not held up by this.
+        let begin = Instant::now();
+        while !end.is_finished() && begin.elapsed() < Duration::from_millis(200) {
+            std::thread::yield_now();
+        }
+        whose::BEFORE.open();
+        free.join().unwrap().unwrap();
+        end.join().unwrap().unwrap();
+    });
+    let again = pool.malloc(6 * GRANULE as usize, &other).unwrap();
+    pool.free(again, &other).unwrap();
+    graphs.release(&stream).unwrap();
+    pool.validate().unwrap();
 }

@@ -23,8 +23,13 @@ pub(crate) trait Beside: Send + Sync {
     /// Frees what another heap handed out; `None` where none of them has the address.
     fn free(&self, ptr: DevicePtr, stream: StreamHandle) -> Option<Result<()>>;
 
-    /// What a stream that takes part in such a capture is called there.
-    fn capturing(&self, stream: StreamHandle) -> Option<u64>;
+    /// Makes a call with what a stream that takes part in such a capture is called there, and is until that returns;
+    /// `None` for one that takes part in none.
+    fn while_capturing(
+        &self,
+        stream: StreamHandle,
+        call: &dyn Fn(u64) -> Result<()>,
+    ) -> Option<Result<()>>;
 
     /// Gives back what other heaps can do without; `wait` for it on the host, too. Whether there
     /// was anything.

@@ -94,8 +94,8 @@ impl Core {
         if !self.aside.is_closed() || self.number_of(stream).is_some() {
             return None;
         }
-        let number = self.aside.beside()?.capturing(stream)?;
-        Some(self.free_held(ptr, stream, number))
+        let free = |number| self.free_held(ptr, stream, number);
+        self.aside.beside()?.while_capturing(stream, &free)
     }
 
     /// Whether a stream is known by its handle, without a question to the driver.

@@ -665,9 +665,16 @@ impl Beside for Heaps {
         Some(freed)
     }
 
-    fn capturing(&self, stream: StreamHandle) -> Option<u64> {
+    fn while_capturing(
+        &self,
+        stream: StreamHandle,
+        call: &dyn Fn(u64) -> Result<()>,
+    ) -> Option<Result<()>> {
         let mut captures = lock(&self.captures);
-        captures.find(self.device(), stream).ok().flatten().map(|(_, number)| number)
+        let (of, number) = captures.find(self.device(), stream).ok().flatten()?;
+        let _calls = lock(&of.calls);
+        drop(captures);
+        Some(call(number))
     }
 
     fn make_room(&self, wait: bool) -> bool {
