@@ -361,6 +361,39 @@ fn handles_that_the_driver_keeps_are_offered_again() {
     scene.end(false);
 }
 
+/// The same of those that a trim gave up before.
+#[test]
+fn handles_that_the_driver_kept_before_are_offered_again_as_a_heap_falls_asleep() {
+    for again in [0, 1] {
+        let scene = Scene::new(Schedule::Eager);
+        let free = || scene.rig.device.free_memory().unwrap();
+        let (before, mapped) = (free(), scene.pool.stats().mapped_bytes);
+        let tagged = scene.pool.tagged("weights").unwrap();
+        let more = tagged.malloc(8 * GRANULE as usize, &scene.stream).unwrap();
+        tagged.free(more, &scene.stream).unwrap();
+        let refuse = |times| {
+            (1..=times).for_each(|n| scene.sim.fail_nth("cuMemRelease", n, UNKNOWN));
+        };
+        refuse(64);
+        assert_eq!(tagged.trim_to(mapped).unwrap(), 0);
+        scene.sim.clear_faults();
+        assert_eq!((scene.pool.stats().mapped_bytes, free() < before), (mapped, true));
+        drop(tagged);
+        refuse(again * 64);
+        scene.pool.suspend("weights", &scene.stream, &Contents::Discard).unwrap();
+        scene.sim.clear_faults();
+        if again > 0 {
+            // Whatever looks after the heaps.
+            drop(scene.pool.graph_pool().unwrap());
+        }
+        assert_eq!(free(), before + mapped);
+        scene.pool.resume("weights", &scene.stream).unwrap();
+        scene.fill();
+        scene.check_awake();
+        scene.end(false);
+    }
+}
+
 #[test]
 fn a_device_that_others_have_filled_refuses_to_wake() {
     let scene = Scene::new(Schedule::Eager);

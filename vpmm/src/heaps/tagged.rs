@@ -78,7 +78,7 @@ impl TaggedHeap {
 
     /// Offers the driver again what it would not take; returns the bytes that it took.
     pub(super) fn release_kept(&self) -> u64 {
-        if !self.core.is_asleep() || self.core.kept_asleep_bytes() == 0 {
+        if !self.core.is_asleep() || !self.core.has_kept() {
             return 0;
         }
         // Somebody who puts it to sleep or wakes it sees to that.

@@ -246,11 +246,11 @@ impl Core {
         (address, u64::from(granules) * self.granule_bytes)
     }
 
-    /// Gives back every handle of a sleeping run. One that the driver would not take is kept, and
-    /// used when the heap wakes, or given back with the next call.
+    /// Gives back every handle of a sleeping run, and what the driver would not take before that. One that it would
+    /// not take now is kept, and used when the heap wakes, or given back with the next call.
     pub(crate) fn release_unmapped(&self) -> Released {
         let unmapped = self.space.lock().memory.numbers_of(Backed::Unmapped);
-        let mut released = Released { bytes: 0, kept_bytes: 0 };
+        let mut released = Released { bytes: self.retry_orphans(), kept_bytes: 0 };
         for number in unmapped {
             let extent = *self.space.lock().memory.extent(number);
             let bytes = u64::from(extent.granules) * self.granule_bytes;
@@ -276,12 +276,10 @@ impl Core {
         lock(&self.growing)
     }
 
-    /// Bytes of handles that sleeping runs still have.
-    pub(crate) fn kept_asleep_bytes(&self) -> u64 {
+    /// Whether there are handles that the driver would not take: of sleeping runs, or of before.
+    pub(crate) fn has_kept(&self) -> bool {
         let space = self.space.lock();
-        let kept = space.memory.numbers_of(Backed::Unmapped);
-        let granules = kept.iter().map(|number| u64::from(space.memory.extent(*number).granules));
-        granules.sum::<u64>() * self.granule_bytes
+        !(space.orphans.is_empty() && space.memory.numbers_of(Backed::Unmapped).is_empty())
     }
 
     /// Keeps what [`map_asleep`](Self::map_asleep) mapped until the next time, since copies into it
