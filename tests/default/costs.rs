@@ -601,3 +601,71 @@ fn a_request_at_the_limit_waits_for_no_stream_in_vain() {
     pool.validate().unwrap();
     sim.assert_clean();
 }
+
+/// A pool at `limit` of so many holes of a granule, each between two granules of which the one behind is live, or
+/// free; and in the order of their addresses what it has of those.
+fn with_holes(
+    device: &Device,
+    stream: &Stream,
+    holes: usize,
+    limit: u64,
+) -> (Pool, Vec<DevicePtr>) {
+    let pool = Pool::new(device, &config(limit, 8 * holes as u64)).unwrap();
+    let malloc = |_| pool.malloc(GRANULE as usize, stream).unwrap();
+    let mut held: Vec<DevicePtr> = (0..2 * holes).map(malloc).collect();
+    held.sort_by_key(|ptr| ptr.address());
+    held.iter().step_by(2).for_each(|ptr| pool.free(*ptr, stream).unwrap());
+    assert_eq!(pool.trim_to(0).unwrap(), holes as u64 * GRANULE);
+    (pool, held.into_iter().skip(1).step_by(2).collect())
+}
+
+/// A long request's windows go over dozens of holes each, and one begins at each of thousands.
+#[test]
+fn a_request_among_thousands_of_holes_goes_through_some_of_them() {
+    const HOLES: usize = 6000;
+    let sim = Simulator::builder().memory_bytes(64 << 30).build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let stream = device.stream().unwrap();
+    let (pool, held) = with_holes(&device, &stream, HOLES, 2 * HOLES as u64);
+    held.iter().for_each(|ptr| pool.free(*ptr, &stream).unwrap());
+    let took = |granules: u64| {
+        let begin = Instant::now();
+        let ptr = pool.malloc((granules * GRANULE) as usize, &stream).unwrap();
+        let took = begin.elapsed();
+        pool.free(ptr, &stream).unwrap();
+        took
+    };
+    let mut took: Vec<Duration> = (0..16).map(|at| took(90 + 8 * at)).collect();
+    took.sort_unstable();
+    assert!(took[4] < Duration::from_millis(10), "{took:?}");
+    // Nor is any of them looked at where all that there is would not do.
+    let refused = |_| {
+        let begin = Instant::now();
+        let refused = pool.malloc((3 * HOLES as u64 * GRANULE) as usize, &stream);
+        assert!(refused.is_err_and(|error| error.is_out_of_memory()));
+        begin.elapsed()
+    };
+    let mut took: Vec<Duration> = (0..8).map(refused).collect();
+    took.sort_unstable();
+    assert!(took[2] < Duration::from_millis(10), "{took:?}");
+    pool.validate().unwrap();
+    drop(pool);
+    sim.assert_clean();
+}
+
+/// Whatever other holes there are, what lies before the largest grows there in place.
+#[test]
+fn free_memory_before_the_largest_hole_grows_in_place_however_many_holes_there_are() {
+    for holes in [100, 4500] {
+        let sim = Simulator::builder().memory_bytes(64 << 30).build().unwrap();
+        let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+        let stream = device.stream().unwrap();
+        let (pool, held) = with_holes(&device, &stream, holes, 2 * holes as u64);
+        let last = *held.last().unwrap();
+        pool.free(last, &stream).unwrap();
+        let before = pool.stats().mapped_bytes;
+        pool.malloc(3 * GRANULE as usize, &stream).unwrap();
+        assert_eq!(pool.stats().mapped_bytes, before + 2 * GRANULE, "{holes} holes");
+        pool.validate().unwrap();
+    }
+}

@@ -616,7 +616,7 @@ impl super::space::Space {
     }
 
     /// What a stream may use at once.
-    fn usable_units(&self, stream: u32) -> u64 {
+    pub(super) fn usable_units(&self, stream: u32) -> u64 {
         let nobodys: u64 = self.common.iter().map(FreeSet::units).sum();
         nobodys + self.books[stream as usize].units()
     }

@@ -19,9 +19,15 @@ use crate::fence::{Fence, TimelineId};
 use crate::physical::Extent;
 use crate::region::{Region, State};
 
-/// Holes looked at for one request, and windows of which memory is sought for.
+/// Holes looked at for one request, these many of the largest and then the smallest, and windows of which memory is
+/// sought for. What lies beside the largest is what grows in place.
 const HOLES_LOOKED_AT: usize = 4096;
+const LARGEST_LOOKED_AT: usize = 16;
 const WINDOWS_TRIED: usize = 8;
+
+/// Free blocks and holes gone through for all of these together, each time that one is: a long request's windows go
+/// over many holes, and each of those begins a window of its own.
+const STEPS: u32 = 1 << 14;
 
 /// A program has grown when the most that was live has risen by this fraction.
 const RISEN: u64 = 4;
@@ -222,6 +228,11 @@ impl Space {
         means: Means,
     ) -> Option<Job> {
         self.scarce_from = policy.scarce_from(self.peak_live, means.saved);
+        // Whatever window: without a look at any, nor at each extent for each of them.
+        let room = means.wanted.room.saturating_mul(u64::from(self.memory.granule_units()));
+        if self.usable_units(stream).saturating_add(room) < u64::from(units) {
+            return None;
+        }
         let outlook = self.outlook(policy, means, units, part);
         let windows = self.windows(tags, stream, units, part, policy, &outlook);
         // The first that can be filled: between two mappings only exact sums of lengths can.
@@ -317,15 +328,24 @@ impl Space {
         outlook: &Outlook,
     ) -> SmallVec<[Window; WINDOWS_TRIED + 1]> {
         let range = self.memory.range(part);
-        let holes = self.memory.map.holes().filter(|hole| range.contains(&(hole.start() as u32)));
+        let is_of_part = |hole: &&Region| range.contains(&(hole.start() as u32));
+        let map = &self.memory.map;
+        let largest: SmallVec<[&Region; LARGEST_LOOKED_AT]> =
+            map.largest_holes().filter(is_of_part).take(LARGEST_LOOKED_AT).collect();
+        let is_smaller = |hole: &&Region| largest.iter().all(|known| known.id() != hole.id());
+        let smallest = map.holes().filter(is_of_part).take_while(is_smaller);
+        let mut steps = STEPS;
         let whole = units.div_ceil(self.memory.granule_units());
         let order = |window: &Window| {
             (window.cost, Reverse(window.used_up(self.memory.granule_units())), window.start)
         };
         let mut found: SmallVec<[Window; WINDOWS_TRIED + 1]> = SmallVec::new();
-        for hole in holes.take(HOLES_LOOKED_AT) {
-            let left = self.window_from(tags, stream, units, hole);
-            let right = self.window_to(tags, stream, units, hole);
+        for hole in largest.iter().copied().chain(smallest).take(HOLES_LOOKED_AT) {
+            let left = self.window_from(tags, stream, units, hole, &mut steps);
+            let right = self.window_to(tags, stream, units, hole, &mut steps);
+            if steps == 0 {
+                break;
+            }
             for window in left.into_iter().chain(right) {
                 let at = found.partition_point(|better| order(better) <= order(&window));
                 if at < WINDOWS_TRIED {
@@ -355,11 +375,21 @@ impl Space {
         found
     }
 
-    /// The window that begins with the free memory before a hole.
-    fn window_from(&self, tags: &Tags, stream: u32, units: u32, hole: &Region) -> Option<Window> {
+    /// The window that begins with the free memory before a hole. None is found in more than so many `steps`, which are
+    /// fewer after.
+    fn window_from(
+        &self,
+        tags: &Tags,
+        stream: u32,
+        units: u32,
+        hole: &Region,
+        steps: &mut u32,
+    ) -> Option<Window> {
+        let mut step = || steps.checked_sub(1).map(|left| *steps = left);
         let granule_units = self.memory.granule_units();
         let mut start = hole.start() as u32 * granule_units;
         while let Some(left) = self.usable_before(tags, start, stream) {
+            step()?;
             start = left.start();
         }
         // The whole hole may be part of it only if the window ends there or goes on behind it.
@@ -375,6 +405,7 @@ impl Space {
         };
         let mut hole = hole;
         loop {
+            step()?;
             let (first, last) = (hole.start() as u32, hole.end() as u32);
             // Neighbours of different owners may do without the hole.
             if u64::from(first) * u64::from(granule_units) >= end {
@@ -388,6 +419,7 @@ impl Space {
                 return Some(window);
             }
             while let Some(right) = self.usable_at(tags, at, stream) {
+                step()?;
                 at = right.end();
                 if u64::from(at) >= end {
                     return Some(window);
@@ -403,13 +435,22 @@ impl Space {
         }
     }
 
-    /// The window that ends with the free memory behind a hole, where it leaves some of the hole.
-    fn window_to(&self, tags: &Tags, stream: u32, units: u32, hole: &Region) -> Option<Window> {
+    /// The window that ends with the free memory behind a hole, where it leaves some of the hole; in as many steps as
+    /// the other.
+    fn window_to(
+        &self,
+        tags: &Tags,
+        stream: u32,
+        units: u32,
+        hole: &Region,
+        steps: &mut u32,
+    ) -> Option<Window> {
         let granule_units = self.memory.granule_units();
         let (first, last) =
             (hole.start() as u32 * granule_units, hole.end() as u32 * granule_units);
         let mut end = last;
         while let Some(right) = self.usable_at(tags, end, stream) {
+            *steps = steps.checked_sub(1)?;
             end = right.end();
         }
         let start = end.checked_sub(units).filter(|start| (first + 1..last).contains(start))?;
