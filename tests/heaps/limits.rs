@@ -191,6 +191,26 @@ fn a_released_graph_that_still_runs_is_waited_for_where_requests_wait() {
     }
 }
 
+/// A pool that holds more than a limit which was set later gives that up, too, where one heap lacks what another has.
+#[test]
+fn another_heap_gives_up_what_is_beyond_a_limit_that_was_lowered() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            let watched = rig.pool(profile, Location::Device);
+            let (pool, stream) = (&watched.pool, rig.stream());
+            let heap = pool.tagged("weights").unwrap();
+            let held: Vec<_> = (0..LIMIT).map(|_| watched.malloc(GRANULE, &stream)).collect();
+            held.into_iter().for_each(|held| watched.free(held, &stream));
+            stream.synchronize().unwrap();
+            pool.limit_to(Some(LIMIT / 4 * GRANULE)).unwrap();
+            let ptr = heap.malloc(2 * GRANULE as usize, &stream).unwrap();
+            assert!(pool.stats().mapped_bytes <= LIMIT / 4 * GRANULE, "{profile:?}");
+            heap.free(ptr, &stream).unwrap();
+            watched.assert_intact();
+        }
+    });
+}
+
 /// Memory that the other heaps hold and nobody uses is no reason to sleep on, as it is none to refuse a request.
 #[test]
 fn a_heap_wakes_into_what_the_others_can_do_without() {

@@ -37,6 +37,11 @@ impl Budget {
         limit.saturating_sub(self.held())
     }
 
+    /// Bytes that are held beyond the limit, where that was lowered.
+    pub(crate) fn excess(&self) -> u64 {
+        self.held().saturating_sub(self.limit.load(Ordering::Relaxed))
+    }
+
     /// Bytes that are counted.
     pub(crate) fn held(&self) -> u64 {
         self.held.load(Ordering::Relaxed)
@@ -69,6 +74,8 @@ mod tests {
         assert!(budget.take(40) && !budget.take(11) && budget.take(10));
         assert_eq!((budget.held(), budget.room()), (100, 0));
         budget.give_back(30);
-        assert_eq!(budget.room(), 30);
+        assert_eq!((budget.room(), budget.excess()), (30, 0));
+        budget.limit_to(50);
+        assert_eq!((budget.room(), budget.excess()), (0, 20));
     }
 }

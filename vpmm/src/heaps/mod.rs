@@ -481,8 +481,11 @@ impl Heaps {
             !for_heap.is_some_and(|heap| ptr::eq(Arc::as_ptr(core), heap)) && !core.is_asleep()
         });
         let main = for_heap.map(|_| self.main.as_ref());
-        let mut missing = bytes.saturating_add(self.main.backing().granule_bytes());
         let budget = self.main.backing().budget();
+        // All that is held beyond a limit that was lowered goes first.
+        let mut missing = bytes
+            .saturating_add(self.main.backing().granule_bytes())
+            .saturating_add(budget.excess());
         let room = budget.room();
         for heap in main.into_iter().chain(tagged.map(|core| core.as_ref() as &dyn Heap)) {
             if missing == 0 {
