@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUdeviceptr;
-use vpmm::{Error, PendingPolicy, Pool, PoolConfig, StreamHandle, WaitPolicy};
+use vpmm::{Error, PendingPolicy, Pool, PoolConfig, Stream, StreamHandle, WaitPolicy};
 
 use crate::rig::{GRANULE, KIB, MIB, bare, config};
 use crate::support::streams::{begin_capture, end_capture, make};
@@ -795,4 +795,38 @@ fn a_full_device_is_not_asked_at_every_request() {
         call!(watched.rig.driver, cuMemFree_v2(others));
         held.into_iter().for_each(|held| watched.free(held, &stream));
     });
+}
+
+/// Memory that has moved goes back as soon as it is mapped nowhere else, whatever addresses others have left since.
+#[test]
+fn a_trim_gives_back_what_moved_before_beside_addresses_that_still_wait() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let watched = rig.pool(&config(80, 400));
+    let pool = &watched.pool;
+    // Half of so many granules move.
+    let scattered = |stream: &Stream, granules: u64| {
+        let held: Vec<_> = (0..granules).map(|_| watched.malloc(GRANULE, stream)).collect();
+        let (go, stay): (Vec<_>, Vec<_>) =
+            held.into_iter().enumerate().partition(|(at, _)| at % 2 == 0);
+        go.into_iter().for_each(|(_, held)| watched.free(held, bare(stream)));
+        let moved = watched.malloc(granules / 2 * GRANULE, stream);
+        stay.into_iter().map(|(_, held)| held).chain([moved]).collect::<Vec<_>>()
+    };
+    let zombies = || pool.stats().zombie_bytes / GRANULE;
+    let (one, two) = (rig.stream(), rig.stream());
+    let first = scattered(&one, 20);
+    assert_eq!(zombies(), 10);
+    rig.device.synchronize().unwrap();
+    let second = scattered(&two, 24);
+    // Those of before are unmapped by then.
+    assert_eq!(zombies(), 12);
+    first.into_iter().for_each(|held| watched.free(held, bare(&one)));
+    one.synchronize().unwrap();
+    assert_eq!(pool.trim_to(0).unwrap(), 20 * GRANULE);
+    assert_eq!(zombies(), 12);
+    watched.validate();
+    second.into_iter().for_each(|held| watched.free(held, bare(&two)));
+    rig.device.synchronize().unwrap();
+    assert_eq!(pool.trim_to(0).unwrap(), 24 * GRANULE);
+    watched.assert_intact();
 }

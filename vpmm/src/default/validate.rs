@@ -149,6 +149,12 @@ impl Space {
             }
             granules += u64::from(extent.granules);
         }
+        if let Some(number) = self.memory.miscounted() {
+            return broken(
+                I2,
+                format!("extent {number} counts other zombies than there are of it"),
+            );
+        }
         let splits = self.memory.extents().filter(|(_, extent)| extent.is_split()).count() as u64;
         if splits != self.memory.splits.len() as u64 {
             return broken(I2, format!("{splits} extents are split, others are noted"));

@@ -55,8 +55,8 @@ pub(super) struct Resident {
     pub(super) granules: u32,
     /// Other processes may have it: it stays where it is.
     pub(super) exported: bool,
-    /// It was mapped elsewhere before, and may still be.
-    pub(super) moved: bool,
+    /// Addresses where it was before, and is still mapped: as long as there are any its memory would not go back.
+    pub(super) zombies: u32,
     pub(super) backed: Backed,
     /// Of a split one: the granule from which on it is mapped for its high part, with which of its units that
     /// begins, and what is behind those addresses. See [`split`].
@@ -68,13 +68,13 @@ pub(super) struct Resident {
 impl Resident {
     pub(super) fn vacant(handle: Extent) -> Self {
         let backed = Backed::Mapped;
-        let (exported, moved, twin_backed) = (false, false, backed);
+        let (exported, zombies, twin_backed) = (false, 0, backed);
         Self {
             handle,
             start: 0,
             granules: 0,
             exported,
-            moved,
+            zombies,
             backed,
             twin: 0,
             cut: 0,
@@ -115,6 +115,8 @@ pub(super) struct Memory {
     at: Vec<u32>,
     /// Where the mappings of zombies begin.
     left: Starts,
+    /// For each granule where such a mapping begins one more than the number of the extent that it is of, else 0.
+    left_by: Vec<u32>,
     /// For each stretch of [`STRETCH`] granules the first unit of the block that was handed out last across
     /// its beginning: to be believed where that block is still there.
     covered_by: Vec<u32>,
@@ -147,6 +149,7 @@ impl Memory {
             map,
             at: vec![0; granules as usize],
             left: Starts::new(granules),
+            left_by: vec![0; granules as usize],
             covered_by: vec![0; granules.div_ceil(STRETCH) as usize],
             extents: Vec::new(),
             splits: Vec::new(),
@@ -449,10 +452,41 @@ impl Memory {
         let old = self.extents[number as usize];
         self.write(old.start, old.granules, 0);
         self.write(start, old.granules, number + 1);
-        let extent = &mut self.extents[number as usize];
-        extent.start = start;
-        extent.moved = true;
+        self.extents[number as usize].start = start;
+        self.note_left(number, old.start);
         old.start
+    }
+
+    /// An extent has left the addresses that begin here, and is still mapped to them.
+    fn note_left(&mut self, number: u32, start: u32) {
+        self.left_by[start as usize] = number + 1;
+        self.extents[number as usize].zombies += 1;
+    }
+
+    /// Mappings that begin in a range are no more.
+    fn forget_left(&mut self, range: Range<u32>) {
+        let mut at = range.start;
+        while let Some(start) = self.left.next(at, range.end) {
+            let by = std::mem::take(&mut self.left_by[start as usize]);
+            // Of a mapping that could not be undone nobody knows what it is of.
+            if let Some(number) = by.checked_sub(1) {
+                self.extents[number as usize].zombies -= 1;
+            }
+            at = start + 1;
+        }
+        self.left.forget(range);
+    }
+
+    /// An extent that counts other addresses that it has left than are noted.
+    pub(super) fn miscounted(&self) -> Option<u32> {
+        let mut zombies = vec![0; self.extents.len()];
+        for number in self.left_by.iter().filter_map(|by| by.checked_sub(1)) {
+            zombies[number as usize] += 1;
+        }
+        let mut extents = self.extents();
+        extents
+            .find(|(number, of)| of.zombies != zombies[*number as usize])
+            .map(|(number, _)| number)
     }
 
     /// Addresses of neighbours whose handles were mapped elsewhere are a zombie until `fence`: where each
@@ -554,7 +588,7 @@ impl Memory {
     pub(super) fn end_zombie(&mut self, zombie: Left, unmapped: bool) {
         let Left { id, start, granules, .. } = zombie;
         if unmapped {
-            self.left.forget(start..start + granules);
+            self.forget_left(start..start + granules);
         }
         let state = if unmapped { State::Hole } else { State::Zombie };
         self.map.set(id, state, Fence::PASSED);

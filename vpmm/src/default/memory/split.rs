@@ -367,8 +367,9 @@ impl Memory {
             Side::Low => std::mem::replace(&mut extent.start, extent.twin),
             Side::High => extent.twin,
         };
-        (extent.cut, extent.twin, extent.moved) = (0, 0, true);
+        (extent.cut, extent.twin) = (0, 0);
         let granules = extent.granules;
+        self.note_left(number, left);
         self.write_twin(left, granules, 0);
         left
     }

@@ -183,12 +183,10 @@ impl Space {
         &self,
         stretches: &[Stretch],
     ) -> Vec<(Resident, u32, usize)> {
-        // While addresses of moved memory are still mapped, what has moved would not come back.
-        let moved_stay = self.zombie_granules() > 0;
         let mut found = Vec::new();
         for (at, stretch) in stretches.iter().enumerate() {
             self.extents_within(stretch.start, stretch.end, |number, extent| {
-                if !(extent.exported || (extent.moved && moved_stay)) {
+                if !extent.exported && extent.zombies == 0 {
                     found.push((*extent, number, at));
                 }
             });
