@@ -830,3 +830,35 @@ fn a_trim_gives_back_what_moved_before_beside_addresses_that_still_wait() {
     assert_eq!(pool.trim_to(0).unwrap(), 24 * GRANULE);
     watched.assert_intact();
 }
+
+/// Two long neighbours, the stream's own and nobody's, serve a request however many shorter blocks the stream has.
+#[test]
+fn a_run_of_long_blocks_is_found_among_thousands_of_short_ones() {
+    const SHORT: usize = 132 << 10;
+    for short in [10, 2500] {
+        let sim = Simulator::builder().memory_bytes(2 << 30).build().unwrap();
+        let device = vpmm::Driver::new(sim.driver()).unwrap().device(0).unwrap();
+        let pool = Pool::new(&device, &config(500, 4000)).unwrap();
+        let [own, other] = [(); 2].map(|()| device.stream().unwrap());
+        let malloc = |granules: u64| pool.malloc((granules * GRANULE) as usize, &own).unwrap();
+        let all = pool.malloc(24 * GRANULE as usize, &other).unwrap();
+        let shorts: Vec<_> = (0..2 * short).map(|_| pool.malloc(SHORT, &own).unwrap()).collect();
+        pool.free(all, bare(&other)).unwrap();
+        device.synchronize().unwrap();
+        // Nothing beside the third can grow.
+        let [first, second, _third] = [10, 12, 2].map(malloc);
+        assert_eq!(first.address() + 10 * GRANULE, second.address());
+        pool.free(second, bare(&own)).unwrap();
+        device.synchronize().unwrap();
+        let busy = sim.spin(own.handle().raw()).unwrap();
+        shorts.iter().step_by(2).for_each(|ptr| pool.free(*ptr, bare(&own)).unwrap());
+        pool.free(first, bare(&own)).unwrap();
+        let before = pool.stats();
+        assert_eq!(malloc(20), first, "{short}");
+        let stats = pool.stats();
+        assert_eq!(stats.extents_moved, before.extents_moved, "{short}");
+        assert_eq!(stats.mapped_bytes, before.mapped_bytes, "{short}");
+        drop(busy);
+        pool.validate().unwrap();
+    }
+}

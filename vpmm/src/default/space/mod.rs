@@ -629,8 +629,9 @@ impl Space {
     }
 
     /// Best fit over runs: neighbours that the sets keep apart because their owners differ, but
-    /// that this stream may use all the same. Looks at the runs of no more than `LOOKED_AT` blocks,
-    /// and at a long one only once: what two streams freed by turns may be one run of thousands.
+    /// that this stream may use all the same. Looks at the runs of no more than `LOOKED_AT` blocks, the
+    /// smallest of its own and, where it has more, the longest, which are what is short of a long request;
+    /// and at a long run only once: what two streams freed by turns may be one of thousands.
     pub(super) fn place_in_run(
         &mut self,
         tags: &Tags,
@@ -648,8 +649,13 @@ impl Space {
         // The long ones, by their ends.
         let mut known = BTreeMap::new();
         let book = &self.books[stream as usize];
-        let own = book.sets.iter().flat_map(|sets| sets[part as usize].of_at_least(1));
-        for block in own.take(LOOKED_AT) {
+        let own = || book.sets.iter().map(|sets| &sets[part as usize]);
+        let all = own().map(|set| set.blocks() as usize).sum::<usize>() <= LOOKED_AT;
+        let (smallest, longest_of_each) =
+            if all { (LOOKED_AT, 0) } else { (LOOKED_AT / 2, LOOKED_AT / 4) };
+        let smallest = own().flat_map(|set| set.of_at_least(1)).take(smallest);
+        let longest = own().flat_map(|set| set.largest_first().take(longest_of_each));
+        for block in smallest.chain(longest) {
             let around = known.range(block.end()..).next();
             if around.is_some_and(|(_, start)| *start <= block.start()) {
                 continue;
