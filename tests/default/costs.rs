@@ -8,7 +8,7 @@ use cuda_sim::{Schedule, Simulator};
 use vpmm::{Device, DevicePtr, Driver, Pool, PoolConfig, Stream};
 
 use crate::hits::cost;
-use crate::rig::{GRANULE, config};
+use crate::rig::{GRANULE, bare, config};
 use crate::support::changed::changed;
 
 /// Rounds until streams have what they need of each other: 18 have been seen.
@@ -668,4 +668,30 @@ fn free_memory_before_the_largest_hole_grows_in_place_however_many_holes_there_a
         assert_eq!(pool.stats().mapped_bytes, before + 2 * GRANULE, "{holes} holes");
         pool.validate().unwrap();
     }
+}
+
+/// What a thousand streams freed after the marks that a stream follows is no matter of each of its requests.
+#[test]
+fn requests_of_a_stream_that_follows_a_thousand_look_at_some_of_what_those_freed() {
+    const STREAMS: usize = 1000;
+    let sim =
+        Simulator::builder().memory_bytes(8 << 30).schedule(Schedule::Manual).build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let pool = Pool::new(&device, &config(4000, 20_000)).unwrap();
+    let follows = device.stream().unwrap();
+    let streams: Vec<Stream> = (0..STREAMS).map(|_| device.stream().unwrap()).collect();
+    for stream in &streams {
+        let held: Vec<DevicePtr> = (0..400).map(|_| pool.malloc(1024, stream).unwrap()).collect();
+        pool.follows(&follows, &pool.mark(stream).unwrap()).unwrap();
+        held.iter().step_by(2).for_each(|ptr| pool.free(*ptr, bare(stream)).unwrap());
+    }
+    let took = |_| {
+        let begin = Instant::now();
+        pool.malloc(3 * GRANULE as usize, &follows).unwrap();
+        begin.elapsed()
+    };
+    let mut took: Vec<Duration> = (0..8).map(took).collect();
+    took.sort_unstable();
+    assert!(took[1] < Duration::from_millis(6), "{took:?}");
+    pool.validate().unwrap();
 }

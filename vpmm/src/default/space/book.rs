@@ -108,6 +108,16 @@ pub(in crate::default) struct Follows {
     pub(in crate::default) mark: u64,
     /// The own marks that were taken before that was told: later ones carry it on.
     pub(in crate::default) since: u64,
+    /// How far its blocks have been looked at for those that were freed before the mark, which become no more.
+    pub(in crate::default) looked_at: LookedAt,
+}
+
+/// How far a stream's blocks have been looked at: in which of its sets, and the block that was the last there.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(in crate::default) struct LookedAt {
+    pub(in crate::default) set: usize,
+    pub(in crate::default) units: u32,
+    pub(in crate::default) start: u32,
 }
 
 impl Book {

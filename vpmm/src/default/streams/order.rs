@@ -8,8 +8,7 @@ use smallvec::SmallVec;
 
 use crate::default::Core;
 use crate::default::ladder::Request;
-use crate::default::space::book::{Follows, Recording, Stage};
-use crate::default::space::free_set::Block;
+use crate::default::space::book::{Follows, LookedAt, Recording, Stage};
 use crate::default::space::owner::Owner;
 use crate::default::space::tags::Tags;
 use crate::default::space::{Part, Space};
@@ -18,22 +17,20 @@ use crate::driver::Awaited;
 use crate::error::{Error, Result};
 use crate::ordering::Mark;
 
-/// Blocks of one followed stream looked at for one request.
+/// Blocks of one followed stream looked at for one request, and of all of them together: a stream may follow
+/// thousands.
 const LOOKED_AT: usize = 256;
+const LOOKED_AT_IN_ALL: usize = 4096;
+
+/// Blocks of all followed streams looked at in vain for one request, for those that become the stream's own: the next
+/// one goes on from there.
+const LOOKED_AT_IN_VAIN: usize = 1 << 14;
 
 /// Blocks that become another's in one go.
 const HANDED_OVER: usize = 256;
 
 /// Blocks that are looked at in one go for those that were freed before a mark.
 const LOOKED_AT_FOR_MARK: usize = 2048;
-
-/// How far a stream's blocks have been looked at: in which of its sets, and the block that was the last there.
-#[derive(Clone, Copy, Default)]
-struct LookedAt {
-    set: usize,
-    units: u32,
-    start: u32,
-}
 
 impl Core {
     pub(in crate::default) fn take_mark(&self, handle: StreamHandle) -> Result<Mark> {
@@ -127,7 +124,8 @@ impl Core {
                 return Ok(Some(start));
             }
         }
-        while self.space.lock().take_followed(&self.tags, stream) {}
+        let mut in_vain = LOOKED_AT_IN_VAIN;
+        while self.space.lock().take_followed(&self.tags, stream, &mut in_vain) {}
         match self.poll_deferred(false) {
             Ok(_) => Ok(None),
             // What waited for other streams than the one that failed may serve it.
@@ -166,7 +164,8 @@ impl Space {
         let carried = of_marked.iter().filter(|of| of.since <= mark.point && of.stream != stream);
         let book = &mut self.books[stream as usize];
         let since = book.marks;
-        let direct = Follows { stream: mark.stream, mark: mark.point, since };
+        let looked_at = LookedAt::default();
+        let direct = Follows { stream: mark.stream, mark: mark.point, since, looked_at };
         for of in carried.map(|of| Follows { since, ..*of }).chain([direct]) {
             match book.follows.binary_search_by_key(&of.stream, |known| known.stream) {
                 Ok(at) if book.follows[at].mark < of.mark => book.follows[at] = of,
@@ -176,26 +175,20 @@ impl Space {
         }
     }
 
-    /// Blocks of a stream and part that were freed before a mark.
-    fn before(
-        &self,
-        stream: u32,
-        part: Part,
-        least: u32,
-        mark: u64,
-    ) -> impl Iterator<Item = &Block> {
-        let sets = self.books[stream as usize].sets.iter();
-        sets.flat_map(move |sets| {
-            sets[part as usize].of_at_least(least).filter(move |block| block.units() >= least)
-        })
-        .take(LOOKED_AT)
-        .filter(move |block| block.is_before(mark))
-    }
-
+    /// The best fit of what followed streams freed before their marks, of what is looked at.
     fn place_followed(&mut self, tags: &Tags, stream: u32, units: u32, part: Part) -> Option<u32> {
+        let of_stream = |stream: u32| {
+            let sets = self.books[stream as usize].sets.iter();
+            let blocks = sets.flat_map(move |sets| sets[part as usize].of_at_least(units));
+            blocks.filter(move |block| block.units() >= units).take(LOOKED_AT)
+        };
         let follows = &self.books[stream as usize].follows;
-        let found = follows.iter().flat_map(|of| self.before(of.stream, part, units, of.mark));
-        let best = found.min_by_key(|block| (block.units(), block.start()))?;
+        let looked_at = follows
+            .iter()
+            .flat_map(|of| of_stream(of.stream).map(|block| (block, of.mark)))
+            .take(LOOKED_AT_IN_ALL);
+        let found = looked_at.filter(|(block, mark)| block.is_before(*mark));
+        let best = found.map(|(block, _)| block).min_by_key(|of| (of.units(), of.start()))?;
         let (id, start) = (best.id(), best.start());
         self.take_head(tags, id, units);
         self.hand_out(tags, stream, start, units);
@@ -203,24 +196,54 @@ impl Space {
         Some(start)
     }
 
-    /// Makes some of what a stream may have of others its own; whether there was any. Not where
-    /// nobody tells of the stream's end: an event would have to be behind it.
-    fn take_followed(&mut self, tags: &Tags, stream: u32) -> bool {
-        let book = &self.books[stream as usize];
+    /// Makes some of what a stream may have of others its own, and forgets those of which nothing is left; whether
+    /// there may be more, of which not so many are `in_vain`. Not where nobody tells of the stream's end: an event
+    /// would have to be behind it.
+    fn take_followed(&mut self, tags: &Tags, stream: u32, in_vain: &mut usize) -> bool {
+        let book = &mut self.books[stream as usize];
         if !matches!(book.recording, Recording::Lazy(_)) {
             return false;
         }
         let owner = book.open_owner(stream);
-        let follows = book.follows.clone();
-        let ids: SmallVec<[u32; 32]> = follows
-            .iter()
-            .flat_map(|of| Part::ALL.map(|part| (of, part)))
-            .flat_map(|(of, part)| self.before(of.stream, part, 1, of.mark))
-            .take(HANDED_OVER)
-            .map(Block::id)
-            .collect();
+        let mut follows = std::mem::take(&mut book.follows);
+        let mut ids: SmallVec<[u32; 32]> = SmallVec::new();
+        let mut left = LOOKED_AT_FOR_MARK;
+        let mut may_be_more = false;
+        follows.retain(|of| {
+            may_be_more |= !self.look_before(of, &mut ids, &mut left, in_vain);
+            may_be_more
+        });
+        self.books[stream as usize].follows = follows;
         self.hand_to(tags, &ids, owner);
-        !ids.is_empty()
+        may_be_more && *in_vain > 0
+    }
+
+    /// Finds blocks of a followed stream that were freed before the mark, behind those that have been looked at;
+    /// whether all have been now.
+    fn look_before(
+        &self,
+        of: &mut Follows,
+        found: &mut SmallVec<[u32; 32]>,
+        left: &mut usize,
+        in_vain: &mut usize,
+    ) -> bool {
+        let sets = self.books[of.stream as usize].sets.iter().flatten();
+        for set in sets.skip(of.looked_at.set) {
+            for block in set.behind(of.looked_at.units, of.looked_at.start) {
+                if *left == 0 || *in_vain == 0 || found.len() == HANDED_OVER {
+                    return false;
+                }
+                *left -= 1;
+                (of.looked_at.units, of.looked_at.start) = (block.units(), block.start());
+                if block.is_before(of.mark) {
+                    found.push(block.id());
+                } else {
+                    *in_vain -= 1;
+                }
+            }
+            of.looked_at = LookedAt { set: of.looked_at.set + 1, units: 0, start: 0 };
+        }
+        true
     }
 
     /// Makes blocks another owner's. None of them is one with another before.
@@ -342,11 +365,45 @@ mod tests {
         assert!(times <= most, "{times} times, not {most}");
     }
 
+    /// Whatever is looked at for one request: each block once for a mark, and nobody is followed of whom nothing is left.
+    #[test]
+    fn what_followed_streams_freed_is_looked_through_once() {
+        let (streams, blocks) = if cfg!(miri) { (4, 20) } else { (20, 500) };
+        let (mut space, tags) = of_two_streams();
+        let lazy = Recording::Lazy(StreamHandle::LEGACY);
+        space.books.extend((2..=streams).map(|at| Book::new(lazy, at)));
+        let mut at = 0;
+        let mut give = |space: &mut Space, stream: u32| {
+            let owner = space.books[stream as usize].open_owner(stream);
+            space.give(&tags, (SPLIT << 12) + 16 * at, 8, owner);
+            at += 1;
+        };
+        for stream in 1..=streams {
+            (0..blocks / 5).for_each(|_| give(&mut space, stream));
+            let mark = space.take_mark(0, stream);
+            (0..blocks).for_each(|_| give(&mut space, stream));
+            space.follow(0, &mark);
+        }
+        let each = (streams * blocks) as usize / 4;
+        let mut followed = Vec::new();
+        while !space.books[0].follows.is_empty() {
+            let mut in_vain = each;
+            while space.take_followed(&tags, 0, &mut in_vain) {}
+            followed.push(space.books[0].follows.len());
+            assert!(in_vain == 0 || followed.last() == Some(&0), "{followed:?}");
+        }
+        let quarter = streams as usize / 4;
+        let expected: Vec<usize> = (0..4).rev().map(|left| left * quarter).collect();
+        assert!(followed.len() <= 5 && followed.starts_with(&expected[..3]), "{followed:?}");
+        assert_eq!(space.books[0].units(), u64::from(streams * blocks / 5 * 8));
+    }
+
     #[test]
     fn a_stream_that_follows_many_passes_that_on() {
         let (mut space, _) = of_two_streams();
         let streams = if cfg!(miri) { 20 } else { 4_000 };
-        let of = |stream| Follows { stream, mark: 1, since: 1 };
+        let looked_at = LookedAt::default();
+        let of = |stream| Follows { stream, mark: 1, since: 1, looked_at };
         space.books[0].follows.extend((2..streams + 2).map(of));
         space.books[1].follows.extend((2..streams + 2).step_by(2).map(of));
         let mark = space.take_mark(0, 0);
