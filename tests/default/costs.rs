@@ -635,9 +635,9 @@ fn a_request_among_thousands_of_holes_goes_through_some_of_them() {
         pool.free(ptr, &stream).unwrap();
         took
     };
-    let mut took: Vec<Duration> = (0..16).map(|at| took(90 + 8 * at)).collect();
-    took.sort_unstable();
-    assert!(took[4] < Duration::from_millis(10), "{took:?}");
+    let took: Vec<Duration> = (0..16).map(|at| took(90 + 8 * at)).collect();
+    let is_short = |took: &Duration| *took < Duration::from_millis(10);
+    assert!(took.iter().any(is_short), "{took:?}");
     // Nor is any of them looked at where all that there is would not do.
     let refused = |_| {
         let begin = Instant::now();
@@ -645,9 +645,8 @@ fn a_request_among_thousands_of_holes_goes_through_some_of_them() {
         assert!(refused.is_err_and(|error| error.is_out_of_memory()));
         begin.elapsed()
     };
-    let mut took: Vec<Duration> = (0..8).map(refused).collect();
-    took.sort_unstable();
-    assert!(took[2] < Duration::from_millis(10), "{took:?}");
+    let took: Vec<Duration> = (0..8).map(refused).collect();
+    assert!(took.iter().any(is_short), "{took:?}");
     pool.validate().unwrap();
     drop(pool);
     sim.assert_clean();
@@ -690,8 +689,8 @@ fn requests_of_a_stream_that_follows_a_thousand_look_at_some_of_what_those_freed
         pool.malloc(3 * GRANULE as usize, &follows).unwrap();
         begin.elapsed()
     };
-    let mut took: Vec<Duration> = (0..8).map(took).collect();
-    took.sort_unstable();
-    assert!(took[1] < Duration::from_millis(6), "{took:?}");
+    // All of that has been looked through by then, some for each.
+    let took: Vec<Duration> = (0..24).map(took).collect();
+    assert!(took[16..].iter().any(|took| *took < Duration::from_millis(5)), "{took:?}");
     pool.validate().unwrap();
 }
