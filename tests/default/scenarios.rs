@@ -862,3 +862,29 @@ fn a_run_of_long_blocks_is_found_among_thousands_of_short_ones() {
         pool.validate().unwrap();
     }
 }
+
+/// Small blocks have no addresses left, and the device has more memory again than when it was asked last: what they
+/// get among large ones is made, too.
+#[test]
+fn small_blocks_without_addresses_have_what_the_device_has_again() {
+    let sim = Simulator::builder().build().unwrap();
+    let device = vpmm::Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let pool = Pool::new(&device, &config(60, 64)).unwrap();
+    let stream = device.stream().unwrap();
+    let small = || pool.malloc(64 << 10, &stream);
+    // An eighth of the addresses.
+    (0..8 * GRANULE / (64 * KIB)).for_each(|_| _ = small().unwrap());
+    let large = |granules: u64| pool.malloc((granules * GRANULE) as usize, &stream).unwrap();
+    large(20);
+    let apart = [(); 4].map(|()| large(1));
+    [apart[0], apart[2]].into_iter().for_each(|ptr| pool.free(ptr, bare(&stream)).unwrap());
+    assert_eq!(pool.stats().mapped_bytes, 32 * GRANULE);
+    sim.set_memory_limit(0, sim.memory_used(0) + GRANULE);
+    // One is made, and the device said to have no more; two move.
+    large(3);
+    assert_eq!(pool.stats().mapped_bytes, 33 * GRANULE);
+    sim.set_memory_limit(0, sim.memory_used(0) + 4 * GRANULE);
+    small().unwrap();
+    assert_eq!(pool.stats().mapped_bytes, 34 * GRANULE);
+    pool.validate().unwrap();
+}

@@ -366,11 +366,14 @@ impl Core {
         Err(failed.unwrap_or_else(|| self.out_of_memory(request.units)))
     }
 
-    fn retry(&self, request: Request, room: u64) -> Result<Option<u32>> {
+    fn retry(&self, request: Request, mut room: u64) -> Result<Option<u32>> {
         if let Some(start) = self.place(request).or_else(|| self.place_in_run(request)) {
             return Ok(Some(start));
         }
-        self.grow_within(request, &mut { room }, false)
+        match self.grow_within(request, &mut room, false)? {
+            Some(start) => Ok(Some(start)),
+            None => self.grow_elsewhere(request, &mut room),
+        }
     }
 
     /// Serves a request from extents that are whole again.
