@@ -83,8 +83,8 @@ fn rows_say_what_was_called_and_how_it_went() {
         ["allocate failure", "(nil)", "5000000", "0x1"],
         ["allocate", "(nil)", "0", "0x2"],
         ["free", &address, "999", "0x2"],
-        // Taken back: it is still allocated.
-        ["allocate", &address, "999", "0x2"],
+        // Taken back: it is still allocated, as long as it was.
+        ["allocate", &address, "1000", "0x2"],
         ["free", &address, "1000", "0x2"],
     ];
     assert_eq!(rows.len(), 1 + expected.len());
@@ -257,6 +257,48 @@ fn a_double_free_is_no_allocation_in_the_log() {
             let failed = log.lines().find(|line| line.contains("double free")).expect("a row");
             assert_eq!(failed.split(',').nth(8), Some("1000"), "{failed}");
         }
+    }
+}
+
+/// The same where the resource below knows no more of a pointer that was freed.
+#[test]
+fn a_double_free_of_a_forgotten_pointer_is_no_allocation_in_the_log() {
+    let rig = Rig::simulated(cuda_sim::Schedule::Eager);
+    let driver_pool = crate::subjects::driver_pool(&rig).expect("a pool");
+    let below: [crate::subjects::Shared; 2] = [Arc::new(HostMalloc::new()), Arc::new(driver_pool)];
+    for (below, format) in
+        below.iter().flat_map(|below| [LogFormat::Rmm, LogFormat::Full].map(|of| (below, of)))
+    {
+        let text = Text::default();
+        let logging = Logging::to_writer(below, format, text.clone());
+        let ptr = logging.allocate(2000, 256, STREAM).expect("memory");
+        logging.deallocate(ptr, 2000, 256, STREAM).expect("freed");
+        let again = logging.deallocate(ptr, 2000, 256, STREAM);
+        assert!(matches!(again, Err(Error::ForeignPointer { .. })), "{again:?}");
+        let log = text.read();
+        let trace = Trace::read("log", log.as_bytes()).expect("a trace");
+        assert_eq!((trace.allocations.len(), trace.leaked.len()), (1, 0), "{log}");
+    }
+}
+
+/// A free that is refused for its size leaves the allocation in the log as it was, and one of nothing leaves none.
+#[test]
+fn a_wrong_size_is_no_allocations_in_the_log() {
+    for format in [LogFormat::Rmm, LogFormat::Full] {
+        let text = Text::default();
+        let logging = Logging::to_writer(HostMalloc::new(), format, text.clone());
+        let ptr = logging.allocate(2000, 256, STREAM).expect("memory");
+        for bytes in [0, 1, 2001, usize::MAX] {
+            logging.deallocate(ptr, bytes, 256, STREAM).expect_err("a wrong size");
+        }
+        logging.deallocate(DevicePtr::NULL, 100, 256, STREAM).expect_err("of nothing");
+        logging.deallocate(DevicePtr::NULL, 0, 256, STREAM).expect("nothing");
+        let trace = Trace::read("log", text.read().as_bytes()).expect("a trace");
+        let live = trace.leaked.iter().map(|slot| trace.allocations[*slot as usize].bytes);
+        assert_eq!(live.collect::<Vec<_>>(), [2000], "{}", text.read());
+        logging.deallocate(ptr, 2000, 256, STREAM).expect("freed");
+        let trace = Trace::read("log", text.read().as_bytes()).expect("a trace");
+        assert_eq!((trace.peak_live_bytes, trace.leaked.len()), (2000, 0), "{}", text.read());
     }
 }
 

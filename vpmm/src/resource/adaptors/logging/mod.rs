@@ -48,8 +48,9 @@ pub enum LogFormat {
 ///
 /// An allocation is logged when it has succeeded or failed, a free before it is passed on: an address
 /// is never logged as allocated again before it is logged as freed. A free that fails is taken back by
-/// a row that allocates the address again; one of what is not allocated at all has a further row of a free in the
-/// full format, which says so. Times are local, as RMM's are; where
+/// a row that allocates the address again, with the size that it has; one of what is not allocated at all has a
+/// further row of a free in the full format, which says so, and one of an address without a size, or the other way
+/// round, no other row than that, of a null pointer. Times are local, as RMM's are; where
 /// somebody sets the system's clock, a thread's rows may show it a millisecond late.
 ///
 /// A file is written through a mapping of it, so that a row costs no system call, and none is lost when
@@ -226,24 +227,43 @@ impl<R: MemoryResource> MemoryResource for Logging<R> {
             nanoseconds: None,
             failure: None,
         };
-        self.log(row);
+        // What is half of nothing is refused as a rule, and no row could put the allocation back with its size.
+        let is_odd = ptr.is_null() != (bytes == 0);
+        if !is_odd {
+            self.log(row);
+        }
         // It is still allocated: so must it be for whoever replays the log.
         let take_back = |failure: Option<&Error>| {
             self.count(counted);
-            let action = match failure {
+            let back = match failure {
                 // Nothing is allocated there, and nothing was taken away: RMM's rows have no place for that.
-                Some(Error::DoubleFree { .. } | Error::InteriorPointer { .. }) => {
-                    if !self.is_full() {
-                        return;
-                    }
-                    Action::Free
-                }
-                _ => Action::Allocate,
+                Some(
+                    Error::DoubleFree { .. }
+                    | Error::InteriorPointer { .. }
+                    | Error::ForeignPointer { .. },
+                ) => None,
+                _ if is_odd => None,
+                // Of the size that it has, whatever it was to be freed with.
+                Some(Error::WrongSize { bytes, .. }) => Some(usize::try_from(*bytes)),
+                _ => Some(Ok(bytes)),
             };
-            self.log(Row { action, failure, ..row });
+            match back {
+                Some(of) => {
+                    let bytes = of.unwrap_or(bytes);
+                    self.log(Row { action: Action::Allocate, bytes, failure, ..row });
+                }
+                None if self.is_full() => {
+                    let ptr = if is_odd { DevicePtr::NULL } else { ptr };
+                    self.log(Row { ptr, failure, ..row });
+                }
+                None => {}
+            }
         };
         let free = || Ok(self.upstream.deallocate(ptr, bytes, align, stream));
         let result = or_undo(free, || take_back(None))?;
+        if is_odd && result.is_ok() {
+            self.log(row);
+        }
         result.inspect_err(|error| take_back(Some(error)))
     }
 
