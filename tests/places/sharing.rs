@@ -259,6 +259,27 @@ fn a_pool_of_many_reservations_is_shared_whole() {
     held.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
 }
 
+/// The kernel says who has sent before it gives descriptors, where a program has it do so.
+#[test]
+fn a_socket_that_tells_who_sends_has_room_for_whole_batches() {
+    let [owner, user] = two(Simulator::builder);
+    let mut config = vpmm::PagedConfig::default();
+    config.sharing = FILES;
+    let pool = Pool::paged(&owner.device, &config).unwrap();
+    let stream = owner.stream();
+    let ptr = pool.malloc(200 * GRANULE as usize, &stream).unwrap();
+    let (here, there) = UnixStream::pair().unwrap();
+    rustix::net::sockopt::set_socket_passcred(&there, true).unwrap();
+    let mut export = pool.export(ptr).unwrap();
+    let (sent, memory) = std::thread::scope(|scope| {
+        let receiver = scope.spawn(|| Imported::receive(&user.device, &there, Access::Read));
+        (export.send(&here), receiver.join().unwrap())
+    });
+    assert_eq!(memory.unwrap().stats().extent_count, 200);
+    sent.unwrap();
+    pool.free(ptr, &stream).unwrap();
+}
+
 /// The driver refuses to wait for a device while a stream captures: what was imported is unmapped later, by
 /// the next wait for the device, and not before.
 #[test]

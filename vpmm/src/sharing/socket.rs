@@ -46,7 +46,9 @@ pub(super) fn receive(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<Vec<Ow
     let mut files = Vec::new();
     let mut done = 0;
     while done < bytes.len() {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(BATCH))];
+        // A program may have its socket tell who sends (SO_PASSCRED): the kernel puts that before the descriptors.
+        let mut space =
+            [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(BATCH), ScmCredentials(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut parts = [IoSliceMut::new(&mut bytes[done..])];
         let got =
