@@ -13,6 +13,8 @@ pub use spec::{AllocatorList, AllocatorSpec, SpecError};
 pub(crate) use stack::StackBackend;
 pub use stacks::{Kind, Stack, StackError};
 
+use std::path::PathBuf;
+
 use vpmm::StreamHandle;
 
 /// An allocator under test: what it hands out, and what it cost.
@@ -46,6 +48,11 @@ pub trait Backend: Sync {
     /// Whether work on the device can use the memory.
     fn is_for_the_device(&self) -> bool {
         true
+    }
+
+    /// Logs that it writes and that lack rows, and how many.
+    fn lost_rows(&self) -> Vec<(PathBuf, u64)> {
+        Vec::new()
     }
 
     /// How many driver calls the allocator has made so far.

@@ -1,9 +1,10 @@
 //! A stack of resources as an allocator under test.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use stacks::{Any, Builder, Peak, Stack};
+use stacks::{Any, Builder, Built, Face, Peak, Stack};
 use vpmm::resource::MIN_ALIGN;
 use vpmm::{DevicePtr, MemoryResource, StreamHandle};
 
@@ -13,6 +14,7 @@ use crate::device::Machine;
 pub(crate) struct StackBackend<'a> {
     machine: &'a Machine,
     resource: Any,
+    built: Arc<Built>,
     peaks: Vec<Peak>,
     calls_before: vpmm::DriverCalls,
     /// Host memory is freed by the very pointer that was given out, and not by its address.
@@ -29,12 +31,13 @@ impl<'a> StackBackend<'a> {
     ) -> vpmm::Result<Self> {
         let calls_before = machine.driver().calls();
         let mut builder = Builder::new(machine.device()).limited(limit_bytes).measured();
-        let resource = builder.build(stack)?.resource().clone();
+        let built = builder.build(stack)?;
+        let resource = built.resource().clone();
         let peaks = builder.into_peaks();
         let facts = resource.facts();
         let wants_pointers = facts.host_accessible && !facts.managed;
         let pointers = Mutex::default();
-        Ok(Self { machine, resource, peaks, calls_before, wants_pointers, pointers })
+        Ok(Self { machine, resource, built, peaks, calls_before, wants_pointers, pointers })
     }
 
     /// The stack itself.
@@ -73,6 +76,16 @@ impl Backend for StackBackend<'_> {
 
     fn is_for_the_device(&self) -> bool {
         self.resource.facts().device_accessible
+    }
+
+    fn lost_rows(&self) -> Vec<(PathBuf, u64)> {
+        let lost = |built: &Arc<Built>| match built.face() {
+            Face::Logging(log, path) => Some((path.clone(), log.lost_rows())),
+            _ => None,
+        };
+        let logs =
+            std::iter::successors(Some(&self.built), |built| built.upstream()).filter_map(lost);
+        logs.filter(|(_, rows)| *rows > 0).collect()
     }
 
     fn driver_calls(&self) -> u64 {

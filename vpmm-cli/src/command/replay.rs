@@ -46,7 +46,7 @@ fn replay_all(
         for allocator in &args.allocator.0 {
             let (report, outcome) = replay_one(trace, allocator, device, args)?;
             explain(trace, allocator, &outcome);
-            if outcome.is_failure() {
+            if outcome.is_failure() || !outcome.lost_rows.is_empty() {
                 *exit = exit.and(Exit::Failure);
             } else if outcome.is_out_of_memory() {
                 *exit = exit.and(Exit::OutOfMemory);

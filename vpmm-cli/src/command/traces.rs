@@ -1,8 +1,9 @@
 //! What the commands that take traces have in common: opening them, and saying what went wrong.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::remark;
 use crate::backend::AllocatorSpec;
@@ -37,7 +38,7 @@ pub(super) fn check_logs(traces: &[String], allocators: &[AllocatorSpec]) -> Res
     let logs: Vec<&Path> = allocators.iter().flat_map(AllocatorSpec::logs).collect();
     for (at, log) in logs.iter().enumerate() {
         let name = log.display();
-        if traces.iter().any(|trace| is_one_file(log, Path::new(trace))) {
+        if traces.iter().any(|trace| is_one_file(log, path_of(trace))) {
             return Err(Abort::bad_input(format_args!(
                 "{name} is a trace: an allocator's log would be written over it"
             )));
@@ -51,6 +52,11 @@ pub(super) fn check_logs(traces: &[String], allocators: &[AllocatorSpec]) -> Res
     Ok(())
 }
 
+/// Where a trace is: standard input may be a file, too.
+fn path_of(trace: &str) -> &Path {
+    Path::new(if trace == "-" { "/dev/stdin" } else { trace })
+}
+
 /// Whether two names are one file's. What is there and no file, as a terminal, may be written to by all.
 fn is_one_file(one: &Path, other: &Path) -> bool {
     match (fs::metadata(one), fs::metadata(other)) {
@@ -58,8 +64,14 @@ fn is_one_file(one: &Path, other: &Path) -> bool {
             one.is_file() && (one.dev(), one.ino()) == (other.dev(), other.ino())
         }
         // Neither is there yet.
-        _ => one == other,
+        _ => one == other || place_of(one).is_some_and(|place| Some(place) == place_of(other)),
     }
+}
+
+/// The folder that a file is to be made in, by the one name that it has, and the file's own name.
+fn place_of(file: &Path) -> Option<(PathBuf, &OsStr)> {
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
+    Some((folder.unwrap_or(Path::new(".")).canonicalize().ok()?, file.file_name()?))
 }
 
 /// How a replay that came to nothing ends the command.
@@ -129,6 +141,12 @@ pub(super) fn explain(trace: &Trace, allocator: &AllocatorSpec, outcome: &Outcom
             allocation.bytes,
             longest.driver_us,
             in_functions(longest)
+        ));
+    }
+    for (log, rows) in &outcome.lost_rows {
+        let (log, plural) = (log.display(), if *rows == 1 { "" } else { "s" });
+        remark(&format!(
+            "{name}: {allocator}: {rows} row{plural} of the log {log} could not be written"
         ));
     }
     for mismatch in outcome.mismatches.iter().take(SHOWN) {

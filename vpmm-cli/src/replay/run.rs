@@ -1,5 +1,7 @@
 //! One trace through one allocator, from an empty device to a result.
 
+use std::path::PathBuf;
+
 use indicatif::ProgressBar;
 use vpmm::{Stream, StreamHandle};
 
@@ -62,6 +64,8 @@ pub struct Outcome {
     pub mismatches: Vec<Mismatch>,
     /// What the simulator found wrong: races, and misuse that a GPU punishes.
     pub findings: Vec<String>,
+    /// Logs that the allocator wrote, which lack so many rows: there was no room for them.
+    pub lost_rows: Vec<(PathBuf, u64)>,
 }
 
 impl Outcome {
@@ -201,6 +205,7 @@ impl<'a> Session<'a> {
             unmade: None,
             mismatches: Vec::new(),
             findings: Vec::new(),
+            lost_rows: Vec::new(),
         };
         let opened = driver_time.of(|| allocator.open(machine, settings.limit_bytes));
         let backend = match opened {
@@ -272,6 +277,7 @@ impl<'a> Session<'a> {
         if machine.simulator().is_none() || verifier.is_none() {
             outcome.by_function = driver_time.by_function();
         }
+        outcome.lost_rows = backend.lost_rows();
         drop(backend);
         drop(verifier);
         outcome.findings = found_before.later(machine);
@@ -379,6 +385,7 @@ mod tests {
             unmade: None,
             mismatches: Vec::new(),
             findings: Vec::new(),
+            lost_rows: Vec::new(),
         }
     }
 

@@ -1,6 +1,6 @@
 //! Resources and stacks of them by name, in every command that compares allocators.
 
-use crate::rig::{File, json, run, stderr};
+use crate::rig::{File, json, run, stderr, vpmm};
 
 /// Everything that has a name, each over something where it stands on something.
 const STACKS: [&str; 19] = [
@@ -145,11 +145,35 @@ fn a_log_is_not_written_over_a_trace_or_another_log() {
         assert!(stderr(&output).contains(part), "{args:?}: {}", stderr(&output));
         assert_eq!(output.status.code(), Some(2), "{args:?}");
     }
+    // A trace on standard input is a file, too; and one that is not there yet has several names.
+    let mut piped = vpmm(&["replay", "-", device, "--allocator", &own]);
+    let output = piped.stdin(std::fs::File::open(file.path()).unwrap()).output().unwrap();
+    assert!(stderr(&output).contains("is a trace"), "{}", stderr(&output));
     assert!(std::fs::read(file.path()).unwrap() == before);
+    let (folder, name) = log.path().rsplit_once('/').unwrap();
+    let last = folder.rsplit('/').next().unwrap();
+    let again =
+        format!("logging({folder}/{name}-2,paged),logging({folder}/../{last}/{name}-2,default)");
+    let output = run(&["replay", file.path(), device, "--allocator", &again]);
+    assert!(stderr(&output).contains("two logs"), "{}", stderr(&output));
     // What is no file may be written to by any number of them.
     let nowhere = "logging(/dev/null,default),logging(/dev/null,paged)";
     let args = ["replay", file.path(), device, "--json", "--allocator", nowhere];
     assert_eq!(json(&run(&args), 0).len(), 2);
+}
+
+/// A log on a full disk lacks rows, which is told: whoever replays it later would not know.
+#[test]
+fn rows_that_a_log_lacks_are_told() {
+    let file = File::rows("1,x,allocate,0x1,64,0\n1,x,free,0x1,64,0\n");
+    let stack = "statistics(logging(/dev/full,default)),default";
+    let args = ["replay", file.path(), "--device=sim", "--json", "--allocator", stack];
+    let output = run(&args);
+    let objects = json(&output, 1);
+    assert!(objects.len() == 2 && objects[0]["ops"] == 2, "{objects:?}");
+    // The header as well.
+    let said = "3 rows of the log /dev/full could not be written";
+    assert!(stderr(&output).contains(said), "{}", stderr(&output));
 }
 
 #[test]
