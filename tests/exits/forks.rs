@@ -4,11 +4,13 @@ use std::io::{ErrorKind, Read};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
 use vpmm::caching::CachingConfig;
+use vpmm::resource::{HostMalloc, LogFormat, Logging};
 use vpmm::{
     Access, CachingAllocator, Contents, CurrentPool, DeviceBuffer, DevicePtr, Error, GraphPool,
     Mark, MemoryResource, OutOfMemoryCallback, Pool, PoolConfig, Recovery, Result, Sharing, Stream,
@@ -521,4 +523,46 @@ fn a_child_comes_while_a_thread_holds_a_caches_locks() {
         owned.allocator.empty_cache().unwrap();
         owned.ends();
     });
+}
+
+/// A thread of the parent's is in the writer, and is not in the child.
+#[test]
+fn a_child_does_not_wait_for_a_log_that_its_parent_writes() {
+    struct Waits(Arc<[AtomicBool; 2]>);
+    impl std::io::Write for Waits {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            let [is_in, goes_on] = &*self.0;
+            is_in.store(true, Ordering::Release);
+            while !goes_on.load(Ordering::Acquire) {
+                std::thread::yield_now();
+            }
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let flags = Arc::new([AtomicBool::new(false), AtomicBool::new(true)]);
+    let writer = Waits(Arc::clone(&flags));
+    let log = Logging::to_writer(HostMalloc::new(), LogFormat::Rmm, writer);
+    let use_it = || {
+        let ptr = log.allocate(1000, 256, StreamHandle::LEGACY).expect("memory");
+        log.deallocate(ptr, 1000, 256, StreamHandle::LEGACY).expect("freed");
+        log.flush().expect("written");
+    };
+    let [is_in, goes_on] = &*flags;
+    is_in.store(false, Ordering::Relaxed);
+    goes_on.store(false, Ordering::Relaxed);
+    let child = std::thread::scope(|scope| {
+        scope.spawn(use_it);
+        while !is_in.load(Ordering::Acquire) {
+            std::thread::yield_now();
+        }
+        let child = fork(use_it);
+        goes_on.store(true, Ordering::Release);
+        child
+    });
+    assert!(child.end().success());
+    assert_eq!(log.lost_rows(), 0);
 }

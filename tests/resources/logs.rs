@@ -5,7 +5,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::time::Duration;
 
 use vpmm::resource::*;
 use vpmm::{DevicePtr, Error, MemoryResource, StreamHandle};
@@ -327,6 +328,41 @@ fn rows_of_many_threads_are_whole_and_in_order() {
     let trace = Trace::read("log", log.as_bytes()).expect("a trace");
     assert_eq!((trace.oddities.unknown_frees, trace.oddities.missing_frees), (0, 0));
     assert_eq!(trace.allocations.len(), 4 * 7999);
+}
+
+/// A writer that allocates of what it logs loses the row of that, where it would wait for itself.
+#[test]
+fn a_writer_may_use_what_it_logs() {
+    type Log = Logging<HostMalloc>;
+    struct Uses(Text, Arc<OnceLock<Weak<Log>>>);
+    impl Write for Uses {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            if let Some(log) = self.1.get().and_then(Weak::upgrade) {
+                let ptr = log.allocate(100, 256, STREAM).expect("memory");
+                log.deallocate(ptr, 100, 256, STREAM).expect("freed");
+                log.flush().expect_err("it is being written");
+            }
+            self.0.write(bytes)
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    for format in [LogFormat::Rmm, LogFormat::Full] {
+        let (text, own) = (Text::default(), Arc::new(OnceLock::new()));
+        let uses = Uses(text.clone(), Arc::clone(&own));
+        let log = Arc::new(Logging::to_writer(HostMalloc::new(), format, uses));
+        own.set(Arc::downgrade(&log)).expect("the only one");
+        let (done, is_done) = std::sync::mpsc::channel();
+        let logs = Arc::clone(&log);
+        std::thread::spawn(move || {
+            let ptr = logs.allocate(1000, 256, STREAM).expect("memory");
+            logs.deallocate(ptr, 1000, 256, STREAM).expect("freed");
+            done.send(()).expect("somebody waits");
+        });
+        is_done.recv_timeout(Duration::from_secs(20)).expect("it waits for itself");
+        assert_eq!((text.read().lines().count(), log.lost_rows()), (3, 4));
+    }
 }
 
 /// A writer that panics loses that row alone.

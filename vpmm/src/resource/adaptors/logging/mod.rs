@@ -58,7 +58,7 @@ pub enum LogFormat {
 /// a program that ends without it leaves zero bytes behind the last row, which `vpmm replay` takes for the
 /// end, and `truncate -s "$(tr -d '\0' < log | wc -c)" log` takes away. Rows that find no room on the disk are
 /// counted ([`lost_rows`](Self::lost_rows)), and the calls go on. In a child of the process nothing
-/// is written to a file.
+/// is written.
 ///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -114,7 +114,7 @@ impl<R: MemoryResource> Logging<R> {
     }
 
     /// Logs to anything, one write for each row, under a lock. A row whose write panics is
-    /// [lost](Self::lost_rows), as one whose write fails.
+    /// [lost](Self::lost_rows), as one whose write fails, and one of a call that the writer itself makes.
     pub fn to_writer(upstream: R, format: LogFormat, writer: impl Write + Send + 'static) -> Self {
         Self::new(upstream, format, Sink::writer(Box::new(writer)))
     }

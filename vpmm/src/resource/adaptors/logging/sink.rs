@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -14,12 +14,13 @@ use rustix::io::Errno;
 use super::file::LogFile;
 use super::row::{COMMON, Line};
 use crate::fork::Birthmark;
+use crate::lock::Alone;
 
 /// One place that rows go to, whole and one after the other.
 pub(super) struct Sink {
     to: To,
     lost: AtomicU64,
-    /// Of a file, which a child shares with its parent.
+    /// A child shares a file with its parent, and lacks the thread that may be in a writer.
     birthmark: Option<Birthmark>,
     name: String,
 }
@@ -30,19 +31,29 @@ enum To {
 }
 
 /// Under a lock whose waiters sleep until they are woken: a write may take as long as the reader of a
-/// pipe likes, and is somebody else's code.
-struct Writer(Mutex<Box<dyn Write + Send>>);
+/// pipe likes, and is somebody else's code. That may come back here, and is turned away.
+struct Writer {
+    turn: Alone,
+    writer: Mutex<Box<dyn Write + Send>>,
+}
 
 impl Writer {
+    fn new(writer: Box<dyn Write + Send>) -> Self {
+        Self { turn: Alone::default(), writer: Mutex::new(writer) }
+    }
+
     /// One that panics loses the row, and leaves the writer to the next: what is called above has been done, or
     /// is to be.
     fn write(&self, row: &[u8]) -> io::Result<()> {
-        let write = || self.lock().write_all(row);
+        let write = || self.by(|writer| writer.write_all(row));
         catch_unwind(AssertUnwindSafe(write)).unwrap_or_else(|_| Err(io::ErrorKind::Other.into()))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Box<dyn Write + Send>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn by(&self, work: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
+        let Some(_turn) = self.turn.enter() else {
+            return Err(io::Error::other("the writer is at work in this thread"));
+        };
+        work(&mut **self.writer.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
@@ -62,15 +73,17 @@ impl Sink {
             file.set_len(0)?;
             To::File(LogFile::new(file)?)
         } else {
-            To::Writer(Writer(Mutex::new(Box::new(file))))
+            To::Writer(Writer::new(Box::new(file)))
         };
         let birthmark = Some(Birthmark::new().ok_or(io::ErrorKind::OutOfMemory)?);
         Ok(Self { to, lost: AtomicU64::new(0), birthmark, name: path.display().to_string() })
     }
 
     pub(super) fn writer(writer: Box<dyn Write + Send>) -> Self {
-        let to = To::Writer(Writer(Mutex::new(writer)));
-        Self { to, lost: AtomicU64::new(0), birthmark: None, name: "a writer".to_owned() }
+        let to = To::Writer(Writer::new(writer));
+        // Without memory for it a child may wait for ever.
+        let birthmark = Birthmark::new();
+        Self { to, lost: AtomicU64::new(0), birthmark, name: "a writer".to_owned() }
     }
 
     #[inline]
@@ -124,7 +137,7 @@ impl Sink {
         }
         match &self.to {
             To::File(file) => file.flush(),
-            To::Writer(writer) => writer.lock().flush(),
+            To::Writer(writer) => writer.by(|writer| writer.flush()),
         }
     }
 }
