@@ -63,6 +63,30 @@ fn a_trim_counts_what_is_held_for_small_requests() {
     });
 }
 
+/// What the driver's pool has for small requests that are freed counts for nothing at the limit: what it gives back
+/// is no room, and the heap that has some is asked all the same.
+#[test]
+fn room_is_what_the_limit_has_not_what_the_drivers_pool_gives_back() {
+    Rig::everywhere(|rig| {
+        for waits in [WaitPolicy::FailAtOnce, WaitPolicy::WaitForPending] {
+            let mut config = vpmm::PagedConfig::default();
+            config.limit_bytes = Some(64 << 20);
+            config.out_of_memory = waits;
+            let pool = Pool::paged(&rig.device, &config).unwrap();
+            let stream = rig.stream();
+            let [one, other] = ["one", "other"].map(|tag| pool.tagged(tag).unwrap());
+            let small = [(); 40].map(|()| pool.malloc(1 << 20, &stream).unwrap());
+            small.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+            let held = one.malloc(64 << 20, &stream).unwrap();
+            pool.free(held, &stream).unwrap();
+            stream.synchronize().unwrap();
+            let held = other.malloc(40 << 20, &stream).expect("what the first heap has free");
+            pool.free(held, &stream).unwrap();
+            pool.validate().unwrap();
+        }
+    });
+}
+
 #[test]
 fn a_graphs_memory_stays_where_it_is_when_memory_is_short() {
     Rig::everywhere(|rig| {

@@ -487,6 +487,8 @@ impl Heaps {
             .saturating_add(self.main.backing().granule_bytes())
             .saturating_add(budget.excess());
         let room = budget.room();
+        // Or it is the device that has too little.
+        let is_limited = room < missing;
         for heap in main.into_iter().chain(tagged.map(|core| core.as_ref() as &dyn Heap)) {
             if missing == 0 {
                 break;
@@ -495,9 +497,11 @@ impl Heaps {
                 // What cannot be waited for, as beside a capture, stays.
                 let _ = heap.wait_for_frees();
             }
-            let held = held_bytes(&heap.stats());
+            let (held, before) = (held_bytes(&heap.stats()), budget.room());
             let given = heap.trim_to(held.saturating_sub(missing)).unwrap_or(0);
-            missing = missing.saturating_sub(given);
+            // What the driver's pool gives back was counted by what was allocated of it: that is no room at the limit.
+            let gained = if is_limited { budget.room().saturating_sub(before) } else { given };
+            missing = missing.saturating_sub(gained.min(given));
             any |= given > 0;
         }
         // Small allocations that went to the driver's pool count no more, though that gave nothing back.
