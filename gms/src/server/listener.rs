@@ -71,6 +71,10 @@ impl Listener {
                 source: source.into(),
             }
         };
+        if group == Some(u32::MAX) {
+            // No group's number: to the system it means the one that there is.
+            return Err(failed("give to its group")(Errno::INVAL));
+        }
         let address = SocketAddrUnix::new(path).map_err(failed("name"))?;
         let lock = LockFile::take(path)?;
         let make = || {
@@ -201,5 +205,21 @@ impl Drop for LockFile {
     fn drop(&mut self) {
         // Before the lock is given back, so that nobody removes another's.
         let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// To the system it means to leave the group as it is.
+    #[test]
+    fn no_group_has_the_greatest_number() {
+        let name = format!("gms-no-group-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let refused = Listener::bind(&path, Some(u32::MAX));
+        assert!(matches!(refused, Err(ListenError::System { .. })), "{refused:?}");
+        let lock = path.with_extension("lock");
+        assert!(!path.exists() && !lock.exists());
     }
 }

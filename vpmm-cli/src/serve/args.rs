@@ -87,6 +87,12 @@ fn message_bytes(text: &str) -> Result<ByteCount, String> {
     }
 }
 
+fn group(text: &str) -> Result<u32, String> {
+    // The greatest number is no group's.
+    let number = text.parse().ok().filter(|number| *number != u32::MAX);
+    number.ok_or_else(|| "expected the number of a group".to_owned())
+}
+
 fn tag(text: &str) -> Result<String, String> {
     let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
     if text.is_empty() || text.len() > 64 || !text.chars().all(fits) {
@@ -136,7 +142,7 @@ pub struct ServeArgs {
     pub alloc_retry_timeout: Limit,
 
     /// A group, by its number, whose members may connect beside this user and root.
-    #[arg(long, value_name = "GID")]
+    #[arg(long, value_name = "GID", value_parser = group)]
     pub group: Option<u32>,
 
     /// The longest message that is taken: 512KiB at least, since a client sends up to half of that at a time.
@@ -310,6 +316,14 @@ mod tests {
         assert_eq!(limit("1.5"), Ok(Limit(Some(Duration::from_millis(1500)))));
         for text in ["0", "-1", "nan", "x"] {
             assert!(limit(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn groups_are_numbers_but_for_the_greatest() {
+        assert_eq!((group("0"), group("4294967294")), (Ok(0), Ok(u32::MAX - 1)));
+        for text in ["4294967295", "-1", "staff"] {
+            assert!(group(text).is_err(), "{text}");
         }
     }
 
