@@ -14,6 +14,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use cuda_sys::types::CUresult;
+
 use super::undo::or_undo;
 use crate::device::StreamHandle;
 use crate::error::{Error, Result, of_path};
@@ -240,7 +242,9 @@ impl<R: MemoryResource> MemoryResource for Logging<R> {
                 Some(
                     Error::DoubleFree { .. }
                     | Error::InteriorPointer { .. }
-                    | Error::ForeignPointer { .. },
+                    | Error::ForeignPointer { .. }
+                    // So says the driver of a pointer that it does not know.
+                    | Error::Driver { code: CUresult::CUDA_ERROR_INVALID_VALUE, .. },
                 ) => None,
                 _ if is_odd => None,
                 // Of the size that it has, whatever it was to be freed with.
