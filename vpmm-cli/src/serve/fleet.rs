@@ -197,7 +197,8 @@ fn start(args: &ServeArgs, device: ServeDevice) -> std::io::Result<Child> {
     command.args(["serve", "--supervised", &std::process::id().to_string()]);
     command.args(["--device", &device.to_string()]);
     for tag in &args.tags {
-        command.args(["--tag", tag]);
+        // In one piece: a tag may begin as an option does.
+        command.arg(format!("--tag={tag}"));
     }
     let seconds = |time: Duration| time.as_secs_f64().to_string();
     let timeout = args.alloc_retry_timeout.0.map_or("none".to_owned(), seconds);

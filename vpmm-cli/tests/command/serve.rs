@@ -303,6 +303,18 @@ fn a_fleet_may_be_the_first_process_of_a_container() {
     names.for_each(|name| publish(&folder.0.join(name)));
 }
 
+/// A tag may begin as an option does.
+#[test]
+fn a_fleet_serves_tags_of_any_name() {
+    let folder = Folder::new();
+    let mut command = vpmm(&["serve", "--device", "sim", "--all", "--tag=-x", "--tag=--all"]);
+    command.env("GMS_SOCKET_DIR", &folder.0);
+    let fleet = Server(command.stderr(Stdio::piped()).spawn().unwrap());
+    eventually(&folder, || folder.names().len() == 4);
+    let (code, said) = fleet.stop(Signal::TERM);
+    assert_eq!(code, Some(0), "{said}");
+}
+
 /// However early: servers that do not listen for signals yet have nothing to put in order.
 #[test]
 fn a_fleet_that_is_stopped_as_it_starts_ends_well() {
