@@ -317,6 +317,12 @@ fn it_is_a_resource_itself() {
         assert!(facts.stream_ordered && facts.records_streams && facts.device_accessible);
         let text = allocator.describe().to_string();
         assert_eq!(text, "caching(max_split_size_bytes=67108864)\n└─ device-malloc(device=0)");
+        let all = "max_non_split_rounding_mb:40,large_segment_size_mb:10,\
+                   roundup_power2_divisions:[256:1,>:8]";
+        let text = rig.cached_with(all).allocator.describe().to_string();
+        let shown = "caching(max_non_split_rounding_bytes=41943040 large_segment_bytes=10485760 \
+                     roundup_power2_divisions=[128:1,256:8,>:8])\n";
+        assert!(text.starts_with(shown), "{text}");
         assert!(allocator.is_equal(&allocator.clone()));
         assert!(!allocator.is_equal(&rig.cached().allocator));
         assert_eq!(*allocator, allocator.clone());

@@ -323,6 +323,20 @@ mod tests {
         text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
     }
 
+    #[test]
+    fn divisions_are_shown_as_they_are_read() {
+        for shown in
+            ["0", "8", "[1:2,2:4,>:4]", "[128:0,256:1,512:2,1024:8,>:8]", "[16384:4,32768:2,>:2]"]
+        {
+            let config = parsed(&format!("roundup_power2_divisions:{shown}"));
+            assert_eq!(config.roundup_power2_divisions.to_string(), shown);
+        }
+        let config = parsed("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]");
+        let shown = config.roundup_power2_divisions.to_string();
+        let again = parsed(&format!("roundup_power2_divisions:{shown}"));
+        assert_eq!(again, config, "{shown}");
+    }
+
     fn refused(text: &str) -> String {
         match text.parse::<CachingConfig>() {
             Ok(config) => panic!("{text} was taken: {config:?}"),

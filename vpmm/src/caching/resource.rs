@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 use super::allocator::CachingAllocator;
+use super::config::CachingConfig;
 use crate::device::{Device, StreamHandle};
 use crate::error::{Error, Result};
 use crate::resource::{
@@ -61,6 +62,22 @@ impl MemoryResource for CachingAllocator {
         let mut of = Description::new("caching");
         if let Some(bytes) = config.max_split_size_bytes {
             of = of.with("max_split_size_bytes", bytes);
+        }
+        let initial = CachingConfig::default();
+        for (name, bytes, at_first) in [
+            (
+                "max_non_split_rounding_bytes",
+                config.max_non_split_rounding_bytes,
+                initial.max_non_split_rounding_bytes,
+            ),
+            ("large_segment_bytes", config.large_segment_bytes, initial.large_segment_bytes),
+        ] {
+            if bytes != at_first {
+                of = of.with(name, bytes);
+            }
+        }
+        if config.roundup_power2_divisions.any() {
+            of = of.with("roundup_power2_divisions", config.roundup_power2_divisions);
         }
         if let Some(threshold) = config.garbage_collection_threshold {
             of = of.with("garbage_collection_threshold", threshold);

@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+use std::fmt;
+
 /// Every block is a multiple of this, so no block is smaller.
 pub const MIN_BLOCK_SIZE: usize = 512;
 /// The largest request, rounded, that the small pool serves.
@@ -134,6 +136,24 @@ impl Divisions {
         // Above 512 bytes a division, so that a step is a multiple of 512.
         let step = (1 << bytes.ilog2()) / divisions;
         bytes.checked_next_multiple_of(step)
+    }
+}
+
+/// As PyTorch takes them: one number, or a list of the least MiB and the number for each doubling.
+impl fmt::Display for Divisions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (numbers, most) = (self.0, self.0[Self::INTERVALS - 1]);
+        // The first of a list counts for what is less as well, and the last one for what is more.
+        let Some(first) = numbers.iter().position(|of| *of != numbers[0]) else {
+            return write!(f, "{most}");
+        };
+        let last = numbers.iter().rposition(|of| *of != most).map_or(0, |at| at + 1);
+        let mut open = '[';
+        for (interval, of) in numbers.iter().enumerate().take(last + 1).skip(first - 1) {
+            write!(f, "{open}{}:{of}", 1_u64 << interval)?;
+            open = ',';
+        }
+        write!(f, ",>:{most}]")
     }
 }
 
