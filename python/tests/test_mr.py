@@ -607,3 +607,20 @@ def test_a_buffer_of_the_host_s_memory_has_contents():
         with pytest.raises((BufferError, ValueError, TypeError)):
             buffer.copy_to(b"123456")
         assert pickle.loads(pickle.dumps(buffer)).to_bytes() == bytes([7] * 6)
+
+
+def test_what_is_wrong_is_named_as_it_was_given():
+    cuda = mr.CudaMemoryResource()
+    for make, text in [
+        (lambda: mr.CoalescingMemoryResource(cuda, 100), "initial_pool_size=100: "),
+        (
+            lambda: mr.CoalescingMemoryResource(cuda, "2MiB", "1MiB"),
+            "maximum_pool_size=1048576: it must be at least initial_pool_size$",
+        ),
+        (lambda: mr.CudaAsyncMemoryResource(maximum_pool_size=0), "maximum_pool_size=0: "),
+        (lambda: mr.ArenaMemoryResource(cuda, 5), "arena_size=5: "),
+        (lambda: mr.FixedSizeMemoryResource(cuda, 0), "block_size=0: "),
+        (lambda: mr.FixedSizeMemoryResource(cuda, 256, 0), "blocks_to_preallocate=0: "),
+    ]:
+        with pytest.raises(vpmm.InvalidArgumentError, match=f"^{text}"):
+            make()

@@ -126,9 +126,18 @@ _OF_STATUS = {
 }
 
 
-#: Options of a pool's that have other names in Python.
-_OPTIONS = {"va_size_bytes": "addresses", "page_size_bytes": "page_size"}
-_OPTION = re.compile(rf"\b({'|'.join(_OPTIONS)})(?==)")
+#: Options of pools and other resources that have other names in Python.
+_OPTIONS = {
+    "va_size_bytes": "addresses",
+    "page_size_bytes": "page_size",
+    "initial_bytes": "initial_pool_size",
+    "max_bytes": "maximum_pool_size",
+    "arena_bytes": "arena_size",
+    "block_bytes": "block_size",
+    "blocks_at_once": "blocks_to_preallocate",
+}
+# With its value, or as what another one is held against.
+_OPTION = re.compile(rf"\b({'|'.join(_OPTIONS)})(?==|$)")
 
 
 def error_of(status: str, text: str) -> Error:
