@@ -537,6 +537,40 @@ fn dropped_between_begin_and_end_it_has_ended() {
     });
 }
 
+/// A wrong pointer is named when it is freed on a stream that captures, too, and does nothing to who has the memory.
+#[test]
+fn wrong_pointers_are_told_in_a_capture() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let pool = &watched.pool;
+        let stream = rig.stream();
+        for bytes in [3000, GRANULE as usize] {
+            let stale = pool.malloc(bytes, &stream).unwrap();
+            pool.free(stale, &stream).unwrap();
+            let held = pool.malloc(bytes, &stream).unwrap();
+            assert_eq!(held.address(), stale.address(), "the stream's own");
+            let graphs = pool.graph_pool().unwrap();
+            graphs.begin(&stream).unwrap();
+            graph::begin(rig, &stream, RELAXED);
+            let inside = pool.free(DevicePtr::from_address(held.address() + 512), &stream);
+            assert!(
+                matches!(inside, Err(Error::InteriorPointer { .. })),
+                "{profile:?}: {inside:?}"
+            );
+            // A pointer of the default profile's is no more than its address.
+            if profile == Profile::Paged {
+                let refused = pool.free(stale, &stream);
+                assert!(matches!(refused, Err(Error::StalePointer { .. })), "{refused:?}");
+            }
+            pool.free(held, &stream).expect("it is the caller's");
+            drop(graph::end(rig, &stream));
+            graphs.end(&stream).unwrap();
+            graphs.release(&stream).unwrap();
+        }
+        watched.assert_intact();
+    });
+}
+
 #[test]
 fn misuse_is_told_by_name() {
     everywhere(|rig, profile| {

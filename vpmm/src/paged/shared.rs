@@ -10,13 +10,14 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::region::State;
 use crate::sharing::{SharedExtent, Source, Span};
+use crate::units::DevicePtr;
 
 impl PagedPool {
-    /// Whether an allocation starts at the address, or what it is instead.
-    pub(crate) fn check_live(&self, address: u64) -> Result<()> {
+    /// Whether a pointer can be freed, or what it is instead.
+    pub(crate) fn check_live(&self, ptr: DevicePtr) -> Result<()> {
         match &self.small {
-            Some(small) if small.holds(address) => Ok(()),
-            _ => self.lock_space().live_at(address).map(|_| ()),
+            Some(small) if small.check_live(ptr)? => Ok(()),
+            _ => self.lock_space().check_live(ptr),
         }
     }
 

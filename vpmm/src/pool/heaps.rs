@@ -273,7 +273,7 @@ impl Pool {
         }
         match pool.free(ptr, stream) {
             Err(Error::StreamCapturing) if heaps.is_open() => {
-                pool.check_live(ptr.address())?;
+                pool.check_live(ptr).map_err(|error| self.unless_foreign(error, ptr))?;
                 heaps.postpone(ptr, stream)
             }
             Err(error @ Error::DoubleFree { .. }) => Err(self.unless_foreign(error, ptr)),
