@@ -537,6 +537,31 @@ fn dropped_between_begin_and_end_it_has_ended() {
     });
 }
 
+/// Memory that can sleep is freed on a stream from elsewhere that captures, through its heap as through the pool.
+#[test]
+fn a_tagged_heap_takes_a_free_in_a_capture() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let (pool, heap) = (&watched.pool, watched.pool.tagged("weights").unwrap());
+        let raw = graph::Raw::new(rig, false);
+        let stream = raw.handle();
+        let [one, other] = [(); 2].map(|()| heap.malloc(GRANULE as usize, stream).unwrap());
+        let graphs = pool.graph_pool().unwrap();
+        graph::begin(rig, stream, RELAXED);
+        let refused = heap.free(one, stream);
+        assert!(matches!(refused, Err(Error::StreamCapturing)), "no graph's pool is open to it");
+        graphs.begin(stream).unwrap();
+        heap.free(one, stream).unwrap();
+        pool.free(other, stream).unwrap();
+        drop(graph::end(rig, stream));
+        graphs.end(stream).unwrap();
+        graphs.release(stream).unwrap();
+        call!(rig.driver, cuStreamSynchronize(stream.raw()));
+        assert_eq!(heap.stats().live_count, 0);
+        watched.assert_intact();
+    });
+}
+
 /// A wrong pointer is named when it is freed on a stream that captures, too, and does nothing to who has the memory.
 #[test]
 fn wrong_pointers_are_told_in_a_capture() {

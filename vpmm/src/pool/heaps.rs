@@ -439,7 +439,20 @@ impl Tagged {
     #[inline]
     pub fn free(&self, ptr: DevicePtr, stream: impl Into<StreamHandle>) -> Result<()> {
         self.pool.check_process()?;
-        self.heap.core().free(ptr, stream.into())
+        let (core, stream) = (self.heap.core(), stream.into());
+        match core.free(ptr, stream) {
+            Err(Error::StreamCapturing) => self.free_in_capture(ptr, stream),
+            freed => freed,
+        }
+    }
+
+    /// Which capture it is, if a graph's pool is open to it, is not the heap's to know.
+    #[cold]
+    fn free_in_capture(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
+        let is_own = self.heap.core().has_address(ptr.address());
+        let heaps = &self.pool.family.heaps;
+        let freed = if is_own && heaps.is_open() { heaps.free(ptr, stream) } else { None };
+        freed.unwrap_or(Err(Error::StreamCapturing))
     }
 
     /// As [`Pool::export`], for memory of this heap. A heap of which something was exported cannot
