@@ -588,6 +588,9 @@ fn wrong_pointers_are_told_in_a_capture() {
                 assert!(matches!(refused, Err(Error::StalePointer { .. })), "{refused:?}");
             }
             pool.free(held, &stream).expect("it is the caller's");
+            for again in [pool.record_stream(held, &rig.stream()), pool.free(held, &stream)] {
+                assert!(matches!(again, Err(Error::DoubleFree { .. })), "{profile:?}: {again:?}");
+            }
             drop(graph::end(rig, &stream));
             graphs.end(&stream).unwrap();
             graphs.release(&stream).unwrap();

@@ -2,7 +2,7 @@
 
 use super::Pool;
 use crate::device::StreamHandle;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ordering::Mark;
 use crate::units::DevicePtr;
 
@@ -37,7 +37,12 @@ impl Pool {
     /// Those of [`free`](Self::free) about pointers and streams. Nothing is noted then.
     pub fn record_stream(&self, ptr: DevicePtr, stream: impl Into<StreamHandle>) -> Result<()> {
         self.check_process()?;
-        match self.family.heaps.heap_of(ptr.address()) {
+        let address = ptr.address();
+        // Freed already, though it waits for a capture's end.
+        if self.family.heaps.is_postponed(address) {
+            return Err(Error::DoubleFree { address });
+        }
+        match self.family.heaps.heap_of(address) {
             Some(heap) => heap.record_stream(ptr, stream.into()),
             None => self
                 .heap()
