@@ -11,13 +11,14 @@ use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUresult;
 use libfuzzer_sys::fuzz_target;
 use vpmm::{
-    Device, DevicePtr, Driver, Error, PendingPolicy, Pool, PoolConfig, Stream, StreamHandle,
-    WaitPolicy,
+    Buffers, Contents, Device, DevicePtr, Driver, Error, PendingPolicy, Pool, PoolConfig, Stream,
+    StreamHandle, WaitPolicy,
 };
 
 const GRANULE: u64 = 2 << 20;
 const MOST_STEPS: usize = 200;
 const LANES: usize = 4;
+const TAG: &str = "tag";
 /// A check looks at every unit of the addresses.
 const CHECKED_EACH: usize = 8;
 
@@ -70,7 +71,7 @@ impl Size {
 
 #[derive(Arbitrary, Debug)]
 enum Step {
-    Malloc { size: Size, lane: u8 },
+    Malloc { size: Size, lane: u8, tagged: bool },
     Free { which: u8, lane: u8 },
     Use { which: u8, lane: u8 },
     Follow { from: u8, to: u8 },
@@ -79,6 +80,8 @@ enum Step {
     Replace { lane: u8 },
     Trim { keep_granules: u8 },
     Limit { granules: Option<u8> },
+    Sleep { lane: u8, keeps: bool },
+    Wake { lane: u8 },
     Fault { call: u8 },
 }
 
@@ -91,6 +94,8 @@ struct Block {
     bytes: u64,
     lane: usize,
     uses: Vec<usize>,
+    /// Of the heap that can sleep.
+    tagged: bool,
 }
 
 struct Run {
@@ -103,6 +108,7 @@ struct Run {
     taken: BTreeMap<u64, u64>,
     /// Which driver call of the next request or free fails.
     fault: Option<u64>,
+    is_asleep: bool,
 }
 
 impl Run {
@@ -142,7 +148,7 @@ impl Run {
         let pool = Pool::new(&device, &config).unwrap();
         let lanes = (0..LANES).map(|_| device.stream().unwrap()).collect();
         let (live, taken) = (Vec::new(), BTreeMap::new());
-        Some(Self { simulator, device, pool, lanes, live, taken, fault: None })
+        Some(Self { simulator, device, pool, lanes, live, taken, fault: None, is_asleep: false })
     }
 
     fn handle(&self, lane: usize) -> StreamHandle {
@@ -193,8 +199,15 @@ impl Run {
         }
     }
 
-    fn malloc(&mut self, bytes: u64, lane: usize) {
-        let made = self.call(|run| run.pool.malloc(bytes as usize, &run.lanes[lane]));
+    fn malloc(&mut self, bytes: u64, lane: usize, tagged: bool) {
+        let made = self.call(|run| {
+            let (bytes, stream) = (bytes as usize, &run.lanes[lane]);
+            if tagged {
+                run.pool.tagged(TAG)?.malloc(bytes, stream)
+            } else {
+                run.pool.malloc(bytes, stream)
+            }
+        });
         match made {
             Some(Ok(ptr)) => {
                 let (start, end) = (ptr.address(), ptr.address() + bytes);
@@ -202,7 +215,41 @@ impl Run {
                 assert!(before.is_none_or(|(_, of)| *of <= start), "a block of two owners");
                 self.taken.insert(start, end);
                 self.work(ptr, bytes, lane, AccessKind::Write);
-                self.live.push(Block { ptr, bytes, lane, uses: Vec::new() });
+                self.live.push(Block { ptr, bytes, lane, uses: Vec::new(), tagged });
+            }
+            Some(Err(Error::Asleep { .. })) => assert!(tagged && self.is_asleep),
+            Some(Err(error)) => assert!(error.is_out_of_memory(), "{error}"),
+            None => {}
+        }
+    }
+
+    /// All that uses the heap comes before.
+    fn sleep(&mut self, lane: usize, keeps: bool) {
+        for other in (0..LANES).filter(|other| *other != lane) {
+            self.order(other, lane, false);
+        }
+        let contents = if keeps { Contents::Keep(Buffers::Release) } else { Contents::Discard };
+        let slept = self.call(|run| run.pool.suspend(TAG, &run.lanes[lane], &contents));
+        match slept {
+            Some(Ok(_)) => self.is_asleep = true,
+            Some(Err(Error::Asleep { .. })) => assert!(self.is_asleep),
+            Some(Err(error)) => assert!(matches!(error, Error::UnknownTag { .. }), "{error}"),
+            None => {}
+        }
+    }
+
+    /// All that uses the heap comes after.
+    fn wake(&mut self, lane: usize) {
+        let woken = self.call(|run| run.pool.resume(TAG, &run.lanes[lane]));
+        match woken {
+            Some(Ok(_)) => {
+                self.is_asleep = false;
+                for other in (0..LANES).filter(|other| *other != lane) {
+                    self.order(lane, other, false);
+                }
+            }
+            Some(Err(Error::NotAsleep { .. } | Error::UnknownTag { .. })) => {
+                assert!(!self.is_asleep)
             }
             Some(Err(error)) => assert!(error.is_out_of_memory(), "{error}"),
             None => {}
@@ -225,13 +272,18 @@ impl Run {
         let index_of =
             |which: u8| (!self.live.is_empty()).then(|| usize::from(which) % self.live.len());
         match *step {
-            Step::Malloc { ref size, lane } => self.malloc(size.bytes(), lane_of(lane)),
+            Step::Malloc { ref size, lane, tagged } => {
+                self.malloc(size.bytes(), lane_of(lane), tagged)
+            }
             Step::Free { which, lane } => {
                 let Some(index) = index_of(which) else { return };
                 self.free(index, lane_of(lane));
             }
             Step::Use { which, lane } => {
                 let (Some(index), lane) = (index_of(which), lane_of(lane)) else { return };
+                if self.live[index].tagged && self.is_asleep {
+                    return;
+                }
                 let (ptr, bytes, of) =
                     (self.live[index].ptr, self.live[index].bytes, self.live[index].lane);
                 if of != lane {
@@ -274,14 +326,18 @@ impl Run {
             Step::Limit { granules } => {
                 self.pool.limit_to(granules.map(|count| u64::from(count) * GRANULE)).unwrap();
             }
+            Step::Sleep { lane, keeps } => self.sleep(lane_of(lane), keeps),
+            Step::Wake { lane } => self.wake(lane_of(lane)),
             Step::Fault { call } => self.fault = Some(u64::from(call % 12) + 1),
         }
     }
 
     fn check(&self) {
         self.pool.validate().unwrap();
-        let stats = self.pool.stats();
-        assert_eq!(stats.live_count, self.live.len() as u64);
+        let tagged = self.pool.tagged(TAG).unwrap().stats();
+        let count = self.live.iter().filter(|block| block.tagged).count();
+        assert_eq!(self.pool.stats().live_count, self.live.len() as u64);
+        assert_eq!(tagged.live_count, count as u64);
     }
 
     fn end(mut self) {
@@ -297,7 +353,9 @@ impl Run {
                 lane.synchronize().unwrap();
             }
             self.pool.trim_to(0).unwrap();
+            self.pool.tagged(TAG).unwrap().trim_to(0).unwrap();
         }
+        assert_eq!(self.pool.tagged(TAG).unwrap().stats().mapped_bytes, 0);
         assert_eq!(self.pool.stats().mapped_bytes, 0);
         let Self { simulator, pool, lanes, .. } = self;
         drop((pool, lanes));

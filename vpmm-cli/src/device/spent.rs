@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use cuda_sim::Simulator;
 use serde::Serialize;
 
 use super::Machine;
@@ -27,18 +26,23 @@ impl Ledger {
     /// As it stands now. None where calls are not timed.
     pub fn of(machine: &Machine) -> Option<Self> {
         let calls = machine.driver().calls();
-        let modelled = machine.simulator().map(Simulator::modelled_us_by_function);
+        if let Some(simulator) = machine.simulator() {
+            // With what only the command has called so far: the driver's first call of it costs no more for that.
+            let counts: BTreeMap<_, _> = calls.iter().collect();
+            let count = |function| counts.get(function).copied().unwrap_or_default();
+            let modelled = simulator.modelled_us_by_function().into_iter();
+            let spent = modelled.map(|(function, us)| (function, (count(function), us)));
+            return Some(Self(spent.collect()));
+        }
+        let timer = machine.timer()?;
         let times: BTreeMap<_, _> = calls.times().collect();
-        let us_of = |function, count| match (&modelled, machine.timer()) {
-            (Some(modelled), _) => modelled.get(function).copied(),
-            (None, Some(timer)) => {
-                let shown = times.get(function).copied().unwrap_or_default();
-                Some(timer.without_clock(count, shown).as_secs_f64() * 1e6)
-            }
-            (None, None) => None,
+        let us_of = |function, count| {
+            let shown = times.get(function).copied().unwrap_or_default();
+            timer.without_clock(count, shown).as_secs_f64() * 1e6
         };
-        let spent = |(function, count)| Some((function, (count, us_of(function, count)?)));
-        calls.iter().map(spent).collect::<Option<_>>().map(Self)
+        let spent =
+            calls.iter().map(|(function, count)| (function, (count, us_of(function, count))));
+        Some(Self(spent.collect()))
     }
 
     /// What was spent since `earlier`.
@@ -74,13 +78,15 @@ mod tests {
     use vpmm::{Pool, PoolConfig};
 
     use super::*;
-    use crate::device::Setup;
+    use crate::device::{Setup, settle};
 
     #[test]
     fn calls_and_their_time_are_kept_by_function() {
         let machine = Machine::simulated(Setup::default()).unwrap();
         let stream = machine.device().stream().unwrap();
         let pool = Pool::new(machine.device(), &PoolConfig::default()).unwrap();
+        // What the command itself has called so far is in neither.
+        settle(&machine);
         let (before, all_before) =
             (Ledger::of(&machine).unwrap(), machine.simulator().unwrap().modelled_us());
         let ptr = pool.malloc(64 << 20, &stream).unwrap();
