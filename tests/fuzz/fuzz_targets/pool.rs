@@ -3,31 +3,22 @@
 
 #![no_main]
 
-use std::collections::BTreeMap;
+mod machine;
 
 use arbitrary::Arbitrary;
 use cuda_sim::race::AccessKind;
-use cuda_sim::{Schedule, Simulator};
-use cuda_sys::types::CUresult;
 use libfuzzer_sys::fuzz_target;
-use vpmm::{
-    Buffers, Contents, Device, DevicePtr, Driver, Error, PendingPolicy, Pool, PoolConfig, Stream,
-    StreamHandle, WaitPolicy,
-};
+use machine::{GRANULE, LANES, MOST_STEPS, Machine, Setup, Size, lane_of};
+use vpmm::{Buffers, Contents, DevicePtr, Error, PendingPolicy, Pool, PoolConfig, WaitPolicy};
 
-const GRANULE: u64 = 2 << 20;
-const MOST_STEPS: usize = 200;
-const LANES: usize = 4;
 const TAG: &str = "tag";
 /// A check looks at every unit of the addresses.
 const CHECKED_EACH: usize = 8;
 
 #[derive(Arbitrary, Debug)]
 struct Program {
-    schedule: Order,
-    seed: u64,
+    setup: Setup,
     limit_granules: Option<u8>,
-    device_granules: u8,
     address_granules: u8,
     waits_first: bool,
     reuse: [bool; 3],
@@ -36,37 +27,10 @@ struct Program {
 }
 
 #[derive(Arbitrary, Debug)]
-enum Order {
-    Eager,
-    Late { patience: u8 },
-    Random,
-    Manual,
-}
-
-#[derive(Arbitrary, Debug)]
 enum Moves {
     None,
     Some(u16),
     All,
-}
-
-#[derive(Arbitrary, Debug)]
-enum Size {
-    Small(u16),
-    Middle(u16),
-    Granules { count: u8, beside: i8 },
-}
-
-impl Size {
-    fn bytes(&self) -> u64 {
-        match self {
-            Self::Small(bytes) => u64::from(*bytes) + 1,
-            Self::Middle(steps) => (u64::from(*steps) + 1) * 64,
-            Self::Granules { count, beside } => {
-                (u64::from(*count % 12 + 1) * GRANULE).saturating_add_signed((*beside).into())
-            }
-        }
-    }
 }
 
 #[derive(Arbitrary, Debug)]
@@ -85,10 +49,6 @@ enum Step {
     Fault { call: u8 },
 }
 
-fn done(code: CUresult) {
-    assert_eq!(code, CUresult::CUDA_SUCCESS);
-}
-
 struct Block {
     ptr: DevicePtr,
     bytes: u64,
@@ -99,34 +59,15 @@ struct Block {
 }
 
 struct Run {
-    simulator: Simulator,
-    device: Device,
+    machine: Machine,
     pool: Pool,
-    lanes: Vec<Stream>,
     live: Vec<Block>,
-    /// Ends of live blocks by their starts.
-    taken: BTreeMap<u64, u64>,
-    /// Which driver call of the next request or free fails.
-    fault: Option<u64>,
     is_asleep: bool,
 }
 
 impl Run {
     fn new(program: &Program) -> Option<Self> {
-        let schedule = match program.schedule {
-            Order::Eager => Schedule::Eager,
-            Order::Late { patience } => Schedule::Late { patience: u32::from(patience % 20) + 1 },
-            Order::Random => Schedule::Random,
-            Order::Manual => Schedule::Manual,
-        };
-        let device_bytes = u64::from(program.device_granules % 28 + 4) * GRANULE;
-        let simulator = Simulator::builder()
-            .schedule(schedule)
-            .seed(program.seed)
-            .memory_bytes(device_bytes)
-            .build()
-            .ok()?;
-        let device = Driver::new(simulator.driver()).unwrap().device(0).unwrap();
+        let machine = Machine::new(&program.setup)?;
         let mut config = PoolConfig::default();
         config.limit_bytes =
             program.limit_granules.map(|granules| u64::from(granules % 28 + 1) * GRANULE);
@@ -145,76 +86,30 @@ impl Run {
             Moves::Some(number) => number.into(),
             Moves::All => u32::MAX,
         };
-        let pool = Pool::new(&device, &config).unwrap();
-        let lanes = (0..LANES).map(|_| device.stream().unwrap()).collect();
-        let (live, taken) = (Vec::new(), BTreeMap::new());
-        Some(Self { simulator, device, pool, lanes, live, taken, fault: None, is_asleep: false })
+        let pool = Pool::new(&machine.device, &config).unwrap();
+        Some(Self { machine, pool, live: Vec::new(), is_asleep: false })
     }
 
-    fn handle(&self, lane: usize) -> StreamHandle {
-        self.lanes[lane].handle()
-    }
-
-    /// Has a stream's work read or write a block.
-    fn work(&self, ptr: DevicePtr, bytes: u64, lane: usize, kind: AccessKind) {
-        let start = ptr.address();
-        self.simulator
-            .enqueue(self.handle(lane).raw(), "use", move |memory| {
-                memory.count_as_used(start, bytes, kind)
-            })
-            .unwrap();
-    }
-
-    /// Has one stream's work come after what another has now, and tells the pool or not.
-    fn order(&self, from: usize, to: usize, tells: bool) {
-        let mark = self.pool.mark(&self.lanes[from]).unwrap();
-        let raw = self.device.driver().raw();
-        let mut event = std::ptr::null_mut();
-        // SAFETY: pointers to live values, and handles that are alive.
-        unsafe {
-            done(raw.cuCtxSetCurrent.unwrap()(self.device.context()));
-            done(raw.cuEventCreate.unwrap()(&mut event, 2));
-            done(raw.cuEventRecord.unwrap()(event, self.handle(from).raw()));
-            done(raw.cuStreamWaitEvent.unwrap()(self.handle(to).raw(), event, 0));
-            done(raw.cuEventDestroy_v2.unwrap()(event));
-        }
-        if tells {
-            self.pool.follows(&self.lanes[to], &mark).unwrap();
-        }
-    }
-
-    /// A call of the pool in which the step's fault comes; `None` where it failed by that.
-    fn call<T>(&mut self, call: impl FnOnce(&Self) -> vpmm::Result<T>) -> Option<vpmm::Result<T>> {
-        let fault = self.fault.take();
-        if let Some(number) = fault {
-            self.simulator.fail_call(number, CUresult::CUDA_ERROR_UNKNOWN);
-        }
-        let result = call(self);
-        self.simulator.clear_faults();
-        match result {
-            Err(Error::Driver { code: CUresult::CUDA_ERROR_UNKNOWN, .. }) if fault.is_some() => {
-                None
-            }
-            result => Some(result),
-        }
+    /// Has one stream's work come after what another has now, and tells the pool.
+    fn follow(&self, from: usize, to: usize) {
+        let lanes = &self.machine.lanes;
+        let mark = self.pool.mark(&lanes[from]).unwrap();
+        self.machine.order(from, to);
+        self.pool.follows(&lanes[to], &mark).unwrap();
     }
 
     fn malloc(&mut self, bytes: u64, lane: usize, tagged: bool) {
-        let made = self.call(|run| {
-            let (bytes, stream) = (bytes as usize, &run.lanes[lane]);
+        let made = self.machine.call(|machine| {
+            let (count, stream) = (bytes as usize, &machine.lanes[lane]);
             if tagged {
-                run.pool.tagged(TAG)?.malloc(bytes, stream)
+                self.pool.tagged(TAG)?.malloc(count, stream)
             } else {
-                run.pool.malloc(bytes, stream)
+                self.pool.malloc(count, stream)
             }
         });
         match made {
             Some(Ok(ptr)) => {
-                let (start, end) = (ptr.address(), ptr.address() + bytes);
-                let before = self.taken.range(..end).next_back();
-                assert!(before.is_none_or(|(_, of)| *of <= start), "a block of two owners");
-                self.taken.insert(start, end);
-                self.work(ptr, bytes, lane, AccessKind::Write);
+                self.machine.take(ptr, bytes, lane);
                 self.live.push(Block { ptr, bytes, lane, uses: Vec::new(), tagged });
             }
             Some(Err(Error::Asleep { .. })) => assert!(tagged && self.is_asleep),
@@ -226,10 +121,10 @@ impl Run {
     /// All that uses the heap comes before.
     fn sleep(&mut self, lane: usize, keeps: bool) {
         for other in (0..LANES).filter(|other| *other != lane) {
-            self.order(other, lane, false);
+            self.machine.order(other, lane);
         }
         let contents = if keeps { Contents::Keep(Buffers::Release) } else { Contents::Discard };
-        let slept = self.call(|run| run.pool.suspend(TAG, &run.lanes[lane], &contents));
+        let slept = self.machine.call(|machine| self.pool.suspend(TAG, &machine.lanes[lane], &contents));
         match slept {
             Some(Ok(_)) => self.is_asleep = true,
             Some(Err(Error::Asleep { .. })) => assert!(self.is_asleep),
@@ -240,12 +135,12 @@ impl Run {
 
     /// All that uses the heap comes after.
     fn wake(&mut self, lane: usize) {
-        let woken = self.call(|run| run.pool.resume(TAG, &run.lanes[lane]));
+        let woken = self.machine.call(|machine| self.pool.resume(TAG, &machine.lanes[lane]));
         match woken {
             Some(Ok(_)) => {
                 self.is_asleep = false;
                 for other in (0..LANES).filter(|other| *other != lane) {
-                    self.order(lane, other, false);
+                    self.machine.order(lane, other);
                 }
             }
             Some(Err(Error::NotAsleep { .. } | Error::UnknownTag { .. })) => {
@@ -259,16 +154,16 @@ impl Run {
     fn free(&mut self, index: usize, lane: usize) {
         let (ptr, of) = (self.live[index].ptr, self.live[index].lane);
         if of != lane {
-            self.order(of, lane, false);
+            self.machine.order(of, lane);
         }
-        let Some(freed) = self.call(|run| run.pool.free(ptr, &run.lanes[lane])) else { return };
+        let freed = self.machine.call(|machine| self.pool.free(ptr, &machine.lanes[lane]));
+        let Some(freed) = freed else { return };
         freed.unwrap();
-        let block = self.live.swap_remove(index);
-        self.taken.remove(&block.ptr.address());
+        self.live.swap_remove(index);
+        self.machine.leave(ptr);
     }
 
     fn step(&mut self, step: &Step) {
-        let lane_of = |lane: u8| usize::from(lane) % LANES;
         let index_of =
             |which: u8| (!self.live.is_empty()).then(|| usize::from(which) % self.live.len());
         match *step {
@@ -287,38 +182,30 @@ impl Run {
                 let (ptr, bytes, of) =
                     (self.live[index].ptr, self.live[index].bytes, self.live[index].lane);
                 if of != lane {
-                    self.order(of, lane, false);
-                    self.pool.record_stream(ptr, &self.lanes[lane]).unwrap();
+                    self.machine.order(of, lane);
+                    self.pool.record_stream(ptr, &self.machine.lanes[lane]).unwrap();
                     self.live[index].uses.push(lane);
                 }
                 // Two further streams may do so at one time.
-                self.work(ptr, bytes, lane, AccessKind::Read);
+                self.machine.work(ptr, bytes, lane, AccessKind::Read);
             }
-            Step::Follow { from, to } => self.order(lane_of(from), lane_of(to), true),
+            Step::Follow { from, to } => self.follow(lane_of(from), lane_of(to)),
             Step::Wait { lane, tells } => {
-                let lane = lane_of(lane);
-                if tells {
-                    let mark = self.pool.mark(&self.lanes[lane]).unwrap();
-                    self.lanes[lane].synchronize().unwrap();
+                let stream = &self.machine.lanes[lane_of(lane)];
+                let mark = tells.then(|| self.pool.mark(stream).unwrap());
+                stream.synchronize().unwrap();
+                if let Some(mark) = mark {
                     self.pool.passed(&mark).unwrap();
-                } else {
-                    self.lanes[lane].synchronize().unwrap();
                 }
             }
-            Step::Advance { lane, all } => {
-                if all {
-                    self.simulator.advance_all();
-                } else {
-                    self.simulator.advance(self.handle(lane_of(lane)).raw());
-                }
-            }
+            Step::Advance { lane, all } => self.machine.advance(lane, all),
             Step::Replace { lane } => {
                 let lane = lane_of(lane);
                 let of_lane = |block: &Block| block.lane == lane || block.uses.contains(&lane);
                 while let Some(index) = self.live.iter().position(of_lane) {
                     self.free(index, self.live[index].lane);
                 }
-                self.lanes[lane] = self.device.stream().unwrap();
+                self.machine.lanes[lane] = self.machine.device.stream().unwrap();
             }
             Step::Trim { keep_granules } => {
                 self.pool.trim_to(u64::from(keep_granules) * GRANULE).unwrap();
@@ -328,7 +215,7 @@ impl Run {
             }
             Step::Sleep { lane, keeps } => self.sleep(lane_of(lane), keeps),
             Step::Wake { lane } => self.wake(lane_of(lane)),
-            Step::Fault { call } => self.fault = Some(u64::from(call % 12) + 1),
+            Step::Fault { call } => self.machine.fault = Some(u64::from(call % 12) + 1),
         }
     }
 
@@ -341,26 +228,22 @@ impl Run {
     }
 
     fn end(mut self) {
-        self.fault = None;
+        self.machine.fault = None;
         while let Some(last) = self.live.len().checked_sub(1) {
             self.free(last, self.live[last].lane);
         }
         self.check();
+        let Self { machine, pool, .. } = self;
+        let tagged = pool.tagged(TAG).unwrap();
         // What the first trims ask about is done by the next: a schedule may wait for somebody who waits.
         for _ in 0..3 {
-            self.simulator.run_until_idle();
-            for lane in &self.lanes {
-                lane.synchronize().unwrap();
-            }
-            self.pool.trim_to(0).unwrap();
-            self.pool.tagged(TAG).unwrap().trim_to(0).unwrap();
+            machine.settle();
+            pool.trim_to(0).unwrap();
+            tagged.trim_to(0).unwrap();
         }
-        assert_eq!(self.pool.tagged(TAG).unwrap().stats().mapped_bytes, 0);
-        assert_eq!(self.pool.stats().mapped_bytes, 0);
-        let Self { simulator, pool, lanes, .. } = self;
-        drop((pool, lanes));
-        assert_eq!(simulator.memory_used(0), 0);
-        simulator.assert_clean();
+        assert_eq!((pool.stats().mapped_bytes, tagged.stats().mapped_bytes), (0, 0));
+        drop((tagged, pool));
+        machine.end();
     }
 }
 
