@@ -124,7 +124,8 @@ impl Run {
             self.machine.order(other, lane);
         }
         let contents = if keeps { Contents::Keep(Buffers::Release) } else { Contents::Discard };
-        let slept = self.machine.call(|machine| self.pool.suspend(TAG, &machine.lanes[lane], &contents));
+        let slept =
+            self.machine.call(|machine| self.pool.suspend(TAG, &machine.lanes[lane], &contents));
         match slept {
             Some(Ok(_)) => self.is_asleep = true,
             Some(Err(Error::Asleep { .. })) => assert!(self.is_asleep),

@@ -64,9 +64,9 @@ struct Run<'a> {
 impl Run<'_> {
     fn allocate(&mut self, bytes: u64, align: usize, lane: usize) {
         let resource = self.resource;
-        let made = self.machine.call(|machine| {
-            resource.allocate(bytes as usize, align, machine.lanes[lane].handle())
-        });
+        let made = self
+            .machine
+            .call(|machine| resource.allocate(bytes as usize, align, machine.lanes[lane].handle()));
         // What there is no memory for, no such size of, or a fault in.
         let Some(Ok(ptr)) = made else { return };
         assert_eq!(ptr.address() % align as u64, 0);
@@ -80,9 +80,9 @@ impl Run<'_> {
             self.machine.order(of, lane);
         }
         let (resource, count) = (self.resource, bytes as usize);
-        let freed = self.machine.call(|machine| {
-            resource.deallocate(ptr, count, align, machine.lanes[lane].handle())
-        });
+        let freed = self
+            .machine
+            .call(|machine| resource.deallocate(ptr, count, align, machine.lanes[lane].handle()));
         let Some(freed) = freed else { return };
         freed.unwrap();
         self.live.swap_remove(index);
