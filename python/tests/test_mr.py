@@ -621,6 +621,7 @@ def test_what_is_wrong_is_named_as_it_was_given():
         (lambda: mr.ArenaMemoryResource(cuda, 5), "arena_size=5: "),
         (lambda: mr.FixedSizeMemoryResource(cuda, 0), "block_size=0: "),
         (lambda: mr.FixedSizeMemoryResource(cuda, 256, 0), "blocks_to_preallocate=0: "),
+        (lambda: mr.BinningMemoryResource(cuda, 48, 50), "max_size_exponent=48: "),
     ]:
         with pytest.raises(vpmm.InvalidArgumentError, match=f"^{text}"):
             make()

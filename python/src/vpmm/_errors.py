@@ -135,6 +135,7 @@ _OPTIONS = {
     "arena_bytes": "arena_size",
     "block_bytes": "block_size",
     "blocks_at_once": "blocks_to_preallocate",
+    "powers": "max_size_exponent",
 }
 # With its value, or as what another one is held against.
 _OPTION = re.compile(rf"\b({'|'.join(_OPTIONS)})(?==|$)")
