@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Looks for inputs that break what parses, and for programs that break the default profile's pool or a stack of
-# resources, by what they reach in the code (libFuzzer). Needs a nightly Rust, a C++ compiler and Python; installs
-# cargo-fuzz into target/fuzz.
+# Looks for inputs that break what parses, and for programs that break the default profile's pool, the graphs' pools of
+# either profile or a stack of resources, by what they reach in the code (libFuzzer). Needs a nightly Rust, a C++ compiler
+# and Python; installs cargo-fuzz into target/fuzz.
 #
 #     scripts/fuzz.sh [--seconds N] [TARGET...]
 #
 #   --seconds N   how long each is tried; default 60
-#   TARGET...     frames, pool, resources, texts, traces (tests/fuzz); default all
+#   TARGET...     captures, frames, pool, resources, texts, traces (tests/fuzz); default all
 #
 # What was found to reach something stays in target/fuzz/corpus for the next time; what breaks something is put into
 # target/fuzz/broken, and the exit status is then 1. Such an input is run again with
@@ -23,11 +23,11 @@ while (($# > 0)); do
         seconds=$2
         shift 2
         ;;
-    frames | pool | resources | texts | traces) targets+=("$1") && shift ;;
+    captures | frames | pool | resources | texts | traces) targets+=("$1") && shift ;;
     *) usage ;;
     esac
 done
-((${#targets[@]} > 0)) || targets=(frames pool resources texts traces)
+((${#targets[@]} > 0)) || targets=(captures frames pool resources texts traces)
 
 folder=$(realpath -m "${CARGO_TARGET_DIR:-target}")/fuzz
 rustup toolchain list 2>/dev/null | grep -q '^nightly' || { echo 'no nightly Rust: rustup toolchain install nightly' >&2; exit 1; }
@@ -37,7 +37,7 @@ fi
 export PATH=$folder/tools/bin:$PATH RUSTUP_TOOLCHAIN=nightly
 
 # To begin with: what the tests have that is right.
-for target in frames pool resources texts traces; do mkdir -p "$folder/corpus/$target" "$folder/broken"; done
+for target in captures frames pool resources texts traces; do mkdir -p "$folder/corpus/$target" "$folder/broken"; done
 python3 - "$folder/corpus" <<'SEEDS'
 import gzip, json, pathlib, sys
 

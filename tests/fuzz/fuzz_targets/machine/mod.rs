@@ -60,7 +60,7 @@ pub(crate) struct Machine {
     pub(crate) fault: Option<u64>,
 }
 
-fn done(code: CUresult) {
+pub(crate) fn done(code: CUresult) {
     assert_eq!(code, CUresult::CUDA_SUCCESS);
 }
 
