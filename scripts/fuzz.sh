@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Looks for inputs that break what parses, and for programs that break the default profile's pool, the graphs' pools of
-# either profile or a stack of resources, by what they reach in the code (libFuzzer). Needs a nightly Rust, a C++ compiler
-# and Python; installs cargo-fuzz into target/fuzz.
+# Looks for inputs that break what parses, and for programs that break a pool or graphs' pools of either profile, or a
+# stack of resources, by what they reach in the code (libFuzzer). Needs a nightly Rust, a C++ compiler and Python;
+# installs cargo-fuzz into target/fuzz.
 #
 #     scripts/fuzz.sh [--seconds N] [TARGET...]
 #

@@ -1,4 +1,4 @@
-//! Programs on a pool of the default profile, found by what they reach in its code: blocks overlap nowhere, the books
+//! Programs on a pool of either profile, found by what they reach in its code: blocks overlap nowhere, the books
 //! are right after every call, work meets nobody else's in memory, and nothing stays at the end.
 
 #![no_main]
@@ -9,7 +9,10 @@ use arbitrary::Arbitrary;
 use cuda_sim::race::AccessKind;
 use libfuzzer_sys::fuzz_target;
 use machine::{GRANULE, LANES, MOST_STEPS, Machine, Setup, Size, lane_of};
-use vpmm::{Buffers, Contents, DevicePtr, Error, PendingPolicy, Pool, PoolConfig, WaitPolicy};
+use vpmm::{
+    Buffers, Contents, DevicePtr, Error, PagedConfig, PendingPolicy, Pool, PoolConfig, Reuse,
+    Stats, WaitPolicy,
+};
 
 const TAG: &str = "tag";
 /// A check looks at every unit of the addresses.
@@ -18,6 +21,7 @@ const CHECKED_EACH: usize = 8;
 #[derive(Arbitrary, Debug)]
 struct Program {
     setup: Setup,
+    is_paged: bool,
     limit_granules: Option<u8>,
     address_granules: u8,
     waits_first: bool,
@@ -49,6 +53,52 @@ enum Step {
     Fault { call: u8 },
 }
 
+impl Program {
+    fn limit_bytes(&self) -> Option<u64> {
+        self.limit_granules.map(|granules| u64::from(granules % 28 + 1) * GRANULE)
+    }
+
+    fn va_size_bytes(&self) -> u64 {
+        u64::from(self.address_granules % 64 + 16) * GRANULE
+    }
+
+    fn pending_policy(&self) -> PendingPolicy {
+        if self.waits_first { PendingPolicy::WaitFirst } else { PendingPolicy::default() }
+    }
+
+    fn reuse(&self) -> Reuse {
+        let mut reuse = Reuse::default();
+        [reuse.follow_event_dependencies, reuse.opportunistic, reuse.internal_dependencies] =
+            self.reuse;
+        reuse
+    }
+
+    fn config(&self) -> PoolConfig {
+        let mut config = PoolConfig::default();
+        config.limit_bytes = self.limit_bytes();
+        config.va_size_bytes = Some(self.va_size_bytes());
+        config.out_of_memory = WaitPolicy::FailAtOnce;
+        config.pending_policy = self.pending_policy();
+        config.reuse = self.reuse();
+        config.moves_per_second = match self.moves {
+            Moves::None => 0,
+            Moves::Some(number) => number.into(),
+            Moves::All => u32::MAX,
+        };
+        config
+    }
+
+    fn paged_config(&self) -> PagedConfig {
+        let mut config = PagedConfig::default();
+        config.limit_bytes = self.limit_bytes();
+        config.va_size_bytes = self.va_size_bytes();
+        config.out_of_memory = WaitPolicy::FailAtOnce;
+        config.pending_policy = self.pending_policy();
+        config.reuse = self.reuse();
+        config
+    }
+}
+
 struct Block {
     ptr: DevicePtr,
     bytes: u64,
@@ -61,6 +111,7 @@ struct Block {
 struct Run {
     machine: Machine,
     pool: Pool,
+    is_paged: bool,
     live: Vec<Block>,
     is_asleep: bool,
 }
@@ -68,26 +119,13 @@ struct Run {
 impl Run {
     fn new(program: &Program) -> Option<Self> {
         let machine = Machine::new(&program.setup)?;
-        let mut config = PoolConfig::default();
-        config.limit_bytes =
-            program.limit_granules.map(|granules| u64::from(granules % 28 + 1) * GRANULE);
-        config.va_size_bytes = Some(u64::from(program.address_granules % 64 + 16) * GRANULE);
-        config.out_of_memory = WaitPolicy::FailAtOnce;
-        if program.waits_first {
-            config.pending_policy = PendingPolicy::WaitFirst;
-        }
-        [
-            config.reuse.follow_event_dependencies,
-            config.reuse.opportunistic,
-            config.reuse.internal_dependencies,
-        ] = program.reuse;
-        config.moves_per_second = match program.moves {
-            Moves::None => 0,
-            Moves::Some(number) => number.into(),
-            Moves::All => u32::MAX,
+        let pool = if program.is_paged {
+            Pool::paged(&machine.device, &program.paged_config())
+        } else {
+            Pool::new(&machine.device, &program.config())
         };
-        let pool = Pool::new(&machine.device, &config).unwrap();
-        Some(Self { machine, pool, live: Vec::new(), is_asleep: false })
+        let (pool, is_paged) = (pool.unwrap(), program.is_paged);
+        Some(Self { machine, pool, is_paged, live: Vec::new(), is_asleep: false })
     }
 
     /// Has one stream's work come after what another has now, and tells the pool.
@@ -223,9 +261,11 @@ impl Run {
     fn check(&self) {
         self.pool.validate().unwrap();
         let tagged = self.pool.tagged(TAG).unwrap().stats();
-        let count = self.live.iter().filter(|block| block.tagged).count();
-        assert_eq!(self.pool.stats().live_count, self.live.len() as u64);
-        assert_eq!(tagged.live_count, count as u64);
+        let small = |stats: Stats| if self.is_paged { stats.small_live_count } else { 0 };
+        let count = |stats: Stats| stats.live_count + small(stats);
+        let in_tagged = self.live.iter().filter(|block| block.tagged).count();
+        assert_eq!(count(self.pool.stats()), self.live.len() as u64);
+        assert_eq!(count(tagged), in_tagged as u64);
     }
 
     fn end(mut self) {
