@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use cuda_sim::Schedule;
-use vpmm::caching::CachingConfig;
+use vpmm::caching::{CachingConfig, Divisions};
 use vpmm::resource::*;
 use vpmm::{CachingAllocator, Error, MemoryResource, Stream};
 
@@ -104,5 +104,78 @@ fn a_caching_allocator_over_short_pieces_serves_what_fits_into_one() {
             let longer = caching.allocate(most as usize + 1, 256, stream.handle());
             assert!(matches!(longer, Err(Error::RequestTooLong { .. })), "{longer:?}");
         }
+    }
+}
+
+/// A bin of the resource's own that what is below never gives a block for takes no requests: they are served below.
+#[test]
+fn a_bin_that_nothing_below_is_long_enough_for_is_none() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let stream = rig.stream();
+    let binning = Binning::with_powers(blocks(&rig, 3 * MIB), &rig.device, 20..=23).expect("bins");
+    binning.add_own_bin(12 << 20).expect("nothing is done");
+    assert_eq!(binning.bins(), [MIB, 2 * MIB]);
+    assert_bound(&binning, 3 * MIB, &stream);
+}
+
+/// What a bin takes is not served elsewhere, though what is below, or a longer bin, has longer pieces.
+#[test]
+fn the_longest_request_of_bins_is_one_that_comes_where_it_is_served() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let stream = rig.stream();
+    let served = |binning: &Binning<Shared>| {
+        let most = binning.facts().max_bytes.expect("what is below has blocks of one size");
+        let ptr = binning.allocate(most, 256, stream.handle()).expect("not too long");
+        binning.deallocate(ptr, most, 256, stream.handle()).expect("freed");
+        most as u64
+    };
+    let binning = Binning::new(blocks(&rig, 3 * MIB), &rig.device);
+    binning.add_bin(8 << 20, blocks(&rig, 2 * MIB)).expect("a bin");
+    assert_eq!(served(&binning), 2 * MIB);
+    binning.add_bin(4 << 20, blocks(&rig, MIB)).expect("a bin");
+    assert_eq!(served(&binning), MIB);
+    binning.add_bin(9 << 20, blocks(&rig, 16 * MIB)).expect("a bin");
+    assert_eq!(served(&binning), 9 * MIB);
+}
+
+/// Blocks are taken as many at a time as there are in one piece of what is below.
+#[test]
+fn blocks_of_one_size_fit_into_short_pieces() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let stream = rig.stream();
+    for at_start in [true, false] {
+        let mut config = FixedSizeConfig::default();
+        (config.block_bytes, config.blocks_at_once) = (1 << 20, 8);
+        config.at_start = at_start;
+        let made = FixedSize::new(blocks(&rig, 3 * MIB), &rig.device, &config);
+        let short = made.unwrap_or_else(|error| panic!("{at_start}: {error}"));
+        assert_bound(&short, MIB, &stream);
+        assert_eq!(short.held_bytes(), Some(3 * MIB));
+        config.block_bytes = 4 << 20;
+        let refused = FixedSize::new(blocks(&rig, 3 * MIB), &rig.device, &config);
+        let Err(Error::RequestTooLong { bytes, most_bytes }) = refused else {
+            panic!("{at_start}: {refused:?}");
+        };
+        assert_eq!((bytes, most_bytes), (4 * MIB, 3 * MIB));
+    }
+}
+
+/// Where sizes are rounded by divisions the longest one is that is not rounded beyond what there is.
+#[test]
+fn the_longest_request_of_a_caching_allocator_is_not_rounded_up() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let stream = rig.stream();
+    for (divisions, below, most) in
+        [(4, 9 * MIB, 8 * MIB), (4, 10 * MIB, 10 * MIB), (8, 9 * MIB, 9 * MIB), (2, 1792, 1536)]
+    {
+        let mut config = CachingConfig::default();
+        config.roundup_power2_divisions = Divisions::uniform(divisions).expect("a power of two");
+        let caching =
+            CachingAllocator::over(blocks(&rig, below), &rig.device, &config).expect("one");
+        assert_eq!(caching.facts().max_bytes, Some(most as usize), "{divisions} of {below}");
+        let ptr = caching.allocate(most as usize, 256, stream.handle()).expect("not too long");
+        caching.deallocate(ptr, most as usize, 256, stream.handle()).expect("freed");
+        let longer = caching.allocate(most as usize + 1, 256, stream.handle());
+        assert!(matches!(longer, Err(Error::RequestTooLong { .. })), "{longer:?}");
     }
 }

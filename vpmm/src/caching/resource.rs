@@ -49,11 +49,13 @@ impl MemoryResource for CachingAllocator {
 
     fn facts(&self) -> Facts {
         let (upstream, align) = (self.upstream().facts(), self.core().align);
+        let divisions = self.config().roundup_power2_divisions;
+        let most_bytes = self.core().most_bytes().map(|most| divisions.longest(most) as usize);
         upstream
             .with_stream_order(true)
             .with_recorded_streams(true)
             .aligned(align, align)
-            .with_max_bytes(self.core().most_bytes().map(|most| most as usize))
+            .with_max_bytes(most_bytes)
             .with_checks(Checks::PointersAndSizes)
     }
 

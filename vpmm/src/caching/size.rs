@@ -129,13 +129,23 @@ impl Divisions {
 
     /// A request rounded up; `None` where that overflows.
     pub(super) fn round(&self, bytes: u64) -> Option<u64> {
-        let divisions = u64::from(self.of(bytes));
-        if divisions <= 1 || bytes <= MIN_BLOCK_SIZE as u64 * divisions {
-            return round_plain(bytes);
+        match self.step(bytes) {
+            Some(step) => bytes.checked_next_multiple_of(step),
+            None => round_plain(bytes),
         }
+    }
+
+    /// What sizes like this one are multiples of; `None` for [`MIN_BLOCK_SIZE`].
+    fn step(&self, bytes: u64) -> Option<u64> {
+        let divisions = u64::from(self.of(bytes));
         // Above 512 bytes a division, so that a step is a multiple of 512.
-        let step = (1 << bytes.ilog2()) / divisions;
-        bytes.checked_next_multiple_of(step)
+        let is_divided = divisions > 1 && bytes > MIN_BLOCK_SIZE as u64 * divisions;
+        is_divided.then(|| (1 << bytes.ilog2()) / divisions)
+    }
+
+    /// The longest request that is not rounded to more than this, a multiple of [`MIN_BLOCK_SIZE`].
+    pub(super) fn longest(&self, rounded: u64) -> u64 {
+        self.step(rounded).map_or(rounded, |step| rounded - rounded % step)
     }
 }
 

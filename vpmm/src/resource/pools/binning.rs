@@ -203,7 +203,8 @@ impl<R: MemoryResource + 'static> Binning<R> {
         self.read().iter().map(|bin| bin.bytes).collect()
     }
 
-    /// Adds a bin of blocks of this size, taken from upstream. Nothing is done where there is one.
+    /// Adds a bin of blocks of this size, taken from upstream. Nothing is done where there is one, nor where upstream
+    /// never gives so long a piece: it serves the requests itself that are not longer.
     ///
     /// # Errors
     /// [`Error::Config`] for a size that no block can have; [`Error::WrongDevice`] where upstream is for streams of
@@ -217,7 +218,10 @@ impl<R: MemoryResource + 'static> Binning<R> {
         config.at_start = false;
         let (upstream, chunks) = (Arc::clone(&self.upstream), Arc::clone(&self.chunks));
         let upstream = ForBins { upstream, chunks };
-        let blocks = FixedSize::new(upstream, &self.device, &config)?;
+        let blocks = match FixedSize::new(upstream, &self.device, &config) {
+            Err(Error::RequestTooLong { .. }) => return Ok(()),
+            made => made?,
+        };
         let bytes = blocks.block_bytes() as u64;
         let max_align = blocks.facts().max_align;
         let resource = Arc::new(blocks);
@@ -278,6 +282,22 @@ fn first_of(bins: &[Bin], bytes: u64) -> usize {
     bins.partition_point(|bin| bin.bytes < bytes)
 }
 
+/// The longest request where upstream serves none that is longer than `most`. What comes to a bin is served there or
+/// nowhere, and what is longer than all of them upstream.
+fn most_bytes(bins: &[Bin], most: usize) -> usize {
+    let (mut served, mut shorter) = (0, 0);
+    for bin in bins {
+        let bytes = bin.bytes as usize;
+        let of_bin = bin.resource.facts().max_bytes.map_or(bytes, |most| most.min(bytes));
+        // What is not longer comes to a lesser bin.
+        if of_bin > shorter {
+            served = of_bin;
+        }
+        shorter = bytes;
+    }
+    if most > shorter { most } else { served }
+}
+
 impl<R: MemoryResource> MemoryResource for Binning<R> {
     /// # Errors
     /// Those of the bin, or of upstream.
@@ -326,13 +346,11 @@ impl<R: MemoryResource> MemoryResource for Binning<R> {
 
     fn facts(&self) -> Facts {
         let bins = self.read();
-        let all = bins.iter().map(|bin| (bin.bytes, bin.resource.facts()));
-        all.fold(self.upstream.facts(), |facts, (bytes, bin)| {
+        let below = self.upstream.facts();
+        let below = below.with_max_bytes(below.max_bytes.map(|most| most_bytes(bins, most)));
+        bins.iter().map(|bin| bin.resource.facts()).fold(below, |facts, bin| {
             let (least, most) = (facts.min_align.min(bin.min_align), facts.max_align);
-            // What is longer than all bins is upstream's to serve, and what is not, the bin's.
-            let of_bin = bin.max_bytes.unwrap_or(usize::MAX).min(bytes as usize);
             facts
-                .with_max_bytes(facts.max_bytes.map(|most| most.max(of_bin)))
                 .accessible(
                     facts.device_accessible && bin.device_accessible,
                     facts.host_accessible && bin.host_accessible,
@@ -381,7 +399,8 @@ impl<R: MemoryResource> MemoryResource for Binning<R> {
         self.upstream.record_stream(ptr, stream)
     }
 
-    /// What the bins hold, and upstream, as far as they say.
+    /// What upstream holds, in which bins of its own are. Where upstream does not say, what the bins hold. What a bin
+    /// that was added holds elsewhere is not told of where upstream says something.
     fn held_bytes(&self) -> Option<u64> {
         let bins: u64 = self.read().iter().filter_map(|bin| bin.resource.held_bytes()).sum();
         // An upstream that counts has the bins' memory in its count.

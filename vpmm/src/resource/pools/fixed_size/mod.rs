@@ -46,7 +46,8 @@ pub struct FixedSizeConfig {
     /// The bytes of each block, rounded up to a multiple of 256: what a request may be at most. At first
     /// 1 MiB.
     pub block_bytes: usize,
-    /// How many blocks are taken from upstream at a time. At first 128.
+    /// How many blocks are taken from upstream at a time; no more than have room in the longest piece that upstream
+    /// ever gives ([`Facts::max_bytes`]). At first 128.
     pub blocks_at_once: usize,
     /// Whether the first of these are taken when the resource is made, or by the first request. At first
     /// when it is made.
@@ -166,7 +167,8 @@ impl<R: MemoryResource> FixedSize<R> {
     ///
     /// # Errors
     /// [`Error::Config`] for blocks of no bytes, no blocks at once, or more of both than there can be;
-    /// [`Error::WrongDevice`] where upstream is for streams of another device; upstream's, for the first blocks.
+    /// [`Error::WrongDevice`] where upstream is for streams of another device; [`Error::RequestTooLong`] where it never
+    /// gives as much as one block; upstream's, for the first blocks.
     pub fn new(upstream: R, device: &Device, config: &FixedSizeConfig) -> Result<Self> {
         device.driver().check_process()?;
         let wrong = |name, value: usize| Error::Config {
@@ -183,6 +185,11 @@ impl<R: MemoryResource> FixedSize<R> {
             return Err(wrong("blocks_at_once", config.blocks_at_once));
         }
         check_device(&upstream, device)?;
+        let most_bytes = upstream.facts().max_bytes.map_or(u64::MAX, |most| most as u64);
+        if block_bytes > most_bytes {
+            return Err(Error::RequestTooLong { bytes: block_bytes, most_bytes });
+        }
+        let blocks_at_once = blocks_at_once.min(most_bytes / block_bytes);
         let core = Arc::new(Core {
             device: device.clone(),
             chunks: Chunks::new(block_bytes, blocks_at_once),
