@@ -159,6 +159,32 @@ fn tracking_refuses_and_reports_wrong_frees() {
     assert_eq!(findings.len(), 6);
 }
 
+/// What is below may give out more addresses than there is memory, as a reservation of them does.
+#[test]
+fn what_is_outstanding_may_be_more_than_can_be_counted() {
+    let next = AtomicU64::new(1);
+    let endless = Callback::new(
+        Facts::of_device_memory(),
+        |_, _, _| Ok(DevicePtr::from_address(256 * next.fetch_add(1, Ordering::Relaxed))),
+        |_, _, _, _| Ok(()),
+    );
+    let found = Arc::new(Mutex::new(String::new()));
+    let mut config = TrackingConfig::default();
+    let told = Arc::clone(&found);
+    config.report = Report::Callback(Arc::new(move |finding| {
+        *told.lock().expect("no panic") = finding.to_string();
+    }));
+    let tracking = Tracking::new(endless, config);
+    for _ in 0..3 {
+        tracking.allocate(usize::MAX / 2, 256, STREAM).expect("addresses");
+    }
+    assert_eq!(tracking.outstanding_bytes(), u64::MAX);
+    assert_eq!(tracking.outstanding().bytes(), u64::MAX);
+    drop(tracking);
+    let found = found.lock().expect("no panic");
+    assert!(found.starts_with("never freed: 3 allocations, "), "{found}");
+}
+
 #[test]
 fn tracking_reports_no_leak_where_there_is_none_and_survives_its_reporter() {
     let mut config = TrackingConfig::default();

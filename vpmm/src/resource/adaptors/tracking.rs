@@ -105,10 +105,15 @@ impl Outstandings {
         self.0.is_empty()
     }
 
-    /// Their bytes together.
+    /// Their bytes together; `u64::MAX` where these are more.
     pub fn bytes(&self) -> u64 {
-        self.0.iter().map(|one| one.bytes as u64).sum()
+        sum_of(self.0.iter())
     }
+}
+
+/// Addresses may be given out without memory behind them: of those there can be more than a number has room for.
+fn sum_of<'a>(all: impl Iterator<Item = &'a Outstanding>) -> u64 {
+    all.fold(0, |sum: u64, one| sum.saturating_add(one.bytes as u64))
 }
 
 impl fmt::Display for Outstandings {
