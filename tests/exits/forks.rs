@@ -10,7 +10,10 @@ use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
 use vpmm::caching::CachingConfig;
-use vpmm::resource::{HostMalloc, LogFormat, Logging};
+use vpmm::resource::{
+    Arena, ArenaConfig, CoalescingConfig, CoalescingPool, DeviceMalloc, FixedSize, FixedSizeConfig,
+    HostMalloc, Limiting, LogFormat, Logging, Report, ThreadSafe, Tracking, TrackingConfig,
+};
 use vpmm::{
     Access, CachingAllocator, Contents, CurrentPool, DeviceBuffer, DevicePtr, Error, GraphPool,
     Mark, MemoryResource, OutOfMemoryCallback, Pool, PoolConfig, Recovery, Result, Sharing, Stream,
@@ -522,6 +525,98 @@ fn a_child_comes_while_a_thread_holds_a_caches_locks() {
         owned.allocator.free(ptr).unwrap();
         owned.allocator.empty_cache().unwrap();
         owned.ends();
+    });
+}
+
+/// A resource of two blocks of 2 MiB, while a thread is held inside a driver call with what locks it has then. `look`
+/// is what else is asked of it in a child.
+fn fork_beside_a_request<R: MemoryResource>(rig: &Rig, resource: R, look: impl Fn(&R)) {
+    const BYTES: usize = GRANULE as usize;
+    let [own, side] = [rig.stream(), rig.stream()];
+    let [held, freed] = [(); 2].map(|()| resource.allocate(BYTES, 256, side.handle()).unwrap());
+    resource.deallocate(freed, BYTES, 256, side.handle()).unwrap();
+    recording::BEFORE.arm();
+    let (ptr, ended) = std::thread::scope(|scope| {
+        let asks = scope.spawn(|| resource.allocate(BYTES, 256, own.handle()));
+        recording::BEFORE.wait();
+        let child = fork(|| {
+            // SAFETY: the child's copy, dropped once in it.
+            let resource = unsafe { std::ptr::read(&resource) };
+            for stream in [own.handle(), side.handle(), StreamHandle::LEGACY] {
+                told(resource.allocate(BYTES, 256, stream), "allocate");
+                told(resource.deallocate(held, BYTES, 256, stream), "deallocate");
+                told(resource.record_stream(held, stream), "record_stream");
+            }
+            assert_eq!(resource.held_bytes(), Some(0));
+            assert!(!resource.describe().to_string().is_empty());
+            look(&resource);
+        });
+        let ended = child.end();
+        recording::BEFORE.open();
+        (asks.join().unwrap().unwrap(), ended)
+    });
+    assert!(ended.success(), "the child: {ended}");
+    for ptr in [ptr, held] {
+        resource.deallocate(ptr, BYTES, 256, own.handle()).unwrap();
+    }
+    assert_eq!(resource.held_bytes(), Some(2 * GRANULE));
+}
+
+#[test]
+fn a_child_comes_while_a_thread_holds_a_resources_locks() {
+    bounded("forks::a_child_comes_while_a_thread_holds_a_resources_locks", || {
+        let sim = Simulator::builder().schedule(Schedule::Eager).build().unwrap();
+        let rig = Rig::with(changed(&sim, recording::put), sim.clone());
+        let before = sim.leaks();
+        let upstream = || DeviceMalloc::new(&rig.device);
+        let pool = || {
+            let mut config = CoalescingConfig::default();
+            (config.initial_bytes, config.max_bytes) = (2 * GRANULE, Some(2 * GRANULE));
+            CoalescingPool::new(upstream(), &rig.device, &config).unwrap()
+        };
+        fork_beside_a_request(&rig, pool(), |pool| {
+            assert_eq!((pool.pool_bytes(), pool.live_bytes()), (0, 0));
+            assert!(!format!("{pool:?}").is_empty());
+            told(pool.trim(StreamHandle::LEGACY, true), "trim");
+        });
+        let mut config = FixedSizeConfig::default();
+        (config.block_bytes, config.blocks_at_once) = (GRANULE as usize, 2);
+        let upstream_of_blocks = Limiting::new(upstream(), 2 * GRANULE);
+        let blocks = FixedSize::new(upstream_of_blocks, &rig.device, &config).unwrap();
+        fork_beside_a_request(&rig, blocks, |blocks| assert!(!format!("{blocks:?}").is_empty()));
+        let mut config = ArenaConfig::default();
+        config.arena_bytes = Some(2 * GRANULE);
+        let arena = Arena::new(upstream(), &rig.device, &config).unwrap();
+        fork_beside_a_request(&rig, arena, |arena| {
+            assert_eq!(arena.dump().arena_bytes(), 0);
+            assert!(!arena.dump().to_string().is_empty() && !format!("{arena:?}").is_empty());
+        });
+        fork_beside_a_request(&rig, ThreadSafe::new(pool()), |_| ());
+        assert_eq!(sim.leaks(), before);
+        rig.assert_clean();
+    });
+}
+
+/// What is allocated is the parent's, and leaks from no child.
+#[test]
+fn a_child_reports_nothing_that_its_parent_has_allocated() {
+    bounded("forks::a_child_reports_nothing_that_its_parent_has_allocated", || {
+        let rig = Rig::simulated(Schedule::Eager);
+        let found = Arc::new(AtomicBool::new(false));
+        let mut config = TrackingConfig::default();
+        let told = Arc::clone(&found);
+        config.report = Report::Callback(Arc::new(move |_| told.store(true, Ordering::Relaxed)));
+        let tracking = Tracking::new(DeviceMalloc::new(&rig.device), config);
+        let ptr = tracking.allocate(1000, 256, StreamHandle::LEGACY).unwrap();
+        let child = fork(|| {
+            // SAFETY: the child's copy, dropped once in it.
+            drop(unsafe { std::ptr::read(&tracking) });
+            assert!(!found.load(Ordering::Relaxed), "a leak of the parent's");
+        });
+        let ended = child.end();
+        assert!(ended.success(), "the child: {ended}");
+        assert_eq!(tracking.outstanding_bytes(), 1000);
+        tracking.deallocate(ptr, 1000, 256, StreamHandle::LEGACY).unwrap();
     });
 }
 

@@ -31,14 +31,16 @@ impl<R: MemoryResource> ThreadSafe<R> {
         &self.upstream
     }
 
-    fn turn(&self) -> MutexGuard<'_, ()> {
-        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
+    fn turn(&self) -> Result<MutexGuard<'_, ()>> {
+        // In a child of the process the turn may be for ever that of a thread of the parent.
+        self.upstream.device().map_or(Ok(()), |device| device.driver().check_process())?;
+        Ok(self.turn.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
 impl<R: MemoryResource> MemoryResource for ThreadSafe<R> {
     fn allocate(&self, bytes: usize, align: usize, stream: StreamHandle) -> Result<DevicePtr> {
-        let _turn = self.turn();
+        let _turn = self.turn()?;
         self.upstream.allocate(bytes, align, stream)
     }
 
@@ -49,7 +51,7 @@ impl<R: MemoryResource> MemoryResource for ThreadSafe<R> {
         align: usize,
         stream: StreamHandle,
     ) -> Result<()> {
-        let _turn = self.turn();
+        let _turn = self.turn()?;
         self.upstream.deallocate(ptr, bytes, align, stream)
     }
 
@@ -58,7 +60,7 @@ impl<R: MemoryResource> MemoryResource for ThreadSafe<R> {
     }
 
     fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
-        let _turn = self.turn();
+        let _turn = self.turn()?;
         self.upstream.record_stream(ptr, stream)
     }
 

@@ -160,7 +160,7 @@ impl fmt::Display for Outstandings {
 /// # Ok::<(), vpmm::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct Tracking<R> {
+pub struct Tracking<R: MemoryResource> {
     upstream: R,
     config: TrackingConfig,
     book: Mutex<Book>,
@@ -172,7 +172,7 @@ struct Book {
     made: u64,
 }
 
-impl<R> Tracking<R> {
+impl<R: MemoryResource> Tracking<R> {
     /// Watches what is done with this.
     pub fn new(upstream: R, config: TrackingConfig) -> Self {
         Self { upstream, config, book: Mutex::default() }
@@ -194,9 +194,9 @@ impl<R> Tracking<R> {
         Outstandings(all)
     }
 
-    /// The bytes of what is allocated now.
+    /// The bytes of what is allocated now; `u64::MAX` where these are more.
     pub fn outstanding_bytes(&self) -> u64 {
-        self.book().live.values().map(|one| one.bytes as u64).sum()
+        sum_of(self.book().live.values())
     }
 
     /// Never panics: it is called in the drop, and by frees in drops.
@@ -284,8 +284,12 @@ impl<R: MemoryResource> MemoryResource for Tracking<R> {
     passes_on!(device, held_bytes, record_stream);
 }
 
-impl<R> Drop for Tracking<R> {
+impl<R: MemoryResource> Drop for Tracking<R> {
+    /// Where this is a child of the process what is allocated is the parent's.
     fn drop(&mut self) {
+        if self.upstream.device().is_some_and(|device| device.driver().is_forked()) {
+            return;
+        }
         let leaks = self.outstanding();
         if !leaks.is_empty() {
             self.tell(&Finding::Leaks(leaks));

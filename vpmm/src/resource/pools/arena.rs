@@ -282,6 +282,10 @@ impl<R: MemoryResource + 'static> Arena<R> {
 
     /// What stands where, in numbers.
     pub fn dump(&self) -> ArenaDump {
+        // As what its parts hold: nothing is known in a child of the process.
+        if self.device.driver().is_forked() {
+            return ArenaDump::default();
+        }
         let shared = Part::of(&self.shared);
         let superblocks = lock(&self.owners);
         let superblock_bytes = superblocks.values().map(|(bytes, _)| *bytes).sum();
@@ -341,7 +345,7 @@ impl Part {
 
 /// What an [`Arena`] holds and where, at one time: see [`Arena::dump`]. Displayed it is a table of lines.
 /// RMM writes one to `rmm_arena_memory_dump.log`.
-#[derive(Clone, PartialEq, Debug)]
+#[derive(Clone, Default, PartialEq, Debug)]
 pub struct ArenaDump {
     shared: Part,
     superblock_bytes: u64,
@@ -509,9 +513,11 @@ impl<R: MemoryResource + 'static> Drop for Arena<R> {
 
 impl<R: MemoryResource + 'static> fmt::Debug for Arena<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Arena")
-            .field("shared", &self.shared)
-            .field("streams", &self.streams.of.all().len())
-            .finish_non_exhaustive()
+        let mut shown = f.debug_struct("Arena");
+        shown.field("shared", &self.shared);
+        if !self.device.driver().is_forked() {
+            shown.field("streams", &self.streams.of.all().len());
+        }
+        shown.finish_non_exhaustive()
     }
 }

@@ -303,6 +303,12 @@ impl Core {
     fn state(&self) -> SpinGuard<'_, State> {
         self.state.lock()
     }
+
+    /// For who only asks. In a child of the process nothing is known, and no lock is taken that a thread of the parent
+    /// may hold.
+    fn read(&self) -> Option<SpinGuard<'_, State>> {
+        (!self.device.driver().is_forked()).then(|| self.state())
+    }
 }
 
 impl StreamWatcher for Core {
@@ -380,12 +386,12 @@ impl<R: MemoryResource> CoalescingPool<R> {
 
     /// What the pool holds, in bytes: all that it has from upstream.
     pub fn pool_bytes(&self) -> u64 {
-        self.core.state().blocks.held()
+        self.core.read().map_or(0, |state| state.blocks.held())
     }
 
     /// What of it is allocated, in bytes, each request rounded up to 256.
     pub fn live_bytes(&self) -> u64 {
-        self.core.state().blocks.live_bytes()
+        self.core.read().map_or(0, |state| state.blocks.live_bytes())
     }
 
     /// Gives pieces that are wholly free back to upstream, those that `stream` may use: its own and those
@@ -583,7 +589,7 @@ impl<R: MemoryResource> CoalescingPool<R> {
 
     /// Shows every piece: its bytes, and the bytes of its blocks in order, each with whether it is live.
     pub(super) fn visit(&self, mut piece: impl FnMut(u64, &[(u64, bool)])) {
-        let state = self.core.state();
+        let Some(state) = self.core.read() else { return };
         for chunk in state.blocks.chunks() {
             let blocks: Vec<_> = state.blocks.pieces(chunk).collect();
             piece(chunk.bytes, &blocks);
@@ -786,13 +792,15 @@ impl<R: MemoryResource> Drop for CoalescingPool<R> {
 
 impl<R: MemoryResource> fmt::Debug for CoalescingPool<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let state = self.core.state();
-        f.debug_struct("CoalescingPool")
-            .field("config", &self.config)
-            .field("held_bytes", &state.blocks.held())
-            .field("live_bytes", &state.blocks.live_bytes())
-            .field("live", &state.blocks.live_count())
-            .field("streams", &state.lanes.len())
-            .finish_non_exhaustive()
+        let mut shown = f.debug_struct("CoalescingPool");
+        shown.field("config", &self.config);
+        if let Some(state) = self.core.read() {
+            shown
+                .field("held_bytes", &state.blocks.held())
+                .field("live_bytes", &state.blocks.live_bytes())
+                .field("live", &state.blocks.live_count())
+                .field("streams", &state.lanes.len());
+        }
+        shown.finish_non_exhaustive()
     }
 }

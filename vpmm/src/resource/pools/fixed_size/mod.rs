@@ -486,7 +486,7 @@ impl<R: MemoryResource> MemoryResource for FixedSize<R> {
     }
 
     fn held_bytes(&self) -> Option<u64> {
-        Some(self.held())
+        Some(if self.core.device.driver().is_forked() { 0 } else { self.held() })
     }
 
     /// Whoever lacks memory asks about these uses; no stream waits for them. A stream that was made
@@ -523,12 +523,16 @@ impl<R: MemoryResource> Drop for FixedSize<R> {
 
 impl<R: MemoryResource> fmt::Debug for FixedSize<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FixedSize")
-            .field("block_bytes", &self.block_bytes)
-            .field("held_bytes", &self.held())
-            .field("live", &self.core.chunks.live())
-            .field("streams", &self.core.state().lanes.len())
-            .finish_non_exhaustive()
+        let mut shown = f.debug_struct("FixedSize");
+        shown.field("block_bytes", &self.block_bytes);
+        // In a child of the process no lock is taken that a thread of the parent may hold.
+        if !self.core.device.driver().is_forked() {
+            shown
+                .field("held_bytes", &self.held())
+                .field("live", &self.core.chunks.live())
+                .field("streams", &self.core.state().lanes.len());
+        }
+        shown.finish_non_exhaustive()
     }
 }
 
