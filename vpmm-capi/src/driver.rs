@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cuda_sim::{SimError, Simulator};
@@ -24,6 +25,8 @@ pub(crate) struct Loaded {
     pub(crate) current: Mutex<HashMap<u32, Arc<Built>>>,
     /// Pointers of resources that want more back than the address, by that.
     pub(crate) marks: Mutex<HashMap<u64, DevicePtr>>,
+    /// Whether there may be some of resources that are not the host's throughout.
+    pub(crate) has_mixed_bins: AtomicBool,
     /// Last, so that it is there for all others.
     _simulator: Option<Simulator>,
 }
@@ -58,6 +61,7 @@ impl Loaded {
             devices: Mutex::default(),
             current: Mutex::default(),
             marks: Mutex::default(),
+            has_mixed_bins: AtomicBool::new(false),
             _simulator: simulator,
         }))
     }

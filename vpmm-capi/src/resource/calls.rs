@@ -92,9 +92,9 @@ pub unsafe extern "C" fn vpmm_resource_record_stream(
 
 /// Host memory is freed by the very pointer that was given out, of which C has the address only.
 impl vpmm_resource {
+    /// Whether all of its memory is the host's, or some may be.
     fn is_marked(&self) -> bool {
-        let facts = self.built().resource().facts();
-        facts.host_accessible && !facts.managed
+        self.is_the_hosts() || self.has_mixed_bins()
     }
 
     fn keep_mark(&self, ptr: DevicePtr) {
@@ -121,7 +121,7 @@ mod tests {
     use stacks::Built;
     use vpmm_core::resource::{Callback, Facts};
 
-    use super::super::{vpmm_resource_open, vpmm_resource_release};
+    use super::super::{vpmm_resource_add_bin, vpmm_resource_open, vpmm_resource_release};
     use super::*;
     use crate::driver::{Loaded, vpmm_driver};
     use crate::guard::vpmm_last_error;
@@ -178,5 +178,41 @@ mod tests {
         assert_eq!(deallocate(pointer), vpmm_status::VPMM_OK);
         // SAFETY: both given back once.
         unsafe { (vpmm_resource_release(resource), vpmm_resource_release(below)) };
+    }
+
+    /// A resource with a bin of the host's memory, over a device's, and the other way round.
+    #[test]
+    fn memory_of_the_hosts_goes_back_through_bins_beside_a_devices() {
+        let driver = vpmm_driver(Loaded::load(Some("sim")).ok().unwrap());
+        let open = |text: &CStr| {
+            let mut resource = ptr::null_mut();
+            // SAFETY: a live handle, a text that ends with a zero byte, room for a pointer.
+            let opened = unsafe {
+                vpmm_resource_open(&driver, 0, text.as_ptr(), ptr::null(), &raw mut resource)
+            };
+            assert_eq!(opened, vpmm_status::VPMM_OK);
+            resource
+        };
+        for (text, of_bin) in [
+            (c"binning(cuda-malloc)", c"pinned"),
+            (c"binning(pinned)", c"cuda-malloc"),
+            (c"binning(managed)", c"host"),
+            (c"binning(host)", c"managed"),
+        ] {
+            let (resource, bin) = (open(text), open(of_bin));
+            // SAFETY: live handles, given back once; nothing uses the memory.
+            unsafe {
+                assert_eq!(vpmm_resource_add_bin(resource, 4096, bin), vpmm_status::VPMM_OK);
+                for bytes in [4096, 8192] {
+                    let (mut pointer, stream) = (ptr::null_mut(), ptr::null_mut());
+                    let made = vpmm_resource_allocate(resource, bytes, 0, stream, &raw mut pointer);
+                    assert_eq!(made, vpmm_status::VPMM_OK);
+                    let freed = vpmm_resource_deallocate(resource, pointer, bytes, 0, stream);
+                    assert_eq!(freed, vpmm_status::VPMM_OK, "{bytes} of {text:?} and {of_bin:?}");
+                }
+                vpmm_resource_release(resource);
+                vpmm_resource_release(bin);
+            }
+        }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{c_char, c_void};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
 use stacks::{Builder, Built, Face, Stack, StackError};
@@ -44,6 +45,24 @@ impl vpmm_resource {
     /// The pointers of its driver's resources that are more than their address.
     pub(super) fn marks(&self) -> MutexGuard<'_, HashMap<u64, DevicePtr>> {
         self.loaded.marks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether all of its memory is the host's.
+    pub(super) fn is_the_hosts(&self) -> bool {
+        let facts = self.built.resource().facts();
+        facts.host_accessible && !facts.managed
+    }
+
+    /// Whether one of its driver's resources has bins of which some are the host's, and some not.
+    pub(super) fn has_mixed_bins(&self) -> bool {
+        self.loaded.has_mixed_bins.load(Ordering::Relaxed)
+    }
+
+    /// Is to have a bin. Before that is asked for anything.
+    pub(super) fn note_bin(&self, bin: &Self) {
+        if self.is_the_hosts() != bin.is_the_hosts() {
+            self.loaded.has_mixed_bins.store(true, Ordering::Relaxed);
+        }
     }
 
     /// A handle of something that stands on this.
