@@ -36,6 +36,42 @@ fn memory_of_a_destroyed_stream_is_used_again_in_order() {
     });
 }
 
+/// A stream has what it freed by whichever of its handles it comes again: by the library's own, or by the bare one, as a
+/// program in C has it.
+#[test]
+fn a_stream_has_its_memory_by_each_of_its_handles() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let device = &rig.device;
+    let mut config = CoalescingConfig::default();
+    config.max_bytes = Some(4 * MIB);
+    let pool = CoalescingPool::new(malloc(&rig), device, &config).expect("a pool");
+    let mut config = FixedSizeConfig::default();
+    (config.block_bytes, config.blocks_at_once) = (2 << 20, 2);
+    let upstream = Limiting::new(malloc(&rig), 4 * MIB);
+    let blocks = FixedSize::new(upstream, device, &config).expect("blocks");
+    let mut config = ArenaConfig::default();
+    config.arena_bytes = Some(4 * MIB);
+    let arena = Arena::new(malloc(&rig), device, &config).expect("an arena");
+    let resources: [&dyn MemoryResource; 3] = [&pool, &blocks, &arena];
+    for resource in resources {
+        let stream = rig.stream();
+        let own = stream.handle();
+        // SAFETY: the stream outlives it.
+        let bare = unsafe { StreamHandle::from_raw(own.raw()) };
+        for (first, second) in [(own, bare), (bare, own), (own, own), (bare, bare)] {
+            for stream in [first, second] {
+                let held = [(); 2].map(|()| {
+                    let made = resource.allocate(2 << 20, 256, stream);
+                    made.unwrap_or_else(|error| panic!("{}: {error}", resource.describe()))
+                });
+                for ptr in held {
+                    resource.deallocate(ptr, 2 << 20, 256, first).expect("freed");
+                }
+            }
+        }
+    }
+}
+
 /// As of `device.stream()?.handle()`, whose stream is gone at once. A driver may crash on it, or take it for the
 /// stream that has come to its place.
 #[test]

@@ -350,9 +350,11 @@ impl<R: MemoryResource> FixedSize<R> {
         })
     }
 
-    /// What a stream may have at once: other threads of it may have freed meanwhile, into its front.
+    /// What a stream may have at once: other threads of it may have freed meanwhile, into its front. That is its own
+    /// whatever handle it comes by now.
     fn look_again(&self, state: &mut State, lane: u32, named: Named) -> Option<BlockId> {
-        state.hit(lane, None).or_else(|| self.core.pop(named))
+        let number = named.stream();
+        state.hit(lane, None).or_else(|| self.core.fronts.find(number)?.pop(number))
     }
 
     fn exhausted(&self) -> Error {
