@@ -179,6 +179,17 @@ fn an_arena_refuses_what_it_does_not_know() {
                 let refused = arena.deallocate(own, wrong, 256, two.handle());
                 assert!(refused.is_err(), "{wrong} bytes for {bytes}");
             }
+            // Within that piece, which is nobody's allocation.
+            let beside = arena.allocate(bytes, 256, one.handle()).expect("memory");
+            for (ptr, wrong) in [own, beside].into_iter().flat_map(|of| [(of, 1), (of, 8 << 20)]) {
+                let refused = arena.deallocate(ptr, wrong, 256, two.handle());
+                let is_named = matches!(refused, Err(Error::WrongSize { bytes: of, .. })
+                    if of == bytes as u64);
+                assert!(is_named, "{wrong} bytes for {bytes}: {refused:?}");
+            }
+            arena.deallocate(beside, bytes, 256, one.handle()).expect("freed");
+            let again = arena.deallocate(beside, 8 << 20, 256, one.handle());
+            assert!(matches!(again, Err(Error::DoubleFree { .. })), "{again:?}");
             arena.deallocate(own, bytes, 256, one.handle()).expect("freed");
         }
     });

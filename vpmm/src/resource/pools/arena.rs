@@ -441,11 +441,12 @@ impl<R: MemoryResource + 'static> MemoryResource for Arena<R> {
         let (address, asked) = (ptr.address(), bytes as u64);
         let named = lanes::name(&self.device, stream)?;
         if asked > LARGE {
-            // A superblock is none of the callers' allocations, though the shared arena knows it.
-            if lock(&self.owners).contains_key(&address) {
-                return Err(Error::ForeignPointer { address });
-            }
-            return self.shared.free_named(named, address, asked);
+            return match self.owner_of(address) {
+                // With a wrong size, then: a superblock is none of the callers' allocations, though the shared arena
+                // knows it.
+                Some(own) => own.pool.free_named(named, address, asked),
+                None => self.shared.free_named(named, address, asked),
+            };
         }
         // As a rule it is of this stream.
         if let Some(own) = self.streams.of.find(named.stream()) {
