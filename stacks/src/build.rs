@@ -171,17 +171,28 @@ impl<'a> Builder<'a> {
     ///
     /// # Errors
     /// Those of the resources; [`vpmm::Error::Unsupported`] for a stack on something given where nothing
-    /// was.
+    /// was, [`vpmm::Error::WrongDevice`] where that takes the streams of another device.
     pub fn build(&mut self, stack: &Stack) -> vpmm::Result<Arc<Built>> {
         match (stack.upstream(), stack.kind()) {
-            (None, Kind::Given) => self.given.clone().ok_or(vpmm::Error::Unsupported {
-                what: "a stack on something given without that",
-            }),
+            (None, Kind::Given) => self.given(),
             (None, kind) => self.bottom(kind).map(Arc::new),
             (Some(below), kind) => {
                 let upstream = self.build(below)?;
                 self.upon(kind, &upstream).map(Arc::new)
             }
+        }
+    }
+
+    /// What was given. Not all that stand on it look whose streams it takes.
+    fn given(&self) -> vpmm::Result<Arc<Built>> {
+        let what = "a stack on something given without that";
+        let given = self.given.clone().ok_or(vpmm::Error::Unsupported { what })?;
+        let stream_device = self.device.ordinal();
+        match given.resource().device().map(Device::ordinal) {
+            Some(pool_device) if pool_device != stream_device => {
+                Err(vpmm::Error::WrongDevice { stream_device, pool_device })
+            }
+            _ => Ok(given),
         }
     }
 
@@ -308,5 +319,34 @@ impl<'a> Builder<'a> {
             // Nothing else stands on anything.
             _ => plain(upstream),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is given for another device would be called with this one's streams.
+    #[test]
+    fn a_stack_stands_on_nothing_of_another_device() {
+        let sim = cuda_sim::Simulator::builder().devices(2).build().unwrap();
+        let driver = vpmm::Driver::new(sim.driver()).unwrap();
+        let [one, other] = [0, 1].map(|ordinal| driver.device(ordinal).unwrap());
+        let given: [Any; 2] = [Arc::new(DeviceMalloc::new(&other)), Arc::new(HostMalloc::new())];
+        let [of_other, of_none] = given.map(|any| Arc::new(Built::new(any, None)));
+        for text in ["statistics", "prefetch", "coalescing", "thread-safe(limiting(1MiB))"] {
+            let stack = Stack::over_given(text).unwrap();
+            let on = |device, given: &Arc<Built>| {
+                Builder::new(device).over(Arc::clone(given)).build(&stack)
+            };
+            let wrong = on(&one, &of_other);
+            let is_named =
+                matches!(wrong, Err(vpmm::Error::WrongDevice { stream_device: 0, pool_device: 1 }));
+            assert!(is_named, "{text}: {wrong:?}");
+            for (device, given) in [(&other, &of_other), (&one, &of_none), (&other, &of_none)] {
+                let built = on(device, given);
+                assert!(built.is_ok(), "{text}: {built:?}");
+            }
+        }
     }
 }
