@@ -148,6 +148,9 @@ def test_what_is_wrong_is_said():
         (lambda: pool.deallocate(4096, 1), vpmm.PointerError, "0x1000"),
         (lambda: mr.CudaMemoryResource(device=77), vpmm.DriverError, "no device 77"),
         (lambda: vpmm.DeviceBuffer(1, mr=pool, device=1), ValueError, "device 0"),
+        (lambda: mr.CachingMemoryResource(pool, device=1), ValueError, "device 0"),
+        (lambda: mr.PoolMemoryResource(mr.CudaMemoryResource(), device=1), ValueError, "device 0"),
+        (lambda: mr.open("statistics", pool, device=1), ValueError, "device 0"),
     ):
         with pytest.raises(error, match=text):
             wrong()
@@ -158,6 +161,17 @@ def test_what_is_wrong_is_said():
 
     with pytest.raises(TypeError, match="__init__"):
         mr.StatisticsResourceAdaptor(Ours())
+
+
+def test_the_host_s_memory_goes_back_through_bins_beside_a_device_s():
+    for below, of_bin in (
+        (mr.CudaMemoryResource(), mr.PinnedHostMemoryResource()),
+        (mr.PinnedHostMemoryResource(), mr.CudaMemoryResource()),
+    ):
+        binning = mr.BinningMemoryResource(below)
+        binning.add_bin(4096, of_bin)
+        for size in (4096, 8192):
+            binning.deallocate(binning.allocate(size), size)
 
 
 def test_a_limit():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .. import _pool
 from .._library import answer, lib
 from .._typing import Unpack
-from ._resource import DeviceMemoryResource, bytes_or_none, settings_text
+from ._resource import DeviceMemoryResource, bytes_or_none, device_over, settings_text
 
 
 class CudaMemoryResource(DeviceMemoryResource):
@@ -76,8 +76,7 @@ class PoolMemoryResource(DeviceMemoryResource):
                 f"a PoolMemoryResource takes its memory from the device, not from {upstream_mr!r}: "
                 "CoalescingMemoryResource stands on any resource"
             )
-        if device is None:
-            device = 0 if upstream_mr is None else upstream_mr.device
+        device = device_over(upstream_mr, device)
         if maximum_pool_size is not None:
             options["limit"] = maximum_pool_size
         pool = _pool.Pool(device, **options)

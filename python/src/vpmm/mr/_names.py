@@ -30,7 +30,7 @@ from ._pools import (
     CoalescingMemoryResource,
     FixedSizeMemoryResource,
 )
-from ._resource import DeviceMemoryResource, handle_of, lines_of, opened
+from ._resource import DeviceMemoryResource, device_over, handle_of, lines_of, opened
 
 #: By the names in trees.
 _BY_NAME: dict[str, type[DeviceMemoryResource]] = {
@@ -66,7 +66,9 @@ def of_handle(made: Any, device: int) -> DeviceMemoryResource:
     return resource
 
 
-def open(text: str, upstream: DeviceMemoryResource | None = None, *, device: int = 0) -> DeviceMemoryResource:
+def open(
+    text: str, upstream: DeviceMemoryResource | None = None, *, device: int | None = None
+) -> DeviceMemoryResource:
     """A resource, or a stack of them, by the names that the ``vpmm`` command has for them.
 
     >>> vpmm.mr.open("statistics(limiting(1GiB,cuda-async))")
@@ -74,5 +76,5 @@ def open(text: str, upstream: DeviceMemoryResource | None = None, *, device: int
     With an ``upstream`` the text is of what stands on that: ``vpmm.mr.open("limiting(1GiB)", pool)``.
     """
     below = NULL if upstream is None else handle_of(upstream)
-    device = device if upstream is None else upstream.device
-    return of_handle(opened(text, device, below), device)
+    number = device_over(upstream, device)
+    return of_handle(opened(text, number, below), number)

@@ -13,6 +13,7 @@ from ._resource import (
     UpstreamResourceAdaptor,
     bytes_or_none,
     device_of,
+    device_over,
     handle_of,
     settings_text,
 )
@@ -85,6 +86,7 @@ class CachingMemoryResource(UpstreamResourceAdaptor):
     def __init__(
         self, upstream_mr: DeviceMemoryResource | None = None, *, device: int | None = None, **settings: Any
     ):
+        device = device_over(upstream_mr, device)
         if upstream_mr is None:
-            upstream_mr = CudaMemoryResource(device=device or 0)
-        self._open(settings_text("caching", **settings), upstream_mr.device, upstream_mr)
+            upstream_mr = CudaMemoryResource(device=device)
+        self._open(settings_text("caching", **settings), device, upstream_mr)

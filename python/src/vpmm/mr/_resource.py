@@ -160,6 +160,16 @@ def device_of(upstream: DeviceMemoryResource) -> int:
     return upstream.device
 
 
+def device_over(upstream: DeviceMemoryResource | None, device: int | None) -> int:
+    """The device of what is to stand on a resource, or on nothing: that one's, whether it is said or not."""
+    if upstream is None:
+        return 0 if device is None else device
+    own = device_of(upstream)
+    if device is not None and within("device", device, 32) != own:
+        raise ValueError(f"a resource on device {device}, over one of device {own}")
+    return own
+
+
 class UpstreamResourceAdaptor(DeviceMemoryResource):
     """What stands on another resource."""
 
