@@ -2121,9 +2121,9 @@ enum vpmm_status vpmm_resource_flush_log(const struct vpmm_resource *resource);
 
 /**
  * Adds a bin to a `binning` resource, for requests of up to so many bytes: one of blocks of that size,
- * or, where `bin` is not null, another resource. The greatest bin that there is serves as many bytes as
- * it says; what is longer goes to what is below. A `bin` that is `resource`, or stands on it, is
- * `VPMM_INVALID_ARGUMENT`.
+ * unless what is below never gives so long a piece, or, where `bin` is not null, another resource. The
+ * greatest bin that there is serves as many bytes as it says; what is longer goes to what is below. A
+ * `bin` that is `resource`, or stands on it, is `VPMM_INVALID_ARGUMENT`.
  *
  * # Safety
  * `resource` is null or a handle, and `bin` too.

@@ -13,9 +13,10 @@ use crate::units::{Bytes, DevicePtr, round_up};
 
 /// Refuses requests that would bring what is allocated through it above a limit.
 ///
-/// Each request counts in whole units of 256 bytes, or of another alignment. What is refused or fails
-/// below counts nothing, not for a moment: two threads that ask at the same time cannot fail each other.
-/// One atomic operation a call beside those below. RMM: `limiting_resource_adaptor`.
+/// Each request counts in whole units of 256 bytes, or of another alignment. What is refused here counts nothing,
+/// not for a moment: two threads that ask at the same time cannot fail each other. What is passed on counts from
+/// before the call below, and no more once that has failed. One atomic operation a call beside those below.
+/// RMM: `limiting_resource_adaptor`.
 ///
 /// What was allocated through it must be freed through it, with its size, for its count to be right.
 ///

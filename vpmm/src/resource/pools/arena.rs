@@ -280,7 +280,7 @@ impl<R: MemoryResource + 'static> Arena<R> {
         place.and_then(|place| self.streams.of.at(place))
     }
 
-    /// What stands where, in numbers.
+    /// What stands where, in numbers. All of them are 0 in a child of the process.
     pub fn dump(&self) -> ArenaDump {
         // As what its parts hold: nothing is known in a child of the process.
         if self.device.driver().is_forked() {

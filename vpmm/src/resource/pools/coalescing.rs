@@ -384,12 +384,12 @@ impl<R: MemoryResource> CoalescingPool<R> {
         &self.upstream
     }
 
-    /// What the pool holds, in bytes: all that it has from upstream.
+    /// What the pool holds, in bytes: all that it has from upstream. 0 in a child of the process.
     pub fn pool_bytes(&self) -> u64 {
         self.core.read().map_or(0, |state| state.blocks.held())
     }
 
-    /// What of it is allocated, in bytes, each request rounded up to 256.
+    /// What of it is allocated, in bytes, each request rounded up to 256. 0 in a child of the process.
     pub fn live_bytes(&self) -> u64 {
         self.core.read().map_or(0, |state| state.blocks.live_bytes())
     }
