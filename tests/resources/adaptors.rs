@@ -590,6 +590,40 @@ fn a_bin_frees_what_it_gave_and_nothing_else() {
     });
 }
 
+/// The piece of a bin's resource begins where its first block does, and the driver knows no sizes: it would free the
+/// piece, with all blocks that others have of it.
+#[test]
+fn a_size_of_no_bin_frees_no_piece_of_a_bin_s() {
+    Rig::everywhere(|rig| {
+        let binning = Binning::new(malloc(rig), &rig.device);
+        let mut config = FixedSizeConfig::default();
+        (config.block_bytes, config.blocks_at_once) = (4096, 4);
+        let blocks = Arc::new(FixedSize::new(malloc(rig), &rig.device, &config).expect("blocks"));
+        binning.add_bin(4096, Arc::clone(&blocks) as _).expect("a bin");
+        let watched = Watched::new(rig, &binning);
+        let stream = rig.stream();
+        let held = [1000, 4096, 4096].map(|bytes| watched.allocate(bytes, &stream));
+        for wrong in [5000, 16384, 1 << 20] {
+            let refused = binning.deallocate(held[0].ptr, wrong, 256, stream.handle());
+            assert!(matches!(refused, Err(Error::WrongSize { bytes: 1000, .. })), "{refused:?}");
+        }
+        // Of others it says nothing, and they go on where they are from.
+        let counted = Arc::new(Mutex::new(0));
+        let mut config = TrackingConfig::default();
+        let seen = Arc::clone(&counted);
+        config.report = Report::Callback(Arc::new(move |_| *seen.lock().expect("no panic") += 1));
+        let tracked = Tracking::new(plain_pool(rig), config);
+        binning.add_bin(1 << 20, Arc::new(tracked)).expect("a bin");
+        for bytes in [4096, 1 << 20, 2 << 20] {
+            let more = watched.allocate(bytes, &stream);
+            watched.free(more, &stream);
+        }
+        held.into_iter().for_each(|held| watched.free(held, &stream));
+        assert_eq!(*counted.lock().expect("no panic"), 0, "wrong frees");
+        watched.assert_intact();
+    });
+}
+
 #[test]
 fn bins_are_added_while_others_allocate() {
     let rig = Rig::simulated(cuda_sim::Schedule::Late { patience: 3 });

@@ -25,8 +25,9 @@ const AT_ONCE_OF_MOST: usize = 8;
 /// Bins that it makes itself are [`FixedSize`], take memory when they are first used, and not more than 32 MiB at a
 /// time, nor an eighth of the longest piece that upstream can give (or one block); RMM's take 128 blocks at once
 /// when they are made. Bins may be added while others use it. A free that a bin does not know, of something
-/// allocated before the bin was added, goes on to the next. Of a bin whose resource leaves pointers to the driver,
-/// as [`DeviceMalloc`](crate::resource::DeviceMalloc) does, a table has what it gave: a look-up under a lock.
+/// allocated before the bin was added, goes on to the next. Of a bin that is [added](Self::add_bin) where its resource
+/// or upstream leaves pointers to the driver, as [`DeviceMalloc`](crate::resource::DeviceMalloc) does, a table has what
+/// it gave: a look-up under a lock.
 ///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -111,7 +112,7 @@ struct Bin {
     /// Made here, over the same upstream.
     is_own: bool,
     resource: Arc<dyn MemoryResource>,
-    /// What it gave and has not back, by address, where the resource would free what others have given, too.
+    /// What it gave and has not back, by address, where the resource, or upstream, would free what others have given.
     given: Option<Arc<Mutex<HashSet<u64>>>>,
 }
 
@@ -248,9 +249,14 @@ impl<R: MemoryResource + 'static> Binning<R> {
             return wrong("a bin's resource must find pointers that it does not know");
         }
         check_device(&*resource, &self.device)?;
-        // Who knows the sizes has a table of its own, and so has a pool.
-        let knows = checks == Checks::PointersAndSizes || resource.identity().is_of_a_pool();
-        let given = (!knows).then(Arc::default);
+        // Who knows the sizes has a table of its own, and so has a pool. What is below and has none would free the
+        // piece that a bin's first block begins.
+        let knows = |checks, identity: Identity| {
+            checks == Checks::PointersAndSizes || identity.is_of_a_pool()
+        };
+        let each_knows = knows(checks, resource.identity())
+            && knows(self.upstream.facts().checks, self.upstream.identity());
+        let given = (!each_knows).then(Arc::default);
         self.add(Bin { bytes: rounded(bytes)?, max_align, is_own: false, resource, given });
         Ok(())
     }
