@@ -21,6 +21,7 @@ use crate::heap::Heap;
 use crate::memory::Space;
 use crate::module::Modules;
 use crate::pool::Pools;
+use crate::process;
 use crate::race::Clock;
 use crate::random::Random;
 use crate::report::Findings;
@@ -152,7 +153,7 @@ impl Shared {
         function: Function,
         body: &mut dyn FnMut(&mut Call<'_>) -> Result<(), CUresult>,
     ) -> CUresult {
-        if std::process::id() != self.process {
+        if process::number() != self.process {
             return CUresult::CUDA_ERROR_NOT_INITIALIZED;
         }
         if InsideWork::is(self.slot) {

@@ -57,6 +57,7 @@ mod module;
 mod names;
 mod physical;
 mod pool;
+mod process;
 pub mod race;
 mod random;
 mod ranges;
@@ -177,7 +178,7 @@ impl Simulator {
             state.modules.register(kernel.name, kernel.param_sizes, Arc::new(kernel.run));
         }
         let build = |slot, me| Shared {
-            process: std::process::id(),
+            process: process::number(),
             slot,
             me,
             state: parking_lot::Mutex::new(state),

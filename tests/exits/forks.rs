@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
+use cuda_sys::types::CUresult;
 use vpmm::caching::CachingConfig;
 use vpmm::resource::{
     Arena, ArenaConfig, CoalescingConfig, CoalescingPool, DeviceMalloc, FixedSize, FixedSizeConfig,
@@ -250,6 +251,34 @@ fn a_child_is_told_and_the_parent_goes_on() {
             rig.device.synchronize().unwrap();
             assert_eq!(used(), before, "{profile:?}: everything has gone back, once");
         });
+    });
+}
+
+/// A simulated machine is one process's: a child makes its own, and turns its own child away by that.
+#[test]
+fn a_simulator_is_of_the_process_that_made_it() {
+    bounded("forks::a_simulator_is_of_the_process_that_made_it", || {
+        let answer = |simulator: &Simulator| {
+            let init = simulator.driver().cuInit.expect("a simulator has it");
+            // SAFETY: cuInit takes no pointers.
+            unsafe { init(0) }
+        };
+        let make = || Simulator::builder().build().expect("there is a slot");
+        let (here, not_there) = (CUresult::CUDA_SUCCESS, CUresult::CUDA_ERROR_NOT_INITIALIZED);
+        let parents = make();
+        let child = fork(|| {
+            assert_eq!(answer(&parents), not_there);
+            let own = make();
+            assert_eq!((answer(&own), answer(&parents)), (here, not_there));
+            let grandchild = fork(|| {
+                assert_eq!((answer(&own), answer(&parents)), (not_there, not_there));
+                assert_eq!(answer(&make()), here);
+            });
+            assert!(grandchild.end().success());
+            assert_eq!((answer(&own), answer(&parents)), (here, not_there));
+        });
+        assert!(child.end().success());
+        assert_eq!(answer(&parents), here);
     });
 }
 
