@@ -199,20 +199,33 @@ fn answer_text(text: Option<&'static CStr>, out: &Out<*const c_char>) -> Result<
     text.map(|_| ()).ok_or(CUresult::CUDA_ERROR_INVALID_VALUE)
 }
 
+/// Functions that the simulator has with different arguments, with the CUDA version that each came in. Of
+/// what is not here the newest serves whatever version is asked for.
+const CAME_IN: [(&str, i32); 6] = [
+    ("cuCtxCreate_v3", 11_040),
+    ("cuCtxCreate_v4", 12_050),
+    ("cuCtxGetDevice_v2", 13_000),
+    ("cuCtxSynchronize_v2", 13_000),
+    ("cuStreamGetCaptureInfo_v2", 11_030),
+    ("cuStreamGetCaptureInfo_v3", 12_030),
+];
+
 pub(crate) fn proc_address(
     call: &mut Call<'_>,
     symbol: Text,
     out: Out<*mut std::ffi::c_void>,
-    _version: i32,
+    version: i32,
     _flags: u64,
     status: Out<CUdriverProcAddressQueryResult>,
 ) -> Result<(), CUresult> {
     use CUdriverProcAddressQueryResult as Status;
     let name = symbol.get()?.to_str().map_err(|_| CUresult::CUDA_ERROR_INVALID_VALUE)?;
     let slot = call.shared.slot;
-    // Names here are without a version: the newest one is meant, whatever version is asked for.
+    // Names here are without a version: the newest one is meant that the version asked for has.
+    let is_later = |name: &str| CAME_IN.iter().any(|(of, since)| *of == name && *since > version);
     let versions = ["_v4", "_v3", "_v2", ""].map(|version| format!("{name}{version}"));
-    match versions.iter().find_map(|name| slots::address(slot, name)) {
+    let mut versions = versions.iter().filter(|name| !is_later(name));
+    match versions.find_map(|name| slots::address(slot, name)) {
         Some(address) => {
             status.set_optional(Status::CU_GET_PROC_ADDRESS_SUCCESS);
             out.set(address.cast_mut())

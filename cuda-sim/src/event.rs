@@ -227,8 +227,10 @@ pub(crate) fn elapsed(
     let mut times = [0.0; 2];
     for (key, time) in [start, end].into_iter().zip(&mut times) {
         let event = &call.events.by_key[&key];
-        if event.flags & DISABLE_TIMING != 0 || matches!(event.last, Last::Never) {
-            return Err(CUresult::CUDA_ERROR_INVALID_HANDLE);
+        match event.last {
+            Last::Stream(_) if event.flags & DISABLE_TIMING == 0 => {}
+            Last::Capture { .. } => return Err(CUresult::CUDA_ERROR_CAPTURED_EVENT),
+            Last::Never | Last::Stream(_) => return Err(CUresult::CUDA_ERROR_INVALID_HANDLE),
         }
         *time = event.reached_us.ok_or(CUresult::CUDA_ERROR_NOT_READY)?;
     }

@@ -285,17 +285,17 @@ impl Call<'_> {
     /// # Errors
     /// `CUDA_ERROR_LAUNCH_TIMEOUT` if nothing came; that is reported as misuse.
     pub(crate) fn wait(&mut self, target: Point) -> Result<(), CUresult> {
-        let mut deadline = None;
+        let mut stuck_since = None;
         while !self.streams.is_done(target) {
             if self.pull(target) {
-                deadline = None;
+                stuck_since = None;
                 continue;
             }
             let now = Instant::now();
-            match deadline {
-                None => deadline = Some(now + self.deadlock_after),
+            match stuck_since {
+                None => stuck_since = Some(now),
                 // What blocks the target may wait for work that it has no recorded edge to.
-                Some(end) if self.run_ready() == 0 && now >= end => {
+                Some(since) if self.run_ready() == 0 && now - since >= self.deadlock_after => {
                     self.misuse("deadlock: the work that is waited for cannot run");
                     return Err(CUresult::CUDA_ERROR_LAUNCH_TIMEOUT);
                 }

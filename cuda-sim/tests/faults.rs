@@ -195,6 +195,41 @@ fn names_and_addresses() {
     assert_eq!(address as usize, gpu.driver.cuMemAlloc_v2.unwrap() as usize);
 }
 
+/// Whoever asks for a version calls with the arguments that the function had in it.
+#[test]
+fn a_function_is_looked_up_as_it_was_in_a_version() {
+    let gpu = Gpu::new(Simulator::builder());
+    let of = |symbol: &std::ffi::CStr, version| {
+        let mut address = null_mut();
+        let mut status = CUdriverProcAddressQueryResult::CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT;
+        let code =
+            call!(gpu, cuGetProcAddress_v2(symbol.as_ptr(), &mut address, version, 0, &mut status));
+        (code, address as usize, status)
+    };
+    let driver = &gpu.driver;
+    let expected = [
+        (c"cuCtxSynchronize", 12_090, driver.cuCtxSynchronize.unwrap() as usize),
+        (c"cuCtxSynchronize", 13_000, driver.cuCtxSynchronize_v2.unwrap() as usize),
+        (c"cuCtxGetDevice", 11_000, driver.cuCtxGetDevice.unwrap() as usize),
+        (c"cuCtxGetDevice", 13_000, driver.cuCtxGetDevice_v2.unwrap() as usize),
+        (c"cuCtxCreate", 11_000, driver.cuCtxCreate_v2.unwrap() as usize),
+        (c"cuCtxCreate", 12_000, driver.cuCtxCreate_v3.unwrap() as usize),
+        (c"cuCtxCreate", 13_000, driver.cuCtxCreate_v4.unwrap() as usize),
+        (c"cuStreamGetCaptureInfo", 11_000, driver.cuStreamGetCaptureInfo.unwrap() as usize),
+        (c"cuStreamGetCaptureInfo", 12_000, driver.cuStreamGetCaptureInfo_v2.unwrap() as usize),
+        (c"cuStreamGetCaptureInfo", 12_030, driver.cuStreamGetCaptureInfo_v3.unwrap() as usize),
+        (c"cuMemAlloc", 11_000, driver.cuMemAlloc_v2.unwrap() as usize),
+        (c"cuMemCreate", 12_000, driver.cuMemCreate.unwrap() as usize),
+    ];
+    let found = CUdriverProcAddressQueryResult::CU_GET_PROC_ADDRESS_SUCCESS;
+    for (symbol, version, address) in expected {
+        let answer = (CUresult::CUDA_SUCCESS, address, found);
+        assert_eq!(of(symbol, version), answer, "{symbol:?} of {version}");
+    }
+    let missing = CUdriverProcAddressQueryResult::CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+    assert_eq!(of(c"cuNothing", 13_000), (CUresult::CUDA_ERROR_NOT_FOUND, 0, missing));
+}
+
 #[test]
 fn simulators_share_nothing() {
     let machines: Vec<_> = (0..20).map(|_| Gpu::new(Simulator::builder())).collect();

@@ -5,10 +5,11 @@ mod support;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
+use std::thread;
 use std::time::Duration;
 
 use cuda_sim::{Schedule, Simulator};
-use cuda_sys::types::CUresult;
+use cuda_sys::types::{CUresult, CUstreamCaptureMode};
 use support::{Gpu, call, ok};
 
 const READY: CUresult = CUresult::CUDA_SUCCESS;
@@ -129,6 +130,21 @@ fn a_wait_that_cannot_end_is_an_error() {
     let code = call!(gpu, cuStreamSynchronize(stream));
     assert_eq!(code, CUresult::CUDA_ERROR_LAUNCH_TIMEOUT);
     assert!(gpu.sim.report().misuse[0].contains("deadlock"));
+}
+
+#[test]
+fn a_wait_may_have_all_the_time_that_there_is() {
+    let gpu = Gpu::new(Simulator::builder().deadlock_after(Duration::MAX));
+    let stream = gpu.stream();
+    let spin = gpu.sim.spin(stream).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(Duration::from_millis(20));
+            spin.release();
+        });
+        assert_eq!(call!(gpu, cuStreamSynchronize(stream)), READY);
+    });
+    gpu.sim.assert_clean();
 }
 
 /// Which of two streams' fills were done when the second one was waited for.
@@ -316,6 +332,29 @@ fn time_runs_between_events_of_one_context() {
     let elapsed = |start, end| call!(gpu, cuEventElapsedTime(&mut 0.0, start, end));
     assert_eq!(elapsed(first, first), READY);
     assert_eq!(elapsed(first, second), CUresult::CUDA_ERROR_INVALID_HANDLE);
+}
+
+/// What was reached before is another record's.
+#[test]
+fn an_event_that_a_capture_recorded_last_has_no_time() {
+    let gpu = Gpu::new(Simulator::builder());
+    let stream = gpu.stream();
+    let mut events = [null_mut(); 2];
+    for event in &mut events {
+        ok!(gpu, cuEventCreate(event, 0));
+        ok!(gpu, cuEventRecord(*event, stream));
+    }
+    ok!(gpu, cuStreamSynchronize(stream));
+    let [first, second] = events;
+    let elapsed = || call!(gpu, cuEventElapsedTime(&mut 0.0, first, second));
+    assert_eq!(elapsed(), READY);
+    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    ok!(gpu, cuStreamBeginCapture_v2(stream, mode));
+    ok!(gpu, cuEventRecord(second, stream));
+    let mut graph = null_mut();
+    ok!(gpu, cuStreamEndCapture(stream, &mut graph));
+    assert_eq!(elapsed(), CUresult::CUDA_ERROR_CAPTURED_EVENT);
+    ok!(gpu, cuGraphDestroy(graph));
 }
 
 #[test]
