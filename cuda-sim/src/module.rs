@@ -205,7 +205,7 @@ const MAX_BLOCK: (u64, u32) = (1024, 64);
 const MAX_GRID: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
 /// The most shared memory that a block gets without having asked for more: an attribute of functions,
 /// which is not modelled.
-const MAX_SHARED_BYTES: u32 = 48 << 10;
+pub(crate) const MAX_SHARED_BYTES: u32 = 48 << 10;
 
 #[expect(clippy::too_many_arguments, reason = "the driver's signature")]
 pub(crate) fn launch(

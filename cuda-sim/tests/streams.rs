@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use cuda_sim::{Schedule, Simulator};
-use cuda_sys::types::{CUresult, CUstreamCaptureMode};
+use cuda_sys::types::{CUdevice_attribute, CUresult, CUstreamCaptureMode, CUstreamWaitValue_flags};
 use support::{Gpu, call, ok};
 
 const READY: CUresult = CUresult::CUDA_SUCCESS;
@@ -404,6 +404,36 @@ fn written_values_order_nothing_but_can_be_waited_for() {
     ok!(gpu, cuMemFreeHost(host));
 }
 
+fn attribute(gpu: &Gpu, of: CUdevice_attribute) -> i32 {
+    let mut value = -1;
+    ok!(gpu, cuDeviceGetAttribute(&mut value, of, 0));
+    value
+}
+
+/// A program asks before it waits for a word so.
+#[test]
+fn what_words_can_be_waited_for_is_told() {
+    let gpu = Gpu::new(Simulator::builder());
+    let (stream, memory) = (gpu.stream(), gpu.alloc(8));
+    ok!(gpu, cuMemsetD8_v2(memory, 0, 8));
+    ok!(
+        gpu,
+        cuStreamWaitValue64_v2(
+            stream,
+            memory,
+            1,
+            CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_NOR.0
+        )
+    );
+    ok!(gpu, cuStreamSynchronize(stream));
+    for of in [
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS,
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE_NOR,
+    ] {
+        assert_eq!(attribute(&gpu, of), 1, "{of:?}");
+    }
+}
+
 static HOST_CALLS: AtomicU32 = AtomicU32::new(0);
 
 unsafe extern "C" fn count_and_call(driver: *mut core::ffi::c_void) {
@@ -541,6 +571,8 @@ fn what_no_device_launches() {
     let stream = gpu.stream();
     let invalid = CUresult::CUDA_ERROR_INVALID_VALUE;
     assert_eq!(launch(stream, [i32::MAX as u32, 65_535, 65_535], 48 << 10), READY);
+    let most = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK;
+    assert_eq!(attribute(&gpu, most), 48 << 10);
     for grid in [[1 << 31, 1, 1], [1, 1 << 16, 1], [1, 1, 1 << 16], [1, 0, 1]] {
         assert_eq!(launch(stream, grid, 0), invalid, "{grid:?}");
     }
