@@ -10,6 +10,7 @@
 #     FOLDER/bin/hot_paths --bench
 #     FOLDER/bin/sleep --bytes 64GiB
 set -euo pipefail
+[[ ${1:-} != -* ]] || { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" >&2; exit 2; }
 out=${1:+$(realpath -m "$1")}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -9,6 +9,7 @@
 # Documentation tests are not in it: they are compiled one by one by rustdoc. Nor are
 # tests of the sources, and those that build or run other programs of the workspace.
 set -euo pipefail
+[[ ${1:-} != -* ]] || { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" >&2; exit 2; }
 out=${1:+$(realpath -m "$1")}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -7,6 +7,7 @@
 #
 # The wheel goes to the folder, else to target/wheels-of-vpmm.
 set -euo pipefail
+[[ ${1:-} != -* ]] || { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" >&2; exit 2; }
 folder=${1:+$(realpath -m "$1")}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
