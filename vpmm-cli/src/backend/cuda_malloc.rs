@@ -25,8 +25,15 @@ pub(crate) struct CudaMalloc<'a> {
 #[derive(Default)]
 struct Held {
     bytes_at: HashMap<u64, u64>,
-    bytes: u64,
-    peak_bytes: u64,
+    /// What the driver is being asked for is in it: a sum that 64 bits need not hold.
+    bytes: u128,
+    peak_bytes: u128,
+}
+
+impl Held {
+    fn bytes(&self) -> u64 {
+        u64::try_from(self.bytes).unwrap_or(u64::MAX)
+    }
 }
 
 impl<'a> CudaMalloc<'a> {
@@ -45,17 +52,17 @@ impl Backend for CudaMalloc<'_> {
         let taken = bytes.checked_next_multiple_of(UNIT_BYTES).unwrap_or(u64::MAX);
         {
             let mut held = self.held();
-            let after = held.bytes.saturating_add(taken);
+            let after = held.bytes + u128::from(taken);
             if let Some(limit) = self.limit_bytes
-                && after > limit
+                && after > u128::from(limit)
             {
-                let free_bytes = limit.saturating_sub(held.bytes);
+                let free_bytes = limit.saturating_sub(held.bytes());
                 return Err(vpmm::Error::OutOfMemory {
                     requested_bytes: taken,
                     free_bytes,
                     largest_free_bytes: free_bytes,
-                    mapped_bytes: held.bytes,
-                    live_bytes: held.bytes,
+                    mapped_bytes: held.bytes(),
+                    live_bytes: held.bytes(),
                     limit_bytes: Some(limit),
                     map: None,
                 });
@@ -71,7 +78,7 @@ impl Backend for CudaMalloc<'_> {
                 Ok(address)
             }
             Err(error) => {
-                self.held().bytes -= taken;
+                self.held().bytes -= u128::from(taken);
                 Err(error)
             }
         }
@@ -83,12 +90,12 @@ impl Backend for CudaMalloc<'_> {
         let taken = self.held().bytes_at.remove(&address).unwrap_or(0);
         // SAFETY: the caller vouches for the address.
         let freed = unsafe { self.calls.free(address) };
-        self.held().bytes -= taken;
+        self.held().bytes -= u128::from(taken);
         freed
     }
 
     fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {
-        Ok(self.held().peak_bytes)
+        Ok(u64::try_from(self.held().peak_bytes).unwrap_or(u64::MAX))
     }
 
     fn driver_calls(&self) -> u64 {
@@ -103,7 +110,7 @@ impl Backend for CudaMalloc<'_> {
         };
         format!(
             "{} in {} allocations{limit}; the driver does not tell where",
-            ByteCount(held.bytes),
+            ByteCount(held.bytes()),
             held.bytes_at.len()
         )
     }

@@ -108,7 +108,9 @@ pub struct Stop {
 impl Stop {
     /// Whether memory ran out, or there never would have been so much.
     pub fn is_out_of_memory(&self) -> bool {
-        self.error.is_out_of_memory() || matches!(self.error, vpmm::Error::RequestTooLong { .. })
+        use vpmm::Error::{RequestTooLong, SizeOverflow};
+        self.error.is_out_of_memory()
+            || matches!(self.error, RequestTooLong { .. } | SizeOverflow { .. })
     }
 }
 

@@ -415,3 +415,20 @@ fn a_request_above_an_allocators_maximum_ends_as_one_that_lacks_memory() {
         assert_eq!(objects[0]["oom"], true, "{allocator}: {}", objects[0]);
     }
 }
+
+/// No device has so much, nor would the sum with what is allocated be a number of 64 bits.
+#[test]
+fn a_request_of_all_that_64_bits_count_is_out_of_memory() {
+    let rows =
+        "1,x,allocate,0x1,512,0\n1,x,allocate,0x2,18446744073709551615,0\n1,x,free,0x1,512,0\n";
+    let file = File::rows(rows);
+    let allocators = "cuda-malloc,cuda-async,default,paged,arena,caching,host";
+    let args = ["replay", file.path(), "--device=sim", "--allocator", allocators, "--json"];
+    let output = run(&args);
+    for object in json(&output, 3) {
+        assert_eq!(object["oom"], true, "{object}");
+        assert_eq!(object["error_line"], 3, "{object}");
+    }
+    let told = "512 B in 1 allocations; the driver does not tell where";
+    assert!(stderr(&output).contains(told), "{}", stderr(&output));
+}
