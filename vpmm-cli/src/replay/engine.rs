@@ -196,7 +196,7 @@ impl<'a> Replay<'a> {
     /// # Errors
     /// The system has no thread for a lane.
     pub fn pass(&self, target: &Target<'_>) -> io::Result<Pass> {
-        let progress = Progress::new(self.lanes.len());
+        let progress = Progress::new(&self.lanes);
         let stop = Mutex::new(None);
         let driver = target.timer.map(|timer| (timer, timer.read()));
         let results = match self.lanes.as_slice() {

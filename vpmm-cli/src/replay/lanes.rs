@@ -8,6 +8,9 @@
 //! 2. No lane runs further ahead of the slowest than [`WINDOW_ROWS`] rows of
 //!    the trace, so that what is live at one time stays near the trace's own.
 //!
+//! A lane that has not begun is at its first row: a program may make a thread for
+//! each of its requests, and none holds the others up before it is there.
+//!
 //! No lane waits for ever: the lane with the lowest row is never held by 2, and
 //! what 1 waits for is a row before it.
 
@@ -49,7 +52,7 @@ pub(super) fn lanes(trace: &Trace, one_per_thread: bool) -> Vec<Vec<Step>> {
 
 /// A counter on a cache line of its own: every lane writes its own all the time.
 #[repr(align(128))]
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Position(AtomicU64);
 
 /// Where the lanes are, and whether one has failed.
@@ -61,10 +64,11 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    pub(super) fn new(lanes: usize) -> Self {
+    pub(super) fn new(lanes: &[Vec<Step>]) -> Self {
+        let first = |lane: &Vec<Step>| lane.first().map_or(u64::MAX, |step| u64::from(step.row));
         Self {
             start: Instant::now(),
-            positions: (0..lanes).map(|_| Position::default()).collect(),
+            positions: lanes.iter().map(|lane| Position(AtomicU64::new(first(lane)))).collect(),
             stopped: AtomicBool::new(false),
         }
     }
@@ -158,9 +162,11 @@ mod tests {
 
     #[test]
     fn the_slowest_lane_sets_the_horizon() {
-        let progress = Progress::new(2);
-        progress.at(0, 500);
+        let trace = trace("7,allocate,0x1,64,0\n7,free,0x1,64,0\n9,allocate,0x2,32,3\n");
+        let progress = Progress::new(&lanes(&trace, true));
         assert_eq!(progress.horizon(), WINDOW_ROWS);
+        progress.at(0, 500);
+        assert_eq!(progress.horizon(), 2 + WINDOW_ROWS, "the other begins there");
         progress.at(1, 700);
         assert_eq!(progress.horizon(), 500 + WINDOW_ROWS);
         progress.done(0);
@@ -171,7 +177,7 @@ mod tests {
 
     #[test]
     fn a_wait_ends_when_the_replay_stops() {
-        let progress = Progress::new(1);
+        let progress = Progress::new(&[Vec::new()]);
         assert!(progress.wait(|| true));
         progress.stop();
         assert!(!progress.wait(|| false));

@@ -146,6 +146,19 @@ fn more_threads_than_rows_in_the_window_do_not_block_each_other() {
     assert_eq!((pass.operations, pass.stop.is_none()), (98, true));
 }
 
+/// As in the log of a server that makes a thread for each request: none is there before its first row.
+#[test]
+fn threads_that_come_late_hold_nobody_up() {
+    let rows: String = (1..=4000)
+        .map(|i| format!("{i},x,allocate,{i:#x},100,0\n{i},x,free,{i:#x},100,0\n"))
+        .collect();
+    let begin = Instant::now();
+    let pass = pass(&trace(&rows), true, &Noting::new(u64::MAX));
+    assert_eq!((pass.operations, pass.stop.is_none()), (8000, true));
+    let took = begin.elapsed();
+    assert!(took < Duration::from_secs(20), "{took:?}");
+}
+
 #[test]
 fn out_of_memory_tells_the_row_the_peak_and_the_map() {
     let trace = trace(
