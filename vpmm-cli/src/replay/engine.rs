@@ -1,9 +1,10 @@
 //! One pass of a trace through an allocator.
 
 use std::io;
+use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::thread;
+use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use vpmm::StreamHandle;
@@ -19,6 +20,8 @@ use crate::trace::{Action, Trace};
 
 /// Steps between two reports of progress.
 const STRIDE: usize = 4096;
+/// So many threads, and again twice as many as were there then: which of them have ended?
+const LOOK_AT: usize = 64;
 /// An operation that is due sooner than this is made at once: sleep is no finer.
 const SOON: Duration = Duration::from_micros(100);
 /// How often one that is due later looks whether another thread has failed: a trace may pause for hours.
@@ -146,6 +149,12 @@ struct LaneResult {
     longest: Option<Longest>,
 }
 
+impl LaneResult {
+    fn nothing() -> Self {
+        Self { steps: 0, nanoseconds: 0.0, times: None, longest: None }
+    }
+}
+
 impl<'a> Replay<'a> {
     /// Lays the trace out, on one thread or on as many as it has, and measures
     /// what the replay loop itself costs.
@@ -243,23 +252,28 @@ impl<'a> Replay<'a> {
         };
         let run = &run;
         thread::scope(|scope| {
-            let threads: Vec<_> = lanes
-                .iter()
-                .enumerate()
-                .map(|(index, lane)| {
-                    let spawned =
-                        thread::Builder::new().spawn_scoped(scope, move || run(index, lane));
-                    // The others would wait for this lane's allocations for ever.
-                    spawned.inspect_err(|_| progress.stop())
-                })
-                .collect();
-            threads
-                .into_iter()
-                .map(|thread| match thread?.join() {
-                    Ok(result) => Ok(result),
-                    Err(panic) => std::panic::resume_unwind(panic),
-                })
-                .collect()
+            // A lane that is not begun, since the replay was stopped before, has done nothing.
+            let mut results: Vec<LaneResult> =
+                lanes.iter().map(|_| LaneResult::nothing()).collect();
+            let mut join = |(index, thread): (usize, ScopedJoinHandle<'_, LaneResult>)| {
+                results[index] = thread.join().unwrap_or_else(|panic| resume_unwind(panic));
+            };
+            let (mut threads, mut most) = (Vec::new(), LOOK_AT);
+            for (index, lane) in lanes.iter().enumerate() {
+                if !progress.begin(index) {
+                    break;
+                }
+                let spawned = thread::Builder::new().spawn_scoped(scope, move || run(index, lane));
+                // The others would wait for this lane's allocations for ever.
+                threads.push((index, spawned.inspect_err(|_| progress.stop())?));
+                // A thread has a stack until somebody has joined it.
+                if threads.len() >= most {
+                    threads.extract_if(.., |(_, thread)| thread.is_finished()).for_each(&mut join);
+                    most = LOOK_AT.max(2 * threads.len());
+                }
+            }
+            threads.into_iter().for_each(join);
+            Ok(results)
         })
     }
 
@@ -274,7 +288,7 @@ impl<'a> Replay<'a> {
         if let Some(step) = lane.first() {
             self.fail(*step, error, progress, stop);
         }
-        LaneResult { steps: 0, nanoseconds: 0.0, times: None, longest: None }
+        LaneResult::nothing()
     }
 
     fn run_lane(

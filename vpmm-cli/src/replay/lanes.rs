@@ -8,13 +8,14 @@
 //! 2. No lane runs further ahead of the slowest than [`WINDOW_ROWS`] rows of
 //!    the trace, so that what is live at one time stays near the trace's own.
 //!
-//! A lane that has not begun is at its first row: a program may make a thread for
-//! each of its requests, and none holds the others up before it is there.
+//! A program may make a thread for each of its requests. So a lane begins when its
+//! first row is in the window, and is at that row until then: none holds the others
+//! up before it is there, and no more are there at a time than the window has rows.
 //!
-//! No lane waits for ever: the lane with the lowest row is never held by 2, and
-//! what 1 waits for is a row before it.
+//! No lane waits for ever: the lane with the lowest row is never held by 2, nor kept
+//! from beginning, and what 1 waits for is a row before it.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::trace::{Action, Operation, Trace};
@@ -35,7 +36,7 @@ pub(super) struct Step {
     pub(super) action: Action,
 }
 
-/// The steps of each lane, in order.
+/// The steps of each lane, in order; the lanes in the order of their first rows.
 pub(super) fn lanes(trace: &Trace, one_per_thread: bool) -> Vec<Vec<Step>> {
     let count = if one_per_thread { trace.threads.max(1) as usize } else { 1 };
     let mut lanes = vec![Vec::new(); count];
@@ -60,6 +61,10 @@ struct Position(AtomicU64);
 pub(super) struct Progress {
     start: Instant,
     positions: Vec<Position>,
+    /// Lanes that have begun: the first so many.
+    begun: AtomicUsize,
+    /// Lanes that are done, of which there is none before them that is not.
+    over: AtomicUsize,
     stopped: AtomicBool,
 }
 
@@ -69,6 +74,8 @@ impl Progress {
         Self {
             start: Instant::now(),
             positions: lanes.iter().map(|lane| Position(AtomicU64::new(first(lane)))).collect(),
+            begun: AtomicUsize::new(0),
+            over: AtomicUsize::new(0),
             stopped: AtomicBool::new(false),
         }
     }
@@ -76,6 +83,14 @@ impl Progress {
     /// When the pass began.
     pub(super) fn start(&self) -> Instant {
         self.start
+    }
+
+    /// Waits until the next lane's first row is near enough; `false` if the replay was stopped first.
+    pub(super) fn begin(&self, lane: usize) -> bool {
+        let first = self.positions[lane].0.load(Ordering::Relaxed);
+        let may_begin = self.wait(|| first < self.horizon());
+        self.begun.store(lane + 1, Ordering::Relaxed);
+        may_begin
     }
 
     /// Says that `lane` is at `row`.
@@ -90,8 +105,16 @@ impl Progress {
 
     /// The first row that is too far ahead just now.
     pub(super) fn horizon(&self) -> u64 {
-        let slowest = self.positions.iter().map(|p| p.0.load(Ordering::Relaxed)).min();
-        slowest.unwrap_or(u64::MAX).saturating_add(WINDOW_ROWS)
+        let row = |position: &Position| position.0.load(Ordering::Relaxed);
+        let over = self.over.load(Ordering::Relaxed);
+        let more = self.positions[over..].iter().take_while(|lane| row(lane) == u64::MAX).count();
+        if more > 0 {
+            self.over.fetch_max(over + more, Ordering::Relaxed);
+        }
+        // Of those that have not begun the next one is the slowest.
+        let there = self.begun.load(Ordering::Relaxed) + 1;
+        let lanes = &self.positions[over + more..self.positions.len().min(there).max(over + more)];
+        lanes.iter().map(row).min().unwrap_or(u64::MAX).saturating_add(WINDOW_ROWS)
     }
 
     /// Makes every lane stop at its next step.
@@ -164,9 +187,10 @@ mod tests {
     fn the_slowest_lane_sets_the_horizon() {
         let trace = trace("7,allocate,0x1,64,0\n7,free,0x1,64,0\n9,allocate,0x2,32,3\n");
         let progress = Progress::new(&lanes(&trace, true));
-        assert_eq!(progress.horizon(), WINDOW_ROWS);
+        assert!(progress.begin(0) && progress.horizon() == WINDOW_ROWS);
         progress.at(0, 500);
         assert_eq!(progress.horizon(), 2 + WINDOW_ROWS, "the other begins there");
+        assert!(progress.begin(1));
         progress.at(1, 700);
         assert_eq!(progress.horizon(), 500 + WINDOW_ROWS);
         progress.done(0);

@@ -432,3 +432,16 @@ fn a_request_of_all_that_64_bits_count_is_out_of_memory() {
     let told = "512 B in 1 allocations; the driver does not tell where";
     assert!(stderr(&output).contains(told), "{}", stderr(&output));
 }
+
+/// As in the log of a server that makes a thread for each request: few are there at a time.
+#[test]
+fn a_thread_for_each_request_is_made_when_it_is_due() {
+    let rows: String = (1..=50_000).map(|i| format!("{i},x,allocate,{i:#x},512,0\n")).collect();
+    let file = File::rows(&rows);
+    let begin = Instant::now();
+    let output = run(&["replay", file.path(), "--device=sim", "--threads", "--json"]);
+    let took = begin.elapsed();
+    let objects = json(&output, 0);
+    assert_eq!((&objects[0]["ops"], &objects[0]["threads"]), (&50_000.into(), &50_000.into()));
+    assert!(took < Duration::from_secs(30), "{took:?}");
+}
