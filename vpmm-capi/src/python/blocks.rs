@@ -4,7 +4,7 @@
 
 use std::ffi::c_char;
 
-use crate::guard::{given, guard, put, text};
+use crate::guard::{given, guard, make, text};
 use crate::process;
 use crate::service::{tensors, vpmm_gms, vpmm_gms_heap};
 use crate::status::vpmm_status;
@@ -19,12 +19,10 @@ pub unsafe extern "C" fn vpmm_python_push_tag(
     tag: *const c_char,
     device: u32,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let tag = unsafe { text(tag, "tag") }?;
-        // SAFETY: as above.
-        unsafe { put(token, "token", process::push_tag(tag, device)) }
-    })
+    // SAFETY: the caller vouches for it.
+    let work = || Ok(process::push_tag(unsafe { text(tag, "tag") }?, device));
+    // SAFETY: as above.
+    unsafe { make(token, work) }
 }
 
 /// As `vpmm_gms_heap_push`, until `vpmm_python_close`.
@@ -36,12 +34,10 @@ pub unsafe extern "C" fn vpmm_python_push_heap(
     token: *mut u64,
     heap: *const vpmm_gms_heap,
 ) -> vpmm_status {
-    guard(|| {
-        // SAFETY: the caller vouches for it.
-        let heap = unsafe { given(heap, "heap") }?;
-        // SAFETY: as above.
-        unsafe { put(token, "token", heap.push()) }
-    })
+    // SAFETY: the caller vouches for it.
+    let work = || Ok(unsafe { given(heap, "heap") }?.push());
+    // SAFETY: as above.
+    unsafe { make(token, work) }
 }
 
 /// As `vpmm_gms_torch_begin`, until `vpmm_python_end_torch`.
@@ -55,12 +51,13 @@ pub unsafe extern "C" fn vpmm_python_begin_torch(
     tag: *const c_char,
     scratch: u32,
 ) -> vpmm_status {
-    guard(|| {
+    let work = || {
         // SAFETY: the caller vouches for both.
         let (gms, tag) = unsafe { (given(gms, "gms")?, text(tag, "tag")?) };
-        // SAFETY: as above.
-        unsafe { put(token, "token", gms.begin_torch(tag, scratch != 0)?) }
-    })
+        gms.begin_torch(tag, scratch != 0)
+    };
+    // SAFETY: as above.
+    unsafe { make(token, work) }
 }
 
 /// Ends what `vpmm_python_begin_torch` has begun with the number, in the same thread; nothing if it has not.
@@ -94,4 +91,21 @@ unsafe fn close_by(token: *mut u64, close: fn(u64)) {
         }
         Ok(())
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr;
+
+    use super::*;
+    use crate::process::vpmm_process_pop_tag;
+
+    /// Nobody could close it.
+    #[test]
+    fn without_room_for_the_number_nothing_is_opened() {
+        // SAFETY: a text that ends with a zero byte, and no room.
+        let pushed = unsafe { vpmm_python_push_tag(ptr::null_mut(), c"weights".as_ptr(), 0) };
+        assert_eq!(pushed, vpmm_status::VPMM_INVALID_ARGUMENT);
+        assert_eq!(vpmm_process_pop_tag(), vpmm_status::VPMM_INVALID_ARGUMENT, "none is open");
+    }
 }
