@@ -255,7 +255,8 @@ pub(crate) fn host_register(
     flags: u32,
 ) -> Result<(), CUresult> {
     let context = call.current()?;
-    if address.0 == 0 || bytes == 0 || flags > 15 {
+    let goes_beyond = address.0.checked_add(bytes as u64).is_none();
+    if address.0 == 0 || bytes == 0 || goes_beyond || flags > 15 {
         return Err(INVALID);
     }
     let id = call.space.physical.foreign_id();

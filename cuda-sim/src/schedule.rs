@@ -77,7 +77,7 @@ impl Call<'_> {
         }
         let active: Vec<_> = self.streams.active.iter().copied().collect();
         for stream in active {
-            // Half of the streams stand still; the others run up to three items.
+            // Five streams of eight stand still; the others run up to three items.
             for _ in 0..self.random.below(8).saturating_sub(4) {
                 if self.step(stream) != Step::Ran {
                     break;

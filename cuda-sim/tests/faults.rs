@@ -273,3 +273,14 @@ fn null_pointers_are_errors() {
     assert_eq!(call!(gpu, cuStreamCreate(null_mut(), 0)), invalid);
     assert!(gpu.sim.leaks().handles == 0 && gpu.sim.leaks().streams == 0);
 }
+
+#[test]
+fn memory_beyond_all_addresses_is_not_taken_for_registered() {
+    let gpu = Gpu::new(Simulator::builder());
+    let mut own = [0_u8; 64];
+    let mut register = |bytes| call!(gpu, cuMemHostRegister_v2(own.as_mut_ptr().cast(), bytes, 0));
+    assert_eq!(register(usize::MAX), CUresult::CUDA_ERROR_INVALID_VALUE);
+    assert_eq!(register(64), CUresult::CUDA_SUCCESS);
+    assert_eq!(register(64), CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
+    ok!(gpu, cuMemHostUnregister(own.as_mut_ptr().cast()));
+}
