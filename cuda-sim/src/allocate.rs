@@ -238,6 +238,7 @@ pub(crate) fn host_allocate_with_flags(
 
 pub(crate) fn host_free(call: &mut Call<'_>, address: Untyped) -> Result<(), CUresult> {
     let context = call.current()?;
+    call.forbid_in_capture()?;
     let locked = call.space.host.find(address.0).filter(|(_, host)| !host.is_managed());
     if locked.is_none_or(|(start, _)| start != address.0) {
         return Err(INVALID);
@@ -255,6 +256,7 @@ pub(crate) fn host_register(
     flags: u32,
 ) -> Result<(), CUresult> {
     let context = call.current()?;
+    call.forbid_in_capture()?;
     let goes_beyond = address.0.checked_add(bytes as u64).is_none();
     if address.0 == 0 || bytes == 0 || goes_beyond || flags > 15 {
         return Err(INVALID);
@@ -269,6 +271,7 @@ pub(crate) fn host_register(
 
 pub(crate) fn host_unregister(call: &mut Call<'_>, address: Untyped) -> Result<(), CUresult> {
     let context = call.current()?;
+    call.forbid_in_capture()?;
     call.wait_device(call.contexts.by_key[&context].device)?;
     let id = call.space.host.remove(address.0, HostKind::Registered);
     let id = id.ok_or(CUresult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)?;

@@ -128,8 +128,9 @@ pub(crate) fn create(call: &mut Call<'_>, out: Out<CUevent>, flags: u32) -> Resu
 pub(crate) fn destroy(call: &mut Call<'_>, handle: CUevent) -> Result<(), CUresult> {
     let key = call.event(handle)?;
     call.events.handles.remove(handle as usize);
-    call.events.by_key.remove(&key);
-    Ok(())
+    let event = call.events.by_key.remove(&key);
+    // It is gone, whatever has failed in its context.
+    event.map_or(Ok(()), |event| call.healthy(event.context))
 }
 
 pub(crate) fn record(

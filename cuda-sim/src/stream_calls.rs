@@ -102,13 +102,15 @@ pub(crate) fn destroy(call: &mut Call<'_>, handle: CUstream) -> Result<(), CUres
         return call.stream(handle).map(|_| ());
     };
     call.abandon_capture(key);
-    if let Some(context) = call.context_of(key)
+    let context = call.context_of(key);
+    if let Some(context) = context
         && let Some(context) = call.contexts.by_key.get_mut(&context)
     {
         context.blocking.retain(|other| *other != key);
     }
     call.destroy_in_order(key);
-    Ok(())
+    // It is gone, whatever has failed in its context.
+    context.map_or(Ok(()), |context| call.healthy(context))
 }
 
 impl Call<'_> {

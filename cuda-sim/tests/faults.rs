@@ -67,6 +67,86 @@ fn a_lost_device_stays_lost() {
     drop(spin);
 }
 
+/// What an H200's driver (580.159.04) answers once a kernel has written where there is no memory.
+#[test]
+fn after_a_failed_kernel_a_context_s_calls_fail_and_those_on_the_device_s_memory_do_not() {
+    const FAILED: CUresult = CUresult::CUDA_ERROR_ILLEGAL_ADDRESS;
+    const GOOD: CUresult = CUresult::CUDA_SUCCESS;
+    let gpu = Gpu::new(Simulator::builder());
+    let [stream, other, capturing] = [(); 3].map(|()| gpu.stream());
+    let [event, recorded] = [gpu.event(), gpu.record(stream)];
+    let [mut start, mut mapped, mut free, mut plain, mut asynchronous] = [0; 5];
+    let (mut used, mut unused) = (0, 0);
+    let mut locked = null_mut();
+    let access = CUmemAccessDesc {
+        location: prop(0).location,
+        flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+    };
+    ok!(gpu, cuMemAddressReserve(&mut mapped, 2 * GRANULE, 0, 0, 0));
+    ok!(gpu, cuMemAddressReserve(&mut free, GRANULE, 0, 0, 0));
+    ok!(gpu, cuMemCreate(&mut used, GRANULE, &prop(0), 0));
+    ok!(gpu, cuMemCreate(&mut unused, GRANULE, &prop(0), 0));
+    ok!(gpu, cuMemMap(mapped, GRANULE, 0, used, 0));
+    ok!(gpu, cuMemAlloc_v2(&mut plain, GRANULE));
+    ok!(gpu, cuMemHostAlloc(&mut locked, 4096, 3));
+    ok!(gpu, cuMemAllocAsync(&mut asynchronous, GRANULE, stream));
+    gpu.sim.enqueue(stream, "stray", |_| Err(FAILED)).unwrap();
+    assert_eq!(call!(gpu, cuStreamSynchronize(stream)), FAILED);
+
+    let (mut number, mut context, mut id, mut flags) = (0, null_mut(), 0, 0);
+    let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+    let (mut left, mut all) = (0, 0);
+    let (mut made, mut made_event, mut pool) = (null_mut(), null_mut(), null_mut());
+    let kind = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+    let relaxed = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    let answers = [
+        ("cuCtxGetCurrent", call!(gpu, cuCtxGetCurrent(&mut context)), GOOD),
+        ("cuCtxSetCurrent", call!(gpu, cuCtxSetCurrent(context)), GOOD),
+        ("cuCtxGetId", call!(gpu, cuCtxGetId(context, &mut id)), GOOD),
+        ("cuCtxSynchronize", call!(gpu, cuCtxSynchronize()), FAILED),
+        ("cuDeviceGetAttribute", call!(gpu, cuDeviceGetAttribute(&mut number, kind, 0)), GOOD),
+        ("cuMemGetInfo", call!(gpu, cuMemGetInfo_v2(&mut left, &mut all)), FAILED),
+        ("cuStreamIsCapturing", call!(gpu, cuStreamIsCapturing(stream, &mut status)), FAILED),
+        ("cuStreamGetId", call!(gpu, cuStreamGetId(stream, &mut id)), FAILED),
+        ("cuStreamGetCtx", call!(gpu, cuStreamGetCtx(stream, &mut context)), FAILED),
+        ("cuStreamGetFlags", call!(gpu, cuStreamGetFlags(stream, &mut flags)), FAILED),
+        ("exchange mode", call!(gpu, cuThreadExchangeStreamCaptureMode(&mut mode)), GOOD),
+        ("cuStreamQuery", call!(gpu, cuStreamQuery(stream)), FAILED),
+        ("cuEventQuery", call!(gpu, cuEventQuery(recorded)), FAILED),
+        ("cuEventSynchronize", call!(gpu, cuEventSynchronize(recorded)), FAILED),
+        ("cuEventRecord", call!(gpu, cuEventRecord(event, stream)), FAILED),
+        ("cuStreamWaitEvent", call!(gpu, cuStreamWaitEvent(stream, recorded, 0)), FAILED),
+        ("cuStreamCreate", call!(gpu, cuStreamCreate(&mut made, 1)), FAILED),
+        ("cuEventCreate", call!(gpu, cuEventCreate(&mut made_event, 2)), FAILED),
+        ("cuStreamDestroy", call!(gpu, cuStreamDestroy_v2(other)), FAILED),
+        ("cuEventDestroy", call!(gpu, cuEventDestroy_v2(event)), FAILED),
+        ("cuMemCreate", call!(gpu, cuMemCreate(&mut id, GRANULE, &prop(0), 0)), GOOD),
+        ("cuMemRelease", call!(gpu, cuMemRelease(id)), GOOD),
+        (
+            "cuMemAddressReserve",
+            call!(gpu, cuMemAddressReserve(&mut start, GRANULE, 0, 0, 0)),
+            GOOD,
+        ),
+        ("cuMemAddressFree", call!(gpu, cuMemAddressFree(start, GRANULE)), GOOD),
+        ("cuMemMap", call!(gpu, cuMemMap(mapped + GRANULE as u64, GRANULE, 0, unused, 0)), GOOD),
+        ("cuMemSetAccess", call!(gpu, cuMemSetAccess(mapped, GRANULE, &access, 1)), GOOD),
+        ("cuMemUnmap", call!(gpu, cuMemUnmap(mapped, GRANULE)), GOOD),
+        ("cuMemRelease", call!(gpu, cuMemRelease(used)), GOOD),
+        ("cuMemAddressFree", call!(gpu, cuMemAddressFree(free, GRANULE)), GOOD),
+        ("cuMemFree", call!(gpu, cuMemFree_v2(plain)), FAILED),
+        ("cuMemFreeHost", call!(gpu, cuMemFreeHost(locked)), FAILED),
+        ("cuMemAllocAsync", call!(gpu, cuMemAllocAsync(&mut plain, GRANULE, stream)), FAILED),
+        ("cuMemFreeAsync", call!(gpu, cuMemFreeAsync(asynchronous, stream)), FAILED),
+        ("default pool", call!(gpu, cuDeviceGetDefaultMemPool(&mut pool, 0)), GOOD),
+        ("cuMemPoolTrimTo", call!(gpu, cuMemPoolTrimTo(pool, 0)), GOOD),
+        ("cuMemsetD8Async", call!(gpu, cuMemsetD8Async(plain, 0, 16, stream)), FAILED),
+        ("begin capture", call!(gpu, cuStreamBeginCapture_v2(capturing, relaxed)), FAILED),
+    ];
+    let wrong: Vec<_> = answers.iter().filter(|(_, got, wanted)| got != wanted).collect();
+    assert!(wrong.is_empty(), "{wrong:?}");
+}
+
 #[test]
 fn memory_ends_at_the_limit() {
     let gpu = Gpu::new(Simulator::builder());

@@ -854,6 +854,17 @@ impl<'t> Probe<'t> {
         Ok(())
     }
 
+    /// Page-locks memory that the host has; `whole` is the caller's for as long as it is registered.
+    pub(crate) fn register(&self, whole: &mut [u8]) -> Asked<u64> {
+        let at = whole.as_mut_ptr();
+        ask!(self.driver(), cuMemHostRegister_v2(at.cast(), whole.len(), 0))?;
+        Ok(at as u64)
+    }
+
+    pub(crate) fn unregister(&self, at: u64) -> Asked<()> {
+        ask!(self.driver(), cuMemHostUnregister(at as *mut c_void))
+    }
+
     /// Copies to page-locked memory, in stream order.
     pub(crate) fn save(&self, to: u64, from: u64, bytes: u64, stream: CUstream) -> Asked<()> {
         ask!(self.driver(), cuMemcpyDtoHAsync_v2(to as *mut c_void, from, bytes as usize, stream))

@@ -205,6 +205,46 @@ pub(crate) fn rows() -> Vec<Row> {
             let stream = capturing(p, GLOBAL)?;
             harmed(p, stream, answer(p.host_words(1)))
         }),
+        row("capture, global: give page-locked host memory back", UNSUPPORTED, |p| {
+            let at = p.host_words(1)?;
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.free_host(at)))
+        }),
+        row("capture, relaxed: give page-locked host memory back", SUCCESS, |p| {
+            let at = p.host_words(1)?;
+            let stream = capturing(p, RELAXED)?;
+            unharmed(p, stream, answer(p.free_host(at)))
+        }),
+        row("capture, global: page-lock host memory", UNSUPPORTED, |p| {
+            let mut whole = vec![0; 1 << 16];
+            let stream = capturing(p, GLOBAL)?;
+            let asked = p.register(&mut whole);
+            let code = harmed(p, stream, answer(asked));
+            asked.map_or(Ok(()), |at| unlock(p, at))?;
+            code
+        }),
+        row("capture, global: unlock host memory", UNSUPPORTED, |p| {
+            let mut whole = vec![0; 1 << 16];
+            let at = p.register(&mut whole)?;
+            let stream = capturing(p, GLOBAL)?;
+            let asked = p.unregister(at);
+            let code = harmed(p, stream, answer(asked));
+            asked.or_else(|_| unlock(p, at))?;
+            code
+        }),
+        row("capture, global: managed memory", UNSUPPORTED, |p| {
+            let stream = capturing(p, GLOBAL)?;
+            harmed(
+                p,
+                stream,
+                answer(p.managed(MIB, CUmemAttach_flags_enum::CU_MEM_ATTACH_GLOBAL.0)),
+            )
+        }),
+        row("capture, global: give managed memory back", UNSUPPORTED, |p| {
+            let at = p.managed(MIB, CUmemAttach_flags_enum::CU_MEM_ATTACH_GLOBAL.0)?;
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.free(at)))
+        }),
         row("capture, global: a pool's attribute in relaxed thread mode", SUCCESS, |p| {
             let pool = p.default_pool()?;
             let attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
@@ -363,6 +403,14 @@ fn capturing(p: &Probe<'_>, mode: CUstreamCaptureMode) -> Result<CUstream, Troub
     let stream = p.stream(NON_BLOCKING)?;
     p.begin_capture(stream, mode)?;
     Ok(stream)
+}
+
+/// Undoes a registration, whatever captures.
+fn unlock(p: &Probe<'_>, at: u64) -> Asked<()> {
+    let before = p.exchange_mode(RELAXED)?;
+    let undone = p.unregister(at);
+    p.exchange_mode(before)?;
+    undone
 }
 
 /// The code, once it is sure that the call did not invalidate the capture.
