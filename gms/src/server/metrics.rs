@@ -221,8 +221,13 @@ fn answer(stream: &TcpStream, text: &impl Fn() -> String) -> io::Result<()> {
     while request.read_line(&mut header)? > 2 {
         header.clear();
     }
-    let (status, body) = match first.split_ascii_whitespace().collect::<Vec<_>>()[..] {
-        ["GET", "/metrics" | "/", _] => ("200 OK", text()),
+    let path = match first.split_ascii_whitespace().collect::<Vec<_>>()[..] {
+        // Whoever collects them may be told to ask for something in particular, which there is not.
+        ["GET", target, _] => target.split('?').next(),
+        _ => None,
+    };
+    let (status, body) = match path {
+        Some("/metrics" | "/") => ("200 OK", text()),
         _ => ("404 Not Found", "only GET /metrics\n".to_owned()),
     };
     let mut stream = stream;
@@ -239,6 +244,28 @@ mod tests {
     use std::os::fd::OwnedFd;
 
     use super::*;
+
+    #[test]
+    fn what_is_asked_for_beside_the_path_does_not_matter() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let ask = |request: &str| {
+            let mut asking = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            asking.write_all(request.as_bytes()).unwrap();
+            answer(&listener.accept().unwrap().0, &|| "told".to_owned()).unwrap();
+            let mut text = String::new();
+            asking.read_to_string(&mut text).unwrap();
+            text.contains(" 200 ") && text.ends_with("told")
+        };
+        let asked = [
+            "GET /metrics",
+            "GET /metrics?name[]=gms_held",
+            "GET /",
+            "GET /metric",
+            "PUT /metrics",
+        ];
+        let told = asked.map(|first| ask(&format!("{first} HTTP/1.1\r\n\r\n")));
+        assert_eq!(told, [true, true, true, false, false]);
+    }
 
     #[test]
     fn only_a_listener_that_does_not_listen_ends_the_metrics() {
