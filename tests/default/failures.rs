@@ -362,7 +362,6 @@ fn a_lost_device_is_an_error_and_no_crash() {
         drop(stream);
         pool.validate().unwrap();
         pool.destroy().unwrap(); // and no panic here
-        assert_eq!(sim.memory_used(0), 0, "memory is no context's");
     }
 }
 

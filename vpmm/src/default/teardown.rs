@@ -20,14 +20,10 @@ impl Core {
         if driver.is_forked() || self.retired.swap(true, Ordering::Relaxed) {
             return;
         }
-        let quiet = match self.device.enter() {
-            Ok(_context) => {
-                self.flush_fronts(|_| true);
-                self.wait_for_all().map_or_else(Failure::is_context_lost, |()| true)
-            }
-            Err(error) => error.is_context_lost(),
-        };
-        self.quiet.store(quiet, Ordering::Relaxed);
+        if let Ok(_context) = self.device.enter() {
+            self.flush_fronts(|_| true);
+            self.quiet.store(self.wait_for_all().is_ok(), Ordering::Relaxed);
+        }
         driver.unwatch_streams(self);
     }
 
@@ -77,8 +73,8 @@ impl Core {
 
 impl Drop for Core {
     /// Waits for the work that uses the pool's memory, then gives everything back. An error on the
-    /// way leaves the rest to the driver, which reclaims it with the process. Not so a context that has gone or failed:
-    /// nothing runs in it any more, and memory is the device's.
+    /// way (a context that went first) leaves the rest to the driver, which reclaims it with the
+    /// process.
     fn drop(&mut self) {
         self.retire();
         if !*self.quiet.get_mut() {
@@ -86,31 +82,20 @@ impl Drop for Core {
         }
         let device = self.device.clone();
         let driver = device.driver();
-        let context = match device.enter() {
-            Err(error) if !error.is_context_lost() => return,
-            entered => entered.ok(),
-        };
+        let Ok(_context) = device.enter() else { return };
         let space = self.space.get_mut();
         for region in space.memory.map.iter().filter(|region| region.state() != State::Hole) {
             let address = space.memory.address_of(region.start() as u32);
             let bytes = region.bytes() * space.memory.granule_bytes();
             // SAFETY: every region but holes is whole extents that the pool mapped; everything that
             // may use them has finished.
-            let unmapped = unsafe { crate::mapping::unmap(driver, address, bytes) };
-            if unmapped.is_err_and(Failure::is_context_lost) {
-                // A device that is gone, or a driver.
-                return;
-            }
+            let _ = unsafe { crate::mapping::unmap(driver, address, bytes) };
         }
         let orphans = std::mem::take(&mut space.orphans).into_iter().map(|(handle, _)| handle);
         let held = space.memory.extents().filter(|(_, of)| of.backed != Backed::Gone);
         let handles = held.map(|(_, extent)| extent.handle).chain(orphans);
         // SAFETY: the pool's own handles, each once; the pool ends here.
         unsafe { crate::physical::release_all(driver, handles, &mut Vec::new()) };
-        if context.is_none() {
-            // Its events went with it.
-            return;
-        }
         let mut events: Vec<Event> = space.events.drain(..).collect();
         for book in &mut space.books {
             events.extend(book.last_record.take());

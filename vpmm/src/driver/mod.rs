@@ -39,11 +39,6 @@ impl Failure {
         Error::from_driver(self.call, self.code, bytes)
     }
 
-    /// Whether the device or its context is gone for good.
-    pub(crate) fn is_context_lost(self) -> bool {
-        Error::from(self).is_context_lost()
-    }
-
     pub(crate) fn is_out_of_memory(self) -> bool {
         self.code == CUresult::CUDA_ERROR_OUT_OF_MEMORY
     }

@@ -763,7 +763,7 @@ impl Drop for Heaps {
             // SAFETY: no arguments.
             Ok(unsafe { driver.cuCtxSynchronize() }?)
         });
-        if waited.is_err_and(|error| !error.is_context_lost()) {
+        if waited.is_err() {
             // What may still be in use is left to the driver, which reclaims it with the process.
             members.into_iter().for_each(std::mem::forget);
         }

@@ -367,11 +367,9 @@ impl PagedPool {
         if driver.is_forked() || self.retired.swap(true, Ordering::Relaxed) {
             return;
         }
-        let quiet = match self.device.enter() {
-            Ok(_context) => self.wait_for_all().map_or_else(Failure::is_context_lost, |()| true),
-            Err(error) => error.is_context_lost(),
-        };
-        self.quiet.store(quiet, Ordering::Relaxed);
+        if let Ok(_context) = self.device.enter() {
+            self.quiet.store(self.wait_for_all().is_ok(), Ordering::Relaxed);
+        }
         driver.unwatch_streams(self);
     }
 
@@ -402,21 +400,16 @@ impl PagedPool {
 
 impl Drop for PagedPool {
     /// Waits for the work that uses the pool's memory, then gives everything back. An error on the
-    /// way leaves the rest to the driver, which reclaims it with the process. Not so a context that has gone or failed:
-    /// nothing runs in it any more, and memory is the device's.
+    /// way (a context that went first) leaves the rest to the driver, which reclaims it with the
+    /// process.
     fn drop(&mut self) {
         self.retire();
         if !*self.quiet.get_mut() {
             return;
         }
         let driver = self.device.driver();
-        let context = match self.device.enter() {
-            Err(error) if !error.is_context_lost() => return,
-            entered => entered.ok(),
-        };
-        if context.is_some()
-            && let Some(small) = &self.small
-        {
+        let Ok(_context) = self.device.enter() else { return };
+        if let Some(small) = &self.small {
             small.destroy(driver);
         }
         let space = self.space.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -430,19 +423,11 @@ impl Drop for PagedPool {
         for (id, start, bytes) in mapped {
             // SAFETY: every region but holes is whole pages that the pool mapped; all work on the
             // device has finished.
-            let unmapped = unsafe { crate::mapping::unmap(driver, start, bytes) };
-            if unmapped.is_err_and(Failure::is_context_lost) {
-                // A device that is gone, or a driver.
-                return;
-            }
+            let _ = unsafe { crate::mapping::unmap(driver, start, bytes) };
             space.chunk_of(id).drain_extents(start, bytes, |extent| extents.push(extent));
         }
         // SAFETY: the pool's own handles, taken out of its tables; the pool ends here.
         unsafe { crate::physical::release_all(driver, extents, &mut Vec::new()) };
-        if context.is_none() {
-            // Its events went with it.
-            return;
-        }
         let events: Vec<Event> = space.timelines.drain().chain(space.events.drain(..)).collect();
         for event in events {
             // SAFETY: the pool ends here; nobody else has its events.
