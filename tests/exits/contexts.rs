@@ -3,9 +3,12 @@
 
 use cuda_sim::Schedule;
 use cuda_sys::types::CUresult;
-use vpmm::{Contents, DevicePtr, Error, GraphPool, Pool, Result, Stream, StreamHandle, Tagged};
+use vpmm::{
+    Contents, DevicePtr, Error, GraphPool, PagedConfig, Pool, PoolConfig, Result, Stream,
+    StreamHandle, Tagged,
+};
 
-use crate::rig::{ASLEEP, AWAKE, GRANULE, LIMIT, Profile, SIZES, beside, bounded};
+use crate::rig::{ASLEEP, AWAKE, GRANULE, LIMIT, MIB, Profile, SIZES, beside, bounded};
 use crate::support::{Rig, call};
 
 /// How a context goes.
@@ -125,6 +128,12 @@ fn goes(rig: Rig, loss: Loss) {
     for pool in pools {
         pool.goes_on_without(&rig, loss);
     }
+    // Handles of memory are no context's, and went back: all but what nobody could free, of two pools that nobody has a
+    // handle of, and the driver's pool for small requests. Of a driver that was shut down nothing more is asked.
+    let is_shut_down = matches!(loss, Loss::Answer(CUresult::CUDA_ERROR_DEINITIALIZED));
+    if let Some(sim) = rig.sim.as_ref().filter(|_| !is_shut_down) {
+        assert!(sim.memory_used(0) <= 2 * GRANULE + 32 * MIB, "{loss:?}: {}", sim.memory_used(0));
+    }
     // Its own objects cannot be ended any more.
     std::mem::forget(rig);
 }
@@ -184,6 +193,36 @@ fn a_context_that_was_reset_has_no_number_and_the_next_one_another() {
         std::mem::forget(rig);
     };
     bounded("contexts::a_context_that_was_reset_has_no_number_and_the_next_one_another", || {
+        goes(Rig::simulated(Schedule::Eager));
+        Rig::gpu().into_iter().for_each(goes);
+    });
+}
+
+/// Handles of memory are no context's: who goes on with a new one has what pools behind the old one held.
+#[test]
+fn a_device_that_was_reset_has_its_memory_again() {
+    let goes = |rig: Rig| {
+        // Others may use a GPU, too.
+        let (bytes, others) = if rig.sim.is_some() { (64 * MIB, 0) } else { (4 << 30, 1 << 30) };
+        let before = rig.device.free_memory().unwrap();
+        let stream = rig.stream();
+        let pools = [Pool::new(&rig.device, &PoolConfig::default()), {
+            let mut config = PagedConfig::default();
+            config.va_size_bytes = 2 * bytes;
+            Pool::paged(&rig.device, &config)
+        }];
+        let pools = pools.map(|pool| pool.unwrap());
+        for pool in &pools {
+            pool.malloc(bytes as usize, &stream).unwrap();
+        }
+        assert!(rig.device.free_memory().unwrap() + 2 * bytes <= before + others);
+        call!(rig.driver, cuDevicePrimaryCtxReset_v2(0));
+        pools.into_iter().for_each(|pool| pool.destroy().unwrap());
+        let again = rig.driver.device(0).unwrap();
+        assert!(again.free_memory().unwrap() + others >= before);
+        std::mem::forget((rig, stream));
+    };
+    bounded("contexts::a_device_that_was_reset_has_its_memory_again", || {
         goes(Rig::simulated(Schedule::Eager));
         Rig::gpu().into_iter().for_each(goes);
     });

@@ -184,6 +184,30 @@ fn what_cannot_be_given_or_taken() {
     sim.assert_clean();
 }
 
+/// Nothing runs any more in a context that has failed, but what a peer does goes on: it was ordered before frees there.
+#[test]
+fn memory_of_a_failed_context_stays_where_a_peer_may_use_it() {
+    for profile in Profile::BOTH {
+        for access in [Access::Read, Access::None] {
+            let (sim, [device, peer]) = two_devices(Simulator::builder());
+            let pool = opened(profile, &device);
+            let tagged = pool.tagged("beside").unwrap();
+            let graph = pool.graph_pool().unwrap();
+            let stream = device.stream().unwrap();
+            // Never freed: the end waits for the whole context.
+            pool.malloc(GRANULE as usize, &stream).unwrap();
+            tagged.malloc(GRANULE as usize, &stream).unwrap();
+            pool.set_access(&peer, Access::ReadWrite).unwrap();
+            pool.set_access(&peer, access).unwrap();
+            sim.lose_device(0, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
+            drop((stream, graph, tagged));
+            pool.destroy().unwrap();
+            let is_left = access != Access::None;
+            assert_eq!(sim.memory_used(0) > 0, is_left, "{profile:?}, {access:?}");
+        }
+    }
+}
+
 /// A fault at each call: everything as before, on both sides, and the next attempt succeeds.
 #[test]
 fn a_failure_changes_nothing() {

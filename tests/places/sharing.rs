@@ -667,6 +667,33 @@ fn what_an_import_could_not_unmap_is_unmapped_later() {
     pool.validate().unwrap();
 }
 
+/// What an import holds is another process's memory, and is not to stay when its own context has failed or was reset.
+#[test]
+fn an_import_behind_a_lost_context_holds_nothing() {
+    for reset in [false, true] {
+        let [owner, user] = two(Simulator::builder);
+        let pool = Profile::Default.open(&owner.device, Location::Device, FILES).unwrap();
+        let stream = owner.stream();
+        let ptr = pool.malloc(3 * GRANULE as usize, &stream).unwrap();
+        let sim = user.sim.as_ref().unwrap();
+        let before = sim.leaks();
+        let (sent, memory) = pass(pool.export(ptr).unwrap(), &user, Access::Read);
+        sent.unwrap();
+        assert_ne!(sim.leaks(), before);
+        if reset {
+            call!(user.driver, cuDevicePrimaryCtxReset_v2(0));
+        } else {
+            sim.lose_device(0, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
+        }
+        drop(memory.unwrap());
+        let after = sim.leaks();
+        assert_eq!((after.mappings, after.reservations), (before.mappings, before.reservations));
+        pool.free(ptr, &stream).unwrap();
+        // Its own objects cannot be ended any more.
+        std::mem::forget(user);
+    }
+}
+
 /// Of a message that fails the addresses go with what the driver would not unmap there, whatever comes next.
 #[test]
 fn the_window_of_a_message_that_failed_goes_when_it_is_empty() {

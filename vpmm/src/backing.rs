@@ -257,6 +257,15 @@ impl Backing {
         found.map_or(Access::None, |peer| peer.access)
     }
 
+    /// Whether nothing uses the memory, though a wait for what does has failed with this: nothing runs any more in the
+    /// pool's context, which has failed or was reset, and nobody else may reach the memory. The work of another device
+    /// was ordered before frees in that context, and goes on.
+    ///
+    /// Handles and mappings are no context's: the driver goes on with them then.
+    pub(crate) fn is_at_rest_after(&self, error: &Error) -> bool {
+        error.is_context_dead() && self.peers().is_empty() && self.torn().is_empty()
+    }
+
     fn torn(&self) -> MutexGuard<'_, Vec<u32>> {
         self.torn.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -447,6 +447,12 @@ impl Error {
         matches!(self, Self::ContextLost { .. })
     }
 
+    /// Whether nothing runs any more in the context that answered this, since it failed or was reset. Of a driver that
+    /// has been shut down nothing is known.
+    pub(crate) fn is_context_dead(&self) -> bool {
+        matches!(self, Self::ContextLost { code, .. } if *code != CUresult::CUDA_ERROR_DEINITIALIZED)
+    }
+
     /// A request that there is no memory for, where nothing is known of free memory.
     pub(crate) fn exhausted(bytes: u64, live_bytes: u64, limit_bytes: Option<u64>) -> Self {
         Self::OutOfMemory {

@@ -7,6 +7,7 @@ use super::memory::Backed;
 use super::space::book::Recording;
 use crate::capture::BesideCaptures;
 use crate::driver::Failure;
+use crate::error::Error;
 use crate::event::Event;
 use crate::region::State;
 
@@ -20,10 +21,12 @@ impl Core {
         if driver.is_forked() || self.retired.swap(true, Ordering::Relaxed) {
             return;
         }
-        if let Ok(_context) = self.device.enter() {
+        let waited = self.device.enter().and_then(|_context| {
             self.flush_fronts(|_| true);
-            self.quiet.store(self.wait_for_all().is_ok(), Ordering::Relaxed);
-        }
+            Ok(self.wait_for_all()?)
+        });
+        let quiet = waited.map_or_else(|error| self.is_at_rest_after(&error), |()| true);
+        self.quiet.store(quiet, Ordering::Relaxed);
         driver.unwatch_streams(self);
     }
 
@@ -54,6 +57,11 @@ impl Core {
         Ok(())
     }
 
+    /// Whether nothing uses the memory, though a wait for what does has failed with this.
+    pub(crate) fn is_at_rest_after(&self, error: &Error) -> bool {
+        self.backing.is_at_rest_after(error)
+    }
+
     /// Whether nothing waits for any stream. A sole one's last frees are in the epoch `last`, or else in the one
     /// before the open one.
     pub(super) fn all_passed(&self, last: Option<u64>) -> bool {
@@ -72,9 +80,8 @@ impl Core {
 }
 
 impl Drop for Core {
-    /// Waits for the work that uses the pool's memory, then gives everything back. An error on the
-    /// way (a context that went first) leaves the rest to the driver, which reclaims it with the
-    /// process.
+    /// Waits for the work that uses the pool's memory, then gives everything back; without a wait where that work went
+    /// with its context. Another error on the way leaves the rest to the driver, which reclaims it with the process.
     fn drop(&mut self) {
         self.retire();
         if !*self.quiet.get_mut() {
@@ -82,13 +89,16 @@ impl Drop for Core {
         }
         let device = self.device.clone();
         let driver = device.driver();
-        let Ok(_context) = device.enter() else { return };
+        let context = match device.enter() {
+            Err(error) if !self.is_at_rest_after(&error) => return,
+            entered => entered.ok(),
+        };
         let space = self.space.get_mut();
         for region in space.memory.map.iter().filter(|region| region.state() != State::Hole) {
             let address = space.memory.address_of(region.start() as u32);
             let bytes = region.bytes() * space.memory.granule_bytes();
             // SAFETY: every region but holes is whole extents that the pool mapped; everything that
-            // may use them has finished.
+            // may use them has finished, or ended with the context that it ran in.
             let _ = unsafe { crate::mapping::unmap(driver, address, bytes) };
         }
         let orphans = std::mem::take(&mut space.orphans).into_iter().map(|(handle, _)| handle);
@@ -96,6 +106,10 @@ impl Drop for Core {
         let handles = held.map(|(_, extent)| extent.handle).chain(orphans);
         // SAFETY: the pool's own handles, each once; the pool ends here.
         unsafe { crate::physical::release_all(driver, handles, &mut Vec::new()) };
+        if context.is_none() {
+            // Its events went with it.
+            return;
+        }
         let mut events: Vec<Event> = space.events.drain(..).collect();
         for book in &mut space.books {
             events.extend(book.last_record.take());

@@ -763,7 +763,8 @@ impl Drop for Heaps {
             // SAFETY: no arguments.
             Ok(unsafe { driver.cuCtxSynchronize() }?)
         });
-        if waited.is_err() {
+        let is_at_rest = |error: &Error| members.iter().all(|of| of.core().is_at_rest_after(error));
+        if waited.is_err_and(|error| !is_at_rest(&error)) {
             // What may still be in use is left to the driver, which reclaims it with the process.
             members.into_iter().for_each(std::mem::forget);
         }

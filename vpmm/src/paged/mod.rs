@@ -367,9 +367,9 @@ impl PagedPool {
         if driver.is_forked() || self.retired.swap(true, Ordering::Relaxed) {
             return;
         }
-        if let Ok(_context) = self.device.enter() {
-            self.quiet.store(self.wait_for_all().is_ok(), Ordering::Relaxed);
-        }
+        let waited = self.device.enter().and_then(|_context| Ok(self.wait_for_all()?));
+        let quiet = waited.map_or_else(|error| self.backing.is_at_rest_after(&error), |()| true);
+        self.quiet.store(quiet, Ordering::Relaxed);
         driver.unwatch_streams(self);
     }
 
@@ -399,17 +399,21 @@ impl PagedPool {
 }
 
 impl Drop for PagedPool {
-    /// Waits for the work that uses the pool's memory, then gives everything back. An error on the
-    /// way (a context that went first) leaves the rest to the driver, which reclaims it with the
-    /// process.
+    /// Waits for the work that uses the pool's memory, then gives everything back; without a wait where that work went
+    /// with its context. Another error on the way leaves the rest to the driver, which reclaims it with the process.
     fn drop(&mut self) {
         self.retire();
         if !*self.quiet.get_mut() {
             return;
         }
         let driver = self.device.driver();
-        let Ok(_context) = self.device.enter() else { return };
-        if let Some(small) = &self.small {
+        let context = match self.device.enter() {
+            Err(error) if !self.backing.is_at_rest_after(&error) => return,
+            entered => entered.ok(),
+        };
+        if context.is_some()
+            && let Some(small) = &self.small
+        {
             small.destroy(driver);
         }
         let space = self.space.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -421,13 +425,17 @@ impl Drop for PagedPool {
             .collect();
         let mut extents = std::mem::take(&mut space.orphans);
         for (id, start, bytes) in mapped {
-            // SAFETY: every region but holes is whole pages that the pool mapped; all work on the
-            // device has finished.
+            // SAFETY: every region but holes is whole pages that the pool mapped; all work that may use them has
+            // finished, or ended with the context that it ran in.
             let _ = unsafe { crate::mapping::unmap(driver, start, bytes) };
             space.chunk_of(id).drain_extents(start, bytes, |extent| extents.push(extent));
         }
         // SAFETY: the pool's own handles, taken out of its tables; the pool ends here.
         unsafe { crate::physical::release_all(driver, extents, &mut Vec::new()) };
+        if context.is_none() {
+            // Its events went with it.
+            return;
+        }
         let events: Vec<Event> = space.timelines.drain().chain(space.events.drain(..)).collect();
         for event in events {
             // SAFETY: the pool ends here; nobody else has its events.

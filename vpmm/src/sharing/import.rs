@@ -414,13 +414,16 @@ impl Imported {
 impl Drop for Imported {
     fn drop(&mut self) {
         let driver = self.device.driver();
-        let Ok(_context) = self.device.enter() else { return };
+        let context = match self.device.enter() {
+            Err(error) if !error.is_context_dead() => return,
+            entered => entered.ok(),
+        };
         let books = std::mem::take(self.books.get_mut().unwrap_or_else(PoisonError::into_inner));
         if books.extents.is_empty() && books.left.is_empty() {
             return;
         }
-        let waited = if books.extents.is_empty() {
-            // Nobody was told of what is left.
+        let waited = if context.is_none() || books.extents.is_empty() {
+            // Nothing runs there any more; or nobody was told of what is left.
             Ok(())
         } else {
             BesideCaptures::enter(driver).map_err(Error::from).and_then(|_beside| {
@@ -437,7 +440,9 @@ impl Drop for Imported {
         };
         match waited {
             Ok(()) => mappings.unmap(),
-            // A context that went first: the driver takes the mappings back with the process.
+            // Nor does anything run in a context that has failed. Mappings are no context's.
+            Err(error) if error.is_context_dead() => mappings.unmap(),
+            // A driver that was shut down takes them back with the process.
             Err(error) if error.is_context_lost() => {}
             Err(_) => Limbo::keep(driver, mappings),
         }
@@ -457,12 +462,14 @@ impl Mappings {
         &self.device
     }
 
-    /// The device has been waited for since, unless nobody was told of any of these, and its context is current.
+    /// The device has been waited for since, unless nobody was told of any of these, and its context is current; or
+    /// that is gone with all that ran in it.
     /// What the driver refuses to unmap is tried again when it has been waited for once more.
     pub(super) fn unmap(mut self) {
         let driver = self.device.driver().clone();
         self.extents.retain(|extent| {
-            // SAFETY: a whole mapping of the import; all work on the device has finished, or nobody was told of it.
+            // SAFETY: a whole mapping of the import, which no other device may use; all work on the device has finished, or ended
+            // with its context, or nobody was told of it.
             let unmapped = unsafe { mapping::unmap(&driver, extent.here, extent.bytes) };
             unmapped.is_err_and(|failure| !Error::from(failure).is_context_lost())
         });
