@@ -13,6 +13,7 @@
 use std::sync::Mutex;
 use std::sync::PoisonError;
 
+use cuda_sim::kernels::mix;
 use vpmm::StreamHandle;
 
 use super::engine::{Checker, Piece};
@@ -86,8 +87,9 @@ impl<'a> Verifier<'a> {
     }
 
     fn words(&self, piece: &Piece) -> impl Iterator<Item = Words> + use<> {
-        // Far apart for every slot and pass: patterns are sequences from a seed on.
-        let seed = (self.pass << 32 | u64::from(piece.slot)) << 20;
+        // Patterns are sequences from a seed on: of seeds at even distances, two allocations that
+        // overlap by as much would have the same words there.
+        let seed = mix(self.pass << 32 | u64::from(piece.slot), 0);
         words(piece.address, piece.bytes / WORD_BYTES, self.stride_words, seed)
     }
 }
