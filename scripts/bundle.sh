@@ -16,7 +16,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${out:-bundle}
 limit_mib=256
 # The tests that are left out, here and in other packages.
-at_home=' examples header packages programs rooms '
+at_home=' examples header packages peers programs rooms '
 
 if [[ -e $out && ! -e $out/.vpmm-bundle ]]; then
     echo "$out exists and is no bundle: not touching it" >&2
