@@ -1,6 +1,7 @@
 // One JSON object on one line of standard output.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <optional>
@@ -63,6 +64,8 @@ class JsonLine {
     }
 
     static std::string digits(double value) {
+        // JSON has neither infinities nor what is no number, as a figure of a trace of nothing is.
+        if (!std::isfinite(value)) return "null";
         char buffer[64];
         std::snprintf(buffer, sizeof buffer, "%.4f", value);
         return buffer;
