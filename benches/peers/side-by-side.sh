@@ -67,13 +67,16 @@ trap 'rm -rf "$work"' EXIT
 # The peers read plain CSV, and everyone gets the same files.
 plain=()
 for trace in "${traces[@]}"; do
-    name=$(basename "$trace")
-    if [[ $name == *.gz ]]; then
-        gunzip -c "$trace" >"$work/${name%.gz}" || exit 2
-    else
-        cp "$trace" "$work/$name" || exit 2
+    name=$(basename "$trace" .gz)
+    # The results name traces by this.
+    [[ ! -e $work/$name ]] || { echo "$trace: two traces are called $name" >&2 && exit 2; }
+    cp "$trace" "$work/$name" || exit 2
+    # Gzip is told by its first bytes, as the command tells it.
+    if [[ $(od -An -tx1 -N2 "$work/$name") == ' 1f 8b' ]]; then
+        gunzip <"$work/$name" >"$work/.plain" || { echo "$trace cannot be read" >&2 && exit 2; }
+        mv "$work/.plain" "$work/$name"
     fi
-    plain+=("${name%.gz}")
+    plain+=("$name")
 done
 
 # The commit: of this checkout, or of the bundle that the command came in.
