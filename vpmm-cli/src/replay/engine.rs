@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use vpmm::StreamHandle;
 
-use super::clock::{Costs, Stopwatch};
+use super::clock::{Costs, Stopwatch, least, times};
 use super::lanes::{self, Progress, Step};
 use super::live::{self, Times};
 use super::longest::{Longest, Search, Spent};
@@ -191,11 +191,10 @@ impl<'a> Replay<'a> {
             progress: &|_| {},
         };
         // One lane runs on this thread, so that no pass can fail.
-        let passes = (0..3).filter_map(|_| {
-            let pass = self.pass(&target).ok()?;
-            Some(pass.nanoseconds / pass.operations.max(1) as f64)
-        });
-        passes.reduce(f64::min).unwrap_or(0.0)
+        least(times(self.trace.operations.len()), || match self.pass(&target) {
+            Ok(pass) => pass.nanoseconds / pass.operations.max(1) as f64,
+            Err(_) => 0.0,
+        })
     }
 
     /// Runs every operation, then frees what the trace leaves allocated.
