@@ -20,12 +20,15 @@ const SIM_STRIDE_BYTES: u64 = 1 << 20;
 pub(super) fn replay(args: &ReplayArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
     check_logs(&args.traces, &args.allocator.0)?;
     let traces = open_all(&args.traces)?;
-    if args.paced
-        && let Some(untimed) =
-            traces.iter().find(|trace| trace.times.len() < trace.operations.len())
-    {
-        let why = format!("{}: --paced needs a time that can be read in every row", untimed.name);
-        return Err(Abort::bad_input(why));
+    for trace in traces.iter().filter(|_| args.paced) {
+        if let Some(line) = trace.untimed_line
+            && !trace.operations.is_empty()
+        {
+            let name = &trace.name;
+            return Err(Abort::bad_input(format_args!(
+                "{name}: line {line}: --paced needs a time that can be read in every row"
+            )));
+        }
     }
     let device = args.device.settle(remark);
 

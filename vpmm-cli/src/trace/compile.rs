@@ -27,7 +27,10 @@ pub(super) struct Compiler {
 impl Compiler {
     /// Takes the row at `line`.
     pub(super) fn push(&mut self, row: Row, line: u64) -> Result<(), Problem> {
-        self.clock.turn_to(row.time);
+        match row.time {
+            Some(time) => self.clock.turn_to(time),
+            None => _ = self.trace.untimed_line.get_or_insert(line),
+        }
         match row.recorded {
             Recorded::AllocateFailure => self.trace.oddities.recorded_failures += 1,
             Recorded::Allocate => self.allocate(row, line)?,
@@ -108,9 +111,9 @@ impl Compiler {
 
     /// The finished trace, with its peak and what it leaves allocated.
     pub(super) fn finish(self, name: &str) -> Trace {
-        let Self { mut trace, live, streams, threads, clock } = self;
+        let Self { mut trace, live, streams, threads, .. } = self;
         trace.name = name.to_owned();
-        if !clock.goes {
+        if trace.untimed_line.is_some() {
             trace.times = Vec::new();
         }
         trace.leaked = live.into_values().filter(|&slot| slot != NO_SLOT).collect();
@@ -128,26 +131,15 @@ impl Compiler {
 const LATE: Duration = Duration::from_secs(2 * 3600);
 
 /// The time since the first row.
+#[derive(Default)]
 struct Clock {
     /// Of the latest row.
     time_of_day: Option<Duration>,
     now: Duration,
-    /// Whether every row had a time.
-    goes: bool,
-}
-
-impl Default for Clock {
-    fn default() -> Self {
-        Self { time_of_day: None, now: Duration::ZERO, goes: true }
-    }
 }
 
 impl Clock {
-    fn turn_to(&mut self, time_of_day: Option<Duration>) {
-        let Some(time) = time_of_day else {
-            self.goes = false;
-            return;
-        };
+    fn turn_to(&mut self, time: Duration) {
         let last = *self.time_of_day.get_or_insert(time);
         let since = time + DAY - last;
         let passed = since.checked_sub(DAY).unwrap_or(since);

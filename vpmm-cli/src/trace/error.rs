@@ -83,6 +83,11 @@ pub enum Problem {
         "{0:?} is no action, and the first row is no header either, with Action, Pointer and Size"
     )]
     NoHeader(Box<str>),
+    /// The first row has too few fields to be either.
+    #[error(
+        "{0:?} is neither a header, with Action, Pointer and Size, nor a row of RMM's log, with commas between"
+    )]
+    NoTrace(Box<str>),
     /// The row ends before this column.
     #[error("the row ends before this column")]
     Missing,

@@ -82,6 +82,8 @@ pub struct Trace {
     /// When each call was made, since the first; never before the one before it. Empty where a row has no
     /// time that can be read.
     pub times: Vec<Duration>,
+    /// The first line whose row has no time that can be read.
+    pub untimed_line: Option<u64>,
     /// Slots that the trace never frees, in the order of allocation.
     pub leaked: Vec<u32>,
     /// How many different streams the operations name.

@@ -52,6 +52,9 @@ const POINTER: &str = "Pointer";
 const SIZE: &str = "Size";
 const STREAM: &str = "Stream";
 
+/// What is called so where no one column is at fault.
+pub(super) const WHOLE_ROW: &str = "the whole row";
+
 /// RMM's order: Thread, Time, Action, Pointer, Size, Stream.
 const RMM_ORDER: Columns = Columns {
     action: Column { number: 3, name: ACTION },
@@ -109,6 +112,10 @@ impl Columns {
         match RMM_ORDER.row(fields) {
             Err((column, Problem::Action(text))) => {
                 Err(NoColumns::NoHeader((column, Problem::NoHeader(text))))
+            }
+            Err((column, Problem::Missing)) if column == RMM_ORDER.action => {
+                let whole = Column { number: 1, name: WHOLE_ROW };
+                Err(NoColumns::NoHeader((whole, Problem::NoTrace(names_of(fields)))))
             }
             // Any other fault is the row's own: RMM's order, with a mistake in it.
             _ => Ok((RMM_ORDER, false)),

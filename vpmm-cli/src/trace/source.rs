@@ -6,6 +6,7 @@ use std::io::{self, BufRead, BufReader, Read};
 use flate2::bufread::GzDecoder;
 
 use super::error::{Column, Problem, TraceError};
+use super::row::WHOLE_ROW;
 
 /// Longer lines are refused: a file with no line ends would otherwise be read
 /// into memory whole before the first complaint.
@@ -72,7 +73,7 @@ impl<'a> Lines<'a> {
         let refused = |problem| TraceError::Row {
             file: self.name.to_owned(),
             line: self.number,
-            column: Column { number: 1, name: "the whole row" },
+            column: Column { number: 1, name: WHOLE_ROW },
             problem,
         };
         // A log that is written ahead, and whose program was killed, has zeroes behind its last row.

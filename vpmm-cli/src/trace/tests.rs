@@ -228,6 +228,7 @@ fn times_are_since_the_first_row_and_never_go_back() {
     assert_eq!(trace.times, [0, 13 * 3600, 13 * 3600 + 45_000].map(Duration::from_secs));
     let rows = "1,00:00:00.1,allocate,0x10,64,0\n1,x,free,0x10,64,0\n";
     assert!(good(rows).times.is_empty());
+    assert_eq!((good(rows).untimed_line, trace.untimed_line), (Some(3), None));
     for time in [
         "1:2",
         "::",
@@ -258,6 +259,16 @@ fn a_header_without_a_needed_column_is_refused() {
             "a,b,c,d,e,f",
             "line 2, column 3 (Action): \"c\" is no action, and the first row is no header either, \
              with Action, Pointer and Size",
+        ),
+        (
+            "Thread;Time;Action;Pointer;Size;Stream",
+            "line 2, column 1 (the whole row): \"Thread;Time;Action;Pointer;Size;Stream\" is neither a \
+             header, with Action, Pointer and Size, nor a row of RMM's log, with commas between",
+        ),
+        (
+            "# recorded, by hand",
+            "line 2, column 1 (the whole row): \"# recorded, by hand\" is neither a header, with Action, \
+             Pointer and Size, nor a row of RMM's log, with commas between",
         ),
     ] {
         assert_eq!(refused(&format!("\n{header}\n")), format!("t.csv: {message}"));

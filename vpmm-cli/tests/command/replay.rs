@@ -396,10 +396,11 @@ fn paced_takes_as_long_as_the_program_did() {
     assert!(ns_per_op < 30e6, "{ns_per_op} ns an operation, as if waits counted");
     assert!(timed(&["--paced", "--threads", "--repeat=2"]).0 >= Duration::from_millis(480));
 
-    let untimed = File::rows("1,x,allocate,0x1,900,0\n");
+    let untimed = File::rows("1,0:0:0,allocate,0x1,900,0\n1,x,free,0x1,900,0\n");
     let output = run(&["replay", untimed.path(), "--device=sim", "--paced"]);
     assert_eq!(output.status.code(), Some(2));
-    assert!(stderr(&output).contains("--paced needs a time"), "{}", stderr(&output));
+    let error = stderr(&output);
+    assert!(error.contains(": line 3: --paced needs a time"), "{error}");
 }
 
 /// A request that is longer than all that an allocator may have is one that lacks memory.
