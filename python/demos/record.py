@@ -33,6 +33,6 @@ def end(torch, path):
             size = live[address] if action == "allocate" else live.pop(address)
             start = event["time_us"] if start is None else start
             seconds, micros = divmod(event["time_us"] - start, 10**6)
-            time = f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}.{micros:06}"
+            time = f"{seconds // 3600 % 24:02}:{seconds // 60 % 60:02}:{seconds % 60:02}.{micros:06}"
             stream = streams.setdefault(event["stream"], len(streams))
             rows.writerow([1, time, action, hex(address), size, stream])

@@ -289,6 +289,9 @@ def test_a_log_of_what_pytorch_was_asked_for(tmp_path):
         event("free_requested", 62_000_003, addr=512, size=100),
         event("free_completed", 62_000_004, addr=512, size=100),
         event("free_requested", 62_000_005, addr=1024, size=100),
+        # A day later, and by a clock that was set back behind the first.
+        event("alloc", (86_400 + 2) * 1_000_000, addr=512, size=100),
+        event("free_requested", 999_999, addr=512, size=100),
     ]
     cuda = types.SimpleNamespace(synchronize=lambda: None, current_device=lambda: 0)
     cuda.memory = types.SimpleNamespace(
@@ -299,4 +302,6 @@ def test_a_log_of_what_pytorch_was_asked_for(tmp_path):
         assert file.read().splitlines()[1:] == [
             "1,00:00:00.000000,allocate,0x200,100,1",
             "1,00:01:01.000003,free,0x200,100,1",
+            "1,00:00:01.000000,allocate,0x200,100,1",
+            "1,23:59:59.999999,free,0x200,100,1",
         ]
