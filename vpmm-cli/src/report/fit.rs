@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::{figure, or_dash, render, round, short_name};
+use super::{figure, name_among, or_dash, render, round, short_name};
 use crate::backend::AllocatorSpec;
 use crate::bytes::ByteCount;
 use crate::fit::Fit;
@@ -78,7 +78,13 @@ const HEADER: [&str; 9] = [
 
 /// The results as a table, without a line end.
 pub fn fit_table(reports: &[FitReport]) -> String {
-    render(HEADER, 2, reports.iter().map(row))
+    let names = || reports.iter().map(|report| report.trace.as_str());
+    let rows = reports.iter().map(|report| {
+        let mut row = row(report);
+        row[0] = name_among(&report.trace, names()).to_owned();
+        row
+    });
+    render(HEADER, 2, rows)
 }
 
 fn row(report: &FitReport) -> [String; HEADER.len()] {
@@ -128,6 +134,15 @@ mod tests {
         let monotonic = FitReport { fails_above_bytes: None, ..report() };
         let line = serde_json::to_string(&monotonic).unwrap();
         assert!(line.ends_with(",\"fails_above\":null}"), "{line}");
+    }
+
+    #[test]
+    fn rows_of_two_traces_with_one_name_can_be_told_apart() {
+        let other = FitReport { trace: "serve/gpt_train.csv".into(), ..report() };
+        let table = fit_table(&[report(), other]);
+        for name in ["traces/gpt_train.csv.gz ", "serve/gpt_train.csv "] {
+            assert!(table.contains(name), "{table}");
+        }
     }
 
     #[test]

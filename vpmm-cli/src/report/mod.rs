@@ -33,6 +33,13 @@ fn short_name(path: &str) -> &str {
     file.strip_suffix(".csv").unwrap_or(file)
 }
 
+/// The short name, or the path where another of the traces has the same: `train/log.csv`, `serve/log.csv`.
+fn name_among<'a>(path: &'a str, mut traces: impl Iterator<Item = &'a str>) -> &'a str {
+    let name = short_name(path);
+    let is_shared = traces.any(|other| other != path && short_name(other) == name);
+    if is_shared { path } else { name }
+}
+
 /// Rows under a header, without a line end: the first `names` columns to the left,
 /// the figures to the right.
 fn render<const N: usize>(
@@ -60,5 +67,12 @@ mod tests {
         assert_eq!(short_name("a/b/x.csv.gz"), "x");
         assert_eq!(short_name("x.csv"), "x");
         assert_eq!(short_name("-"), "-");
+    }
+
+    #[test]
+    fn no_two_traces_have_one_name() {
+        let traces = ["a/x.csv", "b/x.csv.gz", "a/y.csv", "a/x.csv"];
+        let names = traces.map(|path| name_among(path, traces.into_iter()));
+        assert_eq!(names, ["a/x.csv", "b/x.csv.gz", "y", "a/x.csv"]);
     }
 }

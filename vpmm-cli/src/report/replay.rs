@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::{figure, or_dash, render, round, short_name};
+use super::{figure, name_among, or_dash, render, round, short_name};
 use crate::backend::AllocatorSpec;
 use crate::bytes::ByteCount;
 use crate::device::FunctionSpent;
@@ -129,7 +129,13 @@ const HEADER: [&str; 12] = [
 
 /// The results as a table, without a line end.
 pub fn table(reports: &[Report]) -> String {
-    render(HEADER, 3, reports.iter().map(row))
+    let names = || reports.iter().map(|report| report.trace.as_str());
+    let rows = reports.iter().map(|report| {
+        let mut row = row(report);
+        row[0] = name_among(&report.trace, names()).to_owned();
+        row
+    });
+    render(HEADER, 3, rows)
 }
 
 fn row(report: &Report) -> [String; HEADER.len()] {
@@ -234,6 +240,15 @@ mod tests {
             ]
         );
         assert_eq!(table(&[report(), report()]).lines().count(), 3);
+    }
+
+    #[test]
+    fn rows_of_two_traces_with_one_name_can_be_told_apart() {
+        let other = Report { trace: "serve/gpt_train.csv".into(), ..report() };
+        let table = table(&[report(), other]);
+        for name in ["traces/gpt_train.csv.gz ", "serve/gpt_train.csv "] {
+            assert!(table.contains(name), "{table}");
+        }
     }
 
     #[test]
