@@ -17,6 +17,13 @@ use std::path::PathBuf;
 
 use vpmm::StreamHandle;
 
+/// Whether memory ran out, or there never would have been so much: a request that is longer than all that an
+/// allocator may have is one that lacks memory.
+pub(crate) fn lacks_memory(error: &vpmm::Error) -> bool {
+    use vpmm::Error::{RequestTooLong, SizeOverflow};
+    error.is_out_of_memory() || matches!(error, RequestTooLong { .. } | SizeOverflow { .. })
+}
+
 /// An allocator under test: what it hands out, and what it cost.
 ///
 /// All methods may be called from several threads at once, each of which has

@@ -32,7 +32,9 @@ use std::time::{Duration, Instant};
 
 use vpmm::{Stream, StreamHandle};
 
-use crate::backend::{AllocatorSpec, CudaAsync, CudaMalloc, PoolBackend, StackBackend};
+use crate::backend::{
+    AllocatorSpec, CudaAsync, CudaMalloc, PoolBackend, StackBackend, lacks_memory,
+};
 use crate::bytes::ByteCount;
 use crate::device::{self, Calls, Machine, Stall};
 use loops::Hands;
@@ -83,9 +85,9 @@ pub enum BenchError {
 }
 
 impl BenchError {
-    /// Whether memory ran out.
+    /// Whether memory ran out, or there never would have been so much.
     pub fn is_out_of_memory(&self) -> bool {
-        matches!(self, Self::Allocator(error) if error.is_out_of_memory())
+        matches!(self, Self::Allocator(error) if lacks_memory(error))
     }
 
     /// Whether the case was left out, and nothing failed.

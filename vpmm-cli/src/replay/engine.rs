@@ -14,7 +14,7 @@ use super::lanes::{self, Progress, Step};
 use super::live::{self, Times};
 use super::longest::{Longest, Search, Spent};
 use super::nothing::Nothing;
-use crate::backend::Backend;
+use crate::backend::{Backend, lacks_memory};
 use crate::device::DriverTimer;
 use crate::trace::{Action, Trace};
 
@@ -111,9 +111,7 @@ pub struct Stop {
 impl Stop {
     /// Whether memory ran out, or there never would have been so much.
     pub fn is_out_of_memory(&self) -> bool {
-        use vpmm::Error::{RequestTooLong, SizeOverflow};
-        self.error.is_out_of_memory()
-            || matches!(self.error, RequestTooLong { .. } | SizeOverflow { .. })
+        lacks_memory(&self.error)
     }
 }
 

@@ -230,6 +230,17 @@ fn a_case_that_runs_out_of_memory_is_told_and_the_others_run() {
     assert!(stderr(&output).contains("gather_1GiB: paged: out of memory"), "{}", stderr(&output));
 }
 
+/// As in a replay: an allocator that may have less than one request lacks memory, however it says so.
+#[test]
+fn a_case_above_an_allocators_maximum_is_out_of_memory() {
+    for allocator in ["limiting(1MiB,paged)", "coalescing(max=1MiB)", "fixed-size(1MiB)"] {
+        let cases = "--case=pair_64MiB,pair_512";
+        let args = ["bench", cases, "--device=sim", "--quick", "--json", "--allocator", allocator];
+        let objects = json(&run(&args), 3);
+        assert!(objects[0]["error"].is_string() && objects[1]["ns_per_op"].is_f64(), "{objects:?}");
+    }
+}
+
 #[test]
 fn help_names_the_cases() {
     let output = run(&["bench", "--help"]);

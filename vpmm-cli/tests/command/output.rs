@@ -41,7 +41,15 @@ fn a_reader_that_has_gone_changes_no_exit_code() {
         (&["replay", too_large.path(), fits.path()], 3),
         (&["fit", fits.path()], 0),
         (&["fit", too_large.path()], 3),
-        (&["bench", "--quick", "--case=pair_512", "--allocator=fixed-size(256)"], 1),
+        (
+            &[
+                "bench",
+                "--quick",
+                "--case=pair_512",
+                "--allocator=logging(/no/such/log.csv,default)",
+            ],
+            1,
+        ),
     ];
     for (args, code) in all {
         for last in [&["--device=sim"][..], &["--device=sim", "--json"][..]] {
