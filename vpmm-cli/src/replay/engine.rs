@@ -20,6 +20,8 @@ use crate::trace::{Action, Trace};
 
 /// Steps between two reports of progress.
 const STRIDE: usize = 4096;
+/// The same where each waits for its time, and the clock stands still meanwhile anyway.
+const PACED_STRIDE: usize = 16;
 /// So many threads, and again twice as many as were there then: which of them have ended?
 const LOOK_AT: usize = 64;
 /// An operation that is due sooner than this is made at once: sleep is no finer.
@@ -302,7 +304,8 @@ impl<'a> Replay<'a> {
         let mut watch = Stopwatch::default();
         let mut search = target.spent.map(Search::new);
         let mut steps = 0;
-        'lane: for stride in lane.chunks(STRIDE) {
+        let stride = if target.due.is_some() { PACED_STRIDE } else { STRIDE };
+        'lane: for stride in lane.chunks(stride) {
             watch.start();
             for step in stride {
                 if !alone {

@@ -195,6 +195,35 @@ fn a_failure_is_told_before_the_other_threads_next_call_is_due() {
     assert_eq!((pass.operations, pass.stop.map(|stop| stop.row)), (1, Some(1)));
 }
 
+/// Whoever waits sees how far it is: a program at its own pace may take minutes for as many operations as are done
+/// in a millisecond else.
+#[test]
+fn progress_at_the_programs_pace_is_told_in_small_steps() {
+    let rows: String = (1..=1000)
+        .map(|i| format!("1,0:0:0,allocate,{i:#x},8,0\n1,0:0:0,free,{i:#x},8,0\n"))
+        .collect();
+    let trace = trace(&rows);
+    let told = |due: Option<&[Duration]>| {
+        let told = Mutex::new(Vec::new());
+        let pass = Replay::new(&trace, false).pass(&Target {
+            backend: &Noting::new(u64::MAX),
+            streams: &[StreamHandle::LEGACY],
+            checker: None,
+            due,
+            timer: None,
+            spent: None,
+            enter: &|| Ok(()),
+            progress: &|operations| told.lock().unwrap().push(operations),
+        });
+        assert_eq!(pass.unwrap().operations, 2000);
+        told.into_inner().unwrap()
+    };
+    assert_eq!(told(None), [2000]);
+    let paced = told(Some(&trace.times));
+    assert_eq!(paced.iter().sum::<u64>(), 2000);
+    assert!(paced.iter().all(|operations| *operations <= 20), "{paced:?}");
+}
+
 #[test]
 fn a_context_that_cannot_be_entered_is_a_stop() {
     let trace = trace("1,x,allocate,0x1,10,0\n2,x,allocate,0x2,10,0\n");
