@@ -39,7 +39,8 @@ impl Server {
         loop {
             match gms::client::runtime_state(socket, STEP) {
                 Ok(_) => return Ok(()),
-                Err(ClientError::Connect { .. }) if started.elapsed() < PATIENCE => {}
+                Err(ClientError::Connect { .. } | ClientError::Silent { .. })
+                    if started.elapsed() < PATIENCE => {}
                 Err(error) => return Err(Abort::failure(error)),
             }
             let ended = self.0.as_mut().map(Child::try_wait).transpose().map_err(Abort::failure)?;
@@ -263,6 +264,21 @@ impl Bench<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// On a busy machine a server has its socket and does not answer for a while: it is asked again, as one is that
+    /// has none yet.
+    #[test]
+    fn a_server_that_does_not_answer_yet_is_waited_for() {
+        let folder = std::env::temp_dir().join(format!("vpmm-slow-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let socket = folder.join("socket");
+        let _silent = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        let mut ended = Command::new("true").spawn().unwrap();
+        ended.wait().unwrap();
+        let error = Server(Some(ended)).wait_until_it_answers(&socket).unwrap_err();
+        std::fs::remove_dir_all(&folder).unwrap();
+        assert!(error.message.contains("the server has ended"), "{}", error.message);
+    }
 
     #[test]
     fn percentiles_are_those_of_bench() {
