@@ -107,6 +107,38 @@ fn what_can_never_come_is_not_waited_for() {
     });
 }
 
+/// Nor, beside a stream that is at work with all that was freed, for more than the limit, or than the device has.
+#[test]
+fn what_can_never_come_is_not_waited_for_beside_a_busy_stream() {
+    Rig::everywhere(|rig| {
+        let device_bytes = rig.device.total_memory().unwrap();
+        for profile in Profile::BOTH {
+            for limit in [Some(LIMIT * GRANULE), None] {
+                for policy in [WaitPolicy::WaitForPending, WaitPolicy::WaitUpTo(LONG)] {
+                    let pool = profile.limited(&rig.device, limit, policy);
+                    let (busy, stream) = (rig.stream(), rig.stream());
+                    let held = fill(&pool, &busy);
+                    let stall = rig.stall(busy.handle());
+                    free_all(&pool, held, &busy);
+                    let bytes = limit.unwrap_or(device_bytes) + GRANULE;
+                    let waited = std::thread::scope(|scope| {
+                        let request = scope.spawn(|| pool.malloc(bytes as usize, &stream));
+                        let start = Instant::now();
+                        while !request.is_finished() && start.elapsed() < LONG / 12 {
+                            std::thread::sleep(Duration::from_millis(1));
+                        }
+                        let waited = !request.is_finished();
+                        drop(stall);
+                        assert!(request.join().unwrap().unwrap_err().is_out_of_memory());
+                        waited
+                    });
+                    assert!(!waited, "{profile:?} {limit:?} {policy:?}");
+                }
+            }
+        }
+    });
+}
+
 /// Everything is free, but on a stream that is busy, and the stream that asks cannot be made to wait
 /// for it: it is capturing.
 struct Blocked<'a> {

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 /// How long a request that finds no memory waits for some, once there is nothing to move, to make,
-/// or to take over from another stream.
+/// or to take over from another stream. A request for more than the limit, or than the device has, waits for nothing.
 ///
 /// ```
 /// let mut config = vpmm::PoolConfig::default();

@@ -341,13 +341,16 @@ impl Core {
                 Err(error) => failed = failed.or(Some(error)),
             }
         }
-        self.aside.make_room(self.config.out_of_memory == WaitPolicy::WaitForPending);
+        // What the pool can never have is not waited for.
+        let waits = self.config.out_of_memory == WaitPolicy::WaitForPending
+            && u64::from(request.units) * UNIT_BYTES <= self.most_bytes();
+        self.aside.make_room(waits);
         self.retry_orphans();
         // The device may have more by now, whoever gave it back.
         self.full.forget();
         let room = self.room()?;
         // Whether or not this thread waited: others, and the steps before, may have gained something.
-        if self.config.out_of_memory == WaitPolicy::WaitForPending {
+        if waits {
             match self.wait_for_frees() {
                 // What only a wait for the context would free stays, for a capture's sake.
                 Err(Error::StreamCapturing) => {}
@@ -575,6 +578,12 @@ impl Core {
         let shared = self.backing.budget().room() / self.granule_bytes;
         let most = self.policy.capacity.min(self.full.most(|| self.made.elapsed()));
         Ok(most.saturating_sub(mapped).min(shared))
+    }
+
+    /// Bytes that the pool can have when nothing is in use: the limit as it is, or what the device has.
+    fn most_bytes(&self) -> u64 {
+        let limit = self.backing.budget().limit().unwrap_or(u64::MAX);
+        limit.min(self.policy.capacity * self.granule_bytes)
     }
 
     #[cold]

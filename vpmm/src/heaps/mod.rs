@@ -38,7 +38,7 @@ use crate::driver::{Awaited, StreamWatcher};
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::heap::{Beside, Heap};
-use crate::location::Access;
+use crate::location::{Access, Location};
 use crate::ordering::{Mark, PendingPolicy, Reuse};
 use crate::out_of_memory::WaitPolicy;
 use crate::snapshot::{HeapName, Segment};
@@ -182,6 +182,21 @@ impl Heaps {
                 self.terms.limit_bytes.is_none_or(|most| *requested_bytes <= most)
             }
             _ => true,
+        }
+    }
+
+    /// Whether there is no use in waiting, nor in what others give back, for a request that was out of memory: it
+    /// is for more than the limit, as that is now, or than the device has.
+    pub(crate) fn is_hopeless(&self, error: &Error) -> bool {
+        let is_beyond = |bytes: u64| {
+            let on_device = self.main.backing().location() == Location::Device;
+            on_device && self.device().total_memory().is_ok_and(|most| bytes > most)
+        };
+        match error {
+            Error::OutOfMemory { requested_bytes, .. } => {
+                error.is_hopeless() || is_beyond(*requested_bytes)
+            }
+            _ => false,
         }
     }
 
@@ -519,7 +534,8 @@ impl Heaps {
     ) -> Result<T> {
         for waits in [false, true] {
             let stays = waits && self.terms.out_of_memory != WaitPolicy::WaitForPending;
-            if !error.is_out_of_memory() || error.is_hopeless() || stays || !self.has_others() {
+            if !error.is_out_of_memory() || stays || !self.has_others() || self.is_hopeless(&error)
+            {
                 break;
             }
             if self.reclaim(for_heap, bytes, waits) {

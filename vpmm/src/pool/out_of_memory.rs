@@ -236,7 +236,9 @@ impl Pool {
         error: Error,
         attempt: &mut impl FnMut() -> ControlFlow<Result<T>, Error>,
     ) -> ControlFlow<Result<T>, Error> {
-        if self.family.shortage.policy != WaitPolicy::WaitForPending || error.is_hopeless() {
+        if self.family.shortage.policy != WaitPolicy::WaitForPending
+            || self.family.heaps.is_hopeless(&error)
+        {
             return ControlFlow::Continue(error);
         }
         let bytes = match error {
@@ -285,7 +287,7 @@ impl Pool {
         let WaitPolicy::WaitUpTo(most) = self.family.shortage.policy else {
             return ControlFlow::Continue(error);
         };
-        if error.is_hopeless() {
+        if self.family.heaps.is_hopeless(&error) {
             return ControlFlow::Continue(error);
         }
         // A time that no clock can show is for ever.
