@@ -191,6 +191,23 @@ fn memory_ahead_stays_within_the_limit_and_leaves_some_of_it() {
     watched.assert_intact();
 }
 
+/// A limit that is set later is one, too.
+#[test]
+fn memory_ahead_leaves_some_of_a_limit_that_was_lowered() {
+    let (rig, _) = simulated(Schedule::Eager);
+    for (limit, ahead) in [(16, 14), (12, 10), (16, 1000)] {
+        let watched = rig.pool(&helped(64, NEVER, ahead));
+        watched.pool.limit_to(Some(limit * GRANULE)).expect("a limit");
+        let stream = rig.stream();
+        let first = watched.malloc(GRANULE, &stream);
+        eventually(&watched.pool, "mapped ahead", || watched.usage() >= limit - limit / 8);
+        many_looks();
+        assert_eq!(watched.usage(), limit - limit / 8, "an eighth is left");
+        watched.free(first, &stream);
+        watched.assert_intact();
+    }
+}
+
 #[test]
 fn nothing_is_mapped_ahead_where_the_device_is_nearly_full() {
     let (rig, sim) = simulated(Schedule::Eager);

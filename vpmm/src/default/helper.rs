@@ -41,8 +41,8 @@ const ADVANCES: usize = 64;
 /// Handles made in one piece of work.
 const HANDLES: usize = 16;
 
-/// Memory is short where less than this fraction of the pool's capacity would be left.
-const SPARE_OF_CAPACITY: u64 = 8;
+/// Memory is short where less than this fraction of what the pool may hold would be left.
+const SPARE_OF_MOST: u64 = 8;
 
 /// Small blocks have an eighth of the addresses, and so much of what is mapped ahead.
 const SMALL_OF_AHEAD: u64 = 8;
@@ -252,7 +252,9 @@ impl Core {
 
     /// Maps some of the free memory that is to be ahead. The caller holds `growing`.
     fn grow_ahead(&self, wanted: u64) -> Result<Ahead> {
-        let missing = self.space.lock().missing_ahead(&self.tags, &self.policy, wanted);
+        let most = self.most_bytes() / self.granule_bytes;
+        let room = self.backing.budget().room() / self.granule_bytes;
+        let missing = self.space.lock().missing_ahead(&self.tags, most, room, wanted);
         let Some((start, missing)) = missing else { return Ok(Ahead::Enough) };
         let _context = self.device.enter()?;
         let _beside = BesideCaptures::enter(self.device.driver())?;
@@ -261,7 +263,7 @@ impl Core {
             // The driver does not say how much the host has free.
             Location::Host | Location::HostNuma(_) => u64::MAX,
         };
-        let left = left.saturating_sub(self.policy.capacity / SPARE_OF_CAPACITY);
+        let left = left.saturating_sub(most / SPARE_OF_MOST);
         if left == 0 {
             return Ok(Ahead::DeviceFull);
         }
@@ -304,10 +306,11 @@ impl Space {
         waits.then_some(legacy)
     }
 
-    /// The granules that are missing ahead of where the pool grew last, and where they begin.
+    /// The granules that are missing ahead of where the pool grew last, and where they begin. `most`: what the
+    /// pool may hold, of which the limit has `room` left.
     /// `None` where enough is free there, where the addresses behind have something else by now,
     /// and where memory is short.
-    fn missing_ahead(&self, tags: &Tags, policy: &Policy, wanted: u64) -> Option<(u32, u32)> {
+    fn missing_ahead(&self, tags: &Tags, most: u64, room: u64, wanted: u64) -> Option<(u32, u32)> {
         let start = self.growth.frontier?;
         let hole = self.memory.hole_at(start)?;
         let unit = start * self.memory.granule_units();
@@ -317,9 +320,9 @@ impl Space {
         };
         let granule_units = u64::from(self.memory.granule_units());
         let free = self.free_units_before(tags, unit, wanted * granule_units) / granule_units;
-        let left = policy.capacity.saturating_sub(self.memory.mapped());
-        let most = left.saturating_sub(policy.capacity / SPARE_OF_CAPACITY).min(hole.bytes());
-        let missing = wanted.saturating_sub(free).min(most) as u32;
+        let left = most.saturating_sub(self.memory.mapped()).min(room);
+        let may = left.saturating_sub(most / SPARE_OF_MOST).min(hole.bytes());
+        let missing = wanted.saturating_sub(free).min(may) as u32;
         (hole.start() == u64::from(start) && missing > 0).then_some((start, missing))
     }
 

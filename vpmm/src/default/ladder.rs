@@ -581,7 +581,7 @@ impl Core {
     }
 
     /// Bytes that the pool can have when nothing is in use: the limit as it is, or what the device has.
-    fn most_bytes(&self) -> u64 {
+    pub(super) fn most_bytes(&self) -> u64 {
         let limit = self.backing.budget().limit().unwrap_or(u64::MAX);
         limit.min(self.policy.capacity * self.granule_bytes)
     }
