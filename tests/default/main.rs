@@ -11,6 +11,7 @@ mod costs;
 mod crowd;
 mod exchanges;
 mod failures;
+mod granules;
 mod hits;
 mod program;
 mod rig;

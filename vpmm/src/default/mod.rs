@@ -139,6 +139,11 @@ impl Core {
         self.routes.prepare();
     }
 
+    /// What a heap of such memory counts it in. What is smaller would do for the driver, but not for the tags.
+    pub(crate) fn granule_of(backing: &Backing) -> u64 {
+        backing.granule_bytes().max(SPAN_BYTES)
+    }
+
     /// A heap of such memory; `fixed` where free memory, too, is to stay where it is.
     fn of(
         backing: Backing,
@@ -146,8 +151,7 @@ impl Core {
         config: &PoolConfig,
         fixed: bool,
     ) -> Result<Arc<Self>> {
-        // What is smaller would do for the driver, but not for the tags.
-        let granule_bytes = backing.granule_bytes().max(SPAN_BYTES);
+        let granule_bytes = Self::granule_of(&backing);
         if !granule_bytes.is_power_of_two() {
             return Err(Error::VmmUnsupported { ordinal: device.ordinal() });
         }

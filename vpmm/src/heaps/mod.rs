@@ -231,7 +231,7 @@ impl Heaps {
     fn make(&self, fixed: bool, enter: impl FnOnce(Arc<Core>) -> Member) -> Result<Member> {
         let device = self.device();
         let backing = self.main.backing().of_another_heap();
-        let granule_bytes = backing.granule_bytes();
+        let granule_bytes = Core::granule_of(&backing);
         let most = backing.location().most(self.terms.limit_bytes, device.total_memory()?);
         // As much again as it may hold, to grow in; at the least what its parts need.
         let bytes = most.saturating_mul(2).max(64 * granule_bytes);
