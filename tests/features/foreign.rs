@@ -3,7 +3,7 @@
 
 use cuda_sim::Schedule;
 use cuda_sys::types::CUstream;
-use vpmm::StreamHandle;
+use vpmm::{Stream, StreamHandle};
 
 use crate::rig::{BLOCK, GRANULE, Profile, Settings};
 use crate::support::{Rig, call};
@@ -96,6 +96,49 @@ fn what_a_stream_freed_whose_handle_has_come_again_waits_for_its_work() {
             watched.free(late, &other);
             call!(rig.driver, cuStreamSynchronize(new));
             call!(rig.driver, cuStreamDestroy_v2(new));
+            watched.assert_intact();
+        }
+    }
+}
+
+/// What it frees by the loan is kept until its work is done, whichever way it was known meanwhile.
+#[test]
+fn a_stream_that_was_lent_is_used_by_its_handle_and_lent_again() {
+    for profile in Profile::BOTH {
+        for bytes in [1000, GRANULE] {
+            let rig = Rig::simulated(Schedule::Manual);
+            let idle = || rig.sim.as_ref().unwrap().run_until_idle();
+            let mut settings = Settings::default();
+            settings.reuse.internal_dependencies = false;
+            let watched = rig.pool_with(profile, &settings);
+            let (raw, bare) = make(&rig);
+            // SAFETY: the stream is destroyed behind the last loan.
+            let lend = || unsafe { Stream::borrowed(&rig.device, bare) }.unwrap();
+            let use_by = |stream: StreamHandle| {
+                let held = watched.malloc(bytes, stream);
+                watched.free(held, stream);
+                held.address()
+            };
+            for _ in 0..3 {
+                use_by(lend().handle());
+                idle();
+                use_by(bare);
+                idle();
+                let lent = lend();
+                let address = use_by(lent.handle());
+                watched.validate();
+                let other = rig.stream();
+                let beside = watched.malloc(bytes, &other);
+                assert_ne!(beside.address(), address, "{profile:?}: its check has not run");
+                watched.pool.trim_to(0).unwrap();
+                watched.validate();
+                watched.free(beside, &other);
+                watched.pool.trim_to(0).unwrap();
+                watched.validate();
+                drop(lent);
+                idle();
+            }
+            call!(rig.driver, cuStreamDestroy_v2(raw));
             watched.assert_intact();
         }
     }

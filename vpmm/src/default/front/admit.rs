@@ -81,6 +81,13 @@ impl Registry {
         }
     }
 
+    /// The stream at a place, if it is this one still, is known by the library's handle from here on.
+    fn name(&self, index: u32, stream: u64, key: u64) {
+        if self.by_stream.get(&stream) == Some(&index) {
+            self.shards[index as usize].name(key);
+        }
+    }
+
     pub(in crate::default) fn knows(&self, stream: u64) -> bool {
         self.by_stream.contains_key(&stream)
     }
@@ -150,11 +157,15 @@ impl Core {
         slot.is_of(key, thread).then_some(slot)
     }
 
-    /// The key of a stream of this number, where its handle has one.
-    fn key_of(&self, stream: u64) -> u64 {
-        match stream {
-            LEGACY => StreamHandle::LEGACY_KEY,
-            number => StreamHandle::key_of(number, self.realm).unwrap_or(NO_KEY),
+    /// The key of a stream of this number, where its handle has one that fronts serve: no front keeps what an event
+    /// is to be recorded for at every free, though there be shortcuts to it from when the stream was lent before.
+    fn key_of(&self, stream: u64, recording: Recording) -> u64 {
+        match (stream, recording) {
+            (LEGACY, _) => StreamHandle::LEGACY_KEY,
+            (number, Recording::Lazy(_)) => {
+                StreamHandle::key_of(number, self.realm).unwrap_or(NO_KEY)
+            }
+            _ => NO_KEY,
         }
     }
 
@@ -222,20 +233,23 @@ impl Core {
                 index
             }
         };
-        let recording = {
+        let (recording, turned_out) = {
             let mut space = self.space.lock();
             let book = &mut space.books[index as usize];
             // A stream met by its raw handle first may turn out to be the library's own. What it
             // has freed is covered by its last event, what it will free by later ones.
-            if book.recording == Recording::Eager
+            let turns_out = book.recording == Recording::Eager
                 && matches!(recording, Recording::Lazy(_))
                 && book.stage == Stage::Clear
-                && book.last_record.is_none()
-            {
+                && book.last_record.is_none();
+            if turns_out {
                 book.recording = recording;
             }
-            book.recording
+            (book.recording, turns_out)
         };
+        if turned_out {
+            lock(&self.registry).name(index, stream, self.key_of(stream, recording));
+        }
         Ok(Admitted {
             stream: index,
             eager: recording == Recording::Eager,
@@ -290,6 +304,7 @@ impl Core {
             registry.shards[*known as usize].pin();
             return *known;
         }
+        let key = self.key_of(stream, recording);
         let mut space = self.space.lock();
         let label = space.next_label();
         let unpinned = |index: u32| !registry.shards[index as usize].is_pinned();
@@ -300,13 +315,13 @@ impl Core {
                 space.events.extend(book.fences.drain(..).map(|fence| fence.event));
                 book.reuse(recording, label);
                 registry.leave(index);
-                registry.shards[index as usize].assign(stream, self.key_of(stream), label);
+                registry.shards[index as usize].assign(stream, key, label);
                 index
             }
             None => {
                 let index = space.books.len() as u32;
                 space.books.push(Book::new(recording, label));
-                let shard = Shard::new(index, stream, self.key_of(stream), label);
+                let shard = Shard::new(index, stream, key, label);
                 registry.shards.push(Box::new(shard));
                 index
             }

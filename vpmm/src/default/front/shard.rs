@@ -189,6 +189,11 @@ impl Shard {
 
     fn set_stream(&self, stream: u64, key: u64) {
         self.stream.store(stream, Ordering::Relaxed);
+        self.name(key);
+    }
+
+    /// Gives the shard's fronts the key that handles of its stream have. Under the registry's lock.
+    pub(super) fn name(&self, key: u64) {
         self.key.store(key, Ordering::Relaxed);
         self.all().for_each(|slot| slot.key.store(key, Ordering::Relaxed));
     }
