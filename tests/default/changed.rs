@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
 use vpmm::snapshot::BlockState;
-use vpmm::{Pool, Stream, StreamHandle};
+use vpmm::{Pool, Stream, StreamHandle, WaitPolicy};
 
 use crate::rig::{GRANULE, bare, config};
 use crate::support::call;
@@ -319,6 +319,62 @@ fn a_place_is_not_given_away_during_a_call() {
     drop(pool);
     raws.into_iter().for_each(|raw| call!(driver, cuStreamDestroy_v2(raw)));
     drop(device);
+    sim.assert_clean();
+    assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+}
+
+gated!(context_question: cuCtxGetId(context: CUcontext, id: *mut u64));
+
+/// A stream that was used by its bare handle only is lent and ends: meanwhile its place is not another stream's, which
+/// would have ended with it.
+#[test]
+fn a_place_is_not_given_away_while_its_stream_ends() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let driver = changed(&sim, context_question::put);
+    let device = driver.device(0).unwrap();
+    let mut config = config(8, 64);
+    config.reuse.internal_dependencies = false;
+    config.out_of_memory = WaitPolicy::FailAtOnce;
+    let pool = Pool::new(&device, &config).unwrap();
+    call!(driver, cuCtxSetCurrent(device.context()));
+    let raws = [(); 2].map(|()| {
+        let mut raw = std::ptr::null_mut();
+        call!(driver, cuStreamCreate(&mut raw, 1));
+        raw
+    });
+    // SAFETY: the streams are destroyed at the end of the test.
+    let [ending, next] = raws.map(|raw| unsafe { StreamHandle::from_raw(raw) });
+    pool.free(pool.malloc(BYTES, ending).unwrap(), ending).unwrap();
+    sim.run_until_idle();
+    pool.trim_to(0).unwrap();
+    // SAFETY: as above.
+    let lent = unsafe { Stream::borrowed(&device, ending) }.unwrap();
+    context_question::BEFORE.arm();
+    let held = std::thread::scope(|scope| {
+        let ender = scope.spawn(move || drop(lent));
+        context_question::BEFORE.wait();
+        let held = pool.malloc(5 * BYTES, next).unwrap();
+        context_question::BEFORE.open();
+        ender.join().unwrap();
+        held
+    });
+    sim.run_until_idle();
+    sim.enqueue(next.raw(), "uses what is freed", move |memory| {
+        memory.write(held.address(), &[1; 64])
+    })
+    .unwrap();
+    pool.free(held, next).unwrap();
+    pool.validate().unwrap();
+    let other = device.stream().unwrap();
+    let error = pool.malloc(5 * BYTES, &other).unwrap_err();
+    assert!(error.is_out_of_memory(), "the stream that freed it has yet to use it: {error}");
+    pool.trim_to(0).unwrap();
+    sim.run_until_idle();
+    pool.free(pool.malloc(5 * BYTES, &other).unwrap(), &other).unwrap();
+    pool.validate().unwrap();
+    drop(pool);
+    raws.into_iter().for_each(|raw| call!(driver, cuStreamDestroy_v2(raw)));
+    drop((other, device));
     sim.assert_clean();
     assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
 }

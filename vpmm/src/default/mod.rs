@@ -235,9 +235,8 @@ impl Core {
 impl StreamWatcher for Core {
     fn stream_ends(&self, stream: StreamHandle) {
         let Some(id) = stream.known_to(self.realm) else { return };
-        let index = lock(&self.registry).forget(id);
-        if let Some(index) = index {
-            self.end_stream(stream, index);
+        if let Some(left) = self.forget(id) {
+            self.end_stream(stream, left.index());
         }
     }
 

@@ -47,6 +47,22 @@ impl Drop for Admitted<'_> {
     }
 }
 
+/// The place of a stream that is known no more, and is about to end. While this lives it is not given to another.
+pub(in crate::default) struct Left<'a>(&'a Shard);
+
+impl Left<'_> {
+    /// Its index among books and shards.
+    pub(in crate::default) fn index(&self) -> u32 {
+        self.0.index
+    }
+}
+
+impl Drop for Left<'_> {
+    fn drop(&mut self) {
+        self.0.unpin();
+    }
+}
+
 /// Every stream's shard, by number. Shards stay where they are until the pool's end.
 #[derive(Default)]
 pub(in crate::default) struct Registry {
@@ -67,7 +83,7 @@ impl Registry {
     }
 
     /// A stream has ended: its number will not come again.
-    pub(in crate::default) fn forget(&mut self, stream: u64) -> Option<u32> {
+    fn forget(&mut self, stream: u64) -> Option<u32> {
         let index = self.by_stream.remove(&stream)?;
         self.shards[index as usize].forsake();
         Some(index)
@@ -278,6 +294,17 @@ impl Core {
     pub(in crate::default) fn known_stream(&self, handle: StreamHandle) -> Option<u32> {
         let stream = self.number_of(handle)?;
         lock(&self.registry).by_stream.get(&stream).copied()
+    }
+
+    /// A stream ends: its number will not come again.
+    pub(in crate::default) fn forget(&self, stream: u64) -> Option<Left<'_>> {
+        let index = {
+            let mut registry = lock(&self.registry);
+            let index = registry.forget(stream)?;
+            registry.shards[index as usize].pin();
+            index
+        };
+        Some(Left(self.shard(index)))
     }
 
     fn pin(&self, stream: u64) -> Option<u32> {

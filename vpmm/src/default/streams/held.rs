@@ -52,7 +52,8 @@ impl Core {
 
     /// A number means nothing any more. What was freed under it is whoever's.
     pub(crate) fn end_held(&self, number: u64) {
-        let Some(index) = self.forget_held(number) else { return };
+        let Some(left) = self.forget(number) else { return };
+        let index = left.index();
         let mut space = self.space.lock();
         let book = &mut space.books[index as usize];
         book.recording = Recording::Ended;
@@ -65,13 +66,9 @@ impl Core {
     /// A number means nothing any more. What was freed under it waits for what the stream, which
     /// is no longer capturing, has been given so far.
     pub(crate) fn end_held_behind(&self, number: u64, handle: StreamHandle) {
-        if let Some(index) = self.forget_held(number) {
-            self.end_stream(handle, index);
+        if let Some(left) = self.forget(number) {
+            self.end_stream(handle, left.index());
         }
-    }
-
-    fn forget_held(&self, number: u64) -> Option<u32> {
-        lock(&self.registry).forget(number)
     }
 
     /// Whether the number was ever used here.
