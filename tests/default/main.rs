@@ -13,6 +13,7 @@ mod exchanges;
 mod failures;
 mod granules;
 mod hits;
+mod mixed;
 mod program;
 mod rig;
 mod rounds;

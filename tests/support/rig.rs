@@ -33,6 +33,9 @@ pub(crate) struct Rig {
     spin: CUfunction,
     /// A counter of mismatches in device memory.
     errors: CUdeviceptr,
+    /// Whether the simulator touches the first word of each page of a long pattern: then whoever has the memory
+    /// touches the same words, and uses that nothing orders are found where they first meet.
+    pub(crate) by_page: bool,
     /// Flags of stalls, freed at the end: a kernel may still have to see that it was released.
     flags: Mutex<Vec<*mut u32>>,
     /// One test at a time on a GPU: some calls wait for the whole device, and would wait for
@@ -167,6 +170,7 @@ impl Rig {
             check,
             spin,
             errors,
+            by_page: false,
             flags: Mutex::default(),
             _alone: alone,
         }
@@ -182,6 +186,10 @@ impl Rig {
         let all = bytes / 8;
         if self.sim.is_none() || all < 2 {
             return (all, 1);
+        }
+        const PAGE: u64 = 4096 / 8;
+        if self.by_page && all >= 16 * PAGE {
+            return (all.div_ceil(PAGE), PAGE);
         }
         let words = all.div_ceil(256 * 1024 / 8).max(6).min(all);
         (words, (all - 1) / (words - 1))
