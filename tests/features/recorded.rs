@@ -445,6 +445,49 @@ fn a_threads_default_stream_is_waited_for_when_another_thread_frees() {
     });
 }
 
+/// When that is over nothing waits for it any more, though something else that its stream uses is allocated still: a
+/// request that finds no memory does not wait for work that has nothing to do with the pool.
+#[test]
+fn a_threads_default_stream_is_waited_for_no_longer_than_what_was_freed() {
+    for profile in Profile::BOTH {
+        let rig = Rig::simulated(Schedule::Eager);
+        let settings = Settings::default();
+        let watched = rig.pool_with(profile, &settings);
+        let own = rig.stream();
+        let [freed, kept] = [(); 2].map(|()| watched.malloc(GRANULE, &own));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let before = watched.malloc(GRANULE, StreamHandle::PER_THREAD);
+                watched.free(before, StreamHandle::PER_THREAD);
+                watched.look_from(&freed, &own, StreamHandle::PER_THREAD);
+                watched.look_from(&kept, &own, StreamHandle::PER_THREAD);
+            });
+        });
+        watched.free(freed, &own);
+        rig.device.synchronize().unwrap();
+        assert_eq!(watched.pool.stats().deferred_bytes, 0);
+        // What has finished there is known, too.
+        watched.pool.trim_to(0).unwrap();
+        let other = rig.stream();
+        let stall = rig.stall(other.handle());
+        let bytes = settings.limit_bytes.unwrap() as usize;
+        let waited = std::thread::scope(|scope| {
+            let request = scope.spawn(|| watched.pool.malloc(bytes, &own));
+            let start = Instant::now();
+            while !request.is_finished() && start.elapsed() < Duration::from_secs(5) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let waited = !request.is_finished();
+            drop(stall);
+            assert!(request.join().unwrap().unwrap_err().is_out_of_memory());
+            waited
+        });
+        assert!(!waited, "{profile:?}");
+        watched.free(kept, &own);
+        watched.assert_intact();
+    }
+}
+
 /// What that thread freed before has an event, which says nothing of what its stream used since.
 #[test]
 fn a_threads_default_stream_is_waited_for_though_what_it_freed_before_has_passed() {

@@ -180,7 +180,8 @@ impl Book {
     /// Whether deferred frees wait for a stream that nobody could record on: the default stream of
     /// another thread than the one that freed.
     pub(in crate::default) fn is_unproved(&self) -> bool {
-        let waits = self.deferred_until >= self.epoch;
+        // What was waited for may be over, with something noted that is allocated still.
+        let waits = self.waits > 0 && self.deferred_until >= self.epoch;
         waits && self.recording == Recording::Eager && self.last_record.is_none()
     }
 
