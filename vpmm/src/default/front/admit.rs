@@ -47,17 +47,17 @@ impl Drop for Admitted<'_> {
     }
 }
 
-/// The place of a stream that is known no more, and is about to end. While this lives it is not given to another.
-pub(in crate::default) struct Left<'a>(&'a Shard);
+/// The place of a stream that something is to be done about: while this lives it is not given to another.
+pub(in crate::default) struct Place<'a>(&'a Shard);
 
-impl Left<'_> {
+impl Place<'_> {
     /// Its index among books and shards.
     pub(in crate::default) fn index(&self) -> u32 {
         self.0.index
     }
 }
 
-impl Drop for Left<'_> {
+impl Drop for Place<'_> {
     fn drop(&mut self) {
         self.0.unpin();
     }
@@ -291,20 +291,20 @@ impl Core {
     }
 
     /// The place of a stream that is known by its handle alone, if it has one.
-    pub(in crate::default) fn known_stream(&self, handle: StreamHandle) -> Option<u32> {
-        let stream = self.number_of(handle)?;
-        lock(&self.registry).by_stream.get(&stream).copied()
+    pub(in crate::default) fn known_stream(&self, handle: StreamHandle) -> Option<Place<'_>> {
+        let index = self.pin(self.number_of(handle)?)?;
+        Some(Place(self.shard(index)))
     }
 
     /// A stream ends: its number will not come again.
-    pub(in crate::default) fn forget(&self, stream: u64) -> Option<Left<'_>> {
+    pub(in crate::default) fn forget(&self, stream: u64) -> Option<Place<'_>> {
         let index = {
             let mut registry = lock(&self.registry);
             let index = registry.forget(stream)?;
             registry.shards[index as usize].pin();
             index
         };
-        Some(Left(self.shard(index)))
+        Some(Place(self.shard(index)))
     }
 
     fn pin(&self, stream: u64) -> Option<u32> {

@@ -7,6 +7,7 @@
 use smallvec::SmallVec;
 
 use crate::default::Core;
+use crate::default::front::admit::Place;
 use crate::default::ladder::Request;
 use crate::default::space::book::{Follows, LookedAt, Recording, Stage};
 use crate::default::space::owner::Owner;
@@ -43,10 +44,14 @@ impl Core {
     /// Marks before a wait of the host. What the calling thread has in front comes out for that;
     /// what others have only where memory is to be given back.
     pub(in crate::default) fn marks_before(&self, of: Awaited) -> SmallVec<[Mark; 2]> {
+        let place = match of {
+            Awaited::Stream(handle, _) if of.is_of(&self.device) => self.known_stream(handle),
+            _ => None,
+        };
         let streams: SmallVec<[u32; 8]> = match of {
             _ if !of.is_of(&self.device) => SmallVec::new(),
             Awaited::Device(_) => (0..self.space.lock().books.len() as u32).collect(),
-            Awaited::Stream(handle, _) => self.known_stream(handle).into_iter().collect(),
+            Awaited::Stream(..) => place.iter().map(Place::index).collect(),
         };
         if streams.is_empty() {
             return SmallVec::new();
