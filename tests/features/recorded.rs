@@ -302,6 +302,37 @@ fn a_stream_noted_by_its_bare_handle_may_end_before_the_free_if_it_was_lent_sinc
     });
 }
 
+/// A loan that is over is not the stream's end but for what was noted by then: it is used again, by its bare handle or
+/// lent once more.
+#[test]
+fn a_stream_noted_while_it_was_lent_is_waited_for_when_it_is_noted_again() {
+    Rig::each(|rig, profile| {
+        for (bytes, lend_again) in SIZES.into_iter().flat_map(|of| [(of, false), (of, true)]) {
+            let watched = rig.pool(profile);
+            let own = rig.stream();
+            let (raw, bare) = make(rig, 1);
+            // SAFETY: the stream is destroyed at the end of the test.
+            let lend = || unsafe { Stream::borrowed(&rig.device, bare) }.expect("a lent stream");
+            let held = watched.malloc(bytes, &own);
+            let lent = lend();
+            watched.look_from(&held, &own, &lent);
+            drop(lent);
+            call!(rig.driver, cuCtxSynchronize());
+            let lent = lend_again.then(lend);
+            let side = lent.as_ref().map_or(bare, Stream::handle);
+            let stall = rig.stall(side);
+            watched.look_from(&held, &own, side);
+            watched.free(held, &own);
+            assert_kept(&watched, &held, &own);
+            drop(stall);
+            assert_found_again(&watched, bytes, &own);
+            watched.assert_intact();
+            drop(lent);
+            call!(rig.driver, cuStreamDestroy_v2(raw));
+        }
+    });
+}
+
 #[test]
 fn a_stream_may_end_after_the_free() {
     Rig::each(|rig, profile| {

@@ -23,7 +23,9 @@ impl PagedPool {
         if !small {
             space.check_live(ptr)?;
         }
-        space.uses.note(ptr.address(), stream_id, stream, self.outlasts_a_free(stream));
+        let lasts = self.outlasts_a_free(stream);
+        let former = space.uses.note(ptr.address(), stream_id, stream, lasts);
+        former.into_iter().for_each(|fence| space.release(fence));
         Ok(())
     }
 

@@ -102,17 +102,33 @@ impl UseBook {
         self.deferred.waits_for(timeline)
     }
 
-    /// Notes a use of a live allocation. Twice is once, by the handle that lasts longer.
-    pub(super) fn note(&mut self, address: u64, stream: u64, handle: StreamHandle, lasts: bool) {
+    /// Notes a use of a live allocation. Twice is once, by the handle that lasts longer. A stream that was lent, and
+    /// whose loan is over, has the event of its end no more: the next one is to be behind this use, too. Its fence is
+    /// the caller's to release.
+    pub(super) fn note(
+        &mut self,
+        address: u64,
+        stream: u64,
+        handle: StreamHandle,
+        lasts: bool,
+    ) -> Option<Fence> {
         let uses = self.live.entry(address).or_default();
-        match uses.iter_mut().find(|known| known.stream == stream) {
-            Some(known) if lasts && known.handle.is_some() => known.handle = Some(handle),
-            Some(_) => {}
-            None => {
-                uses.push(Use { stream, handle: Some(handle), fence: None });
-                self.open.entry(stream).or_default().insert(address);
+        let known = match uses.iter_mut().find(|known| known.stream == stream) {
+            Some(known) if known.handle.is_some() => {
+                if lasts {
+                    known.handle = Some(handle);
+                }
+                return None;
             }
-        }
+            Some(known) => known,
+            None => {
+                uses.push(Use { stream, handle: None, fence: None });
+                uses.last_mut()?
+            }
+        };
+        known.handle = Some(handle);
+        self.open.entry(stream).or_default().insert(address);
+        known.fence.take()
     }
 
     /// Takes out what is noted about a live allocation.
@@ -410,6 +426,22 @@ mod tests {
         assert!(book.are_noted(0x1000), "what is not proved is not forgotten");
     }
 
+    /// It was lent, and is used again: what its end proved is no proof of that.
+    #[test]
+    fn a_stream_that_is_noted_after_its_end_is_recorded_on_again() {
+        let mut space = Space::new(2 << 20);
+        assert!(space.uses.note(0x1000, 7, handle(70), true).is_none());
+        let timeline = space.timeline(7);
+        space.prove(7, Event::foreign(std::ptr::null_mut()), Scope::Ending);
+        space.uses.forget_handle(7, Some(timeline));
+        assert!(space.uses.to_record(0x1000, 0).is_empty());
+        let former = space.uses.note(0x1000, 7, handle(71), false);
+        former.into_iter().for_each(|fence| space.release(fence));
+        assert!(former.is_some() && space.timelines.total_holders() == 0);
+        assert_eq!(space.uses.to_record(0x1000, 0).as_slice(), [(7, handle(71))]);
+        assert!(space.uses.agree() && space.uses.needs(7, Scope::Freed(0x1000)));
+    }
+
     #[test]
     fn a_free_among_many_noted_allocations_costs_what_it_costs_among_few() {
         let frees_among = |allocations: u64| {
@@ -436,7 +468,9 @@ mod tests {
             for address in 0..allocations {
                 space.uses.note(address, 7, handle(70), true);
             }
-            (0..200).for_each(|at| space.uses.note(at, 1000 + at, handle(80), true));
+            for at in 0..200 {
+                space.uses.note(at, 1000 + at, handle(80), true);
+            }
             let start = std::time::Instant::now();
             for stream in 1000..1200 {
                 let timeline = space.timeline(stream);
