@@ -228,6 +228,39 @@ fn a_device_that_was_reset_has_its_memory_again() {
     });
 }
 
+/// What is allocated outlives its context, too: who goes on with the one after a reset may use it there.
+#[test]
+fn what_the_context_after_a_reset_uses_is_waited_for() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let sim = rig.sim.as_ref().unwrap();
+    let stream = rig.stream();
+    let pools = [Pool::new(&rig.device, &PoolConfig::default()), {
+        Pool::paged(&rig.device, &PagedConfig::default())
+    }];
+    let pools = pools.map(|pool| pool.unwrap());
+    let [one, other] =
+        pools.each_ref().map(|pool| pool.malloc(GRANULE as usize, &stream).unwrap().address());
+    call!(rig.driver, cuDevicePrimaryCtxReset_v2(0));
+    let after = rig.driver.device(0).unwrap();
+    let next = after.stream().unwrap();
+    let spin = sim.spin(next.handle().raw()).unwrap();
+    sim.enqueue(next.handle().raw(), "uses what was allocated before", move |memory| {
+        memory.write(one, &[1; 64])?;
+        memory.write(other, &[1; 64])
+    })
+    .unwrap();
+    std::thread::scope(|scope| {
+        let ends = scope.spawn(|| pools.into_iter().for_each(|pool| pool.destroy().unwrap()));
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        spin.release();
+        ends.join().unwrap();
+    });
+    next.synchronize().unwrap();
+    sim.assert_clean();
+    drop((next, after));
+    std::mem::forget((rig, stream));
+}
+
 #[test]
 fn a_kernel_fails_under_a_pool() {
     bounded("contexts::a_kernel_fails_under_a_pool", || {

@@ -694,6 +694,40 @@ fn an_import_behind_a_lost_context_holds_nothing() {
     }
 }
 
+/// Mappings outlive their context: who goes on with the one that comes after a reset may use them there.
+#[test]
+fn an_import_of_before_a_reset_is_in_use_by_the_context_after() {
+    let [owner, user] = two(Simulator::builder);
+    let pool = Profile::Default.open(&owner.device, Location::Device, FILES).unwrap();
+    let stream = owner.stream();
+    let ptr = pool.malloc(GRANULE as usize, &stream).unwrap();
+    let (sent, memory) = pass(pool.export(ptr).unwrap(), &user, Access::ReadWrite);
+    sent.unwrap();
+    let memory = memory.unwrap();
+    call!(user.driver, cuDevicePrimaryCtxReset_v2(0));
+    let sim = user.sim.as_ref().unwrap();
+    let after = user.driver.device(0).unwrap();
+    let user_stream = after.stream().unwrap();
+    let address = memory.ptr().unwrap().address();
+    let spin = sim.spin(user_stream.handle().raw()).unwrap();
+    sim.enqueue(user_stream.handle().raw(), "uses the import", move |memory| {
+        memory.write(address, &[1; 64])
+    })
+    .unwrap();
+    std::thread::scope(|scope| {
+        let ends = scope.spawn(|| drop(memory));
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        spin.release();
+        ends.join().unwrap();
+    });
+    user_stream.synchronize().unwrap();
+    sim.assert_clean();
+    pool.free(ptr, &stream).unwrap();
+    drop((user_stream, after));
+    // Its own objects cannot be ended any more.
+    std::mem::forget(user);
+}
+
 /// Of a message that fails the addresses go with what the driver would not unmap there, whatever comes next.
 #[test]
 fn the_window_of_a_message_that_failed_goes_when_it_is_empty() {

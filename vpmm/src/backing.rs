@@ -261,9 +261,14 @@ impl Backing {
     /// pool's context, which has failed or was reset, and nobody else may reach the memory. The work of another device
     /// was ordered before frees in that context, and goes on.
     ///
-    /// Handles and mappings are no context's: the driver goes on with them then.
-    pub(crate) fn is_at_rest_after(&self, error: &Error) -> bool {
-        error.is_context_dead() && self.peers().is_empty() && self.torn().is_empty()
+    /// Handles and mappings are no context's: the driver goes on with them then. So may callers with what is
+    /// `allocated`, in the context that comes after a reset: that is waited for.
+    pub(crate) fn is_at_rest_after(&self, error: &Error, allocated: bool) -> bool {
+        let is_over = |waited: Result<()>| waited.map_or_else(|of| of.is_context_dead(), |()| true);
+        error.is_context_dead()
+            && self.peers().is_empty()
+            && self.torn().is_empty()
+            && (!allocated || is_over(self.device.wait_for_next_context()))
     }
 
     fn torn(&self) -> MutexGuard<'_, Vec<u32>> {

@@ -25,7 +25,9 @@ impl Core {
             self.flush_fronts(|_| true);
             Ok(self.wait_for_all()?)
         });
-        let quiet = waited.map_or_else(|error| self.is_at_rest_after(&error), |()| true);
+        let allocated = || self.stats().live_count > 0;
+        let is_at_rest = |error| self.is_at_rest_after(&error, allocated());
+        let quiet = waited.map_or_else(is_at_rest, |()| true);
         self.quiet.store(quiet, Ordering::Relaxed);
         driver.unwatch_streams(self);
     }
@@ -58,8 +60,8 @@ impl Core {
     }
 
     /// Whether nothing uses the memory, though a wait for what does has failed with this.
-    pub(crate) fn is_at_rest_after(&self, error: &Error) -> bool {
-        self.backing.is_at_rest_after(error)
+    pub(crate) fn is_at_rest_after(&self, error: &Error, allocated: bool) -> bool {
+        self.backing.is_at_rest_after(error, allocated)
     }
 
     /// Whether nothing waits for any stream. A sole one's last frees are in the epoch `last`, or else in the one
@@ -90,7 +92,8 @@ impl Drop for Core {
         let device = self.device.clone();
         let driver = device.driver();
         let context = match device.enter() {
-            Err(error) if !self.is_at_rest_after(&error) => return,
+            // What is allocated was waited for above.
+            Err(error) if !self.is_at_rest_after(&error, false) => return,
             entered => entered.ok(),
         };
         let space = self.space.get_mut();

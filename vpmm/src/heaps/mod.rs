@@ -779,7 +779,9 @@ impl Drop for Heaps {
             // SAFETY: no arguments.
             Ok(unsafe { driver.cuCtxSynchronize() }?)
         });
-        let is_at_rest = |error: &Error| members.iter().all(|of| of.core().is_at_rest_after(error));
+        // Each of them sees to what is allocated there.
+        let is_at_rest =
+            |error: &Error| members.iter().all(|of| of.core().is_at_rest_after(error, false));
         if waited.is_err_and(|error| !is_at_rest(&error)) {
             // What may still be in use is left to the driver, which reclaims it with the process.
             members.into_iter().for_each(std::mem::forget);

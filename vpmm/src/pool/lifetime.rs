@@ -83,7 +83,8 @@ impl Pool {
     /// If it is its device's [current](Self::current) or [default](Self::default_of) pool it is that no
     /// longer. An error of the driver's on the way leaves the rest to the driver, which reclaims it with the process.
     /// Where the context has failed or was reset all that the pool mapped goes back all the same, unless another device
-    /// [has access](Self::set_access): nothing runs there any more.
+    /// [has access](Self::set_access): nothing runs there any more. Where something is allocated, the primary context
+    /// that has come after a reset is waited for.
     ///
     /// # Errors
     /// [`Error::PoolShared`] where there are other handles; [`Error::StreamCapturing`] where something is

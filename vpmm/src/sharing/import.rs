@@ -422,9 +422,12 @@ impl Drop for Imported {
         if books.extents.is_empty() && books.left.is_empty() {
             return;
         }
-        let waited = if context.is_none() || books.extents.is_empty() {
-            // Nothing runs there any more; or nobody was told of what is left.
+        let waited = if books.extents.is_empty() {
+            // Nobody was told of what is left.
             Ok(())
+        } else if context.is_none() {
+            // Nothing runs there any more; but the mappings are the next one's, too.
+            self.device.wait_for_next_context()
         } else {
             BesideCaptures::enter(driver).map_err(Error::from).and_then(|_beside| {
                 driver.tell_wait_for(Awaited::Device(self.device.ordinal()), || {
@@ -432,6 +435,11 @@ impl Drop for Imported {
                     unsafe { driver.cuCtxSynchronize() }
                 })
             })
+        };
+        // Another thread may have reset the device meanwhile.
+        let waited = match waited {
+            Err(error) if error.is_context_dead() => self.device.wait_for_next_context(),
+            waited => waited,
         };
         let mappings = Mappings {
             device: self.device.clone(),
