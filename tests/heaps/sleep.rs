@@ -544,3 +544,35 @@ fn a_request_that_a_heap_falls_asleep_before_is_refused() {
     drop(tagged);
     call!(rig.driver, cuStreamDestroy_v2(raw));
 }
+
+/// Copies that the host could not wait for still write there when all has been freed, and the heap ends.
+#[test]
+fn an_end_waits_for_copies_that_could_not_be_waited_for() {
+    for profile in Profile::BOTH {
+        let rig = Rig::simulated(cuda_sim::Schedule::Eager);
+        let sim = rig.sim.as_ref().unwrap();
+        let pool = profile.open(&rig.device, Location::Device, Sharing::None).unwrap();
+        let tagged = pool.tagged("ends").unwrap();
+        let (stream, other) = (rig.stream(), rig.stream());
+        let ptr = tagged.malloc(GRANULE as usize, &stream).unwrap();
+        let contents = Contents::Keep(Buffers::Release);
+        pool.suspend("ends", &stream, &contents).unwrap();
+        let spin = sim.spin(stream.handle().raw()).unwrap();
+        let code = cuda_sys::types::CUresult::CUDA_ERROR_UNKNOWN;
+        sim.fail_nth("cuEventRecord", 1, code);
+        sim.fail_nth("cuStreamSynchronize", 1, code);
+        pool.resume("ends", &stream).unwrap_err();
+        tagged.free(ptr, &other).unwrap();
+        std::thread::scope(|scope| {
+            let ends = scope.spawn(|| {
+                drop(tagged);
+                pool.destroy().unwrap();
+            });
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            spin.release();
+            ends.join().unwrap();
+        });
+        stream.synchronize().unwrap();
+        sim.assert_clean();
+    }
+}

@@ -45,14 +45,16 @@ impl Core {
     }
 
     /// Waits until no work uses the pool's memory: for the last event of every stream, and for the
-    /// whole context only where callers never freed something (or a stream ended in a capture),
-    /// since that ends every capture in it.
+    /// whole context only where callers never freed something (or a stream ended in a capture, or the driver would
+    /// not undo a mapping), since that ends every capture in it.
     fn wait_for_all(&self) -> Result<(), Failure> {
         let driver = self.device.driver();
         let live = self.stats().live_count > 0;
+        // Copies to there could not be waited for, and are on a stream that nobody knows here.
+        let is_stuck = !self.space.lock().memory.numbers_of(Backed::Stuck).is_empty();
         let _beside = BesideCaptures::enter(driver)?;
         // What a stream cannot be asked about now leaves only the wait for the context.
-        if live || !self.wait_for_frees().is_ok_and(|_| self.all_passed(None)) {
+        if live || is_stuck || !self.wait_for_frees().is_ok_and(|_| self.all_passed(None)) {
             // SAFETY: no arguments.
             return unsafe { driver.cuCtxSynchronize() };
         }
