@@ -7,6 +7,7 @@ use cuda_sys::types::*;
 use smallvec::SmallVec;
 
 use crate::budget::Budget;
+use crate::capture::BesideCaptures;
 use crate::device::Device;
 use crate::driver::Failure;
 use crate::error::{Error, Result};
@@ -44,6 +45,16 @@ struct Peer {
 /// A device as one that is to have access.
 fn descriptor(device: &Device, access: Access) -> CUmemAccessDesc {
     CUmemAccessDesc { location: device.location(), flags: access.flags() }
+}
+
+/// Waits for what runs in the primary context that has come after a device's own, where it was reset: there what was
+/// mapped before is mapped still. As any wait for a context it ends captures.
+pub(crate) fn wait_for_next_context(device: &Device) -> Result<()> {
+    let Some(_context) = device.enter_next()? else { return Ok(()) };
+    let driver = device.driver();
+    let _beside = BesideCaptures::enter(driver)?;
+    // SAFETY: no arguments.
+    Ok(unsafe { driver.cuCtxSynchronize() }?)
 }
 
 impl Backing {
@@ -268,7 +279,7 @@ impl Backing {
         error.is_context_dead()
             && self.peers().is_empty()
             && self.torn().is_empty()
-            && (!allocated || is_over(self.device.wait_for_next_context()))
+            && (!allocated || is_over(wait_for_next_context(&self.device)))
     }
 
     fn torn(&self) -> MutexGuard<'_, Vec<u32>> {

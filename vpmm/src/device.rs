@@ -8,7 +8,6 @@ use std::sync::Arc;
 
 use cuda_sys::types::*;
 
-use crate::capture::BesideCaptures;
 use crate::driver::{Awaited, Driver, Failure, Realm};
 use crate::error::{Error, Result};
 
@@ -232,28 +231,24 @@ impl Device {
         Err(Error::ContextLost { call: "cuCtxGetId", code })
     }
 
-    /// Waits for what runs in the primary context that has come after this one, where the device was reset: there
-    /// what was mapped before is mapped still. As any wait for a context it ends captures.
-    pub(crate) fn wait_for_next_context(&self) -> Result<()> {
+    /// Makes the primary context that has come after this one current until the guard is dropped, where the device was
+    /// reset and one has come.
+    pub(crate) fn enter_next(&self) -> Result<Option<ContextGuard<'_>>> {
         let driver = &self.0.driver;
         let mut id = 0;
         // SAFETY: as in `check_context`.
         let asked = unsafe { driver.cuCtxGetId(self.0.context, &mut id) }.map_err(Error::from);
         match asked {
-            // None has come.
-            Err(error) if error.is_context_dead() => return Ok(()),
+            Err(error) if error.is_context_dead() => return Ok(None),
             asked => asked?,
         }
         if id == self.0.context_id {
             // It is there still, and has failed.
-            return Ok(());
+            return Ok(None);
         }
-        // SAFETY: the handle is that of the primary context that there is now, which stays retained here.
+        // SAFETY: the handle is that of the primary context that there is now.
         unsafe { driver.cuCtxPushCurrent_v2(self.0.context) }?;
-        let _context = ContextGuard { driver, pushed: true, _thread: PhantomData };
-        let _beside = BesideCaptures::enter(driver)?;
-        // SAFETY: no arguments.
-        Ok(unsafe { driver.cuCtxSynchronize() }?)
+        Ok(Some(ContextGuard { driver, pushed: true, _thread: PhantomData }))
     }
 
     /// Fails where a handle has outlived its stream, as far as the library sees the stream's end.

@@ -11,6 +11,7 @@ use cuda_sys::types::*;
 use super::limbo::Limbo;
 use super::socket;
 use super::wire::{self, BATCH, FABRIC_BYTES, HEADER_BYTES, Header, Span, WINDOW_BYTES};
+use crate::backing::wait_for_next_context;
 use crate::capture::BesideCaptures;
 use crate::device::Device;
 use crate::driver::{Awaited, Driver, Failure};
@@ -427,7 +428,7 @@ impl Drop for Imported {
             Ok(())
         } else if context.is_none() {
             // Nothing runs there any more; but the mappings are the next one's, too.
-            self.device.wait_for_next_context()
+            wait_for_next_context(&self.device)
         } else {
             BesideCaptures::enter(driver).map_err(Error::from).and_then(|_beside| {
                 driver.tell_wait_for(Awaited::Device(self.device.ordinal()), || {
@@ -438,7 +439,7 @@ impl Drop for Imported {
         };
         // Another thread may have reset the device meanwhile.
         let waited = match waited {
-            Err(error) if error.is_context_dead() => self.device.wait_for_next_context(),
+            Err(error) if error.is_context_dead() => wait_for_next_context(&self.device),
             waited => waited,
         };
         let mappings = Mappings {
