@@ -472,13 +472,13 @@ impl Mappings {
     }
 
     /// The device has been waited for since, unless nobody was told of any of these, and its context is current; or
-    /// that is gone with all that ran in it.
+    /// that is gone with all that ran in it, and the context that came next was waited for.
     /// What the driver refuses to unmap is tried again when it has been waited for once more.
     pub(super) fn unmap(mut self) {
         let driver = self.device.driver().clone();
         self.extents.retain(|extent| {
-            // SAFETY: a whole mapping of the import, which no other device may use; all work on the device has finished, or ended
-            // with its context, or nobody was told of it.
+            // SAFETY: a whole mapping of the import, which no other device may use; all work on the device has
+            // finished, or ended with its context, or nobody was told of it.
             let unmapped = unsafe { mapping::unmap(&driver, extent.here, extent.bytes) };
             unmapped.is_err_and(|failure| !Error::from(failure).is_context_lost())
         });
