@@ -16,6 +16,7 @@ mod growth;
 mod handovers;
 mod logs;
 mod meetings;
+mod outlived;
 mod program;
 mod sequences;
 mod sizes;

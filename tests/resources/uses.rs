@@ -118,6 +118,57 @@ fn streams_end_with_uses_noted_and_pending() {
     });
 }
 
+/// Of many streams that used it and have ended some are over, and are forgotten; one is not.
+#[test]
+fn one_of_many_streams_that_have_ended_still_uses_it() {
+    each_that_records(|rig, watched| {
+        let (own, other) = (rig.stream(), rig.stream());
+        for stuck in [0, 5, 19] {
+            let held = watched.allocate(BYTES, &own);
+            let mut stalls = Vec::new();
+            for at in 0..20 {
+                let side = rig.stream();
+                let stall = look(watched, &held, own.handle(), side.handle());
+                if at == stuck {
+                    stalls.push(stall);
+                } else {
+                    drop(stall);
+                    side.synchronize().expect("it is not stuck");
+                }
+            }
+            watched.free(held, &own);
+            churn(watched, own.handle());
+            churn(watched, other.handle());
+            own.synchronize().expect("it is not stuck");
+            other.synchronize().expect("it is not stuck");
+            stalls.clear();
+            rig.device.synchronize().expect("all is done");
+            churn(watched, own.handle());
+        }
+    });
+}
+
+/// To ask about a stream that has ended is to learn of all that it freed: others have that, though they noted
+/// something just before.
+#[test]
+fn what_a_user_freed_before_its_end_is_for_others() {
+    each_that_records(|rig, watched| {
+        let own = rig.stream();
+        let held = watched.allocate(BYTES, &own);
+        let mut most = Vec::new();
+        for _ in 0..48 {
+            let side = rig.stream();
+            let beside = [0; 3].map(|_| watched.allocate(BYTES, &side));
+            drop(look(watched, &held, own.handle(), side.handle()));
+            beside.into_iter().for_each(|beside| watched.free(beside, &side));
+            side.synchronize().expect("it is not stuck");
+            most.push(watched.resource.held_bytes());
+        }
+        assert!(most[16..].iter().all(|bytes| *bytes == most[16]), "{most:?}");
+        watched.free(held, &own);
+    });
+}
+
 /// A note stands for all that its stream is given until the free, though the host has waited since.
 #[test]
 fn a_stream_that_goes_on_using_what_was_noted_long_ago_ends() {

@@ -290,6 +290,24 @@ impl Core {
     }
 
     fn note_stream(&self, ptr: DevicePtr, handle: StreamHandle) -> Result<Option<Noted>> {
+        let noted = self.note_further(ptr, handle)?;
+        if let Some(noted) = noted.as_ref().filter(|noted| self.books.lock().has_many_uses(noted)) {
+            self.forget_users_gone(noted);
+        }
+        Ok(noted)
+    }
+
+    /// An allocation may outlive a great many streams that use it, as weights outlive requests. Streams that ended
+    /// have been asked about when others came.
+    #[cold]
+    fn forget_users_gone(&self, noted: &Noted) {
+        // Who has the lock may be waiting for the GPU; the next note comes here again.
+        if let Ok(waits) = self.waits.try_lock() {
+            self.books.lock().forget_users_gone(noted, |place| waits.is_over(place));
+        }
+    }
+
+    fn note_further(&self, ptr: DevicePtr, handle: StreamHandle) -> Result<Option<Noted>> {
         self.device.driver().check_process()?;
         let known = self.number_of(handle);
         {

@@ -17,6 +17,14 @@ use crate::units::DevicePtr;
 impl PagedPool {
     pub(crate) fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
         let stream_id = self.recognise(stream)?;
+        let gone = self.lock_space().users_gone(ptr.address(), stream_id);
+        if !gone.is_empty() {
+            let _context = self.device.enter()?;
+            for fence in gone {
+                // What fails is as it was, and met by whoever asks next.
+                let _ = self.ask(fence);
+            }
+        }
         let mut space = self.lock_space();
         // Under the lock, as a free does: what is noted is of this allocation, not of the next there.
         let small = self.small.as_ref().map_or(Ok(false), |small| small.check_live(ptr))?;
@@ -24,6 +32,7 @@ impl PagedPool {
             space.check_live(ptr)?;
         }
         let lasts = self.outlasts_a_free(stream);
+        space.forget_users_gone(ptr.address());
         let former = space.uses.note(ptr.address(), stream_id, stream, lasts);
         former.into_iter().for_each(|fence| space.release(fence));
         Ok(())

@@ -35,6 +35,16 @@ pub(super) struct Use {
 
 pub(super) type Uses = SmallVec<[Use; 2]>;
 
+/// Streams that have ended asked about for one that an allocation is noted for: twice as many as come.
+const ASKED_FOR_ONE: usize = 2;
+
+impl Use {
+    /// The last event of a stream that has ended.
+    fn last(&self) -> Option<Fence> {
+        self.fence.filter(|_| self.handle.is_none())
+    }
+}
+
 /// Which uses a record is the proof of.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Scope {
@@ -207,6 +217,28 @@ impl UseBook {
 }
 
 impl Space {
+    /// What the ends are known by of streams that an allocation is noted for and that have ended with work to do, a few
+    /// of them, where another stream comes: it may outlive a great many, as weights outlive requests.
+    pub(super) fn users_gone(&self, address: u64, comes: u64) -> SmallVec<[Fence; ASKED_FOR_ONE]> {
+        let uses = self.uses.live.get(&address);
+        let uses = uses.filter(|uses| uses.iter().all(|of| of.stream != comes));
+        let last = uses.into_iter().flatten().filter_map(Use::last);
+        last.filter(|fence| !self.timelines.is_complete(*fence)).take(ASKED_FOR_ONE).collect()
+    }
+
+    /// Takes out an allocation's uses on streams that are over: nothing has to wait for those.
+    pub(super) fn forget_users_gone(&mut self, address: u64) {
+        let Some(uses) = self.uses.live.get_mut(&address) else { return };
+        let timelines = &self.timelines;
+        let mut over: SmallVec<[Fence; 4]> = SmallVec::new();
+        uses.retain(|of| {
+            let last = of.last().filter(|fence| timelines.is_complete(*fence));
+            over.extend(last);
+            last.is_none()
+        });
+        over.into_iter().for_each(|fence| self.release(fence));
+    }
+
     /// Enters an event just recorded on a stream as the proof of uses there.
     pub(super) fn prove(&mut self, stream: u64, event: Event, scope: Scope) {
         let timeline = self.timeline(stream);

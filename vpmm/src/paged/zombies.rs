@@ -130,7 +130,7 @@ impl PagedPool {
 
     /// Asks the driver about one fence, and notes it when it is complete: then it has passed, unless
     /// questions may give no memory away.
-    fn ask(&self, fence: Fence) -> Result<bool> {
+    pub(super) fn ask(&self, fence: Fence) -> Result<bool> {
         let driver = self.device.driver();
         let event = {
             let space = self.lock_space();

@@ -91,6 +91,9 @@ pub(super) struct Use {
 
 pub(super) type Uses = SmallVec<[Use; 2]>;
 
+/// An allocation that is noted for more is looked at for streams that are over, with each that comes.
+const FEW_USES: usize = 8;
+
 /// A note that was made, for who has to undo it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Noted {
@@ -341,6 +344,25 @@ impl Books {
             }
         };
         Ok(Some(Noted { block: id, tag, place: of.place, former }))
+    }
+
+    /// Whether an allocation is noted for so many streams that some may be over, after one more was.
+    pub(super) fn has_many_uses(&self, noted: &Noted) -> bool {
+        let uses = self.uses.get(&noted.block).map_or(0, |uses| uses.len());
+        noted.former.is_none() && uses > FEW_USES
+    }
+
+    /// Takes out the uses of streams that are over, unless the allocation has been freed since the note: nothing has to
+    /// wait for those.
+    pub(super) fn forget_users_gone(&mut self, noted: &Noted, is_over: impl Fn(u32) -> bool) {
+        let block = self.arena.get(noted.block);
+        let is_it = block.state.get() == State::Allocated && block.tag.get() == noted.tag;
+        let Some(uses) = self.uses.get_mut(&noted.block).filter(|_| is_it) else { return };
+        uses.retain(|of| {
+            let stays = of.place == noted.place || !is_over(of.place);
+            self.places[of.place as usize].pins -= u32::from(!stays);
+            stays
+        });
     }
 
     /// Undoes a note, unless the allocation has been freed since.

@@ -95,6 +95,11 @@ impl Waits {
         }
     }
 
+    /// Whether a place's stream has ended, and so has all its work, as far as is known.
+    pub(in crate::caching) fn is_over(&self, place: u32) -> bool {
+        matches!(self.places[place as usize].life, Life::Over)
+    }
+
     /// The stream at a place is about to end, and is lent no more: resources below may be told before this.
     pub(in crate::caching) fn stream_leaves(&mut self, place: u32) {
         self.places[place as usize].leaves = true;

@@ -235,6 +235,16 @@ impl Book {
         self.stage = Stage::Clear;
     }
 
+    /// A noted use or deferred free names the stream no more. With the last the events go that were recorded for such.
+    pub(in crate::default) fn unpin(&mut self) -> impl Iterator<Item = Event> + '_ {
+        self.pins -= 1;
+        let unused = if self.pins == 0 { self.fences.len() } else { 0 };
+        if self.pins == 0 {
+            self.deferred_until = 0;
+        }
+        self.fences.drain(..unused).map(|fence| fence.event)
+    }
+
     /// The stream has ended and takes no last event.
     pub(in crate::default) fn lose(&mut self) {
         self.recording = Recording::Lost;

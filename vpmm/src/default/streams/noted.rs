@@ -34,6 +34,9 @@ use crate::units::DevicePtr;
 /// Streams asked about for one request.
 const ASKED: usize = 16;
 
+/// Streams that have ended asked about for one that an allocation is noted for: twice as many as come.
+const ASKED_FOR_ONE: usize = 2;
+
 /// Events for deferred frees on one stream at a time.
 pub(in crate::default) const FENCES: usize = 8;
 
@@ -54,18 +57,35 @@ impl Core {
             return Err(self.not_live(ptr.address()));
         };
         let admitted = self.admit(handle)?;
+        let stream = admitted.stream;
         let mut space = self.space.lock();
+        let gone = space.users_gone(start, stream);
+        if !gone.is_empty() {
+            drop(space);
+            self.ask_gone(gone)?;
+            space = self.space.lock();
+        }
         let Some(units) = self.tags.get(start).live_units() else {
             drop(space);
             return Err(self.not_live(ptr.address()));
         };
-        let stream = admitted.stream;
+        space.forget_users_gone(start);
         let uses = space.uses.entry(start).or_default();
         if uses.iter().all(|of| of.stream != stream) {
             uses.push(Use { stream, on: admitted.eager.then_some(handle) });
             space.books[stream as usize].pins += 1;
         }
         self.tags.set_noted(start, units);
+        Ok(())
+    }
+
+    /// Asks about streams that have ended.
+    fn ask_gone(&self, gone: SmallVec<[u32; ASKED_FOR_ONE]>) -> Result<()> {
+        let _context = self.device.enter()?;
+        for stream in gone {
+            // What fails is as it was, and met by whoever asks next.
+            let _ = self.advance(stream, false);
+        }
         Ok(())
     }
 
@@ -302,6 +322,32 @@ impl Core {
 }
 
 impl Space {
+    /// Streams that an allocation is noted for and that have ended with work to do, a few of them, where another one
+    /// comes that it is not noted for yet: it may outlive a great many, as weights outlive requests.
+    fn users_gone(&self, start: u32, comes: u32) -> SmallVec<[u32; ASKED_FOR_ONE]> {
+        let uses = self.uses.get(&start).filter(|uses| uses.iter().all(|of| of.stream != comes));
+        let ended = |stream: &u32| {
+            let book = &self.books[*stream as usize];
+            book.recording == Recording::Ended && !book.is_over()
+        };
+        let users = uses.into_iter().flatten().map(|of| of.stream);
+        users.filter(ended).take(ASKED_FOR_ONE).collect()
+    }
+
+    /// Takes out the noted uses of streams that are over: nothing has to wait for those.
+    fn forget_users_gone(&mut self, start: u32) {
+        let Self { uses, books, events, .. } = self;
+        let Some(uses) = uses.get_mut(&start) else { return };
+        uses.retain(|of| {
+            let book = &mut books[of.stream as usize];
+            let is_over = book.is_over();
+            if is_over {
+                events.extend(book.unpin());
+            }
+            !is_over
+        });
+    }
+
     /// The streams that deferred frees wait for: all, or a few, each time the next ones.
     fn waited_for(&mut self, all: bool) -> SmallVec<[u32; ASKED]> {
         // There may be many more frees than streams, or the other way round.
@@ -392,12 +438,7 @@ impl Space {
             self.books[of.stream as usize].waits -= 1;
         }
         for of in waits.iter().chain([&own]) {
-            let book = &mut self.books[of.stream as usize];
-            book.pins -= 1;
-            if book.pins == 0 {
-                book.deferred_until = 0;
-                self.events.extend(book.fences.drain(..).map(|fence| fence.event));
-            }
+            self.events.extend(self.books[of.stream as usize].unpin());
         }
         self.deferred_units -= u64::from(units);
         self.returns += 1;

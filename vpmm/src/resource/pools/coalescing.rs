@@ -680,7 +680,13 @@ impl<R: MemoryResource> CoalescingPool<R> {
         let mut state = self.core.state();
         state.blocks.find_any(address)?;
         let lane = state.lane(named)?;
-        let State { lanes, uses, .. } = &mut *state;
+        let State { lanes, uses, blocks, .. } = &mut *state;
+        for gone in uses.gone(address, lanes, lane) {
+            // What fails is as it was, and met by whoever asks next.
+            if let Ok(Some(epoch)) = lanes.poll(gone) {
+                blocks.pass(gone, epoch);
+            }
+        }
         uses.note(address, lanes, lane, named);
         Ok(())
     }

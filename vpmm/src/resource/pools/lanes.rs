@@ -466,6 +466,16 @@ impl Lanes {
         known.freed > known.passed
     }
 
+    /// Whether a lane's stream has ended, with a last event behind it.
+    pub(super) fn has_ended(&self, lane: u32) -> bool {
+        self.lanes[lane as usize].recording == Recording::Ended
+    }
+
+    /// Whether a lane's stream has ended and all its work has.
+    pub(super) fn is_over(&self, lane: u32) -> bool {
+        self.has_ended(lane) && !self.has_pending(lane)
+    }
+
     /// Everything up to an epoch is complete: events that cover no more are of no use.
     fn see_passed(&mut self, lane: u32, epoch: u64) {
         let known = &mut self.lanes[lane as usize];

@@ -15,6 +15,9 @@ use super::blocks::ByAddress;
 use super::lanes::{Lanes, Named};
 use crate::error::Result;
 
+/// Lanes whose streams have ended that are asked about for one that an allocation is noted for: twice as many as come.
+const ASKED_FOR_ONE: usize = 2;
+
 /// A lane and one of its epochs.
 type Need = (u32, u64);
 
@@ -53,13 +56,33 @@ impl<B: Copy> Uses<B> {
         self.pins[lane] += 1;
     }
 
-    /// Notes that a lane's stream uses what is allocated at an address.
+    /// Lanes that an allocation is noted for whose streams have ended with work to do, a few of them, where another
+    /// lane comes: it may outlive a great many streams, as weights outlive requests.
+    pub(super) fn gone(
+        &self,
+        address: u64,
+        lanes: &Lanes,
+        comes: u32,
+    ) -> SmallVec<[u32; ASKED_FOR_ONE]> {
+        let noted = self.noted.get(&address);
+        let uses = noted.filter(|uses| uses.iter().all(|(lane, _)| *lane != comes));
+        let named = uses.into_iter().flatten().map(|(lane, _)| *lane);
+        let gone = named.filter(|lane| lanes.has_ended(*lane) && !lanes.is_over(*lane));
+        gone.take(ASKED_FOR_ONE).collect()
+    }
+
+    /// Notes that a lane's stream uses what is allocated at an address; streams that are over do so no more.
     pub(super) fn note(&mut self, address: u64, lanes: &mut Lanes, lane: u32, named: Named) {
         let uses = self.noted.entry(address).or_default();
         match uses.iter_mut().find(|(known, _)| *known == lane) {
             // The handle that came last is the one that is alive.
             Some((_, known)) => *known = named,
             None => {
+                uses.retain(|(known, _)| {
+                    let is_over = lanes.is_over(*known);
+                    self.pins[*known as usize] -= u32::from(is_over);
+                    !is_over
+                });
                 uses.push((lane, named));
                 self.pin(lane);
             }

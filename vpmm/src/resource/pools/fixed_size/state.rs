@@ -258,6 +258,12 @@ impl State {
 
     /// A stream uses what is allocated at an address.
     pub(super) fn note(&mut self, address: u64, lane: u32, named: Named) {
+        for gone in self.uses.gone(address, &self.lanes, lane) {
+            // What fails is as it was, and met by whoever asks next.
+            if let Ok(Some(epoch)) = self.lanes.poll(gone) {
+                self.pass(gone, epoch);
+            }
+        }
         self.uses.note(address, &mut self.lanes, lane, named);
     }
 
