@@ -136,11 +136,22 @@ fn the_devices_own_end_is_out_of_memory_too() {
     let watched = rig.small_pool(0);
     let stream = rig.stream();
     let held = watched.pages(16, &stream);
+    // Others have some of it.
+    let others = rig.small_pool(0);
+    let of_others = others.pages(8, &stream);
     let before = watched.usage();
-    let error = watched.try_malloc(64 * PAGE, &stream).unwrap_err();
-    assert!(error.is_out_of_memory(), "{error}");
-    assert_eq!(watched.usage(), before, "what the request had made is given back");
+    let made = || rig.driver.calls().count("cuMemCreate");
+    for (pages, makes) in [(16, true), (17, false), (64, false), (1 << 20, false)] {
+        let made_before = made();
+        let error = watched.try_malloc(pages * PAGE, &stream).unwrap_err();
+        assert!(error.is_out_of_memory(), "{error}");
+        assert_eq!(watched.usage(), before, "what the request had made is given back");
+        // What the device could never have is not found out page by page.
+        assert_eq!(made() > made_before, makes, "{pages} pages");
+    }
     watched.free(held, &stream);
+    others.free(of_others, &stream);
+    others.assert_intact();
     watched.assert_intact();
 }
 

@@ -14,6 +14,7 @@ use crate::driver::Failure;
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::fence::Fence;
+use crate::location::Location;
 use crate::mapping::NewMappings;
 use crate::physical::{self, Extent};
 use crate::region::{Region, State};
@@ -109,13 +110,19 @@ impl PagedPool {
         Ok(())
     }
 
-    /// How many bytes of new memory the limit allows.
+    /// How many bytes of new memory the limit allows, and the device could have. What nothing can come of is not to be
+    /// found out page by page, with all that others might want of the device taken meanwhile.
     fn room(&self) -> Result<u64> {
-        let Some(limit) = self.backing.budget().limit() else { return Ok(u64::MAX) };
+        let mapped = self.lock_space().mapped;
+        let of_device = match self.backing.location() {
+            Location::Device => self.device.total_memory()?.saturating_sub(mapped),
+            Location::Host | Location::HostNuma(_) => u64::MAX,
+        };
+        let Some(limit) = self.backing.budget().limit() else { return Ok(of_device) };
         let small =
             self.small.as_ref().map_or(Ok(0), |small| small.reserved(self.device.driver()))?;
-        let own = limit.saturating_sub(self.lock_space().mapped).saturating_sub(small);
-        Ok(own.min(self.backing.budget().room()))
+        let own = limit.saturating_sub(mapped).saturating_sub(small);
+        Ok(own.min(self.backing.budget().room()).min(of_device))
     }
 
     /// Everything that the driver has to do for a plan. On failure what it did is undone.
