@@ -15,8 +15,9 @@ impl Pool {
     /// A handle that was not made by this library must stay alive until the allocation is freed:
     /// the event is recorded then. One of the library's own may end before.
     ///
-    /// No driver call but for such handles (which stream it is). What PyTorch's allocators call
-    /// `record_stream`.
+    /// No driver call but for such handles (which stream it is), and for two streams at most that the
+    /// allocation was noted for and that have ended since (whether their work is over: then nothing
+    /// of them is kept). What PyTorch's allocators call `record_stream`.
     ///
     /// ```
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
