@@ -24,6 +24,13 @@ pub(crate) fn lacks_memory(error: &vpmm::Error) -> bool {
     error.is_out_of_memory() || matches!(error, RequestTooLong { .. } | SizeOverflow { .. })
 }
 
+/// Whether an allocator could not be made since it was given a setting that cannot be: what was asked for is wrong,
+/// and nothing has failed. Requests have an alignment of the command's own.
+pub(crate) fn is_bad_setting(error: &vpmm::Error) -> bool {
+    use vpmm::Error::{BadAlignment, Config};
+    matches!(error, Config { .. } | BadAlignment { .. })
+}
+
 /// An allocator under test: what it hands out, and what it cost.
 ///
 /// All methods may be called from several threads at once, each of which has

@@ -5,6 +5,7 @@ use std::io::Write;
 use super::traces::check_logs;
 use super::{bar, finish, remark};
 use crate::args::BenchArgs;
+use crate::backend::is_bad_setting;
 use crate::bench::{Amount, Bench, BenchError, Case, Figures};
 use crate::device::Setup;
 use crate::exit::{Abort, Exit};
@@ -39,7 +40,9 @@ fn bench_all(
             bar.inc(1);
             let report = BenchReport::new(case, allocator, machine.label(), &result);
             if let Err(error) = &result {
-                if let BenchError::Allocator(source @ vpmm::Error::Config { .. }) = error {
+                if let BenchError::Allocator(source) = error
+                    && is_bad_setting(source)
+                {
                     return Err(Abort::bad_input(source));
                 }
                 bar.suspend(|| remark(&format!("{case}: {allocator}: {error}")));

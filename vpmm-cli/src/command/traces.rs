@@ -6,7 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::remark;
-use crate::backend::AllocatorSpec;
+use crate::backend::{AllocatorSpec, is_bad_setting};
 use crate::device::FunctionSpent;
 use crate::exit::Abort;
 use crate::replay::{Longest, Outcome, RunError};
@@ -77,8 +77,8 @@ fn place_of(file: &Path) -> Option<(PathBuf, &OsStr)> {
 /// How a replay that came to nothing ends the command.
 pub(super) fn abort(trace: &Trace, error: &RunError) -> Abort {
     match error {
-        RunError::Allocator { source: vpmm::Error::Config { .. }, .. }
-        | RunError::Unreachable(_) => Abort::bad_input(error),
+        RunError::Allocator { source, .. } if is_bad_setting(source) => Abort::bad_input(error),
+        RunError::Unreachable(_) => Abort::bad_input(error),
         _ => Abort::failure(format_args!("{}: {error}", trace.name)),
     }
 }

@@ -208,7 +208,14 @@ fn what_is_wrong_with_a_stack_is_usage() {
         assert!(stderr(&output).contains(part), "{stack}: {}", stderr(&output));
     }
     // Settings that only the resource itself can judge.
-    let output = run(&["replay", file.path(), "--device=sim", "--allocator=aligned(3,default)"]);
-    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
-    assert!(stderr(&output).contains("power of two"), "{}", stderr(&output));
+    let commands: [&[&str]; 3] =
+        [&["replay", file.path()], &["fit", file.path()], &["bench", "--quick", "--case=pair_512"]];
+    for command in commands {
+        for (stack, part) in [("aligned(3,default)", "power of two"), ("arena(3)", "arena_bytes=3")]
+        {
+            let output = run(&[command, &["--device=sim", "--allocator", stack]].concat());
+            assert_eq!(output.status.code(), Some(2), "{command:?} {}", stderr(&output));
+            assert!(stderr(&output).contains(part), "{}", stderr(&output));
+        }
+    }
 }
