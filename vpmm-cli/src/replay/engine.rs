@@ -140,6 +140,18 @@ fn wait_until(moment: Instant, progress: &Progress) -> bool {
     false
 }
 
+/// Stops the replay where the thread that has it panics: the others would wait for what that one was to do for ever,
+/// and whoever joins it would never come to know.
+struct StopsAtPanic<'a>(&'a Progress);
+
+impl Drop for StopsAtPanic<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.stop();
+        }
+    }
+}
+
 /// What one lane did.
 struct LaneResult {
     steps: usize,
@@ -245,9 +257,12 @@ impl<'a> Replay<'a> {
         progress: &Progress,
         stop: &Mutex<Option<Stop>>,
     ) -> io::Result<Vec<LaneResult>> {
-        let run = |index: usize, lane| match (target.enter)() {
-            Ok(()) => self.run_lane(target, index, lane, progress, stop),
-            Err(error) => self.not_entered(lane, error, progress, stop),
+        let run = |index: usize, lane| {
+            let _others = StopsAtPanic(progress);
+            match (target.enter)() {
+                Ok(()) => self.run_lane(target, index, lane, progress, stop),
+                Err(error) => self.not_entered(lane, error, progress, stop),
+            }
         };
         let run = &run;
         thread::scope(|scope| {

@@ -159,6 +159,49 @@ fn threads_that_come_late_hold_nobody_up() {
     assert!(took < Duration::from_secs(20), "{took:?}");
 }
 
+/// One that has panicked makes no allocation for the others, and gets out of nobody's way.
+#[test]
+fn a_panic_on_one_thread_ends_the_others() {
+    struct Panicking;
+
+    impl Backend for Panicking {
+        fn allocate(&self, bytes: u64, _stream: StreamHandle) -> vpmm::Result<u64> {
+            assert_ne!(bytes, 13, "for the test");
+            Ok(1)
+        }
+
+        unsafe fn free(&self, _: u64, _: u64, _: StreamHandle) -> vpmm::Result<()> {
+            Ok(())
+        }
+
+        fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {
+            Ok(0)
+        }
+
+        fn driver_calls(&self) -> u64 {
+            0
+        }
+
+        fn map(&self) -> String {
+            String::new()
+        }
+    }
+
+    // The second waits for an allocation, the third for the first to go on, and the fourth begins after that.
+    let mut rows = "1,x,allocate,0x1,13,0\n2,x,free,0x1,13,0\n".to_owned();
+    for i in 2..1500 {
+        rows += &format!("3,x,allocate,{i:#x},8,0\n");
+    }
+    rows += "4,x,allocate,0x5000,8,0\n";
+    let (done, is_done) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let trace = trace(&rows);
+        let panicked = std::panic::catch_unwind(|| pass(&trace, true, &Panicking)).is_err();
+        done.send(panicked).unwrap();
+    });
+    assert_eq!(is_done.recv_timeout(Duration::from_secs(20)), Ok(true));
+}
+
 #[test]
 fn out_of_memory_tells_the_row_the_peak_and_the_map() {
     let trace = trace(
