@@ -129,7 +129,7 @@ pub struct Replay<'a> {
 }
 
 /// Waits for a moment that is not soon anyway; `false` if the replay was stopped first.
-fn wait_until(moment: Instant, progress: &Progress) -> bool {
+fn wait_until(moment: Instant, progress: &Progress<'_>) -> bool {
     while !progress.is_stopped() {
         let left = moment.saturating_duration_since(Instant::now());
         if left < SOON {
@@ -142,7 +142,7 @@ fn wait_until(moment: Instant, progress: &Progress) -> bool {
 
 /// Stops the replay where the thread that has it panics: the others would wait for what that one was to do for ever,
 /// and whoever joins it would never come to know.
-struct StopsAtPanic<'a>(&'a Progress);
+struct StopsAtPanic<'a>(&'a Progress<'a>);
 
 impl Drop for StopsAtPanic<'_> {
     fn drop(&mut self) {
@@ -216,7 +216,7 @@ impl<'a> Replay<'a> {
     /// # Errors
     /// The system has no thread for a lane.
     pub fn pass(&self, target: &Target<'_>) -> io::Result<Pass> {
-        let progress = Progress::new(&self.lanes);
+        let progress = Progress::new(&self.lanes, &self.slots);
         let stop = Mutex::new(None);
         let driver = target.timer.map(|timer| (timer, timer.read()));
         let results = match self.lanes.as_slice() {
@@ -254,7 +254,7 @@ impl<'a> Replay<'a> {
         &self,
         target: &Target<'_>,
         lanes: &[Vec<Step>],
-        progress: &Progress,
+        progress: &Progress<'_>,
         stop: &Mutex<Option<Stop>>,
     ) -> io::Result<Vec<LaneResult>> {
         let run = |index: usize, lane| {
@@ -296,7 +296,7 @@ impl<'a> Replay<'a> {
         &self,
         lane: &[Step],
         error: vpmm::Error,
-        progress: &Progress,
+        progress: &Progress<'_>,
         stop: &Mutex<Option<Stop>>,
     ) -> LaneResult {
         if let Some(step) = lane.first() {
@@ -310,7 +310,7 @@ impl<'a> Replay<'a> {
         target: &Target<'_>,
         index: usize,
         lane: &[Step],
-        progress: &Progress,
+        progress: &Progress<'_>,
         stop: &Mutex<Option<Stop>>,
     ) -> LaneResult {
         let alone = self.lanes.len() == 1;
@@ -328,10 +328,11 @@ impl<'a> Replay<'a> {
                         break 'lane;
                     }
                     progress.at(index, step.row);
-                    if !self.may_run(step, horizon) {
+                    let may_run = u64::from(step.row) < horizon
+                        && (step.action == Action::Allocate || progress.is_made(step.slot));
+                    if !may_run {
                         watch.stop();
-                        let ready = || self.may_run(step, progress.horizon());
-                        if !progress.wait(ready) {
+                        if !progress.wait_for(step) {
                             break 'lane;
                         }
                         horizon = progress.horizon();
@@ -363,12 +364,6 @@ impl<'a> Replay<'a> {
         let notes = times.as_ref().map_or(0.0, |_| self.costs.stretch_ns * steps as f64);
         let nanoseconds = (watch.nanoseconds(&self.costs) - notes).max(0.0);
         LaneResult { steps, nanoseconds, times, longest: search.and_then(|search| search.longest) }
-    }
-
-    /// Whether no other lane has to do something first.
-    fn may_run(&self, step: &Step, horizon: u64) -> bool {
-        let made = || self.slots[step.slot as usize].load(Ordering::Acquire) != 0;
-        u64::from(step.row) < horizon && (step.action == Action::Allocate || made())
     }
 
     /// One call of the allocator, with the device work around it. The watch
@@ -442,7 +437,7 @@ impl<'a> Replay<'a> {
         &self,
         step: Step,
         error: vpmm::Error,
-        progress: &Progress,
+        progress: &Progress<'_>,
         stop: &Mutex<Option<Stop>>,
     ) {
         progress.stop();

@@ -14,8 +14,19 @@
 //!
 //! No lane waits for ever: the lane with the lowest row is never held by 2, nor kept
 //! from beginning, and what 1 waits for is a row before it.
+//!
+//! What a lane does says nothing to those that wait, since its calls are timed. A few
+//! threads, as many as there are processors, look again and again. All others sleep, and
+//! one of those that wait, the *lookout*, looks for all of them and wakes whom it may:
+//! were each to look, thousands would take the processors from those that work.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::collections::binary_heap::PeekMut;
+use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
 use crate::trace::{Action, Operation, Trace};
@@ -56,26 +67,92 @@ pub(super) fn lanes(trace: &Trace, one_per_thread: bool) -> Vec<Vec<Step>> {
 #[derive(Debug)]
 struct Position(AtomicU64);
 
+/// What a thread waits for.
+#[derive(Clone, Copy, Debug)]
+struct Wants {
+    /// That this row is near enough.
+    row: u64,
+    /// That this slot has an address.
+    slot: Option<u32>,
+}
+
+/// A thread that sleeps until the lookout wakes it.
+#[derive(Debug)]
+struct Sleeper {
+    thread: Thread,
+    wants: Wants,
+    /// `ASLEEP`, and then one of the others.
+    word: AtomicU8,
+}
+
+const ASLEEP: u8 = 0;
+/// What it waits for is there, or the replay was stopped.
+const GO: u8 = 1;
+/// It is the lookout from now on.
+const LOOK_OUT: u8 = 2;
+
+impl Sleeper {
+    fn wake(&self, word: u8) {
+        self.word.store(word, Ordering::Release);
+        self.thread.unpark();
+    }
+
+    /// What it is woken with.
+    fn sleep(&self) -> u8 {
+        loop {
+            match self.word.load(Ordering::Acquire) {
+                ASLEEP => thread::park(),
+                word => return word,
+            }
+        }
+    }
+}
+
+/// Those that wait, and where the lanes were when one of them looked.
+#[derive(Debug)]
+struct Room {
+    /// Rows and lanes, the slowest lane on top. A lane may have gone on since; those that are done go when they
+    /// come to the top.
+    seen: BinaryHeap<Reverse<(u64, usize)>>,
+    /// While there is any there is a lookout, which is not among them.
+    sleepers: Vec<Arc<Sleeper>>,
+    has_lookout: bool,
+}
+
 /// Where the lanes are, and whether one has failed.
 #[derive(Debug)]
-pub(super) struct Progress {
+pub(super) struct Progress<'a> {
     start: Instant,
     positions: Vec<Position>,
-    /// Lanes that have begun: the first so many.
-    begun: AtomicUsize,
-    /// Lanes that are done, of which there is none before them that is not.
-    over: AtomicUsize,
+    /// The address of each live allocation, 0 where there is none.
+    slots: &'a [AtomicU64],
+    /// The row of the slowest lane when somebody looked: none is before it.
+    floor: AtomicU64,
+    /// Threads that look again and again, and how many may.
+    awake: AtomicUsize,
+    most_awake: usize,
+    room: Mutex<Room>,
     stopped: AtomicBool,
 }
 
-impl Progress {
-    pub(super) fn new(lanes: &[Vec<Step>]) -> Self {
+impl<'a> Progress<'a> {
+    pub(super) fn new(lanes: &[Vec<Step>], slots: &'a [AtomicU64]) -> Self {
         let first = |lane: &Vec<Step>| lane.first().map_or(u64::MAX, |step| u64::from(step.row));
+        let seen = lanes.iter().enumerate().map(|(index, lane)| Reverse((first(lane), index)));
+        let room = Room { seen: seen.collect(), sleepers: Vec::new(), has_lookout: false };
+        // One lane waits for nobody.
+        let most_awake = match lanes.len() {
+            0..2 => 1,
+            _ => thread::available_parallelism().map_or(1, NonZeroUsize::get),
+        };
         Self {
             start: Instant::now(),
             positions: lanes.iter().map(|lane| Position(AtomicU64::new(first(lane)))).collect(),
-            begun: AtomicUsize::new(0),
-            over: AtomicUsize::new(0),
+            slots,
+            floor: AtomicU64::new(0),
+            awake: AtomicUsize::new(0),
+            most_awake,
+            room: Mutex::new(room),
             stopped: AtomicBool::new(false),
         }
     }
@@ -85,12 +162,10 @@ impl Progress {
         self.start
     }
 
-    /// Waits until the next lane's first row is near enough; `false` if the replay was stopped first.
+    /// Waits until a lane's first row is near enough; `false` if the replay was stopped first.
     pub(super) fn begin(&self, lane: usize) -> bool {
-        let first = self.positions[lane].0.load(Ordering::Relaxed);
-        let may_begin = self.wait(|| first < self.horizon());
-        self.begun.store(lane + 1, Ordering::Relaxed);
-        may_begin
+        let row = self.positions[lane].0.load(Ordering::Relaxed);
+        self.wait(Wants { row, slot: None })
     }
 
     /// Says that `lane` is at `row`.
@@ -103,18 +178,14 @@ impl Progress {
         self.positions[lane].0.store(u64::MAX, Ordering::Relaxed);
     }
 
-    /// The first row that is too far ahead just now.
+    /// The first row that is too far ahead, as of when somebody looked.
     pub(super) fn horizon(&self) -> u64 {
-        let row = |position: &Position| position.0.load(Ordering::Relaxed);
-        let over = self.over.load(Ordering::Relaxed);
-        let more = self.positions[over..].iter().take_while(|lane| row(lane) == u64::MAX).count();
-        if more > 0 {
-            self.over.fetch_max(over + more, Ordering::Relaxed);
-        }
-        // Of those that have not begun the next one is the slowest.
-        let there = self.begun.load(Ordering::Relaxed) + 1;
-        let lanes = &self.positions[over + more..self.positions.len().min(there).max(over + more)];
-        lanes.iter().map(row).min().unwrap_or(u64::MAX).saturating_add(WINDOW_ROWS)
+        self.floor.load(Ordering::Relaxed).saturating_add(WINDOW_ROWS)
+    }
+
+    /// Whether the slot has an address, so that it can be freed.
+    pub(super) fn is_made(&self, slot: u32) -> bool {
+        self.slots[slot as usize].load(Ordering::Acquire) != 0
     }
 
     /// Makes every lane stop at its next step.
@@ -126,23 +197,109 @@ impl Progress {
         self.stopped.load(Ordering::Relaxed)
     }
 
-    /// Waits until `ready`; `false` if the replay was stopped first.
-    pub(super) fn wait(&self, ready: impl Fn() -> bool) -> bool {
-        for turn in 0_u32.. {
-            if ready() {
-                return true;
+    /// Waits until nothing has to be done before the step; `false` if the replay was stopped first.
+    pub(super) fn wait_for(&self, step: &Step) -> bool {
+        let slot = (step.action == Action::Free).then_some(step.slot);
+        self.wait(Wants { row: u64::from(step.row), slot })
+    }
+
+    fn wait(&self, wants: Wants) -> bool {
+        let may_stay = self.awake.fetch_add(1, Ordering::Relaxed) < self.most_awake;
+        let done = self.stay_awake(wants, if may_stay { 256 } else { 1 });
+        self.awake.fetch_sub(1, Ordering::Relaxed);
+        if let Some(ready) = done {
+            return ready;
+        }
+        let sleeper =
+            Arc::new(Sleeper { thread: thread::current(), wants, word: AtomicU8::new(ASLEEP) });
+        let mut room = self.room();
+        if room.has_lookout {
+            room.sleepers.push(Arc::clone(&sleeper));
+            drop(room);
+            if sleeper.sleep() == GO {
+                return self.is_ready(wants);
+            }
+        } else {
+            room.has_lookout = true;
+            drop(room);
+        }
+        self.look_out(wants)
+    }
+
+    /// Looks so many times; `None` if there was nothing to end the wait.
+    fn stay_awake(&self, wants: Wants, turns: u32) -> Option<bool> {
+        for turn in 0..turns {
+            if wants.row >= self.horizon()
+                && let Ok(mut room) = self.room.try_lock()
+            {
+                self.look(&mut room);
+            }
+            if self.is_ready(wants) {
+                return Some(true);
             }
             if self.is_stopped() {
-                return false;
+                return Some(false);
             }
-            match turn {
-                0..64 => std::hint::spin_loop(),
-                64..256 => std::thread::yield_now(),
-                // There may be far more lanes than processors: those that wait long look seldom.
-                _ => std::thread::sleep(Duration::from_micros(20 << ((turn - 256) / 16).min(6))),
+            if turn < 64 { std::hint::spin_loop() } else { thread::yield_now() }
+        }
+        None
+    }
+
+    /// Looks until the lookout's own wait is over, and wakes the others meanwhile.
+    fn look_out(&self, wants: Wants) -> bool {
+        let mut quiet = 0_u32;
+        loop {
+            let mut room = self.room();
+            let mut moved = self.look(&mut room);
+            let stopped = self.is_stopped();
+            room.sleepers.retain(|sleeper| {
+                let goes = stopped || self.is_ready(sleeper.wants);
+                if goes {
+                    sleeper.wake(GO);
+                    moved = true;
+                }
+                !goes
+            });
+            let ready = self.is_ready(wants);
+            if ready || stopped {
+                match room.sleepers.pop() {
+                    Some(next) => next.wake(LOOK_OUT),
+                    None => room.has_lookout = false,
+                }
+                return ready;
+            }
+            drop(room);
+            // Where nothing happens it looks less often.
+            quiet = if moved { 0 } else { quiet.saturating_add(1) };
+            thread::sleep(Duration::from_micros(20 << (quiet / 16).min(6)));
+        }
+    }
+
+    /// Looks which lane is the slowest; whether that one has moved. Each lane is looked at once at most for each
+    /// time that it came to the top and had gone on.
+    fn look(&self, room: &mut Room) -> bool {
+        let mut floor = u64::MAX;
+        while let Some(mut slowest) = room.seen.peek_mut() {
+            let Reverse((seen, lane)) = *slowest;
+            let row = self.positions[lane].0.load(Ordering::Relaxed);
+            if row == u64::MAX {
+                PeekMut::pop(slowest);
+            } else if row == seen {
+                floor = row;
+                break;
+            } else {
+                *slowest = Reverse((row, lane));
             }
         }
-        ready()
+        self.floor.swap(floor, Ordering::Relaxed) != floor
+    }
+
+    fn is_ready(&self, wants: Wants) -> bool {
+        wants.row < self.horizon() && wants.slot.is_none_or(|slot| self.is_made(slot))
+    }
+
+    fn room(&self) -> MutexGuard<'_, Room> {
+        self.room.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -186,24 +343,62 @@ mod tests {
     #[test]
     fn the_slowest_lane_sets_the_horizon() {
         let trace = trace("7,allocate,0x1,64,0\n7,free,0x1,64,0\n9,allocate,0x2,32,3\n");
-        let progress = Progress::new(&lanes(&trace, true));
-        assert!(progress.begin(0) && progress.horizon() == WINDOW_ROWS);
+        let progress = Progress::new(&lanes(&trace, true), &[]);
+        let horizon = || {
+            progress.look(&mut progress.room());
+            progress.horizon()
+        };
+        assert!(progress.begin(0) && horizon() == WINDOW_ROWS);
         progress.at(0, 500);
-        assert_eq!(progress.horizon(), 2 + WINDOW_ROWS, "the other begins there");
+        assert_eq!(horizon(), 2 + WINDOW_ROWS, "the other begins there");
         assert!(progress.begin(1));
         progress.at(1, 700);
-        assert_eq!(progress.horizon(), 500 + WINDOW_ROWS);
+        assert_eq!(horizon(), 500 + WINDOW_ROWS);
         progress.done(0);
-        assert_eq!(progress.horizon(), 700 + WINDOW_ROWS);
+        assert_eq!(horizon(), 700 + WINDOW_ROWS);
         progress.done(1);
-        assert_eq!(progress.horizon(), u64::MAX);
+        assert_eq!(horizon(), u64::MAX);
     }
+
+    const AT_ONCE: Wants = Wants { row: 0, slot: None };
 
     #[test]
     fn a_wait_ends_when_the_replay_stops() {
-        let progress = Progress::new(&[Vec::new()]);
-        assert!(progress.wait(|| true));
+        let slots = [AtomicU64::new(0)];
+        let progress = Progress::new(&[Vec::new(), Vec::new()], &slots);
+        assert!(progress.wait(AT_ONCE));
         progress.stop();
-        assert!(!progress.wait(|| false));
+        assert!(!progress.wait(Wants { slot: Some(0), ..AT_ONCE }));
+    }
+
+    /// Whoever is the lookout when its own wait is over leaves that to another.
+    #[test]
+    fn all_that_sleep_are_woken_in_any_order() {
+        let slots: Vec<AtomicU64> = (0..40).map(|_| AtomicU64::new(0)).collect();
+        for stops in [false, true] {
+            slots.iter().for_each(|slot| slot.store(0, Ordering::Relaxed));
+            let progress = Progress::new(&[Vec::new(), Vec::new()], &slots);
+            let (done, is_done) = std::sync::mpsc::channel();
+            thread::scope(|scope| {
+                for slot in 0..40 {
+                    let (done, progress) = (done.clone(), &progress);
+                    let wants = Wants { slot: Some(slot), ..AT_ONCE };
+                    scope.spawn(move || done.send((slot, progress.wait(wants))));
+                }
+                let asleep = || progress.room().sleepers.len();
+                while asleep() < 39 {
+                    thread::yield_now();
+                }
+                for slot in (0..40).map(|slot| slot * 7 % 40).take(if stops { 20 } else { 40 }) {
+                    slots[slot as usize].store(1, Ordering::Release);
+                    assert_eq!(is_done.recv().unwrap(), (slot, true));
+                }
+                if stops {
+                    progress.stop();
+                    assert!((0..20).all(|_| !is_done.recv().unwrap().1));
+                }
+            });
+            assert!(!progress.room().has_lookout && progress.room().sleepers.is_empty());
+        }
     }
 }

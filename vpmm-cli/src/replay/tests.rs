@@ -159,6 +159,24 @@ fn threads_that_come_late_hold_nobody_up() {
     assert!(took < Duration::from_secs(20), "{took:?}");
 }
 
+/// As many as there are wait at nearly every row: each goes far beyond the window with its next one.
+#[test]
+fn thousands_of_threads_at_once_wait_without_a_look_of_each() {
+    let rows: String = (0..40)
+        .flat_map(|turn| (1..=2000).map(move |thread| (turn, thread)))
+        .map(|(turn, thread)| {
+            let action = if turn % 2 == 0 { "allocate" } else { "free" };
+            format!("{thread},x,{action},{thread:#x},100,0\n")
+        })
+        .collect();
+    let trace = trace(&rows);
+    let begin = Instant::now();
+    let pass = pass(&trace, true, &super::nothing::Nothing);
+    assert_eq!((pass.operations, pass.stop.is_none()), (80_000, true));
+    let took = begin.elapsed();
+    assert!(took < Duration::from_secs(10), "{took:?}");
+}
+
 /// One that has panicked makes no allocation for the others, and gets out of nobody's way.
 #[test]
 fn a_panic_on_one_thread_ends_the_others() {
