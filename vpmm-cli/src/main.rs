@@ -20,7 +20,8 @@ fn main() -> ExitCode {
 
 fn run() -> Result<Exit, Abort> {
     match Cli::try_parse() {
-        Ok(cli) => command::run(cli, &mut io::stdout().lock()),
+        // Not locked: a signal may have something to print, too.
+        Ok(cli) => command::run(cli, &mut io::stdout()),
         // Wrong usage: ends the process, with 2.
         Err(error) if error.use_stderr() => error.exit(),
         // --help and --version are output like any other.

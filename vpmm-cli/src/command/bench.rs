@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use super::traces::check_logs;
-use super::{bar, finish, remark};
+use super::{Rows, bar, finish, remark};
 use crate::args::BenchArgs;
 use crate::backend::is_bad_setting;
 use crate::bench::{Amount, Bench, BenchError, Case, Figures};
@@ -13,14 +13,14 @@ use crate::report::{BenchReport, bench_table};
 
 pub(super) fn bench(args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
     check_logs(&[], &args.allocator.0)?;
-    let (mut reports, mut exit) = (Vec::new(), Exit::Done);
-    let end = bench_all(args, &mut reports, &mut exit, out);
+    let (reports, mut exit) = (Rows::new(args.json, bench_table), Exit::Done);
+    let end = bench_all(args, &reports, &mut exit, out);
     finish(end, exit, args.json, &reports, bench_table, out)
 }
 
 fn bench_all(
     args: &BenchArgs,
-    reports: &mut Vec<BenchReport>,
+    reports: &Rows<BenchReport>,
     exit: &mut Exit,
     out: &mut dyn Write,
 ) -> Result<(), Abort> {

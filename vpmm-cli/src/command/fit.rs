@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use super::traces::{abort, check_logs, explain, open_all};
-use super::{bar, finish, remark};
+use super::{Rows, bar, finish, remark};
 use crate::args::FitArgs;
 use crate::backend::AllocatorSpec;
 use crate::bytes::ByteCount;
@@ -22,8 +22,8 @@ pub(super) fn fit(args: &FitArgs, out: &mut dyn Write) -> Result<Exit, Abort> {
     let traces = open_all(&args.traces)?;
     let device = args.device.settle(remark);
 
-    let (mut reports, mut exit) = (Vec::new(), Exit::Done);
-    let end = fit_all(&traces, device, args, &mut reports, &mut exit, out);
+    let (reports, mut exit) = (Rows::new(args.json, fit_table), Exit::Done);
+    let end = fit_all(&traces, device, args, &reports, &mut exit, out);
     finish(end, exit, args.json, &reports, fit_table, out)
 }
 
@@ -31,7 +31,7 @@ fn fit_all(
     traces: &[Trace],
     device: DeviceChoice,
     args: &FitArgs,
-    reports: &mut Vec<FitReport>,
+    reports: &Rows<FitReport>,
     exit: &mut Exit,
     out: &mut dyn Write,
 ) -> Result<(), Abort> {

@@ -4,6 +4,7 @@ mod bench;
 mod fit;
 mod info;
 mod replay;
+mod rows;
 mod traces;
 
 use std::io::Write;
@@ -13,6 +14,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use crate::args::{Cli, Command};
 use crate::exit::{Abort, Exit};
 use crate::serve;
+use rows::Rows;
 
 /// Runs what the command line asks for; results go to `out`, remarks to standard error.
 ///
@@ -43,18 +45,19 @@ fn remark(text: &str) {
 /// Prints the table of what there is, and ends as the work did: what was found out until it was given up
 /// may have taken hours. With JSON each result was printed as soon as it was there. `exit` is what the
 /// results come to: it counts too where the work was given up, or nobody reads them any more.
-fn finish<R>(
+fn finish<R: Send + 'static>(
     end: Result<(), Abort>,
     exit: Exit,
     json: bool,
-    reports: &[R],
+    rows: &Rows<R>,
     table: fn(&[R]) -> String,
     out: &mut dyn Write,
 ) -> Result<Exit, Abort> {
+    let reports = rows.take();
     let printed = if json || (end.is_err() && reports.is_empty()) {
         Ok(())
     } else {
-        writeln!(out, "{}", table(reports)).and_then(|()| out.flush())
+        writeln!(out, "{}", table(&reports)).and_then(|()| out.flush())
     };
     // Why it was given up says more than that the output could not be written.
     match end.and_then(|()| printed.map_err(Abort::from)) {

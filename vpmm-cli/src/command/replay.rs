@@ -5,7 +5,7 @@ use std::io::Write;
 use indicatif::ProgressBar;
 
 use super::traces::{abort, check_logs, explain, open_all};
-use super::{bar, finish, remark};
+use super::{Rows, bar, finish, remark};
 use crate::args::ReplayArgs;
 use crate::backend::AllocatorSpec;
 use crate::device::{DeviceChoice, Machine, Setup};
@@ -32,8 +32,8 @@ pub(super) fn replay(args: &ReplayArgs, out: &mut dyn Write) -> Result<Exit, Abo
     }
     let device = args.device.settle(remark);
 
-    let (mut reports, mut exit) = (Vec::new(), Exit::Done);
-    let end = replay_all(&traces, device, args, &mut reports, &mut exit, out);
+    let (reports, mut exit) = (Rows::new(args.json, table), Exit::Done);
+    let end = replay_all(&traces, device, args, &reports, &mut exit, out);
     finish(end, exit, args.json, &reports, table, out)
 }
 
@@ -41,7 +41,7 @@ fn replay_all(
     traces: &[Trace],
     device: DeviceChoice,
     args: &ReplayArgs,
-    reports: &mut Vec<Report>,
+    reports: &Rows<Report>,
     exit: &mut Exit,
     out: &mut dyn Write,
 ) -> Result<(), Abort> {

@@ -1,5 +1,11 @@
 //! `vpmm bench`.
 
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, Stdio};
+
+use rustix::process::{Pid, Signal};
+
 use crate::rig::{json, keys, run, stderr, stdout, vpmm};
 
 /// What is printed of a case: these keys in this order, and no others.
@@ -193,6 +199,49 @@ fn without_json_a_table_is_printed() {
     }
     assert_eq!(stdout(&output).lines().count(), 2);
     assert_eq!(stderr(&output), "", "no progress bar where there is no terminal");
+}
+
+/// A bench takes minutes: who has seen enough, or has to go, has what was found out.
+#[test]
+fn a_signal_prints_the_rows_that_are_there() {
+    for signal in [Signal::INT, Signal::TERM, Signal::HUP] {
+        let rest = "zombies_10k,pair_512,pair_1MiB,random_4MiB,live_10k,live_100k,live_1M";
+        let mut child = vpmm(&["bench", "--device=sim", "--allocator=arena,managed"])
+            .args(["--case", rest])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        // Both are left out of the first case. When the second is told of the first one's row is there.
+        let told = BufReader::new(child.stderr.take().unwrap()).lines().nth(1).unwrap().unwrap();
+        assert!(told.contains("zombies_10k: managed: left out"), "{told}");
+        rustix::process::kill_process(Pid::from_child(&child), signal).unwrap();
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.signal(), Some(signal.as_raw()), "it ends as by the signal");
+        let rows: Vec<&str> = stdout(&output).lines().skip(1).collect();
+        assert!(rows[0].contains("zombies_10k") && rows[0].contains("arena"), "{rows:?}");
+        assert!(rows.len() < 14, "{rows:?}");
+    }
+}
+
+/// As behind the `&` of a script, or with `nohup`.
+#[test]
+fn a_signal_that_was_ignored_stays_so() {
+    let bench = vpmm(&["bench", "--quick", "--device=sim", "--case=zombies_10k,live_100"]);
+    let mut child = Command::new("sh")
+        .args(["-c", "trap '' INT; exec \"$0\" \"$@\""])
+        .arg(bench.get_program())
+        .args(bench.get_args())
+        .arg("--allocator=arena,managed")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = BufReader::new(child.stderr.take().unwrap()).lines();
+    assert!(said.next().unwrap().unwrap().contains("left out"));
+    rustix::process::kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), stdout(&output).lines().count()), (Some(0), 5));
 }
 
 #[test]
