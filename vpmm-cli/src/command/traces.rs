@@ -5,7 +5,9 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::remark;
+use indicatif::ProgressDrawTarget;
+
+use super::{bar, remark};
 use crate::backend::{AllocatorSpec, is_bad_setting};
 use crate::device::FunctionSpent;
 use crate::exit::Abort;
@@ -24,10 +26,24 @@ pub(super) fn open_all(names: &[String]) -> Result<Vec<Trace>, Abort> {
     if names.iter().filter(|name| *name == "-").count() > 1 {
         return Err(Abort::bad_input("standard input (-) can be read only once"));
     }
-    let open = |name: &String| Trace::open(name).map_err(Abort::bad_input);
-    let traces: Vec<Trace> = names.iter().map(open).collect::<Result<_, _>>()?;
+    let traces: Vec<Trace> = names.iter().map(|name| open(name)).collect::<Result<_, _>>()?;
     traces.iter().for_each(remark_on_oddities);
     Ok(traces)
+}
+
+/// Reads one, and shows how far it is: millions of rows take seconds. Nobody knows how long standard input is.
+fn open(name: &str) -> Result<Trace, Abort> {
+    let bar = bar(0);
+    let trace = Trace::open_through(name, |source, bytes| {
+        match bytes {
+            Some(bytes) => bar.set_length(bytes),
+            None => bar.set_draw_target(ProgressDrawTarget::hidden()),
+        }
+        bar.set_message(format!("reading {name}"));
+        bar.wrap_read(source)
+    });
+    bar.finish_and_clear();
+    trace.map_err(Abort::bad_input)
 }
 
 /// Refuses logs that allocators would write over a trace, or one over the other.

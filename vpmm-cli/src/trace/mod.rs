@@ -103,9 +103,21 @@ impl Trace {
     /// # Errors
     /// [`TraceError`]: the file cannot be read, or a row is malformed.
     pub fn open(path: &str) -> Result<Self, TraceError> {
-        let source = source::open(path)
+        Self::open_through(path, |source, _| source)
+    }
+
+    /// The same, read through `watch`: it is given what the bytes come from, and how many there are where that is
+    /// a file.
+    ///
+    /// # Errors
+    /// As [`Trace::open`].
+    pub fn open_through<R: Read>(
+        path: &str,
+        watch: impl FnOnce(Box<dyn Read>, Option<u64>) -> R,
+    ) -> Result<Self, TraceError> {
+        let (source, bytes) = source::open(path)
             .map_err(|source| TraceError::Open { file: path.to_owned(), source })?;
-        Self::read(path, source)
+        Self::read(path, watch(source, bytes))
     }
 
     /// Reads a trace from bytes, plain or gzip; `name` is what messages call it.

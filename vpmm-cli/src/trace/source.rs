@@ -15,17 +15,19 @@ const LONGEST_LINE_BYTES: usize = 64 << 10;
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// Opens `path`, or standard input where it is `-`.
-pub(super) fn open(path: &str) -> io::Result<Box<dyn Read>> {
+/// Opens `path`, or standard input where it is `-`; and how many bytes it has, if it is a file.
+pub(super) fn open(path: &str) -> io::Result<(Box<dyn Read>, Option<u64>)> {
     if path == "-" {
-        return Ok(Box::new(io::stdin().lock()));
+        return Ok((Box::new(io::stdin().lock()), None));
     }
     let file = File::open(path)?;
+    let metadata = file.metadata()?;
     // Opening a folder succeeds on Linux; only reading it fails, less clearly.
-    if file.metadata()?.is_dir() {
+    if metadata.is_dir() {
         return Err(io::Error::from(io::ErrorKind::IsADirectory));
     }
-    Ok(Box::new(file))
+    let bytes = metadata.is_file().then_some(metadata.len());
+    Ok((Box::new(file), bytes))
 }
 
 /// The lines of a plain or gzip source, numbered from 1, without their ends.

@@ -423,3 +423,32 @@ fn check(trace: &Trace) -> Result<(), TestCaseError> {
     prop_assert_eq!(u64::try_from(peak).unwrap_or(u64::MAX), trace.peak_live_bytes);
     Ok(())
 }
+
+/// Of a compressed one those of the file: what it comes to is known at its end only.
+#[test]
+fn all_bytes_of_a_file_pass_whoever_watches() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../traces/gpt_train.csv.gz");
+    let passed = std::cell::Cell::new(0);
+    let mut told = None;
+    let trace = Trace::open_through(path, |mut source, bytes| {
+        told = bytes;
+        let passed = &passed;
+        let count = move |buffer: &mut [u8]| {
+            let read = source.read(buffer)?;
+            passed.set(passed.get() + read as u64);
+            Ok(read)
+        };
+        Counted(count)
+    });
+    assert_eq!(trace.unwrap(), Trace::open(path).unwrap());
+    assert_eq!(told, Some(std::fs::metadata(path).unwrap().len()));
+    assert_eq!(Some(passed.get()), told);
+}
+
+struct Counted<F>(F);
+
+impl<F: FnMut(&mut [u8]) -> std::io::Result<usize>> std::io::Read for Counted<F> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        (self.0)(buffer)
+    }
+}
