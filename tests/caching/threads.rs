@@ -11,6 +11,7 @@ use crate::support::{Held, Lcg, Rig};
 gated!(getting: cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize));
 gated!(waiting: cuEventSynchronize(event: CUevent));
 gated!(giving: cuMemFree_v2(address: CUdeviceptr));
+gated!(making_room: cuMemFree_v2(address: CUdeviceptr));
 
 #[test]
 fn threads_share_streams_memory_and_events() {
@@ -178,4 +179,46 @@ fn who_waits_for_uses_waits_for_no_others() {
     cached.assert_intact();
     drop((cached, own, side, other));
     drop(rig);
+}
+
+/// What one request gives back to stay below the threshold, or to make room, has not gone yet when another finds no
+/// memory: that one waits for it, as for a flush.
+#[test]
+fn who_lacks_memory_waits_for_what_another_request_gives_back() {
+    let settings = ["garbage_collection_threshold:0.3", "max_split_size_mb:32"];
+    for settings in settings {
+        let sim = Simulator::builder().schedule(Schedule::Eager).build().unwrap();
+        let rig = Rig::with(changed(&sim, making_room::put), sim);
+        let cached = rig.cached_with(settings);
+        let fraction = 160.5 * MIB as f64 / rig.device.total_memory().unwrap() as f64;
+        cached.allocator.set_memory_fraction(fraction).unwrap();
+        let (stream, other) = (rig.stream(), rig.stream());
+        let live = cached.malloc(30 * MIB, &stream);
+        let idle = cached.malloc(100 * MIB, &stream);
+        cached.free(idle, &stream);
+        let request = |stream: &vpmm::Stream| cached.allocator.malloc(60 << 20, stream);
+        std::thread::scope(|scope| {
+            making_room::BEFORE.arm();
+            // Only its own stream gives up what is too long to be split.
+            let of_first = if settings.contains("split") { &stream } else { &other };
+            let first = scope.spawn(move || request(of_first));
+            making_room::BEFORE.wait();
+            let second = scope.spawn(|| request(&other));
+            let start = Instant::now();
+            while !second.is_finished() && start.elapsed() < Duration::from_millis(200) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            making_room::BEFORE.open();
+            for request in [first, second] {
+                let ptr =
+                    request.join().unwrap().unwrap_or_else(|error| panic!("{settings}: {error}"));
+                cached.allocator.free(ptr).unwrap();
+            }
+        });
+        assert_eq!(cached.allocator.stats().num_ooms, 0);
+        cached.free(live, &stream);
+        cached.assert_intact();
+        drop((cached, stream, other));
+        drop(rig);
+    }
 }

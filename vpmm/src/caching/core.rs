@@ -91,7 +91,7 @@ pub(super) struct Core {
     pub(super) requests: AtomicUsize,
     /// The number of the first of them that is to ask again.
     pub(super) ask_at: AtomicUsize,
-    /// One thread at a time gives everything back.
+    /// One thread at a time gives everything back; what a request gives back to make room is part of it.
     pub(super) reclaiming: Alone,
 }
 

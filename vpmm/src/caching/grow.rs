@@ -26,8 +26,7 @@ impl Core {
         if let Some(found) = self.get_segment(place, handle, segment, sizes)? {
             return Ok(found);
         }
-        let (oversize, suffices) = self.books.lock().take_oversize(place, bytes);
-        self.give_back(oversize, Some((place, handle)))?;
+        let suffices = self.give_back_oversize(place, handle, bytes)?;
         if suffices && let Some(found) = self.get_segment(place, handle, segment, sizes)? {
             return Ok(found);
         }
@@ -121,9 +120,27 @@ impl Core {
         self.give_back(idle, None)
     }
 
+    /// Gives back what the stream has free that is too long to be split; whether that makes room for the request.
+    fn give_back_oversize(&self, place: u32, handle: StreamHandle, bytes: u64) -> Result<bool> {
+        if self.config.max_split_size_bytes.is_none() {
+            return Ok(false);
+        }
+        // Who finds no memory meanwhile waits for this, as for a flush. Where another thread is at that already this
+        // one does not wait: what that is for may depend on it.
+        let _alone = self.reclaiming.try_enter();
+        let (oversize, suffices) = self.books.lock().take_oversize(place, bytes);
+        self.give_back(oversize, Some((place, handle)))?;
+        Ok(suffices)
+    }
+
     /// Where more is held than the threshold, gives back segments that nobody used for long.
     fn collect_garbage(&self) -> Result<()> {
         let Some(most) = self.collect_above_bytes() else { return Ok(()) };
+        if self.books.lock().held_bytes() <= most {
+            return Ok(());
+        }
+        // As above; but where another thread gives back now there may be less in a moment: a later request looks again.
+        let Some(_alone) = self.reclaiming.try_enter() else { return Ok(()) };
         let aged = {
             let mut books = self.books.lock();
             let held = books.held_bytes();

@@ -4,7 +4,7 @@
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 /// Lets one thread in at a time. It is held while functions of the caller's may be called, which may come back
 /// here: a thread that is in is turned away, where it would wait for itself.
@@ -39,6 +39,17 @@ impl Alone {
         self.by.store(this, Ordering::Relaxed);
         Some(Inside { by: &self.by, _held: held })
     }
+
+    /// The same without a wait; `None` where any thread is in, this one or another.
+    pub(crate) fn try_enter(&self) -> Option<Inside<'_>> {
+        let held = match self.held.try_lock() {
+            Ok(held) => held,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        self.by.store(this_thread(), Ordering::Relaxed);
+        Some(Inside { by: &self.by, _held: held })
+    }
 }
 
 impl Drop for Inside<'_> {
@@ -60,6 +71,7 @@ mod tests {
                     for _ in 0..50 {
                         let inside = alone.enter();
                         assert!(inside.is_some() && alone.enter().is_none());
+                        assert!(alone.try_enter().is_none());
                         assert_eq!(count.fetch_add(1, Ordering::Relaxed), 0);
                         assert_eq!(count.fetch_sub(1, Ordering::Relaxed), 1);
                         drop(inside);
@@ -68,5 +80,7 @@ mod tests {
             }
         });
         assert!(alone.enter().is_some());
+        let inside = alone.try_enter();
+        assert!(inside.is_some() && alone.enter().is_none());
     }
 }
