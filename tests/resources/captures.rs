@@ -106,8 +106,8 @@ fn segments_stay_while_a_capture_forbids_the_legacy_stream() {
     });
 }
 
-/// Memory that only a wait for the device would prove free: that would end the capture of who asks, or of a blocking
-/// stream beside.
+/// Memory that only a wait for the device would prove free: that would end the capture of who asks, of a blocking
+/// stream beside, or of one of the library's that the resource knows.
 #[test]
 fn no_request_waits_for_the_device_beside_a_capture() {
     Rig::everywhere(|rig| {
@@ -119,16 +119,18 @@ fn no_request_waits_for_the_device_beside_a_capture() {
         (config.block_bytes, config.blocks_at_once) = (16 << 20, 1);
         let blocks = FixedSize::new(limit, &rig.device, &config).expect("blocks");
         let (blocking, _) = streams::make(rig, 0);
-        for (resource, beside) in [&pool as &dyn MemoryResource, &blocks]
+        for (resource, which) in [&pool as &dyn MemoryResource, &blocks]
             .into_iter()
-            .flat_map(|resource| [(resource, false), (resource, true)])
+            .flat_map(|resource| (0..3).map(move |which| (resource, which)))
         {
-            let (ended, asking) = (rig.stream(), rig.stream());
+            let (ended, asking, known) = (rig.stream(), rig.stream(), rig.stream());
+            let ptr = resource.allocate(16 << 20, 256, known.handle()).expect("memory");
+            resource.deallocate(ptr, 16 << 20, 256, known.handle()).expect("freed");
             let ptr = resource.allocate(16 << 20, 256, ended.handle()).expect("memory");
             streams::begin_capture(rig, ended.handle().raw());
             resource.deallocate(ptr, 16 << 20, 256, ended.handle()).expect("freed");
             drop(ended);
-            let raw = if beside { blocking } else { asking.handle().raw() };
+            let raw = [asking.handle().raw(), blocking, known.handle().raw()][which];
             streams::begin_capture(rig, raw);
             let refused = resource.allocate(16 << 20, 256, asking.handle());
             assert!(refused.as_ref().is_err_and(Error::is_out_of_memory), "{refused:?}");

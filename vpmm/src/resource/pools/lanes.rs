@@ -566,6 +566,20 @@ impl Lanes {
         !can_record && self.has_pending(lane) && known.covered() < known.freed
     }
 
+    /// Whether a stream captures whose end is told, and which can be asked until then: a wait for the device would end
+    /// that capture.
+    pub(super) fn see_capture(&self) -> Result<bool> {
+        let _context = self.device.enter()?;
+        for known in &self.lanes {
+            if let Recording::Lazy(handle) = known.recording
+                && stream_is_capturing(self.driver(), handle)?
+            {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     /// Events behind all that is pending, as far as there can be any; from here on none is destroyed before
     /// the end.
     fn last_records(&mut self) -> Result<Vec<(u32, Record)>> {
