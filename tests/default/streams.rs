@@ -221,6 +221,41 @@ fn a_stream_of_the_library_may_capture() {
     });
 }
 
+/// Also where it was met by its bare handle, as from another library, and the event of a free by that is under way.
+#[test]
+fn a_stream_of_the_library_that_was_met_by_its_bare_handle_may_capture() {
+    for lent in [false, true] {
+        let rig = Rig::simulated(Schedule::Manual);
+        let watched = rig.pool(&config(24, 192));
+        let (own, other) = (rig.stream(), rig.stream());
+        let (raw, foreign) = make(&rig, NON_BLOCKING);
+        let by_bare = if lent { foreign } else { bare(&own) };
+        // SAFETY: the stream is destroyed behind the loan.
+        let borrowed = || unsafe { Stream::borrowed(&rig.device, by_bare) }.unwrap();
+        let stream = if lent { borrowed() } else { own };
+        let [first, second] = [(); 2].map(|()| watched.malloc(2 * GRANULE, by_bare));
+        watched.free(first, by_bare);
+        let pool = &watched.pool;
+        begin_capture(&rig, by_bare.raw());
+        pool.free(second.ptr, &stream).unwrap();
+        for bytes in [MIB, 2 * GRANULE] {
+            let ptr = pool.malloc(bytes as usize, &stream).unwrap();
+            pool.free(ptr, &stream).unwrap();
+        }
+        // What was written there before the capture has not been looked at.
+        let beside = watched.malloc(2 * GRANULE, &other);
+        watched.validate();
+        assert_eq!(end_capture(&rig, by_bare.raw()), 0, "nodes");
+        rig.sim.as_ref().unwrap().run_until_idle();
+        watched.free(beside, &other);
+        let all = pool.malloc(23 * GRANULE as usize, &other).unwrap();
+        pool.free(all, &other).unwrap();
+        watched.assert_intact();
+        drop(stream);
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+    }
+}
+
 #[test]
 fn a_foreign_stream_that_captures_is_refused_and_goes_on_capturing() {
     Rig::everywhere(|rig| {

@@ -251,15 +251,16 @@ impl Core {
         };
         let (recording, turned_out) = {
             let mut space = self.space.lock();
+            let space = &mut *space;
             let book = &mut space.books[index as usize];
-            // A stream met by its raw handle first may turn out to be the library's own. What it
-            // has freed is covered by its last event, what it will free by later ones.
-            let turns_out = book.recording == Recording::Eager
-                && matches!(recording, Recording::Lazy(_))
-                && book.stage == Stage::Clear
-                && book.last_record.is_none();
+            // A stream met by its raw handle first may turn out to be the library's own. What it has freed and will
+            // free is covered by an event that is recorded when it is wanted: not at a free by this handle, which may
+            // be in a capture.
+            let turns_out =
+                book.recording == Recording::Eager && matches!(recording, Recording::Lazy(_));
             if turns_out {
                 book.recording = recording;
+                space.events.extend(book.last_record.take());
             }
             (book.recording, turns_out)
         };
