@@ -1,5 +1,7 @@
 //! Captures: no call ends one, and none becomes a part of one.
 
+use vpmm::caching::{CachingAllocator, CachingConfig};
+use vpmm::resource::{DriverPool, DriverPoolConfig};
 use vpmm::{Error, Stream, StreamHandle};
 
 use crate::rig::{Cached, MIB};
@@ -80,6 +82,41 @@ fn the_event_of_a_capturing_stream_is_recorded_when_that_is_over() {
         assert_ne!(other.address(), held.address(), "the work before the capture still runs");
         drop(stall);
         cached.free(other, &own);
+        cached.allocator.empty_cache().unwrap();
+        assert_eq!(cached.reserved(), 0);
+        cached.assert_intact();
+    });
+}
+
+/// Also where it was met by its bare handle, as from another library.
+#[test]
+fn a_stream_that_was_met_by_its_bare_handle_is_the_librarys_from_then_on() {
+    Rig::everywhere(|rig| {
+        let driver_pool = DriverPool::new(&rig.device, &DriverPoolConfig::default()).unwrap();
+        let config = CachingConfig::default();
+        let cached =
+            rig.observe(CachingAllocator::over(driver_pool, &rig.device, &config).unwrap());
+        let (own, side) = (rig.stream(), rig.stream());
+        // SAFETY: the stream outlives it.
+        let bare = unsafe { StreamHandle::from_raw(side.handle().raw()) };
+        let held = cached.malloc(3 * MIB, &own);
+        let of_side = cached.malloc(3 * MIB, bare);
+        cached.free(of_side, bare);
+        cached.look_from(&held, &own, &side);
+        begin_capture(rig, side.handle().raw());
+        cached.free(held, &own);
+        assert_eq!(end_capture(rig, side.handle().raw()), 0);
+        // What is the stream's goes back on it.
+        cached.allocator.empty_cache().unwrap();
+        assert_eq!(cached.reserved(), 0);
+        // By a request as well, that nothing cached serves.
+        let next = rig.stream();
+        // SAFETY: as above.
+        let bare = unsafe { StreamHandle::from_raw(next.handle().raw()) };
+        for (bytes, stream) in [(30 * MIB, bare), (40 * MIB, next.handle())] {
+            let held = cached.malloc(bytes, stream);
+            cached.free(held, stream);
+        }
         cached.allocator.empty_cache().unwrap();
         assert_eq!(cached.reserved(), 0);
         cached.assert_intact();

@@ -225,6 +225,7 @@ impl Core {
         handle: StreamHandle,
         sizes: (u64, u64),
     ) -> Result<DevicePtr> {
+        self.tell_apart(&admitted, handle);
         // Some may be with what waits; or with a stream that has ended.
         if self.settle_uses(has_open)? || admitted.is_new {
             let mut books = self.books.lock();
@@ -258,9 +259,26 @@ impl Core {
         Ok(stream)
     }
 
+    /// A stream that was met by its bare handle may turn out to be one whose end is told.
+    fn tell_apart(&self, admitted: &Admitted<'_>, handle: StreamHandle) {
+        if self.has_all_to_tell(&self.books.lock(), admitted.place, handle) {
+            return;
+        }
+        lock(&self.waits).turns_out(self, admitted.place, handle);
+    }
+
+    /// Whether a stream's place is known by as much as its handle says: the legacy stream's is from the first call on.
+    fn has_all_to_tell(&self, books: &Books, place: u32, handle: StreamHandle) -> bool {
+        books.places[place as usize].open.is_lazy
+            || handle == StreamHandle::LEGACY
+            || self.number_of(handle).is_none()
+    }
+
     /// The place of a stream, which it is given where it has none, and keeps while this lives.
     fn admit(&self, stream: u64, handle: StreamHandle) -> Result<Admitted<'_>> {
-        if let Some(admitted) = Admitted::known(self, &mut self.books.lock(), stream) {
+        let known = Admitted::known(self, &mut self.books.lock(), stream);
+        if let Some(admitted) = known {
+            self.tell_apart(&admitted, handle);
             return Ok(admitted);
         }
         let _context = self.device.enter()?;
@@ -313,7 +331,9 @@ impl Core {
         {
             let mut books = self.books.lock();
             books.find(ptr)?;
-            if let Some(place) = known.and_then(|stream| books.place_of(stream)) {
+            if let Some(place) = known.and_then(|stream| books.place_of(stream))
+                && self.has_all_to_tell(&books, place, handle)
+            {
                 return books.note_use(ptr, Use { place, on: handle });
             }
         }

@@ -41,6 +41,16 @@ impl Waits {
         }
     }
 
+    /// The stream at a place comes by a handle that tells of its end: what waits for it from here on needs no event at
+    /// once, and memory may go back on it.
+    pub(in crate::caching) fn turns_out(&mut self, core: &Core, place: u32, handle: StreamHandle) {
+        let of = &mut self.places[place as usize];
+        if matches!(of.life, Life::Foreign) {
+            of.life = Life::Lasting(handle);
+            core.books.lock().places[place as usize].open.is_lazy = true;
+        }
+    }
+
     /// A place to give to a new stream, if there is one: of a stream whose work is over, whose memory
     /// the new one inherits; or of one that nobody may ever name again and that has no memory.
     pub(in crate::caching) fn vacant(&self, books: &Books) -> Option<u32> {
