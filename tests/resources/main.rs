@@ -14,6 +14,7 @@ mod devices;
 mod failures;
 mod growth;
 mod handovers;
+mod loans;
 mod logs;
 mod meetings;
 mod outlived;
