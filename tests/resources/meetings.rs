@@ -1,7 +1,8 @@
 //! Threads and streams that do not wait for each other, and what they cost each other in driver calls.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
 use vpmm::caching::CachingConfig;
@@ -10,7 +11,7 @@ use vpmm::{CachingAllocator, Error, MemoryResource, StreamHandle};
 
 use crate::subjects::{MIB, arena, malloc, plain_pool};
 use crate::support::changed::{changed, gated};
-use crate::support::{Rig, streams};
+use crate::support::{Rig, call, streams};
 use crate::watched::Watched;
 
 gated!(recording: cuEventRecord(event: CUevent, stream: CUstream));
@@ -21,6 +22,25 @@ gated!(waiting_for_all: cuCtxSynchronize());
 gated!(waited_for_all: cuCtxSynchronize());
 gated!(allocating: cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize));
 gated!(freeing: cuMemFree_v2(address: CUdeviceptr));
+
+mod naming {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use crate::support::changed::{Gate, replaced};
+
+    pub(super) static AT: Gate = Gate::new();
+    /// Calls until the one that comes to the gate.
+    pub(super) static LEFT: AtomicUsize = AtomicUsize::new(0);
+
+    fn count() {
+        let less = |left: usize| left.checked_sub(1);
+        if LEFT.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less) == Ok(1) {
+            AT.pass();
+        }
+    }
+
+    replaced!(cuStreamGetId(stream: CUstream, number: *mut u64), count());
+}
 
 const BLOCK: usize = 1 << 20;
 
@@ -365,4 +385,58 @@ fn a_stream_that_ends_is_given_to_no_pool_that_has_been_told() {
     below.deallocate(ptr, 16 << 20, 256, other.handle()).expect("freed");
     drop((above, beside, below));
     rig.assert_clean();
+}
+
+/// A request of an arena has another stream's superblocks come back, and stops on the way, wherever it asks which stream
+/// is meant. Another that finds nothing meanwhile waits for what is on its way, and has what the first one leaves.
+#[test]
+fn who_finds_an_arena_empty_has_what_another_request_calls_in() {
+    for stop in 1.. {
+        let sim = Simulator::builder().schedule(Schedule::Eager).build().expect("a simulator");
+        let rig = Rig::with(changed(&sim, naming::put), sim);
+        let mut config = ArenaConfig::default();
+        config.arena_bytes = Some(16 * MIB);
+        let arena = Arena::new(malloc(&rig), &rig.device, &config).expect("an arena");
+        let (idle, second) = (rig.stream(), rig.stream());
+        let (raw, first) = streams::make(&rig, 1);
+        let take = |bytes: usize, stream: StreamHandle| arena.allocate(bytes, 256, stream);
+        // Two superblocks of one stream, and nothing else.
+        let free = [(); 8].map(|()| take(BLOCK, idle.handle()).expect("memory"));
+        let rest = take(8 * BLOCK, idle.handle()).expect("memory");
+        for ptr in free {
+            arena.deallocate(ptr, BLOCK, 256, idle.handle()).expect("freed");
+        }
+        naming::LEFT.store(stop, Ordering::SeqCst);
+        naming::AT.arm();
+        let has_stopped = std::thread::scope(|scope| {
+            let calls_in = scope.spawn(|| take(BLOCK, first));
+            while naming::LEFT.load(Ordering::SeqCst) > 0 && !calls_in.is_finished() {
+                std::thread::yield_now();
+            }
+            let has_stopped = naming::LEFT.swap(0, Ordering::SeqCst) == 0;
+            if has_stopped {
+                naming::AT.wait();
+            }
+            let asks = scope.spawn(|| take(BLOCK, second.handle()));
+            let begin = Instant::now();
+            while !asks.is_finished() && begin.elapsed() < Duration::from_millis(100) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            naming::AT.open();
+            for (request, stream) in [(calls_in, first), (asks, second.handle())] {
+                let made = request.join().expect("no panic");
+                let ptr = made.unwrap_or_else(|error| panic!("stopped at {stop}: {error}"));
+                arena.deallocate(ptr, BLOCK, 256, stream).expect("freed");
+            }
+            has_stopped
+        });
+        arena.deallocate(rest, 8 * BLOCK, 256, idle.handle()).expect("freed");
+        drop(arena);
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+        rig.assert_clean();
+        if !has_stopped {
+            assert!(stop > 4, "it asks for many streams");
+            break;
+        }
+    }
 }

@@ -232,13 +232,13 @@ impl<R: MemoryResource + 'static> Arena<R> {
         }
     }
 
-    /// Brings superblocks that are wholly free back to the shared arena; whether there were any.
-    fn call_in(&self, stream: StreamHandle, wait: bool) -> Result<bool> {
-        let mut any = false;
+    /// Brings superblocks that are wholly free back to the shared arena. One that another request is about to bring
+    /// back is there then, too.
+    fn call_in(&self, stream: StreamHandle, wait: bool) -> Result<()> {
         for (_, own) in self.streams.of.all() {
-            any |= own.pool.trim(stream, wait)? > 0;
+            own.pool.trim(stream, wait)?;
         }
-        Ok(any)
+        Ok(())
     }
 
     #[inline(never)]
@@ -262,8 +262,9 @@ impl<R: MemoryResource + 'static> Arena<R> {
             return result;
         }
         for wait in [false, true] {
-            let lacks = result.as_ref().is_err_and(Error::is_out_of_memory);
-            if lacks && self.call_in(stream, wait)? {
+            // Also where nothing was brought back here: another request may have done so since this one looked.
+            if result.as_ref().is_err_and(Error::is_out_of_memory) {
+                self.call_in(stream, wait)?;
                 result = request();
             }
         }
