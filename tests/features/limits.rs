@@ -293,6 +293,32 @@ fn small_requests_leave_nothing_at_the_limit() {
     });
 }
 
+/// Nor do those whose memory waited for further streams, as soon as these have come past it.
+#[test]
+fn small_requests_with_further_uses_leave_nothing_at_the_limit() {
+    Rig::each(|rig, profile| {
+        let settings = Settings { limit_bytes: Some(2 * BLOCK), ..Settings::default() };
+        let watched = rig.pool_with(profile, &settings);
+        let (own, side, other) = (rig.stream(), rig.stream(), rig.stream());
+        for synchronizes in [true, false] {
+            for _ in 0..3 {
+                let held = watched.malloc(MIB, &own);
+                watched.look_from(&held, &own, &side);
+                watched.free(held, &own);
+            }
+            match synchronizes {
+                true => rig.device.synchronize().unwrap(),
+                // Which the pool is not told of.
+                false => call!(rig.driver, cuCtxSynchronize()),
+            }
+            let held = watched.malloc(2 * BLOCK, &other);
+            watched.free(held, &other);
+            watched.pool.trim_to(0).unwrap();
+        }
+        watched.assert_intact();
+    });
+}
+
 #[test]
 fn the_peak_of_small_requests_is_reset_too() {
     Rig::everywhere(|rig| {

@@ -4,12 +4,17 @@
 //! what is mapped. One thread at a time is in here (the `growing` lock), so that two requests
 //! cannot each starve on what the other holds in transit.
 
+use std::ptr;
 use std::sync::MutexGuard;
+
+use cuda_sys::types::{CUstream, CUstream_flags_enum};
 
 use super::plan::{Plan, Planned};
 use super::small::Small;
 use super::space::Space;
 use super::{Caller, PagedPool};
+use crate::capture::BesideCaptures;
+use crate::device::StreamHandle;
 use crate::driver::Failure;
 use crate::error::{Error, Result};
 use crate::event::Event;
@@ -43,7 +48,7 @@ impl PagedPool {
                     drop(space);
                     // What the driver holds unused for small requests counts towards the limit.
                     match trims.take() {
-                        Some(small) => small.trim_to(self.device.driver(), 0)?,
+                        Some(small) => self.trim_small(small)?,
                         None => return Err(self.out_of_memory(bytes)),
                     }
                 }
@@ -170,6 +175,37 @@ impl PagedPool {
         Ok(extents)
     }
 
+    /// Has the driver give back what it holds unused for small requests, with what waited for further streams and
+    /// need not any more.
+    fn trim_small(&self, small: &Small) -> Result<(), Failure> {
+        // What fails is as it was, and told to the next small request or trim.
+        let _ = self.free_small_at_once();
+        small.trim_to(self.device.driver(), 0)
+    }
+
+    /// Small allocations that only wait to be given to the driver, on a stream made for that, which has nothing else
+    /// to do and is waited for: else the driver could not give up what it got. No driver call where there is none.
+    fn free_small_at_once(&self) -> Result<()> {
+        if !self.lock_space().uses.has_small() {
+            return Ok(());
+        }
+        let asked = self.ask_deferred();
+        let driver = self.device.driver();
+        let _beside = BesideCaptures::enter(driver)?;
+        let flags = CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0;
+        let mut stream: CUstream = ptr::null_mut();
+        // SAFETY: the pointer is to a live CUstream, and the context is current.
+        unsafe { driver.cuStreamCreate(&mut stream, flags) }?;
+        let own = StreamHandle::foreign(stream);
+        let number = self.id_of(own).map_err(Error::from);
+        let freed = number.and_then(|number| self.free_ready_small(number, own));
+        // SAFETY: made above, and nobody else has it.
+        let waited = unsafe { driver.cuStreamSynchronize(stream) };
+        // SAFETY: as above; it is not used after.
+        let ended: Result<(), Failure> = unsafe { driver.cuStreamDestroy_v2(stream) };
+        asked.and(freed).and(waited.and(ended).map_err(Error::from))
+    }
+
     /// Makes pages. Where the device has none left, what the small requests' pool keeps unused is
     /// given back and the page tried once more.
     fn create(&self, new: &mut Vec<Extent>, bytes: u64) -> Result<(), Failure> {
@@ -180,7 +216,7 @@ impl PagedPool {
                 Err(failure) if failure.is_out_of_memory() && !trimmed => {
                     trimmed = true;
                     if let Some(small) = &self.small {
-                        small.trim_to(self.device.driver(), 0)?;
+                        self.trim_small(small)?;
                     }
                     make()?
                 }
