@@ -416,6 +416,36 @@ fn addresses_that_wait_for_a_lost_stream_do_so_until_the_device_was_waited_for()
     }
 }
 
+/// All that a stream did which has ended is over. A wait for the device begins nothing anew of it: what it used, and is
+/// freed after that, waits for nothing.
+#[test]
+fn what_a_stream_used_that_has_ended_waits_for_no_other_wait_for_the_device() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let watched = rig.pool(&config(8, 64));
+    let pool = &watched.pool;
+    let (own, further) = (rig.stream(), rig.stream());
+    let [first, second] = [(); 2].map(|()| watched.malloc(GRANULE, &own));
+    rig.order(own.handle(), further.handle());
+    for held in [first, second] {
+        held.check(&rig, &further);
+        pool.record_stream(held.ptr, &further).unwrap();
+    }
+    watched.free(first, &own);
+    drop(further);
+    // The last event of the stream is seen by the trim.
+    for _ in 0..2 {
+        rig.device.synchronize().unwrap();
+        pool.trim_to(u64::MAX).unwrap();
+        pool.trim_to(GRANULE).unwrap();
+    }
+    rig.device.synchronize().unwrap();
+    watched.free(second, &own);
+    assert_eq!(pool.stats().deferred_bytes, 0, "{pool:?}");
+    own.synchronize().unwrap();
+    assert_eq!(pool.trim_to(0).unwrap(), GRANULE, "{pool:?}");
+    watched.assert_intact();
+}
+
 /// A stream that comes to be a pool's only one finds nobody's memory there, which is not the
 /// stream's: what it frees beside that becomes one with it all the same, when it has to.
 #[test]

@@ -153,9 +153,13 @@ impl Space {
     }
 
     /// Closes an epoch that is about to be waited for: no event is needed for it then. The memory of
-    /// an only stream stays in one set, unless something else waits for its epoch.
+    /// an only stream stays in one set, unless something else waits for its epoch. Not where a stream
+    /// takes no event: all that one which has ended did is over, and would be waited for again.
     fn close_for_wait(&mut self, tags: &Tags, stream: u32) {
         let book = &self.books[stream as usize];
+        if !matches!(book.recording, Recording::Lazy(_) | Recording::Eager) {
+            return;
+        }
         let waits = book.deferred_until >= book.epoch || self.zombie_waits(stream);
         let gains = if self.is_sole(stream) { waits } else { self.has_open(stream) };
         if book.stage == Stage::Clear && gains && !book.is_unproved() {
