@@ -545,6 +545,50 @@ fn a_request_that_a_heap_falls_asleep_before_is_refused() {
     call!(rig.driver, cuStreamDestroy_v2(raw));
 }
 
+gated!(mapping: cuMemMap(
+    address: CUdeviceptr,
+    bytes: usize,
+    offset: usize,
+    handle: CUmemGenericAllocationHandle,
+    flags: u64
+));
+
+/// A request is having memory moved, and another thread has the heap sleep: the addresses that the memory leaves wait
+/// for what was freed before, which is waited for, too.
+#[test]
+fn a_heap_sleeps_behind_a_request_that_has_memory_moved() {
+    let sim = Simulator::builder().build().unwrap();
+    let rig = Rig::with(changed(&sim, mapping::put), sim.clone());
+    let watched = rig.pool(Profile::Default, Location::Device);
+    let (pool, stream, other) = (&watched.pool, rig.stream(), rig.stream());
+    let tagged = pool.tagged("weights").unwrap();
+    let malloc = |granules: u64| tagged.malloc((granules * GRANULE) as usize, &stream).unwrap();
+    let mut held: Vec<_> = (0..LIMIT).map(|_| malloc(1)).collect();
+    let mut kept = Vec::new();
+    while let (Some(goes), Some(stays)) = (held.pop(), held.pop()) {
+        tagged.free(goes, &stream).unwrap();
+        kept.push(stays);
+    }
+    mapping::BEFORE.arm();
+    let (moved, slept) = std::thread::scope(|scope| {
+        let request = scope.spawn(|| malloc(2));
+        mapping::BEFORE.wait();
+        let sleep = scope.spawn(|| pool.suspend("weights", &other, &Contents::Discard));
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        mapping::BEFORE.open();
+        (request.join().unwrap(), sleep.join().unwrap())
+    });
+    assert!(tagged.stats().extents_moved > 0);
+    slept.unwrap();
+    watched.validate();
+    pool.resume("weights", &stream).unwrap();
+    watched.validate();
+    for ptr in kept.into_iter().chain(held).chain([moved]) {
+        pool.free(ptr, &stream).unwrap();
+    }
+    watched.assert_intact();
+}
+
 /// Copies that the host could not wait for still write there when all has been freed, and the heap ends.
 #[test]
 fn an_end_waits_for_copies_that_could_not_be_waited_for() {

@@ -68,8 +68,12 @@ impl Core {
         self.wait_for_frees()?;
         self.poll_deferred(true)?;
         let still = lock(&self.growing);
-        // Calls that were under way when the shortcuts went.
+        // Calls that were under way when the shortcuts went. What one of them has had moved left addresses since
+        // that wait for a stream.
         self.flush_fronts(|_| true);
+        if self.has_waiting_zombies() {
+            self.wait_for_frees()?;
+        }
         {
             let space = self.space.lock();
             if space.memory.exported() > 0 {
@@ -98,6 +102,12 @@ impl Core {
         }
         drop(space);
         Ok(still)
+    }
+
+    fn has_waiting_zombies(&self) -> bool {
+        let space = self.space.lock();
+        let map = &space.memory.map;
+        map.totals().regions(State::Zombie) > map.ready_zombies().count() as u64
     }
 
     /// A settled heap goes on as it was.
