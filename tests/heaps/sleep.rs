@@ -589,6 +589,47 @@ fn a_heap_sleeps_behind_a_request_that_has_memory_moved() {
     watched.assert_intact();
 }
 
+gated!(mapping_beside: cuMemMap(
+    address: CUdeviceptr,
+    bytes: usize,
+    offset: usize,
+    handle: CUmemGenericAllocationHandle,
+    flags: u64
+));
+
+/// A thread frees what a further stream still uses, while another has the heap sleep behind that use.
+#[test]
+fn what_is_freed_on_the_way_to_sleep_keeps_no_heap_awake() {
+    let sim = Simulator::builder().build().unwrap();
+    let rig = Rig::with(changed(&sim, mapping_beside::put), sim.clone());
+    let watched = rig.pool(Profile::Default, Location::Device);
+    let (pool, stream, other, further) = (&watched.pool, rig.stream(), rig.stream(), rig.stream());
+    let tagged = pool.tagged("weights").unwrap();
+    let malloc = || tagged.malloc(GRANULE as usize, &stream).unwrap();
+    let used = malloc();
+    pool.record_stream(used, &further).unwrap();
+    let stall = rig.stall(further.handle());
+    rig.order(&further, &other);
+    mapping_beside::BEFORE.arm();
+    let pause = || std::thread::sleep(std::time::Duration::from_millis(50));
+    let (asked, slept) = std::thread::scope(|scope| {
+        let request = scope.spawn(malloc);
+        mapping_beside::BEFORE.wait();
+        let sleep = scope.spawn(|| pool.suspend("weights", &other, &Contents::Discard));
+        pause();
+        tagged.free(used, &stream).unwrap();
+        mapping_beside::BEFORE.open();
+        pause();
+        drop(stall);
+        (request.join().unwrap(), sleep.join().unwrap())
+    });
+    slept.unwrap();
+    watched.validate();
+    assert_eq!(pool.resume("weights", &stream).unwrap().bytes, 2 * GRANULE);
+    pool.free(asked, &stream).unwrap();
+    watched.assert_intact();
+}
+
 /// Copies that the host could not wait for still write there when all has been freed, and the heap ends.
 #[test]
 fn an_end_waits_for_copies_that_could_not_be_waited_for() {

@@ -20,6 +20,7 @@ use super::{Backed, Memory};
 use crate::default::class::UNIT_BYTES;
 use crate::default::space::book::{Book, Recording, Stage};
 use crate::default::space::tags::Tag;
+use crate::default::streams::deferred::{Deferred, Wait};
 use crate::default::{Core, lock};
 use crate::driver::Failure;
 use crate::error::{Error, Result};
@@ -65,6 +66,7 @@ impl Core {
     fn settle_all(&self) -> Result<Stillness<'_>> {
         let _context = self.device.enter()?;
         self.flush_fronts(|_| true);
+        let marks = self.every_mark();
         self.wait_for_frees()?;
         self.poll_deferred(true)?;
         let still = lock(&self.growing);
@@ -87,7 +89,16 @@ impl Core {
                 let never = matches!(book.recording, Recording::Held | Recording::Lost);
                 (never || book.stage == Stage::Unrecorded) && !book.is_empty()
             };
-            if space.books.iter().any(unasked) || !space.deferred.is_empty() {
+            // What was freed since had not been, and the caller sees to all work with it.
+            let is_of_before = |wait: &Wait| {
+                let mark = marks.get(wait.stream as usize);
+                mark.is_some_and(|mark| wait.mark <= mark.point)
+            };
+            let waits = |block: &Deferred| {
+                let mut waits = block.waits.iter().chain([&block.own]);
+                waits.all(is_of_before)
+            };
+            if space.books.iter().any(unasked) || space.deferred.iter().any(waits) {
                 return Err(Error::StreamCapturing);
             }
         }

@@ -90,7 +90,8 @@ impl Core {
         waited
     }
 
-    fn every_mark(&self) -> Vec<Mark> {
+    /// A mark of each stream, in their order.
+    pub(super) fn every_mark(&self) -> Vec<Mark> {
         let mut space = self.space.lock();
         let streams = 0..space.books.len() as u32;
         streams.map(|stream| space.take_mark(self.number, stream)).collect()
