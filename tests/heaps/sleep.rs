@@ -589,6 +589,33 @@ fn a_heap_sleeps_behind_a_request_that_has_memory_moved() {
     watched.assert_intact();
 }
 
+/// The driver would not unmap addresses that memory has left: why is told, and the heap is awake.
+#[test]
+fn addresses_that_cannot_be_unmapped_keep_a_heap_awake_by_name() {
+    let rig = Rig::simulated(cuda_sim::Schedule::Eager);
+    let watched = rig.pool(Profile::Default, Location::Device);
+    let (pool, stream) = (&watched.pool, rig.stream());
+    let tagged = pool.tagged("weights").unwrap();
+    let malloc = |granules: u64| tagged.malloc((granules * GRANULE) as usize, &stream).unwrap();
+    let held: Vec<_> = (0..LIMIT).map(|_| malloc(1)).collect();
+    [1, 3].into_iter().for_each(|at: usize| tagged.free(held[at], &stream).unwrap());
+    let moved = malloc(2);
+    assert!(tagged.stats().zombie_bytes > 0);
+    let refused = cuda_sys::types::CUresult::CUDA_ERROR_UNKNOWN;
+    rig.sim.as_ref().unwrap().fail_nth("cuMemUnmap", 1, refused);
+    let error = pool.suspend("weights", &stream, &Contents::Discard).unwrap_err();
+    let told = matches!(error, Error::Driver { call: "cuMemUnmap", code, .. } if code == refused);
+    assert!(told && !tagged.is_asleep(), "{error}");
+    watched.validate();
+    pool.suspend("weights", &stream, &Contents::Discard).unwrap();
+    pool.resume("weights", &stream).unwrap();
+    let live = held.iter().enumerate().filter(|(at, _)| ![1, 3].contains(at));
+    for ptr in live.map(|(_, ptr)| *ptr).chain([moved]) {
+        pool.free(ptr, &stream).unwrap();
+    }
+    watched.assert_intact();
+}
+
 gated!(mapping_beside: cuMemMap(
     address: CUdeviceptr,
     bytes: usize,

@@ -102,14 +102,14 @@ impl Core {
                 return Err(Error::StreamCapturing);
             }
         }
-        self.reap(u64::MAX, Duration::MAX);
+        let refused = self.reap(u64::MAX, Duration::MAX);
         let space = self.space.lock();
         let zombies = space.zombie_granules();
         if zombies > 0 {
             // Their addresses would keep memory that is to go.
             let code = cuda_sys::types::CUresult::CUDA_ERROR_NOT_READY;
-            let bytes = zombies * self.granule_bytes;
-            return Err(Error::Driver { call: "cuMemUnmap", code, bytes });
+            let failure = refused.unwrap_or(Failure { call: "cuMemUnmap", code });
+            return Err(failure.about(zombies * self.granule_bytes));
         }
         drop(space);
         Ok(still)

@@ -19,6 +19,7 @@ use crate::default::space::{Part, Space};
 use crate::default::streams::noted::Use;
 use crate::default::{Core, lock};
 use crate::device::StreamHandle;
+use crate::driver::Failure;
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::region::State;
@@ -671,15 +672,16 @@ impl Core {
         Ok(false)
     }
 
-    /// Unmaps zombies whose fence has passed, at most so many mappings of them, and none any more after so long.
-    pub(in crate::default) fn reap(&self, most: u64, within: Duration) {
+    /// Unmaps zombies whose fence has passed, at most so many mappings of them, and none any more after so long, nor
+    /// after the driver has refused it: why, if so.
+    pub(in crate::default) fn reap(&self, most: u64, within: Duration) -> Option<Failure> {
         let begin = Instant::now();
         let mut left = most;
         while left > 0 && begin.elapsed() <= within {
             // A call takes as long as its mappings together.
             let at_once = if within == Duration::MAX { left } else { left.min(REAPED_AT_ONCE) };
             let taken = self.space.lock().memory.take_ready_zombie(at_once);
-            let Some(zombie) = taken else { return };
+            let Some(zombie) = taken else { break };
             let bytes = u64::from(zombie.granules) * self.granule_bytes;
             let address = self.base + u64::from(zombie.start) * self.granule_bytes;
             // SAFETY: the range is whole mappings of the pool's, since it ends where the next one begins
@@ -689,12 +691,13 @@ impl Core {
             let unmapped = unsafe { crate::mapping::unmap(self.device.driver(), address, bytes) };
             let mut space = self.space.lock();
             space.memory.end_zombie(zombie, unmapped.is_ok());
-            if unmapped.is_err() {
+            if let Err(failure) = unmapped {
                 space.counters.failed_unmaps += 1;
-                return;
+                return Some(failure);
             }
             left -= zombie.mappings;
         }
+        None
     }
 
     /// Whether so many addresses are zombies that unmapping them cannot wait.
