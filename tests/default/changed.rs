@@ -11,8 +11,9 @@ use vpmm::snapshot::BlockState;
 use vpmm::{Pool, Stream, StreamHandle, WaitPolicy};
 
 use crate::rig::{GRANULE, bare, config};
-use crate::support::call;
 use crate::support::changed::{changed, gated};
+use crate::support::streams::begin_capture;
+use crate::support::{Rig, call};
 
 const BYTES: usize = GRANULE as usize;
 
@@ -780,4 +781,34 @@ fn what_another_heap_takes_of_the_limit_does_not_pass_for_a_full_device() {
     assert_eq!(pool.stats().device_waits, 1, "{}", pool.layout());
     pool.free(last, &third).unwrap();
     pool.validate().unwrap();
+}
+
+gated!(context_wait: cuCtxSynchronize());
+
+/// A request has waited for the device, for what a stream had freed that ended in its capture. What another one leaves so
+/// after that was not waited for.
+#[test]
+fn what_is_lost_after_a_wait_for_the_device_is_in_use_still() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let rig = Rig::with(changed(&sim, context_wait::put), sim.clone());
+    let watched = rig.pool(&config(8, 64));
+    let [lost, late, asking] = [(); 3].map(|()| rig.stream());
+    let held = watched.malloc(4 * GRANULE, &late);
+    let freed = watched.malloc(3 * GRANULE, &lost);
+    watched.free(freed, &lost);
+    begin_capture(&rig, lost.handle().raw());
+    drop(lost);
+    context_wait::AFTER.arm();
+    let served = std::thread::scope(|scope| {
+        let request = scope.spawn(|| watched.malloc(4 * GRANULE, &asking));
+        context_wait::AFTER.wait();
+        watched.free(held, &late);
+        begin_capture(&rig, late.handle().raw());
+        drop(late);
+        context_wait::AFTER.open();
+        request.join().unwrap()
+    });
+    assert_ne!(served.address(), held.address(), "what was written there has not been looked at");
+    watched.free(served, &asking);
+    watched.assert_intact();
 }

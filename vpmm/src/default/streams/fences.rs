@@ -22,6 +22,7 @@ use crate::device::StreamHandle;
 use crate::driver::Failure;
 use crate::error::{Error, Result};
 use crate::event::Event;
+use crate::ordering::Mark;
 use crate::region::State;
 
 /// Streams asked about for one request.
@@ -223,18 +224,15 @@ impl Space {
         streams
     }
 
-    /// Streams that were lost are over: `all`, since the context's work is, or those that nothing waits for.
-    fn settle_lost(&mut self, tags: &Tags, all: bool) {
+    /// Streams that were lost and that nothing waits for are over.
+    fn settle_lost(&mut self, tags: &Tags) {
         for stream in 0..self.books.len() as u32 {
             let book = &self.books[stream as usize];
-            let waits = || {
-                let uses = book.pins > 0 || !book.is_empty();
-                uses || self.zombie_waits(stream) || self.split_waits(stream)
-            };
-            if book.recording != Recording::Lost || (!all && waits()) {
-                continue;
+            let uses = book.pins > 0 || !book.is_empty();
+            let waits = || uses || self.zombie_waits(stream) || self.split_waits(stream);
+            if book.recording == Recording::Lost && !waits() {
+                self.end_lost(tags, stream);
             }
-            self.end_lost(tags, stream);
         }
     }
 
@@ -616,26 +614,24 @@ impl Core {
     /// Streams that ended without a last event, and those of other threads that deferred frees wait
     /// for: only the whole context's end of work frees what they freed or used.
     fn wait_for_lost(&self) -> Result<()> {
-        let mut unproved = Vec::new();
-        {
+        // What is lost from here on is not waited for.
+        let marks: Vec<Mark> = {
             let mut space = self.space.lock();
-            for stream in 0..space.books.len() as u32 {
-                if space.books[stream as usize].is_unproved() {
-                    unproved.push(space.take_mark(self.number, stream));
-                }
-            }
-            space.settle_lost(&self.tags, false);
-            let lost = |book: &Book| book.recording == Recording::Lost;
-            if unproved.is_empty() && !space.books.iter().any(lost) {
-                return Ok(());
-            }
+            space.settle_lost(&self.tags);
+            let waits = |book: &Book| book.is_unproved() || book.recording == Recording::Lost;
+            let streams = 0..space.books.len() as u32;
+            let waiting: Vec<u32> =
+                streams.filter(|stream| waits(&space.books[*stream as usize])).collect();
+            waiting.into_iter().map(|stream| space.take_mark(self.number, stream)).collect()
+        };
+        if marks.is_empty() {
+            return Ok(());
         }
         self.wait_for_context()?;
         let mut space = self.space.lock();
-        for mark in unproved {
+        for mark in marks {
             space.settle_epoch(&self.tags, &mark, true);
         }
-        space.settle_lost(&self.tags, true);
         Ok(())
     }
 
