@@ -12,7 +12,7 @@ use vpmm::{Pool, Stream, StreamHandle, WaitPolicy};
 
 use crate::rig::{GRANULE, bare, config};
 use crate::support::changed::{changed, gated};
-use crate::support::streams::begin_capture;
+use crate::support::streams::{begin_capture, begin_quiet_capture, end_capture};
 use crate::support::{Rig, call};
 
 const BYTES: usize = GRANULE as usize;
@@ -811,4 +811,59 @@ fn what_is_lost_after_a_wait_for_the_device_is_in_use_still() {
     assert_ne!(served.address(), held.address(), "what was written there has not been looked at");
     watched.free(served, &asking);
     watched.assert_intact();
+}
+
+gated!(captured_record: cuEventRecord(event: CUevent, stream: CUstream));
+gated!(captured_query: cuEventQuery(event: CUevent));
+
+/// A capture takes the event of a closed epoch. A thread is about to ask about that and stops, and again when it has the
+/// answer: meanwhile the event was another stream's, and is the epoch's once more. The answer is not about that.
+#[test]
+fn an_answer_about_an_event_that_a_capture_had_taken() {
+    let sim = Simulator::builder().schedule(Schedule::Eager).build().unwrap();
+    let put = |api: &mut cuda_sys::DriverApi| {
+        captured_record::put(api);
+        captured_query::put(api);
+    };
+    let rig = Rig::with(changed(&sim, put), sim.clone());
+    let mut settings = config(15, 128);
+    settings.reuse.internal_dependencies = false;
+    settings.out_of_memory = WaitPolicy::FailAtOnce;
+    let pool = Pool::new(&rig.device, &settings).unwrap();
+    let [freeing, other, asking] = [(); 3].map(|()| rig.stream());
+    let malloc = |granules: usize, stream: &Stream| pool.malloc(granules * BYTES, stream);
+    let (busy, of_other) = (malloc(9, &freeing).unwrap(), malloc(4, &other).unwrap());
+    // Others want memory, so that the epoch is closed as soon as it is worth it.
+    let of_asking = malloc(2, &asking).unwrap();
+    let spin = sim.spin(freeing.handle().raw()).unwrap();
+    let raw = freeing.handle().raw();
+    captured_record::BEFORE.arm();
+    let taken = std::thread::scope(|scope| {
+        let free = scope.spawn(|| pool.free(busy, bare(&freeing)));
+        captured_record::BEFORE.wait();
+        begin_quiet_capture(&rig, raw);
+        captured_record::AFTER.arm();
+        captured_record::BEFORE.open();
+        captured_record::AFTER.wait();
+        assert_eq!(end_capture(&rig, raw), 0);
+        captured_query::BEFORE.arm();
+        captured_record::AFTER.open();
+        captured_query::BEFORE.wait();
+        pool.free(of_other, bare(&other)).unwrap();
+        let taken = malloc(4, &asking).unwrap();
+        captured_query::AFTER.arm();
+        captured_query::BEFORE.open();
+        captured_query::AFTER.wait();
+        assert!(malloc(9, &asking).is_err());
+        captured_query::AFTER.open();
+        free.join().unwrap().unwrap();
+        taken
+    });
+    pool.validate().unwrap();
+    assert!(malloc(9, &asking).is_err(), "the stream is busy still");
+    spin.release();
+    freeing.synchronize().unwrap();
+    let again = malloc(9, &asking).unwrap();
+    [of_asking, taken, again].into_iter().for_each(|ptr| pool.free(ptr, &asking).unwrap());
+    pool.validate().unwrap();
 }

@@ -62,6 +62,8 @@ pub(in crate::default) struct Book {
     /// This epoch and all before have passed.
     pub(in crate::default) passed: u64,
     pub(in crate::default) stage: Stage,
+    /// Records that captures took, and that were made anew: of one epoch there may be several.
+    pub(in crate::default) taken_records: u32,
     pub(in crate::default) recording: Recording,
     /// Whether the closed epoch had passed when its event was recorded: the GPU is not behind.
     pub(in crate::default) at_once: bool,
@@ -128,6 +130,7 @@ impl Book {
             epoch: 1,
             passed: 0,
             stage: Stage::Clear,
+            taken_records: 0,
             recording,
             at_once: false,
             wanted: false,

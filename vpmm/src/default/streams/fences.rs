@@ -43,9 +43,11 @@ const REAPED_AT_ONCE: u64 = 16;
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(in crate::default) struct Record {
     pub(in crate::default) event: Event,
-    /// With it the stream's only record in this epoch, but for the last one at its end.
+    /// With it the stream's only record in this epoch, but for the last one at its end and for those that captures
+    /// took.
     epoch: u64,
     ended: bool,
+    taken: u32,
 }
 
 impl Space {
@@ -53,7 +55,8 @@ impl Space {
     pub(in crate::default) fn record_of(&self, stream: u32) -> Option<Record> {
         let book = &self.books[stream as usize];
         let Stage::Recorded(event) = book.stage else { return None };
-        Some(Record { event, epoch: book.epoch, ended: book.recording == Recording::Ended })
+        let ended = book.recording == Recording::Ended;
+        Some(Record { event, epoch: book.epoch, ended, taken: book.taken_records })
     }
 
     /// Notes that an event was recorded on an eager stream, behind everything of its open epoch.
@@ -94,7 +97,9 @@ impl Space {
     fn unrecord(&mut self, stream: u32, record: Record) {
         let lazy = matches!(self.books[stream as usize].recording, Recording::Lazy(_));
         if lazy && self.record_of(stream) == Some(record) {
-            self.books[stream as usize].stage = Stage::Unrecorded;
+            let book = &mut self.books[stream as usize];
+            book.stage = Stage::Unrecorded;
+            book.taken_records = book.taken_records.wrapping_add(1);
             self.events.push(record.event);
         }
     }
