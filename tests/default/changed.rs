@@ -12,7 +12,7 @@ use vpmm::{Pool, Stream, StreamHandle, WaitPolicy};
 
 use crate::rig::{GRANULE, bare, config};
 use crate::support::changed::{changed, gated};
-use crate::support::streams::{begin_capture, begin_quiet_capture, end_capture};
+use crate::support::streams::{begin_capture, begin_quiet_capture, end_capture, make};
 use crate::support::{Rig, call};
 
 const BYTES: usize = GRANULE as usize;
@@ -866,4 +866,46 @@ fn an_answer_about_an_event_that_a_capture_had_taken() {
     let again = malloc(9, &asking).unwrap();
     [of_asking, taken, again].into_iter().for_each(|ptr| pool.free(ptr, &asking).unwrap());
     pool.validate().unwrap();
+}
+
+gated!(last_record: cuEventRecord(event: CUevent, stream: CUstream));
+
+/// A loan of a foreign stream ends, and its last event is being recorded. Meanwhile what it has freed is a part of an
+/// extent that becomes whole again: it waits for the stream still.
+#[test]
+fn what_moves_while_a_loan_ends_is_the_streams_still() {
+    const SHORT: u64 = 204 << 12;
+    const LONG: u64 = GRANULE - SHORT;
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let rig = Rig::with(changed(&sim, last_record::put), sim.clone());
+    let mut settings = config(2, 64);
+    settings.reuse.internal_dependencies = false;
+    settings.out_of_memory = WaitPolicy::FailAtOnce;
+    let watched = rig.pool(&settings);
+    let (stream, other) = (rig.stream(), rig.stream());
+    let (raw, foreign) = make(&rig, 1);
+    let [a, kept, c, d] = [SHORT, LONG, LONG, SHORT].map(|bytes| watched.malloc(bytes, &stream));
+    [a, d].into_iter().for_each(|held| watched.free(held, &stream));
+    let split = watched.malloc(2 * SHORT, &stream);
+    rig.order(&stream, foreign);
+    watched.free(c, foreign);
+    // SAFETY: the stream is destroyed when the loan is over.
+    let loan = unsafe { Stream::borrowed(&rig.device, foreign) }.unwrap();
+    watched.free(split, &stream);
+    stream.synchronize().unwrap();
+    last_record::BEFORE.arm();
+    let early = std::thread::scope(|scope| {
+        scope.spawn(|| drop(loan));
+        last_record::BEFORE.wait();
+        let early = watched.pool.malloc(BYTES, &other);
+        last_record::BEFORE.open();
+        early
+    });
+    assert!(early.is_err(), "what was written there has not been looked at");
+    watched.validate();
+    rig.device.synchronize().unwrap();
+    let whole = watched.malloc(GRANULE, &other);
+    [kept, whole].into_iter().for_each(|held| watched.free(held, &other));
+    call!(rig.driver, cuStreamDestroy_v2(raw));
+    watched.assert_intact();
 }

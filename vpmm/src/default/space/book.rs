@@ -166,6 +166,8 @@ impl Book {
             return Owner::NOBODY;
         }
         match (self.recording, self.stage) {
+            // Its loan ends: the last event, which is behind all of it, is being recorded.
+            (Recording::Eager, Stage::Recording) => self.open_owner(index),
             (Recording::Eager, Stage::Recorded(..)) if self.last_record.is_none() => {
                 Owner::stream(index, self.open_parity() ^ 1)
             }
