@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
 use vpmm::snapshot::BlockState;
-use vpmm::{Pool, Stream, StreamHandle, WaitPolicy};
+use vpmm::{Error, Pool, Stream, StreamHandle, WaitPolicy};
 
 use crate::rig::{GRANULE, bare, config};
 use crate::support::changed::{changed, gated};
@@ -908,4 +908,42 @@ fn what_moves_while_a_loan_ends_is_the_streams_still() {
     [kept, whole].into_iter().for_each(|held| watched.free(held, &other));
     call!(rig.driver, cuStreamDestroy_v2(raw));
     watched.assert_intact();
+}
+
+gated!(foreign_record: cuEventRecord(event: CUevent, stream: CUstream));
+
+/// A foreign stream begins to capture while a thread frees on it, so that the event of the free is the graph's: nobody
+/// asks about that, which would end the capture, and the free is refused.
+#[test]
+fn a_free_that_a_capture_takes_the_event_of_is_refused() {
+    for noted in [false, true] {
+        let sim = Simulator::builder().schedule(Schedule::Eager).build().unwrap();
+        let rig = Rig::with(changed(&sim, foreign_record::put), sim.clone());
+        let mut settings = config(8, 64);
+        settings.out_of_memory = WaitPolicy::FailAtOnce;
+        let watched = rig.pool(&settings);
+        let (pool, other) = (&watched.pool, rig.stream());
+        let (raw, foreign) = make(&rig, 1);
+        let ptr = pool.malloc(2 * BYTES, foreign).unwrap();
+        if noted {
+            pool.record_stream(ptr, &other).unwrap();
+        }
+        foreign_record::BEFORE.arm();
+        let freed = std::thread::scope(|scope| {
+            let free = scope.spawn(|| pool.free(ptr, foreign));
+            foreign_record::BEFORE.wait();
+            begin_quiet_capture(&rig, raw);
+            foreign_record::BEFORE.open();
+            free.join().unwrap()
+        });
+        watched.validate();
+        assert!(pool.malloc(7 * BYTES, &other).is_err(), "there are six");
+        assert_eq!(end_capture(&rig, raw), 0, "nodes");
+        assert!(matches!(freed, Err(Error::StreamCapturing)), "{freed:?}");
+        pool.free(ptr, foreign).unwrap();
+        let all = pool.malloc(8 * BYTES, &other).unwrap();
+        pool.free(all, &other).unwrap();
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+        watched.assert_intact();
+    }
 }

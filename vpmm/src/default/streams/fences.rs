@@ -480,16 +480,19 @@ impl Core {
     }
 
     /// Records an event on a stream whose caller waits for it: never one that is recorded already,
-    /// since somebody may be closing an epoch with that one now.
+    /// since somebody may be closing an epoch with that one now. `StreamCapturing` where the stream has begun
+    /// to capture since it was asked: the event is the graph's then, and a question to it would end the capture.
     pub(in crate::default) fn record_now(&self, on: StreamHandle) -> Result<Event> {
         let driver = self.device.driver();
         let spare = self.space.lock().events.pop();
         let event = spare.map_or_else(|| Event::new(driver), Ok)?;
-        if let Err(failure) = event.record(driver, on) {
-            self.space.lock().events.push(event);
-            return Err(failure.into());
+        let recorded = event.record(driver, on).and_then(|()| stream_is_capturing(driver, on));
+        if let Ok(false) = recorded {
+            return Ok(event);
         }
-        Ok(event)
+        self.space.lock().events.push(event);
+        recorded?;
+        Err(Error::StreamCapturing)
     }
 
     /// The library's stream is about to end: a last event covers everything that it freed.
