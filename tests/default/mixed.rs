@@ -1,25 +1,26 @@
 //! Threads that come and go, each with streams of every kind, on one pool: what is rarely called beside ordinary
-//! requests, limits of every size, a device that others fill, and driver calls that fail.
+//! requests, limits of every size, a device that others fill, a heap that sleeps, streams that capture meanwhile, and
+//! driver calls that fail.
 //!
 //! What the threads meet in differs from run to run: a program that fails is printed, and comes again by many
 //! runs of it. `VPMM_MIXED_FIRST` and `VPMM_MIXED_CASES` choose others.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::*;
 use vpmm::{
-    Access, Background, DevicePtr, Error, Location, PendingPolicy, Pool, PoolConfig, Recovery,
-    Sharing, Stream, StreamHandle, WaitPolicy,
+    Access, Background, Buffers, Contents, DevicePtr, Error, Location, Mark, PendingPolicy, Pool,
+    PoolConfig, Recovery, Sharing, Stream, StreamHandle, Tagged, WaitPolicy,
 };
 
 use crate::rig::{GRANULE, MIB};
 use crate::support::chance::{self, FAULT, Reached, chance, failing, number, with_faults};
 use crate::support::changed::changed;
-use crate::support::streams::make;
+use crate::support::streams::{begin_quiet_capture, make};
 use crate::support::{Lcg, Meeting, Rig, call};
 
 const MOST: u64 = 20;
@@ -93,10 +94,27 @@ struct Common<'a> {
     pool: &'a Pool,
     is_faulty: bool,
     shares: bool,
+    /// Whether questions give memory away.
+    asks: bool,
     shared: Stream,
     given: Vec<Mutex<Vec<Block>>>,
+    /// Marks, each with an event behind it.
+    marks: Mutex<Vec<(Mark, usize)>>,
+    /// Held by who captures, and alone by who waits for the device.
+    captures: RwLock<()>,
+    tagged: Tagged,
     seeds: AtomicU64,
     live: Mutex<BTreeMap<u64, u64>>,
+}
+
+impl Common<'_> {
+    fn enter(&self, ptr: DevicePtr, bytes: u64) {
+        let (mut live, start) = (locked(&self.live), ptr.address());
+        if let Some((other, length)) = live.range(..start + bytes).next_back() {
+            assert!(other + length <= start, "{start:#x} +{bytes:#x} overlaps {other:#x}");
+        }
+        live.insert(start, bytes);
+    }
 }
 
 fn attempt<T>(is_faulty: bool, call: impl Fn() -> Result<T, Error>) -> Result<T, Error> {
@@ -130,6 +148,8 @@ struct Member<'a> {
     lent_raw: usize,
     lent: Option<Stream>,
     live: Vec<Block>,
+    /// Whether its own stream does.
+    captures: bool,
 }
 
 impl Member<'_> {
@@ -159,7 +179,11 @@ impl Member<'_> {
     }
 
     fn lane(&mut self) -> usize {
-        self.below(LANES) as usize
+        match self.below(LANES) as usize {
+            // It takes no work now.
+            OWN if self.captures => SHARED,
+            lane => lane,
+        }
     }
 
     fn event_behind(&self, lane: usize) -> usize {
@@ -203,20 +227,18 @@ impl Member<'_> {
     fn malloc(&mut self) {
         let (bytes, lane) = (self.bytes(), self.lane());
         let (common, stream) = (self.common, self.handle(lane));
-        let ptr = match self.attempt(|| common.pool.malloc(bytes as usize, stream)) {
+        let is_tagged = self.below(5) == 0;
+        let malloc = || match is_tagged {
+            true => common.tagged.malloc(bytes as usize, stream),
+            false => common.pool.malloc(bytes as usize, stream),
+        };
+        let ptr = match self.attempt(malloc) {
             Ok(ptr) => ptr,
             Err(error) if error.is_out_of_memory() => return reach("requests refused"),
             Err(error) => panic!("{error}"),
         };
         reach("requests");
-        {
-            let mut live = locked(&common.live);
-            let start = ptr.address();
-            if let Some((other, length)) = live.range(..start + bytes).next_back() {
-                assert!(other + length <= start, "{start:#x} +{bytes:#x} overlaps {other:#x}");
-            }
-            live.insert(start, bytes);
-        }
+        common.enter(ptr, bytes);
         let seed = common.seeds.fetch_add(1 << 40, Ordering::Relaxed);
         common.rig.fill(ptr.address(), bytes, seed, stream);
         self.live.push(Block { ptr, bytes, seed, behind: Behind::Lane(lane), uses: Vec::new() });
@@ -248,11 +270,16 @@ impl Member<'_> {
 
     /// A lane means another stream from here on, or one that others have.
     fn leave(&mut self, lane: usize) {
-        // A stream that was noted by its handle is there until the free.
+        // A stream that was noted by its handle is there until the free, but for the library's.
+        if lane == OWN {
+            self.live.iter_mut().for_each(|block| block.uses.retain(|used| *used != OWN));
+        }
         while let Some(at) = self.live.iter().position(|block| block.uses.contains(&lane)) {
             let block = self.live.swap_remove(at);
             let to = if matches!(block.behind, Behind::Lane(of) if of == PER_THREAD) {
                 PER_THREAD
+            } else if self.captures {
+                SHARED
             } else {
                 OWN
             };
@@ -275,6 +302,7 @@ impl Member<'_> {
 
     fn replace(&mut self) {
         match self.below(4) {
+            0 if self.captures => {}
             0 => {
                 self.leave(OWN);
                 self.own = self.common.rig.stream();
@@ -286,8 +314,6 @@ impl Member<'_> {
                 reach("raw streams replaced");
             }
             2 => {
-                // What was noted by the handle that the loan gave is told of its end.
-                self.leave(LENT);
                 self.lent = match self.lent.take() {
                     Some(_) => None,
                     None => {
@@ -314,7 +340,9 @@ impl Member<'_> {
 
     fn act(&mut self) {
         let common = self.common;
-        match self.below(48) {
+        match self.below(52) {
+            48 => self.capture(),
+            49..51 => self.mark(),
             0..16 => self.malloc(),
             16..26 => {
                 if let Some(at) = self.pick() {
@@ -324,9 +352,11 @@ impl Member<'_> {
                 }
             }
             26..28 => {
-                if let Some(at) = self.pick().filter(|at| self.live[*at].uses.is_empty()) {
+                let stays = |used: &usize| [OWN, SHARED, LEGACY].contains(used);
+                if let Some(at) = self.pick().filter(|at| self.live[*at].uses.iter().all(stays)) {
                     let to = self.below(THREADS as u64) as usize;
                     let mut block = self.live.swap_remove(at);
+                    block.uses.clear();
                     if let Behind::Lane(of) = block.behind {
                         block.behind = Behind::Event(self.event_behind(of));
                     }
@@ -353,7 +383,7 @@ impl Member<'_> {
                     reach("uses");
                 }
             }
-            31 => {
+            31 if !self.captures => {
                 let (from, to) = (self.lane(), self.lane());
                 let on = self.handle(from);
                 let mark = self.attempt(|| common.pool.mark(on)).expect("a mark");
@@ -367,13 +397,16 @@ impl Member<'_> {
                     self.attempt(|| common.pool.passed(&mark)).expect("passed");
                 }
             }
-            32 => {
-                if self.below(4) == 0 {
-                    common.rig.device.synchronize().expect("it finishes");
-                } else {
-                    self.own.synchronize().expect("it finishes");
+            32 => match self.below(6) {
+                0 => {
+                    if let Ok(_alone) = common.captures.try_write() {
+                        common.rig.device.synchronize().expect("it finishes");
+                    }
                 }
-            }
+                1 => common.shared.synchronize().expect("it finishes"),
+                _ if self.captures => {}
+                _ => self.own.synchronize().expect("it finishes"),
+            },
             33..35 => {
                 let keep = self.below(MOST) * GRANULE;
                 self.attempt(|| common.pool.trim_to(keep)).expect("a trim");
@@ -428,8 +461,11 @@ impl Member<'_> {
             43 if common.shares => {
                 if let Some(at) = self.pick() {
                     let ptr = self.live[at].ptr;
-                    self.attempt(|| common.pool.export(ptr).map(drop)).expect("an export");
-                    reach("exports");
+                    match self.attempt(|| common.pool.export(ptr).map(drop)) {
+                        // What may sleep is not shared.
+                        Err(Error::ForeignPointer { .. }) => {}
+                        exported => exported.map(|()| reach("exports")).expect("an export"),
+                    }
                 }
             }
             _ => {
@@ -437,6 +473,100 @@ impl Member<'_> {
                     common.sim.advance_all();
                 }
             }
+        }
+    }
+
+    /// The thread's own stream captures while the thread does other things.
+    fn capture(&mut self) {
+        if self.captures {
+            return;
+        }
+        let common = self.common;
+        for at in 0..self.live.len() {
+            if matches!(self.live[at].behind, Behind::Lane(OWN)) {
+                self.live[at].behind = Behind::Event(self.event_behind(OWN));
+            }
+        }
+        let Ok(_captures) = common.captures.try_read() else { return };
+        let own = self.own.handle();
+        begin_quiet_capture(common.rig, own.raw());
+        self.captures = true;
+        // What is asked for on it and given back, without work.
+        let mut kept = Vec::new();
+        for _ in 0..self.below(12) {
+            match self.below(3) {
+                0 => {
+                    let bytes = self.bytes() as usize;
+                    if let Ok(ptr) = self.attempt(|| common.pool.malloc(bytes, own)) {
+                        common.enter(ptr, bytes as u64);
+                        kept.push(ptr);
+                    }
+                }
+                1 => {
+                    if let Some(ptr) = kept.pop() {
+                        locked(&common.live).remove(&ptr.address());
+                        self.attempt(|| common.pool.free(ptr, own)).expect("a free in a capture");
+                    }
+                }
+                _ => self.act(),
+            }
+        }
+        for ptr in kept {
+            locked(&common.live).remove(&ptr.address());
+            self.attempt(|| common.pool.free(ptr, own)).expect("a free in a capture");
+        }
+        call!(common.rig.driver, cuCtxSetCurrent(common.rig.device.context()));
+        let mut graph = std::ptr::null_mut();
+        let end = common.rig.driver.raw().cuStreamEndCapture.expect("the function");
+        // SAFETY: the stream is alive, and captures or did until somebody's call ended that.
+        let _ = unsafe { end(own.raw(), &mut graph) };
+        if !graph.is_null() {
+            call!(common.rig.driver, cuGraphDestroy(graph));
+            reach("captures");
+        } else {
+            reach("captures that were lost");
+        }
+        self.captures = false;
+    }
+
+    /// Takes a mark, or tells of one that anybody took.
+    fn mark(&mut self) {
+        let common = self.common;
+        let lane = self.lane();
+        let on = self.handle(lane);
+        let marks = locked(&common.marks).len() as u64;
+        if marks < 12 && self.below(2) == 0 {
+            let mark = self.attempt(|| common.pool.mark(on)).expect("a mark");
+            let event = self.event_behind(lane);
+            locked(&common.marks).push((mark, event));
+            return;
+        }
+        let Some((mark, event)) = (marks > 0)
+            .then(|| {
+                let at = self.below(marks) as usize;
+                let mut marks = locked(&common.marks);
+                (at < marks.len()).then(|| marks.swap_remove(at))
+            })
+            .flatten()
+        else {
+            return;
+        };
+        call!(common.rig.driver, cuCtxSetCurrent(common.rig.device.context()));
+        match self.below(3) {
+            0 if !self.captures => {
+                call!(common.rig.driver, cuEventSynchronize(event as CUevent));
+                self.attempt(|| common.pool.passed(&mark)).expect("passed");
+                reach("old marks passed");
+            }
+            _ => {
+                call!(common.rig.driver, cuStreamWaitEvent(on.raw(), event as CUevent, 0));
+                self.attempt(|| common.pool.follows(on, &mark)).expect("an order");
+                reach("old marks followed");
+            }
+        }
+        match self.below(2) {
+            0 => locked(&common.marks).push((mark, event)),
+            _ => call!(common.rig.driver, cuEventDestroy_v2(event as CUevent)),
         }
     }
 
@@ -482,20 +612,72 @@ fn look(common: &Common<'_>, has_helper: bool, base: u64) {
     let idle = locked(&common.live).values().map(|bytes| bytes.div_ceil(512) * 512).sum::<u64>();
     assert!(stats.live_bytes >= idle && stats.live_bytes <= idle + idle / 16 + live * 4096);
     if chance(2) {
-        // What a trim makes whole again leaves addresses that are waited for by the next.
-        for _ in 0..6 {
-            common.rig.device.synchronize().expect("it finishes");
-            pool.trim_to(0).expect("a trim");
-        }
+        sleep(common);
+        validate(pool);
+    }
+    if chance(2) {
+        wait_and_trim(common);
         validate(pool);
         let stats = pool.stats();
         assert_eq!(stats.zombie_bytes, 0, "{pool:?}");
         let used = common.sim.memory_used(0) + common.sim.host_memory_used() - base;
         assert_eq!(used, stats.mapped_bytes, "{stats:?}");
-        assert_eq!(stats.pending_bytes + stats.cached_bytes, 0, "{pool:?}");
+        // The only stream of the heap with a tag keeps its memory, as far as that is no whole extent.
+        assert_eq!(stats.cached_bytes, 0, "{pool:?}");
         assert_eq!(stats.deferred_bytes, 0, "{pool:?}");
         reach("everything given back");
     }
+}
+
+/// Waits for the device, and tells or not, and has what is free given back. What a trim makes whole again leaves
+/// addresses that are waited for by the next.
+fn wait_and_trim(common: &Common<'_>) {
+    let tells = chance(2) || !common.asks;
+    for _ in 0..6 {
+        if tells {
+            common.rig.device.synchronize().expect("it finishes");
+        } else {
+            call!(common.rig.driver, cuCtxSetCurrent(common.rig.device.context()));
+            call!(common.rig.driver, cuCtxSynchronize());
+            reach("waits that nobody told of");
+        }
+        common.pool.trim_to(0).expect("a trim");
+        common.tagged.trim_to(0).expect("a trim");
+    }
+}
+
+/// Has what may sleep do so, behind all work.
+fn sleep(common: &Common<'_>) {
+    let stream = common.shared.handle();
+    call!(common.rig.driver, cuCtxSetCurrent(common.rig.device.context()));
+    if chance(2) {
+        call!(common.rig.driver, cuCtxSynchronize());
+    } else {
+        common.rig.device.synchronize().expect("it finishes");
+    }
+    let contents = Contents::Keep([Buffers::Release, Buffers::Retain][chance::below(2) as usize]);
+    let suspend = || attempt(common.is_faulty, || common.pool.suspend("tag", stream, &contents));
+    match suspend() {
+        Ok(_) | Err(Error::HalfAsleep { .. } | Error::Asleep) => {}
+        // By a fault: something is not waited for, or not unmapped.
+        Err(_) if common.is_faulty => match common.pool.suspend("tag", stream, &contents) {
+            Ok(_) | Err(Error::Asleep) => {}
+            Err(error) => panic!("{error}"),
+        },
+        Err(error) => panic!("{error}"),
+    }
+    validate(common.pool);
+    match attempt(common.is_faulty, || common.pool.resume("tag", stream)) {
+        Ok(_) => {}
+        Err(error) if error.is_out_of_memory() => {
+            common.sim.set_memory_limit(0, 8 * MOST * GRANULE);
+            common.pool.limit_to(None).expect("a limit");
+            common.pool.resume("tag", stream).expect("there is memory");
+        }
+        Err(error) => panic!("{error}"),
+    }
+    reach("sleeps");
+    call!(common.rig.driver, cuCtxSynchronize());
 }
 
 fn some_config(random: &mut Lcg) -> PoolConfig {
@@ -582,7 +764,11 @@ fn run(seed: u64) {
             pool: &pool,
             is_faulty,
             shares: config.sharing != Sharing::None,
+            asks: config.reuse.opportunistic,
             shared: rig.stream(),
+            marks: Mutex::default(),
+            captures: RwLock::new(()),
+            tagged: pool.tagged("tag").expect("a tag"),
             given: (0..THREADS).map(|_| Mutex::default()).collect(),
             seeds: AtomicU64::new(1 << 40),
             live: Mutex::default(),
@@ -597,6 +783,7 @@ fn run(seed: u64) {
                 lent_raw: make(&rig, 1).0 as usize,
                 lent: None,
                 live: Vec::new(),
+                captures: false,
             })
             .collect();
         for round in 0..4 {
@@ -617,6 +804,14 @@ fn run(seed: u64) {
             });
         }
         members.into_iter().for_each(Member::end);
+        for (_, event) in std::mem::take(&mut *locked(&common.marks)) {
+            call!(rig.driver, cuEventDestroy_v2(event as CUevent));
+        }
+        // All of it is found to be free.
+        wait_and_trim(&common);
+        let stats = pool.stats();
+        let is_helped = config.background.is_some_and(|of| of.ahead_bytes > 0);
+        assert!(is_helped || stats.mapped_bytes <= stats.exported_bytes, "{pool:?}");
     }
     drop(callback);
     let stats = pool.stats();
@@ -647,19 +842,24 @@ fn threads_with_streams_of_every_kind() {
     (first..first + cases).for_each(run);
     let expected = [
         "a device that others fill",
+        "captures",
         "everything given back",
         "exports",
         "faults met",
         "frees with uses",
         "given",
         "lent streams replaced",
+        "old marks followed",
+        "old marks passed",
         "raw streams replaced",
         "requests",
         "requests refused",
+        "sleeps",
         "streams lent or not",
         "streams replaced",
         "trims",
         "uses",
+        "waits that nobody told of",
     ];
     REACHED.assert_all(if cases < CASES { &[] } else { &expected });
 }
