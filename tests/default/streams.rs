@@ -278,6 +278,28 @@ fn a_foreign_stream_that_captures_is_refused_and_goes_on_capturing() {
     });
 }
 
+/// What only a wait for the device would free waits on beside a capture, also of a stream that the pool never met.
+#[test]
+fn a_capture_of_a_stream_that_the_pool_does_not_know_is_left_alone() {
+    Rig::everywhere(|rig| {
+        let watched = rig.pool(&config(12, 96));
+        let [ended, asking, unknown] = [(); 3].map(|()| rig.stream());
+        let pool = &watched.pool;
+        let bytes = 11 * GRANULE as usize;
+        let ptr = pool.malloc(bytes, &ended).unwrap();
+        begin_capture(rig, ended.handle().raw());
+        pool.free(ptr, &ended).unwrap();
+        drop(ended);
+        begin_capture(rig, unknown.handle().raw());
+        let refused = pool.malloc(bytes, &asking);
+        assert!(refused.as_ref().is_err_and(Error::is_out_of_memory), "{refused:?}");
+        assert_eq!(end_capture(rig, unknown.handle().raw()), 0, "nodes");
+        let ptr = pool.malloc(bytes, &asking).unwrap();
+        pool.free(ptr, &asking).unwrap();
+        watched.assert_intact();
+    });
+}
+
 /// Everything that the pool does on this thread while another of its streams captures in global
 /// mode: questions, growth, moves, waits on the device and the host, the end of a pool.
 #[test]

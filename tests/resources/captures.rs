@@ -107,7 +107,7 @@ fn segments_stay_while_a_capture_forbids_the_legacy_stream() {
 }
 
 /// Memory that only a wait for the device would prove free: that would end the capture of who asks, of a blocking
-/// stream beside, or of one of the library's that the resource knows.
+/// stream beside, or of one of the library's, whether the resource knows it or not.
 #[test]
 fn no_request_waits_for_the_device_beside_a_capture() {
     Rig::everywhere(|rig| {
@@ -121,16 +121,17 @@ fn no_request_waits_for_the_device_beside_a_capture() {
         let (blocking, _) = streams::make(rig, 0);
         for (resource, which) in [&pool as &dyn MemoryResource, &blocks]
             .into_iter()
-            .flat_map(|resource| (0..3).map(move |which| (resource, which)))
+            .flat_map(|resource| (0..4).map(move |which| (resource, which)))
         {
-            let (ended, asking, known) = (rig.stream(), rig.stream(), rig.stream());
+            let [ended, asking, known, unknown] = [(); 4].map(|()| rig.stream());
             let ptr = resource.allocate(16 << 20, 256, known.handle()).expect("memory");
             resource.deallocate(ptr, 16 << 20, 256, known.handle()).expect("freed");
             let ptr = resource.allocate(16 << 20, 256, ended.handle()).expect("memory");
             streams::begin_capture(rig, ended.handle().raw());
             resource.deallocate(ptr, 16 << 20, 256, ended.handle()).expect("freed");
             drop(ended);
-            let raw = [asking.handle().raw(), blocking, known.handle().raw()][which];
+            let library = [&asking, &known, &unknown].map(|stream| stream.handle().raw());
+            let raw = [blocking, library[0], library[1], library[2]][which];
             streams::begin_capture(rig, raw);
             let refused = resource.allocate(16 << 20, 256, asking.handle());
             assert!(refused.as_ref().is_err_and(Error::is_out_of_memory), "{refused:?}");

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cuda_sys::types::*;
 
-use crate::device::StreamHandle;
+use crate::device::{Device, StreamHandle};
 use crate::driver::{Driver, Failure};
 use crate::event::Event;
 
@@ -20,11 +20,15 @@ pub(crate) fn stream_is_capturing(driver: &Driver, stream: StreamHandle) -> Resu
     }
 }
 
-/// Whether a capture is known of that a wait for all of the context's work would end: one that a pool is open to,
-/// or a blocking stream's, beside which the legacy stream is not to be used. Of others only their streams can be asked.
-pub(crate) fn context_is_capturing(driver: &Driver) -> Result<bool, Failure> {
+/// Whether a capture is known of that a wait for all of a device's work would end: one that a pool is open to, one of
+/// any of the library's streams and those that are lent, or a blocking stream's, beside which the legacy stream is not
+/// to be used. Of others only their streams can be asked. The device's context is current.
+pub(crate) fn device_is_capturing(device: &Device) -> Result<bool, Failure> {
+    let driver = device.driver();
+    let captures = |stream| stream_is_capturing(driver, stream);
     Ok(driver.companion::<OpenCaptures>().are_any()
-        || stream_is_capturing(driver, StreamHandle::LEGACY)?)
+        || captures(StreamHandle::LEGACY)?
+        || driver.any_living(device.context_id(), captures)?)
 }
 
 /// Waits on the host for all of the current context's work: `false` where that is refused beside a capture, by the

@@ -216,6 +216,11 @@ impl Device {
         Ok(ContextGuard { driver, pushed, _thread: PhantomData })
     }
 
+    /// The number of its context, which comes no more after a reset.
+    pub(crate) fn context_id(&self) -> u64 {
+        self.0.context_id
+    }
+
     /// Fails where somebody has reset the device. Its streams and events went with the context then,
     /// which a driver does not always notice: asked about a stream that is gone it may name any
     /// context, or crash.

@@ -403,10 +403,20 @@ impl Driver {
     }
 
     /// Notes a stream whose end will be told.
-    pub(crate) fn note_life_of(&self, stream: StreamHandle) {
+    pub(crate) fn note_life_of(&self, stream: StreamHandle, context_id: u64) {
         if let Some(number) = stream.known_to(self.realm()) {
-            self.0.living.add(number);
+            self.0.living.add(number, stream, context_id);
         }
+    }
+
+    /// Whether something is true of a stream of a context whose end is told and has not been. It is asked under a lock
+    /// that the end of any such stream waits for: it calls nothing but the driver.
+    pub(crate) fn any_living<E>(
+        &self,
+        context_id: u64,
+        is: impl FnMut(StreamHandle) -> Result<bool, E>,
+    ) -> Result<bool, E> {
+        self.0.living.any(context_id, is)
     }
 
     /// Whether a handle is of a stream whose end was told. The driver may crash on it, or take it for another

@@ -91,7 +91,7 @@ pub(super) unsafe fn own(device: &Device, handle: StreamHandle) -> Result<Arc<Ow
     let owners = driver.companion::<Owners>();
     owner.handle = handle.with_number(number, driver.realm());
     owner.entered = Some((Arc::clone(owners), number));
-    driver.note_life_of(owner.handle);
+    driver.note_life_of(owner.handle, device.context_id());
     let owner = Arc::new(owner);
     owners.by_number().insert(number, Arc::downgrade(&owner));
     Ok(owner)
@@ -132,7 +132,7 @@ pub(super) unsafe fn borrow(device: &Device, handle: StreamHandle) -> Result<Arc
         destroys: false,
         entered: Some((Arc::clone(owners), number)),
     });
-    driver.note_life_of(owner.handle);
+    driver.note_life_of(owner.handle, device.context_id());
     by_number.insert(number, Arc::downgrade(&owner));
     Ok(owner)
 }

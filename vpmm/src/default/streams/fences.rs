@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use cuda_sys::types::CUresult;
 
 use crate::capture::{
-    BesideCaptures, Recorded, context_is_capturing, record_beside_captures, stream_is_capturing,
+    BesideCaptures, Recorded, device_is_capturing, record_beside_captures, stream_is_capturing,
     wait_for_context,
 };
 use crate::default::ladder::FREED_UNITS;
@@ -646,34 +646,12 @@ impl Core {
     /// Waits for everything in the context; where a capture is seen, which that would end, it does not
     /// (`StreamCapturing`).
     pub(in crate::default) fn wait_for_context(&self) -> Result<()> {
-        if self.sees_capture()? {
+        if device_is_capturing(&self.device)? {
             return Err(Error::StreamCapturing);
         }
         let driver = self.device.driver();
         let _beside = BesideCaptures::enter(driver)?;
         if wait_for_context(driver)? { Ok(()) } else { Err(Error::StreamCapturing) }
-    }
-
-    /// Whether a stream captures that a wait for the context would end the capture of, as far as anybody can
-    /// tell: those of graphs' pools, the library's, and blocking ones, beside which the legacy stream is not
-    /// to be used.
-    fn sees_capture(&self) -> Result<bool> {
-        let driver = self.device.driver();
-        if context_is_capturing(driver)? {
-            return Ok(true);
-        }
-        let streams = self.space.lock().books.len() as u32;
-        for stream in 0..streams {
-            // Its owner may be about to destroy the stream, and waits for us here; or has done so.
-            let _not_ending = lock(&self.shard(stream).eager);
-            let recording = self.space.lock().books[stream as usize].recording;
-            if let Recording::Lazy(on) = recording
-                && stream_is_capturing(driver, on)?
-            {
-                return Ok(true);
-            }
-        }
-        Ok(false)
     }
 
     /// Unmaps zombies whose fence has passed, at most so many mappings of them, and none any more after so long, nor

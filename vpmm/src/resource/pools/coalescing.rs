@@ -262,14 +262,12 @@ impl State {
         }
     }
 
-    /// What a wait for the device would prove free, if there is memory that nothing else does, and no stream is seen
-    /// to capture.
-    fn lost(&mut self) -> Result<Option<Vec<(u32, u64)>>> {
+    /// What a wait for the device would prove free, if there is memory that nothing else does.
+    fn lost(&mut self) -> Option<Vec<(u32, u64)>> {
         let lost = |lane: u32| {
             self.lanes.is_lost(lane) && (self.blocks.has_free(lane) || self.uses.names(lane))
         };
-        let waits = self.lanes.all().any(lost) && !self.lanes.see_capture()?;
-        Ok(waits.then(|| self.lanes.pending()))
+        self.lanes.all().any(lost).then(|| self.lanes.pending())
     }
 
     fn pass_all(&mut self) {
@@ -482,7 +480,7 @@ impl<R: MemoryResource> CoalescingPool<R> {
                 return Ok(address);
             }
         }
-        let lost = self.core.state().lost()?;
+        let lost = self.core.state().lost();
         if let Some(pending) = lost
             && lanes::wait_for_device_beside(&self.core.device, stream)?
         {

@@ -22,7 +22,7 @@
 use cuda_sys::types::CUresult;
 use smallvec::SmallVec;
 
-use crate::capture::{BesideCaptures, context_is_capturing, stream_is_capturing, wait_for_context};
+use crate::capture::{BesideCaptures, device_is_capturing, stream_is_capturing, wait_for_context};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, Driver, Failure, StreamWatcher};
 use crate::error::{Error, Result};
@@ -566,20 +566,6 @@ impl Lanes {
         !can_record && self.has_pending(lane) && known.covered() < known.freed
     }
 
-    /// Whether a stream captures whose end is told, and which can be asked until then: a wait for the device would end
-    /// that capture.
-    pub(super) fn see_capture(&self) -> Result<bool> {
-        let _context = self.device.enter()?;
-        for known in &self.lanes {
-            if let Recording::Lazy(handle) = known.recording
-                && stream_is_capturing(self.driver(), handle)?
-            {
-                return Ok(true);
-            }
-        }
-        Ok(false)
-    }
-
     /// Events behind all that is pending, as far as there can be any; from here on none is destroyed before
     /// the end.
     fn last_records(&mut self) -> Result<Vec<(u32, Record)>> {
@@ -708,7 +694,7 @@ pub(super) fn wait_for_device_beside(device: &Device, stream: StreamHandle) -> R
     let driver = device.driver();
     let _context = device.enter()?;
     let _beside = BesideCaptures::enter(driver)?;
-    let captures = stream_is_capturing(driver, stream)? || context_is_capturing(driver)?;
+    let captures = stream_is_capturing(driver, stream)? || device_is_capturing(device)?;
     Ok(!captures && wait_for_context(driver)?)
 }
 

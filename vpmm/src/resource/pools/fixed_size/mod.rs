@@ -332,7 +332,7 @@ impl<R: MemoryResource> FixedSize<R> {
                 if let Some(block) = state.ask(&others, lane, named)? {
                     return Ok(block);
                 }
-                if let Some(pending) = state.lost()? {
+                if let Some(pending) = state.lost() {
                     drop(state);
                     let waited = lanes::wait_for_device_beside(&self.core.device, stream)?;
                     state = self.core.state();

@@ -294,13 +294,11 @@ impl State {
         Ok(self.hit(lane, None))
     }
 
-    /// What a wait for the device would prove free, if there is memory that nothing else does, and no stream is seen
-    /// to capture.
-    pub(super) fn lost(&mut self) -> Result<Option<Vec<(u32, u64)>>> {
+    /// What a wait for the device would prove free, if there is memory that nothing else does.
+    pub(super) fn lost(&mut self) -> Option<Vec<(u32, u64)>> {
         let lost =
             |lane: u32| self.lanes.is_lost(lane) && (self.has_free(lane) || self.uses.names(lane));
-        let waits = self.lanes.all().any(lost) && !self.lanes.see_capture()?;
-        Ok(waits.then(|| self.lanes.pending()))
+        self.lanes.all().any(lost).then(|| self.lanes.pending())
     }
 
     /// The host has waited for the device: what was pending before is nobody's.
