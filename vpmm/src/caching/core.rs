@@ -309,7 +309,7 @@ impl Core {
 
     fn note_stream(&self, ptr: DevicePtr, handle: StreamHandle) -> Result<Option<Noted>> {
         let noted = self.note_further(ptr, handle)?;
-        if let Some(noted) = noted.as_ref().filter(|noted| self.books.lock().has_many_uses(noted)) {
+        if let Some(noted) = noted.as_ref().filter(|noted| noted.is_one_of_many) {
             self.forget_users_gone(noted);
         }
         Ok(noted)

@@ -102,6 +102,8 @@ pub(super) struct Noted {
     place: u32,
     /// What was noted of the stream before.
     former: Option<Use>,
+    /// The allocation is noted for so many streams now, one more than before, that some may be over.
+    pub(super) is_one_of_many: bool,
 }
 
 pub(super) struct Books {
@@ -343,13 +345,8 @@ impl Books {
                 None
             }
         };
-        Ok(Some(Noted { block: id, tag, place: of.place, former }))
-    }
-
-    /// Whether an allocation is noted for so many streams that some may be over, after one more was.
-    pub(super) fn has_many_uses(&self, noted: &Noted) -> bool {
-        let uses = self.uses.get(&noted.block).map_or(0, |uses| uses.len());
-        noted.former.is_none() && uses > FEW_USES
+        let is_one_of_many = former.is_none() && uses.len() > FEW_USES;
+        Ok(Some(Noted { block: id, tag, place: of.place, former, is_one_of_many }))
     }
 
     /// Takes out the uses of streams that are over, unless the allocation has been freed since the note: nothing has to
