@@ -1,6 +1,6 @@
 //! Bad arguments: each is a named error, and nothing has changed after it.
 
-use cuda_sim::Simulator;
+use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::*;
 use vpmm::{DevicePtr, Error};
 
@@ -159,4 +159,25 @@ fn gone(code: CUresult) {
     }
     pool.validate().unwrap();
     pool.destroy().unwrap(); // and no panic here
+}
+
+/// What cannot be served takes no addresses: they would stay the pool's, and another request like it would take more.
+#[test]
+fn a_request_beyond_all_memory_reserves_nothing() {
+    for limit in [None, Some(8 * PAGE)] {
+        let rig = Rig::simulated(Schedule::Eager);
+        let mut config = config(PAGE, 0);
+        config.limit_bytes = limit;
+        let watched = rig.pool(&config);
+        let stream = rig.stream();
+        let held = watched.malloc(PAGE, &stream);
+        let reserved = watched.pool.stats().reserved_bytes;
+        for times in 1..=4_u64 {
+            let refused = watched.try_malloc(times << 40, &stream);
+            assert!(refused.is_err_and(|error| error.is_out_of_memory()));
+        }
+        assert_eq!(watched.pool.stats().reserved_bytes, reserved);
+        watched.free(held, &stream);
+        watched.assert_intact();
+    }
 }

@@ -64,7 +64,10 @@ impl Space {
         policy: Option<PendingPolicy>,
     ) -> Planned {
         let Some(site) = self.choose_site(timeline, bytes) else {
-            return Planned::NeedsAddresses;
+            // Addresses that nothing can be mapped at would stay the pool's.
+            let covered = self.harvestable(timeline, policy).saturating_add(room);
+            let serves = covered / self.page * self.page >= bytes;
+            return if serves { Planned::NeedsAddresses } else { Planned::NoMemory };
         };
         let mut plan = self.occupy(site);
         let mut missing = site.fill;
@@ -211,6 +214,19 @@ impl Space {
             found += self.harvest(id, missing - found, sources);
         }
         found
+    }
+
+    /// What the two before would find at most. O(the stream's pending regions).
+    fn harvestable(&self, timeline: TimelineId, policy: Option<PendingPolicy>) -> u64 {
+        if !self.shared.is_empty() {
+            return 0;
+        }
+        let pending = match policy {
+            // What waits for uses on further streams is nobody's to have.
+            Some(_) => self.map.totals().bytes(State::Pending) - self.uses.deferred_bytes(),
+            None => self.map.pending(timeline).map(Region::bytes).sum(),
+        };
+        self.map.totals().bytes(State::Idle) + pending
     }
 
     /// Takes the first pages of one region; what is left over keeps its stream, fence and age.
