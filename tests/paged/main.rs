@@ -6,6 +6,7 @@
 
 mod bad_input;
 mod costs;
+mod crowd;
 mod failures;
 mod mistakes;
 mod program;
