@@ -177,6 +177,33 @@ fn a_container_of_a_thread_goes_to_another_thread() {
     });
 }
 
+/// The wait for the device that this takes is not made beside a capture, which it would end.
+#[test]
+fn a_container_of_a_thread_waits_for_captures_elsewhere() {
+    each(|rig, resource| {
+        let (capturing, per_thread) = (rig.stream(), Stream::per_thread(&rig.device));
+        let [values, dropped] =
+            [(); 2].map(|()| DeviceVec::from_slice(&[1_u32; 100], &per_thread, resource).unwrap());
+        begin_capture(rig, capturing.handle().raw());
+        std::thread::scope(|scope| {
+            let at_work = scope.spawn(move || {
+                let mut values = values;
+                let refused = values.get(5);
+                assert!(matches!(refused, Err(Error::StreamCapturing)), "{refused:?}");
+                let refused = values.set_stream(&capturing);
+                assert!(matches!(refused, Err(Error::StreamCapturing)), "{refused:?}");
+                // Its memory stays the resource's.
+                drop(dropped);
+                (values, capturing)
+            });
+            let (values, capturing) = at_work.join().unwrap();
+            end_capture(rig, capturing.handle().raw());
+            let elsewhere = scope.spawn(move || assert_eq!(values.get(5).unwrap(), 1));
+            elsewhere.join().unwrap();
+        });
+    });
+}
+
 gated!(copying: cuMemcpyDtoDAsync_v2(
     to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream
 ));

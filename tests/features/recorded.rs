@@ -697,6 +697,29 @@ fn a_pool_that_ends_waits_for_uses_too() {
     }
 }
 
+/// What only a wait for the device would prove free is left to the driver where another stream captures: that wait
+/// is refused, and would end the capture for nothing.
+#[test]
+fn a_pool_that_ends_beside_a_capture_leaves_that_alone() {
+    for profile in Profile::TESTED {
+        for bytes in SIZES {
+            let rig = Rig::simulated(Schedule::Eager);
+            let pool = profile.open(&rig.device, &Settings::default()).unwrap();
+            let (own, side, capturing) = (rig.stream(), rig.stream(), rig.stream());
+            let ptr = pool.malloc(bytes as usize, &own).unwrap();
+            pool.record_stream(ptr, &side).unwrap();
+            begin_capture(&rig, side.handle().raw());
+            pool.free(ptr, &own).unwrap();
+            // Nobody will know when its work is over.
+            drop(side);
+            begin_capture(&rig, capturing.handle().raw());
+            drop(pool);
+            assert_eq!(end_capture(&rig, capturing.handle().raw()), 0, "{profile:?}, {bytes}");
+            rig.assert_clean();
+        }
+    }
+}
+
 #[test]
 fn a_free_that_fails_leaves_allocation_and_uses_as_they_were() {
     for profile in Profile::TESTED {

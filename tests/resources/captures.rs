@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use cuda_sim::Schedule;
 use cuda_sys::types::CUstream_flags_enum;
 use vpmm::resource::*;
 use vpmm::{Error, MemoryResource};
@@ -236,4 +237,28 @@ fn a_drivers_pool_of_at_most_nothing_is_refused() {
         let refused = DriverPool::new(&rig.device, &config);
         assert!(matches!(refused, Err(Error::Config { name: "max_bytes", .. })), "{refused:?}");
     });
+}
+
+/// A pool that ends with what a stream freed that has ended in its capture could only wait for the device: not beside
+/// another capture, which that would end.
+#[test]
+fn pools_that_end_with_what_is_lost_leave_captures_alone() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let (ended, capturing) = (rig.stream(), rig.stream());
+    let upstream = DeviceMalloc::new(&rig.device);
+    let coalescing =
+        CoalescingPool::new(upstream.clone(), &rig.device, &CoalescingConfig::default()).unwrap();
+    let fixed = FixedSize::new(upstream, &rig.device, &FixedSizeConfig::default()).unwrap();
+    let pools = [&coalescing as &dyn MemoryResource, &fixed];
+    let held = pools.map(|pool| pool.allocate(1000, 256, ended.handle()).unwrap());
+    streams::begin_capture(&rig, ended.handle().raw());
+    for (pool, ptr) in pools.into_iter().zip(held) {
+        pool.deallocate(ptr, 1000, 256, ended.handle()).unwrap();
+    }
+    drop(ended);
+    let raw = capturing.handle().raw();
+    streams::begin_capture(&rig, raw);
+    drop((coalescing, fixed));
+    assert_eq!(streams::end_capture(&rig, raw), 0);
+    rig.assert_clean();
 }

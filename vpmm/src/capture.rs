@@ -6,6 +6,7 @@ use cuda_sys::types::*;
 
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Driver, Failure};
+use crate::error::{Error, Result};
 use crate::event::Event;
 
 /// Whether nothing can be enqueued on the stream now but as part of a graph. So it is with the legacy
@@ -24,11 +25,25 @@ pub(crate) fn stream_is_capturing(driver: &Driver, stream: StreamHandle) -> Resu
 /// any of the library's streams and those that are lent, or a blocking stream's, beside which the legacy stream is not
 /// to be used. Of others only their streams can be asked. The device's context is current.
 pub(crate) fn device_is_capturing(device: &Device) -> Result<bool, Failure> {
+    Ok(device.driver().companion::<OpenCaptures>().are_any() || some_stream_captures(device)?)
+}
+
+/// Whether one of the streams that can be asked captures now.
+fn some_stream_captures(device: &Device) -> Result<bool, Failure> {
     let driver = device.driver();
     let captures = |stream| stream_is_capturing(driver, stream);
-    Ok(driver.companion::<OpenCaptures>().are_any()
-        || captures(StreamHandle::LEGACY)?
-        || driver.any_living(device.context_id(), captures)?)
+    Ok(captures(StreamHandle::LEGACY)? || driver.any_living(device.context_id(), captures)?)
+}
+
+/// The wait for a device's context without which an end gives nothing back: refused, as by the driver, beside a
+/// capture that can be seen, which then goes on. The context is current.
+pub(crate) fn wait_at_end(device: &Device) -> Result<(), Failure> {
+    if some_stream_captures(device).unwrap_or(false) {
+        let code = CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        return Err(Failure { call: "cuCtxSynchronize", code });
+    }
+    // SAFETY: no arguments.
+    unsafe { device.driver().cuCtxSynchronize() }
 }
 
 /// Waits on the host for all of the current context's work: `false` where that is refused beside a capture, by the
@@ -45,6 +60,22 @@ pub(crate) fn wait_for_context(driver: &Driver) -> Result<bool, Failure> {
             Ok(false)
         }
         Err(failure) => Err(failure),
+    }
+}
+
+/// [`Device::synchronize`] where that ends no capture that can be seen; else, and where the driver knows of another
+/// one, which is over then, [`Error::StreamCapturing`].
+pub(crate) fn synchronize_beside_captures(device: &Device) -> Result<()> {
+    let _context = device.enter()?;
+    // What cannot be asked about fails in the wait.
+    if some_stream_captures(device).unwrap_or(false) {
+        return Err(Error::StreamCapturing);
+    }
+    match device.synchronize() {
+        Err(Error::Driver { code: CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, .. }) => {
+            Err(Error::StreamCapturing)
+        }
+        waited => waited,
     }
 }
 

@@ -17,6 +17,11 @@ use crate::units::DevicePtr;
 ///
 /// `R` is the resource, by value, by reference or shared; without a word it is any one behind an `Arc`.
 ///
+/// One on the default stream of the calling thread ([`Stream::per_thread`]) that another thread calls, or drops, is at
+/// home on that one's from then on: the host waits for the device once. Beside a capture that wait is refused, which
+/// harms none of the library's streams': the call answers [`Error::StreamCapturing`](crate::Error::StreamCapturing),
+/// and after a drop the memory stays the resource's.
+///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let sim = cuda_sim::Simulator::builder().build()?;

@@ -4,6 +4,7 @@ use std::ops::Deref;
 use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crate::capture::synchronize_beside_captures;
 use crate::device::StreamHandle;
 use crate::error::Result;
 use crate::lock::Token;
@@ -13,7 +14,10 @@ use crate::stream::Stream;
 ///
 /// The per-thread default stream is another one in every thread. A container on it that comes to
 /// another thread is at home on that one's from then on: the host waits for the device once, which is
-/// the only order that can be had from there.
+/// the only order that can be had from there. Beside a capture it cannot ([`Error::StreamCapturing`]): the wait would
+/// end that.
+///
+/// [`Error::StreamCapturing`]: crate::error::Error::StreamCapturing
 pub(super) struct Home {
     stream: Stream,
     /// Of a container on the per-thread default stream: whose it is now.
@@ -58,7 +62,7 @@ impl Home {
         let now = Token::current();
         // A thread that is ending has no number, and is nobody that was seen before.
         if now.is_none() || *thread != now {
-            self.stream.device().synchronize()?;
+            synchronize_beside_captures(self.stream.device())?;
             *thread = now;
         }
         Ok(Turn { stream: &self.stream, _thread: Some(thread) })

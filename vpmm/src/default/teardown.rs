@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use super::Core;
 use super::memory::Backed;
 use super::space::book::Recording;
-use crate::capture::BesideCaptures;
+use crate::capture::{BesideCaptures, wait_at_end};
 use crate::driver::Failure;
 use crate::error::Error;
 use crate::event::Event;
@@ -55,8 +55,7 @@ impl Core {
         let _beside = BesideCaptures::enter(driver)?;
         // What a stream cannot be asked about now leaves only the wait for the context.
         if live || is_stuck || !self.wait_for_frees().is_ok_and(|_| self.all_passed(None)) {
-            // SAFETY: no arguments.
-            return unsafe { driver.cuCtxSynchronize() };
+            return wait_at_end(&self.device);
         }
         Ok(())
     }

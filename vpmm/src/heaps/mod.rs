@@ -31,7 +31,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
 use smallvec::SmallVec;
 
-use crate::capture::{BesideCaptures, OpenCaptures};
+use crate::capture::{BesideCaptures, OpenCaptures, wait_at_end};
 use crate::default::{Core, PoolConfig};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, StreamWatcher};
@@ -774,10 +774,8 @@ impl Drop for Heaps {
             return;
         }
         let waited = self.device().enter().and_then(|_context| {
-            let driver = self.device().driver();
-            let _beside = BesideCaptures::enter(driver)?;
-            // SAFETY: no arguments.
-            Ok(unsafe { driver.cuCtxSynchronize() }?)
+            let _beside = BesideCaptures::enter(self.device().driver())?;
+            Ok(wait_at_end(self.device())?)
         });
         // Each of them sees to what is allocated there.
         let is_at_rest =

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::contents::{Buffers, Contents, FileCopy, HostCopy, Saved};
 use super::lock;
 use super::pinned::{Copies, Pinned};
-use crate::capture::BesideCaptures;
+use crate::capture::{BesideCaptures, wait_at_end};
 use crate::default::{Core, Run};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
@@ -181,8 +181,7 @@ impl Drop for TaggedHeap {
         let device = self.core.device();
         let waited = device.enter().and_then(|_context| {
             let _beside = BesideCaptures::enter(device.driver())?;
-            // SAFETY: no arguments.
-            Ok(unsafe { device.driver().cuCtxSynchronize() }?)
+            Ok(wait_at_end(device)?)
         });
         if waited.is_err() {
             limbo.into_iter().for_each(std::mem::forget);

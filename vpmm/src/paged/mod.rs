@@ -41,7 +41,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::backing::Backing;
-use crate::capture::{BesideCaptures, stream_is_capturing};
+use crate::capture::{BesideCaptures, stream_is_capturing, wait_at_end};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Failure, StreamWatcher};
 use crate::error::{Error, Result};
@@ -387,16 +387,13 @@ impl PagedPool {
             let never_freed = small > 0 || space.map.totals().regions(State::Live) > 0;
             if never_freed || space.uses.has_due() {
                 drop(space);
-                // SAFETY: no arguments.
-                return unsafe { driver.cuCtxSynchronize() };
+                return wait_at_end(&self.device);
             }
             let newest = space.timelines.ids().filter_map(|id| space.timelines.newest(id));
             newest.filter_map(|fence| space.timelines.event(fence)).collect()
         };
-        last.into_iter().try_for_each(|event| event.wait(driver)).or_else(|_| {
-            // SAFETY: no arguments.
-            unsafe { driver.cuCtxSynchronize() }
-        })
+        let waited = last.into_iter().try_for_each(|event| event.wait(driver));
+        waited.or_else(|_| wait_at_end(&self.device))
     }
 }
 

@@ -2,10 +2,9 @@
 
 use std::sync::Arc;
 
-use cuda_sys::types::CUresult;
-
 use super::Pool;
 use super::registry::Registry;
+use crate::capture::synchronize_beside_captures;
 use crate::device::StreamHandle;
 use crate::driver::Driver;
 use crate::error::{Error, Result};
@@ -78,7 +77,7 @@ impl Pool {
 
     /// Ends the pool now, and gives everything back, allocations included: their addresses are no
     /// longer to be used. Waits for the work before its frees; for the whole context where something is
-    /// allocated, which ends every capture in it.
+    /// allocated, but not beside a capture, which that would end.
     ///
     /// If it is its device's [current](Self::current) or [default](Self::default_of) pool it is that no
     /// longer. An error of the driver's on the way leaves the rest to the driver, which reclaims it with the process.
@@ -88,9 +87,9 @@ impl Pool {
     ///
     /// # Errors
     /// [`Error::PoolShared`] where there are other handles; [`Error::StreamCapturing`] where something is
-    /// allocated while a stream of the context captures, since the driver then refuses the wait. The pool
-    /// comes back with it, as it was; of a capture the end that the refused wait has made is all that is
-    /// left.
+    /// allocated while a stream of the context captures, which the wait would end. The pool comes back with
+    /// it, as it was, and captures of the library's streams, or of blocking ones, go on; of another stream's, which
+    /// only the driver knows of, the wait that it has refused is the end.
     pub fn destroy(self) -> Result<(), (Self, Error)> {
         if let Err(error) = self.check_process() {
             return Err((self, error));
@@ -117,10 +116,8 @@ impl Pool {
         if self.registry().others(self) > 0 || !self.family.is_in_use() {
             return Ok(());
         }
-        match self.device().synchronize() {
-            Err(Error::Driver {
-                code: CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, ..
-            }) => Err(Error::StreamCapturing),
+        match synchronize_beside_captures(self.device()) {
+            Err(Error::StreamCapturing) => Err(Error::StreamCapturing),
             // What else is wrong is met by the end itself.
             _ => Ok(()),
         }

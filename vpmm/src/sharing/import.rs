@@ -12,7 +12,7 @@ use super::limbo::Limbo;
 use super::socket;
 use super::wire::{self, BATCH, FABRIC_BYTES, HEADER_BYTES, Header, Span, WINDOW_BYTES};
 use crate::backing::wait_for_next_context;
-use crate::capture::BesideCaptures;
+use crate::capture::{BesideCaptures, wait_at_end};
 use crate::device::Device;
 use crate::driver::{Awaited, Driver, Failure};
 use crate::error::{Error, Result};
@@ -49,9 +49,10 @@ struct Mapped {
 /// It is laid out as there: what is contiguous there is contiguous here. No allocation is made from
 /// it, and it cannot be shared further. It is the owner's to say what lies where, and that work of
 /// both processes on it is in order. When it is dropped, it waits for the work of the device's primary
-/// context (which ends captures there), then unmaps the memory; the owner's part of it stays. While a stream
-/// captures the driver refuses that wait: then the memory is unmapped when [`Device::synchronize`], or the
-/// drop of another import, has waited for the device. So is what the driver would not unmap.
+/// context, then unmaps the memory; the owner's part of it stays. While a stream captures that wait is refused,
+/// which ends no capture of the library's streams, or of blocking ones: then the memory is unmapped when
+/// [`Device::synchronize`], or the drop of another import, has waited for the device. So is what the driver would
+/// not unmap.
 pub struct Imported {
     device: Device,
     access: Access,
@@ -431,10 +432,8 @@ impl Drop for Imported {
             wait_for_next_context(&self.device)
         } else {
             BesideCaptures::enter(driver).map_err(Error::from).and_then(|_beside| {
-                driver.tell_wait_for(Awaited::Device(self.device.ordinal()), || {
-                    // SAFETY: no arguments.
-                    unsafe { driver.cuCtxSynchronize() }
-                })
+                let awaited = Awaited::Device(self.device.ordinal());
+                driver.tell_wait_for(awaited, || wait_at_end(&self.device))
             })
         };
         // Another thread may have reset the device meanwhile.

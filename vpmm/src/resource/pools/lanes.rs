@@ -22,7 +22,9 @@
 use cuda_sys::types::CUresult;
 use smallvec::SmallVec;
 
-use crate::capture::{BesideCaptures, device_is_capturing, stream_is_capturing, wait_for_context};
+use crate::capture::{
+    BesideCaptures, device_is_capturing, stream_is_capturing, wait_at_end, wait_for_context,
+};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, Driver, Failure, StreamWatcher};
 use crate::error::{Error, Result};
@@ -736,8 +738,7 @@ fn wait_for_all<S>(
     }
     let left = lanes(&mut state.lock()).pending();
     if of_callers || !left.is_empty() {
-        // SAFETY: no arguments; the device's context is current.
-        unsafe { driver.cuCtxSynchronize() }?;
+        wait_at_end(&device)?;
         for (lane, epoch) in left {
             lanes(&mut state.lock()).see_passed(lane, epoch);
         }
