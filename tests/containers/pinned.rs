@@ -157,6 +157,7 @@ fn one_wait_for_a_copy_is_refused() {
     let mut values = DeviceVec::uninit(1000, &stream, &pool).unwrap();
     let refuse = || sim.fail_nth("cuStreamSynchronize", 1, CUresult::CUDA_ERROR_UNKNOWN);
     let is_over = || assert_eq!(sim.run_until_idle(), 0, "the copy was under way");
+    sim.run_until_idle();
     refuse();
     let done = values.as_mut_slice().copy_from_slice(&host);
     is_over();
@@ -167,11 +168,31 @@ fn one_wait_for_a_copy_is_refused() {
     is_over();
     done.unwrap();
     assert_eq!(host[..], [5; 1000]);
-    // Where the device cannot be waited for either, the first failure is told.
+    // Where neither the stream nor the device can be waited for, the first failure is told.
     refuse();
+    sim.fail_nth("cuStreamSynchronize", 2, CUresult::CUDA_ERROR_NOT_READY);
     sim.fail_nth("cuCtxSynchronize", 1, CUresult::CUDA_ERROR_NOT_READY);
     let error = values.to_vec().unwrap_err();
     let first =
         Error::Driver { call: "cuStreamSynchronize", code: CUresult::CUDA_ERROR_UNKNOWN, bytes: 0 };
     assert_eq!(error.to_string(), first.to_string());
+}
+
+/// The driver refuses the wait for a copy that memory of the host's is lent to. It is waited for all the same, before the
+/// host has its memory back, and not by way of the device while another stream captures: the driver would refuse that,
+/// too, and end the capture.
+#[test]
+fn a_copy_that_cannot_be_waited_for_once_is_waited_for_beside_a_capture() {
+    let rig = Rig::on(Simulator::builder().schedule(Schedule::Manual).build().unwrap());
+    let sim = rig.sim.clone().unwrap();
+    let (stream, capturing) = (rig.stream(), rig.stream());
+    let pinned = PinnedHost::new(&rig.device);
+    let mut host = PinnedVec::zeroed(1000, &stream, pinned).unwrap();
+    let values = DeviceVec::filled(7_u32, 1000, &stream, DeviceMalloc::new(&rig.device)).unwrap();
+    begin_capture(&rig, capturing.handle().raw());
+    sim.fail_nth("cuStreamSynchronize", 1, CUresult::CUDA_ERROR_UNKNOWN);
+    values.as_slice().copy_to_slice(&mut host).unwrap();
+    assert_eq!(host[..], [7; 1000]);
+    assert_eq!(end_capture(&rig, capturing.handle().raw()), 0);
+    rig.assert_clean();
 }

@@ -67,8 +67,7 @@ pub(crate) fn wait_for_context(driver: &Driver) -> Result<bool, Failure> {
 /// one, which is over then, [`Error::StreamCapturing`].
 pub(crate) fn synchronize_beside_captures(device: &Device) -> Result<()> {
     let _context = device.enter()?;
-    // What cannot be asked about fails in the wait.
-    if some_stream_captures(device).unwrap_or(false) {
+    if some_stream_captures(device)? {
         return Err(Error::StreamCapturing);
     }
     match device.synchronize() {

@@ -1,8 +1,11 @@
 //! Copies and fills, on a container's stream.
 
+use std::time::Duration;
+
 use bytemuck::Pod;
 
 use super::home::{Home, Turn};
+use crate::capture::synchronize_beside_captures;
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 use crate::units::DevicePtr;
@@ -12,6 +15,9 @@ const PATTERN_BYTES: usize = 4096;
 
 /// Values up to this many bytes are written by fills of 4 bytes each, which need no host memory.
 const WORDS_BYTES: usize = 16;
+
+/// How long a copy that cannot be waited for beside a capture is left to itself.
+const BETWEEN_WAITS: Duration = Duration::from_millis(1);
 
 /// A container's stream for a copy that the host waits for.
 ///
@@ -31,9 +37,18 @@ pub(super) fn settle(home: &Home) -> Result<()> {
 /// Waits for a copy that memory of the host's is lent to.
 fn wait(stream: &Stream) -> Result<()> {
     stream.synchronize().or_else(|error| {
-        // The memory goes back to the host now. Where the device cannot be waited for either nothing runs
-        // on it any more: the context is lost.
-        stream.device().synchronize().map_err(|_| error)
+        // The memory goes back to the host now. Where neither the stream nor the device can be waited for nothing runs
+        // there any more: the context is lost. But a capture stands in the way of a wait only for a while.
+        loop {
+            let of_stream = match stream.is_capturing() {
+                Ok(false) => stream.synchronize(),
+                _ => Err(Error::StreamCapturing),
+            };
+            match of_stream.or_else(|_| synchronize_beside_captures(stream.device())) {
+                Err(Error::StreamCapturing) => std::thread::sleep(BETWEEN_WAITS),
+                waited => return waited.map_err(|_| error),
+            }
+        }
     })
 }
 
