@@ -4,6 +4,7 @@
 mod buffers;
 mod ends;
 mod pinned;
+mod program;
 mod resources;
 mod streams;
 #[allow(unused_macros, reason = "no driver function is held here")]

@@ -15,6 +15,8 @@ pub(crate) const FAULT: CUresult = CUresult::CUDA_ERROR_UNKNOWN;
 thread_local! {
     /// Of a hundred driver calls.
     static FAILING: Cell<u64> = const { Cell::new(0) };
+    /// No other one of the same call does then.
+    static ONCE: Cell<bool> = const { Cell::new(false) };
     static CHANCE: RefCell<Lcg> = const { RefCell::new(Lcg(0)) };
 }
 
@@ -38,6 +40,14 @@ pub(crate) fn with_faults<T>(percent: u64, call: impl FnOnce() -> T) -> T {
     let before = FAILING.replace(percent);
     let result = call();
     FAILING.set(before);
+    result
+}
+
+/// The same where one fails at most.
+pub(crate) fn with_one_fault<T>(percent: u64, call: impl FnOnce() -> T) -> T {
+    let before = ONCE.replace(true);
+    let result = with_faults(percent, call);
+    ONCE.set(before);
     result
 }
 
@@ -66,7 +76,11 @@ pub(crate) fn fails() -> bool {
         _ => {}
     }
     let failing = FAILING.get();
-    failing > 0 && below(100) < failing
+    let fails = failing > 0 && below(100) < failing;
+    if fails && ONCE.get() {
+        FAILING.set(0);
+    }
+    fails
 }
 
 /// Makes a module for each of some driver functions, in which that [`fails`] by chance, and a function that
