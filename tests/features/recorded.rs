@@ -697,6 +697,45 @@ fn a_pool_that_ends_waits_for_uses_too() {
     }
 }
 
+/// Nothing tells when the work of a thread's own stream is over once the thread has ended, nor that of a stream which
+/// ended in its capture. A request that may wait for the GPU waits for the device then, and not beside a capture.
+#[test]
+fn a_request_waits_for_what_only_the_device_can_tell_of() {
+    for profile in Profile::TESTED {
+        for (is_thread, bytes) in [(true, BLOCK), (false, BLOCK), (true, 1000), (false, 1000)] {
+            if bytes < BLOCK && *profile == Profile::Default {
+                continue; // keeps a granule for such blocks
+            }
+            let rig = Rig::simulated(Schedule::Manual);
+            let watched = rig.pool(*profile);
+            let (own, capturing) = (rig.stream(), rig.stream());
+            let held = watched.malloc(bytes, &own);
+            own.synchronize().unwrap();
+            if is_thread {
+                std::thread::scope(|scope| {
+                    let look = || watched.look_from(&held, &own, StreamHandle::PER_THREAD);
+                    scope.spawn(look).join().unwrap();
+                });
+                watched.free(held, &own);
+            } else {
+                let side = rig.stream();
+                watched.look_from(&held, &own, &side);
+                begin_capture(&rig, side.handle().raw());
+                watched.free(held, &own);
+            }
+            own.synchronize().unwrap();
+            begin_capture(&rig, capturing.handle().raw());
+            let most = Settings::default().limit_bytes.unwrap();
+            let refused = watched.try_malloc(most, &own);
+            assert!(refused.is_err_and(|error| error.is_out_of_memory()));
+            assert_eq!(end_capture(&rig, capturing.handle().raw()), 0);
+            let all = watched.malloc(most, &own);
+            watched.free(all, &own);
+            watched.assert_intact();
+        }
+    }
+}
+
 /// What only a wait for the device would prove free is left to the driver where another stream captures: that wait
 /// is refused, and would end the capture for nothing.
 #[test]

@@ -117,7 +117,7 @@ impl PagedPool {
         }
     }
 
-    fn mark_of_every_stream(&self, space: &Space) -> Mark {
+    pub(super) fn mark_of_every_stream(&self, space: &Space) -> Mark {
         let point = space.timelines.last_sequence();
         Mark { pool: self.number, stream: EVERY_STREAM, point, epoch: 0 }
     }
@@ -177,7 +177,7 @@ impl PagedPool {
 
 impl Space {
     /// The host has waited for what was marked: it is everybody's.
-    fn pass_mark(&mut self, mark: &Mark) {
+    pub(super) fn pass_mark(&mut self, mark: &Mark) {
         let (timelines, stream): (SmallVec<[TimelineId; 4]>, _) = match mark.stream {
             EVERY_STREAM => (self.timelines.ids().collect(), None),
             timeline => (smallvec![TimelineId(timeline)], Some(mark.epoch)),

@@ -3,7 +3,7 @@
 use cuda_sys::types::CUresult;
 
 use super::PagedPool;
-use crate::capture::BesideCaptures;
+use crate::capture::{BesideCaptures, device_is_capturing, wait_for_context};
 use crate::error::Result;
 use crate::event::Event;
 use crate::fence::Fence;
@@ -63,9 +63,38 @@ impl PagedPool {
                 Err(failure) => refused = refused.or(Some(failure)),
             }
         }
-        match refused {
-            Some(failure) if !waited => Err(failure.into()),
+        let lost = self.wait_for_lost();
+        waited |= matches!(lost, Ok(true));
+        match (refused, lost) {
+            (Some(failure), _) if !waited => Err(failure.into()),
+            (None, Err(error)) if !waited => Err(error),
             _ => Ok(waited),
         }
+    }
+
+    /// Waits for the device where something freed was used on streams that nobody here can record on: those that ended
+    /// without a last event, and other threads' own. Not beside a capture that is known of, which that would end.
+    /// Whether it has waited.
+    fn wait_for_lost(&self) -> Result<bool> {
+        // What is lost from here on is not waited for.
+        let mark = {
+            let space = self.lock_space();
+            if !space.uses.has_due() {
+                return Ok(false);
+            }
+            self.mark_of_every_stream(&space)
+        };
+        if device_is_capturing(&self.device)? {
+            return Ok(false);
+        }
+        let driver = self.device.driver();
+        let _beside = BesideCaptures::enter(driver)?;
+        let waited = wait_for_context(driver)?;
+        if waited {
+            let mut space = self.lock_space();
+            space.pass_mark(&mark);
+            space.host_waits += 1;
+        }
+        Ok(waited)
     }
 }
