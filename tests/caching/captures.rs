@@ -1,5 +1,6 @@
 //! Captures: no call ends one, and none becomes a part of one.
 
+use cuda_sim::Schedule;
 use vpmm::caching::{CachingAllocator, CachingConfig};
 use vpmm::resource::{DriverPool, DriverPoolConfig};
 use vpmm::{Error, Stream, StreamHandle};
@@ -184,4 +185,22 @@ fn zeros_in_a_capture_are_a_node_of_the_graph() {
         drop(zeros);
         cached.assert_intact();
     });
+}
+
+/// An allocator that ends with what only a wait for the device would prove free leaves another stream's capture alone.
+#[test]
+fn an_allocator_that_ends_leaves_captures_alone() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let (own, side, capturing) = (rig.stream(), rig.stream(), rig.stream());
+    let allocator = CachingAllocator::new(&rig.device, &CachingConfig::default()).unwrap();
+    let ptr = allocator.malloc(3 << 20, &own).unwrap();
+    allocator.record_stream(ptr, &side).unwrap();
+    begin_capture(&rig, side.handle().raw());
+    allocator.free(ptr).unwrap();
+    // Nobody will know when its work is over.
+    drop(side);
+    begin_capture(&rig, capturing.handle().raw());
+    drop(allocator);
+    assert_eq!(end_capture(&rig, capturing.handle().raw()), 0);
+    rig.assert_clean();
 }

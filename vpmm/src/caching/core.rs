@@ -10,7 +10,7 @@ use super::books::{Books, Freed, Noted, Rules, Use};
 use super::config::{CachingConfig, check_fraction};
 use super::size::round_plain;
 use super::waits::{Life, Waits};
-use crate::capture::stream_is_capturing;
+use crate::capture::{stream_is_capturing, synchronize_beside_captures};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, Realm, StreamWatcher};
 use crate::error::{Error, Result};
@@ -423,7 +423,8 @@ impl Drop for Core {
             let books = self.books.get_mut();
             (*self.outstanding.get_mut() != 0 || books.has_open(), books.take_idle())
         };
-        if (waits_are_left || !idle.is_empty()) && self.device.synchronize().is_ok() {
+        let waits = waits_are_left || !idle.is_empty();
+        if waits && synchronize_beside_captures(&self.device).is_ok() {
             lock(&self.waits).passed(self, None, u64::MAX);
             idle.extend(self.books.lock().take_idle());
             for segment in idle {
