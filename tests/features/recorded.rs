@@ -806,3 +806,30 @@ fn a_free_that_fails_leaves_allocation_and_uses_as_they_were() {
         }
     }
 }
+
+/// Threads that have ended leave uses on their own streams that nobody can record on: a request asks the driver no more
+/// where they were many.
+#[test]
+fn ended_threads_cost_later_requests_no_driver_calls_each() {
+    for profile in Profile::TESTED {
+        let rig = Rig::simulated(Schedule::Eager);
+        let pool = profile.open(&rig.device, &Settings::default()).unwrap();
+        let own = rig.stream();
+        let calls_after = |threads: usize| {
+            for _ in 0..threads {
+                let ptr = pool.malloc(GRANULE as usize, &own).unwrap();
+                std::thread::scope(|scope| {
+                    scope.spawn(|| pool.record_stream(ptr, StreamHandle::PER_THREAD).unwrap());
+                });
+                pool.free(ptr, &own).unwrap();
+            }
+            let before = rig.driver.calls();
+            let ptr = pool.malloc(BLOCK as usize, &own).unwrap();
+            let after = rig.driver.calls().since(&before);
+            pool.free(ptr, &own).unwrap();
+            ["cuStreamIsCapturing", "cuStreamGetId", "cuEventQuery"].map(|call| after.count(call))
+        };
+        let after_few = calls_after(2);
+        assert_eq!(calls_after(50), after_few, "{profile:?}");
+    }
+}

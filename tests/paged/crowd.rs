@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use cuda_sim::{Schedule, Simulator};
@@ -157,6 +157,9 @@ struct Crowd<'a> {
     seeds: AtomicU64,
     /// Bytes by address.
     live: Mutex<BTreeMap<u64, u64>>,
+    /// Held as a capture begins: one that begins after a request has looked for captures, and before it waits for the
+    /// device, is ended by that.
+    begins: RwLock<()>,
 }
 
 impl Crowd<'_> {
@@ -180,7 +183,11 @@ impl Crowd<'_> {
     }
 
     fn malloc(&self, bytes: u64, of: &Lane) -> Option<Block> {
-        let ptr = match self.attempt(|| self.pool.malloc(bytes as usize, of.handle())) {
+        let asked = {
+            let _none_begins = self.begins.read().unwrap_or_else(PoisonError::into_inner);
+            self.attempt(|| self.pool.malloc(bytes as usize, of.handle()))
+        };
+        let ptr = match asked {
             Ok(ptr) => ptr,
             Err(error) if error.is_out_of_memory() => {
                 reach("requests refused");
@@ -375,7 +382,10 @@ impl Member<'_> {
             CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
         ][self.below(2) as usize];
         call!(crowd.rig.driver, cuCtxSetCurrent(crowd.rig.device.context()));
-        call!(crowd.rig.driver, cuStreamBeginCapture_v2(aside.handle().raw(), mode));
+        {
+            let _begins = crowd.begins.write().unwrap_or_else(PoisonError::into_inner);
+            call!(crowd.rig.driver, cuStreamBeginCapture_v2(aside.handle().raw(), mode));
+        }
         self.is_capturing = true;
         for _ in 0..self.below(12) {
             if chance(4) {
@@ -493,6 +503,7 @@ fn run(seed: u64) {
             given: (0..threads).map(|_| Mutex::default()).collect(),
             seeds: AtomicU64::new(1 << 40),
             live: Mutex::default(),
+            begins: RwLock::default(),
         };
         run_threads(&crowd, threads, steps, seed);
         for block in crowd.given.iter().flat_map(|given| std::mem::take(&mut *locked(given))) {

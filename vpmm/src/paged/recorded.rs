@@ -138,15 +138,29 @@ impl PagedPool {
     /// Tries again to record on streams that were capturing when memory was freed: on each, though the driver
     /// refuses one.
     pub(super) fn record_due(&self) -> Result<(), Failure> {
-        let due = {
+        let (mut due, of_threads) = {
             let space = self.lock_space();
             if !space.uses.has_due() {
                 return Ok(());
             }
             space.uses.due()
         };
+        // However many threads there were: those that have ended stay among them.
+        let own = if of_threads { self.threads_own_due() } else { Ok(None) };
+        due.extend(own.as_ref().ok().copied().flatten());
         let record = |(stream, handle)| self.record_use(stream, handle, Scope::Due).map(drop);
-        due.into_iter().map(record).fold(Ok(()), Result::and)
+        due.into_iter().map(record).fold(own.map(drop), Result::and)
+    }
+
+    /// The calling thread's own stream, where something freed waits for that and it can be recorded on.
+    fn threads_own_due(&self) -> Result<Option<(u64, StreamHandle)>, Failure> {
+        let own = StreamHandle::PER_THREAD;
+        if self.is_capturing(own)? {
+            return Ok(None);
+        }
+        let stream = self.id_of(own)?;
+        let needs = self.lock_space().uses.needs(stream, Scope::Due);
+        Ok(needs.then_some((stream, own)))
     }
 
     /// A stream is about to be destroyed: what was used on it gets its event now. Where there can be

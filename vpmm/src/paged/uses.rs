@@ -173,16 +173,22 @@ impl UseBook {
         open.filter_map(|known| Some((known.stream, known.handle?))).collect()
     }
 
-    /// The streams that something freed waits for and that can be recorded on, perhaps.
-    pub(super) fn due(&self) -> SmallVec<[(u64, StreamHandle); 2]> {
+    /// The streams that something freed waits for and that can be recorded on, perhaps; and whether there are threads'
+    /// own ones beside them, which are not listed: only one of them can be this thread's.
+    pub(super) fn due(&self) -> (SmallVec<[(u64, StreamHandle); 2]>, bool) {
         let mut due: SmallVec<[(u64, StreamHandle); 2]> = SmallVec::new();
+        let mut of_threads = false;
         let uses = self.deferred.due().flat_map(|deferred| &deferred.uses);
         for of in uses.filter(|of| of.fence.is_none()) {
-            if let Some(handle) = of.handle.filter(|_| due.iter().all(|(id, _)| *id != of.stream)) {
-                due.push((of.stream, handle));
+            match of.handle {
+                Some(handle) if handle == StreamHandle::PER_THREAD => of_threads = true,
+                Some(handle) if due.iter().all(|(id, _)| *id != of.stream) => {
+                    due.push((of.stream, handle));
+                }
+                _ => {}
             }
         }
-        due
+        (due, of_threads)
     }
 
     /// Whether a record on a stream would be the proof of a use.
@@ -588,7 +594,7 @@ mod tests {
         let own = Fence { timeline, sequence: space.timelines.next_sequence() };
         let lost: Uses = [Use { stream: 7, handle: None, fence: None }].into_iter().collect();
         space.defer(Kept::Small(0x1000), 1, own, lost);
-        assert!(space.uses.has_due() && space.uses.due().is_empty(), "nothing to record on");
+        assert!(space.uses.has_due() && space.uses.due().0.is_empty(), "nothing to record on");
         space.settle_by(own.sequence - 1, None);
         assert!(space.uses.has_due(), "a wait for what came before the free");
         space.settle_by(own.sequence, Some(8));
