@@ -130,6 +130,11 @@ impl Channel {
         (self.interrupt, self.hurries) = (interrupt, false);
     }
 
+    /// Whether something went wrong with it, so that all that it is asked for since fails.
+    pub(super) fn is_broken(&self) -> bool {
+        self.broken
+    }
+
     /// Whether it is broken as somebody has ended a wait.
     pub(super) fn is_interrupted(&self) -> bool {
         self.interrupted

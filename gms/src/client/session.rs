@@ -138,6 +138,12 @@ impl Session {
         self.channel.set_interrupt(interrupt);
     }
 
+    /// Whether the connection has failed: the server is gone, or was given up, or somebody has ended a wait. All
+    /// that it is asked for since fails.
+    pub fn is_broken(&self) -> bool {
+        self.channel.is_broken()
+    }
+
     /// Whether somebody has ended a wait: all that it is asked for since fails.
     pub fn is_interrupted(&self) -> bool {
         self.channel.is_interrupted()

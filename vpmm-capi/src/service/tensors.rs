@@ -7,8 +7,8 @@
 //! 2. A free finds its manager by the address. It waits for nobody: where another call has the manager,
 //!    which may be waiting for Python's lock that this thread holds, the address is taken down and freed
 //!    later: with the next request or free, and before a layout is sealed or published.
-//! 3. What is freed while its manager does not write stays mapped, or reserved, until it writes anew or
-//!    ends: the layout's other addresses go with it.
+//! 3. What is freed while its manager does not write, or has lost its server, stays mapped, or reserved, until
+//!    it writes anew or ends: the layout's other addresses go with it.
 //! 4. An address that the program gives up by itself is no pool's any more: another allocation may come there.
 
 use std::cell::RefCell;
@@ -241,9 +241,14 @@ fn out_of_memory(error: ClientError) -> Failure {
     }
 }
 
+/// Whether what is freed can be freed now. Not over a connection that has failed: the lock that it had is no more.
+fn writes(manager: &MemoryManager) -> bool {
+    manager.granted_lock() == Some(Granted::Rw) && !manager.is_broken()
+}
+
 /// Frees what was given back meanwhile, as far as that can be now.
 pub(super) fn settle(shared: &Shared, manager: &mut MemoryManager) {
-    let writes = manager.granted_lock() == Some(Granted::Rw);
+    let writes = writes(manager);
     let mut stays = registry(|registry| registry.take(shared, writes));
     stays.retain(|address| !release(manager, *address));
     if !stays.is_empty() {
@@ -290,7 +295,7 @@ pub(super) fn give_back(address: u64) {
 fn release(manager: &mut MemoryManager, address: u64) -> bool {
     let released = match manager.destroy_scratch_mapping(address) {
         Ok(true) => Ok(()),
-        Ok(false) if manager.granted_lock() != Some(Granted::Rw) => return false,
+        Ok(false) if !writes(manager) => return false,
         Ok(false) => match manager.destroy_mapping(address) {
             // An address of a layout before this one, which the server knows no allocation for.
             Err(ClientError::Refused { .. }) => manager.free_address(address),
@@ -301,6 +306,7 @@ fn release(manager: &mut MemoryManager, address: u64) -> bool {
     match released {
         // Taken away by its address already.
         Ok(()) | Err(ClientError::UnknownAddress { .. }) => {}
+        Err(_) if manager.is_broken() => return false,
         Err(error) => {
             let pointer = ptr::without_provenance_mut(address as usize);
             tell_failed_free(pointer, manager.ordinal() as c_int, &error.into());
@@ -377,7 +383,7 @@ mod tests {
     use crate::driver::Loaded;
     use crate::service::{
         vpmm_gms_commit, vpmm_gms_commit_layout, vpmm_gms_destroy_mapping, vpmm_gms_free_address,
-        vpmm_gms_unmap,
+        vpmm_gms_reallocate_all, vpmm_gms_remap_all, vpmm_gms_unmap, vpmm_gms_unmap_all,
     };
 
     /// Held by each test: the addresses of its simulator are those of the other's, too.
@@ -487,6 +493,46 @@ mod tests {
         }
         drop(gms);
         end();
+    }
+
+    /// A tensor that goes when the server has: at its address there is nothing to have memory in the next layout.
+    #[test]
+    fn what_was_freed_while_the_server_was_gone_is_no_part_of_what_comes_next() {
+        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let (gms, socket, end) = served("gone");
+        let connect = || {
+            let options = ConnectOptions::new(Requested::Rw).timeout(Duration::from_secs(30));
+            gms.held().ok().unwrap().manager().ok().unwrap().connect(options).unwrap();
+        };
+        connect();
+        let [kept, freed] = [(); 2].map(|()| {
+            let mut held = gms.held().ok().unwrap();
+            let address = held.manager().ok().unwrap().create_mapping(1, "cache").unwrap();
+            registry(|all| all.owners.insert(address, Arc::downgrade(&gms.manager)));
+            address
+        });
+        end();
+        give_back(freed);
+        let memory = Memory::open(gms.loaded.raw(), 0).unwrap();
+        let server = Server::bind(memory, Settings::new(&socket)).unwrap();
+        let stopper = server.stopper();
+        let server = std::thread::spawn(move || server.run());
+        gms.held().ok().unwrap().manager().ok().unwrap().abort();
+        connect();
+        // SAFETY: a handle, and a text that ends with a zero byte; nobody uses the memory.
+        let answers = unsafe {
+            [
+                vpmm_gms_unmap_all(&gms),
+                vpmm_gms_reallocate_all(&gms, c"cache".as_ptr()),
+                vpmm_gms_remap_all(&gms),
+            ]
+        };
+        assert_eq!(answers, [vpmm_status::VPMM_OK; 3]);
+        let mappings = gms.held().ok().unwrap().manager().ok().unwrap().mappings();
+        assert_eq!(mappings.iter().map(|one| one.address).collect::<Vec<_>>(), [kept]);
+        drop(gms);
+        stopper.stop();
+        server.join().unwrap().unwrap();
     }
 
     /// What stays until its manager writes is not looked at for every tensor that goes meanwhile.

@@ -169,6 +169,11 @@ impl MemoryManager {
         self.interrupt = interrupt;
     }
 
+    /// Whether the session's connection has failed: [`Session::is_broken`].
+    pub fn is_broken(&self) -> bool {
+        self.session.as_ref().is_some_and(Session::is_broken)
+    }
+
     /// Whether somebody has ended a wait of the session's: [`Session::is_interrupted`].
     pub fn is_interrupted(&self) -> bool {
         self.session.as_ref().is_some_and(Session::is_interrupted)
