@@ -276,10 +276,14 @@ pub(super) fn give_back(address: u64) {
     if is_childs() {
         return;
     }
-    let owner = registry(|registry| registry.owners.remove(&address));
+    // At once: were the program to give the address up in between, another allocation could be there.
+    let owner = registry(|registry| {
+        let shared = registry.owners.remove(&address)?.upgrade()?;
+        registry.give_back(&shared, address);
+        Some(shared)
+    });
     // Of a manager that has ended, with everything.
-    let Some(shared) = owner.as_ref().and_then(Weak::upgrade) else { return };
-    registry(|registry| registry.give_back(&shared, address));
+    let Some(shared) = owner else { return };
     let held = match shared.try_lock() {
         Ok(held) => held,
         Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -533,6 +537,60 @@ mod tests {
         drop(gms);
         stopper.stop();
         server.join().unwrap().unwrap();
+    }
+
+    /// The program takes a mapping away at the moment at which PyTorch's pool lets go of it.
+    #[test]
+    fn an_address_that_goes_from_both_sides_at_once_is_nobodys() {
+        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let (gms, _socket, end) = served("both");
+        // Another call has the manager, so that what was given back stays.
+        let another = gms.held().ok().unwrap();
+        let (manager, come) = (&gms.manager, &AtomicU64::new(0));
+        // Without a sleep: whoever is woken comes too late.
+        let meet = |turn: u64| {
+            come.fetch_add(1, Ordering::SeqCst);
+            for looks in 1_u64.. {
+                if come.load(Ordering::SeqCst) >= 2 * turn {
+                    break;
+                }
+                // There may be one processor for both.
+                if looks % 4096 == 0 { std::thread::yield_now() } else { std::hint::spin_loop() }
+            }
+        };
+        let mut left = Vec::new();
+        std::thread::scope(|scope| {
+            let turns = 0..20_000_u64;
+            let address = |turn: u64| (turn + 1) << 21;
+            scope.spawn({
+                let turns = turns.clone();
+                move || {
+                    for turn in turns {
+                        let address = address(turn);
+                        registry(|all| all.owners.insert(address, Arc::downgrade(manager)));
+                        meet(2 * turn + 1);
+                        give_back(address);
+                        meet(2 * turn + 2);
+                    }
+                }
+            });
+            for turn in turns {
+                let address = address(turn);
+                meet(2 * turn + 1);
+                // Now sooner and now later.
+                (0..turn % 24).for_each(|_| std::hint::spin_loop());
+                forget(manager, address);
+                meet(2 * turn + 2);
+                let is_given = |all: &mut Registry| {
+                    all.given(manager).is_some_and(|given| given.fresh.contains(&address))
+                };
+                left.extend(registry(is_given).then_some(address));
+            }
+        });
+        assert!(left.is_empty(), "{} addresses", left.len());
+        drop(another);
+        drop(gms);
+        end();
     }
 
     /// What stays until its manager writes is not looked at for every tensor that goes meanwhile.
