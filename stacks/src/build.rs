@@ -349,4 +349,29 @@ mod tests {
             }
         }
     }
+
+    /// Were each to ask twice, it would take as good as for ever.
+    #[test]
+    fn what_a_high_stack_is_able_to_do_is_soon_told() {
+        for name in ["coalescing", "caching"] {
+            let (told, heard) = std::sync::mpsc::channel();
+            std::thread::spawn(move || {
+                let sim = cuda_sim::Simulator::builder().build().unwrap();
+                let driver = vpmm::Driver::new(sim.driver()).unwrap();
+                let device = driver.device(0).unwrap();
+                let text = format!(
+                    "{}limiting(1GiB,cuda-malloc){}",
+                    format!("{name}(").repeat(60),
+                    ")".repeat(60)
+                );
+                let built = Builder::new(&device).build(&text.parse().unwrap()).unwrap();
+                assert!(built.resource().facts().stream_ordered);
+                let ptr = built.resource().allocate(1000, 256, vpmm::StreamHandle::LEGACY).unwrap();
+                built.resource().deallocate(ptr, 1000, 256, vpmm::StreamHandle::LEGACY).unwrap();
+                told.send(()).unwrap();
+            });
+            let told = heard.recv_timeout(std::time::Duration::from_secs(20));
+            assert_eq!(told, Ok(()), "{name}");
+        }
+    }
 }

@@ -5,7 +5,7 @@ use super::core::{Core, lock};
 use super::size::segment_bytes;
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
-use crate::resource::or_undo;
+use crate::resource::{Facts, or_undo};
 
 impl Core {
     /// Serves a request that nothing cached serves. In PyTorch's order: collect garbage, get a
@@ -34,8 +34,14 @@ impl Core {
     }
 
     /// The longest block, where what is below gives no more in one piece.
-    pub(super) fn most_bytes(&self) -> Option<u64> {
-        let most = self.upstream.facts().max_bytes?;
+    fn most_bytes(&self) -> Option<u64> {
+        Self::most_bytes_over(&self.upstream.facts())
+    }
+
+    /// The same over an upstream like this. Who knows it does not ask once more: where allocators stand on each other
+    /// each would ask twice as often as the one above.
+    pub(super) fn most_bytes_over(upstream: &Facts) -> Option<u64> {
+        let most = upstream.max_bytes?;
         Some((most - most % super::MIN_BLOCK_SIZE) as u64)
     }
 

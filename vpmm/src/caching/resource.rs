@@ -4,6 +4,7 @@
 
 use super::allocator::CachingAllocator;
 use super::config::CachingConfig;
+use super::core::Core;
 use crate::device::{Device, StreamHandle};
 use crate::error::{Error, Result};
 use crate::resource::{
@@ -50,7 +51,8 @@ impl MemoryResource for CachingAllocator {
     fn facts(&self) -> Facts {
         let (upstream, align) = (self.upstream().facts(), self.core().align);
         let divisions = self.config().roundup_power2_divisions;
-        let most_bytes = self.core().most_bytes().map(|most| divisions.longest(most) as usize);
+        let most_bytes = Core::most_bytes_over(&upstream);
+        let most_bytes = most_bytes.map(|most| divisions.longest(most) as usize);
         upstream
             .with_stream_order(true)
             .with_recorded_streams(true)

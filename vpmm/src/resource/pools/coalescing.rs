@@ -566,7 +566,13 @@ impl<R: MemoryResource> CoalescingPool<R> {
     /// The longest request that can ever be served, rounded as requests are, where that is known: no more than the
     /// pool may hold, and in one piece.
     fn most_bytes(&self) -> Option<u64> {
-        let of_upstream = self.upstream.facts().max_bytes.map(|most| most as u64 / UNIT * UNIT);
+        self.most_bytes_over(&self.upstream.facts())
+    }
+
+    /// The same over an upstream like this. Who knows it does not ask once more: where pools stand on each other each
+    /// would ask twice as often as the one above.
+    fn most_bytes_over(&self, upstream: &Facts) -> Option<u64> {
+        let of_upstream = upstream.max_bytes.map(|most| most as u64 / UNIT * UNIT);
         match (self.config.max_bytes, of_upstream) {
             (Some(own), Some(of_upstream)) => Some(own.min(of_upstream)),
             (own, of_upstream) => own.or(of_upstream),
@@ -739,7 +745,7 @@ impl<R: MemoryResource> MemoryResource for CoalescingPool<R> {
             .with_managed(upstream.managed)
             .with_stream_order(true)
             .with_recorded_streams(true)
-            .with_max_bytes(self.most_bytes().map(|most| most as usize))
+            .with_max_bytes(self.most_bytes_over(&upstream).map(|most| most as usize))
             .with_checks(Checks::PointersAndSizes)
     }
 
