@@ -9,6 +9,7 @@ mod flows;
 mod hostile;
 mod locks;
 mod manager;
+mod managers;
 mod processes;
 #[path = "../support/random.rs"]
 mod random;

@@ -140,6 +140,14 @@ pub(crate) fn release(device: u32, number: (u64, u64)) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Whether a device has no pool of a graph.
+#[cfg(test)]
+pub(super) fn is_idle_on(device: u32) -> bool {
+    let captures = captures();
+    let is_its = |id: &Id| id.0 == device;
+    !(captures.open.iter().any(|open| is_its(&open.id)) || captures.graphs.keys().any(is_its))
+}
+
 /// What is to be asked about a stream of a device.
 pub(super) fn questions(device: u32, stream: StreamHandle) -> Questions {
     let captures = captures();
@@ -220,6 +228,7 @@ mod tests {
     #[test]
     fn requests_in_a_capture_are_the_graphs() {
         process::use_simulator();
+        let _alone = process::alone();
         let pool = process::pool(0).map_err(|failure| failure.text().to_owned()).unwrap();
         let device = pool.device();
         let driver = device.driver().raw();
@@ -291,6 +300,7 @@ mod tests {
     #[test]
     fn pools_are_asked_in_the_order_in_which_they_have_begun() {
         process::use_simulator();
+        let _alone = process::alone();
         // A device of its own: another test counts what is allocated on the first.
         let pool = process::pool(1).map_err(|failure| failure.text().to_owned()).unwrap();
         let stream = pool.device().stream().unwrap();

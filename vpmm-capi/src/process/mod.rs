@@ -3,6 +3,8 @@
 
 mod captures;
 mod copies;
+#[cfg(test)]
+mod crowd;
 mod mode;
 mod serve;
 mod snapshot;
@@ -137,18 +139,25 @@ impl Process {
     }
 }
 
-/// For tests: the simulated driver with two devices, whatever the environment says, and few addresses.
+/// For tests: the simulated driver with five devices, whatever the environment says, and few addresses.
 #[cfg(test)]
 pub(crate) fn use_simulator() {
     let mut process = process();
     if process.loaded.is_some() {
         return;
     }
-    let loaded = Loaded::load(Some("sim:2")).expect("the simulator");
+    let loaded = Loaded::load(Some("sim:4")).expect("the simulator");
     process.loaded = Some(Arc::clone(LOADED.get_or_init(|| loaded)));
     let initial = vpmm_pool_options::initial(VPMM_EVERY_DEVICE);
     let options = vpmm_pool_options { limit_bytes: 1 << 30, va_size_bytes: 4 << 30, ..initial };
     process.options.insert(VPMM_EVERY_DEVICE, options);
+}
+
+/// For tests: held by each that captures, or that depends on nobody else's doing so.
+#[cfg(test)]
+pub(crate) fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The pool of a device.

@@ -310,4 +310,165 @@ mod tests {
         // Segments that its end could not give back are the pool's.
         std::mem::forget(heap);
     }
+
+    /// A server and a client of it, on the process's simulator.
+    fn served(device: u32) -> (super::super::vpmm_gms, impl FnOnce()) {
+        let (mut driver, mut gms) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: room for a pointer.
+        let made = unsafe { process::vpmm_process_driver(&raw mut driver) };
+        assert_eq!(made, vpmm_status::VPMM_OK);
+        // SAFETY: a handle, given back once.
+        let driver = unsafe { Box::from_raw(driver) };
+        let socket = format!("vpmm-heaps-{}-{device}.sock", std::process::id());
+        let socket = std::env::temp_dir().join(socket);
+        let memory = gms::memory::Memory::open(driver.0.raw(), device).unwrap();
+        let mut settings = gms::server::Settings::new(&socket);
+        settings.ahead_bytes = 0;
+        let server = gms::server::Server::bind(memory, settings).unwrap();
+        let stopper = server.stopper();
+        let server = std::thread::spawn(move || server.run());
+        let path = std::ffi::CString::new(socket.into_os_string().into_encoded_bytes()).unwrap();
+        // SAFETY: a handle, a text that ends with a zero byte, room for a pointer.
+        let opened = unsafe {
+            super::super::vpmm_gms_open(&raw const *driver, device, path.as_ptr(), &raw mut gms)
+        };
+        assert_eq!(opened, vpmm_status::VPMM_OK);
+        let end = move || {
+            stopper.stop();
+            server.join().unwrap().unwrap();
+        };
+        // SAFETY: made by `Box::into_raw`, given back once.
+        (*unsafe { Box::from_raw(gms) }, end)
+    }
+
+    /// Threads that open heaps, use them and each other's, and release them with memory of theirs allocated, as others
+    /// free that and the client does something else.
+    #[test]
+    fn threads_with_heaps_that_come_and_go_leave_nothing() {
+        use std::sync::RwLock;
+        use std::sync::atomic::AtomicU64;
+
+        use gms::lock::Requested;
+        use std::time::Duration;
+
+        use crate::process::{
+            vpmm_process_free, vpmm_process_malloc, vpmm_process_pop_tag,
+            vpmm_process_record_stream,
+        };
+
+        const DEVICE: u32 = 4;
+        process::use_simulator();
+        let _alone = process::alone();
+        let (gms, end) = served(DEVICE);
+        let legacy = std::ptr::null_mut;
+        let turns = std::env::var("VPMM_HEAPS_TURNS").ok().and_then(|set| set.parse().ok());
+        let turns = turns.unwrap_or(400_u64);
+        // SAFETY: a handle.
+        let connected =
+            unsafe { super::super::vpmm_gms_connect(&gms, 0, 30_000, std::ptr::null_mut()) };
+        assert_eq!(connected, vpmm_status::VPMM_OK);
+        let open: [RwLock<Option<vpmm_gms_heap>>; 3] = Default::default();
+        let blocks = Mutex::new(BTreeMap::<u64, u64>::new());
+        let made = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            for thread in 0..3_u64 {
+                let (gms, open, blocks, made) = (&gms, &open, &blocks, &made);
+                scope.spawn(move || {
+                    let mut state = thread * 7919 + 1;
+                    let mut below = move |bound: u64| {
+                        state = state
+                            .wrapping_mul(6364136223846793005)
+                            .wrapping_add(1442695040888963407);
+                        (state >> 33) % bound
+                    };
+                    let source = gms.begin_torch("weights", false).ok().unwrap();
+                    for _ in 0..turns {
+                        let slot = &open[below(3) as usize];
+                        match below(10) {
+                            0 => drop(slot.write().unwrap().take()),
+                            1 => {
+                                let new = vpmm_gms_heap(Heap::new(DEVICE).ok().unwrap());
+                                drop(slot.write().unwrap().replace(new));
+                            }
+                            2..6 => {
+                                let bytes = [1, 300_000, 3 << 20, 25 << 20][below(4) as usize];
+                                let number = slot.read().unwrap().as_ref().map(vpmm_gms_heap::push);
+                                if number.is_none() {
+                                    continue;
+                                }
+                                // Its handle may go from here on.
+                                let mut pointer = std::ptr::null_mut();
+                                // SAFETY: the default stream, room for a pointer.
+                                let answer = unsafe {
+                                    vpmm_process_malloc(DEVICE, bytes, legacy(), &raw mut pointer)
+                                };
+                                assert_eq!(answer, vpmm_status::VPMM_OK);
+                                assert_eq!(vpmm_process_pop_tag(), vpmm_status::VPMM_OK);
+                                let address = pointer.addr() as u64;
+                                let mut blocks = blocks.lock().unwrap();
+                                let overlaps = blocks
+                                    .range(..address + bytes as u64)
+                                    .next_back()
+                                    .is_some_and(|(at, of)| at + of > address);
+                                assert!(!overlaps, "somebody has it");
+                                blocks.insert(address, bytes as u64);
+                                made.fetch_add(1, Ordering::Relaxed);
+                            }
+                            6 => {
+                                let mut held = gms.held().ok().unwrap();
+                                std::thread::sleep(Duration::from_micros(below(300)));
+                                if below(20) == 0 {
+                                    // The layout goes; what is mapped of it stays until it is freed.
+                                    let options = gms::client::ConnectOptions::new(Requested::Rw);
+                                    let manager = held.manager().ok().unwrap();
+                                    manager.abort();
+                                    manager.connect(options).unwrap();
+                                }
+                            }
+                            _ => {
+                                let mut blocks = blocks.lock().unwrap();
+                                let from = below(1 << 47) | 1 << 47;
+                                let next = blocks.range(from..).next().or(blocks.iter().next());
+                                let Some((&address, _)) = next else { continue };
+                                blocks.remove(&address);
+                                drop(blocks);
+                                let pointer = std::ptr::without_provenance_mut(address as usize);
+                                if below(4) == 0 {
+                                    // SAFETY: the default stream.
+                                    let noted =
+                                        unsafe { vpmm_process_record_stream(pointer, legacy()) };
+                                    assert_eq!(noted, vpmm_status::VPMM_OK);
+                                }
+                                // SAFETY: nobody uses it.
+                                let freed = unsafe { vpmm_process_free(DEVICE, pointer, legacy()) };
+                                assert_eq!(freed, vpmm_status::VPMM_OK);
+                            }
+                        }
+                    }
+                    tensors::end(source);
+                });
+            }
+        });
+        let made = made.into_inner();
+        println!("{made} blocks");
+        assert!(made > 0);
+        drop(open);
+        for (address, _) in blocks.into_inner().unwrap() {
+            let pointer = std::ptr::without_provenance_mut(address as usize);
+            // SAFETY: nobody uses it.
+            let freed = unsafe { vpmm_process_free(DEVICE, pointer, legacy()) };
+            assert_eq!(freed, vpmm_status::VPMM_OK);
+        }
+        let its = |all: &Heaps| all.by_number.values().filter(|it| it.device == DEVICE).count();
+        assert_eq!(its(&heaps()), 0);
+        {
+            let mut held = gms.held().ok().unwrap();
+            let manager = held.manager().ok().unwrap();
+            tensors::settle(&gms.manager, manager);
+            assert_eq!(manager.mappings(), []);
+            assert_eq!(manager.session().unwrap().allocation_count().unwrap(), 0);
+        }
+        drop(gms);
+        end();
+    }
 }
