@@ -376,7 +376,7 @@ unsafe fn make_with_manager<T>(
 }
 
 /// The same for what ends a writer's layout as it is, or begins one: what its tensors gave back while other
-/// calls had the manager is no part of that.
+/// calls had the manager, or beside a graph's capture, is no part of that.
 ///
 /// # Safety
 /// As `ask`.
@@ -386,6 +386,9 @@ unsafe fn ask_settled<T>(
 ) -> Result<T, Failure> {
     // SAFETY: the caller vouches for it.
     let gms = unsafe { given(gms, "gms") }?;
+    gms.loaded.check_process()?;
+    // Before the manager is held, which they ask for.
+    heap::settle_ended();
     gms.held_until_told()?.ask(|manager| {
         tensors::settle(&gms.manager, manager);
         // Nothing is published with what could not be freed.

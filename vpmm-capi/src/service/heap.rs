@@ -10,7 +10,8 @@
 //!    pools: small tensors share a granule, and what is freed serves again on its stream.
 //! 2. An address is a heap's if it is in one of its segments. A heap is known until its last segment is
 //!    gone, whoever has released it, and again when a thread that has it open still makes one.
-//! 3. Once it was released, segments go as they become free, but for those whose manager does not write
+//! 3. Once it was released, segments go as they become free, and those that do so beside a graph's capture with a
+//!    later free, or before a layout is sealed or published; but for those whose manager does not write
 //!    ([`tensors`](super::tensors)): these are that one's to keep.
 
 use std::collections::BTreeMap;
@@ -209,6 +210,20 @@ impl Heap {
     }
 }
 
+/// Has heaps that have ended give back what is free of them, so that it is no part of a layout that is about to be
+/// published. Nothing beside a capture.
+pub(super) fn settle_ended() {
+    if SEGMENTS.load(Ordering::Acquire) == 0 || process::is_capturing() {
+        return;
+    }
+    let has_ended = |heap: &&Arc<Heap>| heap.ended.load(Ordering::Acquire);
+    let ended: Vec<Arc<Heap>> = heaps().by_number.values().filter(has_ended).cloned().collect();
+    for heap in ended {
+        // What cannot go now goes with a later free, or with its manager.
+        let _ = heap.settle();
+    }
+}
+
 /// A heap of the service's memory.
 pub struct vpmm_gms_heap(Arc<Heap>);
 
@@ -339,6 +354,50 @@ mod tests {
         };
         // SAFETY: made by `Box::into_raw`, given back once.
         (*unsafe { Box::from_raw(gms) }, end)
+    }
+
+    /// Beside a capture, which could not stand the wait.
+    #[test]
+    fn what_was_freed_in_a_capture_is_not_published() {
+        /// Takes nobody.
+        struct Nobodys;
+
+        impl process::Filter for Nobodys {
+            fn takes(&self, _: *mut std::ffi::c_void) -> bool {
+                false
+            }
+        }
+
+        const DEVICE: u32 = 4;
+        process::use_simulator();
+        let _alone = process::alone();
+        let (gms, end) = served(DEVICE);
+        // SAFETY: a handle.
+        let connected =
+            unsafe { super::super::vpmm_gms_connect(&gms, 0, 30_000, std::ptr::null_mut()) };
+        assert_eq!(connected, vpmm_status::VPMM_OK);
+        let source = gms.begin_torch("weights", false).ok().unwrap();
+        let heap = vpmm_gms_heap(Heap::new(DEVICE).ok().unwrap());
+        let [kept, freed] = [20 << 20, 30 << 20]
+            .map(|bytes| heap.0.malloc(bytes, StreamHandle::LEGACY).ok().unwrap());
+        let of_heap = Arc::clone(&heap.0);
+        drop(heap);
+        process::begin(process::pool(DEVICE).ok().unwrap(), (11, 0), Nobodys).ok().unwrap();
+        of_heap.free(freed).ok().unwrap();
+        process::end(DEVICE, (11, 0)).ok().unwrap();
+        process::release(DEVICE, (11, 0)).ok().unwrap();
+        let count = || {
+            let mut held = gms.held().ok().unwrap();
+            held.manager().ok().unwrap().mappings().len()
+        };
+        assert_eq!(count(), 2);
+        // SAFETY: a handle.
+        assert_eq!(unsafe { super::super::vpmm_gms_commit(&gms) }, vpmm_status::VPMM_OK);
+        assert_eq!(count(), 1);
+        of_heap.free(kept).ok().unwrap();
+        tensors::end(source);
+        drop(gms);
+        end();
     }
 
     /// Threads that open heaps, use them and each other's, and release them with memory of theirs allocated, as others
