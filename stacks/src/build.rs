@@ -12,6 +12,7 @@ use vpmm::resource::{
 use vpmm::{CachingAllocator, Device, MemoryResource, PagedConfig, Pool, PoolConfig};
 
 use crate::kinds::{Kind, Stack};
+use crate::parse::StackError;
 
 /// Any resource.
 pub type Any = Arc<dyn MemoryResource>;
@@ -19,12 +20,18 @@ pub type Any = Arc<dyn MemoryResource>;
 /// Tells the most bytes that one resource at the bottom of a stack has held.
 pub type Peak = Box<dyn Fn() -> vpmm::Result<u64> + Send + Sync>;
 
+/// Resources that may stand on each other, whoever made them: as many as a thread's stack of 2 MiB has room for, with
+/// as much to spare.
+const MOST_IN_ALL: usize = 1000;
+
 /// A resource, what it stands on, and what it can be asked for beyond what all can.
 #[derive(Clone)]
 pub struct Built {
     resource: Any,
     face: Face,
     upstream: Option<Arc<Self>>,
+    /// How many stand on each other below it.
+    below: usize,
     /// What was added to it as bins, on which it stands, too. Clones have the same; no other has.
     bins: Arc<Mutex<Vec<Arc<Self>>>>,
 }
@@ -52,7 +59,8 @@ pub enum Face {
 impl Built {
     /// A resource that was made elsewhere.
     pub fn new(resource: Any, upstream: Option<Arc<Self>>) -> Self {
-        Self { resource, face: Face::Other, upstream, bins: Arc::default() }
+        let below = upstream.as_ref().map_or(0, |upstream| upstream.height());
+        Self { resource, face: Face::Other, upstream, below, bins: Arc::default() }
     }
 
     /// A pool.
@@ -62,7 +70,8 @@ impl Built {
 
     /// A pool that is called through a resource of the caller's.
     pub fn through(resource: Any, pool: Pool) -> Self {
-        Self { resource, face: Face::Pool(pool), upstream: None, bins: Arc::default() }
+        let (face, upstream, below, bins) = (Face::Pool(pool), None, 0, Arc::default());
+        Self { resource, face, upstream, below, bins }
     }
 
     /// One with a face, over something or nothing.
@@ -73,7 +82,8 @@ impl Built {
     ) -> Self {
         let resource = Arc::new(resource);
         let (face, bins) = (face(Arc::clone(&resource)), Arc::default());
-        Self { face, resource, upstream: upstream.cloned(), bins }
+        let below = upstream.map_or(0, |upstream| upstream.height());
+        Self { face, resource, upstream: upstream.cloned(), below, bins }
     }
 
     /// The resource itself.
@@ -109,6 +119,23 @@ impl Built {
             self.bins().push(Arc::clone(bin));
         }
         Some(added)
+    }
+
+    /// Whether so many more may stand on it: each call goes through all of them, as does their end.
+    ///
+    /// # Errors
+    /// [`StackError::TooMany`].
+    pub fn check_room(&self, more: usize) -> Result<(), StackError> {
+        match self.height().saturating_add(more) {
+            ..=MOST_IN_ALL => Ok(()),
+            _ => Err(StackError::TooMany { most: MOST_IN_ALL }),
+        }
+    }
+
+    /// How many stand on each other, with it.
+    fn height(&self) -> usize {
+        let bins = self.bins().iter().map(|bin| bin.height()).max();
+        1 + self.below.max(bins.unwrap_or(0))
     }
 
     fn bins(&self) -> MutexGuard<'_, Vec<Arc<Self>>> {

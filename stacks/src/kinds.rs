@@ -356,6 +356,12 @@ impl Stack {
         self.upstream.as_deref()
     }
 
+    /// How many stand on each other, without what is there already.
+    pub fn height(&self) -> usize {
+        let below = self.upstream().map_or(0, Self::height);
+        if self.kind == Kind::Given { below } else { below + 1 }
+    }
+
     /// A stack that is to stand on a resource which is there already: the lowest that the text names says
     /// nothing of what it stands on, as `limiting(1GiB)` or `statistics(arena)`.
     ///

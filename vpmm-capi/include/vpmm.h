@@ -2236,8 +2236,8 @@ enum vpmm_status vpmm_resource_set_current(const struct vpmm_driver *driver,
  * - adaptors: `limiting`, `statistics`, `tracking`, `logging`, `aligned`, `thread-safe`, `prefetch`
  *
  * With an `upstream` that is not null, and is the same device's, the text is of what stands on that:
- * `"limiting(1GiB)"`. Both handles are then to be released, in any order. A file's name with commas or
- * brackets in it stands in quotes.
+ * `"limiting(1GiB)"`. Both handles are then to be released, in any order. No more than a thousand stand on each
+ * other (`VPMM_INVALID_ARGUMENT`). A file's name with commas or brackets in it stands in quotes.
  *
  * # Safety
  * `driver` is null or a handle, `upstream` too; `text` is null or ends with a zero byte; `out` is null

@@ -287,6 +287,7 @@ pub unsafe extern "C" fn vpmm_resource_add_bin(
         };
         // SAFETY: the caller vouches for it.
         let Some(bin) = (unsafe { bin.as_ref() }) else { return Ok(binning.add_own_bin(bytes)?) };
+        bin.built().check_room(1)?;
         resource.note_bin(bin);
         let add = || Ok(binning.add_bin(bytes, Arc::clone(bin.built().resource()))?);
         built.with_bin(bin.built(), add).unwrap_or_else(|| {

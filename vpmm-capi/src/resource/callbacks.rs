@@ -105,6 +105,7 @@ pub unsafe extern "C" fn vpmm_resource_failure_callback(
         // SAFETY: the caller vouches for it.
         let below = unsafe { given(upstream, "upstream") }?;
         let function = function.ok_or_else(|| Failure::null("function"))?;
+        below.built().check_room(1)?;
         // SAFETY: the caller vouches for it.
         let context = unsafe { Context::new(context, finish) };
         let asked = move |bytes: usize, _: &vpmm_core::Error| {

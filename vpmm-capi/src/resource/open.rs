@@ -98,8 +98,8 @@ impl From<StackError> for Failure {
 /// - adaptors: `limiting`, `statistics`, `tracking`, `logging`, `aligned`, `thread-safe`, `prefetch`
 ///
 /// With an `upstream` that is not null, and is the same device's, the text is of what stands on that:
-/// `"limiting(1GiB)"`. Both handles are then to be released, in any order. A file's name with commas or
-/// brackets in it stands in quotes.
+/// `"limiting(1GiB)"`. Both handles are then to be released, in any order. No more than a thousand stand on each
+/// other (`VPMM_INVALID_ARGUMENT`). A file's name with commas or brackets in it stands in quotes.
 ///
 /// # Safety
 /// `driver` is null or a handle, `upstream` too; `text` is null or ends with a zero byte; `out` is null
@@ -124,7 +124,9 @@ pub unsafe extern "C" fn vpmm_resource_open(
         let stack = match below {
             Some(below) => {
                 builder = builder.over(Arc::clone(below.built()));
-                Stack::over_given(text)?
+                let stack = Stack::over_given(text)?;
+                below.built().check_room(stack.height())?;
+                stack
             }
             None => text.parse()?,
         };
@@ -224,4 +226,103 @@ pub unsafe extern "C" fn vpmm_resource_release(resource: *mut vpmm_resource) {
     }
     // SAFETY: made by `Box::into_raw`, given back once.
     unsafe { release(resource) };
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::CStr;
+    use std::ptr;
+
+    use super::*;
+    use crate::resource::{
+        vpmm_resource_add_bin, vpmm_resource_allocate, vpmm_resource_deallocate,
+        vpmm_resource_describe, vpmm_resource_failure_callback,
+    };
+
+    /// Gives up.
+    unsafe extern "C" fn nothing(_: *mut c_void, _: usize) -> u32 {
+        0
+    }
+
+    /// A program that puts one more on its resource at every step. Each call goes through all of them, as does their
+    /// end.
+    #[test]
+    fn no_more_stand_on_each_other_than_a_threads_stack_has_room_for() {
+        type Wrap = unsafe fn(
+            *const vpmm_driver,
+            *const vpmm_resource,
+            *mut *mut vpmm_resource,
+        ) -> vpmm_status;
+        unsafe fn open(
+            driver: *const vpmm_driver,
+            text: &CStr,
+            below: *const vpmm_resource,
+            out: *mut *mut vpmm_resource,
+        ) -> vpmm_status {
+            // SAFETY: the caller vouches for it.
+            unsafe { vpmm_resource_open(driver, 0, text.as_ptr(), below, out) }
+        }
+        let wraps: [(&str, Wrap); 4] = [
+            // SAFETY: the caller of each vouches for it.
+            ("statistics", |driver, below, out| unsafe { open(driver, c"statistics", below, out) }),
+            // SAFETY: as above.
+            ("coalescing", |driver, below, out| unsafe { open(driver, c"coalescing", below, out) }),
+            ("failure callback", |_, below, out| {
+                let context = ptr::null_mut();
+                // SAFETY: as above; the function may be called with anything.
+                unsafe { vpmm_resource_failure_callback(below, Some(nothing), context, None, out) }
+            }),
+            ("bins", |driver, below, out| {
+                // SAFETY: as above; what cannot have the bin is given back.
+                unsafe {
+                    let made = open(driver, c"binning(cuda-malloc)", ptr::null(), out);
+                    assert_eq!(made, vpmm_status::VPMM_OK);
+                    let added = vpmm_resource_add_bin(*out, 1 << 20, below);
+                    if added != vpmm_status::VPMM_OK {
+                        vpmm_resource_release(*out);
+                    }
+                    added
+                }
+            }),
+        ];
+        let loaded = Loaded::load(Some("sim")).ok().unwrap();
+        for (name, wrap) in wraps {
+            let driver = vpmm_driver(Arc::clone(&loaded));
+            let high = move || {
+                let (driver, stream) = (&raw const driver, ptr::null_mut());
+                let mut top = ptr::null_mut();
+                // SAFETY: a live driver, a text that ends with a zero byte, room for a pointer.
+                let made = unsafe { open(driver, c"cuda-malloc", ptr::null(), &raw mut top) };
+                assert_eq!(made, vpmm_status::VPMM_OK);
+                let refused = (0..20_000).find_map(|height| {
+                    let mut next = ptr::null_mut();
+                    // SAFETY: live handles, of which `next` keeps what it stands on.
+                    let made = unsafe { wrap(driver, top, &raw mut next) };
+                    if made != vpmm_status::VPMM_OK {
+                        return Some((height, made));
+                    }
+                    // SAFETY: given back once.
+                    unsafe { vpmm_resource_release(top) };
+                    top = next;
+                    None
+                });
+                let (height, status) = refused.expect(name);
+                assert!(height > 100, "{name}: {height}");
+                assert_eq!(status, vpmm_status::VPMM_INVALID_ARGUMENT, "{name}");
+                let (mut pointer, mut needed) = (ptr::null_mut(), 0);
+                // SAFETY: live handles, room for a pointer and a number; nobody uses the memory.
+                let answers = unsafe {
+                    [
+                        vpmm_resource_allocate(top, 1 << 20, 0, stream, &raw mut pointer),
+                        vpmm_resource_deallocate(top, pointer, 1 << 20, 0, stream),
+                        vpmm_resource_describe(top, ptr::null_mut(), 0, &raw mut needed),
+                    ]
+                };
+                assert_eq!(answers, [vpmm_status::VPMM_OK; 3], "{name}");
+                // SAFETY: given back once.
+                unsafe { vpmm_resource_release(top) };
+            };
+            std::thread::spawn(high).join().unwrap();
+        }
+    }
 }
