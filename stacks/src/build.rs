@@ -380,19 +380,18 @@ mod tests {
     /// Were each to ask twice, it would take as good as for ever.
     #[test]
     fn what_a_high_stack_is_able_to_do_is_soon_told() {
-        for name in ["coalescing", "caching"] {
+        for name in ["coalescing", "caching", "binning(10,12,UP)"] {
             let (told, heard) = std::sync::mpsc::channel();
             std::thread::spawn(move || {
                 let sim = cuda_sim::Simulator::builder().build().unwrap();
                 let driver = vpmm::Driver::new(sim.driver()).unwrap();
                 let device = driver.device(0).unwrap();
-                let text = format!(
-                    "{}limiting(1GiB,cuda-malloc){}",
-                    format!("{name}(").repeat(60),
-                    ")".repeat(60)
-                );
+                let form = if name.contains("UP") { name } else { &format!("{name}(UP)") };
+                let (before, after) = form.split_once("UP").unwrap();
+                let text = format!("{}cuda-async(max=1GiB){}", before.repeat(60), after.repeat(60));
                 let built = Builder::new(&device).build(&text.parse().unwrap()).unwrap();
                 assert!(built.resource().facts().stream_ordered);
+                assert!(built.resource().describe().to_string().lines().count() > 60);
                 let ptr = built.resource().allocate(1000, 256, vpmm::StreamHandle::LEGACY).unwrap();
                 built.resource().deallocate(ptr, 1000, 256, vpmm::StreamHandle::LEGACY).unwrap();
                 told.send(()).unwrap();

@@ -6,7 +6,9 @@ use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex};
 
-use super::fixed_size::{FixedSize, FixedSizeConfig};
+use smallvec::SmallVec;
+
+use super::fixed_size::{FixedSize, FixedSizeConfig, facts_over};
 use super::lock;
 use crate::device::{Device, StreamHandle};
 use crate::error::{Error, Result};
@@ -91,8 +93,9 @@ impl<R: MemoryResource> MemoryResource for ForBins<R> {
         self.upstream.facts()
     }
 
+    /// No more, as what is described stands beside the upstream's own description, and not on it.
     fn describe(&self) -> Description {
-        self.upstream.describe()
+        Description::new("upstream")
     }
 
     fn device(&self) -> Option<&Device> {
@@ -290,11 +293,11 @@ fn first_of(bins: &[Bin], bytes: u64) -> usize {
 
 /// The longest request where upstream serves none that is longer than `most`. What comes to a bin is served there or
 /// nowhere, and what is longer than all of them upstream.
-fn most_bytes(bins: &[Bin], most: usize) -> usize {
+fn most_bytes(bins: &[Bin], facts: &[Facts], most: usize) -> usize {
     let (mut served, mut shorter) = (0, 0);
-    for bin in bins {
+    for (bin, facts) in bins.iter().zip(facts) {
         let bytes = bin.bytes as usize;
-        let of_bin = bin.resource.facts().max_bytes.map_or(bytes, |most| most.min(bytes));
+        let of_bin = facts.max_bytes.map_or(bytes, |most| most.min(bytes));
         // What is not longer comes to a lesser bin.
         if of_bin > shorter {
             served = of_bin;
@@ -353,8 +356,15 @@ impl<R: MemoryResource> MemoryResource for Binning<R> {
     fn facts(&self) -> Facts {
         let bins = self.read();
         let below = self.upstream.facts();
-        let below = below.with_max_bytes(below.max_bytes.map(|most| most_bytes(bins, most)));
-        bins.iter().map(|bin| bin.resource.facts()).fold(below, |facts, bin| {
+        // Each is asked once, and what is below not again by each bin of its own: on each other that would be so many
+        // times as often with every one.
+        let of = |bin: &Bin| match bin.is_own {
+            true => facts_over(&below, bin.bytes as usize),
+            false => bin.resource.facts(),
+        };
+        let of_bins: SmallVec<[Facts; 16]> = bins.iter().map(of).collect();
+        let most = below.max_bytes.map(|most| most_bytes(bins, &of_bins, most));
+        of_bins.into_iter().fold(below.with_max_bytes(most), |facts, bin| {
             let (least, most) = (facts.min_align.min(bin.min_align), facts.max_align);
             facts
                 .accessible(

@@ -408,6 +408,17 @@ impl<R: MemoryResource> FixedSize<R> {
     }
 }
 
+/// What blocks of a size are able to do over an upstream like this.
+pub(super) fn facts_over(upstream: &Facts, block_bytes: usize) -> Facts {
+    Facts::of_device_memory()
+        .accessible(upstream.device_accessible, upstream.host_accessible)
+        .with_managed(upstream.managed)
+        .with_stream_order(true)
+        .with_recorded_streams(true)
+        .with_max_bytes(Some(block_bytes))
+        .with_checks(Checks::PointersAndSizes)
+}
+
 impl<R: MemoryResource> MemoryResource for FixedSize<R> {
     /// # Errors
     /// [`Error::RequestTooLong`] above the size of a block; else as for
@@ -462,14 +473,7 @@ impl<R: MemoryResource> MemoryResource for FixedSize<R> {
     }
 
     fn facts(&self) -> Facts {
-        let upstream = self.upstream.facts();
-        Facts::of_device_memory()
-            .accessible(upstream.device_accessible, upstream.host_accessible)
-            .with_managed(upstream.managed)
-            .with_stream_order(true)
-            .with_recorded_streams(true)
-            .with_max_bytes(Some(self.block_bytes()))
-            .with_checks(Checks::PointersAndSizes)
+        facts_over(&self.upstream.facts(), self.block_bytes())
     }
 
     fn describe(&self) -> Description {
