@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use gms::client::ConnectOptions;
 use gms::lock::Requested;
 use gms::storage::{StorageError, StorageOptions, Stored, check, load, save};
+use rustix::fs::CWD;
 use serde_json::Value;
 
 use crate::random::Lcg;
@@ -144,6 +145,35 @@ fn a_shard_that_was_cut_off_is_refused() {
     assert!(matches!(&error, StorageError::Damaged { path, .. } if *path == shard), "{error}");
     std::fs::remove_file(&shard).unwrap();
     assert!(matches!(refused(&files), StorageError::File { what: "open", .. }));
+}
+
+/// To open a pipe waits for who writes to it, and a device may have no end.
+#[test]
+fn what_is_no_file_is_refused() {
+    let folder = Folder::new();
+    let files = folder.path().join("saved");
+    drop(saved(&files));
+    for name in ["shards/shard_0001.bin", "gms_metadata.json", "manifest.json"] {
+        let (path, aside) = (files.join(name), folder.path().join("aside"));
+        std::fs::rename(&path, &aside).unwrap();
+        for is_pipe in [true, false] {
+            if is_pipe {
+                let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+                rustix::fs::mknodat(CWD, &path, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+            } else {
+                std::os::unix::fs::symlink("/dev/null", &path).unwrap();
+            }
+            let (told, heard) = std::sync::mpsc::channel();
+            let of_thread = files.clone();
+            std::thread::spawn(move || told.send(check(&of_thread)));
+            let error = heard.recv_timeout(PATIENCE).expect(name).unwrap_err();
+            let is_named = matches!(&error, StorageError::Damaged { path: p, .. } if *p == path);
+            assert!(is_named, "{error}");
+            std::fs::remove_file(&path).unwrap();
+        }
+        std::fs::rename(&aside, &path).unwrap();
+    }
+    check(&files).unwrap();
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Files that are whole, or not there.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -45,15 +45,37 @@ impl Shard {
 fn open(path: &Path, write: bool, direct: bool) -> Result<File, StorageError> {
     let mut options = OpenOptions::new();
     options.read(!write).write(write).create(write).mode(0o644);
-    if direct {
-        let mut direct = options.clone();
-        direct.custom_flags(OFlags::DIRECT.bits() as i32);
-        match direct.open(path) {
-            Err(error) if error.raw_os_error() == Some(Errno::INVAL.raw_os_error()) => {}
-            opened => return opened.map_err(failed("open", path)),
+    // Whoever opens a pipe waits for its other end. To a file it means nothing.
+    let flags = OFlags::NONBLOCK;
+    let try_open = |flags: OFlags| options.clone().custom_flags(flags.bits() as i32).open(path);
+    let opened = match try_open(if direct { flags | OFlags::DIRECT } else { flags }) {
+        Err(error) if direct && error.raw_os_error() == Some(Errno::INVAL.raw_os_error()) => {
+            try_open(flags)
         }
+        opened => opened,
+    };
+    let file = opened.map_err(failed("open", path))?;
+    if !file.metadata().map_err(failed("look at", path))?.is_file() {
+        // What it gives has perhaps no end.
+        let (path, reason) = (path.to_owned(), "it is no file".to_owned());
+        return Err(StorageError::Damaged { path, reason });
     }
-    options.open(path).map_err(failed("open", path))
+    Ok(file)
+}
+
+/// Reads a file.
+pub(super) fn read_whole(path: &Path) -> Result<Vec<u8>, StorageError> {
+    let read = || {
+        let (mut file, mut bytes) = (open(path, false, false)?, Vec::new());
+        file.read_to_end(&mut bytes).map_err(failed("read", path))?;
+        Ok(bytes)
+    };
+    read().map_err(|error| match error {
+        StorageError::File { path, source, .. } => {
+            StorageError::File { what: "read", path, source }
+        }
+        error => error,
+    })
 }
 
 /// Writes a file and sees it to the disk.

@@ -207,11 +207,7 @@ impl Checksums {
 }
 
 fn parse<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T, StorageError> {
-    let bytes = std::fs::read(path).map_err(|source| StorageError::File {
-        what: "read",
-        path: path.to_owned(),
-        source,
-    })?;
+    let bytes = files::read_whole(path)?;
     serde_json::from_slice(&bytes)
         .map_err(|error| StorageError::Damaged { path: path.to_owned(), reason: error.to_string() })
 }
