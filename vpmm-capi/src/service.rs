@@ -318,6 +318,11 @@ impl vpmm_gms {
         Ok(held)
     }
 
+    /// Takes the manager, which is about to end.
+    fn take(&self, held: &mut Held<'_>) -> Option<MemoryManager> {
+        held.0.take().inspect(|manager| tensors::leave(&self.manager, manager))
+    }
+
     fn answer_time(&self) -> MutexGuard<'_, Option<Duration>> {
         self.answer_time.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -327,7 +332,7 @@ impl Drop for vpmm_gms {
     fn drop(&mut self) {
         match self.held() {
             // Here and not where a tensor that goes may be the last to know of it.
-            Ok(mut held) => drop(held.0.take()),
+            Ok(mut held) => drop(self.take(&mut held)),
             // The memory and the lock are the parent's.
             Err(_) => std::mem::forget(Arc::clone(&self.manager)),
         }
@@ -501,7 +506,7 @@ pub unsafe extern "C" fn vpmm_gms_open(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vpmm_gms_close(gms: *const vpmm_gms) -> vpmm_status {
     let work = |gms: &vpmm_gms| {
-        let manager = gms.held()?.0.take();
+        let manager = gms.take(&mut gms.held()?);
         manager.map_or(Ok(()), |manager| Ok(manager.close()?))
     };
     // SAFETY: the caller vouches for it.

@@ -17,6 +17,6 @@ pub use channel::Interrupt;
 pub use connect::{ConnectOptions, event_history, runtime_state};
 pub use error::ClientError;
 pub use floor::MappingFloor;
-pub use manager::{MemoryManager, ScratchSummary};
+pub use manager::{KeptAddresses, MemoryManager, ScratchSummary};
 pub use mappings::MappingInfo;
 pub use session::{AllocationInfo, MetadataValue, Session};

@@ -10,6 +10,7 @@
 //! 3. What is freed while its manager does not write, or has lost its server, stays mapped, or reserved, until
 //!    it writes anew or ends: the layout's other addresses go with it.
 //! 4. An address that the program gives up by itself is no pool's any more: another allocation may come there.
+//! 5. Where a manager ends first, what PyTorch has of its addresses is nobody else's before it is given back.
 
 use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap};
@@ -18,7 +19,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
-use gms::client::{ClientError, MemoryManager};
+use gms::client::{ClientError, KeptAddresses, MemoryManager};
 use gms::lock::Granted;
 
 use super::{Held, Shared, vpmm_gms};
@@ -46,6 +47,8 @@ struct Registry {
     owners: HashMap<u64, Owner>,
     /// What PyTorch gave back of each manager's, and that is there still.
     given: Vec<Given>,
+    /// Addresses that PyTorch has of managers that have ended.
+    left: HashMap<u64, KeptAddresses>,
 }
 
 /// Addresses of one manager's that PyTorch gave back.
@@ -270,6 +273,20 @@ pub(super) fn forget(shared: &Shared, address: u64) {
     });
 }
 
+/// A manager is about to end before tensors, or pools, that have memory of it: their addresses are nobody else's before
+/// they give them back.
+pub(super) fn leave(shared: &Shared, manager: &MemoryManager) {
+    registry(|Registry { owners, left, .. }| {
+        owners.retain(|address, owner| {
+            let is_its = is(owner, shared);
+            if let Some(kept) = manager.keep_addresses(*address).filter(|_| is_its) {
+                left.insert(*address, kept);
+            }
+            !is_its
+        });
+    });
+}
+
 /// Frees what `allocate` has made, now or later.
 pub(super) fn give_back(address: u64) {
     // The memory is the parent's, and its addresses here are none.
@@ -277,12 +294,14 @@ pub(super) fn give_back(address: u64) {
         return;
     }
     // At once: were the program to give the address up in between, another allocation could be there.
-    let owner = registry(|registry| {
-        let shared = registry.owners.remove(&address)?.upgrade()?;
-        registry.give_back(&shared, address);
-        Some(shared)
+    let (left, owner) = registry(|registry| {
+        let left = registry.left.remove(&address);
+        let shared = registry.owners.remove(&address).and_then(|owner| owner.upgrade());
+        shared.iter().for_each(|shared| registry.give_back(shared, address));
+        (left, shared)
     });
-    // Of a manager that has ended, with everything.
+    // Of a manager that has ended, with everything else.
+    drop(left);
     let Some(shared) = owner else { return };
     let held = match shared.try_lock() {
         Ok(held) => held,
@@ -383,11 +402,13 @@ mod tests {
     use gms::memory::Memory;
     use gms::server::{Server, Settings};
 
+    use super::end as end_use;
     use super::*;
     use crate::driver::Loaded;
     use crate::service::{
-        vpmm_gms_commit, vpmm_gms_commit_layout, vpmm_gms_destroy_mapping, vpmm_gms_free_address,
-        vpmm_gms_reallocate_all, vpmm_gms_remap_all, vpmm_gms_unmap, vpmm_gms_unmap_all,
+        vpmm_gms_close, vpmm_gms_commit, vpmm_gms_commit_layout, vpmm_gms_destroy_mapping,
+        vpmm_gms_free_address, vpmm_gms_reallocate_all, vpmm_gms_remap_all, vpmm_gms_unmap,
+        vpmm_gms_unmap_all,
     };
 
     /// Held by each test: the addresses of its simulator are those of the other's, too.
@@ -591,6 +612,60 @@ mod tests {
         drop(another);
         drop(gms);
         end();
+    }
+
+    /// Its tensors, and what a pool of PyTorch's keeps for the next, are there still, and go later.
+    #[test]
+    fn a_client_that_ends_before_its_tensors_leaves_their_addresses_to_nobody_else() {
+        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        // Of its own addresses, which the driver gives out again.
+        const BYTES: usize = 300 << 20;
+        for (closes, is_scratch) in [(true, false), (false, false), (true, true), (false, true)] {
+            let (gms, socket, end) = served("ends-first");
+            let client = || vpmm_gms {
+                manager: Arc::new(Mutex::new(Some(
+                    MemoryManager::new(gms.loaded.raw(), 0, &socket).unwrap(),
+                ))),
+                answer_time: Mutex::new(None),
+                is_interruptible: false.into(),
+                check: Mutex::new(None),
+                loaded: Arc::clone(&gms.loaded),
+            };
+            let make = |of: &vpmm_gms, is_scratch| {
+                let options = ConnectOptions::new(Requested::Rw).timeout(Duration::from_secs(30));
+                of.held().ok().unwrap().manager().ok().unwrap().connect(options).unwrap();
+                let source = of.begin_torch("weights", is_scratch).ok().unwrap();
+                let address = allocate(BYTES, 0).ok().unwrap();
+                end_use(source);
+                address
+            };
+            let first = client();
+            let early = make(&first, is_scratch);
+            if closes {
+                // SAFETY: a handle.
+                assert_eq!(unsafe { vpmm_gms_close(&first) }, vpmm_status::VPMM_OK);
+            } else {
+                drop(first);
+            }
+            let next = client();
+            let late = make(&next, false);
+            give_back(early);
+            assert_ne!(early, late, "{closes} {is_scratch}");
+            let is_there = |address| {
+                let mut held = next.held().ok().unwrap();
+                held.manager().ok().unwrap().allocation_at(address).is_some()
+            };
+            assert!(is_there(late), "{closes} {is_scratch}");
+            // Nobody has it now.
+            let source = next.begin_torch("weights", false).ok().unwrap();
+            let again = allocate(BYTES, 0).ok().unwrap();
+            assert_eq!(again, early, "{closes} {is_scratch}");
+            end_use(source);
+            give_back(again);
+            assert!(!is_there(again) && is_there(late), "{closes} {is_scratch}");
+            drop((next, gms));
+            end();
+        }
     }
 
     /// What stays until its manager writes is not looked at for every tensor that goes meanwhile.

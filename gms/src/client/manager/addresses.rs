@@ -20,7 +20,21 @@ pub(super) struct Room {
     end: u64,
 }
 
+/// Addresses that nobody else gets before this is dropped, though their manager has ended: see
+/// [`MemoryManager::keep_addresses`].
+#[derive(Debug)]
+pub struct KeptAddresses(#[expect(dead_code, reason = "it keeps them")] Arc<Reservation>);
+
 impl MemoryManager {
+    /// Keeps the addresses of a mapping, or of a scratch mapping, beyond the manager's end: for who still has pointers
+    /// there then, though to nothing. `None` where none begins at the address. Asks nobody. Small mappings have their
+    /// addresses from a larger reservation, which is kept as a whole.
+    pub fn keep_addresses(&self, address: u64) -> Option<KeptAddresses> {
+        let place = self.places.get(address).ok().map(|place| &place.reservation);
+        let reservation = place.or_else(|| self.scratches.reservation(address))?;
+        Some(KeptAddresses(Arc::clone(reservation)))
+    }
+
     /// Addresses for a mapping: the next ones of what was reserved before, or, for large ones, of their
     /// own. They are given back when all that were reserved together are.
     fn room(&mut self, bytes: u64) -> Result<(u64, Arc<Reservation>)> {

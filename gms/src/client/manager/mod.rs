@@ -6,6 +6,7 @@ mod handles;
 mod scratch;
 mod sleep;
 
+pub use addresses::KeptAddresses;
 use addresses::Room;
 pub use scratch::ScratchSummary;
 use scratch::Scratches;

@@ -53,6 +53,11 @@ impl Scratches {
         self.by_address.is_empty()
     }
 
+    /// The addresses of the mapping that begins there.
+    pub(super) fn reservation(&self, address: u64) -> Option<&Arc<Reservation>> {
+        self.by_address.get(&address).map(|scratch| &scratch.reservation)
+    }
+
     /// Gives the block up and keeps the addresses. The device has been waited for.
     pub(super) fn unmap(&mut self) {
         self.by_address.values_mut().for_each(|scratch| scratch.aliases = None);
