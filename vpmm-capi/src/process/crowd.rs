@@ -13,11 +13,14 @@ use cuda_sys::types::{CUresult, CUstream, CUstream_flags_enum, CUstreamCaptureMo
 
 use super::captures::{self, Filter};
 use super::*;
+use crate::driver::vpmm_driver_release;
 use crate::guard::vpmm_last_error;
 use crate::pool::{
-    vpmm_pool_allocation, vpmm_pool_release, vpmm_pool_stats, vpmm_pool_trim_to, vpmm_pool_validate,
+    vpmm_free, vpmm_malloc, vpmm_pool_allocation, vpmm_pool_release, vpmm_pool_stats,
+    vpmm_pool_trim_to, vpmm_pool_validate,
 };
 use crate::stats::{vpmm_stats, vpmm_stats_init};
+use crate::stream::{vpmm_stream_lend, vpmm_stream_take_back};
 use crate::tagged::{vpmm_resume, vpmm_suspend};
 use crate::torch::{
     vpmm_torch_alloc, vpmm_torch_base_alloc, vpmm_torch_failed_requests, vpmm_torch_free,
@@ -65,6 +68,7 @@ struct Lane {
     /// By what calls its requests are.
     is_torchs: bool,
     is_kept: bool,
+    is_lent: bool,
     captures: bool,
 }
 
@@ -108,6 +112,7 @@ struct Shared {
 struct Thread<'a> {
     shared: &'a Shared,
     pool: usize,
+    driver: usize,
     chance: Chance,
     lanes: Vec<Lane>,
     blocks: Vec<Block>,
@@ -132,6 +137,24 @@ impl Thread<'_> {
         ptr::with_exposed_provenance(self.pool)
     }
 
+    fn driver(&self) -> *const vpmm_driver {
+        ptr::with_exposed_provenance(self.driver)
+    }
+
+    /// Lends a stream to who has handles, beside whatever the process knows of it, or takes it back.
+    fn lend(&mut self) {
+        let at = self.lane();
+        let (driver, lane) = (self.driver(), &mut self.lanes[at]);
+        if lane.is_lent {
+            // SAFETY: a handle; the stream is alive, and this thread's.
+            ok(unsafe { vpmm_stream_take_back(driver, lane.raw) });
+        } else {
+            // SAFETY: as above.
+            ok(unsafe { vpmm_stream_lend(driver, DEVICE, lane.raw) });
+        }
+        lane.is_lent = !lane.is_lent;
+    }
+
     fn new_lane(&mut self) {
         let (mut stream, flags): (CUstream, _) =
             (ptr::null_mut(), CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0);
@@ -143,12 +166,17 @@ impl Thread<'_> {
             // SAFETY: it lasts until it is forgotten.
             ok(unsafe { vpmm_process_keep_stream(DEVICE, raw) });
         }
-        self.lanes.push(Lane { raw, is_torchs, is_kept, captures: false });
+        self.lanes.push(Lane { raw, is_torchs, is_kept, is_lent: false, captures: false });
     }
 
     fn end_lane(&mut self, at: usize) {
-        let lane = self.lanes.swap_remove(at);
+        let mut lane = self.lanes.swap_remove(at);
         assert!(!lane.captures);
+        if lane.is_lent && self.chance.once_in(2) {
+            // SAFETY: a handle; the stream is alive, and this thread's.
+            ok(unsafe { vpmm_stream_take_back(self.driver(), lane.raw) });
+            lane.is_lent = false;
+        }
         let mut known = 7;
         // SAFETY: alive, and this thread's.
         ok(unsafe { vpmm_process_forget_stream(DEVICE, lane.raw, &raw mut known) });
@@ -156,6 +184,10 @@ impl Thread<'_> {
         // SAFETY: as above.
         ok(unsafe { vpmm_process_forget_stream(DEVICE, lane.raw, &raw mut known) });
         assert_eq!(known, 0);
+        if lane.is_lent {
+            // SAFETY: as above.
+            ok(unsafe { vpmm_stream_take_back(self.driver(), lane.raw) });
+        }
         raw!(cuStreamDestroy_v2(lane.raw.cast()));
     }
 
@@ -180,7 +212,16 @@ impl Thread<'_> {
         let tag = self.tag().filter(|_| !of_graph);
         let awake = tag.map(|tag| self.shared.awake[tag].read().unwrap());
         let sleeps = awake.as_ref().is_some_and(|awake| !**awake);
-        if lane.is_torchs && !sleeps && bytes < 1 << 20 {
+        let by_handle = self.chance.once_in(4) && tag.is_none() && !of_graph && bytes > 0;
+        if by_handle {
+            // SAFETY: a handle, a live stream, room for a pointer.
+            let made = unsafe { vpmm_malloc(self.pool(), bytes, lane.raw, &raw mut pointer) };
+            let refused = matches!(made, VPMM_OUT_OF_MEMORY | VPMM_BAD_STREAM);
+            assert!(made == VPMM_OK || refused, "{made:?}: {}", last_error());
+            if refused {
+                return;
+            }
+        } else if lane.is_torchs && !sleeps && bytes < 1 << 20 {
             let refused = vpmm_torch_failed_requests(DEVICE);
             // SAFETY: the stream lasts until it is forgotten. Where there is no memory null is answered, as nothing
             // of C++ is here to be thrown.
@@ -250,7 +291,17 @@ impl Thread<'_> {
                 last_error()
             );
         }
-        if lane.is_torchs {
+        let by_handle = self.chance.once_in(4);
+        if by_handle {
+            // SAFETY: a handle; nobody uses the memory.
+            let freed = unsafe { vpmm_free(self.pool(), pointer, lane.raw) };
+            if freed == VPMM_BAD_STREAM {
+                assert!(lane.captures, "{}", last_error());
+                self.blocks.push(block);
+                return;
+            }
+            ok(freed);
+        } else if lane.is_torchs {
             // SAFETY: nobody uses the memory.
             unsafe { vpmm_torch_free(pointer, block.bytes as isize, DEVICE as i32, lane.raw) };
         } else {
@@ -353,7 +404,8 @@ impl Thread<'_> {
     }
 
     fn step(&mut self) {
-        match self.chance.below(24) {
+        match self.chance.below(25) {
+            24 => self.lend(),
             0 => {
                 let at = self.lane();
                 if self.lanes.len() > 1 {
@@ -473,7 +525,10 @@ fn program(seed: u64) {
     // SAFETY: room for a pointer.
     ok(unsafe { vpmm_process_pool(DEVICE, &raw mut pool) });
     let shared = Shared { awake: std::array::from_fn(|_| true.into()), ..Shared::default() };
-    let at = pool.expose_provenance();
+    let mut driver = ptr::null_mut();
+    // SAFETY: room for a pointer.
+    ok(unsafe { vpmm_process_driver(&raw mut driver) });
+    let (at, by) = (pool.expose_provenance(), driver.expose_provenance());
     std::thread::scope(|scope| {
         for thread in 0..THREADS {
             let shared = &shared;
@@ -481,7 +536,7 @@ fn program(seed: u64) {
                 enter_context();
                 let chance = Chance(seed * THREADS + thread);
                 let (lanes, blocks, tags) = (Vec::new(), Vec::new(), Vec::new());
-                let mut it = Thread { shared, pool: at, chance, lanes, blocks, tags };
+                let mut it = Thread { shared, pool: at, driver: by, chance, lanes, blocks, tags };
                 it.new_lane();
                 (0..STEPS).for_each(|_| it.step());
                 it.end();
@@ -511,8 +566,8 @@ fn program(seed: u64) {
     // SAFETY: a handle, which nobody else uses.
     ok(unsafe { vpmm_pool_validate(pool) });
     assert!(captures::is_idle_on(DEVICE));
-    // SAFETY: a handle, given back once.
-    unsafe { vpmm_pool_release(pool) };
+    // SAFETY: handles, given back once.
+    unsafe { (vpmm_pool_release(pool), vpmm_driver_release(driver)) };
 }
 
 #[test]

@@ -53,8 +53,7 @@ struct Heaps {
 }
 
 impl Heaps {
-    /// Takes a segment down. Where others are noted they are of managers that have ended before their
-    /// tensors, and whose addresses are this one's now.
+    /// Takes a segment down. Where others are noted the program has given their addresses up by itself.
     fn add(&mut self, address: u64, segment: Segment) {
         let (bytes, _) = segment;
         let before = self.segments.range(..address).next_back();
