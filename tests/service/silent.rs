@@ -236,6 +236,36 @@ fn a_server_that_sticks_amid_a_session_is_given_up() {
     }
 }
 
+/// Nor is anything waited for over a connection that has failed, or what comes there late taken for an answer.
+#[test]
+fn what_was_given_up_is_asked_for_nothing_more() {
+    let folder = Folder::new();
+    let path = folder.socket();
+    let listener = UnixListener::bind(&path).unwrap();
+    let (given_up, late) = mpsc::channel();
+    let server = thread::spawn(move || {
+        let mut stream = grant(&listener);
+        late.recv().unwrap();
+        let mut bytes = Vec::new();
+        let error = wire::ErrorResponse { error: "too late".to_owned(), code: 0 };
+        encode_frame(&error, &mut bytes);
+        stream.write_all(&bytes).unwrap();
+        (stream, listener)
+    });
+    let mut session = Session::connect(&path, options(Requested::Rw)).unwrap();
+    assert_silent(session.layout_hash());
+    let begin = Instant::now();
+    for _ in 0..10 {
+        let after = session.free("x");
+        assert!(matches!(after, Err(ClientError::Disconnected)), "{after:?}");
+    }
+    assert!(begin.elapsed() < 5 * SHORT, "{:?}", begin.elapsed());
+    given_up.send(()).unwrap();
+    let _server = server.join().unwrap();
+    let after = session.free("x");
+    assert!(matches!(after, Err(ClientError::Disconnected)), "{after:?}");
+}
+
 #[test]
 fn a_stopped_process_is_given_up_and_serves_again_when_it_goes_on() {
     let folder = Folder::new();

@@ -159,8 +159,10 @@ impl Channel {
         waits: Waits,
         signals: Option<Signals<'_>>,
     ) -> Result<(Message, Vec<OwnedFd>)> {
+        // Of one that has failed before, what comes is for nobody.
+        let is_over = self.broken;
         match self.send_by(request, signals) {
-            Err(ClientError::Disconnected) => return self.last_words(),
+            Err(ClientError::Disconnected) if !is_over => return self.last_words(),
             sent => sent?,
         }
         let answer = self.unless_broken(|channel| channel.receive(descriptors, waits, signals))?;
