@@ -107,9 +107,17 @@ fn is_childs() -> bool {
     process != 0 && process != std::process::id()
 }
 
+/// The pools that a thread uses, the innermost last. One that ends uses none any more.
+struct Used(Vec<Arc<Source>>);
+
+impl Drop for Used {
+    fn drop(&mut self) {
+        self.0.drain(..).for_each(|source| forget_use(&source));
+    }
+}
+
 thread_local! {
-    /// The pools that this thread uses, the innermost last.
-    static USED_HERE: RefCell<Vec<Arc<Source>>> = const { RefCell::new(Vec::new()) };
+    static USED_HERE: RefCell<Used> = const { RefCell::new(Used(Vec::new())) };
 }
 
 /// Does something short with the registry.
@@ -150,7 +158,7 @@ impl vpmm_gms {
         let (manager, tag) = (Arc::clone(&self.manager), tag.to_owned());
         let source = Arc::new(Source { number, manager, tag, scratch });
         registry(|registry| registry.used.push(Arc::clone(&source)));
-        USED_HERE.with_borrow_mut(|used| used.push(source));
+        USED_HERE.with_borrow_mut(|used| used.0.push(source));
         Ok(number)
     }
 }
@@ -158,7 +166,7 @@ impl vpmm_gms {
 /// Ends what this thread has begun, wherever it is among the others; nothing where another thread has.
 pub(crate) fn end(number: u64) {
     let ended = USED_HERE.try_with(|used| {
-        let mut used = used.borrow_mut();
+        let used = &mut used.borrow_mut().0;
         let at = used.iter().rposition(|source| source.number == number)?;
         Some(used.remove(at))
     });
@@ -183,7 +191,7 @@ fn forget_use(source: &Arc<Source>) {
 #[unsafe(no_mangle)]
 pub extern "C" fn vpmm_gms_torch_end() -> vpmm_status {
     guard(|| {
-        let Some(source) = USED_HERE.with_borrow_mut(Vec::pop) else {
+        let Some(source) = USED_HERE.with_borrow_mut(|used| used.0.pop()) else {
             let text = "this thread has begun nothing";
             return Err(Failure::new(vpmm_status::VPMM_BAD_STATE, text));
         };
@@ -196,7 +204,7 @@ fn source() -> Result<Arc<Source>, Failure> {
     if is_childs() {
         return Err(vpmm_core::Error::Forked.into());
     }
-    if let Some(source) = USED_HERE.with_borrow(|used| used.last().cloned()) {
+    if let Some(source) = USED_HERE.with_borrow(|used| used.0.last().cloned()) {
         return Ok(source);
     }
     registry(|registry| match registry.used.as_slice() {
@@ -666,6 +674,25 @@ mod tests {
             drop((next, gms));
             end();
         }
+    }
+
+    /// One that is cancelled, say. Threads that use none by themselves have the only one that there is.
+    #[test]
+    fn a_thread_that_ends_uses_nothing_any_more() {
+        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let (gms, _socket, end) = served("thread");
+        let options = ConnectOptions::new(Requested::Rw);
+        gms.held().ok().unwrap().manager().ok().unwrap().connect(options).unwrap();
+        let elsewhere = |work: fn(&vpmm_gms) -> bool| {
+            std::thread::scope(|scope| scope.spawn(|| work(&gms)).join().unwrap())
+        };
+        assert!(elsewhere(|gms| gms.begin_torch("early", false).is_ok()));
+        assert!(elsewhere(|_| allocate(1, 0).is_err()), "nobody uses any");
+        let source = gms.begin_torch("weights", false).ok().unwrap();
+        assert!(elsewhere(|_| allocate(1, 0).map(give_back).is_ok()));
+        end_use(source);
+        drop(gms);
+        end();
     }
 
     /// What stays until its manager writes is not looked at for every tensor that goes meanwhile.
