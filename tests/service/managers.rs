@@ -1,5 +1,6 @@
-//! Managers of several processes that do at random whatever they can, each for itself, beside driver calls that fail:
-//! what they say is mapped has its allocation's contents, whatever came before, and what fails changes nothing.
+//! Managers of several processes that do at random whatever they can, each for itself, beside driver calls that fail and
+//! servers that go: what they say is mapped has its allocation's contents, whatever came before, and what fails changes
+//! nothing.
 //!
 //! `GMS_MANAGERS_FIRST` and `PROPTEST_CASES` choose other programs.
 
@@ -38,8 +39,8 @@ struct Worker {
     scratches: Vec<u64>,
     /// Mappings that were made by a writer.
     writable: Vec<u64>,
-    /// Whether the driver would not unmap something: it may be there longer than it is said to be.
-    is_left: bool,
+    /// Whether its server is gone.
+    is_lost: bool,
 }
 
 struct World {
@@ -62,7 +63,7 @@ impl Worker {
         let mut manager = machine.manager(local.socket());
         manager.set_scratch_block(2 * GRANULE).unwrap();
         let (reserved, scratches, writable) = Default::default();
-        Self { machine, manager, reserved, scratches, writable, is_left: false }
+        Self { machine, manager, reserved, scratches, writable, is_lost: false }
     }
 
     fn mappings(&self) -> Vec<MappingInfo> {
@@ -113,7 +114,7 @@ impl World {
         let time = Duration::from_millis(if self.below(4) == 0 { 3 } else { 0 });
         let options =
             ConnectOptions::new(lock).timeout(time).batch(self.below(3) > 0).spin(Duration::ZERO);
-        let others = self.workers.iter().enumerate().filter(|(at, _)| *at != of);
+        let others = self.workers.iter().enumerate().filter(|(at, it)| *at != of && !it.is_lost);
         let has = |lock| {
             let mut locks = others.clone().filter_map(|(_, it)| it.manager.granted_lock());
             locks.any(|has| has == lock)
@@ -130,13 +131,18 @@ impl World {
         }
     }
 
-    /// Something of one of them; what it was, and what came of it.
-    fn step(&mut self) -> (usize, &'static str, Result<(), ClientError>) {
+    /// Something of one of them; what it was, what came of it, and whether its server was gone.
+    fn step(&mut self) -> (usize, &'static str, Result<(), ClientError>, bool) {
+        if self.below(50) == 0 {
+            self.local.restart();
+            for worker in &mut self.workers {
+                worker.is_lost = worker.manager.is_connected();
+            }
+        }
         let of = self.below(self.workers.len() as u64) as usize;
         if self.is_faulty && self.below(4) == 0 {
             let call = CALLS[self.below(CALLS.len() as u64) as usize];
             let nth = 1 + self.below(3);
-            self.workers[of].is_left |= call == "cuMemUnmap" || call == "cuCtxSynchronize";
             self.workers[of].machine.sim.fail_nth(call, nth, CUresult::CUDA_ERROR_UNKNOWN);
         }
         if self.is_faulty && self.below(8) == 0 {
@@ -151,7 +157,14 @@ impl World {
         self.workers[of].machine.sim.clear_faults();
         self.local.sim.clear_faults();
         self.local.sim.set_memory_limit(0, MEMORY);
-        (of, what, done)
+        let worker = &mut self.workers[of];
+        let was_lost = worker.is_lost;
+        if was_lost && matches!(done, Err(ClientError::Disconnected)) {
+            assert!(worker.manager.is_broken() || !worker.manager.is_connected());
+        }
+        // What it connects to then is there.
+        worker.is_lost &= worker.manager.is_connected();
+        (of, what, done, was_lost)
     }
 
     fn something(&mut self, of: usize) -> (&'static str, Result<(), ClientError>) {
@@ -301,7 +314,8 @@ impl World {
             assert_eq!(mapped(&after), mapped(&before), "{what}: {error}");
         }
         if !self.is_faulty && what == "create_mapping" {
-            assert_eq!(done.is_ok(), granted == Some(Granted::Rw), "{done:?}");
+            let may = granted == Some(Granted::Rw) && !worker.is_lost;
+            assert_eq!(done.is_ok(), may, "{done:?}");
         }
         (what, done)
     }
@@ -354,7 +368,7 @@ fn program(seed: u64, reached: &mut BTreeMap<&str, [u64; 2]>) {
     let mut world = World { local, workers, contents: HashMap::new(), chance, is_faulty };
     let mut past = Vec::new();
     for step in 0..80 {
-        let (of, what, done) = world.step();
+        let (of, what, done, had_lost) = world.step();
         let said = done.as_ref().map_err(ToString::to_string);
         past.push(format!("{step}: {of} {what} {said:?}"));
         reached.entry(what).or_default()[usize::from(done.is_err())] += 1;
@@ -371,6 +385,7 @@ fn program(seed: u64, reached: &mut BTreeMap<&str, [u64; 2]>) {
                 | ClientError::Refused { .. },
             ) => {}
             Err(error) if is_fault(error) && is_faulty => {}
+            Err(ClientError::Disconnected | ClientError::Socket(_)) if had_lost => {}
             Err(error) => panic!("program {seed}: {error}\n{past:#?}"),
         }
         let why = || format!("program {seed}\n{past:#?}\n");

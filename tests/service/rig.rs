@@ -55,6 +55,7 @@ pub(crate) struct Local {
     pub(crate) stopper: Stopper,
     pub(crate) metrics: Metrics,
     socket: PathBuf,
+    settings: Settings,
     thread: Option<JoinHandle<Result<(), ServerError>>>,
     _folder: Folder,
 }
@@ -76,10 +77,20 @@ impl Local {
         let memory = Memory::open(driver, 0).unwrap();
         let mut settings = Settings::new(folder.socket());
         change(&mut settings);
-        let server = Server::bind(memory, settings).unwrap();
+        let server = Server::bind(memory, settings.clone()).unwrap();
         let (stopper, metrics) = (server.stopper(), server.metrics());
         let thread = Some(std::thread::spawn(move || server.run()));
-        Self { sim, stopper, metrics, socket: folder.socket(), thread, _folder: folder }
+        Self { sim, stopper, metrics, socket: folder.socket(), settings, thread, _folder: folder }
+    }
+
+    /// Another server in its place, with nothing of it.
+    pub(crate) fn restart(&mut self) {
+        self.stopper.stop();
+        self.thread.take().unwrap().join().unwrap().unwrap();
+        let memory = Memory::open(&self.sim.driver(), 0).unwrap();
+        let server = Server::bind(memory, self.settings.clone()).unwrap();
+        (self.stopper, self.metrics) = (server.stopper(), server.metrics());
+        self.thread = Some(std::thread::spawn(move || server.run()));
     }
 
     pub(crate) fn socket(&self) -> &Path {
