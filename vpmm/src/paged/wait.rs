@@ -25,12 +25,17 @@ impl PagedPool {
                 self.config.reuse.internal_dependencies && !lacks_pages && space.shared.is_empty();
             !streams_wait || !space.uses.deferred().is_empty()
         };
-        if waits { self.wait_for_frees() } else { Ok(false) }
+        if waits { self.wait_for(bytes) } else { Ok(false) }
     }
 
     /// The same whatever streams may be made to wait for. Where the driver refuses the wait for one stream, the
     /// others are waited for all the same; that is an error if nothing is gained so.
     pub(crate) fn wait_for_frees(&self) -> Result<bool> {
+        self.wait_for(u64::MAX)
+    }
+
+    /// For so many bytes, as far as that takes a wait for the device.
+    fn wait_for(&self, bytes: u64) -> Result<bool> {
         let _context = self.device.enter()?;
         let driver = self.device.driver();
         let mut refused = self.record_due().err();
@@ -63,7 +68,11 @@ impl PagedPool {
                 Err(failure) => refused = refused.or(Some(failure)),
             }
         }
-        let lost = self.wait_for_lost();
+        let suffices = {
+            let space = self.lock_space();
+            space.shared.is_empty() && space.free_bytes() - space.uses.deferred_bytes() >= bytes
+        };
+        let lost = if suffices { Ok(false) } else { self.wait_for_lost() };
         waited |= matches!(lost, Ok(true));
         match (refused, lost) {
             (Some(failure), _) if !waited => Err(failure.into()),
