@@ -414,9 +414,10 @@ unsafe fn give_up(
         // SAFETY: the caller vouches for it.
         let gms = unsafe { given(gms, "gms") }?;
         let mut held = gms.held_until_told()?;
+        let kept = held.manager()?.keep_addresses(address);
         held.ask(work)?;
         // Before another call can make something there.
-        tensors::forget(&gms.manager, address);
+        tensors::forget(&gms.manager, address, kept);
         Ok(())
     })
 }

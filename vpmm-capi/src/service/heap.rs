@@ -53,7 +53,7 @@ struct Heaps {
 }
 
 impl Heaps {
-    /// Takes a segment down. Where others are noted the program has given their addresses up by itself.
+    /// Takes a segment down, in the place of whatever was noted there.
     fn add(&mut self, address: u64, segment: Segment) {
         let (bytes, _) = segment;
         let before = self.segments.range(..address).next_back();

@@ -59,9 +59,11 @@ pub unsafe extern "C" fn vpmm_gms_destroy_scratch_mapping(
         // SAFETY: the caller vouches for it.
         let gms = unsafe { given(gms, "gms") }?;
         let mut held = gms.held()?;
-        let gone = held.manager()?.destroy_scratch_mapping(address)?;
+        let manager = held.manager()?;
+        let kept = manager.keep_addresses(address);
+        let gone = manager.destroy_scratch_mapping(address)?;
         if gone {
-            tensors::forget(&gms.manager, address);
+            tensors::forget(&gms.manager, address, kept);
         }
         // SAFETY: the caller vouches for it.
         unsafe { put_if(found, u32::from(gone)) };

@@ -9,8 +9,8 @@
 //!    later: with the next request or free, and before a layout is sealed or published.
 //! 3. What is freed while its manager does not write, or has lost its server, stays mapped, or reserved, until
 //!    it writes anew or ends: the layout's other addresses go with it.
-//! 4. An address that the program gives up by itself is no pool's any more: another allocation may come there.
-//! 5. Where a manager ends first, what PyTorch has of its addresses is nobody else's before it is given back.
+//! 4. Where the program gives an address up by itself, or the manager ends, before PyTorch has given that back, it is
+//!    nobody else's until then.
 
 use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap};
@@ -267,18 +267,22 @@ pub(super) fn settle(shared: &Shared, manager: &mut MemoryManager) {
     }
 }
 
-/// The program has given an address up by itself. PyTorch may have it still, and gives it back when it may be
-/// another allocation's.
-pub(super) fn forget(shared: &Shared, address: u64) {
-    registry(|registry| {
-        if registry.owners.get(&address).is_some_and(|owner| is(owner, shared)) {
-            registry.owners.remove(&address);
-        }
+/// The program has given an address up by itself, which `kept` keeps. Where PyTorch has it still, it is nobody else's
+/// before that gives it back.
+pub(super) fn forget(shared: &Shared, address: u64, kept: Option<KeptAddresses>) {
+    // Outside of the registry: where nothing else has them the driver is asked.
+    let unused = registry(|registry| {
         if let Some(given) = registry.given(shared) {
             given.fresh.remove(&address);
             given.kept.remove(&address);
         }
+        if !registry.owners.get(&address).is_some_and(|owner| is(owner, shared)) {
+            return kept;
+        }
+        registry.owners.remove(&address);
+        kept.and_then(|kept| registry.left.insert(address, kept))
     });
+    drop(unused);
 }
 
 /// A manager is about to end before tensors, or pools, that have memory of it: their addresses are nobody else's before
@@ -515,14 +519,21 @@ mod tests {
                 (vpmm_status::VPMM_OK, unsafe { vpmm_gms_destroy_mapping(&gms, segment) })
             };
             assert_eq!(given_up, (vpmm_status::VPMM_OK, vpmm_status::VPMM_OK));
+            // A pool's as well. Where the first is another pool's still, it lets go of it now.
             let other = create();
-            assert_eq!(other, segment, "the address is another's");
-            give_back(segment);
+            registry(|all| all.owners.insert(other, Arc::downgrade(&gms.manager)));
+            if !was_freed {
+                give_back(segment);
+            }
             let mut held = gms.held().ok().unwrap();
             let manager = held.manager().ok().unwrap();
             settle(&gms.manager, manager);
             assert!(manager.allocation_at(other).is_some(), "{was_freed} {splits}");
-            manager.destroy_mapping(other).unwrap();
+            drop(held);
+            give_back(other);
+            let again = create();
+            assert_eq!(again, segment, "nobody has it");
+            gms.held().ok().unwrap().manager().ok().unwrap().destroy_mapping(again).unwrap();
         }
         drop(gms);
         end();
@@ -608,7 +619,7 @@ mod tests {
                 meet(2 * turn + 1);
                 // Now sooner and now later.
                 (0..turn % 24).for_each(|_| std::hint::spin_loop());
-                forget(manager, address);
+                forget(manager, address, None);
                 meet(2 * turn + 2);
                 let is_given = |all: &mut Registry| {
                     all.given(manager).is_some_and(|given| given.fresh.contains(&address))
