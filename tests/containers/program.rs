@@ -455,14 +455,8 @@ fn random_programs() {
     for seed in first..first + cases {
         run(seed);
     }
-    let expected = [
-        "captures",
-        "copied across",
-        "copied whole",
-        "faults met",
-        "given",
-        "transfers",
-        "waits refused",
-    ];
+    // Not "waits refused": whether a capture is open just then is up to the processors.
+    let expected =
+        ["captures", "copied across", "copied whole", "faults met", "given", "transfers"];
     REACHED.assert_all(if cases < CASES { &[] } else { &expected });
 }
