@@ -31,6 +31,9 @@ from vpmm.gms import (
     StaleMemoryLayoutError,
 )
 
+if not os.environ["VPMM_DEVICE"].startswith("sim"):
+    pytest.skip("of the simulator's memory; tests_cuda has those of a GPU's", allow_module_level=True)
+
 MIB = 1 << 20
 
 

@@ -4,6 +4,7 @@ import decimal
 import fractions
 import inspect
 import math
+import os
 import pickle
 import re
 import subprocess
@@ -258,7 +259,7 @@ def test_a_device_is_one_that_there_is():
 
     def said(device):
         given = [sys.executable, "-c", program]
-        done = subprocess.run(given, env={"VPMM_DEVICE": device}, capture_output=True, text=True, check=True)
+        done = subprocess.run(given, env=os.environ | {"VPMM_DEVICE": device}, capture_output=True, text=True, check=True)
         return done.stdout
 
     # The last one of those that are told is there.

@@ -134,6 +134,8 @@ for pointer in [pool.malloc(1000) for _ in range(3000)]:
 pool.trim()
 peak = vpmm.statistics().peak_small_mapped_bytes
 assert peak >= 3_000_000
+# A GPU's driver may keep a piece of its pool.
+stays = vpmm.statistics().small_mapped_bytes
 with vpmm.profile("nothing"):
     pass
 # As of the whole time.
@@ -141,7 +143,7 @@ assert vpmm.statistics().peak_small_mapped_bytes == peak
 with vpmm.profile("kept"):
     kept = [pool.malloc(1000) for _ in range(3000)]
 nothing, kept = vpmm.records()
-assert (nothing.peak_bytes, nothing.kept_bytes, nothing.peak_held_bytes) == (0, 0, 0), nothing
+assert (nothing.peak_bytes, nothing.kept_bytes, nothing.peak_held_bytes) == (0, 0, stays), nothing
 assert kept.peak_bytes == kept.kept_bytes >= 3_000_000 and kept.peak_held_bytes >= 3_000_000, kept
 vpmm.reset_peaks()
 assert vpmm.statistics().peak_small_mapped_bytes == vpmm.statistics().small_mapped_bytes
