@@ -739,30 +739,32 @@ fn a_request_waits_for_what_only_the_device_can_tell_of() {
 /// What events tell of comes first: where that is enough nobody waits for the device.
 #[test]
 fn a_request_does_not_wait_for_the_device_where_streams_are_enough() {
-    let rig = Rig::simulated(Schedule::Manual);
-    let mut settings = Settings::default();
-    settings.reuse.internal_dependencies = false;
-    let watched = rig.pool_with(Profile::Paged, &settings);
-    let (own, other) = (rig.stream(), rig.stream());
-    let most = settings.limit_bytes.unwrap() / GRANULE;
-    let held = watched.malloc(GRANULE, &own);
-    let rest = watched.malloc((most - 1) * GRANULE, &other);
-    own.synchronize().unwrap();
-    std::thread::scope(|scope| {
-        let look = || watched.look_from(&held, &own, StreamHandle::PER_THREAD);
-        scope.spawn(look).join().unwrap();
-    });
-    watched.free(held, &own);
-    watched.free(rest, &other);
-    let calls = |bytes: u64| {
-        let before = rig.driver.calls();
-        let held = watched.malloc(bytes, &own);
+    for profile in Profile::TESTED {
+        let rig = Rig::simulated(Schedule::Manual);
+        let mut settings = Settings::default();
+        settings.reuse.internal_dependencies = false;
+        let watched = rig.pool_with(*profile, &settings);
+        let (own, other) = (rig.stream(), rig.stream());
+        let most = settings.limit_bytes.unwrap() / GRANULE;
+        let held = watched.malloc(GRANULE, &own);
+        let rest = watched.malloc((most - 1) * GRANULE, &other);
+        own.synchronize().unwrap();
+        std::thread::scope(|scope| {
+            let look = || watched.look_from(&held, &own, StreamHandle::PER_THREAD);
+            scope.spawn(look).join().unwrap();
+        });
         watched.free(held, &own);
-        rig.driver.calls().since(&before).count("cuCtxSynchronize")
-    };
-    assert_eq!(calls((most - 1) * GRANULE), 0);
-    assert_eq!(calls(most * GRANULE), 1);
-    watched.assert_intact();
+        watched.free(rest, &other);
+        let calls = |bytes: u64| {
+            let before = rig.driver.calls();
+            let held = watched.malloc(bytes, &own);
+            watched.free(held, &own);
+            rig.driver.calls().since(&before).count("cuCtxSynchronize")
+        };
+        assert_eq!(calls((most - 1) * GRANULE), 0, "{profile:?}");
+        assert_eq!(calls(most * GRANULE), 1, "{profile:?}");
+        watched.assert_intact();
+    }
 }
 
 /// What only a wait for the device would prove free is left to the driver where another stream captures: that wait

@@ -17,7 +17,7 @@
 //! small blocks in the large part and the other way round
 //! another stream's memory with a wait on the GPU
 //! a wait on the host for everything that was freed, where the pool's policy is to, and addresses that
-//!     were waited for unmapped
+//!     were waited for unmapped: for the streams first, for the device where they are not enough
 //! out of memory, with a map
 //! ```
 
@@ -349,24 +349,37 @@ impl Core {
         // The device may have more by now, whoever gave it back.
         self.full.forget();
         let room = self.room()?;
+        let mut waited = if waits { self.wait_for_streams() } else { Ok(()) };
+        // Asked before the try, since others may wait meanwhile.
+        let has_lost = waits && self.space.lock().lost().next().is_some();
         // Whether or not this thread waited: others, and the steps before, may have gained something.
-        if waits {
-            match self.wait_for_frees() {
-                // What only a wait for the context would free stays, for a capture's sake.
-                Err(Error::StreamCapturing) => {}
-                waited => failed = waited.err(),
+        if let Some(start) = self.retry_whole(request, room)? {
+            return Ok(start);
+        }
+        if has_lost {
+            // Only now: that takes all that the device has been given.
+            waited = waited.and(self.wait_for_lost());
+            if let Some(start) = self.retry_whole(request, room)? {
+                return Ok(start);
             }
         }
+        if waits {
+            failed = match waited {
+                // What only a wait for the context would free stays, for a capture's sake.
+                Err(Error::StreamCapturing) => failed,
+                waited => waited.err(),
+            };
+        }
+        Err(failed.unwrap_or_else(|| self.out_of_memory(request.units)))
+    }
+
+    /// The last of all tries: with extents whole again, addresses that were waited for unmapped, and in either part.
+    fn retry_whole(&self, request: Request, room: u64) -> Result<Option<u32>> {
         self.space.lock().rejoin(&self.tags, true);
         // What was waited for may be addresses.
         self.reap(u64::MAX, Duration::MAX);
-        if let Some(start) = self.retry(request, room)? {
-            return Ok(start);
-        }
-        if let Some(start) = self.place_elsewhere(request) {
-            return Ok(start);
-        }
-        Err(failed.unwrap_or_else(|| self.out_of_memory(request.units)))
+        let retried = self.retry(request, room)?;
+        Ok(retried.or_else(|| self.place_elsewhere(request)))
     }
 
     fn retry(&self, request: Request, mut room: u64) -> Result<Option<u32>> {

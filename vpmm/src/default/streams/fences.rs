@@ -229,6 +229,14 @@ impl Space {
         streams
     }
 
+    /// Streams that ended without a last event, and those of other threads that deferred frees wait
+    /// for: only the whole context's end of work frees what they freed or used.
+    pub(in crate::default) fn lost(&self) -> impl Iterator<Item = u32> {
+        let waits = |book: &Book| book.is_unproved() || book.recording == Recording::Lost;
+        let books = self.books.iter().enumerate();
+        books.filter(move |(_, book)| waits(book)).map(|(at, _)| at as u32)
+    }
+
     /// Streams that were lost and that nothing waits for are over.
     fn settle_lost(&mut self, tags: &Tags) {
         for stream in 0..self.books.len() as u32 {
@@ -551,24 +559,31 @@ impl Core {
     /// Waits on the host until everything that streams freed so far may be used by any; where the driver refuses it
     /// for one stream the others are waited for all the same, and that is told then.
     pub(in crate::default) fn wait_for_frees(&self) -> Result<()> {
-        // What turns out to have passed already is as good as waited for.
-        self.space.lock().awaits += 1;
-        let waited = self.wait_for_each();
-        self.space.lock().awaits -= 1;
-        waited
+        let waited = self.wait_for_streams();
+        waited.and(self.wait_for_lost())
     }
 
-    fn wait_for_each(&self) -> Result<()> {
-        // Every epoch is closed before one is waited for. What fails here is met again below.
-        let _: Result<bool> = self.poll(None, true);
-        let streams = self.space.lock().books.len() as u32;
-        let waited = (0..streams).map(|stream| {
-            let waited = self.wait_for_stream(stream);
-            self.drain_whole(stream);
-            waited
-        });
-        let waited = waited.fold(Ok(()), Result::and);
-        waited.and(self.wait_for_lost())
+    /// The same of what events tell of, without a wait for the device.
+    pub(in crate::default) fn wait_for_streams(&self) -> Result<()> {
+        self.awaiting(|| {
+            // Every epoch is closed before one is waited for. What fails here is met again below.
+            let _: Result<bool> = self.poll(None, true);
+            let streams = self.space.lock().books.len() as u32;
+            let waited = (0..streams).map(|stream| {
+                let waited = self.wait_for_stream(stream);
+                self.drain_whole(stream);
+                waited
+            });
+            waited.fold(Ok(()), Result::and)
+        })
+    }
+
+    /// What turns out to have passed already during a wait is as good as waited for.
+    fn awaiting<T>(&self, wait: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.space.lock().awaits += 1;
+        let waited = wait();
+        self.space.lock().awaits -= 1;
+        waited
     }
 
     fn wait_for_stream(&self, stream: u32) -> Result<()> {
@@ -619,28 +634,26 @@ impl Core {
         while self.space.lock().drain(&self.tags, stream) {}
     }
 
-    /// Streams that ended without a last event, and those of other threads that deferred frees wait
-    /// for: only the whole context's end of work frees what they freed or used.
-    fn wait_for_lost(&self) -> Result<()> {
+    /// Waits for streams that [are lost](Space::lost), on the whole context's end of work.
+    pub(in crate::default) fn wait_for_lost(&self) -> Result<()> {
         // What is lost from here on is not waited for.
         let marks: Vec<Mark> = {
             let mut space = self.space.lock();
             space.settle_lost(&self.tags);
-            let waits = |book: &Book| book.is_unproved() || book.recording == Recording::Lost;
-            let streams = 0..space.books.len() as u32;
-            let waiting: Vec<u32> =
-                streams.filter(|stream| waits(&space.books[*stream as usize])).collect();
-            waiting.into_iter().map(|stream| space.take_mark(self.number, stream)).collect()
+            let lost: Vec<u32> = space.lost().collect();
+            lost.into_iter().map(|stream| space.take_mark(self.number, stream)).collect()
         };
         if marks.is_empty() {
             return Ok(());
         }
-        self.wait_for_context()?;
-        let mut space = self.space.lock();
-        for mark in marks {
-            space.settle_epoch(&self.tags, &mark, true);
-        }
-        Ok(())
+        self.awaiting(|| {
+            self.wait_for_context()?;
+            let mut space = self.space.lock();
+            for mark in marks {
+                space.settle_epoch(&self.tags, &mark, true);
+            }
+            Ok(())
+        })
     }
 
     /// Waits for everything in the context; where a capture is seen, which that would end, it does not
