@@ -7,7 +7,7 @@ use cuda_sim::Simulator;
 use vpmm::{DevicePtr, Error, GraphPool, Location, Pool, Sharing, Stream, StreamHandle};
 
 use crate::graph::{self, Graph, MODES, RELAXED};
-use crate::rig::{GRANULE, MIB, Profile};
+use crate::rig::{GRANULE, LIMIT, MIB, Profile};
 use crate::support::changed::{changed, gated};
 use crate::support::{Rig, Stall, Watched, call};
 
@@ -422,6 +422,35 @@ fn a_release_sees_to_frees_of_a_capture_that_went_on() {
         pool.trim_to(0).unwrap();
         assert_eq!(pool.stats().mapped_bytes, 0, "{profile:?}");
         watched.assert_intact();
+    });
+}
+
+/// As above, where the stream ends before any such call: its end sees to them.
+#[test]
+fn a_streams_end_sees_to_frees_of_a_capture_that_went_on() {
+    Rig::everywhere(|rig| {
+        for goes_on in [false, true] {
+            let watched = rig.pool(Profile::Default, Location::Device);
+            let (pool, heap) = (&watched.pool, watched.pool.tagged("weights").unwrap());
+            let (stream, other) = (rig.stream(), rig.stream());
+            // SAFETY: the stream is alive at each call that the handle is passed to.
+            let bare = unsafe { StreamHandle::from_raw(stream.handle().raw()) };
+            let ptr = pool.malloc(GRANULE as usize, bare).unwrap();
+            let of_heap = heap.malloc(GRANULE as usize, &other).unwrap();
+            let graphs = pool.graph_pool().unwrap();
+            graphs.begin(&stream).unwrap();
+            graph::begin(rig, &stream, MODES[2]);
+            pool.free(ptr, bare).unwrap();
+            heap.free(of_heap, &stream).unwrap();
+            graphs.end(&stream).unwrap();
+            if !goes_on {
+                drop(graph::stop(rig, &stream));
+            }
+            drop(stream);
+            let all = watched.malloc(LIMIT * GRANULE, &other);
+            watched.free(all, &other);
+            watched.assert_intact();
+        }
     });
 }
 

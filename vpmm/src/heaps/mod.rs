@@ -712,18 +712,14 @@ impl StreamWatcher for Heaps {
         }
         let Ok(_context) = self.device().enter() else { return };
         let mut captures = lock(&self.captures);
-        let mut over: Vec<Participant> = Vec::new();
         for (graph, participant) in captures.stream_ends(stream) {
             self.end_participant(&mut captures, &graph, participant);
-            over.push(participant);
         }
         self.set_open(captures.is_open());
-        // The stream goes: what was freed on it by a bare handle gets its event now, or never.
-        let gone = |participant: &Participant| participant.handle == stream;
-        for participant in over.iter().filter(|participant| gone(participant)) {
-            self.end_held_behind(*participant);
-        }
-        captures.ending.retain(|participant| !gone(participant));
+        // The stream goes: what was freed on it by a bare handle, now or in captures that were over before, gets its
+        // event now, or never.
+        let gone = captures.ending.extract_if(.., |participant| participant.handle == stream);
+        gone.for_each(|participant| self.end_held_behind(participant));
         for of in &mut captures.postponed {
             if matches!(of.when, When::Ended(on) if on.raw() == stream.raw()) {
                 of.when = When::DevicePassed(self.leave_to_device());
