@@ -466,6 +466,39 @@ fn a_stream_ends_with_frees_that_wait_for_its_capture() {
     rig.assert_clean();
 }
 
+/// What had begun on a stream is over with it, whichever call fails then: another may come in its place.
+#[test]
+fn a_stream_that_ends_in_a_failure_ends_what_had_begun_on_it() {
+    for fault in [Fault::Once, Fault::FromThen] {
+        for call in 1..24 {
+            let sim = Simulator::builder().memory_bytes(MEMORY).seed(5).build().unwrap();
+            let rig = Rig::with(Driver::new(sim.driver()).unwrap(), sim.clone());
+            let mut config = PoolConfig::default();
+            config.va_size_bytes = Some(32 * GRANULE);
+            let pool = Pool::new(&rig.device, &config).unwrap();
+            let stream = rig.stream();
+            let ptr = pool.malloc(MIB as usize, &stream).unwrap();
+            let graphs = pool.graph_pool().unwrap();
+            graphs.begin(&stream).unwrap();
+            let scratch = pool.malloc(MIB as usize, &stream).unwrap();
+            fault(call, UNKNOWN).arm(&sim);
+            drop(stream);
+            sim.clear_faults();
+            let others = [(); 4].map(|()| rig.stream());
+            for other in &others {
+                let held = pool.malloc(MIB as usize, other).unwrap();
+                assert_eq!(graphs.stats().live_count, 1, "after a fault at call {call}");
+                pool.free(held, other).unwrap();
+                assert!(matches!(graphs.end(other), Err(Error::GraphPool { .. })));
+            }
+            pool.free(scratch, &others[0]).unwrap();
+            pool.free(ptr, &others[0]).unwrap();
+            graphs.release(&others[0]).unwrap();
+            pool.validate().unwrap();
+        }
+    }
+}
+
 /// Streams' ends are told to a pool once, however often its first heap could not be made.
 #[test]
 fn first_heaps_that_fail_leave_nothing_behind() {

@@ -146,12 +146,13 @@ impl Graph {
     }
 
     /// The stream captures no more. Where nothing can be recorded on it the host's next wait for the device tells
-    /// what it is done with. The device's context is current.
+    /// what it is done with.
     pub(super) fn end_part_behind(&self, number: u64, stream: StreamHandle) {
         let is_it = |of: &&mut FreedInCapture| of.number == number && of.last_use.is_none();
         if lock(&self.freed).iter_mut().find(is_it).is_none() {
             return;
         }
+        let Ok(_context) = self.core.device().enter() else { return };
         let Ok(last_use) = LastUse::record(self.core.device(), stream) else { return };
         if let Some(of) = lock(&self.freed).iter_mut().find(is_it) {
             of.last_use = Some(last_use);

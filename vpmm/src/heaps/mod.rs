@@ -710,7 +710,8 @@ impl StreamWatcher for Heaps {
         if stream.known_to(self.device().driver().realm()).is_none() {
             return;
         }
-        let Ok(_context) = self.device().enter() else { return };
+        // Without it, too: the stream ends all the same, and another may come to its place.
+        let _context = self.device().enter();
         let mut captures = lock(&self.captures);
         for (graph, participant) in captures.stream_ends(stream) {
             self.end_participant(&mut captures, &graph, participant);
