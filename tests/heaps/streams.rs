@@ -430,3 +430,33 @@ fn a_stream_of_a_graph_that_has_gone_is_not_asked() {
         watched.assert_intact();
     }
 }
+
+gated!(current: cuCtxGetCurrent(context: *mut CUcontext));
+
+/// The pool's main heap knows that a stream ends, the others not yet. Meanwhile another thread sees to frees of
+/// captures that are over: one on that stream cannot be made there any more, and is left to a wait for the device.
+#[test]
+fn a_free_of_a_capture_beside_the_end_of_its_stream_is_not_lost() {
+    let sim = Simulator::builder().build().unwrap();
+    let rig = Rig::with(changed(&sim, current::put), sim.clone());
+    let watched = rig.pool(Profile::Paged, Location::Device);
+    let pool = &watched.pool;
+    let (stream, other) = (rig.stream(), rig.stream());
+    let ptr = pool.malloc(GRANULE as usize, &stream).unwrap();
+    let graphs = pool.graph_pool().unwrap();
+    graphs.begin(&stream).unwrap();
+    graph::begin(&rig, &stream, RELAXED);
+    pool.free(ptr, &stream).unwrap();
+    drop(graph::stop(&rig, &stream));
+    std::thread::scope(|scope| {
+        current::BEFORE.arm();
+        scope.spawn(|| drop(stream));
+        current::BEFORE.wait();
+        graphs.begin(&other).unwrap();
+        graphs.end(&other).unwrap();
+        current::BEFORE.open();
+    });
+    rig.device.synchronize().unwrap();
+    assert_eq!(pool.stats().live_count, 0);
+    watched.assert_intact();
+}

@@ -391,6 +391,11 @@ impl Heaps {
             }
             match self.main.free(of.ptr, stream) {
                 Err(Error::StreamCapturing) => true,
+                // The main heap was told of its end, and this one is about to be.
+                Err(Error::StreamEnded) => {
+                    of.when = When::DevicePassed(self.leave_to_device());
+                    true
+                }
                 Err(Error::Driver { .. }) => {
                     // Somebody else's handle need not live any longer.
                     if stream.known_to(self.device().driver().realm()).is_none() {
