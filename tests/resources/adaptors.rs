@@ -400,6 +400,33 @@ fn aligned_hands_out_a_part_and_gives_all_back() {
     assert!(aligned.allocate(1, 1 << 60, STREAM).is_err());
 }
 
+/// What begins before the part that is handed out is an allocation below, and none of the callers'.
+#[test]
+fn aligned_refuses_a_second_free_where_a_part_begins_below() {
+    let rig = Rig::simulated(cuda_sim::Schedule::Eager);
+    let checked = plain_pool(&rig);
+    let below: [&dyn MemoryResource; 2] = [&malloc(&rig), &checked];
+    for below in below {
+        let what = below.describe().to_string();
+        let aligned = Aligned::new(below, 4096).expect("a power of two").from_bytes(20_000);
+        // So that the next one lies where a part cannot begin.
+        let first = aligned.allocate(256, 256, STREAM).expect("memory");
+        // As long as the part and what is spared for it.
+        let bytes = 8192 + 4096 - 256;
+        let freed = aligned.allocate(bytes, 256, STREAM).expect("memory");
+        aligned.deallocate(freed, bytes, 256, STREAM).expect("freed");
+        let part = aligned.allocate(8192, 4096, STREAM).expect("memory");
+        assert!(part.address() - freed.address() < 4096, "{what}: {freed} is where it begins");
+        assert_ne!(part, freed, "{what}");
+        let again = aligned.deallocate(freed, bytes, 256, STREAM);
+        assert!(matches!(again, Err(Error::DoubleFree { .. })), "{what}: {again:?}");
+        let noted = aligned.record_stream(freed, STREAM);
+        assert!(noted.is_err(), "{what}");
+        aligned.deallocate(part, 8192, 4096, STREAM).expect("it is allocated still");
+        aligned.deallocate(first, 256, 256, STREAM).expect("freed");
+    }
+}
+
 /// The longest request that a resource tells of is served, and one byte more is not.
 #[test]
 fn the_longest_request_is_known_through_what_aligns_and_what_has_bins() {

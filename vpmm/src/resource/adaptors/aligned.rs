@@ -36,17 +36,54 @@ pub struct Aligned<R> {
     upstream: R,
     alignment: usize,
     threshold_bytes: usize,
-    /// By the address handed out, where that is not the one from below or has another size.
-    moved: Mutex<HashMap<u64, Moved>>,
+    moved: Mutex<Moved>,
+}
+
+/// By the address handed out, where that is not the one from below or has another size; and by the one from below,
+/// which is none of the callers'.
+#[derive(Debug, Default)]
+struct Moved(HashMap<u64, Known>);
+
+#[derive(Clone, Copy, Debug)]
+enum Known {
+    /// What was handed out.
+    Part(Part),
+    /// Where what is below has it begin, before the part. A pointer that was freed already may be the same.
+    Start,
 }
 
 /// An allocation as it is known below.
 #[derive(Clone, Copy, Debug)]
-struct Moved {
+struct Part {
     whole: DevicePtr,
     whole_bytes: usize,
     /// What was asked for.
     bytes: usize,
+}
+
+impl Moved {
+    /// The part that begins at an address, if it is one.
+    ///
+    /// # Errors
+    /// [`Error::DoubleFree`] where what is below knows the address, but has given it to nobody here.
+    fn find(&self, address: u64) -> Result<Option<Part>> {
+        match self.0.get(&address) {
+            None => Ok(None),
+            Some(Known::Part(part)) => Ok(Some(*part)),
+            Some(Known::Start) => Err(Error::DoubleFree { address }),
+        }
+    }
+
+    fn enter(&mut self, address: u64, part: Part) {
+        self.0.insert(part.whole.address(), Known::Start);
+        // The part may begin where the whole does.
+        self.0.insert(address, Known::Part(part));
+    }
+
+    fn leave(&mut self, address: u64, part: Part) {
+        self.0.remove(&address);
+        self.0.remove(&part.whole.address());
+    }
 }
 
 impl<R: MemoryResource> Aligned<R> {
@@ -72,7 +109,7 @@ impl<R: MemoryResource> Aligned<R> {
         &self.upstream
     }
 
-    fn moved(&self) -> MutexGuard<'_, HashMap<u64, Moved>> {
+    fn moved(&self) -> MutexGuard<'_, Moved> {
         self.moved.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -112,13 +149,13 @@ impl<R: MemoryResource> MemoryResource for Aligned<R> {
             self.upstream.deallocate(whole, whole_bytes, facts.min_align, stream)?;
             return Err(overflow);
         };
-        self.moved().insert(address, Moved { whole, whole_bytes, bytes });
+        self.moved().enter(address, Part { whole, whole_bytes, bytes });
         // The pointer from below may carry a proof of its own; this one is looked up.
         Ok(DevicePtr::from_address(address))
     }
 
     /// # Errors
-    /// [`Error::WrongSize`] where the table knows better; those of what is below.
+    /// [`Error::WrongSize`] and [`Error::DoubleFree`] where the table knows better; those of what is below.
     fn deallocate(
         &self,
         ptr: DevicePtr,
@@ -134,13 +171,13 @@ impl<R: MemoryResource> MemoryResource for Aligned<R> {
         // Out of the table first: once it is freed below, the address may come again.
         let known = {
             let mut moved = self.moved();
-            let known = moved.get(&address).copied();
+            let known = moved.find(address)?;
             if let Some(known) = known {
                 if known.bytes != bytes {
                     let (given_bytes, bytes) = (bytes as u64, known.bytes as u64);
                     return Err(Error::WrongSize { address, given_bytes, bytes });
                 }
-                moved.remove(&address);
+                moved.leave(address, known);
             }
             known
         };
@@ -151,10 +188,10 @@ impl<R: MemoryResource> MemoryResource for Aligned<R> {
             }
             return self.upstream.deallocate(ptr, bytes, align, stream);
         };
-        let Moved { whole, whole_bytes, .. } = known;
+        let Part { whole, whole_bytes, .. } = known;
         let free = || self.upstream.deallocate(whole, whole_bytes, facts.min_align, stream);
         or_undo(free, || {
-            self.moved().insert(address, known);
+            self.moved().enter(address, known);
         })
     }
 
@@ -174,8 +211,8 @@ impl<R: MemoryResource> MemoryResource for Aligned<R> {
     }
 
     fn record_stream(&self, ptr: DevicePtr, stream: StreamHandle) -> Result<()> {
-        let known = self.moved().get(&ptr.address()).map(|known| known.whole);
-        self.upstream.record_stream(known.unwrap_or(ptr), stream)
+        let known = self.moved().find(ptr.address())?;
+        self.upstream.record_stream(known.map_or(ptr, |known| known.whole), stream)
     }
 
     passes_on!(device, held_bytes);
