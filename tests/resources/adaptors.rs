@@ -2,8 +2,10 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Barrier, Mutex, OnceLock, Weak, mpsc};
+use std::time::Duration;
 
+use vpmm::caching::{CachingAllocator, CachingConfig};
 use vpmm::resource::*;
 use vpmm::{DevicePtr, Error, MemoryResource, Pool, PoolConfig, StreamHandle};
 
@@ -353,6 +355,79 @@ fn a_function_below_a_pool_may_call_back() {
         let ptr = blocks.allocate(1 << 20, 256, STREAM).expect("memory");
         blocks.deallocate(ptr, 1 << 20, 256, STREAM).expect("freed");
     });
+}
+
+/// Two threads are each in a function below one resource, and call the other there, which has to grow.
+#[test]
+fn functions_below_two_resources_may_call_the_other_at_the_same_time() {
+    type Shared = Arc<dyn MemoryResource>;
+    type Other = Arc<OnceLock<Weak<dyn MemoryResource>>>;
+    /// Refuses so many requests first. With the next one both threads are in.
+    fn below(rig: &Rig, refuses: usize, asks: usize, met: &Arc<Barrier>, other: &Other) -> Shared {
+        let below = malloc(rig);
+        let also = below.clone();
+        let left = AtomicUsize::new(refuses + 1);
+        let (met, other) = (Arc::clone(met), Arc::clone(other));
+        Arc::new(Callback::new(
+            below.facts(),
+            move |bytes, align, stream| {
+                let less = |left: usize| left.checked_sub(1);
+                match left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less) {
+                    Ok(1) => {
+                        met.wait();
+                        let other = other.get().and_then(Weak::upgrade).expect("it lives");
+                        if let Ok(ptr) = other.allocate(asks, 256, stream) {
+                            other.deallocate(ptr, asks, 256, stream)?;
+                        }
+                    }
+                    Ok(_) => return Ok(DevicePtr::NULL),
+                    Err(_) => {}
+                }
+                below.allocate(bytes, align, stream)
+            },
+            move |ptr, bytes, align, stream| also.deallocate(ptr, bytes, align, stream),
+        ))
+    }
+    let pool = |rig: &Rig, below| -> Shared {
+        let config = CoalescingConfig::default();
+        Arc::new(CoalescingPool::new(below, &rig.device, &config).expect("a pool"))
+    };
+    let blocks = |rig: &Rig, below| -> Shared {
+        let mut config = FixedSizeConfig::default();
+        config.at_start = false;
+        Arc::new(FixedSize::new(below, &rig.device, &config).expect("blocks"))
+    };
+    let caching = |rig: &Rig, below| -> Shared {
+        let config = CachingConfig::default();
+        Arc::new(CachingAllocator::over(below, &rig.device, &config).expect("an allocator"))
+    };
+    type Make<'a> = &'a dyn Fn(&Rig, Shared) -> Shared;
+    let all: [(Make<'_>, usize, usize); 3] =
+        [(&pool, 0, 1 << 40), (&blocks, 0, 1 << 20), (&caching, 1, 1 << 40)];
+    for (make, refuses, asks) in all {
+        let rig = Rig::simulated(cuda_sim::Schedule::Eager);
+        let met = Arc::new(Barrier::new(2));
+        let others = [Other::default(), Other::default()];
+        let each = others.each_ref();
+        let each = each.map(|other| make(&rig, below(&rig, refuses, asks, &met, other)));
+        let what = each[0].describe().to_string();
+        for (other, resource) in others.iter().zip([&each[1], &each[0]]) {
+            other.set(Arc::downgrade(resource)).expect("once");
+        }
+        let (done, finished) = mpsc::channel();
+        for resource in each.clone() {
+            let done = done.clone();
+            std::thread::spawn(move || {
+                let ptr = resource.allocate(1 << 20, 256, STREAM).expect("memory");
+                resource.deallocate(ptr, 1 << 20, 256, STREAM).expect("freed");
+                done.send(()).expect("the test goes on");
+            });
+        }
+        for _ in 0..2 {
+            let waited = finished.recv_timeout(Duration::from_secs(20));
+            waited.unwrap_or_else(|_| panic!("two threads wait for each other: {what}"));
+        }
+    }
 }
 
 #[test]

@@ -74,7 +74,7 @@ impl Core {
         sizes: (u64, u64),
     ) -> Result<(u64, u32)> {
         // Who comes while another thread flushes finds what that has given back. A function below upstream that
-        // comes back in this thread does not.
+        // comes back in this thread, or in one that the other waits for, does not.
         let Some(_alone) = self.reclaiming.enter() else {
             return Err(self.out_of_memory(sizes.0));
         };

@@ -1,18 +1,57 @@
-//! A lock that says so where the thread has it already.
+//! A lock that says so where the thread would wait for itself.
 
 #![forbid(unsafe_code)]
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 /// Lets one thread in at a time. It is held while functions of the caller's may be called, which may come back
-/// here: a thread that is in is turned away, where it would wait for itself.
+/// here: a thread that is in is turned away, where it would wait for itself. So is one that is in another of these
+/// which whoever is in here waits for, be it by way of further threads.
 #[derive(Debug, Default)]
 pub(crate) struct Alone {
     held: Mutex<()>,
     /// The thread that is in, or 0.
-    by: AtomicUsize,
+    by: Arc<AtomicUsize>,
+}
+
+/// Every thread that waits for one of these, with who is in there. A thread is here before it begins to wait, so the
+/// last of a circle of them sees the others.
+static WAITING: Mutex<Vec<(usize, Arc<AtomicUsize>)>> = Mutex::new(Vec::new());
+
+fn waiting() -> MutexGuard<'static, Vec<(usize, Arc<AtomicUsize>)>> {
+    WAITING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A thread is in the list until this is dropped.
+struct Waits(usize);
+
+impl Waits {
+    /// `None` where who is in waits for this thread.
+    fn begin(this: usize, by: &Arc<AtomicUsize>) -> Option<Self> {
+        let mut waiting = waiting();
+        // Each came to the list after it went in where it is: under the list's lock that is seen.
+        let mut inside = by.load(Ordering::Relaxed);
+        // One that is in by now may be in the list still, as if it waited for itself.
+        for _ in 0..=waiting.len() {
+            if inside == this {
+                return None;
+            }
+            let Some((_, next)) = waiting.iter().find(|(thread, _)| *thread == inside) else {
+                break;
+            };
+            inside = next.load(Ordering::Relaxed);
+        }
+        waiting.push((this, Arc::clone(by)));
+        Some(Self(this))
+    }
+}
+
+impl Drop for Waits {
+    fn drop(&mut self) {
+        waiting().retain(|(thread, _)| *thread != self.0);
+    }
 }
 
 /// Leaves at drop.
@@ -28,16 +67,26 @@ pub(crate) fn this_thread() -> usize {
 }
 
 impl Alone {
-    /// Waits until nobody else is in; `None` where this thread is.
+    /// Waits until nobody else is in; `None` where this thread is, or where who is in waits for this thread.
     pub(crate) fn enter(&self) -> Option<Inside<'_>> {
         let this = this_thread();
         // Only this thread writes its own number.
         if self.by.load(Ordering::Relaxed) == this {
             return None;
         }
-        let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let held = match self.held.try_lock() {
+            Ok(held) => held,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => self.wait(this)?,
+        };
         self.by.store(this, Ordering::Relaxed);
         Some(Inside { by: &self.by, _held: held })
+    }
+
+    #[cold]
+    fn wait(&self, this: usize) -> Option<MutexGuard<'_, ()>> {
+        let _waits = Waits::begin(this, &self.by)?;
+        Some(self.held.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The same without a wait; `None` where any thread is in, this one or another.
@@ -60,6 +109,8 @@ impl Drop for Inside<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Barrier;
+
     use super::*;
 
     #[test]
@@ -82,5 +133,50 @@ mod tests {
         assert!(alone.enter().is_some());
         let inside = alone.try_enter();
         assert!(inside.is_some() && alone.enter().is_none());
+    }
+
+    /// Threads in a circle, each in one and on its way to the next one's: the last is turned away, and the others come
+    /// in one after the other.
+    #[test]
+    fn of_threads_that_wait_for_each_other_one_is_turned_away() {
+        for count in 2..5 {
+            let circle: Vec<Alone> = (0..count).map(|_| Alone::default()).collect();
+            let (met, turned_away) = (Barrier::new(count), AtomicUsize::new(0));
+            std::thread::scope(|scope| {
+                for at in 0..count {
+                    let (circle, met, turned_away) = (&circle, &met, &turned_away);
+                    scope.spawn(move || {
+                        let inside = circle[at].enter();
+                        assert!(inside.is_some());
+                        met.wait();
+                        if circle[(at + 1) % count].enter().is_none() {
+                            turned_away.fetch_add(1, Ordering::Relaxed);
+                        }
+                    });
+                }
+            });
+            assert_eq!(turned_away.into_inner(), 1);
+            assert!(circle.iter().all(|alone| alone.enter().is_some()));
+        }
+    }
+
+    /// Who waits for one that waits for nobody is never turned away, whatever the others do meanwhile.
+    #[test]
+    fn who_is_in_no_circle_waits() {
+        let pair = [Alone::default(), Alone::default()];
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..200 {
+                        let first = pair[0].enter();
+                        assert!(first.is_some());
+                        let second = pair[1].enter();
+                        assert!(second.is_some());
+                        drop((first, second));
+                        assert!(pair[1].enter().is_some());
+                    }
+                });
+            }
+        });
     }
 }

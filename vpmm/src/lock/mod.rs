@@ -2,7 +2,7 @@
 //!
 //! [`SpinLock`] is one atomic exchange. [`Biased`] is none: one thread enters by a plain store and a plain
 //! load, and pays for that with a system call in whoever must take it from that thread. And [`Alone`], for what
-//! a thread may come to again while it is in.
+//! a thread may come to again while it is in, or while another is that waits for it.
 
 mod alone;
 mod backoff;

@@ -399,7 +399,8 @@ impl<R: MemoryResource> CoalescingPool<R> {
     /// GPU for those of other streams, too.
     ///
     /// One event asked about for each stream that has freed something; upstream's cost for each piece. A call
-    /// from below, while this pool grows or gives back in the same thread, gives nothing back.
+    /// from below, while this pool grows or gives back in the same thread, or in one that waits for this one, gives
+    /// nothing back.
     ///
     /// # Errors
     /// Those of [`allocate`](MemoryResource::allocate) for the stream, and upstream's. What was given back

@@ -358,8 +358,9 @@ impl<R: MemoryResource> FixedSize<R> {
     }
 
     fn exhausted(&self) -> Error {
-        let held = self.held();
+        // In this order: another thread may add blocks meanwhile, and hand them out.
         let live = self.core.chunks.live() * self.block_bytes;
+        let held = self.held();
         Error::OutOfMemory {
             requested_bytes: self.block_bytes,
             free_bytes: held - live,
