@@ -262,6 +262,27 @@ fn a_piece_that_does_not_go_back_stays_though_its_stream_is_forgotten() {
     rig.assert_clean();
 }
 
+/// Whatever driver call of the making fails: the driver keeps a pool with memory in use, though it was destroyed.
+#[test]
+fn a_pool_of_the_drivers_that_cannot_be_made_leaves_no_memory() {
+    let rig = Rig::simulated(cuda_sim::Schedule::Eager);
+    let sim = rig.sim.as_ref().expect("simulated");
+    let mut config = DriverPoolConfig::default();
+    config.initial_bytes = 16 * MIB;
+    let before = sim.memory_used(0);
+    for call in 1..100 {
+        sim.fail_call(call, CUresult::CUDA_ERROR_UNKNOWN);
+        let made = DriverPool::new(&rig.device, &config);
+        sim.clear_faults();
+        let made = made.map(drop);
+        assert_eq!(sim.memory_used(0), before, "call {call}: {made:?}");
+        if call > 20 && made.is_ok() {
+            return;
+        }
+    }
+    panic!("the pool was never made");
+}
+
 /// Which has come from below and has no lane: a chunk for a stream in whose place another has come meanwhile, and
 /// that the driver cannot be asked about. Or one of the beginning, whose stream cannot be waited for.
 #[test]

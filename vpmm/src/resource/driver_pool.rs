@@ -166,8 +166,15 @@ impl DriverPool {
         // SAFETY: the pointer is to a live CUdeviceptr, the pool and the stream are alive.
         unsafe { driver.cuMemAllocFromPoolAsync(&mut address, bytes as usize, self.pool, raw) }
             .map_err(|failure| failure.about(bytes))?;
-        // SAFETY: just allocated, freed once.
-        unsafe { driver.cuMemFreeAsync(address, raw) }?;
+        // SAFETY: just allocated, and used by nobody.
+        if let Err(failure) = unsafe { driver.cuMemFreeAsync(address, raw) } {
+            // In use it would outlive the pool. The error to report is the first one.
+            if stream.synchronize().is_ok() {
+                // SAFETY: it was not freed, and all of its stream's work is complete.
+                let _ = unsafe { driver.cuMemFree_v2(address) };
+            }
+            return Err(failure.into());
+        }
         // So that it is every stream's at once.
         stream.synchronize()
     }
