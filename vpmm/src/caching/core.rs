@@ -131,7 +131,7 @@ impl Core {
             outstanding: AtomicUsize::new(0),
             requests: AtomicUsize::new(0),
             ask_at: AtomicUsize::new(0),
-            reclaiming: Alone::default(),
+            reclaiming: Alone::among(driver.companion()),
         });
         if let Some(fraction) = config.memory_fraction {
             core.set_memory_fraction(fraction)?;

@@ -8,29 +8,34 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 /// Lets one thread in at a time. It is held while functions of the caller's may be called, which may come back
 /// here: a thread that is in is turned away, where it would wait for itself. So is one that is in another of these
-/// which whoever is in here waits for, be it by way of further threads.
+/// which whoever is in here waits for, be it by way of further threads, where these have one list of who waits.
 #[derive(Debug, Default)]
 pub(crate) struct Alone {
     held: Mutex<()>,
     /// The thread that is in, or 0.
     by: Arc<AtomicUsize>,
+    waiting: Arc<Waiting>,
 }
 
 /// Every thread that waits for one of these, with who is in there. A thread is here before it begins to wait, so the
 /// last of a circle of them sees the others.
-static WAITING: Mutex<Vec<(usize, Arc<AtomicUsize>)>> = Mutex::new(Vec::new());
-
-fn waiting() -> MutexGuard<'static, Vec<(usize, Arc<AtomicUsize>)>> {
-    WAITING.lock().unwrap_or_else(PoisonError::into_inner)
-}
+#[derive(Debug, Default)]
+pub(crate) struct Waiting(Mutex<Vec<(usize, Arc<AtomicUsize>)>>);
 
 /// A thread is in the list until this is dropped.
-struct Waits(usize);
+struct Waits<'a> {
+    list: &'a Waiting,
+    thread: usize,
+}
 
-impl Waits {
+impl Waiting {
+    fn list(&self) -> MutexGuard<'_, Vec<(usize, Arc<AtomicUsize>)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// `None` where who is in waits for this thread.
-    fn begin(this: usize, by: &Arc<AtomicUsize>) -> Option<Self> {
-        let mut waiting = waiting();
+    fn begin(&self, this: usize, by: &Arc<AtomicUsize>) -> Option<Waits<'_>> {
+        let mut waiting = self.list();
         // Each came to the list after it went in where it is: under the list's lock that is seen.
         let mut inside = by.load(Ordering::Relaxed);
         // One that is in by now may be in the list still, as if it waited for itself.
@@ -44,13 +49,13 @@ impl Waits {
             inside = next.load(Ordering::Relaxed);
         }
         waiting.push((this, Arc::clone(by)));
-        Some(Self(this))
+        Some(Waits { list: self, thread: this })
     }
 }
 
-impl Drop for Waits {
+impl Drop for Waits<'_> {
     fn drop(&mut self) {
-        waiting().retain(|(thread, _)| *thread != self.0);
+        self.list.list().retain(|(thread, _)| *thread != self.thread);
     }
 }
 
@@ -67,6 +72,11 @@ pub(crate) fn this_thread() -> usize {
 }
 
 impl Alone {
+    /// One of those that a list is for.
+    pub(crate) fn among(waiting: &Arc<Waiting>) -> Self {
+        Self { waiting: Arc::clone(waiting), ..Self::default() }
+    }
+
     /// Waits until nobody else is in; `None` where this thread is, or where who is in waits for this thread.
     pub(crate) fn enter(&self) -> Option<Inside<'_>> {
         let this = this_thread();
@@ -85,7 +95,7 @@ impl Alone {
 
     #[cold]
     fn wait(&self, this: usize) -> Option<MutexGuard<'_, ()>> {
-        let _waits = Waits::begin(this, &self.by)?;
+        let _waits = self.waiting.begin(this, &self.by)?;
         Some(self.held.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -140,7 +150,8 @@ mod tests {
     #[test]
     fn of_threads_that_wait_for_each_other_one_is_turned_away() {
         for count in 2..5 {
-            let circle: Vec<Alone> = (0..count).map(|_| Alone::default()).collect();
+            let waiting = Arc::default();
+            let circle: Vec<Alone> = (0..count).map(|_| Alone::among(&waiting)).collect();
             let (met, turned_away) = (Barrier::new(count), AtomicUsize::new(0));
             std::thread::scope(|scope| {
                 for at in 0..count {
@@ -163,7 +174,8 @@ mod tests {
     /// Who waits for one that waits for nobody is never turned away, whatever the others do meanwhile.
     #[test]
     fn who_is_in_no_circle_waits() {
-        let pair = [Alone::default(), Alone::default()];
+        let waiting = Arc::default();
+        let pair = [(); 2].map(|()| Alone::among(&waiting));
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {

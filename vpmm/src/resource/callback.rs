@@ -21,9 +21,9 @@ use crate::units::DevicePtr;
 /// one's own fit into [`Error::Resource`]. RMM: `callback_memory_resource`.
 ///
 /// They may call what stands above: a pool that grows or gives back by them in this thread then serves what it has,
-/// is out of memory where it would have to grow once more, and gives nothing back. They may call other pools over the
-/// same functions, too: of threads that would wait for each other, each in one pool and on its way into another's
-/// growth, one is treated in the same way.
+/// is out of memory where it would have to grow once more, and gives nothing back. They may call other pools of the
+/// same [`Driver`](crate::Driver), too: of threads that would wait for each other, each in one pool and on its way into
+/// another's growth, one is treated in the same way.
 ///
 /// ```
 /// use std::sync::atomic::{AtomicU64, Ordering};

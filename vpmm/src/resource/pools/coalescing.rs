@@ -354,7 +354,7 @@ impl<R: MemoryResource> CoalescingPool<R> {
             core: Core::new(device),
             config: *config,
             growth,
-            growing: Alone::default(),
+            growing: Alone::among(device.driver().companion()),
             identity: Identity::unique(),
         };
         if config.initial_bytes > 0 {

@@ -198,7 +198,7 @@ impl<R: MemoryResource> FixedSize<R> {
         });
         let watcher: Weak<dyn StreamWatcher> = Arc::downgrade(&core) as _;
         device.driver().watch_streams(watcher);
-        let (growing, identity) = (Alone::default(), Identity::unique());
+        let (growing, identity) = (Alone::among(device.driver().companion()), Identity::unique());
         let blocks = Self { upstream, core, block_bytes, blocks_at_once, growing, identity };
         if config.at_start {
             // On a stream of its own, so that no other is waited for; after the wait it is everybody's.
