@@ -476,6 +476,37 @@ fn requests_beside_a_long_zombie() {
     sim.assert_clean();
 }
 
+/// Where nothing else is left a request has addresses unmapped, until there are enough in a row: not all at once, of
+/// which there may be thousands.
+#[test]
+fn a_request_that_lacks_addresses_has_no_more_unmapped_than_it_needs() {
+    const ALL: usize = 2000;
+    const MOVED: usize = 750;
+    let sim = Simulator::builder().build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let stream = device.stream().unwrap();
+    let pool = Pool::new(&device, &config(ALL as u64, (ALL + MOVED + 600) as u64)).unwrap();
+    let bytes = GRANULE as usize;
+    let mut held: Vec<DevicePtr> = (0..ALL).map(|_| pool.malloc(bytes, &stream).unwrap()).collect();
+    held.sort_by_key(|ptr| ptr.address());
+    let free = |ptr: &DevicePtr| pool.free(*ptr, &stream).unwrap();
+    held.iter().step_by(2).for_each(free);
+    for _ in 0..MOVED / 250 {
+        pool.malloc(250 * bytes, &stream).unwrap();
+    }
+    held.iter().skip(1).step_by(2).for_each(free);
+    device.synchronize().unwrap();
+    let zombies = || pool.stats().zombie_bytes / GRANULE;
+    let (waiting, before) = (zombies(), device.driver().calls());
+    // There is no such hole, and half of what has moved is in the way of what is free: hundreds of gaps.
+    pool.malloc(800 * bytes, &stream).unwrap();
+    let unmapped = device.driver().calls().since(&before).count("cuMemUnmap");
+    assert!((129..waiting).contains(&unmapped), "{unmapped} of {waiting}");
+    pool.validate().unwrap();
+    drop(pool);
+    sim.assert_clean();
+}
+
 /// Page faults of the calling thread so far that needed no disk.
 fn faults() -> i64 {
     // SAFETY: zeros are such a structure.

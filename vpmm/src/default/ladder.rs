@@ -32,6 +32,7 @@ use super::space::book::Recording;
 use super::space::free_set::FreeSet;
 use super::{Core, lock};
 use crate::capture::BesideCaptures;
+use crate::default::growth::plan::Reach;
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::lock::{OrderedGuard, Token};
@@ -210,10 +211,10 @@ impl Core {
                 Err(error) => failed = Some(error),
             }
         }
-        if let Some(start) = self.grow_within(request, &mut room, true)? {
+        if let Some(start) = self.grow_within(request, &mut room, Reach::Ahead)? {
             return Ok(start);
         }
-        if let Some(start) = self.grow_elsewhere(request, &mut room)? {
+        if let Some(start) = self.grow_elsewhere(request, &mut room, Reach::Ahead)? {
             return Ok(start);
         }
         self.make_do(request, room, failed)
@@ -325,7 +326,7 @@ impl Core {
         let mut failed = failed.or(deferred.err()).or(polled.err());
         let rejoined = self.space.lock().rejoin(&self.tags, true);
         if (gained || flushed || rejoined)
-            && let Some(start) = self.retry(request, room)?
+            && let Some(start) = self.retry(request, room, Reach::Needed)?
         {
             return Ok(start);
         }
@@ -376,19 +377,35 @@ impl Core {
     /// The last of all tries: with extents whole again, addresses that were waited for unmapped, and in either part.
     fn retry_whole(&self, request: Request, room: u64) -> Result<Option<u32>> {
         self.space.lock().rejoin(&self.tags, true);
-        // What was waited for may be addresses.
-        self.reap(u64::MAX, Duration::MAX);
-        let retried = self.retry(request, room)?;
-        Ok(retried.or_else(|| self.place_elsewhere(request)))
+        // What was waited for may be addresses. There may be thousands, of which a few are enough.
+        let mut most = REAPED_IN_CROWD.0;
+        loop {
+            let waiting = self.zombies();
+            self.reap(most, Duration::MAX);
+            let retried = self.retry(request, room, Reach::Utmost)?;
+            if let Some(start) = retried.or_else(|| self.place_elsewhere(request)) {
+                return Ok(Some(start));
+            }
+            let left = self.zombies();
+            if left == 0 || left >= waiting {
+                return Ok(None);
+            }
+            most = most.saturating_mul(2);
+        }
     }
 
-    fn retry(&self, request: Request, mut room: u64) -> Result<Option<u32>> {
+    /// Granules of addresses that wait to be unmapped.
+    fn zombies(&self) -> u64 {
+        self.space.lock().zombie_granules()
+    }
+
+    fn retry(&self, request: Request, mut room: u64, reach: Reach) -> Result<Option<u32>> {
         if let Some(start) = self.place(request).or_else(|| self.place_in_run(request)) {
             return Ok(Some(start));
         }
-        match self.grow_within(request, &mut room, false)? {
+        match self.grow_within(request, &mut room, reach)? {
             Some(start) => Ok(Some(start)),
-            None => self.grow_elsewhere(request, &mut room),
+            None => self.grow_elsewhere(request, &mut room, reach),
         }
     }
 
@@ -416,7 +433,12 @@ impl Core {
 
     /// A small block among large ones, where more memory may be made and there are no addresses for it in the
     /// small part any more.
-    fn grow_elsewhere(&self, request: Request, room: &mut u64) -> Result<Option<u32>> {
+    fn grow_elsewhere(
+        &self,
+        request: Request,
+        room: &mut u64,
+        reach: Reach,
+    ) -> Result<Option<u32>> {
         // Any hole there would have done for a granule.
         if *room == 0 || Part::of_size(request.units) == Part::Large {
             return Ok(None);
@@ -425,17 +447,13 @@ impl Core {
             return Ok(Some(start));
         }
         let units = request.units.next_multiple_of(LARGE_STEP);
-        self.grow_in(Part::Large, Request { units, ..request }, room, true)
+        self.grow_in(Part::Large, Request { units, ..request }, room, reach)
     }
 
     /// Unmaps some zombies; where addresses run short, closes epochs for that. Whether memory may have become free
     /// meanwhile.
     fn tidy(&self) -> bool {
-        let waits = {
-            let space = self.space.lock();
-            space.zombie_granules() > 0
-        };
-        if !waits {
+        if self.zombies() == 0 {
             return false;
         }
         let crowded = self.is_crowded();
@@ -520,7 +538,11 @@ impl Core {
     /// As [`retry`](Self::retry) without room, once the stream may have as much as that is.
     fn retry_if_enough(&self, request: Request) -> Result<Option<u32>> {
         let usable = self.space.lock().usable_units(request.stream);
-        if usable < u64::from(request.units) { Ok(None) } else { self.retry(request, 0) }
+        if usable < u64::from(request.units) {
+            Ok(None)
+        } else {
+            self.retry(request, 0, Reach::Needed)
+        }
     }
 
     /// Empties the calling thread's front of a stream, of one part's sizes or all; whether there was

@@ -28,6 +28,7 @@ const WINDOWS_TRIED: usize = 8;
 /// Free blocks and holes gone through for all of these together, each time that one is: a long request's windows go
 /// over many holes, and each of those begins a window of its own.
 const STEPS: u32 = 1 << 14;
+const STEPS_AT_THE_UTMOST: u32 = 1 << 17;
 
 /// A program has grown when the most that was live has risen by this fraction.
 const RISEN: u64 = 4;
@@ -153,13 +154,41 @@ impl Window {
     }
 }
 
+/// How far growth goes for a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(in crate::default) enum Reach {
+    /// Beyond the request, for those to come.
+    Ahead,
+    /// As far as it needs.
+    Needed,
+    /// As far as it takes, since nothing else is left to try: over any number of gaps.
+    Utmost,
+}
+
+impl Reach {
+    /// Gaps of one window at most: each is mapped by a call of its own.
+    fn gaps(self) -> usize {
+        match self {
+            Self::Ahead | Self::Needed => 64,
+            Self::Utmost => usize::MAX,
+        }
+    }
+
+    /// Steps to its windows.
+    fn steps(self) -> u32 {
+        match self {
+            Self::Ahead | Self::Needed => STEPS,
+            Self::Utmost => STEPS_AT_THE_UTMOST,
+        }
+    }
+}
+
 /// What is asked of growth.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wanted {
     /// Granules that may be made.
     pub(super) room: u64,
-    /// Whether it may be for requests to come, too.
-    pub(super) ahead: bool,
+    pub(super) reach: Reach,
     /// Whether memory went back for this request, so that new memory comes before moves.
     pub(super) exchanged: bool,
 }
@@ -334,14 +363,15 @@ impl Space {
             map.largest_holes().filter(is_of_part).take(LARGEST_LOOKED_AT).collect();
         let is_smaller = |hole: &&Region| largest.iter().all(|known| known.id() != hole.id());
         let smallest = map.holes().filter(is_of_part).take_while(is_smaller);
-        let mut steps = STEPS;
+        let reach = outlook.means.wanted.reach;
+        let mut steps = reach.steps();
         let whole = units.div_ceil(self.memory.granule_units());
         let order = |window: &Window| {
             (window.cost, Reverse(window.used_up(self.memory.granule_units())), window.start)
         };
         let mut found: SmallVec<[Window; WINDOWS_TRIED + 1]> = SmallVec::new();
         for hole in largest.iter().copied().chain(smallest).take(HOLES_LOOKED_AT) {
-            let left = self.window_from(tags, stream, units, hole, &mut steps);
+            let left = self.window_from(tags, stream, units, hole, reach.gaps(), &mut steps);
             let right = self.window_to(tags, stream, units, hole, &mut steps);
             if steps == 0 {
                 break;
@@ -375,14 +405,15 @@ impl Space {
         found
     }
 
-    /// The window that begins with the free memory before a hole. None is found in more than so many `steps`, which are
-    /// fewer after.
+    /// The window that begins with the free memory before a hole, with so many gaps at most. None is found in more
+    /// than so many `steps`, which are fewer after.
     fn window_from(
         &self,
         tags: &Tags,
         stream: u32,
         units: u32,
         hole: &Region,
+        most_gaps: usize,
         steps: &mut u32,
     ) -> Option<Window> {
         let mut step = || steps.checked_sub(1).map(|left| *steps = left);
@@ -429,7 +460,7 @@ impl Space {
                 return None;
             }
             hole = self.memory.hole_at(at / granule_units)?;
-            if hole.start() as u32 != at / granule_units || window.gaps.len() >= 64 {
+            if hole.start() as u32 != at / granule_units || window.gaps.len() >= most_gaps {
                 return None;
             }
         }
@@ -556,8 +587,11 @@ impl Space {
             }
             let new = u64::from(missing).min(room) as u32;
             if new == missing {
-                let ahead =
-                    if means.wanted.ahead { policy.ahead(outlook.growths, missing) } else { 0 };
+                let ahead = if means.wanted.reach == Reach::Ahead {
+                    policy.ahead(outlook.growths, missing)
+                } else {
+                    0
+                };
                 let more = u64::from(ahead.min(gap.beyond)).min(room - u64::from(new)) as u32;
                 let saved = means.saved.saturating_sub(u64::from(spent));
                 if more > 0 {
@@ -892,7 +926,7 @@ mod tests {
         let moved = |space: &mut Space, peak_granules: u64, moves: u64| {
             space.peak_live = peak_granules * granule_units;
             space.pace.note(moves);
-            let wanted = Wanted { room: 64, ahead: true, exchanged: false };
+            let wanted = Wanted { room: 64, reach: Reach::Ahead, exchanged: false };
             space.means(wanted, Duration::ZERO, 100).moved_since_half
         };
         // Nothing is mapped, which is enough while nothing was live.

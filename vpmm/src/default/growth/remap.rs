@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::plan::{Job, Source, Wanted};
+use super::plan::{Job, Reach, Source, Wanted};
 use crate::backing::LIMIT;
 use crate::default::Core;
 use crate::default::ladder::Request;
@@ -46,17 +46,17 @@ fn lacks_of_device(failure: &Failure) -> Option<bool> {
 }
 
 impl Core {
-    /// Plans a request for which so many granules may be made, and carries it out; `ahead` of
-    /// requests to come, too. The space is not locked during driver calls.
+    /// Plans a request for which so many granules may be made, and carries it out. The space is not locked during
+    /// driver calls.
     pub(super) fn grow(
         &self,
         request: Request,
         part: Part,
         room: u64,
-        ahead: bool,
+        reach: Reach,
     ) -> Result<Grown> {
         let now = self.made.elapsed();
-        let Some(job) = self.plan(request, part, Wanted { room, ahead, exchanged: false }, now)
+        let Some(job) = self.plan(request, part, Wanted { room, reach, exchanged: false }, now)
         else {
             return Ok(Grown::TooLittle);
         };
@@ -97,9 +97,9 @@ impl Core {
         &self,
         request: Request,
         room: &mut u64,
-        ahead: bool,
+        reach: Reach,
     ) -> Result<Option<u32>> {
-        self.grow_in(Part::of_size(request.units), request, room, ahead)
+        self.grow_in(Part::of_size(request.units), request, room, reach)
     }
 
     /// The same in a part that need not be the size's own.
@@ -108,10 +108,10 @@ impl Core {
         part: Part,
         request: Request,
         room: &mut u64,
-        ahead: bool,
+        reach: Reach,
     ) -> Result<Option<u32>> {
         for attempt in 0.. {
-            let (wanted, made, of_device) = match self.grow(request, part, *room, ahead)? {
+            let (wanted, made, of_device) = match self.grow(request, part, *room, reach)? {
                 Grown::Block(start) => return Ok(Some(start)),
                 Grown::TooLittle => return Ok(None),
                 Grown::NoMore { wanted, made, of_device } => (wanted, made, of_device),
