@@ -345,7 +345,8 @@ impl Space {
         while granules < missing && pieces.len() < HANDLES {
             let mapped = self.memory.mapped() + u64::from(granules);
             let largest = u64::from(self.growth.largest);
-            let length = policy.extent(mapped, u64::from(missing), largest, true, false);
+            // However long the driver takes: nobody waits for it.
+            let length = policy.extent(mapped, u64::from(missing), largest, true, false, u32::MAX);
             let length = length.min(missing - granules);
             pieces.push(Piece { source: Source::New, granules: length });
             granules += length;

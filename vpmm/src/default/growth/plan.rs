@@ -647,7 +647,14 @@ impl Space {
         let largest = u64::from(self.growth.largest.max(request));
         let extent = |mapped| {
             let mapped = if is_first { 0 } else { mapped };
-            policy.extent(mapped, u64::from(request), largest, shares, allowed.in_haste)
+            policy.extent(
+                mapped,
+                u64::from(request),
+                largest,
+                shares,
+                allowed.in_haste,
+                allowed.in_time,
+            )
         };
         let shares_last =
             in_midst(window.end) && self.memory.granule_of(window.end) + 1 == fill.start + granules;
