@@ -4,7 +4,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use cuda_sim::Schedule;
-use vpmm::{Buffers, Contents, Error, Location, Pool, Recovery, Sharing, Tagged, WaitPolicy};
+use vpmm::{
+    Buffers, Contents, Error, Location, Pool, Recovery, Sharing, StreamHandle, Tagged, WaitPolicy,
+};
 
 use crate::graph;
 use crate::rig::{GRANULE, LIMIT, Profile};
@@ -357,6 +359,59 @@ fn heaps_wait_for_the_gpu_where_their_pool_does() {
             let waits = policy == WaitPolicy::WaitForPending;
             assert_eq!(served.is_ok(), waits, "{policy:?} {from_tagged} {to_tagged}: {served:?}");
             served.into_iter().for_each(|ptr| pool.free(ptr, &other).unwrap());
+        }
+    }
+}
+
+/// A heap that lacks memory waits for what events tell of in all others before it waits for the device, which one of
+/// them has something that waits for.
+#[test]
+fn another_heap_waits_for_the_device_only_where_streams_are_not_enough() {
+    for profile in Profile::BOTH {
+        // Which heap has what only the device tells of, which has the rest, and which lacks it: the main one, or one
+        // of two more.
+        for (lost, rest, lacks) in [(0, 0, 1), (0, 1, 2), (1, 1, 0), (1, 2, 0), (1, 0, 2)] {
+            let rig = Rig::simulated(Schedule::Manual);
+            let pool = match profile {
+                Profile::Default => {
+                    let mut config = vpmm::PoolConfig::default();
+                    config.limit_bytes = Some(LIMIT * GRANULE);
+                    Pool::new(&rig.device, &config)
+                }
+                Profile::Paged => {
+                    let mut config = vpmm::PagedConfig::default();
+                    config.limit_bytes = Some(LIMIT * GRANULE);
+                    Pool::paged(&rig.device, &config)
+                }
+            };
+            let pool = pool.unwrap();
+            let heaps = ["weights", "cache"].map(|tag| pool.tagged(tag).unwrap());
+            let (own, other) = (rig.stream(), rig.stream());
+            let malloc = |heap: usize, granules: u64, stream| match heap {
+                0 => pool.malloc((granules * GRANULE) as usize, stream),
+                _ => heaps[heap - 1].malloc((granules * GRANULE) as usize, stream),
+            };
+            let used = malloc(lost, 1, &own).unwrap();
+            let freed = malloc(rest, LIMIT - 1, &other).unwrap();
+            std::thread::scope(|scope| {
+                let notes = || pool.record_stream(used, StreamHandle::PER_THREAD);
+                scope.spawn(notes).join().unwrap().unwrap();
+            });
+            rig.fill(freed.address(), GRANULE, 1, other.handle());
+            pool.free(used, &own).unwrap();
+            pool.free(freed, &other).unwrap();
+            own.synchronize().unwrap();
+            for (granules, waits) in [(LIMIT - 1, 0), (LIMIT, 1)] {
+                let before = rig.driver.calls();
+                let ptr = malloc(lacks, granules, &own).unwrap();
+                let waited = rig.driver.calls().since(&before).count("cuCtxSynchronize");
+                let of = (profile, lost, rest, lacks, granules);
+                assert_eq!(waited, waits, "{of:?}");
+                pool.free(ptr, &own).unwrap();
+            }
+            pool.validate().unwrap();
+            drop((heaps, pool));
+            rig.assert_clean();
         }
     }
 }

@@ -60,8 +60,11 @@ pub(crate) trait Heap: Source + Send + Sync {
     /// Waits on the host for what was freed, where that is more than a refused request of so many
     /// bytes has done; answers whether it did.
     fn wait_for_pending(&self, bytes: u64) -> Result<bool>;
-    /// Waits on the host for what was freed so far, which is everybody's then.
-    fn wait_for_frees(&self) -> Result<()>;
+    /// Waits on the host for what was freed so far, which is everybody's then: as far as events tell of it, or
+    /// `with_device` for the rest.
+    fn wait_for_frees(&self, with_device: bool) -> Result<()>;
+    /// Whether there is such a rest.
+    fn has_lost(&self) -> bool;
     /// Allocations in the hands of callers. No driver call.
     fn live_count(&self) -> u64;
     /// Whether an address is in an allocation that is in none of the reservations.

@@ -66,8 +66,12 @@ impl Heap for Core {
         Ok(false)
     }
 
-    fn wait_for_frees(&self) -> Result<()> {
-        self.wait_for_past()
+    fn wait_for_frees(&self, with_device: bool) -> Result<()> {
+        self.wait_for_past(with_device)
+    }
+
+    fn has_lost(&self) -> bool {
+        self.has_lost()
     }
 
     fn live_count(&self) -> u64 {

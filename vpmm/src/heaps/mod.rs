@@ -108,6 +108,18 @@ impl Member {
     }
 }
 
+/// What the host waits for as other heaps give memory back for one that lacks some, the nearest first.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Waits {
+    Nothing,
+    /// What events on the streams tell of.
+    Streams,
+    /// Launches of released graphs.
+    Graphs,
+    /// All that the device has been given, for what nothing else tells of.
+    Device,
+}
+
 /// All heaps of a pool.
 pub(crate) struct Heaps {
     main: Arc<dyn Heap>,
@@ -488,19 +500,13 @@ impl Heaps {
     }
 
     /// Has the other heaps, the main one first, give free memory back for one that lacks some; that is the main
-    /// one where there is none. `waits` for what was freed there before, on the host; for released graphs wherever
-    /// the pool's policy is to.
-    fn reclaim(&self, for_heap: Option<&Core>, bytes: u64, waits: bool) -> bool {
-        let mut any = self.reap(self.terms.out_of_memory == WaitPolicy::WaitForPending);
+    /// one where there is none. `waits` for what on the host.
+    fn reclaim(&self, for_heap: Option<&Core>, bytes: u64, waits: Waits) -> bool {
+        let mut any = self.reap(waits == Waits::Graphs);
+        if waits == Waits::Graphs {
+            return any;
+        }
         let members = self.members();
-        let tagged = members.iter().filter_map(|member| match member {
-            Member::Tagged(heap) => Some(heap.core()),
-            Member::Graph(_) => None,
-        });
-        let tagged = tagged.filter(|core| {
-            !for_heap.is_some_and(|heap| ptr::eq(Arc::as_ptr(core), heap)) && !core.is_asleep()
-        });
-        let main = for_heap.map(|_| self.main.as_ref());
         let budget = self.main.backing().budget();
         // All that is held beyond a limit that was lowered goes first.
         let mut missing = bytes
@@ -509,13 +515,13 @@ impl Heaps {
         let room = budget.room();
         // Or it is the device that has too little.
         let is_limited = room < missing;
-        for heap in main.into_iter().chain(tagged.map(|core| core.as_ref() as &dyn Heap)) {
+        for heap in self.other_heaps(for_heap, &members) {
             if missing == 0 {
                 break;
             }
-            if waits {
+            if waits != Waits::Nothing {
                 // What cannot be waited for, as beside a capture, stays.
-                let _ = heap.wait_for_frees();
+                let _ = heap.wait_for_frees(waits == Waits::Device);
             }
             let (held, before) = (held_bytes(&heap.stats()), budget.room());
             let given = heap.trim_to(held.saturating_sub(missing)).unwrap_or(0);
@@ -528,8 +534,27 @@ impl Heaps {
         any || budget.room() > room
     }
 
+    /// The heaps that may give something back for another one: the main one first, then those tagged ones that are
+    /// awake.
+    fn other_heaps<'a>(
+        &'a self,
+        for_heap: Option<&'a Core>,
+        members: &'a [Member],
+    ) -> impl Iterator<Item = &'a dyn Heap> {
+        let tagged = members.iter().filter_map(|member| match member {
+            Member::Tagged(heap) => Some(heap.core()),
+            Member::Graph(_) => None,
+        });
+        let tagged = tagged.filter(move |core| {
+            !for_heap.is_some_and(|heap| ptr::eq(Arc::as_ptr(core), heap)) && !core.is_asleep()
+        });
+        let main = for_heap.map(|_| self.main.as_ref());
+        main.into_iter().chain(tagged.map(|core| core.as_ref() as &dyn Heap))
+    }
+
     /// A request of a heap, the main one where none is named, that found no memory: tried again when others
-    /// have made room; where the host may wait for the GPU, with what was freed there before.
+    /// have made room; where the host may wait for the GPU, with what was freed there before, each time with what
+    /// takes a longer wait.
     pub(crate) fn with_room<T>(
         &self,
         for_heap: Option<&Core>,
@@ -537,11 +562,19 @@ impl Heaps {
         mut error: Error,
         request: impl Fn() -> Result<T>,
     ) -> Result<T> {
-        for waits in [false, true] {
-            let stays = waits && self.terms.out_of_memory != WaitPolicy::WaitForPending;
+        let mut has_lost = false;
+        for waits in [Waits::Nothing, Waits::Streams, Waits::Graphs, Waits::Device] {
+            let may_wait = self.terms.out_of_memory == WaitPolicy::WaitForPending;
+            let stays =
+                (waits != Waits::Nothing && !may_wait) || (waits == Waits::Device && !has_lost);
             if !error.is_out_of_memory() || stays || !self.has_others() || self.is_hopeless(&error)
             {
                 break;
+            }
+            if waits == Waits::Streams {
+                // Before the requests that follow, since others may wait meanwhile.
+                let members = self.members();
+                has_lost = self.other_heaps(for_heap, &members).any(Heap::has_lost);
             }
             if self.reclaim(for_heap, bytes, waits) {
                 match request() {

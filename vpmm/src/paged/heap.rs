@@ -67,8 +67,12 @@ impl Heap for PagedPool {
         self.wait_for_pending(bytes)
     }
 
-    fn wait_for_frees(&self) -> Result<()> {
-        self.wait_for_frees().map(|_| ())
+    fn wait_for_frees(&self, with_device: bool) -> Result<()> {
+        self.wait_for_frees(with_device).map(|_| ())
+    }
+
+    fn has_lost(&self) -> bool {
+        self.lock_space().uses.has_due()
     }
 
     fn live_count(&self) -> u64 {

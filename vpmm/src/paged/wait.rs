@@ -3,6 +3,7 @@
 use cuda_sys::types::CUresult;
 
 use super::PagedPool;
+use super::space::Space;
 use crate::capture::{BesideCaptures, device_is_capturing, wait_for_context};
 use crate::error::Result;
 use crate::event::Event;
@@ -25,17 +26,20 @@ impl PagedPool {
                 self.config.reuse.internal_dependencies && !lacks_pages && space.shared.is_empty();
             !streams_wait || !space.uses.deferred().is_empty()
         };
-        if waits { self.wait_for(bytes) } else { Ok(false) }
+        let is_enough = |space: &Space| {
+            space.shared.is_empty() && space.free_bytes() - space.uses.deferred_bytes() >= bytes
+        };
+        if waits { self.wait_until(is_enough) } else { Ok(false) }
     }
 
-    /// The same whatever streams may be made to wait for. Where the driver refuses the wait for one stream, the
-    /// others are waited for all the same; that is an error if nothing is gained so.
-    pub(crate) fn wait_for_frees(&self) -> Result<bool> {
-        self.wait_for(u64::MAX)
+    /// The same whatever streams may be made to wait for; for the device only `with_device`. Where the driver refuses
+    /// the wait for one stream, the others are waited for all the same; that is an error if nothing is gained so.
+    pub(crate) fn wait_for_frees(&self, with_device: bool) -> Result<bool> {
+        self.wait_until(|_| !with_device)
     }
 
-    /// For so many bytes, as far as that takes a wait for the device.
-    fn wait_for(&self, bytes: u64) -> Result<bool> {
+    /// `is_enough`: without a wait for the device, if what is left takes that.
+    fn wait_until(&self, is_enough: impl Fn(&Space) -> bool) -> Result<bool> {
         let _context = self.device.enter()?;
         let driver = self.device.driver();
         let mut refused = self.record_due().err();
@@ -68,10 +72,7 @@ impl PagedPool {
                 Err(failure) => refused = refused.or(Some(failure)),
             }
         }
-        let suffices = {
-            let space = self.lock_space();
-            space.shared.is_empty() && space.free_bytes() - space.uses.deferred_bytes() >= bytes
-        };
+        let suffices = is_enough(&self.lock_space());
         let lost = if suffices { Ok(false) } else { self.wait_for_lost() };
         waited |= matches!(lost, Ok(true));
         match (refused, lost) {

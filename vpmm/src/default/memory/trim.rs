@@ -77,12 +77,13 @@ impl Core {
         failed.map_or(looked.map(|()| released), Err)
     }
 
-    /// Waits on the host for what was freed so far: a trim finds it then, also where its stream goes on.
-    pub(in crate::default) fn wait_for_past(&self) -> Result<()> {
+    /// Waits on the host for what was freed so far, as far as events tell of it or `with_device`: a trim finds it
+    /// then, also where its stream goes on.
+    pub(in crate::default) fn wait_for_past(&self, with_device: bool) -> Result<()> {
         let _context = self.device.enter()?;
         self.flush_fronts(|_| true);
         let marks = self.every_mark();
-        let waited = self.wait_for_frees();
+        let waited = if with_device { self.wait_for_frees() } else { self.wait_for_streams() };
         let mut space = self.space.lock();
         for mark in &marks {
             space.settle_past(&self.tags, mark);

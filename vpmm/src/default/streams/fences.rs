@@ -634,6 +634,11 @@ impl Core {
         while self.space.lock().drain(&self.tags, stream) {}
     }
 
+    /// Whether there are streams that [are lost](Space::lost).
+    pub(in crate::default) fn has_lost(&self) -> bool {
+        self.space.lock().lost().next().is_some()
+    }
+
     /// Waits for streams that [are lost](Space::lost), on the whole context's end of work.
     pub(in crate::default) fn wait_for_lost(&self) -> Result<()> {
         // What is lost from here on is not waited for.
