@@ -416,6 +416,51 @@ fn another_heap_waits_for_the_device_only_where_streams_are_not_enough() {
     }
 }
 
+/// A request waits for what streams have freed in its own heap before it waits for the graphs of one that was
+/// released, which may run far longer; that of a tagged heap for what was freed in the others, too.
+#[test]
+fn a_request_waits_for_a_released_graph_only_where_streams_are_not_enough() {
+    for (from, to) in [(false, false), (false, true), (true, true)] {
+        let rig = Rig::simulated(Schedule::Eager);
+        let (stream, other, own) = (rig.stream(), rig.stream(), rig.stream());
+        let mut config = vpmm::PoolConfig::default();
+        config.limit_bytes = Some(8 * GRANULE);
+        config.reuse.internal_dependencies = false;
+        let pool = Pool::new(&rig.device, &config).unwrap();
+        let heaps = ["weights", "cache"].map(|tag| pool.tagged(tag).unwrap());
+        let malloc = |heap: Option<usize>, stream| match heap {
+            None => pool.malloc(4 * GRANULE as usize, stream),
+            Some(at) => heaps[at].malloc(4 * GRANULE as usize, stream),
+        };
+        let graphs = pool.graph_pool().unwrap();
+        graphs.begin(&stream).unwrap();
+        pool.free(pool.malloc(4 * GRANULE as usize, &stream).unwrap(), &stream).unwrap();
+        graphs.end(&stream).unwrap();
+        let freed = malloc(from.then_some(0), &other).unwrap();
+        let runs = rig.stall(stream.handle());
+        graphs.release(&stream).unwrap();
+        let uses = rig.stall(other.handle());
+        pool.free(freed, &other).unwrap();
+        std::thread::scope(|scope| {
+            let asks = scope.spawn(|| malloc(to.then_some(1), &own));
+            std::thread::sleep(Duration::from_millis(20));
+            assert!(!asks.is_finished(), "{from} {to}");
+            drop(uses);
+            let begin = Instant::now();
+            while !asks.is_finished() && begin.elapsed() < Duration::from_secs(5) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let served = asks.is_finished();
+            drop(runs);
+            pool.free(asks.join().unwrap().unwrap(), &own).unwrap();
+            assert!(served, "{from} {to}");
+        });
+        pool.validate().unwrap();
+        drop((graphs, heaps, pool));
+        rig.assert_clean();
+    }
+}
+
 /// A small allocation that is freed, but that another stream uses, is still the driver's: it counts.
 #[test]
 fn the_limit_counts_small_allocations_that_wait_to_be_freed() {

@@ -17,7 +17,8 @@
 //! small blocks in the large part and the other way round
 //! another stream's memory with a wait on the GPU
 //! a wait on the host for everything that was freed, where the pool's policy is to, and addresses that
-//!     were waited for unmapped: for the streams first, for the device where they are not enough
+//!     were waited for unmapped: for the streams first, then for graphs that were released, for the device
+//!     where they are not enough
 //! out of memory, with a map
 //! ```
 
@@ -345,22 +346,28 @@ impl Core {
         // What the pool can never have is not waited for.
         let waits = self.config.out_of_memory == WaitPolicy::WaitForPending
             && u64::from(request.units) * UNIT_BYTES <= self.most_bytes();
-        self.aside.make_room(waits);
+        self.aside.make_room(false);
         self.retry_orphans();
         // The device may have more by now, whoever gave it back.
         self.full.forget();
-        let room = self.room()?;
         let mut waited = if waits { self.wait_for_streams() } else { Ok(()) };
         // Asked before the try, since others may wait meanwhile.
-        let has_lost = waits && self.space.lock().lost().next().is_some();
+        let has_lost = waits && self.has_lost();
         // Whether or not this thread waited: others, and the steps before, may have gained something.
-        if let Some(start) = self.retry_whole(request, room)? {
+        if let Some(start) = self.retry_whole(request)? {
+            return Ok(start);
+        }
+        // Only now: graphs may run far longer than what was freed here before.
+        if waits
+            && self.aside.make_room(true)
+            && let Some(start) = self.retry_whole(request)?
+        {
             return Ok(start);
         }
         if has_lost {
             // Only now: that takes all that the device has been given.
             waited = waited.and(self.wait_for_lost());
-            if let Some(start) = self.retry_whole(request, room)? {
+            if let Some(start) = self.retry_whole(request)? {
                 return Ok(start);
             }
         }
@@ -375,7 +382,8 @@ impl Core {
     }
 
     /// The last of all tries: with extents whole again, addresses that were waited for unmapped, and in either part.
-    fn retry_whole(&self, request: Request, room: u64) -> Result<Option<u32>> {
+    fn retry_whole(&self, request: Request) -> Result<Option<u32>> {
+        let room = self.room()?;
         self.space.lock().rejoin(&self.tags, true);
         // What was waited for may be addresses. There may be thousands, of which a few are enough.
         let mut most = REAPED_IN_CROWD.0;
