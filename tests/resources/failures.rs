@@ -364,3 +364,57 @@ fn a_piece_that_has_no_place_and_does_not_go_back_stays() {
         rig.assert_clean();
     }
 }
+
+/// What a bin of its own gives back and a function below panics at is the bin's still: a free of its first block with
+/// a size of no bin's does not go below.
+#[test]
+fn a_bins_piece_that_a_panic_below_kept_is_no_callers() {
+    let rig = Rig::simulated(cuda_sim::Schedule::Eager);
+    let sim = rig.sim.as_ref().expect("simulated");
+    let non_blocking = CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0;
+    let [(raw, foreign), (raw_other, other)] = [(); 2].map(|()| streams::make(&rig, non_blocking));
+    let freed = Arc::new(AtomicU64::new(0));
+    let binning: Arc<OnceLock<Weak<Binning<Box<dyn MemoryResource>>>>> = Arc::default();
+    let panics = Arc::new(AtomicBool::new(true));
+    let upstream: Box<dyn MemoryResource> = {
+        let below = Arc::new(malloc(&rig));
+        let again = Arc::clone(&below);
+        let (binning, panics) = (Arc::clone(&binning), Arc::clone(&panics));
+        let (fails, sim, freed) = (Arc::clone(&panics), sim.clone(), Arc::clone(&freed));
+        Box::new(Callback::new(
+            below.facts().with_max_bytes(Some(2 * MIB as usize)),
+            move |bytes, align, of| {
+                let ptr = below.allocate(bytes, align, of)?;
+                if fails.load(Ordering::Relaxed) {
+                    let binning = binning.get().and_then(Weak::upgrade).expect("the bins");
+                    binning.allocate(1000, 256, other).expect_err("the bin grows just now");
+                    sim.fail_nth("cuStreamGetCtx", 1, CUresult::CUDA_ERROR_UNKNOWN);
+                }
+                Ok(ptr)
+            },
+            move |ptr, bytes, align, stream| {
+                assert!(!panics.load(Ordering::Relaxed), "for the test");
+                freed.fetch_add(1, Ordering::Relaxed);
+                again.deallocate(ptr, bytes, align, stream)
+            },
+        ))
+    };
+    let made = Arc::new(Binning::new(upstream, &rig.device));
+    made.add_own_bin(MIB as usize).expect("a bin");
+    assert!(binning.set(Arc::downgrade(&made)).is_ok());
+    let request = || drop(made.allocate(1 << 20, 256, foreign));
+    assert!(catch_unwind(AssertUnwindSafe(request)).is_err());
+    sim.clear_faults();
+    panics.store(false, Ordering::Relaxed);
+    let ptr = made.allocate(1 << 20, 256, other).expect("the same memory");
+    let refused = made.deallocate(ptr, 2 << 20, 256, other).expect_err("no bin's size");
+    assert!(matches!(refused, Error::WrongSize { .. }), "{refused}");
+    assert_eq!(freed.load(Ordering::Relaxed), 0);
+    made.deallocate(ptr, 1 << 20, 256, other).expect("freed");
+    drop(made);
+    assert_eq!(freed.load(Ordering::Relaxed), 1);
+    for raw in [raw, raw_other] {
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+    }
+    rig.assert_clean();
+}

@@ -84,7 +84,8 @@ impl<R: MemoryResource> MemoryResource for ForBins<R> {
     ) -> Result<()> {
         // Out of the table first: once it is freed, the address may be a caller's.
         lock(&self.chunks).remove(&ptr.address());
-        self.upstream.deallocate(ptr, bytes, align, stream).inspect_err(|_| {
+        let free = || self.upstream.deallocate(ptr, bytes, align, stream);
+        or_undo(free, || {
             lock(&self.chunks).insert(ptr.address());
         })
     }
