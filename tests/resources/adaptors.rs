@@ -161,6 +161,60 @@ fn tracking_refuses_and_reports_wrong_frees() {
     assert_eq!(findings.len(), 6);
 }
 
+/// What is below may know better: that a pointer was freed behind the adaptor, or has another tag. What it gives out
+/// while the free is under way has its place in the book.
+#[test]
+fn tracking_reports_wrong_frees_that_are_found_below() {
+    let findings = Arc::new(Mutex::new(Vec::new()));
+    let answer: Arc<Mutex<Option<Error>>> = Arc::default();
+    let tracking: Arc<OnceLock<Weak<dyn MemoryResource>>> = Arc::default();
+    let (answers, above) = (Arc::clone(&answer), Arc::clone(&tracking));
+    let upstream = Callback::new(
+        Facts::of_device_memory(),
+        |_, _, _| Ok(DevicePtr::from_address(0x1000)),
+        move |_, _, _, _| {
+            let answer = answers.lock().expect("no panic").take();
+            if let Some(Error::WrongSize { bytes, .. }) = answer {
+                let tracking = above.get().and_then(Weak::upgrade).expect("made");
+                tracking.allocate(bytes as usize, 256, STREAM).expect("the address again");
+            }
+            answer.map_or(Ok(()), Err)
+        },
+    );
+    let mut config = TrackingConfig::default();
+    let seen = Arc::clone(&findings);
+    config.report = Report::Callback(Arc::new(move |finding| {
+        seen.lock().expect("no panic").push(finding.to_string());
+    }));
+    let made = Arc::new(Tracking::new(upstream, config));
+    let weak: Weak<dyn MemoryResource> = Arc::downgrade(&made) as _;
+    assert!(tracking.set(weak).is_ok());
+    let ptr = made.allocate(100, 256, STREAM).expect("an address");
+    let address = ptr.address();
+    let code = cuda_sys::types::CUresult::CUDA_ERROR_INVALID_VALUE;
+    let refused = [
+        (Error::ForeignPointer { address }, 1),
+        (Error::StalePointer { address }, 1),
+        (Error::DoubleFree { address }, 1),
+        (Error::InteriorPointer { address, start: 0x800 }, 1),
+        (Error::Driver { call: "cuMemFree_v2", code, bytes: 0 }, 1),
+        (Error::Unsupported { what: "a free, for the test" }, 0),
+        (Error::WrongSize { address, given_bytes: 100, bytes: 300 }, 1),
+    ];
+    for (error, told) in refused {
+        *answer.lock().expect("no panic") = Some(error.clone());
+        let refused = made.deallocate(ptr, 100, 256, STREAM).expect_err("refused below");
+        assert_eq!(refused.to_string(), error.to_string());
+        let findings = std::mem::take(&mut *findings.lock().expect("no panic"));
+        assert_eq!(findings.len(), told, "{error}: {findings:?}");
+        assert!(findings.iter().all(|finding| finding.ends_with(&error.to_string())));
+    }
+    // Which went to the next owner meanwhile, with its own size.
+    assert_eq!(made.outstanding_bytes(), 300);
+    made.deallocate(ptr, 300, 256, STREAM).expect("its own");
+    assert!(made.outstanding().is_empty());
+}
+
 /// What is below may give out more addresses than there is memory, as a reservation of them does.
 #[test]
 fn what_is_outstanding_may_be_more_than_can_be_counted() {

@@ -369,12 +369,13 @@ fn a_piece_that_has_no_place_and_does_not_go_back_stays() {
 /// a size of no bin's does not go below.
 #[test]
 fn a_bins_piece_that_a_panic_below_kept_is_no_callers() {
+    type Bins = Binning<Box<dyn MemoryResource>>;
     let rig = Rig::simulated(cuda_sim::Schedule::Eager);
     let sim = rig.sim.as_ref().expect("simulated");
     let non_blocking = CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0;
     let [(raw, foreign), (raw_other, other)] = [(); 2].map(|()| streams::make(&rig, non_blocking));
     let freed = Arc::new(AtomicU64::new(0));
-    let binning: Arc<OnceLock<Weak<Binning<Box<dyn MemoryResource>>>>> = Arc::default();
+    let binning: Arc<OnceLock<Weak<Bins>>> = Arc::default();
     let panics = Arc::new(AtomicBool::new(true));
     let upstream: Box<dyn MemoryResource> = {
         let below = Arc::new(malloc(&rig));

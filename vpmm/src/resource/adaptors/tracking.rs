@@ -9,6 +9,8 @@ use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use cuda_sys::types::CUresult;
+
 use super::undo::or_undo;
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
@@ -54,7 +56,7 @@ pub struct TrackingConfig {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Finding {
-    /// A free that was refused: of a pointer that is not allocated, or with a wrong size.
+    /// A free that was refused, here or by what is below: of a pointer that is not allocated, or with a wrong size.
     WrongFree(Error),
     /// At the end of the adaptor: what was never freed.
     Leaks(Outstandings),
@@ -109,6 +111,20 @@ impl Outstandings {
     pub fn bytes(&self) -> u64 {
         sum_of(self.0.iter())
     }
+}
+
+/// Whether a free was refused for the pointer or the size that it was given.
+fn is_about_pointer(error: &Error) -> bool {
+    matches!(
+        error,
+        Error::DoubleFree { .. }
+            | Error::StalePointer { .. }
+            | Error::InteriorPointer { .. }
+            | Error::ForeignPointer { .. }
+            | Error::WrongSize { .. }
+            // So says the driver of a pointer that it does not know.
+            | Error::Driver { code: CUresult::CUDA_ERROR_INVALID_VALUE, .. }
+    )
 }
 
 /// Addresses may be given out without memory behind them: of those there can be more than a number has room for.
@@ -247,8 +263,8 @@ impl<R: MemoryResource> MemoryResource for Tracking<R> {
     }
 
     /// # Errors
-    /// [`Error::ForeignPointer`] and [`Error::WrongSize`], which are reported too; those of what is
-    /// below.
+    /// [`Error::ForeignPointer`] and [`Error::WrongSize`]; those of what is below. What is wrong with the pointer is
+    /// reported, too, whoever finds it.
     fn deallocate(
         &self,
         ptr: DevicePtr,
@@ -265,8 +281,14 @@ impl<R: MemoryResource> MemoryResource for Tracking<R> {
         // Out of the book first: once it is freed below, the address may come again.
         let taken = taken.inspect_err(|error| self.tell(&Finding::WrongFree(error.clone())))?;
         let free = || self.upstream.deallocate(ptr, bytes, align, stream);
-        or_undo(free, || {
-            self.book().live.insert(address, taken);
+        // Unless what is below has given the address to somebody else meanwhile, for whom it is in the book.
+        let freed = or_undo(free, || {
+            self.book().live.entry(address).or_insert(taken);
+        });
+        freed.inspect_err(|error| {
+            if is_about_pointer(error) {
+                self.tell(&Finding::WrongFree(error.clone()));
+            }
         })
     }
 
