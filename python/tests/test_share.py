@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import os
 import signal
 import socket
 import struct
@@ -182,6 +183,21 @@ def test_a_time_limit_of_the_socket_s_is_kept():
         with pytest.raises(vpmm.InputOutputError):
             vpmm.Imported.receive(others)
         assert time.monotonic() - begin < 10
+
+
+def test_what_is_no_socket_is_left_as_it_was():
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    read, write = os.pipe()
+    os.write(write, b"x")
+    before = descriptors()
+    for _ in range(3):
+        with pytest.raises(vpmm.InputOutputError):
+            vpmm.Imported.receive(read)
+    assert descriptors() == before
+    os.close(read)
+    os.close(write)
 
 
 def resource_of(pool):

@@ -7,6 +7,7 @@ import os
 import select
 import socket as sockets
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from . import _pool
@@ -26,11 +27,25 @@ def descriptor(socket: Any) -> int:
     return socket.fileno()
 
 
+@contextlib.contextmanager
+def _same(number: int) -> Iterator[sockets.socket]:
+    """The socket of a descriptor, by one of its own."""
+    own = os.dup(number)
+    try:
+        same = sockets.socket(fileno=own)
+    except OSError:
+        # It is no socket, and Python leaves it open.
+        os.close(own)
+        raise
+    with same:
+        yield same
+
+
 def _with_something(number: int) -> int:
     """Waits until something has come for a socket. Not in the library, so that handlers of signals run meanwhile,
     as of Ctrl-C; but for a time limit of the socket's own, which that keeps."""
     try:
-        with sockets.socket(fileno=os.dup(number)) as same:
+        with _same(number) as same:
             limit = same.getsockopt(sockets.SOL_SOCKET, sockets.SO_RCVTIMEO, 16)
     except OSError:
         # The library says what it is.
@@ -69,7 +84,7 @@ def send(function: Any, *arguments: Any) -> None:
             works.join()
     except BaseException:
         if not outcome:
-            with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(arguments[-1])) as same:
+            with contextlib.suppress(OSError), _same(arguments[-1]) as same:
                 same.shutdown(sockets.SHUT_RDWR)
         raise
     error = outcome.pop()
