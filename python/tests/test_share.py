@@ -175,6 +175,42 @@ def test_what_a_signal_s_handler_raises_ends_the_wait_for_who_receives(is_whole)
     pool.free(first)
 
 
+def test_a_wait_that_was_left_never_comes_to_another_file_of_the_same_number():
+    def handler(*_):
+        raise Enough
+
+    left, done = threading.Event(), threading.Event()
+
+    def late(number):
+        # In the place of one of the library's, before it has come to the socket.
+        left.wait()
+        with contextlib.suppress(OSError):
+            os.write(number, b"a pool")
+        done.set()
+        return 0
+
+    read, write = os.pipe()
+    own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    former = signal.signal(signal.SIGALRM, handler)
+    try:
+        with own, others:
+            number = own.fileno()
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(Enough):
+                vpmm._share.send(late, number)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+    os.dup2(write, number)
+    left.set()
+    assert done.wait(10)
+    os.set_blocking(read, False)
+    with pytest.raises(BlockingIOError):
+        os.read(read, 100)
+    for descriptor in (read, write, number):
+        os.close(descriptor)
+
+
 def test_a_time_limit_of_the_socket_s_is_kept():
     own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with own, others:

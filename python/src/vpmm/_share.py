@@ -61,17 +61,25 @@ def send(function: Any, *arguments: Any) -> None:
     """Calls a function that sends something through a socket, its last argument, and waits for who receives it. In the
     main thread another one does, so that handlers of signals run meanwhile. What one raises ends it, and the socket:
     an answer that came later would be taken for another's."""
-    if threading.current_thread() is not threading.main_thread():
+    *before, number = arguments
+    own = None
+    if threading.current_thread() is threading.main_thread():
+        # Its own: by that number there may be another file while it still comes to its end.
+        with contextlib.suppress(OSError):
+            own = os.dup(number)
+    if own is None:
         call(function, *arguments)
         return
     outcome: list[BaseException | None] = []
 
     def work() -> None:
         try:
-            call(function, *arguments)
+            call(function, *before, own)
             outcome.append(None)
         except BaseException as error:
             outcome.append(error)
+        finally:
+            os.close(own)
 
     works = threading.Thread(target=work, daemon=True)
     try:
@@ -84,7 +92,7 @@ def send(function: Any, *arguments: Any) -> None:
             works.join()
     except BaseException:
         if not outcome:
-            with contextlib.suppress(OSError), _same(arguments[-1]) as same:
+            with contextlib.suppress(OSError), _same(number) as same:
                 same.shutdown(sockets.SHUT_RDWR)
         raise
     error = outcome.pop()
