@@ -420,13 +420,26 @@ fn another_heap_waits_for_the_device_only_where_streams_are_not_enough() {
 /// released, which may run far longer; that of a tagged heap for what was freed in the others, too.
 #[test]
 fn a_request_waits_for_a_released_graph_only_where_streams_are_not_enough() {
-    for (from, to) in [(false, false), (false, true), (true, true)] {
+    let ways = [(false, false), (false, true), (true, true)];
+    for (profile, (from, to)) in Profile::BOTH.into_iter().flat_map(|of| ways.map(|way| (of, way)))
+    {
         let rig = Rig::simulated(Schedule::Eager);
         let (stream, other, own) = (rig.stream(), rig.stream(), rig.stream());
-        let mut config = vpmm::PoolConfig::default();
-        config.limit_bytes = Some(8 * GRANULE);
-        config.reuse.internal_dependencies = false;
-        let pool = Pool::new(&rig.device, &config).unwrap();
+        let pool = match profile {
+            Profile::Default => {
+                let mut config = vpmm::PoolConfig::default();
+                config.limit_bytes = Some(8 * GRANULE);
+                config.reuse.internal_dependencies = false;
+                Pool::new(&rig.device, &config)
+            }
+            Profile::Paged => {
+                let mut config = vpmm::PagedConfig::default();
+                config.limit_bytes = Some(8 * GRANULE);
+                config.reuse.internal_dependencies = false;
+                Pool::paged(&rig.device, &config)
+            }
+        };
+        let pool = pool.unwrap();
         let heaps = ["weights", "cache"].map(|tag| pool.tagged(tag).unwrap());
         let malloc = |heap: Option<usize>, stream| match heap {
             None => pool.malloc(4 * GRANULE as usize, stream),
@@ -444,7 +457,7 @@ fn a_request_waits_for_a_released_graph_only_where_streams_are_not_enough() {
         std::thread::scope(|scope| {
             let asks = scope.spawn(|| malloc(to.then_some(1), &own));
             std::thread::sleep(Duration::from_millis(20));
-            assert!(!asks.is_finished(), "{from} {to}");
+            assert!(!asks.is_finished(), "{profile:?} {from} {to}");
             drop(uses);
             let begin = Instant::now();
             while !asks.is_finished() && begin.elapsed() < Duration::from_secs(5) {
@@ -453,7 +466,7 @@ fn a_request_waits_for_a_released_graph_only_where_streams_are_not_enough() {
             let served = asks.is_finished();
             drop(runs);
             pool.free(asks.join().unwrap().unwrap(), &own).unwrap();
-            assert!(served, "{from} {to}");
+            assert!(served, "{profile:?} {from} {to}");
         });
         pool.validate().unwrap();
         drop((graphs, heaps, pool));

@@ -112,7 +112,9 @@ impl Member {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Waits {
     Nothing,
-    /// What events on the streams tell of.
+    /// What was freed in the main heap, for a request of that, where it has not waited by itself.
+    Own,
+    /// What events on the streams tell of, in the others.
     Streams,
     /// Launches of released graphs.
     Graphs,
@@ -500,12 +502,16 @@ impl Heaps {
     }
 
     /// Has the other heaps, the main one first, give free memory back for one that lacks some; that is the main
-    /// one where there is none. `waits` for what on the host.
+    /// one where there is none. `waits` for what on the host. Whether it has gained anything.
     fn reclaim(&self, for_heap: Option<&Core>, bytes: u64, waits: Waits) -> bool {
-        let mut any = self.reap(waits == Waits::Graphs);
-        if waits == Waits::Graphs {
-            return any;
+        match waits {
+            Waits::Own => {
+                return for_heap.is_none() && self.main.wait_for_pending(bytes).unwrap_or(false);
+            }
+            Waits::Graphs => return self.reap(true),
+            _ => {}
         }
+        let mut any = self.reap(false);
         let members = self.members();
         let budget = self.main.backing().budget();
         // All that is held beyond a limit that was lowered goes first.
@@ -563,7 +569,8 @@ impl Heaps {
         request: impl Fn() -> Result<T>,
     ) -> Result<T> {
         let mut has_lost = false;
-        for waits in [Waits::Nothing, Waits::Streams, Waits::Graphs, Waits::Device] {
+        let all = [Waits::Nothing, Waits::Own, Waits::Streams, Waits::Graphs, Waits::Device];
+        for waits in all {
             let may_wait = self.terms.out_of_memory == WaitPolicy::WaitForPending;
             let stays =
                 (waits != Waits::Nothing && !may_wait) || (waits == Waits::Device && !has_lost);
