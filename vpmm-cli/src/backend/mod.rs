@@ -13,7 +13,7 @@ pub use spec::{AllocatorList, AllocatorSpec, SpecError};
 pub(crate) use stack::StackBackend;
 pub use stacks::{Kind, Stack, StackError};
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use vpmm::StreamHandle;
 
@@ -29,6 +29,12 @@ pub(crate) fn lacks_memory(error: &vpmm::Error) -> bool {
 pub(crate) fn is_bad_setting(error: &vpmm::Error) -> bool {
     use vpmm::Error::{BadAlignment, Config};
     matches!(error, Config { .. } | BadAlignment { .. })
+}
+
+/// `3 rows of the log a.csv could not be written`
+pub(crate) fn lost_text(log: &Path, rows: u64) -> String {
+    let (log, plural) = (log.display(), if rows == 1 { "" } else { "s" });
+    format!("{rows} row{plural} of the log {log} could not be written")
 }
 
 /// An allocator under test: what it hands out, and what it cost.

@@ -127,5 +127,5 @@ fn on_fresh<S: Subject, T>(
         });
     let freed = hands.let_go();
     let measured = measured?;
-    freed.map(|()| measured)
+    freed.and_then(|()| subject.check_logs()).map(|()| measured)
 }

@@ -184,13 +184,15 @@ impl<'a> Bench<'a> {
                 let rounds = self.rounds(&script, call_ns)?;
                 let subject = open(None)?;
                 let work = || warm::run(&script, rounds, self, &subject, &handles);
-                match &script.zombies {
+                let figures = match &script.zombies {
                     None => work()?,
                     Some(zombies) => {
                         self.check_memory(&script, zombies)?;
                         zombies::among(zombies, self, &subject, &handles, work)?
                     }
-                }
+                };
+                subject.check_logs()?;
+                figures
             }
         };
         self.synchronize()?;

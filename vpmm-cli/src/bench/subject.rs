@@ -1,9 +1,13 @@
 //! Allocators as the timed loops see them: by static calls, which cost nothing to dispatch.
 
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+
 use vpmm::resource::MIN_ALIGN;
 use vpmm::{DevicePtr, StreamHandle};
 
-use crate::backend::{Backend, CudaAsync, CudaMalloc, PoolBackend, StackBackend};
+use crate::backend::{Backend, CudaAsync, CudaMalloc, PoolBackend, StackBackend, lost_text};
 
 /// An allocator under test.
 pub(super) trait Subject: Sync {
@@ -34,6 +38,11 @@ pub(super) trait Subject: Sync {
 
     /// Has the allocator hold so much at most from now on, where that can be changed.
     fn limit_to(&self, _bytes: Option<u64>) -> vpmm::Result<()> {
+        Ok(())
+    }
+
+    /// Fails where a log that it writes lacks rows.
+    fn check_logs(&self) -> vpmm::Result<()> {
         Ok(())
     }
 
@@ -114,6 +123,12 @@ impl Subject for StackBackend<'_> {
 
     fn driver_calls(&self) -> u64 {
         Backend::driver_calls(self)
+    }
+
+    fn check_logs(&self) -> vpmm::Result<()> {
+        let lost = |(log, rows): (PathBuf, u64)| io::Error::other(lost_text(&log, rows));
+        let first = self.lost_rows().into_iter().next().map(lost);
+        first.map_or(Ok(()), |error| Err(vpmm::Error::LogFile(Arc::new(error))))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use super::traces::{abort, check_logs, explain, open_all};
+use super::traces::{abort, check_logs, explain, open_all, say_lost};
 use super::{Rows, bar, finish, remark};
 use crate::args::FitArgs;
 use crate::backend::AllocatorSpec;
@@ -77,7 +77,13 @@ fn fit_one(
     bar.finish_and_clear();
     let (fit, end) = match fit {
         Ok(fit) => {
-            let end = if fit.found.is_some() { Exit::Done } else { Exit::OutOfMemory };
+            let end = if !fit.lost_rows.is_empty() {
+                Exit::Failure
+            } else if fit.found.is_some() {
+                Exit::Done
+            } else {
+                Exit::OutOfMemory
+            };
             (Some(fit), end)
         }
         Err(FitError::Failed(outcome)) => {
@@ -96,6 +102,7 @@ fn fit_one(
 /// Says, on standard error, what a single figure cannot.
 fn say(trace: &Trace, allocator: &AllocatorSpec, fit: &Fit) {
     let name = &trace.name;
+    say_lost(name, allocator, &fit.lost_rows);
     match &fit.found {
         None => remark(&format!(
             "{name}: {allocator}: it does not complete with all of the device's free memory, or what of that \

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use indicatif::ProgressDrawTarget;
 
 use super::{bar, remark};
-use crate::backend::{AllocatorSpec, is_bad_setting};
+use crate::backend::{AllocatorSpec, is_bad_setting, lost_text};
 use crate::device::FunctionSpent;
 use crate::exit::Abort;
 use crate::replay::{Longest, Outcome, RunError};
@@ -131,6 +131,13 @@ fn in_functions(longest: &Longest) -> String {
     each.collect()
 }
 
+/// Says which logs lack rows, on standard error.
+pub(super) fn say_lost(name: &str, allocator: &AllocatorSpec, lost_rows: &[(PathBuf, u64)]) {
+    for (log, rows) in lost_rows {
+        remark(&format!("{name}: {allocator}: {}", lost_text(log, *rows)));
+    }
+}
+
 /// Says what went wrong, on standard error.
 pub(super) fn explain(trace: &Trace, allocator: &AllocatorSpec, outcome: &Outcome) {
     let name = &trace.name;
@@ -159,12 +166,7 @@ pub(super) fn explain(trace: &Trace, allocator: &AllocatorSpec, outcome: &Outcom
             in_functions(longest)
         ));
     }
-    for (log, rows) in &outcome.lost_rows {
-        let (log, plural) = (log.display(), if *rows == 1 { "" } else { "s" });
-        remark(&format!(
-            "{name}: {allocator}: {rows} row{plural} of the log {log} could not be written"
-        ));
-    }
+    say_lost(name, allocator, &outcome.lost_rows);
     for mismatch in outcome.mismatches.iter().take(SHOWN) {
         let allocation = trace.allocations[mismatch.slot as usize];
         remark(&format!(

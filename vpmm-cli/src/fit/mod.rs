@@ -10,6 +10,8 @@
 
 mod search;
 
+use std::path::PathBuf;
+
 use indicatif::ProgressBar;
 
 use crate::backend::AllocatorSpec;
@@ -28,6 +30,8 @@ pub struct Fit {
     pub attempts: u32,
     /// The unit in which limits were tried.
     pub granule_bytes: u64,
+    /// Logs that the last attempt has left, and that lack so many rows.
+    pub lost_rows: Vec<(PathBuf, u64)>,
 }
 
 /// The limit that was found, and the replay at it.
@@ -82,7 +86,7 @@ pub fn fit(
     let free_bytes = device.free_memory().map_err(RunError::Device)?;
     // A limit of 0 is none to some allocators, and a trace of nothing completes with any.
     let least = trace.peak_live_bytes.div_ceil(granule_bytes).max(1);
-    let mut attempts = 0;
+    let (mut attempts, mut lost_rows) = (0, Vec::new());
     let found = search(least..=free_bytes / granule_bytes, |granules| {
         attempts += 1;
         let limit_bytes = granules * granule_bytes;
@@ -95,7 +99,9 @@ pub fn fit(
             longest: false,
             verify_stride_bytes: None,
         };
-        match session.run(allocator, settings, progress) {
+        let run = session.run(allocator, settings, progress);
+        lost_rows = run.as_ref().map_or_else(|_| Vec::new(), |outcome| outcome.lost_rows.clone());
+        match run {
             Ok(outcome) if outcome.is_failure() => Err(FitError::Failed(Box::new(outcome))),
             Ok(outcome) => Ok((!outcome.is_out_of_memory()).then_some(outcome)),
             Err(error) => Err(error.into()),
@@ -106,5 +112,5 @@ pub fn fit(
         fails_above_bytes: enough.fails_above.iter().map(|g| g * granule_bytes).collect(),
         outcome: enough.result,
     });
-    Ok(Fit { found, attempts, granule_bytes })
+    Ok(Fit { found, attempts, granule_bytes, lost_rows })
 }

@@ -174,6 +174,19 @@ fn rows_that_a_log_lacks_are_told() {
     // The header as well.
     let said = "3 rows of the log /dev/full could not be written";
     assert!(stderr(&output).contains(said), "{}", stderr(&output));
+    // So it is with what a search has left, and with what is measured.
+    let args = ["fit", file.path(), "--device=sim", "--json", "--allocator", stack];
+    let output = run(&args);
+    let objects = json(&output, 1);
+    assert!(objects.len() == 2 && objects[0]["ratio"].is_number(), "{objects:?}");
+    assert!(stderr(&output).contains(said), "{}", stderr(&output));
+    let bench = ["bench", "--quick", "--case=pair_512,grow_1GiB", "--device=sim", "--json"];
+    let output = run(&[&bench[..], &["--allocator", stack]].concat());
+    for object in json(&output, 1) {
+        let error = object["error"].as_str().unwrap_or_default();
+        let is_full = object["allocator"] != "default";
+        assert_eq!(error.contains("rows of the log /dev/full"), is_full, "{object}");
+    }
 }
 
 #[test]
