@@ -27,8 +27,8 @@ pub(crate) fn lacks_memory(error: &vpmm::Error) -> bool {
 /// Whether an allocator could not be made since it was given a setting that cannot be: what was asked for is wrong,
 /// and nothing has failed. Requests have an alignment of the command's own.
 pub(crate) fn is_bad_setting(error: &vpmm::Error) -> bool {
-    use vpmm::Error::{BadAlignment, Config};
-    matches!(error, Config { .. } | BadAlignment { .. })
+    use vpmm::Error::{AlignmentUnsupported, BadAlignment, Config};
+    matches!(error, Config { .. } | BadAlignment { .. } | AlignmentUnsupported { .. })
 }
 
 /// `3 rows of the log a.csv could not be written`

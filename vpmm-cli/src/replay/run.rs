@@ -8,7 +8,7 @@ use vpmm::{Stream, StreamHandle};
 use super::engine::{Checker, Replay, Stop, Target};
 use super::longest::{Longest, Spent};
 use super::verify::{Mismatch, Verifier};
-use crate::backend::AllocatorSpec;
+use crate::backend::{AllocatorSpec, lacks_memory};
 use crate::device::{self, Calls, FunctionSpent, Ledger, Machine};
 use crate::trace::Trace;
 
@@ -210,7 +210,7 @@ impl<'a> Session<'a> {
         let opened = driver_time.of(|| allocator.open(machine, settings.limit_bytes));
         let backend = match opened {
             Ok(backend) => backend,
-            Err(error) if error.is_out_of_memory() => {
+            Err(error) if lacks_memory(&error) => {
                 outcome.unmade = Some(error);
                 return Ok(outcome);
             }

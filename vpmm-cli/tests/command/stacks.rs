@@ -224,11 +224,29 @@ fn what_is_wrong_with_a_stack_is_usage() {
     let commands: [&[&str]; 3] =
         [&["replay", file.path()], &["fit", file.path()], &["bench", "--quick", "--case=pair_512"]];
     for command in commands {
-        for (stack, part) in [("aligned(3,default)", "power of two"), ("arena(3)", "arena_bytes=3")]
-        {
+        for (stack, part) in [
+            ("aligned(3,default)", "power of two"),
+            ("aligned(9223372036854775808,default)", "an alignment of"),
+            ("arena(3)", "arena_bytes=3"),
+        ] {
             let output = run(&[command, &["--device=sim", "--allocator", stack]].concat());
             assert_eq!(output.status.code(), Some(2), "{command:?} {}", stderr(&output));
             assert!(stderr(&output).contains(part), "{}", stderr(&output));
         }
+    }
+}
+
+/// What is below never gives as much as what stands there takes at the start: that lacks memory, as a request does.
+#[test]
+fn a_stack_that_needs_more_at_the_start_than_there_ever_is_lacks_memory() {
+    let file = File::rows(&rows());
+    let commands: [&[&str]; 3] =
+        [&["replay", file.path()], &["fit", file.path()], &["bench", "--quick", "--case=pair_512"]];
+    let stacks = ["fixed-size(2MiB,fixed-size(1MiB))", "arena(2GiB,arena(1GiB))"];
+    for (command, stack) in commands.into_iter().flat_map(|of| stacks.map(|stack| (of, stack))) {
+        let all = format!("{stack},default");
+        let last = ["--device=sim", "--json", "--allocator", &all];
+        let objects = json(&run(&[command, &last].concat()), 3);
+        assert_eq!(objects.len(), 2, "{command:?} {stack}: {objects:?}");
     }
 }
