@@ -203,7 +203,8 @@ def test_sizes_are_numbers_or_text():
     assert bytes_of(" 512 ") == bytes_of("512B") == bytes_of(512)
     assert bytes_of("2.0") == bytes_of(2.0) == 2
     # A part of the device's memory, as others have it, is not taken for no byte.
-    for wrong in ("", "GB", "1 PB", "-1", "1e9", 0.8, "0.8", "0.8 B", -5):
+    # Nor is one of Unicode's other letters, which are the same in a comparison without case, a unit's.
+    for wrong in ("", "GB", "1 PB", "-1", "1e9", 0.8, "0.8", "0.8 B", -5, "1 \u212aB", "1 M\u0130B"):
         with pytest.raises(ValueError):
             bytes_of(wrong)
     # However the number is written.

@@ -47,7 +47,7 @@ def bytes_of(size: int | float | str) -> int:
     """A number of bytes, given as such or as in ``"20 GB"``, ``"1.5GiB"``."""
     if isinstance(size, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]i?)?B|)\s*", size, re.IGNORECASE)
-        if not found:
+        if not found or found[2].upper() not in _UNITS:
             raise ValueError(f"{size!r} is no size: a number, and B, KB, KiB and so on")
         if _UNITS[found[2].upper()] > 1:
             return int(fractions.Fraction(found[1]) * _UNITS[found[2].upper()])
