@@ -1,6 +1,6 @@
 //! What the commands that take traces have in common: opening them, and saying what went wrong.
 
-use std::ffi::OsStr;
+use std::ffi::OsString;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -46,7 +46,7 @@ fn open(name: &str) -> Result<Trace, Abort> {
     trace.map_err(Abort::bad_input)
 }
 
-/// Refuses logs that allocators would write over a trace, or one over the other.
+/// Refuses logs that allocators would write over a trace, over the output, or one over the other.
 ///
 /// # Errors
 /// [`Abort`] for bad usage.
@@ -57,6 +57,11 @@ pub(super) fn check_logs(traces: &[String], allocators: &[AllocatorSpec]) -> Res
         if traces.iter().any(|trace| is_one_file(log, path_of(trace))) {
             return Err(Abort::bad_input(format_args!(
                 "{name} is a trace: an allocator's log would be written over it"
+            )));
+        }
+        if is_one_file(log, Path::new("/dev/stdout")) {
+            return Err(Abort::bad_input(format_args!(
+                "{name}: the output goes there: an allocator's log would be written over it"
             )));
         }
         if logs[..at].iter().any(|other| is_one_file(log, other)) {
@@ -84,10 +89,22 @@ fn is_one_file(one: &Path, other: &Path) -> bool {
     }
 }
 
-/// The folder that a file is to be made in, by the one name that it has, and the file's own name.
-fn place_of(file: &Path) -> Option<(PathBuf, &OsStr)> {
-    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
-    Some((folder.unwrap_or(Path::new(".")).canonicalize().ok()?, file.file_name()?))
+/// Links that one may lead to after the other: as many as the system follows.
+const MOST_LINKS: usize = 40;
+
+/// The folder that a file is to be made in, by the one name that it has, and the file's own name: behind links that
+/// lead there.
+fn place_of(file: &Path) -> Option<(PathBuf, OsString)> {
+    let mut file = file.to_owned();
+    for _ in 0..MOST_LINKS {
+        let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let folder = folder.unwrap_or(Path::new("."));
+        match fs::read_link(&file) {
+            Ok(target) => file = folder.join(target),
+            Err(_) => return Some((folder.canonicalize().ok()?, file.file_name()?.to_owned())),
+        }
+    }
+    None
 }
 
 /// How a replay that came to nothing ends the command.

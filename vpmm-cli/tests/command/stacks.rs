@@ -156,6 +156,21 @@ fn a_log_is_not_written_over_a_trace_or_another_log() {
         format!("logging({folder}/{name}-2,paged),logging({folder}/../{last}/{name}-2,default)");
     let output = run(&["replay", file.path(), device, "--allocator", &again]);
     assert!(stderr(&output).contains("two logs"), "{}", stderr(&output));
+    // By a link to what is not there yet, too.
+    let (link, absent) = (format!("{}-link", log.path()), format!("{}-absent", log.path()));
+    std::os::unix::fs::symlink(&absent, &link).unwrap();
+    let linked = format!("logging({link},paged),logging({absent},default)");
+    let output = run(&["replay", file.path(), device, "--allocator", &linked]);
+    let _ = (std::fs::remove_file(&link), std::fs::remove_file(&absent));
+    assert!(stderr(&output).contains("two logs"), "{}", stderr(&output));
+    // Nor over what is found out.
+    let out = File::new(b"");
+    let over = format!("logging({},default)", out.path());
+    let mut piped = crate::rig::vpmm(&["replay", file.path(), device, "--allocator", &over]);
+    let writes = std::fs::OpenOptions::new().write(true).open(out.path()).unwrap();
+    let output = piped.stdout(writes).output().unwrap();
+    assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+    assert!(stderr(&output).contains("the output goes there"), "{}", stderr(&output));
     // What is no file may be written to by any number of them.
     let nowhere = "logging(/dev/null,default),logging(/dev/null,paged)";
     let args = ["replay", file.path(), device, "--json", "--allocator", nowhere];
