@@ -55,12 +55,10 @@ pub unsafe extern "C" fn vpmm_resource_deallocate(
         let built = resource.here()?;
         // SAFETY: the caller vouches for it.
         let stream = unsafe { resource.stream(stream) };
-        let ptr = resource.take_mark(of_pointer(pointer));
-        let freed = built.resource().deallocate(ptr, bytes, align.max(1), stream);
-        if freed.is_err() {
-            resource.keep_mark(ptr);
-        }
-        Ok(freed?)
+        let taken = Taken { resource, ptr: resource.take_mark(of_pointer(pointer)) };
+        built.resource().deallocate(taken.ptr, bytes, align.max(1), stream)?;
+        std::mem::forget(taken);
+        Ok(())
     };
     // SAFETY: the caller vouches for it.
     unsafe { with(resource, "resource", work) }
@@ -111,6 +109,18 @@ impl vpmm_resource {
     }
 }
 
+/// A pointer on its way back: where it does not get there, by an error or a panic, its mark is kept.
+struct Taken<'a> {
+    resource: &'a vpmm_resource,
+    ptr: DevicePtr,
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        self.resource.keep_mark(self.ptr);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::ffi::CStr;
@@ -119,7 +129,8 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use stacks::Built;
-    use vpmm_core::resource::{Callback, Facts};
+    use vpmm_core::MemoryResource;
+    use vpmm_core::resource::{Callback, Facts, HostMalloc};
 
     use super::super::{vpmm_resource_add_bin, vpmm_resource_open, vpmm_resource_release};
     use super::*;
@@ -178,6 +189,36 @@ mod tests {
         assert_eq!(deallocate(pointer), vpmm_status::VPMM_OK);
         // SAFETY: both given back once.
         unsafe { (vpmm_resource_release(resource), vpmm_resource_release(below)) };
+    }
+
+    /// The pointer that host memory is freed by is known still.
+    #[test]
+    fn host_memory_that_a_panic_kept_can_be_freed() {
+        let loaded = Loaded::load(Some("sim")).ok().unwrap();
+        let (host, panics) = (Arc::new(HostMalloc::new()), Arc::new(AtomicBool::new(true)));
+        let (below, is_broken) = (Arc::clone(&host), Arc::clone(&panics));
+        let callback = Callback::new(
+            host.facts(),
+            move |bytes, align, stream| host.allocate(bytes, align, stream),
+            move |ptr, bytes, align, stream| {
+                assert!(!is_broken.load(Ordering::Relaxed), "out of order");
+                below.deallocate(ptr, bytes, align, stream)
+            },
+        );
+        let resource =
+            vpmm_resource::handle(Arc::new(Built::new(Arc::new(callback), None)), loaded, 0);
+        let (mut pointer, stream) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: a live handle, given back once; nothing uses the memory.
+        let answers = unsafe {
+            let made = vpmm_resource_allocate(resource, 1000, 0, stream, &raw mut pointer);
+            let refused = vpmm_resource_deallocate(resource, pointer, 1000, 0, stream);
+            panics.store(false, Ordering::Relaxed);
+            let freed = vpmm_resource_deallocate(resource, pointer, 1000, 0, stream);
+            vpmm_resource_release(resource);
+            [made, refused, freed]
+        };
+        let [ok, panic] = [vpmm_status::VPMM_OK, vpmm_status::VPMM_PANIC];
+        assert_eq!(answers, [ok, panic, ok]);
     }
 
     /// A resource with a bin of the host's memory, over a device's, and the other way round.
