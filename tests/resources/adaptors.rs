@@ -215,6 +215,31 @@ fn tracking_reports_wrong_frees_that_are_found_below() {
     assert!(made.outstanding().is_empty());
 }
 
+/// A free that is refused below, since the memory was freed behind the adaptor, takes no place from who has it by then.
+#[test]
+fn aligned_memory_that_came_again_during_a_free_is_the_new_owners() {
+    let aligned: Arc<OnceLock<Weak<dyn MemoryResource>>> = Arc::default();
+    let (above, refuses) = (Arc::clone(&aligned), AtomicBool::new(true));
+    let upstream = Callback::new(
+        Facts::of_device_memory(),
+        |_, _, _| Ok(DevicePtr::from_address(0x1100)),
+        move |ptr, _, _, _| {
+            if refuses.swap(false, Ordering::Relaxed) {
+                let aligned = above.get().and_then(Weak::upgrade).expect("made");
+                aligned.allocate(300, 256, STREAM).expect("the address again");
+                return Err(Error::DoubleFree { address: ptr.address() });
+            }
+            Ok(())
+        },
+    );
+    let made = Arc::new(Aligned::new(upstream, 4096).expect("a power of two"));
+    let weak: Weak<dyn MemoryResource> = Arc::downgrade(&made) as _;
+    assert!(aligned.set(weak).is_ok());
+    let ptr = made.allocate(100, 256, STREAM).expect("an address");
+    made.deallocate(ptr, 100, 256, STREAM).expect_err("refused below");
+    made.deallocate(ptr, 300, 256, STREAM).expect("its own");
+}
+
 /// What is below may give out more addresses than there is memory, as a reservation of them does.
 #[test]
 fn what_is_outstanding_may_be_more_than_can_be_counted() {

@@ -190,8 +190,12 @@ impl<R: MemoryResource> MemoryResource for Aligned<R> {
         };
         let Part { whole, whole_bytes, .. } = known;
         let free = || self.upstream.deallocate(whole, whole_bytes, facts.min_align, stream);
+        // Unless what is below has given it to somebody else meanwhile, for whom it is in the table.
         or_undo(free, || {
-            self.moved().enter(address, known);
+            let mut moved = self.moved();
+            if ![address, whole.address()].iter().any(|at| moved.0.contains_key(at)) {
+                moved.enter(address, known);
+            }
         })
     }
 
