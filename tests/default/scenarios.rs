@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUdeviceptr;
-use vpmm::{Error, PendingPolicy, Pool, PoolConfig, Stream, StreamHandle, WaitPolicy};
+use vpmm::{DevicePtr, Error, PendingPolicy, Pool, PoolConfig, Stream, StreamHandle, WaitPolicy};
 
 use crate::rig::{GRANULE, KIB, MIB, bare, config};
 use crate::support::streams::{begin_capture, end_capture, make};
@@ -889,4 +889,56 @@ fn small_blocks_without_addresses_have_what_the_device_has_again() {
     small().unwrap();
     assert_eq!(pool.stats().mapped_bytes, 34 * GRANULE);
     pool.validate().unwrap();
+}
+
+/// In blocks of two granules and more, so that every extent that is not in use can move whole.
+#[test]
+fn with_few_addresses_what_is_refused_lacks_memory_or_addresses_in_a_row() {
+    const LIMIT: u64 = 64;
+    let rig = Rig::simulated(Schedule::Eager);
+    let stream = rig.stream();
+    let mut lacked_a_row = 0;
+    for seed in 0..500 {
+        let mut random = Lcg(seed);
+        let config = config(LIMIT, 70 + seed % 60);
+        let pool = Pool::new(&rig.device, &config).unwrap();
+        let mut live: Vec<(DevicePtr, u64)> = Vec::new();
+        for _ in 0..200 {
+            if random.below(2) > 0 && !live.is_empty() {
+                let (ptr, _) = live.swap_remove(random.below(live.len() as u64) as usize);
+                pool.free(ptr, &stream).unwrap();
+                continue;
+            }
+            let granules = 2 * (1 + random.below(12));
+            let used: u64 = live.iter().map(|(_, granules)| granules).sum();
+            match pool.malloc((granules * GRANULE) as usize, &stream) {
+                Ok(ptr) => live.push((ptr, granules)),
+                Err(_) if used + granules > LIMIT => {}
+                Err(error) => {
+                    let layout = pool.layout().to_string();
+                    assert!(longest_row(&layout) < granules, "{granules} in {layout}: {error}");
+                    lacked_a_row += 1;
+                }
+            }
+        }
+        pool.validate().unwrap();
+        live.iter().for_each(|(ptr, _)| pool.free(*ptr, &stream).unwrap());
+    }
+    assert!(lacked_a_row > 0);
+    rig.assert_clean();
+}
+
+/// The most granules in a row of the large part that are in no allocation, but for those at its end, which are not
+/// drawn.
+fn longest_row(layout: &str) -> u64 {
+    let large = layout.rsplit(" | ").next().unwrap_or_default();
+    let (mut row, mut longest) = (0, 0);
+    for piece in large.split(['[', ']']).filter(|piece| !piece.is_empty()) {
+        match piece.strip_prefix(['-', '*', '~']) {
+            Some(granules) => row += granules.parse::<u64>().unwrap(),
+            None => row = 0,
+        }
+        longest = longest.max(row);
+    }
+    longest
 }

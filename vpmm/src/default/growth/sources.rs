@@ -19,10 +19,11 @@ impl Space {
                 .usable_sets(stream, part)
                 .into_iter()
                 .flat_map(|set| set.of_at_least(granule_units))
-                .filter(|block| !in_window(block))
             {
+                // Of a block that goes on behind the window what lies there.
+                let from = if in_window(block) { window.end } else { block.start() };
                 let left = if leaving_least { left_for_each(block, granule_units) } else { 0 };
-                self.whole_extents(block, |number, extent| {
+                self.extents_within(from, block.end(), |number, extent| {
                     if !extent.exported {
                         sources.add(number, extent, block, left);
                     }
