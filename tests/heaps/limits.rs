@@ -547,3 +547,39 @@ fn pages_are_given_back_as_many_as_another_heap_lacks() {
     drop((tagged, pool));
     rig.assert_clean();
 }
+
+/// A pool's counts go on, and its peaks stay, when a graph's memory has gone.
+#[test]
+fn what_a_graphs_pool_did_still_counts_when_it_is_gone() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            let watched = rig.pool(profile, Location::Device);
+            let (pool, stream) = (&watched.pool, rig.stream());
+            let bytes = 4 * GRANULE;
+            let before = pool.stats();
+            for round in 1..4 {
+                let graphs = pool.graph_pool().unwrap();
+                graphs.begin(&stream).unwrap();
+                let ptr = pool.malloc(bytes as usize, &stream).unwrap();
+                pool.free(ptr, &stream).unwrap();
+                graphs.end(&stream).unwrap();
+                let there = pool.stats();
+                graphs.release(&stream).unwrap();
+                stream.synchronize().unwrap();
+                drop(pool.graph_pool().unwrap());
+                let gone = pool.stats();
+                assert_eq!(gone.mapped_bytes, before.mapped_bytes);
+                assert_eq!(gone.extents_created, there.extents_created);
+                assert_eq!(gone.pages_created, before.pages_created + 4 * round);
+                // Those of one after the other are no more than one's.
+                assert_eq!(gone.peak_mapped_bytes, before.peak_mapped_bytes + bytes);
+                assert_eq!(gone.peak_live_bytes, before.peak_live_bytes + bytes);
+            }
+            pool.reset_peaks();
+            let now = pool.stats();
+            assert_eq!(now.peak_mapped_bytes, now.mapped_bytes);
+            assert_eq!(now.peak_live_bytes, now.live_bytes);
+            watched.assert_intact();
+        }
+    });
+}

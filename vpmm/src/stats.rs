@@ -14,7 +14,7 @@ pub struct Stats {
     /// The most that `live_bytes` has been since the pool was made or
     /// [`Pool::reset_peaks`](crate::Pool::reset_peaks) was called; where several threads or streams
     /// allocate, off by at most what went into the others' fronts, or out of them, since the pool was
-    /// asked for its numbers before.
+    /// asked for its numbers before. Of several heaps it is the sum of theirs, which may be too much.
     pub peak_live_bytes: u64,
     /// Freed just now, and kept in front for the same stream: see the default profile's front.
     pub cached_bytes: u64,
@@ -35,7 +35,7 @@ pub struct Stats {
     pub asleep_bytes: u64,
     /// Physical memory of the pages.
     pub mapped_bytes: u64,
-    /// The most that `mapped_bytes` has been, since the same.
+    /// The most that `mapped_bytes` has been, since the same, and of several heaps as that.
     pub peak_mapped_bytes: u64,
     /// Addresses reserved.
     pub reserved_bytes: u64,
@@ -100,6 +100,23 @@ impl Stats {
             device_waits host_waits failed_unmaps
         );
         self.stream_count = self.stream_count.max(other.stream_count);
+    }
+
+    /// Adds what was counted of a heap that is no more.
+    pub(crate) fn add_counts(&mut self, gone: &Self) {
+        macro_rules! sum {
+            ($( $field:ident )*) => { $( self.$field += gone.$field; )* };
+        }
+        sum!(
+            pages_created pages_moved extents_created extents_moved device_waits host_waits
+            failed_unmaps
+        );
+    }
+
+    /// Peaks are at least these, of another time.
+    pub(crate) fn raise_peaks(&mut self, then: &Self) {
+        self.peak_live_bytes = self.peak_live_bytes.max(then.peak_live_bytes);
+        self.peak_mapped_bytes = self.peak_mapped_bytes.max(then.peak_mapped_bytes);
     }
 
     /// Free bytes, whether or not their fences have passed.

@@ -132,6 +132,9 @@ pub(crate) struct Heaps {
     /// same devices as the others. Whether streams are watched: from the first heap on that was to be made.
     making: Mutex<bool>,
     members: RwLock<Vec<Member>>,
+    /// What was counted of heaps that have gone, and the peaks of all beside the main one when one went. Changes with
+    /// `members`.
+    gone: Mutex<Stats>,
     captures: Mutex<Captures>,
     /// Whether a graph's pool is open to a capture.
     open: AtomicBool,
@@ -153,6 +156,7 @@ impl Heaps {
             terms,
             making: Mutex::new(false),
             members: RwLock::default(),
+            gone: Mutex::default(),
             captures: Mutex::new(Captures::new()),
             open: AtomicBool::new(false),
             any: AtomicBool::new(false),
@@ -496,9 +500,13 @@ impl Heaps {
 
     /// Takes a graph's heap out of the list.
     fn remove(&self, graph: &Arc<Graph>) {
+        let (all, of_graph) = (self.stats(), graph.stats());
         let mut members = self.members.write().unwrap_or_else(PoisonError::into_inner);
         members
             .retain(|member| !matches!(member, Member::Graph(other) if Arc::ptr_eq(other, graph)));
+        let mut gone = lock(&self.gone);
+        gone.add_counts(&of_graph);
+        gone.raise_peaks(&all);
     }
 
     /// Has the other heaps, the main one first, give free memory back for one that lacks some; that is the main
@@ -612,10 +620,16 @@ impl Heaps {
         self.has_others() && lock(&self.captures).is_postponed(address)
     }
 
-    /// The sum over the heaps beside the main one.
+    /// The sum over the heaps beside the main one. Counts go on, and peaks stay, where one has gone.
     pub(crate) fn stats(&self) -> Stats {
+        let (members, gone) = {
+            let members = self.members.read().unwrap_or_else(PoisonError::into_inner);
+            (members.clone(), lock(&self.gone).clone())
+        };
         let mut sum = Stats::default();
-        self.members().iter().for_each(|member| sum.add(&member.core().stats()));
+        members.iter().for_each(|member| sum.add(&member.core().stats()));
+        sum.add_counts(&gone);
+        sum.raise_peaks(&gone);
         sum
     }
 
@@ -654,6 +668,10 @@ impl Heaps {
     }
 
     pub(crate) fn reset_peaks(&self) {
+        {
+            let mut gone = lock(&self.gone);
+            (gone.peak_live_bytes, gone.peak_mapped_bytes) = (0, 0);
+        }
         self.main.reset_peaks();
         self.members().iter().for_each(|member| Heap::reset_peaks(member.core().as_ref()));
     }
