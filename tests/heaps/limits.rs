@@ -548,6 +548,35 @@ fn pages_are_given_back_as_many_as_another_heap_lacks() {
     rig.assert_clean();
 }
 
+/// What a heap holds is nothing while it sleeps, by each of its numbers, and handles are made anew when it wakes.
+#[test]
+fn the_numbers_of_a_heap_that_sleeps_are_of_what_it_holds() {
+    Rig::everywhere(|rig| {
+        let watched = rig.pool(Profile::Default, Location::Device);
+        let (pool, stream) = (&watched.pool, rig.stream());
+        let tagged = pool.tagged("weights").unwrap();
+        let held =
+            [2, 1].map(|granules| tagged.malloc((granules * GRANULE) as usize, &stream).unwrap());
+        let awake = tagged.stats();
+        assert_eq!((awake.mapped_bytes, awake.peak_mapped_bytes), (3 * GRANULE, 3 * GRANULE));
+        pool.suspend("weights", &stream, &Contents::Discard).unwrap();
+        let asleep = tagged.stats();
+        assert_eq!((asleep.mapped_bytes, asleep.asleep_bytes), (0, 3 * GRANULE));
+        assert_eq!(asleep.extent_count, 0);
+        assert_eq!(asleep.peak_mapped_bytes, 3 * GRANULE);
+        pool.reset_peaks();
+        assert_eq!(tagged.stats().peak_mapped_bytes, 0);
+        pool.resume("weights", &stream).unwrap();
+        let again = tagged.stats();
+        assert_eq!((again.mapped_bytes, again.peak_mapped_bytes), (3 * GRANULE, 3 * GRANULE));
+        assert_eq!(again.extent_count, awake.extent_count);
+        assert_eq!(again.extents_created, 2 * awake.extents_created);
+        assert_eq!(again.pages_created, 2 * awake.pages_created);
+        held.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+        watched.assert_intact();
+    });
+}
+
 /// A pool's counts go on, and its peaks stay, when a graph's memory has gone.
 #[test]
 fn what_a_graphs_pool_did_still_counts_when_it_is_gone() {

@@ -4,8 +4,8 @@
 
 /// A snapshot of a pool's numbers. Bytes are of device memory or device addresses.
 ///
-/// `live + cached + idle + pending + transit` is at most `mapped` plus what an operation of another
-/// thread is mapping at this moment; with `zombie` and `hole` it is `reserved`.
+/// `live + cached + idle + pending + transit` is at most `mapped` and `asleep` plus what an operation of
+/// another thread is mapping at this moment; with `zombie` and `hole` it is `reserved`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Stats {

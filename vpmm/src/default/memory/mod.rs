@@ -129,8 +129,11 @@ pub(super) struct Memory {
     peak_mapped: u64,
     /// Granules of exported extents.
     exported: u64,
-    /// Granules of extents that are gone while the heap sleeps.
+    /// Extents that are gone while the heap sleeps, and their granules.
+    gone_handles: usize,
     gone: u64,
+    /// Those that came again when it woke, ever, and their granules.
+    renewed: (u64, u64),
 }
 
 impl Memory {
@@ -158,7 +161,9 @@ impl Memory {
             mapped_small: 0,
             peak_mapped: 0,
             exported: 0,
+            gone_handles: 0,
             gone: 0,
+            renewed: (0, 0),
         }
     }
 
@@ -255,7 +260,12 @@ impl Memory {
 
     /// Physical handles.
     pub(super) fn handles(&self) -> usize {
-        self.extents.len() - self.vacant.len()
+        self.extents.len() - self.vacant.len() - self.gone_handles
+    }
+
+    /// Handles that were made because the heap woke, and their granules.
+    pub(super) fn renewed(&self) -> (u64, u64) {
+        self.renewed
     }
 
     /// The number of the extent at a granule.
@@ -328,6 +338,7 @@ impl Memory {
         let extent = &mut self.extents[number as usize];
         (extent.backed, extent.twin_backed) = (Backed::Gone, Backed::Gone);
         self.gone += u64::from(extent.granules);
+        self.gone_handles += 1;
     }
 
     /// An extent that was gone has memory again, not mapped yet.
@@ -335,7 +346,11 @@ impl Memory {
         let extent = &mut self.extents[number as usize];
         extent.handle = handle;
         (extent.backed, extent.twin_backed) = (Backed::Unmapped, Backed::Unmapped);
-        self.gone -= u64::from(extent.granules);
+        let granules = u64::from(extent.granules);
+        self.gone -= granules;
+        self.gone_handles -= 1;
+        self.renewed = (self.renewed.0 + 1, self.renewed.1 + granules);
+        self.peak_mapped = self.peak_mapped.max(self.mapped - self.gone);
     }
 
     /// Every extent with its number.
@@ -536,7 +551,7 @@ impl Memory {
     }
 
     pub(super) fn reset_peak(&mut self) {
-        self.peak_mapped = self.mapped;
+        self.peak_mapped = self.mapped - self.gone;
     }
 
     /// Enters what is mapped at further addresses of an extent, or 0.
