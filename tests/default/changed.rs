@@ -947,3 +947,31 @@ fn a_free_that_a_capture_takes_the_event_of_is_refused() {
         watched.assert_intact();
     }
 }
+
+gated!(unmap: cuMemUnmap(address: CUdeviceptr, bytes: usize));
+
+/// Memory that goes back is in nobody's hands for a while, once.
+#[test]
+fn what_a_trim_gives_back_counts_once_meanwhile() {
+    let sim = Simulator::builder().build().unwrap();
+    let driver = changed(&sim, unmap::put);
+    let device = driver.device(0).unwrap();
+    let pool = Pool::new(&device, &config(11, 96)).unwrap();
+    let stream = device.stream().unwrap();
+    let [kept, freed] = [1, 3].map(|of| pool.malloc(of * BYTES, &stream).unwrap());
+    pool.free(freed, &stream).unwrap();
+    unmap::BEFORE.arm();
+    std::thread::scope(|scope| {
+        let trimming = scope.spawn(|| pool.trim_to(0).unwrap());
+        unmap::BEFORE.wait();
+        let now = pool.stats();
+        unmap::BEFORE.open();
+        assert_eq!(trimming.join().unwrap(), 3 * GRANULE);
+        assert_eq!((now.transit_bytes, now.mapped_bytes), (3 * GRANULE, 4 * GRANULE));
+        let of_memory = now.live_bytes + now.cached_bytes + now.free_bytes() + now.transit_bytes;
+        assert_eq!(of_memory + now.hole_bytes + now.zombie_bytes, now.reserved_bytes);
+    });
+    assert_eq!(pool.stats().transit_bytes, 0);
+    pool.free(kept, &stream).unwrap();
+    pool.validate().unwrap();
+}

@@ -225,6 +225,7 @@ impl Space {
                 }
             }
             self.memory.reserve_mapped(extent.start, extent.granules);
+            self.leaving_units += u64::from(to - from);
         }
         self.take_ranges(tags, &mut ranges);
         runs
@@ -302,10 +303,15 @@ impl Space {
         passed || !(asks || closes)
     }
 
+    fn end_transit(&mut self, run: &Run) {
+        let units = u64::from(run.granules * self.memory.granule_units());
+        self.transit_units -= units;
+        self.leaving_units -= units;
+    }
+
     /// A run stays after all.
     fn keep(&mut self, tags: &Tags, run: &Run) {
-        let granule_units = self.memory.granule_units();
-        self.transit_units -= u64::from(run.granules * granule_units);
+        self.end_transit(run);
         for number in &run.extents {
             let start = self.memory.extent(*number).start;
             self.memory.settle(start);
@@ -317,8 +323,7 @@ impl Space {
 
     /// A run was unmapped: its handles, each with its bytes.
     fn forget(&mut self, run: &Run) -> SmallVec<[(crate::physical::Extent, u64); 8]> {
-        let granule_units = self.memory.granule_units();
-        self.transit_units -= u64::from(run.granules * granule_units);
+        self.end_transit(run);
         let handles = run.extents.iter().map(|number| self.memory.leave(*number));
         handles.collect()
     }

@@ -63,7 +63,7 @@ impl Core {
             hole_bytes: bytes(State::Hole)
                 + (1 + space.memory.split_granules()) * self.granule_bytes,
             zombie_bytes: bytes(State::Zombie),
-            transit_bytes: transit + units(space.transit_units),
+            transit_bytes: transit + units(space.transit_units - space.leaving_units),
             asleep_bytes: asleep,
             mapped_bytes: (space.memory.mapped() - space.memory.gone()) * self.granule_bytes,
             peak_mapped_bytes: space.memory.peak_mapped() * self.granule_bytes,

@@ -108,8 +108,9 @@ pub(super) struct Space {
     pub(super) is_loose: bool,
     /// The most units that callers had: see [`Stats::peak_live_bytes`](crate::Stats).
     pub(super) peak_live: u64,
-    /// Bytes of regions of operations under way.
+    /// Units of memory of operations under way; and those of them whose addresses are in transit as well.
     pub(super) transit_units: u64,
+    pub(super) leaving_units: u64,
     /// Freed blocks that wait for further streams, and their units.
     pub(super) deferred: crate::default::streams::deferred::DeferredFrees,
     pub(super) deferred_units: u64,
@@ -178,6 +179,7 @@ impl Space {
             is_loose: false,
             peak_live: 0,
             transit_units: 0,
+            leaving_units: 0,
             deferred: crate::default::streams::deferred::DeferredFrees::default(),
             deferred_units: 0,
             deferred_asked: 0,
