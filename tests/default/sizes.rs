@@ -144,3 +144,31 @@ fn a_reservation_that_is_refused_is_named() {
     );
     sim.assert_clean();
 }
+
+/// What is free side by side may be longer than any allocation, and than what 31 bits count in units: on a host there
+/// is as much memory.
+#[test]
+fn more_than_a_tebibyte_may_be_free_in_one_piece() {
+    const LONG: u64 = 400 << 30;
+    let sim = Simulator::builder().host_memory_bytes(2 << 40).build().unwrap();
+    let driver = Driver::new(sim.driver()).unwrap();
+    let device = driver.device(0).unwrap();
+    let stream = device.stream().unwrap();
+    let mut config = PoolConfig::default();
+    config.moves_per_second = 0;
+    config.location = vpmm::Location::Host;
+    config.limit_bytes = Some(1900 << 30);
+    let pool = Pool::new(&device, &config).unwrap();
+    let held = [(); 4].map(|()| pool.malloc(LONG as usize, &stream).unwrap());
+    let mut addresses = held.map(|ptr| ptr.address());
+    addresses.sort_unstable();
+    assert!(addresses.is_sorted_by(|low, high| low + LONG == *high), "{addresses:x?}");
+    held.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+    stream.synchronize().unwrap();
+    let whole = pool.snapshot().into_iter().flat_map(|of| of.blocks).map(|of| of.bytes).max();
+    assert_eq!(whole, Some(4 * LONG));
+    let again = [(); 4].map(|()| pool.malloc(LONG as usize, &stream).unwrap());
+    assert_eq!(pool.stats().mapped_bytes, 4 * LONG);
+    again.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+    assert_eq!(pool.trim_to(0).unwrap(), 4 * LONG);
+}

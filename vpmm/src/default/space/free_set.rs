@@ -10,13 +10,13 @@ use std::ptr::NonNull;
 use intrusive_collections::{Bound, KeyAdapter, RBTree, RBTreeLink, UnsafeRef, intrusive_adapter};
 
 use super::owner::Owner;
-use crate::default::class::MAX_UNITS;
 
 /// Classes for each doubling, as a power of two: one word of them.
 const FINENESS: u32 = 6;
-/// A word for each doubling, one for what rounds to the next, and as many as make a power of two: a class
-/// that is cut off there needs no look at whether it is one.
-const WORDS: usize = (MAX_UNITS.ilog2() as usize + 2).next_power_of_two();
+/// A word for each doubling, and as many as make a power of two: a class that is cut off there needs no look at
+/// whether it is one. What is free side by side may be longer than any allocation: as long as the large part, which
+/// is seven eighths at most of what 32 bits count.
+const WORDS: usize = (u32::BITS as usize).next_power_of_two();
 const CLASSES: usize = WORDS << FINENESS;
 
 const _: () = assert!(WORDS <= 64);
@@ -136,7 +136,8 @@ impl<'a> KeyAdapter<'a> for SizeAdapter {
 fn class_of(units: u32) -> usize {
     const DROPPED: u32 = f32::MANTISSA_DIGITS - 1 - FINENESS;
     const FIRST: u32 = 1_f32.to_bits() >> DROPPED;
-    let float = units.cast_signed() as f32;
+    // Signed, since that is one instruction; and longer, since there is a sign.
+    let float = i64::from(units) as f32;
     ((float.to_bits() >> DROPPED) - FIRST) as usize
 }
 
@@ -542,7 +543,8 @@ mod tests {
     #[test]
     fn classes_are_in_the_order_of_sizes_and_within_bounds() {
         let mut last = 0;
-        for units in (1..5_000_000).step_by(3).chain([(1 << 30) - 1]) {
+        let long = [(1 << 30) - 1, (1 << 31) - 1, 1 << 31, (1 << 31) + (1 << 30), 7 << 29];
+        for units in (1..5_000_000).step_by(3).chain(long) {
             let class = class_of(units);
             assert!(class >= last && class < CLASSES, "{units} is in class {class}");
             last = class;
