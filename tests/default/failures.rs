@@ -339,6 +339,46 @@ fn a_zombie_that_cannot_be_unmapped_stays_one_and_is_tried_again() {
     sim.assert_clean();
 }
 
+/// Memory was mapped elsewhere for a request that failed, and the driver would not undo that: as long as it is mapped
+/// there the device would have none of it back.
+#[test]
+fn what_is_mapped_elsewhere_by_a_failed_request_does_not_pass_for_given_back() {
+    let sim = Simulator::builder().build().unwrap();
+    let driver = Driver::new(sim.driver()).unwrap();
+    let device = driver.device(0).unwrap();
+    let pool = Pool::new(&device, &config(4, 96)).unwrap();
+    let stream = device.stream().unwrap();
+    let held = [(); 4].map(|()| pool.malloc(GRANULE as usize, &stream).unwrap());
+    for ptr in [held[0], held[2]] {
+        pool.free(ptr, bare(&stream)).unwrap();
+    }
+    let fault = CUresult::CUDA_ERROR_UNKNOWN;
+    sim.fail_nth("cuMemSetAccess", 1, fault);
+    sim.fail_nth("cuMemUnmap", 1, fault);
+    let refused = pool.malloc(2 * GRANULE as usize, &stream);
+    assert!(matches!(refused, Err(Error::Driver { call: "cuMemSetAccess", .. })), "{refused:?}");
+    let stats = pool.stats();
+    assert_eq!((stats.failed_unmaps, stats.zombie_bytes), (1, 2 * GRANULE), "{}", pool.layout());
+    pool.validate().unwrap();
+    let mut all = 0;
+    for fails in [true, false] {
+        if fails {
+            sim.fail_nth("cuMemUnmap", 1, fault);
+        }
+        let free = device.free_memory().unwrap();
+        let given = pool.trim_to(0).unwrap();
+        assert_eq!(device.free_memory().unwrap() - free, given, "it fails: {fails}");
+        all += given;
+        pool.validate().unwrap();
+    }
+    assert_eq!((all, pool.stats().zombie_bytes), (2 * GRANULE, 0));
+    for ptr in [held[1], held[3]] {
+        pool.free(ptr, &stream).unwrap();
+    }
+    drop(pool);
+    sim.assert_clean();
+}
+
 #[test]
 fn a_lost_device_is_an_error_and_no_crash() {
     for code in [

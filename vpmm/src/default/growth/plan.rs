@@ -82,6 +82,17 @@ pub(in crate::default) struct Piece {
     pub(in crate::default) granules: u32,
 }
 
+impl Piece {
+    /// The number of an extent that is there already.
+    fn number(&self) -> Option<u32> {
+        match self.source {
+            Source::New => None,
+            Source::Moved { number, .. } => Some(number),
+            Source::Shared(rest) => Some(rest.number),
+        }
+    }
+}
+
 /// A gap with what fills it.
 #[derive(Debug)]
 pub(in crate::default) struct Fill {
@@ -783,7 +794,12 @@ impl Space {
             let stuck = stuck.get(index).copied().unwrap_or(false);
             self.memory.unreserve(fill.start, stuck);
             self.counters.failed_unmaps += u64::from(stuck);
+            let mut at = fill.start;
             for piece in &fill.pieces {
+                if stuck {
+                    self.memory.note_stuck(at, piece.number());
+                }
+                at += piece.granules;
                 let (start, units, owner) = match piece.source {
                     Source::New => continue,
                     Source::Moved { number, owner, .. } => {

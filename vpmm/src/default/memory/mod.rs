@@ -428,12 +428,17 @@ impl Memory {
     pub(super) fn unreserve(&mut self, start: u32, stuck: bool) {
         if let Some(id) = self.transit_at(start) {
             let state = if stuck { State::Zombie } else { State::Hole };
-            if stuck {
-                // Nobody knows what of it is mapped: all of it counts as one mapping.
-                self.left.note(start);
-            }
             self.map.set(id, state, Fence::PASSED);
             self.map.coalesce(id);
+        }
+    }
+
+    /// Here begins what may be a mapping, that of an extent which was to move or of one that is no more: nobody knows
+    /// how far a request came whose mappings would not go.
+    pub(super) fn note_stuck(&mut self, start: u32, number: Option<u32>) {
+        self.left.note(start);
+        if let Some(number) = number {
+            self.note_left(number, start);
         }
     }
 
@@ -483,7 +488,7 @@ impl Memory {
         let mut at = range.start;
         while let Some(start) = self.left.next(at, range.end) {
             let by = std::mem::take(&mut self.left_by[start as usize]);
-            // Of a mapping that could not be undone nobody knows what it is of.
+            // Of a new extent's mapping that could not be undone the extent is no more.
             if let Some(number) = by.checked_sub(1) {
                 self.extents[number as usize].zombies -= 1;
             }

@@ -52,7 +52,7 @@ pub(super) enum Side {
 #[derive(Clone, Copy, Debug)]
 pub(in crate::default) struct Rest {
     /// The extent by its number and its handle, and its granules.
-    number: u32,
+    pub(in crate::default) number: u32,
     pub(in crate::default) handle: Extent,
     pub(in crate::default) granules: u32,
     /// Who owned the free memory, and its node.
