@@ -170,6 +170,29 @@ fn a_busy_stream_is_named() {
     });
 }
 
+/// So is what it has freed while it has yet to come to its end.
+#[test]
+fn a_stream_that_has_ended_is_named_while_its_work_goes_on() {
+    Rig::everywhere(|rig| {
+        for profile in Profile::BOTH {
+            let pool = profile.limited(&rig.device, Some(LIMIT * GRANULE), WaitPolicy::FailAtOnce);
+            let (ending, other) = (rig.stream(), rig.stream());
+            let ptr = pool.malloc(4 * GRANULE as usize, &ending).unwrap();
+            let rest = pool.malloc(8 * GRANULE as usize, &other).unwrap();
+            let stall = rig.stall(ending.handle());
+            pool.free(ptr, &ending).unwrap();
+            let ended = Holder::Stream(number(rig, ending.handle().raw()));
+            drop(ending);
+            let error = pool.malloc(5 * GRANULE as usize, &other).unwrap_err();
+            let map = error.map().expect("a map");
+            let holders: Vec<_> = map.largest_free.iter().map(|piece| piece.holder).collect();
+            assert_eq!(holders, [ended], "{profile:?}: {map}");
+            drop(stall);
+            pool.free(rest, &other).unwrap();
+        }
+    });
+}
+
 /// What was freed and is still used on another stream is nobody's to have.
 #[test]
 fn what_another_stream_uses_has_no_holder() {

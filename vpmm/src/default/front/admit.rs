@@ -113,6 +113,11 @@ impl Registry {
         self.shards[index as usize].stream()
     }
 
+    /// The same; of one that has ended, too, while nobody else has its place.
+    pub(in crate::default) fn last_stream(&self, index: u32) -> u64 {
+        self.shards[index as usize].last_stream()
+    }
+
     pub(in crate::default) fn streams(&self) -> usize {
         self.by_stream.len()
     }

@@ -143,6 +143,8 @@ impl Slot {
 pub(in crate::default) struct Shard {
     /// The stream's number; 0 while the shard serves none.
     stream: AtomicU64,
+    /// The same, of the one before while it serves none.
+    last_stream: AtomicU64,
     /// The key of the stream's handles.
     key: AtomicU64,
     /// What allocations of the stream are marked with.
@@ -162,6 +164,7 @@ impl Shard {
     pub(super) fn new(index: u32, stream: u64, key: u64, label: u32) -> Self {
         Self {
             stream: AtomicU64::new(stream),
+            last_stream: AtomicU64::new(stream),
             key: AtomicU64::new(key),
             label: AtomicU32::new(label),
             pins: AtomicU32::new(0),
@@ -175,6 +178,11 @@ impl Shard {
         self.stream.load(Ordering::Relaxed)
     }
 
+    /// The number of the stream that the shard serves, or served last.
+    pub(super) fn last_stream(&self) -> u64 {
+        self.last_stream.load(Ordering::Relaxed)
+    }
+
     /// Takes the shard from a stream that is gone. Under the registry's lock, as are claims.
     pub(super) fn forsake(&self) {
         self.set_stream(0, NO_KEY);
@@ -184,6 +192,7 @@ impl Shard {
     pub(super) fn assign(&self, stream: u64, key: u64, label: u32) {
         self.label.store(label, Ordering::Relaxed);
         self.all().for_each(|slot| slot.label.store(label, Ordering::Relaxed));
+        self.last_stream.store(stream, Ordering::Relaxed);
         self.set_stream(stream, key);
     }
 

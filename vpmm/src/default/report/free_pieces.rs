@@ -14,7 +14,7 @@ impl Core {
         for block in space.every_free_block() {
             let holder = || match block.owner().of_stream() {
                 None => Holder::Everybody,
-                Some((index, _)) => match registry.stream(index) {
+                Some((index, _)) => match registry.last_stream(index) {
                     LEGACY => Holder::LegacyStream,
                     stream => Holder::Stream(stream),
                 },
