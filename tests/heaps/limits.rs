@@ -612,3 +612,44 @@ fn what_a_graphs_pool_did_still_counts_when_it_is_gone() {
         }
     });
 }
+
+/// What a pool keeps when the host has waited is of all its heaps.
+#[test]
+fn a_heap_gives_back_what_is_above_the_pools_threshold() {
+    Rig::everywhere(|rig| {
+        for paged in [false, true] {
+            let threshold = Some(3 * GRANULE);
+            let pool = if paged {
+                let mut config = vpmm::PagedConfig::default();
+                config.release_threshold_bytes = threshold;
+                Pool::paged(&rig.device, &config)
+            } else {
+                let mut config = vpmm::PoolConfig::default();
+                config.release_threshold_bytes = threshold;
+                Pool::new(&rig.device, &config)
+            };
+            let (pool, stream) = (pool.unwrap(), rig.stream());
+            let tagged = pool.tagged("weights").unwrap();
+            let small = tagged.malloc(GRANULE as usize, &stream).unwrap();
+            let large = tagged.malloc(8 * GRANULE as usize, &stream).unwrap();
+            pool.free(large, &stream).unwrap();
+            stream.synchronize().unwrap();
+            assert!(tagged.stats().mapped_bytes <= 3 * GRANULE, "{:?}", tagged.stats());
+            // What the main heap has in use leaves the other nothing to keep.
+            let ptr = pool.malloc(4 * GRANULE as usize, &stream).unwrap();
+            let more = tagged.malloc(2 * GRANULE as usize, &stream).unwrap();
+            pool.free(more, &stream).unwrap();
+            stream.synchronize().unwrap();
+            assert_eq!(pool.stats().mapped_bytes, 5 * GRANULE);
+            // Nor the other way round.
+            pool.free(ptr, &stream).unwrap();
+            let more = tagged.malloc(3 * GRANULE as usize, &stream).unwrap();
+            stream.synchronize().unwrap();
+            assert_eq!(pool.stats().mapped_bytes, 4 * GRANULE);
+            for ptr in [small, more] {
+                pool.free(ptr, &stream).unwrap();
+            }
+            pool.validate().unwrap();
+        }
+    });
+}

@@ -133,6 +133,13 @@ impl Backing {
         &self.budget
     }
 
+    /// What a heap is to keep so that all heaps of the pool together hold no more than this, as far as that is up
+    /// to it.
+    pub(crate) fn share_of(&self, keep_bytes: u64) -> u64 {
+        let others = self.budget.held().saturating_sub(self.held.load(Ordering::Relaxed));
+        keep_bytes.saturating_sub(others)
+    }
+
     fn try_a_granule(&self) -> Result<()> {
         let extent = self.create(self.granule_bytes).map_err(|failure| self.not_there(failure))?;
         let mut orphans = Vec::new();

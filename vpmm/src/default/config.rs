@@ -39,7 +39,9 @@ pub struct PoolConfig {
     pub reuse: Reuse,
     /// Held memory above this is given back, as far as it is free, when the host has waited for the
     /// GPU: by [`Stream::synchronize`](crate::Stream::synchronize),
-    /// [`Device::synchronize`](crate::Device::synchronize) or [`Pool::passed`](crate::Pool::passed).
+    /// [`Device::synchronize`](crate::Device::synchronize) or [`Pool::passed`](crate::Pool::passed). What
+    /// [graphs' pools](crate::Pool::graph_pool) and [tagged heaps](crate::Pool::tagged) hold counts; what
+    /// is free in a tagged one goes back when the host has waited for a stream that freed there.
     /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD` of the driver's pools, which have 0 by default; here
     /// everything is kept by default.
     ///

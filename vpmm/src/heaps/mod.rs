@@ -77,20 +77,10 @@ fn held_bytes(stats: &Stats) -> u64 {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Terms {
     pub(crate) limit_bytes: Option<u64>,
+    pub(crate) release_threshold_bytes: Option<u64>,
     pub(crate) pending_policy: PendingPolicy,
     pub(crate) reuse: Reuse,
     pub(crate) out_of_memory: WaitPolicy,
-}
-
-impl Terms {
-    pub(crate) fn of(
-        limit_bytes: Option<u64>,
-        pending_policy: PendingPolicy,
-        reuse: Reuse,
-        out_of_memory: WaitPolicy,
-    ) -> Self {
-        Self { limit_bytes, pending_policy, reuse, out_of_memory }
-    }
 }
 
 #[derive(Clone)]
@@ -256,6 +246,8 @@ impl Heaps {
         let addresses = bytes.min((2 << 40) - granule_bytes) / granule_bytes * granule_bytes;
         let config = PoolConfig {
             limit_bytes: self.terms.limit_bytes,
+            // A graph's memory stays until the graph is gone.
+            release_threshold_bytes: self.terms.release_threshold_bytes.filter(|_| !fixed),
             va_size_bytes: Some(addresses),
             pending_policy: self.terms.pending_policy,
             reuse: self.terms.reuse,

@@ -169,7 +169,7 @@ impl PagedPool {
         self.check_mark(mark)?;
         self.lock_space().pass_mark(mark);
         match self.config.release_threshold_bytes {
-            Some(keep_bytes) => self.trim_to(keep_bytes).map(drop),
+            Some(keep_bytes) => self.trim_to(self.backing.share_of(keep_bytes)).map(drop),
             None => Ok(()),
         }
     }

@@ -24,7 +24,6 @@ use crate::heap::Heap;
 use crate::heaps::{Heaps, Terms};
 use crate::layout::Layout;
 use crate::location::Location;
-use crate::out_of_memory::WaitPolicy;
 use crate::paged::{PagedConfig, PagedPool};
 use crate::snapshot::Segment;
 use crate::stats::Stats;
@@ -156,9 +155,14 @@ impl Pool {
         let core = Core::new(device, config)?;
         // Another thread may be telling it of a stream just now, in whose hands it must not end.
         let helper = Helper::start(&core).inspect_err(|_| core.retire())?;
-        let (limit, waits) = (config.limit_bytes, config.out_of_memory);
-        let terms = Terms::of(limit, config.pending_policy, config.reuse, waits);
-        Ok(Self::open(Profile::Default(core), helper, waits, terms))
+        let terms = Terms {
+            limit_bytes: config.limit_bytes,
+            release_threshold_bytes: config.release_threshold_bytes,
+            pending_policy: config.pending_policy,
+            reuse: config.reuse,
+            out_of_memory: config.out_of_memory,
+        };
+        Ok(Self::open(Profile::Default(core), helper, terms))
     }
 
     /// A pool of the paged profile: everything rounds up to pages of 2 MiB (or another multiple of
@@ -188,12 +192,18 @@ impl Pool {
     pub fn paged(device: &Device, config: &PagedConfig) -> Result<Self> {
         device.driver().check_process()?;
         let pool = PagedPool::new(device, config)?;
-        let (limit, waits) = (config.limit_bytes, config.out_of_memory);
-        let terms = Terms::of(limit, config.pending_policy, config.reuse, waits);
-        Ok(Self::open(Profile::Paged(pool), None, waits, terms))
+        let terms = Terms {
+            limit_bytes: config.limit_bytes,
+            release_threshold_bytes: config.release_threshold_bytes,
+            pending_policy: config.pending_policy,
+            reuse: config.reuse,
+            out_of_memory: config.out_of_memory,
+        };
+        Ok(Self::open(Profile::Paged(pool), None, terms))
     }
 
-    fn open(profile: Profile, helper: Option<Helper>, policy: WaitPolicy, terms: Terms) -> Self {
+    fn open(profile: Profile, helper: Option<Helper>, terms: Terms) -> Self {
+        let policy = terms.out_of_memory;
         let core = match &profile {
             Profile::Default(core) => Some(Arc::clone(core)),
             Profile::Paged(_) => None,

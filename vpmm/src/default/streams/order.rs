@@ -89,7 +89,7 @@ impl Core {
         while self.space.lock().drain(&self.tags, mark.stream) {}
         self.settle_whole_mark(mark);
         match self.config.release_threshold_bytes {
-            Some(keep_bytes) => self.trim(keep_bytes).map(|_| ()),
+            Some(keep_bytes) => self.trim(self.backing.share_of(keep_bytes)).map(|_| ()),
             None => Ok(()),
         }
     }
