@@ -653,3 +653,56 @@ fn a_heap_gives_back_what_is_above_the_pools_threshold() {
         }
     });
 }
+
+/// Where no time counts for a pool none does for its other heaps: each makes as many extents as the main one does.
+#[test]
+fn a_heap_goes_by_the_clock_no_more_than_its_pool() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let stream = rig.stream();
+    let made = [false, true].map(|is_tagged| {
+        let mut config = vpmm::PoolConfig::default();
+        config.moves_per_second = 0;
+        let pool = Pool::new(&rig.device, &config).unwrap();
+        let tagged = pool.tagged("weights").unwrap();
+        let malloc = |granules: u64| match is_tagged {
+            true => tagged.malloc((granules * GRANULE) as usize, &stream).unwrap(),
+            false => pool.malloc((granules * GRANULE) as usize, &stream).unwrap(),
+        };
+        let mut held = vec![malloc(1)];
+        // A program that is at leisure by then has shorter extents made.
+        std::thread::sleep(Duration::from_millis(120));
+        held.extend((0..40).map(|at| malloc(30 + at % 7)));
+        let made = pool.stats().extents_created;
+        held.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+        made
+    });
+    assert_eq!(made[0], made[1]);
+}
+
+/// A pool that would rather wait than grow does so in its other heaps, too.
+#[test]
+fn a_heap_is_as_patient_as_its_pool() {
+    Rig::everywhere(|rig| {
+        for is_tagged in [false, true] {
+            let mut config = vpmm::PoolConfig::default();
+            config.patience = Duration::from_millis(1);
+            let pool = Pool::new(&rig.device, &config).unwrap();
+            let tagged = pool.tagged("weights").unwrap();
+            let malloc = |granules: u64, stream: &vpmm::Stream| match is_tagged {
+                true => tagged.malloc((granules * GRANULE) as usize, stream).unwrap(),
+                false => pool.malloc((granules * GRANULE) as usize, stream).unwrap(),
+            };
+            let (one, other) = (rig.stream(), rig.stream());
+            let ptr = malloc(5, &one);
+            let stall = rig.stall(one.handle());
+            // SAFETY: the stream is alive. By the bare handle the block goes past the front.
+            let bare = unsafe { vpmm::StreamHandle::from_raw(one.handle().raw()) };
+            pool.free(ptr, bare).unwrap();
+            let first = malloc(1, &other);
+            let stats = pool.stats();
+            assert_eq!((stats.device_waits, stats.mapped_bytes), (1, 5 * GRANULE), "{is_tagged}");
+            drop(stall);
+            pool.free(first, &other).unwrap();
+        }
+    });
+}

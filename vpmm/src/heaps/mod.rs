@@ -28,6 +28,7 @@ pub use tagged::{Resumed, Suspended};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+use std::time::Duration;
 
 use smallvec::SmallVec;
 
@@ -81,6 +82,8 @@ pub(crate) struct Terms {
     pub(crate) pending_policy: PendingPolicy,
     pub(crate) reuse: Reuse,
     pub(crate) out_of_memory: WaitPolicy,
+    pub(crate) moves_per_second: u32,
+    pub(crate) patience: Duration,
 }
 
 #[derive(Clone)]
@@ -252,6 +255,9 @@ impl Heaps {
             pending_policy: self.terms.pending_policy,
             reuse: self.terms.reuse,
             out_of_memory: self.terms.out_of_memory,
+            moves_per_second: self.terms.moves_per_second,
+            // In a capture nothing is waited for.
+            patience: if fixed { Duration::ZERO } else { self.terms.patience },
             location: backing.location(),
             ..PoolConfig::default()
         };

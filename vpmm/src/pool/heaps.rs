@@ -64,7 +64,9 @@ impl Pool {
     /// A heap of this pool whose memory can be given to the device and brought back as one: see
     /// [`suspend`](Self::suspend). The same tag is the same heap; it lasts as long as the pool.
     ///
-    /// It counts towards this pool's limit, has its location, and is open to the same devices.
+    /// It counts towards this pool's limit and threshold, has its location, policies and pace
+    /// ([`moves_per_second`](crate::PoolConfig::moves_per_second), [`patience`](crate::PoolConfig::patience)),
+    /// and is open to the same devices.
     /// [Marks](Self::mark) are of the main heap alone; a wait by
     /// [`Stream::synchronize`](crate::Stream::synchronize) is told to every heap.
     /// Reserves addresses the first time; makes no memory yet.

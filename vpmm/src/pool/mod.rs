@@ -161,6 +161,8 @@ impl Pool {
             pending_policy: config.pending_policy,
             reuse: config.reuse,
             out_of_memory: config.out_of_memory,
+            moves_per_second: config.moves_per_second,
+            patience: config.patience,
         };
         Ok(Self::open(Profile::Default(core), helper, terms))
     }
@@ -192,12 +194,16 @@ impl Pool {
     pub fn paged(device: &Device, config: &PagedConfig) -> Result<Self> {
         device.driver().check_process()?;
         let pool = PagedPool::new(device, config)?;
+        // What this profile has no setting for is as by default in heaps of the other.
+        let PoolConfig { moves_per_second, patience, .. } = PoolConfig::default();
         let terms = Terms {
             limit_bytes: config.limit_bytes,
             release_threshold_bytes: config.release_threshold_bytes,
             pending_policy: config.pending_policy,
             reuse: config.reuse,
             out_of_memory: config.out_of_memory,
+            moves_per_second,
+            patience,
         };
         Ok(Self::open(Profile::Paged(pool), None, terms))
     }
