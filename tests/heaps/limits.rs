@@ -706,3 +706,56 @@ fn a_heap_is_as_patient_as_its_pool() {
         }
     });
 }
+
+/// The limit is of all heaps together, and so is what an error says of it; its map is of the heap that was asked.
+#[test]
+fn an_error_says_what_all_heaps_hold() {
+    Rig::everywhere(|rig| {
+        for (profile, is_tagged) in
+            Profile::BOTH.into_iter().flat_map(|profile| [(profile, false), (profile, true)])
+        {
+            let watched = rig.pool(profile, Location::Device);
+            let (pool, stream) = (&watched.pool, rig.stream());
+            let tagged = pool.tagged("weights").unwrap();
+            let malloc = |is_tagged: bool, granules: u64| match is_tagged {
+                true => tagged.malloc((granules * GRANULE) as usize, &stream),
+                false => pool.malloc((granules * GRANULE) as usize, &stream),
+            };
+            let beside = malloc(!is_tagged, 6).unwrap();
+            let [one, two, three] = [2, 2, 2].map(|granules| malloc(is_tagged, granules).unwrap());
+            pool.free(two, &stream).unwrap();
+            let told = Arc::new(Mutex::new(None));
+            let tell = Arc::clone(&told);
+            let callback = pool.on_out_of_memory(move |_, error| {
+                *tell.lock().unwrap() = Some(error.clone());
+                Recovery::GiveUp
+            });
+            let refused = malloc(is_tagged, 4).unwrap_err();
+            drop(callback);
+            let to_callback = told.lock().unwrap().take().expect("it was asked");
+            for error in [&to_callback, &refused] {
+                let Error::OutOfMemory {
+                    free_bytes,
+                    largest_free_bytes,
+                    mapped_bytes,
+                    live_bytes,
+                    ..
+                } = *error
+                else {
+                    panic!("{error}")
+                };
+                let all = [mapped_bytes, live_bytes, free_bytes, largest_free_bytes];
+                assert_eq!(all.map(|bytes| bytes / GRANULE), [12, 10, 2, 2], "{error}");
+            }
+            let map = refused.map().expect("a map");
+            assert_eq!(map.stats, pool.stats());
+            let free: Vec<_> = map.largest_free.iter().map(|of| (of.start, of.bytes)).collect();
+            assert_eq!(free, [(two.address(), 2 * GRANULE)], "{map}");
+            assert!(map.layout.to_string().contains("[2][-2]["), "{map}");
+            for ptr in [beside, one, three] {
+                pool.free(ptr, &stream).unwrap();
+            }
+            watched.assert_intact();
+        }
+    });
+}

@@ -145,7 +145,8 @@ pub enum Error {
         /// What the pool holds free, whether or not its fences have passed; with what threads keep for
         /// their next requests.
         free_bytes: u64,
-        /// The largest contiguous free range; of what threads keep, and what further streams still use, none.
+        /// The largest contiguous free range of the heap that was asked; of what threads keep, and what further
+        /// streams still use, none.
         largest_free_bytes: u64,
         /// Physical memory that the pool holds, that for small requests included.
         mapped_bytes: u64,

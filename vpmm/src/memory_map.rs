@@ -27,9 +27,9 @@ pub struct MemoryMap {
     pub limit_bytes: Option<u64>,
     /// What the pool held.
     pub stats: Stats,
-    /// What stood where.
+    /// What stood where, in the heap that was asked.
     pub layout: Layout,
-    /// The largest free pieces, the largest first, eight at most. Neighbours with different holders
+    /// The largest free pieces of that heap, the largest first, eight at most. Neighbours with different holders
     /// are pieces of their own. What further streams still use after its free has no holder, and is
     /// not among them.
     pub largest_free: Vec<FreePiece>,

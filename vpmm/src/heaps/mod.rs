@@ -600,7 +600,7 @@ impl Heaps {
     }
 
     /// Whether there are heaps beside the main one.
-    fn has_others(&self) -> bool {
+    pub(crate) fn has_others(&self) -> bool {
         self.any.load(Ordering::Acquire)
     }
 

@@ -172,7 +172,7 @@ impl Pool {
         request: impl Fn() -> Result<T>,
     ) -> Result<T> {
         let room = |error| self.family.heaps.with_room(core, bytes, error, &request);
-        room(error).or_else(|error| self.recover(error, || request().or_else(room)))
+        room(error).or_else(|error| self.recover(core, error, || request().or_else(room)))
     }
 
     /// A request of the default profile for which the front, which is loose, has no block of exactly its size.

@@ -18,7 +18,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::Pool;
+use crate::default::Core;
 use crate::error::{Error, Result};
+use crate::heap::Heap;
 use crate::memory_map::MemoryMap;
 use crate::out_of_memory::{Recovery, WaitPolicy};
 
@@ -196,9 +198,11 @@ impl Pool {
         OutOfMemoryCallback { callbacks: Arc::downgrade(callbacks), id }
     }
 
-    /// Where memory ran out, does what may give some, and tries again in between.
+    /// Where memory ran out in a heap, the main one where none is named, does what may give some, and tries again in
+    /// between.
     pub(super) fn recover<T>(
         &self,
+        core: Option<&Core>,
         error: Error,
         mut attempt: impl FnMut() -> Result<T>,
     ) -> Result<T> {
@@ -206,13 +210,28 @@ impl Pool {
             return Err(error);
         }
         let mut attempt = || match attempt() {
-            Err(error) if error.is_out_of_memory() => ControlFlow::Continue(error),
+            Err(error) if error.is_out_of_memory() => {
+                ControlFlow::Continue(self.of_all_heaps(error))
+            }
             result => ControlFlow::Break(result),
         };
-        match self.make_room(error, &mut attempt) {
+        match self.make_room(self.of_all_heaps(error), &mut attempt) {
             ControlFlow::Break(result) => result,
-            ControlFlow::Continue(error) => Err(self.with_map(error)),
+            ControlFlow::Continue(error) => Err(self.with_map(core, error)),
         }
+    }
+
+    /// A heap says what it has itself; the limit is of all together.
+    fn of_all_heaps(&self, mut error: Error) -> Error {
+        if let Error::OutOfMemory { free_bytes, mapped_bytes, live_bytes, .. } = &mut error
+            && self.family.heaps.has_others()
+        {
+            let stats = self.stats();
+            *free_bytes = stats.free_bytes() + stats.cached_bytes;
+            *mapped_bytes = stats.mapped_bytes + stats.small_mapped_bytes;
+            *live_bytes = stats.live_bytes + stats.small_live_bytes;
+        }
+        error
     }
 
     fn make_room<T>(
@@ -304,15 +323,16 @@ impl Pool {
         }
     }
 
-    /// The error as it is given up with: it says what stands where.
-    fn with_map(&self, mut error: Error) -> Error {
+    /// The error as it is given up with: it says what stands where in the heap that was asked.
+    fn with_map(&self, core: Option<&Core>, mut error: Error) -> Error {
+        let heap = core.map_or_else(|| self.heap(), |core| core as &dyn Heap);
         if let Error::OutOfMemory { requested_bytes, limit_bytes, map, .. } = &mut error {
             *map = Some(Arc::new(MemoryMap {
                 requested_bytes: *requested_bytes,
                 limit_bytes: *limit_bytes,
                 stats: self.stats(),
-                layout: self.layout(),
-                largest_free: self.heap().largest_free(),
+                layout: heap.layout(),
+                largest_free: heap.largest_free(),
             }));
         }
         error
