@@ -360,7 +360,7 @@ impl Pool {
         stats
     }
 
-    /// What stands where, as text: see [`Layout`].
+    /// What stands where in the main heap, as text: see [`Layout`]. [`snapshot`](Self::snapshot) is of all.
     pub fn layout(&self) -> Layout {
         match self.check_process() {
             Ok(()) => self.heap().layout(),
@@ -415,8 +415,8 @@ impl Pool {
     }
 }
 
-/// The numbers of [`Pool::stats`], the driver calls by name, and every region in ascending order
-/// of addresses.
+/// The main heap's numbers, as in [`Pool::stats`], the driver calls by name, and its every region in ascending
+/// order of addresses.
 impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.check_process() {

@@ -87,8 +87,8 @@ impl Pool {
         Export::new(self.heap(), Some(ptr.address()))
     }
 
-    /// The whole pool, to be sent to another process, and sent again when it has grown: see [`Export`].
-    /// The other process finds every address of this one by
+    /// The whole pool but for tagged heaps and graphs' memory, to be sent to another process, and sent again when it
+    /// has grown: see [`Export`]. The other process finds every address of what was sent by
     /// [`Imported::translate`](crate::Imported::translate). No driver call.
     ///
     /// # Errors
