@@ -38,20 +38,23 @@ impl<T> Copy for DeviceSlice<'_, T> {}
 
 /// What of `len` values a range is, as a first one and a count.
 fn part(len: usize, range: impl RangeBounds<usize>) -> Result<(usize, usize)> {
+    // Values may be `usize::MAX` where they have no bytes: nothing begins or ends behind that.
     let first = match range.start_bound() {
-        Bound::Included(first) => *first,
-        Bound::Excluded(before) => before.saturating_add(1),
-        Bound::Unbounded => 0,
+        Bound::Included(first) => Some(*first),
+        Bound::Excluded(before) => before.checked_add(1),
+        Bound::Unbounded => Some(0),
     };
     let end = match range.end_bound() {
-        Bound::Included(last) => last.saturating_add(1),
-        Bound::Excluded(end) => *end,
-        Bound::Unbounded => len,
+        Bound::Included(last) => last.checked_add(1),
+        Bound::Excluded(end) => Some(*end),
+        Bound::Unbounded => Some(len),
     };
-    if first <= end && end <= len {
-        Ok((first, end - first))
-    } else {
-        Err(Error::OutOfRange { first, end, len })
+    match (first, end) {
+        (Some(first), Some(end)) if first <= end && end <= len => Ok((first, end - first)),
+        (first, end) => {
+            let [first, end] = [first, end].map(|bound| bound.unwrap_or(usize::MAX));
+            Err(Error::OutOfRange { first, end, len })
+        }
     }
 }
 
@@ -98,7 +101,7 @@ impl<'a, T: Pod> DeviceSlice<'a, T> {
     /// # Errors
     /// [`Error::OutOfRange`], [`Error::StreamCapturing`], [`Error::Driver`], [`Error::ContextLost`].
     pub fn get(&self, index: usize) -> Result<T> {
-        let one = self.slice(index..index.saturating_add(1))?;
+        let one = self.slice(index..=index)?;
         let mut value = T::zeroed();
         copy::download(self.home, bytemuck::bytes_of_mut(&mut value), one.address)?;
         Ok(value)
@@ -223,7 +226,7 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
     /// # Errors
     /// [`Error::OutOfRange`], [`Error::StreamCapturing`], [`Error::Driver`], [`Error::ContextLost`].
     pub fn set(&mut self, index: usize, value: T) -> Result<()> {
-        let one = self.slice_mut(index..index.saturating_add(1))?;
+        let one = self.slice_mut(index..=index)?;
         copy::write(one.home, one.address, &value)
     }
 
@@ -330,6 +333,8 @@ mod tests {
         }
         assert!(part(5, ..=5).is_err());
         assert!(part(5, ..=usize::MAX).is_err());
+        assert_eq!(part(usize::MAX, ..usize::MAX).unwrap(), (0, usize::MAX));
+        assert!(part(usize::MAX, usize::MAX..=usize::MAX).is_err());
         assert!(part(5, (Bound::Excluded(usize::MAX), Bound::Unbounded)).is_err());
         #[allow(clippy::reversed_empty_ranges, reason = "what a caller may give")]
         let reversed = part(5, 3..2);
