@@ -11,8 +11,8 @@
 //! for streams, and its calls come here first.
 //!
 //! Locks, in the order in which they may be taken, before any lock of a heap: `making`, `captures`,
-//! a graph's `calls`, a tagged heap's `sleep`; under another heap's only `members` and a graph's `life`,
-//! `end` and `freed`.
+//! a graph's `calls`, a tagged heap's `sleep`; under another heap's only `members` with `gone` and a graph's
+//! `life`, `end` and `freed`.
 
 mod captures;
 mod contents;
