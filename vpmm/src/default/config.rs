@@ -130,6 +130,8 @@ impl Default for PoolConfig {
 /// It never records on the legacy default stream, since that can end the capture of another stream;
 /// what that stream frees is for requests to find, as without a helper.
 ///
+/// It does all that for the pool's main heap: graphs' pools and tagged heaps have no helper.
+///
 /// The pool's end ends the thread, after the driver call that it is in. A pool that is never dropped,
 /// or of which something is allocated for ever, keeps it until the process ends.
 ///
