@@ -121,6 +121,7 @@ impl fmt::Display for MemoryMap {
         };
         line("holes", stats.hole_bytes, "")?;
         line("zombies", stats.zombie_bytes, ", to be unmapped when the GPU has finished there")?;
+        line("asleep", stats.asleep_bytes, ", in use or not, whose memory is the device's")?;
         if !self.largest_free.is_empty() {
             write!(f, "\nlargest free")?;
         }
@@ -205,6 +206,7 @@ mod tests {
                 live_bytes: 20 << 20,
                 live_count: 7,
                 idle_bytes: 2 << 20,
+                asleep_bytes: 6 << 20,
                 reserved_bytes: 1 << 30,
                 page_size_bytes: 2 << 20,
                 ..Stats::default()
@@ -232,6 +234,7 @@ mod tests {
             "in use      20 MiB in 7 allocations",
             "idle        2 MiB",
             "addresses     1 GiB",
+            "asleep      6 MiB, in use or not,",
             "4.50 KiB    at 0x900000 for stream 9,",
             "[*n] holes\n  [1][-2][3]",
         ] {
