@@ -10,7 +10,7 @@ use vpmm::{
 
 use crate::graph;
 use crate::rig::{GRANULE, LIMIT, Profile};
-use crate::support::Rig;
+use crate::support::{Rig, call};
 
 #[test]
 fn the_limit_is_for_all_heaps_together() {
@@ -758,4 +758,43 @@ fn an_error_says_what_all_heaps_hold() {
             watched.assert_intact();
         }
     });
+}
+
+/// A driver call fails as a graph's memory goes: it is tried again, as a trim's would be, and nothing is lost.
+#[test]
+fn a_graphs_memory_that_does_not_go_at_once_goes_later() {
+    use cuda_sys::types::CUresult;
+    for call in ["cuMemUnmap", "cuMemRelease"] {
+        for profile in Profile::BOTH {
+            let rig = Rig::simulated(Schedule::Eager);
+            let sim = rig.sim.as_ref().expect("a simulator");
+            let watched = rig.pool(profile, Location::Device);
+            let (pool, stream) = (&watched.pool, rig.stream());
+            let before = rig.device.free_memory().unwrap();
+            let graphs = pool.graph_pool().unwrap();
+            graphs.begin(&stream).unwrap();
+            let held = [4, 2].map(|of| pool.malloc(of * GRANULE as usize, &stream).unwrap());
+            held.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+            graphs.end(&stream).unwrap();
+            // Another call of the pool sees to it when the stream has come so far.
+            let stall = rig.stall(stream.handle());
+            graphs.release(&stream).unwrap();
+            drop(stall);
+            call!(rig.driver, cuStreamSynchronize(stream.handle().raw()));
+            for n in 1..40 {
+                sim.fail_nth(call, n, CUresult::CUDA_ERROR_UNKNOWN);
+            }
+            let mut given = pool.trim_to(0).unwrap();
+            sim.clear_faults();
+            assert!(given < 6 * GRANULE, "{call}: {given}");
+            watched.validate();
+            given += pool.trim_to(0).unwrap();
+            assert_eq!(given, 6 * GRANULE, "{call}, {profile:?}");
+            assert_eq!(pool.stats().mapped_bytes, 0);
+            assert_eq!(rig.device.free_memory().unwrap(), before, "{call}, {profile:?}");
+            let all = pool.malloc((LIMIT * GRANULE) as usize, &stream).unwrap();
+            pool.free(all, &stream).unwrap();
+            watched.assert_intact();
+        }
+    }
 }

@@ -245,19 +245,23 @@ impl Graph {
         self.frees_have_passed(wait)
     }
 
-    /// Ends the heap of a graph that is [quiet](Self::is_quiet) where nothing of it is in use: how much it held,
-    /// once. Other threads may have come to it in the list, and wait here.
-    pub(super) fn end_unused(&self) -> Result<Option<u64>> {
+    /// Gives back what the heap of a graph holds that is [quiet](Self::is_quiet), where nothing of it is in use: the
+    /// bytes that went back, and whether that was the heap's end, once. Other threads may have come to it in the list,
+    /// and wait here.
+    pub(super) fn end_unused(&self) -> Result<Option<(u64, bool)>> {
         let mut end = lock(&self.end);
         let End::Ahead(last) = &mut *end else { return Ok(None) };
         // A capture of another graph's may have freed the last of it just now.
         if !self.core.is_unused(last)? || !lock(&self.freed).is_empty() {
             return Ok(None);
         }
-        let mapped = self.core.stats().mapped_bytes;
-        *end = End::Over;
-        self.core.retire_unused();
-        Ok(Some(mapped))
+        // What the driver refuses now would be lost with the heap.
+        let (given, is_all) = self.core.give_all_back()?;
+        if is_all {
+            *end = End::Over;
+            self.core.retire_unused();
+        }
+        Ok(Some((given, is_all)))
     }
 
     /// A request on a stream of the capture that the graph's pool is open to.

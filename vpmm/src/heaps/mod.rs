@@ -481,10 +481,14 @@ impl Heaps {
             match member {
                 Member::Graph(graph) => {
                     if graph.is_quiet(wait).unwrap_or(false)
-                        && let Ok(Some(mapped)) = graph.end_unused()
+                        && let Ok(Some((given, is_over))) = graph.end_unused()
                     {
-                        self.remove(&graph);
-                        count(mapped);
+                        if is_over {
+                            self.remove(&graph);
+                        }
+                        if is_over || given > 0 {
+                            count(given);
+                        }
                     }
                 }
                 Member::Tagged(heap) => match heap.release_kept() {

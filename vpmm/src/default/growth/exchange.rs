@@ -48,7 +48,7 @@ impl Space {
     fn take_shortest(&mut self, tags: &Tags, granules: u64, window: Range<u32>) -> Vec<Run> {
         let granule_units = self.memory.granule_units();
         let stretches = self.stretches();
-        let mut found = self.of_the_past(&stretches);
+        let mut found = self.movable(&stretches);
         found.retain(|(extent, ..)| {
             extent.end() * granule_units <= window.start
                 || window.end <= extent.start * granule_units

@@ -77,6 +77,25 @@ impl Core {
         failed.map_or(looked.map(|()| released), Err)
     }
 
+    /// Gives back all that a heap holds which [nothing uses](Self::is_unused), and asks no stream anything: the bytes
+    /// that went back, and whether all has. What the driver refuses stays, to be tried again.
+    pub(crate) fn give_all_back(&self) -> Result<(u64, bool)> {
+        let _context = self.device.enter()?;
+        let _growing = lock(&self.growing);
+        let refused = self.reap(u64::MAX, Duration::MAX);
+        let runs = {
+            let mut space = self.space.lock();
+            let stretches = stretches_of(space.every_free_block());
+            let found = space.movable(&stretches);
+            space.take_runs(&self.tags, found, &stretches)
+        };
+        let given: u64 = runs.iter().filter_map(|run| self.give_back(run).ok()).sum();
+        let given = given + self.retry_orphans();
+        let space = self.space.lock();
+        let is_empty = space.memory.mapped() == 0 && space.orphans.is_empty();
+        Ok((given, refused.is_none() && is_empty))
+    }
+
     /// Waits on the host for what was freed so far, as far as events tell of it or `with_device`: a trim finds it
     /// then, also where its stream goes on.
     pub(in crate::default) fn wait_for_past(&self, with_device: bool) -> Result<()> {
@@ -170,21 +189,37 @@ impl Core {
     }
 }
 
+/// Free blocks in stretches.
+fn stretches_of<'a>(blocks: impl Iterator<Item = &'a Block>) -> Vec<Stretch> {
+    let mut blocks: Vec<(u32, u32, u32, Owner)> =
+        blocks.map(|block| (block.id(), block.start(), block.end(), block.owner())).collect();
+    blocks.sort_unstable_by_key(|block| block.1);
+    let mut stretches: Vec<Stretch> = Vec::new();
+    for block in blocks {
+        let (_, start, end, _) = block;
+        match stretches.last_mut() {
+            Some(last) if last.end == start => {
+                last.end = end;
+                last.blocks.push(block);
+            }
+            _ => stretches.push(Stretch { start, end, blocks: [block].into_iter().collect() }),
+        }
+    }
+    stretches
+}
+
 impl Space {
     /// Takes extents out that are wholly free and of the past, as far as more than `keep_bytes` is
     /// held without them, in runs of neighbours.
     fn take_surplus(&mut self, tags: &Tags, keep_bytes: u64) -> Vec<Run> {
         let stretches = self.stretches();
-        let mut found = self.of_the_past(&stretches);
+        let mut found = self.movable(&stretches);
         self.retain_surplus(&mut found, keep_bytes);
         self.take_runs(tags, found, &stretches)
     }
 
-    /// The extents that are wholly free and of the past, each with its number and its stretch.
-    pub(in crate::default) fn of_the_past(
-        &self,
-        stretches: &[Stretch],
-    ) -> Vec<(Resident, u32, usize)> {
+    /// The extents that lie wholly in these stretches and may go, each with its number and its stretch.
+    pub(in crate::default) fn movable(&self, stretches: &[Stretch]) -> Vec<(Resident, u32, usize)> {
         let mut found = Vec::new();
         for (at, stretch) in stretches.iter().enumerate() {
             self.extents_within(stretch.start, stretch.end, |number, extent| {
@@ -233,22 +268,7 @@ impl Space {
 
     /// Free memory of the past in stretches, each by address, whoever owns its parts.
     pub(in crate::default) fn stretches(&self) -> Vec<Stretch> {
-        let blocks = self.blocks_of_the_past();
-        let mut blocks: Vec<(u32, u32, u32, Owner)> =
-            blocks.map(|block| (block.id(), block.start(), block.end(), block.owner())).collect();
-        blocks.sort_unstable_by_key(|block| block.1);
-        let mut stretches: Vec<Stretch> = Vec::new();
-        for block in blocks {
-            let (_, start, end, _) = block;
-            match stretches.last_mut() {
-                Some(last) if last.end == start => {
-                    last.end = end;
-                    last.blocks.push(block);
-                }
-                _ => stretches.push(Stretch { start, end, blocks: [block].into_iter().collect() }),
-            }
-        }
-        stretches
+        stretches_of(self.blocks_of_the_past())
     }
 
     /// Keeps of the extents those that are to go: the longest that are not too long, and where
