@@ -798,3 +798,31 @@ fn a_graphs_memory_that_does_not_go_at_once_goes_later() {
         }
     }
 }
+
+/// What a heap has given back serves another's request also where a call of the driver fails after that.
+#[test]
+fn a_request_has_what_a_heap_gave_back_before_it_failed() {
+    for tagged_asks in [false, true] {
+        let sim = cuda_sim::Simulator::builder().memory_bytes(12 * GRANULE).build().unwrap();
+        let device = vpmm::Driver::new(sim.driver()).unwrap().device(0).unwrap();
+        let mut config = vpmm::PoolConfig::default();
+        (config.moves_per_second, config.out_of_memory) = (0, WaitPolicy::FailAtOnce);
+        let pool = Pool::new(&device, &config).unwrap();
+        let (tagged, stream) = (pool.tagged("weights").unwrap(), device.stream().unwrap());
+        let malloc = |from_tagged: bool, granules: u64| match from_tagged {
+            true => tagged.malloc((granules * GRANULE) as usize, &stream),
+            false => pool.malloc((granules * GRANULE) as usize, &stream),
+        };
+        let [long, kept, short] = [6, 1, 3].map(|of| malloc(!tagged_asks, of).unwrap());
+        [long, short].into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+        stream.synchronize().unwrap();
+        sim.fail_nth("cuMemUnmap", 2, cuda_sys::types::CUresult::CUDA_ERROR_UNKNOWN);
+        let served = malloc(tagged_asks, 7);
+        sim.clear_faults();
+        let all = [kept, served.expect("what went back before the failure")];
+        all.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+        pool.validate().unwrap();
+        drop((tagged, pool));
+        sim.assert_clean();
+    }
+}

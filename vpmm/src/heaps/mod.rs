@@ -540,7 +540,9 @@ impl Heaps {
                 let _ = heap.wait_for_frees(waits == Waits::Device);
             }
             let (held, before) = (held_bytes(&heap.stats()), budget.room());
-            let given = heap.trim_to(held.saturating_sub(missing)).unwrap_or(0);
+            let trimmed = heap.trim_to(held.saturating_sub(missing));
+            // What went back before a failure has gone back.
+            let given = trimmed.unwrap_or_else(|_| held.saturating_sub(held_bytes(&heap.stats())));
             // What the driver's pool gives back was counted by what was allocated of it: that is no room at the limit.
             let gained = if is_limited { budget.room().saturating_sub(before) } else { given };
             missing = missing.saturating_sub(gained.min(given));
