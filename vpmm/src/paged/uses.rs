@@ -494,9 +494,14 @@ mod tests {
             }
             start.elapsed()
         };
-        let few = frees_among(200);
-        let many = frees_among(if cfg!(miri) { 2_000 } else { 200_000 });
-        assert!(many < 50 * few, "{few:?} among 200, {many:?} among a thousand times as many");
+        // The machine may be busy with something else in either.
+        let is_as_fast = |_| {
+            let few = frees_among(200);
+            let many = frees_among(if cfg!(miri) { 2_000 } else { 200_000 });
+            println!("{few:?} among 200, {many:?} among a thousand times as many");
+            many < 50 * few
+        };
+        assert!((0..8).any(is_as_fast));
     }
 
     #[test]
@@ -520,9 +525,14 @@ mod tests {
             }
             start.elapsed()
         };
-        let few = ends_among(200);
-        let many = ends_among(if cfg!(miri) { 2_000 } else { 200_000 });
-        assert!(many < 50 * few, "{few:?} among 200, {many:?} among a thousand times as many");
+        // The machine may be busy with something else in either.
+        let is_as_fast = |_| {
+            let few = ends_among(200);
+            let many = ends_among(if cfg!(miri) { 2_000 } else { 200_000 });
+            println!("{few:?} among 200, {many:?} among a thousand times as many");
+            many < 50 * few
+        };
+        assert!((0..8).any(is_as_fast));
     }
 
     #[test]
@@ -553,9 +563,14 @@ mod tests {
             assert_eq!(space.next_ready_small(Some(2)), Some(0), "they have waited for that");
             took
         };
-        let few = requests_beside(200);
-        let many = requests_beside(if cfg!(miri) { 2_000 } else { 200_000 });
-        assert!(many < 50 * few, "{few:?} beside 200, {many:?} beside a thousand times as many");
+        // The machine may be busy with something else in either.
+        let is_as_fast = |_| {
+            let few = requests_beside(200);
+            let many = requests_beside(if cfg!(miri) { 2_000 } else { 200_000 });
+            println!("{few:?} beside 200, {many:?} beside a thousand times as many");
+            many < 50 * few
+        };
+        assert!((0..8).any(is_as_fast));
     }
 
     /// Each pass is a matter of the frees that waited for it.

@@ -501,9 +501,14 @@ mod tests {
             assert_eq!(ages, regions);
             took
         };
-        let few = entries_beside(OLDER);
-        let many = entries_beside(if cfg!(miri) { 2_000 } else { 200_000 });
-        assert!(many < 50 * few, "{few:?} beside 200, {many:?} beside a thousand times as many");
+        // The machine may be busy with something else in either.
+        let is_as_fast = |_| {
+            let few = entries_beside(OLDER);
+            let many = entries_beside(if cfg!(miri) { 2_000 } else { 200_000 });
+            println!("{few:?} beside 200, {many:?} beside a thousand times as many");
+            many < 50 * few
+        };
+        assert!((0..8).any(is_as_fast));
     }
 
     #[test]
