@@ -826,3 +826,26 @@ fn a_request_has_what_a_heap_gave_back_before_it_failed() {
         sim.assert_clean();
     }
 }
+
+/// What one heap's trim fails at is told, and the others are trimmed all the same.
+#[test]
+fn a_trim_that_fails_for_one_heap_trims_the_others() {
+    for profile in Profile::BOTH {
+        let rig = Rig::simulated(Schedule::Eager);
+        let sim = rig.sim.as_ref().expect("a simulator");
+        let watched = rig.pool(profile, Location::Device);
+        let (pool, stream) = (&watched.pool, rig.stream());
+        let tagged = pool.tagged("weights").unwrap();
+        let of_tagged = tagged.malloc(3 * GRANULE as usize, &stream);
+        let held = [of_tagged, pool.malloc(2 * GRANULE as usize, &stream)];
+        held.into_iter().for_each(|ptr| pool.free(ptr.unwrap(), &stream).unwrap());
+        stream.synchronize().unwrap();
+        sim.fail_nth("cuMemUnmap", 1, cuda_sys::types::CUresult::CUDA_ERROR_UNKNOWN);
+        let failed = pool.trim_to(0);
+        assert!(matches!(failed, Err(Error::Driver { call: "cuMemUnmap", .. })), "{failed:?}");
+        let left = [tagged.stats(), pool.stats()].map(|stats| stats.mapped_bytes / GRANULE);
+        assert_eq!(left, [0, 2], "{profile:?}");
+        assert_eq!(pool.trim_to(0).unwrap(), 2 * GRANULE);
+        watched.assert_intact();
+    }
+}

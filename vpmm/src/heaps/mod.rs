@@ -651,7 +651,7 @@ impl Heaps {
     }
 
     /// Trims the main heap and those tagged heaps that are awake, until all heaps together hold no
-    /// more than this; graphs' memory stays.
+    /// more than this; graphs' memory stays. What fails for one is told when all were trimmed.
     pub(crate) fn trim_to(&self, keep_bytes: u64) -> Result<u64> {
         let mut given = self.reap_bytes(false).unwrap_or(0);
         let members = self.members();
@@ -663,12 +663,16 @@ impl Heaps {
         });
         let held = |stats: Stats| held_bytes(&stats);
         let mut all = held(self.main.stats()) + held(self.stats());
+        let mut failed = Ok(());
         for heap in std::iter::once(self.main.as_ref() as &dyn Heap).chain(tagged) {
             let others = all.saturating_sub(held(heap.stats()));
-            given += heap.trim_to(keep_bytes.saturating_sub(others))?;
+            match heap.trim_to(keep_bytes.saturating_sub(others)) {
+                Ok(bytes) => given += bytes,
+                Err(error) => failed = failed.and(Err(error)),
+            }
             all = others + held(heap.stats());
         }
-        Ok(given)
+        failed.map(|()| given)
     }
 
     pub(crate) fn reset_peaks(&self) {
