@@ -112,6 +112,9 @@ pub enum Problem {
     /// A zero byte, of which a log has some at its end only.
     #[error("zero bytes, and others behind them: this is no trace, or a damaged one")]
     Zeroes,
+    /// So many zero bytes that their end is not waited for.
+    #[error("more than {0} zero bytes: this is no trace")]
+    EndlessZeroes(u64),
     /// A carriage return that is not at the line's end.
     #[error("a carriage return within the line: lines end with a line feed, or with both")]
     CarriageReturn,

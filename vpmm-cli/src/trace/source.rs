@@ -12,6 +12,10 @@ use super::row::WHOLE_ROW;
 /// into memory whole before the first complaint.
 const LONGEST_LINE_BYTES: usize = 64 << 10;
 
+/// More zeroes at the end are refused: a device such as /dev/zero has no end of them. Logs are written ahead by far
+/// less.
+const MOST_ZEROES: u64 = 64 << 20;
+
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
@@ -80,10 +84,14 @@ impl<'a> Lines<'a> {
         };
         // A log that is written ahead, and whose program was killed, has zeroes behind its last row.
         if let Some(zero) = self.line.iter().position(|byte| *byte == 0) {
-            let is_over = self.line[zero..].iter().all(|byte| *byte == 0)
-                && is_zero_to_the_end(&mut self.source).map_err(unreadable)?;
-            if !is_over {
-                return Err(refused(Problem::Zeroes));
+            let rest = match self.line[zero..].iter().all(|byte| *byte == 0) {
+                true => zeroes_to_the_end(&mut self.source).map_err(unreadable)?,
+                false => Rest::Others,
+            };
+            match rest {
+                Rest::Zeroes => {}
+                Rest::Others => return Err(refused(Problem::Zeroes)),
+                Rest::Endless => return Err(refused(Problem::EndlessZeroes(MOST_ZEROES))),
             }
             self.line.truncate(zero);
             if self.line.is_empty() {
@@ -130,13 +138,21 @@ impl<R: BufRead> Read for Gzip<R> {
                 return Ok(read);
             }
             let Some(mut rest) = self.member.take().map(GzDecoder::into_inner) else { break };
+            let refused = |text: String| Err(io::Error::new(io::ErrorKind::InvalidData, text));
             match rest.fill_buf()?.first().copied() {
                 None => {}
-                Some(0) if is_zero_to_the_end(&mut rest)? => {}
-                Some(0) => {
-                    let text = "zero bytes behind the gzip data, and others behind them";
-                    return Err(io::Error::new(io::ErrorKind::InvalidData, text));
-                }
+                Some(0) => match zeroes_to_the_end(&mut rest)? {
+                    Rest::Zeroes => {}
+                    Rest::Others => {
+                        let text = "zero bytes behind the gzip data, and others behind them";
+                        return refused(text.to_owned());
+                    }
+                    Rest::Endless => {
+                        let text =
+                            format!("more than {MOST_ZEROES} zero bytes behind the gzip data");
+                        return refused(text);
+                    }
+                },
                 Some(_) => self.member = Some(GzDecoder::new(rest)),
             }
         }
@@ -144,17 +160,30 @@ impl<R: BufRead> Read for Gzip<R> {
     }
 }
 
-/// Reads on; `false` at the first byte that is not zero.
-fn is_zero_to_the_end(source: &mut impl BufRead) -> io::Result<bool> {
-    loop {
+/// What follows.
+enum Rest {
+    /// Zeroes to the end, or nothing.
+    Zeroes,
+    /// Another byte.
+    Others,
+    /// More than [`MOST_ZEROES`].
+    Endless,
+}
+
+/// Reads on, to the first byte that is not zero.
+fn zeroes_to_the_end(source: &mut impl BufRead) -> io::Result<Rest> {
+    let mut zeroes = 0;
+    while zeroes <= MOST_ZEROES {
         let part = source.fill_buf()?;
         if part.iter().any(|byte| *byte != 0) {
-            return Ok(false);
+            return Ok(Rest::Others);
         }
         let length = part.len();
         if length == 0 {
-            return Ok(true);
+            return Ok(Rest::Zeroes);
         }
         source.consume(length);
+        zeroes += length as u64;
     }
+    Ok(Rest::Endless)
 }

@@ -306,6 +306,25 @@ fn zeroes_at_the_end_are_no_rows() {
     }
 }
 
+/// As of /dev/zero, plain or behind what looks like a log.
+#[test]
+fn zeroes_without_end_are_no_trace() {
+    let mut gz = GzEncoder::new(Vec::new(), Compression::fast());
+    gz.write_all(HEADER.as_bytes()).unwrap();
+    let gz = gz.finish().unwrap();
+    for head in [&b""[..], HEADER.as_bytes(), &gz] {
+        let (told, heard) = std::sync::mpsc::channel();
+        let head = head.to_vec();
+        std::thread::spawn(move || {
+            let endless = std::io::Cursor::new(head).chain(std::io::repeat(0));
+            let error = Trace::read("t.csv", endless).expect_err("endless").to_string();
+            told.send(error).unwrap();
+        });
+        let error = heard.recv_timeout(std::time::Duration::from_secs(60)).expect("an end");
+        assert!(error.contains("more than 67108864 zero bytes"), "{error}");
+    }
+}
+
 #[test]
 fn a_line_without_end_is_refused_early() {
     let error = refused(&"x".repeat(1 << 20));
