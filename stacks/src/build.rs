@@ -1,5 +1,6 @@
 //! Resources made of what a stack says.
 
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -134,19 +135,45 @@ impl Built {
 
     /// How many stand on each other, with it.
     fn height(&self) -> usize {
-        let bins = self.bins().iter().map(|bin| bin.height()).max();
-        1 + self.below.max(bins.unwrap_or(0))
+        self.height_by(&mut HashMap::new())
+    }
+
+    /// The same, each asked once: bins may stand on the same ones.
+    fn height_by(&self, known: &mut HashMap<usize, usize>) -> usize {
+        if let Some(height) = known.get(&self.place()) {
+            return *height;
+        }
+        let bins = self.bins().clone();
+        let bins = bins.iter().map(|bin| bin.height_by(known)).max();
+        let height = 1 + self.below.max(bins.unwrap_or(0));
+        known.insert(self.place(), height);
+        height
+    }
+
+    /// What tells it from all others that there are; clones have the same.
+    fn place(&self) -> usize {
+        Arc::as_ptr(&self.bins).addr()
     }
 
     fn bins(&self) -> MutexGuard<'_, Vec<Arc<Self>>> {
         self.bins.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether it is another one, or its requests come there.
+    /// Whether it is another one, or its requests come there. Each is looked at once: bins may stand on the same ones.
     fn stands_on(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.bins, &other.bins)
-            || self.upstream.iter().any(|upstream| upstream.stands_on(other))
-            || self.bins().iter().any(|bin| bin.stands_on(other))
+        let mut seen = HashSet::new();
+        let mut left = vec![self.clone()];
+        while let Some(next) = left.pop() {
+            if Arc::ptr_eq(&next.bins, &other.bins) {
+                return true;
+            }
+            if seen.insert(next.place()) {
+                left.extend(
+                    next.upstream.iter().chain(next.bins().iter()).map(|on| Self::clone(on)),
+                );
+            }
+        }
+        false
     }
 }
 
@@ -375,6 +402,31 @@ mod tests {
                 assert!(built.is_ok(), "{text}: {built:?}");
             }
         }
+    }
+
+    /// Were each way down gone for itself, there would be as many as two to the power of the height.
+    #[test]
+    fn bins_that_share_what_is_below_them_are_soon_added() {
+        let (told, heard) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let host = || Arc::new(Built::new(Arc::new(HostMalloc::new()), None));
+            let add = |to: &Built, bin: &Arc<Built>| to.with_bin(bin, || Ok::<_, ()>(()));
+            let mut top = host();
+            for _ in 0..40 {
+                let (left, right, next) = (host(), host(), host());
+                for bin in [&left, &right] {
+                    assert_eq!(add(bin, &top), Some(Ok(())));
+                    assert_eq!(add(&next, bin), Some(Ok(())));
+                }
+                top = next;
+            }
+            assert!(top.check_room(MOST_IN_ALL - 81).is_ok());
+            assert!(top.check_room(MOST_IN_ALL - 80).is_err());
+            let bottom = Arc::clone(&top.bins()[0].bins()[0]);
+            assert_eq!(add(&bottom, &top), None, "it would go round");
+            told.send(()).unwrap();
+        });
+        assert_eq!(heard.recv_timeout(std::time::Duration::from_secs(20)), Ok(()));
     }
 
     /// Were each to ask twice, it would take as good as for ever.
