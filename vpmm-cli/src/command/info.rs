@@ -3,11 +3,11 @@
 use std::io::Write;
 use std::ops::Range;
 
-use cuda_sys::types::CUdevice_attribute;
+use cuda_sys::types::{CUdevice_attribute, CUresult};
 use cuda_sys::version::Version;
 use cuda_sys::{LoadError, Runtime};
 use serde::Serialize;
-use vpmm::Driver;
+use vpmm::{Driver, Error};
 
 use crate::args::InfoArgs;
 use crate::bytes::ByteCount;
@@ -44,9 +44,9 @@ struct RuntimeInfo {
 #[derive(Debug, Serialize)]
 struct DeviceInfo {
     ordinal: u32,
-    name: String,
-    compute_capability: String,
-    total_bytes: u64,
+    name: Option<String>,
+    compute_capability: Option<String>,
+    total_bytes: Option<u64>,
     /// Needs a context.
     free_bytes: Option<u64>,
     /// The least bytes of one physical handle.
@@ -56,12 +56,14 @@ struct DeviceInfo {
     costs: Option<Vec<HandleCosts>>,
     /// Why there is no context: a device that is full, or in exclusive use, gives none.
     no_context: Option<String>,
+    /// What the driver failed to tell, with why: it is `None` above.
+    refused: Vec<String>,
 }
 
 #[derive(Debug, Serialize)]
 struct Attribute {
     name: &'static str,
-    /// `None` where the driver does not know it.
+    /// `None` where the driver does not know it, or did not tell.
     value: Option<i32>,
 }
 
@@ -169,30 +171,48 @@ fn runtime() -> Result<RuntimeInfo, LoadError> {
 fn device_info(driver: &Driver, ordinal: u32) -> vpmm::Result<DeviceInfo> {
     use CUdevice_attribute as A;
     let device = Bare::find(driver, ordinal)?;
-    let major = device.attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-    let minor = device.attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-    let attributes = ATTRIBUTES
-        .into_iter()
-        .map(|(name, attribute)| Attribute { name, value: device.attribute(attribute).ok() })
-        .collect();
+    let mut refused = Vec::new();
+    let major = device.attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+    let minor = device.attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+    let capability = major.and_then(|major| Ok(format!("{major}.{}", minor?)));
+    let attributes = ATTRIBUTES.into_iter().map(|(name, attribute)| {
+        let value = match device.attribute(attribute) {
+            Err(Error::Driver { code: CUresult::CUDA_ERROR_INVALID_VALUE, .. }) => None,
+            told => told_or(&mut refused, name, told),
+        };
+        Attribute { name, value }
+    });
+    let attributes = attributes.collect();
     Ok(DeviceInfo {
         ordinal,
-        name: device.name()?,
-        compute_capability: format!("{major}.{minor}"),
-        total_bytes: device.total_memory()?,
+        name: told_or(&mut refused, "name", device.name()),
+        compute_capability: told_or(&mut refused, "compute capability", capability),
+        total_bytes: told_or(&mut refused, "memory", device.total_memory()),
         free_bytes: None,
         granularity_bytes: None,
         attributes,
         costs: None,
         no_context: None,
+        refused,
     })
 }
 
+/// An answer, or a note of what was asked and why there is none.
+fn told_or<T>(refused: &mut Vec<String>, what: &str, told: vpmm::Result<T>) -> Option<T> {
+    told.map_err(|why| refused.push(format!("{what}: {why}"))).ok()
+}
+
 impl DeviceInfo {
+    fn has_refused(&self, what: &str) -> bool {
+        let of_it = |why: &String| why.strip_prefix(what).is_some_and(|rest| rest.starts_with(':'));
+        self.refused.iter().any(of_it)
+    }
+
     /// Adds what needs a context, or why there is none.
     fn look_into(&mut self, opened: vpmm::Result<Machine>, costs: bool) {
         let looked = opened.and_then(|machine| {
-            self.free_bytes = machine.device().free_memory().ok();
+            let free = machine.device().free_memory();
+            self.free_bytes = told_or(&mut self.refused, "free memory", free);
             self.granularity_bytes = machine.device().granularity().ok();
             if costs {
                 self.costs = Some(handle_costs(&machine)?);
@@ -231,10 +251,13 @@ fn show(info: &Info, out: &mut dyn Write) -> std::io::Result<()> {
         writeln!(
             out,
             "\ndevice {}: {}, compute capability {}",
-            device.ordinal, device.name, device.compute_capability
+            device.ordinal,
+            device.name.as_deref().unwrap_or("?"),
+            device.compute_capability.as_deref().unwrap_or("?")
         )?;
-        let free = device.free_bytes.map_or_else(|| "?".into(), |b| ByteCount(b).to_string());
-        line(out, "memory", &format!("{}, {free} free", ByteCount(device.total_bytes)))?;
+        let bytes = |told: Option<u64>| told.map_or("?".into(), |b| ByteCount(b).to_string());
+        let (total, free) = (bytes(device.total_bytes), bytes(device.free_bytes));
+        line(out, "memory", &format!("{total}, {free} free"))?;
         let granularity = device.granularity_bytes.map_or_else(
             || if device.no_context.is_some() { "?" } else { "none" }.to_owned(),
             |bytes| match bytes % (1 << 20) {
@@ -246,8 +269,12 @@ fn show(info: &Info, out: &mut dyn Write) -> std::io::Result<()> {
         if let Some(why) = &device.no_context {
             line(out, "no context", why)?;
         }
+        for why in &device.refused {
+            line(out, "not told", why)?;
+        }
         for attribute in &device.attributes {
             let value = match attribute.value {
+                None if device.has_refused(attribute.name) => "?".to_owned(),
                 None => "unknown to the driver".to_owned(),
                 Some(value) if attribute.name.ends_with("types") => format!("{value:#x}"),
                 Some(0) => "no".to_owned(),
@@ -284,9 +311,54 @@ fn line(out: &mut dyn Write, name: &str, value: &str) -> std::io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use cuda_sys::types::CUresult;
-
     use super::*;
+
+    /// What one device does not tell hides neither the rest of it nor the others.
+    #[test]
+    fn what_a_device_refuses_is_told() {
+        let simulator = cuda_sim::Simulator::builder().devices(2).build().unwrap();
+        let driver = Driver::new(simulator.driver()).unwrap();
+        let functions = [
+            ("cuDeviceGetAttribute", 2 + ATTRIBUTES.len() as u64),
+            ("cuDeviceGetName", 1),
+            ("cuDeviceTotalMem_v2", 1),
+            ("cuMemGetInfo_v2", 1),
+        ];
+        for (refused, calls) in functions {
+            for nth in 1..=calls {
+                simulator.fail_nth(refused, nth, CUresult::CUDA_ERROR_UNKNOWN);
+                let mut info = collect_of(&driver, 0..2, None, false).unwrap();
+                let (whole, lacking) = (info.pop().unwrap(), info.pop().unwrap());
+                assert!(whole.refused.is_empty(), "{whole:?}");
+                assert_eq!(lacking.refused.len(), 1, "{lacking:?}");
+                assert!(lacking.refused[0].contains(refused), "{lacking:?}");
+                let lacks = [
+                    lacking.name.is_none(),
+                    lacking.compute_capability.is_none(),
+                    lacking.total_bytes.is_none(),
+                    lacking.free_bytes.is_none(),
+                    lacking.attributes.iter().any(|attribute| attribute.value.is_none()),
+                ];
+                assert_eq!(lacks.iter().filter(|lacks| **lacks).count(), 1, "{lacking:?}");
+                let text = shown(lacking);
+                assert!(text.contains(refused) && text.contains('?'), "{text}");
+            }
+        }
+        // An older driver's answer for what it does not know.
+        simulator.fail_nth("cuDeviceGetAttribute", 3, CUresult::CUDA_ERROR_INVALID_VALUE);
+        let info = collect_of(&driver, 0..1, None, false).unwrap().remove(0);
+        assert!(info.refused.is_empty() && info.attributes[0].value.is_none(), "{info:?}");
+        assert!(shown(info).contains("unknown to the driver"));
+    }
+
+    fn shown(device: DeviceInfo) -> String {
+        let none = || Some("none".to_owned());
+        let (no_driver, no_runtime) = (none(), none());
+        let (driver, runtime, devices) = (None, None, vec![device]);
+        let mut out = Vec::new();
+        show(&Info { driver, no_driver, runtime, no_runtime, devices }, &mut out).unwrap();
+        String::from_utf8(out).unwrap()
+    }
 
     /// A context takes memory of the device.
     #[test]
@@ -305,12 +377,7 @@ mod tests {
         assert!(free.costs.is_some(), "{free:?}");
         assert!(collect_of(&driver, 0..3, None, false).is_err(), "one that is not there");
 
-        let (driver, devices) = (None, vec![full]);
-        let none = || Some("none".to_owned());
-        let (no_driver, runtime, no_runtime) = (none(), None, none());
-        let mut out = Vec::new();
-        show(&Info { driver, no_driver, runtime, no_runtime, devices }, &mut out).unwrap();
-        let text = String::from_utf8(out).unwrap();
+        let text = shown(full);
         assert!(text.contains("? free") && text.contains(retain), "{text}");
     }
 }
