@@ -153,7 +153,7 @@ impl Physical {
     /// Whether there is such a place.
     pub(crate) fn has(&self, seat: Seat) -> bool {
         match seat {
-            Seat::Device(index) => index + 1 < self.devices.len(),
+            Seat::Device(index) => index < self.devices.len() - 1,
             Seat::Host => self.limit(HOST) > 0,
             Seat::HostNuma(node) => self.limit(HOST) > 0 && (0..NUMA_NODES).contains(&node),
         }

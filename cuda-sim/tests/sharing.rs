@@ -137,6 +137,10 @@ fn what_cannot_be_shared() {
     assert_eq!(code, CUresult::CUDA_ERROR_INVALID_VALUE);
     let foreign = std::fs::File::open("/dev/null").unwrap();
     assert_eq!(gpu.import(&foreign), Err(CUresult::CUDA_ERROR_UNKNOWN));
+    let name = std::ffi::CString::new(format!("cuda-sim:device={}", usize::MAX)).unwrap();
+    let named = rustix::fs::memfd_create(&name, rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    assert_eq!(gpu.import(&named), Err(CUresult::CUDA_ERROR_INVALID_DEVICE));
+    gpu.sim.assert_clean();
     // A file of a device that this machine does not have.
     let owner = Gpu::new(Simulator::builder().devices(2));
     let mut handle = 0;
