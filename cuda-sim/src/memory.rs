@@ -13,7 +13,7 @@ use smallvec::SmallVec;
 use crate::address::AddressSpace;
 use crate::context::ContextKey;
 use crate::physical::{Physical, Seat};
-use crate::race::{Access, AccessKind, Clock, Detector, PhysicalId, StreamKey};
+use crate::race::{self, Access, AccessKind, Clock, Detector, PhysicalId, StreamKey};
 use crate::report::Findings;
 
 type Done = Result<(), CUresult>;
@@ -248,6 +248,19 @@ fn overlap(one: &Pieces, other: &Pieces) -> bool {
     })
 }
 
+fn given_back_text(
+    what: &str,
+    stream: StreamKey,
+    kind: AccessKind,
+    address: u64,
+    free: &race::Work,
+) -> String {
+    format!(
+        "`{what}` on {stream}: {kind} at {address:#x} of memory that `{}` on {} gave back before",
+        free.what, free.stream
+    )
+}
+
 /// An aligned word, which both the device and the host may reach at any time.
 enum Word {
     Four(NonNull<AtomicU32>),
@@ -444,6 +457,17 @@ impl DeviceMemory<'_> {
         Ok(())
     }
 
+    /// Reports a word that is read or written by [`Self::load`] or [`Self::store`] where the memory was given back
+    /// before: it takes part in no race, but is somebody's all the same.
+    pub(crate) fn detect_gone(&mut self, address: u64, bytes: u64, kind: AccessKind) {
+        let Space { addresses, detector: Some(detector), .. } = &*self.space else { return };
+        let Some((start, mapping)) = addresses.mapping(address) else { return };
+        let range = address - start..address - start + bytes;
+        if let Some(free) = detector.given_back(mapping.physical, &range, self.clock) {
+            self.findings.misuse(given_back_text(self.what, self.stream, kind, address, free));
+        }
+    }
+
     /// Copies from host memory that the device cannot reach by itself.
     ///
     /// # Safety
@@ -562,11 +586,7 @@ impl DeviceMemory<'_> {
         let mut check = |physical, range| {
             let (stream, clock, what) = (self.stream, self.clock, &**self.what);
             if let Some(free) = detector.given_back(physical, &range, clock) {
-                self.findings.misuse(format!(
-                    "`{what}` on {stream}: {kind} at {address:#x} of memory that `{}` on {} gave \
-                     back before",
-                    free.what, free.stream
-                ));
+                self.findings.misuse(given_back_text(what, stream, kind, address, free));
             }
             let access = Access { physical, range, kind, stream, clock, what };
             self.findings.races(detector.access(access));

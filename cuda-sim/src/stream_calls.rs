@@ -267,6 +267,7 @@ pub(crate) mod values {
     use cuda_sys::types::{CUresult, CUstream};
 
     use crate::call::Call;
+    use crate::race::AccessKind;
     use crate::stream::{Kernel, Work};
 
     fn write(
@@ -286,7 +287,9 @@ pub(crate) mod values {
         call.cost = Some(call.costs.write_value(flags == 0));
         let kernel: Kernel =
             Arc::new(Mutex::new(move |memory: &mut crate::memory::DeviceMemory<'_>| {
-                memory.store(address, value, bytes)
+                memory.store(address, value, bytes)?;
+                memory.detect_gone(address, bytes, AccessKind::Write);
+                Ok(())
             }));
         let what = call.name.into();
         call.submit(stream, Work::Kernel(kernel), &what).map(|_| ())
@@ -308,9 +311,14 @@ pub(crate) mod values {
         if condition > 3 || !aligned || !call.space.accessible(device, address, bytes, false) {
             return Err(CUresult::CUDA_ERROR_INVALID_VALUE);
         }
+        let mut looked = false;
         let kernel: Kernel =
             Arc::new(Mutex::new(move |memory: &mut crate::memory::DeviceMemory<'_>| {
                 let word = memory.load(address, bytes)?;
+                // Not once for each time that it is looked at.
+                if !std::mem::replace(&mut looked, true) {
+                    memory.detect_gone(address, bytes, AccessKind::Read);
+                }
                 // The difference is taken as a signed number of the word's width.
                 let ahead = match bytes {
                     4 => i64::from((word as u32).wrapping_sub(value as u32) as i32),

@@ -188,6 +188,33 @@ fn no_use_comes_after_the_free() {
     }
 }
 
+/// Words that are written and waited for order nothing and race with nothing, but are somebody's too.
+#[test]
+fn no_word_is_used_after_the_free() {
+    let gpu = Gpu::new(Simulator::builder().schedule(LATE));
+    gpu.keep_everything();
+    let stream = gpu.stream();
+    let block = gpu.take(MIB, stream);
+    ok!(gpu, cuStreamWriteValue64_v2(stream, block, 7, 0));
+    ok!(gpu, cuStreamWaitValue32_v2(stream, block, 7, 1));
+    ok!(gpu, cuMemFreeAsync(block, stream));
+    ok!(gpu, cuCtxSynchronize());
+    gpu.sim.assert_clean();
+    ok!(gpu, cuStreamWriteValue32_v2(stream, block, 8, 0));
+    ok!(gpu, cuCtxSynchronize());
+    ok!(gpu, cuStreamWaitValue32_v2(stream, block, 8, 1));
+    ok!(gpu, cuCtxSynchronize());
+    let misuse = gpu.sim.report().misuse;
+    assert_eq!(misuse.len(), 2, "{misuse:?}");
+    for (what, kind) in misuse.iter().zip(["write", "read"]) {
+        assert!(
+            what.contains(kind) && what.contains("of memory that `cuMemFreeAsync` on"),
+            "{what}"
+        );
+    }
+    assert!(gpu.sim.report().races.is_empty());
+}
+
 /// Small blocks share a granule, so that their addresses stay mapped.
 #[test]
 fn what_cu_mem_free_took_is_used_no_more() {
