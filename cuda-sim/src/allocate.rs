@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cuda_sys::types::{CUcontext, CUmemorytype, CUpointer_attribute, CUresult};
 
-use crate::address::{HOST, Owner};
+use crate::address::{BASE, HOST, Owner};
 use crate::arguments::{In, Out, Untyped};
 use crate::call::Call;
 use crate::context::ContextKey;
@@ -257,8 +257,12 @@ pub(crate) fn host_register(
 ) -> Result<(), CUresult> {
     let context = call.current()?;
     call.forbid_in_capture()?;
-    let goes_beyond = address.0.checked_add(bytes as u64).is_none();
-    if address.0 == 0 || bytes == 0 || goes_beyond || flags > 15 {
+    let end = address.0.checked_add(bytes as u64).ok_or(INVALID)?;
+    if address.0 == 0 || bytes == 0 || flags > 15 {
+        return Err(INVALID);
+    }
+    if end > BASE {
+        call.misuse(&format!("{:#x} to {end:#x} are no addresses of the host", address.0));
         return Err(INVALID);
     }
     let id = call.space.physical.foreign_id();

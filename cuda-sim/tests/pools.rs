@@ -494,6 +494,20 @@ fn copies_do_not_follow_device_addresses_on_the_host() {
     ok!(gpu, cuMemcpyAsync(memory, memory + 4, 4, stream));
 }
 
+/// Device work would follow them as addresses of the host, which they are not.
+#[test]
+fn device_addresses_are_no_host_memory_to_lock() {
+    let gpu = Gpu::new(Simulator::builder());
+    let (stream, memory) = (gpu.stream(), gpu.alloc(MIB));
+    for (at, bytes) in [(memory, MIB), (1 << 12, memory as usize)] {
+        assert_eq!(call!(gpu, cuMemHostRegister_v2(at as *mut _, bytes, 0)), INVALID);
+    }
+    assert_eq!(gpu.sim.report().misuse.len(), 2);
+    gpu.fill(memory, 1, 4, stream);
+    ok!(gpu, cuCtxSynchronize());
+    assert_eq!(gpu.word(memory), 1);
+}
+
 #[test]
 fn copies_from_pageable_and_locked_memory() {
     let gpu = Gpu::new(Simulator::builder().schedule(LATE));
