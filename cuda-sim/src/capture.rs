@@ -31,6 +31,8 @@ struct Node {
     work: Work,
     what: Arc<str>,
     after: Vec<NodeId>,
+    /// Of the stream that it was captured on.
+    device: usize,
 }
 
 #[derive(Debug)]
@@ -99,10 +101,11 @@ impl Call<'_> {
         let Some(id) = self.capture_of(stream)? else {
             return self.enqueue(stream, &[], work, what).map(Some);
         };
+        let device = self.device_of(stream)?;
         if let Some(capture) = self.captures.running.get_mut(&id) {
             let frontier = capture.frontiers.entry(stream).or_default();
             let after = std::mem::replace(frontier, vec![capture.nodes.len()]);
-            capture.nodes.push(Node { work, what: Arc::clone(what), after });
+            capture.nodes.push(Node { work, what: Arc::clone(what), after, device });
         }
         Ok(None)
     }
@@ -556,7 +559,8 @@ impl Call<'_> {
             if after.is_empty() && *lane > 0 {
                 after.clone_from(&start);
             }
-            done.push(self.append(keys[*lane], &after, node.work.clone(), &node.what)?);
+            let (key, work, device) = (keys[*lane], node.work.clone(), Some(node.device));
+            done.push(self.append_for(key, &after, work, &node.what, device)?);
         }
         if count > 1 {
             let last: Vec<_> = last_of(nodes).map(|node| done[node].clone()).collect();

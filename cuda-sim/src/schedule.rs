@@ -56,6 +56,18 @@ impl Call<'_> {
         work: Work,
         what: &Arc<str>,
     ) -> Result<Recorded, CUresult> {
+        self.append_for(stream, after, work, what, None)
+    }
+
+    /// The same, for a device that may be another than the stream's.
+    pub(crate) fn append_for(
+        &mut self,
+        stream: StreamKey,
+        after: &[Recorded],
+        work: Work,
+        what: &Arc<str>,
+        device: Option<usize>,
+    ) -> Result<Recorded, CUresult> {
         let gone = CUresult::CUDA_ERROR_INVALID_HANDLE;
         let state = &mut *self.state;
         let entry = state.streams.by_key.get(&stream).ok_or(gone)?;
@@ -66,7 +78,7 @@ impl Call<'_> {
             Kind::NonBlocking => &[],
         };
         let generation = state.space.addresses.generation();
-        let task = Task { work, what: Arc::clone(what), generation };
+        let task = Task { work, what: Arc::clone(what), generation, device };
         state.streams.push(stream, siblings, &state.host, after, task).ok_or(gone)
     }
 
@@ -179,7 +191,8 @@ impl Call<'_> {
     /// Runs device work under the lock.
     fn execute(&mut self, key: StreamKey, item: &Item, kernel: &Kernel) -> Result<(), CUresult> {
         let state = &mut *self.state;
-        let device = state.streams.by_key.get(&key).map_or(0, |stream| stream.device);
+        let of_stream = state.streams.by_key.get(&key).map_or(0, |stream| stream.device);
+        let device = item.task.device.unwrap_or(of_stream);
         let mut memory = DeviceMemory {
             space: &mut state.space,
             findings: &mut state.findings,

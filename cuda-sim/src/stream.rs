@@ -82,6 +82,8 @@ pub(crate) struct Task {
     pub(crate) what: Arc<str>,
     /// The last change of mappings before it was enqueued.
     pub(crate) generation: u64,
+    /// The device that it runs on, where it was captured on another than its stream's.
+    pub(crate) device: Option<usize>,
 }
 
 #[derive(Debug)]
@@ -386,7 +388,7 @@ mod tests {
     fn come_and_go(streams: &mut Streams, host: &Clock) -> (StreamKey, u64, Recorded) {
         let key = streams.create(ContextKey(1), 0, Kind::NonBlocking, 0, host);
         let id = streams.by_key[&key].id;
-        let task = Task { work: Work::Order, what: "work".into(), generation: 0 };
+        let task = Task { work: Work::Order, what: "work".into(), generation: 0, device: None };
         let recorded = streams.push(key, &[], host, &[], task).unwrap();
         assert!(!streams.is_done(recorded.point));
         streams.by_key.get_mut(&key).unwrap().queue.pop_front();
@@ -402,7 +404,7 @@ mod tests {
         let legacy = streams.create(ContextKey(1), 0, Kind::Legacy, 0, &host);
         for _ in 0..100 {
             let key = streams.create(ContextKey(1), 0, Kind::Blocking, 0, &host);
-            let task = Task { work: Work::Order, what: "work".into(), generation: 0 };
+            let task = Task { work: Work::Order, what: "work".into(), generation: 0, device: None };
             let recorded = streams.push(key, &[], &host, &[], task).unwrap();
             streams.leave_behind(legacy, recorded.clone());
             streams.destroy(key);

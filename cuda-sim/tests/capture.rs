@@ -318,6 +318,44 @@ fn a_context_is_not_waited_for_where_a_stream_of_it_has_joined_a_capture() {
     ok!(gpu, cuCtxSynchronize());
 }
 
+/// Nodes run where they were captured, wherever the graph is launched.
+#[test]
+fn a_graph_s_work_runs_on_the_devices_that_it_was_captured_on() {
+    for schedule in [Schedule::Eager, Schedule::Late { patience: 9 }] {
+        let gpu = Gpu::new(Simulator::builder().schedule(schedule).devices(2).peer_access(false));
+        let first = gpu.retain(0);
+        let (stream, here) = (gpu.stream(), gpu.alloc(8));
+        let second = gpu.retain(1);
+        let (side, there) = (gpu.stream(), gpu.alloc(8));
+        let join = gpu.event();
+        ok!(gpu, cuCtxSetCurrent(first));
+        gpu.begin(stream, RELAXED);
+        let fork = gpu.record(stream);
+        ok!(gpu, cuStreamWaitEvent(side, fork, 0));
+        gpu.fill(here, 1, 2, stream);
+        gpu.fill(there, 2, 2, side);
+        ok!(gpu, cuCtxSetCurrent(second));
+        ok!(gpu, cuEventRecord(join, side));
+        ok!(gpu, cuCtxSetCurrent(first));
+        ok!(gpu, cuStreamWaitEvent(stream, join, 0));
+        let graph = gpu.end(stream).unwrap();
+        let executable = gpu.instantiate(graph);
+        // And as part of another one.
+        gpu.begin(side, RELAXED);
+        ok!(gpu, cuGraphLaunch(executable, side));
+        let outer = gpu.end(side).unwrap();
+        let nested = gpu.instantiate(outer);
+        for (executable, on) in [(executable, stream), (executable, side), (nested, stream)] {
+            ok!(gpu, cuMemsetD8_v2(here, 0, 8));
+            ok!(gpu, cuCtxSynchronize());
+            ok!(gpu, cuGraphLaunch(executable, on));
+            ok!(gpu, cuStreamSynchronize(on));
+            assert_eq!([gpu.word(here), gpu.word(there)], [1, 2]);
+        }
+        gpu.sim.assert_clean();
+    }
+}
+
 #[test]
 fn calls_on_memory_pools_invalidate_a_capture() {
     type OfPool = fn(&Gpu, CUmemoryPool, &CUmemPoolProps) -> CUresult;
