@@ -195,7 +195,7 @@ impl Call<'_> {
 
 pub(crate) fn query(call: &mut Call<'_>, handle: CUevent) -> Result<(), CUresult> {
     let recorded = call.observed(handle)?;
-    let done = recorded.is_none_or(|recorded| call.poll(&recorded));
+    let done = recorded.is_none_or(|recorded| call.poll(&[recorded]));
     call.cost = Some(call.costs.event_query(done));
     if !done {
         return Err(CUresult::CUDA_ERROR_NOT_READY);

@@ -327,22 +327,25 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// Whether a point is done, asked by a poller; under [`Schedule::Late`] asking often enough
-    /// makes it so.
-    pub(crate) fn poll(&mut self, recorded: &Recorded) -> bool {
+    /// Whether points are all done, asked by a poller; under [`Schedule::Late`] asking often enough
+    /// makes them so. The host learns of them together or not at all.
+    pub(crate) fn poll(&mut self, ends: &[Recorded]) -> bool {
         self.settle();
-        if !self.streams.is_done(recorded.point)
+        let all_done = |call: &Self| ends.iter().all(|end| call.streams.is_done(end.point));
+        if !all_done(self)
             && let Schedule::Late { patience } = self.schedule
         {
             self.patience_used += 1;
             if self.patience_used > patience {
                 self.patience_used = 0;
-                while !self.streams.is_done(recorded.point) && self.pull(recorded.point) {}
+                for end in ends {
+                    while !self.streams.is_done(end.point) && self.pull(end.point) {}
+                }
             }
         }
-        let done = self.streams.is_done(recorded.point);
+        let done = all_done(self);
         if done {
-            self.observe(&recorded.clock);
+            ends.iter().for_each(|end| self.observe(&end.clock));
         }
         done
     }

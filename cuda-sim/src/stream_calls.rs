@@ -136,7 +136,7 @@ pub(crate) fn query(call: &mut Call<'_>, handle: CUstream) -> Result<(), CUresul
     call.forbid_on_capturing(stream)?;
     call.forbid_in_capture()?;
     let ends = call.ends_of(stream);
-    let done = ends.iter().all(|end| call.poll(end));
+    let done = call.poll(&ends);
     // What ran may have failed.
     call.stream(handle)?;
     if done { Ok(()) } else { Err(CUresult::CUDA_ERROR_NOT_READY) }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::{CUdevice_attribute, CUresult, CUstreamCaptureMode, CUstreamWaitValue_flags};
-use support::{Gpu, call, ok};
+use support::{GRANULE, Gpu, call, ok};
 
 const READY: CUresult = CUresult::CUDA_SUCCESS;
 const NOT_READY: CUresult = CUresult::CUDA_ERROR_NOT_READY;
@@ -224,6 +224,26 @@ fn the_legacy_stream_is_idle_when_all_that_it_orders_with_is() {
     assert_eq!(legacy(), NOT_READY);
     gpu.sim.run_until_idle();
     assert_eq!(legacy(), READY);
+}
+
+/// Who is told that the legacy stream is busy is told nothing of the streams that it orders with.
+#[test]
+fn the_host_learns_nothing_of_streams_by_an_answer_that_all_are_not_done() {
+    let gpu = Gpu::new(Simulator::builder().schedule(Schedule::Manual));
+    let (done, busy) = (gpu.stream_with(0), gpu.stream_with(0));
+    let address = gpu.reserve(GRANULE);
+    let handle = gpu.create(GRANULE);
+    gpu.map(address, GRANULE, handle);
+    gpu.fill(address, 1, 4, done);
+    gpu.fill(gpu.alloc(4), 1, 1, busy);
+    assert!(gpu.sim.advance(done));
+    let query = || call!(gpu, cuStreamQuery(null_mut()));
+    assert_eq!(query(), NOT_READY);
+    let unmap = || call!(gpu, cuMemUnmap(address, GRANULE));
+    assert_eq!(unmap(), CUresult::CUDA_ERROR_INVALID_VALUE);
+    assert_eq!(gpu.sim.report().misuse.len(), 1, "in use, for all that the host knows");
+    assert!(gpu.sim.advance(busy));
+    assert_eq!([query(), unmap()], [READY; 2]);
 }
 
 #[test]
