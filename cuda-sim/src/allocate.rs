@@ -276,9 +276,12 @@ pub(crate) fn host_register(
 pub(crate) fn host_unregister(call: &mut Call<'_>, address: Untyped) -> Result<(), CUresult> {
     let context = call.current()?;
     call.forbid_in_capture()?;
+    let missing = CUresult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+    if !call.space.host.begins(address.0, HostKind::Registered) {
+        return Err(missing);
+    }
     call.wait_device(call.contexts.by_key[&context].device)?;
-    let id = call.space.host.remove(address.0, HostKind::Registered);
-    let id = id.ok_or(CUresult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)?;
+    let id = call.space.host.remove(address.0, HostKind::Registered).ok_or(missing)?;
     call.space.forget(id);
     Ok(())
 }

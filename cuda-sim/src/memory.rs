@@ -111,9 +111,14 @@ impl HostMemory {
         true
     }
 
+    /// Whether memory of this kind begins at `start`.
+    pub(crate) fn begins(&self, start: u64, kind: HostKind) -> bool {
+        self.by_start.get(&start).is_some_and(|allocation| allocation.kind == kind)
+    }
+
     /// Frees or unregisters the memory that begins at `start`, if it is of this kind.
     pub(crate) fn remove(&mut self, start: u64, kind: HostKind) -> Option<PhysicalId> {
-        if self.by_start.get(&start)?.kind != kind {
+        if !self.begins(start, kind) {
             return None;
         }
         let allocation = self.by_start.remove(&start)?;

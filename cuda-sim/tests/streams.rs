@@ -246,6 +246,35 @@ fn the_host_learns_nothing_of_streams_by_an_answer_that_all_are_not_done() {
     assert_eq!([query(), unmap()], [READY; 2]);
 }
 
+/// They come back before they have waited for anything.
+#[test]
+fn the_host_learns_nothing_by_calls_that_are_refused() {
+    let gpu = Gpu::new(Simulator::builder().schedule(Schedule::Manual));
+    let stream = gpu.stream_with(0);
+    let address = gpu.reserve(GRANULE);
+    gpu.map(address, GRANULE, gpu.create(GRANULE));
+    gpu.fill(address, 1, 4, stream);
+    assert!(gpu.sim.advance(stream));
+    let mut bytes = [0_u8; 8];
+    let host = bytes.as_mut_ptr().cast();
+    let nowhere = address + GRANULE as u64;
+    let invalid = CUresult::CUDA_ERROR_INVALID_VALUE;
+    let refused = [
+        (call!(gpu, cuMemHostUnregister(host)), CUresult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED),
+        (call!(gpu, cuMemFreeHost(host)), invalid),
+        (call!(gpu, cuMemcpyHtoD_v2(nowhere, host, 8)), invalid),
+        (call!(gpu, cuMemcpyDtoH_v2(host, nowhere, 8)), invalid),
+        (call!(gpu, cuMemcpy(nowhere, host as u64, 8)), invalid),
+    ];
+    for (at, (code, wanted)) in refused.into_iter().enumerate() {
+        assert_eq!(code, wanted, "{at}");
+    }
+    assert_eq!(call!(gpu, cuMemUnmap(address, GRANULE)), invalid);
+    assert_eq!(gpu.sim.report().misuse.len(), 1);
+    ok!(gpu, cuCtxSynchronize());
+    ok!(gpu, cuMemUnmap(address, GRANULE));
+}
+
 #[test]
 fn the_per_thread_handle_is_another_stream_on_each_thread() {
     let gpu = Gpu::new(Simulator::builder());
