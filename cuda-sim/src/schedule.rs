@@ -138,12 +138,20 @@ impl Call<'_> {
             return Step::Blocked;
         }
         let context = stream.context;
-        let dead = self.healthy(context).is_err();
+        let health = self.healthy(context);
+        let dead = health.is_err();
         let Some(stream) = self.streams.by_key.get_mut(&key) else { return Step::Idle };
         let Some(item) = stream.queue.pop_front() else { return Step::Idle };
         let seq = item.seq;
         match &item.task.work {
-            // On a context with an error nothing runs any more; whoever waits learns of it.
+            // They are called whatever has failed.
+            Work::Callback(function) => {
+                let (function, status) = (Arc::clone(function), health.err());
+                stream.running = true;
+                let status = status.unwrap_or(CUresult::CUDA_SUCCESS);
+                return self.start_host_function(key, seq, Arc::new(move || function(status)));
+            }
+            // On a context with an error nothing else runs any more; whoever waits learns of it.
             _ if dead => {}
             Work::Order => {}
             Work::Record { event, record } => {

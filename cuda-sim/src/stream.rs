@@ -36,6 +36,8 @@ pub(crate) enum Work {
     Kernel(Kernel),
     /// A function on the host.
     Host(Arc<dyn Fn() + Send + Sync>),
+    /// The same, told whether all before it went well.
+    Callback(Arc<dyn Fn(CUresult) + Send + Sync>),
     /// Frees memory of cuMemAlloc.
     Free { address: u64 },
     /// Takes memory from its pool. To the race detector that is a write: every use of the bytes is to
@@ -53,6 +55,7 @@ impl fmt::Debug for Work {
             Self::Record { .. } => "Record",
             Self::Kernel(_) => "Kernel",
             Self::Host(_) => "Host",
+            Self::Callback(_) => "Callback",
             Self::Free { .. } => "Free",
             Self::Take { .. } => "Take",
             Self::Return { .. } => "Return",

@@ -254,10 +254,10 @@ pub(crate) fn add_callback(
     let handle = handle as usize;
     // SAFETY: whoever adds a callback vouches that it may be called with that pointer when its
     // turn comes, on any thread.
-    let run = move || unsafe {
-        function(handle as CUstream, CUresult::CUDA_SUCCESS, data.0 as *mut _);
+    let run = move |status| unsafe {
+        function(handle as CUstream, status, data.0 as *mut _);
     };
-    call.submit(stream, Work::Host(Arc::new(run)), &"cuStreamAddCallback".into()).map(|_| ())
+    call.submit(stream, Work::Callback(Arc::new(run)), &"cuStreamAddCallback".into()).map(|_| ())
 }
 
 /// Stream memory operations: a word is written, or waited for, when its turn comes.

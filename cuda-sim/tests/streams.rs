@@ -9,7 +9,9 @@ use std::thread;
 use std::time::Duration;
 
 use cuda_sim::{Schedule, Simulator};
-use cuda_sys::types::{CUdevice_attribute, CUresult, CUstreamCaptureMode, CUstreamWaitValue_flags};
+use cuda_sys::types::{
+    CUdevice_attribute, CUresult, CUstream, CUstreamCaptureMode, CUstreamWaitValue_flags,
+};
 use support::{GRANULE, Gpu, call, ok};
 
 const READY: CUresult = CUresult::CUDA_SUCCESS;
@@ -506,6 +508,30 @@ fn host_functions_run_in_order_and_may_not_call() {
     ok!(gpu, cuStreamSynchronize(stream));
     assert_eq!(HOST_CALLS.load(Ordering::SeqCst), 1);
     gpu.sim.assert_clean();
+}
+
+unsafe extern "C" fn keep_status(_: CUstream, status: CUresult, kept: *mut core::ffi::c_void) {
+    // SAFETY: the test passes a pointer to a word that outlives the stream's work.
+    let kept = unsafe { &*kept.cast::<AtomicU32>() };
+    kept.store(status.0, Ordering::SeqCst);
+}
+
+/// As its documentation says; of cuLaunchHostFunc's it says that they are not called.
+#[test]
+fn callbacks_are_called_with_the_error_that_came_before() {
+    let gpu = Gpu::new(Simulator::builder().schedule(LATE));
+    let stream = gpu.stream();
+    let statuses = [AtomicU32::new(99), AtomicU32::new(99)];
+    let add = |status: &AtomicU32| {
+        let status = std::ptr::from_ref(status).cast_mut().cast();
+        ok!(gpu, cuStreamAddCallback(stream, Some(keep_status), status, 0));
+    };
+    add(&statuses[0]);
+    let illegal = CUresult::CUDA_ERROR_ILLEGAL_ADDRESS;
+    gpu.sim.enqueue(stream, "stray", move |_| Err(illegal)).unwrap();
+    add(&statuses[1]);
+    assert_eq!(call!(gpu, cuStreamSynchronize(stream)), illegal);
+    assert_eq!(statuses.map(AtomicU32::into_inner), [READY.0, illegal.0]);
 }
 
 static GATE: (Mutex<bool>, Condvar) = (Mutex::new(false), Condvar::new());
