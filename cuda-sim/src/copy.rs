@@ -131,6 +131,18 @@ impl Call<'_> {
                 given_up.store(done.is_err(), Ordering::Relaxed);
                 done
             }
+            (Place::Pageable, Place::Pageable) if capturing => {
+                if to == 0 || from == 0 {
+                    return Err(INVALID);
+                }
+                let body = kernel(move |_| {
+                    // SAFETY: whoever captures a copy vouches that the memory of both ends is there whenever
+                    // the graph runs, and that nobody else uses it meanwhile; the two may overlap.
+                    unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes as usize) };
+                    Ok(())
+                });
+                self.submit_kernel(stream, body)
+            }
             (Place::Pageable, Place::Pageable) => {
                 let staged = Untyped(from).bytes(bytes as usize)?;
                 if to == 0 {

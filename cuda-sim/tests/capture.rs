@@ -356,6 +356,28 @@ fn a_graph_s_work_runs_on_the_devices_that_it_was_captured_on() {
     }
 }
 
+/// Like any other copy.
+#[test]
+fn a_copy_within_the_host_is_captured() {
+    let gpu = Gpu::new(Simulator::builder());
+    let stream = gpu.stream();
+    let (from, mut to) = ([7_u8; 8], [0_u8; 8]);
+    let target = (&raw mut to).cast::<u8>();
+    gpu.begin(stream, RELAXED);
+    ok!(gpu, cuMemcpyAsync(target as u64, from.as_ptr() as u64, 8, stream));
+    let graph = gpu.end(stream).unwrap();
+    let mut nodes = 0;
+    ok!(gpu, cuGraphGetNodes(graph, null_mut(), &mut nodes));
+    // SAFETY: the array lives on, and nothing writes it meanwhile.
+    let now = || unsafe { target.read_volatile() };
+    assert_eq!((nodes, now()), (1, 0));
+    let executable = gpu.instantiate(graph);
+    ok!(gpu, cuGraphLaunch(executable, stream));
+    ok!(gpu, cuStreamSynchronize(stream));
+    assert_eq!(now(), 7);
+    gpu.sim.assert_clean();
+}
+
 #[test]
 fn calls_on_memory_pools_invalidate_a_capture() {
     type OfPool = fn(&Gpu, CUmemoryPool, &CUmemPoolProps) -> CUresult;
