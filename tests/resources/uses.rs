@@ -246,13 +246,15 @@ fn a_use_on_another_threads_default_stream_is_waited_for() {
         let (end, ends) = mpsc::channel::<()>();
         std::thread::scope(|scope| {
             let own = &own;
-            // The thread lives until its work is over: a GPU's driver has it wait for that.
+            // The thread lives until its work is over: a GPU's driver has it wait for that. And it waits itself, or
+            // its end may never come beside a pool of the driver's (benches/results/h200-2026-11-21-thread-end).
             scope.spawn(move || {
                 call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
                 let stall = look(watched, &held, own.handle(), StreamHandle::PER_THREAD);
                 tell.send(stall).expect("the other thread listens");
                 // Nothing is sent: the other end goes.
                 let _ = ends.recv();
+                call!(rig.driver, cuStreamSynchronize(StreamHandle::PER_THREAD.raw()));
             });
             let stall = told.recv().expect("it is stuck");
             watched.free(held, own);
