@@ -697,3 +697,53 @@ fn a_free_beside_the_end_of_its_streams_part_in_a_capture() {
     graphs.release(&stream).unwrap();
     pool.validate().unwrap();
 }
+
+gated!(last_record: cuEventRecord(event: CUevent, stream: CUstream));
+
+/// A capture begins on the stream that a graph is released on, just before the record that is to tell when its
+/// launches are over, and takes that along. While it goes on the release is refused; once it is over it is not, and the
+/// memory comes back when the device has been waited for.
+#[test]
+fn a_capture_that_takes_the_record_of_a_release() {
+    for ends_meanwhile in [false, true] {
+        let sim = Simulator::builder().build().unwrap();
+        let rig = Rig::with(changed(&sim, last_record::put), sim);
+        let mut config = vpmm::PoolConfig::default();
+        config.limit_bytes = Some(8 * GRANULE);
+        let pool = Pool::new(&rig.device, &config).unwrap();
+        let stream = rig.stream();
+        // SAFETY: the stream lives longer than this.
+        let bare = unsafe { StreamHandle::from_raw(stream.handle().raw()) };
+        let graphs = pool.graph_pool().unwrap();
+        graphs.begin(bare).unwrap();
+        let ptr = pool.malloc(6 * GRANULE as usize, bare).unwrap();
+        pool.free(ptr, bare).unwrap();
+        graphs.end(bare).unwrap();
+        last_record::BEFORE.arm();
+        std::thread::scope(|scope| {
+            let release = scope.spawn(|| graphs.release(bare));
+            last_record::BEFORE.wait();
+            graph::begin(&rig, bare, RELAXED);
+            last_record::AFTER.arm();
+            last_record::BEFORE.open();
+            last_record::AFTER.wait();
+            if ends_meanwhile {
+                drop(graph::end(&rig, bare));
+            }
+            last_record::AFTER.open();
+            let released = release.join().unwrap();
+            if !ends_meanwhile {
+                assert!(matches!(released, Err(Error::StreamCapturing)), "{released:?}");
+                drop(graph::end(&rig, bare));
+                graphs.release(bare).unwrap();
+            }
+        });
+        pool.trim_to(0).unwrap();
+        // All of the limit is there for one request.
+        let whole = pool.malloc(8 * GRANULE as usize, &stream).unwrap();
+        pool.free(whole, &stream).unwrap();
+        pool.validate().unwrap();
+        drop((graphs, pool, stream));
+        rig.assert_clean();
+    }
+}

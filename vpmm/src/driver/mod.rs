@@ -42,6 +42,16 @@ impl Failure {
     pub(crate) fn is_out_of_memory(self) -> bool {
         self.code == CUresult::CUDA_ERROR_OUT_OF_MEMORY
     }
+
+    /// Whether a call about one of our events failed because a capture took its record, so that the
+    /// event proves nothing about the stream. While the capture is under way the driver says so; once it
+    /// is over it calls the event an invalid value, which an event of ours is for no other reason.
+    pub(crate) fn is_of_capture(self) -> bool {
+        matches!(
+            self.code,
+            CUresult::CUDA_ERROR_CAPTURED_EVENT | CUresult::CUDA_ERROR_INVALID_VALUE
+        )
+    }
 }
 
 impl From<Failure> for Error {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use super::captures::is_in_capture;
 use super::lock;
-use crate::capture::BesideCaptures;
+use crate::capture::{BesideCaptures, wait_for_context};
 use crate::default::Core;
 use crate::device::{Device, StreamHandle};
 use crate::error::{Error, Result};
@@ -31,11 +31,16 @@ impl LastUse {
         let _context = self.device.enter()?;
         let driver = self.device.driver();
         let _beside = BesideCaptures::enter(driver)?;
-        if wait {
-            self.event.wait(driver)?;
-            return Ok(true);
+        let answer = match wait {
+            true => self.event.wait(driver).map(|()| true),
+            false => self.event.is_complete(driver),
+        };
+        match answer {
+            // A capture that began and ended around the record has taken it along: only the whole
+            // device's work tells now.
+            Err(failure) if failure.is_of_capture() => Ok(wait && wait_for_context(driver)?),
+            answer => Ok(answer?),
         }
-        Ok(self.event.is_complete(driver)?)
     }
 }
 

@@ -32,7 +32,7 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use crate::capture::{BesideCaptures, OpenCaptures, wait_at_end};
+use crate::capture::{BesideCaptures, OpenCaptures, stream_is_capturing, wait_at_end};
 use crate::default::{Core, PoolConfig};
 use crate::device::{Device, StreamHandle};
 use crate::driver::{Awaited, StreamWatcher};
@@ -55,18 +55,20 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Records a new event on a stream that is not capturing, in the current context.
 fn record(device: &Device, stream: StreamHandle) -> Result<Event> {
     let driver = device.driver();
-    if crate::capture::stream_is_capturing(driver, stream)? {
+    if stream_is_capturing(driver, stream)? {
         return Err(Error::StreamCapturing);
     }
     let event = Event::new(driver)?;
-    match event.record(driver, stream) {
-        Ok(()) => Ok(event),
-        Err(failure) => {
-            // SAFETY: made above and known to nobody.
-            let _ = unsafe { event.destroy(driver) };
-            Err(failure.into())
-        }
-    }
+    // Another thread may have begun a capture in between, which then has the record.
+    let taken = event.record(driver, stream).and_then(|()| stream_is_capturing(driver, stream));
+    let refused = match taken {
+        Ok(false) => return Ok(event),
+        Ok(true) => Error::StreamCapturing,
+        Err(failure) => failure.into(),
+    };
+    // SAFETY: made above and known to nobody.
+    let _ = unsafe { event.destroy(driver) };
+    Err(refused)
 }
 
 /// What a heap holds, by what its trims go. What the driver's pool holds for small requests is the main heap's.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::contents::{Buffers, Contents, FileCopy, HostCopy, Saved};
 use super::lock;
 use super::pinned::{Copies, Pinned};
-use crate::capture::{BesideCaptures, wait_at_end};
+use crate::capture::{BesideCaptures, stream_is_capturing, wait_at_end};
 use crate::default::{Core, Run};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
@@ -94,7 +94,7 @@ impl TaggedHeap {
         let device = self.core.device();
         let _context = device.enter()?;
         device.check_stream(stream)?;
-        if crate::capture::stream_is_capturing(device.driver(), stream)? {
+        if stream_is_capturing(device.driver(), stream)? {
             return Err(Error::StreamCapturing);
         }
         let still = self.core.settle()?;
@@ -140,7 +140,7 @@ impl TaggedHeap {
         let device = self.core.device();
         let _context = device.enter()?;
         device.check_stream(stream)?;
-        if crate::capture::stream_is_capturing(device.driver(), stream)? {
+        if stream_is_capturing(device.driver(), stream)? {
             return Err(Error::StreamCapturing);
         }
         let nothing = Saved::Nothing;

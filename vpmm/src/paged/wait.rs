@@ -1,7 +1,5 @@
 //! The host's wait for what was freed, where a request finds no memory without it.
 
-use cuda_sys::types::CUresult;
-
 use super::PagedPool;
 use super::space::Space;
 use crate::capture::{BesideCaptures, device_is_capturing, wait_for_context};
@@ -66,7 +64,7 @@ impl PagedPool {
                     waited = true;
                 }
                 // As where it is asked about: a capture has it, and another is to be recorded.
-                Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
+                Err(failure) if failure.is_of_capture() => {
                     space.is_captured(fence);
                 }
                 Err(failure) => refused = refused.or(Some(failure)),

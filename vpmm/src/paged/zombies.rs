@@ -1,8 +1,6 @@
 //! Phase 0: addresses whose memory lives elsewhere are unmapped once nothing uses them.
 //! And the questions to the driver about fences, which are asked without the pool's lock.
 
-use cuda_sys::types::CUresult;
-
 use super::PagedPool;
 use super::space::Space;
 use crate::capture::BesideCaptures;
@@ -146,7 +144,7 @@ impl PagedPool {
         let complete = match answer {
             // A capture began and ended around the record, and has the event. A later fence of the
             // stream answers for this one; a use on it is recorded anew.
-            Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
+            Err(failure) if failure.is_of_capture() => {
                 self.lock_space().is_captured(fence);
                 false
             }

@@ -2,8 +2,6 @@
 
 use std::collections::VecDeque;
 
-use cuda_sys::types::CUresult;
-
 use super::{OfPlace, On, Waiter, Waits};
 use crate::caching::books::{Books, Place};
 use crate::caching::core::Core;
@@ -92,7 +90,7 @@ impl Waits {
                     Ok(true) => Life::Over,
                     Ok(false) => return Ok(false),
                     // A capture that began and ended in between has taken the record along.
-                    Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
+                    Err(failure) if failure.is_of_capture() => {
                         Life::Lost(core.books.lock().waits_so_far())
                     }
                     Err(failure) => return Err(failure.into()),

@@ -25,7 +25,6 @@ use std::collections::VecDeque;
 use std::sync::TryLockError;
 use std::sync::atomic::Ordering;
 
-use cuda_sys::types::CUresult;
 use smallvec::SmallVec;
 
 use super::books::{Since, Use};
@@ -333,7 +332,7 @@ impl Waits {
         match event.is_complete(core.device.driver()) {
             Ok(passed) => Ok(Some(passed)),
             // It is found out again where its turn comes.
-            Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => Ok(None),
+            Err(failure) if failure.is_of_capture() => Ok(None),
             Err(failure) => Err(failure.into()),
         }
     }
@@ -362,7 +361,7 @@ impl Waits {
                 }
                 Ok(false) => return Ok(()),
                 // A capture that began and ended in between has taken the record along.
-                Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
+                Err(failure) if failure.is_of_capture() => {
                     self.defer_first(core, place);
                 }
                 Err(failure) => return Err(failure.into()),
@@ -586,7 +585,7 @@ impl Core {
         };
         let waited = events.into_iter().try_for_each(|event| match event.wait(driver) {
             // Which is found out below.
-            Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => Ok(()),
+            Err(failure) if failure.is_of_capture() => Ok(()),
             waited => waited,
         });
         let mut waits = lock(&self.waits);

@@ -4,8 +4,6 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use cuda_sys::types::CUresult;
-
 use crate::capture::{
     BesideCaptures, Recorded, device_is_capturing, record_beside_captures, stream_is_capturing,
     wait_for_context,
@@ -392,7 +390,7 @@ impl Core {
                             gained |= space.returns != returned;
                         }
                         Ok(false) => break,
-                        Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
+                        Err(failure) if failure.is_of_capture() => {
                             self.space.lock().unrecord(stream, record);
                             break;
                         }
@@ -611,7 +609,7 @@ impl Core {
                         space.counters.host_waits += 1;
                     }
                     // As where it is asked about: a capture has it, and another is to be recorded.
-                    Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
+                    Err(failure) if failure.is_of_capture() => {
                         space.unrecord(stream, record);
                         if space.record_of(stream) == Some(record) {
                             return Err(failure.into());

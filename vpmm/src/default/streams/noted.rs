@@ -15,7 +15,6 @@
 //! still reads; a loader that asks for more has to get new memory, but the stream that reads may have it
 //! before it grows (`take_deferred`).
 
-use cuda_sys::types::CUresult;
 use smallvec::SmallVec;
 
 use crate::capture::{BesideCaptures, Recorded, record_beside_captures, stream_is_capturing};
@@ -215,7 +214,7 @@ impl Core {
                 Ok(false) => return Ok(true),
                 Ok(true) => {}
                 // It is part of a graph, and proves nothing.
-                Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {}
+                Err(failure) if failure.is_of_capture() => {}
                 Err(failure) => return Err(failure.into()),
             }
             let mut space = self.space.lock();

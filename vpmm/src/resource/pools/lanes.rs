@@ -19,7 +19,6 @@
 //!   has waited for.
 //! - **L3** Epochs of a lane only grow, whichever stream has it: an old wait says nothing about a new stream.
 
-use cuda_sys::types::CUresult;
 use smallvec::SmallVec;
 
 use crate::capture::{
@@ -452,7 +451,7 @@ impl Lanes {
             match record.event.is_complete(self.driver()) {
                 Ok(true) => self.see_passed(lane, record.covers),
                 Ok(false) => break,
-                Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
+                Err(failure) if failure.is_of_capture() => {
                     self.is_captured(lane, record.event);
                 }
                 Err(failure) => return Err(failure.into()),
@@ -523,7 +522,7 @@ impl Lanes {
         };
         match record.event.hold_back(self.driver(), named.handle) {
             Ok(()) => {}
-            Err(failure) if failure.code == CUresult::CUDA_ERROR_CAPTURED_EVENT => {
+            Err(failure) if failure.is_of_capture() => {
                 self.is_captured(from, record.event);
                 return Ok(false);
             }
