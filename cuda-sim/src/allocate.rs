@@ -261,6 +261,11 @@ pub(crate) fn host_register(
     if address.0 == 0 || bytes == 0 || flags > 15 {
         return Err(INVALID);
     }
+    // Memory that the driver gave out is locked already, or none of the host's.
+    let given_out = call.space.host.find(address.0).is_some_and(|(_, host)| !host.is_registered());
+    if given_out || call.region(address.0).is_some() {
+        return Err(INVALID);
+    }
     if end > BASE {
         call.misuse(&format!("{:#x} to {end:#x} are no addresses of the host", address.0));
         return Err(INVALID);
@@ -277,6 +282,10 @@ pub(crate) fn host_unregister(call: &mut Call<'_>, address: Untyped) -> Result<(
     let context = call.current()?;
     call.forbid_in_capture()?;
     let missing = CUresult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+    let given_out = call.space.host.find(address.0).is_some_and(|(_, host)| !host.is_registered());
+    if given_out || call.region(address.0).is_some() {
+        return Err(INVALID);
+    }
     if !call.space.host.begins(address.0, HostKind::Registered) {
         return Err(missing);
     }
@@ -293,7 +302,9 @@ pub(crate) fn host_device_pointer(
     flags: u32,
 ) -> Result<(), CUresult> {
     call.current()?;
-    if flags != 0 || call.space.host.find(address.0).is_none() {
+    // Managed memory has one address everywhere, and no other to ask for.
+    let locked = call.space.host.find(address.0).filter(|(_, host)| !host.is_managed());
+    if flags != 0 || locked.is_none() {
         return Err(INVALID);
     }
     out.set(address.0)

@@ -71,8 +71,9 @@ impl Captures {
         }
     }
 
-    pub(crate) fn is_running(&self, id: CaptureId) -> bool {
-        self.running.contains_key(&id)
+    /// Whether a capture is under way and nothing has made it invalid.
+    pub(crate) fn is_valid(&self, id: CaptureId) -> bool {
+        self.running.get(&id).is_some_and(|capture| !capture.invalid)
     }
 
     /// Graphs and executable graphs that were not destroyed.
@@ -215,6 +216,10 @@ impl Call<'_> {
         id: CaptureId,
         nodes: Vec<NodeId>,
     ) -> Result<(), CUresult> {
+        // The event has no meaning once its capture is over or broken.
+        if !self.captures.is_valid(id) {
+            return Err(CUresult::CUDA_ERROR_INVALID_VALUE);
+        }
         if own.is_some_and(|own| own != id) {
             own.into_iter().for_each(|own| self.invalidate(own));
             self.invalidate(id);
@@ -226,11 +231,8 @@ impl Call<'_> {
             return Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
         }
         let Some(capture) = self.captures.running.get_mut(&id) else {
-            return Err(CUresult::CUDA_ERROR_CAPTURED_EVENT);
+            return Err(CUresult::CUDA_ERROR_INVALID_VALUE);
         };
-        if capture.invalid {
-            return Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
-        }
         let frontier = capture.frontiers.entry(stream).or_default();
         frontier.extend(nodes);
         frontier.sort_unstable();

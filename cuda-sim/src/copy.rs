@@ -170,11 +170,12 @@ impl Call<'_> {
         let stream = self.legacy_stream()?;
         self.forbid_in_capture()?;
         self.capture_of(stream)?;
+        if bytes == 0 {
+            return Ok(());
+        }
         if from.1 == Place::Pageable && to.0 >= BASE {
             // What is refused waits for nothing.
-            if bytes > 0 {
-                self.require(stream, to.0, bytes, true)?;
-            }
+            self.require(stream, to.0, bytes, true)?;
             self.finish_copy(stream)?;
             return self.copy(stream, to, from, bytes);
         }

@@ -96,11 +96,12 @@ impl Call<'_> {
         let (context, last) = (event.context, event.last.clone());
         match last {
             // Being asked about invalidates the capture that it belongs to.
-            Last::Capture { capture, .. } if self.captures.is_running(capture) => {
+            Last::Capture { capture, .. } if self.captures.is_valid(capture) => {
                 self.invalidate(capture);
                 Err(CUresult::CUDA_ERROR_CAPTURED_EVENT)
             }
-            Last::Capture { .. } => Err(CUresult::CUDA_ERROR_CAPTURED_EVENT),
+            // Once the capture is over or broken, the event has no meaning at all.
+            Last::Capture { .. } => Err(CUresult::CUDA_ERROR_INVALID_VALUE),
             last => {
                 self.forbid_in_capture()?;
                 self.healthy(context)?;
@@ -225,6 +226,7 @@ pub(crate) fn elapsed(
     if call.events.by_key[&start].context != call.events.by_key[&end].context {
         return Err(CUresult::CUDA_ERROR_INVALID_HANDLE);
     }
+    call.healthy(call.events.by_key[&start].context)?;
     let mut times = [0.0; 2];
     for (key, time) in [start, end].into_iter().zip(&mut times) {
         let event = &call.events.by_key[&key];

@@ -58,6 +58,10 @@ impl HostAllocation {
     pub(crate) fn is_managed(&self) -> bool {
         self.kind == HostKind::Managed
     }
+
+    pub(crate) fn is_registered(&self) -> bool {
+        self.kind == HostKind::Registered
+    }
 }
 
 impl HostMemory {

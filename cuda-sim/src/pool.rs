@@ -472,6 +472,7 @@ pub(crate) fn set_device_current(
     handle: CUmemoryPool,
 ) -> Result<(), CUresult> {
     let device = call.device(device)?;
+    call.forbid_in_capture()?;
     let key = call.pool(handle)?;
     if call.pools.by_key[&key].heap.seat != Seat::Device(device) {
         return Err(INVALID);

@@ -311,6 +311,10 @@ pub(crate) mod values {
         if condition > 3 || !aligned || !call.space.accessible(device, address, bytes, false) {
             return Err(CUresult::CUDA_ERROR_INVALID_VALUE);
         }
+        // No modelled device can flush what others wrote.
+        if flags & FLUSH != 0 {
+            return Err(CUresult::CUDA_ERROR_NOT_SUPPORTED);
+        }
         let mut looked = false;
         let kernel: Kernel =
             Arc::new(Mutex::new(move |memory: &mut crate::memory::DeviceMemory<'_>| {

@@ -279,9 +279,9 @@ fn captured_events_cannot_be_asked() {
     let event = gpu.record(stream);
     assert_eq!(gpu.query(event), CUresult::CUDA_ERROR_CAPTURED_EVENT);
     assert_eq!(gpu.end(stream), Err(INVALIDATED));
-    // It stays so until it is recorded in the open.
-    let captured = CUresult::CUDA_ERROR_CAPTURED_EVENT;
-    assert_eq!(call!(gpu, cuEventSynchronize(event)), captured);
+    // It has no meaning until it is recorded in the open.
+    let invalid = CUresult::CUDA_ERROR_INVALID_VALUE;
+    assert_eq!(call!(gpu, cuEventSynchronize(event)), invalid);
     ok!(gpu, cuEventRecord(event, stream));
     ok!(gpu, cuEventSynchronize(event));
 }

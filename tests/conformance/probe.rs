@@ -602,6 +602,11 @@ impl<'t> Probe<'t> {
         Ok(flags)
     }
 
+    /// Makes the pool the one that cuMemAllocAsync takes from.
+    pub(crate) fn pool_choose(&self, pool: CUmemoryPool) -> Asked<()> {
+        ask!(self.driver(), cuDeviceSetMemPool(self.target.device, pool))
+    }
+
     pub(crate) fn pool_trim(&self, pool: CUmemoryPool, keep_bytes: u64) -> Asked<()> {
         ask!(self.driver(), cuMemPoolTrimTo(pool, keep_bytes as usize))
     }
@@ -639,6 +644,17 @@ impl<'t> Probe<'t> {
         let mut flags: c_uint = 0;
         ask!(self.driver(), cuStreamGetFlags(stream, &mut flags))?;
         Ok(flags)
+    }
+
+    /// Makes the stream wait until the word at `at` has this value, or as `flags` say.
+    pub(crate) fn wait_value(
+        &self,
+        stream: CUstream,
+        at: u64,
+        value: u32,
+        flags: u32,
+    ) -> Asked<()> {
+        ask!(self.driver(), cuStreamWaitValue32_v2(stream, at, value, flags))
     }
 
     pub(crate) fn stream_context(&self, stream: CUstream) -> Asked<CUcontext> {
@@ -863,6 +879,41 @@ impl<'t> Probe<'t> {
 
     pub(crate) fn unregister(&self, at: u64) -> Asked<()> {
         ask!(self.driver(), cuMemHostUnregister(at as *mut c_void))
+    }
+
+    /// Page-locks whatever lies there.
+    pub(crate) fn register_at(&self, at: u64, bytes: u64) -> Asked<()> {
+        ask!(self.driver(), cuMemHostRegister_v2(at as *mut c_void, bytes as usize, 0))
+    }
+
+    /// Where the device sees page-locked memory.
+    pub(crate) fn host_device_pointer(&self, at: u64) -> Asked<u64> {
+        let mut seen = 0;
+        ask!(self.driver(), cuMemHostGetDevicePointer_v2(&mut seen, at as *mut c_void, 0))?;
+        Ok(seen)
+    }
+
+    pub(crate) fn host_flags(&self, at: u64) -> Asked<u32> {
+        let mut flags: c_uint = 0;
+        ask!(self.driver(), cuMemHostGetFlags(&mut flags, at as *mut c_void))?;
+        Ok(flags)
+    }
+
+    /// Free and total bytes of the device.
+    pub(crate) fn memory_info(&self) -> Asked<(usize, usize)> {
+        let (mut free, mut total) = (0, 0);
+        ask!(self.driver(), cuMemGetInfo_v2(&mut free, &mut total))?;
+        Ok((free, total))
+    }
+
+    /// Copies to host memory, for the host.
+    pub(crate) fn fetch(&self, to: &mut [u8], from: u64) -> Asked<()> {
+        ask!(self.driver(), cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), from, to.len()))
+    }
+
+    /// Copies from host memory, for the host.
+    pub(crate) fn put(&self, to: u64, from: &[u8]) -> Asked<()> {
+        ask!(self.driver(), cuMemcpyHtoD_v2(to, from.as_ptr().cast(), from.len()))
     }
 
     /// Copies to page-locked memory, in stream order.

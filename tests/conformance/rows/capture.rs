@@ -201,6 +201,68 @@ pub(crate) fn rows() -> Vec<Row> {
             let stream = capturing(p, RELAXED)?;
             unharmed(p, stream, answer(p.wait(stream, event)))
         }),
+        row("capture, global: choose the current pool", UNSUPPORTED, |p| {
+            let pool = p.default_pool()?;
+            let stream = capturing(p, GLOBAL)?;
+            harmed(p, stream, answer(p.pool_choose(pool)))
+        }),
+        row("capture, global: how much memory is free", SUCCESS, |p| {
+            let stream = capturing(p, GLOBAL)?;
+            unharmed(p, stream, answer(p.memory_info()))
+        }),
+        row("capture, global: an address's range and kind", SUCCESS, |p| {
+            let at = p.alloc(MIB)?;
+            let stream = capturing(p, GLOBAL)?;
+            p.address_range(at)?;
+            let kind = CUpointer_attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED;
+            unharmed(p, stream, answer(p.pointer_u64(at, kind)))
+        }),
+        row("capture, global: where the device sees page-locked memory", SUCCESS, |p| {
+            let at = p.host_words(1)?;
+            let stream = capturing(p, GLOBAL)?;
+            p.host_flags(at)?;
+            unharmed(p, stream, answer(p.host_device_pointer(at)))
+        }),
+        row("capture: an event of a capture that is over: query", INVALID_VALUE, |p| {
+            let event = left_over(p)?;
+            answer(p.query(event))
+        }),
+        row("capture: an event of a capture that is over: synchronize", INVALID_VALUE, |p| {
+            let event = left_over(p)?;
+            answer(p.event_sync(event))
+        }),
+        row(
+            "capture: an event of a capture that is over: another stream waits",
+            INVALID_VALUE,
+            |p| {
+                let event = left_over(p)?;
+                answer(p.wait(p.stream(NON_BLOCKING)?, event))
+            },
+        ),
+        row(
+            "capture: an event of a capture that is over: another capture waits",
+            INVALID_VALUE,
+            |p| {
+                let event = left_over(p)?;
+                let stream = capturing(p, RELAXED)?;
+                answer(p.wait(stream, event))
+            },
+        ),
+        row("capture: an event of a capture that is over: recorded again", SUCCESS, |p| {
+            let (event, stream) = (left_over(p)?, p.stream(NON_BLOCKING)?);
+            p.record(event, stream)?;
+            p.event_sync(event)?;
+            answer(p.wait(p.stream(NON_BLOCKING)?, event))
+        }),
+        row("capture: a stream that joined and did nothing need not come back", SUCCESS, |p| {
+            let (event, other) = (p.event()?, p.stream(NON_BLOCKING)?);
+            let stream = capturing(p, RELAXED)?;
+            p.record(event, stream)?;
+            p.wait(other, event)?;
+            p.end_capture(stream)?;
+            p.record(event, other)?;
+            answer(p.stream_sync(other))
+        }),
         row("capture, global: page-locked host memory", UNSUPPORTED, |p| {
             let stream = capturing(p, GLOBAL)?;
             harmed(p, stream, answer(p.host_words(1)))
@@ -403,6 +465,16 @@ fn capturing(p: &Probe<'_>, mode: CUstreamCaptureMode) -> Result<CUstream, Troub
     let stream = p.stream(NON_BLOCKING)?;
     p.begin_capture(stream, mode)?;
     Ok(stream)
+}
+
+/// An event that was recorded in a capture which is over.
+fn left_over(p: &Probe<'_>) -> Result<CUevent, Trouble> {
+    let (event, at) = (p.event()?, p.open(&[p.g])?);
+    let stream = capturing(p, RELAXED)?;
+    p.set32(at, 1, 4, stream)?;
+    p.record(event, stream)?;
+    p.end_capture(stream)?;
+    Ok(event)
 }
 
 /// Undoes a registration, whatever captures.

@@ -2,6 +2,8 @@
 
 use super::*;
 
+const NOT_REGISTERED: &[CUresult] = &[CUresult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED];
+
 pub(crate) fn rows() -> Vec<Row> {
     vec![
         row("memset: of mapped memory with access", SUCCESS, |p| {
@@ -149,6 +151,80 @@ pub(crate) fn rows() -> Vec<Row> {
             ensure(p.read32(at + 4096, second)? == 77, "the copy came after the write")?;
             Ok(code)
         }),
+        row("copy: of no bytes, for the host, does not wait", SUCCESS, |p| {
+            // The legacy stream waits for this one, and so does a copy of some bytes.
+            let stream = p.stream(0)?;
+            let at = p.alloc(MIB)?;
+            let hold = p.hold(stream)?;
+            let code = answer(p.fetch(&mut [], at))?;
+            p.put(at, &[])?;
+            let waits = answer(p.stream_query(stream))?;
+            hold.release();
+            ensure(waits == CUresult::CUDA_ERROR_NOT_READY, "the kernel still runs")?;
+            Ok(code)
+        }),
+        row("copy: from nowhere, for the host, does not wait", INVALID_VALUE, |p| {
+            let stream = p.stream(0)?;
+            let hold = p.hold(stream)?;
+            let code = answer(p.fetch(&mut [0; 64], 16))?;
+            let waits = answer(p.stream_query(stream))?;
+            hold.release();
+            ensure(waits == CUresult::CUDA_ERROR_NOT_READY, "the kernel still runs")?;
+            Ok(code)
+        }),
+        row("copy: to nowhere, for the host, does not wait", INVALID_VALUE, |p| {
+            let stream = p.stream(0)?;
+            let hold = p.hold(stream)?;
+            let code = answer(p.put(16, &[0; 64]))?;
+            let waits = answer(p.stream_query(stream))?;
+            hold.release();
+            ensure(waits == CUresult::CUDA_ERROR_NOT_READY, "the kernel still runs")?;
+            Ok(code)
+        }),
+        row("page-lock: device memory", INVALID_VALUE, |p| {
+            let at = p.alloc(MIB)?;
+            answer(p.register_at(at, 4096))
+        }),
+        row("page-lock: what is page-locked already", INVALID_VALUE, |p| {
+            let at = p.host_words(512)?;
+            answer(p.register_at(at, 4096))
+        }),
+        row("page-lock: undone for device memory", INVALID_VALUE, |p| {
+            let at = p.alloc(MIB)?;
+            answer(p.unregister(at))
+        }),
+        row("page-lock: undone for memory that the driver allocated", INVALID_VALUE, |p| {
+            let at = p.host_words(512)?;
+            answer(p.unregister(at))
+        }),
+        row("page-lock: undone where nothing was", NOT_REGISTERED, |p| {
+            answer(p.unregister(vec![0u8; 4096].as_ptr() as u64))
+        }),
+        row("page-locked memory: freed inside", INVALID_VALUE, |p| {
+            let at = p.host_words(512)?;
+            answer(p.free_host(at + 8))
+        }),
+        row("page-locked memory: freed as device memory", INVALID_VALUE, |p| {
+            let at = p.host_words(512)?;
+            answer(p.free(at))
+        }),
+        row("page-locked memory: freed where device memory is", INVALID_VALUE, |p| {
+            let at = p.alloc(MIB)?;
+            answer(p.free_host(at))
+        }),
+        row("page-locked memory: its range", SUCCESS, |p| {
+            let at = p.host_words(512)?;
+            ensure(p.address_range(at + 8)?.0 == at, "it begins where the memory does")?;
+            Ok(CUresult::CUDA_SUCCESS)
+        }),
+        row("page-locked memory: what device memory says of it", INVALID_VALUE, |p| {
+            let at = p.alloc(MIB)?;
+            ensure(
+                answer(p.host_device_pointer(at))? == CUresult::CUDA_ERROR_INVALID_VALUE,
+                "it has no other address",
+            )?;
+            answer(p.host_flags(at))
+        }),
         row("unmap: of one range while a kernel runs elsewhere does not wait", SUCCESS, |p| {
             let stream = p.stream(NON_BLOCKING)?;
             let at = p.open(&[p.g])?;
@@ -171,6 +247,31 @@ pub(crate) fn rows() -> Vec<Row> {
             )?;
             hold.release();
             Ok(code)
+        }),
+        row("wait value: with a flush that the device does not have", NOT_SUPPORTED, |p| {
+            let flushes = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES;
+            if p.attribute(flushes)? != 0 {
+                return Ok(CUresult::CUDA_ERROR_NOT_SUPPORTED);
+            }
+            let (stream, at) = (p.stream(NON_BLOCKING)?, p.alloc(MIB)?);
+            let flush = CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_FLUSH.0;
+            answer(p.wait_value(stream, at, 0, flush))
+        }),
+        row("wait value: at an address that is not a multiple of 4", INVALID_VALUE, |p| {
+            let (stream, at) = (p.stream(NON_BLOCKING)?, p.alloc(MIB)?);
+            answer(p.wait_value(stream, at + 2, 0, 0))
+        }),
+        row("wait value: where nothing is", INVALID_VALUE, |p| {
+            let stream = p.stream(NON_BLOCKING)?;
+            answer(p.wait_value(stream, 16, 0, 0))
+        }),
+        row("wait value: with flags that do not exist", INVALID_VALUE, |p| {
+            let (stream, at) = (p.stream(NON_BLOCKING)?, p.alloc(MIB)?);
+            answer(p.wait_value(stream, at, 0, 77))
+        }),
+        row("write value: at an address that is not a multiple of 8", INVALID_VALUE, |p| {
+            let (stream, at) = (p.stream(NON_BLOCKING)?, p.alloc(MIB)?);
+            answer(p.write_value(stream, at + 4, 3))
         }),
         row("write value: 64 bits to host memory, after the stream's work", SUCCESS, |p| {
             let stream = p.stream(NON_BLOCKING)?;

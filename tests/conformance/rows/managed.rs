@@ -47,6 +47,31 @@ pub(crate) fn rows() -> Vec<Row> {
             let at = p.managed(MIB, GLOBAL)?;
             answer(p.free_host(at))
         }),
+        row("managed: what cuMemHostGetFlags says of it", SUCCESS, |p| {
+            let at = p.managed(MIB, GLOBAL)?;
+            answer(p.host_flags(at))
+        }),
+        row(
+            "managed: where the device sees it, asked as of page-locked memory",
+            INVALID_VALUE,
+            |p| {
+                let at = p.managed(MIB, GLOBAL)?;
+                answer(p.host_device_pointer(at))
+            },
+        ),
+        row("managed: its range", SUCCESS, |p| {
+            let at = p.managed(MIB, GLOBAL)?;
+            ensure(p.address_range(at + 100)? == (at, MIB), "it is what was asked for")?;
+            Ok(CUresult::CUDA_SUCCESS)
+        }),
+        row("managed: page-locked", INVALID_VALUE, |p| {
+            let at = p.managed(MIB, GLOBAL)?;
+            answer(p.register_at(at, 4096))
+        }),
+        row("managed: unlocked", INVALID_VALUE, |p| {
+            let at = p.managed(MIB, GLOBAL)?;
+            answer(p.unregister(at))
+        }),
         row("prefetch: to the device and back", SUCCESS, |p| {
             let stream = p.stream(NON_BLOCKING)?;
             let at = p.managed(4 * MIB, GLOBAL)?;
