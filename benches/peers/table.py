@@ -32,12 +32,21 @@ def read(paths):
                 if "header" in result:
                     headers.append(result)
                 elif "case" in result:
-                    cases.append(result)
+                    cases.append(finished(result))
                 elif "ratio" in result:
-                    fits.append(result)
+                    fits.append(finished(result))
                 elif "trace" in result:
-                    replays.append(result)
+                    replays.append(finished(result))
     return headers, cases, replays, fits
+
+
+def finished(result):
+    """The result, or only what it is about and its error where there is one: a replay that ended half-way has the
+    figures of that half, which are no trace's."""
+    if not result.get("error"):
+        return result
+    about = ("case", "trace", "allocator", "device", "error")
+    return {key: result[key] for key in about if key in result}
 
 
 def short(trace):

@@ -47,11 +47,13 @@ impl Results {
     }
 
     /// Lines without a figure, of cases that could not be measured, are left out; so are those of
-    /// other kinds.
+    /// other kinds, and those of replays that did not come to their end.
     fn add(&mut self, line: &Value) {
         let text = |key: &str| line[key].as_str().map(str::to_owned);
         if line.get("header").is_some() {
             self.source = source(line);
+        } else if line["error"].is_string() {
+            // A replay that ended half-way has the figures of that half.
         } else if let (Some(name), Some(allocator)) = (text("case"), text("allocator")) {
             let Some(ns_per_op) = line["ns_per_op"].as_f64().filter(|ns| *ns > 0.0) else { return };
             let case = Case {

@@ -1,4 +1,7 @@
-//! The peers' programs replay what `vpmm replay` replays: they read traces by themselves.
+//! The peers' programs replay what `vpmm replay` replays: they read traces by themselves. And what
+//! is printed and drawn of the results.
+
+mod results;
 
 use std::env;
 use std::fs;
@@ -122,6 +125,14 @@ fn ours(text: &str) -> String {
 /// A folder of the test's own, gone at its end.
 struct Folder(PathBuf);
 
+impl Folder {
+    fn new(name: &str) -> Self {
+        let folder = env::temp_dir().join(format!("vpmm-peers-{}-{name}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        Self(folder)
+    }
+}
+
 impl Drop for Folder {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
@@ -130,8 +141,7 @@ impl Drop for Folder {
 
 #[test]
 fn peers_read_traces_as_we_do() {
-    let folder = Folder(env::temp_dir().join(format!("vpmm-peers-{}", std::process::id())));
-    fs::create_dir_all(&folder.0).unwrap();
+    let folder = Folder::new("traces");
     let program = folder.0.join("dump");
     let compiler = env::var_os("CXX").unwrap_or_else(|| "g++".into());
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/peers/dump.cpp");
