@@ -67,7 +67,11 @@ impl Backend for StackBackend<'_> {
             ptr = self.pointers().remove(&address).unwrap_or(ptr);
         }
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        self.resource.deallocate(ptr, bytes, MIN_ALIGN, stream)
+        let freed = self.resource.deallocate(ptr, bytes, MIN_ALIGN, stream);
+        if freed.is_err() && self.wants_pointers {
+            self.pointers().insert(address, ptr);
+        }
+        freed
     }
 
     fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {
@@ -103,6 +107,8 @@ mod tests {
     use std::sync::mpsc;
     use std::thread;
     use std::time::Duration;
+
+    use cuda_sys::types::CUresult;
 
     use super::*;
     use crate::device::Setup;
@@ -150,5 +156,20 @@ mod tests {
             }
             assert!(backend.wants_pointers && backend.pointers().is_empty());
         }
+    }
+
+    #[test]
+    fn host_memory_whose_free_was_refused_can_be_freed_again() {
+        let machine = Machine::simulated(Setup::default()).unwrap();
+        let simulator = machine.simulator().unwrap();
+        let stream = machine.device().stream().unwrap();
+        let backend = backend("pinned", &machine);
+        let address = backend.allocate(1000, stream.handle()).unwrap();
+        simulator.fail_nth("cuMemFreeHost", 1, CUresult::CUDA_ERROR_UNKNOWN);
+        // SAFETY: allocated above, and freed once: the first is refused.
+        let free = || unsafe { backend.free(address, 1000, stream.handle()) };
+        assert!(free().is_err());
+        free().unwrap();
+        assert_eq!(simulator.leaks().host_allocations, 0);
     }
 }

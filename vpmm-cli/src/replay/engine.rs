@@ -383,7 +383,11 @@ impl<'a> Replay<'a> {
             if let Some(checker) = target.checker {
                 watch.stop();
                 let Step { slot, bytes, .. } = *step;
-                checker.write(&Piece { slot, address, bytes, stream })?;
+                if let Err(error) = checker.write(&Piece { slot, address, bytes, stream }) {
+                    // SAFETY: allocated above, and in no slot yet: nobody else frees it.
+                    let _ = unsafe { target.backend.free(address, bytes, stream) };
+                    return Err(error);
+                }
                 watch.start();
             }
             // Only now may another lane see it: after its pattern has been enqueued.
@@ -391,15 +395,18 @@ impl<'a> Replay<'a> {
         } else {
             let address = slot.load(Ordering::Acquire);
             slot.store(0, Ordering::Relaxed);
+            // What is not freed is tried again with the rest, after the pass.
+            let keep = |_: &vpmm::Error| slot.store(address, Ordering::Release);
             if let Some(checker) = target.checker {
                 watch.stop();
-                checker.check(&self.piece(target, step.slot, address), stream)?;
+                let piece = self.piece(target, step.slot, address);
+                checker.check(&piece, stream).inspect_err(keep)?;
                 watch.start();
             }
             times.map(Times::note);
             // SAFETY: the address came from this allocator, and the slot, which the trace frees
-            // once, was emptied above: nobody frees it a second time.
-            unsafe { target.backend.free(address, step.bytes, stream) }?;
+            // once, was emptied above: nobody frees it a second time, unless this was refused.
+            unsafe { target.backend.free(address, step.bytes, stream) }.inspect_err(keep)?;
         }
         Ok(())
     }

@@ -304,6 +304,103 @@ fn a_context_that_cannot_be_entered_is_a_stop() {
     }
 }
 
+/// Fails once: the n-th of its calls.
+struct FailingOnce(AtomicU64);
+
+impl FailingOnce {
+    fn at(call: u64) -> Self {
+        Self(AtomicU64::new(call))
+    }
+
+    fn call(&self) -> vpmm::Result<()> {
+        match self.0.fetch_sub(1, Ordering::Relaxed) {
+            1 => Err(vpmm::Error::ZeroSize),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Checker for FailingOnce {
+    fn write(&self, _piece: &Piece) -> vpmm::Result<()> {
+        self.call()
+    }
+
+    fn check(&self, _piece: &Piece, _free_stream: StreamHandle) -> vpmm::Result<()> {
+        self.call()
+    }
+}
+
+/// Refuses one free, as a pool does on a stream that captures, and has what it refused still.
+struct RefusingAFree {
+    inner: Noting,
+    refusals: FailingOnce,
+}
+
+impl Backend for RefusingAFree {
+    fn allocate(&self, bytes: u64, stream: StreamHandle) -> vpmm::Result<u64> {
+        self.inner.allocate(bytes, stream)
+    }
+
+    unsafe fn free(&self, address: u64, bytes: u64, stream: StreamHandle) -> vpmm::Result<()> {
+        self.refusals.call()?;
+        // SAFETY: the caller keeps the same contract.
+        unsafe { self.inner.free(address, bytes, stream) }
+    }
+
+    fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {
+        Ok(0)
+    }
+
+    fn driver_calls(&self) -> u64 {
+        0
+    }
+
+    fn map(&self) -> String {
+        String::new()
+    }
+}
+
+/// Whatever fails, and wherever: the pool that the next allocator is measured beside would else keep
+/// its memory.
+#[test]
+fn what_is_allocated_when_a_pass_stops_is_freed() {
+    let trace = trace(
+        "1,x,allocate,0x1,10,0\n2,x,allocate,0x2,20,0\n2,x,free,0x1,10,0\n1,x,free,0x2,20,0\n\
+         1,x,allocate,0x3,30,0\n",
+    );
+    let streams = [StreamHandle::LEGACY];
+    let run = |threads: bool, backend: &dyn Backend, checker: &dyn Checker| {
+        let target = Target {
+            backend,
+            streams: &streams,
+            checker: Some(checker),
+            due: None,
+            timer: None,
+            spent: None,
+            enter: &|| Ok(()),
+            progress: &|_| {},
+        };
+        Replay::new(&trace, threads).pass(&target).unwrap()
+    };
+    for threads in [false, true] {
+        // Three writes, and as many checks.
+        for call in 1..=6 {
+            let backend = Noting::new(u64::MAX);
+            let pass = run(threads, &backend, &FailingOnce::at(call));
+            assert!(pass.stop.is_some(), "call {call}");
+            assert_eq!(*backend.live.lock().unwrap(), HashMap::new(), "call {call}");
+        }
+        // What is not in the trace is freed at the end, and not once more.
+        for refused in 1..=2 {
+            let refusals = FailingOnce::at(refused);
+            let backend = RefusingAFree { inner: Noting::new(u64::MAX), refusals };
+            let pass = run(threads, &backend, &FailingOnce::at(0));
+            assert!(pass.stop.is_some(), "free {refused}");
+            assert_eq!(*backend.inner.live.lock().unwrap(), HashMap::new(), "free {refused}");
+        }
+    }
+}
+
 /// Device memory from `cuMemAlloc`, handed out wrongly: every allocation after
 /// the first is given the address of the first again, or so many bytes behind it.
 struct Aliasing<'a> {
