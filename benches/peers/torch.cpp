@@ -62,6 +62,8 @@ auto make() { return std::make_unique<Allocator>(); }
 // waits for the device, gives its caches back and tries again by itself.
 std::optional<double> pass_within(std::uint64_t limit, std::size_t total, peers::Replay &program) {
     Allocator allocator;
+    // As `vpmm fit` begins each attempt: what the one before gave back is not charged to this one.
+    peers::settle();
     // The next fraction up: by the nearest one some limits come to a byte less than they are.
     const double fraction = static_cast<double>(limit) / static_cast<double>(total);
     caching::get()->setMemoryFraction(std::min(1.0, std::nextafter(fraction, 1.0)), 0);
