@@ -64,17 +64,19 @@ done
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# The peers read plain CSV, and everyone gets the same files.
+# The peers read plain CSV, and everyone gets the same files: in a folder of their own, whatever they are called.
+copies=$work/traces
+mkdir "$copies" || exit 1
 plain=()
 for trace in "${traces[@]}"; do
     name=$(basename "$trace" .gz)
     # The results name traces by this.
-    [[ ! -e $work/$name ]] || { echo "$trace: two traces are called $name" >&2 && exit 2; }
-    cp "$trace" "$work/$name" || exit 2
+    [[ ! -e $copies/$name ]] || { echo "$trace: two traces are called $name" >&2 && exit 2; }
+    cp "$trace" "$copies/$name" || exit 2
     # Gzip is told by its first bytes, as the command tells it.
-    if [[ $(od -An -tx1 -N2 "$work/$name") == ' 1f 8b' ]]; then
-        gunzip <"$work/$name" >"$work/.plain" || { echo "$trace cannot be read" >&2 && exit 2; }
-        mv "$work/.plain" "$work/$name"
+    if [[ $(od -An -tx1 -N2 "$copies/$name") == ' 1f 8b' ]]; then
+        gunzip <"$copies/$name" >"$work/plain" || { echo "$trace cannot be read" >&2 && exit 2; }
+        mv "$work/plain" "$copies/$name"
     fi
     plain+=("$name")
 done
@@ -128,7 +130,7 @@ failures=()
 measure() {
     local name=$1 began=$SECONDS
     shift
-    (cd "$work" && "$@") | tee -a "$work/lines" | grep '^{' >>"$out"
+    (cd "$copies" && "$@") | tee -a "$work/lines" | grep '^{' >>"$out"
     local status=${PIPESTATUS[0]}
     grep -v '^{' "$work/lines" >&2
     rm -f "$work/lines"
