@@ -48,22 +48,26 @@ pub(crate) fn every_call_of_every_step(
     failures
 }
 
-/// Fails each call of a pool's making in turn: nothing is left of the attempt. Answers how many
-/// there were.
+/// Fails each call of a pool's making in turn: nothing is left of the attempt, nor of a pool that was made
+/// all the same. Answers how many there were that the making failed with.
 pub(crate) fn every_call_of_making(open: impl Fn(&Device) -> Result<Pool, Error>) -> u64 {
     let sim = Simulator::builder().build().unwrap();
     let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
     let before = sim.leaks();
     let mut failures = 0;
-    loop {
-        sim.fail_call(failures + 1, CUresult::CUDA_ERROR_UNKNOWN);
+    for n in 1.. {
+        let calls = sim.calls();
+        sim.fail_call(n, CUresult::CUDA_ERROR_UNKNOWN);
         let result = open(&device);
         sim.clear_faults();
-        if result.is_ok() {
+        let is_met = sim.calls() - calls >= n;
+        failures += u64::from(result.is_err());
+        assert!(is_met || result.is_ok(), "call {n}: {:?}", result.err());
+        drop(result);
+        assert_eq!(sim.leaks(), before, "call {n}");
+        if !is_met {
             break;
         }
-        assert_eq!(sim.leaks(), before, "call {}", failures + 1);
-        failures += 1;
     }
     sim.assert_clean();
     failures
