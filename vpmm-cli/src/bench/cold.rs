@@ -129,3 +129,25 @@ fn on_fresh<S: Subject, T>(
     let measured = measured?;
     freed.and_then(|()| subject.check_logs()).map(|()| measured)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn several_are_as_many_as_asked_for_where_they_take_no_longer_than_there_is_time() {
+        let done = |times, each| {
+            let mut done = 0;
+            let all = several(times, || {
+                done += 1;
+                thread::sleep(each);
+                Ok(())
+            });
+            all.map(|()| done).unwrap()
+        };
+        assert_eq!((done(9, Duration::ZERO), done(1, Duration::ZERO)), (9, 1));
+        assert_eq!(done(9, PATIENCE / 3 + Duration::from_millis(50)), LEAST_POOLS);
+    }
+}

@@ -309,6 +309,27 @@ mod tests {
         }
     }
 
+    /// Between the making of the room and the first call other things are done, which may take long.
+    #[test]
+    fn the_first_sample_is_the_first_calls() {
+        let body = Body::Pairs { bytes: 512, stream: 0, pairs: 2 };
+        let steps = [Step { bytes: 512, slot: 0, stream: 0 }];
+        let mut hands = Hands::new(&Nothing, &[StreamHandle::LEGACY], 1);
+        let mut first = |of_steps| {
+            let mut samples = Samples::with_room_for(4);
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            let done = match of_steps {
+                false => hands.sample(&body, &mut samples),
+                true => hands.sample_steps(&steps, &mut samples),
+            };
+            done.unwrap();
+            samples.into_nanoseconds()[0]
+        };
+        for of_steps in [false, true] {
+            assert!((0..8).any(|_| first(of_steps) < 10_000_000), "{of_steps}");
+        }
+    }
+
     #[test]
     fn loops_cost_little_and_clocks_more() {
         let body = Body::Pairs { bytes: 512, stream: 0, pairs: 10_000 };

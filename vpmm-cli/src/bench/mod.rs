@@ -445,6 +445,163 @@ mod tests {
         assert!(figures.mops_per_s < 1.1 * of_both, "{figures:?}");
     }
 
+    /// What is noted of all allocators that a case makes.
+    #[derive(Default)]
+    struct Notes {
+        opened: AtomicU64,
+        /// The allocators in the order of their first allocations, and the handles that had been made by then.
+        first: Mutex<Vec<(u64, u64)>>,
+    }
+
+    /// One of them, by its number.
+    struct Fresh<'a> {
+        notes: &'a Notes,
+        machine: &'a Machine,
+        number: u64,
+        each: Duration,
+        /// Driver calls after so many allocations.
+        calls: fn(number: u64, allocations: u64) -> u64,
+        allocations: AtomicU64,
+        live: AtomicU64,
+        most_live: AtomicU64,
+    }
+
+    impl<'a> Fresh<'a> {
+        fn new(
+            notes: &'a Notes,
+            machine: &'a Machine,
+            each: fn(number: u64) -> Duration,
+            calls: fn(u64, u64) -> u64,
+        ) -> Self {
+            let number = notes.opened.fetch_add(1, Ordering::Relaxed);
+            let [allocations, live, most_live] = [0; 3].map(AtomicU64::new);
+            let each = each(number);
+            Self { notes, machine, number, each, calls, allocations, live, most_live }
+        }
+    }
+
+    impl Subject for Fresh<'_> {
+        type Ptr = u64;
+
+        const NONE: u64 = 0;
+
+        fn address(ptr: u64) -> u64 {
+            ptr
+        }
+
+        fn allocate(&self, _bytes: u64, _stream: StreamHandle) -> vpmm::Result<u64> {
+            if self.allocations.fetch_add(1, Ordering::Relaxed) == 0 {
+                let counts = self.machine.simulator().unwrap().call_counts();
+                let handles = counts.get("cuMemCreate").copied().unwrap_or_default();
+                self.notes.first.lock().unwrap().push((self.number, handles));
+            }
+            let live = self.live.fetch_add(1, Ordering::Relaxed) + 1;
+            self.most_live.fetch_max(live, Ordering::Relaxed);
+            if !self.each.is_zero() {
+                std::thread::sleep(self.each);
+            }
+            Ok(1)
+        }
+
+        unsafe fn free(&self, _ptr: u64, _stream: StreamHandle) -> vpmm::Result<()> {
+            self.live.fetch_sub(1, Ordering::Relaxed);
+            Ok(())
+        }
+
+        /// Told as memory held: the allocator's number, and the most allocations at one time.
+        fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {
+            Ok(self.number * 1000 + self.most_live.load(Ordering::Relaxed))
+        }
+
+        fn driver_calls(&self) -> u64 {
+            (self.calls)(self.number, self.allocations.load(Ordering::Relaxed))
+        }
+    }
+
+    #[test]
+    fn a_cold_case_is_the_middle_one_of_fresh_allocators_behind_another_one() {
+        let machine = Machine::simulated(Setup::default()).unwrap();
+        let bench = Bench::new(&machine, Amount::Quick);
+        let notes = Notes::default();
+        let each = |number| Duration::from_micros(if number == 0 { 400 } else { 20 });
+        let calls = |number, allocations| 5 + (number + 1) * allocations;
+        let case = "grow_512x2MiB".parse().unwrap();
+        let figures = bench.on(case, |_| Ok(Fresh::new(&notes, &machine, each, calls))).unwrap();
+        // Two pools for the time and two for single calls, each of them awake behind another one, and that behind
+        // what settles the driver.
+        let first = notes.first.lock().unwrap().clone();
+        let numbers: Vec<u64> = first.iter().map(|(number, _)| *number).collect();
+        assert_eq!(numbers, [1, 0, 3, 2, 5, 4, 7, 6]);
+        // Two handles at least are made and given back before each.
+        for (at, (_, handles)) in (1..).zip(first.iter().step_by(2)) {
+            assert!(*handles >= 2 * at, "{first:?}");
+        }
+        // The faster of the two pools is told, its calls and its memory too; an operation is one of the 512.
+        assert_eq!((figures.ops, figures.driver_calls), (512, 3 * 512));
+        assert_eq!(figures.peak_mapped_bytes, 2_512);
+        for of_one in [figures.ns_per_op, figures.p50_ns] {
+            assert!((20e3..512.0 * 20e3).contains(&of_one), "{figures:?}");
+        }
+    }
+
+    /// Of threads that only begin and end at the same time some may never have met.
+    #[test]
+    fn all_that_is_live_at_one_time_has_been_so_before_the_clock_starts() {
+        let machine = Machine::simulated(Setup::default()).unwrap();
+        let bench = Bench::new(&machine, Amount::Quick);
+        let notes = Notes::default();
+        let open = |_| Ok(Fresh::new(&notes, &machine, |_| Duration::ZERO, |_, _| 0));
+        let figures = bench.on("threads_16".parse().unwrap(), open).unwrap();
+        assert_eq!(figures.peak_mapped_bytes, 1_016, "the second allocator's, 16 at once");
+    }
+
+    /// Up to when streams have what they need of each other.
+    #[test]
+    fn what_settles_late_is_done_until_it_needs_no_driver_call() {
+        let machine = Machine::simulated(Setup::default()).unwrap();
+        let bench = Bench::new(&machine, Amount::Quick);
+        let notes = Notes::default();
+        // A thousand at first and in each round: for four of them.
+        let calls = |_, allocations: u64| allocations.min(4_500);
+        let open = |_| Ok(Fresh::new(&notes, &machine, |_| Duration::ZERO, calls));
+        let figures = bench.on("streams_1000".parse().unwrap(), open).unwrap();
+        assert_eq!((figures.ops, figures.driver_calls), (2_000, 0));
+    }
+
+    #[test]
+    fn an_allocator_that_does_nothing_takes_next_to_nothing() {
+        let machine = Machine::simulated(Setup::default()).unwrap();
+        let bench = Bench::new(&machine, Amount::Quick);
+        let clock_ns = loops::clock_ns();
+        let body = script::Body::Pairs { bytes: 512, stream: 0, pairs: 10_000 };
+        let loop_ns = loops::loop_ns(&body, 0, &[StreamHandle::LEGACY]);
+        let figures =
+            |name: &str| bench.on(name.parse().unwrap(), |_| Ok(subject::Nothing)).unwrap();
+        // Whatever else runs on the machine makes some of them longer.
+        let is_so = |_| {
+            let (warm, cold) = (figures("pair_512"), figures("grow_512x2MiB"));
+            warm.ns_per_op < loop_ns / 2.0
+                && warm.p50_ns < clock_ns / 2.0
+                && cold.p50_ns < clock_ns / 2.0
+        };
+        assert!((0..8).any(is_so), "{:?}, {loop_ns} {clock_ns}", figures("pair_512"));
+    }
+
+    #[test]
+    fn as_many_rounds_as_there_is_time_for() {
+        let machine = Machine::simulated(Setup::default()).unwrap();
+        let bench = Bench::new(&machine, Amount::Full);
+        let rounds = |name: &str, call_ns| {
+            let case: Case = name.parse().unwrap();
+            let Script::Warm(script) = case.script(bench.extent(case, call_ns)) else { panic!() };
+            bench.rounds(&script, call_ns).unwrap()
+        };
+        // Each is as long as it is, however fast the calls are.
+        assert_eq!((rounds("pair_512", 3.0), rounds("threads_8", 9_000.0)), (4, 4));
+        assert_eq!((rounds("random_4MiB", 300.0), rounds("random_4MiB", 10.0)), (10, 50));
+        assert_eq!(rounds("random_4MiB", 75_000.0), 1);
+    }
+
     #[test]
     fn slow_allocators_make_fewer_calls_and_fast_ones_all() {
         let machine = Machine::simulated(Setup::default()).unwrap();

@@ -52,6 +52,31 @@ impl Round {
     fn calls_per_ns(&self) -> f64 {
         self.calls as f64 / (self.wall.as_nanos() as f64).max(1.0)
     }
+
+    /// Nanoseconds of one thread's call, and the calls of all `lanes` in millions a second: both without the loop
+    /// around each call, which takes `loop_ns`.
+    fn told(&self, lanes: usize, loop_ns: f64) -> (f64, f64) {
+        let (ops, lanes) = (self.calls as f64, lanes as f64);
+        let ops_of_lane = ops / lanes;
+        let loops_ns = loop_ns * ops_of_lane;
+        let wall_ns = (self.wall.as_nanos() as f64 - loops_ns).max(1.0);
+        let busy_ns = (self.busy.as_nanos() as f64 / lanes - loops_ns).max(0.0);
+        (busy_ns / ops_of_lane, ops / wall_ns * 1e3)
+    }
+}
+
+/// The round with the most calls in a time, of those that every lane has done: whatever disturbs one only ever makes
+/// it slower.
+fn fastest(measured: &[Measured], driver_calls: &[u64]) -> Option<Round> {
+    let rounds = driver_calls.iter().enumerate().filter_map(|(index, &driver_calls)| {
+        let spans = || measured.iter().filter_map(|lane| lane.rounds.get(index));
+        let begin = spans().map(|span| span.begin).min()?;
+        let end = spans().map(|span| span.end).max()?;
+        let busy = spans().map(|span| span.end - span.begin).sum();
+        let calls = spans().map(|span| span.calls).sum();
+        Some(Round { wall: end - begin, busy, calls, driver_calls })
+    });
+    rounds.max_by(|a, b| a.calls_per_ns().total_cmp(&b.calls_per_ns()))
 }
 
 /// What the threads have in common.
@@ -90,35 +115,19 @@ pub(super) fn run<S: Subject>(
     let measured = on_threads(script, &shared)?;
     let driver_calls = shared.driver_calls.into_inner().unwrap_or_else(PoisonError::into_inner);
 
-    let rounds = driver_calls.iter().enumerate().filter_map(|(index, &driver_calls)| {
-        let spans = || measured.iter().filter_map(|lane| lane.rounds.get(index));
-        let begin = spans().map(|span| span.begin).min()?;
-        let end = spans().map(|span| span.end).max()?;
-        let busy = spans().map(|span| span.end - span.begin).sum();
-        let calls = spans().map(|span| span.calls).sum();
-        Some(Round { wall: end - begin, busy, calls, driver_calls })
-    });
-    // Whatever disturbs a round only ever makes it slower.
-    let faster = |a: &Round, b: &Round| a.calls_per_ns().total_cmp(&b.calls_per_ns());
-    let best = rounds.max_by(faster).ok_or(BenchError::Nothing)?;
-
-    let lanes = script.lanes.len() as f64;
-    let ops = best.calls;
-    let ops_of_lane = ops as f64 / lanes;
-    let loops_ns = loop_ns * ops_of_lane;
-    let wall_ns = (best.wall.as_nanos() as f64 - loops_ns).max(1.0);
-    let busy_ns = (best.busy.as_nanos() as f64 / lanes - loops_ns).max(0.0);
+    let best = fastest(&measured, &driver_calls).ok_or(BenchError::Nothing)?;
+    let (ns_per_op, mops_per_s) = best.told(script.lanes.len(), loop_ns);
     let samples = measured.into_iter().flat_map(|lane| lane.samples).map(f64::from).collect();
     let Percentiles { p50_ns, p99_ns, p999_ns, max_ns } = Percentiles::of(samples, clock_ns());
     Ok(Figures {
         threads: script.lanes.len() as u32,
-        ops,
-        ns_per_op: busy_ns / ops_of_lane,
+        ops: best.calls,
+        ns_per_op,
         p50_ns,
         p99_ns,
         p999_ns,
         max_ns,
-        mops_per_s: ops as f64 / wall_ns * 1e3,
+        mops_per_s,
         peak_live_bytes: script.peak_live_bytes(),
         peak_mapped_bytes: subject.peak_mapped_bytes()?,
         driver_calls: best.driver_calls,
@@ -255,4 +264,44 @@ fn run_round<S: Subject>(
         }
     }
     Ok(Span { begin, end: Instant::now(), calls })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rounds of one lane: begin and end in microseconds, and calls.
+    fn lane(start: Instant, rounds: &[(u64, u64, u64)]) -> Measured {
+        let at = |us| start + Duration::from_micros(us);
+        let spans = rounds.iter().map(|&(begin, end, calls)| Span {
+            begin: at(begin),
+            end: at(end),
+            calls,
+        });
+        Measured { rounds: spans.collect(), samples: Vec::new() }
+    }
+
+    #[test]
+    fn the_fastest_round_is_told_of_one_thread_and_of_all() {
+        let start = Instant::now();
+        let measured = [
+            lane(start, &[(0, 200, 100), (300, 400, 100), (500, 900, 100)]),
+            lane(start, &[(0, 200, 100), (310, 420, 50), (500, 900, 100)]),
+        ];
+        let best = fastest(&measured, &[7, 8, 9]).unwrap();
+        // From the first begin to the last end, and both lanes' own times.
+        let us = Duration::from_micros;
+        assert_eq!((best.wall, best.busy), (us(120), us(210)));
+        assert_eq!((best.calls, best.driver_calls), (150, 8));
+        let near = |told: (f64, f64), expected: (f64, f64)| {
+            let is_near = |a: f64, b: f64| (a - b).abs() < 1e-6 * b;
+            assert!(is_near(told.0, expected.0) && is_near(told.1, expected.1), "{told:?}");
+        };
+        // 105 us for the 75 calls of a thread; 150 calls in 120 us.
+        near(best.told(2, 0.0), (1_400.0, 1.25));
+        // The loop takes a thread 7.5 us of that, while the other one's runs beside it.
+        near(best.told(2, 100.0), (1_300.0, 150.0 / 112.5));
+        assert_eq!(best.told(2, 1e6).0, 0.0, "never less than nothing");
+        assert!(fastest(&measured, &[]).is_none());
+    }
 }
