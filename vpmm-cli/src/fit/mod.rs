@@ -114,3 +114,28 @@ pub fn fit(
     });
     Ok(Fit { found, attempts, granule_bytes, lost_rows })
 }
+
+#[cfg(test)]
+mod tests {
+    use cuda_sys::types::CUresult;
+
+    use super::*;
+    use crate::device::Setup;
+
+    /// Else the search would go on, and tell a limit at which nothing completes.
+    #[test]
+    fn a_failure_is_no_want_of_memory() {
+        let rows = "Thread,Time,Action,Pointer,Size,Stream\n1,x,allocate,0x1,1000,0\n";
+        let trace = Trace::read("t", rows.as_bytes()).unwrap();
+        let machine = Machine::simulated(Setup::default()).unwrap();
+        let session = Session::new(&trace, &machine, false).unwrap();
+        let call = "cuMemAllocFromPoolAsync";
+        machine.simulator().unwrap().fail_nth(call, 1, CUresult::CUDA_ERROR_UNKNOWN);
+        let mut attempts = 0;
+        let allocator = AllocatorSpec::CudaAsync;
+        let bar = ProgressBar::hidden();
+        let found = fit(&trace, &allocator, &machine, &session, &bar, |_, _| attempts += 1);
+        let Err(FitError::Failed(outcome)) = found else { panic!("{found:?}") };
+        assert!(outcome.is_failure() && outcome.stop.is_some() && attempts == 1, "{outcome:?}");
+    }
+}

@@ -63,3 +63,19 @@ impl<'a> Search<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_two_the_longer_is_the_longest() {
+        let of = |slot, driver_us| {
+            let (action, by_function) = (Action::Allocate, Vec::new());
+            Longest { action, slot, driver_us, by_function }
+        };
+        assert_eq!(of(1, 5.0).max(of(2, 7.0)).slot, 2);
+        assert_eq!(of(1, 7.0).max(of(2, 5.0)).slot, 1);
+        assert_eq!(of(1, 7.0).max(of(2, 7.0)).slot, 1, "the first of two");
+    }
+}

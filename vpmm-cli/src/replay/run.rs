@@ -396,6 +396,27 @@ mod tests {
     }
 
     #[test]
+    fn what_the_simulator_finds_is_told_of_the_replay_that_it_is_of() {
+        let machine = Machine::simulated(device::Setup::default()).unwrap();
+        let misuse = || {
+            let stream = machine.device().stream().unwrap();
+            let gone = stream.handle().raw();
+            drop(stream);
+            let query = machine.driver().raw().cuStreamQuery.unwrap();
+            // SAFETY: the simulator knows that there is no such stream.
+            let code = unsafe { query(gone) };
+            assert_ne!(code, CUresult::CUDA_SUCCESS);
+        };
+        misuse();
+        let before = Found::on(&machine);
+        assert!(before.later(&machine).is_empty());
+        misuse();
+        let found = before.later(&machine);
+        assert_eq!(found.len(), 1);
+        assert!(found[0].contains("was destroyed"), "{found:?}");
+    }
+
+    #[test]
     fn the_best_warm_pass_counts() {
         assert_eq!(outcome().best_ns_per_op(), Some(10.0));
         assert_eq!(outcome().best_host_ns_per_op(), Some(8.0));

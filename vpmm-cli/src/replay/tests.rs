@@ -6,13 +6,14 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use cuda_sys::types::CUresult;
 use indicatif::ProgressBar;
 use vpmm::{Stream, StreamHandle};
 
 use super::engine::Checker;
 use super::*;
 use crate::backend::{AllocatorSpec, Backend};
-use crate::device::{Calls, Machine, Setup};
+use crate::device::{Calls, Ledger, Machine, Setup};
 use crate::trace::{Action, Trace};
 
 const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream\n";
@@ -398,6 +399,165 @@ fn what_is_allocated_when_a_pass_stops_is_freed() {
             assert!(pass.stop.is_some(), "free {refused}");
             assert_eq!(*backend.inner.live.lock().unwrap(), HashMap::new(), "free {refused}");
         }
+    }
+}
+
+/// Runs a pass on one thread or more, with what is done beside the calls.
+fn pass_beside(
+    trace: &Trace,
+    threads: bool,
+    backend: &dyn Backend,
+    spent: Option<&Spent<'_>>,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Pass {
+    let streams = vec![StreamHandle::LEGACY; trace.streams as usize];
+    let pass = Replay::new(trace, threads).pass(&Target {
+        backend,
+        streams: &streams,
+        checker: None,
+        due: None,
+        timer: None,
+        spent,
+        enter: &|| Ok(()),
+        progress,
+    });
+    pass.unwrap()
+}
+
+/// Takes its time for requests of 13 bytes.
+struct Slow;
+
+const SLOWLY: Duration = Duration::from_millis(100);
+
+impl Backend for Slow {
+    fn allocate(&self, bytes: u64, _stream: StreamHandle) -> vpmm::Result<u64> {
+        if bytes == 13 {
+            std::thread::sleep(SLOWLY);
+        }
+        Ok(bytes)
+    }
+
+    unsafe fn free(&self, _address: u64, _bytes: u64, _stream: StreamHandle) -> vpmm::Result<()> {
+        Ok(())
+    }
+
+    fn peak_mapped_bytes(&self) -> vpmm::Result<u64> {
+        Ok(0)
+    }
+
+    fn driver_calls(&self) -> u64 {
+        0
+    }
+
+    fn map(&self) -> String {
+        String::new()
+    }
+}
+
+/// What a program waits for is the allocator alone: not the other threads, not whoever is told of the progress, not
+/// what looks for the longest call.
+#[test]
+fn only_the_allocators_time_counts() {
+    let slowly_ns = SLOWLY.as_nanos() as f64;
+    // The second thread waits all the time for the first.
+    let two = trace("1,x,allocate,0x1,13,0\n2,x,free,0x1,13,0\n");
+    let pass = pass_beside(&two, true, &Slow, None, &|_| {});
+    assert!((slowly_ns..1.7 * slowly_ns).contains(&pass.nanoseconds), "{pass:?}");
+
+    let one = trace("1,x,allocate,0x1,8,0\n1,x,free,0x1,8,0\n");
+    let tell = |_| std::thread::sleep(SLOWLY);
+    let pass = pass_beside(&one, false, &Slow, None, &tell);
+    assert!(pass.nanoseconds < slowly_ns / 2.0, "{pass:?}");
+
+    let us = Box::new(|| {
+        std::thread::sleep(SLOWLY);
+        0.0
+    });
+    let spent = Spent { us, by_function: Box::new(Ledger::default) };
+    let pass = pass_beside(&one, false, &Slow, Some(&spent), &|_| {});
+    assert!(pass.nanoseconds < slowly_ns / 2.0, "{pass:?}");
+}
+
+/// Nor the loop around it.
+#[test]
+fn an_allocator_that_does_nothing_takes_no_time() {
+    let rows: String =
+        (1..=20_000).map(|i| format!("1,x,allocate,{i:#x},8,0\n1,x,free,{i:#x},8,0\n")).collect();
+    let trace = trace(&rows);
+    let replay = Replay::new(&trace, false);
+    let target = Target {
+        backend: &super::nothing::Nothing,
+        streams: &[StreamHandle::LEGACY],
+        checker: None,
+        due: None,
+        timer: None,
+        spent: None,
+        enter: &|| Ok(()),
+        progress: &|_| {},
+    };
+    // Whatever else runs on the machine makes some longer.
+    let is_so = |_| {
+        let began = Instant::now();
+        let pass = replay.pass(&target).unwrap();
+        pass.nanoseconds < began.elapsed().as_nanos() as f64 / 3.0
+    };
+    assert!((0..8).any(is_so));
+}
+
+fn simulated(
+    trace: &Trace,
+    passes: u32,
+    before: impl FnOnce(&cuda_sim::Simulator),
+) -> (Machine, Outcome) {
+    let machine = Machine::simulated(Setup { time_driver: true, ..Setup::default() }).unwrap();
+    let settings = Settings {
+        limit_bytes: None,
+        passes,
+        threads: false,
+        paced: false,
+        longest: false,
+        verify_stride_bytes: None,
+    };
+    before(machine.simulator().unwrap());
+    let bar = ProgressBar::hidden();
+    let outcome = run(trace, &AllocatorSpec::CudaMalloc, &machine, settings, &bar).unwrap();
+    (machine, outcome)
+}
+
+#[test]
+fn a_pass_that_stops_is_no_pass_among_others() {
+    let trace = trace(
+        "1,x,allocate,0x1,10,0\n1,x,allocate,0x2,20,0\n1,x,free,0x2,0,0\n1,x,free,0x1,30,0\n",
+    );
+    // The second pass fails at its second call.
+    let fails = |simulator: &cuda_sim::Simulator| {
+        simulator.fail_nth("cuMemAlloc_v2", 4, CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+    };
+    let (_, outcome) = simulated(&trace, 3, fails);
+    assert!(outcome.is_out_of_memory());
+    assert_eq!((outcome.operations, outcome.ns_per_op.len()), (1, 1));
+    assert_eq!((outcome.host_ns_per_op.len(), outcome.peak_live_bytes), (1, 30));
+    // One that is the only one is told all the same.
+    let fails = |simulator: &cuda_sim::Simulator| {
+        simulator.fail_nth("cuMemAlloc_v2", 2, CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+    };
+    let (_, outcome) = simulated(&trace, 3, fails);
+    assert_eq!((outcome.operations, outcome.ns_per_op.len()), (1, 1));
+}
+
+/// Each pass begins on an idle device, and the first one behind what settles the driver; what is spent in the driver
+/// is told apart.
+#[test]
+fn passes_begin_alike_and_the_drivers_time_is_apart() {
+    let rows: String = (1..=50).map(|i| format!("1,x,allocate,{i:#x},8,0\n")).collect();
+    let (machine, outcome) = simulated(&trace(&rows), 3, |_| {});
+    let counts = machine.simulator().unwrap().call_counts();
+    // The allocator itself makes none.
+    assert!(counts["cuMemCreate"] >= 2, "{counts:?}");
+    assert!(counts["cuCtxSynchronize"] >= 3, "{counts:?}");
+    for (all, host) in outcome.ns_per_op.iter().zip(&outcome.host_ns_per_op) {
+        // Each operation is one call.
+        assert!(*host < 0.9 * all, "{outcome:?}");
     }
 }
 

@@ -62,7 +62,8 @@ fn json_is_one_object_per_trace_and_allocator() {
         assert!(object["driver_calls"].as_u64().unwrap() > 0);
         assert!(object["driver_time_us"].as_f64().unwrap() > 0.0);
         let (all, host) = (object["ns_per_op"].as_f64(), object["host_ns_per_op"].as_f64());
-        assert!(host.unwrap() <= all.unwrap(), "{line}");
+        // Every cold pass calls the driver.
+        assert!(host.unwrap() < all.unwrap(), "{line}");
         let live = object["peak_live_bytes"].as_u64().unwrap();
         let mapped = object["peak_mapped_bytes"].as_u64().unwrap();
         assert!(0 < live && live <= mapped, "{line}");
