@@ -1,6 +1,7 @@
 //! Requests that begin and end with what others leave of extents.
 
 use cuda_sim::Schedule;
+use vpmm::snapshot::Segment;
 use vpmm::{Error, Stream, WaitPolicy};
 
 use crate::rig::{GRANULE, KIB, config};
@@ -46,6 +47,34 @@ fn parts_of_two_extents_serve_one_request() {
         }
         watched.assert_intact();
     });
+}
+
+/// An extent's memory is told of where it is, and not where it is only mapped.
+#[test]
+fn segments_have_what_is_there_of_an_extent_in_two_parts() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let watched = rig.pool(&config(2, 64));
+    let stream = rig.stream();
+    let kept = two_parts(&watched, &stream);
+    let split = watched.malloc(2 * SHORT, &stream);
+    let look = || {
+        let segments = watched.pool.snapshot();
+        let (bytes, stats) = (|of: &Segment| of.bytes, watched.pool.stats());
+        assert_eq!(segments.iter().map(bytes).sum::<u64>(), stats.mapped_bytes, "{segments:#x?}");
+        for segment in segments {
+            let end = segment.blocks.iter().fold(segment.address, |at, block| {
+                assert_eq!(block.address, at);
+                at + block.bytes
+            });
+            assert_eq!(end, segment.address + segment.bytes);
+        }
+    };
+    look();
+    for held in kept.into_iter().chain([split]) {
+        watched.free(held, &stream);
+        look();
+    }
+    watched.assert_intact();
 }
 
 /// Each of the two would be kept in its place for longer than one granule more is worth, at leisure and in haste.

@@ -37,9 +37,13 @@ impl Core {
                 if space.memory.extent_at(granule).is_none() {
                     continue;
                 }
-                let address = space.memory.address_of(granule);
-                segments.extend_to(address, self.granule_bytes, part == Part::Small);
                 let units = space.memory.units_at(granule);
+                if units.is_empty() {
+                    continue;
+                }
+                let address = self.base + u64::from(units.start) * UNIT_BYTES;
+                let bytes = u64::from(units.end - units.start) * UNIT_BYTES;
+                segments.extend_to(address, bytes, part == Part::Small);
                 at = at.max(units.start);
                 let end = units.end;
                 while at < end {
