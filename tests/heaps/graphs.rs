@@ -425,6 +425,59 @@ fn a_release_sees_to_frees_of_a_capture_that_went_on() {
     });
 }
 
+/// As above, where there is no such call any more: the graph's pool was dropped, in the capture or after it. The
+/// drop sees to them then, or the next wait for the device.
+#[test]
+fn frees_of_a_capture_that_went_on_are_made_though_the_graphs_pool_is_gone() {
+    everywhere(|rig, profile| {
+        for drops_in_capture in [false, true] {
+            let watched = rig.pool(profile, Location::Device);
+            let pool = &watched.pool;
+            let raw = graph::Raw::new(rig, false);
+            let (stream, other) = (raw.handle(), rig.stream());
+            let before = pool.malloc(GRANULE as usize, stream).unwrap();
+            let graphs = pool.graph_pool().unwrap();
+            graphs.begin(stream).unwrap();
+            graph::begin(rig, stream, RELAXED);
+            pool.free(before, stream).unwrap();
+            graphs.end(stream).unwrap();
+            let mut graphs = Some(graphs);
+            if drops_in_capture {
+                graphs = None;
+            }
+            drop(graph::stop(rig, stream));
+            drop(graphs);
+            if drops_in_capture {
+                rig.device.synchronize().unwrap();
+            }
+            assert_eq!(pool.stats().live_count, 0, "{drops_in_capture}");
+            watched.free(watched.malloc(LIMIT * GRANULE, &other), &other);
+            rig.device.synchronize().unwrap();
+            pool.trim_to(0).unwrap();
+            assert_eq!(pool.stats().mapped_bytes, 0, "{drops_in_capture}");
+            watched.assert_intact();
+        }
+    });
+}
+
+/// Of a pool whose last handle goes then nothing is allocated any more.
+#[test]
+fn a_pool_ends_after_frees_of_a_capture_that_went_on() {
+    everywhere(|rig, profile| {
+        let pool = profile.open(&rig.device, Location::Device, Sharing::None).unwrap();
+        let raw = graph::Raw::new(rig, false);
+        let before = pool.malloc(GRANULE as usize, raw.handle()).unwrap();
+        let graphs = pool.graph_pool().unwrap();
+        graphs.begin(raw.handle()).unwrap();
+        graph::begin(rig, raw.handle(), RELAXED);
+        pool.free(before, raw.handle()).unwrap();
+        graphs.end(raw.handle()).unwrap();
+        drop(graph::stop(rig, raw.handle()));
+        drop((graphs, pool));
+        assert!(Pool::of(&rig.driver, before.address()).is_none(), "{profile:?}");
+    });
+}
+
 /// As above, where the stream ends before any such call: its end sees to them.
 #[test]
 fn a_streams_end_sees_to_frees_of_a_capture_that_went_on() {

@@ -135,11 +135,11 @@ impl Postponed {
     }
 
     /// Whether it can be made on any stream, now that the host has waited for the device with so many that wait for
-    /// that: its stream cannot be named any more, or only by a thread that may not come again.
+    /// that. So where its stream could be named still, as there may be no call of a graph's pool that does.
     pub(super) fn has_passed(&self, number: u64) -> bool {
         match self.when {
             When::DevicePassed(at) => at <= number,
-            When::Ended(_) => !self.is_reachable() && self.number <= number,
+            When::Ended(_) => self.number <= number,
         }
     }
 }

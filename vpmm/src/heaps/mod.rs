@@ -459,12 +459,17 @@ impl Heaps {
 
     /// The last handle of a graph's pool is gone.
     pub(crate) fn drop_graph(&self, graph: &Graph) {
+        let context = self.device().enter();
         {
             let mut captures = lock(&self.captures);
             for participant in captures.end_all(graph) {
                 self.end_participant(&mut captures, graph, participant);
             }
             self.set_open(captures.is_open());
+            // It may be the last call that sees to them.
+            if context.is_ok() {
+                self.finish_ended(&mut captures);
+            }
         }
         graph.drop_handle(self.leave_to_device());
     }

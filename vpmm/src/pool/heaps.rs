@@ -334,10 +334,10 @@ impl GraphPool {
     /// Memory that is not the graph's, and was freed in the capture by a handle from elsewhere, gets
     /// its event now; so do graphs' pools that it freed memory of which was there before the capture. If
     /// the stream still captures that is done by the next call of
-    /// [`begin`](Self::begin), `end` or [`release`](Self::release) of any graph's pool, and the stream
-    /// must live until then; on a thread's own default stream it is that thread's next call. Where there can be no
-    /// event (the stream ended first, or its thread, or the driver refuses it), such memory is kept until the host has
-    /// waited for the device.
+    /// [`begin`](Self::begin), `end` or [`release`](Self::release) of any graph's pool, or the drop of one, and the
+    /// stream must live until then; on a thread's own default stream it is that thread's next call. Where there can be
+    /// no event (the stream ended first, or its thread, or the driver refuses it), and where no such call comes, such
+    /// memory is kept until the host has waited for the device.
     ///
     /// # Errors
     /// [`Error::GraphPool`] where it has not begun on the stream; [`Error::ContextLost`], after which it
