@@ -105,6 +105,19 @@ fn a_batch_is_done_whole_or_not_at_all() {
     assert_eq!(refused.to_string(), "Unknown allocation: x");
 }
 
+/// What no message can ask for is refused before anything is made, also where that would be in an earlier message.
+#[test]
+fn a_size_that_cannot_be_leaves_nothing_of_the_others() {
+    let local = Local::start();
+    for batch in [false, true] {
+        let mut writer = session(&local, Requested::Rw, batch);
+        let sizes = [vec![1; 4096], vec![u64::MAX]].concat();
+        let refused = writer.allocate_many(&sizes, "t");
+        assert!(matches!(refused, Err(ClientError::Size { bytes: u64::MAX })), "{refused:?}");
+        assert_eq!(writer.allocation_count().unwrap(), 0, "{batch}");
+    }
+}
+
 /// Wherever taking descriptors breaks off, the session goes on: no answer is left under way.
 #[test]
 fn exports_may_break_off_anywhere() {

@@ -16,9 +16,13 @@ const SIZES: usize = 4096;
 type Result<T> = std::result::Result<T, ClientError>;
 
 impl Session {
-    /// Makes allocations of a tag, in this order. If the server refuses one, nothing is left of the others
-    /// there.
+    /// Makes allocations of a tag, in this order. If the server refuses one, or one has a size that cannot be, nothing
+    /// is left of the others there.
     pub fn allocate_many(&mut self, sizes: &[u64], tag: &str) -> Result<Vec<AllocationInfo>> {
+        // Before any is made: what came before would be left.
+        if let Some(bytes) = sizes.iter().find(|bytes| i64::try_from(**bytes).is_err()) {
+            return Err(ClientError::Size { bytes: *bytes });
+        }
         let mut made = Vec::with_capacity(sizes.len());
         let done = self.allocate_all(sizes, tag, &mut made);
         if matches!(done, Err(ClientError::Refused { .. })) {
