@@ -169,6 +169,7 @@ macro_rules! note {
 }
 
 mod blocks;
+mod books;
 mod graphs;
 mod pools;
 mod program;

@@ -69,6 +69,7 @@ impl<'a> World<'a> {
         self.thread = thread;
         let turn = self.turn(thread);
         self.validate();
+        self.compare_books();
         self.sim.assert_clean();
         for (at, lane) in self.lanes.iter().enumerate() {
             if lane.part.is_some_and(|part| part.phase == Phase::Capturing) {
