@@ -502,7 +502,8 @@ fn device_addresses_are_no_host_memory_to_lock() {
     for (at, bytes) in [(memory, MIB), (1 << 12, memory as usize)] {
         assert_eq!(call!(gpu, cuMemHostRegister_v2(at as *mut _, bytes, 0)), INVALID);
     }
-    assert_eq!(gpu.sim.report().misuse.len(), 2);
+    // The first is refused by a GPU as well; what it does with the second is not known.
+    assert_eq!(gpu.sim.report().misuse.len(), 1);
     gpu.fill(memory, 1, 4, stream);
     ok!(gpu, cuCtxSynchronize());
     assert_eq!(gpu.word(memory), 1);
