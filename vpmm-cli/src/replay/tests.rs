@@ -160,6 +160,12 @@ fn threads_that_come_late_hold_nobody_up() {
     assert!(took < Duration::from_secs(20), "{took:?}");
 }
 
+/// What this process has had of all processors.
+fn processors_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    time.try_into().unwrap()
+}
+
 /// As many as there are wait at nearly every row: each goes far beyond the window with its next one.
 #[test]
 fn thousands_of_threads_at_once_wait_without_a_look_of_each() {
@@ -171,11 +177,12 @@ fn thousands_of_threads_at_once_wait_without_a_look_of_each() {
         })
         .collect();
     let trace = trace(&rows);
-    let begin = Instant::now();
+    // The processors' time, with that of the tests beside this one: the clock's is anything on a busy machine.
+    let begin = processors_time();
     let pass = pass(&trace, true, &super::nothing::Nothing);
     assert_eq!((pass.operations, pass.stop.is_none()), (80_000, true));
-    let took = begin.elapsed();
-    assert!(took < Duration::from_secs(10), "{took:?}");
+    let took = processors_time() - begin;
+    assert!(took < Duration::from_secs(16), "{took:?}");
 }
 
 /// One that has panicked makes no allocation for the others, and gets out of nobody's way.
@@ -484,7 +491,6 @@ fn an_allocator_that_does_nothing_takes_no_time() {
     let rows: String =
         (1..=20_000).map(|i| format!("1,x,allocate,{i:#x},8,0\n1,x,free,{i:#x},8,0\n")).collect();
     let trace = trace(&rows);
-    let replay = Replay::new(&trace, false);
     let target = Target {
         backend: &super::nothing::Nothing,
         streams: &[StreamHandle::LEGACY],
@@ -495,13 +501,18 @@ fn an_allocator_that_does_nothing_takes_no_time() {
         enter: &|| Ok(()),
         progress: &|_| {},
     };
-    // Whatever else runs on the machine makes some longer.
-    let is_so = |_| {
+    // Whatever else runs on the machine makes some longer, and a core that has become slower all: what the loop costs
+    // is measured anew each time.
+    let is_so = || {
+        let replay = Replay::new(&trace, false);
         let began = Instant::now();
         let pass = replay.pass(&target).unwrap();
         pass.nanoseconds < began.elapsed().as_nanos() as f64 / 3.0
     };
-    assert!((0..8).any(is_so));
+    let began = Instant::now();
+    while !is_so() {
+        assert!(began.elapsed() < Duration::from_secs(10), "the loop's own time counts");
+    }
 }
 
 fn simulated(
