@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char};
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
 use cuda_sim::{SimError, Simulator};
 use stacks::Built;
@@ -89,6 +89,11 @@ impl Loaded {
         let device = self.driver.device(ordinal)?;
         devices.insert(ordinal, device.clone());
         Ok(device)
+    }
+
+    /// Whether a thread just now retains a device's context.
+    pub(crate) fn is_being_made(&self) -> bool {
+        matches!(self.devices.try_lock(), Err(TryLockError::WouldBlock))
     }
 }
 
@@ -184,4 +189,18 @@ pub unsafe extern "C" fn vpmm_driver_memory(
         unsafe { put_if(total, bytes.1) };
         Ok(())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_being_made_while_a_thread_retains_a_context() {
+        let loaded = Loaded::load(Some("sim")).ok().unwrap();
+        let devices = loaded.devices.lock().unwrap();
+        assert!(loaded.is_being_made());
+        drop(devices);
+        assert!(!loaded.is_being_made());
+    }
 }

@@ -33,6 +33,7 @@ use std::time::{Duration, Instant};
 use libloading::os::unix::Library;
 
 use crate::context::vpmm_finish;
+use crate::process::is_being_made;
 use crate::resource::{
     vpmm_resource_allocate_function, vpmm_resource_deallocate_function,
     vpmm_resource_failure_function,
@@ -41,6 +42,8 @@ use crate::service::vpmm_gms_allocation;
 
 /// How long the end of the interpreter waits for calls of other threads.
 const LONGEST: Duration = Duration::from_secs(1);
+/// A driver that nothing has used for a while takes seconds for its first context.
+const LONGEST_MAKING: Duration = Duration::from_secs(5);
 
 /// What capsules of DLPack's are named until somebody takes what is in them: since version 1.0, and before.
 const VERSIONED: *const c_char = c"dltensor_versioned".as_ptr();
@@ -494,13 +497,18 @@ pub unsafe extern "C" fn vpmm_python_end_capsule(capsule: *mut c_void) {
 }
 
 /// The interpreter is about to end: no function of its is called from here on but by this thread. Waits for
-/// the calls that are under way, a second at most; the caller has not got the interpreter's lock.
+/// the calls that are under way, a second at most, and for a thread that makes the process's pool, five at most; the
+/// caller has not got the interpreter's lock.
 #[unsafe(no_mangle)]
 pub extern "C" fn vpmm_python_end() {
     ENDS_IT.set(true);
     IS_ENDING.store(true, Ordering::SeqCst);
     let begin = Instant::now();
     while CALLS.load(Ordering::SeqCst) > 0 && begin.elapsed() < LONGEST {
+        thread::sleep(Duration::from_micros(100));
+    }
+    // The driver's own end of the process, which comes next, finds a context half made, and reads what is not there.
+    while is_being_made() && begin.elapsed() < LONGEST_MAKING {
         thread::sleep(Duration::from_micros(100));
     }
 }

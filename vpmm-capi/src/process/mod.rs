@@ -25,7 +25,7 @@ pub use trace::{vpmm_process_record_history, vpmm_where};
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 
 use vpmm_core::{Pool, StreamHandle};
 
@@ -77,6 +77,13 @@ pub(crate) fn check_process() -> Result<(), Failure> {
 
 fn process() -> MutexGuard<'static, Process> {
     PROCESS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether a thread just now makes what the process has: loads the driver, or makes a device's context or a pool.
+pub(crate) fn is_being_made() -> bool {
+    let is_here = matches!(PROCESS.try_lock(), Err(TryLockError::WouldBlock));
+    let is_in_driver = LOADED.get().is_some_and(|loaded| loaded.is_being_made());
+    check_process().is_ok() && (is_here || is_in_driver)
 }
 
 impl Process {
@@ -360,7 +367,27 @@ pub unsafe extern "C" fn vpmm_process_record_stream(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+
     use super::*;
+
+    #[test]
+    fn it_is_being_made_while_a_thread_is_at_it() {
+        let ((has_begun, begun), (end, may_end)) = (mpsc::channel(), mpsc::channel::<()>());
+        let maker = std::thread::spawn(move || {
+            let _process = process();
+            has_begun.send(()).unwrap();
+            assert!(may_end.recv().is_err());
+        });
+        begun.recv().unwrap();
+        assert!(is_being_made());
+        drop(end);
+        maker.join().unwrap();
+        // Other tests' pools are made in a moment.
+        while is_being_made() {
+            std::thread::yield_now();
+        }
+    }
 
     /// The last part counts, and options that are given later are not lost for it.
     #[test]
