@@ -132,9 +132,9 @@ fn main() {
 
     let started = Instant::now();
     let mut chunks = Vec::new();
-    for _ in 0..bytes.div_ceil(CHUNK) {
+    for before in (0..bytes).step_by(CHUNK as usize) {
         let mut chunk: *mut c_void = ptr::null_mut();
-        call!(driver, cuMemHostAlloc(&mut chunk, CHUNK.min(bytes) as usize, 0));
+        call!(driver, cuMemHostAlloc(&mut chunk, CHUNK.min(bytes - before) as usize, 0));
         chunks.push(chunk);
     }
     let pinning = started.elapsed();
@@ -169,7 +169,8 @@ fn main() {
 fn cycle(pool: &Pool, heap: &Heap<'_>, place: &str, contents: &Contents) {
     let free = heap.device.free_memory().expect("an answer");
     let asleep = pool.suspend("weights", heap.stream, contents).expect("it sleeps");
-    let back = heap.device.free_memory().expect("an answer") - free;
+    // Less, where another process has taken it meanwhile.
+    let back = heap.device.free_memory().expect("an answer").cast_signed() - free.cast_signed();
     println!(
         "{}",
         json!({

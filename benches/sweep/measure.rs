@@ -111,16 +111,17 @@ fn smallest_limit(trace: &Trace, run: Run) -> Result<(u64, Outcome), Failure> {
     let least = trace.peak_live_bytes.div_ceil(GRANULE_BYTES);
     // What is live alone needs `least`: one less is not enough.
     let mut short = least - 1;
-    let mut enough = (least * 104 / 100).max(least);
+    let most = DEVICE_BYTES / GRANULE_BYTES;
+    let mut enough = (least * 104 / 100).min(most);
     let mut outcome = loop {
         if let Some(outcome) = attempt(enough)? {
             break outcome;
         }
-        short = enough;
-        enough = enough * 106 / 100 + 1;
-        if enough > DEVICE_BYTES / GRANULE_BYTES {
+        if enough >= most {
             return Err("no limit that the device has memory for is enough".into());
         }
+        short = enough;
+        enough = (enough * 106 / 100 + 1).min(most);
     };
     let precision = 1 + least / PRECISION;
     while enough - short > precision {
