@@ -77,9 +77,16 @@ fn alignments_are_kept_or_refused_by_name() {
             }
         }
         assert!(kept.len() >= 9, "every alignment up to 256 bytes is served");
-        for align in [0, 3, 255, 257, usize::MAX] {
-            let refused = resource.allocate(1000, align, stream.handle());
-            assert!(matches!(refused, Err(Error::BadAlignment { .. })), "{align}: {refused:?}");
+        for bytes in [0, 1000] {
+            for align in [0, 3, 255, 257, usize::MAX] {
+                let refused = resource.allocate(bytes, align, stream.handle());
+                assert!(matches!(refused, Err(Error::BadAlignment { .. })), "{align}: {refused:?}");
+            }
+            for align in [2 * most, 1 << 63] {
+                let refused = resource.allocate(bytes, align, stream.handle());
+                let by_name = matches!(refused, Err(Error::AlignmentUnsupported { .. }));
+                assert!(by_name, "{bytes} at {align}: {refused:?}");
+            }
         }
         kept.into_iter().for_each(|held| watched.free(held, &stream));
         watched.assert_intact();

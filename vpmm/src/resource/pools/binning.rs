@@ -314,6 +314,8 @@ impl<R: MemoryResource> MemoryResource for Binning<R> {
     fn allocate(&self, bytes: usize, align: usize, stream: StreamHandle) -> Result<DevicePtr> {
         check_align(align, usize::MAX)?;
         if bytes == 0 {
+            // What cannot be had is refused for nothing, too.
+            check_align(align, self.upstream.facts().max_align)?;
             return Ok(DevicePtr::NULL);
         }
         let rounded = rounded(bytes)?;
