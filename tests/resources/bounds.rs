@@ -160,6 +160,24 @@ fn blocks_of_one_size_fit_into_short_pieces() {
     }
 }
 
+/// A block that cannot be is named by its own setting, however many were to be taken at once.
+#[test]
+fn a_block_of_more_bytes_than_there_are_addresses_is_named() {
+    let rig = Rig::simulated(Schedule::Eager);
+    for bytes in [0, (1 << 48) + 1, 1 << 62, usize::MAX] {
+        let mut config = FixedSizeConfig::default();
+        (config.block_bytes, config.blocks_at_once) = (bytes, 1);
+        let block = FixedSize::new(malloc(&rig), &rig.device, &config).map(drop);
+        let bin = Binning::new(malloc(&rig), &rig.device).add_own_bin(bytes);
+        for refused in [block, bin] {
+            let Err(Error::Config { name, value, .. }) = refused else {
+                panic!("{bytes}: {refused:?}");
+            };
+            assert_eq!((name, value), ("block_bytes", bytes.to_string()));
+        }
+    }
+}
+
 /// Where sizes are rounded by divisions the longest one is that is not rounded beyond what there is.
 #[test]
 fn the_longest_request_of_a_caching_allocator_is_not_rounded_up() {

@@ -176,11 +176,12 @@ impl<R: MemoryResource> FixedSize<R> {
             value: value.to_string(),
             reason: "blocks must have bytes, and all of them at once at most 256 TiB".to_owned(),
         };
-        let bytes = round_up(config.block_bytes as u64, UNIT).filter(|bytes| *bytes > 0);
+        let bytes = round_up(config.block_bytes as u64, UNIT)
+            .filter(|bytes| (1..=MOST_BYTES).contains(bytes));
         let block_bytes = bytes.ok_or_else(|| wrong("block_bytes", config.block_bytes))?;
         let blocks_at_once = config.blocks_at_once as u64;
         let at_once = block_bytes.checked_mul(blocks_at_once);
-        let fits = at_once.is_some_and(|bytes| bytes > 0 && bytes <= MOST_BYTES);
+        let fits = at_once.is_some_and(|bytes| (1..=MOST_BYTES).contains(&bytes));
         if !fits || blocks_at_once > u64::from(u32::MAX) / 2 {
             return Err(wrong("blocks_at_once", config.blocks_at_once));
         }
