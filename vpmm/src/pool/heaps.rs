@@ -115,9 +115,9 @@ impl Pool {
     /// [`Error::UnknownTag`], [`Error::Asleep`] where it sleeps already, [`Error::Exported`] where
     /// other processes may have some of it, [`Error::StreamCapturing`] where `stream`, or one that
     /// freed some of it, is capturing, [`Error::ContentsFile`], [`Error::WrongDevice`],
-    /// [`Error::WrongContext`], [`Error::ContextLost`], [`Error::Driver`] (also where the host has
-    /// not enough page-locked memory): the heap is awake as it was. [`Error::HalfAsleep`] where
-    /// going back failed as well: it says which allocations are asleep.
+    /// [`Error::WrongContext`], [`Error::StreamEnded`], [`Error::ContextLost`], [`Error::Driver`] (also
+    /// where the host has not enough page-locked memory): the heap is awake as it was.
+    /// [`Error::HalfAsleep`] where going back failed as well: it says which allocations are asleep.
     pub fn suspend(
         &self,
         tag: &str,
@@ -139,7 +139,7 @@ impl Pool {
     /// # Errors
     /// [`Error::UnknownTag`], [`Error::NotAsleep`], [`Error::OutOfMemory`],
     /// [`Error::ContentsFile`], [`Error::ContentsChanged`], [`Error::StreamCapturing`],
-    /// [`Error::WrongDevice`], [`Error::WrongContext`], [`Error::ContextLost`],
+    /// [`Error::WrongDevice`], [`Error::WrongContext`], [`Error::StreamEnded`], [`Error::ContextLost`],
     /// [`Error::Driver`]: the heap is asleep as it was, and so are its contents.
     pub fn resume(&self, tag: &str, stream: impl Into<StreamHandle>) -> Result<Resumed> {
         self.wake(tag, stream.into(), true)
@@ -323,7 +323,7 @@ impl GraphPool {
     /// # Errors
     /// [`Error::GraphPool`] where it was released, where a graph's pool has begun on the stream, and
     /// for the legacy default stream, which cannot capture; [`Error::WrongDevice`],
-    /// [`Error::WrongContext`], [`Error::ContextLost`], [`Error::Driver`].
+    /// [`Error::WrongContext`], [`Error::StreamEnded`], [`Error::ContextLost`], [`Error::Driver`].
     pub fn begin(&self, stream: impl Into<StreamHandle>) -> Result<()> {
         self.pool.check_process()?;
         self.pool.family.heaps.begin(&self.graph()?, stream.into())
@@ -356,8 +356,8 @@ impl GraphPool {
     ///
     /// # Errors
     /// [`Error::GraphPool`] where it was released, or between a begin and its end;
-    /// [`Error::StreamCapturing`], [`Error::WrongDevice`], [`Error::WrongContext`],
-    /// [`Error::ContextLost`], [`Error::Driver`]. It can then be used as before.
+    /// [`Error::StreamCapturing`], [`Error::StreamEnded`], [`Error::WrongDevice`],
+    /// [`Error::WrongContext`], [`Error::ContextLost`], [`Error::Driver`]. It can then be used as before.
     pub fn release(&self, stream: impl Into<StreamHandle>) -> Result<()> {
         self.pool.check_process()?;
         self.pool.family.heaps.release(&self.graph()?, stream.into())

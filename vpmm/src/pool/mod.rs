@@ -401,7 +401,8 @@ impl Pool {
     }
 
     /// Checks every invariant of the pool's books, from scratch. For tests: it looks at every page, and
-    /// at every 512 bytes of the default profile's memory. No other thread may be using the pool
+    /// in the default profile at every 512 bytes of memory, and of the addresses for small blocks, an
+    /// eighth of all, also where there is no memory. No other thread may be using the pool
     /// meanwhile: what it is in the middle of may be taken for a violation.
     ///
     /// # Errors

@@ -63,6 +63,7 @@ impl Pool {
     /// [`Error::WrongDevice`](crate::Error::WrongDevice),
     /// [`Error::WrongContext`](crate::Error::WrongContext),
     /// [`Error::StreamCapturing`](crate::Error::StreamCapturing),
+    /// [`Error::StreamEnded`](crate::Error::StreamEnded),
     /// [`Error::ContextLost`](crate::Error::ContextLost), [`Error::Driver`](crate::Error::Driver).
     pub fn mark(&self, stream: impl Into<StreamHandle>) -> Result<Mark> {
         self.check_process()?;

@@ -47,7 +47,7 @@ pub struct FixedSizeConfig {
     /// 1 MiB.
     pub block_bytes: usize,
     /// How many blocks are taken from upstream at a time; no more than have room in the longest piece that upstream
-    /// ever gives ([`Facts::max_bytes`]). At first 128.
+    /// ever gives ([`Facts::max_bytes`]). For each one 24 bytes of the host's memory are needed. At first 128.
     pub blocks_at_once: usize,
     /// Whether the first of these are taken when the resource is made, or by the first request. At first
     /// when it is made.
