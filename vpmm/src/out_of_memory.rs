@@ -14,8 +14,9 @@ use std::time::Duration;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum WaitPolicy {
-    /// Not at all: the host never waits for the GPU. What has finished by then is found all the
-    /// same.
+    /// Not at all: the host never waits for the GPU, but in a pool that is told to be patient
+    /// ([`PoolConfig::patience`](crate::PoolConfig::patience)). What has finished by then is found all
+    /// the same.
     FailAtOnce,
     /// Until the GPU has finished with everything that was freed before, however long that takes.
     /// Where a stream can be made to wait instead

@@ -15,7 +15,8 @@ impl Pool {
     /// A handle that was not made by this library must stay alive until the allocation is freed:
     /// the event is recorded then. One of the library's own may end before.
     ///
-    /// No driver call but for such handles (which stream it is), and for two streams at most that the
+    /// No driver call but for such handles (which stream it is), for a stream that the pool has not met
+    /// before (whether it is one of its device), and for two streams at most that the
     /// allocation was noted for and that have ended since (whether their work is over: then nothing
     /// of them is kept). What PyTorch's allocators call `record_stream`.
     ///
@@ -57,7 +58,7 @@ impl Pool {
     /// tells of: what other threads free on the stream after the mark is not covered by it, what
     /// they freed before it is covered only as far as the pool has it already.
     ///
-    /// Host-side, no driver call for a stream of the library's.
+    /// Host-side, no driver call for a stream of the library's that the pool has met before.
     ///
     /// # Errors
     /// [`Error::WrongDevice`](crate::Error::WrongDevice),
@@ -76,8 +77,8 @@ impl Pool {
     /// the mark may then serve `stream` at once, without a question to the driver, and its own
     /// stream too.
     ///
-    /// Host-side, no driver call for a stream of the library's. It is the pool's form of
-    /// `CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES`; without
+    /// Host-side, no driver call for a stream of the library's that the pool has met before. It is the
+    /// pool's form of `CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES`; without
     /// [`Reuse::follow_event_dependencies`](crate::Reuse::follow_event_dependencies) it does nothing.
     ///
     /// ```
