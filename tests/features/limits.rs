@@ -73,6 +73,32 @@ fn a_trim_stops_where_it_is_told_to() {
     });
 }
 
+/// The driver has memory for small requests in pieces, and gives none back with which less would be kept than it is
+/// told to.
+#[test]
+fn a_trim_gives_back_what_small_requests_had_by_the_piece() {
+    Rig::everywhere(|rig| {
+        let stream = rig.stream();
+        for threshold in [None, Some(MIB)] {
+            let settings = Settings { release_threshold_bytes: threshold, ..Settings::default() };
+            let watched = rig.pool_with(Profile::Paged, &settings);
+            let (small, large) = (watched.malloc(700, &stream), watched.malloc(BLOCK, &stream));
+            let kept = watched.malloc(GRANULE, &stream);
+            watched.free(small, &stream);
+            watched.free(large, &stream);
+            stream.synchronize().unwrap();
+            if threshold.is_none() {
+                let of_small = watched.pool.stats().small_mapped_bytes;
+                assert!(of_small > GRANULE + MIB, "{of_small}");
+                assert_eq!(trim(&watched, GRANULE + MIB), BLOCK + of_small);
+            }
+            assert_eq!(watched.mapped(), GRANULE, "{threshold:?}");
+            watched.free(kept, &stream);
+            watched.assert_intact();
+        }
+    });
+}
+
 #[test]
 fn what_the_gpu_may_still_use_is_kept_and_not_waited_for() {
     Rig::each(|rig, profile| {

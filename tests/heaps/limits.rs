@@ -65,6 +65,29 @@ fn a_trim_counts_what_is_held_for_small_requests() {
     });
 }
 
+/// The driver gives that back in pieces: a request that lacks less than one gets it all the same.
+#[test]
+fn a_heap_that_lacks_less_than_a_piece_has_it_of_what_small_requests_had() {
+    let sim = cuda_sim::Simulator::builder().memory_bytes(32 * GRANULE).build().unwrap();
+    let driver = vpmm::Driver::new(sim.driver()).unwrap();
+    let device = driver.device(0).unwrap();
+    let stream = device.stream().unwrap();
+    let mut config = vpmm::PagedConfig::default();
+    config.va_size_bytes = 256 * GRANULE;
+    let pool = Pool::paged(&device, &config).unwrap();
+    let tagged = pool.tagged("weights").unwrap();
+    let small = pool.malloc(1000, &stream).unwrap();
+    pool.free(small, &stream).unwrap();
+    let of_small = pool.stats().small_mapped_bytes;
+    let weights = tagged.malloc((32 * GRANULE - of_small) as usize, &stream).unwrap();
+    assert_eq!(device.free_memory().unwrap(), 0);
+    let more = tagged.malloc(GRANULE as usize, &stream).expect("what the driver's pool has free");
+    for ptr in [weights, more] {
+        pool.free(ptr, &stream).unwrap();
+    }
+    pool.validate().unwrap();
+}
+
 /// What the driver's pool has for small requests that are freed counts for nothing at the limit: what it gives back
 /// is no room, and the heap that has some is asked all the same.
 #[test]

@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::PagedPool;
+use super::small::Small;
 use super::space::Space;
+use super::{PagedPool, SMALL_CHUNK_BYTES};
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::physical::{self, Extent};
@@ -77,11 +78,29 @@ impl PagedPool {
             small_held = small.reserved(driver)?;
             let excess = excess(small_held);
             if excess > 0 {
-                small.trim_to(driver, small_held.saturating_sub(excess))?;
-                gone += small_held.saturating_sub(small.reserved(driver)?);
+                gone += self.give_small_back(small, small_held, excess)?;
             }
         }
         asked.map(|()| gone)
+    }
+
+    /// Has the driver's pool, which holds so much, give back `excess` bytes or a piece more, as far as its pieces are
+    /// free; returns how many bytes went.
+    fn give_small_back(&self, small: &Small, held: u64, excess: u64) -> Result<u64> {
+        let driver = self.device.driver();
+        let most = held.saturating_sub(excess);
+        // The driver keeps at least what it is told to, so a piece goes only where as much is left: told the most that
+        // is to be kept it would give nothing back of a single piece that is longer.
+        let mut least = most.saturating_sub(SMALL_CHUNK_BYTES - 1);
+        loop {
+            small.trim_to(driver, least)?;
+            let left = small.reserved(driver)?;
+            if left <= most || least == 0 {
+                return Ok(held.saturating_sub(left));
+            }
+            // Pieces for requests that are longer, or such as are in use.
+            least = if least < SMALL_CHUNK_BYTES { 0 } else { least / 2 };
+        }
     }
 
     /// Small allocations that only wait to be given to the driver: on the calling thread's own default

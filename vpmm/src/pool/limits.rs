@@ -11,7 +11,8 @@ impl Pool {
     /// Asks about every stream's frees, for a tenth of a millisecond where it has to record the
     /// event first, but waits for none: memory that the GPU may still be using is kept, so are
     /// exported handles. A handle goes back whole: one of which some byte is in use
-    /// stays. Requests that have to grow the pool wait meanwhile. `cuMemPoolTrimTo` in the CUDA
+    /// stays. So it is with the driver's pieces of 32 MiB for small requests of the paged profile.
+    /// Requests that have to grow the pool wait meanwhile. `cuMemPoolTrimTo` in the CUDA
     /// driver API's "Stream Ordered Memory Allocator" does the same for a driver's pool.
     ///
     /// Two driver calls for each handle given back. The driver scrubs that memory in the background, and charges the

@@ -220,7 +220,8 @@ impl DriverPool {
         Ok(value)
     }
 
-    /// Gives memory that is free back to the device, until `keep_bytes` are left: `cuMemPoolTrimTo`.
+    /// Gives memory that is free back to the device, as long as `keep_bytes` or more are left of it:
+    /// `cuMemPoolTrimTo`. The driver has it in pieces, so that more may stay.
     ///
     /// # Errors
     /// [`Error::Driver`], [`Error::ContextLost`].
