@@ -58,7 +58,8 @@ pub struct PagedConfig {
     /// free, when the host has waited for the GPU: by [`Stream::synchronize`](crate::Stream::synchronize),
     /// [`Device::synchronize`](crate::Device::synchronize) or [`Pool::passed`](crate::Pool::passed). What
     /// [graphs' pools](crate::Pool::graph_pool) and [tagged heaps](crate::Pool::tagged) hold counts; what
-    /// is free in a tagged one goes back when the host has waited for a stream that freed there.
+    /// is free in a tagged one goes back when the host has waited for a stream that freed there; by its measure
+    /// requests smaller than a page count by their bytes, and not by the driver's pieces.
     /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD` of the driver's pools, which have 0 by default; here
     /// everything is kept by default.
     pub release_threshold_bytes: Option<u64>,
