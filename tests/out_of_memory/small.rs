@@ -1,7 +1,7 @@
 //! Requests that the paged profile serves from the driver's own pool, where memory is short.
 
 use cuda_sim::{Schedule, Simulator};
-use vpmm::{Error, Pool, WaitPolicy};
+use vpmm::{Error, PagedConfig, Pool, WaitPolicy};
 
 use crate::rig::{GRANULE, LIMIT, MIB, Profile};
 use crate::support::Rig;
@@ -65,6 +65,32 @@ fn free_pages_make_room_for_small_requests() {
         let pages = pool.malloc(32 * GRANULE as usize, &stream).unwrap();
         pool.free(pages, &stream).unwrap();
         pool.free(small, &stream).unwrap();
+        drop(pool);
+        rig.assert_clean();
+    }
+}
+
+/// So does what the driver has for them in pieces that are too short for this one.
+#[test]
+fn free_pieces_make_room_for_longer_small_requests() {
+    let sim = Simulator::builder().memory_bytes(24 * GRANULE).build().unwrap();
+    let rig = Rig::on(sim);
+    let stream = rig.stream();
+    for policy in [WaitPolicy::FailAtOnce, WaitPolicy::WaitForPending] {
+        let mut config = PagedConfig::default();
+        config.page_size_bytes = Some(32 * GRANULE);
+        config.va_size_bytes = 256 * GRANULE;
+        config.out_of_memory = policy;
+        let pool = Pool::paged(&rig.device, &config).unwrap();
+        let short = pool.malloc(1000, &stream).unwrap();
+        pool.free(short, &stream).unwrap();
+        stream.synchronize().unwrap();
+        let longer = 20 * GRANULE;
+        assert!(rig.device.free_memory().unwrap() < longer, "the driver kept nothing");
+        let longer = pool.malloc(longer as usize, &stream).unwrap();
+        assert!(pool.malloc((8 * GRANULE) as usize, &stream).unwrap_err().is_out_of_memory());
+        pool.validate().unwrap();
+        pool.free(longer, &stream).unwrap();
         drop(pool);
         rig.assert_clean();
     }

@@ -184,8 +184,8 @@ impl PagedPool {
         })
     }
 
-    /// A small request that found no memory: again and again while free pages can be given back for it. `error` is
-    /// what it comes to if there are none.
+    /// A small request that found no memory: again when the driver has given back what it has free, and then as long
+    /// as free pages can be given back for it. `error` is what it comes to if there are none.
     #[cold]
     fn malloc_in_place_of_pages(
         &self,
@@ -196,6 +196,13 @@ impl PagedPool {
     ) -> Result<DevicePtr> {
         // No other request takes the room for pages meanwhile.
         let _growing = self.lock_growing();
+        // What the driver has free for small requests may be in pieces that are too short for this one.
+        if self.bytes_over_limit(bytes) == 0 && self.trim_small(small).is_ok() {
+            match self.malloc_from_driver(small, bytes, caller) {
+                Err(again) if again.is_out_of_memory() => {}
+                served => return served,
+            }
+        }
         if self.lock_space().free_bytes() == 0 {
             return Err(error);
         }

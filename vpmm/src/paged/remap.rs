@@ -177,7 +177,7 @@ impl PagedPool {
 
     /// Has the driver give back what it holds unused for small requests, with what waited for further streams and
     /// need not any more.
-    fn trim_small(&self, small: &Small) -> Result<(), Failure> {
+    pub(super) fn trim_small(&self, small: &Small) -> Result<(), Failure> {
         // What fails is as it was, and told to the next small request or trim.
         let _ = self.free_small_at_once();
         small.trim_to(self.device.driver(), 0)
