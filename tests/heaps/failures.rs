@@ -32,6 +32,8 @@ impl Scene {
         let sim =
             Simulator::builder().memory_bytes(MEMORY).schedule(schedule).seed(5).build().unwrap();
         let rig = Rig::with(Driver::new(sim.driver()).unwrap(), sim.clone());
+        // One that cannot be destroyed is lost.
+        rig.may_leave_events();
         let mut config = PoolConfig::default();
         config.va_size_bytes = Some(32 * GRANULE);
         let pool = Pool::new(&rig.device, &config).unwrap();
@@ -209,6 +211,8 @@ fn all_calls_fail_from_one_on() {
 fn capture_fails(at: usize, fault: Fault) -> bool {
     let sim = Simulator::builder().memory_bytes(MEMORY).seed(5).build().unwrap();
     let rig = Rig::with(Driver::new(sim.driver()).unwrap(), sim.clone());
+    // As in `Scene::new`.
+    rig.may_leave_events();
     let mut config = PoolConfig::default();
     config.va_size_bytes = Some(32 * GRANULE);
     let pool = Pool::new(&rig.device, &config).unwrap();

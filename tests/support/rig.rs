@@ -4,7 +4,7 @@
 
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cuda_sim::{Schedule, Simulator, kernels};
@@ -38,6 +38,8 @@ pub(crate) struct Rig {
     pub(crate) by_page: bool,
     /// Flags of stalls, freed at the end: a kernel may still have to see that it was released.
     flags: Mutex<Vec<*mut u32>>,
+    /// Whether events may be left at the end.
+    leaves_events: AtomicBool,
     /// One test at a time on a GPU: some calls wait for the whole device, and would wait for
     /// another test's stall while that test waits for the driver's lock.
     _alone: Option<MutexGuard<'static, ()>>,
@@ -172,6 +174,7 @@ impl Rig {
             errors,
             by_page: false,
             flags: Mutex::default(),
+            leaves_events: AtomicBool::new(false),
             _alone: alone,
         }
     }
@@ -269,6 +272,11 @@ impl Rig {
         count
     }
 
+    /// What has events may outlive this, or cannot give them back.
+    pub(crate) fn may_leave_events(&self) {
+        self.leaves_events.store(true, Ordering::Relaxed);
+    }
+
     /// The simulator saw no race and no misuse.
     pub(crate) fn assert_clean(&self) {
         if let Some(sim) = &self.sim {
@@ -297,6 +305,12 @@ impl Drop for Rig {
         call!(self.driver, cuMemFree_v2(self.errors));
         call!(self.driver, cuModuleUnload(self.module));
         call!(self.driver, cuCtxSetCurrent(ptr::null_mut()));
+        // The pools of the test are gone, and their events with them: but where something is allocated still, or the
+        // driver has refused to take things back.
+        let leaks = self.sim.as_ref().map(Simulator::leaks).unwrap_or_default();
+        let has_others = leaks.handles + leaks.pools + leaks.streams > 0;
+        let may_leave = has_others || self.leaves_events.load(Ordering::Relaxed);
+        assert!(may_leave || leaks.events == 0, "{leaks:?}");
     }
 }
 
