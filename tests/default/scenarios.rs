@@ -799,6 +799,155 @@ fn a_full_device_is_not_asked_at_every_request() {
     });
 }
 
+/// What is missing is moved at once, although it is more than a request in haste would have moved.
+#[test]
+fn a_full_device_is_not_asked_for_what_has_to_move() {
+    on_a_device_with(130, |watched, others| {
+        let stream = watched.rig.stream();
+        let one = || watched.malloc(GRANULE, &stream);
+        // Something comes back between any two, so that none is made ahead.
+        let mut held: Vec<_> = (0..120)
+            .map(|_| {
+                watched.free(watched.malloc(KIB, &stream), bare(&stream));
+                one()
+            })
+            .collect();
+        let rest: Vec<_> =
+            (0..10).map_while(|_| watched.try_malloc(GRANULE, &stream).ok()).collect();
+        let calls = || watched.rig.driver.calls();
+        let before = calls();
+        for _ in 0..12 {
+            // Sixty, each between two that stay.
+            held.sort_unstable_by_key(|held| held.address());
+            let (go, stay): (Vec<_>, Vec<_>) =
+                held.into_iter().enumerate().partition(|(at, _)| at % 2 == 0);
+            go.into_iter().for_each(|(_, held)| watched.free(held, bare(&stream)));
+            let long = watched.malloc(60 * GRANULE, &stream);
+            watched.free(long, bare(&stream));
+            held = stay.into_iter().map(|(_, held)| held).collect();
+            held.extend((0..60).map(|_| one()));
+        }
+        // What a device has is known for a second.
+        let asked = calls().since(&before).count("cuMemCreate");
+        assert!(asked <= 6, "asked {asked} times");
+        call!(watched.rig.driver, cuMemFree_v2(others));
+        held.into_iter().chain(rest).for_each(|held| watched.free(held, &stream));
+    });
+}
+
+/// Memory was moved for a request that leaves some of it over: the stream that freed it may be using that still.
+#[test]
+fn what_is_left_over_of_moved_memory_waits_for_its_stream() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let mut settings = config(4, 96);
+    settings.out_of_memory = WaitPolicy::FailAtOnce;
+    settings.reuse.internal_dependencies = false;
+    let watched = rig.pool(&settings);
+    let (stream, other) = (rig.stream(), rig.stream());
+    let [a, b, c] = [(); 3].map(|()| watched.malloc(GRANULE, &stream));
+    let d = watched.malloc(GRANULE, &other);
+    [a, c].into_iter().for_each(|held| watched.free(held, bare(&stream)));
+    let long = watched.malloc(GRANULE + GRANULE / 2, &stream);
+    assert!(watched.moved() > 0, "{}", watched.layout());
+    let refused = watched.pool.malloc(GRANULE as usize / 2, &other);
+    assert!(matches!(refused, Err(Error::OutOfMemory { .. })), "{refused:?}");
+    stream.synchronize().unwrap();
+    let rest = watched.malloc(GRANULE / 2, &other);
+    [b, long].into_iter().for_each(|held| watched.free(held, &stream));
+    [d, rest].into_iter().for_each(|held| watched.free(held, &other));
+    watched.assert_intact();
+}
+
+/// And what is left over of new memory is anybody's at once.
+#[test]
+fn what_is_left_over_of_new_memory_is_nobodys() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let watched = rig.small_pool();
+    let (stream, other) = (rig.stream(), rig.stream());
+    let of_other = watched.malloc(GRANULE, &other);
+    let long = watched.malloc(GRANULE + GRANULE / 2, &stream);
+    let rest = watched.malloc(GRANULE / 2, &other);
+    assert_eq!(watched.usage(), 3);
+    watched.free(long, &stream);
+    [rest, of_other].into_iter().for_each(|held| watched.free(held, &other));
+    watched.assert_intact();
+}
+
+/// Of neighbours that move together some were nobody's, and the work of another's stream still uses where it was.
+#[test]
+fn neighbours_that_move_leave_addresses_each_behind_its_own_fence() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let watched = rig.pool(&config(5, 96));
+    let (stream, other) = (rig.stream(), rig.stream());
+    let mine = watched.malloc(GRANULE, &stream);
+    // Longer, so that it does not become the other's.
+    let nobodys = watched.malloc(2 * GRANULE, &other);
+    assert_eq!(mine.address() + GRANULE, nobodys.address());
+    let [between, last] = [(); 2].map(|()| watched.malloc(GRANULE, &stream));
+    watched.free(nobodys, bare(&other));
+    other.synchronize().unwrap();
+    [mine, last].into_iter().for_each(|held| watched.free(held, bare(&stream)));
+    let long = watched.malloc(4 * GRANULE, &stream);
+    assert_eq!(watched.moved(), 3, "{}", watched.layout());
+    // Only what nobody waits for can be unmapped: the first one's contents have not been looked at.
+    watched.pool.trim_to(0).unwrap();
+    assert_eq!(watched.pool.stats().zombie_bytes, GRANULE, "{}", watched.layout());
+    [between, long].into_iter().for_each(|held| watched.free(held, &stream));
+    watched.assert_intact();
+}
+
+/// What two streams have freed of one extent goes back, though questions give nothing away.
+#[test]
+fn a_trim_gives_back_what_two_streams_have_freed_of_one_extent() {
+    Rig::everywhere(|rig| {
+        let mut settings = config(4, 96);
+        settings.reuse.opportunistic = false;
+        let watched = rig.pool(&settings);
+        let (stream, other) = (rig.stream(), rig.stream());
+        // So that what is left over of the first half's granule is nobody's.
+        let known = watched.malloc(GRANULE, &other);
+        let halves = [&stream, &other].map(|of| (watched.malloc(GRANULE / 2, of), of));
+        assert_eq!(watched.usage(), 2);
+        halves.into_iter().for_each(|(held, of)| watched.free(held, bare(of)));
+        call!(rig.driver, cuStreamSynchronize(stream.handle().raw()));
+        call!(rig.driver, cuStreamSynchronize(other.handle().raw()));
+        assert_eq!(watched.pool.trim_to(0).unwrap(), GRANULE, "{}", watched.layout());
+        watched.free(known, &other);
+        watched.assert_intact();
+    });
+}
+
+/// In whichever way a request is served that no front has a block for.
+#[test]
+fn peaks_count_what_comes_from_behind_fronts() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let watched = rig.pool(&config(4, 96));
+    let (stream, other) = (rig.stream(), rig.stream());
+    let peak_of = |bytes: u64| {
+        watched.pool.reset_peaks();
+        let held = watched.malloc(bytes, bare(&stream));
+        watched.free(held, bare(&stream));
+        watched.pool.stats().peak_live_bytes
+    };
+    let of = |stream: &Stream, bytes: [u64; 2]| bytes.map(|bytes| watched.malloc(bytes, stream));
+    let pair = of(&stream, [GRANULE; 2]);
+    let nobodys = watched.malloc(2 * GRANULE, &other);
+    pair.into_iter().for_each(|held| watched.free(held, bare(&stream)));
+    assert_eq!(peak_of(2 * GRANULE), 4 * GRANULE, "a block");
+    let halves = of(&stream, [GRANULE + GRANULE / 2, GRANULE / 2]);
+    watched.free(halves[1], bare(&stream));
+    assert_eq!(peak_of(KIB), 3 * GRANULE + GRANULE / 2 + 4 * KIB, "one among large ones");
+    watched.free(halves[0], bare(&stream));
+    let [first, last] = of(&stream, [GRANULE; 2]);
+    watched.free(nobodys, bare(&other));
+    other.synchronize().unwrap();
+    watched.free(last, bare(&stream));
+    assert_eq!(peak_of(3 * GRANULE), 4 * GRANULE, "neighbours");
+    assert_eq!(watched.moved(), 0);
+    watched.free(first, &stream);
+    watched.assert_intact();
+}
+
 /// Memory that has moved goes back as soon as it is mapped nowhere else, whatever addresses others have left since.
 #[test]
 fn a_trim_gives_back_what_moved_before_beside_addresses_that_still_wait() {
@@ -830,6 +979,35 @@ fn a_trim_gives_back_what_moved_before_beside_addresses_that_still_wait() {
     second.into_iter().for_each(|held| watched.free(held, bare(&two)));
     rig.device.synchronize().unwrap();
     assert_eq!(pool.trim_to(0).unwrap(), 24 * GRANULE);
+    watched.assert_intact();
+}
+
+/// The longest go first, since each costs the same, and no more than are to go; where those that are left are too long
+/// one of them goes all the same.
+#[test]
+fn a_trim_gives_back_as_few_extents_as_it_takes() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let mut settings = config(0, 256);
+    settings.limit_bytes = None;
+    let watched = rig.pool(&settings);
+    let stream = rig.stream();
+    // Sixteen extents of two granules, and four of one.
+    let long = watched.malloc(32 * GRANULE, &stream);
+    let short = [(); 4].map(|()| watched.malloc(GRANULE, &stream));
+    let trim = |keep: u64| {
+        let released = watched.pool.trim_to(keep * GRANULE).unwrap();
+        watched.validate();
+        let stats = watched.pool.stats();
+        (released / GRANULE, stats.mapped_bytes / GRANULE, stats.extent_count)
+    };
+    assert_eq!(watched.pool.stats().extent_count, 20);
+    watched.free(long, &stream);
+    assert_eq!(trim(36), (0, 36, 20));
+    assert_eq!(trim(35), (2, 34, 19));
+    short.into_iter().for_each(|held| watched.free(held, &stream));
+    assert_eq!(trim(30), (4, 30, 17));
+    assert_eq!(trim(27), (3, 27, 15));
+    assert_eq!(trim(3), (24, 3, 3));
     watched.assert_intact();
 }
 
