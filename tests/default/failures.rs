@@ -586,6 +586,97 @@ fn a_call_that_fails_for_one_stream_leaves_a_request_what_serves_it_without() {
     }
 }
 
+/// Nothing of a stream is handed over, nor closed anew, where the driver would not have another wait for it: its work
+/// may still be using that.
+#[test]
+fn what_cannot_be_waited_for_is_not_handed_over() {
+    let code = CUresult::CUDA_ERROR_UNKNOWN;
+    for policy in [PendingPolicy::GrowFirst, PendingPolicy::WaitFirst] {
+        let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+        let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+        let mut config = config(6, 96);
+        config.pending_policy = policy;
+        config.out_of_memory = WaitPolicy::FailAtOnce;
+        let pool = Pool::new(&device, &config).unwrap();
+        let [freeing, asking] = [(); 2].map(|()| device.stream().unwrap());
+        let malloc = |granules: u64| pool.malloc((granules * GRANULE) as usize, &freeing).unwrap();
+        let [closed, between, open] = [2, 1, 3].map(malloc);
+        pool.free(closed, bare(&freeing)).unwrap();
+        // Closes the epoch, whose event does not pass.
+        pool.trim_to(0).unwrap();
+        pool.free(open, bare(&freeing)).unwrap();
+        let waits = pool.stats().device_waits;
+        sim.fail_nth("cuStreamWaitEvent", 1, code);
+        let refused = pool.malloc(GRANULE as usize, &asking);
+        assert!(
+            matches!(refused, Err(Error::Driver { call: "cuStreamWaitEvent", .. })),
+            "{policy:?}: {refused:?}"
+        );
+        assert_eq!(pool.stats().device_waits, waits);
+        pool.validate().unwrap();
+        let served = pool.malloc(2 * GRANULE as usize, &asking).unwrap();
+        assert_eq!((served, pool.stats().device_waits), (closed, waits + 1), "{policy:?}");
+        pool.validate().unwrap();
+        [between, served].into_iter().for_each(|ptr| pool.free(ptr, &asking).unwrap());
+        drop((pool, freeing, asking, device));
+        sim.assert_clean();
+    }
+}
+
+/// Nor is a block borrowed where the event or the wait for it fails: the pool grows.
+#[test]
+fn what_cannot_be_waited_for_is_not_borrowed() {
+    for call in ["cuEventRecord", "cuStreamWaitEvent"] {
+        let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+        let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+        let mut config = config(16, 96);
+        config.patience = std::time::Duration::from_nanos(1);
+        let pool = Pool::new(&device, &config).unwrap();
+        let [freeing, asking] = [(); 2].map(|()| device.stream().unwrap());
+        let freed = pool.malloc(2 * GRANULE as usize, &freeing).unwrap();
+        pool.free(freed, bare(&freeing)).unwrap();
+        // With its event, so that the only one recorded is the loan's.
+        pool.trim_to(0).unwrap();
+        sim.fail_nth(call, 1, CUresult::CUDA_ERROR_UNKNOWN);
+        let grown = pool.malloc(2 * GRANULE as usize, &asking).unwrap();
+        assert_ne!(grown, freed, "{call}");
+        assert_eq!((pool.stats().device_waits, pool.stats().mapped_bytes), (0, 4 * GRANULE));
+        pool.validate().unwrap();
+        let borrowed = pool.malloc(2 * GRANULE as usize, &asking).unwrap();
+        assert_eq!((borrowed, pool.stats().device_waits), (freed, 1), "{call}");
+        pool.validate().unwrap();
+        [grown, borrowed].into_iter().for_each(|ptr| pool.free(ptr, &asking).unwrap());
+        drop((pool, freeing, asking, device));
+        sim.assert_clean();
+        assert!(sim.leaks().is_empty(), "{call}: {:?}", sim.leaks());
+    }
+}
+
+/// What a record failed at is no reason for a refusal once all was waited for: memory lacks then.
+#[test]
+fn a_failure_that_a_wait_made_up_for_is_not_told() {
+    let sim = Simulator::builder().schedule(Schedule::Manual).build().unwrap();
+    let device = Driver::new(sim.driver()).unwrap().device(0).unwrap();
+    let pool = Pool::new(&device, &config(2, 96)).unwrap();
+    let [freeing, asking] = [(); 2].map(|()| device.stream().unwrap());
+    // Too little to be asked for before the limit is reached.
+    let half = || pool.malloc(GRANULE as usize / 2, &freeing).unwrap();
+    let [freed, kept] = [half(), half()];
+    pool.free(freed, bare(&freeing)).unwrap();
+    let (before, waits) = (device.driver().calls(), pool.stats().host_waits);
+    sim.fail_nth("cuEventRecord", 1, CUresult::CUDA_ERROR_UNKNOWN);
+    let refused = pool.malloc(2 * GRANULE as usize, &asking).unwrap_err();
+    assert!(refused.is_out_of_memory(), "{refused}");
+    // The one that failed, and another.
+    assert_eq!(device.driver().calls().since(&before).count("cuEventRecord"), 2);
+    assert_eq!(pool.stats().host_waits, waits + 1);
+    pool.free(kept, &freeing).unwrap();
+    let all = pool.malloc(2 * GRANULE as usize, &asking).unwrap();
+    pool.free(all, &asking).unwrap();
+    drop((pool, freeing, asking, device));
+    sim.assert_clean();
+}
+
 /// Addresses run short, and a question about the stream that they wait for fails: there are enough left for more.
 #[test]
 fn a_question_about_addresses_that_fails_leaves_a_request_others() {
