@@ -4,7 +4,7 @@ use cuda_sim::Schedule;
 use cuda_sys::types::CUresult;
 use vpmm::{Error, Stream, StreamHandle};
 
-use crate::rig::{GRANULE, MIB, bare, config};
+use crate::rig::{GRANULE, KIB, MIB, bare, config};
 use crate::support::streams::{begin_capture, end_capture, make};
 use crate::support::{Rig, call};
 
@@ -465,6 +465,34 @@ fn what_a_stream_used_that_has_ended_waits_for_no_other_wait_for_the_device() {
     assert_eq!(pool.stats().deferred_bytes, 0, "{pool:?}");
     own.synchronize().unwrap();
     assert_eq!(pool.trim_to(0).unwrap(), GRANULE, "{pool:?}");
+    watched.assert_intact();
+}
+
+/// What a foreign stream has freed is in an epoch that is closed when it moves, and nothing is freed after that: the
+/// event of the last free says of the addresses, too, when nobody uses them any more.
+#[test]
+fn addresses_that_a_foreign_stream_left_are_unmapped_though_it_frees_nothing_more() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let watched = rig.pool(&config(4, 96));
+    let other = rig.stream();
+    let (raw, foreign) = make(&rig, NON_BLOCKING);
+    // So that it is not the pool's only one.
+    watched.free(watched.malloc(KIB, &other), &other);
+    watched.pool.trim_to(0).unwrap();
+    let held = [(); 4].map(|()| watched.malloc(GRANULE, foreign));
+    let [a, b, c, d] = held;
+    [a, c].into_iter().for_each(|held| watched.free(held, foreign));
+    // Closes its epoch, which has not passed.
+    watched.pool.trim_to(0).unwrap();
+    let long = watched.malloc(2 * GRANULE, foreign);
+    assert!(watched.pool.stats().zombie_bytes > 0, "{}", watched.layout());
+    // Not by the library, which would tell the pool.
+    call!(rig.driver, cuCtxSynchronize());
+    watched.pool.trim_to(0).unwrap();
+    assert_eq!(watched.pool.stats().zombie_bytes, 0, "{}", watched.layout());
+    watched.validate();
+    [b, d, long].into_iter().for_each(|held| watched.free(held, foreign));
+    call!(rig.driver, cuStreamDestroy_v2(raw));
     watched.assert_intact();
 }
 
