@@ -64,3 +64,61 @@ impl Space {
         self.take_runs(tags, found, &stretches)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::default::memory::Memory;
+    use crate::default::space::Part;
+    use crate::default::space::owner::Owner;
+    use crate::physical::Extent;
+
+    const GRANULES: u32 = 64;
+    /// The granule of 2 MiB in units of 512 bytes.
+    const UNITS: u32 = 4096;
+
+    /// The lengths of the extents that go for so many granules, of such as lie in a row and are free, where a window
+    /// begins at one granule of them and ends before another.
+    fn taken(lengths: &[u32], granules: u64, window: Range<u32>) -> Vec<u32> {
+        let mut memory = Memory::new(0, GRANULES, 2 << 20, 7);
+        let first = memory.range(Part::Large).start;
+        let mut at = first;
+        for (number, granules) in lengths.iter().enumerate() {
+            memory.reserve(at, *granules);
+            memory.settle(at);
+            memory.enter(Extent(number as u64 + 1), at, *granules);
+            at += granules;
+        }
+        let mut space = Space::new(memory, false, true, 0);
+        let Some(tags) = Tags::new(GRANULES * UNITS, first * UNITS) else {
+            panic!("no memory for the tags")
+        };
+        space.give(&tags, first * UNITS, (at - first) * UNITS, Owner::NOBODY);
+        let window = (first + window.start) * UNITS..(first + window.end) * UNITS;
+        let runs = space.take_shortest(&tags, granules, window);
+        let numbers = runs.iter().flat_map(|run| &run.extents);
+        let mut taken: Vec<u32> =
+            numbers.map(|number| space.memory.extent(*number).granules).collect();
+        taken.sort_unstable();
+        taken
+    }
+
+    #[test]
+    fn the_shortest_go_and_no_more_of_them_than_it_takes() {
+        let lengths = [1, 4, 2, 1, 3, 1];
+        assert_eq!(taken(&lengths, 2, 0..0), [1, 1]);
+        assert_eq!(taken(&lengths, 3, 0..0), [1, 1, 1]);
+        assert_eq!(taken(&lengths, 4, 0..0), [1, 1, 1, 2]);
+        assert_eq!(taken(&lengths, 12, 0..0), [1, 1, 1, 2, 3, 4]);
+        assert_eq!(taken(&lengths, 13, 0..0), []);
+    }
+
+    #[test]
+    fn nothing_of_the_window_goes() {
+        // From the midst of the second to the end of the fourth.
+        let lengths = [1, 4, 2, 1, 3, 1];
+        assert_eq!(taken(&lengths, 2, 3..8), [1, 1]);
+        assert_eq!(taken(&lengths, 5, 3..8), [1, 1, 3]);
+        assert_eq!(taken(&lengths, 6, 3..8), []);
+    }
+}
