@@ -761,6 +761,50 @@ mod tests {
         assert_eq!((common.blocks(), common.units(), space.blocks.in_use()), (2, 16, 2));
     }
 
+    /// A space of one stream, with free memory in the large part: where each block begins there, its units, and
+    /// whether it is the stream's or nobody's.
+    fn of_blocks(blocks: &[(u32, u32, bool)]) -> (Space, Tags, u32) {
+        let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), false, true, 0);
+        let Some(tags) = Tags::new(64 << 12, 9 << 12) else { panic!("no memory for the tags") };
+        space.books.push(Book::new(Recording::Eager, 0));
+        let first = 10 << 12;
+        for (at, units, is_own) in blocks {
+            let owner = if *is_own { space.books[0].open_owner(0) } else { Owner::NOBODY };
+            space.give(&tags, first + at, *units, owner);
+        }
+        (space, tags, first)
+    }
+
+    /// What others lose by it is no more than by the stream's using what it frees.
+    #[test]
+    fn a_streams_block_takes_in_nobodys_neighbours_that_are_no_longer() {
+        for (before, behind, whole) in [(8, 8, 32), (16, 16, 48), (24, 8, 24), (8, 40, 24)] {
+            let blocks = [(64 - before, before, false), (80, behind, false), (64, 16, true)];
+            let (space, _, _) = of_blocks(&blocks);
+            let own = space.books[0].units();
+            assert_eq!(own, whole, "{before} before and {behind} behind");
+            assert_eq!(
+                own + space.common[Part::Large as usize].units(),
+                u64::from(before + behind + 16)
+            );
+        }
+    }
+
+    /// Of runs of neighbours the shortest that is long enough, from its start.
+    #[test]
+    fn a_run_is_the_shortest_that_suffices() {
+        let runs = [(0, 40), (256, 24), (512, 16), (768, 32)];
+        let blocks =
+            runs.iter().flat_map(|(at, half)| [(*at, *half, true), (at + half, half + 8, false)]);
+        let blocks: Vec<_> = blocks.collect();
+        let (mut space, tags, first) = of_blocks(&blocks);
+        assert_eq!(space.common[Part::Large as usize].blocks(), 4, "none became the stream's");
+        let mut place = |units| space.place_in_run(&tags, 0, units, Part::Large);
+        assert_eq!(place(56), Some(first + 256));
+        assert_eq!(place(64), Some(first + 768));
+        assert_eq!([place(88), place(88)], [Some(first), None]);
+    }
+
     /// Short blocks and longer ones of the large part, which two streams free and nobody owns in the end.
     #[test]
     fn blocks_leave_no_tag_inside_what_they_become() {
