@@ -110,6 +110,34 @@ fn a_foreign_streams_frees_are_nobodys_too() {
     watched.assert_intact();
 }
 
+/// A record on the legacy stream waits for blocking ones: what is open there is left open, also where an epoch before
+/// it has passed.
+#[test]
+fn the_legacy_streams_open_epoch_is_left_to_those_who_lack_memory() {
+    let (rig, sim) = simulated(Schedule::Manual);
+    let watched = rig.pool(&helped(16, OFTEN, 0));
+    let pool = &watched.pool;
+    let of_other = watched.malloc(KIB, &rig.stream());
+    let records =
+        || rig.driver.calls().iter().find(|of| of.0 == "cuEventRecord").map_or(0, |of| of.1);
+    let held = [(); 2].map(|()| watched.malloc(4 * GRANULE, StreamHandle::LEGACY));
+    let before = records();
+    watched.free(held[0], StreamHandle::LEGACY);
+    eventually(pool, "out of the front", || pool.stats().cached_bytes == 0);
+    many_looks();
+    assert_eq!(records(), before);
+    // Closes its epoch.
+    pool.trim_to(0).unwrap();
+    watched.free(held[1], StreamHandle::LEGACY);
+    eventually(pool, "out of the front", || pool.stats().cached_bytes == 0);
+    let before = records();
+    eventually_done(pool, &sim, "nobody's", || pool.stats().idle_bytes >= 4 * GRANULE);
+    many_looks();
+    assert_eq!((records(), pool.stats().pending_bytes / GRANULE), (before, 4));
+    watched.free(of_other, StreamHandle::LEGACY);
+    watched.assert_intact();
+}
+
 #[test]
 fn zombies_are_unmapped_with_nobody_calling() {
     let (rig, sim) = simulated(Schedule::Manual);
@@ -169,6 +197,8 @@ fn memory_is_mapped_ahead_for_small_blocks_too() {
     let small = watched.malloc(700, &stream);
     // An eighth of 8 granules, which is what the first request has left over almost: one more.
     eventually(&watched.pool, "mapped ahead", || watched.usage() == 2);
+    let stats = watched.pool.stats();
+    assert_eq!([stats.extents_created, stats.pages_created], [2; 2]);
     watched.validate();
     watched.free(small, &stream);
     watched.assert_intact();
