@@ -61,6 +61,8 @@ fn segments_have_what_is_there_of_an_extent_in_two_parts() {
         let segments = watched.pool.snapshot();
         let (bytes, stats) = (|of: &Segment| of.bytes, watched.pool.stats());
         assert_eq!(segments.iter().map(bytes).sum::<u64>(), stats.mapped_bytes, "{segments:#x?}");
+        let addresses = stats.mapped_bytes + stats.zombie_bytes + stats.hole_bytes;
+        assert_eq!(addresses, stats.reserved_bytes, "{stats:?}");
         for segment in segments {
             let end = segment.blocks.iter().fold(segment.address, |at, block| {
                 assert_eq!(block.address, at);
