@@ -2,7 +2,7 @@
 
 use cuda_sim::Schedule;
 use cuda_sys::types::CUresult;
-use vpmm::{Error, Stream, StreamHandle};
+use vpmm::{Error, Stream, StreamHandle, WaitPolicy};
 
 use crate::rig::{GRANULE, KIB, MIB, bare, config};
 use crate::support::streams::{begin_capture, end_capture, make};
@@ -465,6 +465,173 @@ fn what_a_stream_used_that_has_ended_waits_for_no_other_wait_for_the_device() {
     assert_eq!(pool.stats().deferred_bytes, 0, "{pool:?}");
     own.synchronize().unwrap();
     assert_eq!(pool.trim_to(0).unwrap(), GRANULE, "{pool:?}");
+    watched.assert_intact();
+}
+
+/// A mark from before a stream was lost says nothing of what it freed after that.
+#[test]
+fn what_a_lost_stream_freed_after_a_mark_that_has_passed_waits_for_the_device() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let mut settings = config(4, 64);
+    settings.out_of_memory = WaitPolicy::FailAtOnce;
+    let watched = rig.pool(&settings);
+    let (ending, other) = (rig.stream(), rig.stream());
+    let held = watched.malloc(3 * GRANULE, &ending);
+    call!(rig.driver, cuStreamSynchronize(ending.handle().raw()));
+    let mark = watched.pool.mark(&ending).unwrap();
+    watched.free(held, bare(&ending));
+    begin_capture(&rig, ending.handle().raw());
+    drop(ending);
+    watched.pool.passed(&mark).unwrap();
+    let refused = watched.pool.malloc(2 * GRANULE as usize, &other);
+    assert!(matches!(refused, Err(Error::OutOfMemory { .. })), "{refused:?}");
+    rig.device.synchronize().unwrap();
+    let all = watched.malloc(4 * GRANULE, &other);
+    watched.free(all, &other);
+    watched.assert_intact();
+}
+
+/// What a further stream uses no more is not yet anybody's: the stream that freed it has ended with work to do.
+#[test]
+fn what_waited_for_another_stream_waits_for_its_own_that_has_ended() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let mut settings = config(2, 64);
+    settings.out_of_memory = WaitPolicy::FailAtOnce;
+    settings.reuse.internal_dependencies = false;
+    let watched = rig.pool(&settings);
+    let (own, side, other) = (rig.stream(), rig.stream(), rig.stream());
+    let held = watched.malloc(2 * GRANULE, &own);
+    watched.pool.record_stream(held.ptr, &side).unwrap();
+    let stall = rig.stall(own.handle());
+    watched.free(held, &own);
+    let stats = watched.pool.stats();
+    assert_eq!((stats.deferred_bytes, stats.pending_count), (2 * GRANULE, 1));
+    drop(own);
+    let refused = watched.pool.malloc(GRANULE as usize, &other);
+    assert!(matches!(refused, Err(Error::OutOfMemory { .. })), "{refused:?}");
+    assert_eq!(watched.pool.stats().deferred_bytes, 0, "the further stream has finished");
+    drop(stall);
+    rig.device.synchronize().unwrap();
+    let all = watched.malloc(2 * GRANULE, &other);
+    watched.free(all, &other);
+    watched.assert_intact();
+}
+
+/// And where questions give nothing away it stays with the stream that freed it.
+#[test]
+fn what_waited_for_another_stream_is_its_own_where_questions_give_nothing_away() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let mut settings = config(4, 64);
+    settings.reuse.opportunistic = false;
+    settings.out_of_memory = WaitPolicy::FailAtOnce;
+    let watched = rig.pool(&settings);
+    let (own, side, other) = (rig.stream(), rig.stream(), rig.stream());
+    let known = watched.malloc(GRANULE, &other);
+    let held = watched.malloc(GRANULE, &own);
+    watched.pool.record_stream(held.ptr, &side).unwrap();
+    let stall = rig.stall(side.handle());
+    watched.free(held, &own);
+    // Asks about both streams, the own one first.
+    let deferred_then = || {
+        let refused = watched.pool.malloc(5 * GRANULE as usize, &other);
+        assert!(refused.is_err(), "{refused:?}");
+        watched.pool.stats().deferred_bytes
+    };
+    assert_eq!(deferred_then(), GRANULE);
+    drop(stall);
+    assert_eq!(deferred_then(), 0);
+    let more = watched.malloc(GRANULE, &other);
+    assert_eq!(watched.usage(), 3, "{:?}", watched.pool);
+    let again = watched.malloc(GRANULE, &own);
+    assert_eq!((again.address(), watched.usage()), (held.address(), 3));
+    [known, more].into_iter().for_each(|held| watched.free(held, &other));
+    watched.free(again, &own);
+    watched.assert_intact();
+}
+
+/// Nothing is recorded on a foreign stream that captures, for what it uses either.
+#[test]
+fn a_free_of_what_a_capturing_foreign_stream_uses_is_refused() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let watched = rig.small_pool();
+    let (own, (raw, foreign)) = (rig.stream(), make(&rig, NON_BLOCKING));
+    let held = watched.malloc(MIB, &own);
+    watched.pool.record_stream(held.ptr, foreign).unwrap();
+    begin_capture(&rig, raw);
+    let before = rig.driver.calls();
+    let refused = watched.pool.free(held.ptr, &own);
+    assert!(matches!(refused, Err(Error::StreamCapturing)), "{refused:?}");
+    assert_eq!(rig.driver.calls().since(&before).count("cuEventRecord"), 0);
+    assert_eq!(end_capture(&rig, raw), 0, "nodes");
+    watched.free(held, &own);
+    call!(rig.driver, cuStreamDestroy_v2(raw));
+    watched.assert_intact();
+}
+
+/// Nobody could record on another thread's default stream: what it uses is free when the host has waited, and not
+/// when it begins to.
+#[test]
+fn what_a_threads_default_stream_uses_is_kept_by_a_wait_that_fails() {
+    let rig = Rig::simulated(Schedule::Manual);
+    let watched = rig.pool(&config(4, 64));
+    let own = rig.stream();
+    let held = watched.malloc(GRANULE, &own);
+    own.synchronize().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            held.check(&rig, StreamHandle::PER_THREAD);
+            watched.pool.record_stream(held.ptr, StreamHandle::PER_THREAD).unwrap();
+        });
+    });
+    watched.free(held, &own);
+    let deferred = || watched.pool.stats().deferred_bytes;
+    let sim = rig.sim.as_ref().unwrap();
+    sim.fail_nth("cuCtxSynchronize", 1, CUresult::CUDA_ERROR_UNKNOWN);
+    rig.device.synchronize().unwrap_err();
+    assert_eq!(deferred(), GRANULE);
+    rig.device.synchronize().unwrap();
+    assert_eq!(deferred(), 0);
+    watched.assert_intact();
+}
+
+/// When a stream ends there may be an event that its closed epoch waits for, another of its last free, and a spare one for
+/// the last of all.
+#[test]
+fn no_event_is_lost_with_a_stream() {
+    // A foreign one, whose handle comes again; what it used is allocated still, or not.
+    for uses in [false, true] {
+        let rig = Rig::simulated(Schedule::Manual);
+        let watched = rig.pool(&config(8, 64));
+        let (own, (old, handle)) = (rig.stream(), make(&rig, NON_BLOCKING));
+        let used = watched.malloc(GRANULE, &own);
+        let held = [(); 2].map(|()| watched.malloc(GRANULE, handle));
+        if uses {
+            watched.pool.record_stream(used.ptr, handle).unwrap();
+        }
+        for held in held {
+            watched.free(held, handle);
+            watched.pool.trim_to(0).unwrap();
+        }
+        call!(rig.driver, cuStreamDestroy_v2(old));
+        let (new, handle) = make(&rig, NON_BLOCKING);
+        assert_eq!(new, old, "the simulator hands the last handle out again");
+        let next = watched.malloc(GRANULE, handle);
+        watched.free(next, handle);
+        watched.free(used, &own);
+        call!(rig.driver, cuStreamDestroy_v2(new));
+        watched.assert_intact();
+    }
+    // One of the library's, whose last record fails. A spare event is there for it.
+    let rig = Rig::simulated(Schedule::Eager);
+    let watched = rig.pool(&config(8, 64));
+    let (own, ending) = (rig.stream(), rig.stream());
+    let held = [&own, &ending].map(|of| watched.malloc(GRANULE, of));
+    watched.free(held[0], &own);
+    watched.pool.trim_to(0).unwrap();
+    watched.free(held[1], &ending);
+    rig.sim.as_ref().unwrap().fail_nth("cuEventRecord", 1, CUresult::CUDA_ERROR_UNKNOWN);
+    drop(ending);
+    watched.validate();
     watched.assert_intact();
 }
 
