@@ -537,12 +537,12 @@ impl Space {
         let live = self.live_units();
         let course = &mut self.books[stream as usize].course;
         let birth = self.lifetimes.begin(stream, course, units, live);
-        tags.set_inside(start, birth.noted());
+        tags.set_inside(start, units, birth.noted());
     }
 
     #[inline(never)]
     fn note_end(&mut self, tags: &Tags, stream: u32, start: u32, units: u32) {
-        let birth = Birth::of_noted(tags.inside(start));
+        let birth = Birth::of_noted(tags.inside(start, units));
         let course = &mut self.books[stream as usize].course;
         self.lifetimes.end(course, units, birth);
     }

@@ -106,6 +106,41 @@ pub(super) fn free_node(word: u64, unit: u32) -> Option<u32> {
     (word & (KIND | UNIT) == head(FREE, unit)).then_some((word >> VALUE) as u32)
 }
 
+/// Of numbers beside tags: where the first one begins in the place of a start, above its kind, and the second one in
+/// that of an end, above what says whether one is there. What there is room for of the third one is behind either.
+const FIRST: u32 = VALUE;
+const SECOND: u32 = PAGE_OF_END;
+const NUMBER_BITS: u32 = 30;
+const NUMBER: u64 = (1 << NUMBER_BITS) - 1;
+const THIRD: u32 = FIRST + NUMBER_BITS;
+const THIRD_BITS: u32 = 64 - THIRD;
+const REST: u32 = SECOND + NUMBER_BITS;
+
+const _: () = assert!(THIRD_BITS + (64 - REST) >= NUMBER_BITS);
+
+/// A start and an end for a cell that lies within an allocation, with three numbers of 30 bits: nothing starts or ends
+/// there by them.
+pub(super) fn beside([first, second, third]: [u32; 3]) -> [u64; 2] {
+    let [first, second, third] = [first, second, third].map(u64::from);
+    [first << FIRST | third << THIRD, second << SECOND | third >> THIRD_BITS << REST]
+}
+
+/// And back.
+pub(super) fn of_beside([start, end]: [u64; 2]) -> [u32; 3] {
+    let third = start >> THIRD | end >> REST << THIRD_BITS;
+    [start >> FIRST, end >> SECOND, third].map(|number| (number & NUMBER) as u32)
+}
+
+/// Whether anything starts in the cell.
+pub(super) fn has_start(word: u64) -> bool {
+    word & KIND != 0
+}
+
+/// Whether nothing ends in the cell, and no page of it has a tag of its own.
+pub(super) fn is_bare_end(word: u64) -> bool {
+    word & (ENDS | SHORT) == 0
+}
+
 /// Whether what starts in the cell starts at the unit.
 #[inline(always)]
 pub(super) fn starts(word: u64, unit: u32) -> bool {

@@ -22,6 +22,9 @@
 //! is known to the cell that it ends in; where two end there, and of small blocks that had no other place, pages
 //! have words.
 //!
+//! What more is noted about an allocation lies where its length leaves tags unused, and reads as none: in the cell behind
+//! that of its start, as a rule, so that no other line of memory is needed for it.
+//!
 //! All of it lies in tables by address, of which the host's memory holds what was written: a page for 14 MiB of the
 //! large part, so that memory which moves to new addresses seldom meets one that has to be found.
 
@@ -122,7 +125,8 @@ pub(in crate::default) struct Tags {
     words: Zeroed<AtomicU32>,
     /// Cells of the large part.
     cells: Zeroed<AtomicU64>,
-    /// What the [fate](crate::default::lifetimes) of an allocation is told by, at the place of its cell.
+    /// What the [fate](crate::default::lifetimes) of an allocation is told by that has no cell for itself, at the
+    /// place of the one that it starts in.
     fates: Zeroed<AtomicU64>,
     /// Words of the pages of the large part, for short blocks.
     pages: Zeroed<AtomicU32>,
@@ -353,11 +357,13 @@ impl Tags {
     /// Whether nothing starts or ends in a cell of the large part.
     fn is_bare(&self, cell: u32) -> bool {
         let word = |cell: u32| self.end(cell).load(Relaxed);
-        let starts = self.start(cell).load(Relaxed) != 0;
+        let starts = cell::has_start(self.start(cell).load(Relaxed));
         // What ends in the next one may start here.
         let reaches_back =
             |next| cell::short(word(next)).is_some_and(|(behind, units, _)| behind < units);
-        !starts && word(cell) == 0 && !cell.checked_add(CELL_UNITS).is_some_and(reaches_back)
+        !starts
+            && cell::is_bare_end(word(cell))
+            && !cell.checked_add(CELL_UNITS).is_some_and(reaches_back)
     }
 
     /// The node of the free block that ends before a unit of this part.
@@ -473,31 +479,38 @@ impl Tags {
     }
 
     /// Notes three numbers of 30 bits beside an allocation that has five units or more. They are no tags, and stay
-    /// as long as the block is nobody else's.
-    pub(super) fn set_inside(&self, start: u32, numbers: [u32; 3]) {
-        let [first, second, third] = numbers.map(|number| number & !word::KIND);
+    /// as long as the block is nobody else's. Under the space's lock.
+    pub(super) fn set_inside(&self, start: u32, units: u32, numbers: [u32; 3]) {
+        let numbers = numbers.map(|number| number & !word::KIND);
         if self.is_small(start) {
-            let words = [first, second, third].into_iter().zip(start + 2..);
-            words.for_each(|(word, unit)| self.word(unit).store(word, Relaxed));
-            return;
+            let words = numbers.into_iter().zip(start + 2..);
+            return words.for_each(|(word, unit)| self.word(unit).store(word, Relaxed));
         }
-        let [low, high] = self.fate(start);
-        low.store(u64::from(first) | u64::from(second) << 32, Relaxed);
-        high.store(third.into(), Relaxed);
+        let [low, high] = self.inside_of(start, units);
+        let [low_said, high_said] = cell::beside(numbers);
+        low.store(low_said, Relaxed);
+        high.store(high_said, Relaxed);
     }
 
     /// The same; or anything, where nothing was noted.
-    pub(super) fn inside(&self, start: u32) -> [u32; 3] {
+    pub(super) fn inside(&self, start: u32, units: u32) -> [u32; 3] {
         if self.is_small(start) {
             let word = |unit| self.word(unit).load(Relaxed) & !word::KIND;
             return [2, 3, 4].map(|behind| word(start + behind));
         }
-        let [low, high] = self.fate(start).map(|number| number.load(Relaxed));
-        [low as u32, (low >> 32) as u32, high as u32]
+        cell::of_beside(self.inside_of(start, units).map(|number| number.load(Relaxed)))
     }
 
+    /// The numbers of the cell behind that of a start, where nothing else begins or ends in it: mostly in the same
+    /// line of the processor's cache as the start's own. Else those of that cell in a table of their own.
     #[inline]
-    fn fate(&self, start: u32) -> [&AtomicU64; 2] {
+    fn inside_of(&self, start: u32, units: u32) -> [&AtomicU64; 2] {
+        debug_assert!(units > CELL_UNITS);
+        let before = CELL_UNITS - start % CELL_UNITS;
+        if units - before >= CELL_UNITS {
+            let next = start + before;
+            return [self.start(next), self.end(next)];
+        }
         let at = cell(start & self.all);
         // SAFETY: as in `start`: fates have the places of cells.
         [at, at + 1].map(|at| unsafe { self.fates.within(at) })
@@ -904,17 +917,34 @@ mod tests {
     fn what_is_noted_inside_an_allocation_is_no_tag() {
         let tags = tags(1);
         let value = !word::KIND;
-        // In both parts, at the end of a span and elsewhere.
+        // In both parts, at the end of a span and elsewhere; with a cell that has nothing else, and without one.
         let starts = [0, SPAN_UNITS, 2 * SPAN_UNITS - 16, 3 * SPAN_UNITS - 24, 4 * SPAN_UNITS - 32];
-        for start in starts {
-            tags.hand_out(start, 136, 5);
-            tags.set_inside(start, [value - start, start, 3]);
-            assert_eq!(tags.inside(start), [value - start, start, 3]);
-            assert_eq!((tags.get(start), tags.label_at(start)), (Tag::Live(136), Some(5)));
-            assert!(tags.first_in(start + tags.step(start)..start + 136).is_none());
-            tags.set_cached(start, 136);
-            assert_eq!(tags.inside(start), [value - start, start, 3]);
+        for (start, units) in starts.into_iter().flat_map(|start| [136, 400].map(|of| (start, of)))
+        {
+            tags.hand_out(start, units, 5);
+            for numbers in [[value - start, start, 3], [start, value, value - 1], [value; 3]] {
+                tags.set_inside(start, units, numbers);
+                assert_eq!(tags.inside(start, units), numbers);
+            }
+            assert_eq!((tags.get(start), tags.label_at(start)), (Tag::Live(units), Some(5)));
+            assert!(tags.first_in(start + tags.step(start)..start + units).is_none());
+            tags.set_cached(start, units);
+            assert_eq!(tags.inside(start, units), [value; 3]);
             tags.clear_start(start);
+        }
+        // Its cells are soon passed over again, and tags have their places.
+        let cells = || (SPAN_UNITS..5 * SPAN_UNITS).step_by(CELL_UNITS as usize);
+        assert!(cells().all(|cell| tags.is_bare(cell)));
+        for cell in cells() {
+            tags.set_free(cell + 8, 16, 7);
+            assert_eq!((tags.get(cell), tags.free_at(cell + 8)), (Tag::None, Some(7)));
+            assert_eq!(tags.free_before(cell + 24), Some(7));
+            tags.clear_start(cell + 8);
+            tags.clear_end(cell + 24);
+            tags.hand_out(cell, CELL_UNITS + 8, 9);
+            assert_eq!((tags.live_at(cell), tags.label_at(cell)), (Some(136), Some(9)));
+            tags.clear_start(cell);
+            assert!(tags.is_bare(cell));
         }
     }
 

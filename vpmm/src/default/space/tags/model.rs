@@ -154,7 +154,7 @@ impl Both {
         self.put(start, units, Is::Live(label));
         if units >= 5 && !self.is_short(start, units) {
             let numbers = [(); 3].map(|()| self.next());
-            self.tags.set_inside(start, numbers);
+            self.tags.set_inside(start, units, numbers);
             self.pieces.entry(start).and_modify(|piece| piece.inside = Some(numbers));
         }
     }
@@ -378,7 +378,7 @@ impl Both {
             };
             assert_eq!(tags.label_at(start), label, "unit {start}");
             if let Some(numbers) = inside {
-                assert_eq!(tags.inside(start), numbers, "unit {start}");
+                assert_eq!(tags.inside(start, units), numbers, "unit {start}");
             }
             // Each of the small part has its own word.
             if !tags.is_small(start) {
