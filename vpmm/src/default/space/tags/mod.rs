@@ -932,6 +932,12 @@ mod tests {
             assert_eq!(tags.inside(start, units), [value; 3]);
             tags.clear_start(start);
         }
+        // From two cells on one lies behind the start's that has nothing else.
+        for start in (5 * SPAN_UNITS..5 * SPAN_UNITS + CELL_UNITS).step_by(LARGE_STEP as usize) {
+            tags.set_inside(start, 2 * CELL_UNITS, [value; 3]);
+            // SAFETY: fates have the places of cells.
+            assert_eq!(unsafe { tags.fates.within(cell(start)) }.load(Relaxed), 0);
+        }
         // Its cells are soon passed over again, and tags have their places.
         let cells = || (SPAN_UNITS..5 * SPAN_UNITS).step_by(CELL_UNITS as usize);
         assert!(cells().all(|cell| tags.is_bare(cell)));
