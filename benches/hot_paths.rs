@@ -147,6 +147,22 @@ fn cross_stream(criterion: &mut Criterion) {
     on_every_subject!(&machine, &mut group, ring);
 }
 
+/// Another allocator's first request.
+fn another(subject: &mut impl Subject) {
+    let block = subject.malloc(2 * MIB, 0);
+    subject.free(block, 0);
+}
+
+/// The time of what takes a fresh pool each: on a GPU there is a wait before each that is not timed.
+fn cold_group<'a>(criterion: &'a mut Criterion, machine: &Machine, name: &str) -> Group<'a> {
+    let mut group = group(criterion, machine, name);
+    group.sample_size(10);
+    if machine.is_gpu() {
+        group.measurement_time(Duration::from_millis(50));
+    }
+    group
+}
+
 fn grow<S: Subject>(group: &mut Group<'_>, machine: &Machine, name: &str, make: impl Fn() -> S) {
     for (case, count, bytes) in [("1GiB", 1, GIB), ("512x2MiB", 512, 2 * MIB)] {
         group.throughput(Throughput::Elements(count as u64));
@@ -156,6 +172,7 @@ fn grow<S: Subject>(group: &mut Group<'_>, machine: &Machine, name: &str, make: 
                 for _ in 0..iterations {
                     let mut subject = make();
                     let mut blocks = Vec::with_capacity(count);
+                    machine.settle(|| another(&mut make()));
                     let start = Instant::now();
                     blocks.extend((0..count).map(|_| subject.malloc(bytes, 0)));
                     spent += start.elapsed();
@@ -171,8 +188,7 @@ fn grow<S: Subject>(group: &mut Group<'_>, machine: &Machine, name: &str, make: 
 /// From an empty allocator to 1 GiB. Those that only keep books have nothing to grow.
 fn growth(criterion: &mut Criterion) {
     let machine = Machine::find();
-    let mut group = group(criterion, &machine, "growth");
-    group.sample_size(10);
+    let mut group = cold_group(criterion, &machine, "growth");
     for profile in Profile::ALL {
         let make = || Vpmm::new(profile.pool(&machine.device), &machine);
         grow(&mut group, &machine, profile.name(), make);
@@ -188,8 +204,7 @@ fn growth(criterion: &mut Criterion) {
 fn movement(criterion: &mut Criterion) {
     const PIECES: usize = 256;
     let machine = Machine::find();
-    let mut group = group(criterion, &machine, "movement");
-    group.sample_size(10);
+    let mut group = cold_group(criterion, &machine, "movement");
     group.throughput(Throughput::Elements(1));
     for profile in Profile::ALL {
         group.bench_function(format!("128x2MiB/{}", profile.name()), |bencher| {
@@ -204,6 +219,9 @@ fn movement(criterion: &mut Criterion) {
                         subject.free(*piece, 0);
                     }
                     machine.synchronize();
+                    machine.settle(|| {
+                        another(&mut Vpmm::new(profile.pool(&machine.device), &machine))
+                    });
                     let start = Instant::now();
                     let whole = black_box(subject.malloc(PIECES * MIB, 0));
                     spent += start.elapsed();

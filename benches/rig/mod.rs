@@ -7,6 +7,7 @@ pub(crate) mod program;
 
 use std::mem::ManuallyDrop;
 use std::sync::Once;
+use std::time::{Duration, Instant};
 
 use vpmm::{Device, DevicePtr, Driver, PagedConfig, Pool, PoolConfig, Stream, StreamHandle};
 
@@ -48,6 +49,21 @@ impl Machine {
 
     pub(crate) fn synchronize(&self) {
         self.device.synchronize().expect("the device finishes");
+    }
+
+    /// Has a GPU's driver be done with what earlier pools gave back: it is scrubbed in the background, 2.5 ms for each
+    /// GiB, and whoever creates memory next does the books of it. Then the code of both has run a moment ago.
+    pub(crate) fn settle(&self, wake: impl Fn()) {
+        if self.is_gpu() {
+            for _ in 0..2 {
+                let since = Instant::now();
+                // Not asleep: a core that has slept is a slow one at first.
+                while since.elapsed() < Duration::from_millis(5) {
+                    std::hint::spin_loop();
+                }
+                wake();
+            }
+        }
     }
 
     /// Handles that know their stream, so that the pool asks the driver nothing about it.

@@ -68,8 +68,25 @@ impl Call<'_> {
         let state = &mut *self.state;
         let Some(detector) = &mut state.space.detector else { return };
         let (stream, clock) = (StreamKey::HOST, &state.host);
-        // What other devices may still do with the bytes is not looked at.
-        let _ = detector.give_back(Access { physical, range, kind, stream, clock, what });
+        let races = detector.give_back(Access { physical, range, kind, stream, clock, what });
+        state.findings.races(races);
+    }
+
+    /// Waits as the free of page-locked or managed memory does, or its end as such: for the device that it was made
+    /// on, whichever context is current. Nothing waits for what other devices do with it.
+    pub(crate) fn wait_for_users_of(&mut self, address: u64) -> Result<(), CUresult> {
+        let Some((_, host)) = self.space.host.find(address) else { return Err(INVALID) };
+        let (context, physical, range) = (host.context, host.id, 0..host.size);
+        if let Some(entry) = self.contexts.by_key.get(&context) {
+            self.wait_device(entry.device)?;
+        }
+        let (kind, what) = (AccessKind::Write, self.name);
+        let state = &mut *self.state;
+        let Some(detector) = &mut state.space.detector else { return Ok(()) };
+        let (stream, clock) = (StreamKey::HOST, &state.host);
+        let races = detector.give_back(Access { physical, range, kind, stream, clock, what });
+        state.findings.races(races);
+        Ok(())
     }
 
     /// Frees memory of cuMemAlloc; `None` if none begins there.
@@ -237,13 +254,13 @@ pub(crate) fn host_allocate_with_flags(
 }
 
 pub(crate) fn host_free(call: &mut Call<'_>, address: Untyped) -> Result<(), CUresult> {
-    let context = call.current()?;
+    call.current()?;
     call.forbid_in_capture()?;
     let locked = call.space.host.find(address.0).filter(|(_, host)| !host.is_managed());
     if locked.is_none_or(|(start, _)| start != address.0) {
         return Err(INVALID);
     }
-    call.wait_device(call.contexts.by_key[&context].device)?;
+    call.wait_for_users_of(address.0)?;
     let id = call.space.host.remove(address.0, HostKind::Locked).ok_or(INVALID)?;
     call.space.forget(id);
     Ok(())
@@ -279,7 +296,7 @@ pub(crate) fn host_register(
 }
 
 pub(crate) fn host_unregister(call: &mut Call<'_>, address: Untyped) -> Result<(), CUresult> {
-    let context = call.current()?;
+    call.current()?;
     call.forbid_in_capture()?;
     let missing = CUresult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
     let given_out = call.space.host.find(address.0).is_some_and(|(_, host)| !host.is_registered());
@@ -289,7 +306,7 @@ pub(crate) fn host_unregister(call: &mut Call<'_>, address: Untyped) -> Result<(
     if !call.space.host.begins(address.0, HostKind::Registered) {
         return Err(missing);
     }
-    call.wait_device(call.contexts.by_key[&context].device)?;
+    call.wait_for_users_of(address.0)?;
     let id = call.space.host.remove(address.0, HostKind::Registered).ok_or(missing)?;
     call.space.forget(id);
     Ok(())

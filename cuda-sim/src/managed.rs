@@ -40,11 +40,9 @@ pub(crate) fn allocate(
     out.set(start)
 }
 
-/// cuMemFree of managed memory: any device may use it, so all are waited for.
+/// cuMemFree of managed memory: it waits for the device that it was made on, though any may use it.
 pub(crate) fn free(call: &mut Call<'_>, address: u64, context: ContextKey) -> Result<(), CUresult> {
-    for device in 0..call.lost.len() {
-        call.wait_device(device)?;
-    }
+    call.wait_for_users_of(address)?;
     let id = call.space.host.remove(address, HostKind::Managed).ok_or(INVALID)?;
     call.space.forget(id);
     call.healthy(context)

@@ -37,10 +37,10 @@ pub(crate) struct HostMemory {
 pub(crate) struct HostAllocation {
     pub(crate) size: u64,
     pub(crate) flags: u32,
-    id: PhysicalId,
+    pub(crate) id: PhysicalId,
     kind: HostKind,
     /// Which it was made or registered in.
-    context: ContextKey,
+    pub(crate) context: ContextKey,
 }
 
 /// Whose memory on the host it is.

@@ -174,6 +174,73 @@ fn gpu_event_on(gpu: &Gpu, stream: CUstream) -> CUevent {
     event
 }
 
+/// As an H200 beside another one does it: [measured](../../benches/results/h200-2026-11-30-two/README.md).
+#[test]
+fn a_free_waits_for_the_device_that_the_memory_was_made_on_and_for_no_other() {
+    use cuda_sim::Schedule;
+    const WORDS: usize = 16;
+    for kind in 0..4 {
+        for (current, worker) in [(0, 0), (1, 0), (0, 1), (1, 1)] {
+            let gpu = Gpu::new(Simulator::builder().devices(2).schedule(Schedule::Manual));
+            let contexts = [0, 1].map(|device| gpu.retain(device));
+            gpu.retain(0);
+            let (mut host, mut own, mut address) = (std::ptr::null_mut(), [0_u32; WORDS], 0);
+            match kind {
+                0 => address = gpu.alloc(4 * WORDS),
+                1 => ok!(gpu, cuMemHostAlloc(&mut host, 4 * WORDS, CU_MEMHOSTALLOC_PORTABLE)),
+                2 => {
+                    host = own.as_mut_ptr().cast();
+                    ok!(gpu, cuMemHostRegister_v2(host, 4 * WORDS, 1));
+                }
+                _ => ok!(gpu, cuMemAllocManaged(&mut address, 4 * WORDS, 1)),
+            }
+            address = if host.is_null() { address } else { host.expose_provenance() as u64 };
+            ok!(gpu, cuCtxSetCurrent(contexts[1]));
+            if kind == 0 {
+                ok!(gpu, cuCtxEnablePeerAccess(contexts[0], 0));
+            }
+            ok!(gpu, cuCtxSetCurrent(contexts[worker]));
+            let stream = gpu.stream();
+            gpu.fill(address, 1, WORDS, stream);
+            ok!(gpu, cuCtxSetCurrent(contexts[current]));
+            match kind {
+                0 | 3 => ok!(gpu, cuMemFree_v2(address)),
+                1 => ok!(gpu, cuMemFreeHost(host)),
+                _ => ok!(gpu, cuMemHostUnregister(host)),
+            }
+            ok!(gpu, cuCtxSetCurrent(contexts[worker]));
+            if worker == 0 {
+                assert_eq!(call!(gpu, cuStreamQuery(stream)), CUresult::CUDA_SUCCESS);
+                gpu.sim.assert_clean();
+            } else {
+                gpu.sim.run_until_idle();
+                assert!(gpu.sim.report().misuse[0].contains("cannot reach"), "{kind}");
+            }
+        }
+    }
+}
+
+/// The same where the other device's work is over and nobody has waited for it.
+#[test]
+fn a_free_beside_another_devices_work_is_a_race() {
+    use cuda_sim::Schedule;
+    for is_seen in [false, true] {
+        let gpu = Gpu::new(Simulator::builder().devices(2).schedule(Schedule::Manual));
+        let mut host = std::ptr::null_mut();
+        gpu.retain(0);
+        ok!(gpu, cuMemHostAlloc(&mut host, 64, CU_MEMHOSTALLOC_PORTABLE));
+        gpu.retain(1);
+        let stream = gpu.stream();
+        gpu.fill(host.expose_provenance() as u64, 1, 16, stream);
+        gpu.sim.run_until_idle();
+        if is_seen {
+            ok!(gpu, cuStreamSynchronize(stream));
+        }
+        ok!(gpu, cuMemFreeHost(host));
+        assert_eq!(gpu.sim.report().races.is_empty(), is_seen);
+    }
+}
+
 #[test]
 fn peer_access_ends_with_either_context() {
     let gpu = Gpu::new(Simulator::builder().devices(2));
@@ -194,6 +261,8 @@ fn peer_access_ends_with_either_context() {
     assert_eq!(reach(block, stream), INVALID);
     ok!(gpu, cuCtxEnablePeerAccess(first, 0));
     assert_eq!(reach(block, stream), CUresult::CUDA_SUCCESS);
+    // Which the reset of the owner would not wait for.
+    ok!(gpu, cuStreamSynchronize(stream));
     ok!(gpu, cuDevicePrimaryCtxReset_v2(0));
     gpu.retain(0);
     let block = gpu.alloc(64);

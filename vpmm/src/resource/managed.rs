@@ -14,7 +14,8 @@ use crate::units::DevicePtr;
 /// Managed memory from `cuMemAllocManaged`, given back by `cuMemFree`: the host and every device reach
 /// it at one address, and its pages move to where they are used. The stream is ignored.
 ///
-/// There can be more of it than a device has. A free waits for the device. Put
+/// There can be more of it than a device has. A free waits for the device that the memory was made with, and
+/// for no other: what another one does with it must have finished. Put
 /// [`Prefetch`](super::Prefetch) on it to have the pages on the device before they are used. All values
 /// of one driver are equal. RMM calls it `managed_memory_resource`; the calls are in the CUDA driver
 /// API's "Memory Management".
@@ -52,7 +53,7 @@ impl MemoryResource for Managed {
         Ok(address.map_or(DevicePtr::NULL, DevicePtr::from_address))
     }
 
-    /// One driver call, which waits for the device.
+    /// One driver call, which waits for the device that the memory was made with.
     ///
     /// # Errors
     /// [`Error::Driver`]: `CUDA_ERROR_INVALID_VALUE` for a pointer that the driver does not know;

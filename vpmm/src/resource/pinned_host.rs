@@ -17,8 +17,9 @@ use crate::units::DevicePtr;
 /// Page-locked host memory from `cuMemHostAlloc`, given back by `cuMemFreeHost`: for copies that do not
 /// stop the host, and for kernels that read over the link. The stream is ignored.
 ///
-/// Both calls take hundreds of microseconds and more; a free waits for the device. Put a
-/// pool on it. The memory is every device's of the process (`CU_MEMHOSTALLOC_PORTABLE`).
+/// Both calls take hundreds of microseconds and more; a free waits for the device, so put a pool on it. The
+/// memory is every device's of the process (`CU_MEMHOSTALLOC_PORTABLE`), but only this one is waited for: what
+/// others do with it must have finished.
 ///
 /// A free wants the very pointer that was given: the driver would free whatever page-locked memory it
 /// is asked to, and a program may have slices on it. Clones share what is allocated. RMM calls it
@@ -73,7 +74,8 @@ impl MemoryResource for PinnedHost {
         plain::deallocate(&self.device, ptr, bytes, |driver| {
             self.live.take(ptr, bytes)?;
             let memory = std::ptr::with_exposed_provenance_mut(ptr.address() as usize);
-            // SAFETY: it was allocated here and not freed; the driver waits for what uses the memory.
+            // SAFETY: it was allocated here and not freed; the driver waits for what this device does with it, and
+            // what others do has finished.
             unsafe { driver.cuMemFreeHost(memory) }.map_err(|failure| {
                 self.live.put_back(ptr, bytes, ());
                 failure.about(bytes as u64)

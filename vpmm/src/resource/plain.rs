@@ -43,11 +43,11 @@ pub(super) fn deallocate(
     call(driver)
 }
 
-/// Frees by `cuMemFree`, which waits for the device.
+/// Frees by `cuMemFree`, which waits for the device that the memory was made with.
 pub(super) fn free(device: &Device, ptr: DevicePtr, bytes: usize) -> Result<()> {
     deallocate(device, ptr, bytes, |driver| {
-        // SAFETY: the address is the caller's to free, which the driver checks; it waits for what uses
-        // the memory.
+        // SAFETY: the address is the caller's to free, which the driver checks; it waits for what its device does with
+        // the memory, and what others do has finished.
         unsafe { driver.cuMemFree_v2(ptr.address()) }.map_err(|failure| failure.about(bytes as u64))
     })
 }

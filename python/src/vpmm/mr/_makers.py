@@ -16,14 +16,16 @@ class CudaMemoryResource(DeviceMemoryResource):
 
 
 class ManagedMemoryResource(DeviceMemoryResource):
-    """``cudaMallocManaged``: memory that moves between host and device as it is used."""
+    """``cudaMallocManaged``: memory that moves between host and device as it is used. A free waits for
+    ``device``; what other devices do with the memory must have finished."""
 
     def __init__(self, *, device: int = 0):
         self._open("managed", device)
 
 
 class PinnedHostMemoryResource(DeviceMemoryResource):
-    """Page-locked memory of the host, which the device reaches."""
+    """Page-locked memory of the host, which devices reach. A free waits for ``device``; what others do with
+    the memory must have finished."""
 
     def __init__(self, *, device: int = 0):
         self._open("pinned", device)
