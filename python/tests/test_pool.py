@@ -329,6 +329,35 @@ def test_a_thread_maps_ahead_of_requests():
     assert pool.statistics().mapped_bytes >= 32 << 20
 
 
+def test_devices_reach_each_others_pools():
+    """The process's from the start, others where they are told. In a process with two devices."""
+    program = """
+import pytest
+import vpmm
+
+first = vpmm.Pool.of_process(0)
+kept = first.malloc(8 << 20)
+assert (first.access(0), first.access(1)) == ("read_write", "none")
+second = vpmm.Pool.of_process(1)
+assert first.access(1) == second.access(0) == "read_write"
+own = vpmm.mr.PoolMemoryResource(addresses="1 GiB").pool
+for access in ("read", "read_write", "none"):
+    own.set_access(1, access)
+    assert own.access(1) == access
+own.set_access(1)
+assert own.access(1) == "read_write"
+with pytest.raises(ValueError, match="'write'; known: none, read, read_write"):
+    own.set_access(1, "write")
+with pytest.raises(vpmm.Error):
+    own.set_access(0, "none")
+with pytest.raises(vpmm.Error):
+    own.access(2)
+"""
+    environment = os.environ | {"VPMM_DEVICE": "sim:1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_limit_may_be_lowered_and_raised_again():
     pool = vpmm.Pool(limit="64 MiB", addresses="1 GiB")
     pool.limit_to("16 MiB")

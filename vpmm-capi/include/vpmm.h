@@ -1188,7 +1188,10 @@ enum vpmm_status vpmm_graph_pool_finish(const struct vpmm_graph_pool *graph,
 void vpmm_graph_pool_release(struct vpmm_graph_pool *graph);
 
 /**
- * Gives a device access to all memory of a pool, or takes it away; `access` is a `vpmm_access`.
+ * Gives a device access to all memory of a pool, or takes it away; `access` is a `vpmm_access`. What uses the memory on
+ * the device must have finished before its access is taken.
+ *
+ * Pools of the process on devices that can reach each other are open to each other from the start.
  *
  * # Safety
  * `pool` is null or a handle.
@@ -1196,6 +1199,14 @@ void vpmm_graph_pool_release(struct vpmm_graph_pool *graph);
 enum vpmm_status vpmm_pool_set_access(const struct vpmm_pool *pool,
                                       uint32_t device,
                                       uint32_t access);
+
+/**
+ * What a device may do with the memory of a pool: a `vpmm_access`.
+ *
+ * # Safety
+ * `pool` is null or a handle; `out` is null or has room for a number.
+ */
+enum vpmm_status vpmm_pool_access(const struct vpmm_pool *pool, uint32_t device, uint32_t *out);
 
 /**
  * Sends one allocation to a process that is in `vpmm_import_receive` at the other end of a connected

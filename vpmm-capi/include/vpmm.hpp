@@ -226,6 +226,12 @@ class pool {
   }
   /// The most bytes that it may hold; 0 for what it was made with.
   void limit_to(std::uint64_t bytes) const { check(vpmm_pool_limit_to(get(), bytes)); }
+  /// What a device may do with its memory.
+  vpmm_access access(std::uint32_t device) const {
+    std::uint32_t found = 0;
+    check(vpmm_pool_access(get(), device, &found));
+    return static_cast<vpmm_access>(found);
+  }
   /// Gives a device access to all of its memory, or takes it away.
   void set_access(std::uint32_t device, vpmm_access access) const {
     check(vpmm_pool_set_access(get(), device, access));

@@ -110,7 +110,8 @@ pub use service::{
 pub use share::{
     vpmm_access, vpmm_export, vpmm_export_create, vpmm_export_release, vpmm_export_send,
     vpmm_export_send_all, vpmm_import, vpmm_import_memory, vpmm_import_receive,
-    vpmm_import_receive_more, vpmm_import_release, vpmm_import_translate, vpmm_pool_set_access,
+    vpmm_import_receive_more, vpmm_import_release, vpmm_import_translate, vpmm_pool_access,
+    vpmm_pool_set_access,
 };
 pub use shortage::{
     vpmm_pool_on_out_of_memory, vpmm_shortage, vpmm_shortage_function, vpmm_shortage_release,

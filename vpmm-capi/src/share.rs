@@ -36,7 +36,10 @@ fn access_of(access: u32) -> Result<Access, Failure> {
     }
 }
 
-/// Gives a device access to all memory of a pool, or takes it away; `access` is a `vpmm_access`.
+/// Gives a device access to all memory of a pool, or takes it away; `access` is a `vpmm_access`. What uses the memory on
+/// the device must have finished before its access is taken.
+///
+/// Pools of the process on devices that can reach each other are open to each other from the start.
 ///
 /// # Safety
 /// `pool` is null or a handle.
@@ -49,6 +52,30 @@ pub unsafe extern "C" fn vpmm_pool_set_access(
     let work = |pool: &vpmm_pool| {
         let device = pool.loaded().device(device)?;
         Ok(pool.pool().set_access(&device, access_of(access)?)?)
+    };
+    // SAFETY: the caller vouches for it.
+    unsafe { with(pool, "pool", work) }
+}
+
+/// What a device may do with the memory of a pool: a `vpmm_access`.
+///
+/// # Safety
+/// `pool` is null or a handle; `out` is null or has room for a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_pool_access(
+    pool: *const vpmm_pool,
+    device: u32,
+    out: *mut u32,
+) -> vpmm_status {
+    let work = |pool: &vpmm_pool| {
+        let device = pool.loaded().device(device)?;
+        let access = match pool.pool().access(&device) {
+            Access::None => vpmm_access::VPMM_ACCESS_NONE,
+            Access::Read => vpmm_access::VPMM_ACCESS_READ,
+            Access::ReadWrite => vpmm_access::VPMM_ACCESS_READ_WRITE,
+        };
+        // SAFETY: the caller vouches for it.
+        unsafe { put(out, "out", access as u32) }
     };
     // SAFETY: the caller vouches for it.
     unsafe { with(pool, "pool", work) }

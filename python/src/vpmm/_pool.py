@@ -70,6 +70,9 @@ def bytes_of(size: int | float | str) -> int:
 
 _SHARING = {None: 0, "descriptors": 1, "fabric": 2}
 
+_ACCESS = {"none": 0, "read": 1, "read_write": 3}
+_ACCESS_NAMES = {number: name for name, number in _ACCESS.items()}
+
 #: What becomes of what memory holds while it sleeps; a file is apart.
 _CONTENTS = {"discard": 0, "keep": 1, "keep buffers": 2}
 _SAVE = 3
@@ -302,6 +305,20 @@ class Pool:
         # As when it is made.
         most = 0 if limit is None else max(1, bytes_of(limit))
         call(lib.vpmm_pool_limit_to, self._handle, most)
+
+    def access(self, device: int) -> str:
+        """What a device may do with the pool's memory: ``"none"``, ``"read"`` or ``"read_write"``."""
+        number = within("device", device, 32)
+        return _ACCESS_NAMES[answer("uint32_t", lib.vpmm_pool_access, self._handle, number)]
+
+    def set_access(self, device: int, access: str = "read_write") -> None:
+        """Sets what another device may do with all memory of the pool, now and later: ``"none"``, ``"read"`` or
+        ``"read_write"``. What uses the memory there must have finished before that is taken away. Pools of
+        the process on devices that can reach each other are open to each other from the start, others to
+        no device."""
+        if access not in _ACCESS:
+            raise ValueError(f"access cannot be {access!r}; known: {', '.join(_ACCESS)}")
+        call(lib.vpmm_pool_set_access, self._handle, within("device", device, 32), _ACCESS[access])
 
     def suspend(
         self,

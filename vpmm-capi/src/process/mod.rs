@@ -27,7 +27,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 
-use vpmm_core::{Pool, StreamHandle};
+use vpmm_core::{Access, Pool, StreamHandle};
 
 use crate::driver::{Loaded, vpmm_driver};
 use crate::grows;
@@ -120,11 +120,25 @@ impl Process {
             options.patience_nanoseconds = PATIENCE_NANOSECONDS;
         }
         let pool = loaded.new_pool(&options)?;
+        self.open_to_each_other(&pool);
         // For Rust code in this process, too.
         pool.make_current();
         let pool: &'static Pool = Box::leak(Box::new(pool));
         self.pools.insert(device, pool);
         Ok(pool)
+    }
+
+    /// Has a new pool's device and those that have pools already reach each other's memory, where they can at all.
+    /// Programs expect that of what they allocate: PyTorch copies from one device to another as one copies within a
+    /// device, and its kernels and CuPy's read there once they have asked for peer access, which opens what cudaMalloc
+    /// gives but no memory that is mapped. A process on one device pays nothing for it.
+    ///
+    /// What the driver refuses stays closed and is no reason to have no pool: `vpmm_pool_access` tells.
+    fn open_to_each_other(&self, pool: &Pool) {
+        for other in self.pools.values().copied() {
+            let _ = pool.set_access(other.device(), Access::ReadWrite);
+            let _ = other.set_access(pool.device(), Access::ReadWrite);
+        }
     }
 
     fn limit_to_part(&mut self, device: u32, part: f64) -> Result<(), Failure> {
@@ -369,6 +383,8 @@ pub unsafe extern "C" fn vpmm_process_record_stream(
 mod tests {
     use std::sync::mpsc;
 
+    use cuda_sys::types::CUresult;
+
     use super::*;
 
     #[test]
@@ -386,6 +402,45 @@ mod tests {
         // Other tests' pools are made in a moment.
         while is_being_made() {
             std::thread::yield_now();
+        }
+    }
+
+    /// As PyTorch copies, and CuPy's kernels read: by a stream of one device, from another's memory.
+    #[test]
+    fn pools_of_devices_that_reach_each_other_are_open_to_each_other() {
+        let mut process = Process::new();
+        process.loaded = Some(Loaded::load(Some("sim:2")).ok().unwrap());
+        let loaded = process.loaded().ok().unwrap();
+        let initial = vpmm_pool_options::initial(VPMM_EVERY_DEVICE);
+        let few = vpmm_pool_options { va_size_bytes: 4 << 30, ..initial };
+        process.options.insert(VPMM_EVERY_DEVICE, few);
+        let profile = crate::options::vpmm_profile::VPMM_PROFILE_PAGED as u32;
+        process.options.insert(1, vpmm_pool_options { profile, ..few });
+        let mut made: Vec<(&Pool, u64)> = Vec::new();
+        for device in 0..3 {
+            let pool = process.pool(device).ok().unwrap();
+            let stream = pool.device().stream().unwrap();
+            // Memory from before and after the others came, large and small.
+            for bytes in [8 << 20, 1000] {
+                made.push((pool, pool.malloc(bytes, &stream).unwrap().address()));
+            }
+            for (of, _) in &made {
+                for (to, _) in &made {
+                    assert_eq!(of.access(to.device()), Access::ReadWrite);
+                }
+            }
+            let enter = loaded.raw().cuCtxSetCurrent.unwrap();
+            // SAFETY: the context is retained by the device, which lives on.
+            let entered = unsafe { enter(pool.device().context()) };
+            assert_eq!(entered, CUresult::CUDA_SUCCESS);
+            for &(_, from) in &made {
+                let (to, raw) = (made.last().unwrap().1, loaded.raw());
+                let copy = raw.cuMemcpyDtoDAsync_v2.unwrap();
+                // SAFETY: both are allocated, and have as many bytes.
+                let answer = unsafe { copy(to, from, 1000, stream.handle().raw()) };
+                assert_eq!(answer, CUresult::CUDA_SUCCESS, "on {device}");
+            }
+            stream.synchronize().unwrap();
         }
     }
 

@@ -257,6 +257,9 @@ static void share(vpmm_driver *driver) {
   MUST(vpmm_pool_set_access(pool, 0, VPMM_ACCESS_READ_WRITE) == VPMM_OK);
   MUST(vpmm_pool_set_access(pool, 0, VPMM_ACCESS_NONE) == VPMM_INVALID_ARGUMENT);
   MUST(vpmm_pool_set_access(pool, 0, 2) == VPMM_INVALID_ARGUMENT);
+  uint32_t access = 7;
+  MUST(vpmm_pool_access(pool, 0, &access) == VPMM_OK && access == VPMM_ACCESS_READ_WRITE);
+  MUST(vpmm_pool_access(pool, 0, NULL) == VPMM_INVALID_ARGUMENT);
   MUST(vpmm_pool_destroy(pool) == VPMM_OK);
 }
 

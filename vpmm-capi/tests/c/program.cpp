@@ -160,7 +160,9 @@ static void access_of_others() {
   const vpmm::pool pool(driver, options);
   MUST(pool.device() == 1);
   pool.set_access(0, VPMM_ACCESS_READ_WRITE);
+  MUST(pool.access(0) == VPMM_ACCESS_READ_WRITE);
   pool.set_access(0, VPMM_ACCESS_NONE);
+  MUST(pool.access(0) == VPMM_ACCESS_NONE);
   try {
     pool.set_access(1, VPMM_ACCESS_NONE);
     MUST(false);
