@@ -49,6 +49,17 @@ impl Call<'_> {
         Some(Region { start, size, seat, pool: Some(key) })
     }
 
+    /// Whether network cards may reach the memory at an address: the driver's own, and what was made for it.
+    fn is_within_reach_of_cards(&self, address: u64) -> bool {
+        let Some((_, mapping)) = self.space.addresses.mapping(address) else { return false };
+        if mapping.handle != 0 {
+            return self.memory_handles.is_within_reach_of_cards(mapping.handle);
+        }
+        let extent = self.space.physical.get(mapping.physical);
+        let is_of_device = extent.is_some_and(|extent| matches!(extent.seat, Seat::Device(_)));
+        is_of_device && self.gpu_direct_rdma
+    }
+
     /// The physical bytes at an address, which lie in one mapping.
     pub(crate) fn bytes_at(&self, address: u64, bytes: u64) -> Option<(PhysicalId, Range<u64>)> {
         let (start, mapping) = self.space.addresses.mapping(address)?;
@@ -423,8 +434,10 @@ impl Call<'_> {
             A::CU_POINTER_ATTRIBUTE_DEVICE_POINTER => out.set(address)?,
             A::CU_POINTER_ATTRIBUTE_HOST_POINTER if host.is_some() => out.set(address)?,
             A::CU_POINTER_ATTRIBUTE_IS_MANAGED => out.set(u32::from(is_managed))?,
-            A::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-            | A::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE => out.set(0_u32)?,
+            A::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE => out.set(0_u32)?,
+            A::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE => {
+                out.set(u32::from(self.is_within_reach_of_cards(address)))?;
+            }
             A::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL => {
                 let device = region.map_or(0, |region| match region.seat {
                     Seat::Device(index) => index as i32,

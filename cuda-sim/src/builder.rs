@@ -52,6 +52,7 @@ pub struct Builder {
     pub(crate) memory_bytes: u64,
     pub(crate) host_memory_bytes: u64,
     pub(crate) peer_access: bool,
+    pub(crate) gpu_direct_rdma: bool,
     pub(crate) fabric: bool,
     pub(crate) seed: u64,
     pub(crate) schedule: Schedule,
@@ -67,6 +68,7 @@ impl Default for Builder {
             memory_bytes: 141 << 30,
             host_memory_bytes: 1 << 40,
             peer_access: true,
+            gpu_direct_rdma: true,
             fabric: false,
             seed: 0,
             schedule: Schedule::Eager,
@@ -100,6 +102,12 @@ impl Builder {
     /// Whether the devices can reach each other's memory; default true.
     pub fn peer_access(mut self, on: bool) -> Self {
         self.peer_access = on;
+        self
+    }
+
+    /// Whether network cards may be let reach the devices' memory (GPUDirect RDMA); they may at first.
+    pub fn gpu_direct_rdma(mut self, on: bool) -> Self {
+        self.gpu_direct_rdma = on;
         self
     }
 

@@ -50,6 +50,7 @@ pub(crate) struct State {
     pub(crate) random: Random,
     pub(crate) initialized: bool,
     pub(crate) peer_access: bool,
+    pub(crate) gpu_direct_rdma: bool,
     pub(crate) fabric: bool,
     /// The error of each device that was lost.
     pub(crate) lost: Vec<Option<CUresult>>,

@@ -126,6 +126,10 @@ pub(crate) fn attribute(
             i32::from(call.space.physical.has(Seat::Host))
         }
         A::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED => i32::from(call.fabric),
+        A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED
+        | A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED => {
+            i32::from(call.gpu_direct_rdma)
+        }
         A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => 9,
         A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => 132,
         A::CU_DEVICE_ATTRIBUTE_WARP_SIZE => 32,

@@ -141,6 +141,7 @@ impl Simulator {
             random: random::Random(settings.seed),
             initialized: false,
             peer_access: settings.peer_access,
+            gpu_direct_rdma: settings.gpu_direct_rdma,
             fabric: settings.fabric,
             lost: vec![None; devices],
             contexts: context::Contexts::new(devices),

@@ -34,6 +34,8 @@ struct Handle {
     seat: Seat,
     exportable: CUmemAllocationHandleType,
     usage: u16,
+    /// Made so that network cards may reach it.
+    rdma: bool,
     references: u64,
     mappings: u64,
 }
@@ -52,6 +54,11 @@ impl MemoryHandles {
     pub(crate) fn new() -> Self {
         const FIRST: u64 = 0x6000_0000_0000;
         Self { by_value: FxHashMap::default(), first: FIRST, next: FIRST, references: 0 }
+    }
+
+    /// Whether network cards may reach what a mapped handle stands for.
+    pub(crate) fn is_within_reach_of_cards(&self, value: u64) -> bool {
+        self.by_value.get(&value).is_some_and(|handle| handle.rdma)
     }
 
     /// References that the caller holds.
@@ -259,12 +266,14 @@ pub(crate) fn create(
     call.usable(seat.owner())?;
     let physical = call.space.physical.create(seat, size)?;
     call.cost = Some(call.costs.create(size));
+    let rdma = prop.allocFlags.gpuDirectRDMACapable != 0 && call.gpu_direct_rdma;
     let value = call.memory_handles.insert(Handle {
         physical,
         size,
         seat,
         exportable: prop.requestedHandleTypes,
         usage: prop.allocFlags.usage,
+        rdma,
         references: 1,
         mappings: 0,
     });
@@ -430,6 +439,7 @@ pub(crate) fn properties(
         ..Default::default()
     };
     prop.allocFlags.usage = handle.usage;
+    prop.allocFlags.gpuDirectRDMACapable = u8::from(handle.rdma);
     out.set(prop)
 }
 
@@ -491,6 +501,7 @@ pub(crate) fn import(
         seat,
         exportable: handle_type,
         usage: 0,
+        rdma: false,
         references: 1,
         mappings: 0,
     });

@@ -1,6 +1,7 @@
 //! Where a pool's memory is and who may reach it, in both profiles: memory on the host, other
-//! devices, other processes.
+//! devices, other processes, network cards.
 
+mod cards;
 mod locations;
 mod peers;
 mod rig;

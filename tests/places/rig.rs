@@ -26,6 +26,17 @@ impl Profile {
         location: Location,
         sharing: Sharing,
     ) -> Result<Pool, Error> {
+        self.open_for(device, location, sharing, false)
+    }
+
+    /// The same, which network cards may reach, or not.
+    pub(crate) fn open_for(
+        self,
+        device: &Device,
+        location: Location,
+        sharing: Sharing,
+        gpu_direct_rdma: bool,
+    ) -> Result<Pool, Error> {
         match self {
             Self::Default => {
                 let mut config = PoolConfig::default();
@@ -34,6 +45,7 @@ impl Profile {
                 config.va_size_bytes = Some(128 * GRANULE);
                 config.location = location;
                 config.sharing = sharing;
+                config.gpu_direct_rdma = gpu_direct_rdma;
                 Pool::new(device, &config)
             }
             Self::Paged => {
@@ -42,6 +54,7 @@ impl Profile {
                 config.limit_bytes = Some(LIMIT * GRANULE);
                 config.location = location;
                 config.sharing = sharing;
+                config.gpu_direct_rdma = gpu_direct_rdma;
                 Pool::paged(device, &config)
             }
         }

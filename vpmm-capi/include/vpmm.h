@@ -190,6 +190,17 @@ typedef enum vpmm_reuse_off {
 } vpmm_reuse_off;
 
 /**
+ * What else a pool's memory is for.
+ */
+typedef enum vpmm_pool_flag {
+  /**
+   * Network cards and other devices of the bus may reach it, by GPUDirect RDMA, as they may what cudaMalloc gives;
+   * in a paged pool not what is smaller than a page. Each mapping takes the driver a tenth longer.
+   */
+  VPMM_POOL_GPU_DIRECT_RDMA = 1,
+} vpmm_pool_flag;
+
+/**
  * What becomes of what a heap's memory holds while the heap sleeps.
  */
 typedef enum vpmm_contents {
@@ -417,6 +428,10 @@ typedef struct vpmm_pool_options {
    * Free memory that this thread keeps mapped where the pool grew last. At first 0.
    */
   uint64_t background_ahead_bytes;
+  /**
+   * A sum of `vpmm_pool_flag`. At first 0.
+   */
+  uint64_t flags;
 } vpmm_pool_options;
 
 /**

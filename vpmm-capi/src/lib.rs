@@ -52,8 +52,8 @@ pub use graph::{
 };
 pub use guard::vpmm_last_error;
 pub use options::{
-    vpmm_location, vpmm_pool_options, vpmm_pool_options_init, vpmm_profile, vpmm_reuse_off,
-    vpmm_sharing,
+    vpmm_location, vpmm_pool_flag, vpmm_pool_options, vpmm_pool_options_init, vpmm_profile,
+    vpmm_reuse_off, vpmm_sharing,
 };
 pub use pool::{
     vpmm_free, vpmm_free_any, vpmm_malloc, vpmm_pool, vpmm_pool_allocation, vpmm_pool_create,

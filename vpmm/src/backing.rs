@@ -27,6 +27,8 @@ pub(crate) struct Backing {
     granule_bytes: u64,
     /// Devices beside the pool's that may reach the memory.
     peers: Mutex<Vec<Peer>>,
+    /// Whether the memory is made for GPUDirect RDMA.
+    rdma: bool,
     /// Numbers of devices whose access the driver would neither change everywhere nor set back: some of the
     /// memory has another than the books say.
     torn: Mutex<Vec<u32>>,
@@ -60,7 +62,12 @@ pub(crate) fn wait_for_next_context(device: &Device) -> Result<()> {
 impl Backing {
     /// Makes sure that the device has such memory. Where it is a matter of more than the device (the
     /// host's nodes, rights in a container, the fabric), a granule is made and given back.
-    pub(crate) fn new(device: &Device, location: Location, sharing: Sharing) -> Result<Self> {
+    pub(crate) fn new(
+        device: &Device,
+        location: Location,
+        sharing: Sharing,
+        gpu_direct_rdma: bool,
+    ) -> Result<Self> {
         use CUdevice_attribute as A;
         let ordinal = device.ordinal();
         let has = |attribute| device.attribute(attribute).map(|value| value != 0);
@@ -84,6 +91,19 @@ impl Backing {
                 reason: "Location::Host cannot be shared; a node of the host can".to_owned(),
             });
         }
+        if gpu_direct_rdma {
+            let refused = |reason| Error::Config {
+                name: "gpu_direct_rdma",
+                value: "true".to_owned(),
+                reason,
+            };
+            if location != Location::Device {
+                return Err(refused(format!("it is of memory on the device, not of {location}")));
+            }
+            if !device.can_map_for_rdma() {
+                return Err(refused(format!("device {ordinal} has none for mapped memory")));
+            }
+        }
         let can_be_shared = match sharing {
             Sharing::None => true,
             Sharing::FileDescriptor => {
@@ -99,6 +119,7 @@ impl Backing {
             location,
             sharing,
             granule_bytes: 0,
+            rdma: gpu_direct_rdma,
             peers: Mutex::default(),
             torn: Mutex::default(),
             budget: Arc::new(Budget::new()),
@@ -122,6 +143,7 @@ impl Backing {
             location: self.location,
             sharing: self.sharing,
             granule_bytes: self.granule_bytes,
+            rdma: self.rdma,
             peers: Mutex::new(self.peers().clone()),
             torn: Mutex::default(),
             budget: Arc::clone(&self.budget),
@@ -206,12 +228,14 @@ impl Backing {
     }
 
     fn properties(&self) -> CUmemAllocationProp {
-        CUmemAllocationProp {
+        let mut properties = CUmemAllocationProp {
             type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
             requestedHandleTypes: self.sharing.handle_type(),
             location: self.cuda_location(),
             ..Default::default()
-        }
+        };
+        properties.allocFlags.gpuDirectRDMACapable = u8::from(self.rdma);
+        properties
     }
 
     /// Makes an extent. Past the limit of all heaps together it answers as a device without memory.

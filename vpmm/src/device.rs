@@ -103,6 +103,18 @@ impl Device {
         Ok(value)
     }
 
+    /// Whether memory that is mapped can be made for GPUDirect RDMA. Some platforms have the second of these without
+    /// the first, and refuse access to what is made for it.
+    pub(crate) fn can_map_for_rdma(&self) -> bool {
+        use CUdevice_attribute as A;
+        let needed = [
+            A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED,
+            A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
+        ];
+        // A driver that is too old to know them has none.
+        needed.into_iter().all(|attribute| self.attribute(attribute).is_ok_and(|has| has != 0))
+    }
+
     /// The device's memory in bytes, in use or not.
     ///
     /// # Errors

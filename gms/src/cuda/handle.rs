@@ -6,7 +6,7 @@ use std::ptr;
 
 use cuda_sys::types::CUmemGenericAllocationHandle;
 
-use super::{Cuda, CudaError, FILE_DESCRIPTOR, properties};
+use super::{Cuda, CudaError, FILE_DESCRIPTOR};
 
 /// A reference to physical memory, released when this is dropped. The memory lives on while
 /// mappings, exported descriptors or other processes need it.
@@ -21,7 +21,7 @@ impl PhysicalHandle {
     /// Makes memory of so many bytes, a multiple of the granularity. Needs no context.
     pub(crate) fn create(cuda: &Cuda, bytes: u64) -> Result<Self, CudaError> {
         let mut raw = 0;
-        let properties = properties(cuda.ordinal());
+        let properties = cuda.properties();
         // SAFETY: both pointers are to live values of the right types; flags must be 0.
         unsafe { cuda.table().cuMemCreate(&mut raw, bytes as usize, &properties, 0) }?;
         Ok(Self { cuda: cuda.clone(), raw, bytes })

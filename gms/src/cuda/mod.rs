@@ -56,6 +56,8 @@ struct Inner {
     device: CUdevice,
     ordinal: u32,
     granularity: u64,
+    /// Whether physical memory is made for GPUDirect RDMA.
+    rdma: bool,
     /// Told of memory that the driver does not take back.
     on_lost: OnceLock<Box<dyn Fn(CudaError) + Send + Sync>>,
     /// Keeps the functions callable.
@@ -87,12 +89,13 @@ impl Cuda {
         }
         let mut granularity = 0;
         let minimum = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
-        let properties = properties(ordinal);
+        let rdma = can_map_for_rdma(&table, device);
+        let properties = properties(ordinal, rdma);
         // SAFETY: the pointers are to a live size and live properties.
         unsafe { table.cuMemGetAllocationGranularity(&mut granularity, &properties, minimum) }?;
         let granularity = (granularity as u64).max(1);
         let (on_lost, _driver) = (OnceLock::new(), driver.clone());
-        Ok(Self(Arc::new(Inner { table, device, ordinal, granularity, on_lost, _driver })))
+        Ok(Self(Arc::new(Inner { table, device, ordinal, granularity, rdma, on_lost, _driver })))
     }
 
     /// Has somebody told of memory that the driver does not take back, by whatever thread drops it. The
@@ -108,6 +111,11 @@ impl Cuda {
     /// The device's number.
     pub(crate) fn ordinal(&self) -> u32 {
         self.0.ordinal
+    }
+
+    /// What physical memory is made as.
+    fn properties(&self) -> CUmemAllocationProp {
+        properties(self.0.ordinal, self.0.rdma)
     }
 
     /// What sizes of physical memory are multiples of.
@@ -163,12 +171,27 @@ fn location(ordinal: u32) -> CUmemLocation {
     CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id }
 }
 
-/// What physical memory is made as.
-fn properties(ordinal: u32) -> CUmemAllocationProp {
-    CUmemAllocationProp {
+/// What physical memory is made as; with `rdma` so that network cards may reach it (GPUDirect RDMA).
+fn properties(ordinal: u32, rdma: bool) -> CUmemAllocationProp {
+    let mut properties = CUmemAllocationProp {
         type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
         requestedHandleTypes: FILE_DESCRIPTOR,
         location: location(ordinal),
         ..CUmemAllocationProp::default()
-    }
+    };
+    properties.allocFlags.gpuDirectRDMACapable = u8::from(rdma);
+    properties
+}
+
+/// Whether memory that is mapped can be made for GPUDirect RDMA: see the pool's function of that name.
+fn can_map_for_rdma(table: &Table, device: CUdevice) -> bool {
+    use CUdevice_attribute as A;
+    let has = |attribute| {
+        let mut value = 0;
+        // SAFETY: the pointer is to a live int, and the device was found just now.
+        let answer = unsafe { table.cuDeviceGetAttribute(&mut value, attribute, device) };
+        answer.is_ok() && value != 0
+    };
+    has(A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
+        && has(A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)
 }

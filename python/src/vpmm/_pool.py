@@ -68,6 +68,7 @@ def bytes_of(size: int | float | str) -> int:
     return whole
 
 
+_GPU_DIRECT_RDMA = 1
 _SHARING = {None: 0, "descriptors": 1, "fabric": 2}
 
 _ACCESS = {"none": 0, "read": 1, "read_write": 3}
@@ -153,6 +154,7 @@ class PoolOptions(TypedDict, total=False):
     page_size: int | str | None
     prefer: str | None
     sharing: str | None
+    gpu_direct_rdma: bool
 
 
 def _nanoseconds(name: str, seconds: float) -> int:
@@ -179,6 +181,7 @@ def _options(
     page_size: int | str | None = None,
     prefer: str | None = None,
     sharing: str | None = None,
+    gpu_direct_rdma: bool = False,
 ) -> Any:
     options = ffi.new("vpmm_pool_options *")
     lib.vpmm_pool_options_init(options, ffi.sizeof("vpmm_pool_options"))
@@ -202,6 +205,7 @@ def _options(
     if sharing not in _SHARING:
         raise ValueError(f"sharing cannot be {sharing!r}; known: None, 'descriptors', 'fabric'")
     options.sharing = _SHARING[sharing]
+    options.flags = _GPU_DIRECT_RDMA if gpu_direct_rdma else 0
     options.device, options.profile = within("device", device, 32), profiles[profile]
     options.pending_policy = policies[prefer]
     options.initial_pages = within("initial_pages", initial_pages, 64)
@@ -245,7 +249,8 @@ class Pool:
     a thread of the pool's own, which makes freed memory everybody's and unmaps what has moved, so that
     requests need not; none at first. ``ahead``: free memory that it keeps mapped where the pool grew last.
     ``sharing``: with other processes, by ``"descriptors"`` on this machine, or by ``"fabric"`` handles on
-    every machine of the NVLink fabric. ``initial_pages``, ``page_size``: pages that are mapped when the
+    every machine of the NVLink fabric. ``gpu_direct_rdma``: network cards may reach the memory, as they may
+    ``cudaMalloc``'s; each mapping takes the driver a tenth longer. ``initial_pages``, ``page_size``: pages that are mapped when the
     pool is made, and their bytes.
 
     ``initial_pages`` and ``page_size`` are of the paged profile; ``moves_per_second``, ``patience``,

@@ -135,7 +135,7 @@ impl Process {
     ///
     /// What the driver refuses stays closed and is no reason to have no pool: `vpmm_pool_access` tells.
     fn open_to_each_other(&self, pool: &Pool) {
-        for other in self.pools.values().copied() {
+        for other in self.pools.values() {
             let _ = pool.set_access(other.device(), Access::ReadWrite);
             let _ = other.set_access(pool.device(), Access::ReadWrite);
         }

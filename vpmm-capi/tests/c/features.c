@@ -328,6 +328,16 @@ static void options(vpmm_driver *driver) {
   options.location = 3;
   MUST(vpmm_pool_create(driver, &options, &pool) == VPMM_INVALID_ARGUMENT);
   vpmm_pool_options_init(&options, sizeof options);
+  options.flags = 2;
+  MUST(vpmm_pool_create(driver, &options, &pool) == VPMM_INVALID_ARGUMENT);
+  MUST(strstr(vpmm_last_error(), "flags") != NULL);
+  options.flags = VPMM_POOL_GPU_DIRECT_RDMA;
+  options.location = VPMM_LOCATION_HOST;
+  MUST(vpmm_pool_create(driver, &options, &pool) == VPMM_INVALID_ARGUMENT);
+  options.location = VPMM_LOCATION_DEVICE;
+  MUST(vpmm_pool_create(driver, &options, &pool) == VPMM_OK);
+  vpmm_pool_release(pool);
+  options.flags = 0;
   options.sharing = 3;
   MUST(vpmm_pool_create(driver, &options, &pool) == VPMM_INVALID_ARGUMENT);
 }

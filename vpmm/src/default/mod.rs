@@ -119,7 +119,8 @@ pub(crate) struct Core {
 
 impl Core {
     pub(crate) fn new(device: &Device, config: &PoolConfig) -> Result<Arc<Self>> {
-        let backing = Backing::new(device, config.location, config.sharing)?;
+        let backing =
+            Backing::new(device, config.location, config.sharing, config.gpu_direct_rdma)?;
         let core = Self::of(backing, device, config, false)?;
         core.prepare();
         Ok(core)

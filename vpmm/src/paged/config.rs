@@ -69,6 +69,9 @@ pub struct PagedConfig {
     /// How memory can be shared with other processes; not at all by default. Requests smaller than
     /// a page cannot be shared.
     pub sharing: Sharing,
+    /// As [`PoolConfig::gpu_direct_rdma`](crate::PoolConfig::gpu_direct_rdma). Requests smaller than a page are served
+    /// from a pool of the driver's, which cards do not reach.
+    pub gpu_direct_rdma: bool,
     of_variables: OfVariables,
 }
 
@@ -98,6 +101,7 @@ impl Default for PagedConfig {
             release_threshold_bytes: None,
             location: Location::default(),
             sharing: Sharing::default(),
+            gpu_direct_rdma: false,
             of_variables: OfVariables([None; 3]),
         }
     }

@@ -90,7 +90,8 @@ pub(crate) struct PagedPool {
 
 impl PagedPool {
     pub(crate) fn new(device: &Device, config: &PagedConfig) -> Result<Arc<Self>> {
-        let backing = Backing::new(device, config.location, config.sharing)?;
+        let backing =
+            Backing::new(device, config.location, config.sharing, config.gpu_direct_rdma)?;
         let checked = config.check(backing.granule_bytes())?;
         let _context = device.enter()?;
         let small = Small::new(device, &backing, config.reuse)?;
