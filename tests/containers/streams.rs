@@ -5,7 +5,8 @@ use std::sync::Arc;
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUresult;
 use vpmm::resource::{
-    CoalescingConfig, CoalescingPool, DeviceMalloc, FixedSize, FixedSizeConfig, Managed,
+    CoalescingConfig, CoalescingPool, DeviceMalloc, FixedSize, FixedSizeConfig, Limiting, Managed,
+    PinnedHost,
 };
 use vpmm::{DeviceBuffer, DeviceVec, Error, Event, Stream, StreamHandle, StreamPool};
 
@@ -582,6 +583,67 @@ fn a_container_is_not_at_home_on_another_devices_stream() {
     assert_eq!(buffer.to_vec().unwrap(), [1, 2, 3]);
     drop(buffer);
     rig.assert_clean();
+}
+
+/// A free of what is in no order of streams waits for the device that the memory was made with, and for no other: what
+/// a container's stream on another one still has to do is waited for before.
+#[test]
+fn a_container_on_another_devices_stream_is_freed_after_its_work() {
+    const BYTES: usize = 1 << 20;
+    let each: [fn(&Rig) -> Any; 2] = [
+        |rig| Arc::new(Managed::new(&rig.device).unwrap()),
+        |rig| Arc::new(PinnedHost::new(&rig.device)),
+    ];
+    for make in each {
+        let late = Simulator::builder().devices(2).schedule(Schedule::Late { patience: 3 });
+        let rig = Rig::on(late.build().unwrap());
+        let (other, resource) = (rig.beside(1), make(&rig));
+        for stream in [other.stream(), Stream::legacy(&other.device)] {
+            let fresh = || DeviceBuffer::zeroed(BYTES, &stream, resource.clone()).unwrap();
+            drop(fresh());
+            fresh().release().unwrap();
+            let mut grown = fresh();
+            grown.resize(2 * BYTES).unwrap();
+            drop(grown);
+            // It comes home, and the free waits for what was enqueued elsewhere.
+            let mut home = fresh();
+            home.set_stream(&rig.stream()).unwrap();
+            drop(home);
+            let mut away = DeviceBuffer::zeroed(BYTES, &rig.stream(), resource.clone()).unwrap();
+            away.set_stream(&stream).unwrap();
+            away.as_mut_slice().fill(7).unwrap();
+            drop(away);
+        }
+        rig.device.synchronize().unwrap();
+        other.device.synchronize().unwrap();
+        rig.assert_clean();
+    }
+}
+
+/// A wait that cannot be made beside a capture is refused, and one that is not needed any more is none.
+#[test]
+fn a_container_on_another_devices_stream_that_cannot_be_waited_for() {
+    let rig = Rig::on(Simulator::builder().devices(2).build().unwrap());
+    let other = rig.beside(1);
+    let resource = Limiting::new(Managed::new(&rig.device).unwrap(), 1 << 20);
+    let (stream, captured) = (other.stream(), make(&other, 0));
+    // SAFETY: it is destroyed below, after this value.
+    let capturing = unsafe { Stream::borrowed(&other.device, captured.1) }.unwrap();
+    let [kept, nothing] = [10, 0].map(|len| DeviceBuffer::uninit(len, &capturing, &resource));
+    let lost = DeviceBuffer::uninit(10, &stream, &resource).unwrap();
+    begin_capture(&other, captured.0);
+    let error = kept.unwrap().release().unwrap_err();
+    assert!(matches!(error, Error::StreamCapturing), "{error}");
+    nothing.unwrap().release().unwrap();
+    end_capture(&other, captured.0);
+    assert_eq!(resource.allocated_bytes(), 512, "it stays the resource's");
+    drop(capturing);
+    rig.sim.as_ref().unwrap().lose_device(1, CUresult::CUDA_ERROR_ECC_UNCORRECTABLE);
+    lost.release().unwrap();
+    assert_eq!(resource.allocated_bytes(), 256);
+    rig.assert_clean();
+    // Its own objects cannot be ended any more.
+    std::mem::forget((other, stream));
 }
 
 /// A default stream's handle is the same on every device, and a wait for that of one says nothing of another's.

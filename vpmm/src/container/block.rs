@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::copy;
 use super::home::Home;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -70,16 +71,29 @@ impl<R: MemoryResource> Block<R> {
         let (old, old_bytes) = (self.ptr, self.bytes);
         (self.ptr, self.bytes) = (new, bytes);
         // The container has what was asked for. Memory that could not be freed stays the resource's.
-        let _ = self.resource.deallocate(old, old_bytes, self.align, stream);
+        let _ = self.free(old, old_bytes);
         Ok(())
+    }
+
+    /// Gives memory of the resource back, once the stream is done with it.
+    fn free(&self, ptr: DevicePtr, bytes: usize) -> Result<()> {
+        let stream = self.home.given();
+        if !ptr.is_null() && is_elsewhere(&self.resource, stream) {
+            // The free waits for the memory's device alone. In a context that is lost nothing runs any more.
+            match copy::settle(&self.home) {
+                Ok(()) | Err(Error::ContextLost { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let handle = self.home.turn()?.handle();
+        self.resource.deallocate(ptr, bytes, self.align, handle)
     }
 
     fn deallocate(&mut self) -> Result<()> {
         if std::mem::replace(&mut self.freed, true) {
             return Ok(());
         }
-        let stream = self.home.turn()?.handle();
-        self.resource.deallocate(self.ptr, self.bytes, self.align, stream)
+        self.free(self.ptr, self.bytes)
     }
 
     /// Frees the memory, and says what came of it.
@@ -98,6 +112,11 @@ fn check_device<R: MemoryResource>(resource: &R, stream: &Stream) -> Result<()> 
         }
         _ => Ok(()),
     }
+}
+
+/// Whether a stream is of another device than a resource's memory, as it may be where [`check_device`] allows it.
+fn is_elsewhere<R: MemoryResource>(resource: &R, stream: &Stream) -> bool {
+    resource.device().is_some_and(|own| own.ordinal() != stream.device().ordinal())
 }
 
 impl<R: MemoryResource> Drop for Block<R> {

@@ -22,6 +22,11 @@ use crate::units::DevicePtr;
 /// harms none of the library's streams': the call answers [`Error::StreamCapturing`](crate::Error::StreamCapturing),
 /// and after a drop the memory stays the resource's.
 ///
+/// A resource whose frees wait for its device ([`Managed`](crate::resource::Managed),
+/// [`PinnedHost`](crate::resource::PinnedHost), [`DeviceMalloc`](crate::resource::DeviceMalloc)) takes streams of other
+/// devices, too. Those its frees do not wait for: there the host waits for the stream before memory goes back, which is
+/// refused while that captures, as above.
+///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let sim = cuda_sim::Simulator::builder().build()?;
