@@ -5,12 +5,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex, OnceLock, Weak, mpsc};
 use std::time::Duration;
 
+use cuda_sys::types::CUstream_flags_enum;
 use vpmm::caching::{CachingAllocator, CachingConfig};
 use vpmm::resource::*;
 use vpmm::{DevicePtr, Error, MemoryResource, Pool, PoolConfig, StreamHandle};
 
 use crate::subjects::{MIB, malloc, plain_pool};
-use crate::support::Rig;
+use crate::support::streams::{begin_quiet_capture, end_capture, make};
+use crate::support::{Rig, call};
 use crate::watched::Watched;
 
 const STREAM: StreamHandle = StreamHandle::LEGACY;
@@ -662,6 +664,32 @@ fn prefetch_moves_managed_memory_and_no_other() {
     let sim = rig.sim.as_ref().expect("simulated");
     sim.fail_nth("cuMemPrefetchAsync", 1, cuda_sys::types::CUresult::CUDA_ERROR_UNKNOWN);
     assert_eq!(prefetched(&Prefetch::new(managed, &rig.device)), 1);
+    rig.assert_clean();
+}
+
+/// Which device a default stream is of is not said by the one that memory is brought to.
+#[test]
+fn prefetch_to_another_device_is_on_the_stream_that_was_given() {
+    let two = cuda_sim::Simulator::builder().devices(2).build().expect("a simulator");
+    let rig = Rig::on(two);
+    let there = rig.beside(1);
+    let managed = Managed::new(&rig.device).expect("managed memory");
+    let prefetch = Prefetch::new(managed, &there.device);
+    let prefetched = || {
+        let before = rig.driver.calls();
+        let ptr = prefetch.allocate(1 << 20, 256, STREAM).expect("memory");
+        prefetch.deallocate(ptr, 1 << 20, 256, STREAM).expect("freed");
+        rig.driver.calls().since(&before).count("cuMemPrefetchAsync")
+    };
+    assert_eq!(prefetched(), 1);
+    // Beside a capture of a blocking stream the legacy stream is not to be used: that of the same device.
+    for (captures, calls) in [(&rig, 0), (&there, 1)] {
+        let (raw, _) = make(captures, CUstream_flags_enum::CU_STREAM_DEFAULT.0);
+        begin_quiet_capture(captures, raw);
+        assert_eq!(prefetched(), calls);
+        end_capture(captures, raw);
+        call!(rig.driver, cuStreamDestroy_v2(raw));
+    }
     rig.assert_clean();
 }
 

@@ -30,9 +30,11 @@ impl<R: MemoryResource> Prefetch<R> {
     }
 
     fn prefetch(&self, ptr: DevicePtr, bytes: usize, stream: StreamHandle) -> Result<()> {
-        let _context = self.device.enter()?;
-        let driver = self.device.driver();
-        self.device.check_lives(stream)?;
+        // What is below says whose default stream a handle is.
+        let streams_of = self.upstream.device().unwrap_or(&self.device);
+        let _context = streams_of.enter()?;
+        let driver = streams_of.driver();
+        streams_of.check_lives(stream)?;
         if stream_is_capturing(driver, stream)? {
             return Ok(());
         }
