@@ -5,8 +5,8 @@ use std::sync::Arc;
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUresult;
 use vpmm::resource::{
-    CoalescingConfig, CoalescingPool, DeviceMalloc, FixedSize, FixedSizeConfig, Limiting, Managed,
-    PinnedHost,
+    Binning, CoalescingConfig, CoalescingPool, DeviceMalloc, FixedSize, FixedSizeConfig, Limiting,
+    Managed, PinnedHost,
 };
 use vpmm::{DeviceBuffer, DeviceVec, Error, Event, Stream, StreamHandle, StreamPool};
 
@@ -644,6 +644,18 @@ fn a_container_on_another_devices_stream_that_cannot_be_waited_for() {
     rig.assert_clean();
     // Its own objects cannot be ended any more.
     std::mem::forget((other, stream));
+}
+
+/// What a binning stands on says whose streams it takes.
+#[test]
+fn a_container_is_not_at_home_where_what_bins_stand_on_is_not() {
+    let rig = Rig::on(Simulator::builder().devices(2).build().unwrap());
+    let (other, stream) = (rig.beside(1), Stream::legacy(&rig.device));
+    let binning = Binning::new(pool(&other), &rig.device);
+    let error = DeviceBuffer::uninit(1000, &stream, &binning).unwrap_err();
+    let is_refused = matches!(error, Error::WrongDevice { stream_device: 0, pool_device: 1 });
+    assert!(is_refused, "{error}");
+    rig.assert_clean();
 }
 
 /// A default stream's handle is the same on every device, and a wait for that of one says nothing of another's.

@@ -399,8 +399,9 @@ impl<R: MemoryResource> MemoryResource for Binning<R> {
         self.identity
     }
 
+    /// Upstream's, where that takes another one's streams: bins of that one are refused, and what stands on this is.
     fn device(&self) -> Option<&Device> {
-        Some(&self.device)
+        self.upstream.device().or(Some(&self.device))
     }
 
     /// # Errors
