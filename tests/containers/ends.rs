@@ -1,11 +1,11 @@
 //! How containers end: in any order, with failures, without a panic.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use cuda_sim::Schedule;
 use cuda_sys::types::CUresult;
-use vpmm::resource::{DeviceMalloc, PinnedHost};
+use vpmm::resource::{Callback, DeviceMalloc, PinnedHost};
 use vpmm::{DeviceBuffer, DeviceScalar, DeviceVec, Error, MemoryResource, PinnedVec};
 
 use crate::resources::{Counting, each, pool};
@@ -89,4 +89,34 @@ fn the_context_is_lost() {
     drop(pool);
     // Its own objects cannot be ended any more.
     std::mem::forget(rig);
+}
+
+/// What is released is freed once, and what takes no memory is not freed at all.
+#[test]
+fn memory_is_freed_once() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let sim = rig.sim.as_ref().unwrap();
+    let (stream, malloc) = (rig.stream(), DeviceMalloc::new(&rig.device));
+    let frees = AtomicU32::new(0);
+    let resource = Callback::new(
+        malloc.facts(),
+        |bytes, align, stream| malloc.allocate(bytes, align, stream),
+        |ptr, bytes, align, stream| {
+            frees.fetch_add(1, Ordering::Relaxed);
+            malloc.deallocate(ptr, bytes, align, stream)
+        },
+    );
+    let fresh = |len| DeviceBuffer::zeroed(len, &stream, &resource).unwrap();
+    fresh(10).release().unwrap();
+    drop(fresh(10));
+    assert_eq!(frees.load(Ordering::Relaxed), 2);
+    let nothing = fresh(0);
+    nothing.record_stream(&stream).unwrap();
+    nothing.release().unwrap();
+    assert_eq!(frees.load(Ordering::Relaxed), 2);
+    // Longer memory that the contents could not be copied to goes back, too.
+    let mut grows = fresh(10);
+    sim.fail_nth("cuMemcpyDtoDAsync_v2", 1, CUresult::CUDA_ERROR_UNKNOWN);
+    grows.resize(1000).unwrap_err();
+    assert_eq!((grows.len(), frees.load(Ordering::Relaxed)), (10, 3));
 }

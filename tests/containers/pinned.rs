@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::CUresult;
-use vpmm::resource::{CoalescingConfig, CoalescingPool, DeviceMalloc, HostMalloc, PinnedHost};
+use vpmm::resource::{
+    CoalescingConfig, CoalescingPool, DeviceMalloc, HostMalloc, Limiting, PinnedHost,
+};
 use vpmm::{DeviceBuffer, DevicePtr, DeviceScalar, DeviceVec, Error, MemoryResource, PinnedVec};
 
 use crate::resources::pool;
@@ -168,6 +170,12 @@ fn one_wait_for_a_copy_is_refused() {
     is_over();
     done.unwrap();
     assert_eq!(host[..], [5; 1000]);
+    // Where the stream cannot be waited for at all the device is.
+    refuse();
+    sim.fail_nth("cuStreamSynchronize", 2, CUresult::CUDA_ERROR_UNKNOWN);
+    let done = values.as_mut_slice().copy_from_slice(&host);
+    is_over();
+    done.unwrap();
     // Where neither the stream nor the device can be waited for, the first failure is told.
     refuse();
     sim.fail_nth("cuStreamSynchronize", 2, CUresult::CUDA_ERROR_NOT_READY);
@@ -190,9 +198,63 @@ fn a_copy_that_cannot_be_waited_for_once_is_waited_for_beside_a_capture() {
     let mut host = PinnedVec::zeroed(1000, &stream, pinned).unwrap();
     let values = DeviceVec::filled(7_u32, 1000, &stream, DeviceMalloc::new(&rig.device)).unwrap();
     begin_capture(&rig, capturing.handle().raw());
-    sim.fail_nth("cuStreamSynchronize", 1, CUresult::CUDA_ERROR_UNKNOWN);
-    values.as_slice().copy_to_slice(&mut host).unwrap();
-    assert_eq!(host[..], [7; 1000]);
+    // Refused twice the wait is for the device, which cannot be beside the capture, and then for the stream again.
+    for times in 1..=2 {
+        host.fill(0);
+        for nth in 1..=times {
+            sim.fail_nth("cuStreamSynchronize", nth, CUresult::CUDA_ERROR_UNKNOWN);
+        }
+        values.as_slice().copy_to_slice(&mut host).unwrap();
+        assert_eq!(host[..], [7; 1000]);
+    }
     assert_eq!(end_capture(&rig, capturing.handle().raw()), 0);
     rig.assert_clean();
+}
+
+/// What a copy that goes on uses stays until it is done, whatever memory it is: nobody else waits for that.
+#[test]
+fn a_transfer_waits_for_its_copy() {
+    let rig = Rig::simulated(Schedule::Late { patience: 3 });
+    let (stream, pool) = (rig.stream(), pool(&rig));
+    let mut values = DeviceVec::<u32, _>::uninit(COUNT, &stream, &pool).unwrap();
+    let host = PinnedVec::zeroed(COUNT, &stream, HostMalloc::new()).unwrap();
+    let transfer = host.upload(&mut values.as_mut_slice()).unwrap();
+    let before = rig.driver.calls();
+    drop(transfer);
+    assert_eq!(rig.driver.calls().since(&before).count("cuEventSynchronize"), 1);
+}
+
+/// A transfer in a capture would be a part of the graph; and one whose end cannot be recorded is waited for at once,
+/// or its memory is never anybody's again.
+#[test]
+fn a_transfer_that_cannot_be() {
+    let rig = Rig::simulated(Schedule::Late { patience: 3 });
+    let (sim, stream, pool) = (rig.sim.clone().unwrap(), rig.stream(), pool(&rig));
+    let mut values = DeviceVec::<u32, _>::uninit(COUNT, &stream, &pool).unwrap();
+    let resource = Limiting::new(PinnedHost::new(&rig.device), 4 << 20);
+    let before = rig.driver.calls();
+    let fresh = || PinnedVec::<u32, _>::zeroed(COUNT, &stream, &resource).unwrap();
+    let host = fresh();
+    let waits = rig.driver.calls().since(&before).count("cuStreamSynchronize");
+    assert_eq!(waits, 0, "nobody used it before");
+    begin_capture(&rig, stream.handle().raw());
+    let error = host.upload(&mut values.as_mut_slice()).unwrap_err();
+    assert!(matches!(error, Error::StreamCapturing), "{error}");
+    let error = fresh().download(&values.as_slice()).unwrap_err();
+    assert!(matches!(error, Error::StreamCapturing), "{error}");
+    assert_eq!(end_capture(&rig, stream.handle().raw()), 0);
+    assert_eq!(resource.allocated_bytes(), 0);
+    for (refuses_the_wait, left) in [(false, 0), (true, 1)] {
+        let host = fresh();
+        let bytes = resource.allocated_bytes();
+        sim.fail_nth("cuEventRecord", 1, CUresult::CUDA_ERROR_UNKNOWN);
+        if refuses_the_wait {
+            sim.fail_nth("cuStreamSynchronize", 1, CUresult::CUDA_ERROR_UNKNOWN);
+        }
+        let error = host.upload(&mut values.as_mut_slice()).unwrap_err();
+        assert!(matches!(error, Error::Driver { call: "cuEventRecord", .. }), "{error}");
+        assert_eq!(resource.allocated_bytes(), left * bytes);
+        sim.clear_faults();
+        stream.synchronize().unwrap();
+    }
 }

@@ -8,7 +8,7 @@ use vpmm::resource::{
     Binning, CoalescingConfig, CoalescingPool, DeviceMalloc, FixedSize, FixedSizeConfig, Limiting,
     Managed, PinnedHost,
 };
-use vpmm::{DeviceBuffer, DeviceVec, Error, Event, Stream, StreamHandle, StreamPool};
+use vpmm::{DeviceBuffer, DeviceScalar, DeviceVec, Error, Event, Stream, StreamHandle, StreamPool};
 
 use crate::resources::{Any, all, each, pool};
 use crate::support::changed::{changed, gated};
@@ -110,6 +110,7 @@ fn a_stream_captures() {
     let pool = pool(&rig);
     let mut values = DeviceVec::from_slice(&[1_u32, 2, 3, 4], &stream, &pool).unwrap();
     let outside = DeviceVec::from_slice(&[5_u32, 6, 7, 8], &other, &pool).unwrap();
+    let mut longer = DeviceScalar::<u128, _>::uninit(&stream, &pool).unwrap();
     begin_capture(&rig, stream.handle().raw());
     let errors = [
         values.to_vec().unwrap_err(),
@@ -124,7 +125,8 @@ fn a_stream_captures() {
     // These are parts of the graph.
     values.set(0, 9).unwrap();
     values.slice_mut(1..).unwrap().fill(3).unwrap();
-    assert_eq!(end_capture(&rig, stream.handle().raw()), 2);
+    longer.set(0x0102_0304_0506_0708_0000_0000_0000_0001).unwrap();
+    assert_eq!(end_capture(&rig, stream.handle().raw()), 2 + 4);
     assert_eq!(values.to_vec().unwrap(), [1, 2, 3, 4], "a graph that was not launched");
     rig.assert_clean();
 }
@@ -699,4 +701,56 @@ fn a_wait_for_another_devices_default_stream_passes_nothing() {
         drop(resource);
         rig.assert_clean();
     }
+}
+
+/// To ask about an event, or to wait for it, is in no other capture's way.
+#[test]
+fn events_are_asked_about_beside_captures() {
+    Rig::everywhere(|rig| {
+        let (stream, capturing) = (rig.stream(), rig.stream());
+        let events = [(); 2].map(|()| Event::with_timing(&rig.device).unwrap());
+        events.iter().for_each(|event| event.record(&stream).unwrap());
+        begin_capture(rig, capturing.handle().raw());
+        events[1].is_complete().unwrap();
+        events[1].synchronize().unwrap();
+        events[1].elapsed_since(&events[0]).unwrap();
+        assert_eq!(end_capture(rig, capturing.handle().raw()), 0);
+    });
+}
+
+/// The default streams end with nobody's value.
+#[test]
+fn a_default_stream_is_not_borrowed() {
+    let rig = Rig::simulated(Schedule::Eager);
+    for handle in [StreamHandle::LEGACY, StreamHandle::PER_THREAD] {
+        let before = rig.driver.calls();
+        // SAFETY: a default stream does not end.
+        let stream = unsafe { Stream::borrowed(&rig.device, handle) }.unwrap();
+        assert_eq!((stream.handle(), stream.is_owned()), (handle, false));
+        assert_eq!(rig.driver.calls().since(&before).total(), 0);
+    }
+}
+
+/// Parts of a container on the default stream of a thread have one home, which is entered once; and parts of two are
+/// entered by all threads in one order.
+#[test]
+fn parts_are_copied_on_a_threads_default_stream() {
+    Rig::everywhere(|rig| {
+        let (stream, pool) = (Stream::per_thread(&rig.device), pool(rig));
+        let mut values = DeviceVec::from_slice(&[1_u32, 2, 3, 4], &stream, &pool).unwrap();
+        let (mut first, second) = values.as_mut_slice().split_at_mut(2).unwrap();
+        first.copy_from(&second.as_slice()).unwrap();
+        assert_eq!(values.to_vec().unwrap(), [3, 4, 3, 4]);
+        let mut others = DeviceVec::from_slice(&[5_u32, 6, 7, 8], &stream, &pool).unwrap();
+        {
+            let (mut to, from) = values.as_mut_slice().split_at_mut(2).unwrap();
+            let (mut back, there) = others.as_mut_slice().split_at_mut(2).unwrap();
+            std::thread::scope(|scope| {
+                scope.spawn(|| (0..200).for_each(|_| to.copy_from(&there.as_slice()).unwrap()));
+                scope.spawn(|| (0..200).for_each(|_| back.copy_from(&from.as_slice()).unwrap()));
+            });
+        }
+        assert_eq!(values.to_vec().unwrap(), [7, 8, 3, 4]);
+        assert_eq!(others.to_vec().unwrap(), [3, 4, 7, 8]);
+    });
 }

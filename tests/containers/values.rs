@@ -119,3 +119,14 @@ fn bytes_as_values_and_back() {
     assert!(matches!(error, Error::LengthMismatch { given: 7, len: 4 }), "{error}");
     assert_eq!(buffer.len(), 7);
 }
+
+/// Fills of nothing, whatever the value.
+#[test]
+fn nothing_is_filled() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let (stream, pool) = (rig.stream(), pool(&rig));
+    let long = DeviceVec::filled(0x0102_u64, 0, &stream, &pool).unwrap();
+    let short = DeviceVec::filled(0x0102_u16, 0, &stream, &pool).unwrap();
+    let even = DeviceVec::filled(0_u8, 0, &stream, &pool).unwrap();
+    assert!(long.is_empty() && short.is_empty() && even.is_empty());
+}

@@ -262,3 +262,96 @@ fn pools_that_end_with_what_is_lost_leave_captures_alone() {
     assert_eq!(streams::end_capture(&rig, raw), 0);
     rig.assert_clean();
 }
+
+/// So are those that an event tells a pool's end of, which it waits for.
+#[test]
+fn pools_that_end_with_what_an_event_tells_of_leave_captures_alone() {
+    Rig::everywhere(|rig| {
+        let (busy, asking, capturing) = (rig.stream(), rig.stream(), rig.stream());
+        let limit = Arc::new(Limiting::new(malloc(rig), 64 << 20));
+        let mut config = CoalescingConfig::default();
+        config.pending_policy = vpmm::PendingPolicy::GrowFirst;
+        let coalescing =
+            CoalescingPool::new(Arc::clone(&limit), &rig.device, &config).expect("a pool");
+        let mut config = FixedSizeConfig::default();
+        (config.block_bytes, config.blocks_at_once) = (4096, 2);
+        let fixed = FixedSize::new(Arc::clone(&limit), &rig.device, &config).expect("blocks");
+        let pools: [Box<dyn MemoryResource>; 2] = [Box::new(coalescing), Box::new(fixed)];
+        for pool in pools {
+            let watched = Watched::new(rig, &*pool);
+            let [first, second] = [(); 2].map(|()| watched.allocate(4096, &busy));
+            let stall = rig.stall(busy.handle());
+            watched.free(first, &busy);
+            // The stream is asked about, and frees more.
+            let held = watched.allocate(4096, &asking);
+            watched.free(held, &asking);
+            watched.free(second, &busy);
+            let raw = capturing.handle().raw();
+            streams::begin_capture(rig, raw);
+            drop(stall);
+            let before = rig.driver.calls();
+            drop(pool);
+            let calls = rig.driver.calls().since(&before);
+            assert_eq!(calls.count("cuCtxSynchronize"), 0, "events tell of everything");
+            assert_eq!(streams::end_capture(rig, raw), 0);
+        }
+        assert_eq!(limit.allocated_bytes(), 0);
+        assert_eq!(rig.mismatches(), 0);
+    });
+}
+
+/// A pool's end waits for events without its lock, and what passes meanwhile takes none of them away.
+#[test]
+fn events_that_a_pools_end_waits_for_are_kept() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let pool =
+        CoalescingPool::new(malloc(&rig), &rig.device, &CoalescingConfig::default()).unwrap();
+    let streams: Vec<_> = (0..100).map(|_| rig.stream()).collect();
+    let take = |stream: &vpmm::Stream| pool.allocate(1000, 256, stream.handle()).unwrap();
+    let held: Vec<_> = streams.iter().map(take).collect();
+    let before = rig.driver.calls();
+    let stall = rig.stall(streams[0].handle());
+    for (stream, ptr) in streams.iter().zip(held) {
+        pool.deallocate(ptr, 1000, 256, stream.handle()).unwrap();
+    }
+    std::thread::scope(|scope| {
+        let ends = scope.spawn(move || drop(pool));
+        let waits = || rig.driver.calls().since(&before).count("cuEventRecord") >= 100;
+        while !waits() {
+            std::thread::yield_now();
+        }
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        for stream in &streams[1..] {
+            stream.synchronize().unwrap();
+        }
+        let destroyed = rig.driver.calls().since(&before).count("cuEventDestroy_v2");
+        drop(stall);
+        ends.join().unwrap();
+        assert_eq!(destroyed, 0, "the end waits for them");
+    });
+    rig.assert_clean();
+}
+
+/// Of the events that a pool has needed at one time it keeps some.
+#[test]
+fn events_that_are_not_needed_go_back() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let pool =
+        CoalescingPool::new(malloc(&rig), &rig.device, &CoalescingConfig::default()).unwrap();
+    let (own, streams) = (rig.stream(), Vec::from_iter((0..100).map(|_| rig.stream())));
+    let before = rig.driver.calls();
+    let stalls: Vec<_> = streams.iter().map(|stream| rig.stall(stream.handle())).collect();
+    let take = |stream: &vpmm::Stream| pool.allocate(1000, 256, stream.handle()).unwrap();
+    let held: Vec<_> = streams.iter().map(take).collect();
+    for (stream, ptr) in streams.iter().zip(held) {
+        pool.deallocate(ptr, 1000, 256, stream.handle()).unwrap();
+    }
+    // It lacks memory, and asks them all.
+    let large = pool.allocate(64 << 20, 256, own.handle()).unwrap();
+    drop(stalls);
+    rig.device.synchronize().unwrap();
+    let calls = rig.driver.calls().since(&before);
+    let (made, gone) = (calls.count("cuEventCreate"), calls.count("cuEventDestroy_v2"));
+    assert!(made >= 100 && made - gone <= 64, "{made} made, {gone} gone");
+    pool.deallocate(large, 64 << 20, 256, own.handle()).unwrap();
+}

@@ -219,6 +219,85 @@ fn a_piece_that_does_not_go_back_stays() {
     rig.assert_clean();
 }
 
+/// A piece that stays is still in the order of the stream that gave it back.
+#[test]
+fn a_piece_that_stays_is_still_its_streams() {
+    Rig::everywhere(|rig| {
+        let (below, malloc) = (malloc(rig), malloc(rig));
+        let refuses = AtomicBool::new(true);
+        let upstream = Callback::new(
+            below.facts(),
+            |bytes, align, stream| below.allocate(bytes, align, stream),
+            |ptr, bytes, align, stream| match refuses.load(Ordering::Relaxed) {
+                true => Err(Error::Unsupported { what: "a free, for the test" }),
+                false => malloc.deallocate(ptr, bytes, align, stream),
+            },
+        );
+        let mut config = CoalescingConfig::default();
+        (config.initial_bytes, config.max_bytes) = (MIB, Some(MIB));
+        let pool = CoalescingPool::new(upstream, &rig.device, &config).expect("a pool");
+        let watched = Watched::new(rig, &pool);
+        let (own, other) = (rig.stream(), rig.stream());
+        let held = watched.allocate(1 << 20, &own);
+        let stall = rig.stall(own.handle());
+        watched.free(held, &own);
+        pool.trim(own.handle(), false).expect_err("refused");
+        let next = watched.allocate(1 << 20, &other);
+        drop(stall);
+        watched.free(next, &other);
+        refuses.store(false, Ordering::Relaxed);
+        watched.assert_intact();
+    });
+}
+
+/// What is still allocated at a pool's end goes back beside a capture, too, where its free waits for the device; and
+/// where nothing is, events tell of everything.
+#[test]
+fn an_end_waits_for_the_device_only_where_it_must() {
+    Rig::everywhere(|rig| {
+        let (own, capturing) = (rig.stream(), rig.stream());
+        let raw = capturing.handle().raw();
+        let limit = Arc::new(Limiting::new(malloc(rig), 64 << 20));
+        let mut fixed = FixedSizeConfig::default();
+        (fixed.block_bytes, fixed.blocks_at_once) = (4096, 4);
+        let ordered = |rig: &Rig| {
+            let below = CoalescingPool::new(malloc(rig), &rig.device, &CoalescingConfig::default());
+            below.expect("a pool")
+        };
+        let below = Arc::new(ordered(rig));
+        let over_limit: [Box<dyn MemoryResource>; 2] = [
+            Box::new(
+                CoalescingPool::new(Arc::clone(&limit), &rig.device, &CoalescingConfig::default())
+                    .expect("a pool"),
+            ),
+            Box::new(FixedSize::new(Arc::clone(&limit), &rig.device, &fixed).expect("blocks")),
+        ];
+        for pool in over_limit {
+            pool.allocate(4096, 256, own.handle()).expect("memory");
+            streams::begin_capture(rig, raw);
+            drop(pool);
+            assert_eq!(streams::end_capture(rig, raw), 0);
+        }
+        assert_eq!(limit.allocated_bytes(), 0);
+        let over_ordered: [Box<dyn MemoryResource>; 2] = [
+            Box::new(
+                CoalescingPool::new(Arc::clone(&below), &rig.device, &CoalescingConfig::default())
+                    .expect("a pool"),
+            ),
+            Box::new(FixedSize::new(Arc::clone(&below), &rig.device, &fixed).expect("blocks")),
+        ];
+        for pool in over_ordered {
+            let ptr = pool.allocate(4096, 256, own.handle()).expect("memory");
+            rig.fill(ptr.address(), 4096, 1, own.handle());
+            pool.deallocate(ptr, 4096, 256, own.handle()).expect("freed");
+            streams::begin_capture(rig, raw);
+            drop(pool);
+            assert_eq!(streams::end_capture(rig, raw), 0);
+        }
+        assert_eq!(below.live_bytes(), 0);
+    });
+}
+
 /// The same where another stream has come to the place of the one that gives back, and the driver cannot be asked
 /// about that one either.
 #[test]

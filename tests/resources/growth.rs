@@ -184,3 +184,108 @@ fn memory_goes_back_through_every_layer() {
         assert_eq!(bottom.allocated_bytes(), 0);
     });
 }
+
+/// Where there is not so much as was hoped for, but as much as is needed.
+#[test]
+fn a_growth_asks_for_no_less_than_is_needed() {
+    Rig::everywhere(|rig| {
+        let pool = pool(rig, limited(rig, 14 * MIB), 8 * MIB, None).expect("a pool");
+        let watched = Watched::new(rig, &pool);
+        let all = watched.allocate(8 << 20, StreamHandle::LEGACY);
+        let more = watched.allocate(6 << 20, StreamHandle::LEGACY);
+        assert_eq!(pool.pool_bytes(), 14 * MIB);
+        // What is short is told in the pool's own numbers, not in those of what is below.
+        watched.free(more, StreamHandle::LEGACY);
+        let error = pool.allocate(7 << 20, 256, StreamHandle::LEGACY).expect_err("too much");
+        let Error::OutOfMemory { requested_bytes, free_bytes, largest_free_bytes, .. } = error
+        else {
+            panic!("{error}");
+        };
+        assert_eq!((requested_bytes, free_bytes, largest_free_bytes), (7 * MIB, 0, 0));
+        let small = watched.allocate(1 << 20, StreamHandle::LEGACY);
+        watched.free(all, StreamHandle::LEGACY);
+        let error = pool.allocate(11 << 20, 256, StreamHandle::LEGACY).expect_err("too much");
+        let Error::OutOfMemory { free_bytes, largest_free_bytes, mapped_bytes, .. } = &error else {
+            panic!("{error}");
+        };
+        assert!(*largest_free_bytes > 0 && free_bytes >= largest_free_bytes, "{error}");
+        assert_eq!((*mapped_bytes, mapped_bytes - free_bytes), (pool.pool_bytes(), MIB));
+        let Error::OutOfMemory { limit_bytes, live_bytes, .. } = &error else { return };
+        assert_eq!((*limit_bytes, *live_bytes), (None, MIB));
+        watched.free(small, StreamHandle::LEGACY);
+        watched.assert_intact();
+    });
+}
+
+/// Growing first is for what other streams may still use, not for what nobody does; and it ends at the maximum.
+#[test]
+fn a_pool_that_grows_first_uses_what_it_has() {
+    Rig::everywhere(|rig| {
+        let mut config = CoalescingConfig::default();
+        (config.initial_bytes, config.max_bytes) = (8 * MIB, Some(8 * MIB));
+        config.pending_policy = vpmm::PendingPolicy::GrowFirst;
+        let pool = CoalescingPool::new(limited(rig, GIB), &rig.device, &config).expect("a pool");
+        let watched = Watched::new(rig, &pool);
+        let (own, busy) = (rig.stream(), rig.stream());
+        // A part of it is the stream's, and the rest nobody's.
+        let part = watched.allocate(1 << 20, &own);
+        watched.free(part, &own);
+        let before = rig.driver.calls();
+        let all = watched.allocate(8 << 20, &own);
+        let calls = rig.driver.calls().since(&before);
+        assert_eq!((calls.count("cuStreamWaitEvent"), calls.count("cuMemFree_v2")), (0, 0));
+        watched.free(all, &own);
+        // No piece is wholly free, and the free part is another stream's.
+        let [kept, other] = [1, 7].map(|mib| watched.allocate(mib << 20, &busy));
+        let stall = rig.stall(busy.handle());
+        watched.free(other, &busy);
+        let taken = watched.allocate(7 << 20, &own);
+        drop(stall);
+        watched.free(taken, &own);
+        watched.free(kept, &busy);
+        watched.assert_intact();
+    });
+}
+
+/// The best fit is the best of what the stream has and what nobody does.
+#[test]
+fn the_best_fit_may_be_nobodys() {
+    let rig = Rig::simulated(cuda_sim::Schedule::Manual);
+    let pool = pool(&rig, limited(&rig, GIB), 8 * MIB, None).expect("a pool");
+    let (own, other) = (rig.stream(), rig.stream());
+    let take = |kib: usize, on: &vpmm::Stream| pool.allocate(kib << 10, 256, on.handle()).unwrap();
+    let free = |ptr, kib: usize, on: &vpmm::Stream| {
+        pool.deallocate(ptr, kib << 10, 256, on.handle()).unwrap();
+    };
+    let [small, _between, large, _rest] =
+        [(64, &other), (64, &other), (256, &own), (7 << 10, &own)].map(|(kib, on)| take(kib, on));
+    rig.fill(large.address(), 256 << 10, 1, own.handle());
+    free(small, 64, &other);
+    other.synchronize().unwrap();
+    free(large, 256, &own);
+    // Whoever finds nothing has all that stands aside looked at.
+    take(16 << 10, &other);
+    assert_eq!(take(60, &own), small);
+    assert_eq!(take(200, &own), large);
+}
+
+/// What pools stand on says whether their memory is managed.
+#[test]
+fn pools_of_managed_memory_say_so() {
+    let rig = Rig::simulated(cuda_sim::Schedule::Eager);
+    let managed = || Managed::new(&rig.device).expect("managed memory");
+    let mut arena = ArenaConfig::default();
+    arena.arena_bytes = Some(8 * MIB);
+    let pools: [Box<dyn MemoryResource>; 4] = [
+        Box::new(pool(&rig, managed(), 0, None).expect("a pool")),
+        Box::new(
+            FixedSize::new(managed(), &rig.device, &FixedSizeConfig::default()).expect("blocks"),
+        ),
+        Box::new(Arena::new(managed(), &rig.device, &arena).expect("an arena")),
+        Box::new(Binning::with_powers(managed(), &rig.device, 18..=19).expect("bins")),
+    ];
+    for pool in pools {
+        let facts = pool.facts();
+        assert!(facts.managed && facts.host_accessible, "{}", pool.describe());
+    }
+}

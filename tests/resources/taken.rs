@@ -3,6 +3,7 @@
 
 use std::ffi::c_void;
 use std::ptr;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use cuda_sim::{Schedule, Simulator};
@@ -33,11 +34,16 @@ mod record {
 
 type Begin = unsafe extern "C" fn(CUstream, CUstreamCaptureMode) -> CUresult;
 type End = unsafe extern "C" fn(CUstream, *mut CUgraph) -> CUresult;
-static CAPTURE: std::sync::OnceLock<(Begin, End)> = std::sync::OnceLock::new();
+/// Those of the simulator that there is: the next one has its own, and others may have these.
+static CAPTURE: Mutex<Option<(Begin, End)>> = Mutex::new(None);
+
+fn capture() -> (Begin, End) {
+    CAPTURE.lock().expect("no panic").expect("set")
+}
 
 fn before(stream: CUstream) {
     if NEXT.load(Ordering::Relaxed) != NOTHING {
-        let (begin, _) = CAPTURE.get().expect("set");
+        let (begin, _) = capture();
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream is alive, as it is about to be recorded on.
         let code = unsafe { begin(stream, mode) };
@@ -52,7 +58,7 @@ fn after(stream: CUstream) {
 }
 
 fn end(stream: CUstream) {
-    let (_, end) = CAPTURE.get().expect("set");
+    let (_, end) = capture();
     let mut graph: CUgraph = ptr::null_mut::<c_void>().cast();
     // SAFETY: the stream is alive and captures; the pointer is live.
     let code = unsafe { end(stream, &mut graph) };
@@ -65,7 +71,7 @@ fn rig() -> Rig {
     let sim = sim.expect("a simulator");
     let driver = changed(&sim, |api| {
         let (begin, end) = (api.cuStreamBeginCapture_v2, api.cuStreamEndCapture);
-        CAPTURE.get_or_init(|| (begin.expect("there"), end.expect("there")));
+        *CAPTURE.lock().expect("no panic") = Some((begin.expect("there"), end.expect("there")));
         record::put(api);
     });
     Rig::with(driver, sim)
@@ -105,6 +111,29 @@ fn another_record_is_made() {
         watched.assert_intact();
     }
     drop(rig_of_first);
+    // So it is where another stream was to wait for it: with a second event, as the first is still asked about.
+    let rig_of_second = rig();
+    {
+        let rig = &rig_of_second;
+        let mut config = CoalescingConfig::default();
+        (config.initial_bytes, config.max_bytes) = (16 * MIB, Some(16 * MIB));
+        let pool = CoalescingPool::new(malloc(rig), &rig.device, &config).expect("a pool");
+        let watched = Watched::new(rig, &pool);
+        let (first, second) = (rig.stream(), rig.stream());
+        let [one, two] = [(); 2].map(|()| watched.allocate(8 << 20, &first));
+        let stall = rig.stall(first.handle());
+        watched.free(one, &first);
+        let one = watched.allocate(8 << 20, &second);
+        watched.free(two, &first);
+        NEXT.store(TAKEN, Ordering::Relaxed);
+        // A third is recorded when nothing else is left.
+        let two = watched.allocate(8 << 20, &second);
+        drop(stall);
+        watched.free(one, &second);
+        watched.free(two, &second);
+        watched.assert_intact();
+    }
+    drop(rig_of_second);
     // The capture goes on: nobody waits for the event that it has taken, nor asks about it.
     let rig = rig();
     let pool = pool(&rig);

@@ -2,10 +2,12 @@
 
 use std::sync::mpsc;
 
-use vpmm::resource::Checks;
-use vpmm::{Error, MemoryResource, StreamHandle};
+use cuda_sim::Schedule;
+use cuda_sys::types::CUstream_flags_enum;
+use vpmm::resource::{Checks, CoalescingConfig, CoalescingPool, FixedSize, FixedSizeConfig};
+use vpmm::{Error, MemoryResource, Stream, StreamHandle};
 
-use crate::subjects::each;
+use crate::subjects::{each, malloc};
 use crate::support::{Rig, Stall, call, streams};
 use crate::watched::{Held, Watched};
 
@@ -292,5 +294,151 @@ fn wrong_notes_are_refused_and_change_nothing() {
         let is_named = |result: &vpmm::Result<()>| matches!(result, Err(Error::WrongSize { .. }));
         assert!(is_named(&wrong) && is_named(&noted), "{wrong:?} {noted:?}");
         watched.free(held, &own);
+    });
+}
+
+/// Pools of two blocks and no more.
+fn of_two_blocks(rig: &Rig) -> [Box<dyn MemoryResource>; 2] {
+    let mut config = CoalescingConfig::default();
+    (config.initial_bytes, config.max_bytes) = (2 * BYTES as u64, Some(2 * BYTES as u64));
+    let whole = || CoalescingPool::new(malloc(rig), &rig.device, &config).expect("a pool");
+    let mut fixed = FixedSizeConfig::default();
+    (fixed.block_bytes, fixed.blocks_at_once) = (BYTES, 2);
+    let blocks = FixedSize::new(whole(), &rig.device, &fixed).expect("blocks");
+    [Box::new(whole()), Box::new(blocks)]
+}
+
+/// Where events tell when all uses are over a request that comes before is refused, and does not wait for the device.
+#[test]
+fn no_request_waits_for_the_device_where_events_tell() {
+    Rig::everywhere(|rig| {
+        for resource in of_two_blocks(rig) {
+            let watched = Watched::new(rig, &*resource);
+            for (is_foreign, is_asked_before, ends) in [
+                (true, false, false),
+                (true, true, false),
+                (false, true, false),
+                (false, false, true),
+                (false, true, true),
+            ] {
+                let own = rig.stream();
+                let non_blocking = CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0;
+                let made = is_foreign.then(|| streams::make(rig, non_blocking));
+                let side = match made {
+                    // SAFETY: it is destroyed below.
+                    Some((_, handle)) => unsafe { Stream::passing(&rig.device, handle) },
+                    None => rig.stream(),
+                };
+                let [first, second] = [(); 2].map(|()| watched.allocate(BYTES, &own));
+                let stall = look(&watched, &first, own.handle(), side.handle());
+                watched.free(first, &own);
+                let refused = || {
+                    let before = rig.driver.calls();
+                    let refused = resource.allocate(BYTES, 256, own.handle());
+                    assert!(refused.is_err_and(|error| error.is_out_of_memory()));
+                    let calls = rig.driver.calls().since(&before);
+                    assert_eq!(calls.count("cuCtxSynchronize"), 0);
+                };
+                if is_asked_before {
+                    refused();
+                }
+                resource.record_stream(second.ptr, side.handle()).expect("noted");
+                watched.check(&second, side.handle());
+                watched.free(second, &own);
+                if ends {
+                    drop(side);
+                }
+                refused();
+                drop(stall);
+                // Nobody is told of this wait.
+                call!(rig.driver, cuCtxSynchronize());
+                // One request asks about all of a stream's events.
+                let most = resource.facts().max_bytes.expect("a most");
+                let again = watched.allocate(most, &own);
+                watched.free(again, &own);
+                if let Some((raw, _)) = made {
+                    call!(rig.driver, cuStreamDestroy_v2(raw));
+                }
+            }
+            watched.assert_intact();
+        }
+    });
+}
+
+/// Of a use that no event can be recorded for a wait for the device tells.
+#[test]
+fn a_full_pool_waits_for_a_use_on_another_threads_default_stream() {
+    Rig::everywhere(|rig| {
+        for resource in of_two_blocks(rig) {
+            let watched = Watched::new(rig, &*resource);
+            let own = rig.stream();
+            let [held, other] = [(); 2].map(|()| watched.allocate(BYTES, &own));
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    call!(rig.driver, cuCtxSetCurrent(rig.device.context()));
+                    drop(look(&watched, &held, own.handle(), StreamHandle::PER_THREAD));
+                    call!(rig.driver, cuStreamSynchronize(StreamHandle::PER_THREAD.raw()));
+                });
+            });
+            watched.free(held, &own);
+            let again = watched.allocate(BYTES, &own);
+            watched.free(again, &own);
+            watched.free(other, &own);
+            watched.assert_intact();
+        }
+    });
+}
+
+/// Each question is a new one: what a stream frees after it was asked about is asked about again.
+#[test]
+fn streams_are_asked_again_and_again() {
+    // An event that was recorded just now is complete.
+    let rig = &Rig::simulated(Schedule::Eager);
+    {
+        for resource in of_two_blocks(rig) {
+            let watched = Watched::new(rig, &*resource);
+            let non_blocking = CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0;
+            let (own, (raw, foreign)) = (rig.stream(), streams::make(rig, non_blocking));
+            for _ in 0..4 {
+                for stream in [own.handle(), foreign] {
+                    let before = rig.driver.calls();
+                    let both = [(); 2].map(|()| watched.allocate(BYTES, stream));
+                    both.into_iter().for_each(|held| watched.free(held, stream));
+                    // Nobody is told of this wait.
+                    call!(rig.driver, cuCtxSynchronize());
+                    let calls = rig.driver.calls().since(&before);
+                    assert_eq!(calls.count("cuStreamWaitEvent"), 0, "all was complete");
+                }
+            }
+            call!(rig.driver, cuStreamDestroy_v2(raw));
+            watched.assert_intact();
+        }
+    }
+}
+
+/// A wait of the host's settles uses without a question.
+#[test]
+fn a_wait_that_is_told_makes_kept_memory_everybodys() {
+    Rig::everywhere(|rig| {
+        for resource in of_two_blocks(rig) {
+            let watched = Watched::new(rig, &*resource);
+            let [own, side, other] = [(); 3].map(|()| rig.stream());
+            let warm = watched.allocate(BYTES, &other);
+            watched.free(warm, &other);
+            let held = [(); 2].map(|()| watched.allocate(BYTES, &own));
+            for held in held {
+                drop(look(&watched, &held, own.handle(), side.handle()));
+                watched.free(held, &own);
+            }
+            rig.device.synchronize().expect("all is done");
+            let before = rig.driver.calls();
+            let again = [(); 2].map(|()| resource.allocate(BYTES, 256, other.handle()));
+            assert_eq!(rig.driver.calls().since(&before).total(), 0, "everybody's");
+            for ptr in again {
+                resource
+                    .deallocate(ptr.expect("memory"), BYTES, 256, other.handle())
+                    .expect("freed");
+            }
+        }
     });
 }
