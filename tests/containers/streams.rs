@@ -3,12 +3,15 @@
 use std::sync::Arc;
 
 use cuda_sim::{Schedule, Simulator};
-use cuda_sys::types::CUresult;
+use cuda_sys::types::{CUresult, CUstream_flags_enum};
 use vpmm::resource::{
     Binning, CoalescingConfig, CoalescingPool, DeviceMalloc, FixedSize, FixedSizeConfig, Limiting,
     Managed, PinnedHost,
 };
-use vpmm::{DeviceBuffer, DeviceScalar, DeviceVec, Error, Event, Stream, StreamHandle, StreamPool};
+use vpmm::{
+    DeviceBuffer, DeviceScalar, DeviceVec, Error, Event, MemoryResource, Stream, StreamHandle,
+    StreamPool,
+};
 
 use crate::resources::{Any, all, each, pool};
 use crate::support::changed::{changed, gated};
@@ -611,6 +614,9 @@ fn a_container_on_another_devices_stream_is_freed_after_its_work() {
             let mut home = fresh();
             home.set_stream(&rig.stream()).unwrap();
             drop(home);
+            let mut home = fresh();
+            home.set_stream(&Stream::legacy(&rig.device)).unwrap();
+            drop(home);
             let mut away = DeviceBuffer::zeroed(BYTES, &rig.stream(), resource.clone()).unwrap();
             away.set_stream(&stream).unwrap();
             away.as_mut_slice().fill(7).unwrap();
@@ -714,6 +720,7 @@ fn events_are_asked_about_beside_captures() {
         events[1].is_complete().unwrap();
         events[1].synchronize().unwrap();
         events[1].elapsed_since(&events[0]).unwrap();
+        stream.synchronize().unwrap();
         assert_eq!(end_capture(rig, capturing.handle().raw()), 0);
     });
 }
@@ -752,5 +759,34 @@ fn parts_are_copied_on_a_threads_default_stream() {
         }
         assert_eq!(values.to_vec().unwrap(), [7, 8, 3, 4]);
         assert_eq!(others.to_vec().unwrap(), [3, 4, 7, 8]);
+    });
+}
+
+/// Which pool has memory of a stream that nobody tells the end of is found by its number, also for a wait of the host's.
+#[test]
+fn a_wait_for_a_passing_stream_is_told() {
+    Rig::everywhere(|rig| {
+        let mut config = CoalescingConfig::default();
+        (config.initial_bytes, config.max_bytes) = (BYTES, Some(BYTES));
+        let malloc = DeviceMalloc::new(&rig.device);
+        let pool = CoalescingPool::new(malloc, &rig.device, &config).unwrap();
+        let (raw, handle) = make(rig, CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0);
+        // SAFETY: it is destroyed below.
+        let passing = unsafe { Stream::passing(&rig.device, handle) };
+        let own = rig.stream();
+        let take = |stream: &Stream| pool.allocate(BYTES as usize, 256, stream.handle()).unwrap();
+        let free = |ptr, stream: &Stream| {
+            pool.deallocate(ptr, BYTES as usize, 256, stream.handle()).unwrap();
+        };
+        free(take(&own), &own);
+        let ptr = take(&passing);
+        rig.fill(ptr.address(), BYTES, 1, handle);
+        free(ptr, &passing);
+        passing.synchronize().unwrap();
+        let before = rig.driver.calls();
+        let ptr = take(&own);
+        assert_eq!(rig.driver.calls().since(&before).total(), 0, "nobody's");
+        free(ptr, &own);
+        call!(rig.driver, cuStreamDestroy_v2(raw));
     });
 }
