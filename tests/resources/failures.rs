@@ -250,6 +250,32 @@ fn a_piece_that_stays_is_still_its_streams() {
     });
 }
 
+/// What upstream gave to a stream that no event could be recorded on is for others once the device was waited for.
+#[test]
+fn a_growth_without_an_event_is_for_others_later() {
+    let rig = Rig::simulated(cuda_sim::Schedule::Eager);
+    let sim = rig.sim.as_ref().expect("simulated");
+    let upstream = CoalescingPool::new(malloc(&rig), &rig.device, &CoalescingConfig::default());
+    let mut config = CoalescingConfig::default();
+    config.max_bytes = Some(16 * MIB);
+    let pool =
+        CoalescingPool::new(upstream.expect("a pool"), &rig.device, &config).expect("a pool");
+    let (raw, foreign) = streams::make(&rig, CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0);
+    let own = rig.stream();
+    sim.fail_nth("cuEventRecord", 1, CUresult::CUDA_ERROR_UNKNOWN);
+    let small = pool.allocate(1 << 20, 256, foreign).expect("memory");
+    sim.clear_faults();
+    assert_eq!(pool.pool_bytes(), 8 * MIB);
+    let all = [(); 2].map(|()| pool.allocate(7 << 20, 256, own.handle()).expect("memory"));
+    for ptr in all {
+        pool.deallocate(ptr, 7 << 20, 256, own.handle()).expect("freed");
+    }
+    pool.deallocate(small, 1 << 20, 256, foreign).expect("freed");
+    drop(pool);
+    call!(rig.driver, cuStreamDestroy_v2(raw));
+    rig.assert_clean();
+}
+
 /// What is still allocated at a pool's end goes back beside a capture, too, where its free waits for the device; and
 /// where nothing is, events tell of everything.
 #[test]

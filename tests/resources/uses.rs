@@ -4,7 +4,9 @@ use std::sync::mpsc;
 
 use cuda_sim::Schedule;
 use cuda_sys::types::CUstream_flags_enum;
-use vpmm::resource::{Checks, CoalescingConfig, CoalescingPool, FixedSize, FixedSizeConfig};
+use vpmm::resource::{
+    Checks, CoalescingConfig, CoalescingPool, FixedSize, FixedSizeConfig, Limiting,
+};
 use vpmm::{Error, MemoryResource, Stream, StreamHandle};
 
 use crate::subjects::{each, malloc};
@@ -440,5 +442,48 @@ fn a_wait_that_is_told_makes_kept_memory_everybodys() {
                     .expect("freed");
             }
         }
+    });
+}
+
+/// What is short is told in the numbers of the blocks, not in those of what is below.
+#[test]
+fn blocks_that_are_kept_are_free_and_short() {
+    Rig::everywhere(|rig| {
+        let mut fixed = FixedSizeConfig::default();
+        (fixed.block_bytes, fixed.blocks_at_once) = (BYTES, 2);
+        let limit = Limiting::new(malloc(rig), 2 * BYTES as u64);
+        let blocks = FixedSize::new(limit, &rig.device, &fixed).expect("blocks");
+        let watched = Watched::new(rig, &blocks);
+        let (own, side) = (rig.stream(), rig.stream());
+        let held = [(); 2].map(|()| watched.allocate(BYTES, &own));
+        let short = |free: u64| {
+            let error = blocks.allocate(BYTES, 256, own.handle()).expect_err("none is left");
+            let block = BYTES as u64;
+            assert!(
+                matches!(
+                    error,
+                    Error::OutOfMemory {
+                        free_bytes,
+                        largest_free_bytes,
+                        mapped_bytes,
+                        live_bytes,
+                        limit_bytes: None,
+                        ..
+                    } if free_bytes == free * block
+                        && largest_free_bytes == free.min(1) * block
+                        && mapped_bytes == 2 * block
+                        && live_bytes == (2 - free) * block
+                ),
+                "{error:?}"
+            );
+        };
+        short(0);
+        let [first, second] = held;
+        let stall = look(&watched, &first, own.handle(), side.handle());
+        watched.free(first, &own);
+        short(1);
+        drop(stall);
+        watched.free(second, &own);
+        watched.assert_intact();
     });
 }
