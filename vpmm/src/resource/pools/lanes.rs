@@ -308,15 +308,6 @@ impl Lanes {
         self.record_latest(lane, named.handle)
     }
 
-    /// What is given to a lane's stream from here on is somebody's use: if the stream ends, an event is
-    /// to be behind it. One whose end nobody tells must be alive when the use is over.
-    pub(super) fn is_used(&mut self, lane: u32) {
-        let known = &mut self.lanes[lane as usize];
-        if matches!(known.recording, Recording::Lazy(_)) {
-            known.freed = known.epoch;
-        }
-    }
-
     /// The epoch that all is in that a lane's stream was given so far. `named`: what it was used by.
     pub(super) fn used_until(&mut self, lane: u32, named: Named) -> Result<u64> {
         let known = &mut self.lanes[lane as usize];

@@ -72,7 +72,7 @@ impl<B: Copy> Uses<B> {
     }
 
     /// Notes that a lane's stream uses what is allocated at an address; streams that are over do so no more.
-    pub(super) fn note(&mut self, address: u64, lanes: &mut Lanes, lane: u32, named: Named) {
+    pub(super) fn note(&mut self, address: u64, lanes: &Lanes, lane: u32, named: Named) {
         let uses = self.noted.entry(address).or_default();
         match uses.iter_mut().find(|(known, _)| *known == lane) {
             // The handle that came last is the one that is alive.
@@ -87,7 +87,6 @@ impl<B: Copy> Uses<B> {
                 self.pin(lane);
             }
         }
-        lanes.is_used(lane);
     }
 
     /// Whether an allocation was noted.

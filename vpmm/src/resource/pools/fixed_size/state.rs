@@ -264,7 +264,7 @@ impl State {
                 self.pass(gone, epoch);
             }
         }
-        self.uses.note(address, &mut self.lanes, lane, named);
+        self.uses.note(address, &self.lanes, lane, named);
     }
 
     /// Keeps a block that was freed until those who use it have come past the free.
