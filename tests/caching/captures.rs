@@ -1,8 +1,10 @@
 //! Captures: no call ends one, and none becomes a part of one.
 
+use std::sync::Arc;
+
 use cuda_sim::Schedule;
 use vpmm::caching::{CachingAllocator, CachingConfig};
-use vpmm::resource::{DriverPool, DriverPoolConfig};
+use vpmm::resource::{DeviceMalloc, DriverPool, DriverPoolConfig, Limiting};
 use vpmm::{Error, Stream, StreamHandle};
 
 use crate::rig::{Cached, MIB};
@@ -203,4 +205,45 @@ fn an_allocator_that_ends_leaves_captures_alone() {
     drop(allocator);
     assert_eq!(end_capture(&rig, capturing.handle().raw()), 0);
     rig.assert_clean();
+}
+
+/// Where events tell of all uses it waits for those, and everything goes back.
+#[test]
+fn an_allocator_that_ends_beside_a_capture_gives_everything_back() {
+    Rig::everywhere(|rig| {
+        let (own, side, capturing) = (rig.stream(), rig.stream(), rig.stream());
+        let below = Arc::new(Limiting::new(DeviceMalloc::new(&rig.device), u64::MAX));
+        let config = CachingConfig::default();
+        let allocator = CachingAllocator::over(Arc::clone(&below), &rig.device, &config).unwrap();
+        let ptr = allocator.malloc(3 << 20, &own).unwrap();
+        rig.fill(ptr.address(), 3 << 20, 1, side.handle());
+        allocator.record_stream(ptr, &side).unwrap();
+        allocator.free(ptr).unwrap();
+        begin_capture(rig, capturing.handle().raw());
+        drop(allocator);
+        assert_eq!(end_capture(rig, capturing.handle().raw()), 0);
+        assert_eq!(below.allocated_bytes(), 0);
+    });
+}
+
+/// Of a stream that has ended in its capture nobody knows when its work is over: what it was noted for is kept when it
+/// is freed, until the device was waited for.
+#[test]
+fn what_a_stream_uses_that_ended_in_its_capture_is_kept() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let (own, side) = (rig.stream(), rig.stream());
+        let held = cached.malloc(3 * MIB, &own);
+        rig.order(&own, &side);
+        let stall = rig.stall(side.handle());
+        cached.allocator.record_stream(held.ptr, &side).unwrap();
+        begin_capture(rig, side.handle().raw());
+        drop(side);
+        cached.free(held, &own);
+        assert_eq!(cached.allocator.stats().active.all.current, 1);
+        drop(stall);
+        rig.device.synchronize().unwrap();
+        assert_eq!(cached.allocator.stats().active.all.current, 0);
+        cached.assert_intact();
+    });
 }

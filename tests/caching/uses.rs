@@ -512,6 +512,35 @@ fn a_wait_of_the_host_settles_what_was_freed_before_and_no_more() {
     });
 }
 
+/// What is freed while the host waits is not complete by that wait.
+#[test]
+fn what_is_freed_during_a_wait_of_the_host_is_not_settled_by_it() {
+    Rig::everywhere(|rig| {
+        let cached = rig.cached();
+        let (own, side) = (rig.stream(), rig.stream());
+        let first = rig.stall(side.handle());
+        let before = freed(&cached, &own, &side, 5);
+        let calls = rig.driver.calls();
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| side.synchronize().unwrap());
+            while rig.driver.calls().since(&calls).count("cuStreamSynchronize") == 0 {
+                std::thread::yield_now();
+            }
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            let second = rig.stall(side.handle());
+            let later = freed(&cached, &own, &side, 5);
+            assert_ne!(before[0].address(), later[0].address());
+            drop(first);
+            waits.join().unwrap();
+            assert_eq!(cached.allocator.stats().active.all.current, 5, "those that came later");
+            drop(second);
+        });
+        rig.device.synchronize().unwrap();
+        assert_eq!(cached.allocator.stats().active.all.current, 0);
+        cached.assert_intact();
+    });
+}
+
 #[test]
 fn random_uses_of_many_streams_never_race() {
     Rig::everywhere(|rig| {

@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use cuda_sim::{Schedule, Simulator};
 use cuda_sys::types::*;
+use vpmm::CachingAllocator;
+use vpmm::caching::CachingConfig;
 use vpmm::resource::*;
 
 use crate::subjects::{MIB, malloc};
@@ -134,6 +136,27 @@ fn another_record_is_made() {
         watched.assert_intact();
     }
     drop(rig_of_second);
+    // A caching allocator records another one, too, before it gives up.
+    let rig_of_third = rig();
+    {
+        let rig = &rig_of_third;
+        let limit = Limiting::new(malloc(rig), 12 * MIB);
+        let config = CachingConfig::default();
+        let allocator = CachingAllocator::over(limit, &rig.device, &config).expect("one");
+        let watched = Watched::new(rig, &allocator);
+        let (own, side) = (rig.stream(), rig.stream());
+        let held = watched.allocate(12 << 20, &own);
+        rig.order(&own, &side);
+        watched.check(&held, &side);
+        allocator.record_stream(held.ptr, &side).expect("noted");
+        watched.free(held, &own);
+        NEXT.store(TAKEN, Ordering::Relaxed);
+        let again = watched.allocate(12 << 20, &own);
+        assert_eq!(NEXT.load(Ordering::Relaxed), NOTHING);
+        watched.free(again, &own);
+        watched.assert_intact();
+    }
+    drop(rig_of_third);
     // The capture goes on: nobody waits for the event that it has taken, nor asks about it.
     let rig = rig();
     let pool = pool(&rig);
