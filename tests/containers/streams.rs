@@ -752,9 +752,16 @@ fn parts_are_copied_on_a_threads_default_stream() {
         {
             let (mut to, from) = values.as_mut_slice().split_at_mut(2).unwrap();
             let (mut back, there) = others.as_mut_slice().split_at_mut(2).unwrap();
+            let both = std::sync::Barrier::new(2);
             std::thread::scope(|scope| {
-                scope.spawn(|| (0..200).for_each(|_| to.copy_from(&there.as_slice()).unwrap()));
-                scope.spawn(|| (0..200).for_each(|_| back.copy_from(&from.as_slice()).unwrap()));
+                scope.spawn(|| {
+                    both.wait();
+                    (0..1000).for_each(|_| to.copy_from(&there.as_slice()).unwrap());
+                });
+                scope.spawn(|| {
+                    both.wait();
+                    (0..1000).for_each(|_| back.copy_from(&from.as_slice()).unwrap());
+                });
             });
         }
         assert_eq!(values.to_vec().unwrap(), [7, 8, 3, 4]);
