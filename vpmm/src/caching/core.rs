@@ -37,8 +37,6 @@ const UNLIMITED: u64 = u64::MAX;
 struct Admitted<'a> {
     core: &'a Core,
     place: u32,
-    /// Whether it was given to the stream just now.
-    is_new: bool,
 }
 
 impl<'a> Admitted<'a> {
@@ -50,7 +48,7 @@ impl<'a> Admitted<'a> {
 
     fn pinned(core: &'a Core, books: &mut Books, place: u32) -> Self {
         books.places[place as usize].pins += 1;
-        Self { core, place, is_new: false }
+        Self { core, place }
     }
 
     /// Its end, for whoever has the books.
@@ -226,8 +224,9 @@ impl Core {
         sizes: (u64, u64),
     ) -> Result<DevicePtr> {
         self.tell_apart(&admitted, handle);
-        // Some may be with what waits; or with a stream that has ended.
-        if self.settle_uses(has_open)? || admitted.is_new {
+        // Some may be with what waits; or with a stream that has ended, whose place a new one has: then all is looked
+        // at, too.
+        if self.settle_uses(has_open)? {
             let mut books = self.books.lock();
             if let Some((address, tag)) = books.allocate(admitted.place, sizes.0, sizes.1) {
                 books.tallies.hits += 1;
@@ -300,7 +299,7 @@ impl Core {
         let place = books.enrol(stream, vacant, is_lazy);
         books.places[place as usize].pins += 1;
         waits.begin(place, life);
-        Ok(Admitted { core: self, place, is_new: true })
+        Ok(Admitted { core: self, place })
     }
 
     pub(super) fn record_stream(&self, ptr: DevicePtr, handle: StreamHandle) -> Result<()> {
