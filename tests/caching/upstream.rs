@@ -385,3 +385,25 @@ fn segments_of_a_foreign_stream_go_back_for_its_own_request() {
         call!(rig.driver, cuStreamDestroy_v2(raw));
     });
 }
+
+/// Garbage of a stream that has ended is nobody's before its work is over, where what is below orders it by a stream.
+#[test]
+fn garbage_of_a_stream_that_ended_stays_while_its_work_goes_on() {
+    Rig::everywhere(|rig| {
+        let mut config = CoalescingConfig::default();
+        (config.initial_bytes, config.max_bytes) = (140 * MIB, Some(140 * MIB));
+        let below = CoalescingPool::new(DeviceMalloc::new(&rig.device), &rig.device, &config);
+        let config: CachingConfig = "garbage_collection_threshold:0.1".parse().unwrap();
+        let allocator = CachingAllocator::over(below.unwrap(), &rig.device, &config).unwrap();
+        let all = rig.device.total_memory().unwrap();
+        allocator.set_memory_fraction(400.0 * MIB as f64 / all as f64).unwrap();
+        let cached = rig.observe(allocator);
+        let (own, side) = (rig.stream(), rig.stream());
+        let held = cached.malloc(60 * MIB, &side);
+        cached.free(held, &side);
+        drop(side);
+        let held = cached.malloc(100 * MIB, &own);
+        cached.free(held, &own);
+        cached.assert_intact();
+    });
+}
