@@ -297,6 +297,34 @@ fn what_could_not_be_taken_back_is_taken_back_later() {
     }
 }
 
+/// The driver's pool for small requests has the access that the pages have, whatever is refused.
+#[test]
+fn what_fails_for_pages_is_taken_back_for_small_requests() {
+    for is_back in [true, false] {
+        let (sim, [device, peer]) = two_devices(Simulator::builder());
+        let pool = opened(Profile::Paged, &device);
+        let stream = device.stream().unwrap();
+        let ptr = pool.malloc(GRANULE as usize, &stream).unwrap();
+        let count = |calls: &vpmm::DriverCalls| {
+            device.driver().calls().since(calls).count("cuMemPoolSetAccess")
+        };
+        sim.fail_nth("cuMemSetAccess", 1, CUresult::CUDA_ERROR_UNKNOWN);
+        if !is_back {
+            sim.fail_nth("cuMemPoolSetAccess", 2, CUresult::CUDA_ERROR_UNKNOWN);
+        }
+        let calls = device.driver().calls();
+        pool.set_access(&peer, Access::ReadWrite).unwrap_err();
+        assert_eq!(count(&calls), 2, "set, and set back");
+        // Where that was refused it is done by the next call, though the access is what it is by the books.
+        let calls = device.driver().calls();
+        pool.set_access(&peer, Access::None).unwrap();
+        assert_eq!(count(&calls), u64::from(!is_back));
+        pool.free(ptr, &stream).unwrap();
+        drop((pool, stream));
+        sim.assert_clean();
+    }
+}
+
 fn flags(access: Access) -> u32 {
     match access {
         Access::None => 0,

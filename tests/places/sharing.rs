@@ -260,6 +260,31 @@ fn a_pool_of_many_reservations_is_shared_whole() {
     held.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
 }
 
+/// Addresses come as the driver has them, later ones below earlier ones perhaps; a message has them in order.
+#[test]
+fn a_pool_whose_later_addresses_are_lower_is_shared_whole() {
+    let [owner, user] = two(Simulator::builder);
+    let mut config = vpmm::PagedConfig::default();
+    (config.va_size_bytes, config.sharing) = (2 * GRANULE, FILES);
+    let bytes = config.va_size_bytes as usize;
+    let mut low = 0;
+    call!(owner.driver, cuMemAddressReserve(&mut low, bytes, 0, 0, 0));
+    let pool = Pool::paged(&owner.device, &config).unwrap();
+    let stream = owner.stream();
+    let first = pool.malloc(bytes, &stream).unwrap();
+    call!(owner.driver, cuMemAddressFree(low, bytes));
+    let second = pool.malloc(bytes, &stream).unwrap();
+    assert!(second.address() < first.address(), "the scene is another");
+    let (sent, memory) = pass(pool.export_all().unwrap(), &user, Access::Read);
+    sent.unwrap();
+    let memory = memory.unwrap();
+    assert_eq!(memory.stats().extent_count, 4);
+    for ptr in [first, second] {
+        assert!(memory.translate(ptr.address()).is_some());
+        pool.free(ptr, &stream).unwrap();
+    }
+}
+
 /// The kernel says who has sent before it gives descriptors, where a program has it do so.
 #[test]
 fn a_socket_that_tells_who_sends_has_room_for_whole_batches() {
@@ -324,6 +349,52 @@ fn an_import_ends_while_a_stream_captures() {
         assert_eq!(sim.leaks(), before);
         pool.free(ptr, &stream).unwrap();
     }
+}
+
+/// Nor does a wait for another device prove anything, or one that began before the import ended.
+#[test]
+fn an_import_that_has_ended_waits_for_a_later_wait_for_its_own_device() {
+    let owner = Rig::on(Simulator::builder().build().unwrap());
+    let user = Rig::on(Simulator::builder().devices(2).build().unwrap());
+    let pool = Profile::Default.open(&owner.device, Location::Device, FILES).unwrap();
+    let stream = owner.stream();
+    let ptr = pool.malloc(GRANULE as usize, &stream).unwrap();
+    let sim = user.sim.as_ref().unwrap();
+    let other = user.driver.device(1).unwrap();
+    let before = sim.leaks();
+    let [earlier, later] = [(); 2].map(|()| {
+        let (sent, memory) = pass(pool.export(ptr).unwrap(), &user, Access::Read);
+        sent.unwrap();
+        memory.unwrap()
+    });
+    let both = sim.leaks();
+    let (capturing, busy) = (user.stream(), user.stream());
+    let end_in_capture = |memory: Imported| {
+        let raw = capturing.handle().raw();
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        call!(user.driver, cuStreamBeginCapture_v2(raw, mode));
+        drop(memory);
+        end_capture(&user, raw);
+    };
+    end_in_capture(earlier);
+    assert_eq!(sim.leaks().mappings, both.mappings);
+    let spin = sim.spin(busy.handle().raw()).unwrap();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| user.device.synchronize().unwrap());
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        assert!(!waiting.is_finished());
+        end_in_capture(later);
+        spin.release();
+        waiting.join().unwrap();
+    });
+    let left = sim.leaks();
+    let one = (both.mappings - before.mappings) / 2;
+    assert_eq!(left.mappings, before.mappings + one, "that wait had begun before its end");
+    other.synchronize().unwrap();
+    assert_eq!(sim.leaks().mappings, left.mappings, "another device");
+    user.device.synchronize().unwrap();
+    assert_eq!(sim.leaks().mappings, before.mappings);
+    pool.free(ptr, &stream).unwrap();
 }
 
 /// Shared memory stays at its addresses, where the same program without sharing moves it.
@@ -436,6 +507,227 @@ fn wrong_messages_leave_nothing_behind() {
     let error = Imported::receive(&rig.device, &there, Access::None).unwrap_err();
     assert!(matches!(error, Error::Config { name: "access", .. }), "{error}");
     assert_eq!(rig.sim.as_ref().unwrap().leaks(), before);
+}
+
+/// A message as it goes over the socket; what differs from a good one is a test's.
+#[derive(Clone)]
+struct Message {
+    kind: u8,
+    handles: u8,
+    granule: u64,
+    pool: u8,
+    block: (u64, u64),
+    window: (u64, u64),
+    extents: Vec<(u64, u64)>,
+}
+
+impl Message {
+    /// Of a whole pool that has made nothing yet.
+    fn of_pool() -> Self {
+        let window = (0x7000_0000_0000, 4 * GRANULE);
+        let (block, extents) = ((0, 0), Vec::new());
+        Self { kind: 2, handles: 1, granule: GRANULE, pool: 7, block, window, extents }
+    }
+
+    fn head(&self) -> Vec<u8> {
+        let mut bytes = b"vpmmshr\0\x01\x00".to_vec();
+        bytes.extend([self.kind, self.handles]);
+        bytes.extend([1, 0, 0, 0]);
+        bytes.extend((self.extents.len() as u32).to_le_bytes());
+        bytes.extend([0; 4]);
+        bytes.extend(self.granule.to_le_bytes());
+        bytes.extend([self.pool; 16]);
+        for word in [self.block.0, self.block.1, self.window.0, self.window.1] {
+            bytes.extend(word.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// Puts all of it into a socket, with a descriptor of new memory for each extent.
+    fn put(&self, rig: &Rig, mut socket: &UnixStream) {
+        use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+        socket.write_all(&self.head()).unwrap();
+        let files: Vec<OwnedFd> =
+            self.extents.iter().map(|(_, bytes)| memory_of(rig, *bytes)).collect();
+        let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        let words = self.extents.iter().flat_map(|(start, bytes)| [*start, *bytes]);
+        let entries: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+        if !files.is_empty() {
+            let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
+            let parts = [std::io::IoSlice::new(&entries)];
+            sendmsg(socket, &parts, &mut control, SendFlags::empty()).unwrap();
+        }
+    }
+
+    fn receive(&self, rig: &Rig) -> Result<Imported, Error> {
+        let (here, there) = UnixStream::pair().unwrap();
+        self.put(rig, &here);
+        Imported::receive(&rig.device, &there, Access::Read)
+    }
+
+    fn receive_more(&self, rig: &Rig, memory: &Imported) -> Result<(), Error> {
+        let (here, there) = UnixStream::pair().unwrap();
+        self.put(rig, &here);
+        memory.receive_more(&there)
+    }
+}
+
+/// Memory that can be shared, by a descriptor alone.
+fn memory_of(rig: &Rig, bytes: u64) -> OwnedFd {
+    use std::os::fd::FromRawFd;
+    let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    let properties = CUmemAllocationProp {
+        type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+        requestedHandleTypes: kind,
+        location: CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 },
+        ..Default::default()
+    };
+    let (mut handle, mut file) = (0, -1);
+    call!(rig.driver, cuMemCreate(&mut handle, bytes as usize, &properties, 0));
+    call!(rig.driver, cuMemExportToShareableHandle((&raw mut file).cast(), handle, kind, 0));
+    call!(rig.driver, cuMemRelease(handle));
+    // SAFETY: the driver made it just now, for its caller to close.
+    unsafe { OwnedFd::from_raw_fd(file) }
+}
+
+/// More of a pool is taken from the export that the import is of, as that was announced, and each extent once.
+#[test]
+fn what_is_added_to_an_import_is_of_the_same_pool() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let before = rig.sim.as_ref().unwrap().leaks();
+    let nothing = Message::of_pool();
+    let memory = nothing.receive(&rig).unwrap();
+    let (start, _) = nothing.window;
+    let first = Message { extents: vec![(start + GRANULE, GRANULE)], ..nothing.clone() };
+    nothing.receive_more(&rig, &memory).unwrap();
+    first.receive_more(&rig, &memory).unwrap();
+    let is = |there| memory.translate(there).is_some();
+    let last = start + 2 * GRANULE - 1;
+    assert_eq!([start + GRANULE - 1, start + GRANULE, last, last + 1].map(is), {
+        [false, true, true, false]
+    });
+    let stats = memory.stats();
+    assert_eq!((stats.mapped_bytes, stats.hole_bytes), (GRANULE, 3 * GRANULE));
+    let mapped = rig.sim.as_ref().unwrap().leaks();
+    let (block, extents) = ((start, GRANULE), vec![(start, GRANULE)]);
+    for wrong in [
+        Message { pool: 8, ..nothing.clone() },
+        Message { granule: 2 * GRANULE, ..nothing.clone() },
+        Message { handles: 2, ..nothing.clone() },
+        Message { kind: 1, block, extents, ..nothing.clone() },
+        Message { window: (start, 3 * GRANULE), ..nothing.clone() },
+        first.clone(),
+        Message { extents: vec![(start, 2 * GRANULE)], ..nothing.clone() },
+    ] {
+        let error = wrong.receive_more(&rig, &memory).unwrap_err();
+        assert!(matches!(error, Error::BadMessage { .. }), "{error}");
+        assert_eq!(rig.sim.as_ref().unwrap().leaks(), mapped);
+    }
+    assert_eq!(memory.stats(), stats);
+    drop(memory);
+    assert_eq!(rig.sim.as_ref().unwrap().leaks(), before);
+}
+
+/// Nothing is added to an import of one allocation, and that has all its memory.
+#[test]
+fn an_allocation_is_imported_whole() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let before = rig.sim.as_ref().unwrap().leaks();
+    let (start, _) = Message::of_pool().window;
+    let extents = vec![(start, GRANULE), (start + GRANULE, GRANULE)];
+    let whole = Message {
+        kind: 1,
+        block: (start + 512, 2 * GRANULE - 512),
+        window: (start, 2 * GRANULE),
+        extents,
+        ..Message::of_pool()
+    };
+    let memory = whole.receive(&rig).unwrap();
+    assert_eq!(memory.bytes(), 2 * GRANULE - 512);
+    let beside = (start + 4 * GRANULE, GRANULE);
+    let pool = Message { window: beside, extents: vec![beside], ..Message::of_pool() };
+    let error = pool.receive_more(&rig, &memory).unwrap_err();
+    assert!(matches!(error, Error::BadMessage { .. }), "{error}");
+    drop(memory);
+    let short = Message { extents: whole.extents[..1].to_vec(), ..whole };
+    let error = short.receive(&rig).unwrap_err();
+    assert!(matches!(error, Error::BadMessage { .. }), "{error}");
+    assert_eq!(rig.sim.as_ref().unwrap().leaks(), before);
+}
+
+/// A device without memory refuses nothing that it was sent.
+#[test]
+fn an_import_that_finds_no_memory_says_so() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let (start, _) = Message::of_pool().window;
+    let message = Message { extents: vec![(start, GRANULE)], ..Message::of_pool() };
+    let code = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+    rig.sim.as_ref().unwrap().fail_nth("cuMemImportFromShareableHandle", 1, code);
+    let error = message.receive(&rig).unwrap_err();
+    assert!(matches!(error, Error::Driver { code: named, .. } if named == code), "{error}");
+}
+
+/// The device of an import has to reach memory of another one, and reaches that of the host.
+#[test]
+fn memory_that_the_device_does_not_reach_is_named() {
+    let sim = Simulator::builder().devices(2).peer_access(false).build().unwrap();
+    let driver = vpmm::Driver::new(sim.driver()).unwrap();
+    let [near, far] = [0, 1].map(|ordinal| driver.device(ordinal).unwrap());
+    let stream = near.stream().unwrap();
+    for (location, is_reached) in [(Location::Device, false), (Location::HostNuma(0), true)] {
+        for profile in Profile::BOTH {
+            let pool = profile.open(&near, location, FILES).unwrap();
+            let ptr = pool.malloc(GRANULE as usize, &stream).unwrap();
+            let before = sim.leaks();
+            let (here, there) = UnixStream::pair().unwrap();
+            let memory = std::thread::scope(|scope| {
+                let receiver = scope.spawn(|| Imported::receive(&far, &there, Access::Read));
+                let sent = pool.export(ptr).unwrap().send(&here);
+                assert_eq!(sent.is_ok(), is_reached, "{sent:?}");
+                receiver.join().unwrap()
+            });
+            match memory.map(drop) {
+                Ok(()) => assert!(is_reached, "{location:?}"),
+                Err(Error::PeerUnsupported { device: 0, peer: 1 }) => assert!(!is_reached),
+                Err(error) => panic!("{location:?}: {error}"),
+            }
+            assert_eq!(sim.leaks(), before);
+            pool.free(ptr, &stream).unwrap();
+        }
+    }
+}
+
+#[test]
+fn an_answer_that_is_none_is_named() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let pool = shareable(&rig, Profile::Default);
+    let mut export = pool.pool.export_all().unwrap();
+    let (mut here, there) = UnixStream::pair().unwrap();
+    here.write_all(&[9]).unwrap();
+    let error = export.send(&there).unwrap_err();
+    assert!(matches!(error, Error::BadMessage { .. }), "{error}");
+}
+
+/// One that waits for its sender has others wait that would add to the same import.
+#[test]
+fn messages_are_taken_one_at_a_time() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let nothing = Message::of_pool();
+    let memory = nothing.receive(&rig).unwrap();
+    let (here, there) = UnixStream::pair().unwrap();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| memory.receive_more(&there));
+        std::thread::sleep(std::time::Duration::from_millis(30));
+        let second = scope.spawn(|| nothing.receive_more(&rig, &memory));
+        std::thread::sleep(std::time::Duration::from_millis(30));
+        assert!(!second.is_finished());
+        assert_eq!(memory.stats().reservation_count, 1, "who asks does not wait");
+        nothing.put(&rig, &here);
+        first.join().unwrap().unwrap();
+        second.join().unwrap().unwrap();
+    });
 }
 
 /// A process that may have no more descriptors is told so, and not that the message is wrong.

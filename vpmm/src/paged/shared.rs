@@ -68,10 +68,7 @@ impl Source for PagedPool {
             .filter(|region| !matches!(region.state(), State::Hole | State::Zombie))
             .map(|region| Span { start: region.start(), bytes: region.bytes() })
             .collect();
-        let mut extents: Vec<SharedExtent> =
-            spans.into_iter().flat_map(|span| space.extents_in(span)).collect();
-        extents.sort_unstable_by_key(|extent| extent.span.start);
-        extents
+        spans.into_iter().flat_map(|span| space.extents_in(span)).collect()
     }
 }
 

@@ -76,3 +76,58 @@ pub(super) fn receive(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<Vec<Ow
     }
     Ok(files)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+    use std::time::Duration;
+
+    use super::*;
+
+    /// A socket with a timeout may take a part of a message, and the rest when there is room again.
+    #[test]
+    fn a_message_that_is_taken_in_parts_comes_whole_with_its_descriptors_once() {
+        let bytes: Vec<u8> = (0..1 << 20_u32).map(|at| (at ^ at >> 8 ^ at >> 16) as u8).collect();
+        let file = File::open("/dev/null").unwrap();
+        let pass = || {
+            let (here, there) = UnixStream::pair().unwrap();
+            here.set_write_timeout(Some(Duration::from_millis(50))).unwrap();
+            std::thread::scope(|scope| {
+                let receiving = scope.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(75));
+                    let mut came = vec![0; bytes.len()];
+                    receive(there.as_fd(), &mut came).map(|files| (came, files.len()))
+                });
+                let sent = send(here.as_fd(), &bytes, &[file.as_fd()]);
+                drop(here);
+                let received = receiving.join().unwrap();
+                sent.map(|()| received.unwrap())
+            })
+        };
+        // The receiver may come so late that the second part finds no room in time either.
+        let (came, files) = (0..20).find_map(|_| pass().ok()).expect("one goes through");
+        assert!(came == bytes);
+        assert_eq!(files, 1);
+    }
+
+    /// What a sender may have the receiver hold open is bounded, however it sends them.
+    #[test]
+    fn no_message_has_more_descriptors_than_a_batch() {
+        let file = File::open("/dev/null").unwrap();
+        for (counts, is_taken) in [([BATCH / 2, BATCH / 2], true), ([BATCH / 2, BATCH], false)] {
+            let (here, there) = UnixStream::pair().unwrap();
+            for count in counts {
+                send(here.as_fd(), &[7], &vec![file.as_fd(); count]).unwrap();
+            }
+            let came = receive(there.as_fd(), &mut [0; 2]);
+            match came {
+                Ok(files) => assert!(is_taken && files.len() == BATCH),
+                Err(error) => {
+                    assert!(!is_taken && matches!(error, Error::BadMessage { .. }), "{error}");
+                }
+            }
+        }
+    }
+}

@@ -145,7 +145,7 @@ impl Header {
     fn check_span(&self, span: Span) -> Result<Span> {
         let whole =
             span.start.is_multiple_of(self.granule) && span.bytes.is_multiple_of(self.granule);
-        if !whole || span.bytes == 0 || span.bytes > MOST_BYTES {
+        if !whole || span.bytes == 0 {
             return bad("a range is not whole granules");
         }
         match span.start.checked_add(span.bytes) {
@@ -260,6 +260,71 @@ mod tests {
         let mut endless = good;
         endless[48..64].fill(0xff);
         assert!(Header::read(&endless).is_err());
+    }
+
+    /// Each number at its bound is taken, and one beyond is not.
+    #[test]
+    fn numbers_are_bounded() {
+        let is_taken = |change: fn(&mut Header), block| {
+            let mut header = header(block);
+            change(&mut header);
+            let read = Header::read(&header.write());
+            assert!(matches!(read, Ok(_) | Err(Error::BadMessage { .. })), "{read:?}");
+            read.is_ok_and(|read| read == header)
+        };
+        assert!(is_taken(|of| of.windows = MOST_WINDOWS, None));
+        assert!(is_taken(|of| of.extents = MOST_EXTENTS, None));
+        assert!(is_taken(|of| of.extents = 0, None), "a pool may have none");
+        assert!(is_taken(|of| of.granule = 1 << 12, None));
+        assert!(is_taken(|of| of.granule = 1 << 40, None));
+        assert!(!is_taken(|of| of.windows = 0, None));
+        assert!(!is_taken(|of| of.windows = MOST_WINDOWS + 1, None));
+        assert!(!is_taken(|of| of.extents = MOST_EXTENTS + 1, None));
+        assert!(!is_taken(|of| of.granule = 1 << 11, None));
+        assert!(!is_taken(|of| of.granule = 1 << 41, None));
+        assert!(!is_taken(|of| of.granule = 3 << 12, None));
+        let block = |start, bytes| Some(Span { start, bytes });
+        let as_it_is: fn(&mut Header) = |_| ();
+        assert!(is_taken(as_it_is, block(GRANULE, 1)));
+        assert!(is_taken(as_it_is, block(u64::MAX - 1, 1)));
+        assert!(!is_taken(as_it_is, block(GRANULE, 0)));
+        assert!(!is_taken(as_it_is, block(u64::MAX, 1)));
+        assert!(!is_taken(|of| of.windows = 2, block(GRANULE, 1)));
+        assert!(!is_taken(|of| of.extents = 0, block(GRANULE, 1)));
+    }
+
+    #[test]
+    fn windows_are_in_order_and_as_announced() {
+        let span =
+            |start: u64, granules: u64| Span { start: start * GRANULE, bytes: granules * GRANULE };
+        let read = |windows: u32, block: Option<Span>, spans: &[Span]| {
+            let mut bytes = Vec::new();
+            spans.iter().for_each(|span| write_span(*span, &mut bytes));
+            Header { windows, ..header(block) }.read_windows(&bytes)
+        };
+        let (one, next, far) = (span(1, 2), span(3, 1), span(7, 4));
+        assert_eq!(
+            read(3, None, &[one, next, far]).unwrap(),
+            [one, next, far],
+            "side by side, too"
+        );
+        assert!(read(2, None, &[one, next, far]).is_err());
+        assert!(read(4, None, &[one, next, far]).is_err());
+        assert!(read(2, None, &[next, one]).is_err());
+        assert!(read(2, None, &[one, one]).is_err());
+        assert!(read(2, None, &[one, span(2, 2)]).is_err());
+        assert!(read(1, None, &[span(1, 0)]).is_err());
+        let most = MOST_BYTES / GRANULE;
+        assert!(read(1, None, &[span(1, most)]).is_ok());
+        assert!(read(1, None, &[span(1, most + 1)]).is_err());
+        assert!(read(2, None, &[span(1, most), span(most + 1, 1)]).is_err(), "more together");
+        let last = u64::MAX / GRANULE;
+        assert!(read(1, None, &[span(last - 1, 1)]).is_ok());
+        assert!(read(1, None, &[span(last, 1)]).is_err(), "beyond all addresses");
+        let bytes = |start: u64, bytes| Some(Span { start, bytes });
+        assert!(read(1, bytes(GRANULE, 2 * GRANULE), &[one]).is_ok());
+        assert!(read(1, bytes(GRANULE - 1, 2), &[one]).is_err());
+        assert!(read(1, bytes(3 * GRANULE - 1, 2), &[one]).is_err());
     }
 
     #[test]
