@@ -5,6 +5,7 @@
 //! is one.
 
 mod bad_input;
+mod claims;
 mod costs;
 mod crowd;
 mod failures;
