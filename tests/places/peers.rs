@@ -297,6 +297,32 @@ fn what_could_not_be_taken_back_is_taken_back_later() {
     }
 }
 
+/// What fails for one heap of a pool is taken back for those before it.
+#[test]
+fn what_fails_for_a_further_heap_is_taken_back_for_the_main_one() {
+    for profile in Profile::BOTH {
+        let (sim, [device, peer]) = two_devices(Simulator::builder());
+        let pool = opened(profile, &device);
+        let stream = device.stream().unwrap();
+        let tagged = pool.tagged("weights").unwrap();
+        let held = [
+            pool.malloc(GRANULE as usize, &stream).unwrap(),
+            tagged.malloc(GRANULE as usize, &stream).unwrap(),
+        ];
+        sim.fail_nth("cuMemSetAccess", 2, CUresult::CUDA_ERROR_UNKNOWN);
+        pool.set_access(&peer, Access::ReadWrite).unwrap_err();
+        assert_eq!(pool.access(&peer), Access::None);
+        let says = || held.map(|ptr| driver_says(&peer, ptr.address()));
+        let flags_of = |access| u64::from(flags(access));
+        assert_eq!(says(), [flags_of(Access::None); 2], "{profile:?}");
+        pool.set_access(&peer, Access::ReadWrite).unwrap();
+        assert_eq!(says(), [flags_of(Access::ReadWrite); 2], "{profile:?}");
+        held.into_iter().for_each(|ptr| pool.free(ptr, &stream).unwrap());
+        drop((tagged, pool, stream));
+        sim.assert_clean();
+    }
+}
+
 /// The driver's pool for small requests has the access that the pages have, whatever is refused.
 #[test]
 fn what_fails_for_pages_is_taken_back_for_small_requests() {

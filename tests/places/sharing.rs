@@ -380,9 +380,11 @@ fn an_import_that_has_ended_waits_for_a_later_wait_for_its_own_device() {
     assert_eq!(sim.leaks().mappings, both.mappings);
     let spin = sim.spin(busy.handle().raw()).unwrap();
     std::thread::scope(|scope| {
+        let calls = user.driver.calls();
         let waiting = scope.spawn(|| user.device.synchronize().unwrap());
-        std::thread::sleep(std::time::Duration::from_millis(50));
-        assert!(!waiting.is_finished());
+        while user.driver.calls().since(&calls).count("cuCtxSynchronize") == 0 {
+            std::thread::yield_now();
+        }
         end_in_capture(later);
         spin.release();
         waiting.join().unwrap();
@@ -716,18 +718,34 @@ fn messages_are_taken_one_at_a_time() {
     let rig = Rig::simulated(Schedule::Eager);
     let nothing = Message::of_pool();
     let memory = nothing.receive(&rig).unwrap();
-    let (here, there) = UnixStream::pair().unwrap();
+    let (mut here, there) = UnixStream::pair().unwrap();
+    let head = nothing.head();
+    here.write_all(&head[..20]).unwrap();
     std::thread::scope(|scope| {
         let first = scope.spawn(|| memory.receive_more(&there));
-        std::thread::sleep(std::time::Duration::from_millis(30));
+        while unread(&there) > 0 {
+            std::thread::yield_now();
+        }
         let second = scope.spawn(|| nothing.receive_more(&rig, &memory));
         std::thread::sleep(std::time::Duration::from_millis(30));
-        assert!(!second.is_finished());
-        assert_eq!(memory.stats().reservation_count, 1, "who asks does not wait");
-        nothing.put(&rig, &here);
+        let waits = !second.is_finished();
+        let known = memory.stats().reservation_count;
+        here.write_all(&head[20..]).unwrap();
         first.join().unwrap().unwrap();
         second.join().unwrap().unwrap();
+        assert!(waits);
+        assert_eq!(known, 1, "who asks does not wait");
     });
+}
+
+/// Bytes that wait in a socket.
+fn unread(socket: &UnixStream) -> i32 {
+    use std::os::fd::AsRawFd;
+    let mut bytes = 0;
+    // SAFETY: a live descriptor, and a pointer to a live int, as this request takes it.
+    let code = unsafe { libc::ioctl(socket.as_raw_fd(), libc::FIONREAD, &raw mut bytes) };
+    assert_eq!(code, 0);
+    bytes
 }
 
 /// A process that may have no more descriptors is told so, and not that the message is wrong.
