@@ -171,6 +171,10 @@ fn heaps_have_their_names() {
     graphs.begin(&stream).unwrap();
     let captured = pool.malloc(3 << 20, &stream).unwrap();
     graphs.end(&stream).unwrap();
+    let further = pool.graph_pool().unwrap();
+    further.begin(&stream).unwrap();
+    let captured_there = pool.malloc(3 << 20, &stream).unwrap();
+    further.end(&stream).unwrap();
     let name_of = |ptr: vpmm::DevicePtr| {
         let segments = pool.snapshot();
         let holds =
@@ -181,10 +185,11 @@ fn heaps_have_their_names() {
     assert_eq!(name_of(main), (HeapName::Main, false));
     assert_eq!(name_of(tagged), (HeapName::Tagged("weights".to_owned()), false));
     assert_eq!(name_of(captured), (HeapName::Graph(0), false));
+    assert_eq!(name_of(captured_there), (HeapName::Graph(1), false));
     pool.suspend("weights", &stream, &Contents::Discard).unwrap();
     assert_eq!(name_of(tagged), (HeapName::Tagged("weights".to_owned()), true));
     pool.resume("weights", &stream).unwrap();
-    for ptr in [main, tagged, captured] {
+    for ptr in [main, tagged, captured, captured_there] {
         pool.free(ptr, &stream).unwrap();
     }
 }

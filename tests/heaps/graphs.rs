@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use cuda_sim::Simulator;
+use cuda_sys::types::CUresult;
 use vpmm::{DevicePtr, Error, GraphPool, Location, Pool, Sharing, Stream, StreamHandle};
 
 use crate::graph::{self, Graph, MODES, RELAXED};
@@ -799,4 +800,265 @@ fn a_capture_that_takes_the_record_of_a_release() {
         drop((graphs, pool, stream));
         rig.assert_clean();
     }
+}
+
+/// What a capture freed of a tagged heap is everybody's when its stream's part is over, however that ends.
+#[test]
+fn tagged_memory_freed_in_a_capture_is_everybodys_in_the_end() {
+    #[derive(Clone, Copy, PartialEq, Debug)]
+    enum Ends {
+        End,
+        HandleDropped,
+        StreamDestroyed,
+        ForkDestroyed,
+    }
+    let all = [Ends::End, Ends::HandleDropped, Ends::StreamDestroyed, Ends::ForkDestroyed];
+    for profile in Profile::BOTH {
+        for ends in all {
+            let rig = Rig::on(Simulator::builder().build().unwrap());
+            let watched = rig.pool(profile, Location::Device);
+            let pool = &watched.pool;
+            let (stream, fork, other) = (rig.stream(), rig.stream(), rig.stream());
+            let tagged = pool.tagged("weights").unwrap();
+            let raw = graph::Raw::new(&rig, false);
+            let on = if ends == Ends::StreamDestroyed { stream.handle() } else { raw.handle() };
+            let freed_on = if ends == Ends::ForkDestroyed { fork.handle() } else { on };
+            // On another stream than that of the free, which the heap does not know.
+            let ptr = tagged.malloc((LIMIT * GRANULE) as usize, &other).unwrap();
+            rig.order(&other, on);
+            let graphs = pool.graph_pool().unwrap();
+            graphs.begin(on).unwrap();
+            graph::begin(&rig, on, RELAXED);
+            if ends == Ends::ForkDestroyed {
+                rig.order(on, &fork);
+            }
+            pool.free(ptr, freed_on).unwrap();
+            if ends == Ends::ForkDestroyed {
+                rig.order(&fork, on);
+            }
+            drop(graph::stop(&rig, on));
+            match ends {
+                Ends::End => graphs.end(on).unwrap(),
+                Ends::ForkDestroyed => {
+                    drop(fork);
+                    graphs.end(on).unwrap();
+                }
+                Ends::HandleDropped => drop(graphs),
+                Ends::StreamDestroyed => drop(stream),
+            }
+            // Not by the library, which would tell of it.
+            call!(rig.driver, cuCtxSynchronize());
+            pool.trim_to(0).unwrap();
+            assert_eq!(pool.stats().mapped_bytes, 0, "{profile:?}, {ends:?}");
+            watched.assert_intact();
+        }
+    }
+}
+
+/// A graph whose pool's last handle was dropped may run until the host has waited for its own device, though nothing is
+/// allocated any more and heaps are looked through.
+#[test]
+fn memory_of_a_dropped_graph_stays_until_a_wait_for_its_device() {
+    for profile in Profile::BOTH {
+        let rig = Rig::on(Simulator::builder().devices(2).build().unwrap());
+        let other_device = rig.driver.device(1).unwrap();
+        let watched = rig.pool(profile, Location::Device);
+        let pool = &watched.pool;
+        let (stream, other) = (rig.stream(), rig.stream());
+        let graphs = pool.graph_pool().unwrap();
+        graphs.begin(&stream).unwrap();
+        graph::begin(&rig, &stream, RELAXED);
+        let ptr = pool.malloc(MIB as usize, &stream).unwrap();
+        rig.fill(ptr.address(), MIB, 1, stream.handle());
+        pool.free(ptr, &stream).unwrap();
+        let graph = graph::end(&rig, &stream);
+        graphs.end(&stream).unwrap();
+        let mapped = || pool.stats().mapped_bytes;
+        let before = mapped();
+        assert!(before > 0);
+        let stall = rig.stall(other.handle());
+        graph.launch(&other);
+        drop(graphs);
+        drop(pool.graph_pool().unwrap());
+        assert_eq!(mapped(), before, "{profile:?}: looked through");
+        other_device.synchronize().unwrap();
+        assert_eq!(mapped(), before, "{profile:?}: another device");
+        drop(stall);
+        rig.device.synchronize().unwrap();
+        assert_eq!(mapped(), 0, "{profile:?}");
+        drop(graph);
+        watched.assert_intact();
+    }
+}
+
+/// A thread's default stream is asked about as its capture is awaited; if that fails nothing has begun.
+#[test]
+fn a_begin_that_fails_has_not_begun() {
+    let rig = Rig::on(Simulator::builder().build().unwrap());
+    let watched = rig.pool(Profile::Default, Location::Device);
+    let graphs = watched.pool.graph_pool().unwrap();
+    let own = vpmm::StreamHandle::PER_THREAD;
+    let code = CUresult::CUDA_ERROR_UNKNOWN;
+    rig.sim.as_ref().unwrap().fail_nth("cuStreamGetCaptureInfo_v2", 1, code);
+    let error = graphs.begin(own).unwrap_err();
+    assert!(matches!(error, Error::Driver { code: named, .. } if named == code), "{error}");
+    graphs.begin(own).unwrap();
+    graphs.end(own).unwrap();
+    graphs.release(own).unwrap();
+    drop(graphs);
+    watched.assert_intact();
+}
+
+/// What was freed in a capture on a stream that has ended is freed when the host has waited, and if that fails, with
+/// the next wait.
+#[test]
+fn a_free_left_to_a_wait_that_fails_is_made_with_the_next() {
+    let rig = Rig::on(Simulator::builder().build().unwrap());
+    let watched = rig.pool(Profile::Paged, Location::Device);
+    let pool = &watched.pool;
+    let stream = rig.stream();
+    let ptr = pool.malloc(GRANULE as usize, &stream).unwrap();
+    let graphs = pool.graph_pool().unwrap();
+    graphs.begin(&stream).unwrap();
+    graph::begin(&rig, &stream, RELAXED);
+    pool.free(ptr, &stream).unwrap();
+    drop(graph::stop(&rig, &stream));
+    drop(stream);
+    let live = || pool.stats().live_count;
+    assert_eq!(live(), 1);
+    let sim = rig.sim.as_ref().unwrap();
+    sim.fail_nth("cuEventRecord", 1, CUresult::CUDA_ERROR_UNKNOWN);
+    rig.device.synchronize().unwrap();
+    sim.clear_faults();
+    assert_eq!(live(), 1);
+    rig.device.synchronize().unwrap();
+    assert_eq!(live(), 0);
+    drop(graphs);
+    rig.device.synchronize().unwrap();
+    watched.assert_intact();
+}
+
+/// A stream that is destroyed takes no part any more: what it freed is for the next capture.
+#[test]
+fn memory_freed_by_a_stream_that_was_destroyed_is_for_the_next_capture() {
+    for profile in Profile::BOTH {
+        for is_forked in [false, true] {
+            let rig = Rig::on(Simulator::builder().build().unwrap());
+            let watched = rig.pool(profile, Location::Device);
+            let pool = &watched.pool;
+            let (stream, side, other) = (rig.stream(), rig.stream(), rig.stream());
+            let graphs = pool.graph_pool().unwrap();
+            graphs.begin(&stream).unwrap();
+            graph::begin(&rig, &stream, RELAXED);
+            let on = if is_forked { &side } else { &stream };
+            if is_forked {
+                rig.order(&stream, &side);
+            }
+            let ptr = pool.malloc(MIB as usize, on).unwrap();
+            rig.fill(ptr.address(), MIB, 1, on.handle());
+            pool.free(ptr, on).unwrap();
+            if is_forked {
+                rig.order(&side, &stream);
+            }
+            let first = graph::stop(&rig, &stream);
+            if is_forked {
+                drop(side);
+                graphs.end(&stream).unwrap();
+            } else {
+                drop(stream);
+            }
+            graphs.begin(&other).unwrap();
+            graph::begin(&rig, &other, RELAXED);
+            let again = pool.malloc(MIB as usize, &other).unwrap();
+            assert_eq!(again.address(), ptr.address(), "{profile:?}, forked {is_forked}");
+            pool.free(again, &other).unwrap();
+            let second = graph::stop(&rig, &other);
+            graphs.end(&other).unwrap();
+            graphs.release(&other).unwrap();
+            rig.device.synchronize().unwrap();
+            drop((first, second, graphs));
+            watched.assert_intact();
+        }
+    }
+}
+
+/// What the driver will not take when a graph's memory goes is offered again, and not lost with it.
+#[test]
+fn memory_of_a_graph_that_the_driver_refuses_goes_later() {
+    for profile in Profile::BOTH {
+        for call in ["cuMemUnmap", "cuMemRelease"] {
+            let rig = Rig::on(Simulator::builder().build().unwrap());
+            let sim = rig.sim.as_ref().unwrap();
+            let watched = rig.pool(profile, Location::Device);
+            let pool = &watched.pool;
+            let stream = rig.stream();
+            let before = sim.leaks();
+            let graphs = pool.graph_pool().unwrap();
+            graphs.begin(&stream).unwrap();
+            graph::begin(&rig, &stream, RELAXED);
+            let ptr = pool.malloc(MIB as usize, &stream).unwrap();
+            pool.free(ptr, &stream).unwrap();
+            drop(graph::stop(&rig, &stream));
+            graphs.end(&stream).unwrap();
+            sim.fail_nth(call, 1, CUresult::CUDA_ERROR_UNKNOWN);
+            graphs.release(&stream).unwrap();
+            rig.device.synchronize().unwrap();
+            pool.trim_to(u64::MAX).unwrap();
+            let after = sim.leaks();
+            assert_eq!((after.handles, after.mappings), (before.handles, before.mappings));
+            assert_eq!(after.reservations, before.reservations, "{profile:?}, {call}");
+            drop(graphs);
+            watched.assert_intact();
+        }
+    }
+}
+
+/// A wait that had begun before a graph's pool was dropped tells nothing of what was launched since.
+#[test]
+fn a_wait_of_before_a_graphs_pool_was_dropped_proves_nothing() {
+    // The wait may come to the simulator so late that it is for what was launched, too.
+    assert!((0..20).any(|_| wait_of_before_a_drop()));
+}
+
+/// Whether that wait ended before what was launched since.
+fn wait_of_before_a_drop() -> bool {
+    let rig = Rig::on(Simulator::builder().build().unwrap());
+    let watched = rig.pool(Profile::Default, Location::Device);
+    let pool = &watched.pool;
+    let (stream, busy, other) = (rig.stream(), rig.stream(), rig.stream());
+    let graphs = pool.graph_pool().unwrap();
+    graphs.begin(&stream).unwrap();
+    graph::begin(&rig, &stream, RELAXED);
+    let ptr = pool.malloc(MIB as usize, &stream).unwrap();
+    rig.fill(ptr.address(), MIB, 1, stream.handle());
+    pool.free(ptr, &stream).unwrap();
+    let graph = graph::end(&rig, &stream);
+    graphs.end(&stream).unwrap();
+    let mapped = pool.stats().mapped_bytes;
+    let first = rig.stall(busy.handle());
+    let ended = std::thread::scope(|scope| {
+        let calls = rig.driver.calls();
+        let waiting = scope.spawn(|| rig.device.synchronize().unwrap());
+        while rig.driver.calls().since(&calls).count("cuCtxSynchronize") == 0 {
+            std::thread::yield_now();
+        }
+        std::thread::sleep(Duration::from_millis(10));
+        let second = rig.stall(other.handle());
+        graph.launch(&other);
+        drop(graphs);
+        drop(first);
+        let start = Instant::now();
+        while !waiting.is_finished() && start.elapsed() < Duration::from_millis(500) {
+            std::thread::yield_now();
+        }
+        let ended = waiting.is_finished();
+        assert!(!ended || pool.stats().mapped_bytes == mapped);
+        drop(second);
+        ended
+    });
+    rig.device.synchronize().unwrap();
+    assert_eq!(pool.stats().mapped_bytes, 0);
+    drop(graph);
+    watched.assert_intact();
+    ended
 }

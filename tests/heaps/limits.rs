@@ -3,9 +3,10 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use cuda_sim::Schedule;
+use cuda_sim::{Schedule, Simulator};
 use vpmm::{
-    Buffers, Contents, Error, Location, Pool, Recovery, Sharing, StreamHandle, Tagged, WaitPolicy,
+    Buffers, Contents, Error, Location, PendingPolicy, Pool, Recovery, Sharing, StreamHandle,
+    Tagged, WaitPolicy,
 };
 
 use crate::graph;
@@ -869,6 +870,47 @@ fn a_trim_that_fails_for_one_heap_trims_the_others() {
         let left = [tagged.stats(), pool.stats()].map(|stats| stats.mapped_bytes / GRANULE);
         assert_eq!(left, [0, 2], "{profile:?}");
         assert_eq!(pool.trim_to(0).unwrap(), 2 * GRANULE);
+        watched.assert_intact();
+    }
+}
+
+/// A limit that is set later is at most the one that the pool was made with.
+#[test]
+fn no_later_limit_is_above_the_first() {
+    for profile in Profile::BOTH {
+        let rig = Rig::on(Simulator::builder().build().unwrap());
+        let watched = rig.pool(profile, Location::Device);
+        let stream = rig.stream();
+        for bytes in [None, Some((LIMIT + 1) * GRANULE)] {
+            watched.pool.limit_to(bytes).unwrap();
+            let error = watched.try_malloc((LIMIT + 1) * GRANULE, &stream).unwrap_err();
+            assert!(error.is_out_of_memory(), "{error}");
+            watched.free(watched.malloc(LIMIT * GRANULE, &stream), &stream);
+        }
+        watched.assert_intact();
+    }
+}
+
+/// Further heaps take other streams' memory before they grow where the pool does.
+#[test]
+fn heaps_wait_before_they_grow_where_their_pool_does() {
+    for policy in [PendingPolicy::GrowFirst, PendingPolicy::WaitFirst] {
+        let rig = Rig::on(Simulator::builder().build().unwrap());
+        let mut config = vpmm::PoolConfig::default();
+        (config.pending_policy, config.moves_per_second) = (policy, 0);
+        config.va_size_bytes = Some(128 * GRANULE);
+        let pool = vpmm::Pool::new(&rig.device, &config).unwrap();
+        let watched = rig.watch(Profile::Default, pool);
+        let tagged = watched.pool.tagged("weights").unwrap();
+        let (a, b) = (rig.stream(), rig.stream());
+        let first = tagged.malloc(4 * GRANULE as usize, &a).unwrap();
+        let stall = rig.stall(a.handle());
+        tagged.free(first, &a).unwrap();
+        let second = tagged.malloc(4 * GRANULE as usize, &b).unwrap();
+        let held = if policy == PendingPolicy::WaitFirst { 4 } else { 8 };
+        assert_eq!(tagged.stats().mapped_bytes, held * GRANULE, "{policy:?}");
+        drop(stall);
+        tagged.free(second, &b).unwrap();
         watched.assert_intact();
     }
 }

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use cuda_sim::Simulator;
+use cuda_sys::types::CUresult;
 use vpmm::{Access, Buffers, Contents, DevicePtr, Error, Location, Sharing, Tagged};
 
 use crate::graph;
@@ -687,4 +688,154 @@ fn an_end_waits_for_copies_that_could_not_be_waited_for() {
         stream.synchronize().unwrap();
         sim.assert_clean();
     }
+}
+
+/// Locked pages are kept for the next time where that is asked for, and else given back.
+#[test]
+fn locked_pages_are_kept_where_that_is_asked_for() {
+    let rig = Rig::on(Simulator::builder().build().unwrap());
+    let sim = rig.sim.as_ref().unwrap();
+    for profile in Profile::BOTH {
+        let watched = rig.pool(profile, Location::Device);
+        let (pool, stream) = (&watched.pool, rig.stream());
+        let tagged = pool.tagged("weights").unwrap();
+        let held = populate(&rig, &tagged, &stream);
+        let host = || sim.leaks().host_allocations;
+        let before = host();
+        let cycle = |buffers| {
+            let calls = rig.driver.calls();
+            pool.suspend("weights", &stream, &Contents::Keep(buffers)).unwrap();
+            let asleep = host() - before;
+            pool.resume("weights", &stream).unwrap();
+            check(&rig, &held, &stream);
+            let locked = rig.driver.calls().since(&calls).count("cuMemHostAlloc");
+            (locked, asleep, host() - before)
+        };
+        assert_eq!(cycle(Buffers::Release), (1, 1, 0));
+        assert_eq!(cycle(Buffers::Retain), (1, 1, 1));
+        assert_eq!(cycle(Buffers::Retain), (0, 1, 1));
+        assert_eq!(cycle(Buffers::Release), (0, 1, 0));
+        held.into_iter().for_each(|(ptr, ..)| pool.free(ptr, &stream).unwrap());
+        watched.assert_intact();
+    }
+}
+
+/// The host may have as much memory as is needed, and not in one piece.
+#[test]
+fn contents_are_kept_in_shorter_pieces_where_there_is_no_longer_one() {
+    let rig = Rig::on(Simulator::builder().build().unwrap());
+    let sim = rig.sim.as_ref().unwrap();
+    let watched = rig.pool(Profile::Default, Location::Device);
+    let (pool, stream) = (&watched.pool, rig.stream());
+    let tagged = pool.tagged("weights").unwrap();
+    let bytes = 10 * GRANULE;
+    let ptr = tagged.malloc(bytes as usize, &stream).unwrap();
+    rig.fill(ptr.address(), bytes, 3, stream.handle());
+    let code = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+    // Shorter than 16 MiB no piece is tried.
+    (1..3).for_each(|n| sim.fail_nth("cuMemHostAlloc", n, code));
+    let keep = Contents::Keep(Buffers::Release);
+    let error = pool.suspend("weights", &stream, &keep).unwrap_err();
+    assert!(matches!(error, Error::Driver { call: "cuMemHostAlloc", .. }), "{error}");
+    sim.clear_faults();
+    assert!(!tagged.is_asleep());
+    sim.fail_nth("cuMemHostAlloc", 1, code);
+    let before = sim.leaks().host_allocations;
+    let asleep = pool.suspend("weights", &stream, &keep).unwrap();
+    assert_eq!((asleep.saved_bytes, sim.leaks().host_allocations), (bytes, before + 2));
+    pool.resume("weights", &stream).unwrap();
+    check(&rig, &[(ptr, bytes, 3)], &stream);
+    pool.free(ptr, &stream).unwrap();
+    watched.assert_intact();
+}
+
+/// Whether a file is the one that was written is known before any memory is taken from the device.
+#[test]
+fn another_file_is_refused_before_anything_is_made() {
+    let rig = Rig::on(Simulator::builder().build().unwrap());
+    let watched = rig.pool(Profile::Default, Location::Device);
+    let (pool, stream) = (&watched.pool, rig.stream());
+    let tagged = pool.tagged("weights").unwrap();
+    let held = populate(&rig, &tagged, &stream);
+    let (path, aside) = (path(), path());
+    // What was there before is longer, and no part of what is.
+    fs::write(&path, vec![7; 64 << 20]).unwrap();
+    pool.suspend("weights", &stream, &Contents::Save(path.clone())).unwrap();
+    let written = fs::read(&path).unwrap();
+    assert!(written.len() < 64 << 20);
+    let modified = fs::metadata(&path).unwrap().modified().unwrap();
+    let restore = || {
+        let file = fs::File::options().write(true).open(&path).unwrap();
+        file.set_len(written.len() as u64).unwrap();
+        file.set_modified(modified).unwrap();
+    };
+    let refused = |what: &str, reason: &str| {
+        let calls = rig.driver.calls();
+        let error = pool.resume("weights", &stream).unwrap_err();
+        let said = error.to_string();
+        assert!(matches!(error, Error::ContentsChanged { .. }) && said.contains(reason), "{said}");
+        assert_eq!(rig.driver.calls().since(&calls).count("cuMemCreate"), 0, "{what}");
+    };
+    let file = fs::File::options().write(true).open(&path).unwrap();
+    file.set_len(written.len() as u64 + 1).unwrap();
+    file.set_modified(modified).unwrap();
+    refused("longer", "it is not as long");
+    restore();
+    let later = modified + std::time::Duration::from_secs(1);
+    file.set_modified(later).unwrap();
+    refused("written to", "it was written to, or is another");
+    restore();
+    fs::rename(&path, &aside).unwrap();
+    fs::write(&path, &written).unwrap();
+    restore();
+    refused("another with the same bytes and time", "it was written to, or is another");
+    fs::rename(&aside, &path).unwrap();
+    pool.resume("weights", &stream).unwrap();
+    check(&rig, &held, &stream);
+    fs::remove_file(&path).unwrap();
+    held.into_iter().for_each(|(ptr, ..)| pool.free(ptr, &stream).unwrap());
+    watched.assert_intact();
+}
+
+#[test]
+fn a_file_that_cannot_be_made_is_named() {
+    let rig = Rig::on(Simulator::builder().build().unwrap());
+    let watched = rig.pool(Profile::Default, Location::Device);
+    let (pool, stream) = (&watched.pool, rig.stream());
+    let tagged = pool.tagged("weights").unwrap();
+    let held = populate(&rig, &tagged, &stream);
+    let path = path().join("weights");
+    let error = pool.suspend("weights", &stream, &Contents::Save(path.clone())).unwrap_err();
+    assert!(matches!(error, Error::ContentsFile(_)), "{error}");
+    assert!(error.to_string().contains(&path.display().to_string()), "{error}");
+    assert!(!tagged.is_asleep());
+    let more = tagged.malloc(MIB as usize, &stream).unwrap();
+    pool.free(more, &stream).unwrap();
+    check(&rig, &held, &stream);
+    held.into_iter().for_each(|(ptr, ..)| pool.free(ptr, &stream).unwrap());
+    watched.assert_intact();
+}
+
+/// Contents that are lost may be in use until the stream has come so far.
+#[test]
+fn memory_whose_contents_are_discarded_is_waited_for() {
+    everywhere(|rig, profile| {
+        let watched = rig.pool(profile, Location::Device);
+        let (pool, stream) = (&watched.pool, rig.stream());
+        let tagged = pool.tagged("weights").unwrap();
+        let ptr = tagged.malloc(GRANULE as usize, &stream).unwrap();
+        let stall = rig.stall(stream.handle());
+        rig.fill(ptr.address(), GRANULE, 1, stream.handle());
+        std::thread::scope(|scope| {
+            let suspending =
+                scope.spawn(|| pool.suspend("weights", &stream, &Contents::Discard).map(drop));
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            assert!(!suspending.is_finished(), "{profile:?}");
+            drop(stall);
+            suspending.join().unwrap().unwrap();
+        });
+        pool.resume("weights", &stream).unwrap();
+        pool.free(ptr, &stream).unwrap();
+        watched.assert_intact();
+    });
 }
