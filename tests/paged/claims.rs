@@ -225,3 +225,48 @@ fn a_small_allocation_that_waits_for_nobody_is_the_drivers_at_once() {
     assert_eq!(rig.driver.calls().since(&calls).count("cuMemFreeAsync"), 1);
     watched.assert_intact();
 }
+
+/// The device has less than the pool could know: what was made of a request's pages, and what other streams freed,
+/// make up for the rest.
+#[test]
+fn pages_of_others_make_up_for_those_that_the_device_has_not() {
+    let sim = cuda_sim::Simulator::builder().memory_bytes(16 * PAGE).build().unwrap();
+    let rig = Rig::on(sim);
+    let (watched, beside) = (rig.small_pool(0), rig.small_pool(0));
+    let (a, b) = (rig.stream(), rig.stream());
+    // Two are left then beside the four.
+    let other = beside.pages(rig.device.free_memory().unwrap() / PAGE - 6, &a);
+    let four = watched.pages(4, &a);
+    let stall = rig.stall(a.handle());
+    watched.free(four, &a);
+    let six = watched.pages(6, &b);
+    let stats = watched.pool.stats();
+    assert_eq!((watched.usage(), stats.pages_created, stats.pages_moved), (6, 6, 4));
+    assert_eq!((stats.mapped_bytes, stats.device_waits), (6 * PAGE, 1));
+    drop(stall);
+    watched.free(six, &b);
+    beside.free(other, &a);
+    watched.assert_intact();
+    beside.assert_intact();
+}
+
+/// An event that was at hand for a free that fails is there for the next.
+#[test]
+fn a_free_that_cannot_record_its_uses_loses_no_event() {
+    let rig = Rig::simulated(Schedule::Eager);
+    let watched = rig.small_pool(0);
+    let (a, b) = (rig.stream(), rig.stream());
+    let held = [(); 2].map(|()| watched.pages(1, &a));
+    held.iter().for_each(|held| watched.pool.record_stream(held.ptr, &b).unwrap());
+    watched.free(held[0], &a);
+    rig.device.synchronize().unwrap();
+    let sim = rig.sim.as_ref().unwrap();
+    let events = sim.leaks().events;
+    for _ in 0..3 {
+        sim.fail_nth("cuEventRecord", 1, UNKNOWN);
+        watched.pool.free(held[1].ptr, &a).unwrap_err();
+    }
+    watched.free(held[1], &a);
+    assert_eq!(sim.leaks().events, events);
+    watched.assert_intact();
+}
