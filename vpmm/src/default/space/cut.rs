@@ -55,13 +55,7 @@ impl Space {
         let mut found = None;
         let mut lowest = u32::MAX;
         for set in self.usable_sets(stream, part) {
-            set.smallest(units, most, |block| {
-                let start = block.start() ^ turned;
-                // No block starts at the last unit of all.
-                if start < lowest {
-                    (lowest, found) = (start, Some(block));
-                }
-            });
+            found = set.lowest_of(units, most, turned, &mut lowest).or(found);
         }
         found.map(|block| (block.id(), end))
     }

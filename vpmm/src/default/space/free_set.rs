@@ -501,6 +501,65 @@ impl FreeSet {
         }
     }
 
+    /// Of the smallest blocks of at least so many units, `most` of them, the one whose start with its bits `turned` is
+    /// the lowest, if that is lower than `lowest`; with it. A loop of its own since it is the most of what a large
+    /// request takes that is placed by its fate.
+    pub(super) fn lowest_of<'a>(
+        &'a self,
+        units: u32,
+        most: u32,
+        turned: u32,
+        lowest: &mut u32,
+    ) -> Option<&'a Block> {
+        let first = class_of(units);
+        let (mut found, mut low, mut left) = (None, *lowest, most);
+        let mut meet = |block: &'a Block| {
+            let start = block.start() ^ turned;
+            if start < low {
+                (low, found) = (start, Some(block));
+            }
+            left -= 1;
+            left > 0
+        };
+        let mut goes_on = most > 0;
+        // Only the request's own class has blocks that are too small.
+        if goes_on && self.is_occupied(first) {
+            let mut of_class = self.of_class(first).filter(|block| block.units() >= units);
+            goes_on = of_class.all(&mut meet);
+        }
+        let mut word = first / 64;
+        let mut longer = u64::MAX << (first % 64) << 1;
+        while goes_on {
+            let of = self.words[word % WORDS];
+            let mut classes = of.occupied & longer;
+            while classes != 0 {
+                let class = word * 64 + classes.trailing_zeros() as usize;
+                goes_on = self.least_of(class).is_some_and(&mut meet);
+                if goes_on && of.crowded >> (class % 64) & 1 != 0 {
+                    goes_on = self.others.get(class).into_iter().flatten().all(&mut meet);
+                }
+                if !goes_on {
+                    break;
+                }
+                classes &= classes - 1;
+            }
+            let words = self.summary & (u64::MAX << word << 1);
+            if words == 0 {
+                break;
+            }
+            word = words.trailing_zeros() as usize;
+            longer = u64::MAX;
+        }
+        *lowest = low;
+        found
+    }
+
+    /// The blocks of an occupied class, the smallest first.
+    fn of_class(&self, class: usize) -> impl Iterator<Item = &Block> {
+        let others = self.others.get(class).into_iter().flatten();
+        self.least_of(class).into_iter().chain(others)
+    }
+
     /// Every block behind one of so many units at that start, in the order of sizes and then of addresses; behind
     /// none of no units are all.
     pub(in crate::default) fn behind(
@@ -612,7 +671,16 @@ mod tests {
             assert_eq!(found, best.map(|(units, start, _)| (*units, *start)));
             assert_eq!(set.largest().map(Block::units), model.iter().map(|of| of.0).max());
             let most = random(8);
-            assert_eq!(smallest(&set, wanted, most), smallest_of(&model, wanted, most as usize));
+            let expected = smallest_of(&model, wanted, most as usize);
+            assert_eq!(smallest(&set, wanted, most), expected);
+            for turned in [0, u32::MAX] {
+                let bound = if random(4) == 0 { random(step.max(1)) * 1000 } else { u32::MAX };
+                let mut lowest = bound;
+                let found = set.lowest_of(wanted, most, turned, &mut lowest);
+                let starts = expected.iter().map(|of| of.1 ^ turned).filter(|start| *start < bound);
+                assert_eq!(found.map(|block| block.start() ^ turned), starts.min());
+                assert_eq!(lowest, found.map_or(bound, |block| block.start() ^ turned));
+            }
             if step % 16 == 0 {
                 let place = (wanted & 63, random(step.max(1)) * 1000);
                 let mut behind: Vec<_> =
