@@ -552,6 +552,7 @@ def test_each_option_reaches_the_library():
         "wait": 2,
         "prefer": "wait",
         "sharing": "fabric",
+        "gpu_direct_rdma": True,
     }
     paged = {"profile": "paged", "initial_pages": 13, "page_size": "2 MiB"}
     default = {"profile": "default", "moves_per_second": 7, "patience": 0.5, "background": 0.25, "ahead": 11}
@@ -575,6 +576,7 @@ def test_each_option_reaches_the_library():
         "wait_nanoseconds": 2_000_000_000,
         "pending_policy": 2,
         "sharing": 2,
+        "flags": 1,
     }
     assert numbers(**given, **paged) == {
         **both,

@@ -73,6 +73,7 @@ _OF_POOL = {
     "page_size": (str, "of the paged profile: the bytes of a page"),
     "prefer": (str, "to 'grow', or to 'wait' for what other streams have freed"),
     "sharing": (str, "with other processes, by 'descriptors' or by 'fabric' handles"),
+    "gpu_direct_rdma": (bool, "whether network cards may reach the memory"),
 }
 
 
