@@ -329,12 +329,6 @@ def test_a_thread_maps_ahead_of_requests():
     assert pool.statistics().mapped_bytes >= 32 << 20
 
 
-@pytest.mark.parametrize("profile", ["default", "paged"])
-def test_memory_for_network_cards(profile):
-    pool = vpmm.Pool(profile=profile, gpu_direct_rdma=True, addresses="1 GiB")
-    pool.free(pool.malloc(8 * MIB))
-
-
 def test_devices_reach_each_others_pools():
     """The process's from the start, others where they are told. In a process with two devices."""
     program = """

@@ -103,8 +103,8 @@ impl Device {
         Ok(value)
     }
 
-    /// Whether memory that is mapped can be made for GPUDirect RDMA. Some platforms have the second of these without
-    /// the first, and refuse access to what is made for it.
+    /// Whether memory that is mapped can be made for GPUDirect RDMA: whether the platform has that at all, and for such
+    /// memory.
     pub(crate) fn can_map_for_rdma(&self) -> bool {
         use CUdevice_attribute as A;
         let needed = [
