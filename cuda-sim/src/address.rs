@@ -105,6 +105,11 @@ impl AccessRights {
         self.of(party) & needed == needed
     }
 
+    /// How many devices have rights.
+    pub(crate) fn devices(self) -> usize {
+        (0..MAX_DEVICES).filter(|device| self.of(*device) != 0).count()
+    }
+
     /// The parties that have rights which they had not in `old`, and which: 1 read, 2 write.
     fn gained_since(self, old: Self) -> impl Iterator<Item = (usize, u64)> {
         let mut gained = Self(self.0 & !old.0);

@@ -57,6 +57,13 @@ impl Call<'_> {
         if self.space.accessible(device, address, bytes, write) { Ok(()) } else { Err(INVALID) }
     }
 
+    /// Whether a range is in one piece of cuMemAlloc's memory of any device: copies within the devices reach
+    /// that without peer access, beside what the stream's own device can use.
+    fn is_allocated(&self, address: u64, bytes: u64) -> bool {
+        let holds = |(start, size)| address - start <= size && bytes <= size - (address - start);
+        self.heaps.iter().any(|heap| heap.find(address).is_some_and(holds))
+    }
+
     fn host_place(&self, address: u64, bytes: u64) -> Place {
         if self.space.host.holds(address, bytes) { Place::Reachable } else { Place::Pageable }
     }
@@ -88,14 +95,24 @@ impl Call<'_> {
         if bytes == 0 {
             return Ok(());
         }
-        if to_place == Place::Reachable {
-            self.require(stream, to, bytes, true)?;
-        }
-        if from_place == Place::Reachable {
-            self.require(stream, from, bytes, false)?;
+        let within_devices = to.min(from) >= BASE;
+        let mut by_others = false;
+        for (place, address, write) in [(to_place, to, true), (from_place, from, false)] {
+            if place == Place::Reachable && self.require(stream, address, bytes, write).is_err() {
+                if !within_devices || !self.is_allocated(address, bytes) {
+                    return Err(INVALID);
+                }
+                by_others = true;
+            }
         }
         let capturing = self.capture_of(stream)?.is_some();
         match (to_place, from_place) {
+            (Place::Reachable, Place::Reachable) if by_others => {
+                let body = move |memory: &mut DeviceMemory<'_>| {
+                    memory.copy_between_devices(to, from, bytes)
+                };
+                self.submit_kernel(stream, kernel(body))
+            }
             (Place::Reachable, Place::Reachable) => {
                 self.submit_kernel(stream, kernel(move |memory| memory.copy(to, from, bytes)))
             }

@@ -232,7 +232,9 @@ impl Costs {
         self.0.map.at(handle_bytes)
     }
 
-    /// One cuMemSetAccess over mappings of these sizes that do not have the access yet. If all
+    /// One cuMemSetAccess over mappings of these sizes that do not have the access yet, one that it opens to
+    /// several devices as often as those are (`benches/results/h200-2026-11-30-peers`, of two; the first that is
+    /// open to both takes a millisecond more, which is not in the model). If all
     /// have it, the call costs [`set_access_again`](Self::set_access_again).
     pub fn set_access(&self, mapping_bytes: impl IntoIterator<Item = u64>) -> f64 {
         mapping_bytes.into_iter().map(|bytes| self.0.set_access.at(bytes)).sum()
@@ -243,7 +245,7 @@ impl Costs {
         self.0.set_access_again
     }
 
-    /// One cuMemUnmap over mappings of these sizes.
+    /// One cuMemUnmap over mappings of these sizes, each as often as there are devices that it is open to.
     pub fn unmap(&self, mapping_bytes: impl IntoIterator<Item = u64>) -> f64 {
         mapping_bytes.into_iter().map(|bytes| self.0.unmap.at(bytes)).sum()
     }

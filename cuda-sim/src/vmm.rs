@@ -5,6 +5,7 @@
 //! would not answer but let the work fault or corrupt, taking a mapping away (or some of its
 //! rights) while the host has not seen work through it complete.
 
+use std::iter::repeat_n;
 use std::os::fd::{BorrowedFd, IntoRawFd};
 
 use cuda_sys::types::{
@@ -14,7 +15,7 @@ use cuda_sys::types::{
 };
 use rustc_hash::FxHashMap;
 
-use crate::address::{Owner, RESERVATION_UNIT, Refused};
+use crate::address::{MAX_DEVICES, Mapping, Owner, RESERVATION_UNIT, Refused};
 use crate::arguments::{In, Out, Untyped};
 use crate::call::Call;
 use crate::physical::{GRANULE, NUMA_NODES, Seat};
@@ -356,7 +357,9 @@ pub(crate) fn unmap(call: &mut Call<'_>, address: u64, size: usize) -> Result<()
     let state = &mut *call.state;
     let gone = state.space.addresses.unmap(address, size, Owner::Caller, Some(&state.host));
     let gone = gone.map_err(|refused| call.refused(refused, address, size))?;
-    call.cost = Some(call.costs.unmap(gone.iter().map(|(_, mapping)| mapping.size)));
+    // Each device that memory is open to has entries of its own.
+    let entries = |mapping: &Mapping| repeat_n(mapping.size, mapping.access().devices().max(1));
+    call.cost = Some(call.costs.unmap(gone.iter().flat_map(|(_, mapping)| entries(mapping))));
     let state = &mut *call.state;
     for (_, mapping) in gone {
         let handles = &mut state.memory_handles.by_value;
@@ -409,7 +412,8 @@ pub(crate) fn set_access(
     call.cost = Some(if changed.is_empty() {
         call.costs.set_access_again()
     } else {
-        call.costs.set_access(changed)
+        let devices = wanted.iter().filter(|right| right.party() < MAX_DEVICES).count().max(1);
+        call.costs.set_access(changed.into_iter().flat_map(|size| repeat_n(size, devices)))
     });
     Ok(())
 }

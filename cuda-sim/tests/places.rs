@@ -286,3 +286,87 @@ fn devices_without_peer_access() {
     assert_eq!(gpu.set(address, &[access(1, 3)]), CUresult::CUDA_ERROR_INVALID_DEVICE);
     assert_eq!(gpu.right_of(location(1), address), 0);
 }
+
+/// As two H200s have it: [each case](../../benches/results/h200-2026-11-30-peers/copies.txt).
+#[test]
+fn copies_between_devices_that_were_not_opened_to_each_other() {
+    const BYTES: usize = 64;
+    // What cuMemAlloc gave, mapped memory, a driver's pool's.
+    for case in 0..18 {
+        let (from, to, on) = (case / 6, case / 2 % 3, case % 2);
+        let gpu = Gpu::new(Simulator::builder().devices(2));
+        let memory = |device: usize, kind: usize| {
+            let context = gpu.retain(device as i32);
+            let mut address = 0;
+            match kind {
+                0 => address = gpu.alloc(BYTES),
+                1 => {
+                    address = gpu.reserve(GRANULE);
+                    let handle = gpu.create_at(&prop(device as i32)).unwrap();
+                    ok!(gpu, cuMemMap(address, GRANULE, 0, handle, 0));
+                    assert_eq!(
+                        gpu.set(address, &[access(device as i32, 3)]),
+                        CUresult::CUDA_SUCCESS
+                    );
+                }
+                _ => {
+                    ok!(gpu, cuMemAllocAsync(&mut address, BYTES, std::ptr::null_mut()));
+                    ok!(gpu, cuCtxSynchronize());
+                }
+            }
+            (context, address)
+        };
+        let ((first, source), (second, target)) = (memory(0, from), memory(1, to));
+        ok!(gpu, cuCtxSetCurrent(first));
+        let words = [7_u32; BYTES / 4];
+        ok!(gpu, cuMemcpyHtoD_v2(source, words.as_ptr().cast(), BYTES));
+        ok!(gpu, cuCtxSynchronize());
+        ok!(gpu, cuCtxSetCurrent([first, second][on]));
+        let stream = gpu.stream();
+        // The end on the stream's own device is reached anyway.
+        let is_made = if on == 0 { to == 0 } else { from == 0 };
+        let expected = if is_made { CUresult::CUDA_SUCCESS } else { INVALID };
+        for how in 0..3 {
+            let code = match how {
+                0 => call!(gpu, cuMemcpyDtoDAsync_v2(target, source, BYTES, stream)),
+                1 => call!(gpu, cuMemcpyAsync(target, source, BYTES, stream)),
+                _ => call!(gpu, cuMemcpyDtoD_v2(target, source, BYTES)),
+            };
+            assert_eq!(code, expected, "{from} to {to} on {on}, {how}");
+            ok!(gpu, cuCtxSynchronize());
+        }
+        if !is_made {
+            ok!(gpu, cuMemcpyPeerAsync(target, second, source, first, BYTES, stream));
+            ok!(gpu, cuCtxSynchronize());
+        }
+        ok!(gpu, cuCtxSetCurrent(second));
+        let mut arrived = [0_u32; BYTES / 4];
+        ok!(gpu, cuMemcpyDtoH_v2(arrived.as_mut_ptr().cast(), target, BYTES));
+        assert_eq!(arrived, words);
+        gpu.sim.assert_clean();
+    }
+}
+
+#[test]
+fn a_mapping_costs_for_each_device_that_it_is_open_to() {
+    let gpu = Gpu::new(Simulator::builder().devices(2).costs(cuda_sim::Costs::h200()));
+    gpu.retain(1);
+    gpu.retain(0);
+    let address = gpu.reserve(GRANULE);
+    let costs_of = |rights: &[CUmemAccessDesc]| {
+        let handle = gpu.create(GRANULE);
+        ok!(gpu, cuMemMap(address, GRANULE, 0, handle, 0));
+        let start = gpu.sim.modelled_us();
+        assert_eq!(gpu.set(address, rights), CUresult::CUDA_SUCCESS);
+        let opened = gpu.sim.modelled_us();
+        ok!(gpu, cuMemUnmap(address, GRANULE));
+        let unmapped = gpu.sim.modelled_us();
+        ok!(gpu, cuMemRelease(handle));
+        (opened - start, unmapped - opened)
+    };
+    let own = costs_of(&[access(0, 3)]);
+    let both = costs_of(&[access(0, 3), access(1, 1)]);
+    assert!(own.0 > 10.0 && own.1 > 10.0, "{own:?}");
+    let twice = |of: f64, once: f64| (of - 2.0 * once).abs() < 0.001;
+    assert!(twice(both.0, own.0) && twice(both.1, own.1), "{own:?} {both:?}");
+}

@@ -7,10 +7,15 @@ import vpmm
 
 if torch.cuda.device_count() < 2:
     pytest.skip(f"two GPUs are needed: {torch.cuda.device_count()}", allow_module_level=True)
-if not torch.cuda.can_device_access_peer(0, 1):
-    pytest.skip("GPUs that reach each other's memory are needed", allow_module_level=True)
 
 DIRECTIONS = [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def peers(allocator):
+    """Asked once the pool is PyTorch's allocator, since PyTorch starts CUDA for it."""
+    if not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip("GPUs that reach each other's memory are needed")
 
 
 @pytest.mark.parametrize("source, target", DIRECTIONS)
