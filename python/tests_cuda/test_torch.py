@@ -263,23 +263,39 @@ def test_callables_made_into_graphs():
         expected_module.zero_grad(set_to_none=True)
 
 
-@pytest.mark.parametrize(
-    "what, needs",
-    [
-        ("torch.backends.cudnn.benchmark = True; torch.nn.Conv2d(3, 8, 3).cuda()(x)", None),
-        ("f = torch.compile(lambda x: x * 2, mode='reduce-overhead'); [f(x) for _ in range(3)]", "triton"),
-    ],
-)
-def test_what_pytorch_does_not_hand_on_says_so(what, needs):
+def test_cudnn_searches_for_algorithms():
+    """It asks PyTorch's allocator for the longest block, which PyTorch hands on to no plug-in."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(
+        torch.nn.Conv2d(16, 64, 3, padding=1), torch.nn.Conv2d(64, 32, 5, stride=2)
+    ).cuda()
+    results = []
+    for searches in (False, True):
+        for bytes_held in (0, 6 << 30):
+            held = torch.empty(bytes_held, dtype=torch.uint8, device="cuda")
+            with torch.backends.cudnn.flags(enabled=True, benchmark=searches, allow_tf32=False):
+                for size in (48, 96):
+                    given = torch.ones(4, 16, size, size, device="cuda", requires_grad=True)
+                    layers(given).square().sum().backward()
+                    results.append((searches, size, given.grad, layers[0].weight.grad))
+                    layers.zero_grad(set_to_none=True)
+            del held
+    plain = {size: grads for searches, size, *grads in results if not searches}
+    for _, size, *grads in results:
+        torch.testing.assert_close(grads, plain[size], rtol=1e-3, atol=1e-2)
+    vpmm.Pool.of_process(torch.cuda.current_device()).validate()
+
+
+def test_what_pytorch_does_not_hand_on_says_so():
     """As docs/python.md has it. In a process of its own, which PyTorch may leave in the middle of it."""
-    if needs:
-        pytest.importorskip(needs)
-    program = f"""
+    pytest.importorskip("triton")
+    program = """
 import torch, vpmm.torch
 vpmm.torch.use()
 x = torch.randn(2, 3, 32, 32, device="cuda")
 try:
-    {what}
+    f = torch.compile(lambda x: x * 2, mode="reduce-overhead")
+    [f(x) for _ in range(3)]
 except RuntimeError as error:
     print(error)
 """
@@ -288,8 +304,7 @@ except RuntimeError as error:
 
 
 def test_it_trains_as_on_pytorchs_own_allocator():
-    program = textwrap.dedent(
-        """
+    program = textwrap.dedent("""
         import os, sys, random
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         import torch
@@ -305,8 +320,7 @@ def test_it_trains_as_on_pytorchs_own_allocator():
             loss = (model(x) - x.mean(1, keepdim=True)).square().mean()
             optimizer.zero_grad(); loss.backward(); optimizer.step()
             print(loss.item().hex())
-        """
-    )
+        """)
 
     def losses(name):
         command = [sys.executable, "-c", program, name]
@@ -316,8 +330,7 @@ def test_it_trains_as_on_pytorchs_own_allocator():
 
 
 def test_a_region_backed_by_the_pool():
-    program = textwrap.dedent(
-        """
+    program = textwrap.dedent("""
         import torch, vpmm, vpmm.torch
         pool = vpmm.torch.MemPool()
         outside = torch.ones(1 << 20, device="cuda")
@@ -330,8 +343,7 @@ def test_a_region_backed_by_the_pool():
         del inside, pool
         torch.cuda.empty_cache()
         assert vpmm.statistics().live_bytes == 0, vpmm.statistics()
-        """
-    )
+        """)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -2354,6 +2354,16 @@ uint64_t vpmm_torch_failed_frees(void);
 uint64_t vpmm_torch_failed_requests(uint32_t device);
 
 /**
+ * Has the pool answer PyTorch's `cacheInfo`, which PyTorch has no function to set for: once vpmm is its
+ * allocator, and before that is used. Whether it does: 1 or 0. cuDNN's search for the quickest algorithms
+ * (`torch.backends.cudnn.benchmark`) needs the answer, and throws without. No driver call.
+ *
+ * # Safety
+ * No other thread uses PyTorch's allocator meanwhile.
+ */
+uint32_t vpmm_torch_answer_cache_info(void);
+
+/**
  * PyTorch's `init`: pools are made when they are first used.
  */
 void vpmm_torch_init(int device_count);

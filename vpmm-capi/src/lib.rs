@@ -130,9 +130,9 @@ pub use tagged::{
 };
 
 pub use torch::{
-    vpmm_torch_alloc, vpmm_torch_base_alloc, vpmm_torch_begin_allocate_to_pool,
-    vpmm_torch_end_allocate_to_pool, vpmm_torch_failed_frees, vpmm_torch_failed_requests,
-    vpmm_torch_free, vpmm_torch_init, vpmm_torch_memory_fraction, vpmm_torch_record_stream,
-    vpmm_torch_release_pool, vpmm_torch_reset,
+    vpmm_torch_alloc, vpmm_torch_answer_cache_info, vpmm_torch_base_alloc,
+    vpmm_torch_begin_allocate_to_pool, vpmm_torch_end_allocate_to_pool, vpmm_torch_failed_frees,
+    vpmm_torch_failed_requests, vpmm_torch_free, vpmm_torch_init, vpmm_torch_memory_fraction,
+    vpmm_torch_record_stream, vpmm_torch_release_pool, vpmm_torch_reset,
 };
 pub use version::vpmm_version;

@@ -35,8 +35,8 @@ struct Build<'a> {
     flags: &'a [&'a str],
     /// With the library as an archive.
     is_static: bool,
-    /// A source of a library that stands in for another of this name.
-    beside: Option<(&'a str, &'a str)>,
+    /// Sources of libraries that stand in for others of these names, each of which may use those before it.
+    beside: &'a [(&'a str, &'a str)],
     /// What it is told.
     argument: Option<&'a Path>,
 }
@@ -68,7 +68,7 @@ impl Build<'_> {
             std::process::id(),
             self.source.replace(['.', '/'], "-"),
             self.is_static,
-            self.beside.is_some()
+            self.beside.len()
         );
         let folder = std::env::temp_dir().join(name);
         std::fs::create_dir_all(&folder).unwrap();
@@ -80,16 +80,18 @@ impl Build<'_> {
         } else {
             command.arg("-L").arg(libraries).arg("-lvpmm");
         }
-        if let Some((source, library)) = self.beside {
+        let mut made: Vec<PathBuf> = Vec::new();
+        for (source, library) in self.beside {
             let path = folder.join(library);
             let mut beside = self.compiler(&folder, true);
             beside
                 .args(["-shared", "-fPIC", "-o"])
                 .arg(&path)
                 .arg(format!("-Wl,-soname,{library}"));
-            built(beside.arg(sources.join(source)));
-            command.arg(path);
+            built(beside.arg(sources.join(source)).args(&made));
+            made.push(path);
         }
+        command.args(&made);
         built(command.args(["-lpthread", "-ldl", "-lm"]));
         let paths = std::env::join_paths([libraries, &folder]).unwrap();
         let ran = Command::new(&program)
@@ -184,7 +186,11 @@ fn pytorchs_calls_throw_its_exceptions() {
     Build {
         source: "torch.cpp",
         flags: &["-std=c++17", "-DWITH_C10"],
-        beside: Some(("c10.cpp", "libc10.so")),
+        beside: &[
+            ("c10.cpp", "libc10.so"),
+            ("c10_cuda.cpp", "libc10_cuda.so"),
+            ("torch_cuda.cpp", "libtorch_cuda.so"),
+        ],
         ..Build::default()
     }
     .run();

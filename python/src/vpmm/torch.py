@@ -74,6 +74,8 @@ def use(device: int | None = None, *, report: bool = True, **options: Unpack[_po
     if _is_used:
         return
     torch.cuda.memory.change_current_allocator(allocator())
+    # Which PyTorch has no function to set for; what it does without is to raise an error.
+    _library.lib.vpmm_torch_answer_cache_info()
     _is_used, _is_reported = True, report
     if report:
         _answer_questions()

@@ -61,7 +61,7 @@ fn loaded(name: &str) -> Option<Library> {
 }
 
 /// A symbol of one of some libraries, which then stay loaded.
-fn symbol<T: Copy>(names: &[&str], symbol: &[u8]) -> Option<T> {
+pub(super) fn symbol<T: Copy>(names: &[&str], symbol: &[u8]) -> Option<T> {
     names.iter().find_map(|name| {
         let library = loaded(name)?;
         // SAFETY: each caller asks for a type that fits the symbol, and has the size of a pointer.

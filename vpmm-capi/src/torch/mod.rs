@@ -6,6 +6,7 @@
 //! asks it throws, as PyTorch's own allocator does. Frees come from destructors, so they throw nothing;
 //! those that fail are counted, and the first of them are told on the standard error stream.
 
+mod answers;
 mod cxx;
 
 use std::collections::BTreeMap;
@@ -172,6 +173,18 @@ pub extern "C" fn vpmm_torch_failed_requests(device: u32) -> u64 {
         return 0;
     }
     failed_requests().get(&device).copied().unwrap_or(0)
+}
+
+/// Has the pool answer PyTorch's `cacheInfo`, which PyTorch has no function to set for: once vpmm is its
+/// allocator, and before that is used. Whether it does: 1 or 0. cuDNN's search for the quickest algorithms
+/// (`torch.backends.cudnn.benchmark`) needs the answer, and throws without. No driver call.
+///
+/// # Safety
+/// No other thread uses PyTorch's allocator meanwhile.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vpmm_torch_answer_cache_info() -> u32 {
+    // SAFETY: the caller vouches for it.
+    guarded(|| Ok(unsafe { answers::answer_cache_info() }.is_some())).map_or(0, u32::from)
 }
 
 /// PyTorch's `init`: pools are made when they are first used.

@@ -12,6 +12,7 @@
 #include <memory>
 #include <stdexcept>
 #include <thread>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -19,7 +20,7 @@
 #include "vpmm.hpp"
 
 #ifdef WITH_C10
-#include "c10.hpp"
+#include "torch_cuda.hpp"
 using out_of_memory = c10::OutOfMemoryError;
 using other_error = c10::Error;
 #else
@@ -43,6 +44,7 @@ void vpmm_torch_end_allocate_to_pool(int device, pool_id id);
 void vpmm_torch_release_pool(int device, pool_id id);
 std::uint64_t vpmm_torch_failed_frees();
 std::uint64_t vpmm_torch_failed_requests(std::uint32_t device);
+std::uint32_t vpmm_torch_answer_cache_info();
 }
 
 /// What a call throws of a type, as text; empty if nothing.
@@ -287,6 +289,56 @@ static void frees_that_fail() {
   MUST(vpmm_torch_failed_frees() == 1);
 }
 
+#ifdef WITH_C10
+/// Only the object that is used answers, and is what it was in all else.
+static void the_longest_block(vpmm_pool* pool, stream_t stream) {
+  using torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
+  auto& used = c10::cuda::CUDACachingAllocator::allocator;
+  const auto longest = [&](int device, size_t at_least) {
+    used.load()->cacheInfo(static_cast<signed char>(device), &at_least);
+    return at_least;
+  };
+  const auto refused = [&](int device) {
+    return thrown<c10::Error>([&] { longest(device, 0); });
+  };
+  MUST(vpmm_torch_answer_cache_info() == 0);
+  struct derived : CUDAPluggableAllocator {};
+  const auto other = std::make_unique<derived>();
+  used = other.get();
+  MUST(vpmm_torch_answer_cache_info() == 0);
+  MUST(refused(0) == "pluggable does not yet support cacheInfo");
+  auto plugged = std::make_unique<CUDAPluggableAllocator>();
+  const auto beside = std::make_unique<CUDAPluggableAllocator>();
+  used = plugged.get();
+  MUST(vpmm_torch_answer_cache_info() == 1);
+  MUST(vpmm_torch_answer_cache_info() == 1);
+  MUST(used.load()->initialized() && used.load()->name() == "pluggable");
+  MUST(dynamic_cast<CUDAPluggableAllocator*>(used.load()) == plugged.get());
+  MUST(typeid(*used.load()) == typeid(*beside));
+
+  vpmm_torch_free(vpmm_torch_alloc(30 << 20, 0, stream), 30 << 20, 0, stream);
+  const vpmm_stats now = stats_of(pool);
+  const size_t held = now.idle_bytes + now.cached_bytes;
+  MUST(held >= 30 << 20 && longest(0, 1) == held && longest(0, held + 7) == held + 7);
+  // With 0 the device's memory counts, and so much there is in one piece.
+  const size_t all = longest(0, 0);
+  MUST(all > held + (size_t{1} << 30));
+  void* block = vpmm_torch_alloc(all - (256 << 20), 0, stream);
+  MUST(block != nullptr && longest(0, 0) <= 256 << 20);
+  vpmm_torch_free(block, 0, 0, stream);
+  vpmm_torch_reset();
+  MUST(refused(40).find("cacheInfo") != std::string::npos);
+  MUST(refused(-1).find("there is no device -1") != std::string::npos);
+
+  used = beside.get();
+  MUST(refused(0) == "pluggable does not yet support cacheInfo");
+  used = nullptr;
+  plugged.reset();
+}
+#else
+static void the_longest_block(vpmm_pool*, stream_t) { MUST(vpmm_torch_answer_cache_info() == 0); }
+#endif
+
 int main() {
   vpmm_torch_init(1);
   vpmm_pool_options options;
@@ -298,6 +350,7 @@ int main() {
   MUST(vpmm_process_driver(&driver) == VPMM_OK);
   MUST(vpmm_process_pool(0, &pool) == VPMM_OK);
   MUST(vpmm_process_configure(&options) == VPMM_IN_USE);
+  the_longest_block(pool, nullptr);
   requests(driver, pool);
   more_streams_than_are_kept(driver);
   failures(pool);
