@@ -105,15 +105,18 @@ impl Rounds {
 }
 
 /// The same requests find the same gaps once a round has found all it needs, because fronts leave little
-/// of one round to the next.
+/// of one round to the next. Had they large blocks again only in the midst of a round, and not at its begin,
+/// gpt_train would change 77 extents in its second round and hold 1.0147, instead of one and 1.0101.
 #[test]
 fn trainings_settle() {
-    for name in ["gpt_train", "resnet_train"] {
+    for (name, again, held) in [("gpt_train", 5, 1.0125), ("resnet_train", 20, 1.0225)] {
         let rounds = Rounds::of(name);
         let changes: Vec<u64> = (0..30).map(|_| rounds.round()).collect();
-        let late: u64 = changes[20..].iter().sum();
-        assert!(late < changes[0] / 50, "{name}: {changes:?}");
-        assert!(rounds.held() < 1.03, "{name} holds {}", rounds.held());
+        assert!(
+            changes[1] <= again && changes[1..].iter().sum::<u64>() < 30,
+            "{name}: {changes:?}"
+        );
+        assert!(rounds.held() < held, "{name} holds {}", rounds.held());
         rounds.end();
     }
 }

@@ -61,7 +61,7 @@ const REST: u32 = 64;
 /// A program that asks for a large block more often than this has no time for anything else. Without a limit it
 /// pays for its large requests, none of which is a front's, only as long as its pool grows: each extent that was
 /// made is worth so many of them, up to so many rounds. Those double, up to a bound, whenever they have come to
-/// an end: going back to fronts unsettles what has settled.
+/// an end: going back to fronts unsettles what has settled. They come to an end, too, where all was given back.
 const IN_HASTE: Duration = Duration::from_micros(1);
 const A_WHILE: u32 = 16;
 const WORTH: u64 = 512;
@@ -395,6 +395,17 @@ impl Lifetimes {
             0 => self.in_haste = false,
             A_WHILE => self.in_haste = !self.is_limited,
             _ => {}
+        }
+    }
+
+    /// Callers have given back as good as all that they ever had. What the pool has grown is not to be paid for any
+    /// longer: a program that has no time for anything else and begins from nothing again has fronts from there on,
+    /// before its next requests have found their places, and not in the midst of them, which would unsettle those.
+    #[cold]
+    pub(super) fn begin_anew(&mut self) {
+        self.worth = 0;
+        if self.is_on && self.in_haste {
+            self.stop(0);
         }
     }
 
@@ -746,6 +757,53 @@ mod tests {
         // Single rounds that take longer are not enough.
         assert!((0..100).all(|at| !round(if at % 2 == 0 { 64 } else { 1 }, 0)));
         assert!((0..2 * A_WHILE).any(|_| round(64, 0)));
+    }
+
+    #[test]
+    fn a_program_in_haste_that_begins_anew_has_fronts_at_once() {
+        for (is_limited, micros) in [(false, 1), (false, 64), (true, 1)] {
+            let lifetimes = Lifetimes::new(is_limited);
+            let mut program = Program { lifetimes, ..Program::default() };
+            let mut end = Moment::default();
+            let mut round = |program: &mut Program, micros: u64, made| {
+                end.at += Duration::from_micros(micros);
+                end.made += made;
+                for number in 0..64 {
+                    program.malloc(number, 4);
+                    program.free(number);
+                }
+                program.lifetimes.end_round(end);
+                program.lifetimes.is_on()
+            };
+            // The extents that were made are worth it for many more.
+            assert!((0..2 * A_WHILE).all(|_| round(&mut program, micros, 100)));
+            program.lifetimes.begin_anew();
+            let in_haste = micros == 1 && !is_limited;
+            assert_eq!(program.lifetimes.is_on(), !in_haste);
+            assert!((0..4).all(|_| round(&mut program, micros, 0) != in_haste));
+            // What it makes from then on counts as ever.
+            assert!(round(&mut program, micros, 1));
+        }
+    }
+
+    /// Nor does what it has grown count when it has come to be in haste.
+    #[test]
+    fn what_was_made_before_a_program_began_anew_counts_no_more() {
+        let mut program = Program::default();
+        let mut end = Moment::default();
+        let mut round = |program: &mut Program, made| {
+            end.made += made;
+            for number in 0..64 {
+                program.malloc(number, 4);
+                program.free(number);
+            }
+            program.lifetimes.end_round(end);
+            program.lifetimes.is_on()
+        };
+        // How many a round has is known from the second on.
+        assert!((0..A_WHILE).all(|_| round(&mut program, 100)));
+        program.lifetimes.begin_anew();
+        assert!(program.lifetimes.is_on() && !round(&mut program, 0));
     }
 
     /// It would go on for ever, since sizes that do not come again have hardly any rounds.

@@ -27,6 +27,9 @@ use free_set::{Block, FreeSet};
 use owner::Owner;
 use tags::{CELL_UNITS, Tags};
 
+/// With less than this fraction of the most that was live a program is as good as at its beginning.
+const AS_GOOD_AS_NOTHING: u64 = 64;
+
 /// Small blocks live in addresses of their own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Part {
@@ -573,6 +576,9 @@ impl Space {
     pub(super) fn ebbs(&mut self, made: Instant) -> bool {
         let live = self.live_units();
         let ebb = self.tide.ebb(live);
+        if ebb.is_some() && live < self.peak_live / AS_GOOD_AS_NOTHING {
+            self.lifetimes.begin_anew();
+        }
         if ebb.is_some_and(|ebb| ebb.is_first) {
             let end = self.moment(made);
             self.lifetimes.end_round(end);
