@@ -51,6 +51,8 @@ pub struct Outcome {
     /// work of several threads cannot be told from them; measured on a GPU, where it is
     /// none if the machine has no clock for them.
     pub driver_time_us: Option<f64>,
+    /// The same of each pass, the one that stopped included, without the allocator's making; none with `--verify`.
+    pub pass_driver_time_us: Option<Vec<f64>>,
     /// That time by function, what took the most first; none where it is not known, and of allocators that
     /// do not call through [`vpmm::Driver`].
     pub by_function: Option<Vec<FunctionSpent>>,
@@ -199,6 +201,7 @@ impl<'a> Session<'a> {
             peak_mapped_bytes: 0,
             driver_calls: 0,
             driver_time_us: None,
+            pass_driver_time_us: None,
             by_function: None,
             longest: None,
             stop: None,
@@ -207,6 +210,7 @@ impl<'a> Session<'a> {
             findings: Vec::new(),
             lost_rows: Vec::new(),
         };
+        let mut by_pass = Vec::new();
         let opened = driver_time.of(|| allocator.open(machine, settings.limit_bytes));
         let backend = match opened {
             Ok(backend) => backend,
@@ -222,6 +226,7 @@ impl<'a> Session<'a> {
             return Err(RunError::Unreachable(allocator.clone()));
         }
         for _ in 0..settings.passes.max(1) {
+            let before = driver_time.spent_us;
             let pass = driver_time.of(|| {
                 replay.pass(&Target {
                     backend: &*backend,
@@ -234,6 +239,7 @@ impl<'a> Session<'a> {
                     progress: &|operations| progress.inc(operations),
                 })
             })?;
+            by_pass.push(driver_time.spent_us - before);
             outcome.operations = pass.operations;
             outcome.peak_live_bytes = outcome.peak_live_bytes.max(pass.peak_live_bytes);
             let complete = pass.stop.is_none();
@@ -273,6 +279,7 @@ impl<'a> Session<'a> {
         };
         if told_apart {
             outcome.driver_time_us = Some((driver_time.spent_us - verify_us).max(0.0));
+            outcome.pass_driver_time_us = verifier.is_none().then_some(by_pass);
         }
         if machine.simulator().is_none() || verifier.is_none() {
             outcome.by_function = driver_time.by_function();
@@ -379,6 +386,7 @@ mod tests {
             peak_mapped_bytes: 4,
             driver_calls: 0,
             driver_time_us: None,
+            pass_driver_time_us: None,
             by_function: None,
             longest: None,
             stop: None,

@@ -62,6 +62,8 @@ pub struct Report {
     pub driver_by_function: Option<Vec<FunctionSpent>>,
     /// `longest_driver_us` by function.
     pub longest_by_function: Option<Vec<FunctionSpent>>,
+    /// `driver_time_us` of every pass in order, without the allocator's making.
+    pub pass_driver_time_us: Option<Vec<f64>>,
 }
 
 impl Report {
@@ -104,6 +106,10 @@ impl Report {
             longest_by_function: longest
                 .map(|longest| rounded(&longest.by_function))
                 .filter(|functions| !functions.is_empty()),
+            pass_driver_time_us: outcome
+                .pass_driver_time_us
+                .as_deref()
+                .map(|passes| passes.iter().map(|us| round(*us, 2)).collect()),
         }
     }
 }
@@ -191,6 +197,7 @@ mod tests {
             longest_line: None,
             driver_by_function: None,
             longest_by_function: None,
+            pass_driver_time_us: None,
         }
     }
 

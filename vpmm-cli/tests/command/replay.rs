@@ -104,6 +104,27 @@ fn passes_threads_and_checks_are_reported() {
         .map(|ns| ns.as_f64().unwrap())
         .collect();
     assert_eq!(objects[0]["ns_per_op"].as_f64().unwrap(), warm[0].min(warm[1]));
+    assert!(objects[0]["pass_driver_time_us"].is_null(), "what checks contents is not told apart");
+}
+
+#[test]
+fn each_pass_tells_its_time_in_the_driver() {
+    let file = File::rows(&mixed_rows());
+    for allocators in ["default", "paged"] {
+        let allocator = format!("--allocator={allocators}");
+        let args = ["replay", file.path(), "--device=sim", &allocator, "--repeat=3", "--json"];
+        let object = &json(&run(&args), 0)[0];
+        let passes = object["pass_driver_time_us"].as_array().unwrap();
+        let passes: Vec<f64> = passes.iter().map(|us| us.as_f64().unwrap()).collect();
+        assert_eq!(passes.len(), 3);
+        // All that is needed is made in the first pass; the allocator's making is in none.
+        let all = object["driver_time_us"].as_f64().unwrap();
+        assert!(
+            passes[0] > 1.0 && passes[1..].iter().all(|us| *us < passes[0] / 2.0),
+            "{passes:?}"
+        );
+        assert!((passes[0]..=all).contains(&passes.iter().sum()), "{passes:?} of {all}");
+    }
 }
 
 #[test]
