@@ -482,6 +482,16 @@ mod tests {
             }
         }
 
+        /// A round of 64 requests, each freed before the next, that ends then; whether large requests come by after it.
+        fn pairs(&mut self, end: Moment) -> bool {
+            for number in 0..64 {
+                self.malloc(number, 4);
+                self.free(number);
+            }
+            self.lifetimes.end_round(end);
+            self.lifetimes.is_on()
+        }
+
         /// Three layers, each with something that goes; then what is needed at the crest, and back. The
         /// guesses for what goes, for what stays, and for the crest's own.
         fn step(&mut self, scale: u32) -> [Vec<Option<Fate>>; 3] {
@@ -735,12 +745,7 @@ mod tests {
         let mut round = |micros: u64, made: u64| {
             end.at += Duration::from_micros(micros);
             end.made += made;
-            for number in 0..64 {
-                program.malloc(number, 4);
-                program.free(number);
-            }
-            program.lifetimes.end_round(end);
-            program.lifetimes.is_on()
+            program.pairs(end)
         };
         // As long as it has time, and for a while after that.
         assert!((0..50).all(|_| round(64, 0)));
@@ -768,12 +773,7 @@ mod tests {
             let mut round = |program: &mut Program, micros: u64, made| {
                 end.at += Duration::from_micros(micros);
                 end.made += made;
-                for number in 0..64 {
-                    program.malloc(number, 4);
-                    program.free(number);
-                }
-                program.lifetimes.end_round(end);
-                program.lifetimes.is_on()
+                program.pairs(end)
             };
             // The extents that were made are worth it for many more.
             assert!((0..2 * A_WHILE).all(|_| round(&mut program, micros, 100)));
@@ -793,12 +793,7 @@ mod tests {
         let mut end = Moment::default();
         let mut round = |program: &mut Program, made| {
             end.made += made;
-            for number in 0..64 {
-                program.malloc(number, 4);
-                program.free(number);
-            }
-            program.lifetimes.end_round(end);
-            program.lifetimes.is_on()
+            program.pairs(end)
         };
         // How many a round has is known from the second on.
         assert!((0..A_WHILE).all(|_| round(&mut program, 100)));
