@@ -162,6 +162,27 @@ fn a_first_round_at_full_speed_holds_little_more_than_is_live() {
     }
 }
 
+/// A program that goes through the same once more at full speed, and has memory moved for a good part of its time, gets
+/// more instead soon: with as many moves for each extent made as a first round is worth, its next three had 40 % of
+/// all changes each that the first had.
+///
+/// The least of three: how fast it goes decides.
+#[test]
+fn what_comes_again_at_full_speed_moves_less_and_less() {
+    let rate = PoolConfig::default().moves_per_second;
+    for name in ["cupy_mix", "serve_streams"] {
+        let changes = [(); 3].map(|()| {
+            let rounds = Rounds::with(&format!("traces/{name}.csv.gz"), rate);
+            let changes = [(); 5].map(|()| rounds.round());
+            println!("{name} {changes:?} {}", rounds.held());
+            rounds.end();
+            changes
+        });
+        let settles = |changes: &[u64; 5]| changes[2..].iter().sum::<u64>() < changes[0] / 4;
+        assert!(changes.iter().any(settles), "{name} changes {changes:?}");
+    }
+}
+
 /// A training with varying lengths moves about as much as it makes while it grows, which is no reason to make
 /// long extents: it has time for short ones between its requests. With those it holds 1.007; with long ones
 /// once more has moved than was made 1.021, with at most 60 made at once 1.017.

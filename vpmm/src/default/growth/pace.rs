@@ -53,6 +53,8 @@ pub(in crate::default) struct Pace {
     /// All moves that there were, and those of them until the program had grown last.
     ever: u64,
     until_grown: u64,
+    /// Whether callers have ever given back as good as all that they had.
+    is_again: bool,
     /// Up to when time has been made up for, since the pool was made.
     until: Duration,
     saved: u64,
@@ -65,7 +67,9 @@ pub(in crate::default) struct Pace {
 impl Pace {
     pub(in crate::default) fn new(per_second: u32) -> Self {
         let [until, saved_until, grown] = [Duration::ZERO; 3];
-        Self { per_second, moves: 0, ever: 0, until_grown: 0, until, saved: 0, saved_until, grown }
+        let [moves, ever, until_grown, saved] = [0; 4];
+        let is_again = false;
+        Self { per_second, moves, ever, until_grown, is_again, until, saved, saved_until, grown }
     }
 
     /// Whether time makes up for moves.
@@ -130,6 +134,16 @@ impl Pace {
     /// The program has grown.
     pub(super) fn note_grown(&mut self) {
         self.until_grown = self.ever;
+    }
+
+    /// Callers have given back as good as all that they had: what comes now comes again.
+    pub(in crate::default) fn begin_anew(&mut self) {
+        self.is_again = true;
+    }
+
+    /// Whether they ever did.
+    pub(super) fn is_again(&self) -> bool {
+        self.is_again
     }
 
     /// Whether moves take more of the program's time than they are worth where they are for one request only.

@@ -123,7 +123,11 @@ const AHEAD_PIECE: u32 = 4;
 /// each further extent that has moved for each that was made, or the most at once where moves take a good part of
 /// the program's time; and up to five eighths of that growth maps this fraction of the pool ahead, whatever the
 /// request.
+///
+/// So many already where moves take a good part of the program's time and it has begun from nothing again: it goes
+/// through the same once more, what it held the first time it held for good, and each further time would cost as much.
 const RESTLESS: u64 = 8;
+const RESTLESS_AGAIN: u64 = 2;
 const SIXTEENTHS_AT_REST: u64 = 18;
 const SIXTEENTHS_EACH: u64 = 2;
 pub(super) const SIXTEENTHS_AT_MOST: u64 = 24;
@@ -429,6 +433,8 @@ pub(super) struct Growths {
     pub(super) moved_since_half: u64,
     /// Whether moves take a good part of the program's time.
     pub(super) hurried: bool,
+    /// Whether callers have ever given back as good as all that they had: what comes now comes again.
+    pub(super) again: bool,
     /// The most granules that were live.
     pub(super) peak_live: u64,
     /// The granules that the pool has.
@@ -447,7 +453,8 @@ impl Growths {
     /// `None` where it is not restless.
     fn sixteenths_at_rest(&self) -> Option<u64> {
         let made = self.made.max(1);
-        (self.unsettled > made * RESTLESS).then(|| {
+        let enough = if self.hurried && self.again { RESTLESS_AGAIN } else { RESTLESS };
+        (self.unsettled > made * enough).then(|| {
             if self.hurried {
                 let further = self.moved_since_half / made;
                 return further.saturating_add(SIXTEENTHS_AT_MOST).min(SIXTEENTHS_IN_A_HURRY);
@@ -488,6 +495,7 @@ mod tests {
             peak_live: 3200,
             mapped: 3200,
             hurried: false,
+            again: false,
             random: false,
         };
         let random = Growths { random: true, ..calm };
@@ -516,6 +524,7 @@ mod tests {
             unsettled: 301,
             moved_since_half: 0,
             hurried: false,
+            again: false,
             random: false,
             peak_live: 1400,
             mapped: 1400,
@@ -615,6 +624,7 @@ mod tests {
             peak_live: 100,
             mapped: 0,
             hurried: false,
+            again: false,
             random: false,
         };
         let ahead = [1, 40, LARGE, LARGE + 1, 100_000]
@@ -690,6 +700,7 @@ mod tests {
             unsettled: 800,
             moved_since_half: 0,
             hurried: false,
+            again: false,
             random: false,
             peak_live: 4000,
             mapped: 4000,
@@ -704,6 +715,17 @@ mod tests {
             policy.moves_first(4000, growths, 0)
         };
         assert_eq!([5999, 6000].map(in_a_hurry), [None, Some(10)]);
+        // Sooner where all was given back before; but not if it has time.
+        let again = |hurried, unsettled, mapped| {
+            let growths = Growths { again: true, hurried, moved: 0, unsettled, mapped, ..calm };
+            policy.moves_first(4000, growths, 0)
+        };
+        assert_eq!([200, 201].map(|moved| again(true, moved, 5999)), [Some(10), None]);
+        assert_eq!(again(true, 201, 6000), Some(10));
+        assert_eq!(
+            [201, 800, 801].map(|moved| again(false, moved, 4000)),
+            [Some(10), Some(10), None]
+        );
         // And a sixteenth more each time that as many have moved again as were made.
         let since_half = |moved_since_half, mapped| {
             let restless = Growths { moved: 801, unsettled: 801, hurried: true, ..calm };

@@ -578,6 +578,7 @@ impl Space {
         let ebb = self.tide.ebb(live);
         if ebb.is_some() && live < self.peak_live / AS_GOOD_AS_NOTHING {
             self.lifetimes.begin_anew();
+            self.pace.begin_anew();
         }
         if ebb.is_some_and(|ebb| ebb.is_first) {
             let end = self.moment(made);
