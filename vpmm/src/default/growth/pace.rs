@@ -36,6 +36,11 @@ const RESTIVE: u64 = 2;
 /// Moves at so many times that rate are a good part of the program's time, 8,000 a second by default, some 20 %.
 const HURRIED: u64 = 32;
 
+/// What growth takes where that is known of a whole round, however long the driver takes: one part in so many. What is
+/// shorter than a round of any program that it could matter to tells nothing.
+const HURRIED_PART: u32 = 5;
+const TELLING: Duration = Duration::from_millis(1);
+
 /// A program is long at work that has had so much time of its own. It can bear a longer request then.
 const LONG: Duration = Duration::from_millis(256);
 
@@ -55,6 +60,10 @@ pub(in crate::default) struct Pace {
     until_grown: u64,
     /// Whether callers have ever given back as good as all that they had.
     is_again: bool,
+    /// Since when, and what growth had taken then; and whether it took a good part of the time before.
+    since: Duration,
+    grown_then: Duration,
+    was_hurried: bool,
     /// Up to when time has been made up for, since the pool was made.
     until: Duration,
     saved: u64,
@@ -66,10 +75,23 @@ pub(in crate::default) struct Pace {
 
 impl Pace {
     pub(in crate::default) fn new(per_second: u32) -> Self {
-        let [until, saved_until, grown] = [Duration::ZERO; 3];
+        let [until, saved_until, grown, since, grown_then] = [Duration::ZERO; 5];
         let [moves, ever, until_grown, saved] = [0; 4];
-        let is_again = false;
-        Self { per_second, moves, ever, until_grown, is_again, until, saved, saved_until, grown }
+        let [is_again, was_hurried] = [false; 2];
+        Self {
+            per_second,
+            moves,
+            ever,
+            until_grown,
+            is_again,
+            since,
+            grown_then,
+            was_hurried,
+            until,
+            saved,
+            saved_until,
+            grown,
+        }
     }
 
     /// Whether time makes up for moves.
@@ -136,9 +158,15 @@ impl Pace {
         self.until_grown = self.ever;
     }
 
-    /// Callers have given back as good as all that they had: what comes now comes again.
-    pub(in crate::default) fn begin_anew(&mut self) {
+    /// Callers have given back as good as all that they had, so long after the pool was made: what comes now comes
+    /// again.
+    pub(in crate::default) fn begin_anew(&mut self, now: Duration) {
         self.is_again = true;
+        let passed = now.saturating_sub(self.since);
+        if passed >= TELLING {
+            self.was_hurried = (self.grown - self.grown_then) * HURRIED_PART > passed;
+            (self.since, self.grown_then) = (now, self.grown);
+        }
     }
 
     /// Whether they ever did.
@@ -151,9 +179,10 @@ impl Pace {
         self.is_beyond(now, RESTIVE)
     }
 
-    /// Whether moves take a good part of the program's time.
+    /// Whether moves take a good part of the program's time: by their number, or by what growth took in all before
+    /// the program began from nothing again.
     pub(super) fn is_hurried(&self, now: Duration) -> bool {
-        self.is_beyond(now, HURRIED)
+        self.was_hurried || self.is_beyond(now, HURRIED)
     }
 
     fn is_beyond(&self, now: Duration, times: u64) -> bool {
@@ -291,6 +320,19 @@ mod tests {
         let mut pace = Pace::new(0);
         pace.note(60);
         assert!(!pace.is_hurried(MILLI), "no time is known there");
+    }
+
+    #[test]
+    fn where_growth_took_a_fifth_of_a_round_the_next_is_hurried() {
+        let mut pace = Pace::new(1000);
+        let mut round = |grew: u32, end: u32| {
+            pace.note_growth(grew * MILLI / 2);
+            pace.begin_anew(end * MILLI / 2);
+            pace.is_hurried(end * MILLI / 2)
+        };
+        assert!(!round(4, 20) && round(5, 40) && !round(4, 60));
+        // What ends within less than a millisecond belongs to the next.
+        assert!(!round(1, 61) && round(2, 62));
     }
 
     #[test]

@@ -137,6 +137,8 @@ const OF_POOL_RESTLESS: u64 = 64;
 /// many extents have moved again as were made, and so many at the very most: several streams hold much that is not
 /// the others'.
 const SIXTEENTHS_IN_A_HURRY: u64 = 28;
+/// And so many at once where all was given back before.
+const SIXTEENTHS_AGAIN: u64 = 26;
 
 /// From so many on for each that was made extents are no longer short at leisure: what moves again and again
 /// had better be long.
@@ -457,7 +459,8 @@ impl Growths {
         (self.unsettled > made * enough).then(|| {
             if self.hurried {
                 let further = self.moved_since_half / made;
-                return further.saturating_add(SIXTEENTHS_AT_MOST).min(SIXTEENTHS_IN_A_HURRY);
+                let first = if self.again { SIXTEENTHS_AGAIN } else { SIXTEENTHS_AT_MOST };
+                return further.saturating_add(first).min(SIXTEENTHS_IN_A_HURRY);
             }
             let further = (self.unsettled / made).saturating_sub(RESTLESS);
             further
@@ -720,8 +723,8 @@ mod tests {
             let growths = Growths { again: true, hurried, moved: 0, unsettled, mapped, ..calm };
             policy.moves_first(4000, growths, 0)
         };
-        assert_eq!([200, 201].map(|moved| again(true, moved, 5999)), [Some(10), None]);
-        assert_eq!(again(true, 201, 6000), Some(10));
+        assert_eq!([200, 201].map(|moved| again(true, moved, 6499)), [Some(10), None]);
+        assert_eq!(again(true, 201, 6500), Some(10));
         assert_eq!(
             [201, 800, 801].map(|moved| again(false, moved, 4000)),
             [Some(10), Some(10), None]

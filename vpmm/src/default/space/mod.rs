@@ -578,7 +578,8 @@ impl Space {
         let ebb = self.tide.ebb(live);
         if ebb.is_some() && live < self.peak_live / AS_GOOD_AS_NOTHING {
             self.lifetimes.begin_anew();
-            self.pace.begin_anew();
+            let now = self.moment(made);
+            self.pace.begin_anew(now.at);
         }
         if ebb.is_some_and(|ebb| ebb.is_first) {
             let end = self.moment(made);
