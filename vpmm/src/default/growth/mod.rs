@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! policy, pace    how long new extents are, how much moves, what is saved up for either
+//! again           whether the program is in a hurry that goes through the same again
 //! plan            a window of addresses with the least to map, without the driver
 //! sources         the free extents that move there
 //! remap           the plan carried out, committed or put back
@@ -10,6 +11,7 @@
 //! lead            whether the stream noticed
 //! ```
 
+mod again;
 pub(super) mod exchange;
 pub(super) mod lead;
 pub(super) mod opening;

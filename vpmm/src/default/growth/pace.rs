@@ -14,6 +14,8 @@
 
 use std::time::Duration;
 
+use super::again::{Again, Mark};
+
 /// Handles that are saved up at most; and while one move is made up for.
 const MOST_SAVED: u64 = 4096;
 const SAVED_EACH: u32 = 32;
@@ -36,11 +38,6 @@ const RESTIVE: u64 = 2;
 /// Moves at so many times that rate are a good part of the program's time, 8,000 a second by default, some 20 %.
 const HURRIED: u64 = 32;
 
-/// What growth takes where that is known of a whole round, however long the driver takes: one part in so many. What is
-/// shorter than a round of any program that it could matter to tells nothing.
-const HURRIED_PART: u32 = 5;
-const TELLING: Duration = Duration::from_millis(1);
-
 /// A program is long at work that has had so much time of its own. It can bear a longer request then.
 const LONG: Duration = Duration::from_millis(256);
 
@@ -58,12 +55,7 @@ pub(in crate::default) struct Pace {
     /// All moves that there were, and those of them until the program had grown last.
     ever: u64,
     until_grown: u64,
-    /// Whether callers have ever given back as good as all that they had.
-    is_again: bool,
-    /// Since when, and what growth had taken then; and whether it took a good part of the time before.
-    since: Duration,
-    grown_then: Duration,
-    was_hurried: bool,
+    again: Again,
     /// Up to when time has been made up for, since the pool was made.
     until: Duration,
     saved: u64,
@@ -75,23 +67,10 @@ pub(in crate::default) struct Pace {
 
 impl Pace {
     pub(in crate::default) fn new(per_second: u32) -> Self {
-        let [until, saved_until, grown, since, grown_then] = [Duration::ZERO; 5];
+        let [until, saved_until, grown] = [Duration::ZERO; 3];
         let [moves, ever, until_grown, saved] = [0; 4];
-        let [is_again, was_hurried] = [false; 2];
-        Self {
-            per_second,
-            moves,
-            ever,
-            until_grown,
-            is_again,
-            since,
-            grown_then,
-            was_hurried,
-            until,
-            saved,
-            saved_until,
-            grown,
-        }
+        let again = Again::default();
+        Self { per_second, moves, ever, until_grown, again, until, saved, saved_until, grown }
     }
 
     /// Whether time makes up for moves.
@@ -140,7 +119,7 @@ impl Pace {
 
     /// The moves that there were beyond those that may go on for ever.
     pub(super) fn excess(&self, now: Duration) -> u64 {
-        self.ever.saturating_sub(self.lasting(now))
+        self.ever.saturating_sub(lasting(self.per_second, now))
     }
 
     /// Those of them since the program had grown last: what moved before tells nothing of whether it settles.
@@ -158,20 +137,17 @@ impl Pace {
         self.until_grown = self.ever;
     }
 
-    /// Callers have given back as good as all that they had, so long after the pool was made: what comes now comes
-    /// again.
-    pub(in crate::default) fn begin_anew(&mut self, now: Duration) {
-        self.is_again = true;
-        let passed = now.saturating_sub(self.since);
-        if passed >= TELLING {
-            self.was_hurried = (self.grown - self.grown_then) * HURRIED_PART > passed;
-            (self.since, self.grown_then) = (now, self.grown);
-        }
+    /// Callers have given back as good as all that they had, so long after the pool was made, which has made so many
+    /// extents: what comes now comes again.
+    pub(in crate::default) fn begin_anew(&mut self, now: Duration, made: u64) {
+        let mark = Mark { at: now, moves: self.ever, grown: self.grown };
+        let many = |passed| lasting(self.per_second, passed).saturating_mul(HURRIED);
+        self.again.begin(mark, made, many);
     }
 
-    /// Whether they ever did.
-    pub(super) fn is_again(&self) -> bool {
-        self.is_again
+    /// The extents that had been made when they first did, if they did.
+    pub(super) fn made_once(&self) -> Option<u64> {
+        self.again.made_once()
     }
 
     /// Whether moves take more of the program's time than they are worth where they are for one request only.
@@ -179,20 +155,13 @@ impl Pace {
         self.is_beyond(now, RESTIVE)
     }
 
-    /// Whether moves take a good part of the program's time: by their number, or by what growth took in all before
-    /// the program began from nothing again.
+    /// Whether moves take a good part of the program's time: of its last round, or else of all.
     pub(super) fn is_hurried(&self, now: Duration) -> bool {
-        self.was_hurried || self.is_beyond(now, HURRIED)
+        self.again.was_hurried().unwrap_or_else(|| self.is_beyond(now, HURRIED))
     }
 
     fn is_beyond(&self, now: Duration, times: u64) -> bool {
-        self.has_rate() && self.ever > self.lasting(now).saturating_mul(times)
-    }
-
-    /// The moves that may go on for ever, up to now.
-    fn lasting(&self, now: Duration) -> u64 {
-        let lasting = now.as_micros() * u128::from(self.per_second / LASTING) / 1_000_000;
-        u64::try_from(lasting).unwrap_or(u64::MAX)
+        self.has_rate() && self.ever > lasting(self.per_second, now).saturating_mul(times)
     }
 
     /// The pool has grown for so long.
@@ -227,6 +196,12 @@ impl Pace {
     pub(in crate::default) fn spend(&mut self, handles: u64) {
         self.saved = self.saved.saturating_sub(handles);
     }
+}
+
+/// The moves that may go on for ever at such a rate, for so long.
+fn lasting(per_second: u32, passed: Duration) -> u64 {
+    let lasting = passed.as_micros() * u128::from(per_second / LASTING) / 1_000_000;
+    u64::try_from(lasting).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]
@@ -323,16 +298,23 @@ mod tests {
     }
 
     #[test]
-    fn where_growth_took_a_fifth_of_a_round_the_next_is_hurried() {
+    fn a_round_that_is_known_decides_whether_a_pool_is_hurried() {
         let mut pace = Pace::new(1000);
-        let mut round = |grew: u32, end: u32| {
-            pace.note_growth(grew * MILLI / 2);
-            pace.begin_anew(end * MILLI / 2);
-            pace.is_hurried(end * MILLI / 2)
-        };
-        assert!(!round(4, 20) && round(5, 40) && !round(4, 60));
-        // What ends within less than a millisecond belongs to the next.
-        assert!(!round(1, 61) && round(2, 62));
+        pace.note(8001);
+        assert!(pace.is_hurried(1000 * MILLI));
+        pace.begin_anew(1000 * MILLI, 7);
+        assert!(pace.is_hurried(3600 * 1000 * MILLI), "8,001 in the last round");
+        pace.note(8000);
+        pace.begin_anew(2000 * MILLI, 8);
+        assert!(!pace.is_hurried(2000 * MILLI));
+        pace.note_growth(201 * MILLI);
+        pace.begin_anew(3000 * MILLI, 9);
+        assert!(pace.is_hurried(3000 * MILLI), "growth took more than a fifth");
+        assert_eq!(pace.made_once(), Some(7));
+        let mut pace = Pace::new(0);
+        pace.note(8001);
+        pace.begin_anew(Duration::ZERO, 7);
+        assert!(!pace.is_hurried(MILLI), "no time is known there");
     }
 
     #[test]

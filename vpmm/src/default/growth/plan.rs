@@ -219,8 +219,8 @@ pub(super) struct Means {
     pub(super) restive: bool,
     /// Whether moves take a good part of the program's time.
     pub(super) hurried: bool,
-    /// Whether callers have ever given back as good as all that they had.
-    pub(super) again: bool,
+    /// The extents that had been made when callers first gave back as good as all that they had, if they did.
+    pub(super) made_once: Option<u64>,
     /// Handles that may be made beyond what is needed.
     pub(super) saved: u64,
     /// Whether the program has had much time of its own.
@@ -305,7 +305,7 @@ impl Space {
             moved_since_half,
             restive: pace.is_restive(now),
             hurried: pace.is_hurried(now),
-            again: pace.is_again(),
+            made_once: pace.made_once(),
             saved: pace.saved(now),
             long_at_work: pace.is_long_at_work(now),
             in_time,
@@ -338,7 +338,7 @@ impl Space {
             unsettled: means.unsettled,
             moved_since_half: means.moved_since_half,
             hurried: means.hurried,
-            again: means.again,
+            made_once: means.made_once,
             peak_live: self.peak_live / granule_units,
             mapped: self.memory.mapped(),
             random: !raises && policy.is_random(self.is_loose, means.restive, self.returns),

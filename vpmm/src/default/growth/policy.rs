@@ -124,8 +124,9 @@ const AHEAD_PIECE: u32 = 4;
 /// the program's time; and up to five eighths of that growth maps this fraction of the pool ahead, whatever the
 /// request.
 ///
-/// So many already where moves take a good part of the program's time and it has begun from nothing again: it goes
-/// through the same once more, what it held the first time it held for good, and each further time would cost as much.
+/// So many already, for each that was made until then, where moves take a good part of the program's time and it has
+/// begun from nothing again; and the pool is to have the very most at once. It goes through the same once more, which
+/// would cost as much each further time.
 const RESTLESS: u64 = 8;
 const RESTLESS_AGAIN: u64 = 2;
 const SIXTEENTHS_AT_REST: u64 = 18;
@@ -137,8 +138,6 @@ const OF_POOL_RESTLESS: u64 = 64;
 /// many extents have moved again as were made, and so many at the very most: several streams hold much that is not
 /// the others'.
 const SIXTEENTHS_IN_A_HURRY: u64 = 28;
-/// And so many at once where all was given back before.
-const SIXTEENTHS_AGAIN: u64 = 26;
 
 /// From so many on for each that was made extents are no longer short at leisure: what moves again and again
 /// had better be long.
@@ -435,8 +434,9 @@ pub(super) struct Growths {
     pub(super) moved_since_half: u64,
     /// Whether moves take a good part of the program's time.
     pub(super) hurried: bool,
-    /// Whether callers have ever given back as good as all that they had: what comes now comes again.
-    pub(super) again: bool,
+    /// The extents that had been made when callers first gave back as good as all that they had, if they did: what
+    /// comes now comes again.
+    pub(super) made_once: Option<u64>,
     /// The most granules that were live.
     pub(super) peak_live: u64,
     /// The granules that the pool has.
@@ -455,12 +455,14 @@ impl Growths {
     /// `None` where it is not restless.
     fn sixteenths_at_rest(&self) -> Option<u64> {
         let made = self.made.max(1);
-        let enough = if self.hurried && self.again { RESTLESS_AGAIN } else { RESTLESS };
-        (self.unsettled > made * enough).then(|| {
+        if let (true, Some(made)) = (self.hurried, self.made_once) {
+            // Made for need then: what is made instead of moves is no reason to move again.
+            return (self.unsettled > made * RESTLESS_AGAIN).then_some(SIXTEENTHS_IN_A_HURRY);
+        }
+        (self.unsettled > made * RESTLESS).then(|| {
             if self.hurried {
                 let further = self.moved_since_half / made;
-                let first = if self.again { SIXTEENTHS_AGAIN } else { SIXTEENTHS_AT_MOST };
-                return further.saturating_add(first).min(SIXTEENTHS_IN_A_HURRY);
+                return further.saturating_add(SIXTEENTHS_AT_MOST).min(SIXTEENTHS_IN_A_HURRY);
             }
             let further = (self.unsettled / made).saturating_sub(RESTLESS);
             further
@@ -498,7 +500,7 @@ mod tests {
             peak_live: 3200,
             mapped: 3200,
             hurried: false,
-            again: false,
+            made_once: None,
             random: false,
         };
         let random = Growths { random: true, ..calm };
@@ -527,7 +529,7 @@ mod tests {
             unsettled: 301,
             moved_since_half: 0,
             hurried: false,
-            again: false,
+            made_once: None,
             random: false,
             peak_live: 1400,
             mapped: 1400,
@@ -627,7 +629,7 @@ mod tests {
             peak_live: 100,
             mapped: 0,
             hurried: false,
-            again: false,
+            made_once: None,
             random: false,
         };
         let ahead = [1, 40, LARGE, LARGE + 1, 100_000]
@@ -703,7 +705,7 @@ mod tests {
             unsettled: 800,
             moved_since_half: 0,
             hurried: false,
-            again: false,
+            made_once: None,
             random: false,
             peak_live: 4000,
             mapped: 4000,
@@ -720,13 +722,14 @@ mod tests {
         assert_eq!([5999, 6000].map(in_a_hurry), [None, Some(10)]);
         // Sooner where all was given back before; but not if it has time.
         let again = |hurried, unsettled, mapped| {
-            let growths = Growths { again: true, hurried, moved: 0, unsettled, mapped, ..calm };
+            let anew = Growths { made_once: Some(50), hurried, ..calm };
+            let growths = Growths { moved: 0, unsettled, mapped, ..anew };
             policy.moves_first(4000, growths, 0)
         };
-        assert_eq!([200, 201].map(|moved| again(true, moved, 6499)), [Some(10), None]);
-        assert_eq!(again(true, 201, 6500), Some(10));
+        assert_eq!([100, 101].map(|moved| again(true, moved, 6999)), [Some(10), None]);
+        assert_eq!(again(true, 101, 7000), Some(10));
         assert_eq!(
-            [201, 800, 801].map(|moved| again(false, moved, 4000)),
+            [101, 800, 801].map(|moved| again(false, moved, 4000)),
             [Some(10), Some(10), None]
         );
         // And a sixteenth more each time that as many have moved again as were made.

@@ -579,7 +579,7 @@ impl Space {
         if ebb.is_some() && live < self.peak_live / AS_GOOD_AS_NOTHING {
             self.lifetimes.begin_anew();
             let now = self.moment(made);
-            self.pace.begin_anew(now.at);
+            self.pace.begin_anew(now.at, now.made);
         }
         if ebb.is_some_and(|ebb| ebb.is_first) {
             let end = self.moment(made);
