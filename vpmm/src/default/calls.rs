@@ -154,7 +154,7 @@ impl Core {
         if let Some(cached) = cached {
             space.note_front(cached);
         }
-        if space.ebbs(self.made) {
+        if space.ebbs(self.made, || self.units_in_fronts()) {
             drop(space);
             self.flush_own(slot.index, Some(Part::Large));
             space = self.space.lock();

@@ -30,6 +30,10 @@ use tags::{CELL_UNITS, Tags};
 /// With less than this fraction of the most that was live a program is as good as at its beginning.
 const AS_GOOD_AS_NOTHING: u64 = 64;
 
+/// Whether it is, is looked at more closely where less than this fraction seems to be live: what streams have freed to
+/// their fronts is not known before they come.
+const LITTLE: u64 = 8;
+
 /// Small blocks live in addresses of their own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Part {
@@ -571,15 +575,17 @@ impl Space {
         self.peak_live = self.peak_live.max(self.live_units());
     }
 
-    /// Whether callers have so much less than they had that fronts are better emptied, of a pool made then.
+    /// Whether callers have so much less than they had that fronts are better emptied, of a pool made then, where all
+    /// fronts together have so many units.
     #[inline]
-    pub(super) fn ebbs(&mut self, made: Instant) -> bool {
+    pub(super) fn ebbs(&mut self, made: Instant, in_fronts: impl FnOnce() -> u64) -> bool {
         let live = self.live_units();
         let ebb = self.tide.ebb(live);
-        if ebb.is_some() && live < self.peak_live / AS_GOOD_AS_NOTHING {
-            self.lifetimes.begin_anew();
-            let now = self.moment(made);
-            self.pace.begin_anew(now.at, now.made);
+        if ebb.is_some()
+            && live < self.peak_live / LITTLE
+            && self.out_units.saturating_sub(in_fronts()) < self.peak_live / AS_GOOD_AS_NOTHING
+        {
+            self.begin_anew(made);
         }
         if ebb.is_some_and(|ebb| ebb.is_first) {
             let end = self.moment(made);
@@ -589,6 +595,14 @@ impl Space {
             self.lifetimes.look(now);
         }
         ebb.is_some()
+    }
+
+    /// Callers have given back as good as all that they had.
+    #[cold]
+    fn begin_anew(&mut self, made: Instant) {
+        self.lifetimes.begin_anew();
+        let now = self.moment(made);
+        self.pace.begin_anew(now.at, now.made);
     }
 
     /// Now, of a pool made then; without a rate of moves no time counts, and each program counts as in haste.
