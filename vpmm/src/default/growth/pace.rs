@@ -146,7 +146,7 @@ impl Pace {
     }
 
     /// The extents that had been made when they first did, if they did.
-    pub(super) fn made_once(&self) -> Option<u64> {
+    pub(in crate::default) fn made_once(&self) -> Option<u64> {
         self.again.made_once()
     }
 

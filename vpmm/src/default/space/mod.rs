@@ -797,6 +797,27 @@ mod tests {
         (space, tags, first)
     }
 
+    /// What streams have freed to their fronts is known once they come again.
+    #[test]
+    fn a_program_is_at_its_beginning_again_by_what_all_fronts_have() {
+        let (mut space, _, _) = of_blocks(&[]);
+        let made = Instant::now();
+        let mut begins = |live: u64, seen_in_fronts: u64, in_fronts: u64| {
+            (space.out_units, space.in_fronts) = (live, seen_in_fronts);
+            space.note_peak();
+            let ebbs = space.ebbs(made, || in_fronts);
+            let begins = space.pace.made_once().is_some();
+            space.pace = crate::default::growth::pace::Pace::new(0);
+            (ebbs, begins)
+        };
+        assert_eq!(begins(64 << 10, 0, 0), (false, false));
+        // An eighth seems to be live: nobody looks closer.
+        assert_eq!(begins(8 << 10, 0, 8 << 10), (true, false));
+        assert_eq!(begins(7000, 0, 5976), (true, false));
+        assert_eq!(begins(6000, 0, 4977), (true, true));
+        assert_eq!(begins(6000, 0, 6000), (false, false), "no ebb");
+    }
+
     /// What others lose by it is no more than by the stream's using what it frees.
     #[test]
     fn a_streams_block_takes_in_nobodys_neighbours_that_are_no_longer() {
