@@ -9,7 +9,7 @@
 use std::time::Duration;
 
 /// What growth takes of a round in which the program was in a hurry: one part in so many.
-const HURRIED_PART: u32 = 5;
+const HURRIED_PART: u32 = 10;
 
 /// What is shorter than a round of any program that it could matter to belongs to the next.
 const TELLING: Duration = Duration::from_millis(1);
@@ -79,8 +79,8 @@ mod tests {
         assert_eq!(round(MILLI / 2, MILLI / 2, 0), None);
         // What ended within less than a millisecond belongs to the next.
         assert_eq!(round(MILLI / 2, Duration::ZERO, 1), Some(true));
-        assert_eq!(round(10 * MILLI, 2 * MILLI, 10), Some(false));
-        assert_eq!(round(10 * MILLI, 2 * MILLI + MILLI / 100, 0), Some(true));
+        assert_eq!(round(10 * MILLI, MILLI, 10), Some(false));
+        assert_eq!(round(10 * MILLI, MILLI + MILLI / 100, 0), Some(true));
         assert_eq!(round(10 * MILLI, Duration::ZERO, 11), Some(true));
         assert_eq!(round(MILLI / 2, Duration::ZERO, 0), Some(true));
         assert_eq!(round(MILLI / 2, Duration::ZERO, 1), Some(false));

@@ -38,6 +38,9 @@ const RESTIVE: u64 = 2;
 /// Moves at so many times that rate are a good part of the program's time, 8,000 a second by default, some 20 %.
 const HURRIED: u64 = 32;
 
+/// And of a whole round, 4,000 a second: what it takes then it takes each time.
+const HURRIED_AGAIN: u64 = 16;
+
 /// A program is long at work that has had so much time of its own. It can bear a longer request then.
 const LONG: Duration = Duration::from_millis(256);
 
@@ -141,7 +144,7 @@ impl Pace {
     /// extents: what comes now comes again.
     pub(in crate::default) fn begin_anew(&mut self, now: Duration, made: u64) {
         let mark = Mark { at: now, moves: self.ever, grown: self.grown };
-        let many = |passed| lasting(self.per_second, passed).saturating_mul(HURRIED);
+        let many = |passed| lasting(self.per_second, passed).saturating_mul(HURRIED_AGAIN);
         self.again.begin(mark, made, many);
     }
 
@@ -300,16 +303,16 @@ mod tests {
     #[test]
     fn a_round_that_is_known_decides_whether_a_pool_is_hurried() {
         let mut pace = Pace::new(1000);
-        pace.note(8001);
-        assert!(pace.is_hurried(1000 * MILLI));
+        pace.note(4001);
+        assert!(!pace.is_hurried(1000 * MILLI));
         pace.begin_anew(1000 * MILLI, 7);
-        assert!(pace.is_hurried(3600 * 1000 * MILLI), "8,001 in the last round");
-        pace.note(8000);
+        assert!(pace.is_hurried(3600 * 1000 * MILLI), "4,001 in the last round");
+        pace.note(4000);
         pace.begin_anew(2000 * MILLI, 8);
         assert!(!pace.is_hurried(2000 * MILLI));
-        pace.note_growth(201 * MILLI);
+        pace.note_growth(101 * MILLI);
         pace.begin_anew(3000 * MILLI, 9);
-        assert!(pace.is_hurried(3000 * MILLI), "growth took more than a fifth");
+        assert!(pace.is_hurried(3000 * MILLI), "growth took more than a tenth");
         assert_eq!(pace.made_once(), Some(7));
         let mut pace = Pace::new(0);
         pace.note(8001);
