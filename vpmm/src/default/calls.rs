@@ -9,6 +9,7 @@ use super::class::{SMALL_UNITS, UNIT_BYTES, units_of};
 use super::front::Cached;
 use super::front::admit::Admitted;
 use super::front::shard::{Entered, Slot};
+use super::front::tide::Ebb;
 use super::ladder::Request;
 use super::space::book::{Recording, Stage};
 use super::space::tags::{Live, StartTag, Tag};
@@ -154,10 +155,8 @@ impl Core {
         if let Some(cached) = cached {
             space.note_front(cached);
         }
-        if space.ebbs(self.made, || self.units_in_fronts()) {
-            drop(space);
-            self.flush_own(slot.index, Some(Part::Large));
-            space = self.space.lock();
+        if let Some(ebb) = space.ebb(self.made) {
+            space = self.ebbs(space, ebb, slot.index);
         }
         // The heap may have fallen asleep since: see `place_awake`.
         if self.is_asleep() {
@@ -166,6 +165,23 @@ impl Core {
         let placed = space.place(&self.tags, slot.index, units, Part::of_size(units));
         space.note_peak();
         placed.map(|start| self.pointer(start))
+    }
+
+    /// Callers have much less than they had: empties the stream's own front of what may pin memory.
+    #[cold]
+    fn ebbs<'a>(
+        &'a self,
+        space: SpinGuard<'a, Space>,
+        ebb: Ebb,
+        stream: u32,
+    ) -> SpinGuard<'a, Space> {
+        let is_little = space.is_little();
+        drop(space);
+        // What streams have freed to their fronts is not known before they come.
+        let in_fronts = is_little.then(|| self.units_in_fronts());
+        self.space.lock().note_ebb(ebb, in_fronts, self.made);
+        self.flush_own(stream, Some(Part::Large));
+        self.space.lock()
     }
 
     /// A block of the front, which cannot be entered at once; else what the front has, unless it is revoked.

@@ -17,6 +17,7 @@ use intrusive_collections::UnsafeRef;
 use crate::arena::Arena;
 use crate::default::class::SMALL_UNITS;
 use crate::default::front::Cached;
+use crate::default::front::tide::{Ebb, Tide};
 use crate::default::lifetimes::{self, Birth, Lifetimes};
 use crate::default::memory::Memory;
 use crate::event::Event;
@@ -139,7 +140,7 @@ pub(super) struct Space {
     /// Blocks that came back, ever: tells growth whether anything was freed since the last, and how long the
     /// program has gone on.
     pub(super) returns: u64,
-    tide: crate::default::front::tide::Tide,
+    tide: Tide,
     pub(super) lifetimes: Lifetimes,
     pub(super) growth: crate::default::growth::plan::Growth,
     pub(super) pace: crate::default::growth::pace::Pace,
@@ -198,7 +199,7 @@ impl Space {
             awaits: 0,
             shared: Shared::default(),
             returns: 0,
-            tide: crate::default::front::tide::Tide::default(),
+            tide: Tide::default(),
             lifetimes: Lifetimes::new(limited),
             growth: crate::default::growth::plan::Growth::default(),
             pace: crate::default::growth::pace::Pace::new(moves_per_second),
@@ -575,26 +576,33 @@ impl Space {
         self.peak_live = self.peak_live.max(self.live_units());
     }
 
-    /// Whether callers have so much less than they had that fronts are better emptied, of a pool made then, where all
-    /// fronts together have so many units.
+    /// Whether callers have so much less than they had that fronts are better emptied, of a pool made then: what
+    /// [`note_ebb`](Self::note_ebb) is told.
     #[inline]
-    pub(super) fn ebbs(&mut self, made: Instant, in_fronts: impl FnOnce() -> u64) -> bool {
-        let live = self.live_units();
-        let ebb = self.tide.ebb(live);
-        if ebb.is_some()
-            && live < self.peak_live / LITTLE
-            && self.out_units.saturating_sub(in_fronts()) < self.peak_live / AS_GOOD_AS_NOTHING
-        {
-            self.begin_anew(made);
-        }
-        if ebb.is_some_and(|ebb| ebb.is_first) {
-            let end = self.moment(made);
-            self.lifetimes.end_round(end);
-        } else if self.lifetimes.is_overdue() {
+    pub(super) fn ebb(&mut self, made: Instant) -> Option<Ebb> {
+        let ebb = self.tide.ebb(self.live_units());
+        if !ebb.is_some_and(|ebb| ebb.is_first) && self.lifetimes.is_overdue() {
             let now = self.moment(made);
             self.lifetimes.look(now);
         }
-        ebb.is_some()
+        ebb
+    }
+
+    /// Whether so little seems to be live that it may be as good as nothing.
+    pub(super) fn is_little(&self) -> bool {
+        self.live_units() < self.peak_live / LITTLE
+    }
+
+    /// Notes an ebb. Where little seems to be live: what all fronts have.
+    pub(super) fn note_ebb(&mut self, ebb: Ebb, in_fronts: Option<u64>, made: Instant) {
+        let nothing = self.peak_live / AS_GOOD_AS_NOTHING;
+        if in_fronts.is_some_and(|units| self.out_units.saturating_sub(units) < nothing) {
+            self.begin_anew(made);
+        }
+        if ebb.is_first {
+            let end = self.moment(made);
+            self.lifetimes.end_round(end);
+        }
     }
 
     /// Callers have given back as good as all that they had.
@@ -802,20 +810,20 @@ mod tests {
     fn a_program_is_at_its_beginning_again_by_what_all_fronts_have() {
         let (mut space, _, _) = of_blocks(&[]);
         let made = Instant::now();
-        let mut begins = |live: u64, seen_in_fronts: u64, in_fronts: u64| {
-            (space.out_units, space.in_fronts) = (live, seen_in_fronts);
+        let mut begins = |live: u64, in_fronts: u64| {
+            space.out_units = live;
             space.note_peak();
-            let ebbs = space.ebbs(made, || in_fronts);
+            let ebb = space.ebb(made)?;
+            space.note_ebb(ebb, space.is_little().then_some(in_fronts), made);
             let begins = space.pace.made_once().is_some();
             space.pace = crate::default::growth::pace::Pace::new(0);
-            (ebbs, begins)
+            Some(begins)
         };
-        assert_eq!(begins(64 << 10, 0, 0), (false, false));
+        assert_eq!(begins(64 << 10, 0), None);
         // An eighth seems to be live: nobody looks closer.
-        assert_eq!(begins(8 << 10, 0, 8 << 10), (true, false));
-        assert_eq!(begins(7000, 0, 5976), (true, false));
-        assert_eq!(begins(6000, 0, 4977), (true, true));
-        assert_eq!(begins(6000, 0, 6000), (false, false), "no ebb");
+        assert_eq!(begins(8 << 10, 8 << 10), Some(false));
+        assert_eq!([begins(7000, 5976), begins(6000, 4977)], [Some(false), Some(true)]);
+        assert_eq!(begins(6000, 6000), None, "no ebb");
     }
 
     /// What others lose by it is no more than by the stream's using what it frees.
