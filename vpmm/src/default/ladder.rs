@@ -284,11 +284,6 @@ impl Core {
         served(self.poll(Some(request.stream), false))
     }
 
-    /// What all fronts have, as far as one can see from outside.
-    pub(super) fn units_in_fronts(&self) -> u64 {
-        self.shards().iter().map(|shard| shard.units()).sum()
-    }
-
     /// Whether it is worth asking for what other streams freed; and for that and what is in fronts.
     fn is_worth_calling_in(&self, request: Request, room: u64) -> (bool, bool) {
         let in_fronts = self.units_in_fronts();

@@ -213,6 +213,11 @@ impl Core {
         shards.collect()
     }
 
+    /// What all fronts have, as far as one can see from outside.
+    pub(in crate::default) fn units_in_fronts(&self) -> u64 {
+        lock(&self.registry).shards.iter().map(|shard| shard.units()).sum()
+    }
+
     /// Finds out which stream a handle means now, and gives it a place where it has none.
     pub(in crate::default) fn admit(&self, handle: StreamHandle) -> Result<Admitted<'_>> {
         if let Some(stream) = self.number_of(handle) {
