@@ -288,6 +288,7 @@ mod tests {
 
     #[test]
     fn what_the_service_refuses_has_its_status_behind_the_allocator() {
+        let _alone = tensors::alone();
         process::use_simulator();
         let heap = Heap::new(0).ok().unwrap();
         // This thread uses no manager.

@@ -403,6 +403,14 @@ pub unsafe extern "C" fn vpmm_gms_torch_free(
     }
 }
 
+/// For tests: held by each that uses a pool of the service, or that depends on nobody's doing so. The addresses of one
+/// simulator are those of the other's, too, and the only pool in use is every thread's.
+#[cfg(test)]
+pub(super) fn alone() -> std::sync::MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::PathBuf;
@@ -422,9 +430,6 @@ mod tests {
         vpmm_gms_free_address, vpmm_gms_reallocate_all, vpmm_gms_remap_all, vpmm_gms_unmap,
         vpmm_gms_unmap_all,
     };
-
-    /// Held by each test: the addresses of its simulator are those of the other's, too.
-    static ALONE: Mutex<()> = Mutex::new(());
 
     /// A client of a server of its own, whose socket is there; and what ends that, after the client.
     fn served(name: &str) -> (vpmm_gms, PathBuf, impl FnOnce() + use<>) {
@@ -454,7 +459,7 @@ mod tests {
     /// after that call.
     #[test]
     fn what_was_freed_during_another_call_is_not_published() {
-        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = alone();
         let (gms, socket, end) = served("freed");
         let time = Duration::from_secs(30);
         let left = || runtime_state(&socket, time).unwrap().allocation_count;
@@ -493,7 +498,7 @@ mod tests {
     /// go of it another allocation may be at that address.
     #[test]
     fn an_address_that_was_given_up_is_no_pools_any_more() {
-        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = alone();
         let (gms, _socket, end) = served("given-up");
         // Of its own addresses, which the driver gives out again.
         const BYTES: u64 = 300 << 20;
@@ -542,7 +547,7 @@ mod tests {
     /// A tensor that goes when the server has: at its address there is nothing to have memory in the next layout.
     #[test]
     fn what_was_freed_while_the_server_was_gone_is_no_part_of_what_comes_next() {
-        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = alone();
         let (gms, socket, end) = served("gone");
         let connect = || {
             let options = ConnectOptions::new(Requested::Rw).timeout(Duration::from_secs(30));
@@ -582,7 +587,7 @@ mod tests {
     /// The program takes a mapping away at the moment at which PyTorch's pool lets go of it.
     #[test]
     fn an_address_that_goes_from_both_sides_at_once_is_nobodys() {
-        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = alone();
         let (gms, _socket, end) = served("both");
         // Another call has the manager, so that what was given back stays.
         let another = gms.held().ok().unwrap();
@@ -636,7 +641,7 @@ mod tests {
     /// Its tensors, and what a pool of PyTorch's keeps for the next, are there still, and go later.
     #[test]
     fn a_client_that_ends_before_its_tensors_leaves_their_addresses_to_nobody_else() {
-        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = alone();
         // Of its own addresses, which the driver gives out again.
         const BYTES: usize = 300 << 20;
         for (closes, is_scratch) in [(true, false), (false, false), (true, true), (false, true)] {
@@ -690,7 +695,7 @@ mod tests {
     /// One that is cancelled, say. Threads that use none by themselves have the only one that there is.
     #[test]
     fn a_thread_that_ends_uses_nothing_any_more() {
-        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = alone();
         let (gms, _socket, end) = served("thread");
         let options = ConnectOptions::new(Requested::Rw);
         gms.held().ok().unwrap().manager().ok().unwrap().connect(options).unwrap();
@@ -709,7 +714,7 @@ mod tests {
     /// What stays until its manager writes is not looked at for every tensor that goes meanwhile.
     #[test]
     fn a_free_beside_many_that_have_to_stay_costs_what_one_does() {
-        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = alone();
         let (gms, _socket, end) = served("stays");
         const MANY: u64 = 50_000;
         let addresses = (1..=MANY).map(|at| at << 21);
