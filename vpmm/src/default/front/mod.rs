@@ -37,13 +37,12 @@ const LARGE_DEPTH: usize = 4;
 /// Large blocks in all: 8 MiB, or the stream's share of a fraction of the pool (less with a limit,
 /// more while the front is loose), or a single block that is longer. An exact front keeps a 32nd of
 /// its share; where many streams make that little, a 64th of the pool as long as all together keep
-/// no more than an eighth. More for one or two streams keeps a training from settling. And half of its
-/// share of what the pool has beyond the most that was live, which is nobody's loss.
+/// no more than an eighth. More for one or two streams keeps a training from settling. And its part of
+/// what the pool has beyond the most that was live.
 const LARGE_UNITS: u32 = 1 << 14;
 const EXACT_OF_SHARE: u64 = 32;
 const EXACT_OF_POOL: u64 = 64;
 const EXACT_TOGETHER: u64 = 8;
-const EXACT_OF_SPARE: u64 = 2;
 const EXACT_OF_LIMITED: u64 = 64;
 const LOOSE_OF_POOL: u64 = 4;
 /// A loose fit leaves at most this fraction of the request unused, of a request of more than 4 MiB as much again,
@@ -532,7 +531,7 @@ impl Front {
             (share.each / EXACT_OF_SHARE)
                 .max(share.pool / EXACT_OF_POOL)
                 .min(share.each / EXACT_TOGETHER)
-                .max(share.spare / EXACT_OF_SPARE)
+                .max(share.spare)
         } else {
             share.each / EXACT_OF_LIMITED
         };
@@ -663,8 +662,8 @@ mod tests {
         assert_eq!([kept(16, 0, 1), kept(16, 0, 2)], [512, 256]);
         // Four times as many streams keep as much each until all together keep an eighth.
         assert_eq!([4, 8, 16].map(|streams| kept(16, 0, streams)), [256, 256, 128]);
-        // Half of what the pool has beyond the most that was live, where that is more.
-        assert_eq!([kept(16, 2, 16), kept(16, 6, 16)], [128, 192]);
+        // Its part of what the pool has beyond the most that was live, where that is more.
+        assert_eq!([kept(16, 1, 16), kept(16, 3, 16)], [128, 192]);
         // A small pool.
         assert_eq!(kept(0, 0, 1), 8);
     }

@@ -141,9 +141,9 @@ impl Pace {
     }
 
     /// Callers have given back as good as all that they had, so long after the pool was made, which has made so many
-    /// extents: what comes now comes again.
-    pub(in crate::default) fn begin_anew(&mut self, now: Duration, made: u64) {
-        let mark = Mark { at: now, moves: self.ever, grown: self.grown };
+    /// extents and taken so many blocks back: what comes now comes again.
+    pub(in crate::default) fn begin_anew(&mut self, now: Duration, made: u64, returns: u64) {
+        let mark = Mark { at: now, returns, moves: self.ever, grown: self.grown };
         let many = |passed| lasting(self.per_second, passed).saturating_mul(HURRIED_AGAIN);
         self.again.begin(mark, made, many);
     }
@@ -305,18 +305,18 @@ mod tests {
         let mut pace = Pace::new(1000);
         pace.note(4001);
         assert!(!pace.is_hurried(1000 * MILLI));
-        pace.begin_anew(1000 * MILLI, 7);
+        pace.begin_anew(1000 * MILLI, 7, 1000);
         assert!(pace.is_hurried(3600 * 1000 * MILLI), "4,001 in the last round");
         pace.note(4000);
-        pace.begin_anew(2000 * MILLI, 8);
+        pace.begin_anew(2000 * MILLI, 8, 2000);
         assert!(!pace.is_hurried(2000 * MILLI));
         pace.note_growth(101 * MILLI);
-        pace.begin_anew(3000 * MILLI, 9);
+        pace.begin_anew(3000 * MILLI, 9, 3000);
         assert!(pace.is_hurried(3000 * MILLI), "growth took more than a tenth");
         assert_eq!(pace.made_once(), Some(7));
         let mut pace = Pace::new(0);
         pace.note(8001);
-        pace.begin_anew(Duration::ZERO, 7);
+        pace.begin_anew(Duration::ZERO, 7, 1000);
         assert!(!pace.is_hurried(MILLI), "no time is known there");
     }
 

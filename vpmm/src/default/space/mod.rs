@@ -35,6 +35,11 @@ const AS_GOOD_AS_NOTHING: u64 = 64;
 /// their fronts is not known before they come.
 const LITTLE: u64 = 8;
 
+/// What fronts keep of what the pool has beyond the most that was live, which is nobody's loss; and once callers have
+/// given back all: a program that goes through the same again finds more of it where it was.
+const OF_SPARE: (u64, u64) = (1, 2);
+const OF_SPARE_AGAIN: (u64, u64) = (3, 4);
+
 /// Small blocks live in addresses of their own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Part {
@@ -64,7 +69,8 @@ impl Part {
     }
 }
 
-/// Units of the pool, what is each stream's of them, and of what the pool has beyond the most that was live.
+/// Units of the pool, what is each stream's of them, and what its fronts may keep of what the pool has beyond the
+/// most that was live.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Share {
     pub(super) pool: u64,
@@ -82,14 +88,15 @@ struct Shared {
     share: Share,
 }
 
-/// What shares are of: granules of the pool, the most units that were live, and streams; and whether fronts
-/// keep large blocks.
+/// What shares are of: granules of the pool, the most units that were live, and streams; whether fronts
+/// keep large blocks, and whether what comes now comes again.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 struct Shareable {
     granules: u64,
     peak_live: u64,
     streams: u64,
     keeps_no_large: bool,
+    comes_again: bool,
 }
 
 pub(super) struct Space {
@@ -214,12 +221,14 @@ impl Space {
     pub(super) fn share_of_each(&mut self) -> Share {
         let (granules, streams) = (self.memory.mapped(), self.books.len() as u64);
         let (peak_live, keeps_no_large) = (self.peak_live, self.lifetimes.is_on());
-        let of = Shareable { granules, peak_live, streams, keeps_no_large };
+        let comes_again = self.pace.made_once().is_some();
+        let of = Shareable { granules, peak_live, streams, keeps_no_large, comes_again };
         if self.shared.of != of {
             let pool = granules * u64::from(self.memory.granule_units());
             let each = |units: u64| units / streams.max(1);
             let spare = pool.saturating_sub(of.peak_live);
-            let (each, spare) = (each(pool), each(spare));
+            let (part, whole) = if comes_again { OF_SPARE_AGAIN } else { OF_SPARE };
+            let (each, spare) = (each(pool), each(spare) / whole * part);
             self.shared = Shared { of, share: Share { pool, each, spare, keeps_no_large } };
         }
         self.shared.share
@@ -610,7 +619,7 @@ impl Space {
     fn begin_anew(&mut self, made: Instant) {
         self.lifetimes.begin_anew();
         let now = self.moment(made);
-        self.pace.begin_anew(now.at, now.made);
+        self.pace.begin_anew(now.at, now.made, self.returns);
     }
 
     /// Now, of a pool made then; without a rate of moves no time counts, and each program counts as in haste.
@@ -772,6 +781,29 @@ mod tests {
     /// As after a pointer was freed by two threads at once: beside a block are tags of a node that is elsewhere, and
     /// of one that is no block's.
     #[test]
+    fn fronts_keep_half_of_what_is_to_spare_and_of_what_comes_again_three_quarters() {
+        let mut memory = Memory::new(0, 64, 2 << 20, 8);
+        let at = memory.range(Part::Large).start;
+        memory.reserve(at, 16);
+        memory.settle(at);
+        memory.enter(Extent(1), at, 16);
+        let mut space = Space::new(memory, false, true, 1000);
+        for _ in 0..2 {
+            space.books.push(Book::new(book::Recording::Eager, 0));
+        }
+        space.peak_live = 12 * u64::from(space.memory.granule_units());
+        let kept = |space: &mut Space| {
+            let Share { each, spare, .. } = space.share_of_each();
+            [each, spare].map(|units| units / u64::from(space.memory.granule_units() / 4))
+        };
+        // Of sixteen granules four are to spare; in quarters of a granule, for each of two streams.
+        assert_eq!(kept(&mut space), [32, 4]);
+        space.returns = 1000;
+        space.begin_anew(Instant::now());
+        assert_eq!(kept(&mut space), [32, 6]);
+    }
+
+    #[test]
     fn a_tag_is_not_believed_where_its_node_lies_elsewhere() {
         let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), false, true, 0);
         let Some(tags) = Tags::new(64 << 12, 9 << 12) else { panic!("no memory for the tags") };
@@ -809,6 +841,7 @@ mod tests {
     #[test]
     fn a_program_is_at_its_beginning_again_by_what_all_fronts_have() {
         let (mut space, _, _) = of_blocks(&[]);
+        space.returns = 1000;
         let made = Instant::now();
         let mut begins = |live: u64, in_fronts: u64| {
             space.out_units = live;
