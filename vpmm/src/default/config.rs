@@ -69,7 +69,9 @@ pub struct PoolConfig {
     /// some for each extent that was made; once there have been more moves than extents were made, fewer
     /// may, by the square of that ratio. Moves during which the requesting stream was busy throughout with
     /// what it had been given before do not count, since they keep nobody waiting but the host. At the
-    /// limit extents move whenever that helps. For each move's
+    /// limit extents move whenever that helps. A program that gives back all that it has and goes through the
+    /// same again at once, a tenth of its time spent on moves, soon gets memory instead: up to twice what was
+    /// live at most, if no limit is set. For each move's
     /// time 32 handles more than needed may be made, in shorter extents, of which a block keeps
     /// less from moving: once, while the pool grows, and not in a program's first 16 milliseconds.
     /// With 0 no time counts: what is made and moved follows from the requests and from what of the work before

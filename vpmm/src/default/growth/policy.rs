@@ -125,12 +125,14 @@ const AHEAD_PIECE: u32 = 4;
 /// request.
 ///
 /// So many already, for each that was made until then, where moves take a good part of the program's time and it has
-/// begun from nothing again; and the pool is to have the very most at once. It goes through the same once more, which
-/// would cost as much each further time.
+/// begun from nothing again; and the pool is to have twice what was live at once. It goes through the same once more,
+/// which would cost as much each further time. Several streams' fronts keep three quarters of that, and what one of
+/// them asks for beyond its own is to lie together in the rest.
 const RESTLESS: u64 = 8;
 const RESTLESS_AGAIN: u64 = 2;
 const SIXTEENTHS_AT_REST: u64 = 18;
 const SIXTEENTHS_EACH: u64 = 2;
+const SIXTEENTHS_AGAIN: u64 = 32;
 pub(super) const SIXTEENTHS_AT_MOST: u64 = 24;
 const OF_POOL_RESTLESS: u64 = 64;
 
@@ -457,7 +459,7 @@ impl Growths {
         let made = self.made.max(1);
         if let (true, Some(made)) = (self.hurried, self.made_once) {
             // Made for need then: what is made instead of moves is no reason to move again.
-            return (self.unsettled > made * RESTLESS_AGAIN).then_some(SIXTEENTHS_IN_A_HURRY);
+            return (self.unsettled > made * RESTLESS_AGAIN).then_some(SIXTEENTHS_AGAIN);
         }
         (self.unsettled > made * RESTLESS).then(|| {
             if self.hurried {
@@ -726,8 +728,8 @@ mod tests {
             let growths = Growths { moved: 0, unsettled, mapped, ..anew };
             policy.moves_first(4000, growths, 0)
         };
-        assert_eq!([100, 101].map(|moved| again(true, moved, 6999)), [Some(10), None]);
-        assert_eq!(again(true, 101, 7000), Some(10));
+        assert_eq!([100, 101].map(|moved| again(true, moved, 7999)), [Some(10), None]);
+        assert_eq!(again(true, 101, 8000), Some(10));
         assert_eq!(
             [101, 800, 801].map(|moved| again(false, moved, 4000)),
             [Some(10), Some(10), None]
