@@ -45,7 +45,7 @@ impl Again {
     /// such a time.
     pub(super) fn begin(&mut self, now: Mark, made: u64, many: impl FnOnce(Duration) -> u64) {
         let last = self.last;
-        if now.returns - last.returns < TELLING_BLOCKS {
+        if now.returns.saturating_sub(last.returns) < TELLING_BLOCKS {
             return;
         }
         self.made_once.get_or_insert(made);

@@ -126,8 +126,8 @@ const AHEAD_PIECE: u32 = 4;
 ///
 /// So many already, for each that was made until then, where moves take a good part of the program's time and it has
 /// begun from nothing again; and the pool is to have twice what was live at once. It goes through the same once more,
-/// which would cost as much each further time. Several streams' fronts keep three quarters of that, and what one of
-/// them asks for beyond its own is to lie together in the rest.
+/// which would cost as much each further time. Fronts keep three quarters of what is to spare then; what one stream of
+/// several asks for beyond its own is to lie together in the rest.
 const RESTLESS: u64 = 8;
 const RESTLESS_AGAIN: u64 = 2;
 const SIXTEENTHS_AT_REST: u64 = 18;

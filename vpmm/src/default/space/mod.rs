@@ -35,8 +35,8 @@ const AS_GOOD_AS_NOTHING: u64 = 64;
 /// their fronts is not known before they come.
 const LITTLE: u64 = 8;
 
-/// What fronts keep of what the pool has beyond the most that was live, which is nobody's loss; and once callers have
-/// given back all: a program that goes through the same again finds more of it where it was.
+/// What fronts keep of what the pool has beyond the most that was live, which is nobody's loss; and the same once
+/// callers have given back all: a program that goes through the same again finds more of it where it was.
 const OF_SPARE: (u64, u64) = (1, 2);
 const OF_SPARE_AGAIN: (u64, u64) = (3, 4);
 
@@ -778,8 +778,6 @@ mod tests {
     use book::Recording;
     use tags::Tag;
 
-    /// As after a pointer was freed by two threads at once: beside a block are tags of a node that is elsewhere, and
-    /// of one that is no block's.
     #[test]
     fn fronts_keep_half_of_what_is_to_spare_and_of_what_comes_again_three_quarters() {
         let mut memory = Memory::new(0, 64, 2 << 20, 8);
@@ -803,6 +801,8 @@ mod tests {
         assert_eq!(kept(&mut space), [32, 6]);
     }
 
+    /// As after a pointer was freed by two threads at once: beside a block are tags of a node that is elsewhere, and
+    /// of one that is no block's.
     #[test]
     fn a_tag_is_not_believed_where_its_node_lies_elsewhere() {
         let mut space = Space::new(Memory::new(0, 64, 2 << 20, 8), false, true, 0);
